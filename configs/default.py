@@ -1,0 +1,98 @@
+"""Every key of a config, with what it means. The other files change some and keep the rest."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+
+    # Number of devices along each axis of the mesh; one may be -1: all that are left.
+    config.mesh = mesh = ConfigDict()
+    mesh.data = -1  # rows of the batch; parameters are whole on each
+    mesh.fsdp = 1  # rows of the batch; parameters, gradients and optimizer state are cut up
+    mesh.expert = 1  # for mixtures of experts; not in this version
+    mesh.pipeline = 1  # groups of layers; not in this version
+    mesh.context = 1  # positions in the sequence; not in this version
+    mesh.tensor = 1  # heads, feed-forward and vocabulary
+
+    # Where each logical dim lives: (name, mesh axis or axes or None). The first line that fits wins:
+    # its axes are still free in that array, and divide the dim. No line fits: the dim is whole.
+    config.rules = (
+        ("batch", ("data", "fsdp")),
+        ("vocab", "tensor"),
+        ("heads", "tensor"),
+        ("kv_heads", "tensor"),
+        ("mlp", "tensor"),
+        ("embed", "fsdp"),  # of parameters; in activations the same dim is called "residual"
+        ("residual", None),
+        ("residual_seq", "context"),  # between blocks
+        ("seq", "context"),  # inside attention and feed-forward
+        ("head_dim", None),
+        ("layers", "pipeline"),
+    )
+
+    config.train = train = ConfigDict()
+    train.steps = 1000  # optimizer steps in all
+    train.global_batch = 32  # sequences per step, over all devices and micro-batches
+    train.num_microbatches = 1  # the batch is worked off in so many parts, to save memory
+    train.seed = 0  # of parameters, data order and dropout
+    train.log_every = 10  # steps between lines
+    train.zero_stage = 3  # what fsdp cuts up: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    train.remat = "none"  # recomputed going back: "none", "full", "dots", or kept by name: "names:attention,mlp"
+    train.unroll = 4  # layers in one iteration of the loop over layers: more run faster and compile longer
+    train.dtype = "float32"  # to compute in: float32, bfloat16, float16, float64
+    train.param_dtype = "float32"  # of parameters and optimizer state
+
+    config.model = model = ConfigDict()
+    model.build = "meshtrain.models.transformer:build"  # function of the keys below that returns a Model
+    model.num_layers = 4
+    model.d_model = 256
+    model.num_heads = 8
+    model.num_kv_heads = 8  # fewer than num_heads: grouped-query attention
+    model.d_ff = 768  # feed-forward width
+    model.vocab_size = 256
+    model.max_seq_len = 256  # rows of the table when positions are learned
+    model.norm = "rms"  # "rms" or "layer"
+    model.norm_epsilon = 1e-5
+    model.positions = "rope"  # "rope" or "learned"
+    model.rope_theta = 10000.0
+    model.mlp = "swiglu"  # "swiglu" or "gelu"
+    model.bias = False  # in linear maps and LayerNorm
+    model.tie_embeddings = False  # the output head is the embedding table
+    model.z_loss = 0.0  # weight of logsumexp(logits)^2, 1e-4 where logits drift
+
+    config.data = data = ConfigDict()
+    data.build = "meshtrain.data.tokens:build"  # function of the keys below and split= that returns a Source
+    data.path = ""  # a token file, or a folder of text
+    data.dtype = "uint8"  # of a raw token file: uint8 (any text, as bytes), uint16, uint32, int32
+    data.pattern = "*.txt"  # files of a folder
+    data.exclude = ()  # names of folders to leave out
+    data.seq_len = 256
+    data.vocab_size = model.get_oneway_ref("vocab_size")
+    data.separator = -1  # token that ends a document: attention and targets do not cross it; -1: none
+    data.heldout = 0.05  # fraction kept for evaluation
+    data.seed = train.get_oneway_ref("seed")
+
+    config.optim = optim = ConfigDict()
+    optim.build = "meshtrain.optim:adamw"  # function of the keys not used by the trainer: returns an optax optimizer
+    optim.learning_rate = 3e-4  # at its highest
+    optim.schedule = "cosine"  # "constant", "cosine", "linear", "wsd"
+    optim.warmup_steps = 100
+    optim.decay_fraction = 0.2  # of the steps, at the end; for "wsd"
+    optim.final_fraction = 0.1  # of learning_rate, at the last step
+    optim.clip_norm = 1.0  # of all gradients together
+    optim.b1 = 0.9
+    optim.b2 = 0.95
+    optim.epsilon = 1e-8
+    optim.weight_decay = 0.1
+    optim.no_decay = ("bias", "scale")  # parameters with these names are not decayed
+
+    config.eval = evaluation = ConfigDict()
+    evaluation.every = 0  # steps between evaluations; 0: only at the end
+    evaluation.batches = 8  # of global_batch held-out sequences; 0: never
+
+    config.checkpoint = checkpoint = ConfigDict()
+    checkpoint.every = 0  # steps between saves; 0: only at the end
+    checkpoint.keep = 2  # the newest so many
+
+    return config.lock()

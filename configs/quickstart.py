@@ -1,0 +1,24 @@
+"""A byte-level Llama-style decoder of 1.8 M parameters, on Python's own standard library."""
+
+import sysconfig
+
+from configs import default
+
+
+def get_config():
+    config = default.get_config()
+    config.train.steps = 400
+    config.train.global_batch = 16
+    config.model.num_layers = 4
+    config.model.d_model = 192
+    config.model.num_heads = 6
+    config.model.num_kv_heads = 2
+    config.model.d_ff = 512
+    config.data.path = sysconfig.get_paths()["stdlib"]
+    config.data.pattern = "*.py"
+    config.data.exclude = ("site-packages", "dist-packages")
+    config.optim.learning_rate = 3e-3
+    config.optim.warmup_steps = 40
+    config.eval.every = 100
+    config.checkpoint.every = 100
+    return config

@@ -1,0 +1,62 @@
+"""Sharded checkpoints through Orbax: each process writes its shards, any mesh can read them."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from meshtrain.config import ConfigError
+
+
+class Checkpointer:
+    """Saves a state with the data position beside it; close it so that the last save is finished."""
+
+    def __init__(self, directory: Path, *, keep: int):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+
+    def save(self, step: int, state: Any, *, position: int) -> bool:
+        """Starts saving, unless this step is saved already; `position` is the next sample to train on."""
+        if step in self._manager.all_steps():
+            return False
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave({"position": position}))
+        return self._manager.save(step, args=items)
+
+    def latest(self) -> int | None:
+        """Returns the newest step that was saved whole."""
+        return self._manager.latest_step()
+
+    def restore(self, step: int, abstract_state: Any) -> tuple[Any, int]:
+        """Returns the state, placed as `abstract_state` says, and the data position.
+
+        Raises ConfigError when the saved arrays are not those of this model and optimizer.
+        """
+        saved = self._manager.item_metadata(step).state
+        _check_same(_shapes(saved.tree if hasattr(saved, "tree") else saved), _shapes(abstract_state), step)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore())
+        restored = self._manager.restore(step, args=items)
+        return restored.state, restored.data["position"]
+
+    def close(self) -> None:
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _shapes(tree: Any) -> dict[str, tuple]:
+    """Shapes by path; the path is made of bare names, for Orbax turns every container into a dict."""
+    leaves = jax.tree.leaves_with_path(tree)
+    name = lambda entry: str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))  # noqa: E731
+    return {
+        "/".join(name(entry) for entry in path): tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")
+    }
+
+
+def _check_same(saved: dict[str, tuple], wanted: dict[str, tuple], step: int) -> None:
+    differing = [path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)]
+    if differing:
+        path = differing[0]
+        raise ConfigError(
+            f"checkpoint of step {step} is of another model or optimizer: {path} is {saved.get(path, 'absent')} there and "
+            f"{wanted.get(path, 'absent')} in this config ({len(differing)} differ); use its config, or another --workdir"
+        )

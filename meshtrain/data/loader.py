@@ -1,0 +1,108 @@
+"""From a source to global device arrays: each process reads only its rows, ahead of the step."""
+
+import collections
+import itertools
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtrain.config import ConfigError
+from meshtrain.data.source import Source
+from meshtrain.sharding import Rules, spec_for
+
+AHEAD = 2  # batches read and sent to the device before they are asked for
+
+
+class Loader:
+    """Iterates over the global batches of a source from sample `position` on; close it when done."""
+
+    def __init__(self, source: Source, mesh: jax.sharding.Mesh, rules: Rules, *, global_batch: int, position: int = 0):
+        self._source, self._mesh, self._rules = source, mesh, rules
+        self._global_batch = global_batch
+        self._next = position
+        self._reader = ThreadPoolExecutor(1, "loader")
+        self._ahead: collections.deque = collections.deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """Returns the next batch as jax arrays; a fault of the source is raised here."""
+        self._fill()
+        return self._ahead.popleft().result()
+
+    def peek(self) -> Any:
+        """Returns the next batch and leaves it the next."""
+        self._fill()
+        return self._ahead[0].result()
+
+    def _fill(self) -> None:
+        while len(self._ahead) <= AHEAD:
+            self._ahead.append(self._reader.submit(self.read, self._next))
+            self._next += self._global_batch
+
+    def read(self, position: int) -> Any:
+        """Returns samples `position` ... `position` + global_batch - 1, sharded over the batch axes."""
+        spec = spec_for(("batch",), (self._global_batch,), self._rules, self._mesh.shape)
+        sharding = jax.sharding.NamedSharding(self._mesh, spec)
+        slices = sharding.addressable_devices_indices_map((self._global_batch,)).values()
+        local = np.unique(np.concatenate([np.arange(self._global_batch)[index] for index in slices]))
+        batch = self._source.read(position + local)
+
+        def to_device(rows: np.ndarray) -> jax.Array:
+            rows = np.asarray(rows)
+            shape = (self._global_batch, *rows.shape[1:])
+            # Each device asks for a contiguous slice of the global batch; `local` is sorted.
+            return jax.make_array_from_callback(
+                shape, sharding, lambda index: rows[slice(*np.searchsorted(local, index[0].indices(shape[0])[:2]))]
+            )
+
+        return jax.tree.map(to_device, batch)
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+
+def from_iterable(batches: Iterable[Any], *, global_batch: int, position: int = 0) -> Source:
+    """Makes a Source of your iterable of global batches: pytrees of numpy arrays with a leading dim.
+
+    Batches are taken in order, and from the start again at the end of a list or another re-iterable.
+    A resumed run passes over the first `position` samples, so the iterable must yield the same
+    batches in the same order each time it is made, and on every process.
+    """
+    if position % global_batch:
+        raise ConfigError(f"train.global_batch={global_batch} does not divide the {position} samples seen so far")
+    stream = itertools.islice(_epochs(batches), position // global_batch, None)
+    expected = position
+
+    def read(indices: np.ndarray) -> Any:
+        nonlocal expected
+        start = int(indices[0]) // global_batch * global_batch
+        assert start == expected, "batches of an iterable are read in order"
+        expected += global_batch
+        batch = next(stream)
+        for leaf in jax.tree.leaves(batch):
+            if np.ndim(leaf) < 1 or len(leaf) != global_batch:
+                raise ConfigError(
+                    f"data: a batch has an array of shape {np.shape(leaf)}, and train.global_batch={global_batch}; "
+                    f"yield arrays with a leading dim of {global_batch}"
+                )
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[indices - start], batch)
+
+    return Source(read, description="your iterable")
+
+
+def _epochs(batches: Iterable[Any]) -> Iterator[Any]:
+    for epoch in itertools.count():
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise ConfigError(
+                f"data: the iterable ended (in epoch {epoch}); give one that starts again (a list, or an object "
+                f"with __iter__), or set fewer train.steps"
+            )

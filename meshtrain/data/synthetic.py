@@ -1,0 +1,21 @@
+"""Made-up sequences that a model can learn, for tests and benchmarks: no file needed."""
+
+import numpy as np
+
+from meshtrain.data.source import Batch, Source
+from meshtrain.data.tokens import to_batch
+
+
+def build(*, seq_len: int, vocab_size: int, separator: int, seed: int, split: str, **unused) -> Source:
+    """Returns arithmetic progressions modulo `vocab_size`, each with its own start and stride."""
+
+    def read(indices: np.ndarray) -> Batch:
+        rows = np.stack([_progression(index, seq_len + 1, vocab_size, (seed, split == "train")) for index in indices])
+        return to_batch(rows.astype(np.int32), separator)
+
+    return Source(read, description=f"synthetic progressions modulo {vocab_size}")
+
+
+def _progression(index: int, length: int, modulus: int, seed: tuple) -> np.ndarray:
+    start, stride = np.random.default_rng([*seed, index]).integers(0, modulus, 2)
+    return (start + stride * np.arange(length)) % modulus

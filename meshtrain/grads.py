@@ -1,0 +1,99 @@
+"""From a model to gradients: the loss of a stack of blocks, and its sum over micro-batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.metrics import Metrics
+from meshtrain.models.base import Model, Params
+
+LossFn = Callable[[Params, Any, jax.Array], Metrics]  # (params, batch, key)
+# The hinge of the trainer: what a step needs, however the work is split. Gradients are of sums.
+GradFn = Callable[[Params, Any, jax.Array], tuple[Params, Metrics]]
+
+
+def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1) -> LossFn:
+    """Returns the model's loss, computed with parameters cast to `dtype`.
+
+    `remat` says what the backward pass keeps of each block: "none" recomputes nothing, "full" all
+    but the block's input, "dots" keeps results of matrix products, "names:a,b" those that the model
+    marked with `checkpoint_name`. A model that is no stack counts as one block. `unroll` layers make
+    one iteration of the loop over the stack.
+    """
+
+    def loss(params, batch, key):
+        params = jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+        if model.block is None:
+            return _remat(model.loss, remat)(params, batch, key)
+        block = _remat(model.block, remat)
+        x = model.embed(params, batch)
+        x, _ = jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, params["layers"], unroll=unroll)
+        return model.head(params, x, batch)
+
+    return loss
+
+
+def _remat(function: Callable, remat: str) -> Callable:
+    if remat == "none":
+        return function
+    policies = jax.checkpoint_policies
+    if remat == "full":
+        policy = policies.nothing_saveable
+    elif remat == "dots":
+        policy = policies.dots_with_no_batch_dims_saveable
+    else:
+        policy = policies.save_only_these_names(*remat.removeprefix("names:").split(","))
+    return jax.checkpoint(function, policy=policy)
+
+
+def accumulate(loss: LossFn, *, num_microbatches: int, grad_shardings: Any) -> GradFn:
+    """Returns the GradFn that runs micro-batches one after the other and adds up their gradients."""
+
+    def grads_of(params, batch, key):
+        def total(params):
+            metrics = loss(params, batch, key)
+            return metrics.loss, metrics
+
+        grads, metrics = jax.grad(total, has_aux=True)(params)
+        return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics
+
+    def grad_fn(params, batch, key):
+        parts = split(batch, num_microbatches)
+
+        def add(sums, numbered):
+            number, part = numbered
+            return jax.tree.map(jnp.add, sums, grads_of(params, part, jax.random.fold_in(key, number))), None
+
+        shapes = jax.eval_shape(grads_of, params, jax.tree.map(lambda leaf: leaf[0], parts), key)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return jax.lax.scan(add, zeros, (jnp.arange(num_microbatches), parts))[0]
+
+    def single(params, batch, key):
+        return grads_of(params, batch, jax.random.fold_in(key, 0))
+
+    return single if num_microbatches == 1 else grad_fn
+
+
+def evaluate(loss: LossFn, *, num_microbatches: int) -> Callable[[Params, Any], Metrics]:
+    """Returns the Metrics of a batch without gradients, micro-batch by micro-batch."""
+
+    def metrics_of(params, batch):
+        sums = jax.lax.map(lambda part: loss(params, part, jax.random.key(0)), split(batch, num_microbatches))
+        return jax.tree.map(lambda values: values.sum(0), sums)
+
+    return metrics_of
+
+
+def split(batch: Any, num_microbatches: int) -> Any:
+    """Returns the batch with a leading dim of micro-batches; rows m, m + M, m + 2 M, ... form the m-th.
+
+    Every M-th row, so that each device cuts up the rows it has: no row moves.
+    """
+
+    def cut(leaf):
+        parts = leaf.reshape(leaf.shape[0] // num_microbatches, num_microbatches, *leaf.shape[1:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    return jax.tree.map(cut, batch)

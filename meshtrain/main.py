@@ -1,0 +1,58 @@
+"""Trains a model.
+
+  python -m meshtrain.main --config=configs/quickstart.py --workdir=runs/quickstart
+
+Every key of configs/default.py can be set: --config.train.steps=1000 --config.mesh.fsdp=4 ...
+A run whose workdir holds a checkpoint goes on from it.
+"""
+
+import argparse
+import logging
+import sys
+
+import jax
+
+from meshtrain import config, distributed
+from meshtrain.train import train
+
+EXIT_USER = 2  # the configuration or the data is wrong
+EXIT_PREEMPTED = 75  # stopped from outside, state saved
+EXIT_NOT_FINITE = 17
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="meshtrain train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="a Python file with get_config()")
+    parser.add_argument(
+        "--workdir", metavar="DIR", help="where metrics and checkpoints go; without it nothing is saved"
+    )
+    parser.add_argument("--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices")
+    parser.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
+    args, overrides = parser.parse_known_args(argv)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    try:
+        if args.simulate_devices is not None:
+            if args.simulate_devices < 1:
+                raise config.ConfigError(f"--simulate_devices={args.simulate_devices}: use 1 or more")
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", args.simulate_devices)
+        settings = config.load(args.config, overrides)
+        distributed.initialize()
+        result = train(settings, workdir=args.workdir)
+    except config.ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USER
+    except FloatingPointError as error:
+        print(error, file=sys.stderr)
+        return EXIT_NOT_FINITE
+    return EXIT_PREEMPTED if result.interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""What the trainer asks of a model: pure functions over a nested dict of arrays, with named axes.
+
+The only file that takes Flax modules apart. Everything else sees plain functions and dicts, so a
+checkpoint holds no library's classes and a step is made of `jax.*` transforms alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+from meshtrain.config import ConfigError
+from meshtrain.metrics import Metrics
+
+Params = Any  # nested dict of arrays
+Axes = Any  # the same nested dict, of tuples of logical names
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as pure functions. A stack of blocks gives embed, block and head; any other gives loss.
+
+    In a stack, `params["layers"]` holds every block's parameters with a leading `layers` dim, and
+    `block` gets one layer's slice; the trainer runs the stack, so no model knows of remat or pipelines.
+    """
+
+    init: Callable[[jax.Array], Params]  # of a PRNG key
+    axes: Axes
+    loss: Callable[[Params, Any, jax.Array], Metrics] | None = None  # (params, batch, key)
+    embed: Callable[[Params, Any], jax.Array] | None = None  # (params, batch) -> x
+    block: Callable[[Params, jax.Array, Any], jax.Array] | None = None  # (layer, x, batch) -> x
+    head: Callable[[Params, jax.Array, Any], Metrics] | None = None  # (params, x, batch)
+    logits: Callable[[Params, jax.Array], jax.Array] | None = None  # (params, x), to generate from
+    flops_per_token: Callable[[int], float] | None = None  # of the sequence length; forward and backward
+
+
+@dataclass(frozen=True)
+class Functional:
+    """An NNX module split into what creates its parameters, their names, and how to run it on others."""
+
+    init: Callable[[jax.Array], Params]
+    axes: Axes
+    bind: Callable[..., nnx.Module]  # (params, key=None) -> module; a key feeds dropout and the like
+
+
+def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
+    """Makes pure functions of `build(rngs) -> nnx.Module`.
+
+    A parameter's names are its `out_sharding` metadata (`nnx.with_partitioning`). Raises ConfigError
+    for a module that keeps state other than parameters and random streams, such as BatchNorm's.
+    """
+
+    def split(key):
+        # Flax would otherwise place each variable by its names at once, as if they were mesh axes.
+        with nnx.use_eager_sharding(False):
+            return nnx.split(build(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
+
+    graph, params, streams, rest = jax.eval_shape(split, jax.random.key(0))
+    for path, variable in nnx.to_flat_state(rest):
+        raise ConfigError(
+            f"model state {'/'.join(map(str, path))} is a {type(variable).__name__}: meshtrain keeps parameters "
+            f"only; use a layer without running state (LayerNorm or GroupNorm instead of BatchNorm)"
+        )
+
+    def init(key):
+        return nnx.to_pure_dict(split(key)[1])
+
+    def bind(values, key=None):
+        state = jax.tree.map(lambda leaf: leaf, params)  # replace_by_pure_dict writes into its argument
+        nnx.replace_by_pure_dict(state, {name: values[name] for name in nnx.to_pure_dict(params)})
+        if not jax.tree.leaves(streams):
+            return nnx.merge(graph, state, nnx.State({}))
+        key = jax.random.key(0) if key is None else key
+        fresh = jax.tree.map(
+            lambda leaf: key if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jax.numpy.uint32(0), streams
+        )
+        return nnx.merge(graph, state, fresh)
+
+    names = {path: variable.get_metadata().get("out_sharding") for path, variable in nnx.to_flat_state(params)}
+    axes = _axes_tree(nnx.to_pure_dict(params), names)
+    return Functional(init, axes, bind)
+
+
+def stack(block: Functional, num_layers: int) -> tuple[Callable[[jax.Array], Params], Axes]:
+    """Returns init and axes of `num_layers` blocks on a leading `layers` dim."""
+    axes = jax.tree.map(lambda names: ("layers", *names), block.axes, is_leaf=lambda x: isinstance(x, tuple))
+    return (lambda key: jax.vmap(block.init)(jax.random.split(key, num_layers))), axes
+
+
+def from_nnx(build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[nnx.Module, Any], Metrics]) -> Model:
+    """Makes a Model of your NNX module: `build(rngs) -> module` and `loss(module, batch) -> Metrics`."""
+    pure = functional(build)
+    return Model(pure.init, pure.axes, loss=lambda params, batch, key: loss(pure.bind(params, key), batch))
+
+
+def from_linen(module: linen.Module, loss: Callable[[Callable, Any], Metrics], *, example: Any) -> Model:
+    """Makes a Model of your Linen module: `loss(apply, batch) -> Metrics`, where `apply(*inputs)` runs it.
+
+    `example` is one input (an array, or a tuple of several), of which only shape and dtype matter.
+    """
+    example = example if isinstance(example, tuple) else (example,)
+    zeros = tuple(jax.numpy.zeros(x.shape, x.dtype) for x in example)
+
+    def variables(key):
+        return module.init({"params": key, "dropout": key}, *zeros)
+
+    boxed = jax.eval_shape(variables, jax.random.key(0))
+    for collection in boxed.keys() - {"params"}:
+        raise ConfigError(
+            f"model state {collection!r}: meshtrain keeps parameters only; use a layer without running state "
+            f"(LayerNorm or GroupNorm instead of BatchNorm)"
+        )
+    specs = linen.get_partition_spec(boxed)["params"]
+    names = {path: tuple(spec) or None for path, spec in jax.tree.leaves_with_path(specs)}
+    shapes = linen.unbox(boxed)["params"]
+    axes = jax.tree.map_with_path(lambda path, leaf: names[path] or (None,) * leaf.ndim, shapes)
+
+    def run(params, batch, key):
+        def apply(*inputs, **options):
+            return module.apply({"params": params}, *inputs, rngs={"dropout": key}, **options)
+
+        return loss(apply, batch)
+
+    return Model(lambda key: linen.unbox(variables(key))["params"], axes, loss=run)
+
+
+def _axes_tree(shapes: Any, names: dict) -> Axes:
+    """Names as a tree like `shapes`; a parameter without names is sharded nowhere."""
+    return jax.tree.map_with_path(
+        lambda path, leaf: tuple(names[tuple(entry.key for entry in path)] or (None,) * leaf.ndim), shapes
+    )

@@ -1,0 +1,82 @@
+"""Where arrays live: models give each dim a logical name, one table of rules maps names to mesh axes."""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshtrain.config import ConfigError, did_you_mean
+
+# (logical name, mesh axis or axes or None), in order of preference; a name may appear several times.
+Rules = Sequence[tuple[str, str | Sequence[str] | None]]
+Names = Sequence[str | None]  # one logical name per dim, None for a dim that is never sharded
+
+_active_rules: contextvars.ContextVar[Rules] = contextvars.ContextVar("rules")
+
+
+@contextlib.contextmanager
+def use_rules(rules: Rules) -> Iterator[None]:
+    """Makes `rules` those that `constrain` follows; set once, beside `jax.set_mesh`."""
+    token = _active_rules.set(rules)
+    try:
+        yield
+    finally:
+        _active_rules.reset(token)
+
+
+def spec_for(names: Names, shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]) -> PartitionSpec:
+    """Returns the PartitionSpec of an array with these dims: the first rule that fits each name wins.
+
+    Rules are tried from top to bottom. One fits a dim that it names if none of its mesh axes already
+    shards another dim of this array and their sizes in `sizes` divide the dim. A dim that no rule
+    fits stays whole. Raises ConfigError for a name that no rule knows, or an axis that `sizes` lacks.
+    """
+    known = {name for name, _ in rules}
+    for name in names:
+        if name is not None and name not in known:
+            raise ConfigError(
+                f'logical axis {name!r} has no rule{did_you_mean(name, known)}; add ("{name}", None) to config.rules'
+            )
+    assigned: list[tuple[str, ...]] = [()] * len(names)
+    taken: set[str] = set()
+    for name, axes in rules:
+        axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        for axis in axes:
+            if axis not in sizes:
+                raise ConfigError(
+                    f"config.rules maps {name!r} to {axis!r}, which is no mesh axis{did_you_mean(axis, sizes)}"
+                )
+        for dim in range(len(names)):
+            if names[dim] != name or assigned[dim] or taken & set(axes):
+                continue
+            if shape[dim] % math.prod(sizes[axis] for axis in axes) == 0:
+                assigned[dim] = axes
+                taken |= set(axes)
+    entries = [axes[0] if len(axes) == 1 else axes or None for axes in assigned]
+    return PartitionSpec(*entries)
+
+
+def shardings(axes, shapes, rules: Rules, mesh: jax.sharding.Mesh):
+    """Returns a tree of NamedSharding for a tree of shaped leaves and the same tree of their names."""
+    return jax.tree.map(
+        lambda leaf, names: NamedSharding(mesh, spec_for(names, leaf.shape, rules, mesh.shape)), shapes, axes
+    )
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Pins `x` to where the active rules put these names; without an active mesh it does nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec_for(names, x.shape, _active_rules.get(), mesh.shape))
+
+
+def without(rules: Rules, axis: str) -> Rules:
+    """Returns the rules with one mesh axis taken out of every line."""
+    return tuple(
+        (name, tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a != axis))
+        for name, axes in rules
+    )

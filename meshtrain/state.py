@@ -1,0 +1,74 @@
+"""What a run carries from step to step, and where each part of it lives."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshtrain import sharding
+from meshtrain.models.base import Axes, Model, Params
+
+
+class TrainState(NamedTuple):
+    step: jax.Array  # () int32, updates done
+    params: Params
+    opt_state: Any
+
+
+def initializer(model: Model, optimizer: optax.GradientTransformation, *, param_dtype: str) -> Callable:
+    """Returns the function key -> TrainState at step 0."""
+
+    def init(key):
+        params = jax.tree.map(
+            lambda p: p.astype(param_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, model.init(key)
+        )
+        return TrainState(jnp.int32(0), params, optimizer.init(params))
+
+    return init
+
+
+def shardings(
+    state: TrainState,
+    axes: Axes,
+    optimizer: optax.GradientTransformation,
+    rules: sharding.Rules,
+    mesh,
+    *,
+    zero_stage: int,
+) -> tuple[TrainState, Any]:
+    """Returns where an abstract state lives, as a TrainState of NamedSharding, and where gradients do.
+
+    ZeRO (arXiv 1910.02054) is what `fsdp` shards: nothing at stage 0, the optimizer's moments from
+    1 on, gradients from 2 on, parameters at 3. Three mappings of one tree, and nothing else.
+    """
+
+    def mapping(first_stage: int):
+        active = rules if zero_stage >= first_stage else sharding.without(rules, "fsdp")
+        return sharding.shardings(axes, state.params, active, mesh)
+
+    replicated = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree.map_params(
+        optimizer, lambda _, place: place, state.opt_state, mapping(1), transform_non_params=lambda _: replicated
+    )
+    return TrainState(replicated, mapping(3), opt_state), mapping(2)
+
+
+def abstract(shapes: Any, places: Any) -> Any:
+    """Returns shapes and dtypes with their shardings: what a checkpoint is restored into."""
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+    )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Returns the bytes that one device holds of an abstract tree."""
+    return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+
+
+def count(tree: Any) -> int:
+    """Returns the number of elements in a tree of shaped leaves."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
