@@ -32,7 +32,12 @@ LAYERS, D, HEADS, KV_HEADS, F, VOCAB, SEQ, ROWS = 6, 256, 8, 4, 1024, 256, 256, 
 def settings():
     c = default.get_config()
     c.train.global_batch, c.data.seq_len = ROWS, SEQ
-    c.model.num_layers, c.model.d_model, c.model.num_heads, c.model.num_kv_heads = LAYERS, D, HEADS, KV_HEADS
+    c.model.num_layers, c.model.d_model, c.model.num_heads, c.model.num_kv_heads = (
+        LAYERS,
+        D,
+        HEADS,
+        KV_HEADS,
+    )
     c.model.d_ff, c.model.vocab_size, c.data.build = F, VOCAB, "meshtrain.data.synthetic:build"
     return config.parse(c, num_devices=1)
 
@@ -45,10 +50,14 @@ def trainer_step(cfg):
     with jax.set_mesh(places), sharding.use_rules(cfg.rules):
         init = state.initializer(model, optimizer, param_dtype="float32")
         shapes = jax.eval_shape(init, jax.random.key(0))
-        where, where_grads = state.shardings(shapes, model.axes, optimizer, cfg.rules, places, zero_stage=3)
+        where, where_grads = state.shardings(
+            shapes, model.axes, optimizer, cfg.rules, places, zero_stage=3
+        )
         loss = grads.make_loss(model, dtype="float32", unroll=cfg.train.unroll)
         grad_fn = grads.accumulate(loss, num_microbatches=1, grad_shardings=where_grads)
-        train_step = step.make_train_step(grad_fn, optimizer, schedule, clip_norm=cfg.optim.clip_norm, seed=0)
+        train_step = step.make_train_step(
+            grad_fn, optimizer, schedule, clip_norm=cfg.optim.clip_norm, seed=0
+        )
         start = jax.jit(init, out_shardings=where)(jax.random.key(0))
         jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(where, None))
         compiled = jitted.lower(start, batch(places)).compile()
@@ -76,7 +85,10 @@ def bare_step(cfg, params, *, scan: bool):
 
     def layer(x, p, sin, cos, mask):
         h = rms(x, p["attention_norm"]["scale"])
-        q, k, v = (jnp.einsum("bsd,dhk->bshk", h, p["attention"][n]["kernel"]) for n in ("query", "key", "value"))
+        q, k, v = (
+            jnp.einsum("bsd,dhk->bshk", h, p["attention"][n]["kernel"])
+            for n in ("query", "key", "value")
+        )
         q, k = rotate(q, sin, cos), rotate(k, sin, cos)
         q = q.reshape(ROWS, SEQ, KV_HEADS, HEADS // KV_HEADS, D // HEADS)
         scores = jnp.einsum("bsgrk,btgk->bgrst", q, k) * (D // HEADS) ** -0.5
@@ -94,17 +106,24 @@ def bare_step(cfg, params, *, scan: bool):
         mask = jnp.tril(jnp.ones((SEQ, SEQ), bool))
         x = params["tokens"]["embedding"][tokens]
         if scan:
-            x, _ = jax.lax.scan(lambda x, p: (layer(x, p, sin, cos, mask), None), x, params["layers"])
+            x, _ = jax.lax.scan(
+                lambda x, p: (layer(x, p, sin, cos, mask), None), x, params["layers"]
+            )
         else:
             for i in range(LAYERS):
                 x = layer(x, jax.tree.map(lambda p, i=i: p[i], params["layers"]), sin, cos, mask)
         logits = rms(x, params["final_norm"]["scale"]) @ params["output"]["kernel"]
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0])
+        return jnp.mean(
+            jax.nn.logsumexp(logits, -1)
+            - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        )
 
     def decayed(tree):
         return jax.tree.map_with_path(lambda path, _: path[-1].key != "scale", tree)
 
-    adamw = optax.adamw(schedule, c["b1"], c["b2"], c["epsilon"], weight_decay=c["weight_decay"], mask=decayed)
+    adamw = optax.adamw(
+        schedule, c["b1"], c["b2"], c["epsilon"], weight_decay=c["weight_decay"], mask=decayed
+    )
     optimizer = optax.chain(optax.clip_by_global_norm(cfg.optim.clip_norm), adamw)
 
     def train_step(carry, tokens, targets):
@@ -117,7 +136,9 @@ def bare_step(cfg, params, *, scan: bool):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--output")
     args = parser.parse_args()
@@ -125,7 +146,10 @@ def main():
     cfg = settings()
     ours, our_state, data = trainer_step(cfg)
     copy = lambda: jax.tree.map(jnp.array, jax.device_get(our_state.params))  # noqa: E731
-    peers = {"bare, scan": bare_step(cfg, copy(), scan=True), "bare, unrolled": bare_step(cfg, copy(), scan=False)}
+    peers = {
+        "bare, scan": bare_step(cfg, copy(), scan=True),
+        "bare, unrolled": bare_step(cfg, copy(), scan=False),
+    }
     num_params = state.count(our_state.params)
     runs = {"meshtrain": (lambda carry: ours(carry, data), our_state)}
     for name, (train_step, carry) in peers.items():
@@ -142,7 +166,9 @@ def main():
             losses[name].append(float(report["loss"] if name == "meshtrain" else report))
     medians = {name: statistics.median(values[3:]) for name, values in times.items()}
     for name, values in losses.items():
-        print(f"{name:>15}: loss {values[0]:.5f} -> {values[-1]:.5f}, median step {medians[name] * 1e3:.1f} ms")
+        print(
+            f"{name:>15}: loss {values[0]:.5f} -> {values[-1]:.5f}, median step {medians[name] * 1e3:.1f} ms"
+        )
         np.testing.assert_allclose(values[:5], losses["meshtrain"][:5], rtol=1e-4)
     ratio = medians["meshtrain"] / min(medians[name] for name in peers)
     print(f"{num_params:,} parameters, {ROWS} x {SEQ} tokens: {ratio:.3f} x the faster bare step")

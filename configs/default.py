@@ -37,14 +37,20 @@ def get_config() -> ConfigDict:
     train.num_microbatches = 1  # the batch is worked off in so many parts, to save memory
     train.seed = 0  # of parameters, data order and dropout
     train.log_every = 10  # steps between lines
-    train.zero_stage = 3  # what fsdp cuts up: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    train.zero_stage = (
+        3  # what fsdp cuts up: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    )
     train.remat = "none"  # recomputed going back: "none", "full", "dots", or kept by name: "names:attention,mlp"
-    train.unroll = 4  # layers in one iteration of the loop over layers: more run faster and compile longer
+    train.unroll = (
+        4  # layers in one iteration of the loop over layers: more run faster and compile longer
+    )
     train.dtype = "float32"  # to compute in: float32, bfloat16, float16, float64
     train.param_dtype = "float32"  # of parameters and optimizer state
 
     config.model = model = ConfigDict()
-    model.build = "meshtrain.models.transformer:build"  # function of the keys below that returns a Model
+    model.build = (
+        "meshtrain.models.transformer:build"  # function of the keys below that returns a Model
+    )
     model.num_layers = 4
     model.d_model = 256
     model.num_heads = 8
@@ -62,14 +68,18 @@ def get_config() -> ConfigDict:
     model.z_loss = 0.0  # weight of logsumexp(logits)^2, 1e-4 where logits drift
 
     config.data = data = ConfigDict()
-    data.build = "meshtrain.data.tokens:build"  # function of the keys below and split= that returns a Source
+    data.build = (
+        "meshtrain.data.tokens:build"  # function of the keys below and split= that returns a Source
+    )
     data.path = ""  # a token file, or a folder of text
     data.dtype = "uint8"  # of a raw token file: uint8 (any text, as bytes), uint16, uint32, int32
     data.pattern = "*.txt"  # files of a folder
     data.exclude = ()  # names of folders to leave out
     data.seq_len = 256
     data.vocab_size = model.get_oneway_ref("vocab_size")
-    data.separator = -1  # token that ends a document: attention and targets do not cross it; -1: none
+    data.separator = (
+        -1
+    )  # token that ends a document: attention and targets do not cross it; -1: none
     data.heldout = 0.05  # fraction kept for evaluation
     data.seed = train.get_oneway_ref("seed")
 

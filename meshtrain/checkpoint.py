@@ -20,7 +20,9 @@ class Checkpointer:
         """Starts saving, unless this step is saved already; `position` is the next sample to train on."""
         if step in self._manager.all_steps():
             return False
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave({"position": position}))
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave({"position": position})
+        )
         return self._manager.save(step, args=items)
 
     def latest(self) -> int | None:
@@ -33,8 +35,12 @@ class Checkpointer:
         Raises ConfigError when the saved arrays are not those of this model and optimizer.
         """
         saved = self._manager.item_metadata(step).state
-        _check_same(_shapes(saved.tree if hasattr(saved, "tree") else saved), _shapes(abstract_state), step)
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore())
+        _check_same(
+            _shapes(saved.tree if hasattr(saved, "tree") else saved), _shapes(abstract_state), step
+        )
+        items = ocp.args.Composite(
+            state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
+        )
         restored = self._manager.restore(step, args=items)
         return restored.state, restored.data["position"]
 
@@ -46,14 +52,20 @@ class Checkpointer:
 def _shapes(tree: Any) -> dict[str, tuple]:
     """Shapes by path; the path is made of bare names, for Orbax turns every container into a dict."""
     leaves = jax.tree.leaves_with_path(tree)
-    name = lambda entry: str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))  # noqa: E731
+    name = lambda entry: str(
+        getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry)))
+    )  # noqa: E731
     return {
-        "/".join(name(entry) for entry in path): tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")
+        "/".join(name(entry) for entry in path): tuple(leaf.shape)
+        for path, leaf in leaves
+        if hasattr(leaf, "shape")
     }
 
 
 def _check_same(saved: dict[str, tuple], wanted: dict[str, tuple], step: int) -> None:
-    differing = [path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)]
+    differing = [
+        path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)
+    ]
     if differing:
         path = differing[0]
         raise ConfigError(

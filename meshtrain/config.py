@@ -100,7 +100,9 @@ def resolve(path: str) -> Callable:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f'{path!r} is no "package.module:function" that can be imported: {error}') from error
+        raise ConfigError(
+            f'{path!r} is no "package.module:function" that can be imported: {error}'
+        ) from error
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -118,7 +120,9 @@ def load(path: str, overrides: Iterable[str] = ()) -> ConfigDict:
     try:
         config = _read_flags(path, [])
     except Exception as error:
-        raise ConfigError(f"--config={path} cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"--config={path} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     overrides = _join_values(overrides)
     try:
         return _read_flags(path, overrides)
@@ -185,8 +189,16 @@ def parse(config: ConfigDict | Mapping, *, num_devices: int, own: Iterable[str] 
     raw = config.to_dict() if isinstance(config, ConfigDict) else dict(config)
     faults: list[str] = []
     sections = ("mesh", "rules", "train", "model", "data", "optim", "eval", "checkpoint")
-    faults += [f"config.{key}: unknown section{did_you_mean(key, sections)}" for key in raw if key not in sections]
-    faults += [f"config.{key}: missing; take it from configs/default.py" for key in sections if key not in raw]
+    faults += [
+        f"config.{key}: unknown section{did_you_mean(key, sections)}"
+        for key in raw
+        if key not in sections
+    ]
+    faults += [
+        f"config.{key}: missing; take it from configs/default.py"
+        for key in sections
+        if key not in raw
+    ]
     if any(key not in raw for key in sections):
         raise ConfigError(*faults)
 
@@ -303,10 +315,15 @@ def nearest_multiples(value: int, step: int) -> str:
 def _check_train(train: TrainConfig, mesh: MeshConfig | None) -> list[str]:
     faults = _at_least(0, train__steps=train.steps, train__seed=train.seed)
     faults += _at_least(
-        1, train__num_microbatches=train.num_microbatches, train__log_every=train.log_every, train__unroll=train.unroll
+        1,
+        train__num_microbatches=train.num_microbatches,
+        train__log_every=train.log_every,
+        train__unroll=train.unroll,
     )
     faults += _at_least(1, train__global_batch=train.global_batch)
-    faults += _choice("train.dtype", train.dtype, DTYPES) + _choice("train.param_dtype", train.param_dtype, DTYPES)
+    faults += _choice("train.dtype", train.dtype, DTYPES) + _choice(
+        "train.param_dtype", train.param_dtype, DTYPES
+    )
     if not train.remat.startswith("names:"):
         faults += _choice("train.remat", train.remat, (*REMAT, "names:NAME,NAME"))
     if train.zero_stage not in range(4):
@@ -324,12 +341,16 @@ def _check_train(train: TrainConfig, mesh: MeshConfig | None) -> list[str]:
 
 def _check_optim(optim: OptimConfig) -> list[str]:
     faults = _choice("optim.schedule", optim.schedule, SCHEDULES)
-    faults += _at_least(0, optim__learning_rate=optim.learning_rate, optim__warmup_steps=optim.warmup_steps)
+    faults += _at_least(
+        0, optim__learning_rate=optim.learning_rate, optim__warmup_steps=optim.warmup_steps
+    )
     for key in ("decay_fraction", "final_fraction"):
         if not 0 <= getattr(optim, key) <= 1:
             faults.append(f"optim.{key}={getattr(optim, key)}: use a number from 0 to 1")
     if optim.clip_norm <= 0:
-        faults.append(f"optim.clip_norm={optim.clip_norm}: use a positive norm, or float('inf') not to clip")
+        faults.append(
+            f"optim.clip_norm={optim.clip_norm}: use a positive norm, or float('inf') not to clip"
+        )
     return faults
 
 

@@ -24,12 +24,16 @@ def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1)
     """
 
     def loss(params, batch, key):
-        params = jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+        params = jax.tree.map(
+            lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
+        )
         if model.block is None:
             return _remat(model.loss, remat)(params, batch, key)
         block = _remat(model.block, remat)
         x = model.embed(params, batch)
-        x, _ = jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, params["layers"], unroll=unroll)
+        x, _ = jax.lax.scan(
+            lambda x, layer: (block(layer, x, batch), None), x, params["layers"], unroll=unroll
+        )
         return model.head(params, x, batch)
 
     return loss
@@ -64,7 +68,9 @@ def accumulate(loss: LossFn, *, num_microbatches: int, grad_shardings: Any) -> G
 
         def add(sums, numbered):
             number, part = numbered
-            return jax.tree.map(jnp.add, sums, grads_of(params, part, jax.random.fold_in(key, number))), None
+            return jax.tree.map(
+                jnp.add, sums, grads_of(params, part, jax.random.fold_in(key, number))
+            ), None
 
         shapes = jax.eval_shape(grads_of, params, jax.tree.map(lambda leaf: leaf[0], parts), key)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -80,7 +86,9 @@ def evaluate(loss: LossFn, *, num_microbatches: int) -> Callable[[Params, Any], 
     """Returns the Metrics of a batch without gradients, micro-batch by micro-batch."""
 
     def metrics_of(params, batch):
-        sums = jax.lax.map(lambda part: loss(params, part, jax.random.key(0)), split(batch, num_microbatches))
+        sums = jax.lax.map(
+            lambda part: loss(params, part, jax.random.key(0)), split(batch, num_microbatches)
+        )
         return jax.tree.map(lambda values: values.sum(0), sums)
 
     return metrics_of

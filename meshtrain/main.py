@@ -28,18 +28,26 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="a Python file with get_config()")
     parser.add_argument(
-        "--workdir", metavar="DIR", help="where metrics and checkpoints go; without it nothing is saved"
+        "--config", required=True, metavar="FILE", help="a Python file with get_config()"
     )
-    parser.add_argument("--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices")
+    parser.add_argument(
+        "--workdir",
+        metavar="DIR",
+        help="where metrics and checkpoints go; without it nothing is saved",
+    )
+    parser.add_argument(
+        "--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices"
+    )
     parser.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
     args, overrides = parser.parse_known_args(argv)
     logging.getLogger("absl").setLevel(logging.WARNING)
     try:
         if args.simulate_devices is not None:
             if args.simulate_devices < 1:
-                raise config.ConfigError(f"--simulate_devices={args.simulate_devices}: use 1 or more")
+                raise config.ConfigError(
+                    f"--simulate_devices={args.simulate_devices}: use 1 or more"
+                )
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", args.simulate_devices)
         settings = config.load(args.config, overrides)

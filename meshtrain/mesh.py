@@ -26,12 +26,18 @@ class MeshConfig:
         sizes = asdict(self)
         for axis, size in sizes.items():
             if size < 1 and size != -1:
-                raise ValueError(f"mesh.{axis}={size} is no axis size; use 1 or more, or -1 for all that are left")
+                raise ValueError(
+                    f"mesh.{axis}={size} is no axis size; use 1 or more, or -1 for all that are left"
+                )
         free = [axis for axis, size in sizes.items() if size == -1]
         if len(free) > 1:
-            raise ValueError(f"{' and '.join(f'mesh.{axis}' for axis in free)} are both -1; only one axis may be")
+            raise ValueError(
+                f"{' and '.join(f'mesh.{axis}' for axis in free)} are both -1; only one axis may be"
+            )
         fixed = math.prod(size for size in sizes.values() if size != -1)
-        product = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1))
+        product = " x ".join(
+            f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)
+        )
         if free and num_devices % fixed:
             raise ValueError(
                 f"{product} needs a multiple of {fixed} devices for mesh.{free[0]}=-1 and there are {num_devices}; "
@@ -47,7 +53,9 @@ class MeshConfig:
         return MeshConfig(**sizes)
 
 
-def make_mesh(config: MeshConfig | None = None, *, devices: Sequence[jax.Device] | None = None, **sizes: int):
+def make_mesh(
+    config: MeshConfig | None = None, *, devices: Sequence[jax.Device] | None = None, **sizes: int
+):
     """Returns the `jax.sharding.Mesh` of a config, or of sizes: `make_mesh(fsdp=2, tensor=4)`.
 
     Without `devices` the sizes must use up all of them; see `MeshConfig.resolve`.

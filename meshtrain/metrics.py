@@ -31,4 +31,6 @@ def weighted(loss: jax.Array, weight: jax.Array | None = None, **extra: jax.Arra
     def total(values):
         return jnp.sum(jnp.where(weight == 0, 0, values * weight))  # 0 * nan is nan
 
-    return Metrics(total(loss), jnp.sum(weight), {name: total(value) for name, value in extra.items()})
+    return Metrics(
+        total(loss), jnp.sum(weight), {name: total(value) for name, value in extra.items()}
+    )

@@ -24,7 +24,9 @@ def make_schedule(c: OptimConfig, *, steps: int) -> Schedule:
         "constant": lambda: optax.constant_schedule(peak),
         "cosine": lambda: optax.cosine_decay_schedule(peak, after_warmup, alpha=c.final_fraction),
         "linear": lambda: optax.linear_schedule(peak, final, after_warmup),
-        "wsd": lambda: optax.linear_schedule(peak, final, decay_steps, transition_begin=after_warmup - decay_steps),
+        "wsd": lambda: optax.linear_schedule(
+            peak, final, decay_steps, transition_begin=after_warmup - decay_steps
+        ),
     }[c.schedule]()
     if not c.warmup_steps:
         return main
@@ -33,7 +35,13 @@ def make_schedule(c: OptimConfig, *, steps: int) -> Schedule:
 
 
 def adamw(
-    learning_rate: Schedule, *, b1: float, b2: float, epsilon: float, weight_decay: float, no_decay: tuple
+    learning_rate: Schedule,
+    *,
+    b1: float,
+    b2: float,
+    epsilon: float,
+    weight_decay: float,
+    no_decay: tuple,
 ) -> optax.GradientTransformation:
     """AdamW with decoupled weight decay (arXiv 1711.05101), off for parameters named in `no_decay`.
 
@@ -43,4 +51,6 @@ def adamw(
     def decayed(params):
         return jax.tree.map_with_path(lambda path, _: path[-1].key not in no_decay, params)
 
-    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=epsilon, weight_decay=weight_decay, mask=decayed)
+    return optax.adamw(
+        learning_rate, b1=b1, b2=b2, eps=epsilon, weight_decay=weight_decay, mask=decayed
+    )

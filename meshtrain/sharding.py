@@ -27,7 +27,9 @@ def use_rules(rules: Rules) -> Iterator[None]:
         _active_rules.reset(token)
 
 
-def spec_for(names: Names, shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]) -> PartitionSpec:
+def spec_for(
+    names: Names, shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]
+) -> PartitionSpec:
     """Returns the PartitionSpec of an array with these dims: the first rule that fits each name wins.
 
     Rules are tried from top to bottom. One fits a dim that it names if none of its mesh axes already
@@ -62,7 +64,9 @@ def spec_for(names: Names, shape: Sequence[int], rules: Rules, sizes: Mapping[st
 def shardings(axes, shapes, rules: Rules, mesh: jax.sharding.Mesh):
     """Returns a tree of NamedSharding for a tree of shaped leaves and the same tree of their names."""
     return jax.tree.map(
-        lambda leaf, names: NamedSharding(mesh, spec_for(names, leaf.shape, rules, mesh.shape)), shapes, axes
+        lambda leaf, names: NamedSharding(mesh, spec_for(names, leaf.shape, rules, mesh.shape)),
+        shapes,
+        axes,
     )
 
 
@@ -71,7 +75,9 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, spec_for(names, x.shape, _active_rules.get(), mesh.shape))
+    return jax.lax.with_sharding_constraint(
+        x, spec_for(names, x.shape, _active_rules.get(), mesh.shape)
+    )
 
 
 def without(rules: Rules, axis: str) -> Rules:

@@ -19,12 +19,15 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-def initializer(model: Model, optimizer: optax.GradientTransformation, *, param_dtype: str) -> Callable:
+def initializer(
+    model: Model, optimizer: optax.GradientTransformation, *, param_dtype: str
+) -> Callable:
     """Returns the function key -> TrainState at step 0."""
 
     def init(key):
         params = jax.tree.map(
-            lambda p: p.astype(param_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, model.init(key)
+            lambda p: p.astype(param_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p,
+            model.init(key),
         )
         return TrainState(jnp.int32(0), params, optimizer.init(params))
 
@@ -52,7 +55,11 @@ def shardings(
 
     replicated = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
-        optimizer, lambda _, place: place, state.opt_state, mapping(1), transform_non_params=lambda _: replicated
+        optimizer,
+        lambda _, place: place,
+        state.opt_state,
+        mapping(1),
+        transform_non_params=lambda _: replicated,
     )
     return TrainState(replicated, mapping(3), opt_state), mapping(2)
 
@@ -60,13 +67,18 @@ def shardings(
 def abstract(shapes: Any, places: Any) -> Any:
     """Returns shapes and dtypes with their shardings: what a checkpoint is restored into."""
     return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        places,
     )
 
 
 def bytes_per_device(tree: Any) -> int:
     """Returns the bytes that one device holds of an abstract tree."""
-    return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def count(tree: Any) -> int:

@@ -14,7 +14,12 @@ Report = dict[str, jax.Array]  # scalars of one step, to be logged
 
 
 def make_train_step(
-    grad_fn: GradFn, optimizer: optax.GradientTransformation, schedule: Schedule, *, clip_norm: float, seed: int
+    grad_fn: GradFn,
+    optimizer: optax.GradientTransformation,
+    schedule: Schedule,
+    *,
+    clip_norm: float,
+    seed: int,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Report]]:
     """Returns the step. Its report holds the loss before the update, and the norm before clipping."""
     clip = optax.clip_by_global_norm(clip_norm)

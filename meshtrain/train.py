@@ -58,7 +58,9 @@ def train(
             eval_data = cfg.build_data("heldout")
     schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
     optimizer = cfg.build_optimizer(schedule)
-    loss_fn = grads.make_loss(model, dtype=cfg.train.dtype, remat=cfg.train.remat, unroll=cfg.train.unroll)
+    loss_fn = grads.make_loss(
+        model, dtype=cfg.train.dtype, remat=cfg.train.remat, unroll=cfg.train.unroll
+    )
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
@@ -69,8 +71,12 @@ def train(
             shapes, model.axes, optimizer, cfg.rules, mesh, zero_stage=cfg.train.zero_stage
         )
         abstract_state = states.abstract(shapes, places)
-        grad_fn = grads.accumulate(loss_fn, num_microbatches=cfg.train.num_microbatches, grad_shardings=grad_places)
-        train_step = make_train_step(grad_fn, optimizer, schedule, clip_norm=cfg.optim.clip_norm, seed=cfg.train.seed)
+        grad_fn = grads.accumulate(
+            loss_fn, num_microbatches=cfg.train.num_microbatches, grad_shardings=grad_places
+        )
+        train_step = make_train_step(
+            grad_fn, optimizer, schedule, clip_norm=cfg.optim.clip_norm, seed=cfg.train.seed
+        )
         eval_step = jax.jit(grads.evaluate(loss_fn, num_microbatches=cfg.train.num_microbatches))
 
         writer = stack.enter_context(contextlib.closing(_open_writer(workdir)))
@@ -90,12 +96,22 @@ def train(
             writer.line(f"restored step {start} from {workdir}")
         else:
             state = jax.jit(init, out_shardings=places)(jax.random.key(cfg.train.seed))
-        writer.event("start", step=start, devices=jax.device_count(), jax=jax.__version__, mesh=asdict(cfg.mesh))
+        writer.event(
+            "start",
+            step=start,
+            devices=jax.device_count(),
+            jax=jax.__version__,
+            mesh=asdict(cfg.mesh),
+        )
 
         def open_loader(source, position):
             if not isinstance(source, Source):
-                source = from_iterable(source, global_batch=cfg.train.global_batch, position=position)
-            loader = Loader(source, mesh, cfg.rules, global_batch=cfg.train.global_batch, position=position)
+                source = from_iterable(
+                    source, global_batch=cfg.train.global_batch, position=position
+                )
+            loader = Loader(
+                source, mesh, cfg.rules, global_batch=cfg.train.global_batch, position=position
+            )
             return contextlib.closing(loader)
 
         def heldout_loss() -> float | None:
@@ -122,10 +138,15 @@ def train(
             writer.line(f"compiled in {time.perf_counter() - began:.1f} s")
             writer.begin(start=start, steps=cfg.train.steps, **_units(loader.peek(), cfg, model))
         while step < cfg.train.steps and not stop.is_set():
-            eval_due, save_due = _due(step, start, cfg.eval.every), _due(step, start, cfg.checkpoint.every)
+            eval_due, save_due = (
+                _due(step, start, cfg.eval.every),
+                _due(step, start, cfg.checkpoint.every),
+            )
             extra = {}
             if eval_due or save_due:
-                pending = _report(writer, pending)  # first, so that nothing broken is evaluated or saved
+                pending = _report(
+                    writer, pending
+                )  # first, so that nothing broken is evaluated or saved
                 extra = {"eval_loss": heldout_loss()} if eval_due else {}
                 if save_due:
                     save(step)
@@ -166,7 +187,9 @@ def _open_writer(workdir: str | Path | None) -> Writer:
     try:
         return Writer(Path(workdir) if workdir else None, leader=jax.process_index() == 0)
     except OSError as error:
-        raise ConfigError(f"--workdir={workdir}: {error.strerror}; use a folder that can be written") from error
+        raise ConfigError(
+            f"--workdir={workdir}: {error.strerror}; use a folder that can be written"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -192,18 +215,26 @@ def _interrupts() -> Iterator[threading.Event]:
 def _units(batch: Any, cfg: Config, model: Model) -> dict[str, Any]:
     """What a step works through: tokens of a language model, else examples."""
     if not isinstance(batch, Batch):
-        return {"tokens_per_step": cfg.train.global_batch, "unit": "examples", "flops_per_token": None}
+        return {
+            "tokens_per_step": cfg.train.global_batch,
+            "unit": "examples",
+            "flops_per_token": None,
+        }
     flops = model.flops_per_token and model.flops_per_token(batch.tokens.shape[1])
     return {"tokens_per_step": batch.tokens.size, "unit": "tokens", "flops_per_token": flops}
 
 
 def _summary(cfg: Config, abstract_state: TrainState, data: Any) -> Iterator[str]:
     device = jax.devices()[0].device_kind
-    shape = " x ".join(f"{axis} {size}" for axis in AXES if (size := getattr(cfg.mesh, axis)) > 1) or "one device"
+    shape = (
+        " x ".join(f"{axis} {size}" for axis in AXES if (size := getattr(cfg.mesh, axis)) > 1)
+        or "one device"
+    )
     yield f"mesh        {shape} · {jax.device_count()} {device} · jax {jax.__version__}"
     yield f"parameters  {states.count(abstract_state.params):,} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"
     params, opt_state = (
-        states.bytes_per_device(tree) / 1e6 for tree in (abstract_state.params, abstract_state.opt_state)
+        states.bytes_per_device(tree) / 1e6
+        for tree in (abstract_state.params, abstract_state.opt_state)
     )
     yield f"per device  {params:,.2f} MB of parameters, {opt_state:,.2f} MB of optimizer state"
     if isinstance(data, Source):
@@ -212,7 +243,11 @@ def _summary(cfg: Config, abstract_state: TrainState, data: Any) -> Iterator[str
 
 def _farewell(step: int, cfg: Config, eval_loss: float | None, data: Any, workdir: Any) -> str:
     if step < cfg.train.steps:
-        saved = f"saved in {workdir}, the same command goes on from here" if workdir else "nothing saved (no --workdir)"
+        saved = (
+            f"saved in {workdir}, the same command goes on from here"
+            if workdir
+            else "nothing saved (no --workdir)"
+        )
         return f"stopped after {step} of {cfg.train.steps} steps · {saved}"
     parts = [f"done: {step} steps"]
     if eval_loss is not None:

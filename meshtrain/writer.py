@@ -35,20 +35,36 @@ class Writer:
 
     def __init__(self, workdir: Path | None, *, leader: bool):
         self._folder = workdir if leader else None
-        self._console = rich.console.Console(quiet=not leader, highlight=False, soft_wrap=True, markup=False)
+        self._console = rich.console.Console(
+            quiet=not leader, highlight=False, soft_wrap=True, markup=False
+        )
         self._bar: rich.progress.Progress | None = None
         self._since = time.perf_counter()
         self._steps_since = 0
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, *, start: int, steps: int, tokens_per_step: int, unit: str, flops_per_token: float | None) -> None:
+    def begin(
+        self,
+        *,
+        start: int,
+        steps: int,
+        tokens_per_step: int,
+        unit: str,
+        flops_per_token: float | None,
+    ) -> None:
         """Starts the clock. Rows of step `start` and later, left by a run that went further, are dropped."""
         self._steps, self._tokens_per_step, self._unit = steps, tokens_per_step, unit
         peak = peak_flops(jax.devices()[0].device_kind)
-        self._flop_share = flops_per_token / (peak * jax.device_count()) if flops_per_token and peak else None
+        self._flop_share = (
+            flops_per_token / (peak * jax.device_count()) if flops_per_token and peak else None
+        )
         if self._folder and (metrics := self._folder / "metrics.jsonl").exists():
-            rows = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] < start]
+            rows = [
+                line
+                for line in metrics.read_text().splitlines()
+                if json.loads(line)["step"] < start
+            ]
             metrics.write_text("".join(row + "\n" for row in rows))
         if self._console.is_terminal and steps > start:
             columns = rich.progress.BarColumn(), rich.progress.TextColumn("{task.description}")
@@ -61,7 +77,9 @@ class Writer:
         """Leaves out of the step time what happened since the last row: an evaluation, say."""
         self._since, self._steps_since = time.perf_counter(), 0
 
-    def step(self, step: int, report: dict[str, jax.Array], *, log: bool, **extra: float) -> dict[str, float]:
+    def step(
+        self, step: int, report: dict[str, jax.Array], *, log: bool, **extra: float
+    ) -> dict[str, float]:
         """Waits for the step's report and returns it as numbers; `log` makes a row and a line of it."""
         numbers = {name: float(value) for name, value in jax.device_get(report).items()}
         self._steps_since += 1
@@ -110,11 +128,16 @@ class Writer:
     def config(self, config: dict[str, Any]) -> None:
         """Writes config.json, the resolved config of the latest start."""
         if self._folder:
-            (self._folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+            (self._folder / "config.json").write_text(
+                json.dumps(config, indent=2, default=str) + "\n"
+            )
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         if self._folder:
-            finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+            finite = {
+                key: None if isinstance(v, float) and not math.isfinite(v) else v
+                for key, v in row.items()
+            }
             with open(self._folder / name, "a") as file:
                 file.write(json.dumps(finite) + "\n")
 

@@ -19,7 +19,15 @@ AHEAD = 2  # batches read and sent to the device before they are asked for
 class Loader:
     """Iterates over the global batches of a source from sample `position` on; close it when done."""
 
-    def __init__(self, source: Source, mesh: jax.sharding.Mesh, rules: Rules, *, global_batch: int, position: int = 0):
+    def __init__(
+        self,
+        source: Source,
+        mesh: jax.sharding.Mesh,
+        rules: Rules,
+        *,
+        global_batch: int,
+        position: int = 0,
+    ):
         self._source, self._mesh, self._rules = source, mesh, rules
         self._global_batch = global_batch
         self._next = position
@@ -49,7 +57,9 @@ class Loader:
         spec = spec_for(("batch",), (self._global_batch,), self._rules, self._mesh.shape)
         sharding = jax.sharding.NamedSharding(self._mesh, spec)
         slices = sharding.addressable_devices_indices_map((self._global_batch,)).values()
-        local = np.unique(np.concatenate([np.arange(self._global_batch)[index] for index in slices]))
+        local = np.unique(
+            np.concatenate([np.arange(self._global_batch)[index] for index in slices])
+        )
         batch = self._source.read(position + local)
 
         def to_device(rows: np.ndarray) -> jax.Array:
@@ -57,7 +67,9 @@ class Loader:
             shape = (self._global_batch, *rows.shape[1:])
             # Each device asks for a contiguous slice of the global batch; `local` is sorted.
             return jax.make_array_from_callback(
-                shape, sharding, lambda index: rows[slice(*np.searchsorted(local, index[0].indices(shape[0])[:2]))]
+                shape,
+                sharding,
+                lambda index: rows[slice(*np.searchsorted(local, index[0].indices(shape[0])[:2]))],
             )
 
         return jax.tree.map(to_device, batch)
@@ -74,7 +86,9 @@ def from_iterable(batches: Iterable[Any], *, global_batch: int, position: int = 
     batches in the same order each time it is made, and on every process.
     """
     if position % global_batch:
-        raise ConfigError(f"train.global_batch={global_batch} does not divide the {position} samples seen so far")
+        raise ConfigError(
+            f"train.global_batch={global_batch} does not divide the {position} samples seen so far"
+        )
     stream = itertools.islice(_epochs(batches), position // global_batch, None)
     expected = position
 

@@ -30,4 +30,6 @@ class Source:
 
     read: Callable[[np.ndarray], Any]
     description: str = ""
-    baseline: float | None = None  # nats per token of the best guess that ignores context, to compare a loss with
+    baseline: float | None = (
+        None  # nats per token of the best guess that ignores context, to compare a loss with
+    )

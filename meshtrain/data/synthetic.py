@@ -6,11 +6,18 @@ from meshtrain.data.source import Batch, Source
 from meshtrain.data.tokens import to_batch
 
 
-def build(*, seq_len: int, vocab_size: int, separator: int, seed: int, split: str, **unused) -> Source:
+def build(
+    *, seq_len: int, vocab_size: int, separator: int, seed: int, split: str, **unused
+) -> Source:
     """Returns arithmetic progressions modulo `vocab_size`, each with its own start and stride."""
 
     def read(indices: np.ndarray) -> Batch:
-        rows = np.stack([_progression(index, seq_len + 1, vocab_size, (seed, split == "train")) for index in indices])
+        rows = np.stack(
+            [
+                _progression(index, seq_len + 1, vocab_size, (seed, split == "train"))
+                for index in indices
+            ]
+        )
         return to_batch(rows.astype(np.int32), separator)
 
     return Source(read, description=f"synthetic progressions modulo {vocab_size}")

@@ -35,7 +35,11 @@ def build(
     The last `heldout` of the tokens are held out; the files of a folder are shuffled first.
     Sample i is a window of `seq_len` + 1 tokens; an epoch visits each window once, in its own order.
     """
-    tokens = _read_folder(path, pattern, tuple(exclude)) if os.path.isdir(path) else _map_file(path, dtype)
+    tokens = (
+        _read_folder(path, pattern, tuple(exclude))
+        if os.path.isdir(path)
+        else _map_file(path, dtype)
+    )
     if not 0 <= heldout < 1:
         raise ConfigError(f"data.heldout={heldout}: use a fraction from 0 to below 1")
     border = len(tokens) - int(len(tokens) * heldout)
@@ -117,7 +121,9 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
         raise ConfigError(f"data.dtype={dtype!r}: use one of {', '.join(DTYPES)}")
     size, width = os.path.getsize(path), np.dtype(dtype).itemsize
     if size == 0 or size % width:
-        raise ConfigError(f"data.path={path} has {size} bytes, no whole number of data.dtype={dtype} tokens")
+        raise ConfigError(
+            f"data.path={path} has {size} bytes, no whole number of data.dtype={dtype} tokens"
+        )
     return np.memmap(path, dtype, mode="r")
 
 

@@ -33,7 +33,9 @@ class Model:
     block: Callable[[Params, jax.Array, Any], jax.Array] | None = None  # (layer, x, batch) -> x
     head: Callable[[Params, jax.Array, Any], Metrics] | None = None  # (params, x, batch)
     logits: Callable[[Params, jax.Array], jax.Array] | None = None  # (params, x), to generate from
-    flops_per_token: Callable[[int], float] | None = None  # of the sequence length; forward and backward
+    flops_per_token: Callable[[int], float] | None = (
+        None  # of the sequence length; forward and backward
+    )
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Functional:
 
     init: Callable[[jax.Array], Params]
     axes: Axes
-    bind: Callable[..., nnx.Module]  # (params, key=None) -> module; a key feeds dropout and the like
+    bind: Callable[
+        ..., nnx.Module
+    ]  # (params, key=None) -> module; a key feeds dropout and the like
 
 
 def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
@@ -68,34 +72,52 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         return nnx.to_pure_dict(split(key)[1])
 
     def bind(values, key=None):
-        state = jax.tree.map(lambda leaf: leaf, params)  # replace_by_pure_dict writes into its argument
+        state = jax.tree.map(
+            lambda leaf: leaf, params
+        )  # replace_by_pure_dict writes into its argument
         nnx.replace_by_pure_dict(state, {name: values[name] for name in nnx.to_pure_dict(params)})
         if not jax.tree.leaves(streams):
             return nnx.merge(graph, state, nnx.State({}))
         key = jax.random.key(0) if key is None else key
         fresh = jax.tree.map(
-            lambda leaf: key if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jax.numpy.uint32(0), streams
+            lambda leaf: (
+                key
+                if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                else jax.numpy.uint32(0)
+            ),
+            streams,
         )
         return nnx.merge(graph, state, fresh)
 
-    names = {path: variable.get_metadata().get("out_sharding") for path, variable in nnx.to_flat_state(params)}
+    names = {
+        path: variable.get_metadata().get("out_sharding")
+        for path, variable in nnx.to_flat_state(params)
+    }
     axes = _axes_tree(nnx.to_pure_dict(params), names)
     return Functional(init, axes, bind)
 
 
 def stack(block: Functional, num_layers: int) -> tuple[Callable[[jax.Array], Params], Axes]:
     """Returns init and axes of `num_layers` blocks on a leading `layers` dim."""
-    axes = jax.tree.map(lambda names: ("layers", *names), block.axes, is_leaf=lambda x: isinstance(x, tuple))
+    axes = jax.tree.map(
+        lambda names: ("layers", *names), block.axes, is_leaf=lambda x: isinstance(x, tuple)
+    )
     return (lambda key: jax.vmap(block.init)(jax.random.split(key, num_layers))), axes
 
 
-def from_nnx(build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[nnx.Module, Any], Metrics]) -> Model:
+def from_nnx(
+    build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[nnx.Module, Any], Metrics]
+) -> Model:
     """Makes a Model of your NNX module: `build(rngs) -> module` and `loss(module, batch) -> Metrics`."""
     pure = functional(build)
-    return Model(pure.init, pure.axes, loss=lambda params, batch, key: loss(pure.bind(params, key), batch))
+    return Model(
+        pure.init, pure.axes, loss=lambda params, batch, key: loss(pure.bind(params, key), batch)
+    )
 
 
-def from_linen(module: linen.Module, loss: Callable[[Callable, Any], Metrics], *, example: Any) -> Model:
+def from_linen(
+    module: linen.Module, loss: Callable[[Callable, Any], Metrics], *, example: Any
+) -> Model:
     """Makes a Model of your Linen module: `loss(apply, batch) -> Metrics`, where `apply(*inputs)` runs it.
 
     `example` is one input (an array, or a tuple of several), of which only shape and dtype matter.
@@ -129,5 +151,6 @@ def from_linen(module: linen.Module, loss: Callable[[Callable, Any], Metrics], *
 def _axes_tree(shapes: Any, names: dict) -> Axes:
     """Names as a tree like `shapes`; a parameter without names is sharded nowhere."""
     return jax.tree.map_with_path(
-        lambda path, leaf: tuple(names[tuple(entry.key for entry in path)] or (None,) * leaf.ndim), shapes
+        lambda path, leaf: tuple(names[tuple(entry.key for entry in path)] or (None,) * leaf.ndim),
+        shapes,
     )

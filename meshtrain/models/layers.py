@@ -15,7 +15,9 @@ from meshtrain.sharding import constrain
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, F feed-forward
 
 
-def dense(rngs: nnx.Rngs, dims_in, dims_out, *, axes, bias: bool, scale: float = 1.0) -> nnx.LinearGeneral:
+def dense(
+    rngs: nnx.Rngs, dims_in, dims_out, *, axes, bias: bool, scale: float = 1.0
+) -> nnx.LinearGeneral:
     """A linear map from the trailing `dims_in` to `dims_out`, initialised to keep variance x `scale`^2."""
     num_in = len(dims_in) if isinstance(dims_in, tuple) else 1
     return nnx.LinearGeneral(
@@ -48,10 +50,14 @@ def _flat_dot_general(x, kernel, dimension_numbers, **options):
 def embedding(rngs: nnx.Rngs, num: int, dim: int, *, axes) -> nnx.Embed:
     """A table of `num` vectors, standard deviation 0.02 as in GPT-2."""
     init = nnx.initializers.normal(0.02)
-    return nnx.Embed(num, dim, embedding_init=init, embedding_metadata={"out_sharding": axes}, rngs=rngs)
+    return nnx.Embed(
+        num, dim, embedding_init=init, embedding_metadata={"out_sharding": axes}, rngs=rngs
+    )
 
 
-def norm(rngs: nnx.Rngs, kind: str, dim: int, *, epsilon: float, bias: bool) -> nnx.RMSNorm | nnx.LayerNorm:
+def norm(
+    rngs: nnx.Rngs, kind: str, dim: int, *, epsilon: float, bias: bool
+) -> nnx.RMSNorm | nnx.LayerNorm:
     """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim."""
     names = {"out_sharding": ("embed",)}
     if kind == "rms":
@@ -75,7 +81,9 @@ def rope(x_BSHK: jax.Array, positions_BS: jax.Array, *, theta: float) -> jax.Arr
     angle_BS1k = positions_BS[:, :, None, None].astype(wide) * frequency_k[None, None, None, :]
     sin_BS1k, cos_BS1k = jnp.sin(angle_BS1k), jnp.cos(angle_BS1k)
     a_BSHk, b_BSHk = x_BSHK[..., :half], x_BSHK[..., half:]
-    rotated = jnp.concatenate([a_BSHk * cos_BS1k - b_BSHk * sin_BS1k, b_BSHk * cos_BS1k + a_BSHk * sin_BS1k], axis=-1)
+    rotated = jnp.concatenate(
+        [a_BSHk * cos_BS1k - b_BSHk * sin_BS1k, b_BSHk * cos_BS1k + a_BSHk * sin_BS1k], axis=-1
+    )
     return rotated.astype(x_BSHK.dtype)
 
 
@@ -92,7 +100,9 @@ class Attention(nnx.Module):
         out = ("heads", "head_dim", "embed")
         self.out = dense(rngs, H, c.d_model, axes=out, bias=c.bias, scale=c.residual_scale)
 
-    def __call__(self, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
+    ) -> jax.Array:
         q_BSHK = constrain(self.query(x_BSD), "batch", "seq", "heads", "head_dim")
         k_BSGK = constrain(self.key(x_BSD), "batch", "seq", "kv_heads", "head_dim")
         v_BSGK = constrain(self.value(x_BSD), "batch", "seq", "kv_heads", "head_dim")
@@ -108,13 +118,19 @@ class MLP(nnx.Module):
 
     def __init__(self, c, rngs: nnx.Rngs):
         inward = ("embed", "mlp")
-        self.gate = dense(rngs, c.d_model, c.d_ff, axes=inward, bias=c.bias) if c.mlp == "swiglu" else None
+        self.gate = (
+            dense(rngs, c.d_model, c.d_ff, axes=inward, bias=c.bias) if c.mlp == "swiglu" else None
+        )
         self.up = dense(rngs, c.d_model, c.d_ff, axes=inward, bias=c.bias)
-        self.down = dense(rngs, c.d_ff, c.d_model, axes=("mlp", "embed"), bias=c.bias, scale=c.residual_scale)
+        self.down = dense(
+            rngs, c.d_ff, c.d_model, axes=("mlp", "embed"), bias=c.bias, scale=c.residual_scale
+        )
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         up_BSF = self.up(x_BSD)
-        hidden_BSF = jax.nn.gelu(up_BSF) if self.gate is None else jax.nn.silu(self.gate(x_BSD)) * up_BSF
+        hidden_BSF = (
+            jax.nn.gelu(up_BSF) if self.gate is None else jax.nn.silu(self.gate(x_BSD)) * up_BSF
+        )
         hidden_BSF = checkpoint_name(constrain(hidden_BSF, "batch", "seq", "mlp"), "mlp")
         return self.down(hidden_BSF)
 
@@ -128,7 +144,9 @@ class Block(nnx.Module):
         self.mlp_norm = norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
         self.mlp = MLP(c, rngs)
 
-    def __call__(self, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
+    ) -> jax.Array:
         residual = ("batch", "residual_seq", "residual")
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions_BS, segments_BS)
         x_BSD = constrain(x_BSD, *residual)

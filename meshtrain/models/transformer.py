@@ -48,12 +48,26 @@ class TransformerConfig:
             }.items()
             if getattr(self, key) not in choices
         ]
-        sizes = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "max_seq_len")
-        faults += [f"model.{key}={getattr(self, key)}: use 1 or more" for key in sizes if getattr(self, key) < 1]
+        sizes = (
+            "num_layers",
+            "d_model",
+            "num_heads",
+            "num_kv_heads",
+            "d_ff",
+            "vocab_size",
+            "max_seq_len",
+        )
+        faults += [
+            f"model.{key}={getattr(self, key)}: use 1 or more"
+            for key in sizes
+            if getattr(self, key) < 1
+        ]
         if faults:
             raise ConfigError(*faults)
         if self.d_model % self.num_heads:
-            faults.append(f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}")
+            faults.append(
+                f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}"
+            )
         elif self.positions == "rope" and self.d_model // self.num_heads % 2:
             faults.append(
                 f"model.d_model={self.d_model} / model.num_heads={self.num_heads} is odd, and rope turns pairs; "
@@ -79,11 +93,17 @@ class Outer(nnx.Module):
     def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
         self.tokens = embedding(rngs, c.vocab_size, c.d_model, axes=("vocab", "embed"))
         self.positions = (
-            embedding(rngs, c.max_seq_len, c.d_model, axes=(None, "embed")) if c.positions == "learned" else None
+            embedding(rngs, c.max_seq_len, c.d_model, axes=(None, "embed"))
+            if c.positions == "learned"
+            else None
         )
         self.final_norm = norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
         head = ("embed", "vocab")
-        self.output = None if c.tie_embeddings else dense(rngs, c.d_model, c.vocab_size, axes=head, bias=False)
+        self.output = (
+            None
+            if c.tie_embeddings
+            else dense(rngs, c.d_model, c.vocab_size, axes=head, bias=False)
+        )
 
     def embed(self, batch: Batch) -> jax.Array:
         x_BSD = self.tokens(batch.tokens)
@@ -116,13 +136,17 @@ def build(**config) -> base.Model:
         return {**outer.init(outer_key), "layers": init_layers(layers_key)}
 
     def head(params, x_BSD, batch: Batch) -> Metrics:
-        return cross_entropy(outer.bind(params).logits(x_BSD), batch.targets, batch.weights, z_loss=c.z_loss)
+        return cross_entropy(
+            outer.bind(params).logits(x_BSD), batch.targets, batch.weights, z_loss=c.z_loss
+        )
 
     return base.Model(
         init=init,
         axes={**outer.axes, "layers": layer_axes},
         embed=lambda params, batch: outer.bind(params).embed(batch),
-        block=lambda layer, x_BSD, batch: block.bind(layer)(x_BSD, positions_of(batch), batch.segments),
+        block=lambda layer, x_BSD, batch: block.bind(layer)(
+            x_BSD, positions_of(batch), batch.segments
+        ),
         head=head,
         logits=lambda params, x_BSD: outer.bind(params).logits(x_BSD),
         flops_per_token=lambda seq_len: flops_per_token(c, seq_len),

@@ -8,7 +8,9 @@ from meshtrain.metrics import Metrics, weighted
 # B batch, S sequence, V vocabulary
 
 
-def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, *, z_loss: float) -> Metrics:
+def cross_entropy(
+    logits_BSV: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, *, z_loss: float
+) -> Metrics:
     """Returns the weighted sum of -log softmax(logits)[target], in nats, computed in float32 or wider.
 
     `z_loss` > 0 adds z_loss * logsumexp(logits)^2 per token, which keeps the logits from drifting
