@@ -1,8 +1,8 @@
-"""meshtrain: train language models (and other Flax models) on one mesh of devices, small or large."""
+"""meshtrain: language models and other Flax models, trained on one mesh of devices."""
 
-from meshtrain.config import ConfigError
-from meshtrain.config import load as load_config
+from meshtrain.configfile import load as load_config
 from meshtrain.data.source import Batch, Source
+from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics, weighted
 from meshtrain.models.base import Model, from_linen, from_nnx
 from meshtrain.train import Result, train

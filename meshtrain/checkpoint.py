@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from meshtrain.config import ConfigError
+from meshtrain.errors import ConfigError
 
 
 class Checkpointer:
@@ -52,14 +52,11 @@ class Checkpointer:
 def _shapes(tree: Any) -> dict[str, tuple]:
     """Shapes by path; the path is made of bare names, for Orbax turns every container into a dict."""
     leaves = jax.tree.leaves_with_path(tree)
-    name = lambda entry: str(
-        getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry)))
-    )  # noqa: E731
-    return {
-        "/".join(name(entry) for entry in path): tuple(leaf.shape)
-        for path, leaf in leaves
-        if hasattr(leaf, "shape")
-    }
+    return {_name(path): tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")}
+
+
+def _name(path: tuple) -> str:
+    return "/".join(str(getattr(e, "key", getattr(e, "name", getattr(e, "idx", e)))) for e in path)
 
 
 def _check_same(saved: dict[str, tuple], wanted: dict[str, tuple], step: int) -> None:
@@ -67,8 +64,8 @@ def _check_same(saved: dict[str, tuple], wanted: dict[str, tuple], step: int) ->
         path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)
     ]
     if differing:
-        path = differing[0]
+        there, here = (some.get(differing[0], "absent") for some in (saved, wanted))
         raise ConfigError(
-            f"checkpoint of step {step} is of another model or optimizer: {path} is {saved.get(path, 'absent')} there and "
-            f"{wanted.get(path, 'absent')} in this config ({len(differing)} differ); use its config, or another --workdir"
+            f"checkpoint of step {step} is of another model or optimizer: {differing[0]} is {there} there and "
+            f"{here} in this config ({len(differing)} arrays differ); use its config, or another --workdir"
         )

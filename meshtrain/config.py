@@ -1,37 +1,25 @@
 """From what the user wrote to typed settings: every fault is found, named and told at once.
 
-A config is a `ConfigDict` of sections (see configs/default.py). `load` reads one from a file and
-applies `--config.KEY=VALUE` overrides; `parse` turns it into frozen dataclasses and checks them
-against each other. Both raise ConfigError, one line per fault, before anything is compiled.
+A config is sections of keys (see configs/default.py). `parse` turns them into frozen dataclasses,
+calls the builders that it points to, and checks sections against each other; what is wrong comes
+as one ConfigError with a line for each fault, before anything is compiled.
 """
 
-import difflib
 import functools
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
-
+from meshtrain.errors import ConfigError, below, did_you_mean, nearest_multiples, not_one_of
 from meshtrain.mesh import AXES, MeshConfig
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-REMAT = ("none", "full", "dots")
+REMAT = ("none", "full", "dots", "names:NAME,NAME")
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
-
-
-class ConfigError(ValueError):
-    """What the user has to change: one line per fault, each with the key, its value and the way out."""
-
-    def __init__(self, *faults: str):
-        super().__init__("\n".join(faults))
-        self.faults = faults
+SECTIONS = ("mesh", "rules", "train", "model", "data", "optim", "eval", "checkpoint")
+NOT_YET = ("pipeline", "expert", "context")  # axes that this version cannot use
 
 
 @dataclass(frozen=True)
@@ -47,6 +35,19 @@ class TrainConfig:
     dtype: str
     param_dtype: str
 
+    def __post_init__(self):
+        counts = ("num_microbatches", "log_every", "unroll")
+        faults = below(1, {f"train.{key}": getattr(self, key) for key in counts})
+        faults += below(0, {"train.steps": self.steps, "train.seed": self.seed})
+        faults += not_one_of("train.dtype", self.dtype, DTYPES)
+        faults += not_one_of("train.param_dtype", self.param_dtype, DTYPES)
+        if not self.remat.startswith("names:"):
+            faults += not_one_of("train.remat", self.remat, REMAT)
+        if self.zero_stage not in range(4):
+            faults.append(f"train.zero_stage={self.zero_stage}: use 0, 1, 2 or 3")
+        if faults:
+            raise ConfigError(*faults)
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -59,11 +60,30 @@ class OptimConfig:
     final_fraction: float
     clip_norm: float
 
+    def __post_init__(self):
+        faults = not_one_of("optim.schedule", self.schedule, SCHEDULES)
+        faults += below(
+            0, {f"optim.{key}": getattr(self, key) for key in ("learning_rate", "warmup_steps")}
+        )
+        for key in ("decay_fraction", "final_fraction"):
+            if not 0 <= getattr(self, key) <= 1:
+                faults.append(f"optim.{key}={getattr(self, key)}: use a number from 0 to 1")
+        if not self.clip_norm > 0:
+            faults.append(
+                f"optim.clip_norm={self.clip_norm}: use a positive norm; inf does not clip"
+            )
+        if faults:
+            raise ConfigError(*faults)
+
 
 @dataclass(frozen=True)
 class EvalConfig:
     every: int
     batches: int
+
+    def __post_init__(self):
+        if faults := below(0, {"eval.every": self.every, "eval.batches": self.batches}):
+            raise ConfigError(*faults)
 
 
 @dataclass(frozen=True)
@@ -71,186 +91,117 @@ class CheckpointConfig:
     every: int
     keep: int
 
+    def __post_init__(self):
+        faults = below(0, {"checkpoint.every": self.every}) + below(
+            1, {"checkpoint.keep": self.keep}
+        )
+        if faults:
+            raise ConfigError(*faults)
+
 
 @dataclass(frozen=True)
 class Config:
-    """The whole of a run's settings. The three builders are called by `train` and hold their own."""
+    """The settings of a run, and what its builders made."""
 
-    mesh: MeshConfig
+    mesh: MeshConfig  # without a -1
     rules: tuple
     train: TrainConfig
     optim: OptimConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
-    build_model: Callable[[], Any] | None  # None: the caller brings a model
-    build_data: Callable[[str], Any] | None  # of "train" or "heldout"; None: the caller brings data
     build_optimizer: Callable[[Any], Any]  # of a learning-rate schedule
-    raw: dict  # as the user wrote it, for the record
+    model: Any  # None where the caller brings a model
+    train_data: Any  # None where the caller brings data
+    heldout_data: Any  # None also where eval.batches is 0
+    raw: dict  # the sections as given, for the record
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns ' (did you mean "x"?)' for the nearest known name, or nothing."""
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    return f' (did you mean "{near[0]}"?)' if near else ""
-
-
-def resolve(path: str) -> Callable:
-    """Returns the function that "package.module:function" points to."""
-    module, _, name = path.partition(":")
+def resolve(path: str, *, key: str) -> Callable:
+    """Returns the function that "package.module:function" points to; `key` is where it was written."""
+    module, _, name = str(path).partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f'{path!r} is no "package.module:function" that can be imported: {error}'
-        ) from error
+        message = f"{key}={path}: no package.module:function that can be imported ({error})"
+        raise ConfigError(message) from error
 
 
-# ---- reading -------------------------------------------------------------------------------------
+def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Config:
+    """Returns the settings with what they build, or raises ConfigError with every fault found.
 
-
-def load(path: str, overrides: Iterable[str] = ()) -> ConfigDict:
-    """Returns the config of a Python file with `get_config()`, after `--config.KEY=VALUE` overrides."""
-    file = Path(path.partition(":")[0])
-    if not file.is_file():
-        raise ConfigError(f"--config={path}: no such file")
-    # A config file imports its siblings as `configs.default`, from whatever folder one runs.
-    root = str(file.resolve().parent.parent)
-    if root not in sys.path:
-        sys.path.insert(0, root)
-    try:
-        config = _read_flags(path, [])
-    except Exception as error:
-        raise ConfigError(
-            f"--config={path} cannot be read: {type(error).__name__}: {error}"
-        ) from error
-    overrides = _join_values(overrides)
-    try:
-        return _read_flags(path, overrides)
-    except Exception:
-        # Something in there is wrong, and absl stops at the first: try them one by one.
-        faults = [fault for override in overrides if (fault := _fault_of(path, config, override))]
-        raise ConfigError(*faults) from None
-
-
-def _read_flags(path: str, overrides: list[str]) -> ConfigDict:
-    values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file("config", flag_values=values)
-    rest = values(["meshtrain", f"--config={path}", *overrides])[1:]
-    if rest:
-        raise flags.Error(f"unknown argument {rest[0]}")
-    return holder.value.copy_and_resolve_references()  # fails here if the file could not be read
-
-
-def _join_values(arguments: Iterable[str]) -> list[str]:
-    """`--config.a 1` becomes `--config.a=1`, so that each override can be judged by itself."""
-    joined: list[str] = []
-    for argument in arguments:
-        if joined and not argument.startswith("--") and "=" not in joined[-1]:
-            joined[-1] += "=" + argument
-        else:
-            joined.append(argument)
-    return joined
-
-
-def _fault_of(path: str, config: ConfigDict, override: str) -> str | None:
-    try:
-        _read_flags(path, [override])
-        return None
-    except Exception as error:
-        name, _, value = override.partition("=")
-        key = name.removeprefix("--no").removeprefix("--").removeprefix("config.")
-        if key not in (known := _keys(config.to_dict())):
-            return f"{name}: unknown key{did_you_mean(key, known)}"
-        current = config
-        for part in key.split("."):
-            current = current[part]
-        if isinstance(error, flags.Error):
-            return f"{name}={value}: not of type {type(current).__name__}, like {current!r}"
-        return f"{name}={value}: {error}"
-
-
-def _keys(section: Mapping, prefix: str = "") -> list[str]:
-    keys = []
-    for key, value in section.items():
-        keys.append(prefix + key)
-        if isinstance(value, Mapping):
-            keys += _keys(value, f"{prefix}{key}.")
-    return keys
-
-
-# ---- checking ------------------------------------------------------------------------------------
-
-
-def parse(config: ConfigDict | Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Config:
-    """Returns the typed settings, or raises ConfigError with every fault of every section.
-
-    `own` names what the caller brings: "model" or "data"; those sections are then not built.
+    `config` is a ConfigDict or a dict of sections. `own` says what the caller brings instead:
+    "model", "data" or both; those sections are not read.
     """
-    raw = config.to_dict() if isinstance(config, ConfigDict) else dict(config)
-    faults: list[str] = []
-    sections = ("mesh", "rules", "train", "model", "data", "optim", "eval", "checkpoint")
-    faults += [
-        f"config.{key}: unknown section{did_you_mean(key, sections)}"
+    raw = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    missing = [key for key in SECTIONS if key not in raw]
+    faults = [
+        f"config.{key}: unknown section{did_you_mean(key, SECTIONS)}"
         for key in raw
-        if key not in sections
+        if key not in SECTIONS
     ]
-    faults += [
-        f"config.{key}: missing; take it from configs/default.py"
-        for key in sections
-        if key not in raw
-    ]
-    if any(key not in raw for key in sections):
+    faults += [f"config.{key}: missing section; take it from configs/default.py" for key in missing]
+    if missing:
         raise ConfigError(*faults)
 
-    def typed(section: str, *targets: Callable, given: Iterable[str] = ()) -> list[Callable | None]:
-        bound, found = bind(section, raw[section], *targets, given=given)
+    def attempt(make: Callable | None, *args: Any, **options: Any) -> Any:
+        try:
+            return make and make(*args, **options)
+        except ConfigError as error:
+            faults.extend(error.faults)
+            return None
+
+    def section(
+        name: str, *targets: Callable | None, given: Iterable[str] = ()
+    ) -> list[Callable | None]:
+        bound, found = bind(name, raw[name], *targets, given=given)
         faults.extend(found)
         return bound
 
-    def built(section: str, *types: Callable, given: Iterable[str]) -> list[Callable | None]:
-        try:
-            build = resolve(raw[section].get("build", ""))
-        except ConfigError as error:
-            faults.append(f"{section}.build={error}")
-            return [None] * (len(types) + 1)
-        return typed(section, *types, build, given=(*given, "build"))
+    def built(name: str, *targets: Callable, given: Iterable[str] = ()) -> list[Callable | None]:
+        build = attempt(resolve, raw[name].get("build"), key=f"{name}.build")
+        return section(name, *targets, build, given=given) if build else [None] * (len(targets) + 1)
 
-    (mesh,) = typed("mesh", MeshConfig)
-    (train,) = typed("train", TrainConfig)
-    (evaluation,) = typed("eval", EvalConfig)
-    (checkpoint,) = typed("checkpoint", CheckpointConfig)
-    optim, build_optimizer = built("optim", OptimConfig, given=("learning_rate",))
-    (build_model,) = (None,) if "model" in own else built("model", given=())
-    (build_data,) = (None,) if "data" in own else built("data", given=("split",))
-
-    if mesh:
-        try:
-            mesh = mesh().resolve(num_devices)
-        except ValueError as error:
-            faults.append(str(error))
-            mesh = None
+    mesh, train, evaluation, checkpoint = (
+        attempt(section(name, target)[0])
+        for name, target in {
+            "mesh": MeshConfig,
+            "train": TrainConfig,
+            "eval": EvalConfig,
+            "checkpoint": CheckpointConfig,
+        }.items()
+    )
+    optim, build_optimizer = built("optim", OptimConfig, given=["learning_rate"])
+    (build_model,) = [None] if "model" in own else built("model")
+    (build_data,) = [None] if "data" in own else built("data", given=["split"])
+    optim = attempt(optim)
     faults += _check_rules(raw["rules"])
-    if train:
-        faults += _check_train(train(), mesh)
-    if optim:
-        faults += _check_optim(optim())
     if mesh:
-        faults += _check_mesh(mesh, {} if build_model is None else raw["model"])
-    if build_data and (path := raw["data"].get("path")) and not os.path.exists(path):
-        faults.append(f"data.path={path}: no such file or folder")
+        resolved = attempt(mesh.resolve, num_devices)
+        faults += _check_layout(
+            resolved or mesh, raw["train"], {} if "model" in own else raw["model"]
+        )
+        mesh = resolved
+    model, train_data = attempt(build_model), attempt(build_data, split="train")
+    heldout_data = (
+        attempt(build_data, split="heldout")
+        if train_data and evaluation and evaluation.batches
+        else None
+    )
     if faults:
         raise ConfigError(*faults)
+    rules = tuple(tuple(rule) for rule in raw["rules"])
     return Config(
-        mesh=mesh,
-        rules=tuple(tuple(rule) for rule in raw["rules"]),
-        train=train(),
-        optim=optim(),
-        eval=evaluation(),
-        checkpoint=checkpoint(),
-        build_model=build_model,
-        build_data=build_data and (lambda split: build_data(split=split)),
-        build_optimizer=build_optimizer,
-        raw=raw,
+        mesh,
+        rules,
+        train,
+        optim,
+        evaluation,
+        checkpoint,
+        build_optimizer,
+        model,
+        train_data,
+        heldout_data,
+        raw,
     )
 
 
@@ -263,24 +214,22 @@ def bind(section: str, values: Mapping, *targets: Callable, given: Iterable[str]
     faults: list[str] = []
     bound: list[Callable | None] = []
     left = {key: value for key, value in values.items() if key != "build"}
-    parameters = [inspect.signature(target).parameters for target in targets]
-    known = [name for some in parameters for name in some if name != "split"]
-    for target, expected in zip(targets, parameters, strict=True):
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in expected.values())
-        mine = {key: value for key, value in left.items() if takes_all or key in expected}
-        left = {key: value for key, value in left.items() if key not in mine}
+    signatures = [inspect.signature(target).parameters for target in targets]
+    known = {name for parameters in signatures for name in parameters} - {"split"}
+    for target, parameters in zip(targets, signatures, strict=True):
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        mine = {key: left.pop(key) for key in list(left) if takes_all or key in parameters}
         wrong = [
-            f"{section}.{key}={value!r}: not of type {expected[key].annotation.__name__}"
+            f"{section}.{key}={value!r}: not of type {parameters[key].annotation.__name__}"
             for key, value in mine.items()
-            if key in expected and not _has_type(value, expected[key].annotation)
+            if key in parameters and not _has_type(value, parameters[key].annotation)
         ]
-        wrong += [
-            f"{section}.{name}: missing"
-            for name, p in expected.items()
-            if p.default is p.empty
-            and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
-            and name not in (*mine, *given)
+        required = [
+            name
+            for name, p in parameters.items()
+            if p.default is p.empty and p.kind is not p.VAR_KEYWORD
         ]
+        wrong += [f"{section}.{name}: missing" for name in required if name not in (*mine, *given)]
         faults += wrong
         bound.append(None if wrong else functools.partial(target, **mine))
     faults += [f"{section}.{key}: unknown key{did_you_mean(key, known)}" for key in left]
@@ -288,84 +237,37 @@ def bind(section: str, values: Mapping, *targets: Callable, given: Iterable[str]
 
 
 def _has_type(value: Any, annotation: Any) -> bool:
-    if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if annotation is tuple:
-        return isinstance(value, (tuple, list))
-    return annotation not in (bool, str) or isinstance(value, annotation)
-
-
-def _choice(key: str, value: str, choices: Iterable[str]) -> list[str]:
-    return [] if value in choices else [f"{key}={value!r}: use one of {', '.join(choices)}"]
-
-
-def _at_least(low: int, **values: float) -> list[str]:
-    """Keys are written with `__` for the dot."""
-    return [f"{k.replace('__', '.')}={v}: use {low} or more" for k, v in values.items() if v < low]
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """Returns the legal values around `value`: '24 or 32'."""
-    below, above = value // step * step, (value // step + 1) * step
-    return f"{below} or {above}" if below else f"{above}"
-
-
-def _check_train(train: TrainConfig, mesh: MeshConfig | None) -> list[str]:
-    faults = _at_least(0, train__steps=train.steps, train__seed=train.seed)
-    faults += _at_least(
-        1,
-        train__num_microbatches=train.num_microbatches,
-        train__log_every=train.log_every,
-        train__unroll=train.unroll,
+    wanted = {float: (float, int), int: int, bool: bool, str: str, tuple: (tuple, list)}.get(
+        annotation, object
     )
-    faults += _at_least(1, train__global_batch=train.global_batch)
-    faults += _choice("train.dtype", train.dtype, DTYPES) + _choice(
-        "train.param_dtype", train.param_dtype, DTYPES
+    return isinstance(value, wanted) and not (
+        isinstance(value, bool) and annotation in (int, float)
     )
-    if not train.remat.startswith("names:"):
-        faults += _choice("train.remat", train.remat, (*REMAT, "names:NAME,NAME"))
-    if train.zero_stage not in range(4):
-        faults.append(f"train.zero_stage={train.zero_stage}: use 0, 1, 2 or 3")
-    if mesh and train.num_microbatches > 0:
-        step = mesh.data * mesh.fsdp * train.num_microbatches
-        if train.global_batch % step:
-            faults.append(
-                f"train.global_batch={train.global_batch} is not divisible by mesh.data={mesh.data} x "
-                f"mesh.fsdp={mesh.fsdp} x train.num_microbatches={train.num_microbatches}; "
-                f"use {nearest_multiples(train.global_batch, step)}"
-            )
-    return faults
 
 
-def _check_optim(optim: OptimConfig) -> list[str]:
-    faults = _choice("optim.schedule", optim.schedule, SCHEDULES)
-    faults += _at_least(
-        0, optim__learning_rate=optim.learning_rate, optim__warmup_steps=optim.warmup_steps
-    )
-    for key in ("decay_fraction", "final_fraction"):
-        if not 0 <= getattr(optim, key) <= 1:
-            faults.append(f"optim.{key}={getattr(optim, key)}: use a number from 0 to 1")
-    if optim.clip_norm <= 0:
-        faults.append(
-            f"optim.clip_norm={optim.clip_norm}: use a positive norm, or float('inf') not to clip"
-        )
-    return faults
-
-
-def _check_mesh(mesh: MeshConfig, model: Mapping) -> list[str]:
+def _check_layout(mesh: MeshConfig, train: Mapping, model: Mapping) -> list[str]:
+    """What must divide what. An axis that is still -1, for want of devices, counts as 1."""
+    size = {axis: max(1, getattr(mesh, axis)) for axis in AXES}
     faults = [
-        f"mesh.{axis}={getattr(mesh, axis)}: this version cannot use more than 1; put the devices on data or fsdp"
-        for axis in ("pipeline", "expert", "context")
-        if getattr(mesh, axis) > 1
+        f"mesh.{axis}={size[axis]}: this version cannot use more than 1; put the devices on data or fsdp"
+        for axis in NOT_YET
+        if size[axis] > 1
     ]
     for key in ("num_heads", "d_ff"):
-        size = model.get(key)
-        if isinstance(size, int) and size % mesh.tensor:
+        value = model.get(key)
+        if _has_type(value, int) and value % size["tensor"]:
             faults.append(
-                f"model.{key}={size} is not divisible by mesh.tensor={mesh.tensor}; "
-                f"use {nearest_multiples(size, mesh.tensor)}, or another mesh.tensor"
+                f"model.{key}={value} is not divisible by mesh.tensor={size['tensor']}; "
+                f"use {nearest_multiples(value, size['tensor'])}, or another mesh.tensor"
+            )
+    batch, parts = train.get("global_batch"), train.get("num_microbatches")
+    if _has_type(batch, int) and _has_type(parts, int) and parts > 0:
+        step = size["data"] * size["fsdp"] * parts
+        if batch < 1 or batch % step:
+            faults.append(
+                f"train.global_batch={batch} is not divisible by mesh.data={size['data']} x "
+                f"mesh.fsdp={size['fsdp']} x train.num_microbatches={parts}; "
+                f"use {nearest_multiples(batch, step)}"
             )
     return faults
 
@@ -376,10 +278,9 @@ def _check_rules(rules: Any) -> list[str]:
         if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)):
             faults.append(f"config.rules: {rule!r} is no (logical name, mesh axis or axes or None)")
             continue
-        name, axes = rule
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
+        for axis in (rule[1],) if isinstance(rule[1], str) else rule[1] or ():
             if axis not in AXES:
                 faults.append(
-                    f"config.rules maps {name!r} to {axis!r}, which is no mesh axis{did_you_mean(axis, AXES)}"
+                    f"config.rules maps {rule[0]!r} to {axis!r}, no mesh axis{did_you_mean(axis, AXES)}"
                 )
     return faults

@@ -12,7 +12,9 @@ import sys
 
 import jax
 
-from meshtrain import config, distributed
+from meshtrain import configfile, distributed
+from meshtrain.config import parse
+from meshtrain.errors import ConfigError
 from meshtrain.train import train
 
 EXIT_USER = 2  # the configuration or the data is wrong
@@ -45,21 +47,30 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.simulate_devices is not None:
             if args.simulate_devices < 1:
-                raise config.ConfigError(
-                    f"--simulate_devices={args.simulate_devices}: use 1 or more"
-                )
+                raise ConfigError(f"--simulate_devices={args.simulate_devices}: use 1 or more")
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", args.simulate_devices)
-        settings = config.load(args.config, overrides)
+        settings, faults = configfile.read(args.config, overrides)
         distributed.initialize()
+        if faults:
+            raise ConfigError(*faults, *_faults_of(settings))
         result = train(settings, workdir=args.workdir)
-    except config.ConfigError as error:
+    except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_USER
     except FloatingPointError as error:
         print(error, file=sys.stderr)
         return EXIT_NOT_FINITE
     return EXIT_PREEMPTED if result.interrupted else 0
+
+
+def _faults_of(settings) -> tuple[str, ...]:
+    """What else is wrong, so that all is told at once."""
+    try:
+        parse(settings, num_devices=jax.device_count())
+        return ()
+    except ConfigError as error:
+        return error.faults
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 
 import jax
 
+from meshtrain.errors import ConfigError
+
 # Slowest link outermost: neighbours along `tensor` exchange the most and sit closest together.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
@@ -22,16 +24,16 @@ class MeshConfig:
     tensor: int = 1
 
     def resolve(self, num_devices: int) -> "MeshConfig":
-        """Fills in the -1 and returns sizes whose product is `num_devices`, or raises ValueError."""
+        """Fills in the -1 and returns sizes whose product is `num_devices`, or raises ConfigError."""
         sizes = asdict(self)
         for axis, size in sizes.items():
             if size < 1 and size != -1:
-                raise ValueError(
+                raise ConfigError(
                     f"mesh.{axis}={size} is no axis size; use 1 or more, or -1 for all that are left"
                 )
         free = [axis for axis, size in sizes.items() if size == -1]
         if len(free) > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"{' and '.join(f'mesh.{axis}' for axis in free)} are both -1; only one axis may be"
             )
         fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -39,14 +41,14 @@ class MeshConfig:
             f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)
         )
         if free and num_devices % fixed:
-            raise ValueError(
+            raise ConfigError(
                 f"{product} needs a multiple of {fixed} devices for mesh.{free[0]}=-1 and there are {num_devices}; "
                 f"use sizes whose product divides {num_devices}, or --simulate_devices={fixed}"
             )
         if free:
             sizes[free[0]] = num_devices // fixed
         elif fixed != num_devices:
-            raise ValueError(
+            raise ConfigError(
                 f"{product or 'a mesh of ones'} makes {fixed} devices and there are {num_devices}; "
                 f"use --simulate_devices={fixed}, or set one axis to -1"
             )

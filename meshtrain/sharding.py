@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.config import ConfigError, did_you_mean
+from meshtrain.errors import ConfigError, did_you_mean
 
 # (logical name, mesh axis or axes or None), in order of preference; a name may appear several times.
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]

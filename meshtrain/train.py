@@ -15,9 +15,10 @@ import jax
 from meshtrain import grads, optim, sharding
 from meshtrain import state as states
 from meshtrain.checkpoint import Checkpointer
-from meshtrain.config import Config, ConfigError, parse
+from meshtrain.config import Config, parse
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Batch, Source
+from meshtrain.errors import ConfigError
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.models.base import Model
 from meshtrain.state import TrainState
@@ -51,11 +52,9 @@ def train(
     brought = [name for name, given in (("model", model), ("data", data)) if given is not None]
     cfg = parse(config, num_devices=jax.device_count(), own=brought)
     mesh = make_mesh(cfg.mesh)
-    model = model or cfg.build_model()
+    model = model or cfg.model
     if data is None:
-        data = cfg.build_data("train")
-        if eval_data is None and cfg.eval.batches:
-            eval_data = cfg.build_data("heldout")
+        data, eval_data = cfg.train_data, eval_data or cfg.heldout_data
     schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
     optimizer = cfg.build_optimizer(schedule)
     loss_fn = grads.make_loss(
@@ -231,7 +230,8 @@ def _summary(cfg: Config, abstract_state: TrainState, data: Any) -> Iterator[str
         or "one device"
     )
     yield f"mesh        {shape} · {jax.device_count()} {device} · jax {jax.__version__}"
-    yield f"parameters  {states.count(abstract_state.params):,} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"
+    count = states.count(abstract_state.params)
+    yield f"parameters  {count:,} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"
     params, opt_state = (
         states.bytes_per_device(tree) / 1e6
         for tree in (abstract_state.params, abstract_state.opt_state)

@@ -109,7 +109,8 @@ class Writer:
         heldout = f" · held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
         text = (
             f"step {row['step']:>{width}}/{self._steps} · loss {row['loss']:.4f} · grad norm {row['grad_norm']:.3f} · "
-            f"lr {row['learning_rate']:.2e} · {row['tokens_per_second']:,.0f} {self._unit}/s{mfu} · {left} left{heldout}"
+            f"lr {row['learning_rate']:.2e} · {row['tokens_per_second']:,.0f} {self._unit}/s{mfu} · "
+            f"{left} left{heldout}"
         )
         if self._bar is None:
             self.line(text)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain.config import ConfigError
 from meshtrain.data.source import Source
+from meshtrain.errors import ConfigError
 from meshtrain.sharding import Rules, spec_for
 
 AHEAD = 2  # batches read and sent to the device before they are asked for

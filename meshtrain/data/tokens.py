@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.config import ConfigError
 from meshtrain.data.permute import permute
 from meshtrain.data.source import Batch, Source
+from meshtrain.errors import ConfigError
 
 DTYPES = ("uint8", "uint16", "uint32", "int32")
 END_OF_FILE = 0  # the byte put after each file of a folder
@@ -35,6 +35,10 @@ def build(
     The last `heldout` of the tokens are held out; the files of a folder are shuffled first.
     Sample i is a window of `seq_len` + 1 tokens; an epoch visits each window once, in its own order.
     """
+    if not os.path.exists(path):
+        raise ConfigError(
+            f"data.path={path}: no such file or folder; give a token file or a folder of text"
+        )
     tokens = (
         _read_folder(path, pattern, tuple(exclude))
         if os.path.isdir(path)

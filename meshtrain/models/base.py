@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from meshtrain.config import ConfigError
+from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 
 Params = Any  # nested dict of arrays

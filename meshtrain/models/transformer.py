@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshtrain.config import ConfigError
 from meshtrain.data.source import Batch
+from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 from meshtrain.models import base
 from meshtrain.models.layers import Block, dense, embedding, norm
@@ -105,15 +105,19 @@ class Outer(nnx.Module):
             else dense(rngs, c.d_model, c.vocab_size, axes=head, bias=False)
         )
 
+    def table(self) -> jax.Array:
+        """The (V, D) token embedding, whole along D: a lookup in a table cut both ways is replicated by XLA."""
+        return constrain(self.tokens.embedding[...], "vocab", "residual")
+
     def embed(self, batch: Batch) -> jax.Array:
-        x_BSD = self.tokens(batch.tokens)
+        x_BSD = self.table()[batch.tokens]
         if self.positions is not None:
             x_BSD += self.positions(positions_of(batch))
         return constrain(x_BSD, "batch", "residual_seq", "residual")
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         x_BSD = self.final_norm(x_BSD)
-        logits_BSV = self.tokens.attend(x_BSD) if self.output is None else self.output(x_BSD)
+        logits_BSV = x_BSD @ self.table().T if self.output is None else self.output(x_BSD)
         return constrain(logits_BSV, "batch", "seq", "vocab")
 
 

@@ -1,0 +1,33 @@
+"""How a user's mistake is told: one line per fault, each with the key, its value and the way out."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """What the user has to change; `faults` holds one line for each."""
+
+    def __init__(self, *faults: str):
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns ' (did you mean "x"?)' for the nearest known name, or nothing."""
+    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f' (did you mean "{near[0]}"?)' if near else ""
+
+
+def not_one_of(key: str, value: Any, choices: Iterable[str]) -> list[str]:
+    return [] if value in choices else [f"{key}={value!r}: use one of {', '.join(choices)}"]
+
+
+def below(low: float, values: dict[str, float]) -> list[str]:
+    return [f"{key}={value}: use {low} or more" for key, value in values.items() if value < low]
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """Returns the multiples around a value that is none: '24 or 32'."""
+    down, up = value // step * step, (value // step + 1) * step
+    return f"{down} or {up}" if down else f"{up}"
