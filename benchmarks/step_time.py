@@ -44,15 +44,15 @@ def settings():
 
 def trainer_step(cfg):
     """Returns the compiled step of the trainer and its initial state."""
-    model, schedule = cfg.build_model(), optim.make_schedule(cfg.optim, steps=cfg.train.steps)
+    model, schedule = cfg.model, optim.make_schedule(cfg.optim, steps=cfg.train.steps)
     optimizer = cfg.build_optimizer(schedule)
     places = mesh.make_mesh(cfg.mesh)
     with jax.set_mesh(places), sharding.use_rules(cfg.rules):
         init = state.initializer(model, optimizer, param_dtype="float32")
-        shapes = jax.eval_shape(init, jax.random.key(0))
-        where, where_grads = state.shardings(
-            shapes, model.axes, optimizer, cfg.rules, places, zero_stage=3
+        abstract, where_grads = state.plan(
+            init, model.axes, optimizer, cfg.rules, places, zero_stage=3
         )
+        where = state.places_of(abstract)
         loss = grads.make_loss(model, dtype="float32", unroll=cfg.train.unroll)
         grad_fn = grads.accumulate(loss, num_microbatches=1, grad_shardings=where_grads)
         train_step = step.make_train_step(

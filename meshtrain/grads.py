@@ -29,14 +29,21 @@ def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1)
         )
         if model.block is None:
             return _remat(model.loss, remat)(params, batch, key)
-        block = _remat(model.block, remat)
-        x = model.embed(params, batch)
-        x, _ = jax.lax.scan(
-            lambda x, layer: (block(layer, x, batch), None), x, params["layers"], unroll=unroll
+        x = run_blocks(
+            _remat(model.block, remat), params["layers"], model.embed(params, batch), batch, unroll
         )
         return model.head(params, x, batch)
 
     return loss
+
+
+def run_blocks(
+    block: Callable, layers: Params, x: jax.Array, batch: Any, unroll: int = 1
+) -> jax.Array:
+    """Returns what the stack makes of `x`: each of the stacked `layers` in turn."""
+    return jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, layers, unroll=unroll)[
+        0
+    ]
 
 
 def _remat(function: Callable, remat: str) -> Callable:

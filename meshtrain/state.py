@@ -34,8 +34,8 @@ def initializer(
     return init
 
 
-def shardings(
-    state: TrainState,
+def plan(
+    init: Callable,
     axes: Axes,
     optimizer: optax.GradientTransformation,
     rules: sharding.Rules,
@@ -43,34 +43,33 @@ def shardings(
     *,
     zero_stage: int,
 ) -> tuple[TrainState, Any]:
-    """Returns where an abstract state lives, as a TrainState of NamedSharding, and where gradients do.
+    """Returns the abstract state of `init`, each array with its sharding, and the gradients' shardings.
 
     ZeRO (arXiv 1910.02054) is what `fsdp` shards: nothing at stage 0, the optimizer's moments from
     1 on, gradients from 2 on, parameters at 3. Three mappings of one tree, and nothing else.
     """
+    shapes = jax.eval_shape(init, jax.random.key(0))
 
     def mapping(first_stage: int):
         active = rules if zero_stage >= first_stage else sharding.without(rules, "fsdp")
-        return sharding.shardings(axes, state.params, active, mesh)
+        return sharding.shardings(axes, shapes.params, active, mesh)
 
     replicated = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
         optimizer,
         lambda _, place: place,
-        state.opt_state,
+        shapes.opt_state,
         mapping(1),
         transform_non_params=lambda _: replicated,
     )
-    return TrainState(replicated, mapping(3), opt_state), mapping(2)
+    places = TrainState(replicated, mapping(3), opt_state)
+    abstract = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, places)
+    return abstract, mapping(2)
 
 
-def abstract(shapes: Any, places: Any) -> Any:
-    """Returns shapes and dtypes with their shardings: what a checkpoint is restored into."""
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes,
-        places,
-    )
+def places_of(abstract: Any) -> Any:
+    """Returns the shardings in a tree of abstract arrays."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def bytes_per_device(tree: Any) -> int:

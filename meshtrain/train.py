@@ -65,11 +65,10 @@ def train(
         stack.enter_context(jax.set_mesh(mesh))
         stack.enter_context(sharding.use_rules(cfg.rules))
         init = states.initializer(model, optimizer, param_dtype=cfg.train.param_dtype)
-        shapes = jax.eval_shape(init, jax.random.key(0))
-        places, grad_places = states.shardings(
-            shapes, model.axes, optimizer, cfg.rules, mesh, zero_stage=cfg.train.zero_stage
+        abstract_state, grad_places = states.plan(
+            init, model.axes, optimizer, cfg.rules, mesh, zero_stage=cfg.train.zero_stage
         )
-        abstract_state = states.abstract(shapes, places)
+        places = states.places_of(abstract_state)
         grad_fn = grads.accumulate(
             loss_fn, num_microbatches=cfg.train.num_microbatches, grad_shardings=grad_places
         )

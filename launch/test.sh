@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Lints, then runs the whole test suite, or the part that pytest's arguments name.
+#
+#   launch/test.sh [PYTEST ARGS]     such as tests/test_mesh.py -k layout (seen from the repository)
+#
+# PYTHON and VENV are those of launch/setup.sh.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)
+python=$(bash "$root/launch/setup.sh" dev)
+cd -- "$root"
+
+"$python" -m ruff check --quiet
+"$python" -m ruff format --check --quiet
+exec "$python" -m pytest "$@"

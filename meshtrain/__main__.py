@@ -1,0 +1,20 @@
+"""The command `meshtrain VERB ...`: each verb is a module with a `main`; without one it trains."""
+
+import importlib
+import sys
+
+VERBS = {"train": "meshtrain.main", "generate": "meshtrain.generate"}
+
+
+def main() -> int:
+    """Returns the exit code of the verb."""
+    arguments = sys.argv[1:]
+    verb = arguments.pop(0) if arguments and arguments[0] in VERBS else "train"
+    if arguments and not arguments[0].startswith("-"):
+        print(f"{arguments[0]}: no such verb; use one of {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    return importlib.import_module(VERBS[verb]).main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
