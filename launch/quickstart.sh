@@ -25,12 +25,11 @@ cd -- "$root"
         --config=configs/quickstart.py --workdir=runs/quickstart "$@"
 ) &
 trainer=$!
-trap : INT
-trap 'kill -INT "$trainer" 2>/dev/null || true' TERM
-code=0
-wait "$trainer" || code=$?
-while kill -0 "$trainer" 2>/dev/null; do # a signal ended the wait, not the training
-    code=0
+trap 'signalled=1' INT
+trap 'signalled=1; kill -INT "$trainer" 2>/dev/null || true' TERM
+signalled=1 code=0
+while ((signalled)); do # a signal ends the wait, not the training
+    signalled=0 code=0
     wait "$trainer" || code=$?
 done
 trap - INT TERM

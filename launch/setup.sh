@@ -53,6 +53,16 @@ print(sys.version.split()[0], hashlib.sha256(pyproject + places).hexdigest()[:16
         "$root" "$venv" 2>/dev/null
 }
 
+# pip and uv would only warn, and install less than was asked for.
+check_extras() {
+    local extra
+    for extra in ${extras//,/ }; do
+        grep -q "^$extra = \[" "$root/pyproject.toml" && continue
+        say "'$extra' is no extra of pyproject.toml; use one of [project.optional-dependencies]"
+        return 2
+    done
+}
+
 # Whether the stamp has the extras, or any set of them where none are asked for.
 up_to_date() {
     local line
@@ -74,12 +84,13 @@ usable() {
 make_venv() {
     [[ -n $chosen ]] || chosen=$(choose_python)
     local base=${chosen#* }
-    if ! command -v uv >/dev/null && ! "$base" -I -c 'import ensurepip, venv' 2>/dev/null; then
+    if ! command -v uv >/dev/null &&
+        ! "$base" -I -c 'import venv, ensurepip; ensurepip.version()' 2>/dev/null; then
         say "$base cannot make a venv; on Debian or Ubuntu: apt-get install python3-venv"
         exit 2
     fi
-    if [[ -n ${VENV:-} && -e $venv && ! -f $venv/pyvenv.cfg && ! -f $stamp && $(ls -A -- "$venv") ]]; then
-        say "VENV=$VENV is there and is no virtual environment; remove it or name another folder"
+    if [[ -n ${VENV:-} && -e $venv && ! -f $stamp && $(ls -A -- "$venv") ]]; then
+        say "VENV=$VENV was not made here and cannot be used (needs the right Python and pip); name another"
         exit 2
     fi
     say "making $venv with Python ${chosen%% *}; the first time this takes a minute or two"
@@ -113,6 +124,7 @@ chosen=
 now=$(fingerprint) || now=
 [[ -z $chosen || ${now%% *} == "${chosen%% *}" ]] || now= # of another version than is asked for
 if ! up_to_date; then
+    check_extras
     if usable; then
         say "installing what is new into $venv"
     else

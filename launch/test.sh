@@ -11,5 +11,5 @@ python=$(bash "$root/launch/setup.sh" dev)
 cd -- "$root"
 
 "$python" -m ruff check --quiet
-"$python" -m ruff format --check --quiet
+"$python" -m ruff format --check
 exec "$python" -m pytest "$@"

@@ -15,7 +15,9 @@ class Checkpointer:
     def __init__(self, directory: Path, *, keep: int):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         handlers = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(
+            directory.absolute(), options=options, item_handlers=handlers
+        )
 
     def save(self, step: int, state: Any, *, position: int) -> bool:
         """Starts saving, unless this step is saved already; `position` is the next sample to train on."""

@@ -1,0 +1,38 @@
+"""Tests run on eight simulated CPU devices, whatever the machine has."""
+
+import jax
+import pytest
+
+from configs import default
+
+# Before anything starts a backend.
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+    # Compiling is most of the time: what was compiled once is read back, here and by later runs.
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@pytest.fixture
+def tiny():
+    """A config that trains for three steps in no time; each test may change its own copy."""
+    config = default.get_config()
+    config.train.steps = 3
+    config.train.global_batch = 16
+    config.train.log_every = 1
+    config.model.num_layers = 2
+    config.model.d_model = 32
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 2
+    config.model.d_ff = 64
+    config.model.vocab_size = 64
+    config.model.max_seq_len = 16
+    config.data.build = "meshtrain.data.synthetic:build"
+    config.data.seq_len = 16
+    config.optim.warmup_steps = 0
+    config.eval.batches = 1
+    return config
