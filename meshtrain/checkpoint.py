@@ -63,9 +63,10 @@ def _name(path: tuple) -> str:
 
 
 def _check_same(saved: dict[str, tuple], wanted: dict[str, tuple], step: int) -> None:
-    differing = [
-        path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)
-    ]
+    paths = sorted(
+        saved.keys() | wanted.keys(), key=lambda path: (not path.startswith("params"), path)
+    )
+    differing = [path for path in paths if saved.get(path) != wanted.get(path)]
     if differing:
         there, here = (some.get(differing[0], "absent") for some in (saved, wanted))
         raise ConfigError(

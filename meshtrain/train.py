@@ -1,7 +1,6 @@
 """The trainer. Read `train` from top to bottom: check, build, restore or initialise, compile, loop."""
 
 import contextlib
-import math
 import signal
 import threading
 import time
@@ -15,7 +14,7 @@ import jax
 from meshtrain import grads, optim, sharding
 from meshtrain import state as states
 from meshtrain.checkpoint import Checkpointer
-from meshtrain.config import Config, parse
+from meshtrain.config import CheckpointConfig, Config, EvalConfig, parse
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError
@@ -49,8 +48,7 @@ def train(
     FloatingPointError when the loss or the gradient is no longer finite.
     """
     # ---- check and build: nothing is computed yet ----
-    brought = [name for name, given in (("model", model), ("data", data)) if given is not None]
-    cfg = parse(config, num_devices=jax.device_count(), own=brought)
+    cfg = parse(config, num_devices=jax.device_count(), own=_brought(model=model, data=data))
     mesh = make_mesh(cfg.mesh)
     model = model or cfg.model
     if data is None:
@@ -94,23 +92,13 @@ def train(
             writer.line(f"restored step {start} from {workdir}")
         else:
             state = jax.jit(init, out_shardings=places)(jax.random.key(cfg.train.seed))
-        writer.event(
-            "start",
-            step=start,
-            devices=jax.device_count(),
-            jax=jax.__version__,
-            mesh=asdict(cfg.mesh),
-        )
+        writer.event("start", step=start, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
         def open_loader(source, position):
+            where = dict(global_batch=cfg.train.global_batch, position=position)
             if not isinstance(source, Source):
-                source = from_iterable(
-                    source, global_batch=cfg.train.global_batch, position=position
-                )
-            loader = Loader(
-                source, mesh, cfg.rules, global_batch=cfg.train.global_batch, position=position
-            )
-            return contextlib.closing(loader)
+                source = from_iterable(source, **where)
+            return contextlib.closing(Loader(source, mesh, cfg.rules, **where))
 
         def heldout_loss() -> float | None:
             """The loss on the first `eval.batches` held-out batches, the same ones every time."""
@@ -127,33 +115,33 @@ def train(
                 writer.event("save", step=step, blocked_seconds=time.perf_counter() - began)
 
         # ---- compile, then loop: evaluate, save, step, report the step before ----
-        step, pending = start, None
+        step = start
         loader = stack.enter_context(open_loader(data, position))
         if start < cfg.train.steps:
             began = time.perf_counter()
             jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(places, None))
             train_step = jitted.lower(abstract_state, loader.peek()).compile()
             writer.line(f"compiled in {time.perf_counter() - began:.1f} s")
-            writer.begin(start=start, steps=cfg.train.steps, **_units(loader.peek(), cfg, model))
-        while step < cfg.train.steps and not stop.is_set():
-            eval_due, save_due = (
-                _due(step, start, cfg.eval.every),
-                _due(step, start, cfg.checkpoint.every),
+            sizes = dict(
+                start=start, steps=cfg.train.steps, samples=position, batch=cfg.train.global_batch
             )
+            writer.begin(**sizes, **_units(loader.peek(), model))
+        while step < cfg.train.steps and not stop.is_set():
             extra = {}
+            eval_due, save_due = _due(step, start, cfg.eval), _due(step, start, cfg.checkpoint)
             if eval_due or save_due:
-                pending = _report(
-                    writer, pending
-                )  # first, so that nothing broken is evaluated or saved
-                extra = {"eval_loss": heldout_loss()} if eval_due else {}
+                writer.flush()  # first, so that nothing broken is evaluated or saved
+                if eval_due:
+                    extra = {"eval_loss": heldout_loss()}
                 if save_due:
                     save(step)
                 writer.restart_clock()
             state, report = train_step(state, next(loader))
-            _report(writer, pending)  # of the step before: the device has its next work already
-            pending = step, report, step % cfg.train.log_every == 0 or eval_due, extra
+            log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
+            # Writes the step before, while the device works on this one.
+            writer.step(step, report, log=log, **extra)
             step += 1
-        _report(writer, pending, last=True)
+        writer.flush()
         save(step)
 
         finished = step >= cfg.train.steps
@@ -163,22 +151,18 @@ def train(
         return Result(state, step, eval_loss, not finished)
 
 
-def _due(step: int, start: int, every: int) -> bool:
-    return every > 0 and step % every == 0 and step > start
-
-
-def _report(writer: Writer, pending: tuple | None, *, last: bool = False) -> None:
-    """Writes a dispatched step's report once it is there; raises FloatingPointError if it is not finite."""
-    if pending is None:
-        return
-    step, report, log, extra = pending
-    numbers = writer.step(step, report, log=log or last, **extra)
-    if not math.isfinite(numbers["loss"] + numbers["grad_norm"]):
-        writer.event("end", step=step, reason="not finite", **numbers)
-        raise FloatingPointError(
-            f"step {step}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}; "
-            f"the last checkpoint is from before; try a lower optim.learning_rate={numbers['learning_rate']:.1e}"
+def _brought(**parts: Any) -> list[str]:
+    """Names what the caller brings along, and refuses what is no Model."""
+    if not isinstance(parts["model"], Model | None):
+        kind = type(parts["model"]).__name__
+        raise ConfigError(
+            f"model={kind}: make a Model of it with meshtrain.from_nnx or meshtrain.from_linen"
         )
+    return [name for name, given in parts.items() if given is not None]
+
+
+def _due(step: int, start: int, section: EvalConfig | CheckpointConfig) -> bool:
+    return section.every > 0 and step % section.every == 0 and step > start
 
 
 def _open_writer(workdir: str | Path | None) -> Writer:
@@ -210,16 +194,16 @@ def _interrupts() -> Iterator[threading.Event]:
             signal.signal(signum, handler)
 
 
-def _units(batch: Any, cfg: Config, model: Model) -> dict[str, Any]:
-    """What a step works through: tokens of a language model, else examples."""
+def _units(batch: Any, model: Model) -> dict[str, Any]:
+    """What a sample consists of, to count and to time: tokens of a language model, else itself."""
     if not isinstance(batch, Batch):
-        return {
-            "tokens_per_step": cfg.train.global_batch,
-            "unit": "examples",
-            "flops_per_token": None,
-        }
-    flops = model.flops_per_token and model.flops_per_token(batch.tokens.shape[1])
-    return {"tokens_per_step": batch.tokens.size, "unit": "tokens", "flops_per_token": flops}
+        return {"per_sample": 1, "unit": "examples", "flops": None}
+    seq_len = batch.tokens.shape[1]
+    return {
+        "per_sample": seq_len,
+        "unit": "tokens",
+        "flops": model.flops_per_token and model.flops_per_token(seq_len),
+    }
 
 
 def _summary(cfg: Config, abstract_state: TrainState, data: Any) -> Iterator[str]:

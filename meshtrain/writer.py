@@ -39,8 +39,7 @@ class Writer:
             quiet=not leader, highlight=False, soft_wrap=True, markup=False
         )
         self._bar: rich.progress.Progress | None = None
-        self._since = time.perf_counter()
-        self._steps_since = 0
+        self._pending: tuple | None = None
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -49,16 +48,21 @@ class Writer:
         *,
         start: int,
         steps: int,
-        tokens_per_step: int,
+        samples: int,
+        batch: int,
+        per_sample: int,
         unit: str,
-        flops_per_token: float | None,
+        flops: float | None,
     ) -> None:
-        """Starts the clock. Rows of step `start` and later, left by a run that went further, are dropped."""
-        self._steps, self._tokens_per_step, self._unit = steps, tokens_per_step, unit
+        """Starts the clock at step `start`, after `samples` samples of `per_sample` units (tokens, say).
+
+        `flops` are those of one unit. Rows of step `start` and later, left by a run that went
+        further than its last checkpoint, are dropped.
+        """
+        self._start, self._steps, self._unit = start, steps, unit
+        self._units_before, self._units_per_step = samples * per_sample, batch * per_sample
         peak = peak_flops(jax.devices()[0].device_kind)
-        self._flop_share = (
-            flops_per_token / (peak * jax.device_count()) if flops_per_token and peak else None
-        )
+        self._share_of_peak = flops / (peak * jax.device_count()) if flops and peak else None
         if self._folder and (metrics := self._folder / "metrics.jsonl").exists():
             rows = [
                 line
@@ -66,7 +70,7 @@ class Writer:
                 if json.loads(line)["step"] < start
             ]
             metrics.write_text("".join(row + "\n" for row in rows))
-        if self._console.is_terminal and steps > start:
+        if self._console.is_terminal:
             columns = rich.progress.BarColumn(), rich.progress.TextColumn("{task.description}")
             self._bar = rich.progress.Progress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=steps, completed=start)
@@ -77,30 +81,48 @@ class Writer:
         """Leaves out of the step time what happened since the last row: an evaluation, say."""
         self._since, self._steps_since = time.perf_counter(), 0
 
-    def step(
-        self, step: int, report: dict[str, jax.Array], *, log: bool, **extra: float
-    ) -> dict[str, float]:
-        """Waits for the step's report and returns it as numbers; `log` makes a row and a line of it."""
+    def step(self, step: int, report: dict[str, jax.Array], *, log: bool, **extra: Any) -> None:
+        """Takes the report of a step just dispatched, and writes the one before.
+
+        So the device has its next work while the host waits. Raises FloatingPointError if the loss
+        or the gradient of the one before is not finite; `log` makes a row and a line of a step.
+        """
+        # Where dispatching waits for the result, as on simulated devices, the step ended by now.
+        ended = time.perf_counter() if report["loss"].is_ready() else None
+        self.flush()
+        self._pending = step, report, ended, log, extra
+
+    def flush(self) -> None:
+        """Waits for the report that is still held, and writes it."""
+        if self._pending is None:
+            return
+        (step, report, ended, log, extra), self._pending = self._pending, None
         numbers = {name: float(value) for name, value in jax.device_get(report).items()}
+        ended = ended or time.perf_counter()
         self._steps_since += 1
+        if not math.isfinite(numbers["loss"] + numbers["grad_norm"]):
+            self.event("end", step=step, reason="not finite", **numbers)
+            raise FloatingPointError(
+                f"step {step}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}: not finite; the last "
+                f"checkpoint is from before, try a lower optim.learning_rate={numbers['learning_rate']:.1e}"
+            )
         if not log:
-            return numbers
-        now = time.perf_counter()
-        step_time = (now - self._since) / self._steps_since
-        per_second = self._tokens_per_step / step_time
+            return
+        step_time = (ended - self._since) / self._steps_since
+        per_second = self._units_per_step / step_time
         row = {
             "step": step,
+            "loss": numbers.pop("loss"),
             **numbers,
-            "tokens": (step + 1) * self._tokens_per_step,
+            "tokens": self._units_before + (step - self._start + 1) * self._units_per_step,
             "step_time": step_time,
             "tokens_per_second": per_second,
-            "mfu": self._flop_share and self._flop_share * per_second,
+            "mfu": self._share_of_peak and self._share_of_peak * per_second,
             **extra,
         }
         self._append("metrics.jsonl", row)
         self._show(row)
-        self._since, self._steps_since = now, 0
-        return numbers
+        self._since, self._steps_since = ended, 0
 
     def _show(self, row: dict[str, Any]) -> None:
         width = len(str(self._steps))

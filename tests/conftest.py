@@ -19,7 +19,11 @@ def pytest_configure(config):
 
 @pytest.fixture
 def tiny():
-    """A config that trains for three steps in no time; each test may change its own copy."""
+    """A config that trains for three steps in no time; each test may change its own."""
+    return tiny_config()
+
+
+def tiny_config():
     config = default.get_config()
     config.train.steps = 3
     config.train.global_batch = 16

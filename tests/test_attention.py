@@ -1,6 +1,7 @@
 """Attention against the plain formula, and what each position may see."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,6 +37,16 @@ def test_attention_is_softmax_over_repeated_key_value_heads(num_kv_heads, segmen
     np.testing.assert_allclose(
         attention(q, k, v, segments), plain(q, *repeated, segments), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("float64", 1e-12)])
+def test_large_scores_are_computed_in_float32_or_wider(dtype, tolerance):
+    with jax.enable_x64(True):
+        q, k, v = (jnp.array(x, dtype) for x in inputs(2, 2))
+        out = attention(8 * q, k, v, None)
+        assert out.dtype == dtype
+        expected = plain(*(np.float64(x) for x in (8 * q, k, v)), None)
+        np.testing.assert_allclose(np.float64(out), expected, atol=tolerance)
 
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one segment", "segments"])

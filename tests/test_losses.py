@@ -46,6 +46,13 @@ def test_a_target_without_weight_may_be_outside_the_vocabulary():
     np.testing.assert_allclose(loss, plain(LOGITS, z_loss=0.1), rtol=1e-6)
 
 
+def test_a_token_ruled_out_by_its_logit_counts_for_nothing():
+    ruled_out = (jnp.arange(V) == 4)[None, None] & (TARGETS != 4)[..., None]
+    logits = jnp.where(ruled_out, -jnp.inf, LOGITS)
+    loss = cross_entropy(logits, TARGETS, WEIGHTS, z_loss=0.0).loss
+    np.testing.assert_allclose(loss, plain(logits), rtol=1e-6)
+
+
 def test_large_logits_do_not_overflow():
     large = cross_entropy(LOGITS + 1e4, TARGETS, WEIGHTS, z_loss=0.0).loss
     np.testing.assert_allclose(large, plain(LOGITS), rtol=1e-2)

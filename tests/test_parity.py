@@ -1,8 +1,11 @@
 """Any layout trains like one device: the same initial parameters, losses, gradients and updates."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
+from conftest import tiny_config
 
 from meshtrain import config, grads, optim, sharding, state
 from meshtrain.data.loader import Loader
@@ -15,7 +18,6 @@ LAYOUTS = [
     {"tensor": 4},
     {"data": 2, "fsdp": 2, "tensor": 2},
 ]
-LLAMA = {}
 GPT2 = dict(
     norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True, z_loss=1e-3
 )
@@ -48,8 +50,8 @@ class Run:
         self.grad_fn = grads.accumulate(
             loss, num_microbatches=cfg.train.num_microbatches, grad_shardings=grad_places
         )
-        self.step = make_train_step(
-            self.grad_fn, optimizer, schedule, clip_norm=cfg.optim.clip_norm, seed=cfg.train.seed
+        self.step_options = dict(
+            optimizer=optimizer, schedule=schedule, clip_norm=cfg.optim.clip_norm, seed=0
         )
 
     def start(self):
@@ -68,7 +70,9 @@ class Run:
         """Returns gradients, the state after one step, and its report, all from the same start."""
 
         def both(start, batch):
-            return self.grad_fn(start.params, batch, jax.random.key(0))[0], *self.step(start, batch)
+            gradients = self.grad_fn(start.params, batch, jax.random.key(0))
+            step = make_train_step(lambda *_: gradients, **self.step_options)
+            return gradients[0], *step(start, batch)
 
         return jax.device_get(self._on_mesh(jax.jit(both), self.start(), self.batch()))
 
@@ -78,12 +82,16 @@ class Run:
 
 
 def assert_same(ours, theirs, rtol):
-    """Compares leaf by leaf, relative to the largest value of each leaf."""
+    """Compares leaf by leaf, relative to the largest value of the leaf, or 1 % of the largest of all.
+
+    (The gradient of a key's bias is zero: what is left of it is noise.)
+    """
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(theirs[0]))
 
     def compare(path, a, b):
-        scale = np.abs(b).max() if np.size(b) else 1
+        scale = max(np.abs(b).max(), 0.01 * largest)
         name = jax.tree_util.keystr(path)
-        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(scale, 1e-30), err_msg=name)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * scale, err_msg=name)
 
     jax.tree_util.tree_map_with_path(compare, ours, theirs)
 
@@ -94,69 +102,82 @@ def x64():
         yield
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_same_seed_gives_bit_equal_parameters_on_every_mesh(tiny, layout):
-    ours, alone = Run(tiny.copy_and_resolve_references(), **layout), Run(tiny)
-    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (ours.start(), alone.start())))
+def packed(**model):
+    """A tiny config with packed rows: positions, segments and uneven token weights take part."""
+    c = tiny_config()
+    c.model.update(model)
+    c.data.separator = 7
+    c.optim.epsilon = 1e-6  # Adam divides by it what has no gradient
+    return c
 
 
-@pytest.mark.parametrize("variant", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@functools.cache
+def alone(**model):
+    """Gradients, next state and report of one device, in float64."""
+    return Run(packed(**model), dtype="float64").one_step()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_gradients_and_updates_are_those_of_one_device_in_float64(tiny, layout, variant, x64):
-    tiny.model.update(variant)
-    tiny.data.separator = 7  # packed rows: positions, segments and masks take part
-    ours = Run(tiny.copy_and_resolve_references(), dtype="float64", **layout).one_step()
-    assert_same(ours, Run(tiny, dtype="float64").one_step(), rtol=1e-10)
+def test_the_same_seed_gives_bit_equal_parameters_on_every_mesh(layout):
+    ours, theirs = Run(tiny_config(), **layout).start(), Run(tiny_config()).start()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), jax.device_get(theirs))
+
+
+@pytest.mark.parametrize("model", [{}, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradients_and_updates_are_those_of_one_device_in_float64(layout, model, x64):
+    ours = Run(packed(**model), dtype="float64", **layout).one_step()
+    assert_same(ours, alone(**model), rtol=1e-10)
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4])
 @pytest.mark.parametrize("layout", [{}, {"data": 2, "fsdp": 2}], ids=str)
-def test_microbatches_add_up_to_the_whole_batch(tiny, layout, num_microbatches, x64):
-    tiny.data.separator = 7  # uneven weights: a mean of means would differ
-    whole = Run(tiny.copy_and_resolve_references(), dtype="float64").one_step()
-    tiny.train.num_microbatches = num_microbatches
-    assert_same(Run(tiny, dtype="float64", **layout).one_step(), whole, rtol=1e-10)
+def test_microbatches_add_up_to_the_whole_batch(layout, num_microbatches, x64):
+    c = packed()
+    c.train.num_microbatches = num_microbatches
+    assert_same(Run(c, dtype="float64", **layout).one_step(), alone(), rtol=1e-10)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_zero_stages_change_where_things_live_and_nothing_else(tiny, zero_stage, x64):
-    layout = {"data": 2, "fsdp": 4}
-    whole = Run(tiny.copy_and_resolve_references(), dtype="float64", **layout)
-    tiny.train.zero_stage = zero_stage
-    ours = Run(tiny, dtype="float64", **layout)
-    assert_same(ours.one_step(), whole.one_step(), rtol=1e-10)
-    sizes = [state.bytes_per_device(t) for t in (ours.abstract.params, ours.abstract.opt_state)]
-    cut = [state.bytes_per_device(t) for t in (whole.abstract.params, whole.abstract.opt_state)]
-    assert (sizes[0] > 3 * cut[0], sizes[1] > 3 * cut[1]) == (True, zero_stage < 1)
+def test_zero_stages_change_where_things_live_and_nothing_else(zero_stage, x64):
+    c = packed()
+    c.train.zero_stage = zero_stage
+    run = Run(c, dtype="float64", data=2, fsdp=4)
+    assert_same(run.one_step(), alone(), rtol=1e-10)
+    whole = Run(packed(), dtype="float64").abstract
+    held = [state.bytes_per_device(tree) for tree in (run.abstract.params, run.abstract.opt_state)]
+    of = [state.bytes_per_device(tree) for tree in (whole.params, whole.opt_state)]
+    assert held[0] == of[0]
+    assert held[1] == pytest.approx(of[1] / (4 if zero_stage else 1), rel=0.01)
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "names:attention,mlp"])
-def test_remat_changes_no_gradient(tiny, remat, x64):
-    plain = Run(tiny.copy_and_resolve_references(), dtype="float64").one_step()
-    tiny.train.remat = remat
-    assert_same(Run(tiny, dtype="float64").one_step(), plain, rtol=1e-10)
+def test_remat_changes_no_gradient(remat, x64):
+    c = packed()
+    c.train.remat = remat
+    assert_same(Run(c, dtype="float64").one_step(), alone(), rtol=1e-10)
 
 
-def test_remat_keeps_less_for_the_backward_pass(tiny):
-    tiny.data.seq_len = 64
-
+def test_remat_keeps_less_for_the_backward_pass():
     def temporary_bytes(remat):
-        c = tiny.copy_and_resolve_references()
-        c.train.remat = remat
+        c = tiny_config()
+        c.data.seq_len, c.train.remat = 64, remat
         run = Run(c)
         with jax.set_mesh(run.mesh), sharding.use_rules(run.cfg.rules):
-            compiled = jax.jit(run.step).lower(run.abstract, run.batch()).compile()
+            grad = jax.jit(run.grad_fn)
+            key = jax.random.key(0)
+            compiled = grad.lower(run.abstract.params, run.batch(), key).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes("full") < 0.8 * temporary_bytes("none")
 
 
-def test_bfloat16_computes_near_float32_and_updates_float32_parameters(tiny):
-    exact = Run(tiny.copy_and_resolve_references()).one_step()
-    tiny.train.dtype = "bfloat16"
-    mixed = Run(tiny).one_step()
+def test_bfloat16_computes_near_float32_and_updates_float32_parameters():
+    exact = Run(tiny_config()).one_step()
+    c = tiny_config()
+    c.train.dtype = "bfloat16"
+    mixed = Run(c).one_step()
     assert {leaf.dtype.name for leaf in jax.tree.leaves((mixed[0], mixed[1].params))} == {"float32"}
-    assert_same(mixed[0], exact[0], rtol=0.1)
-    assert all(
-        np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (mixed[0], exact[0])), strict=True)
-    )
+    assert_same([mixed[0]], [exact[0]], rtol=0.1)
+    pairs = zip(*map(jax.tree.leaves, (mixed[0], exact[0])), strict=True)
+    assert all(np.any(a != b) for a, b in pairs)

@@ -105,20 +105,26 @@ class Outer(nnx.Module):
             else dense(rngs, c.d_model, c.vocab_size, axes=head, bias=False)
         )
 
-    def table(self) -> jax.Array:
-        """The (V, D) token embedding, whole along D: a lookup in a table cut both ways is replicated by XLA."""
-        return constrain(self.tokens.embedding[...], "vocab", "residual")
-
     def embed(self, batch: Batch) -> jax.Array:
-        x_BSD = self.table()[batch.tokens]
+        x_BSD = table(self.tokens, "vocab")[batch.tokens]
         if self.positions is not None:
-            x_BSD += self.positions(positions_of(batch))
+            x_BSD += table(self.positions, None)[positions_of(batch)]
         return constrain(x_BSD, "batch", "residual_seq", "residual")
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         x_BSD = self.final_norm(x_BSD)
-        logits_BSV = x_BSD @ self.table().T if self.output is None else self.output(x_BSD)
+        logits_BSV = (
+            x_BSD @ table(self.tokens, "vocab").T if self.output is None else self.output(x_BSD)
+        )
         return constrain(logits_BSV, "batch", "seq", "vocab")
+
+
+def table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
+    """Returns the vectors of an embedding, whole along D: XLA replicates a lookup in a table cut both ways.
+
+    (`nnx.Embed` itself would compute in the dtype that it was made with.)
+    """
+    return constrain(embedding.embedding[...], rows, "residual")
 
 
 def positions_of(batch: Batch) -> jax.Array:

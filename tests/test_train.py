@@ -1,0 +1,228 @@
+"""Whole runs: what they write, how they go on, how they stop."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import tiny_config
+
+import meshtrain
+from meshtrain.data.source import Source
+from meshtrain.data.tokens import to_batch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def rows(workdir, name="metrics.jsonl"):
+    return [json.loads(line) for line in (workdir / name).read_text().splitlines()]
+
+
+def losses(workdir):
+    return {row["step"]: row["loss"] for row in rows(workdir)}
+
+
+def quick(**train):
+    """A config whose learning rate does not depend on how far the run is meant to go."""
+    c = tiny_config()
+    c.optim.schedule, c.optim.learning_rate = "constant", 1e-2
+    c.eval.batches = 0
+    c.train.update(train)
+    return c
+
+
+def assert_bit_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"data": 8}, {"fsdp": 8}, {"data": 1, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}],
+    ids=str,
+)
+def test_losses_of_steps_0_to_10_are_those_of_one_device(tmp_path, layout, monkeypatch):
+    def run(folder, **sizes):
+        num_devices = int(np.prod(list(sizes.values())))
+        with monkeypatch.context() as patch:
+            devices = jax.devices()[:num_devices]
+            patch.setattr(jax, "devices", lambda: devices)
+            patch.setattr(jax, "device_count", lambda: num_devices)
+            c = quick(steps=11)
+            c.mesh.update(sizes)
+            meshtrain.train(c, workdir=tmp_path / folder)
+        return np.array(list(losses(tmp_path / folder).values()))
+
+    ours, alone = run("ours", **layout), run("alone", data=1)
+    assert len(ours) == 11 and alone[-1] < alone[0]
+    np.testing.assert_allclose(ours, alone, rtol=1e-5)
+
+
+def test_a_run_writes_its_config_rows_and_events(tmp_path, capsys):
+    c = tiny_config()
+    c.train.steps, c.eval.every, c.checkpoint.every = 5, 2, 2
+    result = meshtrain.train(c, workdir=tmp_path)
+    assert (result.step, result.interrupted, int(result.state.step)) == (5, False, 5)
+
+    table = rows(tmp_path)
+    assert [row["step"] for row in table] == [0, 1, 2, 3, 4]
+    keys = "step loss grad_norm learning_rate tokens step_time tokens_per_second mfu".split()
+    assert set(table[1]) == set(keys) and set(table[2]) == {*keys, "eval_loss"}
+    assert [row["tokens"] for row in table] == [16 * 16 * n for n in range(1, 6)]
+    assert table[0]["mfu"] is None  # the peak of a CPU is not known
+
+    events = rows(tmp_path, "events.jsonl")
+    assert [event["event"] for event in events] == ["start", "save", "save", "save", "end"]
+    assert [event["step"] for event in events] == [0, 2, 4, 5, 5]
+    assert events[-1]["eval_loss"] == pytest.approx(result.eval_loss)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["mesh"]["data"] == 8 and saved["data"]["vocab_size"] == 64
+    output = capsys.readouterr().out
+    assert "data 8" in output and "done: 5 steps" in output
+
+
+def test_a_resumed_run_is_bit_equal_to_one_never_interrupted(tmp_path):
+    whole = meshtrain.train(quick(steps=6), workdir=tmp_path / "whole")
+    meshtrain.train(quick(steps=3), workdir=tmp_path / "parts")
+    resumed = meshtrain.train(quick(steps=6), workdir=tmp_path / "parts")
+    assert_bit_equal(resumed.state, whole.state)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_checkpoint_of_one_mesh_goes_on_on_another(tmp_path):
+    whole = meshtrain.train(quick(steps=5), workdir=tmp_path / "whole")
+    c = quick(steps=2)
+    c.mesh.update(data=1, fsdp=4, tensor=2)
+    meshtrain.train(c, workdir=tmp_path / "parts")
+    resumed = meshtrain.train(quick(steps=5, num_microbatches=2), workdir=tmp_path / "parts")
+    theirs = list(losses(tmp_path / "whole").values())
+    np.testing.assert_allclose(list(losses(tmp_path / "parts").values()), theirs, rtol=1e-5)
+    assert int(resumed.state.step) == int(whole.state.step) == 5
+
+
+def test_a_changed_batch_size_goes_on_with_the_next_sample(tmp_path):
+    seen = []
+
+    def read(indices):
+        seen.extend(indices.tolist())
+        return to_batch(np.ones((len(indices), 17), np.int32))
+
+    meshtrain.train(quick(steps=3), workdir=tmp_path, data=Source(read))
+    seen.clear()
+    meshtrain.train(quick(steps=4, global_batch=8), workdir=tmp_path, data=Source(read))
+    assert seen[:8] == list(range(48, 56))
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path):
+    meshtrain.train(quick(steps=2), workdir=tmp_path)
+    again = meshtrain.train(quick(steps=2), workdir=tmp_path)
+    assert again.step == 2 and len(rows(tmp_path)) == 2
+
+
+def test_ctrl_c_saves_and_stops(tmp_path):
+    def read(indices):
+        if indices[0] >= 16 * 20:
+            threading.Timer(0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return to_batch(np.ones((len(indices), 17), np.int32))
+
+    before = signal.getsignal(signal.SIGINT)
+    result = meshtrain.train(quick(steps=5000), workdir=tmp_path, data=Source(read))
+    assert result.interrupted and 0 < result.step < 5000
+    assert rows(tmp_path, "events.jsonl")[-1]["event"] == "preempted"
+    assert signal.getsignal(signal.SIGINT) is before
+    again = meshtrain.train(quick(steps=result.step + 1), workdir=tmp_path)
+    assert again.step == result.step + 1
+    assert rows(tmp_path, "events.jsonl")[-4]["event"] == "restore"
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    c = quick(steps=50, log_every=100)
+    c.optim.learning_rate = 1e38
+    with pytest.raises(FloatingPointError, match="step .*: loss"):
+        meshtrain.train(c, workdir=tmp_path)
+    assert rows(tmp_path, "events.jsonl")[-1]["reason"] == "not finite"
+
+
+def test_another_model_in_the_workdir_is_told_in_one_line(tmp_path):
+    meshtrain.train(quick(steps=1), workdir=tmp_path)
+    c = quick(steps=2)
+    c.model.d_ff = 128
+    with pytest.raises(
+        meshtrain.ConfigError, match=r"params.*kernel is \(2, 64, 32\) there and \(2, 128, 32\)"
+    ):
+        meshtrain.train(c, workdir=tmp_path)
+
+
+def test_a_workdir_that_cannot_be_made_is_told_before_anything_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(meshtrain.ConfigError, match="--workdir="):
+        meshtrain.train(quick(), workdir=tmp_path / "file")
+
+
+def command(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "meshtrain.main", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_and_tells_faults_with_exit_code_2(tmp_path):
+    small = [
+        "--config.data.build=meshtrain.data.synthetic:build",
+        "--config.model.num_layers=1",
+        "--config.model.d_model=32",
+        "--config.model.d_ff=32",
+        "--config.train.steps=2",
+        "--config.eval.batches=0",
+    ]
+    config = "--config=configs/default.py"
+    good = command(config, f"--workdir={tmp_path}", "--simulate_devices=2", *small)
+    assert good.returncode == 0 and "done: 2 steps" in good.stdout, good.stderr
+    assert "data 2 · 2 cpu" in good.stdout
+
+    bad = command(config, "--config.train.stepz=1", "--config.mesh.fsdp=3", *small)
+    assert bad.returncode == 2 and bad.stdout == ""
+    assert len(bad.stderr.splitlines()) == 3 and 'did you mean "train.steps"?' in bad.stderr
+    assert command(config, "--config.optim.learning_rate=1e38", *small).returncode == 17
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_train_as_one(tmp_path):
+    c = quick(steps=3)
+    meshtrain.train(c, workdir=tmp_path / "one")
+    program = (
+        "import sys, jax; jax.config.update('jax_num_cpu_devices', 4); sys.path[:0] = ['tests', '.'];"
+        "from meshtrain import distributed; distributed.initialize();"
+        "from test_train import quick; import meshtrain;"
+        f"meshtrain.train(quick(steps=3), workdir={str(tmp_path / 'two')!r})"
+    )
+    port = 20000 + os.getpid() % 20000
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": str(rank),
+            },
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=200) for process in processes] == [0, 0]
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert one.keys() == two.keys()
+    np.testing.assert_allclose(list(one.values()), list(two.values()), rtol=1e-5)
