@@ -1,5 +1,7 @@
 """Reading a config file and the `--config.KEY=VALUE` overrides of a command line."""
 
+import copy
+import importlib.util
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,36 +27,46 @@ def load(path: str, overrides: Iterable[str] = ()) -> ConfigDict:
 
 def read(path: str, overrides: Iterable[str] = ()) -> tuple[ConfigDict, list[str]]:
     """Returns the config with the overrides that fit, and a line for each that does not."""
-    file = Path(path.partition(":")[0])  # what follows a colon is get_config's argument
+    config = _read_file(path)
+    overrides = _join_values(overrides)
+    try:
+        return _override(config, overrides), []
+    except Exception:
+        # Something in there is wrong, and absl stops at the first: try them one by one.
+        faults = {override: _fault_of(config, override) for override in overrides}
+        good = [override for override, fault in faults.items() if not fault]
+        return _override(config, good), [fault for fault in faults.values() if fault]
+
+
+def _read_file(path: str) -> ConfigDict:
+    name, _, argument = path.partition(":")
+    file = Path(name).resolve()
     if not file.is_file():
         raise ConfigError(f"--config={path}: no such file")
     # A config file imports its siblings as `configs.default`, from whatever folder one runs.
-    root = str(file.resolve().parent.parent)
-    if root not in sys.path:
+    if (root := str(file.parent.parent)) not in sys.path:
         sys.path.insert(0, root)
     try:
-        config = _read_flags(path, [])
+        spec = importlib.util.spec_from_file_location("config_file", file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.get_config(argument) if argument else module.get_config()
     except Exception as error:
         kind = type(error).__name__
         raise ConfigError(f"--config={path} cannot be read: {kind}: {error}") from error
-    overrides = _join_values(overrides)
-    try:
-        return _read_flags(path, overrides), []
-    except Exception:
-        # Something in there is wrong, and absl stops at the first: try them one by one.
-        faults = {override: _fault_of(path, config, override) for override in overrides}
-        good = [override for override, fault in faults.items() if not fault]
-        return _read_flags(path, good), [fault for fault in faults.values() if fault]
 
 
-def _read_flags(path: str, overrides: list[str]) -> ConfigDict:
+def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
+    """Returns a copy after the overrides; references between keys follow them."""
     values = flags.FlagValues()
-    arguments = ["meshtrain", f"--config={path}", *overrides]
-    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
-    rest = values(arguments)[1:]
-    if rest:
+    arguments = ["meshtrain", *overrides]
+    changed = copy.deepcopy(config)
+    holder = config_flags.DEFINE_config_dict(
+        "config", changed, flag_values=values, sys_argv=arguments
+    )
+    if rest := values(arguments)[1:]:
         raise flags.Error(f"unknown argument {rest[0]}")
-    return holder.value.copy_and_resolve_references()  # fails here if the file could not be read
+    return holder.value.copy_and_resolve_references()
 
 
 def _join_values(arguments: Iterable[str]) -> list[str]:
@@ -68,9 +80,9 @@ def _join_values(arguments: Iterable[str]) -> list[str]:
     return joined
 
 
-def _fault_of(path: str, config: ConfigDict, override: str) -> str | None:
+def _fault_of(config: ConfigDict, override: str) -> str | None:
     try:
-        _read_flags(path, [override])
+        _override(config, [override])
         return None
     except Exception as error:
         name, _, value = override.partition("=")
