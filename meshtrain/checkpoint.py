@@ -32,8 +32,14 @@ class Checkpointer:
         """Returns the newest step that was saved whole."""
         return self._manager.latest_step()
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, int]:
-        """Returns the state, placed as `abstract_state` says, and the data position.
+    def position(self, step: int) -> int:
+        """Returns the next sample to train on after this step."""
+        return self._manager.restore(
+            step, args=ocp.args.Composite(data=ocp.args.JsonRestore())
+        ).data["position"]
+
+    def restore(self, step: int, abstract_state: Any) -> Any:
+        """Returns the state, placed as `abstract_state` says.
 
         Raises ConfigError when the saved arrays are not those of this model and optimizer.
         """
@@ -41,11 +47,8 @@ class Checkpointer:
         _check_same(
             _shapes(saved.tree if hasattr(saved, "tree") else saved), _shapes(abstract_state), step
         )
-        items = ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
-        )
-        restored = self._manager.restore(step, args=items)
-        return restored.state, restored.data["position"]
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        return self._manager.restore(step, args=items).state
 
     def close(self) -> None:
         self._manager.wait_until_finished()

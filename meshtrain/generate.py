@@ -83,7 +83,7 @@ def restore(workdir: Path) -> tuple[Config, Params]:
     try:
         if (step := checkpointer.latest()) is None:
             raise ConfigError(f"--workdir={workdir}: no checkpoint there yet")
-        return cfg, checkpointer.restore(step, abstract)[0].params
+        return cfg, checkpointer.restore(step, abstract).params
     finally:
         checkpointer.close()
 

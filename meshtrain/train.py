@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain import grads, optim, sharding
+from meshtrain import grads, optim, sharding, summary
 from meshtrain import state as states
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import CheckpointConfig, Config, EvalConfig, parse
 from meshtrain.data.loader import Loader, from_iterable
-from meshtrain.data.source import Batch, Source
+from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
-from meshtrain.mesh import AXES, make_mesh
+from meshtrain.mesh import make_mesh
 from meshtrain.models.base import Model
 from meshtrain.state import TrainState
 from meshtrain.step import make_train_step
@@ -49,6 +49,7 @@ def train(
     """
     # ---- check and build: nothing is computed yet ----
     cfg = parse(config, num_devices=jax.device_count(), own=_brought(model=model, data=data))
+    workdir = Path(workdir) if workdir else None
     mesh = make_mesh(cfg.mesh)
     model = model or cfg.model
     if data is None:
@@ -75,37 +76,37 @@ def train(
         )
         eval_step = jax.jit(grads.evaluate(loss_fn, num_microbatches=cfg.train.num_microbatches))
 
+        # ---- open what the run reads and writes, and say what it is about to do ----
         writer = stack.enter_context(contextlib.closing(_open_writer(workdir)))
-        writer.config({**cfg.raw, "mesh": asdict(cfg.mesh)})
-        for line in _summary(cfg, abstract_state, data):
+        checkpointer, start, position = None, 0, 0
+        if workdir:
+            checkpointer = Checkpointer(workdir / "checkpoints", keep=cfg.checkpoint.keep)
+            stack.enter_context(contextlib.closing(checkpointer))
+            start = checkpointer.latest() or 0
+            position = checkpointer.position(start) if start else 0
+
+        loader = stack.enter_context(_open_loader(data, cfg, mesh, position))
+        units = summary.units_of(loader.peek(), model)
+        for line in summary.before(cfg, abstract_state, units, data):
             writer.line(line)
         stop = stack.enter_context(_interrupts())
 
         # ---- restore, or initialise: every parameter is born where it lives ----
-        checkpointer, start, position = None, 0, 0
-        if workdir:
-            checkpointer = Checkpointer(Path(workdir) / "checkpoints", keep=cfg.checkpoint.keep)
-            stack.enter_context(contextlib.closing(checkpointer))
-        if checkpointer and (start := checkpointer.latest() or 0):
-            state, position = checkpointer.restore(start, abstract_state)
+        if start:
+            state = checkpointer.restore(start, abstract_state)
             writer.event("restore", step=start, position=position)
             writer.line(f"restored step {start} from {workdir}")
         else:
             state = jax.jit(init, out_shardings=places)(jax.random.key(cfg.train.seed))
+        writer.config({**cfg.raw, "mesh": asdict(cfg.mesh)})
         writer.event("start", step=start, jax=jax.__version__, mesh=asdict(cfg.mesh))
-
-        def open_loader(source, position):
-            where = dict(global_batch=cfg.train.global_batch, position=position)
-            if not isinstance(source, Source):
-                source = from_iterable(source, **where)
-            return contextlib.closing(Loader(source, mesh, cfg.rules, **where))
 
         def heldout_loss() -> float | None:
             """The loss on the first `eval.batches` held-out batches, the same ones every time."""
             if eval_data is None or not cfg.eval.batches:
                 return None
-            with open_loader(eval_data, 0) as loader:
-                sums = [eval_step(state.params, next(loader)) for _ in range(cfg.eval.batches)]
+            with _open_loader(eval_data, cfg, mesh, 0) as heldout:
+                sums = [eval_step(state.params, next(heldout)) for _ in range(cfg.eval.batches)]
             return float(jax.tree.map(lambda *parts: sum(parts), *sums).mean()["loss"])
 
         def save(step: int) -> None:
@@ -116,16 +117,14 @@ def train(
 
         # ---- compile, then loop: evaluate, save, step, report the step before ----
         step = start
-        loader = stack.enter_context(open_loader(data, position))
         if start < cfg.train.steps:
             began = time.perf_counter()
             jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(places, None))
             train_step = jitted.lower(abstract_state, loader.peek()).compile()
             writer.line(f"compiled in {time.perf_counter() - began:.1f} s")
-            sizes = dict(
-                start=start, steps=cfg.train.steps, samples=position, batch=cfg.train.global_batch
+            writer.begin(
+                start, cfg.train.steps, units, samples=position, batch=cfg.train.global_batch
             )
-            writer.begin(**sizes, **_units(loader.peek(), model))
         while step < cfg.train.steps and not stop.is_set():
             extra = {}
             eval_due, save_due = _due(step, start, cfg.eval), _due(step, start, cfg.checkpoint)
@@ -147,7 +146,7 @@ def train(
         finished = step >= cfg.train.steps
         eval_loss = heldout_loss() if finished else None
         writer.event("end" if finished else "preempted", step=step, eval_loss=eval_loss)
-        writer.line(_farewell(step, cfg, eval_loss, data, workdir))
+        writer.line(summary.after(step, cfg, eval_loss, data, workdir))
         return Result(state, step, eval_loss, not finished)
 
 
@@ -161,13 +160,22 @@ def _brought(**parts: Any) -> list[str]:
     return [name for name, given in parts.items() if given is not None]
 
 
+def _open_loader(
+    source: Any, cfg: Config, mesh: jax.sharding.Mesh, position: int
+) -> contextlib.closing:
+    where = dict(global_batch=cfg.train.global_batch, position=position)
+    if not isinstance(source, Source):
+        source = from_iterable(source, **where)
+    return contextlib.closing(Loader(source, mesh, cfg.rules, **where))
+
+
 def _due(step: int, start: int, section: EvalConfig | CheckpointConfig) -> bool:
     return section.every > 0 and step % section.every == 0 and step > start
 
 
-def _open_writer(workdir: str | Path | None) -> Writer:
+def _open_writer(workdir: Path | None) -> Writer:
     try:
-        return Writer(Path(workdir) if workdir else None, leader=jax.process_index() == 0)
+        return Writer(workdir, leader=jax.process_index() == 0)
     except OSError as error:
         raise ConfigError(
             f"--workdir={workdir}: {error.strerror}; use a folder that can be written"
@@ -192,49 +200,3 @@ def _interrupts() -> Iterator[threading.Event]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def _units(batch: Any, model: Model) -> dict[str, Any]:
-    """What a sample consists of, to count and to time: tokens of a language model, else itself."""
-    if not isinstance(batch, Batch):
-        return {"per_sample": 1, "unit": "examples", "flops": None}
-    seq_len = batch.tokens.shape[1]
-    return {
-        "per_sample": seq_len,
-        "unit": "tokens",
-        "flops": model.flops_per_token and model.flops_per_token(seq_len),
-    }
-
-
-def _summary(cfg: Config, abstract_state: TrainState, data: Any) -> Iterator[str]:
-    device = jax.devices()[0].device_kind
-    shape = (
-        " x ".join(f"{axis} {size}" for axis in AXES if (size := getattr(cfg.mesh, axis)) > 1)
-        or "one device"
-    )
-    yield f"mesh        {shape} · {jax.device_count()} {device} · jax {jax.__version__}"
-    count = states.count(abstract_state.params)
-    yield f"parameters  {count:,} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"
-    params, opt_state = (
-        states.bytes_per_device(tree) / 1e6
-        for tree in (abstract_state.params, abstract_state.opt_state)
-    )
-    yield f"per device  {params:,.2f} MB of parameters, {opt_state:,.2f} MB of optimizer state"
-    if isinstance(data, Source):
-        yield f"data        {data.description}"
-
-
-def _farewell(step: int, cfg: Config, eval_loss: float | None, data: Any, workdir: Any) -> str:
-    if step < cfg.train.steps:
-        saved = (
-            f"saved in {workdir}, the same command goes on from here"
-            if workdir
-            else "nothing saved (no --workdir)"
-        )
-        return f"stopped after {step} of {cfg.train.steps} steps · {saved}"
-    parts = [f"done: {step} steps"]
-    if eval_loss is not None:
-        parts.append(f"held-out loss {eval_loss:.4f}")
-    if isinstance(data, Source) and data.baseline is not None:
-        parts.append(f"unigram entropy {data.baseline:.4f} nats per token")
-    return " · ".join(parts)

@@ -12,6 +12,8 @@ import jax
 import rich.console
 import rich.progress
 
+from meshtrain.summary import Units
+
 # Dense bfloat16 FLOP/s of one device, from the makers' data sheets.
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
@@ -43,26 +45,21 @@ class Writer:
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(
-        self,
-        *,
-        start: int,
-        steps: int,
-        samples: int,
-        batch: int,
-        per_sample: int,
-        unit: str,
-        flops: float | None,
-    ) -> None:
-        """Starts the clock at step `start`, after `samples` samples of `per_sample` units (tokens, say).
+    def begin(self, start: int, steps: int, units: Units, *, samples: int, batch: int) -> None:
+        """Starts the clock at step `start`, after `samples` samples, with `batch` more in each step.
 
-        `flops` are those of one unit. Rows of step `start` and later, left by a run that went
-        further than its last checkpoint, are dropped.
+        Rows of step `start` and later, left by a run that went further than its last checkpoint,
+        are dropped.
         """
-        self._start, self._steps, self._unit = start, steps, unit
-        self._units_before, self._units_per_step = samples * per_sample, batch * per_sample
+        self._start, self._steps, self._units = start, steps, units
+        self._units_before, self._units_per_step = (
+            samples * units.per_sample,
+            batch * units.per_sample,
+        )
         peak = peak_flops(jax.devices()[0].device_kind)
-        self._share_of_peak = flops / (peak * jax.device_count()) if flops and peak else None
+        self._share_of_peak = (
+            units.flops / (peak * jax.device_count()) if units.flops and peak else None
+        )
         if self._folder and (metrics := self._folder / "metrics.jsonl").exists():
             rows = [
                 line
@@ -131,7 +128,7 @@ class Writer:
         heldout = f" · held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
         text = (
             f"step {row['step']:>{width}}/{self._steps} · loss {row['loss']:.4f} · grad norm {row['grad_norm']:.3f} · "
-            f"lr {row['learning_rate']:.2e} · {row['tokens_per_second']:,.0f} {self._unit}/s{mfu} · "
+            f"lr {row['learning_rate']:.2e} · {row['tokens_per_second']:,.0f} {self._units.name}/s{mfu} · "
             f"{left} left{heldout}"
         )
         if self._bar is None:
