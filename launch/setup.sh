@@ -90,7 +90,7 @@ make_venv() {
         exit 2
     fi
     if [[ -n ${VENV:-} && -e $venv && ! -f $stamp && $(ls -A -- "$venv") ]]; then
-        say "VENV=$VENV was not made here and cannot be used (needs the right Python and pip); name another"
+        say "VENV=$VENV is not ours and of no use (needs the right Python and pip); name another"
         exit 2
     fi
     say "making $venv with Python ${chosen%% *}; the first time this takes a minute or two"

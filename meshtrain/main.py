@@ -8,6 +8,7 @@ A run whose workdir holds a checkpoint goes on from it.
 
 import argparse
 import logging
+import signal
 import sys
 
 import jax
@@ -61,6 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     except FloatingPointError as error:
         print(error, file=sys.stderr)
         return EXIT_NOT_FINITE
+    except KeyboardInterrupt:
+        print("aborted: what was not saved by then is lost", file=sys.stderr)
+        return 128 + signal.SIGINT
     return EXIT_PREEMPTED if result.interrupted else 0
 
 

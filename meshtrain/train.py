@@ -47,20 +47,21 @@ def train(
     Raises ConfigError for what the user has to change, before anything is compiled, and
     FloatingPointError when the loss or the gradient is no longer finite.
     """
-    # ---- check and build: nothing is computed yet ----
-    cfg = parse(config, num_devices=jax.device_count(), own=_brought(model=model, data=data))
-    workdir = Path(workdir) if workdir else None
-    mesh = make_mesh(cfg.mesh)
-    model = model or cfg.model
-    if data is None:
-        data, eval_data = cfg.train_data, eval_data or cfg.heldout_data
-    schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
-    optimizer = cfg.build_optimizer(schedule)
-    loss_fn = grads.make_loss(
-        model, dtype=cfg.train.dtype, remat=cfg.train.remat, unroll=cfg.train.unroll
-    )
-
     with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(_interrupts())
+
+        # ---- check and build: nothing is computed yet ----
+        cfg = parse(config, num_devices=jax.device_count(), own=_brought(model=model, data=data))
+        workdir = Path(workdir) if workdir else None
+        mesh = make_mesh(cfg.mesh)
+        model = model or cfg.model
+        if data is None:
+            data, eval_data = cfg.train_data, eval_data or cfg.heldout_data
+        schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
+        optimizer = cfg.build_optimizer(schedule)
+        loss_fn = grads.make_loss(
+            model, dtype=cfg.train.dtype, remat=cfg.train.remat, unroll=cfg.train.unroll
+        )
         stack.enter_context(jax.set_mesh(mesh))
         stack.enter_context(sharding.use_rules(cfg.rules))
         init = states.initializer(model, optimizer, param_dtype=cfg.train.param_dtype)
@@ -89,7 +90,6 @@ def train(
         units = summary.units_of(loader.peek(), model)
         for line in summary.before(cfg, abstract_state, units, data):
             writer.line(line)
-        stop = stack.enter_context(_interrupts())
 
         # ---- restore, or initialise: every parameter is born where it lives ----
         if start:
@@ -117,7 +117,7 @@ def train(
 
         # ---- compile, then loop: evaluate, save, step, report the step before ----
         step = start
-        if start < cfg.train.steps:
+        if start < cfg.train.steps and not stop.is_set():
             began = time.perf_counter()
             jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(places, None))
             train_step = jitted.lower(abstract_state, loader.peek()).compile()

@@ -166,5 +166,7 @@ def test_a_config_file_that_is_missing_or_broken_is_told_in_one_line(tmp_path):
 
 
 def test_a_model_that_is_no_model_is_told_what_to_do(tiny):
-    with pytest.raises(meshtrain.ConfigError, match="model=function: make a Model of it with meshtrain.from_nnx"):
+    with pytest.raises(
+        meshtrain.ConfigError, match="model=function: make a Model of it with meshtrain.from_nnx"
+    ):
         meshtrain.train(tiny, model=lambda rngs: None)

@@ -44,6 +44,8 @@ def build(
         if os.path.isdir(path)
         else _map_file(path, dtype)
     )
+    if seq_len < 1:
+        raise ConfigError(f"data.seq_len={seq_len}: use 1 or more")
     if not 0 <= heldout < 1:
         raise ConfigError(f"data.heldout={heldout}: use a fraction from 0 to below 1")
     border = len(tokens) - int(len(tokens) * heldout)
