@@ -51,17 +51,17 @@ def get_config() -> ConfigDict:
     model.build = (
         "meshtrain.models.transformer:build"  # function of the keys below that returns a Model
     )
-    model.num_layers = 4
-    model.d_model = 256
-    model.num_heads = 8
+    model.num_layers = 4  # blocks
+    model.d_model = 256  # width of the residual stream
+    model.num_heads = 8  # of queries; d_model is cut up among them
     model.num_kv_heads = 8  # fewer than num_heads: grouped-query attention
     model.d_ff = 768  # feed-forward width
-    model.vocab_size = 256
+    model.vocab_size = 256  # 256 for bytes
     model.max_seq_len = 256  # rows of the table when positions are learned
     model.norm = "rms"  # "rms" or "layer"
-    model.norm_epsilon = 1e-5
+    model.norm_epsilon = 1e-5  # added to the variance
     model.positions = "rope"  # "rope" or "learned"
-    model.rope_theta = 10000.0
+    model.rope_theta = 10000.0  # longest wavelength of rope, over 2 pi
     model.mlp = "swiglu"  # "swiglu" or "gelu"
     model.bias = False  # in linear maps and LayerNorm
     model.tie_embeddings = False  # the output head is the embedding table
@@ -75,26 +75,26 @@ def get_config() -> ConfigDict:
     data.dtype = "uint8"  # of a raw token file: uint8 (any text, as bytes), uint16, uint32, int32
     data.pattern = "*.txt"  # files of a folder
     data.exclude = ()  # names of folders to leave out
-    data.seq_len = 256
-    data.vocab_size = model.get_oneway_ref("vocab_size")
+    data.seq_len = 256  # tokens a sequence
+    data.vocab_size = model.get_oneway_ref("vocab_size")  # tokens must be below it
     data.separator = (
         -1
     )  # token that ends a document: attention and targets do not cross it; -1: none
     data.heldout = 0.05  # fraction kept for evaluation
-    data.seed = train.get_oneway_ref("seed")
+    data.seed = train.get_oneway_ref("seed")  # of the order of the samples
 
     config.optim = optim = ConfigDict()
     optim.build = "meshtrain.optim:adamw"  # function of the keys not used by the trainer: returns an optax optimizer
     optim.learning_rate = 3e-4  # at its highest
     optim.schedule = "cosine"  # "constant", "cosine", "linear", "wsd"
-    optim.warmup_steps = 100
+    optim.warmup_steps = 100  # linearly up to learning_rate
     optim.decay_fraction = 0.2  # of the steps, at the end; for "wsd"
-    optim.final_fraction = 0.1  # of learning_rate, at the last step
+    optim.final_fraction = 0.1  # of learning_rate, where the schedule ends
     optim.clip_norm = 1.0  # of all gradients together
-    optim.b1 = 0.9
-    optim.b2 = 0.95
-    optim.epsilon = 1e-8
-    optim.weight_decay = 0.1
+    optim.b1 = 0.9  # decay of the first moment
+    optim.b2 = 0.95  # decay of the second moment
+    optim.epsilon = 1e-8  # added to the root of the second moment
+    optim.weight_decay = 0.1  # times learning_rate, off every parameter but those of no_decay
     optim.no_decay = ("bias", "scale")  # parameters with these names are not decayed
 
     config.eval = evaluation = ConfigDict()

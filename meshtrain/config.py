@@ -133,76 +133,88 @@ def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Conf
     "model", "data" or both; those sections are not read.
     """
     raw = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    missing = [key for key in SECTIONS if key not in raw]
-    faults = [
-        f"config.{key}: unknown section{did_you_mean(key, SECTIONS)}"
-        for key in raw
-        if key not in SECTIONS
-    ]
-    faults += [f"config.{key}: missing section; take it from configs/default.py" for key in missing]
-    if missing:
-        raise ConfigError(*faults)
+    read = _Reader(raw)
+    mesh = read.section("mesh", MeshConfig)
+    train = read.section("train", TrainConfig)
+    evaluation = read.section("eval", EvalConfig)
+    checkpoint = read.section("checkpoint", CheckpointConfig)
+    optim, build_optimizer = read.builder("optim", OptimConfig, given=["learning_rate"])
+    (build_model,) = [None] if "model" in own else read.builder("model")
+    (build_data,) = [None] if "data" in own else read.builder("data", given=["split"])
 
-    def attempt(make: Callable | None, *args: Any, **options: Any) -> Any:
+    optim = read.attempt(optim)
+    read.faults += _check_rules(raw["rules"])
+    if mesh:
+        resolved = read.attempt(mesh.resolve, num_devices)
+        model = {} if "model" in own else raw["model"]
+        read.faults += _check_layout(resolved or mesh, raw["train"], model)
+        mesh = resolved
+    model = read.attempt(build_model)
+    train_data = read.attempt(build_data, split="train")
+    held_out = train_data and evaluation and evaluation.batches
+    heldout_data = read.attempt(build_data, split="heldout") if held_out else None
+    if read.faults:
+        raise ConfigError(*read.faults)
+    return Config(
+        mesh=mesh,
+        rules=tuple(tuple(rule) for rule in raw["rules"]),
+        train=train,
+        optim=optim,
+        eval=evaluation,
+        checkpoint=checkpoint,
+        build_optimizer=build_optimizer,
+        model=model,
+        train_data=train_data,
+        heldout_data=heldout_data,
+        raw=raw,
+    )
+
+
+class _Reader:
+    """Reads sections and keeps their faults, instead of stopping at the first."""
+
+    def __init__(self, raw: Mapping):
+        missing = [key for key in SECTIONS if key not in raw]
+        unknown = [key for key in raw if key not in SECTIONS]
+        self.raw = raw
+        self.faults = [
+            f"config.{key}: unknown section{did_you_mean(key, SECTIONS)}" for key in unknown
+        ]
+        self.faults += [
+            f"config.{key}: missing section; take it from configs/default.py" for key in missing
+        ]
+        if missing:
+            raise ConfigError(*self.faults)
+
+    def attempt(self, make: Callable | None, *args: Any, **options: Any) -> Any:
+        """Returns what `make` makes; None where there is nothing to call, or it is at fault."""
         try:
             return make and make(*args, **options)
         except ConfigError as error:
-            faults.extend(error.faults)
+            self.faults.extend(error.faults)
             return None
 
-    def section(
-        name: str, *targets: Callable | None, given: Iterable[str] = ()
+    def section(self, name: str, target: type) -> Any:
+        """Returns the dataclass of a section."""
+        return self.attempt(self._bound(name, target)[0])
+
+    def builder(
+        self, name: str, *targets: Callable, given: Iterable[str] = ()
     ) -> list[Callable | None]:
-        bound, found = bind(name, raw[name], *targets, given=given)
-        faults.extend(found)
-        return bound
-
-    def built(name: str, *targets: Callable, given: Iterable[str] = ()) -> list[Callable | None]:
-        build = attempt(resolve, raw[name].get("build"), key=f"{name}.build")
-        return section(name, *targets, build, given=given) if build else [None] * (len(targets) + 1)
-
-    mesh, train, evaluation, checkpoint = (
-        attempt(section(name, target)[0])
-        for name, target in {
-            "mesh": MeshConfig,
-            "train": TrainConfig,
-            "eval": EvalConfig,
-            "checkpoint": CheckpointConfig,
-        }.items()
-    )
-    optim, build_optimizer = built("optim", OptimConfig, given=["learning_rate"])
-    (build_model,) = [None] if "model" in own else built("model")
-    (build_data,) = [None] if "data" in own else built("data", given=["split"])
-    optim = attempt(optim)
-    faults += _check_rules(raw["rules"])
-    if mesh:
-        resolved = attempt(mesh.resolve, num_devices)
-        faults += _check_layout(
-            resolved or mesh, raw["train"], {} if "model" in own else raw["model"]
+        """Returns `targets` and the section's own `build`, each holding its keys of the section."""
+        build = self.attempt(resolve, self.raw[name].get("build"), key=f"{name}.build")
+        return (
+            self._bound(name, *targets, build, given=given)
+            if build
+            else [None] * (len(targets) + 1)
         )
-        mesh = resolved
-    model, train_data = attempt(build_model), attempt(build_data, split="train")
-    heldout_data = (
-        attempt(build_data, split="heldout")
-        if train_data and evaluation and evaluation.batches
-        else None
-    )
-    if faults:
-        raise ConfigError(*faults)
-    rules = tuple(tuple(rule) for rule in raw["rules"])
-    return Config(
-        mesh,
-        rules,
-        train,
-        optim,
-        evaluation,
-        checkpoint,
-        build_optimizer,
-        model,
-        train_data,
-        heldout_data,
-        raw,
-    )
+
+    def _bound(
+        self, name: str, *targets: Callable, given: Iterable[str] = ()
+    ) -> list[Callable | None]:
+        bound, found = bind(name, self.raw[name], *targets, given=given)
+        self.faults.extend(found)
+        return bound
 
 
 def bind(section: str, values: Mapping, *targets: Callable, given: Iterable[str] = ()):

@@ -51,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
                 raise ConfigError(f"--simulate_devices={args.simulate_devices}: use 1 or more")
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", args.simulate_devices)
+            # A CPU program of several devices hangs in its collectives when read back from the cache.
+            jax.config.update("jax_enable_compilation_cache", False)
         settings, faults = configfile.read(args.config, overrides)
         distributed.initialize()
         if faults:

@@ -34,7 +34,7 @@ class MeshConfig:
         free = [axis for axis, size in sizes.items() if size == -1]
         if len(free) > 1:
             raise ConfigError(
-                f"{' and '.join(f'mesh.{axis}' for axis in free)} are both -1; only one axis may be"
+                f"{' and '.join(f'mesh.{axis}' for axis in free)} are -1; only one axis may be"
             )
         fixed = math.prod(size for size in sizes.values() if size != -1)
         product = " x ".join(
@@ -49,7 +49,7 @@ class MeshConfig:
             sizes[free[0]] = num_devices // fixed
         elif fixed != num_devices:
             raise ConfigError(
-                f"{product or 'a mesh of ones'} makes {fixed} devices and there are {num_devices}; "
+                f"{product or 'a mesh without axes above 1'} makes {fixed} devices and there are {num_devices}; "
                 f"use --simulate_devices={fixed}, or set one axis to -1"
             )
         return MeshConfig(**sizes)

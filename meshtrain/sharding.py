@@ -14,7 +14,7 @@ from meshtrain.errors import ConfigError, did_you_mean
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 Names = Sequence[str | None]  # one logical name per dim, None for a dim that is never sharded
 
-_active_rules: contextvars.ContextVar[Rules] = contextvars.ContextVar("rules")
+_active_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("rules", default=None)
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def spec_for(
             raise ConfigError(
                 f'logical axis {name!r} has no rule{did_you_mean(name, known)}; add ("{name}", None) to config.rules'
             )
-    assigned: list[tuple[str, ...]] = [()] * len(names)
+    assigned: list[tuple[str, ...] | None] = [None] * len(names)
     taken: set[str] = set()
     for name, axes in rules:
         axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
@@ -52,13 +52,12 @@ def spec_for(
                     f"config.rules maps {name!r} to {axis!r}, which is no mesh axis{did_you_mean(axis, sizes)}"
                 )
         for dim in range(len(names)):
-            if names[dim] != name or assigned[dim] or taken & set(axes):
+            if names[dim] != name or assigned[dim] is not None or taken & set(axes):
                 continue
             if shape[dim] % math.prod(sizes[axis] for axis in axes) == 0:
                 assigned[dim] = axes
                 taken |= set(axes)
-    entries = [axes[0] if len(axes) == 1 else axes or None for axes in assigned]
-    return PartitionSpec(*entries)
+    return PartitionSpec(*(axes or None for axes in assigned))
 
 
 def shardings(axes, shapes, rules: Rules, mesh: jax.sharding.Mesh):
@@ -71,13 +70,11 @@ def shardings(axes, shapes, rules: Rules, mesh: jax.sharding.Mesh):
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Pins `x` to where the active rules put these names; without an active mesh it does nothing."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    """Pins `x` to where the active rules put these names; without active rules or mesh it does nothing."""
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.get()
+    if mesh.empty or rules is None:
         return x
-    return jax.lax.with_sharding_constraint(
-        x, spec_for(names, x.shape, _active_rules.get(), mesh.shape)
-    )
+    return jax.lax.with_sharding_constraint(x, spec_for(names, x.shape, rules, mesh.shape))
 
 
 def without(rules: Rules, axis: str) -> Rules:

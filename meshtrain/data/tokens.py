@@ -100,8 +100,8 @@ def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
     """Returns the entropy of the token frequencies, in nats: the loss of guessing without context."""
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, len(tokens), 1 << 20):
-        part = np.bincount(tokens[start : start + (1 << 20)], minlength=vocab_size)
-        counts += part[:vocab_size]
+        part = tokens[start : start + (1 << 20)]
+        counts += np.bincount(part[(part >= 0) & (part < vocab_size)], minlength=vocab_size)
     frequency = counts[counts > 0] / counts.sum()
     return float(-(frequency * np.log(frequency)).sum())
 
@@ -111,13 +111,20 @@ def _shuffled(indices: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
     result = np.empty_like(places)
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        result[here] = permute(places[here], num_windows, key=(seed << 32) + int(epoch))
+        result[here] = permute(places[here], num_windows, key=_key(seed, epoch))
     return result
+
+
+def _key(seed: int, epoch: int) -> int:
+    return int(np.random.SeedSequence((seed, int(epoch))).generate_state(1, np.uint64)[0])
 
 
 def _map_file(path: str, dtype: str) -> np.ndarray:
     if path.endswith(".npy"):
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            raise ConfigError(f"data.path={path} is no .npy file: {error}") from error
         if tokens.ndim != 1 or tokens.dtype.name not in DTYPES:
             raise ConfigError(
                 f"data.path={path} holds {tokens.dtype.name}{list(tokens.shape)}; use one dim of {', '.join(DTYPES)}"
