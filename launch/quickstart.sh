@@ -35,4 +35,4 @@ done
 trap - INT TERM
 ((code == 0)) || exit "$code"
 
-exec "$python" -m meshtrain.generate --workdir=runs/quickstart
+exec "$python" -m meshtrain.generate --workdir=runs/quickstart --prompt="def "

@@ -130,11 +130,10 @@ def train(
             eval_due, save_due = _due(step, start, cfg.eval), _due(step, start, cfg.checkpoint)
             if eval_due or save_due:
                 writer.flush()  # first, so that nothing broken is evaluated or saved
-                if eval_due:
-                    extra = {"eval_loss": heldout_loss()}
-                if save_due:
-                    save(step)
-                writer.restart_clock()
+                with writer.paused():
+                    extra = {"eval_loss": heldout_loss()} if eval_due else {}
+                    if save_due:
+                        save(step)
             state, report = train_step(state, next(loader))
             log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
             # Writes the step before, while the device works on this one.

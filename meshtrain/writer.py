@@ -1,10 +1,12 @@
 """What a run tells: metrics.jsonl, events.jsonl and config.json in its folder, lines or a bar on the console."""
 
+import contextlib
 import datetime
 import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +74,16 @@ class Writer:
             self._bar = rich.progress.Progress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=steps, completed=start)
             self._bar.start()
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """Leaves out of the step time what happened since the last row: an evaluation, say."""
         self._since, self._steps_since = time.perf_counter(), 0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out of the step time what happens inside: an evaluation, say."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - began
 
     def step(self, step: int, report: dict[str, jax.Array], *, log: bool, **extra: Any) -> None:
         """Takes the report of a step just dispatched, and writes the one before.
