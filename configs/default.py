@@ -37,54 +37,45 @@ def get_config() -> ConfigDict:
     train.num_microbatches = 1  # the batch is worked off in so many parts, to save memory
     train.seed = 0  # of parameters, data order and dropout
     train.log_every = 10  # steps between lines
-    train.zero_stage = (
-        3  # what fsdp cuts up: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
-    )
-    train.remat = "none"  # recomputed going back: "none", "full", "dots", or kept by name: "names:attention,mlp"
-    train.unroll = (
-        4  # layers in one iteration of the loop over layers: more run faster and compile longer
-    )
+    train.zero_stage = 3  # fsdp cuts: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters
+    train.remat = "none"  # recomputed in the backward pass: "none", "full", all but "dots", or all
+    # but results kept by name: "names:attention,mlp"
+    train.unroll = 8  # at most so many layers in one turn of the loop over them
     train.dtype = "float32"  # to compute in: float32, bfloat16, float16, float64
     train.param_dtype = "float32"  # of parameters and optimizer state
 
     config.model = model = ConfigDict()
-    model.build = (
-        "meshtrain.models.transformer:build"  # function of the keys below that returns a Model
-    )
+    model.build = "meshtrain.models.transformer:build"  # of the keys below: a Model
     model.num_layers = 4  # blocks
     model.d_model = 256  # width of the residual stream
     model.num_heads = 8  # of queries; d_model is cut up among them
     model.num_kv_heads = 8  # fewer than num_heads: grouped-query attention
     model.d_ff = 768  # feed-forward width
     model.vocab_size = 256  # 256 for bytes
-    model.max_seq_len = 256  # rows of the table when positions are learned
+    model.max_seq_len = 256  # rows of the position table, where positions are learned
     model.norm = "rms"  # "rms" or "layer"
     model.norm_epsilon = 1e-5  # added to the variance
     model.positions = "rope"  # "rope" or "learned"
-    model.rope_theta = 10000.0  # longest wavelength of rope, over 2 pi
+    model.rope_theta = 10000.0  # base of rope's frequencies; larger for longer sequences
     model.mlp = "swiglu"  # "swiglu" or "gelu"
     model.bias = False  # in linear maps and LayerNorm
     model.tie_embeddings = False  # the output head is the embedding table
     model.z_loss = 0.0  # weight of logsumexp(logits)^2, 1e-4 where logits drift
 
     config.data = data = ConfigDict()
-    data.build = (
-        "meshtrain.data.tokens:build"  # function of the keys below and split= that returns a Source
-    )
+    data.build = "meshtrain.data.tokens:build"  # of the keys below and split: a Source
     data.path = ""  # a token file, or a folder of text
     data.dtype = "uint8"  # of a raw token file: uint8 (any text, as bytes), uint16, uint32, int32
     data.pattern = "*.txt"  # files of a folder
     data.exclude = ()  # names of folders to leave out
     data.seq_len = 256  # tokens a sequence
     data.vocab_size = model.get_oneway_ref("vocab_size")  # tokens must be below it
-    data.separator = (
-        -1
-    )  # token that ends a document: attention and targets do not cross it; -1: none
+    data.separator = -1  # token that ends a document, which attention does not cross; -1: none
     data.heldout = 0.05  # fraction kept for evaluation
     data.seed = train.get_oneway_ref("seed")  # of the order of the samples
 
     config.optim = optim = ConfigDict()
-    optim.build = "meshtrain.optim:adamw"  # function of the keys not used by the trainer: returns an optax optimizer
+    optim.build = "meshtrain.optim:adamw"  # of its keys below: an optax optimizer
     optim.learning_rate = 3e-4  # at its highest
     optim.schedule = "cosine"  # "constant", "cosine", "linear", "wsd"
     optim.warmup_steps = 100  # linearly up to learning_rate

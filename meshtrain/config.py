@@ -12,91 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshtrain.errors import ConfigError, below, did_you_mean, nearest_multiples, not_one_of
+from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 from meshtrain.mesh import AXES, MeshConfig
+from meshtrain.sections import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-REMAT = ("none", "full", "dots", "names:NAME,NAME")
-SCHEDULES = ("constant", "cosine", "linear", "wsd")
 SECTIONS = ("mesh", "rules", "train", "model", "data", "optim", "eval", "checkpoint")
 NOT_YET = ("pipeline", "expert", "context")  # axes that this version cannot use
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    steps: int
-    global_batch: int
-    num_microbatches: int
-    seed: int
-    log_every: int
-    zero_stage: int
-    remat: str
-    unroll: int
-    dtype: str
-    param_dtype: str
-
-    def __post_init__(self):
-        counts = ("num_microbatches", "log_every", "unroll")
-        faults = below(1, {f"train.{key}": getattr(self, key) for key in counts})
-        faults += below(0, {"train.steps": self.steps, "train.seed": self.seed})
-        faults += not_one_of("train.dtype", self.dtype, DTYPES)
-        faults += not_one_of("train.param_dtype", self.param_dtype, DTYPES)
-        if not self.remat.startswith("names:"):
-            faults += not_one_of("train.remat", self.remat, REMAT)
-        if self.zero_stage not in range(4):
-            faults.append(f"train.zero_stage={self.zero_stage}: use 0, 1, 2 or 3")
-        if faults:
-            raise ConfigError(*faults)
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """What the trainer itself needs of the `optim` section; the builder gets the rest."""
-
-    learning_rate: float
-    schedule: str
-    warmup_steps: int
-    decay_fraction: float
-    final_fraction: float
-    clip_norm: float
-
-    def __post_init__(self):
-        faults = not_one_of("optim.schedule", self.schedule, SCHEDULES)
-        faults += below(
-            0, {f"optim.{key}": getattr(self, key) for key in ("learning_rate", "warmup_steps")}
-        )
-        for key in ("decay_fraction", "final_fraction"):
-            if not 0 <= getattr(self, key) <= 1:
-                faults.append(f"optim.{key}={getattr(self, key)}: use a number from 0 to 1")
-        if not self.clip_norm > 0:
-            faults.append(
-                f"optim.clip_norm={self.clip_norm}: use a positive norm; inf does not clip"
-            )
-        if faults:
-            raise ConfigError(*faults)
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    every: int
-    batches: int
-
-    def __post_init__(self):
-        if faults := below(0, {"eval.every": self.every, "eval.batches": self.batches}):
-            raise ConfigError(*faults)
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    every: int
-    keep: int
-
-    def __post_init__(self):
-        faults = below(0, {"checkpoint.every": self.every}) + below(
-            1, {"checkpoint.keep": self.keep}
-        )
-        if faults:
-            raise ConfigError(*faults)
 
 
 @dataclass(frozen=True)
@@ -147,7 +68,9 @@ def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Conf
     if mesh:
         resolved = read.attempt(mesh.resolve, num_devices)
         model = {} if "model" in own else raw["model"]
+        data = {} if "data" in own else raw["data"]
         read.faults += _check_layout(resolved or mesh, raw["train"], model)
+        read.faults += _check_positions(model, data)
         mesh = resolved
     model = read.attempt(build_model)
     train_data = read.attempt(build_data, split="train")
@@ -282,6 +205,19 @@ def _check_layout(mesh: MeshConfig, train: Mapping, model: Mapping) -> list[str]
                 f"use {nearest_multiples(batch, step)}"
             )
     return faults
+
+
+def _check_positions(model: Mapping, data: Mapping) -> list[str]:
+    rows, seq_len = model.get("max_seq_len"), data.get("seq_len")
+    if model.get("positions") != "learned" or not (
+        _has_type(rows, int) and _has_type(seq_len, int)
+    ):
+        return []
+    if seq_len <= rows:
+        return []
+    return [
+        f"data.seq_len={seq_len} is more than model.max_seq_len={rows}; use the same, or positions='rope'"
+    ]
 
 
 def _check_rules(rules: Any) -> list[str]:

@@ -19,8 +19,8 @@ def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1)
 
     `remat` says what the backward pass keeps of each block: "none" recomputes nothing, "full" all
     but the block's input, "dots" keeps results of matrix products, "names:a,b" those that the model
-    marked with `checkpoint_name`. A model that is no stack counts as one block. `unroll` layers make
-    one iteration of the loop over the stack.
+    marked with `checkpoint_name`. A model that is no stack counts as one block.
+    At most `unroll` layers make one turn of the loop over the stack.
     """
 
     def loss(params, batch, key):
@@ -41,6 +41,9 @@ def run_blocks(
     block: Callable, layers: Params, x: jax.Array, batch: Any, unroll: int = 1
 ) -> jax.Array:
     """Returns what the stack makes of `x`: each of the stacked `layers` in turn."""
+    num_layers = len(jax.tree.leaves(layers)[0])
+    # The largest divisor: a remainder would be compiled as a second, slower piece.
+    unroll = max(n for n in range(1, unroll + 1) if num_layers % n == 0)
     return jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, layers, unroll=unroll)[
         0
     ]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import optax
 
-from meshtrain.config import OptimConfig
+from meshtrain.sections import OptimConfig
 
 Schedule = Callable[[jax.Array | int], jax.Array | float]  # step -> learning rate
 

@@ -14,12 +14,13 @@ import jax
 from meshtrain import grads, optim, sharding, summary
 from meshtrain import state as states
 from meshtrain.checkpoint import Checkpointer
-from meshtrain.config import CheckpointConfig, Config, EvalConfig, parse
+from meshtrain.config import Config, parse
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.mesh import make_mesh
 from meshtrain.models.base import Model
+from meshtrain.sections import CheckpointConfig, EvalConfig
 from meshtrain.state import TrainState
 from meshtrain.step import make_train_step
 from meshtrain.writer import Writer

@@ -57,6 +57,13 @@ def test_tensor_must_divide_heads_and_feed_forward(tiny):
     assert "model.d_ff=60 is not divisible by mesh.tensor=8; use 56 or 64" in width
 
 
+def test_learned_positions_must_reach_as_far_as_a_sequence(tiny):
+    tiny.model.positions = "learned"
+    tiny.data.seq_len = 17
+    (fault,) = faults_of(tiny, num_devices=8)
+    assert "data.seq_len=17 is more than model.max_seq_len=16; use the same" in fault
+
+
 @pytest.mark.parametrize("axis", ["pipeline", "expert", "context"])
 def test_an_axis_that_is_not_there_yet_is_refused(tiny, axis):
     tiny.mesh[axis] = 2

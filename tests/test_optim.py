@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from meshtrain import optim
-from meshtrain.config import OptimConfig
+from meshtrain.sections import OptimConfig
 
 PEAK, FINAL = 0.5, 0.05
 

@@ -16,7 +16,7 @@ from meshtrain.config import resolve
 ROOT = Path(__file__).resolve().parent.parent
 # A module may import those before it; one that is not here needs a place first.
 ORDER = """
-errors mesh config configfile distributed metrics sharding
+errors mesh sections config configfile distributed metrics sharding
 data data.permute data.source data.tokens data.synthetic data.loader
 ops ops.attention ops.losses optim models models.base models.layers models.transformer
 grads state checkpoint step summary writer train generate . main __main__
