@@ -13,124 +13,60 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)
 venv=${VENV:-$root/.venv}
 [[ $venv == /* ]] || venv=$PWD/$venv
 python=$venv/bin/python
-stamp=$venv/meshtrain.stamp # "incomplete", or what is installed: lines of fingerprint and extras
+stamp=$venv/meshtrain-${extras:-base}.stamp # what is installed; written last, so half of it has none
 
-say() { echo "setup: $*" >&2; }
+fail() {
+    echo "setup: $*" >&2
+    exit 2
+}
 
-# Prints the version and the real path of the Python called $1, if it runs and is new enough.
-probe() {
+# Prints the version of the Python called $1, if it runs and is new enough.
+version() {
     "$1" -I -c '
 import sys
-if sys.version_info < (3, 11):
-    sys.exit(1)
-print(sys.version.split()[0], getattr(sys, "_base_executable", sys.executable))' 2>/dev/null
+print(sys.version.split()[0]) if sys.version_info >= (3, 11) else sys.exit(1)' 2>/dev/null
 }
 
-# Prints the version and the path of the Python to build on.
-choose_python() {
-    local name
-    if [[ -n ${PYTHON:-} ]]; then
-        probe "$PYTHON" && return
-        say "PYTHON=$PYTHON does not run or is older than 3.11; name a newer one"
-        return 2
-    fi
-    for name in python3 python3.13 python3.12 python3.11 python3.14; do
-        probe "$name" && return
-    done
-    say "no Python 3.11 or newer found; install one, or name it with PYTHON=/path/to/python"
-    return 2
-}
-
-# Prints what an installation depends on, the version first; fails if there is no working venv.
-fingerprint() {
-    "$python" -I -c '
-import hashlib, pathlib, sys
-if sys.version_info < (3, 11) or sys.prefix == sys.base_prefix:
-    sys.exit(1)
-pyproject = pathlib.Path(sys.argv[1], "pyproject.toml").read_bytes()
-places = "\0".join(sys.argv[1:]).encode()  # an editable install knows where it is
-print(sys.version.split()[0], hashlib.sha256(pyproject + places).hexdigest()[:16])' \
-        "$root" "$venv" 2>/dev/null
-}
-
-# pip and uv would only warn, and install less than was asked for.
-check_extras() {
-    local extra
-    for extra in ${extras//,/ }; do
-        grep -q "^$extra = \[" "$root/pyproject.toml" && continue
-        say "'$extra' is no extra of pyproject.toml; use one of [project.optional-dependencies]"
-        return 2
-    done
-}
-
-# Whether the stamp has the extras, or any set of them where none are asked for.
-up_to_date() {
-    local line
-    [[ -n $now && -f $stamp ]] || return 1
-    while read -r line; do
-        [[ $line != "$now extras=$extras" ]] || return 0
-        [[ -n $extras || $line != "$now "* ]] || return 0
-    done <"$stamp"
-    return 1
-}
-
-# Whether the venv is one to install into: working, complete, and with an installer.
+# Whether the venv is a working one, of the Python asked for, with something to install with.
 usable() {
-    [[ -n $now ]] || return 1
-    [[ ! -f $stamp || $(<"$stamp") != incomplete ]] || return 1
+    local found
+    found=$(version "$python") || return 1
+    [[ -z ${PYTHON:-} || $found == $(version "$PYTHON") ]] || return 1
     command -v uv >/dev/null || "$python" -m pip --version >/dev/null 2>&1
 }
 
 make_venv() {
-    [[ -n $chosen ]] || chosen=$(choose_python)
-    local base=${chosen#* }
-    if ! command -v uv >/dev/null &&
-        ! "$base" -I -c 'import venv, ensurepip; ensurepip.version()' 2>/dev/null; then
-        say "$base cannot make a venv; on Debian or Ubuntu: apt-get install python3-venv"
-        exit 2
-    fi
-    if [[ -n ${VENV:-} && -e $venv && ! -f $stamp && $(ls -A -- "$venv") ]]; then
-        say "VENV=$VENV is not ours and of no use (needs the right Python and pip); name another"
-        exit 2
-    fi
-    say "making $venv with Python ${chosen%% *}; the first time this takes a minute or two"
+    local base=
+    for base in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.14 ''; do
+        [[ -z $base ]] || ! version "$base" >/dev/null || break
+        [[ -z ${PYTHON:-} ]] || fail "PYTHON=$PYTHON does not run or is older than 3.11; name a newer one"
+    done
+    [[ -n $base ]] || fail "no Python 3.11 or newer found; install one, or name it with PYTHON=/path/to/python"
+    [[ ! -e $venv || -f $venv/pyvenv.cfg || -z ${VENV:-} ]] ||
+        fail "VENV=$VENV is there and is no virtual environment; name another folder"
+    echo "setup: making $venv with Python $(version "$base"); the first time this takes a minute" >&2
     rm -rf -- "$venv"
-    mkdir -p -- "$venv"
-    echo incomplete >"$stamp"
     if command -v uv >/dev/null; then
-        uv venv --quiet --allow-existing --python "$base" "$venv" >&2
+        uv venv --quiet --python "$base" "$venv" >&2
     else
-        "$base" -m venv "$venv" >&2
+        "$base" -m venv "$venv" >/dev/null ||
+            fail "$base cannot make a venv; on Debian or Ubuntu: apt-get install python3-venv"
     fi
 }
 
-install_package() {
-    local what=.${extras:+[$extras]} kept=
-    if [[ -f $stamp ]]; then # ours: from here on half-made, until the end is reached
-        kept=$(grep -F "$now " "$stamp" || true)
-        echo incomplete >"$stamp"
-    fi
-    cd -- "$root"
-    if command -v uv >/dev/null; then
-        uv pip install --quiet --python "$python" --editable "$what" >&2
-    else
-        "$python" -m pip install --quiet --disable-pip-version-check --editable "$what" >&2
-    fi
-    echo "${kept:+$kept$'\n'}$now extras=$extras" >"$stamp"
-}
-
-chosen=
-[[ -z ${PYTHON:-} ]] || chosen=$(choose_python)
-now=$(fingerprint) || now=
-[[ -z $chosen || ${now%% *} == "${chosen%% *}" ]] || now= # of another version than is asked for
-if ! up_to_date; then
-    check_extras
-    if usable; then
-        say "installing what is new into $venv"
-    else
-        make_venv
-        now=$(fingerprint)
-    fi
-    install_package
+wanted="$root $(<"$root/pyproject.toml")" # an editable install knows where it is
+if ! usable; then
+    make_venv
+elif [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
+    echo "$python"
+    exit
 fi
+rm -f -- "$stamp"
+if command -v uv >/dev/null; then
+    install=(uv pip install --python "$python")
+else
+    install=("$python" -m pip install --disable-pip-version-check)
+fi
+"${install[@]}" --quiet --editable "$root${extras:+[$extras]}" >&2
+printf '%s' "$wanted" >"$stamp"
 echo "$python"

@@ -146,6 +146,7 @@ def train(
         finished = step >= cfg.train.steps
         eval_loss = heldout_loss() if finished else None
         writer.event("end" if finished else "preempted", step=step, eval_loss=eval_loss)
+        writer.close()
         writer.line(summary.after(step, cfg, eval_loss, data, workdir))
         return Result(state, step, eval_loss, not finished)
 

@@ -35,7 +35,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 class Writer:
-    """Writes what process 0 knows; on other processes it stays silent. Close it to restore the terminal."""
+    """Writes what process 0 knows; on other processes it stays silent. Close it to take the bar down."""
 
     def __init__(self, workdir: Path | None, *, leader: bool):
         self._folder = workdir if leader else None
@@ -70,7 +70,7 @@ class Writer:
             ]
             metrics.write_text("".join(row + "\n" for row in rows))
         if self._console.is_terminal:
-            columns = rich.progress.BarColumn(), rich.progress.TextColumn("{task.description}")
+            columns = rich.progress.BarColumn(20), rich.progress.TextColumn("{task.description}")
             self._bar = rich.progress.Progress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=steps, completed=start)
             self._bar.start()
@@ -129,19 +129,22 @@ class Writer:
         self._since, self._steps_since = ended, 0
 
     def _show(self, row: dict[str, Any]) -> None:
-        width = len(str(self._steps))
+        """A line for each row; where there is a bar, it holds the newest and only evaluations are lines."""
         left = datetime.timedelta(seconds=round((self._steps - row["step"] - 1) * row["step_time"]))
-        mfu = f" · mfu {row['mfu']:.1%}" if row["mfu"] else ""
-        heldout = f" · held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
-        text = (
-            f"step {row['step']:>{width}}/{self._steps} · loss {row['loss']:.4f} · grad norm {row['grad_norm']:.3f} · "
-            f"lr {row['learning_rate']:.2e} · {row['tokens_per_second']:,.0f} {self._units.name}/s{mfu} · "
-            f"{left} left{heldout}"
-        )
-        if self._bar is None:
-            self.line(text)
-        else:
+        speed = f"{row['tokens_per_second']:,.0f} {self._units.name}/s"
+        speed += f" · mfu {row['mfu']:.1%}" if row["mfu"] else ""
+        if self._bar:
+            text = (
+                f"{row['step'] + 1}/{self._steps} · loss {row['loss']:.4f} · {speed} · {left} left"
+            )
             self._bar.update(self._task, completed=row["step"] + 1, description=text)
+            if "eval_loss" not in row:
+                return
+        heldout = f" · held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
+        self.line(
+            f"step {row['step']:>{len(str(self._steps))}}/{self._steps} · loss {row['loss']:.4f} · "
+            f"grad norm {row['grad_norm']:.3f} · lr {row['learning_rate']:.2e} · {speed} · {left} left{heldout}"
+        )
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar where there is one."""
@@ -169,5 +172,7 @@ class Writer:
                 file.write(json.dumps(finite) + "\n")
 
     def close(self) -> None:
+        """Takes the bar down; lines and events go on."""
         if self._bar:
             self._bar.stop()
+            self._bar = None
