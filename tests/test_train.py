@@ -199,14 +199,20 @@ def test_the_command_line_trains_and_tells_faults_with_exit_code_2(tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_train_as_one(tmp_path):
-    c = quick(steps=3)
-    meshtrain.train(c, workdir=tmp_path / "one")
-    program = (
-        "import sys, jax; jax.config.update('jax_num_cpu_devices', 4); sys.path[:0] = ['tests', '.'];"
-        "from meshtrain import distributed; distributed.initialize();"
-        "from test_train import quick; import meshtrain;"
-        f"meshtrain.train(quick(steps=3), workdir={str(tmp_path / 'two')!r})"
-    )
+    meshtrain.train(quick(steps=3), workdir=tmp_path / "one")
+    program = f"""
+import sys, jax
+jax.config.update("jax_num_cpu_devices", 4)
+sys.path[:0] = ["tests", "."]
+from meshtrain import Source, config, distributed, train
+from test_train import quick
+distributed.initialize()
+whole = config.parse(quick(), num_devices=8).train_data
+def read(indices):
+    assert len(indices) == 8, "each process reads its half of the 16 rows"
+    return whole.read(indices)
+train(quick(steps=3), workdir={str(tmp_path / "two")!r}, data=Source(read))
+"""
     port = 20000 + os.getpid() % 20000
     processes = [
         subprocess.Popen(
