@@ -12,8 +12,10 @@ from meshtrain.errors import ConfigError
 class Checkpointer:
     """Saves a state with the data position beside it; close it so that the last save is finished."""
 
-    def __init__(self, directory: Path, *, keep: int):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+    def __init__(self, directory: Path, *, keep: int | None = None):
+        """Opens a run's checkpoints; without `keep` only to read them, beside a run that writes."""
+        writing = dict(max_to_keep=keep, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(**(writing if keep else dict(read_only=True)))
         handlers = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(
             directory.absolute(), options=options, item_handlers=handlers
@@ -55,17 +57,21 @@ class Checkpointer:
         self._manager.close()
 
 
-def _shapes(tree: Any) -> dict[str, tuple]:
-    """Shapes by path; the path is made of bare names, for Orbax turns every container into a dict."""
+def _shapes(tree: Any) -> dict[str, str]:
+    """Shape and dtype by path, a path of bare names: Orbax turns every container into a dict."""
     leaves = jax.tree.leaves_with_path(tree)
-    return {_name(path): tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")}
+    return {
+        _name(path): f"{tuple(leaf.shape)} {leaf.dtype}"
+        for path, leaf in leaves
+        if hasattr(leaf, "shape")
+    }
 
 
 def _name(path: tuple) -> str:
     return "/".join(str(getattr(e, "key", getattr(e, "name", getattr(e, "idx", e)))) for e in path)
 
 
-def _check_same(saved: dict[str, tuple], wanted: dict[str, tuple], step: int) -> None:
+def _check_same(saved: dict[str, str], wanted: dict[str, str], step: int) -> None:
     paths = sorted(
         saved.keys() | wanted.keys(), key=lambda path: (not path.startswith("params"), path)
     )

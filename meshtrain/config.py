@@ -41,10 +41,13 @@ def resolve(path: str, *, key: str) -> Callable:
     """Returns the function that "package.module:function" points to; `key` is where it was written."""
     module, _, name = str(path).partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         message = f"{key}={path}: no package.module:function that can be imported ({error})"
         raise ConfigError(message) from error
+    if not callable(function):
+        raise ConfigError(f"{key}={path}: is a {type(function).__name__}, not a function")
+    return function
 
 
 def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Config:
@@ -106,7 +109,13 @@ class _Reader:
         self.faults += [
             f"config.{key}: missing section; take it from configs/default.py" for key in missing
         ]
-        if missing:
+        flat = [
+            key
+            for key in SECTIONS
+            if key in raw and key != "rules" and not isinstance(raw[key], Mapping)
+        ]
+        self.faults += [f"config.{key}={raw[key]!r}: is no section of keys" for key in flat]
+        if missing or flat:
             raise ConfigError(*self.faults)
 
     def attempt(self, make: Callable | None, *args: Any, **options: Any) -> Any:
@@ -222,11 +231,13 @@ def _check_positions(model: Mapping, data: Mapping) -> list[str]:
 
 def _check_rules(rules: Any) -> list[str]:
     faults = []
-    for rule in rules:
-        if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)):
+    for rule in rules if isinstance(rules, (tuple, list)) else [rules]:
+        axes = rule[1] if isinstance(rule, (tuple, list)) and len(rule) == 2 else 0
+        axes = (axes,) if isinstance(axes, str) else () if axes is None else axes
+        if not isinstance(axes, (tuple, list)) or not isinstance(rule[0], str):
             faults.append(f"config.rules: {rule!r} is no (logical name, mesh axis or axes or None)")
             continue
-        for axis in (rule[1],) if isinstance(rule[1], str) else rule[1] or ():
+        for axis in axes:
             if axis not in AXES:
                 faults.append(
                     f"config.rules maps {rule[0]!r} to {axis!r}, no mesh axis{did_you_mean(axis, AXES)}"

@@ -50,7 +50,8 @@ def _read_file(path: str) -> ConfigDict:
         spec = importlib.util.spec_from_file_location("config_file", file)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        return module.get_config(argument) if argument else module.get_config()
+        config = module.get_config(argument) if argument else module.get_config()
+        return config if isinstance(config, ConfigDict) else ConfigDict(config)
     except Exception as error:
         kind = type(error).__name__
         raise ConfigError(f"--config={path} cannot be read: {kind}: {error}") from error
@@ -94,6 +95,10 @@ def _fault_of(config: ConfigDict, override: str) -> str | None:
         current = config
         for part in key.split("."):
             current = current[part]
+        if isinstance(current, ConfigDict):
+            return (
+                f"{name}={value}: is a section; set its keys, such as {name}.{next(iter(current))}"
+            )
         if isinstance(error, flags.Error):
             return f"{name}={value}: not of type {type(current).__name__}, like {current!r}"
         return f"{name}={value}: {error}"

@@ -24,10 +24,12 @@ def not_one_of(key: str, value: Any, choices: Iterable[str]) -> list[str]:
 
 
 def below(low: float, values: dict[str, float]) -> list[str]:
-    return [f"{key}={value}: use {low} or more" for key, value in values.items() if value < low]
+    return [
+        f"{key}={value}: use {low} or more" for key, value in values.items() if not value >= low
+    ]
 
 
 def nearest_multiples(value: int, step: int) -> str:
     """Returns the multiples around a value that is none: '24 or 32'."""
     down, up = value // step * step, (value // step + 1) * step
-    return f"{down} or {up}" if down else f"{up}"
+    return f"{down} or {up}" if down > 0 else f"{max(up, step)}"

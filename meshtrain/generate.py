@@ -79,7 +79,7 @@ def restore(workdir: Path) -> tuple[Config, Params]:
     optimizer = cfg.build_optimizer(optim.make_schedule(cfg.optim, steps=cfg.train.steps))
     init = state.initializer(cfg.model, optimizer, param_dtype=cfg.train.param_dtype)
     abstract, _ = state.plan(init, cfg.model.axes, optimizer, cfg.rules, mesh, zero_stage=0)
-    checkpointer = Checkpointer(workdir / "checkpoints", keep=cfg.checkpoint.keep)
+    checkpointer = Checkpointer(workdir / "checkpoints")
     try:
         if (step := checkpointer.latest()) is None:
             raise ConfigError(f"--workdir={workdir}: no checkpoint there yet")

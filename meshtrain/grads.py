@@ -6,10 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
 
-LossFn = Callable[[Params, Any, jax.Array], Metrics]  # (params, batch, key)
+LossFn = Callable[
+    [Params, Any, jax.Array | None], Metrics
+]  # (params, batch, key); no key: evaluation
 # The hinge of the trainer: what a step needs, however the work is split. Gradients are of sums.
 GradFn = Callable[[Params, Any, jax.Array], tuple[Params, Metrics]]
 
@@ -28,7 +31,13 @@ def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1)
             lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
         )
         if model.block is None:
-            return _remat(model.loss, remat)(params, batch, key)
+            metrics = _remat(model.loss, remat)(params, batch, key)
+            if not isinstance(metrics, Metrics):
+                kind = type(metrics).__name__
+                raise ConfigError(
+                    f"model: its loss returned {kind}; return meshtrain.weighted(loss of each example)"
+                )
+            return metrics
         x = run_blocks(
             _remat(model.block, remat), params["layers"], model.embed(params, batch), batch, unroll
         )
@@ -96,9 +105,7 @@ def evaluate(loss: LossFn, *, num_microbatches: int) -> Callable[[Params, Any], 
     """Returns the Metrics of a batch without gradients, micro-batch by micro-batch."""
 
     def metrics_of(params, batch):
-        sums = jax.lax.map(
-            lambda part: loss(params, part, jax.random.key(0)), split(batch, num_microbatches)
-        )
+        sums = jax.lax.map(lambda part: loss(params, part, None), split(batch, num_microbatches))
         return jax.tree.map(lambda values: values.sum(0), sums)
 
     return metrics_of

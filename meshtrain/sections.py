@@ -1,6 +1,9 @@
 """The sections of a config that are the trainer's own, each checked when it is made."""
 
+import math
 from dataclasses import dataclass
+
+import jax
 
 from meshtrain.errors import ConfigError, below, not_one_of
 
@@ -28,7 +31,16 @@ class TrainConfig:
         faults += below(0, {"train.steps": self.steps, "train.seed": self.seed})
         faults += not_one_of("train.dtype", self.dtype, DTYPES)
         faults += not_one_of("train.param_dtype", self.param_dtype, DTYPES)
-        if not self.remat.startswith("names:"):
+        for key in ("dtype", "param_dtype"):
+            if getattr(self, key) == "float64" and not jax.config.jax_enable_x64:
+                faults.append(
+                    f"train.{key}=float64: jax computes it in float32; set JAX_ENABLE_X64=1 as well"
+                )
+        if self.seed >= 2**63:
+            faults.append(f"train.seed={self.seed}: use a number below 2^63")
+        if not self.remat.startswith("names:") or not all(
+            self.remat.removeprefix("names:").split(",")
+        ):
             faults += not_one_of("train.remat", self.remat, REMAT)
         if self.zero_stage not in range(4):
             faults.append(f"train.zero_stage={self.zero_stage}: use 0, 1, 2 or 3")
@@ -52,6 +64,8 @@ class OptimConfig:
         faults += below(
             0, {f"optim.{key}": getattr(self, key) for key in ("learning_rate", "warmup_steps")}
         )
+        if self.learning_rate == math.inf:
+            faults.append(f"optim.learning_rate={self.learning_rate}: use a finite number")
         for key in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, key) <= 1:
                 faults.append(f"optim.{key}={getattr(self, key)}: use a number from 0 to 1")

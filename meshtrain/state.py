@@ -55,11 +55,16 @@ def plan(
         return sharding.shardings(axes, shapes.params, active, mesh)
 
     replicated = NamedSharding(mesh, PartitionSpec())
+
+    def like_its_parameter(leaf, place, parameter):
+        return place if leaf.shape == parameter.shape else replicated  # a factored moment, say
+
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda _, place: place,
+        like_its_parameter,
         shapes.opt_state,
         mapping(1),
+        shapes.params,
         transform_non_params=lambda _: replicated,
     )
     places = TrainState(replicated, mapping(3), opt_state)

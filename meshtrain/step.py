@@ -30,7 +30,7 @@ def make_train_step(
         # Sums became means here, once, by the weight of the whole global batch.
         means = metrics.mean()
         weight = jax.numpy.where(metrics.weight == 0, 1, metrics.weight)
-        grads = jax.tree.map(lambda grad: grad / weight.astype(grad.dtype), grads)
+        grads = jax.tree.map(lambda grad: (grad / weight).astype(grad.dtype), grads)
         norm = optax.tree.norm(grads)
         grads, _ = clip.update(grads, clip.init(None))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -1,6 +1,7 @@
 """The trainer. Read `train` from top to bottom: check, build, restore or initialise, compile, loop."""
 
 import contextlib
+import itertools
 import signal
 import threading
 import time
@@ -58,6 +59,8 @@ def train(
         model = model or cfg.model
         if data is None:
             data, eval_data = cfg.train_data, eval_data or cfg.heldout_data
+        elif eval_data is not None and not isinstance(eval_data, Source):
+            eval_data = list(itertools.islice(eval_data, cfg.eval.batches))  # the same each time
         schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
         optimizer = cfg.build_optimizer(schedule)
         loss_fn = grads.make_loss(
@@ -108,7 +111,8 @@ def train(
                 return None
             with _open_loader(eval_data, cfg, mesh, 0) as heldout:
                 sums = [eval_step(state.params, next(heldout)) for _ in range(cfg.eval.batches)]
-            return float(jax.tree.map(lambda *parts: sum(parts), *sums).mean()["loss"])
+            means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
+            return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
 
         def save(step: int) -> None:
             began = time.perf_counter()

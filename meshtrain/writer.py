@@ -34,6 +34,14 @@ def peak_flops(device_kind: str) -> float | None:
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
+def _step_of(row: str) -> float:
+    """A row that was cut off by a crash counts as a late one."""
+    try:
+        return json.loads(row)["step"]
+    except ValueError:
+        return math.inf
+
+
 class Writer:
     """Writes what process 0 knows; on other processes it stays silent. Close it to take the bar down."""
 
@@ -63,11 +71,7 @@ class Writer:
             units.flops / (peak * jax.device_count()) if units.flops and peak else None
         )
         if self._folder and (metrics := self._folder / "metrics.jsonl").exists():
-            rows = [
-                line
-                for line in metrics.read_text().splitlines()
-                if json.loads(line)["step"] < start
-            ]
+            rows = [line for line in metrics.read_text().splitlines() if _step_of(line) < start]
             metrics.write_text("".join(row + "\n" for row in rows))
         if self._console.is_terminal:
             columns = rich.progress.BarColumn(20), rich.progress.TextColumn("{task.description}")
@@ -107,8 +111,8 @@ class Writer:
         if not math.isfinite(numbers["loss"] + numbers["grad_norm"]):
             self.event("end", step=step, reason="not finite", **numbers)
             raise FloatingPointError(
-                f"step {step}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}: not finite; the last "
-                f"checkpoint is from before, try a lower optim.learning_rate={numbers['learning_rate']:.1e}"
+                f"step {step}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}: not finite; nothing "
+                f"was saved after it. Try a lower optim.learning_rate (here {numbers['learning_rate']:.1e})"
             )
         if not log:
             return

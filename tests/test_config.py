@@ -39,6 +39,13 @@ def faults_of(c, num_devices=1, **options):
         ("eval.every", -1, "eval.every=-1: use 0 or more"),
         ("data.build", "meshtrain.data.tokens:build", "data.path=: no such file or folder"),
         ("rules", (("batch", "dta"),), "'batch' to 'dta', no mesh axis (did you mean \"data\"?)"),
+        ("train.dtype", "float64", "train.dtype=float64: jax computes it in float32; set JAX"),
+        ("train.remat", "names:", "train.remat='names:': use one of"),
+        ("optim.learning_rate", float("nan"), "optim.learning_rate=nan: use 0 or more"),
+        ("model.build", "jax:__version__", "model.build=jax:__version__: is a str, not a function"),
+        ("data.seq_len", 0, "data.seq_len=0: use 1 or more"),
+        ("train.global_batch", -4, "train.num_microbatches=1; use 1"),
+        ("rules", (("batch", 5),), "config.rules: ('batch', 5) is no (logical name, mesh axis"),
         ("rules", ("batch",), "config.rules: 'batch' is no (logical name, mesh axis"),
     ],
 )
@@ -156,6 +163,7 @@ def test_every_override_that_does_not_fit_is_told():
         "--config.train.steps=many": "--config.train.steps=many: not of type int, like 600",
         "--config.train.seed=1.5": "--config.train.seed=1.5: not of type int, like 0",
         "--simulate_device=2": '--simulate_device: unknown argument (did you mean "--simulate_devices"?)',
+        "--config.mesh=3": "--config.mesh=3: is a section; set its keys, such as --config.mesh.context",
         "--config.train.seed=2": None,
     }
     settings, faults = configfile.read(QUICKSTART, overrides)

@@ -14,6 +14,7 @@ import pytest
 from conftest import tiny_config
 
 import meshtrain
+from meshtrain import distributed, generate
 from meshtrain.data.source import Source
 from meshtrain.data.tokens import to_batch
 
@@ -118,6 +119,32 @@ def test_a_changed_batch_size_goes_on_with_the_next_sample(tmp_path):
     assert seen[:8] == list(range(48, 56))
 
 
+def test_a_row_cut_off_by_a_crash_does_not_keep_a_run_from_going_on(tmp_path):
+    meshtrain.train(quick(steps=2), workdir=tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo')
+    meshtrain.train(quick(steps=3), workdir=tmp_path)
+    assert list(losses(tmp_path)) == [0, 1, 2]
+
+
+def test_reading_beside_a_run_leaves_its_unfinished_save_alone(tmp_path):
+    meshtrain.train(quick(steps=1), workdir=tmp_path)
+    unfinished = tmp_path / "checkpoints" / "7.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    generate.restore(tmp_path)
+    assert unfinished.exists()
+
+
+@pytest.mark.parametrize(
+    "ids", [{"JAX_NUM_PROCESSES": "2"}, {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}]
+)
+def test_processes_that_are_half_described_are_refused(ids, monkeypatch):
+    for name, value in {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", **ids}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(meshtrain.ConfigError, match="JAX_PROCESS_ID"):
+        distributed.initialize()
+
+
 def test_a_finished_run_has_nothing_left_to_do(tmp_path):
     meshtrain.train(quick(steps=2), workdir=tmp_path)
     again = meshtrain.train(quick(steps=2), workdir=tmp_path)
@@ -153,7 +180,8 @@ def test_another_model_in_the_workdir_is_told_in_one_line(tmp_path):
     c = quick(steps=2)
     c.model.d_ff = 128
     with pytest.raises(
-        meshtrain.ConfigError, match=r"params.*kernel is \(2, 64, 32\) there and \(2, 128, 32\)"
+        meshtrain.ConfigError,
+        match=r"params.*kernel is \(2, 64, 32\) float32 there and \(2, 128, 32\)",
     ):
         meshtrain.train(c, workdir=tmp_path)
 

@@ -9,6 +9,7 @@ from flax import linen, nnx
 from sklearn.datasets import load_digits
 
 import meshtrain
+from meshtrain.models import base
 
 
 def digits(train):
@@ -96,11 +97,39 @@ def test_an_iterable_goes_on_where_a_saved_run_stopped(tmp_path):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_dropout_draws_anew_for_each_key(kind):
+def test_dropout_draws_anew_for_each_key_and_is_off_without(kind):
     model, batch = MODELS[kind](), digits(train=True)[0]
     params = model.init(jax.random.key(0))
     one, same, other = (float(model.loss(params, batch, jax.random.key(k)).loss) for k in (1, 1, 2))
     assert one == same != other
+    plain = np.maximum(batch["image"] @ first(params), 0)
+    logits = plain @ last(params)
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).sum()
+    assert float(model.loss(params, batch, None).loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def first(params):
+    return (params.get("hidden") or params["Dense_0"])["kernel"]
+
+
+def last(params):
+    return (params.get("out") or params["Dense_1"])["kernel"]
+
+
+def test_each_dropout_layer_draws_its_own():
+    class Twice(nnx.Module):
+        def __init__(self, rngs):
+            self.one, self.two = (nnx.Dropout(0.5, rngs=rngs) for _ in range(2))
+
+    drops = base.functional(Twice).bind({}, jax.random.key(0))
+    x = np.ones((64,), np.float32)
+    assert not np.array_equal(drops.one(x), drops.two(x))
+
+
+def test_a_loss_that_is_no_sum_is_told_what_to_return():
+    model = meshtrain.from_nnx(MLP, lambda module, batch: module(batch["image"]).sum())
+    with pytest.raises(meshtrain.ConfigError, match="its loss returned .*meshtrain.weighted"):
+        meshtrain.train(digits_config(), model=model, data=digits(train=True))
 
 
 def test_a_users_language_model_trains_on_the_built_in_data():

@@ -3,13 +3,15 @@
 import numpy as np
 
 from meshtrain.data.source import Batch, Source
-from meshtrain.data.tokens import to_batch
+from meshtrain.data.tokens import check_sizes, to_batch
 
 
 def build(
     *, seq_len: int, vocab_size: int, separator: int, seed: int, split: str, **unused
 ) -> Source:
     """Returns arithmetic progressions modulo `vocab_size`, each with its own start and stride."""
+
+    check_sizes(seq_len, vocab_size, seed)
 
     def read(indices: np.ndarray) -> Batch:
         rows = np.stack(

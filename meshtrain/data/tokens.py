@@ -8,7 +8,7 @@ import numpy as np
 
 from meshtrain.data.permute import permute
 from meshtrain.data.source import Batch, Source
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, below
 
 DTYPES = ("uint8", "uint16", "uint32", "int32")
 END_OF_FILE = 0  # the byte put after each file of a folder
@@ -44,8 +44,7 @@ def build(
         if os.path.isdir(path)
         else _map_file(path, dtype)
     )
-    if seq_len < 1:
-        raise ConfigError(f"data.seq_len={seq_len}: use 1 or more")
+    check_sizes(seq_len, vocab_size, seed)
     if not 0 <= heldout < 1:
         raise ConfigError(f"data.heldout={heldout}: use a fraction from 0 to below 1")
     border = len(tokens) - int(len(tokens) * heldout)
@@ -73,6 +72,13 @@ def build(
         description=f"{path}: {last - first:,} tokens, {num_windows:,} windows of {seq_len}",
         baseline=unigram_entropy(tokens[first : min(last, first + ENTROPY_TOKENS)], vocab_size),
     )
+
+
+def check_sizes(seq_len: int, vocab_size: int, seed: int) -> None:
+    """Raises ConfigError for sizes that no data has."""
+    faults = below(1, {"data.seq_len": seq_len, "data.vocab_size": vocab_size})
+    if faults := faults + below(0, {"data.seed": seed}):
+        raise ConfigError(*faults)
 
 
 def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
@@ -123,7 +129,7 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
     if path.endswith(".npy"):
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except ValueError as error:
+        except (ValueError, EOFError) as error:
             raise ConfigError(f"data.path={path} is no .npy file: {error}") from error
         if tokens.ndim != 1 or tokens.dtype.name not in DTYPES:
             raise ConfigError(
@@ -142,6 +148,8 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1)  # both splits read the same folder
 def _read_folder(path: str, pattern: str, exclude: tuple) -> np.ndarray:
+    if Path(pattern).is_absolute() or not pattern:
+        raise ConfigError(f"data.pattern={pattern!r}: use a pattern of names, such as *.txt")
     files = sorted(
         file
         for file in Path(path).rglob(pattern)

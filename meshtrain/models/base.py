@@ -4,6 +4,7 @@ The only file that takes Flax modules apart. Everything else sees plain function
 checkpoint holds no library's classes and a step is made of `jax.*` transforms alone.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,9 @@ class Model:
 
     init: Callable[[jax.Array], Params]  # of a PRNG key
     axes: Axes
-    loss: Callable[[Params, Any, jax.Array], Metrics] | None = None  # (params, batch, key)
+    loss: Callable[[Params, Any, jax.Array | None], Metrics] | None = (
+        None  # (params, batch, key); no key: evaluation
+    )
     embed: Callable[[Params, Any], jax.Array] | None = None  # (params, batch) -> x
     block: Callable[[Params, jax.Array, Any], jax.Array] | None = None  # (layer, x, batch) -> x
     head: Callable[[Params, jax.Array, Any], Metrics] | None = None  # (params, x, batch)
@@ -44,9 +47,7 @@ class Functional:
 
     init: Callable[[jax.Array], Params]
     axes: Axes
-    bind: Callable[
-        ..., nnx.Module
-    ]  # (params, key=None) -> module; a key feeds dropout and the like
+    bind: Callable[..., nnx.Module]  # (params, key=None) -> module; without a key dropout is off
 
 
 def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
@@ -72,22 +73,19 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         return nnx.to_pure_dict(split(key)[1])
 
     def bind(values, key=None):
-        state = jax.tree.map(
-            lambda leaf: leaf, params
-        )  # replace_by_pure_dict writes into its argument
+        state = jax.tree.map(lambda leaf: leaf, params)  # a copy, for the next line writes into it
         nnx.replace_by_pure_dict(state, {name: values[name] for name in nnx.to_pure_dict(params)})
-        if not jax.tree.leaves(streams):
-            return nnx.merge(graph, state, nnx.State({}))
-        key = jax.random.key(0) if key is None else key
-        fresh = jax.tree.map(
-            lambda leaf: (
-                key
-                if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-                else jax.numpy.uint32(0)
-            ),
-            streams,
-        )
-        return nnx.merge(graph, state, fresh)
+        leaves, tree = jax.tree.flatten(streams)
+        base = jax.random.key(0) if key is None else key
+        # Each stream its own key, or all layers would drop the same.
+        fresh = [
+            jax.random.fold_in(base, n) if _is_key(leaf) else jax.numpy.uint32(0)
+            for n, leaf in enumerate(leaves)
+        ]
+        module = nnx.merge(graph, state, jax.tree.unflatten(tree, fresh))
+        if key is None and leaves:
+            module.eval()
+        return module
 
     names = {
         path: variable.get_metadata().get("out_sharding")
@@ -141,11 +139,21 @@ def from_linen(
 
     def run(params, batch, key):
         def apply(*inputs, **options):
-            return module.apply({"params": params}, *inputs, rngs={"dropout": key}, **options)
+            rngs = {} if key is None else {"dropout": key}
+            return module.apply({"params": params}, *inputs, rngs=rngs, **options)
 
-        return loss(apply, batch)
+        with linen.intercept_methods(_without_dropout) if key is None else contextlib.nullcontext():
+            return loss(apply, batch)
 
     return Model(lambda key: linen.unbox(variables(key))["params"], axes, loss=run)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) -> Any:
+    return args[0] if isinstance(context.module, linen.Dropout) else run(*args, **options)
 
 
 def _axes_tree(shapes: Any, names: dict) -> Axes:

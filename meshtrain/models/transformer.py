@@ -62,6 +62,13 @@ class TransformerConfig:
             for key in sizes
             if getattr(self, key) < 1
         ]
+        faults += [
+            f"model.{key}={getattr(self, key)}: use more than 0"
+            for key in ("norm_epsilon", "rope_theta")
+            if not getattr(self, key) > 0
+        ]
+        if not self.z_loss >= 0:
+            faults.append(f"model.z_loss={self.z_loss}: use 0 or more")
         if faults:
             raise ConfigError(*faults)
         if self.d_model % self.num_heads:
