@@ -23,8 +23,9 @@ import numpy as np
 import optax
 
 from configs import default
-from meshtrain import config, grads, mesh, optim, sharding, state, step
+from meshtrain import config, optim, state
 from meshtrain.data.source import Batch
+from meshtrain.program import assemble
 
 LAYERS, D, HEADS, KV_HEADS, F, VOCAB, SEQ, ROWS = 6, 256, 8, 4, 1024, 256, 256, 8
 
@@ -44,24 +45,10 @@ def settings():
 
 def trainer_step(cfg):
     """Returns the compiled step of the trainer and its initial state."""
-    model, schedule = cfg.model, optim.make_schedule(cfg.optim, steps=cfg.train.steps)
-    optimizer = cfg.build_optimizer(schedule)
-    places = mesh.make_mesh(cfg.mesh)
-    with jax.set_mesh(places), sharding.use_rules(cfg.rules):
-        init = state.initializer(model, optimizer, param_dtype="float32")
-        abstract, where_grads = state.plan(
-            init, model.axes, optimizer, cfg.rules, places, zero_stage=3
-        )
-        where = state.places_of(abstract)
-        loss = grads.make_loss(model, dtype="float32", unroll=cfg.train.unroll)
-        grad_fn = grads.accumulate(loss, num_microbatches=1, grad_shardings=where_grads)
-        train_step = step.make_train_step(
-            grad_fn, optimizer, schedule, clip_norm=cfg.optim.clip_norm, seed=0
-        )
-        start = jax.jit(init, out_shardings=where)(jax.random.key(0))
-        jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(where, None))
-        compiled = jitted.lower(start, batch(places)).compile()
-    return compiled, start, batch(places)
+    program = assemble(cfg, cfg.model)
+    rows = batch(program.mesh)
+    with program.active():
+        return program.compile(rows), program.start(0), rows
 
 
 def batch(places):

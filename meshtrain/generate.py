@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import grads, optim, state
+from meshtrain import grads
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import Config, parse
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
-from meshtrain.mesh import AXES, make_mesh
+from meshtrain.mesh import AXES
 from meshtrain.models.base import Model, Params
+from meshtrain.program import assemble
 
 # S sequence, V vocabulary, D model
 
@@ -75,15 +76,12 @@ def restore(workdir: Path) -> tuple[Config, Params]:
     except FileNotFoundError:
         raise ConfigError(f"--workdir={workdir}: no run there (config.json is missing)") from None
     cfg = parse({**raw, "mesh": dict.fromkeys(AXES, 1)}, num_devices=1, own=["data"])
-    mesh = make_mesh(cfg.mesh, devices=jax.devices()[:1])
-    optimizer = cfg.build_optimizer(optim.make_schedule(cfg.optim, steps=cfg.train.steps))
-    init = state.initializer(cfg.model, optimizer, param_dtype=cfg.train.param_dtype)
-    abstract, _ = state.plan(init, cfg.model.axes, optimizer, cfg.rules, mesh, zero_stage=0)
+    program = assemble(cfg, cfg.model, devices=jax.devices()[:1])
     checkpointer = Checkpointer(workdir / "checkpoints")
     try:
         if (step := checkpointer.latest()) is None:
             raise ConfigError(f"--workdir={workdir}: no checkpoint there yet")
-        return cfg, checkpointer.restore(step, abstract).params
+        return cfg, checkpointer.restore(step, program.abstract_state).params
     finally:
         checkpointer.close()
 

@@ -1,11 +1,12 @@
 """From a model to gradients: the loss of a stack of blocks, and its sum over micro-batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from meshtrain import sharding
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
@@ -71,34 +72,57 @@ def _remat(function: Callable, remat: str) -> Callable:
     return jax.checkpoint(function, policy=policy)
 
 
-def accumulate(loss: LossFn, *, num_microbatches: int, grad_shardings: Any) -> GradFn:
-    """Returns the GradFn that runs micro-batches one after the other and adds up their gradients."""
+def accumulate(
+    loss: LossFn, *, num_microbatches: int, grad_shardings: Any, partial_over: Sequence[str] = ()
+) -> GradFn:
+    """Returns the GradFn that runs micro-batches one after the other and adds up their gradients.
+
+    Left alone, XLA would sum every micro-batch's gradients over all devices that share the batch.
+    So each slice of the batch along the mesh axes `partial_over` keeps its own sums, and
+    `synchronise` adds them once, after the last micro-batch.
+    """
 
     def grads_of(params, batch, key):
         def total(params):
             metrics = loss(params, batch, key)
             return metrics.loss, metrics
 
-        grads, metrics = jax.grad(total, has_aux=True)(params)
-        return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics
+        return jax.grad(total, has_aux=True)(params)
 
     def grad_fn(params, batch, key):
-        parts = split(batch, num_microbatches)
+        axes, num_slices = sharding.batch_slices(partial_over)
+        if num_microbatches == num_slices == 1:
+            grads, metrics = grads_of(params, batch, jax.random.fold_in(key, 0))
+            return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics
+        places = jax.tree.map(lambda place: sharding.cleared(place, axes), grad_shardings)
+
+        def of_slice(params, part, key):
+            with sharding.apart(axes):
+                grads, metrics = grads_of(params, part, key)
+            return jax.lax.with_sharding_constraint(grads, places), metrics
+
+        def of_part(number, part):
+            keys = jax.random.split(jax.random.fold_in(key, number), num_slices)
+            slices = jax.vmap(of_slice, in_axes=(None, 0, 0), spmd_axis_name=axes or None)
+            return slices(params, part, keys)
 
         def add(sums, numbered):
-            number, part = numbered
-            return jax.tree.map(
-                jnp.add, sums, grads_of(params, part, jax.random.fold_in(key, number))
-            ), None
+            return jax.tree.map(jnp.add, sums, of_part(*numbered)), None
 
-        shapes = jax.eval_shape(grads_of, params, jax.tree.map(lambda leaf: leaf[0], parts), key)
+        slices = jax.tree.map(lambda leaf: leaf.reshape(num_slices, -1, *leaf.shape[1:]), batch)
+        parts = jax.vmap(split, in_axes=(0, None), out_axes=1)(slices, num_microbatches)
+        shapes = jax.eval_shape(of_part, 0, jax.tree.map(lambda leaf: leaf[0], parts))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return jax.lax.scan(add, zeros, (jnp.arange(num_microbatches), parts))[0]
+        sums, _ = jax.lax.scan(add, zeros, (jnp.arange(num_microbatches), parts))
+        return synchronise(sums, grad_shardings)
 
-    def single(params, batch, key):
-        return grads_of(params, batch, jax.random.fold_in(key, 0))
+    return grad_fn
 
-    return single if num_microbatches == 1 else grad_fn
+
+def synchronise(sums: tuple[Params, Metrics], grad_shardings: Any) -> tuple[Params, Metrics]:
+    """Adds up what the slices of the batch hold on their leading dim: the one collective over `data`."""
+    grads, metrics = jax.tree.map(lambda leaf: leaf.sum(0), sums)
+    return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics
 
 
 def evaluate(loss: LossFn, *, num_microbatches: int) -> Callable[[Params, Any], Metrics]:

@@ -18,7 +18,7 @@ _active_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("ru
 
 
 @contextlib.contextmanager
-def use_rules(rules: Rules) -> Iterator[None]:
+def use_rules(rules: Rules | None) -> Iterator[None]:
     """Makes `rules` those that `constrain` follows; set once, beside `jax.set_mesh`."""
     token = _active_rules.set(rules)
     try:
@@ -77,9 +77,42 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec_for(names, x.shape, rules, mesh.shape))
 
 
-def without(rules: Rules, axis: str) -> Rules:
-    """Returns the rules with one mesh axis taken out of every line."""
+def without(rules: Rules, *gone: str) -> Rules:
+    """Returns the rules with these mesh axes taken out of every line."""
     return tuple(
-        (name, tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a != axis))
+        (
+            name,
+            tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a not in gone),
+        )
         for name, axes in rules
     )
+
+
+def batch_slices(axes: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    """Returns those of these mesh axes that shard the batch by the active rules, and their product."""
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.get() or ()
+    sharded = {
+        axis
+        for name, to in rules
+        if name == "batch" and to
+        for axis in ((to,) if isinstance(to, str) else to)
+    }
+    axes = tuple(axis for axis in axes if axis in sharded and not mesh.empty)
+    return axes, math.prod(mesh.shape[axis] for axis in axes)
+
+
+@contextlib.contextmanager
+def apart(axes: Sequence[str]) -> Iterator[None]:
+    """Within it `constrain` says nothing of these mesh axes: each of their slices works by itself."""
+    rules = _active_rules.get()
+    with use_rules(rules and without(rules, *axes)):
+        yield
+
+
+def cleared(place: NamedSharding, axes: Sequence[str]) -> NamedSharding:
+    """Returns a sharding without these mesh axes."""
+    kept = [
+        tuple(axis for axis in ((dim,) if isinstance(dim, str) else dim or ()) if axis not in axes)
+        for dim in place.spec
+    ]
+    return NamedSharding(place.mesh, PartitionSpec(*(dim or None for dim in kept)))

@@ -12,18 +12,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain import grads, optim, sharding, summary
-from meshtrain import state as states
+from meshtrain import summary
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import Config, parse
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
-from meshtrain.mesh import make_mesh
 from meshtrain.models.base import Model
+from meshtrain.program import assemble
 from meshtrain.sections import CheckpointConfig, EvalConfig
 from meshtrain.state import TrainState
-from meshtrain.step import make_train_step
 from meshtrain.writer import Writer
 
 
@@ -55,31 +53,14 @@ def train(
         # ---- check and build: nothing is computed yet ----
         cfg = parse(config, num_devices=jax.device_count(), own=_brought(model=model, data=data))
         workdir = Path(workdir) if workdir else None
-        mesh = make_mesh(cfg.mesh)
         model = model or cfg.model
         if data is None:
             data, eval_data = cfg.train_data, eval_data or cfg.heldout_data
         elif eval_data is not None and not isinstance(eval_data, Source):
             eval_data = list(itertools.islice(eval_data, cfg.eval.batches))  # the same each time
-        schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
-        optimizer = cfg.build_optimizer(schedule)
-        loss_fn = grads.make_loss(
-            model, dtype=cfg.train.dtype, remat=cfg.train.remat, unroll=cfg.train.unroll
-        )
-        stack.enter_context(jax.set_mesh(mesh))
-        stack.enter_context(sharding.use_rules(cfg.rules))
-        init = states.initializer(model, optimizer, param_dtype=cfg.train.param_dtype)
-        abstract_state, grad_places = states.plan(
-            init, model.axes, optimizer, cfg.rules, mesh, zero_stage=cfg.train.zero_stage
-        )
-        places = states.places_of(abstract_state)
-        grad_fn = grads.accumulate(
-            loss_fn, num_microbatches=cfg.train.num_microbatches, grad_shardings=grad_places
-        )
-        train_step = make_train_step(
-            grad_fn, optimizer, schedule, clip_norm=cfg.optim.clip_norm, seed=cfg.train.seed
-        )
-        eval_step = jax.jit(grads.evaluate(loss_fn, num_microbatches=cfg.train.num_microbatches))
+        program = assemble(cfg, model)
+        stack.enter_context(program.active())
+        eval_step = jax.jit(program.eval_step)
 
         # ---- open what the run reads and writes, and say what it is about to do ----
         writer = stack.enter_context(contextlib.closing(_open_writer(workdir)))
@@ -90,18 +71,18 @@ def train(
             start = checkpointer.latest() or 0
             position = checkpointer.position(start) if start else 0
 
-        loader = stack.enter_context(_open_loader(data, cfg, mesh, position))
+        loader = stack.enter_context(_open_loader(data, cfg, program.mesh, position))
         units = summary.units_of(loader.peek(), model)
-        for line in summary.before(cfg, abstract_state, units, data):
+        for line in summary.before(cfg, program.abstract_state, units, data):
             writer.line(line)
 
         # ---- restore, or initialise: every parameter is born where it lives ----
         if start:
-            state = checkpointer.restore(start, abstract_state)
+            state = checkpointer.restore(start, program.abstract_state)
             writer.event("restore", step=start, position=position)
             writer.line(f"restored step {start} from {workdir}")
         else:
-            state = jax.jit(init, out_shardings=places)(jax.random.key(cfg.train.seed))
+            state = program.start(cfg.train.seed)
         writer.config({**cfg.raw, "mesh": asdict(cfg.mesh)})
         writer.event("start", step=start, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
@@ -109,7 +90,7 @@ def train(
             """The loss on the first `eval.batches` held-out batches, the same ones every time."""
             if eval_data is None or not cfg.eval.batches:
                 return None
-            with _open_loader(eval_data, cfg, mesh, 0) as heldout:
+            with _open_loader(eval_data, cfg, program.mesh, 0) as heldout:
                 sums = [eval_step(state.params, next(heldout)) for _ in range(cfg.eval.batches)]
             means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
             return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
@@ -124,8 +105,7 @@ def train(
         step = start
         if start < cfg.train.steps and not stop.is_set():
             began = time.perf_counter()
-            jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(places, None))
-            train_step = jitted.lower(abstract_state, loader.peek()).compile()
+            train_step = program.compile(loader.peek())
             writer.line(f"compiled in {time.perf_counter() - began:.1f} s")
             writer.begin(
                 start, cfg.train.steps, units, samples=position, batch=cfg.train.global_batch

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from meshtrain import config, grads, optim, sharding, state
+from meshtrain import config, state
 from meshtrain.data.loader import Loader
-from meshtrain.mesh import make_mesh
-from meshtrain.step import make_train_step
+from meshtrain.program import assemble
 
 LAYOUTS = [
     {"data": 8},
@@ -32,35 +31,16 @@ class Run:
         if dtype:
             c.train.dtype = c.train.param_dtype = dtype
         num_devices = int(np.prod(list(layout.values())))
-        self.cfg = cfg = config.parse(c, num_devices=num_devices)
-        self.mesh = make_mesh(cfg.mesh, devices=jax.devices()[:num_devices])
-        schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
-        optimizer = cfg.build_optimizer(schedule)
-        self.init = state.initializer(cfg.model, optimizer, param_dtype=cfg.train.param_dtype)
-        with jax.set_mesh(self.mesh):
-            self.abstract, grad_places = state.plan(
-                self.init,
-                cfg.model.axes,
-                optimizer,
-                cfg.rules,
-                self.mesh,
-                zero_stage=cfg.train.zero_stage,
-            )
-        loss = grads.make_loss(cfg.model, dtype=cfg.train.dtype, remat=cfg.train.remat)
-        self.grad_fn = grads.accumulate(
-            loss, num_microbatches=cfg.train.num_microbatches, grad_shardings=grad_places
-        )
-        self.step_options = dict(
-            optimizer=optimizer, schedule=schedule, clip_norm=cfg.optim.clip_norm, seed=0
-        )
+        self.cfg = config.parse(c, num_devices=num_devices)
+        self.program = assemble(self.cfg, self.cfg.model, jax.devices()[:num_devices])
 
     def start(self):
-        places = state.places_of(self.abstract)
-        return self._on_mesh(jax.jit(self.init, out_shardings=places), jax.random.key(0))
+        with self.program.active():
+            return self.program.start(0)
 
     def batch(self, number=0):
         size = self.cfg.train.global_batch
-        loader = Loader(self.cfg.train_data, self.mesh, self.cfg.rules, global_batch=size)
+        loader = Loader(self.cfg.train_data, self.program.mesh, self.cfg.rules, global_batch=size)
         try:
             return loader.read(number * size)
         finally:
@@ -70,15 +50,11 @@ class Run:
         """Returns gradients, the state after one step, and its report, all from the same start."""
 
         def both(start, batch):
-            gradients = self.grad_fn(start.params, batch, jax.random.key(0))
-            step = make_train_step(lambda *_: gradients, **self.step_options)
-            return gradients[0], *step(start, batch)
+            gradients, _ = self.program.grad_fn(start.params, batch, jax.random.key(0))
+            return gradients, *self.program.train_step(start, batch)
 
-        return jax.device_get(self._on_mesh(jax.jit(both), self.start(), self.batch()))
-
-    def _on_mesh(self, function, *args):
-        with jax.set_mesh(self.mesh), sharding.use_rules(self.cfg.rules):
-            return function(*args)
+        with self.program.active():
+            return jax.device_get(jax.jit(both)(self.start(), self.batch()))
 
 
 def assert_same(ours, theirs, rtol):
@@ -144,8 +120,11 @@ def test_zero_stages_change_where_things_live_and_nothing_else(zero_stage, x64):
     c.train.zero_stage = zero_stage
     run = Run(c, dtype="float64", data=2, fsdp=4)
     assert_same(run.one_step(), alone(), rtol=1e-10)
-    whole = Run(packed(), dtype="float64").abstract
-    held = [state.bytes_per_device(tree) for tree in (run.abstract.params, run.abstract.opt_state)]
+    whole = Run(packed(), dtype="float64").program.abstract_state
+    held = [
+        state.bytes_per_device(tree)
+        for tree in (run.program.abstract_state.params, run.program.abstract_state.opt_state)
+    ]
     of = [state.bytes_per_device(tree) for tree in (whole.params, whole.opt_state)]
     assert held[0] == of[0]
     assert held[1] == pytest.approx(of[1] / (4 if zero_stage else 1), rel=0.01)
@@ -163,10 +142,10 @@ def test_remat_keeps_less_for_the_backward_pass():
         c = tiny_config()
         c.data.seq_len, c.train.remat = 64, remat
         run = Run(c)
-        with jax.set_mesh(run.mesh), sharding.use_rules(run.cfg.rules):
-            grad = jax.jit(run.grad_fn)
+        with run.program.active():
+            grad = jax.jit(run.program.grad_fn)
             key = jax.random.key(0)
-            compiled = grad.lower(run.abstract.params, run.batch(), key).compile()
+            compiled = grad.lower(run.program.abstract_state.params, run.batch(), key).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes("full") < 0.8 * temporary_bytes("none")

@@ -1,0 +1,89 @@
+"""The pure functions that make up a run on one mesh, and where what they take lives."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from meshtrain import grads, optim, sharding
+from meshtrain import state as states
+from meshtrain.config import Config
+from meshtrain.mesh import make_mesh
+from meshtrain.metrics import Metrics
+from meshtrain.models.base import Model, Params
+from meshtrain.state import TrainState
+from meshtrain.step import Report, make_train_step
+
+
+@dataclass(frozen=True)
+class Program:
+    """What `train` runs, `verify` compares and `audit` compiles: assembled in one place for all."""
+
+    mesh: jax.sharding.Mesh
+    rules: sharding.Rules
+    model: Model
+    optimizer: optax.GradientTransformation
+    abstract_state: TrainState  # shapes, dtypes, shardings
+    init: Callable[[jax.Array], TrainState]  # of a PRNG key; not yet compiled, as the rest
+    grad_fn: grads.GradFn
+    train_step: Callable[[TrainState, Any], tuple[TrainState, Report]]
+    eval_step: Callable[[Params, Any], Metrics]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Within it the functions can be traced, compiled and run."""
+        with jax.set_mesh(self.mesh), sharding.use_rules(self.rules):
+            yield
+
+    def start(self, seed: int) -> TrainState:
+        """Returns the state before the first step: every parameter is born where it lives."""
+        places = states.places_of(self.abstract_state)
+        return jax.jit(self.init, out_shardings=places)(jax.random.key(seed))
+
+    def compile(self, batch: Any) -> jax.stages.Compiled:
+        """Returns the train step for batches like this one; it takes over the state that it is given."""
+        places = states.places_of(self.abstract_state)
+        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(places, None))
+        return jitted.lower(self.abstract_state, batch).compile()
+
+
+def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None) -> Program:
+    """Returns the program of these settings on these devices (all, unless told)."""
+    mesh = make_mesh(cfg.mesh, devices=devices)
+    c = cfg.train
+    schedule = optim.make_schedule(cfg.optim, steps=c.steps)
+    optimizer = cfg.build_optimizer(schedule)
+    init = states.initializer(model, optimizer, param_dtype=c.param_dtype)
+    with jax.set_mesh(mesh):
+        abstract_state, grad_places = states.plan(
+            init, model.axes, optimizer, cfg.rules, mesh, zero_stage=c.zero_stage
+        )
+    loss_fn = grads.make_loss(model, dtype=c.dtype, remat=c.remat, unroll=c.unroll)
+    # Where each device holds whole gradients anyway, those of fsdp can wait for the end as well.
+    partial_over = ("data",) if c.zero_stage >= 2 else ("data", "fsdp")
+    if model.block is None and c.num_microbatches == 1:
+        partial_over = ()  # a loss of one's own may mix its rows: a contrastive one, say
+    grad_fn = grads.accumulate(
+        loss_fn,
+        num_microbatches=c.num_microbatches,
+        grad_shardings=grad_places,
+        partial_over=partial_over,
+    )
+    train_step = make_train_step(
+        grad_fn, optimizer, schedule, clip_norm=cfg.optim.clip_norm, seed=c.seed
+    )
+    eval_step = grads.evaluate(loss_fn, num_microbatches=c.num_microbatches)
+    return Program(
+        mesh=mesh,
+        rules=cfg.rules,
+        model=model,
+        optimizer=optimizer,
+        abstract_state=abstract_state,
+        init=init,
+        grad_fn=grad_fn,
+        train_step=train_step,
+        eval_step=eval_step,
+    )
