@@ -40,7 +40,7 @@ def get_config() -> ConfigDict:
     train.zero_stage = 3  # fsdp cuts: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters
     train.remat = "none"  # recomputed in the backward pass: "none", "full", all but "dots", or all
     # but results kept by name: "names:attention,mlp"
-    train.unroll = 8  # at most so many layers in one turn of the loop over them
+    train.unroll = 8  # at most so many layers in one turn of the loop over them, if remat is none
     train.dtype = "float32"  # to compute in: float32, bfloat16, float16, float64
     train.param_dtype = "float32"  # of parameters and optimizer state
 

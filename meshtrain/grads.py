@@ -24,8 +24,10 @@ def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1)
     `remat` says what the backward pass keeps of each block: "none" recomputes nothing, "full" all
     but the block's input, "dots" keeps results of matrix products, "names:a,b" those that the model
     marked with `checkpoint_name`. A model that is no stack counts as one block.
-    At most `unroll` layers make one turn of the loop over the stack.
+    At most `unroll` layers make one turn of the loop over the stack, where nothing is recomputed:
+    without a loop between them XLA merges what is recomputed with what was computed, and keeps it.
     """
+    unroll = unroll if remat == "none" else 1
 
     def loss(params, batch, key):
         params = jax.tree.map(
