@@ -15,7 +15,9 @@ from meshtrain.models.layers import Block, dense, embedding, norm
 from meshtrain.ops.losses import cross_entropy
 from meshtrain.sharding import constrain
 
-# B batch, S sequence, D model, V vocabulary
+# B batch, S sequence, D model, V vocabulary, padded
+
+VOCAB_MULTIPLE = 128  # so that any usual mesh.tensor divides it, whatever the tokenizer made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,11 @@ class TransformerConfig:
             raise ConfigError(*faults)
 
     @property
+    def padded_vocab(self) -> int:
+        """Rows of the tables: the same on every mesh, for checkpoints to fit."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
     def residual_scale(self) -> float:
         """Two residual branches a layer: each starts at 1/sqrt(2 L), so that the sum keeps its variance (GPT-2)."""
         return (2 * self.num_layers) ** -0.5
@@ -98,7 +105,8 @@ class Outer(nnx.Module):
     """What surrounds the blocks: token (and position) embedding, final norm, output head."""
 
     def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
-        self.tokens = embedding(rngs, c.vocab_size, c.d_model, axes=("vocab", "embed"))
+        self.vocab_size = c.vocab_size
+        self.tokens = embedding(rngs, c.padded_vocab, c.d_model, axes=("vocab", "embed"))
         self.positions = (
             embedding(rngs, c.max_seq_len, c.d_model, axes=(None, "embed"))
             if c.positions == "learned"
@@ -109,7 +117,7 @@ class Outer(nnx.Module):
         self.output = (
             None
             if c.tie_embeddings
-            else dense(rngs, c.d_model, c.vocab_size, axes=head, bias=False)
+            else dense(rngs, c.d_model, c.padded_vocab, axes=head, bias=False)
         )
 
     def embed(self, batch: Batch) -> jax.Array:
@@ -123,7 +131,9 @@ class Outer(nnx.Module):
         logits_BSV = (
             x_BSD @ table(self.tokens, "vocab").T if self.output is None else self.output(x_BSD)
         )
-        return constrain(logits_BSV, "batch", "seq", "vocab")
+        logits_BSV = constrain(logits_BSV, "batch", "seq", "vocab")
+        is_token_V = jnp.arange(logits_BSV.shape[-1]) < self.vocab_size  # the rest only pads
+        return jnp.where(is_token_V[None, None], logits_BSV, jnp.finfo(logits_BSV.dtype).min)
 
 
 def table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
