@@ -72,7 +72,7 @@ def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Conf
         resolved = read.attempt(mesh.resolve, num_devices)
         model = {} if "model" in own else raw["model"]
         data = {} if "data" in own else raw["data"]
-        read.faults += _check_layout(resolved or mesh, raw["train"], model)
+        read.faults += check_layout(resolved or mesh, raw["train"], model)
         read.faults += _check_positions(model, data)
         mesh = resolved
     model = read.attempt(build_model)
@@ -189,7 +189,7 @@ def _has_type(value: Any, annotation: Any) -> bool:
     )
 
 
-def _check_layout(mesh: MeshConfig, train: Mapping, model: Mapping) -> list[str]:
+def check_layout(mesh: MeshConfig, train: Mapping, model: Mapping) -> list[str]:
     """What must divide what. An axis that is still -1, for want of devices, counts as 1."""
     size = {axis: max(1, getattr(mesh, axis)) for axis in AXES}
     faults = [

@@ -43,11 +43,14 @@ class Program:
         places = states.places_of(self.abstract_state)
         return jax.jit(self.init, out_shardings=places)(jax.random.key(seed))
 
-    def compile(self, batch: Any) -> jax.stages.Compiled:
-        """Returns the train step for batches like this one; it takes over the state that it is given."""
+    def compile(self, batch: Any, options: dict | None = None) -> jax.stages.Compiled:
+        """Returns the train step for batches like this one; it takes over the state that it is given.
+
+        `options` are XLA's.
+        """
         places = states.places_of(self.abstract_state)
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(places, None))
-        return jitted.lower(self.abstract_state, batch).compile()
+        return jitted.lower(self.abstract_state, batch).compile(options)
 
 
 def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None) -> Program:
