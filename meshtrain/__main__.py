@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-VERBS = {"train": "meshtrain.main", "generate": "meshtrain.generate"}
+VERBS = {"train": "meshtrain.main", "generate": "meshtrain.generate", "verify": "meshtrain.verify"}
 
 
 def main() -> int:

@@ -1,0 +1,268 @@
+"""Proves a model's parallelism: in float64, every layout takes the same steps as one device.
+
+  meshtrain verify --config=configs/quickstart.py --simulate_devices=8
+
+Layouts hold every pair of: sizes of mesh axes, ZeRO stages, numbers of micro-batches, remat, packed
+rows, token weights, sequence-sharded residuals. Each runs the trainer's own step, and is compared
+with plain maths (meshtrain/reference.py) in loss, gradients, norm, parameters and optimizer state.
+The model's sizes are made small, its structure stays. Exit code 1: something differs, and is named.
+"""
+
+import copy
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtrain import certificate, cli, config, reference, sharding
+from meshtrain import state as states
+from meshtrain.certificate import Certificate, Result
+from meshtrain.covering import Row, pairwise
+from meshtrain.data.loader import Loader
+from meshtrain.data.source import Source
+from meshtrain.errors import ConfigError, not_one_of
+from meshtrain.mesh import AXES, MeshConfig
+from meshtrain.models.base import Model
+from meshtrain.program import Program, assemble
+from meshtrain.subject import STEPS, Subject, keep_gradients
+
+TOLERANCE = 1e-10
+QUICK = 7  # layouts
+OPTIONAL = ("packing", "masks", "weights", "causality", "cross-entropy")
+EXIT_DIFFERS = 1
+# Numbers are wanted, not speed.
+COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def verify(
+    settings: Mapping[str, Any],
+    *,
+    model: Model | None = None,
+    data: Source | Iterable[Any] | None = None,
+    quick: bool = False,
+    keep_sizes: bool = False,
+    without: Iterable[str] = (),
+    tell: Callable[[str], None] = print,
+) -> Certificate:
+    """Returns what came of every layout of a config, and of a model and data as `train` takes them.
+
+    `quick` tries only the layouts that hold the most pairs. `keep_sizes` leaves the `model` section
+    as it is. `without` names what the model is not made for: "packing", where it ignores
+    `batch.segments`, or another of OPTIONAL. Raises ConfigError for what the user has to change.
+    """
+    if faults := [fault for name in without for fault in not_one_of("without", name, OPTIONAL)]:
+        raise ConfigError(*faults)
+    with jax.enable_x64(True):
+        subject = Subject(settings, model, data, keep_sizes=keep_sizes)
+        rows = pairwise(_factors(subject, without), lambda row: _possible(subject, row))
+        rows = rows[:QUICK] if quick else rows
+        rows.sort(key=lambda row: sum(row.get(axis, 1) > 1 for axis in AXES))
+        tell(f"{subject.name}: {states.count(subject.start.params):,} parameters, float64")
+        tell(
+            f"{len(rows)} layouts of {jax.device_count()} devices, {STEPS} steps each, against one"
+        )
+        laws = [law for law in _broken_laws(subject) if not law.startswith(tuple(without))]
+        for law in laws:
+            tell(f"FAILED on one device: {law}")
+        results = []
+        for row in rows:
+            results.append(_check(subject, row))
+            tell(certificate.line(results[-1]))
+    return Certificate(subject.name, TOLERANCE, tuple(laws), tuple(results))
+
+
+def _factors(subject: Subject, without: Iterable[str]) -> dict[str, list]:
+    """Returns what a layout may vary, each with its levels."""
+    num = jax.device_count()
+    sizes = [size for size in range(1, num + 1) if num % size == 0]
+
+    def yes_no(possible: bool, name: str = "") -> list[bool]:
+        return [True, False] if possible and name not in without else [False]
+
+    residuals = any(name == "residual_seq" for name, _ in subject.raw["rules"])
+    return {
+        **{axis: sizes for axis in AXES if axis not in config.NOT_YET},
+        "zero_stage": [3, 0, 1, 2],
+        "num_microbatches": [1, 2, 4],
+        "remat": ["none", "full", "dots", "names:attention,mlp"],
+        "packing": yes_no(subject.rows is not None, "packing"),
+        "masks": yes_no(subject.is_text, "masks"),
+        "sequence_parallel": yes_no(residuals),
+    }
+
+
+def _possible(subject: Subject, row: Row) -> bool:
+    sizes = {axis: row[axis] for axis in AXES if axis in row}
+    train = {**subject.raw["train"], "num_microbatches": row["num_microbatches"]}
+    return math.prod(sizes.values()) == jax.device_count() and not config.check_layout(
+        MeshConfig(**sizes), train, subject.raw["model"]
+    )
+
+
+def _broken_laws(subject: Subject) -> list[str]:
+    """Returns what the model does wrong on one device already, which no comparison would show."""
+    if not subject.is_text:
+        return []
+    samples, _ = subject.batches(packing=False, masks=True)
+    batch = jax.tree.map(lambda leaf: leaf[: subject.global_batch], samples)
+    vocab_size = subject.raw["model"].get("vocab_size")
+    return reference.broken_laws(subject.model, subject.start.params, batch, vocab_size)
+
+
+def _check(subject: Subject, row: Row) -> Result:
+    """Takes the steps on one layout and compares them with those of one device."""
+    began, differences = time.perf_counter(), {}
+    try:
+        program = _program(subject, row)
+        fault = _misplaced(program, row["zero_stage"]) or _compare(
+            subject, row, program, differences
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # XLA's faults are of many types, and each is a finding
+        fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return Result(row, differences, fault, time.perf_counter() - began)
+
+
+def _program(subject: Subject, row: Row) -> Program:
+    """Returns the trainer's own program of a layout; its optimizer also keeps the gradients it gets."""
+    raw = copy.deepcopy(subject.raw)
+    raw["mesh"] = {axis: row.get(axis, 1) for axis in AXES}
+    raw["optim"]["clip_norm"] = subject.clip_norm
+    raw["train"].update({key: row[key] for key in ("zero_stage", "num_microbatches", "remat")})
+    if row["sequence_parallel"]:
+        raw["rules"] = (("residual_seq", ("context", "tensor")), *raw["rules"])
+    cfg = config.parse(raw, num_devices=jax.device_count(), own=["model", "data"])
+    build = cfg.build_optimizer
+    keeping = dataclasses.replace(cfg, build_optimizer=lambda rate: keep_gradients(build(rate)))
+    return assemble(keeping, subject.model)
+
+
+def _compare(
+    subject: Subject, row: Row, program: Program, differences: dict[str, float]
+) -> str | None:
+    """Fills in the largest difference of each kind of value; returns the first that is too large."""
+    varied = {key: row[key] for key in ("packing", "masks")}
+    due, (samples, _) = subject.steps(**varied), subject.batches(**varied)
+    source = Source(lambda indices: jax.tree.map(lambda leaf: leaf[indices], samples))
+    loader = Loader(source, program.mesh, program.rules, global_batch=subject.global_batch)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(due[0].grads))
+    zero = [
+        certificate.name_of(path)
+        for path, leaf in jax.tree.leaves_with_path(due[0].grads)
+        if np.abs(leaf).max() < 1e-12 * largest
+    ]
+
+    def compared(number, seen, expected):
+        found, fault = certificate.compare(seen, expected, tolerance=TOLERANCE, zero=zero)
+        for kind, difference in found.items():
+            differences[kind] = max(difference, differences.get(kind, 0.0))
+        return fault and f"step {number}: {fault}"
+
+    try:
+        with program.active():
+            state = jax.device_put(subject.start, states.places_of(program.abstract_state))
+            evaluate = (
+                jax.jit(program.eval_step).lower(state.params, loader.peek()).compile(COMPILE)
+            )
+            held_out = evaluate(state.params, loader.peek()).mean()
+            fault = compared(0, {"evaluation": held_out}, {"evaluation": due[0].means})
+            step = program.compile(loader.peek(), COMPILE)
+            for number, expected in enumerate(due):
+                state, report = step(state, next(loader))
+                seen, wanted = _values(*jax.device_get((state, report)), expected)
+                fault = fault or compared(number, seen, wanted)
+    finally:
+        loader.close()
+    return fault
+
+
+def _values(state, report, due: reference.Step) -> tuple[certificate.Trees, certificate.Trees]:
+    """Returns what a step made and what it should have made, by kind."""
+    grads, opt_state = state.opt_state
+    return {
+        "loss": {name: report[name] for name in due.means},
+        "norm": report["grad_norm"],
+        "gradients": grads,
+        "parameters": state.params,
+        "optimizer state": opt_state,
+    }, {
+        "loss": due.means,
+        "norm": due.norm,
+        "gradients": due.grads,
+        "parameters": due.params,
+        "optimizer state": due.opt_state,
+    }
+
+
+def _misplaced(program: Program, zero_stage: int) -> str | None:
+    """Returns what is not cut as the layout says: the rows of the batch, or what ZeRO cuts over fsdp."""
+    sizes, fsdp = program.mesh.shape, program.mesh.shape["fsdp"]
+    (cut,) = sharding.spec_for(("batch",), (program.mesh.size,), program.rules, sizes)
+    if math.prod(sizes[axis] for axis in cut or ()) != sizes["data"] * fsdp:
+        return f"rows of the batch are cut over {cut}, not over data and fsdp"
+    first = dict(reversed(program.rules))
+    state = program.abstract_state
+    trees = {
+        "parameters": (state.params, zero_stage >= 3),
+        "moments": (state.opt_state[0], zero_stage >= 1),
+    }
+    for kind, (tree, wanted) in trees.items():
+        for (path, leaf), names in zip(
+            jax.tree.leaves_with_path(tree), _leaves_of(program.model.axes), strict=True
+        ):
+            divides = any(
+                first.get(name) == "fsdp" and size % fsdp == 0
+                for name, size in zip(names, leaf.shape, strict=True)
+            )
+            is_cut = any("fsdp" in (dim or ()) for dim in leaf.sharding.spec)
+            if fsdp > 1 and divides and is_cut != wanted:
+                how = "cut" if is_cut else "whole"
+                return f"{kind} {certificate.name_of(path)}: {how} over fsdp at ZeRO stage {zero_stage}"
+    return None
+
+
+def _leaves_of(axes: Any) -> list:
+    return jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return cli.told(lambda: run(argv))
+
+
+def run(argv: list[str] | None) -> int:
+    flags = cli.parser("verify", __doc__)
+    flags.add_argument("--quick", action="store_true", help=f"only the {QUICK} fullest layouts")
+    flags.add_argument("--keep_sizes", action="store_true", help="do not make the model small")
+    flags.add_argument(
+        "--without", default="", metavar="NAME,...", help=f"leave out: {', '.join(OPTIONAL)}"
+    )
+    flags.add_argument(
+        "--output",
+        type=Path,
+        default=Path("certificate"),
+        metavar="DIR",
+        help="for verify.json, .md",
+    )
+    args, settings = cli.settings(flags, argv)
+    without = [name for name in args.without.split(",") if name]
+    began = time.perf_counter()
+    found = verify(settings, quick=args.quick, keep_sizes=args.keep_sizes, without=without)
+    found.write(args.output)
+    failed = sum(result.fault is not None for result in found.results) + len(found.broken_laws)
+    verdict = f"{failed} FAILED" if failed else "all equal to one device"
+    print(
+        f"{verdict} · {time.perf_counter() - began:.0f} s · written to {args.output}/verify.md and .json"
+    )
+    return EXIT_DIFFERS if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
