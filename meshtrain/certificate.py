@@ -44,7 +44,10 @@ class Certificate:
     def write(self, folder: Path) -> None:
         """Writes verify.json and verify.md into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        record = {"passed": self.passed, **asdict(self), "versions": versions()}
+        record = {"passed": self.passed, "versions": versions(), **asdict(self)}
+        for result in record["results"]:
+            found = result["differences"]  # JSON knows no infinity
+            found.update({kind: None for kind, value in found.items() if not math.isfinite(value)})
         (folder / "verify.json").write_text(json.dumps(record, indent=2) + "\n")
         (folder / "verify.md").write_text(self._markdown())
 

@@ -27,6 +27,7 @@ class Program:
     model: Model
     optimizer: optax.GradientTransformation
     abstract_state: TrainState  # shapes, dtypes, shardings
+    grad_shardings: Any
     init: Callable[[jax.Array], TrainState]  # of a PRNG key; not yet compiled, as the rest
     grad_fn: grads.GradFn
     train_step: Callable[[TrainState, Any], tuple[TrainState, Report]]
@@ -38,16 +39,16 @@ class Program:
         with jax.set_mesh(self.mesh), sharding.use_rules(self.rules):
             yield
 
-    def start(self, seed: int) -> TrainState:
-        """Returns the state before the first step: every parameter is born where it lives."""
-        places = states.places_of(self.abstract_state)
-        return jax.jit(self.init, out_shardings=places)(jax.random.key(seed))
+    def start(self, seed: int, options: dict | None = None) -> TrainState:
+        """Returns the state before the first step: every parameter is born where it lives.
+
+        `options`, here and below, are the compiler's.
+        """
+        places, key = states.places_of(self.abstract_state), jax.random.key(seed)
+        return jax.jit(self.init, out_shardings=places).lower(key).compile(options)(key)
 
     def compile(self, batch: Any, options: dict | None = None) -> jax.stages.Compiled:
-        """Returns the train step for batches like this one; it takes over the state that it is given.
-
-        `options` are XLA's.
-        """
+        """Returns the train step for batches like this one; it takes over the state that it is given."""
         places = states.places_of(self.abstract_state)
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(places, None))
         return jitted.lower(self.abstract_state, batch).compile(options)
@@ -85,6 +86,7 @@ def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None)
         model=model,
         optimizer=optimizer,
         abstract_state=abstract_state,
+        grad_shardings=grad_places,
         init=init,
         grad_fn=grad_fn,
         train_step=train_step,

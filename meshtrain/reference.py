@@ -23,6 +23,7 @@ class Step(NamedTuple):
     """One optimizer step, as it should be."""
 
     means: dict[str, jax.Array]  # loss and what is reported beside it
+    learning_rate: jax.Array | float
     norm: jax.Array  # () of the gradients, before clipping
     grads: Params  # as the optimizer gets them: means, clipped
     params: Params
@@ -45,10 +46,12 @@ def loss(model: Model, params: Params, batch: Any) -> Metrics:
     return model.head(params, blocks(model, params, batch), batch)
 
 
-def make_step(model: Model, optimizer: optax.GradientTransformation) -> Callable[..., Step]:
-    """Returns the function (params, opt_state, batch, clip_norm) -> Step."""
+def make_step(
+    model: Model, optimizer: optax.GradientTransformation, schedule: Callable
+) -> Callable[..., Step]:
+    """Returns the function (number, params, opt_state, batch, clip_norm) -> Step."""
 
-    def step(params, opt_state, batch, clip_norm):
+    def step(number, params, opt_state, batch, clip_norm):
         def mean(params):
             sums = loss(model, params, batch)
             means = {"loss": sums.loss / sums.weight}
@@ -58,7 +61,8 @@ def make_step(model: Model, optimizer: optax.GradientTransformation) -> Callable
         norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1, clip_norm / norm), grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return Step(means, norm, grads, jax.tree.map(jnp.add, params, updates), opt_state)
+        params = jax.tree.map(jnp.add, params, updates)
+        return Step(means, schedule(number), norm, grads, params, opt_state)
 
     return step
 

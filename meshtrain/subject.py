@@ -45,14 +45,15 @@ class Subject:
         self.model = without_dropout(model or cfg.model)
         self.samples = read(cfg.train_data if data is None else data, STEPS * self.global_batch)
         self.rows = _rows_of(self.samples)
-        optimizer = cfg.build_optimizer(optim.make_schedule(cfg.optim, steps=cfg.train.steps))
+        schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
+        optimizer = cfg.build_optimizer(schedule)
         keeping = dataclasses.replace(
             cfg, mesh=MeshConfig(), build_optimizer=lambda _: keep_gradients(optimizer)
         )
         program = assemble(keeping, self.model, devices=jax.devices()[:1])
         with program.active():
             self.start = jax.device_get(program.start(cfg.train.seed))
-        self._step = jax.jit(reference.make_step(self.model, optimizer))
+        self._step = jax.jit(reference.make_step(self.model, optimizer, schedule))
         self._steps: dict[tuple[bool, bool], list[reference.Step]] = {}
         # Half of what the first gradients need, so that clipping has something to do.
         self.clip_norm = np.inf
@@ -68,8 +69,9 @@ class Subject:
         """Returns the steps that one device takes, each document alone."""
         if (packing, masks) not in self._steps:
             params, opt_state, steps = self.start.params, self.start.opt_state[1], []
-            for batch in self.batches(packing=packing, masks=masks)[1]:
-                steps.append(jax.device_get(self._step(params, opt_state, batch, self.clip_norm)))
+            for number, batch in enumerate(self.batches(packing=packing, masks=masks)[1]):
+                step = self._step(number, params, opt_state, batch, self.clip_norm)
+                steps.append(jax.device_get(step))
                 params, opt_state = steps[-1].params, steps[-1].opt_state
             self._steps[packing, masks] = steps
         return self._steps[packing, masks]

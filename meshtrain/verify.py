@@ -30,9 +30,12 @@ from meshtrain.errors import ConfigError, not_one_of
 from meshtrain.mesh import AXES, MeshConfig
 from meshtrain.models.base import Model
 from meshtrain.program import Program, assemble
+from meshtrain.state import TrainState
+from meshtrain.step import Report
 from meshtrain.subject import STEPS, Subject, keep_gradients
 
 TOLERANCE = 1e-10
+BORN = 1e-6  # of initial parameters: a user's own may be drawn in float32
 QUICK = 7  # layouts
 OPTIONAL = ("packing", "masks", "weights", "causality", "cross-entropy")
 EXIT_DIFFERS = 1
@@ -72,7 +75,7 @@ def verify(
             tell(f"FAILED on one device: {law}")
         results = []
         for row in rows:
-            results.append(_check(subject, row))
+            results.append(check(subject, row))
             tell(certificate.line(results[-1]))
     return Certificate(subject.name, TOLERANCE, tuple(laws), tuple(results))
 
@@ -115,7 +118,7 @@ def _broken_laws(subject: Subject) -> list[str]:
     return reference.broken_laws(subject.model, subject.start.params, batch, vocab_size)
 
 
-def _check(subject: Subject, row: Row) -> Result:
+def check(subject: Subject, row: Row) -> Result:
     """Takes the steps on one layout and compares them with those of one device."""
     began, differences = time.perf_counter(), {}
     try:
@@ -159,40 +162,47 @@ def _compare(
         if np.abs(leaf).max() < 1e-12 * largest
     ]
 
-    def compared(number, seen, expected):
-        found, fault = certificate.compare(seen, expected, tolerance=TOLERANCE, zero=zero)
+    def compared(seen, expected, tolerance=TOLERANCE):
+        found, fault = certificate.compare(seen, expected, tolerance=tolerance, zero=zero)
         for kind, difference in found.items():
             differences[kind] = max(difference, differences.get(kind, 0.0))
-        return fault and f"step {number}: {fault}"
+        return fault
 
     try:
         with program.active():
+            born = program.start(subject.raw["train"]["seed"], COMPILE).params
+            fault = compared({"start": jax.device_get(born)}, {"start": subject.start.params}, BORN)
             state = jax.device_put(subject.start, states.places_of(program.abstract_state))
-            evaluate = (
-                jax.jit(program.eval_step).lower(state.params, loader.peek()).compile(COMPILE)
-            )
-            held_out = evaluate(state.params, loader.peek()).mean()
-            fault = compared(0, {"evaluation": held_out}, {"evaluation": due[0].means})
+            evaluate = jax.jit(program.eval_step).lower(state.params, loader.peek())
+            held_out = evaluate.compile(COMPILE)(state.params, loader.peek()).mean()
+            fault = fault or compared({"evaluation": held_out}, {"evaluation": due[0].means})
             step = program.compile(loader.peek(), COMPILE)
             for number, expected in enumerate(due):
+                if fault:
+                    break
                 state, report = step(state, next(loader))
-                seen, wanted = _values(*jax.device_get((state, report)), expected)
-                fault = fault or compared(number, seen, wanted)
+                seen, wanted = _values(number, *jax.device_get((state, report)), expected)
+                if fault := compared(seen, wanted):
+                    fault = f"step {number}: {fault}"
     finally:
         loader.close()
     return fault
 
 
-def _values(state, report, due: reference.Step) -> tuple[certificate.Trees, certificate.Trees]:
+def _values(
+    number: int, state: TrainState, report: Report, due: reference.Step
+) -> tuple[certificate.Trees, certificate.Trees]:
     """Returns what a step made and what it should have made, by kind."""
     grads, opt_state = state.opt_state
     return {
+        "schedule": {"step": state.step, "learning_rate": report["learning_rate"]},
         "loss": {name: report[name] for name in due.means},
         "norm": report["grad_norm"],
         "gradients": grads,
         "parameters": state.params,
         "optimizer state": opt_state,
     }, {
+        "schedule": {"step": number + 1, "learning_rate": due.learning_rate},
         "loss": due.means,
         "norm": due.norm,
         "gradients": due.grads,
@@ -207,29 +217,23 @@ def _misplaced(program: Program, zero_stage: int) -> str | None:
     (cut,) = sharding.spec_for(("batch",), (program.mesh.size,), program.rules, sizes)
     if math.prod(sizes[axis] for axis in cut or ()) != sizes["data"] * fsdp:
         return f"rows of the batch are cut over {cut}, not over data and fsdp"
-    first = dict(reversed(program.rules))
-    state = program.abstract_state
+    state, first = program.abstract_state, dict(reversed(program.rules))
     trees = {
-        "parameters": (state.params, zero_stage >= 3),
-        "moments": (state.opt_state[0], zero_stage >= 1),
+        "parameters": (3, states.places_of(state.params)),
+        "gradients": (2, program.grad_shardings),
+        "moments": (1, states.places_of(state.opt_state[0])),
     }
-    for kind, (tree, wanted) in trees.items():
-        for (path, leaf), names in zip(
-            jax.tree.leaves_with_path(tree), _leaves_of(program.model.axes), strict=True
-        ):
-            divides = any(
-                first.get(name) == "fsdp" and size % fsdp == 0
-                for name, size in zip(names, leaf.shape, strict=True)
-            )
-            is_cut = any("fsdp" in (dim or ()) for dim in leaf.sharding.spec)
-            if fsdp > 1 and divides and is_cut != wanted:
+    names = jax.tree.leaves(program.model.axes, is_leaf=lambda node: isinstance(node, tuple))
+    leaves = jax.tree.leaves_with_path(state.params)
+    for kind, (first_stage, places) in trees.items():
+        for (path, leaf), dims, place in zip(leaves, names, jax.tree.leaves(places), strict=True):
+            sized = zip(dims, leaf.shape, strict=True)
+            divides = any(first.get(name) == "fsdp" and size % fsdp == 0 for name, size in sized)
+            is_cut = any("fsdp" in (axes or ()) for axes in place.spec)
+            if fsdp > 1 and divides and is_cut != (zero_stage >= first_stage):
                 how = "cut" if is_cut else "whole"
                 return f"{kind} {certificate.name_of(path)}: {how} over fsdp at ZeRO stage {zero_stage}"
     return None
-
-
-def _leaves_of(axes: Any) -> list:
-    return jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def main(argv: list[str] | None = None) -> int:
