@@ -134,7 +134,8 @@ def compare(
             differences[kind] = max(differences[kind], float(gaps[worst] / scale))
             if fault is None and not gaps[worst] <= tolerance * scale:
                 place = str([int(n) for n in worst]) if worst else ""
-                fault = f"{kind} {name}{place}: {here[worst]:.12g} here, {there[worst]:.12g} on one device"
+                leaf = f"{kind} {name}".strip() + place
+                fault = f"{leaf}: {here[worst]:.12g} here, {there[worst]:.12g} on one device"
     return differences, fault
 
 

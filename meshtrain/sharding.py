@@ -45,7 +45,7 @@ def spec_for(
     assigned: list[tuple[str, ...] | None] = [None] * len(names)
     taken: set[str] = set()
     for name, axes in rules:
-        axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        axes = axes_of(axes)
         for axis in axes:
             if axis not in sizes:
                 raise ConfigError(
@@ -58,6 +58,11 @@ def spec_for(
                 assigned[dim] = axes
                 taken |= set(axes)
     return PartitionSpec(*(axes or None for axes in assigned))
+
+
+def axes_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Returns the mesh axes in one entry of a rule or a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def shardings(axes, shapes, rules: Rules, mesh: jax.sharding.Mesh):
@@ -80,24 +85,17 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def without(rules: Rules, *gone: str) -> Rules:
     """Returns the rules with these mesh axes taken out of every line."""
     return tuple(
-        (
-            name,
-            tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a not in gone),
-        )
-        for name, axes in rules
+        (name, tuple(axis for axis in axes_of(axes) if axis not in gone)) for name, axes in rules
     )
 
 
 def batch_slices(axes: Sequence[str]) -> tuple[tuple[str, ...], int]:
     """Returns those of these mesh axes that shard the batch by the active rules, and their product."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.get() or ()
-    sharded = {
-        axis
-        for name, to in rules
-        if name == "batch" and to
-        for axis in ((to,) if isinstance(to, str) else to)
-    }
-    axes = tuple(axis for axis in axes if axis in sharded and not mesh.empty)
+    if mesh.empty:
+        return (), 1
+    sharded = {axis for name, of in rules if name == "batch" for axis in axes_of(of)}
+    axes = tuple(axis for axis in axes if axis in sharded)
     return axes, math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -111,8 +109,5 @@ def apart(axes: Sequence[str]) -> Iterator[None]:
 
 def cleared(place: NamedSharding, axes: Sequence[str]) -> NamedSharding:
     """Returns a sharding without these mesh axes."""
-    kept = [
-        tuple(axis for axis in ((dim,) if isinstance(dim, str) else dim or ()) if axis not in axes)
-        for dim in place.spec
-    ]
+    kept = (tuple(axis for axis in axes_of(dim) if axis not in axes) for dim in place.spec)
     return NamedSharding(place.mesh, PartitionSpec(*(dim or None for dim in kept)))

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain import sharding
+from meshtrain.errors import ConfigError
 from meshtrain.models.base import Axes, Model, Params
 
 
@@ -49,6 +50,7 @@ def plan(
     1 on, gradients from 2 on, parameters at 3. Three mappings of one tree, and nothing else.
     """
     shapes = jax.eval_shape(init, jax.random.key(0))
+    _check_axes(axes, shapes.params, mesh)
 
     def mapping(first_stage: int):
         active = rules if zero_stage >= first_stage else sharding.without(rules, "fsdp")
@@ -70,6 +72,30 @@ def plan(
     places = TrainState(replicated, mapping(3), opt_state)
     abstract = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, places)
     return abstract, mapping(2)
+
+
+def _check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:
+    """Raises ConfigError unless every parameter's dims have names, and some name where an axis needs it."""
+
+    def is_names(node):
+        return node is None or isinstance(node, tuple)
+
+    given = dict(jax.tree.leaves_with_path(axes, is_leaf=is_names))
+    faults = []
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if given.get(path) is None or len(given[path]) != leaf.ndim:
+            faults.append(
+                f"model.axes: parameter {jax.tree_util.keystr(path, simple=True, separator='/')} of shape "
+                f"{leaf.shape} has {given.get(path)}; give a tuple with a name, or None, for each dim"
+            )
+    if faults:
+        raise ConfigError(*faults[:3])
+    cutting = [axis for axis in ("fsdp", "tensor") if mesh.shape[axis] > 1]
+    if cutting and not any(name for names in given.values() for name in names):
+        raise ConfigError(
+            f"mesh.{cutting[0]}={mesh.shape[cutting[0]]}: no parameter of the model names its dims, so nothing is "
+            f'to be cut; name them (nnx.with_partitioning(init, ("embed", "mlp"))), or use mesh.data alone'
+        )
 
 
 def places_of(abstract: Any) -> Any:

@@ -70,7 +70,7 @@ def verify(
         tell(
             f"{len(rows)} layouts of {jax.device_count()} devices, {STEPS} steps each, against one"
         )
-        laws = [law for law in _broken_laws(subject) if not law.startswith(tuple(without))]
+        laws = [law for law in broken_laws(subject) if not law.startswith(tuple(without))]
         for law in laws:
             tell(f"FAILED on one device: {law}")
         results = []
@@ -108,7 +108,7 @@ def _possible(subject: Subject, row: Row) -> bool:
     )
 
 
-def _broken_laws(subject: Subject) -> list[str]:
+def broken_laws(subject: Subject) -> list[str]:
     """Returns what the model does wrong on one device already, which no comparison would show."""
     if not subject.is_text:
         return []
@@ -154,7 +154,10 @@ def _compare(
     varied = {key: row[key] for key in ("packing", "masks")}
     due, (samples, _) = subject.steps(**varied), subject.batches(**varied)
     source = Source(lambda indices: jax.tree.map(lambda leaf: leaf[indices], samples))
-    loader = Loader(source, program.mesh, program.rules, global_batch=subject.global_batch)
+    size = subject.global_batch
+    loader = Loader(source, program.mesh, program.rules, global_batch=size)
+    batches = [loader.read(number * size) for number in range(STEPS)]
+    loader.close()
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(due[0].grads))
     zero = [
         certificate.name_of(path)
@@ -168,24 +171,21 @@ def _compare(
             differences[kind] = max(difference, differences.get(kind, 0.0))
         return fault
 
-    try:
-        with program.active():
-            born = program.start(subject.raw["train"]["seed"], COMPILE).params
-            fault = compared({"start": jax.device_get(born)}, {"start": subject.start.params}, BORN)
-            state = jax.device_put(subject.start, states.places_of(program.abstract_state))
-            evaluate = jax.jit(program.eval_step).lower(state.params, loader.peek())
-            held_out = evaluate.compile(COMPILE)(state.params, loader.peek()).mean()
-            fault = fault or compared({"evaluation": held_out}, {"evaluation": due[0].means})
-            step = program.compile(loader.peek(), COMPILE)
-            for number, expected in enumerate(due):
-                if fault:
-                    break
-                state, report = step(state, next(loader))
-                seen, wanted = _values(number, *jax.device_get((state, report)), expected)
-                if fault := compared(seen, wanted):
-                    fault = f"step {number}: {fault}"
-    finally:
-        loader.close()
+    with program.active():
+        born = program.start(subject.raw["train"]["seed"], COMPILE).params
+        fault = compared({"start": jax.device_get(born)}, {"start": subject.start.params}, BORN)
+        state = jax.device_put(subject.start, states.places_of(program.abstract_state))
+        evaluate = jax.jit(program.eval_step).lower(state.params, batches[0]).compile(COMPILE)
+        held_out = evaluate(state.params, batches[0]).mean()
+        fault = fault or compared({"evaluation": held_out}, {"evaluation": due[0].means})
+        step = program.compile(batches[0], COMPILE)
+        for number, (batch, expected) in enumerate(zip(batches, due, strict=True)):
+            if fault:
+                break
+            state, report = step(state, batch)
+            seen, wanted = _values(number, *jax.device_get((state, report)), expected)
+            if fault := compared(seen, wanted):
+                fault = f"step {number}: {fault}"
     return fault
 
 
@@ -215,7 +215,7 @@ def _misplaced(program: Program, zero_stage: int) -> str | None:
     """Returns what is not cut as the layout says: the rows of the batch, or what ZeRO cuts over fsdp."""
     sizes, fsdp = program.mesh.shape, program.mesh.shape["fsdp"]
     (cut,) = sharding.spec_for(("batch",), (program.mesh.size,), program.rules, sizes)
-    if math.prod(sizes[axis] for axis in cut or ()) != sizes["data"] * fsdp:
+    if math.prod(sizes[axis] for axis in sharding.axes_of(cut)) != sizes["data"] * fsdp:
         return f"rows of the batch are cut over {cut}, not over data and fsdp"
     state, first = program.abstract_state, dict(reversed(program.rules))
     trees = {
@@ -229,7 +229,7 @@ def _misplaced(program: Program, zero_stage: int) -> str | None:
         for (path, leaf), dims, place in zip(leaves, names, jax.tree.leaves(places), strict=True):
             sized = zip(dims, leaf.shape, strict=True)
             divides = any(first.get(name) == "fsdp" and size % fsdp == 0 for name, size in sized)
-            is_cut = any("fsdp" in (axes or ()) for axes in place.spec)
+            is_cut = any("fsdp" in sharding.axes_of(axes) for axes in place.spec)
             if fsdp > 1 and divides and is_cut != (zero_stage >= first_stage):
                 how = "cut" if is_cut else "whole"
                 return f"{kind} {certificate.name_of(path)}: {how} over fsdp at ZeRO stage {zero_stage}"

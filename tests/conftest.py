@@ -38,3 +38,22 @@ def tiny_config():
     config.optim.warmup_steps = 0
     config.eval.batches = 1
     return config
+
+
+KILLS = pytest.StashKey[dict]()
+
+
+@pytest.fixture
+def kill_table(pytestconfig):
+    """What was found of each planted bug (None: nothing), printed at the end."""
+    return pytestconfig.stash.setdefault(KILLS, {})
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    kills = config.stash.get(KILLS, {})
+    if not kills:
+        return
+    num_killed = sum(found is not None for found in kills.values())
+    terminalreporter.section(f"planted bugs: {num_killed} of {len(kills)} found")
+    for name, found in kills.items():
+        terminalreporter.write_line(f"{name}: {(found or 'SURVIVED')[:110]}")
