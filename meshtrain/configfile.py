@@ -43,9 +43,12 @@ def _read_file(path: str) -> ConfigDict:
     file = Path(name).resolve()
     if not file.is_file():
         raise ConfigError(f"--config={path}: no such file")
-    # A config file imports its siblings as `configs.default`, from whatever folder one runs.
+    # A config file imports its siblings as `configs.default`, from whatever folder one runs, and may
+    # point to a model beside it.
     if (root := str(file.parent.parent)) not in sys.path:
         sys.path.insert(0, root)
+    if (folder := str(file.parent)) not in sys.path:
+        sys.path.append(folder)
     try:
         spec = importlib.util.spec_from_file_location("config_file", file)
         module = importlib.util.module_from_spec(spec)

@@ -1,0 +1,59 @@
+"""ZeRO in bytes: what the compiled step holds on each device, stage by stage (arXiv 1910.02054, 16 N / n)."""
+
+import jax
+import pytest
+from conftest import tiny_config
+from test_parity import GPT2, Run
+
+from meshtrain.certificate import name_of
+
+WHOLE = [  # their dims follow `heads` and `mlp`, which fsdp does not cut
+    "layers/attention/key/bias",
+    "layers/attention/query/bias",
+    "layers/attention/value/bias",
+    "layers/mlp/up/bias",
+]
+
+
+def bytes_of(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.fixture(scope="module")
+def stages():
+    """The program and the memory of its compiled step, in four micro-batches, at each stage."""
+
+    def compiled(zero_stage):
+        c = tiny_config()
+        c.model.update({**GPT2, "d_model": 128, "d_ff": 512})
+        c.train.zero_stage, c.train.unroll, c.data.seq_len = zero_stage, 1, 4
+        c.train.num_microbatches, c.train.global_batch = 4, 32
+        run = Run(c, fsdp=8)
+        with run.program.active():
+            return run.program, run.program.compile(run.batch()).memory_analysis()
+
+    return [compiled(zero_stage) for zero_stage in range(4)]
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_each_device_holds_its_share_and_names_what_is_whole(stages, zero_stage):
+    program, memory = stages[zero_stage]
+    leaves = jax.tree.leaves_with_path(program.abstract_state.params)
+    whole = bytes_of([leaf for path, leaf in leaves if name_of(path) in WHOLE])
+    cut = bytes_of([leaf for _, leaf in leaves]) - whole
+    params = whole + cut / (8 if zero_stage == 3 else 1)
+    moments = 2 * (whole + cut / (8 if zero_stage >= 1 else 1))
+    counters = 3 * 4  # our step, and two of optax
+    # The state is donated, so what the output shares with the arguments is the state.
+    assert memory.alias_size_in_bytes == params + moments + counters
+    if zero_stage == 3:
+        kept = [name_of(path) for path, leaf in leaves if leaf.sharding.is_fully_replicated]
+        assert sorted(kept) == WHOLE
+        all_of_it = stages[0][1].alias_size_in_bytes
+        assert memory.alias_size_in_bytes / all_of_it == pytest.approx(1 / 8, abs=0.01)
+
+
+def test_from_stage_2_on_gradients_are_cut_as_well(stages):
+    gradients = bytes_of(stages[0][0].abstract_state.params)
+    one, two = (stages[n][1].temp_size_in_bytes for n in (1, 2))
+    assert one - two > 0.8 * gradients * 7 / 8
