@@ -13,8 +13,9 @@ from meshtrain import optim, sharding
 from meshtrain.models.base import Axes, Model, Params
 
 # Gradients here are of sums over tokens, thousands of times those of means, for which others start
-# at 2^16. Powers of two, so that dividing by one again loses nothing.
-FIRST_LOSS_SCALE = 2.0**10
+# at 2^16: of 4,096 tokens in one micro-batch they fit from 2^3 on down, of 256 from 2^8. A scale too
+# high costs a skipped step for each halving. Powers of two, so that dividing by one loses nothing.
+FIRST_LOSS_SCALE = 2.0**4
 GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles, as in PyTorch's GradScaler
 
 
