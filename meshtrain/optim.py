@@ -99,10 +99,11 @@ def keep_moments(
 
     def update(grads, kept, params):
         updates, state = optimizer.update(widened(grads), widened(kept.state), widened(params))
-        key = jax.random.fold_in(jax.random.key(0), kept.count)
         old, tree = jax.tree.flatten(kept.state)
+        key = jax.random.fold_in(jax.random.key(0), kept.count)
+        seeds = jax.random.bits(key, len(old), jnp.uint32)
         new = [
-            narrowed(leaf, before.dtype, jax.random.fold_in(key, number))
+            narrowed(leaf, before.dtype, seeds[number])
             for number, (leaf, before) in enumerate(zip(jax.tree.leaves(state), old, strict=True))
         ]
         return updates, Kept(kept.count + 1, jax.tree.unflatten(tree, new))
@@ -115,16 +116,34 @@ def is_masked(leaf: Any) -> bool:
     return isinstance(leaf, optax.MaskedNode)
 
 
-def narrowed(x: jax.Array, dtype: jax.typing.DTypeLike, key: jax.Array) -> jax.Array:
+def narrowed(x: jax.Array, dtype: jax.typing.DTypeLike, seed: jax.Array) -> jax.Array:
     """Returns `x` in `dtype`; in bfloat16 up or down by chance, so that the expected value is `x`."""
     if dtype != jnp.bfloat16 or x.dtype == jnp.bfloat16:
         return x.astype(dtype)
     # bfloat16 is the upper half of float32: noise below it carries over as often as it should.
     x = x.astype(jnp.float32)
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    noise = _hash(_positions(x.shape) ^ seed) >> 16
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
     rounded = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)
+
+
+def _positions(shape: tuple[int, ...]) -> jax.Array:
+    """Returns 0, 1, 2, ... in this shape, modulo 2^32; each device makes those of its shard."""
+    positions = jnp.zeros(shape, jnp.uint32)
+    for dim, size in enumerate(shape):
+        positions = positions * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+    return positions
+
+
+def _hash(x: jax.Array) -> jax.Array:
+    """Mixes 32 bits (lowbias32 of Chris Wellons), enough to round by.
+
+    With `jax.random.bits` a step on CPU took half as long again, and compiling it thrice as long.
+    """
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
 
 
 def _floats(leaf: Any) -> bool:
