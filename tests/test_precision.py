@@ -65,7 +65,8 @@ def test_gradients_of_bfloat16_parameters_add_up_in_float32():
 
 
 def test_rounding_by_chance_takes_a_neighbour_and_is_right_on_average():
-    x = jnp.float32([1 + 2**-10, -3.001, 1e-20, 0.0, 1.5, jnp.inf, -jnp.inf, jnp.nan])
+    full = jax.lax.bitcast_convert_type(jnp.uint32(0x7FFFFFFF), jnp.float32)  # nan, all bits set
+    x = jnp.float32([1 + 2**-10, -3.001, 1e-20, 0.0, 1.5, jnp.inf, -jnp.inf, full])
     seeds = jax.random.bits(jax.random.key(0), 20_000)
     drawn = jax.vmap(lambda seed: optim.narrowed(x, jnp.bfloat16, seed))(seeds)
     assert drawn.dtype == jnp.bfloat16
@@ -313,6 +314,16 @@ def test_gradients_without_their_scale_are_near_those_of_float32(half):
         assert_same([jax.device_get(found)], [jax.device_get(expected)], rtol=1e-2)
         np.testing.assert_allclose(sums.loss, whole.loss, rtol=1e-3)
         assert sums.weight == whole.weight
+
+
+def test_the_scale_leaves_norm_and_update_as_they_are(half):
+    _, start, batch, step = half
+    (plain, report), (ours, ours_report) = (
+        step(scaled(start, scale), batch) for scale in (1.0, 2.0**6)
+    )
+    np.testing.assert_allclose(ours_report["grad_norm"], report["grad_norm"], rtol=1e-2)
+    first, ours_first = (optax.tree.get(s.opt_state, "mu") for s in (plain, ours))
+    assert_same([jax.device_get(ours_first)], [jax.device_get(first)], rtol=1e-2)
 
 
 def in_half(**train):
