@@ -41,8 +41,9 @@ def get_config() -> ConfigDict:
     train.remat = "none"  # recomputed in the backward pass: "none", "full", all but "dots", or all
     # but results kept by name: "names:attention,mlp"
     train.unroll = 8  # at most so many layers in one turn of the loop over them, if remat is none
-    train.dtype = "float32"  # to compute in: float32, bfloat16, float16, float64
-    train.param_dtype = "float32"  # of parameters and optimizer state
+    train.dtype = "float32"  # to compute in: float32, bfloat16, float16 (its loss scale looks after
+    # itself, steps that overflow are skipped), float64
+    train.param_dtype = "float32"  # of parameters: float32, bfloat16 (loses small updates), float64
 
     config.model = model = ConfigDict()
     model.build = "meshtrain.models.transformer:build"  # of the keys below: a Model
@@ -82,6 +83,8 @@ def get_config() -> ConfigDict:
     optim.decay_fraction = 0.2  # of the steps, at the end; for "wsd"
     optim.final_fraction = 0.1  # of learning_rate, where the schedule ends
     optim.clip_norm = 1.0  # of all gradients together
+    optim.moment_dtype = train.get_oneway_ref("param_dtype")  # what the optimizer keeps of each
+    # parameter: float32, bfloat16 (rounded by chance, half the memory), float64
     optim.b1 = 0.9  # decay of the first moment
     optim.b2 = 0.95  # decay of the second moment
     optim.epsilon = 1e-8  # added to the root of the second moment

@@ -7,6 +7,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from meshtrain.errors import ConfigError
+from meshtrain.state import LossScale, TrainState, start_loss_scale
 
 
 class Checkpointer:
@@ -21,12 +22,13 @@ class Checkpointer:
             directory.absolute(), options=options, item_handlers=handlers
         )
 
-    def save(self, step: int, state: Any, *, position: int) -> bool:
+    def save(self, step: int, state: TrainState, *, position: int) -> bool:
         """Starts saving, unless this step is saved already; `position` is the next sample to train on."""
         if step in self._manager.all_steps():
             return False
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave({"position": position})
+            state=ocp.args.StandardSave(_fields(state)),
+            data=ocp.args.JsonSave({"position": position}),
         )
         return self._manager.save(step, args=items)
 
@@ -40,21 +42,34 @@ class Checkpointer:
             step, args=ocp.args.Composite(data=ocp.args.JsonRestore())
         ).data["position"]
 
-    def restore(self, step: int, abstract_state: Any) -> Any:
+    def restore(self, step: int, abstract_state: TrainState) -> TrainState:
         """Returns the state, placed as `abstract_state` says.
 
+        A run may change to float16 or away from it: a loss scale that was not saved starts anew, one
+        that is not wanted is left behind.
         Raises ConfigError when the saved arrays are not those of this model and optimizer.
         """
         saved = self._manager.item_metadata(step).state
-        _check_same(
-            _shapes(saved.tree if hasattr(saved, "tree") else saved), _shapes(abstract_state), step
-        )
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        return self._manager.restore(step, args=items).state
+        saved = _shapes(saved.tree if hasattr(saved, "tree") else saved)
+        place = abstract_state.step.sharding
+        fresh = jax.jit(start_loss_scale, out_shardings=LossScale(place, place))
+        scaled = any(path.startswith("loss_scale") for path in saved)
+        there = abstract_state._replace(loss_scale=fresh.eval_shape() if scaled else None)
+        _check_same(saved, _shapes(there), step)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(_fields(there)))
+        state = TrainState(**self._manager.restore(step, args=items).state)
+        if abstract_state.loss_scale is None:
+            return state._replace(loss_scale=None)
+        return state if scaled else state._replace(loss_scale=fresh())
 
     def close(self) -> None:
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _fields(state: TrainState) -> dict[str, Any]:
+    """What there is of a state: Orbax would put a None on record as well, and miss it in older checkpoints."""
+    return {name: value for name, value in state._asdict().items() if value is not None}
 
 
 def _shapes(tree: Any) -> dict[str, str]:

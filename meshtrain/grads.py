@@ -14,8 +14,9 @@ from meshtrain.models.base import Model, Params
 LossFn = Callable[
     [Params, Any, jax.Array | None], Metrics
 ]  # (params, batch, key); no key: evaluation
-# The hinge of the trainer: what a step needs, however the work is split. Gradients are of sums.
-GradFn = Callable[[Params, Any, jax.Array], tuple[Params, Metrics]]
+# The hinge of the trainer: what a step needs, however the work is split. (params, batch, key, scale=1.0)
+# -> gradients of `scale` times the summed loss, in float32 or wider, and Metrics without it.
+GradFn = Callable[..., tuple[Params, Metrics]]
 
 
 def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1) -> LossFn:
@@ -84,23 +85,27 @@ def accumulate(
     `synchronise` adds them once, after the last micro-batch.
     """
 
-    def grads_of(params, batch, key):
+    def grads_of(params, batch, key, scale):
         def total(params):
             metrics = loss(params, batch, key)
-            return metrics.loss, metrics
+            return metrics.loss * scale, metrics
 
-        return jax.grad(total, has_aux=True)(params)
+        grads, metrics = jax.grad(total, has_aux=True)(params)
+        # Before they are added up: sums of many micro-batches are lost in bfloat16.
+        return jax.tree.map(
+            lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads
+        ), metrics
 
-    def grad_fn(params, batch, key):
+    def grad_fn(params, batch, key, scale=1.0):
         axes, num_slices = sharding.batch_slices(partial_over)
         if num_microbatches == num_slices == 1:
-            grads, metrics = grads_of(params, batch, jax.random.fold_in(key, 0))
+            grads, metrics = grads_of(params, batch, jax.random.fold_in(key, 0), scale)
             return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics
         places = jax.tree.map(lambda place: sharding.cleared(place, axes), grad_shardings)
 
         def of_slice(params, part, key):
             with sharding.apart(axes):
-                grads, metrics = grads_of(params, part, key)
+                grads, metrics = grads_of(params, part, key, scale)
             return jax.lax.with_sharding_constraint(grads, places), metrics
 
         def of_part(number, part):

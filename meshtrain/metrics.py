@@ -25,12 +25,18 @@ class Metrics:
 
 
 def weighted(loss: jax.Array, weight: jax.Array | None = None, **extra: jax.Array) -> Metrics:
-    """Sums per-example (or per-token) values into Metrics; `weight` defaults to one for each."""
+    """Sums per-example (or per-token) values into Metrics; `weight` defaults to one for each.
+
+    Sums are float32 or wider: in float16 they would overflow, in bfloat16 lose what is small.
+    """
     weight = jnp.ones_like(loss) if weight is None else weight
+    wide = jnp.promote_types(loss.dtype, jnp.float32)
 
     def total(values):
-        return jnp.sum(jnp.where(weight == 0, 0, values * weight))  # 0 * nan is nan
+        return jnp.sum(jnp.where(weight == 0, 0, values * weight), dtype=wide)  # 0 * nan is nan
 
     return Metrics(
-        total(loss), jnp.sum(weight), {name: total(value) for name, value in extra.items()}
+        total(loss),
+        jnp.sum(weight, dtype=wide),
+        {name: total(value) for name, value in extra.items()},
     )

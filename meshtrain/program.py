@@ -59,8 +59,12 @@ def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None)
     mesh = make_mesh(cfg.mesh, devices=devices)
     c = cfg.train
     schedule = optim.make_schedule(cfg.optim, steps=c.steps)
-    optimizer = cfg.build_optimizer(schedule)
-    init = states.initializer(model, optimizer, param_dtype=c.param_dtype)
+    optimizer = optim.keep_moments(
+        cfg.build_optimizer(schedule),
+        moment_dtype=cfg.optim.moment_dtype,
+        param_dtype=c.param_dtype,
+    )
+    init = states.initializer(model, optimizer, param_dtype=c.param_dtype, dtype=c.dtype)
     with jax.set_mesh(mesh):
         abstract_state, grad_places = states.plan(
             init, model.axes, optimizer, cfg.rules, mesh, zero_stage=c.zero_stage

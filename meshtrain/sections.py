@@ -7,7 +7,8 @@ import jax
 
 from meshtrain.errors import ConfigError, below, not_one_of
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # to compute in
+KEPT_DTYPES = ("float32", "bfloat16", "float64")  # updates would be lost in float16's narrow range
 REMAT = ("none", "full", "dots", "names:NAME,NAME")
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 
@@ -30,12 +31,10 @@ class TrainConfig:
         faults = below(1, {f"train.{key}": getattr(self, key) for key in counts})
         faults += below(0, {"train.steps": self.steps, "train.seed": self.seed})
         faults += not_one_of("train.dtype", self.dtype, DTYPES)
-        faults += not_one_of("train.param_dtype", self.param_dtype, DTYPES)
-        for key in ("dtype", "param_dtype"):
-            if getattr(self, key) == "float64" and not jax.config.jax_enable_x64:
-                faults.append(
-                    f"train.{key}=float64: jax computes it in float32; set JAX_ENABLE_X64=1 as well"
-                )
+        faults += not_one_of("train.param_dtype", self.param_dtype, KEPT_DTYPES)
+        faults += _without_x64(
+            {f"train.{key}": getattr(self, key) for key in ("dtype", "param_dtype")}
+        )
         if self.seed >= 2**63:
             faults.append(f"train.seed={self.seed}: use a number below 2^63")
         if not self.remat.startswith("names:") or not all(
@@ -58,9 +57,12 @@ class OptimConfig:
     decay_fraction: float
     final_fraction: float
     clip_norm: float
+    moment_dtype: str
 
     def __post_init__(self):
         faults = not_one_of("optim.schedule", self.schedule, SCHEDULES)
+        faults += not_one_of("optim.moment_dtype", self.moment_dtype, KEPT_DTYPES)
+        faults += _without_x64({"optim.moment_dtype": self.moment_dtype})
         faults += below(
             0, {f"optim.{key}": getattr(self, key) for key in ("learning_rate", "warmup_steps")}
         )
@@ -98,3 +100,11 @@ class CheckpointConfig:
         )
         if faults:
             raise ConfigError(*faults)
+
+
+def _without_x64(dtypes: dict[str, str]) -> list[str]:
+    return [
+        f"{key}=float64: jax computes it in float32; set JAX_ENABLE_X64=1 as well"
+        for key, dtype in dtypes.items()
+        if dtype == "float64" and not jax.config.jax_enable_x64
+    ]

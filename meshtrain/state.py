@@ -9,19 +9,45 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain import sharding
+from meshtrain import optim, sharding
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Axes, Model, Params
 
+# Gradients here are of sums over tokens, thousands of times those of means, for which others start
+# at 2^16: of 4,096 tokens in one micro-batch they fit from 2^3 on down, of 256 from 2^8. A scale too
+# high costs a skipped step for each halving. Powers of two, so that dividing by one loses nothing.
+FIRST_LOSS_SCALE = 2.0**4
+GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles, as in PyTorch's GradScaler
+
+
+class LossScale(NamedTuple):
+    """What float16 gradients are multiplied by, so that small ones do not vanish and large ones fit."""
+
+    scale: jax.Array  # () float32, may be below 1
+    good_steps: jax.Array  # () int32, since it changed last
+
+    def after(self, finite: jax.Array) -> "LossScale":
+        """Returns the next one: halved where the gradients were not `finite`, doubled once in a while."""
+        good_steps = jnp.where(finite, self.good_steps + 1, 0)
+        grow = good_steps >= GROWTH_INTERVAL
+        factor = jnp.where(finite, jnp.where(grow, 2.0, 1.0), 0.5).astype(jnp.float32)
+        return LossScale(self.scale * factor, jnp.where(grow, 0, good_steps))
+
+
+def start_loss_scale() -> LossScale:
+    """Returns the loss scale of a first step in float16."""
+    return LossScale(jnp.float32(FIRST_LOSS_SCALE), jnp.int32(0))
+
 
 class TrainState(NamedTuple):
-    step: jax.Array  # () int32, updates done
+    step: jax.Array  # () int32, batches seen
     params: Params
     opt_state: Any
+    loss_scale: LossScale | None = None  # of float16 alone
 
 
 def initializer(
-    model: Model, optimizer: optax.GradientTransformation, *, param_dtype: str
+    model: Model, optimizer: optax.GradientTransformation, *, param_dtype: str, dtype: str
 ) -> Callable:
     """Returns the function key -> TrainState at step 0."""
 
@@ -30,7 +56,8 @@ def initializer(
             lambda p: p.astype(param_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p,
             model.init(key),
         )
-        return TrainState(jnp.int32(0), params, optimizer.init(params))
+        loss_scale = start_loss_scale() if dtype == "float16" else None
+        return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale)
 
     return init
 
@@ -59,6 +86,8 @@ def plan(
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def like_its_parameter(leaf, place, parameter):
+        if optim.is_masked(leaf):
+            return leaf
         return place if leaf.shape == parameter.shape else replicated  # a factored moment, say
 
     opt_state = optax.tree.map_params(
@@ -68,8 +97,10 @@ def plan(
         mapping(1),
         shapes.params,
         transform_non_params=lambda _: replicated,
+        is_leaf=optim.is_masked,
     )
-    places = TrainState(replicated, mapping(3), opt_state)
+    loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
+    places = TrainState(replicated, mapping(3), opt_state, loss_scale)
     abstract = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, places)
     return abstract, mapping(2)
 

@@ -1,9 +1,10 @@
-"""One optimizer step: gradients, clipping, update, report."""
+"""One optimizer step: gradients, clipping, update, report; in float16 without effect if they overflow."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from meshtrain.grads import GradFn
@@ -21,21 +22,43 @@ def make_train_step(
     clip_norm: float,
     seed: int,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Report]]:
-    """Returns the step. Its report holds the loss before the update, and the norm before clipping."""
+    """Returns the step. Its report holds the loss before the update, and the norm before clipping.
+
+    The reported learning rate is the schedule's at `step`; the optimizer counts its updates itself,
+    and so lags behind by as many steps as were skipped.
+    """
     clip = optax.clip_by_global_norm(clip_norm)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Report]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        grads, metrics = grad_fn(state.params, batch, key)
+        scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
+        grads, metrics = grad_fn(state.params, batch, key, scale)
         # Sums became means here, once, by the weight of the whole global batch.
         means = metrics.mean()
-        weight = jax.numpy.where(metrics.weight == 0, 1, metrics.weight)
+        weight = jnp.where(metrics.weight == 0, 1, metrics.weight) * scale
         grads = jax.tree.map(lambda grad: (grad / weight).astype(grad.dtype), grads)
         norm = optax.tree.norm(grads)
         grads, _ = clip.update(grads, clip.init(None))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         report = {**means, "grad_norm": norm, "learning_rate": schedule(state.step)}
-        return TrainState(state.step + 1, params, opt_state), report
+        new = TrainState(state.step + 1, params, opt_state)
+        if state.loss_scale is None:
+            return new, report
+        # An overflow on the way forward shows in the loss, one on the way back in the norm.
+        finite = jnp.isfinite(means["loss"] + norm)
+        report |= {"loss_scale": scale, "skipped": ~finite}
+        return _unless_skipped(finite, new, state), report
 
     return train_step
+
+
+def _unless_skipped(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
+    """Returns the new state, or the old one at the next step, and in both cases the next loss scale."""
+    # Masked, not branched: `lax.cond` around sharded code can deadlock XLA's own collectives.
+    params, opt_state = jax.tree.map(
+        lambda ours, theirs: jnp.where(finite, ours, theirs),
+        (new.params, new.opt_state),
+        (old.params, old.opt_state),
+    )
+    return TrainState(new.step, params, opt_state, old.loss_scale.after(finite))

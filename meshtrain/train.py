@@ -27,7 +27,7 @@ from meshtrain.writer import Writer
 
 class Result(NamedTuple):
     state: TrainState
-    step: int  # updates done
+    step: int  # batches seen
     eval_loss: float | None  # held-out loss at the end, None where nothing is held out
     interrupted: bool  # by Ctrl-C or SIGTERM, after saving the state
 
@@ -45,7 +45,7 @@ def train(
     `model` and `data` take the place of what `config.model` and `config.data` build; an iterable
     yields global batches (see `data.loader.from_iterable`). Without `workdir` nothing is saved.
     Raises ConfigError for what the user has to change, before anything is compiled, and
-    FloatingPointError when the loss or the gradient is no longer finite.
+    FloatingPointError when the loss or the gradient is no longer finite (in float16: step after step).
     """
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_interrupts())

@@ -27,6 +27,10 @@ PEAK_FLOPS = {
     "TPU v6 lite": 918e12,
 }
 
+MAX_SKIPS = (
+    25  # in a row: by then float16's loss scale is 2^25 times smaller, and is not what is wrong
+)
+
 
 def peak_flops(device_kind: str) -> float | None:
     """Returns the peak of the longest name that `device_kind` starts with, None where it is not known."""
@@ -52,6 +56,7 @@ class Writer:
         )
         self._bar: rich.progress.Progress | None = None
         self._pending: tuple | None = None
+        self._skips = 0  # steps in a row
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -93,7 +98,8 @@ class Writer:
         """Takes the report of a step just dispatched, and writes the one before.
 
         So the device has its next work while the host waits. Raises FloatingPointError if the loss
-        or the gradient of the one before is not finite; `log` makes a row and a line of a step.
+        or the gradient of the one before is not finite (in float16: those of the last MAX_SKIPS);
+        `log` makes a row and a line of a step.
         """
         # Where dispatching waits for the result, as on simulated devices, the step ended by now.
         ended = time.perf_counter() if report["loss"].is_ready() else None
@@ -108,12 +114,7 @@ class Writer:
         numbers = {name: float(value) for name, value in jax.device_get(report).items()}
         ended = ended or time.perf_counter()
         self._steps_since += 1
-        if not math.isfinite(numbers["loss"] + numbers["grad_norm"]):
-            self.event("end", step=step, reason="not finite", **numbers)
-            raise FloatingPointError(
-                f"step {step}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}: not finite; nothing "
-                f"was saved after it. Try a lower optim.learning_rate (here {numbers['learning_rate']:.1e})"
-            )
+        self._check(step, numbers)
         if not log:
             return
         step_time = (ended - self._since) / self._steps_since
@@ -132,6 +133,27 @@ class Writer:
         self._show(row)
         self._since, self._steps_since = ended, 0
 
+    def _check(self, step: int, numbers: dict[str, float]) -> None:
+        """Records a skipped step, and raises FloatingPointError where the run cannot go on."""
+        skipped = numbers.get("skipped", 0)
+        self._skips = self._skips + 1 if skipped else 0
+        if skipped:
+            self.event("skip", step=step, loss_scale=numbers["loss_scale"])
+        finite = math.isfinite(numbers["loss"] + numbers["grad_norm"])
+        if finite or (skipped and self._skips < MAX_SKIPS):
+            return
+        self.event("end", step=step, reason="not finite", **numbers)
+        told = (
+            f"step {step}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}: not finite"
+        )
+        advice = f"Try a lower optim.learning_rate (here {numbers['learning_rate']:.1e})"
+        if not skipped:
+            raise FloatingPointError(f"{told}; nothing was saved after it. {advice}")
+        raise FloatingPointError(
+            f"{told}, as in the {MAX_SKIPS} steps up to it: all skipped, the last at a loss scale of "
+            f"{numbers['loss_scale']:.1e}. {advice}, or train.dtype=bfloat16"
+        )
+
     def _show(self, row: dict[str, Any]) -> None:
         """A line for each row; where there is a bar, it holds the newest and only evaluations are lines."""
         left = datetime.timedelta(seconds=round((self._steps - row["step"] - 1) * row["step_time"]))
@@ -144,10 +166,11 @@ class Writer:
             self._bar.update(self._task, completed=row["step"] + 1, description=text)
             if "eval_loss" not in row:
                 return
-        heldout = f" · held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
+        more = " · skipped" if row.get("skipped") else ""
+        more += f" · held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
         self.line(
             f"step {row['step']:>{len(str(self._steps))}}/{self._steps} · loss {row['loss']:.4f} · "
-            f"grad norm {row['grad_norm']:.3f} · lr {row['learning_rate']:.2e} · {speed} · {left} left{heldout}"
+            f"grad norm {row['grad_norm']:.3f} · lr {row['learning_rate']:.2e} · {speed} · {left} left{more}"
         )
 
     def line(self, text: str) -> None:

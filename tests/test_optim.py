@@ -15,7 +15,12 @@ PEAK, FINAL = 0.5, 0.05
 
 
 def schedule(name, *, steps, **changes):
-    settings = {"warmup_steps": 0, "decay_fraction": 0.2, "final_fraction": 0.1} | changes
+    settings = {
+        "moment_dtype": "float32",
+        "warmup_steps": 0,
+        "decay_fraction": 0.2,
+        "final_fraction": 0.1,
+    } | changes
     return optim.make_schedule(
         OptimConfig(learning_rate=PEAK, schedule=name, clip_norm=1.0, **settings), steps=steps
     )

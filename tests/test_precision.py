@@ -1,0 +1,381 @@
+"""Narrow dtypes: where they compute, what they keep, and that little enough is lost."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import tiny_config
+from jax.sharding import NamedSharding, PartitionSpec
+from test_parity import GPT2, Run, assert_same, packed
+
+import meshtrain
+from meshtrain import configfile, grads, main, metrics, optim, state
+from meshtrain.program import assemble
+
+CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def rows(workdir, name="metrics.jsonl"):
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    lines = (workdir / name).read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def assert_bit_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+
+
+def dtypes(tree):
+    return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
+
+
+# ---- bfloat16 ----
+
+
+def test_bfloat16_computes_near_float32_and_updates_float32_parameters():
+    exact = Run(tiny_config()).one_step()
+    c = tiny_config()
+    c.train.dtype = "bfloat16"
+    mixed = Run(c).one_step()
+    assert dtypes((mixed[0], mixed[1].params)) == {"float32"}
+    assert_same([mixed[0]], [exact[0]], rtol=0.1)
+    pairs = zip(*map(jax.tree.leaves, (mixed[0], exact[0])), strict=True)
+    assert all(np.any(a != b) for a, b in pairs)
+
+
+def test_gradients_of_bfloat16_parameters_add_up_in_float32():
+    def loss(params, batch, key):
+        return metrics.Metrics(jnp.sum(batch * params["w"]).astype(jnp.float32), jnp.float32(1))
+
+    place = NamedSharding(Run(tiny_config()).program.mesh, PartitionSpec())
+    grad_fn = grads.accumulate(loss, num_microbatches=512, grad_shardings={"w": place})
+    # 0.5 is lost beside 256 in bfloat16, where the next number is 258.
+    batch = jnp.full(512, 0.5, jnp.bfloat16).at[0].set(256)
+    found, _ = grad_fn({"w": jnp.bfloat16(1)}, batch, jax.random.key(0))
+    assert found["w"].dtype == jnp.float32 and found["w"] == 256 + 511 / 2
+
+
+# ---- moments ----
+
+
+def test_rounding_by_chance_takes_a_neighbour_and_is_right_on_average():
+    full = jax.lax.bitcast_convert_type(jnp.uint32(0x7FFFFFFF), jnp.float32)  # nan, all bits set
+    x = jnp.float32([1 + 2**-10, -3.001, 1e-20, 0.0, 1.5, jnp.inf, -jnp.inf, full])
+    seeds = jax.random.bits(jax.random.key(0), 20_000)
+    drawn = jax.vmap(lambda seed: optim.narrowed(x, jnp.bfloat16, seed))(seeds)
+    assert drawn.dtype == jnp.bfloat16
+    drawn = np.asarray(drawn, np.float64)
+    exact = np.isin(np.arange(8), [3, 4, 5, 6, 7])
+    np.testing.assert_array_equal(drawn[:, exact], np.tile(x[exact], (20_000, 1)))
+    wide = np.asarray(x, np.float64)[~exact]
+    np.testing.assert_array_less(np.abs(drawn[:, ~exact] / wide - 1), 2**-7)
+    assert [len(np.unique(column)) for column in drawn[:, ~exact].T] == [2, 2, 2]
+    np.testing.assert_allclose(drawn[:, ~exact].mean(0), wide, rtol=1e-4)
+
+
+@jax.jit(static_argnames=("dtype", "num_steps"))
+def descend(dtype, num_steps=1000):
+    """Adam on a noisy quadratic whose noise falls to a tenth after a fifth of the steps."""
+    optimizer = optim.keep_moments(
+        optax.adam(1e-3, b2=0.999), moment_dtype=dtype, param_dtype="float32"
+    )
+    goal = jax.random.normal(jax.random.key(1), (2048,))
+    params = {"w": jnp.zeros(2048)}
+
+    def step(carry, number):
+        params, opt_state = carry
+        noise = jax.random.normal(jax.random.fold_in(jax.random.key(2), number), (2048,))
+        noise = noise * jnp.where(number < num_steps // 5, 1.0, 0.1)
+        grad = {"w": 0.1 * (params["w"] - goal) + noise}
+        updates, opt_state = optimizer.update(grad, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    start = params, optimizer.init(params)
+    (params, opt_state), _ = jax.lax.scan(step, start, jnp.arange(num_steps))
+    return params["w"], optax.tree.get(opt_state, "nu")["w"]
+
+
+def test_bfloat16_moments_follow_float32_where_nearest_rounding_stalls(monkeypatch):
+    params, nu = descend("float32")
+    ours, ours_nu = descend("bfloat16")
+    assert (nu.dtype, ours_nu.dtype) == (jnp.float32, jnp.bfloat16)
+    share = np.asarray(ours_nu, np.float32) / nu
+    assert abs(share.mean() - 1) < 0.01 and share.std() < 0.08
+    assert jnp.linalg.norm(ours - params) < 0.02 * jnp.linalg.norm(params)
+
+    monkeypatch.setattr(optim, "narrowed", lambda x, dtype, seed: x.astype(dtype))
+    descend.clear_cache()
+    nearest, nearest_nu = descend("bfloat16")
+    descend.clear_cache()
+    # It falls by 0.1 % a step, less than half of what lies between two bfloat16 numbers.
+    assert (np.asarray(nearest_nu, np.float32) / nu).mean() > 1.5
+    assert jnp.linalg.norm(nearest - params) > 2 * jnp.linalg.norm(ours - params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_moments_like_the_parameters_leave_the_optimizer_as_it_is(dtype):
+    optimizer = optax.adam(1.0)
+    assert optim.keep_moments(optimizer, moment_dtype=dtype, param_dtype=dtype) is optimizer
+
+
+def test_bfloat16_parameters_are_updated_in_float32():
+    exact = optax.adam(1e-2, eps=1e-4)
+    ours = optim.keep_moments(exact, moment_dtype="float32", param_dtype="bfloat16")
+    params = {"w": jnp.bfloat16([1.0, -2.0, 0.5])}
+    grad = {"w": jnp.float32([1 + 2**-12, 1e-4, -3.0])}
+    updates, kept = ours.update(grad, ours.init(params), params)
+    wide = {"w": params["w"].astype(jnp.float32)}
+    expected, expected_state = exact.update(grad, exact.init(wide), wide)
+    assert dtypes(updates) == {"float32"}
+    assert_bit_equal((updates, kept.state), (expected, expected_state))
+
+
+def planned(build, moment_dtype="bfloat16"):
+    c = tiny_config()
+    c.optim.moment_dtype = moment_dtype
+    cfg = dataclasses.replace(Run(c, fsdp=8).cfg, build_optimizer=build)
+    return assemble(cfg, cfg.model).abstract_state.opt_state
+
+
+@pytest.mark.parametrize(
+    "build",
+    [optax.adam, optax.lion, optax.contrib.muon, optax.contrib.schedule_free_adamw],
+    ids=["adam", "lion", "muon", "schedule_free"],
+)
+def test_moments_halve_and_stay_sharded_whatever_the_optimizer(build):
+    whole, half = planned(build, "float32"), planned(build)
+    moments = [leaf for leaf in jax.tree.leaves(half) if leaf.size > 3]  # no coefficients
+    assert dtypes(moments) == {"bfloat16"}
+    assert state.bytes_per_device(half) == pytest.approx(
+        state.bytes_per_device(whole) / 2, abs=100
+    )  # scalars aside
+    places = [leaf.sharding for leaf in jax.tree.leaves(whole) if leaf.size > 3]
+    assert [leaf.sharding for leaf in moments] == places
+    assert any(not place.is_fully_replicated for place in places)
+
+
+def test_factored_moments_stay_wide():
+    kept = planned(lambda rate: optax.adafactor(rate, min_dim_size_to_factor=8))
+    factored = optax.tree.get(kept, "v_row")["layers"]["mlp"]["up"]["kernel"]
+    whole = optax.tree.get(kept, "v")["layers"]["mlp_norm"]["scale"]
+    assert (factored.dtype, whole.dtype) == (jnp.float32, jnp.bfloat16)
+
+
+def test_the_random_bits_are_the_same_however_the_moments_are_sharded():
+    optimizer = optim.keep_moments(optax.adam(1e-2), moment_dtype="bfloat16", param_dtype="float32")
+    mesh = Run(tiny_config(), fsdp=4, tensor=2).program.mesh
+    params = {name: jnp.linspace(-1, 1, 512).reshape(16, 32) for name in "ab"}
+
+    def twice(params):
+        kept = optimizer.init(params)
+        _, once = optimizer.update(params, kept, params)
+        return once, optimizer.update(params, once, params)[1]
+
+    sharded = jax.device_put(params, NamedSharding(mesh, PartitionSpec("fsdp", "tensor")))
+    alone, spread = jax.jit(twice)(params), jax.jit(twice)(sharded)
+    assert not optax.tree.get(spread[1], "mu")["a"].sharding.is_fully_replicated
+    assert_bit_equal(alone, spread)
+    first, second = (optax.tree.get(kept, "nu") for kept in alone)
+    assert np.any(first["a"] != first["b"])  # each array its own bits
+    errors = [
+        np.asarray(kept["a"], np.float32) / (params["a"] ** 2 * share) - 1
+        for kept, share in ((first, 0.001), (second, 0.001999))
+    ]
+    assert abs(np.corrcoef(errors[0].ravel(), errors[1].ravel())[0, 1]) < 0.9  # and each update
+
+
+def test_a_run_with_bfloat16_moments_and_parameters_goes_on_bit_equal(tmp_path):
+    def run(steps, folder):
+        c = tiny_config()
+        c.train.update(steps=steps, dtype="bfloat16", param_dtype="bfloat16")
+        c.mesh.update(CUBE)
+        c.model.num_layers = 1
+        c.optim.schedule, c.optim.learning_rate, c.eval.batches = "constant", 1e-2, 0
+        return meshtrain.train(c, workdir=tmp_path / folder).state
+
+    whole = run(8, "whole")
+    run(3, "parts")
+    assert_bit_equal(run(8, "parts"), whole)
+    assert dtypes(whole.params) == {"bfloat16"}
+    losses = [row["loss"] for row in rows(tmp_path / "whole")]
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_the_dtype_of_moments_follows_that_of_parameters_until_it_is_set():
+    def load(*overrides):
+        c = configfile.load("configs/default.py", [f"--config.{o}" for o in overrides])
+        return c.train.param_dtype, c.optim.moment_dtype
+
+    assert load() == ("float32", "float32")
+    assert load("train.param_dtype=bfloat16") == ("bfloat16", "bfloat16")
+    assert load("optim.moment_dtype=bfloat16") == ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "key, value, told",
+    [
+        ("moment_dtype", "float16", ["optim.moment_dtype='float16': use one of float32, bfl"]),
+        ("moment_dtype", "float64", ["optim.moment_dtype=float64: jax computes it in float32"]),
+        ("param_dtype", "float16", ["train.param_dtype='float16'", "optim.moment_dtype='float16'"]),
+    ],
+)
+def test_a_dtype_that_cannot_be_kept_is_told(key, value, told):
+    c = tiny_config()
+    (c.optim if key == "moment_dtype" else c.train)[key] = value
+    with pytest.raises(meshtrain.ConfigError) as error:
+        meshtrain.train(c)
+    assert len(error.value.faults) == len(told)
+    assert all(line in fault for fault, line in zip(error.value.faults, told, strict=True))
+
+
+# ---- float16 ----
+
+
+@pytest.fixture(scope="module")
+def half():
+    """A run in float16 on a mesh of three axes, and its step, compiled once."""
+    c = packed(**GPT2)
+    c.train.dtype = "float16"
+    run = Run(c, **CUBE)
+    with run.program.active():
+        yield run, run.start(), run.batch(), jax.jit(run.program.train_step)
+
+
+def scaled(start, scale, good_steps=0):
+    return start._replace(loss_scale=state.LossScale(jnp.float32(scale), jnp.int32(good_steps)))
+
+
+def assert_skipped(before, after, report):
+    assert report["skipped"] and after.step == before.step + 1
+    assert_bit_equal((after.params, after.opt_state), (before.params, before.opt_state))
+    expected = state.LossScale(np.float32(before.loss_scale.scale / 2), np.int32(0))
+    assert_bit_equal(after.loss_scale, expected)
+
+
+def test_a_backward_overflow_skips_the_update_and_halves_the_scale(half):
+    _, start, batch, step = half
+    before = scaled(start, 2.0**40, good_steps=7)
+    after, report = step(before, batch)
+    assert np.isfinite(report["loss"]) and not np.isfinite(report["grad_norm"])
+    assert_skipped(before, after, report)
+
+    trained, report = step(scaled(after, 2.0**6), batch)
+    assert not report["skipped"] and trained.loss_scale.good_steps == 1
+    pairs = zip(*map(jax.tree.leaves, (trained.params, after.params)), strict=True)
+    assert all(np.any(a != b) for a, b in pairs)
+
+
+def test_a_forward_overflow_skips_as_well(half):
+    _, start, batch, step = half
+    huge = jax.tree.map(lambda p: 1e5 * p, start.params)  # more than float16's 65504
+    before = scaled(start._replace(params=huge), 1.0)
+    after, report = step(before, batch)
+    assert not np.isfinite(report["loss"])
+    assert_skipped(before, after, report)
+
+
+def test_an_overflow_in_one_row_is_skipped_on_every_device(half):
+    _, start, batch, step = half
+    weights = batch.weights.at[0].multiply(1e6)
+    before = scaled(start, 2.0**6)
+    after, report = step(before, batch._replace(weights=weights))
+    assert_skipped(before, after, report)
+    for leaf in (report["skipped"], after.loss_scale.scale, after.loss_scale.good_steps):
+        shards = [shard.data.item() for shard in leaf.addressable_shards]
+        assert len(shards) == 8 and len(set(shards)) == 1
+
+
+def test_the_scale_doubles_after_enough_good_steps(half):
+    _, start, batch, step = half
+    last = state.GROWTH_INTERVAL - 1
+    waiting, _ = step(scaled(start, 0.25, last - 1), batch)
+    assert (waiting.loss_scale.scale, waiting.loss_scale.good_steps) == (0.25, last)
+    grown, _ = step(waiting, batch)
+    assert (grown.loss_scale.scale, grown.loss_scale.good_steps) == (0.5, 0)
+
+
+def test_gradients_without_their_scale_are_near_those_of_float32(half):
+    run, start, batch, _ = half
+    exact = Run(packed(**GPT2), **CUBE).program
+    key = jax.random.key(0)
+    with exact.active():
+        expected, whole = jax.jit(exact.grad_fn)(start.params, batch, key)
+    grad_fn = jax.jit(run.program.grad_fn)
+    for scale in (1.0, 2.0**10, 2.0**-3):
+        found, sums = grad_fn(start.params, batch, key, jnp.float32(scale))
+        assert dtypes(found) == {"float32"}
+        found = optax.tree.scale(1 / scale, found)
+        assert_same([jax.device_get(found)], [jax.device_get(expected)], rtol=1e-2)
+        np.testing.assert_allclose(sums.loss, whole.loss, rtol=1e-3)
+        assert sums.weight == whole.weight
+
+
+def test_the_scale_leaves_norm_and_update_as_they_are(half):
+    _, start, batch, step = half
+    (plain, report), (ours, ours_report) = (
+        step(scaled(start, scale), batch) for scale in (1.0, 2.0**6)
+    )
+    np.testing.assert_allclose(ours_report["grad_norm"], report["grad_norm"], rtol=1e-2)
+    first, ours_first = (optax.tree.get(s.opt_state, "mu") for s in (plain, ours))
+    assert_same([jax.device_get(ours_first)], [jax.device_get(first)], rtol=1e-2)
+
+
+def in_half(**train):
+    c = tiny_config()
+    c.train.update(dtype="float16", **train)
+    c.model.num_layers = 1
+    c.optim.schedule, c.optim.learning_rate, c.eval.batches = "constant", 1e-2, 0
+    return c
+
+
+def test_a_run_gets_over_its_overflows_and_resumes_with_its_scale(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "FIRST_LOSS_SCALE", 2.0**24)
+    whole = meshtrain.train(in_half(steps=30), workdir=tmp_path / "whole").state
+    table = rows(tmp_path / "whole")
+    skips = [e for e in rows(tmp_path / "whole", "events.jsonl") if e["event"] == "skip"]
+    assert [e["step"] for e in skips] == [row["step"] for row in table if row["skipped"]]
+    assert 10 < len(skips) < 25 and [e["step"] for e in skips] == list(range(len(skips)))
+    assert [e["loss_scale"] for e in skips] == [2.0 ** (24 - n) for n in range(len(skips))]
+    assert table[0]["grad_norm"] is None and table[-1]["loss"] < table[0]["loss"] - 0.2
+
+    meshtrain.train(in_half(steps=20), workdir=tmp_path / "parts")
+    resumed = meshtrain.train(in_half(steps=30), workdir=tmp_path / "parts").state
+    assert_bit_equal(resumed, whole)
+    assert whole.loss_scale.scale == 2.0 ** (24 - len(skips))
+
+    # Away from float16 and back to it: the scale is left behind, then starts anew.
+    c = in_half(steps=31)
+    c.train.dtype = "float32"
+    away = meshtrain.train(c, workdir=tmp_path / "parts").state
+    assert away.loss_scale is None
+    back = meshtrain.train(in_half(steps=32), workdir=tmp_path / "parts").state
+    assert_bit_equal(back.loss_scale, state.LossScale(np.float32(2**23), np.int32(0)))
+
+
+def test_a_run_that_only_skips_ends_with_exit_code_17(tmp_path, capsys):
+    overrides = {
+        "data.build": "meshtrain.data.synthetic:build",
+        "data.seq_len": 16,
+        "model.num_layers": 1,
+        "model.d_model": 32,
+        "model.d_ff": 32,
+        "train.dtype": "float16",
+        "train.global_batch": 8,
+        "train.steps": 60,
+        "optim.learning_rate": 1e38,
+        "eval.batches": 0,
+    }
+    arguments = [f"--config.{key}={value}" for key, value in overrides.items()]
+    code = main.main(["--config=configs/default.py", f"--workdir={tmp_path}", *arguments])
+    assert code == 17
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not finite, as in the 25 steps up to it: all skipped, the last at a loss" in line
+    assert "lower optim.learning_rate" in line and "train.dtype=bfloat16" in line
+    events = rows(tmp_path, "events.jsonl")
+    assert [e["event"] for e in events[-26:]] == ["skip"] * 25 + ["end"]
