@@ -136,7 +136,7 @@ def prepare(raw: dict[str, Any], num_devices: int) -> None:
     raw["train"].update(
         dtype="float64", param_dtype="float64", global_batch=4 * num_devices, num_microbatches=1
     )
-    raw["optim"].update(warmup_steps=0)
+    raw["optim"].update(warmup_steps=0, moment_dtype="float64")
     if "epsilon" in raw["optim"]:
         raw["optim"].update(epsilon=1e-6)  # where Adam has only rounding noise, it divides by this
     raw["eval"].update(batches=0)

@@ -340,7 +340,7 @@ def test_a_run_gets_over_its_overflows_and_resumes_with_its_scale(tmp_path, monk
     table = rows(tmp_path / "whole")
     skips = [e for e in rows(tmp_path / "whole", "events.jsonl") if e["event"] == "skip"]
     assert [e["step"] for e in skips] == [row["step"] for row in table if row["skipped"]]
-    assert 10 < len(skips) < 25 and [e["step"] for e in skips] == list(range(len(skips)))
+    assert 10 < len(skips) < 25 and [e["step"] for e in skips[:10]] == list(range(10))
     assert [e["loss_scale"] for e in skips] == [2.0 ** (24 - n) for n in range(len(skips))]
     assert table[0]["grad_norm"] is None and table[-1]["loss"] < table[0]["loss"] - 0.2
 
