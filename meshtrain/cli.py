@@ -1,0 +1,82 @@
+"""What the verbs that run a config share: its flags, simulated devices, and a user's faults as lines."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from meshtrain import configfile, distributed
+from meshtrain.config import parse
+from meshtrain.errors import ConfigError
+
+EXIT_USER = 2  # the configuration or the data is wrong
+
+
+def parser(verb: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with --config, --simulate_devices and --config.KEY; a verb adds its own flags."""
+    flags = argparse.ArgumentParser(
+        prog=f"meshtrain {verb}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    flags.add_argument(
+        "--config", required=True, metavar="FILE", help="a Python file with get_config()"
+    )
+    flags.add_argument(
+        "--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices"
+    )
+    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
+    return flags
+
+
+def settings(
+    flags: argparse.ArgumentParser,
+    argv: list[str] | None,
+    prepare: Callable[[Any], None] = lambda config: None,
+) -> tuple[argparse.Namespace, Any]:
+    """Returns the verb's flags and the config with its overrides, after making the devices ready.
+
+    `prepare` may change the config before it is checked. Raises ConfigError with every fault.
+    """
+    args, overrides = flags.parse_known_args(argv)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    if args.simulate_devices is not None:
+        simulate(args.simulate_devices)
+    config, faults = configfile.read(args.config, overrides)
+    prepare(config)
+    distributed.initialize()
+    if faults:
+        raise ConfigError(*faults, *_faults_of(config))
+    return args, config
+
+
+def simulate(num_devices: int) -> None:
+    """Makes this process run on simulated CPU devices; to be called before anything starts a backend."""
+    if num_devices < 1:
+        raise ConfigError(f"--simulate_devices={num_devices}: use 1 or more")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    # A CPU program of several devices hangs in its collectives when read back from the cache.
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def told(run: Callable[[], int]) -> int:
+    """Returns the exit code of `run`; what the user has to change goes to stderr, a line for each fault."""
+    try:
+        return run()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USER
+
+
+def _faults_of(config: Any) -> tuple[str, ...]:
+    """What else is wrong, so that all is told at once."""
+    try:
+        parse(config, num_devices=jax.device_count())
+        return ()
+    except ConfigError as error:
+        return error.faults
