@@ -3,7 +3,11 @@
 import importlib
 import sys
 
-VERBS = {"train": "meshtrain.main", "generate": "meshtrain.generate"}
+VERBS = {
+    "train": "meshtrain.main",
+    "generate": "meshtrain.generate",
+    "audit": "meshtrain.audit",
+}
 
 
 def main() -> int:
