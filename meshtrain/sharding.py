@@ -91,13 +91,10 @@ def without(rules: Rules, *gone: str) -> Rules:
 def batch_slices(axes: Sequence[str]) -> tuple[tuple[str, ...], int]:
     """Returns those of these mesh axes that shard the batch by the active rules, and their product."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.get() or ()
-    sharded = {
-        axis
-        for name, to in rules
-        if name == "batch" and to
-        for axis in ((to,) if isinstance(to, str) else to)
-    }
-    axes = tuple(axis for axis in axes if axis in sharded and not mesh.empty)
+    if mesh.empty or all(name != "batch" for name, _ in rules):
+        return (), 1
+    (sharded,) = spec_for(("batch",), (mesh.size,), rules, mesh.shape)  # a size that all divide
+    axes = tuple(axis for axis in axes if axis in (sharded or ()))
     return axes, math.prod(mesh.shape[axis] for axis in axes)
 
 

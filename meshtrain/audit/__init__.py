@@ -19,7 +19,7 @@ from meshtrain import cli, sharding
 from meshtrain import state as states
 from meshtrain.audit import hlo, report, warn
 from meshtrain.audit.collectives import collectives
-from meshtrain.audit.explain import Explained, Left, explain
+from meshtrain.audit.explain import Explained, explain
 from meshtrain.audit.layout import layout
 from meshtrain.audit.minimum import Need, needs
 from meshtrain.config import Config, parse
@@ -71,11 +71,16 @@ def audit(
     *,
     model: Model | None = None,
     data: Source | Iterable[Any] | None = None,
+    devices: list[jax.Device] | None = None,
 ) -> Audit:
-    """Compiles the step that `train` would run, with the same arguments, and reads what it moves."""
+    """Compiles the step that `train` would run, with the same arguments, and reads what it moves.
+
+    Other `devices` than all of them may be a topology's (`jax.experimental.topologies`).
+    """
+    devices = devices or jax.devices()
     brought = [name for name, part in (("model", model), ("data", data)) if part is not None]
-    cfg = parse(config, num_devices=jax.device_count(), own=brought)
-    program = assemble(cfg, model or cfg.model)
+    cfg = parse(config, num_devices=len(devices), own=brought)
+    program = assemble(cfg, model or cfg.model, devices)
     batch = _batch_like(cfg, program, data if data is not None else cfg.train_data)
     with program.active():
         compiled = program.compile(batch)
@@ -133,10 +138,10 @@ def _excess(explained: list[Explained]) -> list[tuple[str, str, str, float]]:
     return [(*key, moved) for key, moved in sorted(merged.items(), key=lambda item: -item[1])]
 
 
-def _unused(left: Left) -> list[tuple[str, str, float]]:
+def _unused(left: list[tuple[Need, float]]) -> list[tuple[str, str, float]]:
     merged: dict[tuple[str, str], float] = defaultdict(float)
-    for (role, _, axes), bytes in left.items():
-        merged[warn.name_of(axes), role] += bytes
+    for need, bytes in left:
+        merged[warn.name_of(need.axes), need.role] += bytes
     return [(*key, bytes) for key, bytes in merged.items() if bytes > 0.5]
 
 

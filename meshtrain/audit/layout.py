@@ -17,7 +17,7 @@ Axes = tuple[str, ...]  # mesh axes, in the order of the mesh
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter and the mesh axes larger than 1 that cut it, its gradient and its moments."""
+    """A parameter, and the mesh axes larger than 1 that cut each dim of it, its gradient and its moments."""
 
     name: str  # layers/mlp/up/kernel
     argument: str  # as the compiled step calls it: state.params['layers']['mlp']['up']['kernel']
@@ -25,15 +25,23 @@ class Leaf:
     names: tuple[str | None, ...]
     itemsize: int  # stored
     compute_itemsize: int  # cast to train.dtype
-    dims: tuple[Axes, ...]  # what cuts each dim of the parameter
-    grad_axes: Axes
-    moment_axes: Axes
+    dims: tuple[Axes, ...]
+    grad_dims: tuple[Axes, ...]
+    moment_dims: tuple[Axes, ...]
     passes: int  # of a micro-batch that read it: forward, backward
     users: tuple[str, ...]  # of "embed", "block", "head"
 
     @property
     def axes(self) -> Axes:
         return tuple(axis for dim in self.dims for axis in dim)
+
+    @property
+    def grad_axes(self) -> Axes:
+        return tuple(axis for dim in self.grad_dims for axis in dim)
+
+    @property
+    def moment_axes(self) -> Axes:
+        return tuple(axis for dim in self.moment_dims for axis in dim)
 
     @property
     def is_stacked(self) -> bool:
@@ -69,6 +77,11 @@ class Layout:
         """Those that cut the work on a row, not the rows: they cut parameters, not the batch."""
         cutting = {axis for leaf in self.leaves for axis in leaf.axes} - {*self.batch_axes}
         return tuple(axis for axis in self.mesh if axis in cutting)
+
+    @property
+    def width(self) -> int:
+        """Elements of x for each position."""
+        return self.x_size // self.tokens if self.tokens else 0
 
     def share(self, axes: Axes) -> int:
         """Returns the number of devices along these axes."""
@@ -115,10 +128,10 @@ def _dims(spec: Any, mesh: Mapping[str, int]) -> tuple[Axes, ...]:
 
 
 def _leaf(path, leaf, names, cfg: Config, mesh, passes: int, users: tuple[str, ...]) -> Leaf:
-    def axes_from(stage: int) -> Axes:
+    def dims_from(stage: int) -> tuple[Axes, ...]:
         # As state.plan has it: below its stage, fsdp cuts nothing.
         within = cfg.rules if cfg.train.zero_stage >= stage else sharding.without(cfg.rules, "fsdp")
-        return _ordered(sharding.spec_for(names, leaf.shape, within, mesh), mesh)
+        return _dims(sharding.spec_for(names, leaf.shape, within, mesh), mesh)
 
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     return Leaf(
@@ -128,9 +141,9 @@ def _leaf(path, leaf, names, cfg: Config, mesh, passes: int, users: tuple[str, .
         names=tuple(names),
         itemsize=leaf.dtype.itemsize,
         compute_itemsize=jnp.dtype(cfg.train.dtype).itemsize if floating else leaf.dtype.itemsize,
-        dims=_dims((*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim], mesh),
-        grad_axes=axes_from(2),
-        moment_axes=axes_from(1),
+        dims=dims_from(3),
+        grad_dims=dims_from(2),
+        moment_dims=dims_from(1),
         passes=passes,
         users=users,
     )

@@ -14,7 +14,8 @@ class Need:
     axes: Axes
     role: str  # "gather", "sum", "update", "activations", "statistics"
     leaf: str  # whose parameter; empty for activations
-    bytes: float
+    bytes: float  # per device and step
+    once: float  # of it, each time that the tensor moves
 
 
 def needs(plan: Layout) -> list[Need]:
@@ -30,7 +31,8 @@ def _of_parameter(plan: Layout, leaf: Leaf) -> Iterator[Need]:
 
     def need(role: str, kind: str, axes: Axes, held_by: Axes, itemsize: int, times: int) -> Need:
         whole = leaf.size * itemsize / plan.share(tuple(a for a in held_by if a not in axes))
-        return Need(axes, role, leaf.name, times * sent(kind, whole, plan.share(axes)))
+        once = sent(kind, whole, plan.share(axes))
+        return Need(axes, role, leaf.name, times * once, once)
 
     def among(axes: Axes) -> Axes:
         return tuple(axis for axis in plan.batch_axes if axis in axes)
@@ -52,7 +54,8 @@ def _of_parameter(plan: Layout, leaf: Leaf) -> Iterator[Need]:
             rest = tuple(axis for axis in axes if axis not in later)
             scatter = need("sum", "reduce-scatter", later, leaf.grad_axes, itemsize, times)
             reduce = need("sum", "all-reduce", rest, leaf.moment_axes, itemsize, times)
-            yield Need(axes, "sum", leaf.name, scatter.bytes + reduce.bytes)
+            both = scatter.bytes + reduce.bytes
+            yield Need(axes, "sum", leaf.name, both, both / times)
         else:
             yield need("sum", "all-reduce", axes, leaf.grad_axes, itemsize, times)
     updated = among(tuple(axis for axis in leaf.moment_axes if axis not in leaf.axes))
@@ -66,7 +69,7 @@ def _of_activations(plan: Layout, axis: str) -> Iterator[Need]:
     matrices that feed it one more on the way back. A sum is worth a gather and a reduce-scatter,
     which is what takes its place where the axis cuts the sequence between blocks.
     """
-    rows, _ = matrices_of(plan, axis)
+    rows = len(matrices_of(plan, axis)[0])
     num_layers = max((leaf.num_layers for leaf in plan.leaves if leaf.is_stacked), default=0)
     by_embed, by_head = (
         any(axis in leaf.axes and user in leaf.users for leaf in plan.leaves)
@@ -78,16 +81,34 @@ def _of_activations(plan: Layout, axis: str) -> Iterator[Need]:
         # The block's last sum need not be computed again; where it is cut, its input is gathered.
         again = 2 * rows - 1 if axis in plan.x_axes else 2 * (rows - 1)
     halves = num_layers * (4 * rows + again) + 2 * by_embed + 2 * by_head
-    yield Need((axis,), "activations", "", plan.num_microbatches * halves * half)
+    yield Need((axis,), "activations", "", plan.num_microbatches * halves * half, half)
     # Of each position the largest logit, the sum of exponentials, and the target's logit.
-    wide = max(plan.itemsize, 4)
-    statistic = sent("all-reduce", plan.tokens * wide, plan.mesh[axis])
-    yield Need((axis,), "statistics", "", plan.num_microbatches * 3 * by_head * statistic)
+    once = sent("all-reduce", plan.tokens * max(plan.itemsize, 4), plan.mesh[axis])
+    yield Need((axis,), "statistics", "", plan.num_microbatches * 3 * by_head * once, once)
 
 
-def matrices_of(plan: Layout, axis: str) -> tuple[int, int]:
-    """Returns how many matrices of a block an axis cuts along their input, and how many elsewhere."""
-    cut = [leaf.dims[1:] for leaf in plan.leaves if leaf.is_stacked and axis in leaf.axes]
-    matrices = [dims for dims in cut if len(dims) > 1]
-    rows = sum(axis in dims[0] for dims in matrices)
-    return rows, len(matrices) - rows
+def beyond(plan: Layout) -> list[Need]:
+    """Returns what no layout needs and compilers may still move: a sum for each matrix, not for each input."""
+    found = []
+    for axis in plan.model_axes if plan.is_stack else ():
+        rows, columns = matrices_of(plan, axis)
+        num_layers = max((leaf.num_layers for leaf in plan.leaves if leaf.is_stacked), default=0)
+        once = sent("all-gather", plan.x_size * plan.itemsize, plan.mesh[axis])
+        times = 2 * plan.num_microbatches * num_layers * max(0, len(columns) - len(rows))
+        found.append(Need((axis,), "inputs", "", times * once, once))
+    return found
+
+
+def matrices_of(plan: Layout, axis: str) -> tuple[list[Leaf], list[Leaf]]:
+    """Returns the matrices of a block that an axis cuts along their input, and those along their output.
+
+    The first make a vector of the residual stream's width, the others start from one.
+    """
+    cut = [leaf for leaf in plan.leaves if leaf.is_stacked and len(leaf.shape) > 2]
+    rows = [leaf for leaf in cut if axis in leaf.dims[1] and leaf.shape[-1] == plan.width]
+    columns = [
+        leaf
+        for leaf in cut
+        if axis in leaf.axes and axis not in leaf.dims[1] and leaf.shape[1] == plan.width
+    ]
+    return rows, columns
