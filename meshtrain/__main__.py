@@ -3,7 +3,12 @@
 import importlib
 import sys
 
-VERBS = {"train": "meshtrain.main", "generate": "meshtrain.generate", "verify": "meshtrain.verify"}
+VERBS = {
+    "train": "meshtrain.main",
+    "generate": "meshtrain.generate",
+    "verify": "meshtrain.verify",
+    "audit": "meshtrain.audit",
+}
 
 
 def main() -> int:

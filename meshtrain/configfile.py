@@ -11,7 +11,7 @@ from ml_collections import ConfigDict, config_flags
 
 from meshtrain.errors import ConfigError, did_you_mean
 
-ARGUMENTS = ("--config", "--workdir", "--simulate_devices", "--help")
+ARGUMENTS = ("--config", "--workdir", "--simulate_devices", "--output", "--help")
 
 
 def load(path: str, overrides: Iterable[str] = ()) -> ConfigDict:

@@ -92,10 +92,10 @@ def without(rules: Rules, *gone: str) -> Rules:
 def batch_slices(axes: Sequence[str]) -> tuple[tuple[str, ...], int]:
     """Returns those of these mesh axes that shard the batch by the active rules, and their product."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.get() or ()
-    if mesh.empty:
+    if mesh.empty or all(name != "batch" for name, _ in rules):
         return (), 1
-    sharded = {axis for name, of in rules if name == "batch" for axis in axes_of(of)}
-    axes = tuple(axis for axis in axes if axis in sharded)
+    (sharded,) = spec_for(("batch",), (mesh.size,), rules, mesh.shape)  # a size that all divide
+    axes = tuple(axis for axis in axes if axis in axes_of(sharded))
     return axes, math.prod(mesh.shape[axis] for axis in axes)
 
 

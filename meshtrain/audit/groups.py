@@ -1,0 +1,110 @@
+"""Which devices talk to each other: the groups of a collective as XLA writes them, and as mesh axes."""
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+Groups = tuple[tuple[int, ...], ...]  # of device numbers, in the order of the mesh
+
+
+def groups_of(attributes: str, num_devices: int) -> Groups:
+    """Returns the groups in which devices take part, from any of the forms that XLA writes.
+
+    `{{0,1},{2,3}}`; `[2,4]<=[8]`, perhaps with a transposition `T(1,0)`; `mesh['a'=2,'b'=4] {'b'}`,
+    perhaps with `device_ids=([2,4]T(1,0))`; `{}` for all devices together.
+    """
+    if pairs := re.search(r"replica_groups=\{(\{[\d,{}\s]*\})?\}", attributes):
+        lists = re.findall(r"\{([\d,\s]+)\}", pairs[1] or "")
+        if not lists:
+            return (tuple(range(num_devices)),)
+        return tuple(tuple(int(n) for n in group.split(",")) for group in lists)
+    if iota := re.search(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
+        return _rows(_iota(iota[2]).reshape(_ints(iota[1])))
+    if mesh := re.search(r"replica_groups=@?mesh\[([^\]]*)\](.*?)\{([^}]*)\}", attributes):
+        return _mesh_groups(*mesh.groups())
+    return (tuple(range(num_devices)),)
+
+
+def pairs_of(attributes: str) -> Groups:
+    """Returns (from, to) of a permutation."""
+    found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+    return tuple(
+        (int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", found[1] if found else "")
+    )
+
+
+def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Returns the mesh axes whose devices form these groups, or the one axis that they cut into parts.
+
+    None where the groups are neither.
+    """
+    used = [axis for axis, size in mesh.items() if size > 1]
+    wanted = {frozenset(group) for group in groups}
+    ids = np.arange(math.prod(mesh.values())).reshape([mesh[axis] for axis in used])
+    for number in range(len(used) + 1):
+        for axes in itertools.combinations(range(len(used)), number):
+            rest = [axis for axis in range(len(used)) if axis not in axes]
+            rows = ids.transpose(rest + list(axes)).reshape(
+                -1, math.prod(ids.shape[a] for a in axes)
+            )
+            if {frozenset(row.tolist()) for row in rows} == wanted:
+                return tuple(used[axis] for axis in axes)
+    spans = axes_between([(group[0], other) for group in groups for other in group], mesh)
+    return spans if len(spans) == 1 else None
+
+
+def axes_between(pairs: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the mesh axes along which the two devices of some pair differ."""
+    sizes = list(mesh.values())
+    ends = np.array(pairs, int).reshape(-1, 2).T
+    apart = [
+        np.any(a != b) for a, b in zip(*(np.unravel_index(e, sizes) for e in ends), strict=True)
+    ]
+    return tuple(axis for axis, differs in zip(mesh, apart, strict=True) if differs)
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[2,4]T(1,0)`: 0, 1, 2, ... in this shape, its dims exchanged."""
+    shape, _, order = text.partition("T")
+    ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
+    return ids.transpose(_ints(order)) if order else ids
+
+
+def _mesh_groups(axes: str, order: str, chosen: str) -> Groups:
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    # 'a':(2)4 is part of an axis: the factor 4 of it that has a factor 2 before it.
+    parts = [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
+    ]
+    dims = []  # (axis, how much of it comes before, size)
+    for name, size in sizes.items():
+        cuts = {1, size} | {c for n, b, s in parts if n == name for c in (b, b * s)}
+        dims += [(name, low, high // low) for low, high in itertools.pairwise(sorted(cuts))] or [
+            (name, 1, 1)
+        ]
+    ids = np.arange(math.prod(sizes.values()))
+    if shaped := re.search(r"\((\[[\d,]+\](?:T\([\d,]+\))?)\)", order):
+        ids = _iota(shaped[1]).reshape(-1)
+    elif listed := re.search(r"\(([\d,\s]+)\)", order):
+        ids = np.array(_ints(listed[1]))
+    taken = [
+        place
+        for name, before, size in parts
+        for place, (axis, low, _) in enumerate(dims)
+        if axis == name and before <= low < before * size
+    ]
+    others = [place for place in range(len(dims)) if place not in taken]
+    cut = ids.reshape([size for _, _, size in dims]).transpose(others + taken)
+    return _rows(cut.reshape(-1, math.prod(dims[place][2] for place in taken)))
+
+
+def _rows(table: np.ndarray) -> Groups:
+    return tuple(tuple(int(n) for n in row) for row in table)
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
