@@ -5,9 +5,10 @@
 Nothing is trained, and the token file is not read. Every key can be set, as for training.
 """
 
+import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,9 @@ import numpy as np
 
 from meshtrain import cli, sharding
 from meshtrain import state as states
-from meshtrain.audit import hlo, report, warn
-from meshtrain.audit.collectives import collectives
-from meshtrain.audit.explain import Explained, explain
-from meshtrain.audit.layout import layout
-from meshtrain.audit.minimum import Need, needs
+from meshtrain.audit import collectives, explain, hlo, layout, minimum, report, warn
+from meshtrain.audit.ledger import Explained
+from meshtrain.audit.minimum import Need
 from meshtrain.config import Config, parse
 from meshtrain.data.loader import from_iterable
 from meshtrain.data.source import Source
@@ -84,10 +83,10 @@ def audit(
     batch = _batch_like(cfg, program, data if data is not None else cfg.train_data)
     with program.active():
         compiled = program.compile(batch)
-        plan = layout(cfg, program, batch)
-    least = needs(plan)
-    found = collectives(hlo.parse(compiled.as_text()), plan.mesh)
-    explained, left = explain(plan, least, found)
+        plan = layout.plan(cfg, program, batch)
+    least = minimum.needs(plan)
+    found = collectives.find(hlo.parse(compiled.as_text()), plan.mesh)
+    explained, left = explain.explain(plan, least, found)
     unknown = () if plan.is_stack else plan.model_axes
     device = program.mesh.devices.flat[0]
     return Audit(
@@ -119,14 +118,14 @@ def _batch_like(cfg: Config, program: Program, data: Any) -> Any:
 
 def _totals(least: list[Need], explained: list[Explained], unknown: Iterable[str]) -> list[Total]:
     moved: dict[str, float] = defaultdict(float)
-    minimum: dict[str, float] = defaultdict(float)
+    needed: dict[str, float] = defaultdict(float)
     for one in explained:
         moved[warn.name_of(one.collective.axes)] += one.collective.bytes
     for need in least:
-        minimum[warn.name_of(need.axes)] += need.bytes
-    names = sorted({*moved, *minimum})
+        needed[warn.name_of(need.axes)] += need.bytes
+    names = sorted({*moved, *needed})
     return [
-        Total(n, moved[n], None if {*n.split(" x ")} & {*unknown} else minimum[n]) for n in names
+        Total(n, moved[n], None if {*n.split(" x ")} & {*unknown} else needed[n]) for n in names
     ]
 
 
@@ -172,25 +171,37 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> int:
         args, config = cli.settings(flags, argv, _without_token_file)
-        result = audit(config)
-        print(*report.lines(result), sep="\n")
-        if args.output:
-            _write(args.output, result)
+        with _writer(args.output) as write:
+            result = audit(config)
+            print(*report.lines(result), sep="\n")
+            write(json.dumps(_raw(result), indent=1) + "\n")
         return 0
 
     return cli.told(run)
 
 
-def _write(path: Path, result: Audit) -> None:
-    raw = asdict(result)
-    for total, entry in zip(result.axes, raw["axes"], strict=True):
-        entry["ratio"] = total.ratio
-    for one, entry in zip(result.explained, raw["explained"], strict=True):
-        entry["collective"]["bytes"] = one.collective.bytes
-        entry["collective"]["tensor_bytes"] = one.collective.tensor_bytes
+@contextlib.contextmanager
+def _writer(path: Path | None) -> Iterator[Callable[[str], Any]]:
+    """Opens the file before anything is compiled, which takes long."""
+    if path is None:
+        yield lambda text: None
+        return
     try:
-        path.write_text(json.dumps(raw, indent=1) + "\n")
+        file = path.open("w")
     except OSError as error:
         raise ConfigError(
             f"--output={path}: {error.strerror}; use a file that can be written"
         ) from error
+    with file:
+        yield file.write
+
+
+def _raw(result: Audit) -> dict:
+    """Returns all of an audit as what JSON can hold."""
+    raw = asdict(result)
+    for total, entry in zip(result.axes, raw["axes"], strict=True):
+        entry["ratio"] = total.ratio
+    for one, entry in zip(result.explained, raw["explained"], strict=True):
+        c = one.collective
+        entry["collective"] |= {"bytes": c.bytes, "tensor_bytes": c.tensor_bytes, "phase": c.phase}
+    return raw

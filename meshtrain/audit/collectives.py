@@ -70,7 +70,7 @@ def sent(kind: str, tensor_bytes: float, group_size: int) -> float:
     return tensor_bytes * (1 if kind in ("collective-permute", "collective-broadcast") else share)
 
 
-def collectives(module: Module, mesh: Mapping[str, int]) -> list[Collective]:
+def find(module: Module, mesh: Mapping[str, int]) -> list[Collective]:
     """Returns the collectives of a step on a mesh of these axes, in the order of the text."""
     found, fragments = [], set()
     for computation, body in module.computations.items():

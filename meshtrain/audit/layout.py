@@ -88,7 +88,7 @@ class Layout:
         return math.prod(self.mesh[axis] for axis in axes)
 
 
-def layout(cfg: Config, program: Program, batch: Any) -> Layout:
+def plan(cfg: Config, program: Program, batch: Any) -> Layout:
     """Returns the layout of a program for batches like this one (arrays, or their shapes)."""
     mesh = dict(program.mesh.shape)
     names = jax.tree.leaves(program.model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from meshtrain.audit.explain import Explained
+from meshtrain.audit.ledger import Explained
 from meshtrain.audit.warn import name_of
 
 WIDTH = 100

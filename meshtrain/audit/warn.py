@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import jax
 
-from meshtrain.audit.explain import Explained
 from meshtrain.audit.layout import Axes, Layout, Leaf
+from meshtrain.audit.ledger import Explained
 from meshtrain.sharding import Rules
 from meshtrain.state import TrainState, bytes_per_device
 

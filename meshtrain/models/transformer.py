@@ -121,7 +121,8 @@ class Outer(nnx.Module):
         )
 
     def embed(self, batch: Batch) -> jax.Array:
-        x_BSD = table(self.tokens, "vocab")[batch.tokens]
+        # Whole sequences first: asked for slices, XLA would gather a table cut along V for them.
+        x_BSD = constrain(table(self.tokens, "vocab")[batch.tokens], "batch", "seq", "residual")
         if self.positions is not None:
             x_BSD += table(self.positions, None)[positions_of(batch)]
         return constrain(x_BSD, "batch", "residual_seq", "residual")
