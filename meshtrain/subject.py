@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ class Subject:
     ):
         raw = copy.deepcopy(settings.to_dict() if hasattr(settings, "to_dict") else dict(settings))
         own = [name for name, given in (("model", model), ("data", data)) if given is not None]
-        config.parse({**raw, "mesh": {"data": -1}}, num_devices=1, own=[*own, "data"])  # as it is
+        _check_as_it_is(raw, [*own, "data"])
         if not keep_sizes and model is None:
             shrink(raw)
         prepare(raw, jax.device_count())
@@ -109,6 +110,12 @@ class Subject:
             jax.tree.map(lambda leaf, n=n: leaf[n * size : (n + 1) * size], samples)
             for n in range(STEPS)
         ]
+
+
+def _check_as_it_is(raw: dict[str, Any], own: list[str]) -> None:
+    """Raises ConfigError for faults of the config itself, whose mesh may need more devices than there are."""
+    sizes = [size for size in raw.get("mesh", {}).values() if isinstance(size, int) and size > 0]
+    config.parse(raw, num_devices=max(jax.device_count(), math.prod(sizes)), own=own)
 
 
 def shrink(raw: dict[str, Any]) -> None:

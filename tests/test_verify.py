@@ -124,6 +124,24 @@ def test_a_users_own_model_is_verified(kind):
     assert result.fault is None and result.differences["gradients"] < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        (dict(num_heads=12, num_kv_heads=3, d_model=96), dict(data=1, fsdp=2, tensor=4)),
+        (dict(num_heads=8, num_kv_heads=1, d_model=64), dict(data=1, fsdp=1, tensor=8)),
+    ],
+    ids=str,
+)
+def test_heads_and_a_vocabulary_that_tensor_does_not_divide(sizes, axes):
+    c = tiny_config()
+    c.model.update(sizes)
+    c.model.vocab_size = 61
+    row = {**ROW, **axes, "packing": True, "masks": True, "sequence_parallel": True}
+    with jax.enable_x64(True):
+        own = subject.Subject(c, None, None, keep_sizes=True)
+        assert verify.check(own, row).fault is None
+
+
 def test_a_loss_that_mixes_its_rows_is_found_out():
     def centred(model, batch):
         values = ((model(batch["x"]) - batch["y"]) ** 2).sum(-1)
