@@ -19,10 +19,10 @@ def metadata(op_name, file, line):
     return f'metadata={{op_name="{op_name}" source_file="{file}" source_line={line}}}'
 
 
-def found(body, before="", mesh=MESH):
+def found(body, before="", platform="cpu"):
     text = f"{HEADER}{before}\nENTRY %main (p: f32[8,4]) -> f32[8,4] {{\n  %p = f32[8,4]{{1,0}} parameter(0)"
     module = hlo.parse(text + f"{body}\n}}\n")
-    return collectives.find(module, mesh)
+    return collectives.find(module, MESH, platform)
 
 
 @pytest.mark.parametrize(
@@ -183,28 +183,30 @@ def test_an_all_reduce_of_which_each_device_keeps_its_slice_is_a_reduce_scatter(
     assert (collectives.SLICED in c.notes) == (kind == "reduce-scatter")
 
 
-@pytest.mark.parametrize("where", ["before", "after", "nowhere"])
-def test_what_is_bfloat16_before_or_after_counts_as_that(where):
-    body = {
-        "before": "%h = bf16[8,4]{1,0} convert(%p)\n  %v = f32[8,4]{1,0} convert(%h)",
-        "after": "%v = f32[8,4]{1,0} copy(%p)",
-        "nowhere": "%v = f32[8,4]{1,0} copy(%p)",
-    }[where]
-    use = "convert" if where == "after" else "negate"
+@pytest.mark.parametrize(
+    ("kind", "where", "platform", "itemsize"),
+    [
+        ("all-gather", "before", "cpu", 2),
+        ("all-gather", "after", "cpu", 2),
+        ("all-gather", "nowhere", "cpu", 4),
+        ("all-gather", "after", "tpu", 4),
+        ("all-reduce", "before", "cpu", 4),  # a sum in float32 of what was rounded before
+        ("all-reduce", "after", "cpu", 2),
+    ],
+)
+def test_what_is_bfloat16_before_or_after_moves_as_that_but_on_cpu(kind, where, platform, itemsize):
+    first = "%v = f32[8,4] copy(%p)"
+    if where == "before":
+        first = "%h = bf16[8,4] convert(%p)\n  %v = f32[8,4] convert(%h)"
     (c,) = found(
-        f"\n  {body}\n  %c = f32[16,4]{{1,0}} all-gather(%v), dimensions={{0}}, replica_groups=[4,2]<=[8]"
-        f"\n  %u = bf16[16,4]{{1,0}} {use}(%c)"
+        f"\n  {first}\n  %c = f32[16,4] {kind}(%v), dimensions={{0}}, replica_groups=[4,2]<=[8]"
+        f"\n  %u = bf16[16,4] {'convert' if where == 'after' else 'negate'}(%c)",
+        platform=platform,
     )
-    assert c.tensor_bytes == 64 * (4 if where == "nowhere" else 2)
+    assert c.itemsize == itemsize
 
 
-def test_a_gather_is_traced_to_the_argument_of_the_step_through_loops_and_fusions():
-    (c,) = found(
-        """
-  %w = f32[2,8,4]{2,1,0} parameter(1), metadata={op_name="state.params[\\'layers\\'][\\'kernel\\']"}
-  %t = (s32[], f32[2,8,4]{2,1,0}) tuple(%p, %w)
-  %l = (s32[], f32[2,8,4]{2,1,0}) while(%t), condition=%until, body=%body""",
-        """
+TRACED = """
 %cut (a: f32[2,8,4], i: s32[]) -> f32[8,4] {
   %a = f32[2,8,4]{2,1,0} parameter(0)
   %i = s32[] parameter(1)
@@ -219,12 +221,47 @@ def test_a_gather_is_traced_to_the_argument_of_the_step_through_loops_and_fusion
   %i = s32[] get-tuple-element(%t), index=0
   %v = f32[2,8,4]{2,1,0} get-tuple-element(%t), index=1
   %f = f32[8,4]{1,0} fusion(%v, %i), kind=kLoop, calls=%cut
-  %c = f32[16,4]{1,0} all-gather(%f), dimensions={0}, replica_groups=[4,2]<=[8]
-  ROOT %r = (s32[], f32[2,8,4]{2,1,0}) tuple(%i, %v)
+  INSIDE
+  %n = f32[2,8,4]{2,1,0} negate(%v)
+  ROOT %r = (s32[], f32[2,8,4]{2,1,0}) tuple(%i, KEPT)
 }
-""",
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "kept"), [("inside", "%v"), ("after", "%v"), ("inside", "%n"), ("after", "%n")]
+)
+def test_a_gather_is_traced_to_the_argument_of_the_step_through_loops_and_fusions(place, kept):
+    gather = "%c = f32[16,4]{1,0} all-gather(%f), dimensions={0}, replica_groups=[4,2]<=[8]"
+    (c,) = found(
+        f"""
+  %w = f32[2,8,4]{{2,1,0}} parameter(1), {metadata("state.params['layers']['kernel']", "", 0)}
+  %t = (s32[], f32[2,8,4]{{2,1,0}}) tuple(%p, %w)
+  %l = (s32[], f32[2,8,4]{{2,1,0}}) while(%t), condition=%until, body=%body
+  %i = s32[] get-tuple-element(%l), index=0
+  %v = f32[2,8,4]{{2,1,0}} get-tuple-element(%l), index=1
+  %f = f32[8,4]{{1,0}} slice(%v), slice={{[0:1], [0:8], [0:4]}}
+  {gather if place == "after" else ""}""",
+        TRACED.replace("INSIDE", gather if place == "inside" else "").replace("KEPT", kept),
     )
-    assert c.origin == "state.params['layers']['kernel']"
+    assert c.origin == ("state.params['layers']['kernel']" if kept == "%v" else "")
+
+
+def test_a_wrapped_collective_counts_where_it_starts():
+    wrapped = """
+%wrapped (p: f32[8,4]) -> f32[4,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %c = f32[4,4]{1,0} reduce-scatter(%p), dimensions={0}, replica_groups=[4,2]<=[8], to_apply=%add
+}
+"""
+    (c,) = found(
+        """
+  %s = ((f32[8,4]{1,0}), f32[4,4]{1,0}, u32[]) async-start(%p), calls=%wrapped
+  %u = ((f32[8,4]{1,0}), f32[4,4]{1,0}, u32[]) async-update(%s), calls=%wrapped
+  %d = f32[4,4]{1,0} async-done(%u), calls=%wrapped""",
+        ADD + wrapped,
+    )
+    assert (c.kind, c.count, c.bytes) == ("reduce-scatter", 1, 64)
 
 
 def test_the_source_is_the_innermost_line_that_is_no_librarys():

@@ -85,10 +85,10 @@ def audit(
         compiled = program.compile(batch)
         plan = layout.plan(cfg, program, batch)
     least = minimum.needs(plan)
-    found = collectives.find(hlo.parse(compiled.as_text()), plan.mesh)
+    device = program.mesh.devices.flat[0]
+    found = collectives.find(hlo.parse(compiled.as_text()), plan.mesh, device.platform)
     explained, left = explain.explain(plan, least, found)
     unknown = () if plan.is_stack else plan.model_axes
-    device = program.mesh.devices.flat[0]
     return Audit(
         mesh=plan.mesh,
         device=f"{program.mesh.size} {device.device_kind}",

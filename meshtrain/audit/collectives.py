@@ -70,8 +70,11 @@ def sent(kind: str, tensor_bytes: float, group_size: int) -> float:
     return tensor_bytes * (1 if kind in ("collective-permute", "collective-broadcast") else share)
 
 
-def find(module: Module, mesh: Mapping[str, int]) -> list[Collective]:
-    """Returns the collectives of a step on a mesh of these axes, in the order of the text."""
+def find(module: Module, mesh: Mapping[str, int], platform: str = "cpu") -> list[Collective]:
+    """Returns the collectives of a step on a mesh of these axes, in the order of the text.
+
+    On CPU, where XLA has no reduce-scatter and no bfloat16, they are those that GPU and TPU would run.
+    """
     found, fragments = [], set()
     for computation, body in module.computations.items():
         times, known = module.runs(computation)
@@ -84,11 +87,13 @@ def find(module: Module, mesh: Mapping[str, int]) -> list[Collective]:
             if fused and channel in fragments:
                 continue  # TPU spreads one collective over several fusions
             fragments |= {channel} if fused else set()
-            found += _of(module, computation, instruction, kind, mesh, times, known)
+            found += _of(module, computation, instruction, kind, mesh, times, known, platform)
     return found
 
 
-def _of(module, computation, instruction, kind, mesh, times, known) -> Iterator[Collective]:
+def _of(
+    module, computation, instruction, kind, mesh, times, known, platform
+) -> Iterator[Collective]:
     """Yields the tensors of one instruction."""
     if kind == "collective-permute":
         axes, size = groups.axes_between(groups.pairs_of(instruction.attributes), mesh), 2
@@ -105,9 +110,10 @@ def _of(module, computation, instruction, kind, mesh, times, known) -> Iterator[
         if element < len(instruction.operands):
             value = (computation, instruction.operands[element], None)
             origin, narrowest = dataflow.argument(module, value)
-        promoted = array.dtype == "f32" and (
-            narrowest == 2 or dataflow.is_narrowed(used) or "_promoted" in instruction.attributes
-        )
+        # What is only handed on is as good before it was widened; a sum is not.
+        narrow = narrowest == 2 and kind != "all-reduce" or dataflow.is_narrowed(used)
+        promoted = array.dtype == "f32" and (narrow or "_promoted" in instruction.attributes)
+        promoted = promoted and platform == "cpu"
         sliced = kind == "all-reduce" and dataflow.is_sliced(module, used, array.size / size)
         yield Collective(
             name=instruction.name,

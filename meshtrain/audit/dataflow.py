@@ -1,5 +1,6 @@
 """Where values of a compiled program come from and go to, loops and fusions seen through."""
 
+import re
 from collections.abc import Iterator
 
 from meshtrain.audit.hlo import Instruction, Module
@@ -46,7 +47,7 @@ def _behind(module: Module, value: Value) -> Value | None:
             return computation, first, instruction.number("index")
         case "tuple" if index is not None:
             return computation, instruction.operands[index], None
-        case "while":
+        case "while" if _is_kept(module, instruction, index):
             return computation, first, index
         case "optimization-barrier":
             if len(instruction.operands) > 1:
@@ -67,10 +68,22 @@ def _handed_in(module: Module, computation: str, number: int, index: int | None)
     """Returns what the caller hands to a parameter."""
     for caller, instruction in module.callers[computation]:
         if instruction.opcode == "while":
-            return caller, instruction.operands[0], index
+            kept = _is_kept(module, instruction, index)
+            return (caller, instruction.operands[0], index) if kept else None
         if instruction.opcode in ("fusion", "call") or instruction.opcode.endswith("-start"):
             return caller, instruction.operands[number], index
     return None
+
+
+def _is_kept(module: Module, loop: Instruction, index: int | None) -> bool:
+    """Whether a loop hands on this element of its state as it got it."""
+    body = re.search(r"\bbody=%?([\w.\-]+)", loop.attributes)
+    inner = module.computations[body[1]]
+    root = next(i for i in inner.values() if i.is_root)
+    if index is None or root.opcode != "tuple":
+        return False
+    made = inner[root.operands[index]]
+    return made.opcode == "get-tuple-element" and made.number("index") == index
 
 
 def uses(module: Module, computation: str, name: str) -> Iterator[tuple[str, Instruction | None]]:
