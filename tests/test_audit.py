@@ -56,7 +56,7 @@ def test_fsdp_gathers_twice_and_scatters_once():
     whole = 8 * result.memory["parameters"]
     assert result.moved("gradients summed", "fsdp") == 7 / 8 * whole
     # The tables of both ends are gathered once: nothing needs them again, or at once.
-    ends = 2 * 64 * 32 * 4 + 32 * 4
+    ends = 2 * 128 * 32 * 4 + 32 * 4
     assert result.moved("parameters gathered", "fsdp") == 7 / 8 * (2 * whole - ends)
     of_layers = [one.collective for one in result.explained if "layers/" in one.collective.origin]
     assert all("meshtrain/models/layers.py" in c.source for c in of_layers)
@@ -106,7 +106,7 @@ def test_gradients_summed_in_each_microbatch_are_told(monkeypatch):
 
 def test_a_table_that_no_rule_cuts_and_an_axis_without_work_are_told():
     result = audited(rules=[("vocab", None), ("batch", None)], data=2, tensor=4)
-    told = [warning for warning in result.warnings if "tokens/embedding (64, 32)" in warning]
+    told = [warning for warning in result.warnings if "tokens/embedding (128, 32)" in warning]
     assert len(told) == 1 and "whole along tensor=4" in told[0]
     assert any("mesh.data=2 cuts neither" in warning for warning in result.warnings)
     assert "data" not in {total.name for total in result.axes}
