@@ -11,7 +11,7 @@ def get_config() -> ConfigDict:
     mesh.data = -1  # rows of the batch; parameters are whole on each
     mesh.fsdp = 1  # rows of the batch; parameters, gradients and optimizer state are cut up
     mesh.expert = 1  # for mixtures of experts; not in this version
-    mesh.pipeline = 1  # groups of layers; not in this version
+    mesh.pipeline = 1  # stages: groups of layers, which micro-batches pass through
     mesh.context = 1  # positions in the sequence; not in this version
     mesh.tensor = 1  # heads, feed-forward and vocabulary
 
@@ -19,6 +19,7 @@ def get_config() -> ConfigDict:
     # its axes are still free in that array, and divide the dim. No line fits: the dim is whole.
     config.rules = (
         ("batch", ("data", "fsdp")),
+        ("vocab", ("pipeline", "tensor")),  # embedding and head are no stage's: all have a share
         ("vocab", "tensor"),
         ("heads", "tensor"),
         ("kv_heads", "tensor"),
@@ -44,6 +45,12 @@ def get_config() -> ConfigDict:
     train.dtype = "float32"  # to compute in: float32, bfloat16, float16 (its loss scale looks after
     # itself, steps that overflow are skipped), float64
     train.param_dtype = "float32"  # of parameters: float32, bfloat16 (loses small updates), float64
+
+    config.pipeline = pipeline = ConfigDict()  # read where mesh.pipeline is more than 1
+    pipeline.schedule = "1f1b"  # or "gpipe", "interleaved"; `meshtrain schedule` prints them
+    pipeline.num_chunks = 1  # of layers on each stage, which takes turns; more: "interleaved"
+    pipeline.keep = "inputs"  # of a chunk until its backward, which runs it again; or "residuals":
+    # all that the backward needs, so that nothing is run twice
 
     config.model = model = ConfigDict()
     model.build = "meshtrain.models.transformer:build"  # of the keys below: a Model

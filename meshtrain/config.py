@@ -14,10 +14,16 @@ from typing import Any
 
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 from meshtrain.mesh import AXES, MeshConfig
-from meshtrain.sections import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
+from meshtrain.sections import (
+    CheckpointConfig,
+    EvalConfig,
+    OptimConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 
-SECTIONS = ("mesh", "rules", "train", "model", "data", "optim", "eval", "checkpoint")
-NOT_YET = ("pipeline", "expert", "context")  # axes that this version cannot use
+SECTIONS = ("mesh", "rules", "train", "pipeline", "model", "data", "optim", "eval", "checkpoint")
+NOT_YET = ("expert", "context")  # axes that this version cannot use
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Config:
     mesh: MeshConfig  # without a -1
     rules: tuple
     train: TrainConfig
+    pipeline: PipelineConfig
     optim: OptimConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
@@ -60,6 +67,7 @@ def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Conf
     read = _Reader(raw)
     mesh = read.section("mesh", MeshConfig)
     train = read.section("train", TrainConfig)
+    pipeline = read.section("pipeline", PipelineConfig)
     evaluation = read.section("eval", EvalConfig)
     checkpoint = read.section("checkpoint", CheckpointConfig)
     optim, build_optimizer = read.builder("optim", OptimConfig, given=["learning_rate"])
@@ -72,7 +80,7 @@ def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Conf
         resolved = read.attempt(mesh.resolve, num_devices)
         model = {} if "model" in own else raw["model"]
         data = {} if "data" in own else raw["data"]
-        read.faults += check_layout(resolved or mesh, raw["train"], model)
+        read.faults += check_layout(resolved or mesh, raw["train"], raw["pipeline"], model)
         read.faults += _check_positions(model, data)
         mesh = resolved
     model = read.attempt(build_model)
@@ -85,6 +93,7 @@ def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Conf
         mesh=mesh,
         rules=tuple(tuple(rule) for rule in raw["rules"]),
         train=train,
+        pipeline=pipeline,
         optim=optim,
         eval=evaluation,
         checkpoint=checkpoint,
@@ -189,7 +198,7 @@ def _has_type(value: Any, annotation: Any) -> bool:
     )
 
 
-def check_layout(mesh: MeshConfig, train: Mapping, model: Mapping) -> list[str]:
+def check_layout(mesh: MeshConfig, train: Mapping, pipeline: Mapping, model: Mapping) -> list[str]:
     """What must divide what. An axis that is still -1, for want of devices, counts as 1."""
     size = {axis: max(1, getattr(mesh, axis)) for axis in AXES}
     faults = [
@@ -204,6 +213,9 @@ def check_layout(mesh: MeshConfig, train: Mapping, model: Mapping) -> list[str]:
                 f"model.{key}={value} is not divisible by mesh.tensor={size['tensor']}; "
                 f"use {nearest_multiples(value, size['tensor'])}, or another mesh.tensor"
             )
+    layers, chunks = model.get("num_layers"), pipeline.get("num_chunks")
+    if size["pipeline"] > 1 and _has_type(layers, int) and _has_type(chunks, int):
+        faults += uneven_layers(layers, size["pipeline"], chunks)
     batch, parts = train.get("global_batch"), train.get("num_microbatches")
     if _has_type(batch, int) and _has_type(parts, int) and parts > 0:
         step = size["data"] * size["fsdp"] * parts
@@ -214,6 +226,17 @@ def check_layout(mesh: MeshConfig, train: Mapping, model: Mapping) -> list[str]:
                 f"use {nearest_multiples(batch, step)}"
             )
     return faults
+
+
+def uneven_layers(num_layers: int, num_stages: int, num_chunks: int) -> list[str]:
+    """A fault where the stages' chunks would differ in length, which is waiting time for all but one."""
+    pieces = num_stages * num_chunks
+    if pieces < 1 or num_layers % pieces == 0:
+        return []
+    return [
+        f"model.num_layers={num_layers} is not divisible by mesh.pipeline={num_stages} x "
+        f"pipeline.num_chunks={num_chunks}; use {nearest_multiples(num_layers, pieces)}"
+    ]
 
 
 def _check_positions(model: Mapping, data: Mapping) -> list[str]:

@@ -31,11 +31,9 @@ def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1)
     unroll = unroll if remat == "none" else 1
 
     def loss(params, batch, key):
-        params = jax.tree.map(
-            lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
-        )
+        params = cast(params, dtype)
         if model.block is None:
-            metrics = _remat(model.loss, remat)(params, batch, key)
+            metrics = rematerialised(model.loss, remat)(params, batch, key)
             if not isinstance(metrics, Metrics):
                 kind = type(metrics).__name__
                 raise ConfigError(
@@ -43,11 +41,22 @@ def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1)
                 )
             return metrics
         x = run_blocks(
-            _remat(model.block, remat), params["layers"], model.embed(params, batch), batch, unroll
+            rematerialised(model.block, remat),
+            params["layers"],
+            model.embed(params, batch),
+            batch,
+            unroll,
         )
         return model.head(params, x, batch)
 
     return loss
+
+
+def cast(params: Params, dtype: str) -> Params:
+    """Returns the parameters in the dtype to compute in; integers stay."""
+    return jax.tree.map(
+        lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
+    )
 
 
 def run_blocks(
@@ -62,7 +71,7 @@ def run_blocks(
     ]
 
 
-def _remat(function: Callable, remat: str) -> Callable:
+def rematerialised(function: Callable, remat: str) -> Callable:
     if remat == "none":
         return function
     policies = jax.checkpoint_policies

@@ -10,10 +10,13 @@ import optax
 
 from meshtrain import grads, optim, sharding
 from meshtrain import state as states
-from meshtrain.config import Config
+from meshtrain.config import Config, uneven_layers
+from meshtrain.errors import ConfigError
 from meshtrain.mesh import make_mesh
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
+from meshtrain.pipeline import executor
+from meshtrain.pipeline.schedules import SCHEDULES, Table
 from meshtrain.state import TrainState
 from meshtrain.step import Report, make_train_step
 
@@ -69,21 +72,23 @@ def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None)
         abstract_state, grad_places = states.plan(
             init, model.axes, optimizer, cfg.rules, mesh, zero_stage=c.zero_stage
         )
-    loss_fn = grads.make_loss(model, dtype=c.dtype, remat=c.remat, unroll=c.unroll)
     # Where each device holds whole gradients anyway, those of fsdp can wait for the end as well.
     partial_over = ("data",) if c.zero_stage >= 2 else ("data", "fsdp")
     if model.block is None and c.num_microbatches == 1:
         partial_over = ()  # a loss of one's own may mix its rows: a contrastive one, say
-    grad_fn = grads.accumulate(
-        loss_fn,
-        num_microbatches=c.num_microbatches,
-        grad_shardings=grad_places,
-        partial_over=partial_over,
-    )
+    run = {"dtype": c.dtype, "remat": c.remat, "unroll": c.unroll}
+    sync = {"grad_shardings": grad_places, "partial_over": partial_over}
+    if cfg.mesh.pipeline > 1:
+        table = _table_of(cfg, model, abstract_state.params)
+        grad_fn = executor.pipelined(model, table, keep=cfg.pipeline.keep, **run, **sync)
+        eval_step = executor.evaluate(model, table, dtype=c.dtype, partial_over=partial_over)
+    else:
+        loss_fn = grads.make_loss(model, **run)
+        grad_fn = grads.accumulate(loss_fn, num_microbatches=c.num_microbatches, **sync)
+        eval_step = grads.evaluate(loss_fn, num_microbatches=c.num_microbatches)
     train_step = make_train_step(
         grad_fn, optimizer, schedule, clip_norm=cfg.optim.clip_norm, seed=c.seed
     )
-    eval_step = grads.evaluate(loss_fn, num_microbatches=c.num_microbatches)
     return Program(
         mesh=mesh,
         rules=cfg.rules,
@@ -96,3 +101,16 @@ def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None)
         train_step=train_step,
         eval_step=eval_step,
     )
+
+
+def _table_of(cfg: Config, model: Model, params: Params) -> Table:
+    """Returns the schedule written out; raises ConfigError for a model that stages cannot share."""
+    P, M, V = cfg.mesh.pipeline, cfg.train.num_microbatches, cfg.pipeline.num_chunks
+    if model.block is None:
+        raise ConfigError(
+            f"mesh.pipeline={P}: the model is no stack of blocks (embed, block, head), only a loss; "
+            f"use mesh.pipeline=1"
+        )
+    if faults := uneven_layers(len(jax.tree.leaves(params["layers"])[0]), P, V):
+        raise ConfigError(*faults)
+    return SCHEDULES[cfg.pipeline.schedule](P, M, V)

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import jax
 
 from meshtrain.errors import ConfigError, below, not_one_of
+from meshtrain.pipeline.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # to compute in
 KEPT_DTYPES = ("float32", "bfloat16", "float64")  # updates would be lost in float16's narrow range
 REMAT = ("none", "full", "dots", "names:NAME,NAME")
-SCHEDULES = ("constant", "cosine", "linear", "wsd")
+RATES = ("constant", "cosine", "linear", "wsd")
+KEPT = ("inputs", "residuals")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,25 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    schedule: str
+    num_chunks: int
+    keep: str
+
+    def __post_init__(self):
+        faults = not_one_of("pipeline.schedule", self.schedule, SCHEDULES)
+        faults += not_one_of("pipeline.keep", self.keep, KEPT)
+        faults += below(1, {"pipeline.num_chunks": self.num_chunks})
+        if not faults and self.num_chunks > 1 and self.schedule != "interleaved":
+            faults.append(
+                f"pipeline.num_chunks={self.num_chunks}: {self.schedule} has one chunk a stage; "
+                f"use pipeline.schedule='interleaved', or num_chunks=1"
+            )
+        if faults:
+            raise ConfigError(*faults)
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """What the trainer itself needs of the `optim` section; the builder gets the rest."""
 
@@ -60,7 +81,7 @@ class OptimConfig:
     moment_dtype: str
 
     def __post_init__(self):
-        faults = not_one_of("optim.schedule", self.schedule, SCHEDULES)
+        faults = not_one_of("optim.schedule", self.schedule, RATES)
         faults += not_one_of("optim.moment_dtype", self.moment_dtype, KEPT_DTYPES)
         faults += _without_x64({"optim.moment_dtype": self.moment_dtype})
         faults += below(

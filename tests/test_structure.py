@@ -16,10 +16,10 @@ from meshtrain.config import resolve
 ROOT = Path(__file__).resolve().parent.parent
 # A module may import those before it; one that is not here needs a place first.
 ORDER = """
-errors mesh sections config configfile distributed metrics sharding
+errors mesh pipeline pipeline.schedules sections config configfile distributed metrics sharding
 data data.permute data.source data.tokens data.synthetic data.loader
 ops ops.attention ops.losses optim models models.base models.layers models.transformer
-grads state checkpoint step program summary writer train generate cli
+grads pipeline.ring pipeline.stages pipeline.executor state checkpoint step program summary writer train generate cli
 covering certificate reference subject verify
 audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.ledger
 audit.parameters audit.activations audit.explain audit.warn audit.report audit audit.__main__ . main __main__

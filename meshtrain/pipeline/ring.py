@@ -1,0 +1,148 @@
+"""What happens between and within pipeline stages: messages, and each stage's own choice from its arrays.
+
+Arrays have a leading dim of stages, sharded over the mesh axis `pipeline`. The stages' own maths needs
+no more than `jax.vmap` over that dim; these few functions are where stages differ or exchange something,
+so they are `jax.shard_map` regions, manual over `pipeline` and nothing else.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+AXIS = "pipeline"
+
+# P stages, V chunks a stage, K layers a chunk
+
+
+def _each_stage(function):
+    """Runs `function` on every stage's part of its arguments, without the dim of stages."""
+
+    def on_leaves(*args):
+        own = jax.tree.map(lambda leaf: leaf[0], args)
+        return jax.tree.map(lambda leaf: leaf[None], function(*own))
+
+    @functools.wraps(function)
+    def region(*args):
+        P = jax.P(AXIS)
+        return jax.shard_map(on_leaves, in_specs=P, out_specs=P, axis_names={AXIS})(*args)
+
+    return region
+
+
+@_each_stage
+def pick(tree: Any, index: jax.Array) -> Any:
+    """Returns entry `index` (P,) of the second dim of every leaf (P, n, ...): (P, ...)."""
+    return jax.tree.map(lambda leaf: _entry(leaf, index), tree)
+
+
+@_each_stage
+def put(tree: Any, index: jax.Array, value: Any, active: jax.Array) -> Any:
+    """Returns `tree` with `value` (P, ...) as entry `index` of the stages that are `active`."""
+
+    def replaced(leaf, new):
+        new = jnp.where(active, new, _entry(leaf, index))
+        return jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0)
+
+    return jax.tree.map(replaced, tree, value)
+
+
+@_each_stage
+def add(tree: Any, index: jax.Array, value: Any, active: jax.Array) -> Any:
+    """Returns `tree` with `value` (P, ...) added to entry `index` of the stages that are `active`."""
+
+    def added(leaf, new):
+        new = _entry(leaf, index) + jnp.where(active, new.astype(leaf.dtype), 0)  # 0 * nan is nan
+        return jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0)
+
+    return jax.tree.map(added, tree, value)
+
+
+def _entry(leaf: jax.Array, index: jax.Array) -> jax.Array:
+    # Of one there is no choice, and nothing to copy.
+    return leaf[0] if len(leaf) == 1 else jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
+
+def choose(tree: Any, index: jax.Array, axis: int) -> Any:
+    """Returns entry `index` (P,) of dim `axis` of what all stages have: (P, ...)."""
+
+    def region(tree, index):
+        return jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index[0], axis, keepdims=False)[None],
+            tree,
+        )
+
+    P = jax.P(AXIS)
+    return jax.shard_map(region, in_specs=(jax.P(), P), out_specs=P, axis_names={AXIS})(tree, index)
+
+
+def send(x: jax.Array, by: int) -> jax.Array:
+    """Returns what each stage gets from the one `by` places before it on the ring."""
+    size = jax.sharding.get_abstract_mesh().shape[AXIS]
+    ring = [(stage, (stage + by) % size) for stage in range(size)]
+    return _each_stage(lambda x: jax.lax.ppermute(x, AXIS, ring))(x)
+
+
+def share(x: jax.Array, stage: int) -> jax.Array:
+    """Returns, on all stages, what one of them has of `x` (P, ...); -1 is the last."""
+
+    def region(x):
+        size = jax.sharding.get_abstract_mesh().shape[AXIS]
+        mine = jax.lax.axis_index(AXIS) == stage % size
+        return jax.lax.psum(jnp.where(mine, x[0], 0), AXIS)
+
+    return jax.shard_map(region, in_specs=jax.P(AXIS), out_specs=jax.P(), axis_names={AXIS})(x)
+
+
+def to_stages(layers: Any, num_chunks: int) -> Any:
+    """Returns stacked layers (L, ...) as (P, V, K, ...): chunk v of stage i is the (v P + i)-th."""
+    return _move(layers, num_chunks, inward=True)
+
+
+def from_stages(chunks: Any) -> Any:
+    """Returns (P, V, K, ...) as stacked layers (L, ...) in the model's order."""
+    return _move(chunks, jax.tree.leaves(chunks)[0].shape[1], inward=False)
+
+
+def _move(tree: Any, V: int, *, inward: bool) -> Any:
+    size = jax.sharding.get_abstract_mesh().shape[AXIS]
+
+    def region(leaf):
+        chunks = leaf.reshape(V, -1, *leaf.shape[1:]) if inward else leaf[0]
+        if V > 1:
+            moved = jnp.zeros_like(chunks)
+            for pairs, outgoing, incoming in rounds(size, V, inward=inward):
+                stage = jax.lax.axis_index(AXIS)
+                source, target = (jnp.asarray(slots)[stage] for slots in (outgoing, incoming))
+                piece = jax.lax.dynamic_index_in_dim(chunks, source, keepdims=False)
+                piece = jax.lax.ppermute(piece, AXIS, pairs)
+                moved = jax.lax.dynamic_update_index_in_dim(moved, piece, target, 0)
+            chunks = moved
+        return chunks[None] if inward else chunks.reshape(-1, *chunks.shape[2:])
+
+    return jax.tree.map(
+        jax.shard_map(region, in_specs=jax.P(AXIS), out_specs=jax.P(AXIS), axis_names={AXIS}),
+        tree,
+    )
+
+
+def rounds(P: int, V: int, *, inward: bool):
+    """Yields V exchanges that take chunks from the model's order to the stages', or back.
+
+    The state holds chunks i V ... i V + V - 1 on stage i; the schedule wants chunk c on stage c % P.
+    In round k stage i gives its chunk j = (k + i gcd(P, V) // P) % V: so each stage gives one and gets
+    one. Each exchange is (pairs of stages, (P,) own chunk that goes out, (P,) where the other comes in).
+    """
+    i = np.arange(P)
+    for k in range(V):
+        j = (k + i * math.gcd(P, V) // P) % V
+        chunk = i * V + j
+        to, slot = chunk % P, np.empty(P, int)
+        slot[to] = chunk // P
+        if inward:
+            yield list(zip(i.tolist(), to.tolist(), strict=True)), j, slot
+        else:
+            yield list(zip(to.tolist(), i.tolist(), strict=True)), slot, j

@@ -1,0 +1,203 @@
+"""Pipeline schedules as tables: what each stage does in each tick. Plain numpy, no devices needed.
+
+The stack is cut into P x V chunks of equally many layers; chunk v of stage i is the (v P + i)-th, so
+stages take turns and an activation goes round the ring V times. In one tick every stage runs at most
+one forward and then at most one backward of a chunk, all stages in lock step. What a stage sends is
+used by its neighbour one tick later, so nothing has to be kept for messages that wait.
+
+A schedule is a function of (num_stages, num_microbatches, num_chunks), P, M and V for short.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+IDLE = -1
+
+
+class Work(NamedTuple):
+    """What the stages do in each tick, (T, P) int32 arrays of IDLE or a number."""
+
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    slot: np.ndarray  # where the chunk's input is kept from its forward to its backward
+
+    @property
+    def active(self) -> np.ndarray:
+        """(T, P) bool."""
+        return self.microbatch != IDLE
+
+
+@dataclass(frozen=True)
+class Table:
+    """A schedule written out. Figures are counted from it; the closed forms below must agree."""
+
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    forward: Work
+    backward: Work
+
+    @property
+    def num_ticks(self) -> int:
+        return len(self.forward.microbatch)
+
+    @property
+    def num_slots(self) -> int:
+        """Chunk inputs that a stage keeps at most."""
+        return int(self.forward.slot.max()) + 1
+
+    @property
+    def phases(self) -> list[slice]:
+        """Ticks that go forward alone, both ways, or back alone: one loop each."""
+        kinds = self.forward.active.any(1) + 2 * self.backward.active.any(1)
+        cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), self.num_ticks]
+        return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def cost(self, forward: float = 1.0, backward: float = 2.0) -> float:
+        """Time of a step in lock step, where one stage's share of a micro-batch takes these times."""
+        ticks = [work.active.any(1).sum() for work in (self.forward, self.backward)]
+        return float(ticks[0] * forward + ticks[1] * backward) / self.num_chunks
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of a step in which a stage has nothing to do."""
+        return 1 - self.num_microbatches * 3.0 / self.cost()
+
+
+def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Table:
+    """All forwards, then all backwards (arXiv 1811.06965). Keeps every micro-batch; one chunk a stage."""
+    P, M = num_stages, num_microbatches
+    if num_chunks != 1:
+        raise ValueError(f"gpipe has 1 chunk a stage, not {num_chunks}")
+    m, _, i = _grid(M, 1, P)
+    return tabulate(m + i, (M + P - 1) + m + (P - 1 - i))
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Table:
+    """Each backward as early as it can be (PipeDream-flush, arXiv 2104.04473); one chunk a stage."""
+    if num_chunks != 1:
+        raise ValueError(f"1f1b has 1 chunk a stage, not {num_chunks}; interleaved has several")
+    return interleaved(num_stages, num_microbatches, 1)
+
+
+def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Table:
+    """1F1B with several chunks a stage, and a bubble so many times shorter (arXiv 2104.04473).
+
+    Micro-batches go in groups of P: a group passes through chunk 0, then 1, and so on. In a last
+    group of fewer, the missing ones leave their places empty.
+    """
+    P, V = num_stages, num_chunks
+    m, v, i = _grid(num_microbatches, V, P)
+    place = (
+        m // P * P * V + m % P
+    )  # of the micro-batch, among what a stage does one after the other
+    return tabulate(place + v * P + i, (V * P - 1) + place + (V - 1 - v) * P + (P - 1 - i))
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], Table]] = {
+    "1f1b": one_f_one_b,
+    "gpipe": gpipe,
+    "interleaved": interleaved,
+}
+
+
+def num_ticks(schedule: str, P: int, M: int, V: int = 1) -> int:
+    """Ticks of a step, in closed form."""
+    return 2 * (M + P - 1) if schedule == "gpipe" else span(P, M, V) + V * P + P - 2
+
+
+def bubble(P: int, M: int, V: int = 1) -> float:
+    """Fraction of a step in which a stage is idle: (P - 1) / (M V + P - 1) where P divides M."""
+    return 1 - M * V / (span(P, M, V) + P - 1)
+
+
+def live_inputs(schedule: str, P: int, M: int, V: int = 1) -> int:
+    """Chunk inputs kept at once by the stage that keeps most: at most (V + 1) P - 1, but M for gpipe."""
+    return M if schedule == "gpipe" else V * min(M, P) + min(max(M - P, 0), P - 1)
+
+
+def span(P: int, M: int, V: int) -> int:
+    """Ticks from a stage's first forward to its last: M V where P divides M."""
+    return (M - 1) // P * P * V + (V - 1) * P + (M - 1) % P + 1
+
+
+def tabulate(forward: np.ndarray, backward: np.ndarray) -> Table:
+    """Returns the table of a schedule, given the tick of each forward and backward, (M, V, P) arrays."""
+    M, V, P = forward.shape
+    shape = (int(max(forward.max(), backward.max())) + 1, P)
+    works = [Work(*(np.full(shape, IDLE, np.int32) for _ in Work._fields)) for _ in range(2)]
+    for work, ticks in zip(works, (forward, backward), strict=True):
+        m, v, i = _grid(M, V, P)
+        work.microbatch[ticks, i], work.chunk[ticks, i] = m, v
+    for stage in range(P):
+        free: list[int] = []
+        order = np.argsort(forward[:, :, stage], axis=None)
+        starts, ends = forward[:, :, stage].ravel()[order], backward[:, :, stage].ravel()[order]
+        used_until: list[int] = []  # of each slot
+        for start, end in zip(starts, ends, strict=True):
+            free = [slot for slot, until in enumerate(used_until) if until < start]
+            slot = free[0] if free else len(used_until)
+            used_until[slot : slot + 1] = [end]
+            works[0].slot[start, stage] = works[1].slot[end, stage] = slot
+    return Table(P, M, V, *works)
+
+
+def check(table: Table) -> None:
+    """Raises ValueError unless the table does all work once, in an order that the executor can run.
+
+    A forward's input must arrive from the previous chunk's stage exactly one tick before it is used,
+    a backward's from the next one's; no slot may be written to while what it holds is needed.
+    """
+    P, M, V = table.num_stages, table.num_microbatches, table.num_chunks
+    ticks = [np.full((M, V * P), IDLE) for _ in range(2)]  # of each micro-batch and chunk
+    for name, work, seen in zip(("forward", "backward"), table_works(table), ticks, strict=True):
+        for tick, stage in np.argwhere(work.active):
+            m, v = work.microbatch[tick, stage], work.chunk[tick, stage]
+            if not (0 <= m < M and 0 <= v < V and seen[m, v * P + stage] == IDLE):
+                raise ValueError(
+                    f"tick {tick}, stage {stage}: {name} of {m}, {v} is none, or twice"
+                )
+            seen[m, v * P + stage] = tick
+        if (seen == IDLE).any():
+            m, c = np.argwhere(seen == IDLE)[0]
+            raise ValueError(
+                f"{name} of micro-batch {m}, chunk {c // P} on stage {c % P} is missing"
+            )
+    forward, backward = ticks
+    for name, gaps in (("forward", np.diff(forward)), ("backward", -np.diff(backward))):
+        if (gaps != 1).any():
+            m, c = np.argwhere(gaps != 1)[0]
+            raise ValueError(
+                f"{name} of micro-batch {m}: {gaps[m, c]} ticks between chunks {c} and {c + 1} of the stack"
+            )
+    if (backward[:, -1] < forward[:, -1]).any():
+        raise ValueError("a micro-batch goes back before it is through")
+    _check_slots(table)
+
+
+def table_works(table: Table) -> tuple[Work, Work]:
+    return table.forward, table.backward
+
+
+def _check_slots(table: Table) -> None:
+    held: dict[tuple[int, int], tuple[int, int]] = {}
+    for tick in range(table.num_ticks):
+        for stage in range(table.num_stages):
+            for writes, work in zip((True, False), table_works(table), strict=True):
+                m, v, slot = (int(column[tick, stage]) for column in work)
+                if m == IDLE:
+                    continue
+                if writes and (stage, slot) in held:
+                    raise ValueError(f"tick {tick}, stage {stage}: slot {slot} is overwritten")
+                if writes:
+                    held[stage, slot] = (m, v)
+                elif held.pop((stage, slot), None) != (m, v):
+                    raise ValueError(f"tick {tick}, stage {stage}: slot {slot} holds another input")
+
+
+def _grid(M: int, V: int, P: int) -> list[np.ndarray]:
+    """Micro-batch, chunk and stage of each piece of work."""
+    return np.meshgrid(np.arange(M), np.arange(V), np.arange(P), indexing="ij")
