@@ -139,6 +139,13 @@ def compare(
     return differences, fault
 
 
+def without_gradient(grads: Any) -> list[str]:
+    """Returns the names of those that are zero by the maths, but for rounding."""
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(grads))
+    leaves = jax.tree.leaves_with_path(grads)
+    return [name_of(path) for path, leaf in leaves if np.abs(leaf).max() < 1e-12 * largest]
+
+
 def name_of(path: tuple) -> str:
     """Returns a leaf's path as 'layers/mlp/up/kernel'."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
