@@ -91,13 +91,14 @@ def describe(row: Row) -> str:
     """Returns a layout in words: 'data 2 x fsdp 4 · zero 3 · 2 micro-batches · remat full · packed'."""
     sizes = [f"{axis} {row[axis]}" for axis in AXES if row.get(axis, 1) > 1]
     words = {"packing": "packed", "masks": "masked", "sequence_parallel": "sequence-sharded"}
+    words["loss_scale"] = "loss scaled"
     return " · ".join(
         [
             " x ".join(sizes) or "one device",
             f"zero {row['zero_stage']}",
             f"{row['num_microbatches']} micro-batches",
             f"remat {row['remat']}",
-            *(word for key, word in words.items() if row[key]),
+            *(word for key, word in words.items() if row.get(key)),
         ]
     )
 

@@ -1,7 +1,11 @@
 """What has to hold on one device already: a comparison of layouts has both sides wrong in the same way."""
 
+import contextlib
+import copy
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain import certificate, optim, plain, reference
-from meshtrain.data.source import Batch
+from meshtrain.data.source import Batch, Source
 from meshtrain.models import transformer
 from meshtrain.models.base import Model, Params
 from meshtrain.sections import SCHEDULES, OptimConfig
-from meshtrain.subject import Subject
+from meshtrain.subject import STEPS, Subject
+from meshtrain.train import train
 
 TOLERANCE = 1e-10
 OTHER = {
@@ -33,6 +38,8 @@ def broken(subject: Subject) -> list[str]:
     }
     if raw["optim"]["build"] == "meshtrain.optim:adamw":
         laws["adamw"] = lambda: adamw(raw["optim"])
+    if subject.is_text:
+        laws["trainer"] = lambda: trainer(subject)
     if subject.name == "meshtrain.models.transformer:build":
         section = {key: value for key, value in raw["model"].items() if key != "build"}
         for each in (section, other(section, batch.tokens.shape[1])):
@@ -147,6 +154,27 @@ def schedule(c: Mapping[str, Any]) -> str | None:
                 if not abs(seen - due) <= 1e-6 * c["learning_rate"]:
                     return f"{kind}, {warmup} steps of warm-up, step {step} of {steps}: {seen:.9g} is not {due:.9g}"
     return None
+
+
+def trainer(subject: Subject) -> str | None:
+    """`train` takes the steps that it should, batch after batch, and evaluates where they end."""
+    raw, varied = copy.deepcopy(subject.raw), {"packing": False, "masks": True}
+    raw["optim"]["clip_norm"] = subject.clip_norm
+    raw["eval"]["batches"] = STEPS
+    (samples, alone), steps = subject.batches(**varied), subject.steps(**varied)
+    # The loader reads ahead of what is asked for.
+    source = Source(lambda at: jax.tree.map(lambda leaf: leaf[at % len(leaf)], samples))
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = train(raw, model=subject.model, data=source, eval_data=source)
+    last = steps[-1].params
+    loss = reference.compiled(partial(reference.loss, subject.model), last, alone[0])
+    sums = [loss(last, part) for part in alone]
+    total = sum(part.extra.get("cross_entropy", part.loss) for part in sums)
+    return _differ(
+        {"parameters": jax.device_get(result.state.params), "evaluation": result.eval_loss},
+        {"parameters": last, "evaluation": total / sum(part.weight for part in sums)},
+        zero=certificate.without_gradient(steps[0].grads),
+    )
 
 
 def _differ(seen: dict, due: dict, zero: list[str] = ()) -> str | None:

@@ -146,7 +146,11 @@ def prepare(raw: dict[str, Any], num_devices: int) -> None:
         raw["data"].update(build="meshtrain.data.synthetic:build", separator=-1)
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}
     raw["train"].update(
-        dtype="float64", param_dtype="float64", global_batch=4 * num_devices, num_microbatches=1
+        steps=STEPS,
+        dtype="float64",
+        param_dtype="float64",
+        global_batch=4 * num_devices,
+        num_microbatches=1,
     )
     raw["optim"].update(warmup_steps=0, moment_dtype="float64")
     if "epsilon" in raw["optim"]:
