@@ -31,7 +31,8 @@ OTHER = {
 def broken(subject: Subject) -> list[str]:
     """Returns a line for each law that a subject breaks, which begins with the name of the law."""
     raw = subject.raw
-    batch = subject.batches(packing=False, masks=True)[1][0]
+    samples, _ = subject.batches(packing=False, masks=subject.is_text)
+    batch = jax.tree.map(lambda leaf: leaf[: subject.global_batch], samples)
     laws: dict[str, Callable[[], str | None]] = {
         "gradient": lambda: gradient(subject.model, subject.start.params, batch),
         "schedule": lambda: schedule(raw["optim"]),
@@ -42,9 +43,10 @@ def broken(subject: Subject) -> list[str]:
         laws["trainer"] = lambda: trainer(subject)
     if subject.name == "meshtrain.models.transformer:build":
         section = {key: value for key, value in raw["model"].items() if key != "build"}
+        whole = batch._replace(positions=None, segments=None)  # each row one document
         for each in (section, other(section, batch.tokens.shape[1])):
             words = ", ".join(each[key] for key in OTHER)
-            laws[f"transformer of {words}"] = lambda each=each: decoder(each, batch)
+            laws[f"transformer of {words}"] = lambda each=each: decoder(each, whole)
     if subject.is_shifted_by_us:
         laws["targets"] = lambda: "not the tokens that follow" if subject.rows is None else None
     found = [f"{name}: {fault}" for name, law in laws.items() if (fault := _fault_of(law))]
