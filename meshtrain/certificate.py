@@ -91,13 +91,14 @@ def describe(row: Row) -> str:
     """Returns a layout in words: 'data 2 x fsdp 4 · zero 3 · 2 micro-batches · remat full · packed'."""
     sizes = [f"{axis} {row[axis]}" for axis in AXES if row.get(axis, 1) > 1]
     words = {"packing": "packed", "masks": "masked", "sequence_parallel": "sequence-sharded"}
+    words["loss_scale"] = "loss scaled"
     return " · ".join(
         [
             " x ".join(sizes) or "one device",
             f"zero {row['zero_stage']}",
             f"{row['num_microbatches']} micro-batches",
             f"remat {row['remat']}",
-            *(word for key, word in words.items() if row[key]),
+            *(word for key, word in words.items() if row.get(key)),
         ]
     )
 
@@ -137,6 +138,13 @@ def compare(
                 leaf = f"{kind} {name}".strip() + place
                 fault = f"{leaf}: {here[worst]:.12g} here, {there[worst]:.12g} on one device"
     return differences, fault
+
+
+def without_gradient(grads: Any) -> list[str]:
+    """Returns the names of those that are zero by the maths, but for rounding."""
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(grads))
+    leaves = jax.tree.leaves_with_path(grads)
+    return [name_of(path) for path, leaf in leaves if np.abs(leaf).max() < 1e-12 * largest]
 
 
 def name_of(path: tuple) -> str:

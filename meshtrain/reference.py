@@ -18,6 +18,9 @@ from meshtrain.models.base import Model, Params
 
 # B batch, S sequence, N rows of documents
 
+# Numbers are wanted, not speed.
+COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
 
 class Step(NamedTuple):
     """One optimizer step, as it should be."""
@@ -28,6 +31,16 @@ class Step(NamedTuple):
     grads: Params  # as the optimizer gets them: means, clipped
     params: Params
     opt_state: Any
+
+
+def compiled(function: Callable, *args: Any) -> Callable:
+    """Returns the function, compiled for arguments like these."""
+    return jax.jit(function).lower(*args).compile(COMPILE)
+
+
+def run(function: Callable, *args: Any) -> Any:
+    """Returns what it makes of these arguments, as numpy arrays."""
+    return jax.device_get(compiled(function, *args)(*args))
 
 
 def blocks(model: Model, params: Params, batch: Any) -> jax.Array:
@@ -106,8 +119,11 @@ def broken_laws(model: Model, params: Params, batch: Batch, vocab_size: int | No
         "changed": batch._replace(weights=early, tokens=changed),
     }
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *variants.values())
-    run = jax.jit(lambda params, many: jax.lax.map(lambda one: loss(model, params, one), many))
-    sums = jax.device_get(run(params, stacked))
+
+    def each(params, many):
+        return jax.lax.map(lambda one: loss(model, params, one), many)
+
+    sums = run(each, params, stacked)
     of = dict(zip(variants, sums.loss, strict=True))
     pairs = {
         "weights: parts of the loss add up to it": (of["third"] + of["rest"], of["all"]),
@@ -128,8 +144,8 @@ def broken_laws(model: Model, params: Params, batch: Batch, vocab_size: int | No
 
 def cross_entropy(model: Model, params: Params, batch: Batch, vocab_size: int) -> float:
     """Returns the weighted sum of -log softmax(logits)[target] over the first `vocab_size` logits."""
-    logits = jax.jit(lambda params: model.logits(params, blocks(model, params, batch)))(params)
-    logits_BSV = np.asarray(logits)[..., :vocab_size]
+    logits = run(lambda params: model.logits(params, blocks(model, params, batch)), params)
+    logits_BSV = logits[..., :vocab_size]
     log_z_BS = np.log(np.exp(logits_BSV).sum(-1))
     at_target_BS = np.take_along_axis(logits_BSV, batch.targets[..., None], axis=-1)[..., 0]
     return float(((log_z_BS - at_target_BS) * batch.weights).sum())

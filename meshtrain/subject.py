@@ -46,6 +46,10 @@ class Subject:
         self.model = without_dropout(model or cfg.model)
         self.samples = read(cfg.train_data if data is None else data, STEPS * self.global_batch)
         self.rows = _rows_of(self.samples)
+        ours = data is None and raw["data"]["build"].startswith("meshtrain.data.")
+        self.is_shifted_by_us = (
+            ours and self.is_text
+        )  # so that each target has to be the next token
         schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
         optimizer = cfg.build_optimizer(schedule)
         keeping = dataclasses.replace(
@@ -53,8 +57,8 @@ class Subject:
         )
         program = assemble(keeping, self.model, devices=jax.devices()[:1])
         with program.active():
-            self.start = jax.device_get(program.start(cfg.train.seed))
-        self._step = jax.jit(reference.make_step(self.model, optimizer, schedule))
+            self.start = jax.device_get(program.start(cfg.train.seed, reference.COMPILE))
+        self._step = reference.make_step(self.model, optimizer, schedule)
         self._steps: dict[tuple[bool, bool], list[reference.Step]] = {}
         # Half of what the first gradients need, so that clipping has something to do.
         self.clip_norm = np.inf
@@ -69,10 +73,11 @@ class Subject:
     def steps(self, *, packing: bool, masks: bool) -> list[reference.Step]:
         """Returns the steps that one device takes, each document alone."""
         if (packing, masks) not in self._steps:
-            params, opt_state, steps = self.start.params, self.start.opt_state[1], []
+            params, opt_state, steps, step = self.start.params, self.start.opt_state[1], [], None
             for number, batch in enumerate(self.batches(packing=packing, masks=masks)[1]):
-                step = self._step(number, params, opt_state, batch, self.clip_norm)
-                steps.append(jax.device_get(step))
+                args = (np.int32(number), params, opt_state, batch, self.clip_norm)
+                step = step or reference.compiled(self._step, *args)
+                steps.append(jax.device_get(step(*args)))
                 params, opt_state = steps[-1].params, steps[-1].opt_state
             self._steps[packing, masks] = steps
         return self._steps[packing, masks]
@@ -141,7 +146,11 @@ def prepare(raw: dict[str, Any], num_devices: int) -> None:
         raw["data"].update(build="meshtrain.data.synthetic:build", separator=-1)
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}
     raw["train"].update(
-        dtype="float64", param_dtype="float64", global_batch=4 * num_devices, num_microbatches=1
+        steps=STEPS,
+        dtype="float64",
+        param_dtype="float64",
+        global_batch=4 * num_devices,
+        num_microbatches=1,
     )
     raw["optim"].update(warmup_steps=0, moment_dtype="float64")
     if "epsilon" in raw["optim"]:

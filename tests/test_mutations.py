@@ -290,13 +290,70 @@ def a_result_rounded_to_float32(patch, subject):
     )
 
 
+# ---- wrong on one device as well: layouts agree, so only plain maths tells ----
+
+
+@mutant
+def scores_not_scaled(patch, subject):
+    right = layers.attention
+    patch.setattr(layers, "attention", lambda q, *others: right(2 * q, *others))
+
+
+@mutant
+def a_gradient_that_stops(patch, subject):
+    right = layers.attention
+    stop = jax.lax.stop_gradient
+    patch.setattr(layers, "attention", lambda q, k, v, seg: right(q, stop(k), v, seg))
+
+
+@mutant
+def decay_of_every_parameter(patch, subject):
+    right = optim.adamw
+    patch.setattr(optim, "adamw", lambda rate, **keys: right(rate, **keys | {"no_decay": ()}))
+
+
+@mutant
+def a_warm_up_from_zero(patch, subject):
+    right = optim.optax.linear_schedule
+
+    def schedule(start, *others, **options):
+        return right(0.0 if start < others[0] else start, *others, **options)
+
+    patch.setattr(optim.optax, "linear_schedule", schedule)
+
+
+@mutant
+def a_batch_that_is_passed_over(patch, subject):
+    right = Loader._fill
+
+    def fill(self):
+        self._next += self._global_batch * (self._next > 0)
+        right(self)
+
+    patch.setattr(Loader, "_fill", fill)
+
+
+@mutant
+def gradients_left_scaled(patch, subject):
+    right = program.make_train_step
+
+    def make_train_step(grad_fn, *args, **options):
+        def scaled(params, batch, key, scale=1.0):
+            gradients, sums = grad_fn(params, batch, key, scale)
+            return jax.tree.map(lambda leaf: leaf * scale, gradients), sums
+
+        return right(scaled, *args, **options)
+
+    patch.setattr(program, "make_train_step", make_train_step)
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_found(name, subject, monkeypatch, kill_table):
     row = ONE_BATCH if "check vma" in name else FULL
     with monkeypatch.context() as patch:
         MUTANTS[name](patch, subject)
         jax.clear_caches()  # what was traced of the model without the bug
-        kill_table[name] = found(subject, row)
+        kill_table[name] = found(subject, {**row, "loss_scale": "scaled" in name})
     jax.clear_caches()
     assert kill_table[name], f"{name}: survived"
 
