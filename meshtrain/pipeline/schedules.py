@@ -190,6 +190,8 @@ def _check_slots(table: Table) -> None:
                 m, v, slot = (int(column[tick, stage]) for column in work)
                 if m == IDLE:
                     continue
+                if slot < 0:
+                    raise ValueError(f"tick {tick}, stage {stage}: {m}, {v} has no slot")
                 if writes and (stage, slot) in held:
                     raise ValueError(f"tick {tick}, stage {stage}: slot {slot} is overwritten")
                 if writes:
