@@ -8,6 +8,7 @@ VERBS = {
     "generate": "meshtrain.generate",
     "verify": "meshtrain.verify",
     "audit": "meshtrain.audit",
+    "schedule": "meshtrain.schedule",
 }
 
 
