@@ -98,6 +98,7 @@ def describe(row: Row) -> str:
             f"zero {row['zero_stage']}",
             f"{row['num_microbatches']} micro-batches",
             f"remat {row['remat']}",
+            *([f"{row['schedule']}, {row['keep']} kept"] if row.get("schedule") else []),
             *(word for key, word in words.items() if row.get(key)),
         ]
     )

@@ -1,7 +1,7 @@
 """Which combinations to try: every pair of settings together at least once, in few rows."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,28 +9,27 @@ import numpy as np
 Row = dict[str, Any]  # one level for each factor
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]], possible: Callable[[Row], bool]) -> list[Row]:
+def pairwise(possible: Iterable[Row]) -> list[Row]:
     """Returns rows that hold every pair of levels that any possible row holds; the fullest come first.
 
-    Greedy, and exact: of all possible rows, each time the one with the most pairs not yet seen.
+    Greedy: of all possible rows, each time the (first) one with the most pairs not yet seen.
     """
-    names = list(factors)
-    product = itertools.product(*(range(len(factors[name])) for name in names))
-
-    def level_of(row):
-        return {name: factors[name][n] for name, n in zip(names, row, strict=True)}
-
-    rows = np.array([row for row in product if possible(level_of(row))])
-    if not rows.size:
+    rows = list(possible)
+    if not rows:
         return []
-    pairs = _pairs_of(rows, [len(factors[name]) for name in names])
+    numbers = {name: {} for name in rows[0]}  # of each factor's levels, in order of appearance
+    coded = [
+        [levels.setdefault(row[name], len(levels)) for name, levels in numbers.items()]
+        for row in rows
+    ]
+    pairs = _pairs_of(np.array(coded), [len(levels) for levels in numbers.values()])
     unseen = np.zeros(pairs.max() + 1, bool)
     unseen[pairs] = True
     chosen = []
     while unseen.any():
         best = unseen[pairs].sum(axis=1).argmax()
         unseen[pairs[best]] = False
-        chosen.append(level_of(rows[best]))
+        chosen.append(rows[best])
     return chosen
 
 

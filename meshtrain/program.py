@@ -42,19 +42,16 @@ class Program:
         with jax.set_mesh(self.mesh), sharding.use_rules(self.rules):
             yield
 
-    def start(self, seed: int, options: dict | None = None) -> TrainState:
-        """Returns the state before the first step: every parameter is born where it lives.
-
-        `options`, here and below, are the compiler's.
-        """
+    def start(self, seed: int) -> TrainState:
+        """Returns the state before the first step: every parameter is born where it lives."""
         places, key = states.places_of(self.abstract_state), jax.random.key(seed)
-        return jax.jit(self.init, out_shardings=places).lower(key).compile(options)(key)
+        return jax.jit(self.init, out_shardings=places)(key)
 
-    def compile(self, batch: Any, options: dict | None = None) -> jax.stages.Compiled:
+    def compile(self, batch: Any) -> jax.stages.Compiled:
         """Returns the train step for batches like this one; it takes over the state that it is given."""
         places = states.places_of(self.abstract_state)
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(places, None))
-        return jitted.lower(self.abstract_state, batch).compile(options)
+        return jitted.lower(self.abstract_state, batch).compile()
 
 
 def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None) -> Program:

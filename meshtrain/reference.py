@@ -18,9 +18,6 @@ from meshtrain.models.base import Model, Params
 
 # B batch, S sequence, N rows of documents
 
-# Numbers are wanted, not speed.
-COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
 
 class Step(NamedTuple):
     """One optimizer step, as it should be."""
@@ -33,14 +30,9 @@ class Step(NamedTuple):
     opt_state: Any
 
 
-def compiled(function: Callable, *args: Any) -> Callable:
-    """Returns the function, compiled for arguments like these."""
-    return jax.jit(function).lower(*args).compile(COMPILE)
-
-
 def run(function: Callable, *args: Any) -> Any:
-    """Returns what it makes of these arguments, as numpy arrays."""
-    return jax.device_get(compiled(function, *args)(*args))
+    """Returns what the compiled function makes of these arguments, as numpy arrays."""
+    return jax.device_get(jax.jit(function)(*args))
 
 
 def blocks(model: Model, params: Params, batch: Any) -> jax.Array:

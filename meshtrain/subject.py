@@ -19,6 +19,7 @@ from meshtrain.mesh import AXES, MeshConfig
 from meshtrain.models.base import Model
 from meshtrain.program import assemble
 
+LAYERS = 4  # two chunks on each of two stages, or one on each of four
 STEPS = 2  # the second one starts from an optimizer state that is not zero
 SEPARATOR = 0  # token that ends a document, where rows are packed
 
@@ -57,8 +58,8 @@ class Subject:
         )
         program = assemble(keeping, self.model, devices=jax.devices()[:1])
         with program.active():
-            self.start = jax.device_get(program.start(cfg.train.seed, reference.COMPILE))
-        self._step = reference.make_step(self.model, optimizer, schedule)
+            self.start = jax.device_get(program.start(cfg.train.seed))
+        self._step = jax.jit(reference.make_step(self.model, optimizer, schedule))
         self._steps: dict[tuple[bool, bool], list[reference.Step]] = {}
         # Half of what the first gradients need, so that clipping has something to do.
         self.clip_norm = np.inf
@@ -73,11 +74,10 @@ class Subject:
     def steps(self, *, packing: bool, masks: bool) -> list[reference.Step]:
         """Returns the steps that one device takes, each document alone."""
         if (packing, masks) not in self._steps:
-            params, opt_state, steps, step = self.start.params, self.start.opt_state[1], [], None
+            params, opt_state, steps = self.start.params, self.start.opt_state[1], []
             for number, batch in enumerate(self.batches(packing=packing, masks=masks)[1]):
-                args = (np.int32(number), params, opt_state, batch, self.clip_norm)
-                step = step or reference.compiled(self._step, *args)
-                steps.append(jax.device_get(step(*args)))
+                step = self._step(np.int32(number), params, opt_state, batch, self.clip_norm)
+                steps.append(jax.device_get(step))
                 params, opt_state = steps[-1].params, steps[-1].opt_state
             self._steps[packing, masks] = steps
         return self._steps[packing, masks]
@@ -135,7 +135,9 @@ def shrink(raw: dict[str, Any]) -> None:
         model["num_kv_heads"] = min(model["num_kv_heads"], max(1, 8 // ratio))
         model["num_heads"] = model["num_kv_heads"] * ratio
         model["d_model"] = min(model["d_model"], 8 * model["num_heads"])
-    small = {"num_layers": 2, "d_ff": 64, "vocab_size": 125, "max_seq_len": 16, "seq_len": 16}
+    if "num_layers" in model:
+        model["num_layers"] = LAYERS
+    small = {"d_ff": 64, "vocab_size": 125, "max_seq_len": 16, "seq_len": 16}
     for section in (model, data):
         section.update({key: min(n, section[key]) for key, n in small.items() if key in section})
 
@@ -151,6 +153,7 @@ def prepare(raw: dict[str, Any], num_devices: int) -> None:
         param_dtype="float64",
         global_batch=4 * num_devices,
         num_microbatches=1,
+        unroll=1,
     )
     raw["optim"].update(warmup_steps=0, moment_dtype="float64")
     if "epsilon" in raw["optim"]:

@@ -11,6 +11,7 @@ The model's sizes are made small, its structure stays. Exit code 1: something di
 import copy
 import dataclasses
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,14 +20,14 @@ from typing import Any
 
 import jax
 
-from meshtrain import certificate, cli, config, laws, reference, sharding
+from meshtrain import certificate, cli, config, laws, layouts, reference, sharding
 from meshtrain import state as states
 from meshtrain.certificate import Certificate, Result
 from meshtrain.covering import Row, pairwise
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError, not_one_of
-from meshtrain.mesh import AXES, MeshConfig
+from meshtrain.mesh import AXES
 from meshtrain.models.base import Model
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
@@ -38,6 +39,8 @@ BORN = 1e-6  # of initial parameters: a user's own may be drawn in float32
 QUICK = 6  # layouts
 OPTIONAL = ("packing", "masks", "weights", "causality", "cross-entropy", "gradient")
 EXIT_DIFFERS = 1
+# Numbers are wanted, not speed.
+QUICKLY_COMPILED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def verify(
@@ -60,7 +63,7 @@ def verify(
         raise ConfigError(*faults)
     with jax.enable_x64(True):
         subject = Subject(settings, model, data, keep_sizes=keep_sizes)
-        rows = pairwise(_factors(subject, without), lambda row: _possible(subject, row))
+        rows = pairwise(layouts.possible(subject, without))
         rows = rows[:QUICK] if quick else rows
         rows.sort(key=lambda row: sum(row.get(axis, 1) > 1 for axis in AXES))
         tell(f"{subject.name}: {states.count(subject.start.params):,} parameters, float64")
@@ -75,37 +78,6 @@ def verify(
             results.append(check(subject, row))
             tell(certificate.line(results[-1]))
     return Certificate(subject.name, TOLERANCE, tuple(broken), tuple(results))
-
-
-def _factors(subject: Subject, without: Iterable[str]) -> dict[str, list]:
-    """Returns what a layout may vary, each with its levels."""
-    num = jax.device_count()
-    sizes = [size for size in range(1, num + 1) if num % size == 0]
-
-    def yes_no(possible: bool, name: str = "") -> list[bool]:
-        return [True, False] if possible and name not in without else [False]
-
-    residuals = any(name == "residual_seq" for name, _ in subject.raw["rules"])
-    return {
-        **{axis: sizes for axis in AXES if axis not in config.NOT_YET},
-        "zero_stage": [3, 0, 1, 2],
-        "num_microbatches": [1, 2, 4],
-        "remat": ["none", "full", "dots", "names:attention,mlp"],
-        "packing": yes_no(subject.rows is not None, "packing"),
-        "masks": yes_no(subject.is_text, "masks"),
-        "sequence_parallel": yes_no(residuals),
-        "loss_scale": yes_no(True),
-    }
-
-
-def _possible(subject: Subject, row: Row) -> bool:
-    sizes = {axis: row[axis] for axis in AXES if axis in row}
-    if sizes["fsdp"] == 1 and row["zero_stage"] != 3:  # which is only about what fsdp cuts
-        return False
-    train = {**subject.raw["train"], "num_microbatches": row["num_microbatches"]}
-    return math.prod(sizes.values()) == jax.device_count() and not config.check_layout(
-        MeshConfig(**sizes), train, subject.raw["model"]
-    )
 
 
 def broken_laws(subject: Subject) -> list[str]:
@@ -134,6 +106,8 @@ def _program(subject: Subject, row: Row) -> Program:
     raw["mesh"] = {axis: row.get(axis, 1) for axis in AXES}
     raw["optim"]["clip_norm"] = subject.clip_norm
     raw["train"].update({key: row[key] for key in ("zero_stage", "num_microbatches", "remat")})
+    if row.get("schedule"):
+        raw["pipeline"].update({key: row[key] for key in ("schedule", "num_chunks", "keep")})
     if row["sequence_parallel"]:
         raw["rules"] = (("residual_seq", ("context", "tensor")), *raw["rules"])
     cfg = config.parse(raw, num_devices=jax.device_count(), own=["model", "data"])
@@ -161,20 +135,20 @@ def _compare(
             differences[kind] = max(difference, differences.get(kind, 0.0))
         return fault
 
+    start = subject.start
+    if row.get("loss_scale"):  # float16's: a power of two, so nothing is to change
+        start, scaled = start._replace(loss_scale=states.start_loss_scale()), _scaled(program)
+    else:
+        scaled = program
     with program.active():
-        born = program.start(subject.raw["train"]["seed"], reference.COMPILE).params
+        evaluate = jax.jit(program.eval_step)
+        evaluate = evaluate.lower(program.abstract_state.params, batches[0]).compile()
+        step = scaled.compile(batches[0])
+        born = program.start(subject.raw["train"]["seed"]).params
         fault = compared({"start": jax.device_get(born)}, {"start": subject.start.params}, BORN)
-        start = subject.start
-        if row.get("loss_scale"):  # float16's: a power of two, so nothing is to change
-            start = start._replace(loss_scale=states.start_loss_scale())
-            program = _scaled(program)
-        state = jax.device_put(start, states.places_of(program.abstract_state))
-        evaluate = (
-            jax.jit(program.eval_step).lower(state.params, batches[0]).compile(reference.COMPILE)
-        )
+        state = jax.device_put(start, states.places_of(scaled.abstract_state))
         held_out = evaluate(state.params, batches[0]).mean()
         fault = fault or compared({"evaluation": held_out}, {"evaluation": due[0].means})
-        step = program.compile(batches[0], reference.COMPILE)
         for number, (batch, expected) in enumerate(zip(batches, due, strict=True)):
             if fault:
                 break
@@ -188,8 +162,8 @@ def _compare(
 def _scaled(program: Program) -> Program:
     """Returns the program for a state with a loss scale."""
     state = program.abstract_state
-    add = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=state.step.sharding)  # noqa: E731
-    scale = jax.tree.map(add, jax.eval_shape(states.start_loss_scale))
+    scale = jax.eval_shape(states.start_loss_scale)
+    scale = jax.tree.map(lambda leaf: leaf.update(sharding=state.step.sharding), scale)
     return dataclasses.replace(program, abstract_state=state._replace(loss_scale=scale))
 
 
@@ -259,6 +233,7 @@ def run(argv: list[str] | None) -> int:
         metavar="DIR",
         help="for verify.json, .md",
     )
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY_COMPILED}"
     args, settings = cli.settings(flags, argv)
     without = [name for name in args.without.split(",") if name]
     began = time.perf_counter()

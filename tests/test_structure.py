@@ -21,7 +21,7 @@ data data.permute data.source data.tokens data.synthetic data.loader
 ops ops.attention ops.losses optim models models.base models.layers models.transformer
 grads pipeline.ring pipeline.stages pipeline.executor state checkpoint step program summary writer train generate cli
 pipeline.drawing schedule
-covering certificate reference plain subject laws verify
+covering certificate reference plain subject layouts laws verify
 audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.ledger
 audit.parameters audit.activations audit.explain audit.warn audit.report audit audit.__main__ . main __main__
 """.split()  # the dot is the package itself, meshtrain/__init__.py

@@ -2,7 +2,8 @@
 
 Arrays have a leading dim of stages, sharded over the mesh axis `pipeline`. The stages' own maths needs
 no more than `jax.vmap` over that dim; these few functions are where stages differ or exchange something,
-so they are `jax.shard_map` regions, manual over `pipeline` and nothing else.
+so they are `jax.shard_map` regions, manual over `pipeline` and nothing else. A stage's number comes in as
+data: in such a region XLA cannot always tell `jax.lax.axis_index` (PartitionId is not supported).
 """
 
 import functools
@@ -88,11 +89,11 @@ def send(x: jax.Array, by: int) -> jax.Array:
 
 def share(x: jax.Array, stage: int) -> jax.Array:
     """Returns, on all stages, what one of them has of `x` (P, ...); -1 is the last."""
+    is_there = np.arange(len(x)) == stage % len(x)
+    x = jnp.where(is_there.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
 
     def region(x):
-        size = jax.sharding.get_abstract_mesh().shape[AXIS]
-        mine = jax.lax.axis_index(AXIS) == stage % size
-        return jax.lax.psum(jnp.where(mine, x[0], 0), AXIS)
+        return jax.lax.psum(x[0], AXIS)
 
     return jax.shard_map(region, in_specs=jax.P(AXIS), out_specs=jax.P(), axis_names={AXIS})(x)
 
@@ -109,24 +110,23 @@ def from_stages(chunks: Any) -> Any:
 
 def _move(tree: Any, V: int, *, inward: bool) -> Any:
     size = jax.sharding.get_abstract_mesh().shape[AXIS]
+    exchanges = list(rounds(size, V, inward=inward))
 
-    def region(leaf):
+    def region(leaf, *slots):
         chunks = leaf.reshape(V, -1, *leaf.shape[1:]) if inward else leaf[0]
         if V > 1:
             moved = jnp.zeros_like(chunks)
-            for pairs, outgoing, incoming in rounds(size, V, inward=inward):
-                stage = jax.lax.axis_index(AXIS)
-                source, target = (jnp.asarray(slots)[stage] for slots in (outgoing, incoming))
-                piece = jax.lax.dynamic_index_in_dim(chunks, source, keepdims=False)
+            for (pairs, _, _), (outgoing, incoming) in zip(exchanges, slots, strict=True):
+                piece = jax.lax.dynamic_index_in_dim(chunks, outgoing[0], keepdims=False)
                 piece = jax.lax.ppermute(piece, AXIS, pairs)
-                moved = jax.lax.dynamic_update_index_in_dim(moved, piece, target, 0)
+                moved = jax.lax.dynamic_update_index_in_dim(moved, piece, incoming[0], 0)
             chunks = moved
         return chunks[None] if inward else chunks.reshape(-1, *chunks.shape[2:])
 
-    return jax.tree.map(
-        jax.shard_map(region, in_specs=jax.P(AXIS), out_specs=jax.P(AXIS), axis_names={AXIS}),
-        tree,
-    )
+    P = jax.P(AXIS)
+    run = jax.shard_map(region, in_specs=P, out_specs=P, axis_names={AXIS})
+    slots = [(jnp.asarray(outgoing), jnp.asarray(incoming)) for _, outgoing, incoming in exchanges]
+    return jax.tree.map(lambda leaf: run(leaf, *slots), tree)
 
 
 def rounds(P: int, V: int, *, inward: bool):
