@@ -21,8 +21,8 @@ data data.permute data.source data.tokens data.synthetic data.loader
 ops ops.attention ops.losses optim models models.base models.layers models.transformer
 grads state checkpoint step program summary writer train generate cli
 covering certificate reference subject verify
-audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.ledger
-audit.parameters audit.activations audit.explain audit.warn audit.report audit audit.__main__ . main __main__
+audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.explain
+audit.warn audit.report audit audit.__main__ . main __main__
 """.split()  # the dot is the package itself, meshtrain/__init__.py
 FILES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "meshtrain").rglob("*.py")}
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
