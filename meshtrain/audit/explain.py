@@ -210,21 +210,25 @@ def _activation(ledger: Ledger, c: Collective) -> Explained | None:
     if c.array.size == plan.tokens and (need := needs.get(minimum.STATISTICS)):
         if taken := ledger.take(c, [need], 1)[1]:
             return Explained(c, minimum.STATISTICS, taken, _wider(c))
-    if c.array.size == plan.tokens * plan.width:
-        if "rematted" in c.op_name:
-            why = f"train.remat={plan.remat} computes again, and sums or gathers for it"
-            return Explained(c, minimum.ACTIVATIONS, 0, why)
-        if need := needs.get(minimum.ACTIVATIONS):
-            # An all-reduce does the work of a reduce-scatter and a gather.
-            if taken := ledger.take(c, [need], 1 if c.kind == "all-reduce" else 0.5)[1]:
-                return Explained(c, minimum.ACTIVATIONS, taken, _wider(c))
-        if c.phase == "backward" and (names := _fed_alike(plan, axis)):
-            why = (
-                f"of {names}, those with the same input sum its gradient each; added up first it "
-                "would be one sum (as on TPU; XLA on CPU does not)"
-            )
-            return Explained(c, "input gradients summed one by one", 0, why)
-    return None
+    if c.array.size != plan.tokens * plan.width:
+        return None
+    if "rematted" in c.op_name:
+        why = f"train.remat={plan.remat} computes again, and sums or gathers for it"
+        return Explained(c, "activations again", 0, why)
+    taken = 0.0
+    if need := needs.get(minimum.ACTIVATIONS):
+        # An all-reduce does the work of a reduce-scatter and a gather.
+        due, taken = ledger.take(c, [need], 1 if c.kind == "all-reduce" else 0.5)
+        if taken > 0.99 * due:
+            return Explained(c, minimum.ACTIVATIONS, taken, _wider(c))
+    if c.phase == "backward" and (names := _fed_alike(plan, axis)):
+        why = (
+            f"of {names}, those with the same input sum its gradient each; added up first it "
+            "would be one sum (as on TPU; XLA on CPU does not)"
+        )
+        return Explained(c, "input gradients summed one by one", taken, why)
+    why = "more sums than the block has matrices cut along their input"
+    return Explained(c, minimum.ACTIVATIONS, taken, why, called_for=False) if taken else None
 
 
 def _fed_alike(plan: Layout, axis: str) -> str:
@@ -237,22 +241,23 @@ def _fed_alike(plan: Layout, axis: str) -> str:
 def _left_whole(ledger: Ledger, c: Collective) -> Explained | None:
     """What a parameter that a model axis leaves whole costs on the way back."""
     plan, axes = ledger.plan, {*(c.axes or "-")}
-    if c.phase != "backward" or c.kind not in ("all-reduce", "reduce-scatter"):
+    if c.phase != "backward" or c.origin:
         return None
     for leaf in plan.leaves:
         if not axes <= {*plan.model_axes} - {*leaf.axes}:
             continue
         over, shape = " x ".join(c.axes), plan.local(leaf, leaf.dims, plan.batch_axes)
+        label = f"gradients of what {over} leaves whole"
         why = f"{leaf.name} and perhaps others are whole along {over}"
-        if _part(plan, c, leaf, leaf.dims):
+        if c.kind != "all-gather" and _part(plan, c, leaf, leaf.dims):
             why += "; devices that have other positions, or other heads, add up their gradients"
-            return Explained(c, f"gradients of what {over} leaves whole", 0, why)
+            return Explained(c, label, 0, why)
         # Key/value heads, say, that fewer devices would have than query heads.
         if leaf.is_stacked and plan.width in leaf.shape[1:-1]:
             parts = plan.tokens * math.prod(shape[1:]) / plan.width / c.array.size
             if parts in range(1, plan.share(c.axes) + 1):
-                why += "; the gradient of what it makes is added up"
-                return Explained(c, f"gradients of what {over} leaves whole", 0, why)
+                why += "; gradients of what it makes are put together"
+                return Explained(c, label, 0, why)
     return None
 
 
