@@ -54,7 +54,7 @@ def test_fsdp_gathers_twice_and_scatters_once():
     whole = 8 * result.held
     assert result.moved("gradients summed", "fsdp") == 7 / 8 * whole
     # The tables of both ends are gathered once: nothing needs them again, or at once.
-    ends = 2 * 128 * 32 * 4 + 32 * 4
+    ends = 2 * 128 * 32 * 4
     assert result.saved == [("fsdp", "parameters gathered", 7 / 8 * ends)]
     assert result.moved("parameters gathered", "fsdp") == 7 / 8 * (2 * whole - ends)
     of_layers = [one.collective for one in result.explained if "layers/" in one.collective.origin]

@@ -17,6 +17,7 @@ from meshtrain import cli, sharding
 from meshtrain import state as states
 from meshtrain.audit import collectives, hlo, layout, report, warn
 from meshtrain.audit.explain import Explained, Ledger, explain
+from meshtrain.audit.minimum import APART
 from meshtrain.config import Config, parse
 from meshtrain.data.loader import from_iterable
 from meshtrain.data.source import Source
@@ -134,7 +135,7 @@ def _saved(ledger: Ledger) -> list[tuple[str, str, float]]:
     axes = {need.key: warn.name_of(need.axes) for need in ledger.needs}
     merged = Counter()
     for key, left in ledger.left.items():
-        merged[axes[key], key[0]] += left
+        merged[axes[key], key[0]] += left * (key[0] != APART)
     return [(*key, left) for key, left in merged.most_common() if left > 0.5]
 
 

@@ -215,27 +215,23 @@ def _activation(ledger: Ledger, c: Collective) -> Explained | None:
     if "rematted" in c.op_name:
         why = f"train.remat={plan.remat} computes again, and sums or gathers for it"
         return Explained(c, "activations again", 0, why)
-    taken = 0.0
+    part, taken = (1 if c.kind == "all-reduce" else 0.5), 0.0  # half the work of a sum
     if need := needs.get(minimum.ACTIVATIONS):
-        # An all-reduce does the work of a reduce-scatter and a gather.
-        due, taken = ledger.take(c, [need], 1 if c.kind == "all-reduce" else 0.5)
+        due, taken = ledger.take(c, [need], part)
         if taken > 0.99 * due:
             return Explained(c, minimum.ACTIVATIONS, taken, _wider(c))
-    if c.phase == "backward" and (names := _fed_alike(plan, axis)):
-        why = (
-            f"of {names}, those with the same input sum its gradient each; added up first it "
-            "would be one sum (as on TPU; XLA on CPU does not)"
-        )
-        return Explained(c, "input gradients summed one by one", taken, why)
-    why = "more sums than the block has matrices cut along their input"
+    if c.phase == "backward" and (need := needs.get(minimum.APART)):
+        due, apart = ledger.take(c, [need], part)
+        if taken + apart > 0.99 * due:
+            outward = minimum.matrices_of(plan, axis)[1]
+            names = [leaf.name.removesuffix("/kernel").split("/")[-1] for leaf in outward]
+            why = (
+                f"of {', '.join(names)}, those with the same input sum its gradient each; added up "
+                "first it would be one sum (as on TPU; XLA on CPU does not)"
+            )
+            return Explained(c, minimum.APART, taken, why)
+    why = "of more than the sums of matrices that are cut along their input"
     return Explained(c, minimum.ACTIVATIONS, taken, why, called_for=False) if taken else None
-
-
-def _fed_alike(plan: Layout, axis: str) -> str:
-    """Returns the names of the matrices that an axis cuts along their output, if some share an input."""
-    inward, outward = minimum.matrices_of(plan, axis)
-    names = [leaf.name.removesuffix("/kernel").split("/")[-1] for leaf in outward]
-    return ", ".join(names) if len(outward) > len(inward) else ""
 
 
 def _left_whole(ledger: Ledger, c: Collective) -> Explained | None:

@@ -12,6 +12,7 @@ SUMMED = "gradients summed"
 UPDATED = "updated parameters gathered"
 ACTIVATIONS = "activations"
 STATISTICS = "softmax statistics"
+APART = "input gradients summed one by one"  # which no layout needs, and compilers may still do
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,15 @@ def _of_activations(plan: Layout, axis: str) -> Iterator[Need]:
     def need(role: str, once: float, times: int) -> Need:
         return Need(role, (axis,), None, (role, axis), once, plan.num_microbatches * times)
 
-    inward, _ = matrices_of(plan, axis)
+    inward, outward = matrices_of(plan, axis)
     ends = [user for leaf in plan.leaves if axis in leaf.axes for user in leaf.users]
     ends = {*ends} - {"block"}
     sums = 2 * sum(leaf.num_layers for leaf in inward) + len(ends)
     x_size = plan.tokens * plan.width * plan.itemsize
-    yield need(ACTIVATIONS, sent("all-reduce", x_size, plan.mesh[axis]), sums)
+    once = sent("all-reduce", x_size, plan.mesh[axis])
+    yield need(ACTIVATIONS, once, sums)
+    apart = sum(leaf.num_layers for leaf in outward) - sum(leaf.num_layers for leaf in inward)
+    yield need(APART, once, max(0, apart))
     # Of each position the largest logit, the sum of exponentials, and the target's logit.
     once = sent("all-reduce", plan.tokens * max(4, plan.itemsize), plan.mesh[axis])
     yield need(STATISTICS, once, 3 * ("head" in ends))

@@ -68,7 +68,7 @@ def _differences(audit: Any) -> Iterator[str]:
         yield from _wrapped("  note: ", text + why)
     for note in sorted({note for one in audit.explained for note in one.collective.notes}):
         count = sum(note in one.collective.notes for one in audit.explained)
-        yield from _wrapped("  note: ", f"{count} tensors {note}")
+        yield from _wrapped("  note: ", f"{count} of the tensors: {note}")
 
 
 def _wrapped(start: str, text: str) -> list[str]:
