@@ -2,7 +2,11 @@
 
   python -m meshtrain.audit --config=configs/quickstart.py --simulate_devices=8 --config.mesh.data=8
 
-Nothing is trained, and the token file is not read. Every key can be set, as for training.
+Nothing is trained, and the token file is not read. Every key can be set, as for training. The
+minimum is what the layout calls for: along data each gradient summed once, along fsdp parameters
+gathered for each pass of a micro-batch and gradients scattered, along tensor the sums between
+matrices. Gathers that the program saves by keeping parameters whole are not in it, but noted. What
+moves beyond it is explained, and a warning where nothing calls for it.
 """
 
 from collections import Counter

@@ -91,11 +91,11 @@ def _gathered(ledger: Ledger, c: Collective) -> Explained | None:
         if taken and c.itemsize > leaf.compute_itemsize:
             return Explained(c, minimum.GATHERED, taken, _wider(c))
         if c.origin:
-            users = f" by {' and '.join(leaf.users)}" if len(leaf.users) > 1 else ""
-            again = f"more than once in a pass{users}"
-            if "rematted" in c.op_name:
-                again = f"once more, for what train.remat={ledger.plan.remat} computes again"
-            return Explained(c, minimum.GATHERED, taken, f"{leaf.name} is gathered {again}")
+            tied, again = len(leaf.users) > 1, "rematted" in c.op_name
+            why = f"{leaf.name} is gathered more than once in a pass"
+            why += f", by {' and '.join(leaf.users)}" if tied else ""
+            why += f", for what train.remat={ledger.plan.remat} computes again" if again else ""
+            return Explained(c, minimum.GATHERED, taken, why, called_for=tied or again)
     return None
 
 
@@ -215,14 +215,16 @@ def _activation(ledger: Ledger, c: Collective) -> Explained | None:
     if "rematted" in c.op_name:
         why = f"train.remat={plan.remat} computes again, and sums or gathers for it"
         return Explained(c, "activations again", 0, why)
-    part, taken = (1 if c.kind == "all-reduce" else 0.5), 0.0  # half the work of a sum
+    part = 1 if c.kind == "all-reduce" else 0.5  # a gather or a scatter does half the work of a sum
+    taken = 0.0
     if need := needs.get(minimum.ACTIVATIONS):
         due, taken = ledger.take(c, [need], part)
         if taken > 0.99 * due:
             return Explained(c, minimum.ACTIVATIONS, taken, _wider(c))
+        part *= 1 - taken / due
     if c.phase == "backward" and (need := needs.get(minimum.APART)):
         due, apart = ledger.take(c, [need], part)
-        if taken + apart > 0.99 * due:
+        if apart > 0.99 * due:
             outward = minimum.matrices_of(plan, axis)[1]
             names = [leaf.name.removesuffix("/kernel").split("/")[-1] for leaf in outward]
             why = (
