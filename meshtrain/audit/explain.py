@@ -118,11 +118,14 @@ def _of_parameters(ledger: Ledger, c: Collective, role: str) -> Iterable[tuple[N
                 yield need, part
 
 
-def _part(plan: Layout, c: Collective, leaf: Leaf, dims: Dims, pieces: int = 1) -> float:
-    """Returns how much of a leaf a tensor holds: 1, or some layers, or pieces; 0 if it does not fit."""
-    whole = math.prod(plan.local(leaf, dims, c.axes))
-    parts = whole / c.array.size
-    return 1 / parts if parts >= 1 and leaf.num_layers * pieces % parts == 0 else 0
+def _part(plan: Layout, c: Collective, leaf: Leaf, dims: Dims) -> float:
+    """Returns how much of a leaf a tensor holds: 1, or some of its layers; 0 if it does not fit."""
+    return _share(c, plan.local(leaf, dims, c.axes), leaf.num_layers)
+
+
+def _share(c: Collective, shape: list[int], pieces: int) -> float:
+    parts = math.prod(shape) / c.array.size
+    return 1 / parts if parts >= 1 and pieces % parts == 0 else 0
 
 
 def _summed(ledger: Ledger, c: Collective) -> Explained | None:
@@ -156,9 +159,10 @@ def _gradients(ledger: Ledger, c: Collective) -> list[tuple[bool, float, Leaf]]:
     for leaf in plan.leaves:
         # Along axes that leave the leaf whole each device may still sum a slice of it only.
         spare = plan.share(tuple({*plan.model_axes} - {*leaf.axes} - axes))
-        part = _part(plan, c, leaf, leaf.grad_dims, spare)
+        # Along axes whose turn comes later it is not cut yet.
+        shape = plan.local(leaf, leaf.grad_dims, (*c.axes, *plan.late_axes))
+        part = _share(c, shape, leaf.num_layers * spare)
         if part and not axes & {*leaf.axes} - rows:
-            shape = plan.local(leaf, leaf.grad_dims, c.axes)
             found.append((_looks_like(c, shape, leaf), part, leaf))
     return found
 

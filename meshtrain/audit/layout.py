@@ -69,6 +69,11 @@ class Layout:
         cutting = {axis for leaf in self.leaves for axis in leaf.axes} - {*self.batch_axes}
         return tuple(axis for axis in self.mesh if axis in cutting)
 
+    @property
+    def late_axes(self) -> Axes:
+        """Those of the batch along which sums of gradients wait for the last micro-batch."""
+        return tuple(axis for axis in self.batch_axes if self.zero_stage < 2 or axis == "data")
+
     def share(self, axes: Axes) -> int:
         """Returns the number of devices along these axes."""
         return math.prod(self.mesh[axis] for axis in axes)

@@ -57,7 +57,7 @@ def _of_parameter(plan: Layout, leaf: Leaf) -> Iterator[Need]:
 
     # Gradients that are held cut are cut after each micro-batch, the rest of the sum can wait for
     # the last one, and is of float32 then. Optimizer state that is cut needs a slice of the sum only.
-    late = tuple(axis for axis in rows if plan.zero_stage < 2 or axis == "data")
+    late = plan.late_axes
     early = tuple(axis for axis in rows if axis not in late)
     dims = leaf.grad_dims if plan.zero_stage >= 2 else leaf.moment_dims
     size = whole(leaf.grad_dims, leaf.compute_itemsize)
