@@ -23,6 +23,7 @@ def parser(verb: str, description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    flags.error = _fault
     flags.add_argument(
         "--config", required=True, metavar="FILE", help="a Python file with get_config()"
     )
@@ -71,6 +72,10 @@ def told(run: Callable[[], int]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_USER
+
+
+def _fault(message: str) -> None:
+    raise ConfigError(message)
 
 
 def _faults_of(config: Any) -> tuple[str, ...]:

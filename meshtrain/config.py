@@ -265,4 +265,6 @@ def _check_rules(rules: Any) -> list[str]:
                 faults.append(
                     f"config.rules maps {rule[0]!r} to {axis!r}, no mesh axis{did_you_mean(axis, AXES)}"
                 )
+        if len({*axes}) < len(axes):
+            faults.append(f"config.rules maps {rule[0]!r} to {rule[1]!r}; use each axis once")
     return faults

@@ -91,7 +91,8 @@ def _fault_of(config: ConfigDict, override: str) -> str | None:
     except Exception as error:
         name, _, value = override.partition("=")
         if not name.removeprefix("--no").removeprefix("--").startswith("config."):
-            return f"{name}: unknown argument{did_you_mean(name, ARGUMENTS)}"
+            others = [argument for argument in ARGUMENTS if argument != name]  # another verb's
+            return f"{name}: unknown argument{did_you_mean(name, others)}"
         key = name.removeprefix("--no").removeprefix("--").removeprefix("config.")
         if key not in (known := _keys(config.to_dict())):
             return f"{name}: unknown key{did_you_mean(key, known)}"

@@ -71,7 +71,7 @@ def test_learned_positions_must_reach_as_far_as_a_sequence(tiny):
     assert "data.seq_len=17 is more than model.max_seq_len=16; use the same" in fault
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "expert", "context"])
+@pytest.mark.parametrize("axis", ["expert", "context"])
 def test_an_axis_that_is_not_there_yet_is_refused(tiny, axis):
     tiny.mesh[axis] = 2
     (fault,) = faults_of(tiny, num_devices=2)

@@ -2,15 +2,16 @@
 
   python -m meshtrain.audit --config=configs/quickstart.py --simulate_devices=8 --config.mesh.data=8
 
-Nothing is trained, and the token file is not read. Every key can be set, as for training.
+Nothing is trained, and the token file is not read. Every key can be set, as for training. The
+minimum is what the layout calls for: along data each gradient summed once, along fsdp parameters
+gathered for each pass of a micro-batch and gradients scattered, along tensor the sums between
+matrices. Gathers that the program saves by keeping parameters whole are not in it, but noted. What
+moves beyond it is explained, and a warning where nothing calls for it.
 """
 
-import contextlib
-import json
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,13 +19,12 @@ import numpy as np
 
 from meshtrain import cli, sharding
 from meshtrain import state as states
-from meshtrain.audit import collectives, explain, hlo, layout, minimum, report, warn
-from meshtrain.audit.ledger import Explained
-from meshtrain.audit.minimum import Need
+from meshtrain.audit import collectives, hlo, layout, report, warn
+from meshtrain.audit.explain import Explained, Ledger, explain
+from meshtrain.audit.minimum import APART
 from meshtrain.config import Config, parse
 from meshtrain.data.loader import from_iterable
 from meshtrain.data.source import Source
-from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
 from meshtrain.program import Program, assemble
 
@@ -47,11 +47,11 @@ class Audit:
     mesh: dict[str, int]
     device: str
     platform: str
+    held: int  # bytes of parameters on each device
     axes: list[Total]
     explained: list[Explained]
     excess: list[tuple[str, str, str, float]]  # axes, label, reason, bytes
-    unused: list[tuple[str, str, float]]  # axes, role, bytes of the minimum that do not move
-    memory: dict[str, int]  # bytes per device
+    saved: list[tuple[str, str, float]]  # axes, role, bytes that the layout has room for
     warnings: list[str]
 
     def total(self, *axes: str) -> Total:
@@ -84,21 +84,19 @@ def audit(
     with program.active():
         compiled = program.compile(batch)
         plan = layout.plan(cfg, program, batch)
-    least = minimum.needs(plan)
-    device = program.mesh.devices.flat[0]
+    device, state = program.mesh.devices.flat[0], program.abstract_state
     found = collectives.find(hlo.parse(compiled.as_text()), plan.mesh, device.platform)
-    explained, left = explain.explain(plan, least, found)
-    unknown = () if plan.is_stack else plan.model_axes
+    explained, ledger = explain(plan, found)
     return Audit(
         mesh=plan.mesh,
         device=f"{program.mesh.size} {device.device_kind}",
         platform=f"{device.platform} by jax {jax.__version__}",
-        axes=_totals(least, explained, unknown),
+        held=states.bytes_per_device(state.params),
+        axes=_totals(explained, () if plan.is_stack else plan.model_axes),
         explained=explained,
         excess=_excess(explained),
-        unused=_unused(left),
-        memory=_memory(program, compiled),
-        warnings=warn.warnings(plan, cfg.rules, program.abstract_state, explained),
+        saved=_saved(ledger),
+        warnings=warn.warnings(plan, cfg.rules, state, explained),
     )
 
 
@@ -116,46 +114,33 @@ def _batch_like(cfg: Config, program: Program, data: Any) -> Any:
     return jax.tree.map(like, source.read(np.arange(size)))
 
 
-def _totals(least: list[Need], explained: list[Explained], unknown: Iterable[str]) -> list[Total]:
-    moved: dict[str, float] = defaultdict(float)
-    needed: dict[str, float] = defaultdict(float)
+def _totals(explained: list[Explained], unknown: Iterable[str]) -> list[Total]:
+    """Returns bytes and minimum by axes. Needs that the program does without are not in the minimum."""
+    moved, needed = Counter(), Counter()
     for one in explained:
-        moved[warn.name_of(one.collective.axes)] += one.collective.bytes
-    for need in least:
-        needed[warn.name_of(need.axes)] += need.bytes
-    names = sorted({*moved, *needed})
+        name = warn.name_of(one.collective.axes)
+        moved[name] += one.collective.bytes
+        needed[name] += one.needed
     return [
-        Total(n, moved[n], None if {*n.split(" x ")} & {*unknown} else needed[n]) for n in names
+        Total(name, moved[name], None if {*name.split(" x ")} & {*unknown} else needed[name])
+        for name in sorted(moved)
     ]
 
 
 def _excess(explained: list[Explained]) -> list[tuple[str, str, str, float]]:
-    merged: dict[tuple[str, str, str], float] = defaultdict(float)
+    merged = Counter()
     for one in explained:
-        if one.excess > 0.5:
-            merged[warn.name_of(one.collective.axes), one.label, one.reason] += one.excess
-    return [(*key, moved) for key, moved in sorted(merged.items(), key=lambda item: -item[1])]
+        merged[warn.name_of(one.collective.axes), one.label, one.reason] += one.excess
+    return [(*key, moved) for key, moved in merged.most_common() if moved > 0.5]
 
 
-def _unused(left: list[tuple[Need, float]]) -> list[tuple[str, str, float]]:
-    merged: dict[tuple[str, str], float] = defaultdict(float)
-    for need, bytes in left:
-        merged[warn.name_of(need.axes), need.role] += bytes
-    return [(*key, bytes) for key, bytes in merged.items() if bytes > 0.5]
-
-
-def _memory(program: Program, compiled: jax.stages.Compiled) -> dict[str, int]:
-    state = program.abstract_state
-    memory = {
-        "parameters": states.bytes_per_device(state.params),
-        "optimizer state": states.bytes_per_device(state.opt_state),
-    }
-    if analysis := compiled.memory_analysis():
-        memory["arguments: both, step and batch"] = analysis.argument_size_in_bytes
-        memory["results"] = analysis.output_size_in_bytes
-        memory["results in the place of arguments"] = analysis.alias_size_in_bytes
-        memory["temporary"] = analysis.temp_size_in_bytes
-    return memory
+def _saved(ledger: Ledger) -> list[tuple[str, str, float]]:
+    """Returns what the layout has room for that nothing moved."""
+    axes = {need.key: warn.name_of(need.axes) for need in ledger.needs}
+    merged = Counter()
+    for key, left in ledger.left.items():
+        merged[axes[key], key[0]] += left * (key[0] != APART)
+    return [(*key, left) for key, left in merged.most_common() if left > 0.5]
 
 
 def _without_token_file(config: Any) -> None:
@@ -166,42 +151,10 @@ def _without_token_file(config: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    flags = cli.parser("audit", __doc__)
-    flags.add_argument("--output", type=Path, metavar="FILE", help="writes all of it as JSON")
 
     def run() -> int:
-        args, config = cli.settings(flags, argv, _without_token_file)
-        with _writer(args.output) as write:
-            result = audit(config)
-            print(*report.lines(result), sep="\n")
-            write(json.dumps(_raw(result), indent=1) + "\n")
+        _, config = cli.settings(cli.parser("audit", __doc__), argv, _without_token_file)
+        print(*report.lines(audit(config)), sep="\n")
         return 0
 
     return cli.told(run)
-
-
-@contextlib.contextmanager
-def _writer(path: Path | None) -> Iterator[Callable[[str], Any]]:
-    """Opens the file before anything is compiled, which takes long."""
-    if path is None:
-        yield lambda text: None
-        return
-    try:
-        file = path.open("w")
-    except OSError as error:
-        raise ConfigError(
-            f"--output={path}: {error.strerror}; use a file that can be written"
-        ) from error
-    with file:
-        yield file.write
-
-
-def _raw(result: Audit) -> dict:
-    """Returns all of an audit as what JSON can hold."""
-    raw = asdict(result)
-    for total, entry in zip(result.axes, raw["axes"], strict=True):
-        entry["ratio"] = total.ratio
-    for one, entry in zip(result.explained, raw["explained"], strict=True):
-        c = one.collective
-        entry["collective"] |= {"bytes": c.bytes, "tensor_bytes": c.tensor_bytes, "phase": c.phase}
-    return raw

@@ -105,7 +105,9 @@ def _of(
     part = kind != "collective-permute" and size < math.prod(mesh[axis] for axis in axes or ())
     for element, array in enumerate(_arrays(module, computation, instruction, kind, size)):
         shown = _element(module, computation, instruction, element)
-        used = dataflow.element_uses(module, computation, instruction, element)
+        several = len(instruction.results) > 1
+        used = dataflow.uses(module, computation, instruction.name, element if several else None)
+        used = list(used)
         origin, narrowest = "", array.itemsize
         if element < len(instruction.operands):
             value = (computation, instruction.operands[element], None)
@@ -138,18 +140,11 @@ def _arrays(module, computation, instruction, kind, group_size) -> list[Array]:
     arrays = arrays or list(hlo.arrays(instruction.operand_text))
     if kind == "all-gather":
         dim = instruction.number("dimensions") or 0
-        return [_grown(array, dim, group_size) for array in arrays]
-    if kind == "all-to-all" and len(arrays) > 1:
-        return [
-            Array(arrays[0].dtype, (len(arrays), *arrays[0].shape))
-        ]  # one slice for each device
+        grown = ((*a.shape[:dim], a.shape[dim] * group_size, *a.shape[dim + 1 :]) for a in arrays)
+        return [Array(a.dtype, shape) for a, shape in zip(arrays, grown, strict=True)]
+    if kind == "all-to-all" and len(arrays) > 1:  # one slice for each device
+        return [Array(arrays[0].dtype, (len(arrays), *arrays[0].shape))]
     return arrays[:1] if kind == "ragged-all-to-all" else arrays
-
-
-def _grown(array: Array, dim: int, times: int) -> Array:
-    shape = list(array.shape)
-    shape[dim] *= times
-    return Array(array.dtype, tuple(shape))
 
 
 def _element(module, computation, instruction, element) -> Instruction:

@@ -86,8 +86,11 @@ def _is_kept(module: Module, loop: Instruction, index: int | None) -> bool:
     return made.opcode == "get-tuple-element" and made.number("index") == index
 
 
-def uses(module: Module, computation: str, name: str) -> Iterator[tuple[str, Instruction | None]]:
-    """Yields what is done with a value, each with its computation; None where it leaves our sight."""
+Use = tuple[str, Instruction | None]  # its computation beside it; None where it leaves our sight
+
+
+def uses(module: Module, computation: str, name: str, element: int | None = None) -> Iterator[Use]:
+    """Yields what is done with a value, or with one element of it where it is a tuple."""
     if module.computations[computation][name].is_root:
         callers = module.callers[computation]
         for caller, instruction in callers:
@@ -98,7 +101,12 @@ def uses(module: Module, computation: str, name: str) -> Iterator[tuple[str, Ins
         if not callers:
             yield computation, None  # a result of the step
     for user in module.users[computation, name]:
-        if user.opcode in RESHAPED:
+        if element is not None:
+            if user.opcode != "get-tuple-element":
+                yield computation, None
+            elif user.number("index") == element:
+                yield from uses(module, computation, user.name)
+        elif user.opcode in RESHAPED:
             yield from uses(module, computation, user.name)
         elif user.opcode in ("fusion", "call"):
             inner = user.called[0]
@@ -111,45 +119,29 @@ def uses(module: Module, computation: str, name: str) -> Iterator[tuple[str, Ins
             yield computation, user
 
 
-def element_uses(module, computation, instruction, element) -> list[tuple[str, Instruction | None]]:
-    """Returns what is done with one result of an instruction."""
-    if len(instruction.results) == 1:
-        return list(uses(module, computation, instruction.name))
-    found = []
-    for user in module.users[computation, instruction.name]:
-        if user.opcode != "get-tuple-element":
-            found.append((computation, None))
-        elif user.number("index") == element:
-            found += uses(module, computation, user.name)
-    return found
-
-
-def is_narrowed(found: list[tuple[str, Instruction | None]]) -> bool:
+def is_narrowed(found: list[Use]) -> bool:
     """Whether a value is rounded to 16 bits, whatever else becomes of it then."""
     return bool(found) and all(
         user and user.opcode == "convert" and user.results[0].itemsize == 2 for _, user in found
     )
 
 
-def is_sliced(module, found: list[tuple[str, Instruction | None]], size: float) -> bool:
+def is_sliced(module: Module, found: list[Use], size: float) -> bool:
     """Whether each device keeps nothing of a value but a slice of its own, of `size` elements."""
 
     def fits(computation: str, user: Instruction | None) -> bool:
         if user and user.opcode == "convert":
             return is_sliced(module, list(uses(module, computation, user.name)), size)
-        return bool(
-            user
-            and user.opcode == "dynamic-slice"
-            and user.results[0].size == size
-            and any(_depends_on_device(module, computation, name) for name in user.operands[1:])
-        )
+        if not user or user.opcode != "dynamic-slice" or user.results[0].size != size:
+            return False
+        return any(_depends_on_device(module, (computation, n, None)) for n in user.operands[1:])
 
     return bool(found) and all(fits(*use) for use in found)
 
 
-def _depends_on_device(module: Module, computation: str, name: str) -> bool:
+def _depends_on_device(module: Module, value: Value) -> bool:
     """Whether a value is computed from the number of the device."""
-    seen, todo = set(), [(computation, name, None)]
+    seen, todo = set(), [value]
     while todo:
         value = todo.pop()
         instruction = module.computations[value[0]].get(value[1])

@@ -41,15 +41,11 @@ class Instruction:
         """Names of the computations that it runs: bodies, branches, what is fused or wrapped."""
         if self.opcode.endswith(("-done", "-update")):
             return []  # of what their -start runs
-        names = re.findall(
-            r"\b(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)",
+        found = re.findall(
+            r"\b(?:body|condition|calls|to_apply|\w+_computations?)=(\{[^}]*\}|[\w.\-%]+)",
             self.attributes,
         )
-        for several in re.findall(
-            r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}", self.attributes
-        ):
-            names += re.findall(r"[\w.\-]+", several)
-        return names
+        return re.findall(r"[\w.\-]+", " ".join(found))
 
     @cached_property
     def num_trips(self) -> int | None:
@@ -167,13 +163,12 @@ def _instruction(line: str) -> Instruction | None:
     if not parenthesis:
         return None
     end = _closing(rest, len(opcode))
-    inside = re.sub(r"/\*.*?\*/", "", rest[len(opcode) + 1 : end])
-    names = [re.search(r"%?([\w.\-]+)$", part.strip()) for part in _split(inside)]
+    inside = rest[len(opcode) + 1 : end]
     return Instruction(
         name=found[2],
         opcode=opcode,
         results=arrays(kind),
-        operands=tuple(name[1] for name in names if name),
+        operands=tuple(re.findall(r"%([\w.\-]+)", inside)),
         operand_text=inside,
         attributes=rest[end + 1 :],
         is_root=bool(found[1]),
@@ -198,44 +193,25 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _split(text: str) -> list[str]:
-    """Splits at the commas that stand in no brackets."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
-
-
 def _frames(text: str) -> dict[int, tuple[Frame, int]]:
     """Reads the tables of source lines that stand before the computations."""
-    tables: dict[str, dict[int, str]] = {}
-    rows: dict[int, str] = {}
-    for line in text.splitlines():
-        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            rows = tables.setdefault(line, {})
-        elif entry := re.match(r"(\d+) (.+)$", line):
-            rows[int(entry[1])] = entry[2]
-        elif line.startswith((" ", "%", "ENTRY")):
-            break
-    if len(tables) < 4:
-        return {}
-    names, functions = (
-        {n: row.strip('"') for n, row in tables[t].items()} for t in ("FileNames", "FunctionNames")
-    )
-    places = {}
-    for number, row in tables["FileLocations"].items():
-        values = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}
-        function = functions.get(values.get("function_name_id", 0), "")
-        file = names.get(values.get("file_name_id", 0), "")
-        places[number] = Frame(file, function, values.get("line", 0))
-    frames = {}
-    for number, row in tables["StackFrames"].items():
-        values = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}
+
+    def table(name: str) -> dict[str, str]:
+        found = re.search(rf"^{name}\n((?:\d+ .+\n)*)", text, re.MULTILINE)
+        return dict(row.split(" ", 1) for row in found[1].splitlines()) if found else {}
+
+    def fields(row: str) -> dict[str, str]:
+        return dict(re.findall(r"(\w+)=(\d+)", row))
+
+    files, functions, places, frames = table("FileNames"), table("FunctionNames"), {}, {}
+    for number, row in table("FileLocations").items():
+        at = fields(row)
+        file = files.get(at.get("file_name_id"), "").strip('"')
+        function = functions.get(at.get("function_name_id"), "").strip('"')
+        places[number] = Frame(file, function, int(at.get("line", 0)))
+    for number, row in table("StackFrames").items():
+        at = fields(row)
         # Counted from 1, where 0 would be none: frame 2 with parent_frame_id=2 was called by frame 1.
-        parent = values.get("parent_frame_id", 0) - 1
-        frames[number] = (places[values["file_location_id"]], parent)
+        parent = int(at.get("parent_frame_id", 0)) - 1
+        frames[int(number)] = (places[at["file_location_id"]], parent)
     return frames

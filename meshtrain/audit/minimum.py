@@ -4,18 +4,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshtrain.audit.collectives import sent
-from meshtrain.audit.layout import Axes, Layout, Leaf
+from meshtrain.audit.layout import Axes, Dims, Layout, Leaf
+
+# What bytes are for.
+GATHERED = "parameters gathered"
+SUMMED = "gradients summed"
+UPDATED = "updated parameters gathered"
+ACTIVATIONS = "activations"
+STATISTICS = "softmax statistics"
+APART = "input gradients summed one by one"  # which no layout needs, and compilers may still do
 
 
 @dataclass(frozen=True)
 class Need:
     """Bytes that some axes have to carry for a reason."""
 
+    role: str
     axes: Axes
-    role: str  # "gather", "sum", "update", "activations", "statistics"
-    leaf: str  # whose parameter; empty for activations
-    bytes: float  # per device and step
-    once: float  # of it, each time that the tensor moves
+    leaf: Leaf | None  # whose parameter; None for activations
+    key: tuple  # needs of the same key cannot be told apart
+    once: float  # bytes that a device sends each time that the tensor moves
+    times: int  # per step
+
+    @property
+    def bytes(self) -> float:
+        return self.once * self.times
 
 
 def needs(plan: Layout) -> list[Need]:
@@ -29,74 +42,69 @@ def needs(plan: Layout) -> list[Need]:
 def _of_parameter(plan: Layout, leaf: Leaf) -> Iterator[Need]:
     """Yields what the batch axes have to carry for one parameter: gathers, gradient sums, updates."""
 
-    def need(role: str, kind: str, axes: Axes, held_by: Axes, itemsize: int, times: int) -> Need:
-        whole = leaf.size * itemsize / plan.share(tuple(a for a in held_by if a not in axes))
-        once = sent(kind, whole, plan.share(axes))
-        return Need(axes, role, leaf.name, times * once, once)
+    def among(axes: Axes, dims: Dims) -> Axes:
+        return tuple(axis for axis in axes if any(axis in dim for dim in dims))
 
-    def among(axes: Axes) -> Axes:
-        return tuple(axis for axis in plan.batch_axes if axis in axes)
+    def whole(dims: Dims, itemsize: int) -> float:
+        held = {axis for dim in dims for axis in dim} - {*plan.batch_axes}
+        return leaf.size * itemsize / plan.share(tuple(held))
 
-    parts, small = plan.num_microbatches, leaf.compute_itemsize
-    gathered, cut = among(leaf.axes), among(leaf.grad_axes)
-    whole_over = tuple(axis for axis in plan.batch_axes if axis not in cut)
-    late = ("data",) if plan.zero_stage >= 2 else plan.batch_axes
-    yield need("gather", "all-gather", gathered, leaf.axes, small, parts * leaf.passes)
-    # Gradients that are held cut are cut after each micro-batch, others can wait for the last one.
-    yield need("sum", "reduce-scatter", cut, leaf.grad_axes, small, parts)
-    for axes, times in (
-        (tuple(axis for axis in whole_over if axis in late), 1),
-        (tuple(axis for axis in whole_over if axis not in late), parts),
-    ):
-        itemsize = leaf.itemsize if times == 1 else small
-        later = among(tuple(axis for axis in leaf.moment_axes if axis in axes))
-        if later and later != gathered:  # stage 1: each device needs its slice of the sum only
-            rest = tuple(axis for axis in axes if axis not in later)
-            scatter = need("sum", "reduce-scatter", later, leaf.grad_axes, itemsize, times)
-            reduce = need("sum", "all-reduce", rest, leaf.moment_axes, itemsize, times)
-            both = scatter.bytes + reduce.bytes
-            yield Need(axes, "sum", leaf.name, both, both / times)
-        else:
-            yield need("sum", "all-reduce", axes, leaf.grad_axes, itemsize, times)
-    updated = among(tuple(axis for axis in leaf.moment_axes if axis not in leaf.axes))
-    yield need("update", "all-gather", updated, leaf.moment_axes, leaf.itemsize, 1)
+    parts, rows = plan.num_microbatches, plan.batch_axes
+    gathered = among(rows, leaf.dims)
+    once = sent("all-gather", whole(leaf.dims, leaf.compute_itemsize), plan.share(gathered))
+    # Cut up to save memory, it is let go after the forward pass, and after the backward pass.
+    yield Need(GATHERED, gathered, leaf, (GATHERED, leaf.name), once, 2 * parts)
+
+    # Gradients that are held cut are cut after each micro-batch, the rest of the sum can wait for
+    # the last one, and is of float32 then. Optimizer state that is cut needs a slice of the sum only.
+    late = plan.late_axes
+    early = tuple(axis for axis in rows if axis not in late)
+    dims = leaf.grad_dims if plan.zero_stage >= 2 else leaf.moment_dims
+    size = whole(leaf.grad_dims, leaf.compute_itemsize)
+    yield _sum(plan, leaf, early, among(early, dims), size, parts)
+    size = whole(leaf.grad_dims, max(4, leaf.itemsize)) / plan.share(among(early, dims))
+    yield _sum(plan, leaf, late, among(late, dims), size, 1)
+
+    updated = tuple(axis for axis in among(rows, leaf.moment_dims) if axis not in gathered)
+    size = whole(leaf.moment_dims, leaf.itemsize) / plan.share(gathered)
+    once = sent("all-gather", size, plan.share(updated))
+    yield Need(UPDATED, updated, leaf, (UPDATED, leaf.name), once, 1)
+
+
+def _sum(plan: Layout, leaf: Leaf, axes: Axes, cut: Axes, size: float, times: int) -> Need:
+    """A sum over some axes of which each device keeps its slice along those that `cut`."""
+    others = plan.share(tuple(axis for axis in axes if axis not in cut))
+    once = sent("reduce-scatter", size, plan.share(cut))
+    once += sent("all-reduce", size / plan.share(cut), others)
+    # Sums of one shape look the same, whichever parameter they are of.
+    shape = plan.local(leaf, leaf.grad_dims, plan.batch_axes)[leaf.is_stacked :]
+    return Need(SUMMED, axes, leaf, (SUMMED, axes, *sorted(n for n in shape if n > 1)), once, times)
 
 
 def _of_activations(plan: Layout, axis: str) -> Iterator[Need]:
     """Yields what a model axis has to carry in a stack, after Megatron (arXiv 1909.08053, 2205.05198).
 
     Each matrix of a block that is cut along its input makes a sum of partial products, and the
-    matrices that feed it one more on the way back. A sum is worth a gather and a reduce-scatter,
-    which is what takes its place where the axis cuts the sequence between blocks.
+    matrices that feed it one more on the way back; so do a table and a head that are cut. A sum is
+    worth a gather and a reduce-scatter, which take its place where the axis cuts the sequence
+    between blocks. What remat computes again is not counted.
     """
-    rows = len(matrices_of(plan, axis)[0])
-    num_layers = max((leaf.num_layers for leaf in plan.leaves if leaf.is_stacked), default=0)
-    by_embed, by_head = (
-        any(axis in leaf.axes and user in leaf.users for leaf in plan.leaves)
-        for user in ("embed", "head")
-    )
-    half = sent("all-gather", plan.x_size * plan.itemsize, plan.mesh[axis])
-    again = 0
-    if plan.remat == "full" and rows:
-        # The block's last sum need not be computed again; where it is cut, its input is gathered.
-        again = 2 * rows - 1 if axis in plan.x_axes else 2 * (rows - 1)
-    halves = num_layers * (4 * rows + again) + 2 * by_embed + 2 * by_head
-    yield Need((axis,), "activations", "", plan.num_microbatches * halves * half, half)
+
+    def need(role: str, once: float, times: int) -> Need:
+        return Need(role, (axis,), None, (role, axis), once, plan.num_microbatches * times)
+
+    inward, outward = matrices_of(plan, axis)
+    ends = [user for leaf in plan.leaves if axis in leaf.axes for user in leaf.users]
+    ends = {*ends} - {"block"}
+    sums = 2 * sum(leaf.num_layers for leaf in inward) + len(ends)
+    x_size = plan.tokens * plan.width * plan.itemsize
+    once = sent("all-reduce", x_size, plan.mesh[axis])
+    yield need(ACTIVATIONS, once, sums)
+    apart = sum(leaf.num_layers for leaf in outward) - sum(leaf.num_layers for leaf in inward)
+    yield need(APART, once, max(0, apart))
     # Of each position the largest logit, the sum of exponentials, and the target's logit.
-    once = sent("all-reduce", plan.tokens * max(plan.itemsize, 4), plan.mesh[axis])
-    yield Need((axis,), "statistics", "", plan.num_microbatches * 3 * by_head * once, once)
-
-
-def beyond(plan: Layout) -> list[Need]:
-    """Returns what no layout needs and compilers may still move: a sum for each matrix, not for each input."""
-    found = []
-    for axis in plan.model_axes if plan.is_stack else ():
-        rows, columns = matrices_of(plan, axis)
-        num_layers = max((leaf.num_layers for leaf in plan.leaves if leaf.is_stacked), default=0)
-        once = sent("all-gather", plan.x_size * plan.itemsize, plan.mesh[axis])
-        times = 2 * plan.num_microbatches * num_layers * max(0, len(columns) - len(rows))
-        found.append(Need((axis,), "inputs", "", times * once, once))
-    return found
+    once = sent("all-reduce", plan.tokens * max(4, plan.itemsize), plan.mesh[axis])
+    yield need(STATISTICS, once, 3 * ("head" in ends))
 
 
 def matrices_of(plan: Layout, axis: str) -> tuple[list[Leaf], list[Leaf]]:
@@ -104,11 +112,7 @@ def matrices_of(plan: Layout, axis: str) -> tuple[list[Leaf], list[Leaf]]:
 
     The first make a vector of the residual stream's width, the others start from one.
     """
-    cut = [leaf for leaf in plan.leaves if leaf.is_stacked and len(leaf.shape) > 2]
-    rows = [leaf for leaf in cut if axis in leaf.dims[1] and leaf.shape[-1] == plan.width]
-    columns = [
-        leaf
-        for leaf in cut
-        if axis in leaf.axes and axis not in leaf.dims[1] and leaf.shape[1] == plan.width
-    ]
-    return rows, columns
+    cut = [leaf for leaf in plan.leaves if leaf.is_stacked and axis in leaf.axes]
+    inward = [leaf for leaf in cut if leaf.shape[-1] == plan.width and axis not in leaf.dims[-1]]
+    outward = [leaf for leaf in cut if leaf not in inward and plan.width in leaf.shape[1:-1]]
+    return inward, outward

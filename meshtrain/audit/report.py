@@ -5,16 +5,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from meshtrain.audit.ledger import Explained
+from meshtrain.audit.explain import Explained
+from meshtrain.audit.minimum import GATHERED
 from meshtrain.audit.warn import name_of
 
 WIDTH = 100
+MOST = 20  # warnings
 
 
 def lines(audit: Any) -> Iterator[str]:
-    """Yields the lines of an Audit: totals by axis, what moves, why more than the least, memory, warnings."""
+    """Yields the lines of an Audit: totals by axis, what moves, why more than the least, warnings."""
     used = " x ".join(f"{axis} {size}" for axis, size in audit.mesh.items() if size > 1)
     yield f"mesh {used or 'one device'} · {audit.device} · compiled for {audit.platform}"
+    yield f"{audit.held:,} bytes of parameters on each device"
     yield ""
     yield f"{'bytes each device sends in a step, over':44}{'bytes':>16}{'minimum':>16}{'ratio':>9}"
     for total in audit.axes:
@@ -27,11 +30,11 @@ def lines(audit: Any) -> Iterator[str]:
     yield from _moves(audit.explained)
     yield from _differences(audit)
     yield ""
-    yield from _memory(audit.memory)
-    yield ""
-    yield f"{len(audit.warnings) or 'no'} warnings"
-    for warning in audit.warnings:
+    yield f"{len(audit.warnings) or 'no'} warning{'s' * (len(audit.warnings) != 1)}"
+    for warning in audit.warnings[:MOST]:
         yield from _wrapped("! ", warning)
+    if len(audit.warnings) > MOST:
+        yield f"! and {len(audit.warnings) - MOST} more, of fewer bytes"
 
 
 def _moves(explained: list[Explained]) -> Iterator[str]:
@@ -56,20 +59,16 @@ def _differences(audit: Any) -> Iterator[str]:
     yield "beyond the minimum"
     for name, label, reason, moved in audit.excess:
         yield from _wrapped(f"  {moved:+15,.0f}  ", f"{name}: {label}: {reason}")
-    for name, role, bytes in audit.unused:
-        text = f"{name}: {role}: counted in the minimum, not moved (kept, or not needed after all)"
-        yield from _wrapped(f"  {-bytes:+15,.0f}  ", text)
-    if not audit.excess and not audit.unused:
+    if not audit.excess:
         yield "  nothing"
+    for name, role, kept in audit.saved:
+        text = f"{name}: {role}: {kept:,.0f} bytes less than the layout has room for: "
+        gathered = "kept whole for more than one pass or micro-batch, which takes memory"
+        why = gathered if role == GATHERED else "this program does without"
+        yield from _wrapped("  note: ", text + why)
     for note in sorted({note for one in audit.explained for note in one.collective.notes}):
         count = sum(note in one.collective.notes for one in audit.explained)
-        yield from _wrapped("  note: ", f"{count} tensors {note}")
-
-
-def _memory(memory: dict[str, int]) -> Iterator[str]:
-    yield "bytes of memory per device"
-    for name, size in memory.items():
-        yield f"  {name:42}{size:>16,}"
+        yield from _wrapped("  note: ", f"{count} of the tensors: {note}")
 
 
 def _wrapped(start: str, text: str) -> list[str]:

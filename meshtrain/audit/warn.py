@@ -1,12 +1,13 @@
 """What a layout leaves undone: large arrays that are whole on many devices, axes that share no work."""
 
-import math
+from collections import Counter
 from collections.abc import Iterator
 
 import jax
 
+from meshtrain import sharding
+from meshtrain.audit.explain import Explained
 from meshtrain.audit.layout import Axes, Layout, Leaf
-from meshtrain.audit.ledger import Explained
 from meshtrain.sharding import Rules
 from meshtrain.state import TrainState, bytes_per_device
 
@@ -46,30 +47,36 @@ def _is_large(plan: Layout, held: float) -> bool:
 
 
 def _whole_parameters(plan: Layout, rules: Rules) -> Iterator[str]:
+    cutting = {*plan.model_axes, *(("fsdp",) if plan.zero_stage == 3 else ())}
     for leaf in plan.leaves:
         held = leaf.size * leaf.itemsize / plan.share(leaf.axes)
         for axis, size in plan.mesh.items():
-            shards_parameters = axis in plan.model_axes or axis == "fsdp" and plan.zero_stage == 3
-            if size == 1 or axis in leaf.axes or not shards_parameters or not _is_large(plan, held):
-                continue
-            yield (
-                f"{leaf.name} {leaf.shape}, {held:,.0f} bytes a device, is whole along {axis}={size}: "
-                + _why_whole(leaf, axis, plan, rules)
-            )
+            if size > 1 and axis in cutting - {*leaf.axes} and _is_large(plan, held):
+                yield (
+                    f"{leaf.name} {leaf.shape}, {held:,.0f} bytes a device, is whole along {axis}={size}: "
+                    + _why_whole(leaf, axis, plan, rules)
+                )
 
 
 def _why_whole(leaf: Leaf, axis: str, plan: Layout, rules: Rules) -> str:
     named = [name for name in leaf.names if name]
     if not named:
         return "it has no names; give its dims some, such as ('embed', 'mlp')"
-    for dim, name in enumerate(leaf.names):
-        for known, to in rules:
-            axes = (to,) if isinstance(to, str) else tuple(to or ())
-            if known != name or axis not in axes:
-                continue
-            if leaf.shape[dim] % plan.share(axes):
-                return f"{name!r} is {leaf.shape[dim]}, which {math.prod(plan.mesh[a] for a in axes)} does not divide"
-            return f"the rule ({name!r}, {to!r}) comes after another that took {name!r} or {axis}"
+    for name, to in rules:
+        axes = sharding.axes_of(to)
+        if name not in named or axis not in axes:
+            continue
+        size, share = leaf.shape[leaf.names.index(name)], plan.share(axes)
+        if size % share:
+            return f"{name!r} is {size}, which {share} does not divide"
+        first = next(rule for rule in rules if rule[0] == name)
+        return (
+            f"the rule {(name, to)} comes too late, after {first}"
+            if first != (name, to)
+            else (
+                f"the rule {(name, to)} cannot be followed, an earlier one cuts this array along {axis}"
+            )
+        )
     return f"no rule maps one of {', '.join(map(repr, named))} to {axis}"
 
 
@@ -90,15 +97,14 @@ def _whole_moments(plan: Layout, state: TrainState) -> Iterator[str]:
 
 
 def _not_called_for(explained: list[Explained]) -> Iterator[str]:
-    merged: dict[str, float] = {}
+    merged: Counter = Counter()
     for one in explained:
         c = one.collective
         if not one.called_for:
             what = f"{c.kind} over {name_of(c.axes)} of {c.array.dtype}{list(c.array.shape)}"
             where = f" at {c.source}" if c.source else ""
-            line = f"{what}{where}: {one.label}: {one.reason}"
-            merged[line] = merged.get(line, 0) + c.bytes
-    for line, moved in merged.items():
+            merged[f"{what}{where}: {one.label}: {one.reason}"] += one.excess
+    for line, moved in merged.most_common():
         yield f"{line} ({moved:,.0f} bytes)"
 
 
