@@ -22,8 +22,8 @@ ops ops.attention ops.losses optim models models.base models.layers models.trans
 grads pipeline.ring pipeline.stages pipeline.executor state checkpoint step program summary writer train generate cli
 pipeline.drawing schedule
 covering certificate reference plain subject layouts laws verify
-audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.explain
-audit.warn audit.report audit audit.__main__ . main __main__
+audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.ledger
+audit.stages audit.explain audit.warn audit.report audit audit.__main__ . main __main__
 """.split()  # the dot is the package itself, meshtrain/__init__.py
 FILES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "meshtrain").rglob("*.py")}
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))

@@ -20,7 +20,8 @@ import numpy as np
 from meshtrain import cli, sharding
 from meshtrain import state as states
 from meshtrain.audit import collectives, hlo, layout, report, warn
-from meshtrain.audit.explain import Explained, Ledger, explain
+from meshtrain.audit.explain import explain
+from meshtrain.audit.ledger import Explained, Ledger
 from meshtrain.audit.minimum import APART
 from meshtrain.config import Config, parse
 from meshtrain.data.loader import from_iterable

@@ -38,7 +38,7 @@ class Collective:
     group_size: int
     array: Array  # the whole tensor: what a gather makes, what a reduction or permutation takes
     itemsize: float  # bytes of an element as GPU and TPU send it
-    count: int  # per step, loops multiplied in
+    count: float  # per step, loops multiplied in
     count_known: bool  # no: some loop around it counts as one turn
     op_name: str
     source: str  # file:line function

@@ -1,51 +1,13 @@
 """Says of each collective what it is for, by what the layout needs; what nothing explains stays so."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from meshtrain.audit import minimum
+from meshtrain.audit import minimum, stages
 from meshtrain.audit.collectives import Collective
 from meshtrain.audit.layout import Dims, Layout, Leaf
+from meshtrain.audit.ledger import Explained, Ledger
 from meshtrain.audit.minimum import Need
-
-
-@dataclass(frozen=True)
-class Explained:
-    collective: Collective
-    label: str  # what it is for
-    needed: float = 0  # of its bytes, those that the minimum holds as well
-    reason: str = ""  # for what it moves beyond them
-    called_for: bool = True
-
-    @property
-    def excess(self) -> float:
-        return self.collective.bytes - self.needed
-
-
-class Ledger:
-    """What a layout needs, and how much of it is still left to be moved."""
-
-    def __init__(self, plan: Layout):
-        self.plan = plan
-        self.needs = minimum.needs(plan)
-        self.left: Counter = Counter()
-        for need in self.needs:
-            self.left[need.key] += need.bytes
-
-    def take(self, c: Collective, needs: Iterable[Need], part: float) -> tuple[float, float]:
-        """Takes a `part` of needs off; returns its bytes, and those of them that were still left.
-
-        A collective along several axes may serve the needs of some of them.
-        """
-        due = taken = 0.0
-        for need in needs:
-            wanted = part * need.once * c.count if {*need.axes} <= {*c.axes} else c.bytes
-            drawn = max(0.0, min(wanted, self.left[need.key]))
-            self.left[need.key] -= drawn
-            due, taken = due + wanted, taken + drawn
-        return due, min(taken, c.bytes)
 
 
 def explain(plan: Layout, found: list[Collective]) -> tuple[list[Explained], Ledger]:
@@ -59,7 +21,7 @@ def explain(plan: Layout, found: list[Collective]) -> tuple[list[Explained], Led
         return late, -c.bytes
 
     ordered = sorted(found, key=order)
-    rules = (_scalar, _gathered, _summed, _updated, _activation, _left_whole, _own_loss)
+    rules = (_scalar, stages.message, stages.moved, stages.shared, _gathered, _summed, _updated, _activation, _left_whole, _own_loss)
     clear = [_first(rules, ledger, c) for c in ordered]
     # What only the number of elements speaks for comes after all that has the shape as well.
     return [
@@ -90,6 +52,8 @@ def _gathered(ledger: Ledger, c: Collective) -> Explained | None:
             return Explained(c, minimum.GATHERED, taken)
         if taken and c.itemsize > leaf.compute_itemsize:
             return Explained(c, minimum.GATHERED, taken, _wider(c))
+        if why := ledger.lock_step(c, [need], taken):
+            return Explained(c, minimum.GATHERED, taken, why)
         if c.origin:
             tied, again = len(leaf.users) > 1, "rematted" in c.op_name
             why = f"{leaf.name} is gathered more than once in a pass"
@@ -173,6 +137,8 @@ def _taken(ledger: Ledger, c: Collective, fitting: list) -> Explained | None:
         meant = [n for n in of_leaf if {*n.axes} <= {*c.axes}]
         meant = meant or [n for n in of_leaf if {*n.axes} & {*c.axes}]
         due, taken = ledger.take(c, meant, part)
+        if why := taken < 0.99 * c.bytes and ledger.lock_step(c, meant, taken):
+            return Explained(c, minimum.SUMMED, taken, why)
         if taken < 0.99 * min(due, c.bytes) and taken:
             tied = len(leaf.users) > 1
             return Explained(c, minimum.SUMMED, taken, _too_often(leaf), called_for=tied)
@@ -205,12 +171,13 @@ def _wider(c: Collective) -> str:
 
 def _activation(ledger: Ledger, c: Collective) -> Explained | None:
     """Activations between blocks, or a statistic for each position."""
-    plan, axis = ledger.plan, c.axes[0] if len(c.axes or ()) == 1 else ""
-    if not plan.is_stack or axis not in plan.model_axes or c.origin:
+    plan, axes = ledger.plan, c.axes or ()
+    if not plan.is_stack or not axes or c.origin or not {*axes} <= {*plan.model_axes}:
         return None
-    if c.kind not in ("all-reduce", "reduce-scatter", "all-gather"):
+    sums = ("all-reduce", "reduce-scatter")
+    if c.kind not in (sums if "pipeline" in axes else (*sums, "all-gather")):
         return None
-    needs = {need.role: need for need in ledger.needs if need.leaf is None and axis in need.axes}
+    needs = {need.role: need for need in ledger.needs if need.leaf is None and need.axes == axes}
     if c.array.size == plan.tokens and (need := needs.get(minimum.STATISTICS)):
         if taken := ledger.take(c, [need], 1)[1]:
             return Explained(c, minimum.STATISTICS, taken, _wider(c))
@@ -219,17 +186,21 @@ def _activation(ledger: Ledger, c: Collective) -> Explained | None:
     if "rematted" in c.op_name:
         why = f"train.remat={plan.remat} computes again, and sums or gathers for it"
         return Explained(c, "activations again", 0, why)
+    if plan.keep == "inputs" and c.phase == "forward" and "pipeline" not in axes:
+        return Explained(c, "activations again", 0, stages.RUN_AGAIN)
     part = 1 if c.kind == "all-reduce" else 0.5  # a gather or a scatter does half the work of a sum
     taken = 0.0
     if need := needs.get(minimum.ACTIVATIONS):
         due, taken = ledger.take(c, [need], part)
         if taken > 0.99 * due:
             return Explained(c, minimum.ACTIVATIONS, taken, _wider(c))
+        if why := ledger.lock_step(c, [need], taken):
+            return Explained(c, minimum.ACTIVATIONS, taken, why)
         part *= 1 - taken / due
     if c.phase == "backward" and (need := needs.get(minimum.APART)):
         due, apart = ledger.take(c, [need], part)
         if apart > 0.99 * due:
-            outward = minimum.matrices_of(plan, axis)[1]
+            outward = minimum.matrices_of(plan, *axes)[1]
             names = [leaf.name.removesuffix("/kernel").split("/")[-1] for leaf in outward]
             why = (
                 f"of {', '.join(names)}, those with the same input sum its gradient each; added up "

@@ -53,6 +53,12 @@ class Instruction:
         found = re.search(r"known_trip_count\W+n\W+(\d+)", self.attributes)
         return int(found[1]) if found else None
 
+    @cached_property
+    def share_of_turns(self) -> float:
+        """How often a `conditional` is taken, where its name says so (`3_of_4_ticks`); 1 elsewhere."""
+        found = re.search(r"/(\d+)_of_(\d+)_ticks/", self.op_name)
+        return int(found[1]) / int(found[2]) if found and self.opcode == "conditional" else 1
+
     def number(self, key: str) -> int | None:
         """Returns the integer in `key=N` (or `key={N}`) of the attributes."""
         found = re.search(rf"\b{key}=\{{?(\d+)", self.attributes)
@@ -81,7 +87,7 @@ class Module:
     entry: str = ""
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
     frames: dict[int, tuple[Frame, int]] = field(default_factory=dict)  # and the id of the parent
-    _runs: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    _runs: dict[str, tuple[float, bool]] = field(default_factory=dict)
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[str, Instruction]]]:
@@ -103,10 +109,11 @@ class Module:
                     users[name, operand].append(instruction)
         return users
 
-    def runs(self, computation: str) -> tuple[int, bool]:
+    def runs(self, computation: str) -> tuple[float, bool]:
         """Returns how often a computation runs in one step, and whether that is known.
 
-        Each branch of a conditional counts as taken, a loop of unknown length as one turn.
+        A loop of unknown length counts as one turn, each branch of a conditional as taken, unless the
+        name of the conditional says how often: of the pipeline's only one branch has collectives.
         """
         if computation == self.entry:
             return 1, True
@@ -118,7 +125,7 @@ class Module:
             if instruction.opcode == "while":
                 trips = instruction.num_trips
                 sure, times = sure and trips is not None, times * (1 if trips is None else trips)
-            total, known = total + times, known and sure
+            total, known = total + times * instruction.share_of_turns, known and sure
         self._runs[computation] = total, known
         return total, known
 

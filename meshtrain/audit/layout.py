@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from meshtrain import sharding
 from meshtrain.config import Config
+from meshtrain.pipeline.schedules import SCHEDULES
 from meshtrain.program import Program
 
 Axes = tuple[str, ...]  # mesh axes, in the order of the mesh
@@ -30,6 +31,7 @@ class Leaf:
     grad_dims: Dims
     moment_dims: Dims
     users: tuple[str, ...]  # of "embed", "block", "head"; nothing where the model is no stack
+    num_layers: int  # on a device; 1 where it is no part of the stack
 
     @property
     def axes(self) -> Axes:
@@ -38,10 +40,6 @@ class Leaf:
     @property
     def is_stacked(self) -> bool:
         return self.users == ("block",)
-
-    @property
-    def num_layers(self) -> int:
-        return self.shape[0] if self.is_stacked else 1
 
     @property
     def size(self) -> int:
@@ -59,6 +57,9 @@ class Layout:
     tokens: int  # positions that a device has of a micro-batch; 0 where the model is no stack
     width: int  # elements between blocks for each of them
     num_microbatches: int
+    num_chunks: int  # of layers on a stage; 1 without a pipeline
+    num_ticks: int  # in which chunks run forward, as many as go back; micro-batches without a pipeline
+    keep: str  # pipeline.keep; empty without a pipeline
     zero_stage: int
     remat: str
     itemsize: int  # of what is computed
@@ -73,6 +74,16 @@ class Layout:
     def late_axes(self) -> Axes:
         """Those of the batch along which sums of gradients wait for the last micro-batch."""
         return tuple(axis for axis in self.batch_axes if self.zero_stage < 2 or axis == "data")
+
+    @property
+    def x_bytes(self) -> int:
+        """What goes from block to block, of a micro-batch on a device."""
+        return self.tokens * self.width * self.itemsize
+
+    @property
+    def idle(self) -> float:
+        """Micro-batches' worth of ticks in which a stage has no work, and computes all the same."""
+        return self.num_ticks / self.num_chunks - self.num_microbatches
 
     def share(self, axes: Axes) -> int:
         """Returns the number of devices along these axes."""
@@ -93,6 +104,12 @@ def plan(cfg: Config, program: Program, batch: Any) -> Layout:
     users, x = _readers(cfg, program, batch)
     names = jax.tree.leaves(program.model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     flat = jax.tree_util.tree_leaves_with_path(program.abstract_state.params)
+    num_chunks, num_ticks, keep = 1, c.num_microbatches, ""
+    if mesh["pipeline"] > 1:
+        num_chunks, keep = cfg.pipeline.num_chunks, cfg.pipeline.keep
+        schedule = SCHEDULES[cfg.pipeline.schedule]
+        table = schedule(mesh["pipeline"], c.num_microbatches, num_chunks)
+        num_ticks = int(table.forward.active.any(1).sum())
     return Layout(
         mesh=mesh,
         batch_axes=batch_axes,
@@ -101,6 +118,9 @@ def plan(cfg: Config, program: Program, batch: Any) -> Layout:
         tokens=x.size // x.shape[-1] // math.prod(mesh[axis] for axis in batch_axes) if x else 0,
         width=x.shape[-1] if x else 0,
         num_microbatches=c.num_microbatches,
+        num_chunks=num_chunks,
+        num_ticks=num_ticks,
+        keep=keep,
         zero_stage=c.zero_stage,
         remat=c.remat,
         itemsize=jnp.dtype(c.dtype).itemsize,
@@ -122,6 +142,8 @@ def _leaf(cfg: Config, mesh: Mapping[str, int], flat: Any, names: Any, users: Ax
         return _dims(sharding.spec_for(names, leaf.shape, rules, mesh), mesh)
 
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    dims = dims_from(3)
+    cut = math.prod(mesh[axis] for axis in dims[0]) if dims else 1
     return Leaf(
         name=jax.tree_util.keystr(path, simple=True, separator="/"),
         argument="state.params" + jax.tree_util.keystr(path),
@@ -129,10 +151,11 @@ def _leaf(cfg: Config, mesh: Mapping[str, int], flat: Any, names: Any, users: Ax
         names=tuple(names),
         itemsize=leaf.dtype.itemsize,
         compute_itemsize=jnp.dtype(cfg.train.dtype).itemsize if floating else leaf.dtype.itemsize,
-        dims=dims_from(3),
+        dims=dims,
         grad_dims=dims_from(2),
         moment_dims=dims_from(1),
         users=users,
+        num_layers=leaf.shape[0] // cut if users == ("block",) else 1,
     )
 
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from meshtrain.audit.explain import Explained
+from meshtrain.audit.ledger import Explained
 from meshtrain.audit.minimum import GATHERED
 from meshtrain.audit.warn import name_of
 
@@ -51,7 +51,7 @@ def _moves(explained: list[Explained]) -> Iterator[str]:
         count = sum(one.collective.count for one in group)
         moved = sum(one.collective.bytes for one in group)
         where = textwrap.shorten(source or "(no source line)", 50, placeholder="...")
-        yield f"  {kind:20}{count:>6} x{moved / count:>13,.0f}  {where}"
+        yield f"  {kind:20}{count:>6g} x{moved / count:>13,.0f}  {where}"
 
 
 def _differences(audit: Any) -> Iterator[str]:

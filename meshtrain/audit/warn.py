@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import jax
 
 from meshtrain import sharding
-from meshtrain.audit.explain import Explained
 from meshtrain.audit.layout import Axes, Layout, Leaf
+from meshtrain.audit.ledger import Explained
 from meshtrain.sharding import Rules
 from meshtrain.state import TrainState, bytes_per_device
 
