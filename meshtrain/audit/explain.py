@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from meshtrain.audit import minimum, stages
 from meshtrain.audit.collectives import Collective
 from meshtrain.audit.layout import Dims, Layout, Leaf
-from meshtrain.audit.ledger import Explained, Ledger
+from meshtrain.audit.ledger import RUN_AGAIN, Explained, Ledger
 from meshtrain.audit.minimum import Need
 
 
@@ -21,7 +21,18 @@ def explain(plan: Layout, found: list[Collective]) -> tuple[list[Explained], Led
         return late, -c.bytes
 
     ordered = sorted(found, key=order)
-    rules = (_scalar, stages.message, stages.moved, stages.shared, _gathered, _summed, _updated, _activation, _left_whole, _own_loss)
+    rules = (
+        _scalar,
+        stages.message,
+        stages.moved,
+        stages.shared,
+        _gathered,
+        _summed,
+        _updated,
+        _activation,
+        _left_whole,
+        _own_loss,
+    )
     clear = [_first(rules, ledger, c) for c in ordered]
     # What only the number of elements speaks for comes after all that has the shape as well.
     return [
@@ -43,23 +54,29 @@ def _scalar(ledger: Ledger, c: Collective) -> Explained | None:
 
 def _gathered(ledger: Ledger, c: Collective) -> Explained | None:
     """A parameter that is cut over the batch's axes, made whole to compute with."""
-    for need, part in _of_parameters(ledger, c, minimum.GATHERED):
+    plan, taken = ledger.plan, 0.0
+    fits = _of_parameters(ledger, c, minimum.GATHERED)
+    fits = [fit for fit in fits if c.origin in ("", fit[0].leaf.argument)]
+    alike = [
+        (need, part)
+        for need, part in fits
+        if _looks_like(c, plan.local(need.leaf, need.leaf.dims, c.axes), need.leaf)
+    ]
+    for need, part in alike or fits:
         leaf = need.leaf
-        if c.origin not in ("", leaf.argument):
-            continue
-        _, taken = ledger.take(c, [need], part)
+        taken += ledger.take(c, [need], part * (1 - taken / c.bytes))[1]
         if taken > 0.99 * c.bytes:
             return Explained(c, minimum.GATHERED, taken)
         if taken and c.itemsize > leaf.compute_itemsize:
             return Explained(c, minimum.GATHERED, taken, _wider(c))
-        if why := ledger.lock_step(c, [need], taken):
-            return Explained(c, minimum.GATHERED, taken, why)
-        if c.origin:
-            tied, again = len(leaf.users) > 1, "rematted" in c.op_name
-            why = f"{leaf.name} is gathered more than once in a pass"
-            why += f", by {' and '.join(leaf.users)}" if tied else ""
-            why += f", for what train.remat={ledger.plan.remat} computes again" if again else ""
-            return Explained(c, minimum.GATHERED, taken, why, called_for=tied or again)
+    if why := ledger.beyond(c, [need for need, _ in alike], taken):
+        return Explained(c, minimum.GATHERED, taken, why)
+    if fits and (c.origin or taken):
+        tied, again = len(leaf.users) > 1, "rematted" in c.op_name
+        why = f"{leaf.name} is gathered more than once in a pass"
+        why += f", by {' and '.join(leaf.users)}" if tied else ""
+        why += f", for what train.remat={plan.remat} computes again" if again else ""
+        return Explained(c, minimum.GATHERED, taken, why, called_for=tied or again)
     return None
 
 
@@ -95,6 +112,8 @@ def _share(c: Collective, shape: list[int], pieces: int) -> float:
 def _summed(ledger: Ledger, c: Collective) -> Explained | None:
     """The gradient of a parameter, summed over those who had other rows."""
     fitting = [fit for fit in _gradients(ledger, c) if fit[0]]
+    if not {*(c.axes or ())} <= {*ledger.plan.late_axes}:
+        fitting.sort(key=lambda fit: fit[1])  # early sums are of one layer rather than a stack
     if taken := _taken(ledger, c, fitting):
         return taken
     for _, _, leaf in fitting:
@@ -137,7 +156,7 @@ def _taken(ledger: Ledger, c: Collective, fitting: list) -> Explained | None:
         meant = [n for n in of_leaf if {*n.axes} <= {*c.axes}]
         meant = meant or [n for n in of_leaf if {*n.axes} & {*c.axes}]
         due, taken = ledger.take(c, meant, part)
-        if why := taken < 0.99 * c.bytes and ledger.lock_step(c, meant, taken):
+        if why := taken < 0.99 * c.bytes and ledger.beyond(c, meant, taken):
             return Explained(c, minimum.SUMMED, taken, why)
         if taken < 0.99 * min(due, c.bytes) and taken:
             tied = len(leaf.users) > 1
@@ -187,14 +206,14 @@ def _activation(ledger: Ledger, c: Collective) -> Explained | None:
         why = f"train.remat={plan.remat} computes again, and sums or gathers for it"
         return Explained(c, "activations again", 0, why)
     if plan.keep == "inputs" and c.phase == "forward" and "pipeline" not in axes:
-        return Explained(c, "activations again", 0, stages.RUN_AGAIN)
+        return Explained(c, "activations again", 0, RUN_AGAIN)
     part = 1 if c.kind == "all-reduce" else 0.5  # a gather or a scatter does half the work of a sum
     taken = 0.0
     if need := needs.get(minimum.ACTIVATIONS):
         due, taken = ledger.take(c, [need], part)
         if taken > 0.99 * due:
             return Explained(c, minimum.ACTIVATIONS, taken, _wider(c))
-        if why := ledger.lock_step(c, [need], taken):
+        if why := ledger.beyond(c, [need], taken):
             return Explained(c, minimum.ACTIVATIONS, taken, why)
         part *= 1 - taken / due
     if c.phase == "backward" and (need := needs.get(minimum.APART)):
@@ -206,6 +225,8 @@ def _activation(ledger: Ledger, c: Collective) -> Explained | None:
                 f"of {', '.join(names)}, those with the same input sum its gradient each; added up "
                 "first it would be one sum (as on TPU; XLA on CPU does not)"
             )
+            return Explained(c, minimum.APART, taken, why)
+        if why := ledger.beyond(c, [need], taken + apart):
             return Explained(c, minimum.APART, taken, why)
     why = "of more than the sums of matrices that are cut along their input"
     return Explained(c, minimum.ACTIVATIONS, taken, why, called_for=False) if taken else None

@@ -58,7 +58,7 @@ class Layout:
     width: int  # elements between blocks for each of them
     num_microbatches: int
     num_chunks: int  # of layers on a stage; 1 without a pipeline
-    num_ticks: int  # in which chunks run forward, as many as go back; micro-batches without a pipeline
+    num_ticks: int  # with forwards, as many as with backwards; micro-batches without a pipeline
     keep: str  # pipeline.keep; empty without a pipeline
     zero_stage: int
     remat: str
@@ -79,6 +79,11 @@ class Layout:
     def x_bytes(self) -> int:
         """What goes from block to block, of a micro-batch on a device."""
         return self.tokens * self.width * self.itemsize
+
+    @property
+    def runs_again(self) -> int:
+        """How often a stage runs a chunk again on the way back: from its input, and for remat."""
+        return (self.keep == "inputs") + (self.keep != "" and self.remat != "none")
 
     @property
     def idle(self) -> float:

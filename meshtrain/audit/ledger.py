@@ -10,6 +10,9 @@ from meshtrain.audit.layout import Layout
 from meshtrain.audit.minimum import Need
 
 LOCK_STEP = "lock step: in each tick all stages take part, also those without work"
+RUN_AGAIN = (
+    "run again on the way back, from the input that pipeline.keep=inputs keeps, or for train.remat"
+)
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,11 @@ class Ledger:
         self.plan = plan
         self.needs = minimum.needs(plan)
         self.left: Counter = Counter()
-        self.idle: Counter = Counter()  # what lock step moves besides
+        self.more: Counter = Counter()  # what a pipeline moves besides, by reason and key
         for need in self.needs:
             self.left[need.key] += need.bytes
-            self.idle[need.key] += need.once * need.idle
+            self.more[LOCK_STEP, need.key] += need.once * need.idle
+            self.more[RUN_AGAIN, need.key] += need.once * need.again
 
     def take(self, c: Collective, needs: Iterable[Need], part: float) -> tuple[float, float]:
         """Takes a `part` of needs off; returns its bytes, and those of them that were still left.
@@ -50,11 +54,16 @@ class Ledger:
             due, taken = due + wanted, taken + drawn
         return due, min(taken, c.bytes)
 
-    def lock_step(self, c: Collective, needs: Iterable[Need], taken: float) -> str:
-        """Returns a reason if stages without work account for all that it moves beyond `taken`."""
+    def beyond(self, c: Collective, needs: Iterable[Need], taken: float) -> str:
+        """Returns a reason where a pipeline accounts for all that a collective moves beyond `taken`."""
+        keys = {need.key for need in needs}
+        pools = [(reason, key) for reason in (LOCK_STEP, RUN_AGAIN) for key in keys]
         rest = c.bytes - taken
-        for need in needs:
-            if 0 < rest <= 1.01 * self.idle[need.key]:
-                self.idle[need.key] -= rest
-                return LOCK_STEP
-        return ""
+        if not 0 < rest <= 1.01 * sum(self.more[pool] for pool in pools):
+            return ""
+        drawn: Counter = Counter()
+        for pool in pools:
+            part = min(rest - drawn.total(), self.more[pool])
+            self.more[pool] -= part
+            drawn[pool[0]] += part
+        return drawn.most_common(1)[0][0]

@@ -32,6 +32,7 @@ class Need:
     once: float  # bytes that a device sends each time that the tensor moves
     times: int  # per step
     idle: float = 0  # times more in lock step, where stages without work take part
+    again: float = 0  # times more for what a stage runs again on the way back
 
     @property
     def bytes(self) -> float:
@@ -62,7 +63,8 @@ def _of_parameter(plan: Layout, leaf: Leaf) -> Iterator[Need]:
     gathered = among(rows, leaf.dims)
     once = sent("all-gather", whole(leaf.dims, leaf.compute_itemsize), plan.share(gathered))
     # Cut up to save memory, it is let go after the forward pass, and after the backward pass.
-    yield Need(GATHERED, gathered, leaf, (GATHERED, leaf.name), once, 2 * parts, 2 * idle)
+    again = (parts + idle) * leaf.is_stacked * plan.runs_again
+    yield Need(GATHERED, gathered, leaf, (GATHERED, leaf.name), once, 2 * parts, 2 * idle, again)
 
     # Gradients that are held cut are cut after each micro-batch, the rest of the sum can wait for
     # the last one, and is of float32 then. Optimizer state that is cut needs a slice of the sum only.

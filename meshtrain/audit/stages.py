@@ -6,8 +6,6 @@ from meshtrain.audit.collectives import Collective
 from meshtrain.audit.ledger import Explained, Ledger
 from meshtrain.audit.minimum import MESSAGES, MOVED, SHARED, Need
 
-RUN_AGAIN = "pipeline.keep=inputs runs each chunk again on the way back"
-
 
 def message(ledger: Ledger, c: Collective) -> Explained | None:
     """What a chunk makes, or the gradient of its input, on the way to the stage that goes on with it."""
@@ -15,7 +13,7 @@ def message(ledger: Ledger, c: Collective) -> Explained | None:
         return None
     needs = _needs(ledger, MESSAGES)
     _, taken = ledger.take(c, needs, 1)
-    why = ledger.lock_step(c, needs, taken)
+    why = ledger.beyond(c, needs, taken)
     return Explained(c, MESSAGES, taken, why) if taken > 0.99 * c.bytes or why else None
 
 
