@@ -11,11 +11,12 @@ GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embedd
 ONE_BY_ONE = "input gradients summed one by one"
 
 
-def audited(model=None, rules=(), train=None, **mesh):
+def audited(model=None, rules=(), train=None, schedule=None, **mesh):
     c = tiny_config()
     c.mesh.update({"data": 1, **mesh})
     c.model.update(model or {})
     c.train.update(train or {})
+    c.pipeline.update(schedule or {})
     c.rules = (*rules, *c.rules)
     num_devices = 1
     for size in mesh.values():

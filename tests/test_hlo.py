@@ -144,13 +144,17 @@ def test_loops_multiply_up_their_nesting(trips, count, known):
     assert (c.count, c.count_known, c.bytes) == (count, known, count * 128)
 
 
-def test_a_branch_counts_as_taken():
+@pytest.mark.parametrize(
+    ("name", "count"), [("jit(f)/cond", 1), ("jit(f)/3_of_4_ticks/cond", 3 / 4)]
+)
+def test_a_branch_counts_as_taken_as_often_as_its_name_says(name, count):
     branch = LOOPS.partition("%until")[0].replace("%inner", "%branch")
     (c,) = found(
-        "\n  %w = (s32[], f32[8,4]{1,0}) conditional(%p, %p), branch_computations={%branch}",
+        "\n  %w = (s32[], f32[8,4]{1,0}) conditional(%p, %p), branch_computations={%branch}, "
+        + metadata(name, "a.py", 1),
         ADD + branch,
     )
-    assert c.count == 1
+    assert c.count == count
 
 
 SLICE = """
