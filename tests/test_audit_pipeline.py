@@ -69,7 +69,8 @@ def test_stages_with_several_chunks_take_their_layers_and_gather_them_in_every_t
     assert because(result, "gradients summed", "fsdp") == whole / 2 / 2
     of_layers = [one.collective for one in result.explained if "layers.py" in one.collective.source]
     gathered = sum(c.bytes for c in of_layers if c.kind == "all-gather")
-    assert gathered == 3 * 9 * whole / 2 / 2
+    # But in the last three nobody asks for what a chunk makes in the end.
+    assert gathered == 3 * 9 * whole / 2 / 2 - 3 * 64 * 32 * 4 / 2
 
 
 def test_matrices_are_summed_within_a_stage_and_the_vocabulary_over_all_of_them():

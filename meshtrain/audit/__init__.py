@@ -131,7 +131,8 @@ def _totals(explained: list[Explained], unknown: Iterable[str]) -> list[Total]:
 def _excess(explained: list[Explained]) -> list[tuple[str, str, str, float]]:
     merged = Counter()
     for one in explained:
-        merged[warn.name_of(one.collective.axes), one.label, one.reason] += one.excess
+        for why, part in (one.parts or {one.reason: 1}).items():
+            merged[warn.name_of(one.collective.axes), one.label, why] += part * one.excess
     return [(*key, moved) for key, moved in merged.most_common() if moved > 0.5]
 
 

@@ -69,8 +69,8 @@ def _gathered(ledger: Ledger, c: Collective) -> Explained | None:
             return Explained(c, minimum.GATHERED, taken)
         if taken and c.itemsize > leaf.compute_itemsize:
             return Explained(c, minimum.GATHERED, taken, _wider(c))
-    if why := ledger.beyond(c, [need for need, _ in alike], taken):
-        return Explained(c, minimum.GATHERED, taken, why)
+    if more := ledger.beyond(c, minimum.GATHERED, [need for need, _ in alike], taken):
+        return more
     if fits and (c.origin or taken):
         tied, again = len(leaf.users) > 1, "rematted" in c.op_name
         why = f"{leaf.name} is gathered more than once in a pass"
@@ -156,8 +156,8 @@ def _taken(ledger: Ledger, c: Collective, fitting: list) -> Explained | None:
         meant = [n for n in of_leaf if {*n.axes} <= {*c.axes}]
         meant = meant or [n for n in of_leaf if {*n.axes} & {*c.axes}]
         due, taken = ledger.take(c, meant, part)
-        if why := taken < 0.99 * c.bytes and ledger.beyond(c, meant, taken):
-            return Explained(c, minimum.SUMMED, taken, why)
+        if taken < 0.99 * due and (more := ledger.beyond(c, minimum.SUMMED, meant, taken)):
+            return more
         if taken < 0.99 * min(due, c.bytes) and taken:
             tied = len(leaf.users) > 1
             return Explained(c, minimum.SUMMED, taken, _too_often(leaf), called_for=tied)
@@ -213,8 +213,8 @@ def _activation(ledger: Ledger, c: Collective) -> Explained | None:
         due, taken = ledger.take(c, [need], part)
         if taken > 0.99 * due:
             return Explained(c, minimum.ACTIVATIONS, taken, _wider(c))
-        if why := ledger.beyond(c, [need], taken):
-            return Explained(c, minimum.ACTIVATIONS, taken, why)
+        if more := ledger.beyond(c, minimum.ACTIVATIONS, [need], taken):
+            return more
         part *= 1 - taken / due
     if c.phase == "backward" and (need := needs.get(minimum.APART)):
         due, apart = ledger.take(c, [need], part)
@@ -226,8 +226,8 @@ def _activation(ledger: Ledger, c: Collective) -> Explained | None:
                 "first it would be one sum (as on TPU; XLA on CPU does not)"
             )
             return Explained(c, minimum.APART, taken, why)
-        if why := ledger.beyond(c, [need], taken + apart):
-            return Explained(c, minimum.APART, taken, why)
+        if more := ledger.beyond(c, minimum.APART, [need], taken + apart):
+            return more
     why = "of more than the sums of matrices that are cut along their input"
     return Explained(c, minimum.ACTIVATIONS, taken, why, called_for=False) if taken else None
 

@@ -1,8 +1,8 @@
 """What each collective is for, and how much of what a layout needs none has served yet."""
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from meshtrain.audit import minimum
 from meshtrain.audit.collectives import Collective
@@ -22,6 +22,9 @@ class Explained:
     needed: float = 0  # of its bytes, those that the minimum holds as well
     reason: str = ""  # for what it moves beyond them
     called_for: bool = True
+    parts: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of several reasons, shares of the excess
 
     @property
     def excess(self) -> float:
@@ -54,16 +57,20 @@ class Ledger:
             due, taken = due + wanted, taken + drawn
         return due, min(taken, c.bytes)
 
-    def beyond(self, c: Collective, needs: Iterable[Need], taken: float) -> str:
-        """Returns a reason where a pipeline accounts for all that a collective moves beyond `taken`."""
-        keys = {need.key for need in needs}
-        pools = [(reason, key) for reason in (LOCK_STEP, RUN_AGAIN) for key in keys]
-        rest = c.bytes - taken
+    def beyond(
+        self, c: Collective, label: str, needs: list[Need], taken: float
+    ) -> Explained | None:
+        """Says what a collective is for where a pipeline accounts for all that it moves beyond `taken`."""
+        pools = [(why, key) for why in (LOCK_STEP, RUN_AGAIN) for key in {n.key for n in needs}]
+        # In the width of the needs; what is wider is so for the same reason.
+        widths = {need.leaf.compute_itemsize for need in needs if need.leaf}
+        rest = c.bytes * min(widths, default=c.itemsize) / c.itemsize - taken
         if not 0 < rest <= 1.01 * sum(self.more[pool] for pool in pools):
-            return ""
+            return None
         drawn: Counter = Counter()
         for pool in pools:
             part = min(rest - drawn.total(), self.more[pool])
             self.more[pool] -= part
             drawn[pool[0]] += part
-        return drawn.most_common(1)[0][0]
+        parts = {why: part / drawn.total() for why, part in drawn.items() if part}
+        return Explained(c, label, taken, max(parts, key=parts.get), parts=parts)

@@ -13,8 +13,9 @@ def message(ledger: Ledger, c: Collective) -> Explained | None:
         return None
     needs = _needs(ledger, MESSAGES)
     _, taken = ledger.take(c, needs, 1)
-    why = ledger.beyond(c, needs, taken)
-    return Explained(c, MESSAGES, taken, why) if taken > 0.99 * c.bytes or why else None
+    if taken > 0.99 * c.bytes:
+        return Explained(c, MESSAGES, taken)
+    return ledger.beyond(c, MESSAGES, needs, taken)
 
 
 def moved(ledger: Ledger, c: Collective) -> Explained | None:
