@@ -15,8 +15,9 @@ def explain(plan: Layout, found: list[Collective]) -> tuple[list[Explained], Led
     ledger = Ledger(plan)
 
     def order(c: Collective) -> tuple:
-        # Those of known origin first, and the largest: a whole stack is not mistaken for one layer of another. Along model
-        # axes the forward pass first: what is too much then shows where it arises, on the way back.
+        # Those of known origin first, and the largest: a whole stack is not mistaken for one layer
+        # of another. Along model axes the forward pass before all: what is too much then shows
+        # where it arises, on the way back.
         late = c.phase == "backward" and not {*(c.axes or ())} & {*plan.batch_axes}
         return late, c.origin == "", -c.bytes
 
