@@ -88,14 +88,13 @@ def send(x: jax.Array, by: int) -> jax.Array:
 
 
 def share(x: jax.Array, stage: int) -> jax.Array:
-    """Returns, on all stages, what one of them has of `x` (P, ...); -1 is the last."""
+    """Returns, on all stages, what one of them has of `x` (P, ...); -1 is the last.
+
+    XLA makes the sum an all-reduce; `jax.lax.psum` of bfloat16 in a region would abort it on CPU.
+    """
     is_there = np.arange(len(x)) == stage % len(x)
     x = jnp.where(is_there.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
-
-    def region(x):
-        return jax.lax.psum(x[0], AXIS)
-
-    return jax.shard_map(region, in_specs=jax.P(AXIS), out_specs=jax.P(), axis_names={AXIS})(x)
+    return jax.lax.reduce(x, np.zeros((), x.dtype), jax.lax.add, (0,))
 
 
 def to_stages(layers: Any, num_chunks: int) -> Any:
