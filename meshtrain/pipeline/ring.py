@@ -88,13 +88,12 @@ def send(x: jax.Array, by: int) -> jax.Array:
 
 
 def share(x: jax.Array, stage: int) -> jax.Array:
-    """Returns, on all stages, what one of them has of `x` (P, ...); -1 is the last.
-
-    XLA makes the sum an all-reduce; `jax.lax.psum` of bfloat16 in a region would abort it on CPU.
-    """
-    is_there = np.arange(len(x)) == stage % len(x)
-    x = jnp.where(is_there.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
-    return jax.lax.reduce(x, np.zeros((), x.dtype), jax.lax.add, (0,))
+    """Returns, on all stages, what one of them has of `x` (P, ...); -1 is the last."""
+    # No `jax.lax.psum` in a region that leaves the other axes to XLA: in bfloat16 it makes XLA abort
+    # on CPU (jax 0.10.2). And no `sum`, which would send float32.
+    is_there = (np.arange(len(x)) == stage % len(x)).reshape(-1, *[1] * (x.ndim - 1))
+    zero = jnp.zeros((), x.dtype)
+    return jax.lax.reduce(jnp.where(is_there, x, zero), zero, jax.lax.add, (0,))
 
 
 def to_stages(layers: Any, num_chunks: int) -> Any:
