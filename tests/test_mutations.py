@@ -18,6 +18,7 @@ from meshtrain.ops import losses
 from meshtrain.pipeline import executor, ring, stages
 from meshtrain.subject import Subject
 
+pytestmark = pytest.mark.slow
 GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
 FULL = dict(
     data=2,
