@@ -13,24 +13,16 @@ from test_parity import Run, alone, assert_same, packed
 
 from meshtrain import ConfigError, config
 from meshtrain.pipeline import executor, ring
-from meshtrain.pipeline.schedules import SCHEDULES
 from meshtrain.program import assemble
 
 LAYERS = 8
 # The layout; schedule, chunks a stage, what is kept; and settings of `train`.
 CASES = [
-    ({"pipeline": 2}, ("gpipe", 1, "residuals"), {"num_microbatches": 1}),
     ({"pipeline": 4}, ("interleaved", 2, "inputs"), {"num_microbatches": 2}),  # less than stages
-    ({"pipeline": 8}, ("1f1b", 1, "inputs"), {"num_microbatches": 16}),
     (
         {"pipeline": 2, "data": 2, "tensor": 2},
         ("interleaved", 4, "residuals"),
         {"num_microbatches": 4},
-    ),
-    (
-        {"pipeline": 2, "fsdp": 2, "tensor": 2},
-        ("1f1b", 1, "inputs"),
-        {"num_microbatches": 8, "zero_stage": 2, "remat": "full"},
     ),
     (
         {"pipeline": 2, "data": 2, "fsdp": 2},
@@ -38,6 +30,16 @@ CASES = [
         {"num_microbatches": 4, "zero_stage": 1, "remat": "dots"},
     ),
 ]
+MORE = [  # `verify` tries many more
+    ({"pipeline": 2}, ("gpipe", 1, "residuals"), {"num_microbatches": 1}),
+    ({"pipeline": 8}, ("1f1b", 1, "inputs"), {"num_microbatches": 16}),
+    (
+        {"pipeline": 2, "fsdp": 2, "tensor": 2},
+        ("1f1b", 1, "inputs"),
+        {"num_microbatches": 8, "zero_stage": 2, "remat": "full"},
+    ),
+]
+slow = pytest.mark.slow
 
 
 @pytest.fixture
@@ -52,18 +54,24 @@ def with_pipeline(c, pipeline, train):
     return c
 
 
-@pytest.mark.parametrize(("layout", "pipeline", "train"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "pipeline", "train"),
+    [*CASES, *(pytest.param(*case, marks=slow) for case in MORE)],
+    ids=str,
+)
 def test_gradients_and_updates_are_those_of_one_device_in_float64(layout, pipeline, train, x64):
     c = with_pipeline(packed(num_layers=LAYERS), pipeline, train)
     assert_same(Run(c, "float64", **layout).one_step(), alone(num_layers=LAYERS), rtol=1e-10)
 
 
+@slow
 def test_gradients_and_updates_are_those_of_one_device_in_float32():
     c = with_pipeline(packed(), ("1f1b", 1, "residuals"), {"num_microbatches": 4})
     ours = Run(c, pipeline=2, data=2, tensor=2).one_step()
     assert_same(ours[::2], Run(packed()).one_step()[::2], rtol=1e-5)
 
 
+@slow
 def test_bfloat16_is_as_near_as_it_is_without_a_pipeline():
     def gradients(c, **layout):
         c.train.dtype = "bfloat16"
@@ -80,7 +88,7 @@ def test_bfloat16_is_as_near_as_it_is_without_a_pipeline():
     assert far(piped) < 2 * far(plain)
 
 
-@pytest.mark.parametrize("keep", ["inputs", "residuals"])
+@pytest.mark.parametrize("keep", ["inputs", pytest.param("residuals", marks=slow)])
 def test_what_idle_stages_work_on_changes_nothing(keep, x64, monkeypatch):
     monkeypatch.setattr(executor, "IDLE_INPUT", np.nan)
     pipeline = ("interleaved", 2, keep)
@@ -102,6 +110,7 @@ def test_evaluation_is_that_of_one_device(x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), ours, theirs)
 
 
+@slow
 def test_blocks_may_gather_whatever_the_layout(x64):
     def gathering(model):
         def block(layer, x, batch):
@@ -145,16 +154,24 @@ def temporary(*args):
 
 
 @pytest.mark.parametrize(
-    "case", [("1f1b", 1, "inputs"), ("1f1b", 1, "residuals"), ("interleaved", 2, "inputs")], ids=str
+    "case",
+    [
+        ("1f1b", 1, "inputs"),
+        pytest.param(("1f1b", 1, "residuals"), marks=slow),
+        pytest.param(("interleaved", 2, "inputs"), marks=slow),
+    ],
+    ids=str,
 )
 def test_memory_does_not_grow_with_the_number_of_microbatches(case):
     assert temporary(*case, 16) - temporary(*case, 8) < MESSAGE / 2
 
 
+@slow
 def test_memory_of_gpipe_grows_by_each_microbatch():
     assert temporary("gpipe", 1, "inputs", 16) >= temporary("gpipe", 1, "inputs", 8) + 8 * MESSAGE
 
 
+@slow
 def test_kept_residuals_spare_the_second_forward_and_hold_no_weights(monkeypatch):
     kept, right = [], ring.put
 
@@ -172,7 +189,9 @@ def test_kept_residuals_spare_the_second_forward_and_hold_no_weights(monkeypatch
     assert kept and not {shape[-n:] for shape in kept for n in (2, 3)} & weights
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", ["1f1b", pytest.param("gpipe", marks=slow), pytest.param("interleaved", marks=slow)]
+)
 def test_stages_exchange_messages_and_gather_nothing(name):
     text = compiled(name, 2 if name == "interleaved" else 1, "inputs", 8).as_text()
     assert " all-gather" not in text and " all-to-all" not in text
