@@ -138,7 +138,7 @@ def test_blocks_may_gather_whatever_the_layout(x64):
 def compiled(schedule, num_chunks, keep, num_microbatches):
     """A step's gradients on two stages, with micro-batches of two rows."""
     c = tiny_config()
-    c.model.num_layers = 4
+    c.model.num_layers, c.data.seq_len = 4, 24  # rows of weights and of activations differ in number
     train = {"num_microbatches": num_microbatches, "global_batch": 2 * num_microbatches}
     run = Run(with_pipeline(c, (schedule, num_chunks, keep), train), pipeline=2)
     with run.program.active():
@@ -146,7 +146,7 @@ def compiled(schedule, num_chunks, keep, num_microbatches):
         return jax.jit(run.program.grad_fn).lower(*args).compile()
 
 
-MESSAGE = 2 * 16 * 32 * 4  # bytes of an activation: rows, positions, width, float32
+MESSAGE = 2 * 24 * 32 * 4  # bytes of an activation: rows, positions, width, float32
 
 
 def temporary(*args):
@@ -219,7 +219,7 @@ def test_layers_that_the_stages_cannot_share_are_told():
 
 def test_chunks_need_the_schedule_that_has_them():
     c = tiny_config()
-    c.pipeline.num_chunks = 2
+    c.model.num_layers, c.pipeline.num_chunks = 4, 2
     assert fault_of(c, pipeline=2).startswith(
         "pipeline.num_chunks=2: 1f1b has one chunk a stage; use"
     )
