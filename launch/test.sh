@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Lints, then runs the whole test suite, or the part that pytest's arguments name.
+# Lints, then runs the test suite without its slow tests, or the part that pytest's arguments name.
 #
-#   launch/test.sh [PYTEST ARGS]     such as tests/test_mesh.py -k layout (seen from the repository)
+#   launch/test.sh [PYTEST ARGS]     such as tests/test_mesh.py -k layout (seen from the repository),
+#                                    or -m "slow or not slow" for all of them
 #
 # PYTHON and VENV are those of launch/setup.sh.
 set -euo pipefail
@@ -12,4 +13,4 @@ cd -- "$root"
 
 "$python" -m ruff check --quiet
 "$python" -m ruff format --check
-exec "$python" -m pytest "$@"
+exec "$python" -m pytest "${@:--mnot slow}"

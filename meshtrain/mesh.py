@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import jax
+from jax.experimental import mesh_utils
 
 from meshtrain.errors import ConfigError
 
@@ -64,11 +65,13 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else devices
     config = (config or MeshConfig(**sizes)).resolve(len(devices))
+    sizes = tuple(getattr(config, axis) for axis in AXES)
     # Auto, on purpose: jax makes Explicit axes by default, which would force sharding annotations
     # into the contractions of users' models.
-    return jax.make_mesh(
-        tuple(getattr(config, axis) for axis in AXES),
-        AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
-        devices=devices,
-    )
+    types = (jax.sharding.AxisType.Auto,) * len(AXES)
+    try:
+        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+    except NotImplementedError:
+        # A torus of TPUs: no product of its sides is the size of each axis. So cut a side among axes.
+        places = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return jax.sharding.Mesh(places, AXES, axis_types=types)

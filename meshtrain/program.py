@@ -65,7 +65,9 @@ def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None)
         param_dtype=c.param_dtype,
     )
     init = states.initializer(model, optimizer, param_dtype=c.param_dtype, dtype=c.dtype)
-    with jax.set_mesh(mesh):
+    # Of the mesh only its axes: what is computed here, optax's counters, must not run on its devices,
+    # which may be those of a topology, to be compiled for and no more.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         abstract_state, grad_places = states.plan(
             init, model.axes, optimizer, cfg.rules, mesh, zero_stage=c.zero_stage
         )

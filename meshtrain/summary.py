@@ -12,6 +12,7 @@ from meshtrain.config import Config
 from meshtrain.data.source import Batch, Source
 from meshtrain.mesh import AXES
 from meshtrain.models.base import Model
+from meshtrain.pipeline.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,27 @@ def before(
     yield f"per device  {sizes[0]:,.2f} MB of parameters, {sizes[1]:,.2f} MB of optimizer state"
     per_step = cfg.train.global_batch * units.per_sample
     yield f"step        {per_step:,} {units.name} in {cfg.train.num_microbatches} micro-batches"
+    if cfg.mesh.pipeline > 1:
+        yield f"pipeline    {_pipeline(cfg)}"
     if units.flops:
         yield f"FLOPs       {units.flops:,.0f} per token: 6 N + 12 L d S, N without embedding tables"
     if isinstance(data, Source):
         yield f"data        {data.description}"
+
+
+def _pipeline(cfg: Config) -> str:
+    P, M, V = cfg.mesh.pipeline, cfg.train.num_microbatches, cfg.pipeline.num_chunks
+    table = SCHEDULES[cfg.pipeline.schedule](P, M, V)
+    chunks = f" of {V} chunks" if V > 1 else ""
+    live = (
+        f"{table.num_slots} micro-batches"
+        if V == 1
+        else f"{table.num_slots} chunks of micro-batches"
+    )
+    return (
+        f"{cfg.pipeline.schedule}, {P} stages{chunks} · bubble {table.bubble:.1%} of a step"
+        f" · up to {live} live, {cfg.pipeline.keep} kept"
+    )
 
 
 def after(step: int, cfg: Config, eval_loss: float | None, data: Any, workdir: Path | None) -> str:

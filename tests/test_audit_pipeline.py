@@ -59,6 +59,7 @@ def test_gradients_cross_data_once_however_many_microbatches_stages_pass_on(resu
         assert result.total("data").ratio <= 1.001
 
 
+@pytest.mark.slow
 def test_stages_with_several_chunks_take_their_layers_and_gather_them_in_every_tick():
     result = pipelined(4, chunks=2, fsdp=2, pipeline=2)
     assert_explained(result)
@@ -73,6 +74,7 @@ def test_stages_with_several_chunks_take_their_layers_and_gather_them_in_every_t
     assert gathered == 3 * 9 * whole / 2 / 2 - 3 * 64 * 32 * 4 / 2
 
 
+@pytest.mark.slow
 def test_matrices_are_summed_within_a_stage_and_the_vocabulary_over_all_of_them():
     result = pipelined(4, tensor=2, pipeline=2)
     assert_explained(result)

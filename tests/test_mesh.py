@@ -1,5 +1,7 @@
 """The sizes of the mesh's axes, and which devices are neighbours on them."""
 
+from dataclasses import dataclass
+
 import jax
 import numpy as np
 import pytest
@@ -75,3 +77,23 @@ def test_a_mesh_may_use_some_of_the_devices():
 def test_an_unknown_axis_is_refused():
     with pytest.raises(TypeError, match="sequence"):
         mesh.make_mesh(sequence=8)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """As much of a TPU's device as a mesh is made from."""
+
+    id: int
+    coords: tuple[int, ...]
+    platform = "tpu"
+    device_kind = "TPU v5"
+    core_on_chip = process_index = slice_index = 0
+
+
+def test_axes_share_the_sides_of_a_torus_that_they_do_not_fit():
+    chips = [Chip(i, place) for i, place in enumerate(np.ndindex(4, 4, 4))]
+    places = mesh.make_mesh(pipeline=2, fsdp=16, tensor=2, devices=chips)
+    assert places.devices.shape == (2, 1, 16, 1, 1, 2)
+    assert set(places.devices.flat) == set(chips)
+    apart = [np.subtract(b.coords, a.coords) for a, b in places.devices.reshape(-1, 2)]
+    assert {int(np.abs(steps).sum()) for steps in apart} == {1}  # along tensor, neighbours

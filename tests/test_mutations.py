@@ -6,6 +6,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from conftest import tiny_config
@@ -14,8 +15,10 @@ from meshtrain import grads, metrics, optim, program, step, verify
 from meshtrain.data.loader import Loader
 from meshtrain.models import layers, transformer
 from meshtrain.ops import losses
+from meshtrain.pipeline import executor, ring, stages
 from meshtrain.subject import Subject
 
+pytestmark = pytest.mark.slow
 GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
 FULL = dict(
     data=2,
@@ -28,6 +31,10 @@ FULL = dict(
     masks=True,
     sequence_parallel=False,
 )
+PIPELINE = FULL | dict(
+    pipeline=4, data=2, fsdp=1, tensor=1, schedule="1f1b", num_chunks=1, keep="inputs"
+)
+PIPELINE = PIPELINE | dict(pipeline=2, tensor=2, schedule="interleaved", num_chunks=2)
 ONE_BATCH = FULL | dict(data=1, fsdp=4, num_microbatches=1)
 
 
@@ -347,9 +354,71 @@ def gradients_left_scaled(patch, subject):
     patch.setattr(program, "make_train_step", make_train_step)
 
 
+# ---- of pipelines ----
+
+
+@mutant
+def pipeline_messages_the_wrong_way(patch, subject):
+    right = ring.send
+    patch.setattr(ring, "send", lambda x, by: right(x, -by))
+
+
+@mutant
+def pipeline_stages_that_count_while_idle(patch, subject):
+    right = ring.add
+    patch.setattr(executor, "_masked", lambda active, x: x)
+    patch.setattr(
+        ring, "add", lambda tree, index, new, active: right(tree, index, new, jnp.ones_like(active))
+    )
+
+
+@mutant
+def pipeline_chunks_on_another_stage(patch, subject):
+    def stay(P, V, *, inward):
+        for chunk in range(V):
+            yield [(stage, stage) for stage in range(P)], *2 * [np.full(P, chunk)]
+
+    patch.setattr(ring, "rounds", stay)
+
+
+def of_ticks(change):
+    """Returns the table's rows with a column changed."""
+    right = executor.ticks_of
+
+    def ticks_of(table):
+        return change(right(table), table)
+
+    return ticks_of
+
+
+@mutant
+def pipeline_backward_of_another_input(patch, subject):
+    def change(ticks, table):
+        slot = np.where(ticks.backward.active, (ticks.backward.slot + 1) % table.num_slots, -1)
+        return ticks._replace(backward=ticks.backward._replace(slot=slot))
+
+    patch.setattr(executor, "ticks_of", of_ticks(change))
+
+
+@mutant
+def pipeline_head_of_another_microbatch(patch, subject):
+    def change(ticks, table):
+        return ticks._replace(
+            turns=np.where(ticks.turns < 0, -1, (ticks.turns + 1) % table.num_microbatches)
+        )
+
+    patch.setattr(executor, "ticks_of", of_ticks(change))
+
+
+@mutant
+def pipeline_embedding_that_does_not_learn(patch, subject):
+    right = stages.Stages.embed
+    patch.setattr(stages.Stages, "embed", lambda *args: jax.lax.stop_gradient(right(*args)))
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_found(name, subject, monkeypatch, kill_table):
-    row = ONE_BATCH if "check vma" in name else FULL
+    row = ONE_BATCH if "check vma" in name else PIPELINE if "pipeline" in name else FULL
     with monkeypatch.context() as patch:
         MUTANTS[name](patch, subject)
         jax.clear_caches()  # what was traced of the model without the bug

@@ -1,5 +1,6 @@
 """Any layout trains like one device: the same initial parameters, losses, gradients and updates."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ from conftest import tiny_config
 from meshtrain import config, state
 from meshtrain.data.loader import Loader
 from meshtrain.program import assemble
+from meshtrain.subject import keep_gradients
 
 LAYOUTS = [
     {"data": 8},
@@ -31,7 +33,11 @@ class Run:
         if dtype:
             c.train.dtype = c.train.param_dtype = dtype
         num_devices = int(np.prod(list(layout.values())))
-        self.cfg = config.parse(c, num_devices=num_devices)
+        cfg = config.parse(c, num_devices=num_devices)
+        build = cfg.build_optimizer
+        self.cfg = dataclasses.replace(
+            cfg, build_optimizer=lambda rate: keep_gradients(build(rate))
+        )
         self.program = assemble(self.cfg, self.cfg.model, jax.devices()[:num_devices])
 
     def start(self):
@@ -47,14 +53,11 @@ class Run:
             loader.close()
 
     def one_step(self):
-        """Returns gradients, the state after one step, and its report, all from the same start."""
-
-        def both(start, batch):
-            gradients, _ = self.program.grad_fn(start.params, batch, jax.random.key(0))
-            return gradients, *self.program.train_step(start, batch)
-
+        """Returns the gradients of one step, the state after it, and its report."""
         with self.program.active():
-            return jax.device_get(jax.jit(both)(self.start(), self.batch()))
+            start, batch = self.start(), self.batch()
+            state, report = self.program.compile(batch)(start, batch)
+            return jax.device_get((state.opt_state[0], state, report))
 
 
 def assert_same(ours, theirs, rtol):

@@ -96,11 +96,19 @@ def test_a_resumed_run_is_bit_equal_to_one_never_interrupted(tmp_path):
 
 
 def test_a_checkpoint_of_one_mesh_goes_on_on_another(tmp_path):
-    whole = meshtrain.train(quick(steps=5), workdir=tmp_path / "whole")
-    c = quick(steps=2)
-    c.mesh.update(data=1, fsdp=4, tensor=2)
+    def deeper(**options):
+        c = quick(**options)
+        c.model.num_layers = 4
+        return c
+
+    whole = meshtrain.train(deeper(steps=5), workdir=tmp_path / "whole")
+    c = deeper(steps=2, num_microbatches=4)
+    c.mesh.update(data=1, pipeline=2, fsdp=2, tensor=2)
+    c.pipeline.update(schedule="interleaved", num_chunks=2)
     meshtrain.train(c, workdir=tmp_path / "parts")
-    resumed = meshtrain.train(quick(steps=5, num_microbatches=2), workdir=tmp_path / "parts")
+    c = deeper(steps=5, num_microbatches=2)
+    c.mesh.update(data=1, fsdp=8)
+    resumed = meshtrain.train(c, workdir=tmp_path / "parts")
     theirs = list(losses(tmp_path / "whole").values())
     np.testing.assert_allclose(list(losses(tmp_path / "parts").values()), theirs, rtol=1e-5)
     assert int(resumed.state.step) == int(whole.state.step) == 5
