@@ -1,0 +1,189 @@
+"""Step time of a pipeline of processes beside one process that does all the work, a core for each.
+
+  python benchmarks/pipeline.py [--stages=2] [--rounds=8] [--output=FILE.json]
+  python benchmarks/pipeline.py --simulate --stages=4
+
+A float32 Llama-style model (8.0 M parameters), synthetic batch, Linux. Each process is pinned to a
+core and has one XLA thread. All stay alive and take turns; who has none waits for a line on stdin.
+A round is a few steps of the pipeline, of one process alone (on another core each round), and of one
+process on every core at once: that says how much cores that work slow each other down. The losses of
+all must agree. `--simulate` runs the stages as devices of one process: no scaling figure.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+
+from benchmarks.workers import about, answer, ask, launch, waiting
+from configs import default
+from meshtrain import config, distributed, state
+from meshtrain.data.source import Batch
+from meshtrain.pipeline import schedules
+from meshtrain.program import assemble
+
+HEADS, KV_HEADS, VOCAB = 8, 4, 256
+NUMBERS = {"stages": 2, "microbatches": 8, "chunks": 1, "rows": 1, "layers": 8, "width": 256}
+NUMBERS |= {"seq-len": 256, "rounds": 8, "steps": 2}  # rows of a micro-batch, steps of a turn
+
+
+def settings(args, stages: int):
+    c = default.get_config()
+    c.mesh.pipeline, c.train.num_microbatches = stages, args.microbatches
+    c.train.global_batch = args.microbatches * args.rows
+    c.pipeline.update(schedule=args.schedule, num_chunks=args.chunks, keep=args.keep)
+    c.model.update(num_layers=args.layers, d_model=args.width, d_ff=4 * args.width)
+    c.model.update(num_heads=HEADS, num_kv_heads=KV_HEADS, vocab_size=VOCAB)
+    c.data.update(seq_len=args.seq_len, build="meshtrain.data.synthetic:build")
+    return config.parse(c, num_devices=stages)
+
+
+def prepare(args, stages: int):
+    """Returns the compiled step, the initial state, the batch, and facts of them."""
+    cfg = settings(args, stages)
+    program = assemble(cfg, cfg.model)
+    shape = (cfg.train.global_batch, args.seq_len)
+    rows = np.random.default_rng(0).integers(0, VOCAB, (shape[0], shape[1] + 1)).astype(np.int32)
+    batch = Batch(rows[:, :-1], rows[:, 1:], np.ones(shape, np.float32))
+    where = jax.sharding.NamedSharding(program.mesh, jax.P())
+    batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(where, x, x.shape), batch)
+    with program.active():
+        began = time.perf_counter()
+        compiled = program.compile(batch)
+        facts = {"compile_seconds": time.perf_counter() - began}
+        facts["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
+        facts["parameters"] = state.count(program.abstract_state.params)
+        return compiled, program.start(0), batch, facts
+
+
+def run(compiled, carry, batch, count: int):
+    """Returns the state after so many steps, and what they took."""
+    reply, waited = {"seconds": [], "cpu_seconds": [], "losses": []}, waiting()
+    for _ in range(count):
+        began, cpu_began = time.perf_counter(), time.process_time()
+        carry, report = compiled(carry, batch)
+        jax.block_until_ready((carry, report))
+        reply["seconds"].append(time.perf_counter() - began)
+        reply["cpu_seconds"].append(time.process_time() - cpu_began)
+        reply["losses"].append(float(report["loss"]))
+    return carry, reply | {"waited_seconds": waiting() - waited}
+
+
+def work(args) -> None:
+    """A worker: says what it compiled, then runs as many steps as each line of stdin asks for."""
+    distributed.initialize()
+    compiled, carry, batch, reply = prepare(args, jax.device_count())
+    print(json.dumps(reply), flush=True)
+    for line in sys.stdin:
+        carry, reply = run(compiled, carry, batch, int(line))
+        print(json.dumps(reply), flush=True)
+
+
+def measure(args, cores: list[int]) -> dict:
+    """Returns facts of all workers, the replies of each kind of turn, and each worker's losses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    places = [(address, str(len(cores)), str(i)) for i in range(len(cores))]
+    places = [dict(zip(distributed.VARIABLES, place, strict=True)) for place in places]
+    stages = [launch(__file__, core, **place) for core, place in zip(cores, places, strict=True)]
+    workers = stages + (copies := [launch(__file__, core) for core in cores])
+    try:
+        facts = [answer(worker) for worker in workers]
+        losses = [reply["losses"] for reply in ask(stages, 1) + ask(copies, 1)]  # warms up
+        turns = {"one process": [], "one process on each core": [], "pipeline": []}
+        for i in range(args.rounds):
+            groups = [[copies[i % len(cores)]], copies, stages]
+            for kind, group in list(zip(turns, groups, strict=True))[:: 1 if i % 2 else -1]:
+                turns[kind].append(ask(group, args.steps))
+                for worker, reply in zip(group, turns[kind][-1], strict=True):
+                    losses[workers.index(worker)] += reply["losses"]
+    finally:
+        for worker in workers:
+            worker.stdin.close()  # ends it
+    assert not any([worker.wait(60) for worker in workers])
+    return {"facts": facts, "turns": turns, "losses": losses}
+
+
+def show(args, measured: dict) -> dict:
+    """Compares losses, prints a table, returns its figures; a step takes as long as its slowest process."""
+    most, figures = max(measured["losses"], key=len), {}
+    pairs = [pair for one in measured["losses"] for pair in zip(one, most, strict=False)]
+    np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-5)
+    size = f"{args.microbatches} micro-batches of {args.rows} x {args.seq_len} tokens"
+    count = measured["facts"][0]["parameters"]
+    print(f"{count:,} parameters, {size}, {args.schedule}, keep={args.keep}; losses agree")
+    print(f"{'':26}   s/step  fastest  cores in use  waiting for a core")
+    for kind, turns in measured["turns"].items():
+        steps = np.concatenate([np.array([r["seconds"] for r in turn]).T for turn in turns])
+        steps = steps.max(1) if kind == "pipeline" else steps.ravel()
+        replies = [reply for turn in turns for reply in turn]
+        wall = sum(sum(r["seconds"]) for r in replies)
+        cpu = sum(sum(r["cpu_seconds"]) for r in replies) / wall
+        waited = sum(r["waited_seconds"] for r in replies) / wall
+        figures[kind] = statistics.median(steps)
+        print(f"{kind:>26} {figures[kind]:8.3f} {steps.min():8.3f} {cpu:13.2f} {waited:19.1%}")
+    ideal = args.stages * (1 - schedules.bubble(args.stages, args.microbatches, args.chunks))
+    alone, together, pipeline = figures.values()
+    figures |= {"speedup": alone / pipeline, "speedup_over_busy_core": together / pipeline}
+    figures |= {"ideal": ideal, "ideal_with_recomputation": ideal * 3 / 4}
+    lines = "speed-up {:.3f}; {:.3f} over a core whose neighbours work too\n"
+    lines += "ideal    {:.3f}; {:.3f} where a backward runs its forward again (keep=inputs)"
+    print(lines.format(*list(figures.values())[3:]))
+    return figures
+
+
+def simulate(args) -> dict:
+    """Prints and returns what there is to know of stages that share one process."""
+    table = schedules.SCHEDULES[args.schedule](args.stages, args.microbatches, args.chunks)
+    compiled, carry, batch, facts = prepare(args, args.stages)
+    carry, _ = run(compiled, carry, batch, 1)
+    facts |= {"ticks": table.num_ticks, "bubble": table.bubble}
+    facts |= run(compiled, carry, batch, args.rounds)[1]
+    facts["step_seconds"] = statistics.median(facts["seconds"])
+    print(f"{args.stages} simulated stages share one process: the time is no scaling figure")
+    line = "{ticks} ticks, bubble {bubble:.1%}, compiled in {compile_seconds:.1f} s, "
+    line += "{temporary_bytes:,} temporary bytes a stage, {step_seconds:.3f} s/step"
+    print(line.format(**facts))
+    return facts
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--schedule", default="1f1b", choices=schedules.SCHEDULES)
+    parser.add_argument("--keep", default="residuals", choices=("inputs", "residuals"))
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--output")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(args)
+    cores, record = sorted(os.sched_getaffinity(0)), about(args)
+    if args.simulate:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.stages)
+        record |= simulate(args)
+    elif len(cores) < args.stages:
+        parser.error(f"--stages={args.stages} and {len(cores)} cores: one each, or --simulate")
+    else:
+        record |= measure(args, cores[: args.stages])
+        record["figures"] = show(args, record)
+    if args.output:
+        Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
