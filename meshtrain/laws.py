@@ -98,7 +98,13 @@ def other(c: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
     """Returns the `model` section with every choice made the other way."""
     switched = {key: choice[c[key]] for key, choice in OTHER.items()}
     switched |= {key: not c[key] for key in ("bias", "tie_embeddings")}
-    return {**c, **switched, "z_loss": 0.0 if c["z_loss"] else 1e-3, "max_seq_len": seq_len}
+    return {
+        **c,
+        **switched,
+        "num_layers": 1,
+        "z_loss": 0.0 if c["z_loss"] else 1e-3,
+        "max_seq_len": seq_len,
+    }
 
 
 def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:

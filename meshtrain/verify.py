@@ -36,7 +36,7 @@ from meshtrain.subject import STEPS, Subject, keep_gradients
 
 TOLERANCE = 1e-10
 BORN = 1e-6  # of initial parameters: a user's own may be drawn in float32
-QUICK = 6  # layouts
+QUICK = 5  # layouts
 OPTIONAL = ("packing", "masks", "weights", "causality", "cross-entropy", "gradient")
 EXIT_DIFFERS = 1
 # Numbers are wanted, not speed.
