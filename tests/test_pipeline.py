@@ -138,7 +138,10 @@ def test_blocks_may_gather_whatever_the_layout(x64):
 def compiled(schedule, num_chunks, keep, num_microbatches):
     """A step's gradients on two stages, with micro-batches of two rows."""
     c = tiny_config()
-    c.model.num_layers, c.data.seq_len = 4, 24  # rows of weights and of activations differ in number
+    c.model.num_layers, c.data.seq_len = (
+        4,
+        24,
+    )  # rows of weights and of activations differ in number
     train = {"num_microbatches": num_microbatches, "global_batch": 2 * num_microbatches}
     run = Run(with_pipeline(c, (schedule, num_chunks, keep), train), pipeline=2)
     with run.program.active():
