@@ -68,10 +68,8 @@ def test_stages_with_several_chunks_take_their_layers_and_gather_them_in_every_t
     assert result.moved(MOVED, "pipeline") == 2 * whole / 2 / 2
     # 9 ticks of one layer each way, 8 with work; chunks run again, and gather once more for it.
     assert because(result, "gradients summed", "fsdp") == whole / 2 / 2
-    of_layers = [one.collective for one in result.explained if "layers.py" in one.collective.source]
-    gathered = sum(c.bytes for c in of_layers if c.kind == "all-gather")
-    # But in the last three nobody asks for what a chunk makes in the end.
-    assert gathered == 3 * 9 * whole / 2 / 2 - 3 * 64 * 32 * 4 / 2
+    assert because(result, "parameters gathered", "fsdp") == 2 * whole / 2 / 2
+    assert any(reason.startswith("run again") for _, _, reason, _ in result.excess)
 
 
 @pytest.mark.slow
