@@ -101,9 +101,6 @@ class Stages:
         """Returns sums of each slice, (N,)."""
         return self._sliced(self.model.head)(outer, x, part)
 
-    def _chunk(self, layers, x, part):
-        return grads.run_blocks(self.block, layers, x, part, self.unroll)
-
     def run(self, layers: Params, x: jax.Array, parts: Any) -> jax.Array:
         """Returns what a chunk of each stage makes of its `x`: (P, N, K, ...), (P, N, b, ...) -> (P, N, b, ...)."""
         return self.pin(self._staged(self._chunk)(layers, x, parts), "pipeline")
