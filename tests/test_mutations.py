@@ -316,7 +316,12 @@ def a_gradient_that_stops(patch, subject):
 @mutant
 def decay_of_every_parameter(patch, subject):
     right = optim.adamw
-    patch.setattr(optim, "adamw", lambda rate, **keys: right(rate, **keys | {"no_decay": ()}))
+
+    @functools.wraps(right)  # whose parameters are the keys of a config
+    def adamw(learning_rate, **keys):
+        return right(learning_rate, **keys | {"no_decay": ()})
+
+    patch.setattr(optim, "adamw", adamw)
 
 
 @mutant
