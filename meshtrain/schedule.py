@@ -20,7 +20,7 @@ from meshtrain.pipeline.schedules import SCHEDULES, Table
 def figures(name: str, table: Table) -> list[str]:
     """Returns what a schedule costs, a line each."""
     M, F, B = table.num_microbatches, drawing.FORWARD, drawing.BACKWARD
-    cost, ideal, num = table.cost(F, B), M * (F + B), table.num_slots
+    cost, ideal, num = table.cost(F, B), M * (F + B), table.num_live
     gpipe = "" if name == "gpipe" else f" (gpipe: {M})"
     return [
         f"ticks             {table.num_ticks}",

@@ -60,9 +60,7 @@ def _pipeline(cfg: Config) -> str:
     table = SCHEDULES[cfg.pipeline.schedule](P, M, V)
     chunks = f" of {V} chunks" if V > 1 else ""
     live = (
-        f"{table.num_slots} micro-batches"
-        if V == 1
-        else f"{table.num_slots} chunks of micro-batches"
+        f"{table.num_live} micro-batches" if V == 1 else f"{table.num_live} chunks of micro-batches"
     )
     return (
         f"{cfg.pipeline.schedule}, {P} stages{chunks} · bubble {table.bubble:.1%} of a step"

@@ -2,9 +2,10 @@
 
   meshtrain verify --config=configs/quickstart.py --simulate_devices=8
 
-Layouts hold every pair of: sizes of mesh axes, ZeRO stages, numbers of micro-batches, remat, packed
-rows, token weights, sequence-sharded residuals. Each runs the trainer's own step, and is compared
-with plain maths (meshtrain/reference.py) in loss, gradients, norm, parameters and optimizer state.
+Layouts hold every pair of: sizes of mesh axes, ZeRO stages, numbers of micro-batches, remat, pipeline
+schedules, packed rows, token weights, sequence-sharded residuals, a loss scale. Each runs the trainer's
+own step, and is compared with plain maths (meshtrain/reference.py) in loss, gradients, norm, parameters
+and optimizer state.
 The model's sizes are made small, its structure stays. Exit code 1: something differs, and is named.
 """
 

@@ -51,6 +51,17 @@ def tiny_config():
     return config
 
 
+# One of the layouts that `verify` tries, for tests that want another to change.
+LAYOUT = {
+    "data": 2,
+    "fsdp": 2,
+    "tensor": 2,
+    "zero_stage": 2,
+    "num_microbatches": 2,
+    "remat": "full",
+}
+LAYOUT |= {"packing": False, "masks": False, "sequence_parallel": False}
+
 KILLS = pytest.StashKey[dict]()
 
 

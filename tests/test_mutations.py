@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import tiny_config
+from conftest import LAYOUT, tiny_config
 
 from meshtrain import grads, metrics, optim, program, step, verify
 from meshtrain.data.loader import Loader
@@ -20,22 +20,9 @@ from meshtrain.subject import Subject
 
 pytestmark = pytest.mark.slow
 GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
-FULL = dict(
-    data=2,
-    fsdp=2,
-    tensor=2,
-    zero_stage=3,
-    num_microbatches=2,
-    remat="dots",
-    packing=True,
-    masks=True,
-    sequence_parallel=False,
-)
-PIPELINE = FULL | dict(
-    pipeline=4, data=2, fsdp=1, tensor=1, schedule="1f1b", num_chunks=1, keep="inputs"
-)
-PIPELINE = PIPELINE | dict(pipeline=2, tensor=2, schedule="interleaved", num_chunks=2)
+FULL = LAYOUT | dict(zero_stage=3, remat="dots", packing=True, masks=True)
 ONE_BATCH = FULL | dict(data=1, fsdp=4, num_microbatches=1)
+PIPELINE = FULL | dict(pipeline=2, fsdp=1, schedule="interleaved", num_chunks=2, keep="inputs")
 
 
 @pytest.fixture(scope="module")

@@ -178,9 +178,9 @@ def test_memory_of_gpipe_grows_by_each_microbatch():
 def test_kept_residuals_spare_the_second_forward_and_hold_no_weights(monkeypatch):
     kept, right = [], ring.put
 
-    def put(tree, index, value, active):
+    def put(tree, index, value):
         kept.extend(leaf.shape for leaf in jax.tree.leaves(value))
-        return right(tree, index, value, active)
+        return right(tree, index, value)
 
     def products(keep):
         return len(re.findall(r" dot\(", compiled("1f1b", 1, keep, 8).as_text()))

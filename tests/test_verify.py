@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import LAYOUT, tiny_config
 from flax import nnx
 
 import meshtrain
@@ -14,18 +14,6 @@ from meshtrain import reference, subject, verify
 from meshtrain.certificate import compare
 from meshtrain.covering import pairwise
 from meshtrain.data.source import Source
-
-ROW = dict(
-    data=2,
-    fsdp=2,
-    tensor=2,
-    zero_stage=2,
-    num_microbatches=2,
-    remat="full",
-    packing=False,
-    masks=False,
-    sequence_parallel=False,
-)
 
 
 def test_every_possible_pair_of_levels_is_in_some_row():
@@ -120,7 +108,7 @@ def test_a_users_own_model_is_verified(kind):
     with jax.enable_x64(True):
         own = subject.Subject(tiny_config(), model, data, keep_sizes=False)
         assert not own.is_text and verify.broken_laws(own) == []
-        result = verify.check(own, ROW)
+        result = verify.check(own, LAYOUT)
     assert result.fault is None and result.differences["gradients"] < 1e-12
 
 
@@ -136,7 +124,7 @@ def test_heads_and_a_vocabulary_that_tensor_does_not_divide(sizes, axes):
     c = tiny_config()
     c.model.update(sizes)
     c.model.vocab_size = 61
-    row = {**ROW, **axes, "packing": True, "masks": True, "sequence_parallel": True}
+    row = {**LAYOUT, **axes, "packing": True, "masks": True, "sequence_parallel": True}
     with jax.enable_x64(True):
         own = subject.Subject(c, None, None, keep_sizes=True)
         assert verify.check(own, row).fault is None
@@ -150,8 +138,8 @@ def test_a_loss_that_mixes_its_rows_is_found_out():
     with jax.enable_x64(True):
         model = meshtrain.from_nnx(Digits, centred)
         own = subject.Subject(tiny_config(), model, Source(samples), keep_sizes=False)
-        assert verify.check(own, ROW).fault.startswith("evaluation loss: ")
-        one_part = {**ROW, "num_microbatches": 1}
+        assert verify.check(own, LAYOUT).fault.startswith("evaluation loss: ")
+        one_part = {**LAYOUT, "num_microbatches": 1}
         assert verify.check(own, one_part).fault is None
 
 

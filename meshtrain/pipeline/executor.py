@@ -11,7 +11,8 @@ them together, on the micro-batch that comes in or goes out in that tick; with t
              the last chunk; pull gradients through the chunk, and add up its layers'; send its input's
              to the stage before; pull what arrives at the first chunk through the embedding
 
-A stage that is idle computes on zeros, which costs nothing in lock step, and nothing of it is kept.
+A stage that is idle computes too, on zeros or on what is left in a slot, which costs nothing in lock
+step; what it keeps goes to a free slot, and nothing of it is used.
 """
 
 import functools
@@ -170,8 +171,7 @@ class _Step:
     def tick(self, rows: Tick, carry: Carry, row: Tick) -> tuple[Carry, None]:
         if rows.forward.active.any():
             y, kept = _forward(self.stages, rows, carry.x, row, self.stages.forward)
-            _, _, slot = _used(row.forward)
-            kept = ring.put(carry.kept, slot, kept, row.forward.active)
+            kept = ring.put(carry.kept, row.forward.slot, kept)
             carry = carry._replace(x=ring.send(y, 1), kept=kept)
         if rows.backward.active.any():
             carry = self.backward(rows, carry, row)
@@ -180,9 +180,7 @@ class _Step:
     def backward(self, rows: Tick, carry: Carry, row: Tick) -> Carry:
         stages, active = self.stages, row.backward.active
         number, chunk, slot = _used(row.backward)
-        kept = jax.tree.map(
-            lambda leaf: stages.pin(_masked(active, leaf), "pipeline"), ring.pick(carry.kept, slot)
-        )
+        kept = jax.tree.map(lambda leaf: stages.pin(leaf, "pipeline"), ring.pick(carry.kept, slot))
         layers = ring.pick(stages.layers, chunk)
         y, pull = stages.backward(layers, kept, stages.parts(number))
 

@@ -41,14 +41,11 @@ def pick(tree: Any, index: jax.Array) -> Any:
 
 
 @_each_stage
-def put(tree: Any, index: jax.Array, value: Any, active: jax.Array) -> Any:
-    """Returns `tree` with `value` (P, ...) as entry `index` of the stages that are `active`."""
-
-    def replaced(leaf, new):
-        new = jnp.where(active, new, _entry(leaf, index))
-        return jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0)
-
-    return jax.tree.map(replaced, tree, value)
+def put(tree: Any, index: jax.Array, value: Any) -> Any:
+    """Returns `tree` with `value` (P, ...) as entry `index` of each stage."""
+    return jax.tree.map(
+        lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0), tree, value
+    )
 
 
 @_each_stage

@@ -22,7 +22,7 @@ class Work(NamedTuple):
 
     microbatch: np.ndarray
     chunk: np.ndarray
-    slot: np.ndarray  # where the chunk's input is kept from its forward to its backward
+    slot: np.ndarray  # where the chunk's input is kept; an idle forward has one too, a free one
 
     @property
     def active(self) -> np.ndarray:
@@ -45,8 +45,13 @@ class Table:
         return len(self.forward.microbatch)
 
     @property
-    def num_slots(self) -> int:
+    def num_live(self) -> int:
         """Chunk inputs that a stage keeps at most."""
+        return int(self.forward.slot[self.forward.active].max()) + 1
+
+    @property
+    def num_slots(self) -> int:
+        """Places for them: one more where a stage is idle while all are taken."""
         return int(self.forward.slot.max()) + 1
 
     @property
@@ -133,15 +138,14 @@ def tabulate(forward: np.ndarray, backward: np.ndarray) -> Table:
         m, v, i = _grid(M, V, P)
         work.microbatch[ticks, i], work.chunk[ticks, i] = m, v
     for stage in range(P):
-        free: list[int] = []
-        order = np.argsort(forward[:, :, stage], axis=None)
-        starts, ends = forward[:, :, stage].ravel()[order], backward[:, :, stage].ravel()[order]
+        ends = dict(zip(forward[:, :, stage].flat, backward[:, :, stage].flat, strict=True))
         used_until: list[int] = []  # of each slot
-        for start, end in zip(starts, ends, strict=True):
-            free = [slot for slot, until in enumerate(used_until) if until < start]
-            slot = free[0] if free else len(used_until)
-            used_until[slot : slot + 1] = [end]
-            works[0].slot[start, stage] = works[1].slot[end, stage] = slot
+        for tick in np.flatnonzero(works[0].active.any(1)):
+            free = [slot for slot, until in enumerate(used_until) if until < tick]
+            slot = works[0].slot[tick, stage] = free[0] if free else len(used_until)
+            if tick in ends:
+                used_until[slot : slot + 1] = [ends[tick]]
+                works[1].slot[ends[tick], stage] = slot
     return Table(P, M, V, *works)
 
 
@@ -149,11 +153,13 @@ def check(table: Table) -> None:
     """Raises ValueError unless the table does all work once, in an order that the executor can run.
 
     A forward's input must arrive from the previous chunk's stage exactly one tick before it is used,
-    a backward's from the next one's; no slot may be written to while what it holds is needed.
+    a backward's from the next one's; no slot may be written to while what it holds is needed, not
+    even by a stage that goes forward idle beside others that do not.
     """
     P, M, V = table.num_stages, table.num_microbatches, table.num_chunks
     ticks = [np.full((M, V * P), IDLE) for _ in range(2)]  # of each micro-batch and chunk
-    for name, work, seen in zip(("forward", "backward"), table_works(table), ticks, strict=True):
+    works = (("forward", table.forward), ("backward", table.backward))
+    for (name, work), seen in zip(works, ticks, strict=True):
         for tick, stage in np.argwhere(work.active):
             m, v = work.microbatch[tick, stage], work.chunk[tick, stage]
             if not (0 <= m < M and 0 <= v < V and seen[m, v * P + stage] == IDLE):
@@ -178,26 +184,23 @@ def check(table: Table) -> None:
     _check_slots(table)
 
 
-def table_works(table: Table) -> tuple[Work, Work]:
-    return table.forward, table.backward
-
-
 def _check_slots(table: Table) -> None:
-    held: dict[tuple[int, int], tuple[int, int]] = {}
-    for tick in range(table.num_ticks):
-        for stage in range(table.num_stages):
-            for writes, work in zip((True, False), table_works(table), strict=True):
-                m, v, slot = (int(column[tick, stage]) for column in work)
-                if m == IDLE:
-                    continue
+    for stage in range(table.num_stages):
+        held: dict[int, tuple[int, int]] = {}  # by slot
+        for tick in range(table.num_ticks):
+            where = f"tick {tick}, stage {stage}"
+            if table.forward.active[tick].any():
+                m, v, slot = (int(column[tick, stage]) for column in table.forward)
                 if slot < 0:
-                    raise ValueError(f"tick {tick}, stage {stage}: {m}, {v} has no slot")
-                if writes and (stage, slot) in held:
-                    raise ValueError(f"tick {tick}, stage {stage}: slot {slot} is overwritten")
-                if writes:
-                    held[stage, slot] = (m, v)
-                elif held.pop((stage, slot), None) != (m, v):
-                    raise ValueError(f"tick {tick}, stage {stage}: slot {slot} holds another input")
+                    raise ValueError(f"{where}: no slot to write to")
+                if slot in held:
+                    raise ValueError(f"{where}: slot {slot} is overwritten")
+                if m != IDLE:
+                    held[slot] = (m, v)
+            if table.backward.active[tick, stage]:
+                m, v, slot = (int(column[tick, stage]) for column in table.backward)
+                if held.pop(slot, None) != (m, v):
+                    raise ValueError(f"{where}: slot {slot} holds another input")
 
 
 def _grid(M: int, V: int, P: int) -> list[np.ndarray]:
