@@ -1,6 +1,6 @@
 """Step time of a pipeline of processes beside one process that does all the work, a core for each.
 
-  python benchmarks/pipeline.py [--stages=2] [--rounds=8] [--output=FILE.json]
+  python benchmarks/pipeline.py [--stages=2] [--rounds=5] [--output=FILE.json]
   python benchmarks/pipeline.py --simulate --stages=4
 
 A float32 Llama-style model (8.0 M parameters), synthetic batch, Linux. Each process is pinned to a
@@ -32,8 +32,8 @@ from meshtrain.pipeline import schedules
 from meshtrain.program import assemble
 
 HEADS, KV_HEADS, VOCAB = 8, 4, 256
-NUMBERS = {"stages": 2, "microbatches": 8, "chunks": 1, "rows": 1, "layers": 8, "width": 256}
-NUMBERS |= {"seq-len": 256, "rounds": 8, "steps": 2}  # rows of a micro-batch, steps of a turn
+NUMBERS = {"stages": 2, "microbatches": 8, "chunks": 1, "rows": 4, "layers": 8, "width": 256}
+NUMBERS |= {"seq-len": 256, "rounds": 5, "steps": 2}  # rows of a micro-batch, steps of a turn
 
 
 def settings(args, stages: int):
