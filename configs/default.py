@@ -104,6 +104,24 @@ def get_config() -> ConfigDict:
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every = 0  # steps between saves; 0: only at the end
+    checkpoint.every_minutes = 0.0  # between saves, whatever the steps; 0: by steps alone
     checkpoint.keep = 2  # the newest so many
+    checkpoint.keep_every = 0  # and those whose step is a multiple of this; 0: none
+    checkpoint.keep_best = 0  # and so many with the lowest best_by
+    checkpoint.best_by = (
+        "eval_loss"  # or "loss", "grad_norm"; of evaluations due in the step of a save
+    )
+    checkpoint.allow_cast = False  # goes on with arrays of another dtype, which loses precision
+    checkpoint.init_from = ""  # another run's workdir, or one of its checkpoints: where a new run's
+    # parameters come from
+    checkpoint.init_only = "*"  # of them, patterns such as "layers/*,embedding"; others start anew
+
+    config.divergence = divergence = ConfigDict()
+    divergence.max_skips = (
+        25  # steps in a row with a loss or gradient that is not finite, which have
+    )
+    # no effect, until the run ends with exit code 17
+    divergence.spike = 8.0  # a loss so many standard deviations above the running mean is told
+    divergence.rollback = False  # and undone: back to the newest checkpoint, past the data since
 
     return config.lock()

@@ -9,6 +9,7 @@ VERBS = {
     "verify": "meshtrain.verify",
     "audit": "meshtrain.audit",
     "schedule": "meshtrain.schedule",
+    "checkpoint": "meshtrain.checkpoint.__main__",
 }
 
 

@@ -45,6 +45,7 @@ def settings(
     """
     args, overrides = flags.parse_known_args(argv)
     logging.getLogger("absl").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # Orbax's: what fails in a save we tell
     if args.simulate_devices is not None:
         simulate(args.simulate_devices)
     config, faults = configfile.read(args.config, overrides)

@@ -16,13 +16,15 @@ from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 from meshtrain.mesh import AXES, MeshConfig
 from meshtrain.sections import (
     CheckpointConfig,
+    DivergenceConfig,
     EvalConfig,
     OptimConfig,
     PipelineConfig,
     TrainConfig,
 )
 
-SECTIONS = ("mesh", "rules", "train", "pipeline", "model", "data", "optim", "eval", "checkpoint")
+SECTIONS = ("mesh", "rules", "train", "pipeline", "model", "data", "optim")
+SECTIONS += ("eval", "checkpoint", "divergence")
 NOT_YET = ("expert", "context")  # axes that this version cannot use
 
 
@@ -37,6 +39,7 @@ class Config:
     optim: OptimConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
+    divergence: DivergenceConfig
     build_optimizer: Callable[[Any], Any]  # of a learning-rate schedule
     model: Any  # None where the caller brings a model
     train_data: Any  # None where the caller brings data
@@ -70,6 +73,7 @@ def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Conf
     pipeline = read.section("pipeline", PipelineConfig)
     evaluation = read.section("eval", EvalConfig)
     checkpoint = read.section("checkpoint", CheckpointConfig)
+    divergence = read.section("divergence", DivergenceConfig)
     optim, build_optimizer = read.builder("optim", OptimConfig, given=["learning_rate"])
     (build_model,) = [None] if "model" in own else read.builder("model")
     (build_data,) = [None] if "data" in own else read.builder("data", given=["split"])
@@ -97,6 +101,7 @@ def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Conf
         optim=optim,
         eval=evaluation,
         checkpoint=checkpoint,
+        divergence=divergence,
         build_optimizer=build_optimizer,
         model=model,
         train_data=train_data,

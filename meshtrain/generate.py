@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import grads
-from meshtrain.checkpoint import Checkpointer
+from meshtrain import checkpoint, grads
+from meshtrain.checkpoint import arrays
 from meshtrain.config import Config, parse
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
@@ -77,13 +77,8 @@ def restore(workdir: Path) -> tuple[Config, Params]:
         raise ConfigError(f"--workdir={workdir}: no run there (config.json is missing)") from None
     cfg = parse({**raw, "mesh": dict.fromkeys(AXES, 1)}, num_devices=1, own=["data"])
     program = assemble(cfg, cfg.model, devices=jax.devices()[:1])
-    checkpointer = Checkpointer(workdir / "checkpoints")
-    try:
-        if (step := checkpointer.latest()) is None:
-            raise ConfigError(f"--workdir={workdir}: no checkpoint there yet")
-        return cfg, checkpointer.restore(step, program.abstract_state).params
-    finally:
-        checkpointer.close()
+    directory, found = checkpoint.find(workdir)
+    return cfg, arrays.restore_params(directory, found.arrays, program.abstract_state.params)[0]
 
 
 def main(argv: list[str] | None = None) -> int:

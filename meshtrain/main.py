@@ -25,9 +25,15 @@ def main(argv: list[str] | None = None) -> int:
         help="where metrics and checkpoints go; without it nothing is saved",
     )
 
+    flags.add_argument(
+        "--from_scratch",
+        action="store_true",
+        help="start anew where the workdir has checkpoints and none is good, instead of stopping",
+    )
+
     def run() -> int:
         args, config = cli.settings(flags, argv)
-        result = train(config, workdir=args.workdir)
+        result = train(config, workdir=args.workdir, from_scratch=args.from_scratch)
         return EXIT_PREEMPTED if result.interrupted else 0
 
     try:

@@ -113,12 +113,38 @@ class EvalConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int
+    every_minutes: float
     keep: int
+    keep_every: int
+    keep_best: int
+    best_by: str
+    allow_cast: bool
+    init_from: str
+    init_only: str
 
     def __post_init__(self):
-        faults = below(0, {"checkpoint.every": self.every}) + below(
-            1, {"checkpoint.keep": self.keep}
-        )
+        counts = ("every", "every_minutes", "keep_every", "keep_best")
+        faults = below(0, {f"checkpoint.{key}": getattr(self, key) for key in counts})
+        faults += below(1, {"checkpoint.keep": self.keep})
+        if not all(self.init_only.split(",")):
+            faults.append(
+                f"checkpoint.init_only={self.init_only!r}: use patterns such as layers/attention/*, "
+                f"with commas between, or * for all parameters"
+            )
+        if faults:
+            raise ConfigError(*faults)
+
+
+@dataclass(frozen=True)
+class DivergenceConfig:
+    max_skips: int
+    spike: float
+    rollback: bool
+
+    def __post_init__(self):
+        faults = below(1, {"divergence.max_skips": self.max_skips})
+        if not self.spike > 0:
+            faults.append(f"divergence.spike={self.spike}: use a positive number; inf sees none")
         if faults:
             raise ConfigError(*faults)
 

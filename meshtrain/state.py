@@ -142,6 +142,11 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
+def bytes_of(tree: Any) -> int:
+    """Returns the bytes of a tree of shaped leaves, over all devices, each element counted once."""
+    return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
 def count(tree: Any) -> int:
     """Returns the number of elements in a tree of shaped leaves."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

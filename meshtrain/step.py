@@ -1,4 +1,4 @@
-"""One optimizer step: gradients, clipping, update, report; in float16 without effect if they overflow."""
+"""One optimizer step: gradients, clipping, update, report; without effect if they are not finite."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,13 +41,13 @@ def make_train_step(
         grads, _ = clip.update(grads, clip.init(None))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        report = {**means, "grad_norm": norm, "learning_rate": schedule(state.step)}
-        new = TrainState(state.step + 1, params, opt_state)
-        if state.loss_scale is None:
-            return new, report
-        # An overflow on the way forward shows in the loss, one on the way back in the norm.
+        # What overflows on the way forward shows in the loss, on the way back in the norm.
         finite = jnp.isfinite(means["loss"] + norm)
-        report |= {"loss_scale": scale, "skipped": ~finite}
+        report = {**means, "grad_norm": norm, "learning_rate": schedule(state.step)}
+        report |= {"skipped": ~finite}
+        if state.loss_scale is not None:
+            report |= {"loss_scale": scale}
+        new = TrainState(state.step + 1, params, opt_state)
         return _unless_skipped(finite, new, state), report
 
     return train_step
@@ -61,4 +61,5 @@ def _unless_skipped(finite: jax.Array, new: TrainState, old: TrainState) -> Trai
         (new.params, new.opt_state),
         (old.params, old.opt_state),
     )
-    return TrainState(new.step, params, opt_state, old.loss_scale.after(finite))
+    loss_scale = None if old.loss_scale is None else old.loss_scale.after(finite)
+    return TrainState(new.step, params, opt_state, loss_scale)

@@ -5,22 +5,24 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain import summary
-from meshtrain.checkpoint import Checkpointer
+from meshtrain import checkpoint, summary
+from meshtrain import state as states
+from meshtrain.checkpoint import arrays, lock
 from meshtrain.config import Config, parse
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
+from meshtrain.divergence import Watch
 from meshtrain.errors import ConfigError
-from meshtrain.models.base import Model
-from meshtrain.program import assemble
-from meshtrain.sections import CheckpointConfig, EvalConfig
+from meshtrain.models.base import Model, Params
+from meshtrain.program import Program, assemble
+from meshtrain.sections import CheckpointConfig
 from meshtrain.state import TrainState
 from meshtrain.writer import Writer
 
@@ -39,13 +41,15 @@ def train(
     model: Model | None = None,
     data: Source | Iterable[Any] | None = None,
     eval_data: Source | Iterable[Any] | None = None,
+    from_scratch: bool = False,
 ) -> Result:
-    """Trains as `config` says, going on from the newest checkpoint in `workdir`.
+    """Trains as `config` says, going on from the newest good checkpoint in `workdir`.
 
+    Where there are checkpoints and none is good it stops, unless told to start `from_scratch`.
     `model` and `data` take the place of what `config.model` and `config.data` build; an iterable
     yields global batches (see `data.loader.from_iterable`). Without `workdir` nothing is saved.
     Raises ConfigError for what the user has to change, before anything is compiled, and
-    FloatingPointError when the loss or the gradient is no longer finite (in float16: step after step).
+    FloatingPointError when loss or gradient stay not finite, after `divergence.max_skips` such steps.
     """
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_interrupts())
@@ -60,46 +64,44 @@ def train(
             eval_data = list(itertools.islice(eval_data, cfg.eval.batches))  # the same each time
         program = assemble(cfg, model)
         stack.enter_context(program.active())
-        eval_step = jax.jit(program.eval_step)
+        heldout_loss = _heldout_loss(program, eval_data, cfg)
 
         # ---- open what the run reads and writes, and say what it is about to do ----
         writer = stack.enter_context(contextlib.closing(_open_writer(workdir)))
-        checkpointer, start, position = None, 0, 0
+        saver = saved = None
         if workdir:
-            checkpointer = Checkpointer(workdir / "checkpoints", keep=cfg.checkpoint.keep)
-            stack.enter_context(contextlib.closing(checkpointer))
-            start = checkpointer.latest() or 0
-            position = checkpointer.position(start) if start else 0
-
+            stack.enter_context(lock.held(workdir))
+            saver = stack.enter_context(_open_saver(workdir, cfg, program, writer))
+            saver.prepare(states.bytes_of(program.abstract_state))
+            saved = saver.recover(from_scratch=from_scratch)
+        start, position = (saved.step, saved.position) if saved else (0, 0)
+        memory = saved.watch if saved else {}
+        watch = Watch(cfg.divergence, memory, event=writer.event, line=writer.line)
         loader = stack.enter_context(_open_loader(data, cfg, program.mesh, position))
         units = summary.units_of(loader.peek(), model)
         for line in summary.before(cfg, program.abstract_state, units, data):
             writer.line(line)
 
         # ---- restore, or initialise: every parameter is born where it lives ----
-        if start:
-            state = checkpointer.restore(start, program.abstract_state)
-            writer.event("restore", step=start, position=position)
+        if saved:
+            state = saver.restore(saved, program.abstract_state)
+            writer.event("restore", step=start, position=position, mesh=saved.mesh)
             writer.line(f"restored step {start} from {workdir}")
         else:
             state = program.start(cfg.train.seed)
+            if cfg.checkpoint.init_from:
+                state = state._replace(params=_initial(state.params, cfg.checkpoint, writer))
         writer.config({**cfg.raw, "mesh": asdict(cfg.mesh)})
         writer.event("start", step=start, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
-        def heldout_loss() -> float | None:
-            """The loss on the first `eval.batches` held-out batches, the same ones every time."""
-            if eval_data is None or not cfg.eval.batches:
-                return None
-            with _open_loader(eval_data, cfg, program.mesh, 0) as heldout:
-                sums = [eval_step(state.params, next(heldout)) for _ in range(cfg.eval.batches)]
-            means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
-            return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
+        def facts(eval_loss: float | None) -> dict[str, Any]:
+            """What a checkpoint says beside the state."""
+            measured = {} if eval_loss is None else {"eval_loss": eval_loss}
+            metrics = {**writer.newest, **measured}
+            return {"position": loader.position, "metrics": metrics, "watch": watch.memory}
 
-        def save(step: int) -> None:
-            began = time.perf_counter()
-            position_then = position + (step - start) * cfg.train.global_batch
-            if checkpointer and checkpointer.save(step, state, position=position_then):
-                writer.event("save", step=step, blocked_seconds=time.perf_counter() - began)
+        def begin(step: int) -> None:
+            writer.begin(step, cfg, units, samples=loader.position, see=watch.see)
 
         # ---- compile, then loop: evaluate, save, step, report the step before ----
         step = start
@@ -107,28 +109,35 @@ def train(
             began = time.perf_counter()
             train_step = program.compile(loader.peek())
             writer.line(f"compiled in {time.perf_counter() - began:.1f} s")
-            writer.begin(
-                start, cfg.train.steps, units, samples=position, batch=cfg.train.global_batch
-            )
+            begin(start)
         while step < cfg.train.steps and not stop.is_set():
             extra = {}
-            eval_due, save_due = _due(step, start, cfg.eval), _due(step, start, cfg.checkpoint)
+            eval_due = cfg.eval.every > 0 and step % cfg.eval.every == 0 and step > start
+            save_due = saver is not None and saver.due(step, start)
             if eval_due or save_due:
                 writer.flush()  # first, so that nothing broken is evaluated or saved
                 with writer.paused():
-                    extra = {"eval_loss": heldout_loss()} if eval_due else {}
-                    if save_due:
-                        save(step)
+                    extra = {"eval_loss": heldout_loss(state.params)} if eval_due else {}
+                    if save_due and watch.spike is None:
+                        saver.save(step, state, **facts(extra.get("eval_loss")))
             state, report = train_step(state, next(loader))
             log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
             # Writes the step before, while the device works on this one.
             writer.step(step, report, log=log, **extra)
             step += 1
+            if watch.spike is not None:
+                writer.flush()
+                back = saver.recover() if saver else None
+                watch.undo(back.step if back else None, loader.position)
+                if back:
+                    state, step = saver.restore(back, program.abstract_state), back.step
+                    begin(step)
         writer.flush()
-        save(step)
-
         finished = step >= cfg.train.steps
-        eval_loss = heldout_loss() if finished else None
+        eval_loss = heldout_loss(state.params) if finished else None
+        if saver:
+            saver.finish(step, state, **facts(eval_loss))
+        watch.conclude(step, writer.newest)
         writer.event("end" if finished else "preempted", step=step, eval_loss=eval_loss)
         writer.close()
         writer.line(summary.after(step, cfg, eval_loss, data, workdir))
@@ -154,8 +163,44 @@ def _open_loader(
     return contextlib.closing(Loader(source, mesh, cfg.rules, **where))
 
 
-def _due(step: int, start: int, section: EvalConfig | CheckpointConfig) -> bool:
-    return section.every > 0 and step % section.every == 0 and step > start
+def _heldout_loss(program: Program, data: Any, cfg: Config) -> Callable[[Params], float | None]:
+    """Returns the loss of parameters on the first `eval.batches` held-out batches, the same every time."""
+    eval_step = jax.jit(program.eval_step)
+
+    def loss(params: Params) -> float | None:
+        if data is None or not cfg.eval.batches:
+            return None
+        with _open_loader(data, cfg, program.mesh, 0) as heldout:
+            sums = [eval_step(params, next(heldout)) for _ in range(cfg.eval.batches)]
+        means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
+        return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
+
+    return loss
+
+
+def _open_saver(workdir: Path, cfg: Config, program: Program, writer: Writer) -> contextlib.closing:
+    saver = checkpoint.Saver(
+        workdir / checkpoint.FOLDER,
+        cfg.checkpoint,
+        config={**cfg.raw, "mesh": asdict(cfg.mesh)},
+        mesh=asdict(cfg.mesh),
+        event=writer.event,
+        line=writer.line,
+    )
+    return contextlib.closing(saver)
+
+
+def _initial(params: Params, settings: CheckpointConfig, writer: Writer) -> Params:
+    """Returns parameters of another run, by `checkpoint.init_from` and `init_only`; tells what is left."""
+    directory, saved = checkpoint.find(Path(settings.init_from))
+    patterns = settings.init_only.split(",")
+    params, fresh, unused = arrays.restore_params(directory, saved.arrays, params, patterns)
+    line = f"parameters of {directory}"
+    line += f" · new here: {', '.join(fresh)}" if fresh else ""
+    line += f" · not used: {', '.join(unused)}" if unused else ""
+    writer.line(line)
+    writer.event("init_from", path=str(directory), new=fresh, unused=unused)
+    return params
 
 
 def _open_writer(workdir: Path | None) -> Writer:

@@ -4,9 +4,10 @@ import contextlib
 import datetime
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import rich.console
 import rich.progress
 
+from meshtrain.config import Config
 from meshtrain.summary import Units
 
 # Dense bfloat16 FLOP/s of one device, from the makers' data sheets.
@@ -26,10 +28,6 @@ PEAK_FLOPS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
-
-MAX_SKIPS = (
-    25  # in a row: by then float16's loss scale is 2^25 times smaller, and is not what is wrong
-)
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -56,20 +54,29 @@ class Writer:
         )
         self._bar: rich.progress.Progress | None = None
         self._pending: tuple | None = None
-        self._skips = 0  # steps in a row
+        self._waiting: dict[str, list[str]] = {}  # lines that could not be written yet
+        self.newest: dict[str, float] = {}  # numbers of the newest step that ended
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, start: int, steps: int, units: Units, *, samples: int, batch: int) -> None:
-        """Starts the clock at step `start`, after `samples` samples, with `batch` more in each step.
+    def begin(
+        self,
+        start: int,
+        cfg: Config,
+        units: Units,
+        *,
+        samples: int,
+        see: Callable[[int, dict[str, float]], None],
+    ) -> None:
+        """Starts the clock at step `start`, after `samples` samples.
 
-        Rows of step `start` and later, left by a run that went further than its last checkpoint,
-        are dropped.
+        `see` is given the numbers of each step before they are written. Rows of step `start` and
+        later, left by a run that went further than its last checkpoint, are dropped.
         """
-        self._start, self._steps, self._units = start, steps, units
+        self._start, self._steps, self._units, self._see = start, cfg.train.steps, units, see
         self._units_before, self._units_per_step = (
             samples * units.per_sample,
-            batch * units.per_sample,
+            cfg.train.global_batch * units.per_sample,
         )
         peak = peak_flops(jax.devices()[0].device_kind)
         self._share_of_peak = (
@@ -78,10 +85,10 @@ class Writer:
         if self._folder and (metrics := self._folder / "metrics.jsonl").exists():
             rows = [line for line in metrics.read_text().splitlines() if _step_of(line) < start]
             metrics.write_text("".join(row + "\n" for row in rows))
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._bar:
             columns = rich.progress.BarColumn(20), rich.progress.TextColumn("{task.description}")
             self._bar = rich.progress.Progress(*columns, console=self._console)
-            self._task = self._bar.add_task("", total=steps, completed=start)
+            self._task = self._bar.add_task("", total=self._steps, completed=start)
             self._bar.start()
         self._since, self._steps_since = time.perf_counter(), 0
 
@@ -97,9 +104,7 @@ class Writer:
     def step(self, step: int, report: dict[str, jax.Array], *, log: bool, **extra: Any) -> None:
         """Takes the report of a step just dispatched, and writes the one before.
 
-        So the device has its next work while the host waits. Raises FloatingPointError if the loss
-        or the gradient of the one before is not finite (in float16: those of the last MAX_SKIPS);
-        `log` makes a row and a line of a step.
+        So the device has its next work while the host waits. `log` makes a row and a line of a step.
         """
         # Where dispatching waits for the result, as on simulated devices, the step ended by now.
         ended = time.perf_counter() if report["loss"].is_ready() else None
@@ -114,14 +119,16 @@ class Writer:
         numbers = {name: float(value) for name, value in jax.device_get(report).items()}
         ended = ended or time.perf_counter()
         self._steps_since += 1
-        self._check(step, numbers)
+        self.newest = numbers
+        self._see(step, numbers)
         if not log:
             return
-        step_time = (ended - self._since) / self._steps_since
+        # Of two very short steps the second can be ready before the first is looked at.
+        step_time = max(ended - self._since, 1e-6) / self._steps_since
         per_second = self._units_per_step / step_time
         row = {
             "step": step,
-            "loss": numbers.pop("loss"),
+            "loss": numbers["loss"],
             **numbers,
             "tokens": self._units_before + (step - self._start + 1) * self._units_per_step,
             "step_time": step_time,
@@ -132,27 +139,6 @@ class Writer:
         self._append("metrics.jsonl", row)
         self._show(row)
         self._since, self._steps_since = ended, 0
-
-    def _check(self, step: int, numbers: dict[str, float]) -> None:
-        """Records a skipped step, and raises FloatingPointError where the run cannot go on."""
-        skipped = numbers.get("skipped", 0)
-        self._skips = self._skips + 1 if skipped else 0
-        if skipped:
-            self.event("skip", step=step, loss_scale=numbers["loss_scale"])
-        finite = math.isfinite(numbers["loss"] + numbers["grad_norm"])
-        if finite or (skipped and self._skips < MAX_SKIPS):
-            return
-        self.event("end", step=step, reason="not finite", **numbers)
-        told = (
-            f"step {step}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}: not finite"
-        )
-        advice = f"Try a lower optim.learning_rate (here {numbers['learning_rate']:.1e})"
-        if not skipped:
-            raise FloatingPointError(f"{told}; nothing was saved after it. {advice}")
-        raise FloatingPointError(
-            f"{told}, as in the {MAX_SKIPS} steps up to it: all skipped, the last at a loss scale of "
-            f"{numbers['loss_scale']:.1e}. {advice}, or train.dtype=bfloat16"
-        )
 
     def _show(self, row: dict[str, Any]) -> None:
         """A line for each row; where there is a bar, it holds the newest and only evaluations are lines."""
@@ -190,13 +176,25 @@ class Writer:
             )
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        if self._folder:
-            finite = {
-                key: None if isinstance(v, float) and not math.isfinite(v) else v
-                for key, v in row.items()
-            }
-            with open(self._folder / name, "a") as file:
-                file.write(json.dumps(finite) + "\n")
+        """Adds a line to a file; on a full disk it waits for the next one that can be written."""
+        if not self._folder:
+            return
+        finite = {
+            key: None if isinstance(v, float) and not math.isfinite(v) else v
+            for key, v in row.items()
+        }
+        waiting = self._waiting.setdefault(name, [])
+        waiting.append(json.dumps(finite) + "\n")
+        path = self._folder / name
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "a") as file:
+                file.writelines(waiting)
+            waiting.clear()
+        except OSError as error:
+            os.truncate(path, size)  # no line in part
+            if len(waiting) == 1:
+                self.line(f"{path}: {error.strerror}; what should go there waits")
 
     def close(self) -> None:
         """Takes the bar down; lines and events go on."""

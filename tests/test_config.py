@@ -90,7 +90,7 @@ def test_faults_of_all_sections_come_together(tiny):
 
 
 @pytest.mark.parametrize(
-    "section", ["mesh", "train", "model", "data", "optim", "eval", "checkpoint"]
+    "section", ["mesh", "train", "model", "data", "optim", "eval", "checkpoint", "divergence"]
 )
 def test_an_unknown_key_in_a_file_is_told_with_the_nearest(tiny, section):
     tiny.data.build = "meshtrain.data.tokens:build"  # the synthetic builder takes any key

@@ -375,7 +375,10 @@ def test_a_run_that_only_skips_ends_with_exit_code_17(tmp_path, capsys):
     code = main.main(["--config=configs/default.py", f"--workdir={tmp_path}", *arguments])
     assert code == 17
     (line,) = capsys.readouterr().err.splitlines()
-    assert "not finite, as in the 25 steps up to it: all skipped, the last at a loss" in line
+    assert (
+        "not finite, as in the 25 steps up to it; all were without effect; the loss scale was"
+        in line
+    )
     assert "lower optim.learning_rate" in line and "train.dtype=bfloat16" in line
     events = rows(tmp_path, "events.jsonl")
     assert [e["event"] for e in events[-26:]] == ["skip"] * 25 + ["end"]

@@ -19,7 +19,8 @@ ORDER = """
 errors mesh pipeline pipeline.schedules sections config configfile distributed metrics sharding
 data data.permute data.source data.tokens data.synthetic data.loader
 ops ops.attention ops.losses optim models models.base models.layers models.transformer
-grads pipeline.ring pipeline.stages pipeline.executor state checkpoint step program summary writer train generate cli
+grads pipeline.ring pipeline.stages pipeline.executor state checkpoint.manifest checkpoint.lock
+checkpoint.arrays checkpoint step program summary writer divergence train generate cli checkpoint.__main__
 pipeline.drawing schedule
 covering certificate reference plain subject layouts laws verify
 audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.ledger
@@ -72,7 +73,7 @@ def test_a_module_imports_only_those_before_it(file):
     ("library", "files"),
     [
         ("flax", "meshtrain/models/"),
-        ("orbax", "meshtrain/checkpoint.py"),
+        ("orbax", "meshtrain/checkpoint/"),
         ("ml_collections", ("meshtrain/configfile.py", "configs/")),
     ],
 )

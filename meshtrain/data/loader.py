@@ -47,6 +47,11 @@ class Loader:
         self._fill()
         return self._ahead[0].result()
 
+    @property
+    def position(self) -> int:
+        """The first sample of the next batch."""
+        return self._next - len(self._ahead) * self._global_batch
+
     def _fill(self) -> None:
         while len(self._ahead) <= AHEAD:
             self._ahead.append(self._reader.submit(self.read, self._next))

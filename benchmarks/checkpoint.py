@@ -1,0 +1,115 @@
+"""What a checkpoint costs: blocked time beside a copy, a save beside a raw write, a check beside a restore.
+
+  python benchmarks/checkpoint.py [--rounds=7] [--folder=DIR] [--output=FILE.json]
+
+A Llama-style model with AdamW, 304 MB of state on one CPU device, saved by the trainer's own Saver while
+nothing else goes on. Each round measures all, in turn; what counts are ratios of medians.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+
+from benchmarks.workers import about
+from configs import default
+from meshtrain import checkpoint, config, state
+from meshtrain.checkpoint import manifest
+from meshtrain.program import assemble
+
+
+def raw_write(path: Path, blocks: list[np.ndarray]) -> None:
+    with open(path, "wb", buffering=0) as file:
+        for block in blocks:
+            file.write(block.data)
+        os.fsync(file.fileno())
+
+
+def measure(args) -> dict:
+    c = default.get_config()
+    c.model.update(num_layers=6, d_model=512, d_ff=2048, num_heads=8, num_kv_heads=8)
+    c.data.build = "meshtrain.data.synthetic:build"
+    cfg = config.parse(c, num_devices=1)
+    program, folder = assemble(cfg, cfg.model), Path(tempfile.mkdtemp(dir=args.folder))
+    told: list[dict] = []
+    saver = checkpoint.Saver(
+        folder,
+        cfg.checkpoint,
+        config=cfg.raw,
+        mesh=asdict(cfg.mesh),
+        event=lambda name, **fields: told.append({"event": name, **fields}),
+        line=print,
+    )
+    times: dict[str, list[float]] = {
+        name: [] for name in ("copy", "blocked", "save", "raw write", "check", "restore")
+    }
+    with program.active():
+        current = program.start(0)
+        step = jax.jit(lambda tree: jax.tree.map(lambda x: x + x.dtype.type(1), tree))
+        saver.prepare(state.bytes_of(current))
+        for number in range(args.rounds + 1):  # the first warms up
+            current = jax.block_until_ready(step(current))
+            began = time.perf_counter()
+            blocks = [np.array(leaf) for leaf in jax.tree.leaves(current)]
+            copied = time.perf_counter()
+            saver.finish(number, current, position=0, metrics={}, watch={})
+            saved = time.perf_counter()
+            raw_write(folder / "raw", blocks)
+            written = time.perf_counter()
+            one = manifest.verify(folder / str(number))
+            checked = time.perf_counter()
+            jax.block_until_ready(saver.restore(one, program.abstract_state))
+            restored = time.perf_counter()
+            if number:
+                times["copy"].append(copied - began)
+                times["blocked"].append(told[-1]["blocked_seconds"])
+                times["save"].append(saved - copied)
+                times["raw write"].append(written - saved)
+                times["check"].append(checked - written)
+                times["restore"].append(restored - checked)
+    saver.close()
+    shutil.rmtree(folder)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "bytes": state.bytes_of(current),
+        "files": one.bytes,
+        "times": times,
+        "medians": medians,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--folder", help="on the disk to measure; the system's temporary one by default"
+    )
+    parser.add_argument("--output")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    record = about(args) | measure(args)
+    m = record["medians"]
+    print(f"{record['bytes'] / 1e6:,.0f} MB of state, {record['files'] / 1e6:,.0f} MB of files")
+    print(*(f"{name:>10} {seconds:7.3f} s" for name, seconds in m.items()), sep="\n")
+    print(f"blocked / copy        {m['blocked'] / m['copy']:.2f}")
+    print(f"save / raw write      {m['save'] / m['raw write']:.2f}")
+    print(f"check / restore       {m['check'] / m['restore']:.1%}")
+    if args.output:
+        Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
