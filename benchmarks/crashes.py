@@ -2,7 +2,7 @@
 
   python benchmarks/crashes.py [--kills=30] [--seed=0]
 
-A tiny model on two simulated devices, a checkpoint every three steps. Parameters, optimizer state and
+A tiny model on two simulated devices, a checkpoint every ten steps. Parameters, optimizer state and
 every loss on record must be, bit for bit, those of a run that nobody disturbed.
 """
 
@@ -29,7 +29,7 @@ from configs import default
 from meshtrain import checkpoint, train
 from meshtrain.checkpoint import arrays, manifest
 
-STEPS, EVERY = 400, 3
+STEPS, EVERY = 3000, 10
 PLACES = ("any time", "step", "copy", "write", "commit", "manifest", "name", "removal")
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
@@ -73,7 +73,7 @@ def arm(place: str, draw: random.Random) -> None:
         die()
 
     if place == "any time":
-        after(draw.uniform(0, 12))
+        after(draw.uniform(0, 8))
     elif place == "step":
         at(checkpoint.Saver, "due", within)
     elif place == "copy":
