@@ -204,7 +204,8 @@ def _measure(directory: Path, names: Iterable[str], *, sync: bool) -> dict[str, 
                 size, crc = size + count, isal_zlib.crc32(buffer[:count], crc)
         return size, f"{crc:08x}"
 
-    names = sorted(names)
+    # The largest first, so that no thread is left alone with it at the end.
+    names = sorted(names, key=lambda name: -(directory / name).stat().st_size)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         return dict(zip(names, threads.map(measure, names), strict=True))
 
