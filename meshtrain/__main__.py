@@ -16,9 +16,9 @@ VERBS = {
 def main() -> int:
     """Returns the exit code of the verb."""
     arguments = sys.argv[1:]
-    verb = arguments.pop(0) if arguments and arguments[0] in VERBS else "train"
-    if arguments and not arguments[0].startswith("-"):
-        print(f"{arguments[0]}: no such verb; use one of {', '.join(VERBS)}", file=sys.stderr)
+    verb = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "train"
+    if verb not in VERBS:
+        print(f"{verb}: no such verb; use one of {', '.join(VERBS)}", file=sys.stderr)
         return 2
     return importlib.import_module(VERBS[verb]).main(arguments)
 

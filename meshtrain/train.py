@@ -15,6 +15,7 @@ import jax
 from meshtrain import checkpoint, summary
 from meshtrain import state as states
 from meshtrain.checkpoint import arrays, lock
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import Config, parse
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
@@ -75,6 +76,7 @@ def train(
             saver.prepare(states.bytes_of(program.abstract_state))
             saved = saver.recover(from_scratch=from_scratch)
         start, position = (saved.step, saved.position) if saved else (0, 0)
+        source = _source(cfg.checkpoint) if not saved else None
         memory = saved.watch if saved else {}
         watch = Watch(cfg.divergence, memory, event=writer.event, line=writer.line)
         loader = stack.enter_context(_open_loader(data, cfg, program.mesh, position))
@@ -89,8 +91,8 @@ def train(
             writer.line(f"restored step {start} from {workdir}")
         else:
             state = program.start(cfg.train.seed)
-            if cfg.checkpoint.init_from:
-                state = state._replace(params=_initial(state.params, cfg.checkpoint, writer))
+            if source:
+                state = state._replace(params=_initial(state.params, *source, cfg, writer))
         writer.config({**cfg.raw, "mesh": asdict(cfg.mesh)})
         writer.event("start", step=start, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
@@ -190,10 +192,19 @@ def _open_saver(workdir: Path, cfg: Config, program: Program, writer: Writer) ->
     return contextlib.closing(saver)
 
 
-def _initial(params: Params, settings: CheckpointConfig, writer: Writer) -> Params:
-    """Returns parameters of another run, by `checkpoint.init_from` and `init_only`; tells what is left."""
-    directory, saved = checkpoint.find(Path(settings.init_from))
-    patterns = settings.init_only.split(",")
+def _source(settings: CheckpointConfig) -> tuple[Path, Manifest] | None:
+    """Returns the checkpoint that a new run's parameters come from, if it is to be one."""
+    try:
+        return checkpoint.find(Path(settings.init_from)) if settings.init_from else None
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint.init_from={error}") from error
+
+
+def _initial(
+    params: Params, directory: Path, saved: Manifest, cfg: Config, writer: Writer
+) -> Params:
+    """Returns the parameters with those of a checkpoint that `init_only` names; tells what is left."""
+    patterns = cfg.checkpoint.init_only.split(",")
     params, fresh, unused = arrays.restore_params(directory, saved.arrays, params, patterns)
     line = f"parameters of {directory}"
     line += f" · new here: {', '.join(fresh)}" if fresh else ""
