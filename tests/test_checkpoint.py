@@ -471,6 +471,13 @@ def test_the_verb_lists_verifies_compares_and_prunes(workdir, capsys, monkeypatc
 
 
 @slow
+def test_a_run_that_is_killed_in_every_stage_of_a_save_ends_as_if_it_had_not_been():
+    script = [sys.executable, ROOT / "benchmarks" / "crashes.py", "--kills=8"]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 0 and "bit-equal to the undisturbed run" in done.stdout, done.stderr
+
+
+@slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's own tasks
 def test_a_disk_that_is_full_for_real(tmp_path, monkeypatch, capsys):
     """A small file system of our own; what is written beyond it fails in the middle of a save."""

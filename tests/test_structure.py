@@ -3,6 +3,7 @@
 import ast
 import importlib
 import io
+import re
 import tokenize
 from pathlib import Path
 
@@ -80,6 +81,16 @@ def test_a_module_imports_only_those_before_it(file):
 def test_a_library_stays_behind_one_door(library, files):
     importers = importers_of(library)
     assert importers and {file for file in importers if not file.startswith(files)} == set()
+
+
+def test_nothing_that_is_read_can_run_code():
+    """A config is code, from a file that the user names; checkpoints and data never are."""
+    risky = re.compile(
+        r"allow_pickle=True|(?<!allow_)pickle|marshal|\bdill\b|joblib|torch\.load|yaml\.load"
+        r"|(?<![\w.])(?:eval|exec)\("
+    )
+    found = {name: risky.findall(path.read_text()) for name, path in FILES.items()}
+    assert {name: hits for name, hits in found.items() if hits} == {}
 
 
 @pytest.mark.parametrize("file", sorted(FILES))

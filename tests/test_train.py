@@ -15,6 +15,7 @@ from conftest import tiny_config
 
 import meshtrain
 from meshtrain import distributed
+from meshtrain.checkpoint import manifest
 from meshtrain.data.source import Source
 from meshtrain.data.tokens import to_batch
 
@@ -217,8 +218,9 @@ def test_the_command_line_trains_and_tells_faults_with_exit_code_2(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_train_as_one(tmp_path):
-    meshtrain.train(quick(steps=3), workdir=tmp_path / "one")
+def test_two_processes_train_as_one_and_go_on_from_each_others_checkpoints(tmp_path):
+    meshtrain.train(quick(steps=6), workdir=tmp_path / "one")
+    meshtrain.train(quick(steps=2), workdir=tmp_path / "two")
     program = f"""
 import sys, jax
 jax.config.update("jax_num_cpu_devices", 4)
@@ -230,7 +232,9 @@ whole = config.parse(quick(), num_devices=8).train_data
 def read(indices):
     assert len(indices) == 8, "each process reads its half of the 16 rows"
     return whole.read(indices)
-train(quick(steps=3), workdir={str(tmp_path / "two")!r}, data=Source(read))
+c = quick(steps=5)
+c.checkpoint.update(every=1, every_minutes=1e-9)
+train(c, workdir={str(tmp_path / "two")!r}, data=Source(read))
 """
     port = 20000 + os.getpid() % 20000
     processes = [
@@ -248,6 +252,13 @@ train(quick(steps=3), workdir={str(tmp_path / "two")!r}, data=Source(read))
         for rank in range(2)
     ]
     assert [process.wait(timeout=200) for process in processes] == [0, 0]
+    newest = manifest.verify(tmp_path / "two" / "checkpoints" / "5")
+    assert (newest.processes, newest.position) == (2, 80)
+    meshtrain.train(quick(steps=6), workdir=tmp_path / "two")
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert one.keys() == two.keys()
+    assert list(one) == list(two) == list(range(6))
     np.testing.assert_allclose(list(one.values()), list(two.values()), rtol=1e-5)
+    starts = [
+        row["step"] for row in rows(tmp_path / "two", "events.jsonl") if row["event"] == "start"
+    ]
+    assert starts == [0, 2, 5]
