@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_be_used_is_told_before_anything_runs(tmp_path, mon
         meshtrain.train(quick(), workdir=tmp_path)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(meshtrain.ConfigError, match="MB needed, 0.0 MB free; use a folder"):
+    with pytest.raises(meshtrain.ConfigError, match="MB needed, 0.0 MB free; make room"):
         meshtrain.train(quick(), workdir=tmp_path / "other")
 
 

@@ -19,7 +19,6 @@ import jax
 
 from meshtrain import distributed
 from meshtrain.checkpoint import arrays, manifest
-from meshtrain.checkpoint.arrays import Arrays, shapes_of
 from meshtrain.checkpoint.manifest import BadCheckpoint, Manifest
 from meshtrain.errors import ConfigError
 from meshtrain.sections import CheckpointConfig
@@ -37,7 +36,8 @@ class _Save:
 
     step: int
     began: float
-    blocked: float = 0.0
+    blocked: float = 0.0  # seconds that the training waited
+    seconds: float = 0.0  # until it was a checkpoint
     manifest: Manifest | None = None
     error: Exception | None = None
 
@@ -62,7 +62,7 @@ class Saver:
         self._event, self._line = event, line
         self._facts = {"config": dict(config), "mesh": dict(mesh), "versions": _versions()}
         self._facts["processes"] = jax.process_count()
-        self._arrays = Arrays()
+        self._arrays = arrays.Arrays()
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
         self._failures, self._retry_at = 0, 0.0
@@ -79,13 +79,12 @@ class Saver:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 manifest.partial(self._folder, 0).mkdir(exist_ok=True)  # can be written to
                 manifest.clean(self._folder)
-                fault = self._lack(state_bytes)
+                if lack := self._lack(state_bytes):
+                    fault = f"{lack}; make room, or use another folder"
             except OSError as error:
-                fault = error.strerror
+                fault = f"{error.strerror}; use a folder that can be written"
         if fault := distributed.agree(fault):
-            raise ConfigError(
-                f"--workdir: {self._folder}: {fault}; use a folder that can be written"
-            )
+            raise ConfigError(f"--workdir: {self._folder}: {fault}")
 
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
         """Returns what the run goes on from, None to start: the newest good one; bad ones are set aside.
@@ -150,7 +149,7 @@ class Saver:
             job.error = error
             self._poll()
             return
-        facts |= {**self._facts, "time": time.time(), "arrays": shapes_of(state)}
+        facts |= {**self._facts, "time": time.time(), "arrays": arrays.shapes_of(state)}
         self._thread = threading.Thread(target=self._commit, args=(job, facts), name="commit")
         self._thread.start()
         job.blocked = time.perf_counter() - began
@@ -176,6 +175,8 @@ class Saver:
             self._arrays.wait()
             if jax.process_index() == 0:
                 job.manifest = manifest.commit(self._folder, job.step, **facts)
+            job.seconds = time.perf_counter() - job.began
+            if job.manifest:
                 self._retire()
         except Exception as error:  # noqa: BLE001  told by `_poll`, in the thread of the run
             job.error = error
@@ -192,7 +193,8 @@ class Saver:
         )
         for one in found:
             if one.step not in kept:
-                manifest.remove(self._folder / str(one.step))
+                with contextlib.suppress(OSError):  # tried again after the next save
+                    manifest.remove(self._folder / str(one.step))
 
     def _poll(self) -> None:
         """Tells what became of a save that has ended."""
@@ -202,9 +204,8 @@ class Saver:
         self._save = self._thread = None
         if job.error is None:
             self._failures, self._newest = 0, job.step
-            seconds = time.perf_counter() - job.began
             size = job.manifest.bytes if job.manifest else 0
-            told = {"bytes": size, "blocked_seconds": job.blocked, "seconds": seconds}
+            told = {"bytes": size, "blocked_seconds": job.blocked, "seconds": job.seconds}
             self._event("save", step=job.step, **told)
             return
         if jax.process_index() == 0:
@@ -246,12 +247,14 @@ def newest_good(folder: Path) -> tuple[Manifest | None, dict[int, str]]:
     Reads only, so it may be used beside a run that writes.
     """
     bad: dict[int, str] = {}
-    for step in manifest.steps(folder):
+    steps = manifest.steps(folder)
+    for step in steps:
         try:
             return manifest.verify(folder / str(step)), bad
         except BadCheckpoint as error:
             bad[step] = str(error)
-    return None, bad
+    # Where a run went on meanwhile, the one looked at may have made room for a newer one.
+    return newest_good(folder) if manifest.steps(folder) != steps else (None, bad)
 
 
 def find(path: Path) -> tuple[Path, Manifest]:
