@@ -85,14 +85,15 @@ def test_a_spike_is_told(tmp_path, capsys):
     assert not events(tmp_path, "rollback")
 
 
-def test_a_spike_is_undone_and_its_data_passed_over(tmp_path):
-    data = batches(80)
-    data[63]["y"] = data[63]["y"] * 1000
+@pytest.mark.parametrize(("bad", "to"), [(63, 60), (59, 50)])  # the latter seen just before a save
+def test_a_spike_is_undone_and_its_data_passed_over(tmp_path, bad, to):
+    data = batches(90)
+    data[bad]["y"] = data[bad]["y"] * 1000
     result = run(data, tmp_path, steps=70, rollback=True)
     (back,) = events(tmp_path, "rollback")
-    assert (back["step"], back["to"]) == (63, 60)
+    assert (back["step"], back["to"]) == (bad, to)
     passed = back["position"] // 16  # batches used by then
-    expected = run(data[:60] + data[passed:], steps=70)
+    expected = run(data[:to] + data[passed:], steps=70)
     assert_bit_equal(result.state, expected.state)
     assert [row["step"] for row in rows(tmp_path)] == list(range(70))
     saved = events(tmp_path, "save")[-1]
