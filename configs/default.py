@@ -114,7 +114,7 @@ def get_config() -> ConfigDict:
     checkpoint.allow_cast = False  # goes on with arrays of another dtype, which loses precision
     checkpoint.init_from = ""  # another run's workdir, or one of its checkpoints: where a new run's
     # parameters come from
-    checkpoint.init_only = "*"  # of them, patterns such as "layers/*,embedding"; others start anew
+    checkpoint.init_only = "*"  # of them, patterns such as "layers/*,tokens/*"; others start anew
 
     config.divergence = divergence = ConfigDict()
     divergence.max_skips = (

@@ -104,12 +104,16 @@ class Watch:
             )
 
     def conclude(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Raises FloatingPointError for a run whose last loss was not finite."""
-        if numbers and not math.isfinite(numbers["loss"]):
+        """Raises FloatingPointError for a run whose last loss or gradient was not finite."""
+        skipped = (
+            numbers.get("skipped") and "loss_scale" not in numbers
+        )  # in float16 one in a while is
+        if numbers and (skipped or not math.isfinite(numbers["loss"])):
             self._end(step, numbers)
 
     def _end(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._event("end", step=step, reason="not finite", skipped_in_a_row=self._skips, **numbers)
+        fields = {**numbers, "step": step, "skipped_in_a_row": self._skips}
+        self._event("end", reason="not finite", **fields)
         told = (
             f"step {step}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}: not finite"
         )

@@ -75,6 +75,8 @@ def restore(workdir: Path) -> tuple[Config, Params]:
         raw = json.loads((workdir / "config.json").read_text())
     except FileNotFoundError:
         raise ConfigError(f"--workdir={workdir}: no run there (config.json is missing)") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--workdir={workdir}: config.json cannot be read: {error}") from error
     cfg = parse({**raw, "mesh": dict.fromkeys(AXES, 1)}, num_devices=1, own=["data"])
     program = assemble(cfg, cfg.model, devices=jax.devices()[:1])
     directory, found = checkpoint.find(workdir)

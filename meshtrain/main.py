@@ -10,6 +10,7 @@ import signal
 import sys
 
 from meshtrain import cli
+from meshtrain.errors import ConfigError
 from meshtrain.train import train
 
 EXIT_PREEMPTED = 75  # stopped from outside, state saved
@@ -33,6 +34,10 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> int:
         args, config = cli.settings(flags, argv)
+        if args.workdir == "":
+            raise ConfigError(
+                "--workdir=: is empty; name a folder, or leave it out to save nothing"
+            )
         result = train(config, workdir=args.workdir, from_scratch=args.from_scratch)
         return EXIT_PREEMPTED if result.interrupted else 0
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 
 from meshtrain import checkpoint, summary
-from meshtrain import state as states
 from meshtrain.checkpoint import arrays, lock
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import Config, parse
@@ -73,7 +72,7 @@ def train(
         if workdir:
             stack.enter_context(lock.held(workdir))
             saver = stack.enter_context(_open_saver(workdir, cfg, program, writer))
-            saver.prepare(states.bytes_of(program.abstract_state))
+            saver.prepare(program.abstract_state)
             saved = saver.recover(from_scratch=from_scratch)
         start, position = (saved.step, saved.position) if saved else (0, 0)
         source = _source(cfg.checkpoint) if not saved else None
@@ -102,44 +101,53 @@ def train(
             metrics = {**writer.newest, **measured}
             return {"position": loader.position, "metrics": metrics, "watch": watch.memory}
 
-        def begin(step: int) -> None:
-            writer.begin(step, cfg, units, samples=loader.position, see=watch.see)
-
         # ---- compile, then loop: evaluate, save, step, report the step before ----
         step = start
         if start < cfg.train.steps and not stop.is_set():
             began = time.perf_counter()
             train_step = program.compile(loader.peek())
             writer.line(f"compiled in {time.perf_counter() - began:.1f} s")
-            begin(start)
-        while step < cfg.train.steps and not stop.is_set():
-            extra = {}
-            eval_due = cfg.eval.every > 0 and step % cfg.eval.every == 0 and step > start
-            save_due = saver is not None and saver.due(step, start)
-            if eval_due or save_due:
+            writer.begin(start, cfg, units, samples=position, see=watch.see)
+        while not stop.is_set():
+            last = step >= cfg.train.steps
+            eval_due = cfg.eval.every > 0 and step > 0 and step % cfg.eval.every == 0
+            save_due = not last and saver is not None and saver.due(step, start)
+            if eval_due or save_due or last:
                 writer.flush()  # first, so that nothing broken is evaluated or saved
-                with writer.paused():
-                    extra = {"eval_loss": heldout_loss(state.params)} if eval_due else {}
-                    if save_due and watch.spike is None:
-                        saver.save(step, state, **facts(extra.get("eval_loss")))
-            state, report = train_step(state, next(loader))
-            log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
-            # Writes the step before, while the device works on this one.
-            writer.step(step, report, log=log, **extra)
-            step += 1
             if watch.spike is not None:
                 writer.flush()
-                back = saver.recover() if saver else None
+                back = saver.recover(from_scratch=True) if saver else None
                 watch.undo(back.step if back else None, loader.position)
                 if back:
+                    state = None  # makes room for the one before
                     state, step = saver.restore(back, program.abstract_state), back.step
-                    begin(step)
+                    writer.begin(step, cfg, units, samples=loader.position, see=watch.see)
+                continue
+            if last:
+                break
+            with writer.paused():
+                eval_loss = heldout_loss(state.params) if eval_due else None
+                if save_due:
+                    saver.save(step, state, **facts(eval_loss))
+            try:
+                batch = next(loader)
+            except Exception:
+                writer.flush()
+                if saver and jax.process_count() == 1:  # others may still have data
+                    saver.finish(step, state, **facts(None))
+                raise
+            state, report = train_step(state, batch)
+            log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
+            # Writes the step before, while the device works on this one.
+            writer.step(step, report, eval_loss, log=log)
+            step += 1
         writer.flush()
         finished = step >= cfg.train.steps
         eval_loss = heldout_loss(state.params) if finished else None
-        if saver:
+        if saver and watch.spike is None:  # with one, the newest checkpoint is where to go on from
             saver.finish(step, state, **facts(eval_loss))
-        watch.conclude(step, writer.newest)
+        if finished:
+            watch.conclude(step, writer.newest)
         writer.event("end" if finished else "preempted", step=step, eval_loss=eval_loss)
         writer.close()
         writer.line(summary.after(step, cfg, eval_loss, data, workdir))
@@ -204,7 +212,7 @@ def _initial(
     params: Params, directory: Path, saved: Manifest, cfg: Config, writer: Writer
 ) -> Params:
     """Returns the parameters with those of a checkpoint that `init_only` names; tells what is left."""
-    patterns = cfg.checkpoint.init_only.split(",")
+    patterns = [pattern.strip() for pattern in cfg.checkpoint.init_only.split(",")]
     params, fresh, unused = arrays.restore_params(directory, saved.arrays, params, patterns)
     line = f"parameters of {directory}"
     line += f" · new here: {', '.join(fresh)}" if fresh else ""

@@ -16,6 +16,7 @@ import rich.console
 import rich.progress
 
 from meshtrain.config import Config
+from meshtrain.errors import ConfigError
 from meshtrain.summary import Units
 
 # Dense bfloat16 FLOP/s of one device, from the makers' data sheets.
@@ -40,8 +41,20 @@ def _step_of(row: str) -> float:
     """A row that was cut off by a crash counts as a late one."""
     try:
         return json.loads(row)["step"]
-    except ValueError:
+    except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file whole or not at all. Raises ConfigError where it cannot be written."""
+    new = path.with_name(path.name + ".new")
+    try:
+        new.write_text(text)
+        os.replace(new, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise ConfigError(f"{path}: {error.strerror}; make room, or repair it") from error
 
 
 class Writer:
@@ -83,8 +96,10 @@ class Writer:
             units.flops / (peak * jax.device_count()) if units.flops and peak else None
         )
         if self._folder and (metrics := self._folder / "metrics.jsonl").exists():
-            rows = [line for line in metrics.read_text().splitlines() if _step_of(line) < start]
-            metrics.write_text("".join(row + "\n" for row in rows))
+            rows = metrics.read_text(errors="replace").splitlines()
+            kept = [row for row in rows if _step_of(row) < start]
+            if kept != rows:
+                _replace(metrics, "".join(row + "\n" for row in kept))
         if self._console.is_terminal and not self._bar:
             columns = rich.progress.BarColumn(20), rich.progress.TextColumn("{task.description}")
             self._bar = rich.progress.Progress(*columns, console=self._console)
@@ -101,7 +116,9 @@ class Writer:
         finally:
             self._since += time.perf_counter() - began
 
-    def step(self, step: int, report: dict[str, jax.Array], *, log: bool, **extra: Any) -> None:
+    def step(
+        self, step: int, report: dict[str, jax.Array], eval_loss: float | None, *, log: bool
+    ) -> None:
         """Takes the report of a step just dispatched, and writes the one before.
 
         So the device has its next work while the host waits. `log` makes a row and a line of a step.
@@ -109,33 +126,38 @@ class Writer:
         # Where dispatching waits for the result, as on simulated devices, the step ended by now.
         ended = time.perf_counter() if report["loss"].is_ready() else None
         self.flush()
-        self._pending = step, report, ended, log, extra
+        self._pending = step, report, ended, log, eval_loss
 
     def flush(self) -> None:
         """Waits for the report that is still held, and writes it."""
         if self._pending is None:
             return
-        (step, report, ended, log, extra), self._pending = self._pending, None
+        (step, report, ended, log, eval_loss), self._pending = self._pending, None
         numbers = {name: float(value) for name, value in jax.device_get(report).items()}
         ended = ended or time.perf_counter()
         self._steps_since += 1
         self.newest = numbers
+        if log:
+            self._write(step, numbers, ended, eval_loss)
         self._see(step, numbers)
-        if not log:
-            return
+
+    def _write(
+        self, step: int, numbers: dict[str, float], ended: float, eval_loss: float | None
+    ) -> None:
         # Of two very short steps the second can be ready before the first is looked at.
         step_time = max(ended - self._since, 1e-6) / self._steps_since
         per_second = self._units_per_step / step_time
         row = {
             "step": step,
             "loss": numbers["loss"],
-            **numbers,
+            **{name: value for name, value in numbers.items() if name != "step"},
             "tokens": self._units_before + (step - self._start + 1) * self._units_per_step,
             "step_time": step_time,
             "tokens_per_second": per_second,
             "mfu": self._share_of_peak and self._share_of_peak * per_second,
-            **extra,
         }
+        if eval_loss is not None:
+            row["eval_loss"] = eval_loss
         self._append("metrics.jsonl", row)
         self._show(row)
         self._since, self._steps_since = ended, 0
@@ -171,9 +193,8 @@ class Writer:
     def config(self, config: dict[str, Any]) -> None:
         """Writes config.json, the resolved config of the latest start."""
         if self._folder:
-            (self._folder / "config.json").write_text(
-                json.dumps(config, indent=2, default=str) + "\n"
-            )
+            text = json.dumps(config, indent=2, default=str) + "\n"
+            _replace(self._folder / "config.json", text)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         """Adds a line to a file; on a full disk it waits for the next one that can be written."""
@@ -185,14 +206,16 @@ class Writer:
         }
         waiting = self._waiting.setdefault(name, [])
         waiting.append(json.dumps(finite) + "\n")
-        path = self._folder / name
-        size = path.stat().st_size if path.exists() else 0
+        path, size = self._folder / name, None
         try:
             with open(path, "a") as file:
+                size = file.tell()
                 file.writelines(waiting)
             waiting.clear()
         except OSError as error:
-            os.truncate(path, size)  # no line in part
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(path, size)  # no line in part
             if len(waiting) == 1:
                 self.line(f"{path}: {error.strerror}; what should go there waits")
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
+from test_divergence import line_fit, squares
 from test_train import assert_bit_equal, losses, quick, rows
 
 import meshtrain
@@ -178,9 +180,14 @@ def test_no_good_one_is_no_new_start_unless_told(workdir, capsys):
 def test_what_a_killed_save_left_is_no_checkpoint_and_is_removed(workdir):
     left = checkpoints(workdir) / "8.partial" / "arrays.orbax-checkpoint-tmp"
     shutil.copytree(checkpoints(workdir) / "6", left)
+    (checkpoints(workdir) / "9.partial").write_text("")
+    mine = [checkpoints(workdir) / name for name in ("notes.partial.txt", "007", "old.partial")]
+    for path in mine:
+        path.mkdir()
     assert manifest.steps(checkpoints(workdir)) == [6, 4, 2]
     meshtrain.train(saving(6), workdir=workdir)
-    assert not left.parent.exists() and not events(workdir, "quarantine")
+    assert not [*checkpoints(workdir).glob("[0-9].partial")] and not events(workdir, "quarantine")
+    assert all(path.is_dir() for path in mine)
 
 
 def test_reading_beside_a_run_changes_nothing(workdir):
@@ -189,6 +196,38 @@ def test_reading_beside_a_run_changes_nothing(workdir):
     before = sorted(workdir.rglob("*"))
     directory, found = checkpoint.find(workdir)
     assert found.step == 4 and sorted(workdir.rglob("*")) == before
+
+
+def test_a_workdir_may_be_named_by_a_number_as_a_checkpoint_is(workdir):
+    job = workdir.rename(workdir.with_name("12345"))
+    assert checkpoint.find(job)[0] == checkpoints(job) / "6"
+    assert checkpoint.find(checkpoints(job) / "4")[1].step == 4
+
+
+def test_a_data_source_that_fails_loses_no_step(tmp_path):
+    source = [{"x": np.ones((16, 4), "f"), "y": np.ones((16, 1), "f")}] * 5
+
+    def once():
+        yield from source
+
+    model = meshtrain.from_nnx(line_fit, squares)
+    with pytest.raises(meshtrain.ConfigError, match="the iterable ended"):
+        meshtrain.train(quick(steps=20), workdir=tmp_path, model=model, data=once())
+    assert manifest.steps(checkpoints(tmp_path)) == [5] and len(losses(tmp_path)) == 5
+
+
+def test_an_optimizer_whose_state_cannot_be_kept_is_refused(tmp_path):
+    c = quick(steps=1)
+    with c.unlocked():
+        c.optim.build = "test_checkpoint:noisy"
+        for key in ("b1", "b2", "epsilon", "weight_decay", "no_decay"):
+            del c.optim[key]
+    with pytest.raises(meshtrain.ConfigError, match="optim.build: opt_state.* is a typed PRNG key"):
+        meshtrain.train(c, workdir=tmp_path)
+
+
+def noisy(learning_rate):
+    return optax.noisy_sgd(learning_rate, key=jax.random.key(0))
 
 
 def test_retention_keeps_the_newest_every_nth_and_the_best(whole):
@@ -222,6 +261,16 @@ def test_a_run_keeps_what_it_is_told_to_and_saves_by_the_clock(tmp_path):
     assert manifest.steps(checkpoints(tmp_path / "a")) == [7, 6, 3]
     meshtrain.train(saving(3, every=0, every_minutes=1e-9), workdir=tmp_path / "b")
     assert manifest.steps(checkpoints(tmp_path / "b")) == [3, 2, 1, 0]
+    c = saving(6, every=1, keep_best=1)
+    c.checkpoint.keep, c.optim.learning_rate = 1, 0.3  # the held-out loss goes up and down
+    c.eval.update(every=1, batches=1)
+    result = meshtrain.train(c, workdir=tmp_path / "c")
+    measured = {row["step"]: row["eval_loss"] for row in rows(tmp_path / "c") if "eval_loss" in row}
+    measured[6] = result.eval_loss
+    best = min(measured, key=measured.get)
+    assert {*manifest.steps(checkpoints(tmp_path / "c"))} == {6, best}
+    kept = manifest.read(checkpoints(tmp_path / "c") / str(best))
+    assert kept.metrics["eval_loss"] == measured[best]
 
 
 def test_a_save_that_fails_is_told_tried_again_and_stops_nothing(tmp_path, monkeypatch, capsys):
@@ -248,7 +297,7 @@ def test_an_error_while_writing_is_noticed_and_the_newest_good_one_stays(tmp_pat
     right, calls = manifest.commit, []
 
     def commit(folder, step, **facts):
-        calls.append(step)
+        calls.append((step, manifest.steps(folder)))
         if step == 4:
             raise OSError(28, "No space left on device")
         return right(folder, step, **facts)
@@ -260,7 +309,7 @@ def test_an_error_while_writing_is_noticed_and_the_newest_good_one_stays(tmp_pat
     meshtrain.train(c, workdir=tmp_path)
     (failed,) = events(tmp_path, "save_failed")
     assert failed["step"] == 4 and "No space left" in failed["error"]
-    assert manifest.steps(checkpoints(tmp_path)) == [5]
+    assert calls == [(2, []), (4, [2]), (5, [2])] and manifest.steps(checkpoints(tmp_path)) == [5]
 
 
 def test_a_last_save_that_never_works_is_told_and_loses_nothing(workdir, monkeypatch):
@@ -345,8 +394,6 @@ def test_another_optimizer_is_told_and_parameters_alone_can_be_taken(workdir, tm
 
 
 def momentum(learning_rate):
-    import optax
-
     return optax.sgd(learning_rate, momentum=0.9)
 
 
@@ -372,7 +419,7 @@ def test_parameters_can_be_taken_by_pattern_and_the_rest_is_named(workdir, tmp_p
         assert np.array_equal(value, there[path]) == path.startswith(("layers", "final_norm")), path
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("parameters of"))
     assert "new here: output/kernel, tokens/embedding" in line and "not used: output/kernel" in line
-    c.checkpoint.init_only = "nothing"
+    c.checkpoint.init_only = "layers/*, nothing"
     with pytest.raises(meshtrain.ConfigError, match="no parameter has such a name"):
         meshtrain.train(c, workdir=tmp_path / "other")
     c.checkpoint.init_from, c.checkpoint.init_only = str(tmp_path), "*"
@@ -395,6 +442,15 @@ def test_another_dtype_is_refused_unless_allowed(workdir, whole):
         arrays.restore(directory, saved.arrays, narrow)
     read = arrays.restore(directory, saved.arrays, narrow, allow_cast=True)
     assert_bit_equal(read, jax.tree.map(lambda x, to: x.astype(to.dtype), state, narrow))
+    with jax.enable_x64(True):
+        c = saving(6)
+        c.train.param_dtype = "float64"
+        with pytest.raises(meshtrain.ConfigError, match="checkpoint.allow_cast=True"):
+            meshtrain.train(c, workdir=workdir)
+        c.checkpoint.allow_cast = True
+        wide = meshtrain.train(c, workdir=workdir).state.params
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(wide)} == {"float64"}
+    assert_bit_equal(wide, jax.tree.map(lambda x: np.float64(x), jax.device_get(state.params)))
     c = saving(7)
     c.train.param_dtype = "bfloat16"  # and the optimizer keeps other arrays
     with pytest.raises(meshtrain.ConfigError, match="take the parameters alone"):
@@ -484,7 +540,7 @@ def test_a_disk_that_is_full_for_real(tmp_path, monkeypatch, capsys):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", disk], capture_output=True
     )
     if mount.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mount.stderr.decode().strip()}")
@@ -497,7 +553,8 @@ def test_a_disk_that_is_full_for_real(tmp_path, monkeypatch, capsys):
         assert "could not be saved: ValueError: RESOURCE_EXHAUSTED" in capsys.readouterr().out
         found, bad = checkpoint.newest_good(checkpoints(disk / "run"))
         assert found.step >= 1 and not bad
-        shutil.rmtree(checkpoints(disk / "run") / "1")  # room again: the same command goes on
+        for old in manifest.steps(checkpoints(disk / "run"))[1:]:  # room again: it goes on
+            shutil.rmtree(checkpoints(disk / "run") / str(old))
         assert meshtrain.train(saving(31, every=0), workdir=disk / "run").step == 31
     finally:
         subprocess.run(["umount", disk], check=True)

@@ -28,14 +28,21 @@ def batches(count):
     ]
 
 
-def run(data, workdir=None, *, steps=None, **divergence):
+def fit():
+    return meshtrain.from_nnx(line_fit, squares)
+
+
+def config_for(steps, every=10, **divergence):
     c = tiny_config()
-    c.train.steps = len(data) if steps is None else steps
+    c.train.steps, c.checkpoint.every = steps, every
     c.optim.schedule, c.optim.learning_rate = "constant", 1e-2
-    c.checkpoint.every = 10
     c.divergence.update(divergence)
-    model = meshtrain.from_nnx(line_fit, squares)
-    return meshtrain.train(c, workdir=workdir, model=model, data=data)
+    return c
+
+
+def run(data, workdir=None, *, steps=None, **divergence):
+    c = config_for(len(data) if steps is None else steps, **divergence)
+    return meshtrain.train(c, workdir=workdir, model=fit(), data=data)
 
 
 def events(workdir, name):
@@ -113,6 +120,24 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(capsys):
     data[60]["y"] = data[60]["y"] * 1000
     assert run(data, rollback=True).step == 70
     assert capsys.readouterr().out.count("no checkpoint to go back to") == 1
+
+
+def test_a_run_without_a_good_checkpoint_goes_on_in_spite_of_a_spike(tmp_path, capsys):
+    data = batches(70)
+    data[60]["y"] = data[60]["y"] * 1000
+    (tmp_path / "checkpoints" / "quarantine" / "5").mkdir(parents=True)
+    c = config_for(70, every=0, rollback=True)
+    result = meshtrain.train(c, workdir=tmp_path, model=fit(), data=data, from_scratch=True)
+    assert result.step == 70 and "no checkpoint to go back to" in capsys.readouterr().out
+
+
+def test_a_spike_in_the_last_step_is_undone_as_well(tmp_path):
+    data = batches(90)
+    data[69]["y"] = data[69]["y"] * 1000
+    result = run(data, tmp_path, steps=70, rollback=True)
+    (back,) = events(tmp_path, "rollback")
+    assert (back["step"], back["to"], back["position"]) == (69, 60, 70 * 16)
+    assert_bit_equal(result.state, run(data[:60] + data[70:], steps=70).state)
 
 
 def test_the_running_mean_and_variance_are_those_of_their_definition():

@@ -148,23 +148,44 @@ def test_processes_that_are_half_described_are_refused(ids, monkeypatch):
         distributed.initialize()
 
 
+def test_held_out_losses_are_on_record_whatever_was_interrupted(tmp_path):
+    def measured(folder):
+        return {row["step"]: row.get("eval_loss") for row in rows(tmp_path / folder)}
+
+    c = quick(steps=6)
+    c.eval.update(every=2, batches=1)
+    meshtrain.train(c, workdir=tmp_path / "whole")
+    c.train.steps = 4
+    meshtrain.train(c, workdir=tmp_path / "parts")
+    c.train.steps = 6
+    meshtrain.train(c, workdir=tmp_path / "parts")
+    assert measured("parts") == measured("whole") and measured("whole")[4] is not None
+
+
+def test_nothing_held_out_is_nothing_to_evaluate(tmp_path):
+    c = quick(steps=2)
+    c.eval.every = 1
+    assert meshtrain.train(c, workdir=tmp_path).step == 2
+
+
 def test_a_finished_run_has_nothing_left_to_do(tmp_path):
     meshtrain.train(quick(steps=2), workdir=tmp_path)
     again = meshtrain.train(quick(steps=2), workdir=tmp_path)
     assert again.step == 2 and len(rows(tmp_path)) == 2
 
 
-def test_ctrl_c_saves_and_stops(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_stops(tmp_path, number):
     def read(indices):
         if indices[0] >= 16 * 20:
-            threading.Timer(0, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0, os.kill, (os.getpid(), number)).start()
         return to_batch(np.ones((len(indices), 17), np.int32))
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     result = meshtrain.train(quick(steps=5000), workdir=tmp_path, data=Source(read))
     assert result.interrupted and 0 < result.step < 5000
     assert rows(tmp_path, "events.jsonl")[-1]["event"] == "preempted"
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
     again = meshtrain.train(quick(steps=result.step + 1), workdir=tmp_path)
     assert again.step == result.step + 1
     assert rows(tmp_path, "events.jsonl")[-4]["event"] == "restore"

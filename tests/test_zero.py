@@ -1,11 +1,16 @@
 """ZeRO in bytes: what the compiled step holds on each device, stage by stage (arXiv 1910.02054, 16 N / n)."""
 
+import contextlib
+
 import jax
 import pytest
 from conftest import tiny_config
-from test_parity import GPT2, Run
+from test_parity import GPT2
 
+from meshtrain import config
 from meshtrain.certificate import name_of
+from meshtrain.data.loader import Loader
+from meshtrain.program import assemble
 
 WHOLE = [  # their dims follow `heads` and `mlp`, which fsdp does not cut
     "layers/attention/key/bias",
@@ -28,9 +33,12 @@ def stages():
         c.model.update({**GPT2, "d_model": 128, "d_ff": 512})
         c.train.zero_stage, c.train.unroll, c.data.seq_len = zero_stage, 1, 4
         c.train.num_microbatches, c.train.global_batch = 4, 32
-        run = Run(c, fsdp=8)
-        with run.program.active():
-            return run.program, run.program.compile(run.batch()).memory_analysis()
+        c.mesh.update(data=1, fsdp=8)
+        cfg = config.parse(c, num_devices=8)
+        program, where = assemble(cfg, cfg.model), dict(global_batch=c.train.global_batch)
+        with contextlib.closing(Loader(cfg.train_data, program.mesh, cfg.rules, **where)) as loader:
+            with program.active():
+                return program, program.compile(loader.peek()).memory_analysis()
 
     return [compiled(zero_stage) for zero_stage in range(4)]
 

@@ -6,6 +6,7 @@ training and tells what became of it; `newest_good` finds what a run goes on fro
 
 import contextlib
 import importlib.metadata
+import json
 import platform
 import shutil
 import threading
@@ -60,7 +61,8 @@ class Saver:
     ):
         self._folder, self._settings = folder, settings
         self._event, self._line = event, line
-        self._facts = {"config": dict(config), "mesh": dict(mesh), "versions": _versions()}
+        plain = json.loads(json.dumps(dict(config), default=str))
+        self._facts = {"config": plain, "mesh": dict(mesh), "versions": _versions()}
         self._facts["processes"] = jax.process_count()
         self._arrays = arrays.Arrays()
         self._save: _Save | None = None
@@ -68,21 +70,28 @@ class Saver:
         self._failures, self._retry_at = 0, 0.0
         self._saved_at, self._newest = time.monotonic(), -1
 
-    def prepare(self, state_bytes: int) -> None:
-        """Makes the folder ready, without what an earlier run left unfinished.
+    def prepare(self, abstract: TrainState) -> None:
+        """Makes the folder ready for such states, without what an earlier run left unfinished.
 
-        Raises ConfigError where it cannot be written to, or has no room for one state.
+        Raises ConfigError where it cannot be written to, or has no room for one state, or where that
+        cannot be kept.
         """
         fault = ""
+        for path, kind in arrays.shapes_of(abstract).items():
+            if " key<" in kind:
+                raise ConfigError(
+                    f"optim.build: {path} is a typed PRNG key, which checkpoints cannot keep; "
+                    f"use an optimizer with jax.random.PRNGKey, or no --workdir"
+                )
         if jax.process_index() == 0:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 manifest.partial(self._folder, 0).mkdir(exist_ok=True)  # can be written to
                 manifest.clean(self._folder)
-                if lack := self._lack(state_bytes):
+                if lack := self._lack(bytes_of(abstract)):
                     fault = f"{lack}; make room, or use another folder"
             except OSError as error:
-                fault = f"{error.strerror}; use a folder that can be written"
+                fault = f"{error.strerror or error}; use a folder that can be written"
         if fault := distributed.agree(fault):
             raise ConfigError(f"--workdir: {self._folder}: {fault}")
 
@@ -112,7 +121,7 @@ class Saver:
             raise ConfigError(*faults)
         if step is None:
             return None
-        self._newest = step
+        self._newest, self._failures = step, 0
         return manifest.read(self._folder / str(step))
 
     def restore(self, saved: Manifest, abstract: TrainState) -> TrainState:
@@ -160,7 +169,7 @@ class Saver:
             return ""
         try:
             manifest.remove(made)
-            made.mkdir()
+            made.mkdir(parents=True)
             return self._lack(size)
         except OSError as error:
             return f"{error.strerror}: {error.filename}"
@@ -210,7 +219,7 @@ class Saver:
             return
         if jax.process_index() == 0:
             manifest.remove(manifest.partial(self._folder, job.step))
-        wait = min(FIRST_WAIT * 2**self._failures, LONGEST_WAIT)
+        wait = min(FIRST_WAIT * 2 ** min(self._failures, 20), LONGEST_WAIT)
         self._failures += 1
         self._retry_at = time.monotonic() + wait
         why = _first_line(job.error)
@@ -263,7 +272,7 @@ def find(path: Path) -> tuple[Path, Manifest]:
     Raises ConfigError where there is none, or it is bad.
     """
     try:
-        if path.name.isdecimal():
+        if path.name.isdecimal() and not (path / FOLDER).is_dir():
             return path, manifest.verify(path)
     except BadCheckpoint as error:
         raise ConfigError(f"{path}: {error}; use another checkpoint") from error

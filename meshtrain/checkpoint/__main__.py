@@ -31,6 +31,8 @@ def listing(folder: Path) -> tuple[list[str], bool]:
         try:
             lines.append(f"{step:>9}  good  {_described(manifest.verify(folder / str(step)))}")
         except BadCheckpoint as error:
+            if not (folder / str(step)).exists():
+                continue  # made room for a newer one, while we looked
             lines.append(f"{step:>9}  BAD   {error}")
             all_good = False
     aside = folder / manifest.QUARANTINE
@@ -75,6 +77,8 @@ def prune(workdir: Path, args: argparse.Namespace) -> list[str]:
     for step in manifest.steps(folder):
         with contextlib.suppress(BadCheckpoint):  # a bad one counts for nothing, and is left
             found.append(manifest.verify(folder / str(step)))
+    if args.keep_best and not any(args.best_by in one.metrics for one in found):
+        raise ConfigError(f"--best_by={args.best_by}: no checkpoint has such a metric")
     keep = dict(keep=args.keep, keep_every=args.keep_every, keep_best=args.keep_best)
     kept = manifest.retained(found, **keep, best_by=args.best_by)
     gone = [folder / str(one.step) for one in found if one.step not in kept]
@@ -119,7 +123,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.verb == "prune":
             if args.keep is None:
                 raise ConfigError("checkpoint prune: say how many to keep, --keep=N")
-            if faults := below(1, {"--keep": args.keep}):
+            counts = {"--keep_every": args.keep_every, "--keep_best": args.keep_best}
+            if faults := below(1, {"--keep": args.keep}) + below(0, counts):
                 raise ConfigError(*faults)
             with lock.held(workdir):
                 print(*prune(workdir, args), sep="\n")
@@ -128,7 +133,11 @@ def main(argv: list[str] | None = None) -> int:
         print(*lines or ["no checkpoint yet"], sep="\n")
         return 0 if all_good or args.verb == "ls" else 1
 
-    return cli.told(run)
+    try:
+        return cli.told(run)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return cli.EXIT_USER
 
 
 def _fault(message: str) -> None:

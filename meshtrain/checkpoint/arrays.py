@@ -71,9 +71,9 @@ def restore_params(
         for path, leaf in flat.items()
         if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
     }
-    if not wanted:
+    if idle := [one for one in patterns if not fnmatch.filter(flat, one)]:
         raise ConfigError(
-            f"checkpoint.init_only={','.join(patterns)}: no parameter has such a name; "
+            f"checkpoint.init_only={','.join(idle)}: no parameter has such a name; "
             f"there are {', '.join(list(flat)[:5])}, ..."
         )
     prefix = "params/"

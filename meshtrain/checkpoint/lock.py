@@ -36,6 +36,7 @@ def held(workdir: Path) -> Iterator[None]:
         yield
     finally:
         if handle is not None:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked has it open as well
             os.close(handle)
 
 

@@ -7,7 +7,9 @@ every file with size and CRC-32, then the folder gets its name. Nothing here nee
 
 import json
 import math
+import operator
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -22,6 +24,7 @@ NAME = "MANIFEST.json"
 PARTIAL = ".partial"
 QUARANTINE = "quarantine"
 FORMAT = 1
+NUMBER = re.compile("0|[1-9][0-9]*")  # a step, as it names a folder
 BLOCK = 256 << 10  # bytes read at once, few enough for a core's cache
 LARGEST = 256 << 20  # bytes of a manifest; a larger one is none
 
@@ -78,6 +81,8 @@ def commit(folder: Path, step: int, **facts: Any) -> Manifest:
         os.fsync(file.fileno())
     for directory in {made, *(path.parent for path in made.rglob("*"))}:
         _sync_folder(directory)
+    if (folder / str(step)).exists():  # one that was bad, or it would not be made again
+        quarantine(folder, step)
     os.rename(made, folder / str(step))
     _sync_folder(folder)
     return manifest
@@ -86,8 +91,9 @@ def commit(folder: Path, step: int, **facts: Any) -> Manifest:
 def read(directory: Path) -> Manifest:
     """Returns the manifest of a checkpoint; raises BadCheckpoint where it cannot be trusted."""
     try:
-        if (directory / NAME).stat().st_size > LARGEST:
-            raise BadCheckpoint(f"{NAME} is larger than {LARGEST} bytes")
+        found = (directory / NAME).lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST:
+            raise BadCheckpoint(f"{NAME} is no file, or larger than {LARGEST} bytes")
         fields = json.loads((directory / NAME).read_text())
         crc32 = fields.pop("crc32")
         if checksum(fields) != crc32:
@@ -96,8 +102,11 @@ def read(directory: Path) -> Manifest:
             raise BadCheckpoint(f"format {fields['format']} is not {FORMAT}, the one known here")
         files = {name: (size, crc) for name, (size, crc) in fields.pop("files").items()}
         manifest = Manifest(files=files, **fields)
-        if not isinstance(manifest.step, int) or not isinstance(manifest.position, int):
+        if not isinstance(manifest.step, int) or not 0 <= operator.index(manifest.position):
             raise TypeError
+        for numbers in (manifest.metrics, manifest.watch, manifest.mesh, {"": manifest.time}):
+            if not all(isinstance(number, int | float) for number in numbers.values()):
+                raise TypeError
     except FileNotFoundError:
         raise BadCheckpoint(f"{NAME} is missing") from None
     except OSError as error:
@@ -136,12 +145,13 @@ def verify(directory: Path) -> Manifest:
 def steps(folder: Path) -> list[int]:
     """Returns the steps that claim to be checkpoints, the newest first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+    return sorted((int(name) for name in names if NUMBER.fullmatch(name)), reverse=True)
 
 
 def clean(folder: Path) -> list[str]:
     """Removes what a save that was cut off left behind, and returns the names."""
-    left = [path for path in folder.iterdir() if PARTIAL in path.name]
+    left = [path for path in folder.iterdir() if NUMBER.fullmatch(path.name.removesuffix(PARTIAL))]
+    left = [path for path in left if path.name.endswith(PARTIAL)]
     for path in left:
         remove(path)
     return sorted(path.name for path in left)
@@ -151,6 +161,8 @@ def remove(path: Path) -> None:
     """Removes a checkpoint; one that is removed in part is none."""
     if not path.name.endswith(PARTIAL):
         path = path.rename(path.with_name(path.name + PARTIAL))
+    if path.is_symlink() or path.is_file():
+        path.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
