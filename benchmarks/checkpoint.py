@@ -24,8 +24,9 @@ import numpy as np
 
 from benchmarks.workers import about
 from configs import default
-from meshtrain import checkpoint, config, state
+from meshtrain import config, state
 from meshtrain.checkpoint import manifest
+from meshtrain.checkpoint.saver import Saver
 from meshtrain.program import assemble
 
 
@@ -48,7 +49,7 @@ def measure(args) -> dict:
     cfg = config.parse(c, num_devices=1)
     program, folder = assemble(cfg, cfg.model), Path(tempfile.mkdtemp(dir=args.folder))
     told: list[dict] = []
-    saver = checkpoint.Saver(
+    saver = Saver(
         folder,
         cfg.checkpoint,
         config=cfg.raw,
@@ -62,7 +63,7 @@ def measure(args) -> dict:
     with program.active():
         current = program.start(0)
         step = jax.jit(noisy)
-        saver.prepare(state.bytes_of(current))
+        saver.prepare(program.abstract_state)
         for number in range(args.rounds + 1):  # the first warms up
             current = jax.block_until_ready(step(current, jax.random.key(number)))
             began = time.perf_counter()

@@ -28,6 +28,7 @@ import numpy as np
 from configs import default
 from meshtrain import checkpoint, train
 from meshtrain.checkpoint import arrays, manifest
+from meshtrain.checkpoint.saver import Saver
 
 STEPS, EVERY = 3000, 10
 PLACES = ("any time", "step", "copy", "write", "commit", "manifest", "name", "removal")
@@ -75,7 +76,7 @@ def arm(place: str, draw: random.Random) -> None:
     if place == "any time":
         after(draw.uniform(0, 8))
     elif place == "step":
-        at(checkpoint.Saver, "due", within)
+        at(Saver, "due", within)
     elif place == "copy":
         at(arrays.Arrays, "save", within)
     elif place == "write":

@@ -79,7 +79,7 @@ def restore(workdir: Path) -> tuple[Config, Params]:
         raise ConfigError(f"--workdir={workdir}: config.json cannot be read: {error}") from error
     cfg = parse({**raw, "mesh": dict.fromkeys(AXES, 1)}, num_devices=1, own=["data"])
     program = assemble(cfg, cfg.model, devices=jax.devices()[:1])
-    directory, found = checkpoint.find(workdir)
+    directory, found = checkpoint.find(workdir, tell=functools.partial(print, file=sys.stderr))
     return cfg, arrays.restore_params(directory, found.arrays, program.abstract_state.params)[0]
 
 

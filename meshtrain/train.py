@@ -15,6 +15,7 @@ import jax
 from meshtrain import checkpoint, summary
 from meshtrain.checkpoint import arrays, lock
 from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.saver import Saver
 from meshtrain.config import Config, parse
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
@@ -75,7 +76,7 @@ def train(
             saver.prepare(program.abstract_state)
             saved = saver.recover(from_scratch=from_scratch)
         start, position = (saved.step, saved.position) if saved else (0, 0)
-        source = _source(cfg.checkpoint) if not saved else None
+        source = _source(cfg.checkpoint, writer) if not saved else None
         memory = saved.watch if saved else {}
         watch = Watch(cfg.divergence, memory, event=writer.event, line=writer.line)
         loader = stack.enter_context(_open_loader(data, cfg, program.mesh, position))
@@ -189,7 +190,7 @@ def _heldout_loss(program: Program, data: Any, cfg: Config) -> Callable[[Params]
 
 
 def _open_saver(workdir: Path, cfg: Config, program: Program, writer: Writer) -> contextlib.closing:
-    saver = checkpoint.Saver(
+    saver = Saver(
         workdir / checkpoint.FOLDER,
         cfg.checkpoint,
         config={**cfg.raw, "mesh": asdict(cfg.mesh)},
@@ -200,10 +201,11 @@ def _open_saver(workdir: Path, cfg: Config, program: Program, writer: Writer) ->
     return contextlib.closing(saver)
 
 
-def _source(settings: CheckpointConfig) -> tuple[Path, Manifest] | None:
+def _source(settings: CheckpointConfig, writer: Writer) -> tuple[Path, Manifest] | None:
     """Returns the checkpoint that a new run's parameters come from, if it is to be one."""
     try:
-        return checkpoint.find(Path(settings.init_from)) if settings.init_from else None
+        path = Path(settings.init_from)
+        return checkpoint.find(path, tell=writer.line) if settings.init_from else None
     except ConfigError as error:
         raise ConfigError(f"checkpoint.init_from={error}") from error
 

@@ -18,7 +18,7 @@ from test_train import assert_bit_equal, losses, quick, rows
 import meshtrain
 from meshtrain import __main__, checkpoint
 from meshtrain.checkpoint import __main__ as verb
-from meshtrain.checkpoint import arrays, lock, manifest
+from meshtrain.checkpoint import arrays, lock, manifest, saver
 from meshtrain.checkpoint.manifest import BadCheckpoint
 
 slow = pytest.mark.slow
@@ -194,8 +194,10 @@ def test_reading_beside_a_run_changes_nothing(workdir):
     flip(largest_file(checkpoints(workdir) / "6"))
     (checkpoints(workdir) / "8.partial").mkdir()
     before = sorted(workdir.rglob("*"))
-    directory, found = checkpoint.find(workdir)
+    told = []
+    directory, found = checkpoint.find(workdir, tell=told.append)
     assert found.step == 4 and sorted(workdir.rglob("*")) == before
+    assert len(told) == 1 and told[0].endswith("fails its checksum; step 4 is used")
 
 
 def test_a_workdir_may_be_named_by_a_number_as_a_checkpoint_is(workdir):
@@ -282,7 +284,7 @@ def test_a_save_that_fails_is_told_tried_again_and_stops_nothing(tmp_path, monke
         return right(path)._replace(free=10 if len(asked) in (3, 4) else 10**12)
 
     monkeypatch.setattr(shutil, "disk_usage", full)
-    monkeypatch.setattr(checkpoint, "FIRST_WAIT", 1e-3)
+    monkeypatch.setattr(saver, "FIRST_WAIT", 1e-3)
     result = meshtrain.train(saving(8, every=2), workdir=tmp_path)
     assert result.step == 8 and len(losses(tmp_path)) == 8
     failed = events(tmp_path, "save_failed")
@@ -313,8 +315,8 @@ def test_an_error_while_writing_is_noticed_and_the_newest_good_one_stays(tmp_pat
 
 
 def test_a_last_save_that_never_works_is_told_and_loses_nothing(workdir, monkeypatch):
-    monkeypatch.setattr(checkpoint, "LAST_TRIES", 2)
-    monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(saver, "LAST_TRIES", 2)
+    monkeypatch.setattr(saver.time, "sleep", lambda seconds: None)
 
     def commit(*args, **facts):
         raise OSError(28, "No space left on device")
@@ -545,8 +547,8 @@ def test_a_disk_that_is_full_for_real(tmp_path, monkeypatch, capsys):
     if mount.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mount.stderr.decode().strip()}")
     try:
-        monkeypatch.setattr(checkpoint, "MARGIN", 0.0)  # so that it is noticed by writing alone
-        monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(saver, "MARGIN", 0.0)  # so that it is noticed by writing alone
+        monkeypatch.setattr(saver.time, "sleep", lambda seconds: None)
         with pytest.raises(meshtrain.ConfigError, match="step 30 could not be saved"):
             meshtrain.train(saving(30, every=1), workdir=disk / "run")
         assert events(disk / "run", "save")

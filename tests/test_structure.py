@@ -1,6 +1,7 @@
 """The shape of the package itself: imports flow one way, files and functions stay short."""
 
 import ast
+import functools
 import importlib
 import io
 import re
@@ -21,8 +22,8 @@ errors mesh pipeline pipeline.schedules sections config configfile distributed m
 data data.permute data.source data.tokens data.synthetic data.loader
 ops ops.attention ops.losses optim models models.base models.layers models.transformer
 grads pipeline.ring pipeline.stages pipeline.executor state checkpoint.manifest checkpoint.lock
-checkpoint.arrays checkpoint step program summary writer divergence train generate cli checkpoint.__main__
-pipeline.drawing schedule
+checkpoint.arrays checkpoint checkpoint.saver step program summary writer divergence train generate cli
+checkpoint.__main__ pipeline.drawing schedule
 covering certificate reference plain subject layouts laws verify
 audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.ledger
 audit.stages audit.explain audit.warn audit.report audit audit.__main__ . main __main__
@@ -30,6 +31,11 @@ audit.stages audit.explain audit.warn audit.report audit audit.__main__ . main _
 FILES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "meshtrain").rglob("*.py")}
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 LONGER = {"meshtrain/train.py:train": 120}  # the loop, to be read in one go
+
+
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
 
 
 def module_of(file):
@@ -40,7 +46,7 @@ def module_of(file):
 
 def imports_of(path):
     """Every dotted name that a file imports, at the top or within a function."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -99,7 +105,7 @@ def test_files_and_functions_are_short(file):
     assert len(text.splitlines()) <= 300
     lengths = {
         f"{file}:{node.name}": node.end_lineno - node.lineno + 1
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(FILES[file]))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: n for name, n in lengths.items() if n > LONGER.get(name, 60)} == {}
@@ -115,7 +121,7 @@ def test_every_key_of_the_default_config_has_a_comment_on_its_line():
     commented = {mark.start[0] for mark in marks if mark.type == tokenize.COMMENT}
     keys = {
         ast.unparse(node.targets[0]): range(node.lineno, node.end_lineno + 1)
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(ROOT / "configs" / "default.py"))
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Attribute)
         and ast.unparse(node.value) != "ConfigDict()"  # which opens a section
