@@ -124,4 +124,8 @@ def get_config() -> ConfigDict:
     divergence.spike = 8.0  # a loss so many standard deviations above the running mean is told
     divergence.rollback = False  # and undone: back to the newest checkpoint, past the data since
 
+    config.health = health = ConfigDict()
+    health.every = 500  # steps between checks that all copies of the state are the same, and that no
+    # process is slow; also before each save; 0: never
+
     return config.lock()

@@ -10,9 +10,7 @@ import jax
 
 from meshtrain import configfile, distributed
 from meshtrain.config import parse
-from meshtrain.errors import ConfigError
-
-EXIT_USER = 2  # the configuration or the data is wrong
+from meshtrain.errors import EXIT_USER, ConfigError
 
 
 def parser(verb: str, description: str | None) -> argparse.ArgumentParser:
@@ -31,13 +29,26 @@ def parser(verb: str, description: str | None) -> argparse.ArgumentParser:
         "--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices"
     )
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
+    several = flags.add_argument_group(
+        "several processes", "launchers tell this in variables, see meshtrain/place.py"
+    )
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    several.add_argument("--num_processes", type=int, metavar="N")
+    several.add_argument("--process_id", type=int, metavar="I")
+    several.add_argument(
+        "--join_seconds",
+        type=float,
+        metavar="S",
+        default=distributed.JOIN_SECONDS,
+        help="to wait for all processes (default: %(default)s)",
+    )
     return flags
 
 
 def settings(
     flags: argparse.ArgumentParser,
     argv: list[str] | None,
-    prepare: Callable[[Any], None] = lambda config: None,
+    prepare: Callable[[argparse.Namespace, Any], None] = lambda args, config: None,
 ) -> tuple[argparse.Namespace, Any]:
     """Returns the verb's flags and the config with its overrides, after making the devices ready.
 
@@ -49,10 +60,13 @@ def settings(
     if args.simulate_devices is not None:
         simulate(args.simulate_devices)
     config, faults = configfile.read(args.config, overrides)
-    prepare(config)
-    distributed.initialize()
-    if faults:
-        raise ConfigError(*faults, *_faults_of(config))
+    prepare(args, config)
+    distributed.initialize(
+        args.coordinator, args.num_processes, args.process_id, join_seconds=args.join_seconds
+    )
+    with distributed.together():
+        if any(distributed.gather(bool(faults))):
+            raise ConfigError(*faults, *_faults_of(config))
     return args, config
 
 

@@ -18,13 +18,14 @@ from meshtrain.sections import (
     CheckpointConfig,
     DivergenceConfig,
     EvalConfig,
+    HealthConfig,
     OptimConfig,
     PipelineConfig,
     TrainConfig,
 )
 
 SECTIONS = ("mesh", "rules", "train", "pipeline", "model", "data", "optim")
-SECTIONS += ("eval", "checkpoint", "divergence")
+SECTIONS += ("eval", "checkpoint", "divergence", "health")
 NOT_YET = ("expert", "context")  # axes that this version cannot use
 
 
@@ -40,6 +41,7 @@ class Config:
     eval: EvalConfig
     checkpoint: CheckpointConfig
     divergence: DivergenceConfig
+    health: HealthConfig
     build_optimizer: Callable[[Any], Any]  # of a learning-rate schedule
     model: Any  # None where the caller brings a model
     train_data: Any  # None where the caller brings data
@@ -74,6 +76,7 @@ def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Conf
     evaluation = read.section("eval", EvalConfig)
     checkpoint = read.section("checkpoint", CheckpointConfig)
     divergence = read.section("divergence", DivergenceConfig)
+    health = read.section("health", HealthConfig)
     optim, build_optimizer = read.builder("optim", OptimConfig, given=["learning_rate"])
     (build_model,) = [None] if "model" in own else read.builder("model")
     (build_data,) = [None] if "data" in own else read.builder("data", given=["split"])
@@ -102,6 +105,7 @@ def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Conf
         eval=evaluation,
         checkpoint=checkpoint,
         divergence=divergence,
+        health=health,
         build_optimizer=build_optimizer,
         model=model,
         train_data=train_data,

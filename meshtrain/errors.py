@@ -4,6 +4,13 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+# Exit codes; 0 is done.
+EXIT_FAILED = 1  # a crash, a lost process, a device that computes wrongly: worth another try
+EXIT_USER = 2  # the configuration or the data is wrong
+EXIT_NOT_FINITE = 17
+EXIT_STALLED = 18  # no process went on
+EXIT_PREEMPTED = 75  # stopped from outside, state saved
+
 
 class ConfigError(ValueError):
     """What the user has to change; `faults` holds one line for each."""

@@ -6,15 +6,17 @@ Every key of configs/default.py can be set: --config.train.steps=1000 --config.m
 A run whose workdir holds a checkpoint goes on from it.
 """
 
+import argparse
+import faulthandler
 import signal
 import sys
+import traceback
+from typing import Any
 
-from meshtrain import cli
-from meshtrain.errors import ConfigError
+from meshtrain import cli, distributed, signals
+from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, ConfigError
+from meshtrain.health import CorruptState
 from meshtrain.train import train
-
-EXIT_PREEMPTED = 75  # stopped from outside, state saved
-EXIT_NOT_FINITE = 17
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,15 +27,24 @@ def main(argv: list[str] | None = None) -> int:
         metavar="DIR",
         help="where metrics and checkpoints go; without it nothing is saved",
     )
-
     flags.add_argument(
         "--from_scratch",
         action="store_true",
         help="start anew where the workdir has checkpoints and none is good, instead of stopping",
     )
 
+    flags.add_argument(
+        "--elastic",
+        action="store_true",
+        help="mesh.data takes all devices that the other axes leave, whatever the config says",
+    )
+
+    def follow(args: argparse.Namespace, config: Any) -> None:
+        if args.elastic and -1 not in config.mesh.to_dict().values():
+            config.mesh.data = -1
+
     def run() -> int:
-        args, config = cli.settings(flags, argv)
+        args, config = cli.settings(flags, argv, follow)
         if args.workdir == "":
             raise ConfigError(
                 "--workdir=: is empty; name a folder, or leave it out to save nothing"
@@ -41,14 +52,22 @@ def main(argv: list[str] | None = None) -> int:
         result = train(config, workdir=args.workdir, from_scratch=args.from_scratch)
         return EXIT_PREEMPTED if result.interrupted else 0
 
+    signals.abort_on_signals()
+    faulthandler.register(signal.SIGUSR1)  # all stacks to stderr, also of a process that is stuck
     try:
-        return cli.told(run)
-    except FloatingPointError as error:
+        code = cli.told(run)
+        distributed.leave(code, together=True)
+        return code
+    except (FloatingPointError, CorruptState) as error:
         print(error, file=sys.stderr)
-        return EXIT_NOT_FINITE
-    except KeyboardInterrupt:
-        print("aborted: what was not saved by then is lost", file=sys.stderr)
-        return 128 + signal.SIGINT
+        code = EXIT_NOT_FINITE if isinstance(error, FloatingPointError) else EXIT_FAILED
+        distributed.leave(code, together=True)
+        return code
+    except Exception:
+        if distributed.num_processes() > 1:
+            traceback.print_exc()
+            distributed.leave(EXIT_FAILED, together=False)
+        raise
 
 
 if __name__ == "__main__":

@@ -149,6 +149,15 @@ class DivergenceConfig:
             raise ConfigError(*faults)
 
 
+@dataclass(frozen=True)
+class HealthConfig:
+    every: int
+
+    def __post_init__(self):
+        if faults := below(0, {"health.every": self.every}):
+            raise ConfigError(*faults)
+
+
 def _without_x64(dtypes: dict[str, str]) -> list[str]:
     return [
         f"{key}=float64: jax computes it in float32; set JAX_ENABLE_X64=1 as well"

@@ -1,20 +1,18 @@
-"""The trainer. Read `train` from top to bottom: check, build, restore or initialise, compile, loop."""
+"""The trainer. Read `train`, then `_loop`: check, build, restore or initialise, compile; then step by step."""
 
 import contextlib
 import itertools
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain import checkpoint, summary
-from meshtrain.checkpoint import arrays, lock
-from meshtrain.checkpoint.manifest import Manifest
+from meshtrain import checkpoint, distributed, health, progress, signals, summary
+from meshtrain.checkpoint import initial, lock
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.config import Config, parse
 from meshtrain.data.loader import Loader, from_iterable
@@ -23,7 +21,6 @@ from meshtrain.divergence import Watch
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model, Params
 from meshtrain.program import Program, assemble
-from meshtrain.sections import CheckpointConfig
 from meshtrain.state import TrainState
 from meshtrain.writer import Writer
 
@@ -53,17 +50,21 @@ def train(
     FloatingPointError when loss or gradient stay not finite, after `divergence.max_skips` such steps.
     """
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(_interrupts())
+        stop = stack.enter_context(signals.asking())
+        clock = stack.enter_context(contextlib.closing(progress.Clock()))
 
-        # ---- check and build: nothing is computed yet ----
-        cfg = parse(config, num_devices=jax.device_count(), own=_brought(model=model, data=data))
+        # ---- check and build, on all processes or none: nothing is computed yet ----
+        with distributed.together():
+            own = _brought(model=model, data=data)
+            cfg = parse(config, num_devices=jax.device_count(), own=own)
+            model = model or cfg.model
+            program = assemble(cfg, model)
         workdir = Path(workdir) if workdir else None
-        model = model or cfg.model
+        distributed.check_same({**cfg.raw, "workdir": str(workdir)})
         if data is None:
             data, eval_data = cfg.train_data, eval_data or cfg.heldout_data
         elif eval_data is not None and not isinstance(eval_data, Source):
             eval_data = list(itertools.islice(eval_data, cfg.eval.batches))  # the same each time
-        program = assemble(cfg, model)
         stack.enter_context(program.active())
         heldout_loss = _heldout_loss(program, eval_data, cfg)
 
@@ -76,15 +77,18 @@ def train(
             saver.prepare(program.abstract_state)
             saved = saver.recover(from_scratch=from_scratch)
         start, position = (saved.step, saved.position) if saved else (0, 0)
-        source = _source(cfg.checkpoint, writer) if not saved else None
-        memory = saved.watch if saved else {}
-        watch = Watch(cfg.divergence, memory, event=writer.event, line=writer.line)
+        source = None if saved else initial.source(cfg.checkpoint, tell=writer.line)
+        tell = dict(event=writer.event, line=writer.line)
+        watch = Watch(cfg.divergence, saved.watch if saved else {}, **tell)
+        check = health.Check(cfg.health, program.mesh, clock.page, **tell)
         loader = stack.enter_context(_open_loader(data, cfg, program.mesh, position))
         units = summary.units_of(loader.peek(), model)
         for line in summary.before(cfg, program.abstract_state, units, data):
             writer.line(line)
+        run = Run(cfg, program, clock, writer, saver, watch, check, loader, units, stop)
 
         # ---- restore, or initialise: every parameter is born where it lives ----
+        clock.enter("restore")
         if saved:
             state = saver.restore(saved, program.abstract_state)
             writer.event("restore", step=start, position=position, mesh=saved.mesh)
@@ -92,67 +96,126 @@ def train(
         else:
             state = program.start(cfg.train.seed)
             if source:
-                state = state._replace(params=_initial(state.params, *source, cfg, writer))
+                only, tell = cfg.checkpoint.init_only, dict(event=writer.event, line=writer.line)
+                state = state._replace(params=initial.take(state.params, *source, only, **tell))
         writer.config({**cfg.raw, "mesh": asdict(cfg.mesh)})
         writer.event("start", step=start, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
-        def facts(eval_loss: float | None) -> dict[str, Any]:
-            """What a checkpoint says beside the state."""
-            measured = {} if eval_loss is None else {"eval_loss": eval_loss}
-            metrics = {**writer.newest, **measured}
-            return {"position": loader.position, "metrics": metrics, "watch": watch.memory}
-
-        # ---- compile, then loop: evaluate, save, step, report the step before ----
+        # ---- compile, loop, and save where it ended ----
         step = start
-        if start < cfg.train.steps and not stop.is_set():
+        if start < cfg.train.steps and not distributed.agree(run.asked()):
+            clock.enter("compile")
             began = time.perf_counter()
             train_step = program.compile(loader.peek())
             writer.line(f"compiled in {time.perf_counter() - began:.1f} s")
-            writer.begin(start, cfg, units, samples=position, see=watch.see)
-        while not stop.is_set():
-            last = step >= cfg.train.steps
-            eval_due = cfg.eval.every > 0 and step > 0 and step % cfg.eval.every == 0
-            save_due = not last and saver is not None and saver.due(step, start)
-            if eval_due or save_due or last:
-                writer.flush()  # first, so that nothing broken is evaluated or saved
-            if watch.spike is not None:
-                writer.flush()
-                back = saver.recover(from_scratch=True) if saver else None
-                watch.undo(back.step if back else None, loader.position)
-                if back:
-                    state = None  # makes room for the one before
-                    state, step = saver.restore(back, program.abstract_state), back.step
-                    writer.begin(step, cfg, units, samples=loader.position, see=watch.see)
-                continue
-            if last:
-                break
-            with writer.paused():
-                eval_loss = heldout_loss(state.params) if eval_due else None
-                if save_due:
-                    saver.save(step, state, **facts(eval_loss))
-            try:
-                batch = next(loader)
-            except Exception:
-                writer.flush()
-                if saver and jax.process_count() == 1:  # others may still have data
-                    saver.finish(step, state, **facts(None))
-                raise
-            state, report = train_step(state, batch)
-            log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
-            # Writes the step before, while the device works on this one.
-            writer.step(step, report, eval_loss, log=log)
-            step += 1
-        writer.flush()
+            distributed.barrier("compiled")  # else the first collective waits for a slow compiler
+            state, step = _loop(run, state, start, train_step, heldout_loss)
         finished = step >= cfg.train.steps
+        clock.enter("eval")
         eval_loss = heldout_loss(state.params) if finished else None
+        clock.enter("save")
         if saver and watch.spike is None:  # with one, the newest checkpoint is where to go on from
-            saver.finish(step, state, **facts(eval_loss))
+            saver.finish(step, state, **run.facts(eval_loss))
         if finished:
             watch.conclude(step, writer.newest)
+        clock.enter("end")
         writer.event("end" if finished else "preempted", step=step, eval_loss=eval_loss)
         writer.close()
         writer.line(summary.after(step, cfg, eval_loss, data, workdir))
         return Result(state, step, eval_loss, not finished)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is open while a run goes on."""
+
+    cfg: Config
+    program: Program
+    clock: progress.Clock
+    writer: Writer
+    saver: Saver | None
+    watch: Watch
+    check: health.Check
+    loader: Loader
+    units: summary.Units
+    stop: threading.Event  # set by a signal
+
+    def asked(self) -> bool:
+        """Whether any process was told to stop; known to the first one, which decides for all."""
+        return distributed.wished(self.stop.is_set() or self.clock.asked)
+
+    def facts(self, eval_loss: float | None) -> dict[str, Any]:
+        """What a checkpoint says beside the state."""
+        measured = {} if eval_loss is None else {"eval_loss": eval_loss}
+        metrics = {**self.writer.newest, **measured}
+        return {"position": self.loader.position, "metrics": metrics, "watch": self.watch.memory}
+
+    def begin(self, step: int, position: int) -> None:
+        see = self.watch.see
+        self.writer.begin(step, self.cfg, self.units, samples=position, see=see)
+
+
+def _loop(
+    run: Run,
+    state: TrainState,
+    start: int,
+    train_step: Callable[[TrainState, Any], tuple[TrainState, Any]],
+    heldout_loss: Callable[[Params], float | None],
+) -> tuple[TrainState, int]:
+    """Checks, evaluates, saves, steps, reports the step before; returns where it ended."""
+    cfg, clock, writer, saver, loader = run.cfg, run.clock, run.writer, run.saver, run.loader
+    step = start
+    run.begin(start, loader.position)
+    while True:
+        save_due = saver is not None and saver.due(step, start)
+        stopping, save_due = distributed.agree((run.asked(), save_due))
+        last = step >= cfg.train.steps
+        eval_due = not last and cfg.eval.every > 0 and step > 0 and step % cfg.eval.every == 0
+        check_due = run.check.due(step, saving=save_due or last or stopping)
+        if stopping or last or eval_due or save_due or check_due:
+            writer.flush()  # first, so that nothing broken is evaluated or saved
+        if run.watch.spike is not None and not stopping:
+            state, step = _go_back(run, state, step)
+            continue
+        with writer.paused():
+            if check_due:
+                clock.enter("check")
+                run.check.run(step, state)
+            if stopping or last:
+                return state, step
+            if eval_due:
+                clock.enter("eval")
+            eval_loss = heldout_loss(state.params) if eval_due else None
+            if save_due:
+                clock.enter("save")
+                saver.save(step, state, **run.facts(eval_loss))
+        clock.enter("data", step)
+        try:
+            batch = next(loader)
+        except Exception:
+            writer.flush()
+            if saver and distributed.num_processes() == 1:  # others may still have data
+                saver.finish(step, state, **run.facts(None))
+            raise
+        clock.enter("step", step)
+        state, report = train_step(state, batch)
+        log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
+        # Writes the step before, while the device works on this one.
+        writer.step(step, report, eval_loss, log=log)
+        step += 1
+
+
+def _go_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
+    """Undoes a spike: returns the newest checkpoint's state and step, or those given if there is none."""
+    run.writer.flush()
+    back = run.saver.recover(from_scratch=True) if run.saver else None
+    run.watch.undo(back.step if back else None, run.loader.position)
+    if back is None:
+        return state, step
+    jax.tree.map(lambda leaf: leaf.delete(), state)  # makes room for the one before
+    state = run.saver.restore(back, run.program.abstract_state)
+    run.begin(back.step, run.loader.position)
+    return state, back.step
 
 
 def _brought(**parts: Any) -> list[str]:
@@ -176,12 +239,17 @@ def _open_loader(
 
 def _heldout_loss(program: Program, data: Any, cfg: Config) -> Callable[[Params], float | None]:
     """Returns the loss of parameters on the first `eval.batches` held-out batches, the same every time."""
-    eval_step = jax.jit(program.eval_step)
+    compiled: list[jax.stages.Compiled] = []
 
     def loss(params: Params) -> float | None:
         if data is None or not cfg.eval.batches:
             return None
         with _open_loader(data, cfg, program.mesh, 0) as heldout:
+            if not compiled:
+                example = params, heldout.peek()
+                compiled.append(jax.jit(program.eval_step).lower(*example).compile())
+                distributed.barrier("evaluation compiled")
+            (eval_step,) = compiled
             sums = [eval_step(params, next(heldout)) for _ in range(cfg.eval.batches)]
         means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
         return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
@@ -201,53 +269,10 @@ def _open_saver(workdir: Path, cfg: Config, program: Program, writer: Writer) ->
     return contextlib.closing(saver)
 
 
-def _source(settings: CheckpointConfig, writer: Writer) -> tuple[Path, Manifest] | None:
-    """Returns the checkpoint that a new run's parameters come from, if it is to be one."""
-    try:
-        path = Path(settings.init_from)
-        return checkpoint.find(path, tell=writer.line) if settings.init_from else None
-    except ConfigError as error:
-        raise ConfigError(f"checkpoint.init_from={error}") from error
-
-
-def _initial(
-    params: Params, directory: Path, saved: Manifest, cfg: Config, writer: Writer
-) -> Params:
-    """Returns the parameters with those of a checkpoint that `init_only` names; tells what is left."""
-    patterns = [pattern.strip() for pattern in cfg.checkpoint.init_only.split(",")]
-    params, fresh, unused = arrays.restore_params(directory, saved.arrays, params, patterns)
-    line = f"parameters of {directory}"
-    line += f" · new here: {', '.join(fresh)}" if fresh else ""
-    line += f" · not used: {', '.join(unused)}" if unused else ""
-    writer.line(line)
-    writer.event("init_from", path=str(directory), new=fresh, unused=unused)
-    return params
-
-
 def _open_writer(workdir: Path | None) -> Writer:
     try:
-        return Writer(workdir, leader=jax.process_index() == 0)
+        return Writer(workdir, leader=distributed.process_id() == 0)
     except OSError as error:
         raise ConfigError(
             f"--workdir={workdir}: {error.strerror}; use a folder that can be written"
         ) from error
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """Makes the first Ctrl-C or SIGTERM set an event; a second one acts as ever."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked  # signals belong to the main thread
-        return
-
-    def ask(signum, frame):
-        asked.set()
-        signal.signal(signum, before[signum])
-
-    before = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

@@ -18,12 +18,13 @@ from meshtrain.config import resolve
 ROOT = Path(__file__).resolve().parent.parent
 # A module may import those before it; one that is not here needs a place first.
 ORDER = """
-errors mesh pipeline pipeline.schedules sections config configfile distributed metrics sharding
+errors mesh pipeline pipeline.schedules sections config configfile place rendezvous distributed
+progress signals metrics sharding
 data data.permute data.source data.tokens data.synthetic data.loader
 ops ops.attention ops.losses optim models models.base models.layers models.transformer
 grads pipeline.ring pipeline.stages pipeline.executor state checkpoint.manifest checkpoint.lock
-checkpoint.arrays checkpoint checkpoint.saver step program summary writer divergence train generate cli
-checkpoint.__main__ pipeline.drawing schedule
+checkpoint.arrays checkpoint checkpoint.initial checkpoint.saver step program summary writer divergence
+health train generate cli collectives info workers nodes attempts launch checkpoint.__main__ pipeline.drawing schedule
 covering certificate reference plain subject layouts laws verify
 audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.ledger
 audit.stages audit.explain audit.warn audit.report audit audit.__main__ . main __main__

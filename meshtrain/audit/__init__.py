@@ -145,7 +145,7 @@ def _saved(ledger: Ledger) -> list[tuple[str, str, float]]:
     return [(*key, left) for key, left in merged.most_common() if left > 0.5]
 
 
-def _without_token_file(config: Any) -> None:
+def _without_token_file(args, config: Any) -> None:
     """Shapes are all that matters: made-up tokens do, and need no file."""
     if config.get("data", {}).get("build") == "meshtrain.data.tokens:build":
         config.data.build = "meshtrain.data.synthetic:build"

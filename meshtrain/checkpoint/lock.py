@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-
 from meshtrain import distributed
 from meshtrain.errors import ConfigError
 
@@ -25,7 +23,7 @@ def held(workdir: Path) -> Iterator[None]:
     """
     handle, fault = None, ""
     try:
-        if jax.process_index() == 0:
+        if distributed.process_id() == 0:
             try:
                 handle = os.open(workdir / NAME, os.O_RDWR | os.O_CREAT, 0o644)
                 fault = _take(handle, workdir)

@@ -1,9 +1,7 @@
 """Saves the states of a run while it goes on, and finds the one that it goes on from."""
 
 import contextlib
-import importlib.metadata
 import json
-import platform
 import shutil
 import threading
 import time
@@ -11,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from meshtrain import distributed
 from meshtrain.checkpoint import arrays, manifest, newest_good
@@ -57,8 +53,8 @@ class Saver:
         self._folder, self._settings = folder, settings
         self._event, self._line = event, line
         plain = json.loads(json.dumps(dict(config), default=str))
-        self._facts = {"config": plain, "mesh": dict(mesh), "versions": _versions()}
-        self._facts["processes"] = jax.process_count()
+        self._facts = {"config": plain, "mesh": dict(mesh), "versions": distributed.versions()}
+        self._facts["processes"] = distributed.num_processes()
         self._arrays = arrays.Arrays()
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
@@ -78,7 +74,7 @@ class Saver:
                     f"optim.build: {path} is a typed PRNG key, which checkpoints cannot keep; "
                     f"use an optimizer with jax.random.PRNGKey, or no --workdir"
                 )
-        if jax.process_index() == 0:
+        if distributed.process_id() == 0:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 manifest.partial(self._folder, 0).mkdir(exist_ok=True)  # can be written to
@@ -98,7 +94,7 @@ class Saver:
         """
         self._wait()
         step, faults = None, []
-        if jax.process_index() == 0:
+        if distributed.process_id() == 0:
             found, bad = newest_good(self._folder)
             step = found.step if found else None
             aside = self._folder / manifest.QUARANTINE
@@ -126,12 +122,12 @@ class Saver:
         return arrays.restore(directory, saved.arrays, abstract, allow_cast=cast)
 
     def due(self, step: int, start: int) -> bool:
-        """Says whether to save now; the first process decides, since clocks and disks differ."""
+        """Says whether this process would save now; clocks and disks differ, so the first one's counts."""
         self._poll()
         s, now = self._settings, time.monotonic()
         due = s.every > 0 and step % s.every == 0 and step > start
         due |= s.every_minutes > 0 and now - self._saved_at >= 60 * s.every_minutes
-        return distributed.agree(now >= self._retry_at if self._failures else due)
+        return now >= self._retry_at if self._failures else due
 
     def save(self, step: int, state: TrainState, **facts: Any) -> None:
         """Starts saving; waits only for a save before that still goes on, and for the copy.
@@ -160,7 +156,7 @@ class Saver:
 
     def _make_room(self, made: Path, size: int) -> str:
         """Makes the folder to write to; returns what is in the way, or nothing."""
-        if jax.process_index() > 0:
+        if distributed.process_id() > 0:
             return ""
         try:
             manifest.remove(made)
@@ -177,7 +173,7 @@ class Saver:
     def _commit(self, job: _Save, facts: dict[str, Any]) -> None:
         try:
             self._arrays.wait()
-            if jax.process_index() == 0:
+            if distributed.process_id() == 0:
                 job.manifest = manifest.commit(self._folder, job.step, **facts)
             job.seconds = time.perf_counter() - job.began
             if job.manifest:
@@ -212,7 +208,7 @@ class Saver:
             told = {"bytes": size, "blocked_seconds": job.blocked, "seconds": job.seconds}
             self._event("save", step=job.step, **told)
             return
-        if jax.process_index() == 0:
+        if distributed.process_id() == 0:
             manifest.remove(manifest.partial(self._folder, job.step))
         wait = min(FIRST_WAIT * 2 ** min(self._failures, 20), LONGEST_WAIT)
         self._failures += 1
@@ -243,14 +239,6 @@ class Saver:
     def close(self) -> None:
         self._wait()
         self._arrays.close()
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in ("meshtrain", "jax", "orbax-checkpoint"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run without installing
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 def _first_line(error: Exception) -> str:
