@@ -5,6 +5,8 @@ import sys
 
 VERBS = {
     "train": "meshtrain.main",
+    "launch": "meshtrain.launch",
+    "info": "meshtrain.info",
     "generate": "meshtrain.generate",
     "verify": "meshtrain.verify",
     "audit": "meshtrain.audit",

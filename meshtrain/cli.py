@@ -13,8 +13,8 @@ from meshtrain.config import parse
 from meshtrain.errors import EXIT_USER, ConfigError
 
 
-def parser(verb: str, description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with --config, --simulate_devices and --config.KEY; a verb adds its own flags."""
+def plain_parser(verb: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser without flags, whose faults are ConfigErrors."""
     flags = argparse.ArgumentParser(
         prog=f"meshtrain {verb}",
         description=description,
@@ -22,6 +22,12 @@ def parser(verb: str, description: str | None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     flags.error = _fault
+    return flags
+
+
+def parser(verb: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with --config, --simulate_devices and --config.KEY; a verb adds its own flags."""
+    flags = plain_parser(verb, description)
     flags.add_argument(
         "--config", required=True, metavar="FILE", help="a Python file with get_config()"
     )
@@ -76,8 +82,9 @@ def simulate(num_devices: int) -> None:
         raise ConfigError(f"--simulate_devices={num_devices}: use 1 or more")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
-    # A CPU program of several devices hangs in its collectives when read back from the cache.
-    jax.config.update("jax_enable_compilation_cache", False)
+    if num_devices > 1:
+        # A CPU program of several devices hangs in its collectives when read back from the cache.
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def told(run: Callable[[], int]) -> int:
