@@ -70,16 +70,24 @@ class Remote:
         self.link, self.node, self.num_local = link, node, num_local
         self._exits: list[Exit] = []
         self._looks: list[Look] = []
-        self._dead = True
+        self._dead, self._running = True, 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether processes of ours were there when the host fell silent."""
+        return not self.link.open and self._running > 0
 
     def pump(self) -> None:
         for message in self.link.receive():
-            self._exits += [_exit(fields) for fields in message.get("exits", ())]
+            exits = [_exit(fields) for fields in message.get("exits", ())]
+            self._exits += exits
+            self._running -= len(exits)
             self._looks = [Look(**fields) for fields in message.get("looks", ())]
             self._dead = message.get("dead", self._dead)
 
     def start(self, how: Start) -> None:
-        self._exits, self._looks, self._dead = [], [], False
+        self._exits, self._looks = [], []
+        self._dead, self._running = False, how.num_local
         self.link.send(do="start", how=dataclasses.asdict(how))
 
     def exits(self) -> list[Exit]:
@@ -175,18 +183,20 @@ def follow(
     nnodes: int,
     nproc: int,
     seconds: float,
+    grace: float,
     asked: Callable[[], int],
     line: Callable[[str], None],
 ) -> int:
     """Does on this host what the first supervisor says; returns the exit code that it gives.
 
-    `asked` counts the signals so far: the first asks to save and stop, a second one kills.
+    `asked` counts the signals so far: the first asks to save and stop within `grace` seconds, a second
+    one kills.
     """
     hello = {"node": node, "nnodes": nnodes, "nproc": nproc}
     code = EXIT_FAILED
     while (link := _reach(host, port, hello, seconds, asked)) is not None:
         line(f"node {node} of {nnodes}: in touch with node 0 at {host}:{port}")
-        code = _obey(workers, link, asked)
+        code = _obey(workers, link, asked, grace)
         workers.kill()
         link.close()
         if code is not None:
@@ -213,9 +223,9 @@ def _reach(
     return None
 
 
-def _obey(workers: Workers, link: Link, asked: Callable[[], int]) -> int | None:
+def _obey(workers: Workers, link: Link, asked: Callable[[], int], grace: float) -> int | None:
     """Returns the exit code, None where the first supervisor is lost. Raises ConfigError if refused."""
-    told_at, known = 0.0, 0
+    told_at, asked_at, code = 0.0, 0.0, 0
     with selectors.DefaultSelector() as ready:
         ready.register(link.connection, selectors.EVENT_READ)
         while link.open:
@@ -236,14 +246,21 @@ def _obey(workers: Workers, link: Link, asked: Callable[[], int]) -> int | None:
                         raise ConfigError(message["fault"])
                     case "end":
                         return message["code"]
-            if asked() > known:
-                known = asked()
-                workers.ask() if known == 1 else workers.kill()
-            exits = [dataclasses.asdict(one) for one in workers.exits()]
+            if asked() and not asked_at:
+                asked_at = time.monotonic()
+                workers.ask()
+            if asked() > 1 or asked_at and time.monotonic() - asked_at > grace:
+                return EXIT_FAILED
+            exits, looks = workers.exits(), workers.looks()
+            code = max([code, *(one.code for one in exits)])
             if exits or time.monotonic() - told_at > LOOK_EVERY:
                 told_at = time.monotonic()
-                looks = [dataclasses.asdict(one) for one in workers.looks()]
-                link.send(exits=exits, looks=looks)
+                link.send(
+                    exits=[dataclasses.asdict(one) for one in exits],
+                    looks=[dataclasses.asdict(one) for one in looks],
+                )
+            if asked() and not looks:
+                return code  # this host is to go, whatever the others do
     return None
 
 

@@ -99,6 +99,7 @@ class Supervisor:
                     nnodes=s.nnodes,
                     nproc=s.nproc,
                     seconds=s.join_seconds,
+                    grace=s.grace,
                     asked=lambda: len(self._signals),
                     line=self._say,
                 )
@@ -216,7 +217,7 @@ class Supervisor:
             if first_end and time.monotonic() - first_end > TOGETHER:
                 return attempts.failed(f"rank {ended[0].rank} has ended and others have not")
             for group in groups[1:]:
-                if not group.link.open:
+                if group.lost:
                     return attempts.failed(f"node {group.node} is lost")
             if self._signals and asked_at is None:
                 asked_at = time.monotonic()
