@@ -13,7 +13,6 @@ all must agree. `--simulate` runs the stages as devices of one process: no scali
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -24,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 
-from benchmarks.workers import about, answer, ask, launch, waiting
+from benchmarks.workers import about, measure, run, serve
 from configs import default
-from meshtrain import config, distributed, state
+from meshtrain import config, state
 from meshtrain.data.source import Batch
 from meshtrain.pipeline import schedules
 from meshtrain.program import assemble
@@ -63,55 +62,6 @@ def prepare(args, stages: int):
         facts["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
         facts["parameters"] = state.count(program.abstract_state.params)
         return compiled, program.start(0), batch, facts
-
-
-def run(compiled, carry, batch, count: int):
-    """Returns the state after so many steps, and what they took."""
-    reply, waited = {"seconds": [], "cpu_seconds": [], "losses": []}, waiting()
-    for _ in range(count):
-        began, cpu_began = time.perf_counter(), time.process_time()
-        carry, report = compiled(carry, batch)
-        jax.block_until_ready((carry, report))
-        reply["seconds"].append(time.perf_counter() - began)
-        reply["cpu_seconds"].append(time.process_time() - cpu_began)
-        reply["losses"].append(float(report["loss"]))
-    return carry, reply | {"waited_seconds": waiting() - waited}
-
-
-def work(args) -> None:
-    """A worker: says what it compiled, then runs as many steps as each line of stdin asks for."""
-    distributed.initialize()
-    compiled, carry, batch, reply = prepare(args, jax.device_count())
-    print(json.dumps(reply), flush=True)
-    for line in sys.stdin:
-        carry, reply = run(compiled, carry, batch, int(line))
-        print(json.dumps(reply), flush=True)
-
-
-def measure(args, cores: list[int]) -> dict:
-    """Returns facts of all workers, the replies of each kind of turn, and each worker's losses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    places = [(address, str(len(cores)), str(i)) for i in range(len(cores))]
-    places = [dict(zip(distributed.VARIABLES, place, strict=True)) for place in places]
-    stages = [launch(__file__, core, **place) for core, place in zip(cores, places, strict=True)]
-    workers = stages + (copies := [launch(__file__, core) for core in cores])
-    try:
-        facts = [answer(worker) for worker in workers]
-        losses = [reply["losses"] for reply in ask(stages, 1) + ask(copies, 1)]  # warms up
-        turns = {"one process": [], "one process on each core": [], "pipeline": []}
-        for i in range(args.rounds):
-            groups = [[copies[i % len(cores)]], copies, stages]
-            for kind, group in list(zip(turns, groups, strict=True))[:: 1 if i % 2 else -1]:
-                turns[kind].append(ask(group, args.steps))
-                for worker, reply in zip(group, turns[kind][-1], strict=True):
-                    losses[workers.index(worker)] += reply["losses"]
-    finally:
-        for worker in workers:
-            worker.stdin.close()  # ends it
-    assert not any([worker.wait(60) for worker in workers])
-    return {"facts": facts, "turns": turns, "losses": losses}
 
 
 def show(args, measured: dict) -> dict:
@@ -170,7 +120,7 @@ def main():
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return work(args)
+        return serve(lambda: prepare(args, jax.device_count()))
     cores, record = sorted(os.sched_getaffinity(0)), about(args)
     if args.simulate:
         jax.config.update("jax_platforms", "cpu")
@@ -179,7 +129,7 @@ def main():
     elif len(cores) < args.stages:
         parser.error(f"--stages={args.stages} and {len(cores)} cores: one each, or --simulate")
     else:
-        record |= measure(args, cores[: args.stages])
+        record |= measure(__file__, cores[: args.stages], "pipeline", args.rounds, args.steps)
         record["figures"] = show(args, record)
     if args.output:
         Path(args.output).write_text(json.dumps(record, indent=1) + "\n")

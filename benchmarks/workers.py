@@ -5,11 +5,16 @@ A worker writes a line of JSON when it is ready, and one for each line that it r
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
+
+from meshtrain import distributed, place
 
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
@@ -40,6 +45,58 @@ def waiting() -> float:
     """Returns for how long threads of this process could have run, and others had the core."""
     files = Path("/proc/self/task").glob("*/schedstat")
     return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+
+
+def run(compiled, carry, batch, count: int):
+    """Returns the state after so many steps, and what they took."""
+    reply, waited = {"seconds": [], "cpu_seconds": [], "losses": []}, waiting()
+    for _ in range(count):
+        began, cpu_began = time.perf_counter(), time.process_time()
+        carry, report = compiled(carry, batch)
+        jax.block_until_ready((carry, report))
+        reply["seconds"].append(time.perf_counter() - began)
+        reply["cpu_seconds"].append(time.process_time() - cpu_began)
+        reply["losses"].append(float(report["loss"]))
+    return carry, reply | {"waited_seconds": waiting() - waited}
+
+
+def serve(prepare: Callable) -> None:
+    """A worker: says what `prepare` compiled, then runs as many steps as each line of stdin asks for."""
+    distributed.initialize()
+    compiled, carry, batch, reply = prepare()
+    print(json.dumps(reply), flush=True)
+    for line in sys.stdin:
+        carry, reply = run(compiled, carry, batch, int(line))
+        print(json.dumps(reply), flush=True)
+
+
+def measure(script: str, cores: list[int], together: str, rounds: int, steps: int) -> dict:
+    """Compares a run of a process on each core, called `together`, with runs of one process.
+
+    Returns facts of all workers, the replies of each kind of turn, and each worker's losses.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    places = [(address, str(len(cores)), str(i)) for i in range(len(cores))]
+    places = [dict(zip(place.JAX, one, strict=True)) for one in places]
+    team = [launch(script, core, **one) for core, one in zip(cores, places, strict=True)]
+    workers = team + (copies := [launch(script, core) for core in cores])
+    try:
+        facts = [answer(worker) for worker in workers]
+        losses = [reply["losses"] for reply in ask(team, 1) + ask(copies, 1)]  # warms up
+        turns = {"one process": [], "one process on each core": [], together: []}
+        for i in range(rounds):
+            groups = [[copies[i % len(cores)]], copies, team]
+            for kind, group in list(zip(turns, groups, strict=True))[:: 1 if i % 2 else -1]:
+                turns[kind].append(ask(group, steps))
+                for worker, reply in zip(group, turns[kind][-1], strict=True):
+                    losses[workers.index(worker)] += reply["losses"]
+    finally:
+        for worker in workers:
+            worker.stdin.close()  # ends it
+    assert not any([worker.wait(60) for worker in workers])
+    return {"facts": facts, "turns": turns, "losses": losses}
 
 
 def about(args) -> dict:

@@ -8,7 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshtrain import progress
-from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
+from meshtrain.errors import (
+    EXIT_FAILED,
+    EXIT_NOT_FINITE,
+    EXIT_PREEMPTED,
+    EXIT_STALLED,
+    EXIT_USER,
+    ConfigError,
+)
 from meshtrain.workers import Exit, Look
 
 # How often `stall_seconds` fits into what a phase may take; of a step also 5 of its usual duration.
@@ -27,6 +34,49 @@ ORDER = ("start", "restore", "compile", "end", "check", "eval", "save", "data", 
 # A crash at the same step, in the same way, so many times in a row will come again.
 IN_A_ROW = collections.defaultdict(lambda: 2, {-signal.SIGKILL: 3, EXIT_STALLED: 3})
 LONGEST_WAIT = 30.0  # seconds between attempts
+
+
+@dataclass(frozen=True)
+class Settings:
+    nproc: int = 1  # processes on this host
+    simulate_devices: int | None = None  # CPU devices of each
+    max_restarts: int = 3
+    window: float = 3600.0  # seconds within which there may be so many
+    min_nproc: int | None = None  # of all hosts: goes on with fewer, if one cannot come back
+    stall_seconds: float = 60.0  # without a step
+    grace: float = 60.0  # seconds to save in when stopped
+    nnodes: int = 1
+    node_rank: int = 0
+    coordinator: str | None = None  # HOST:PORT of node 0
+    join_seconds: float = 120.0  # until all hosts must be there
+
+    def __post_init__(self):
+        faults = [
+            f"--{name}={value}: use 1 or more"
+            for name, value in (
+                ("nproc", self.nproc),
+                ("nnodes", self.nnodes),
+                ("min_nproc", self.min_nproc or 1),
+            )
+            if value < 1
+        ]
+        if self.max_restarts < 0:
+            faults.append(f"--max_restarts={self.max_restarts}: use 0 or more")
+        for name in ("window", "stall_seconds", "grace", "join_seconds"):
+            if not getattr(self, name) > 0:
+                faults.append(f"--{name}={getattr(self, name)}: use a positive number of seconds")
+        if self.min_nproc and self.min_nproc > self.nproc * self.nnodes:
+            faults.append(
+                f"--min_nproc={self.min_nproc}: there are {self.nproc * self.nnodes} processes in all"
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            faults.append(
+                f"--node_rank={self.node_rank}: use 0 to {self.nnodes - 1}, below --nnodes"
+            )
+        if self.nnodes > 1 and not (self.coordinator or "").rpartition(":")[2].isdigit():
+            faults.append(f"--coordinator={self.coordinator}: use HOST:PORT of node 0")
+        if faults:
+            raise ConfigError(*faults)
 
 
 @dataclass(frozen=True)
@@ -79,17 +129,20 @@ def _where(look: Look) -> str:
 
 def stall(looks: Sequence[Look], stall_seconds: float) -> Outcome | None:
     """Returns who holds the others up, if anybody does for too long."""
-    for look in looks:
-        if look.stopped > min(STOPPED, stall_seconds):
-            why = f"stopped by a signal for {look.stopped:.0f} s"
-            return _stalled(look, why)
+    for look in sorted(looks, key=lambda look: (-look.stopped, -look.silent)):
+        if look.stopped > STOPPED or look.stopped and look.silent > stall_seconds:
+            return _stalled(look, f"stopped by a signal for {look.stopped:.0f} s")
         if look.silent > stall_seconds:
             return _stalled(look, f"gave no sign of life for {look.silent:.0f} s")
     late = [look for look in looks if look.age > _limit(look, stall_seconds)]
     if not late:
         return None
-    behind = min(looks, key=lambda look: (look.reached, ORDER.index(look.phase), -look.age))
-    return _stalled(behind, f"made no progress for {max(look.age for look in late):.0f} s")
+    behind = min(
+        looks,
+        key=lambda look: (not look.stopped, look.reached, ORDER.index(look.phase), -look.age),
+    )
+    why = "is stopped by a signal, and there was" if behind.stopped else "made"
+    return _stalled(behind, f"{why} no progress for {max(look.age for look in late):.0f} s")
 
 
 def _limit(look: Look, stall_seconds: float) -> float:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from meshtrain import cli
 from meshtrain import place as places
+from meshtrain.attempts import Settings
 from meshtrain.errors import ConfigError
-from meshtrain.supervisor import Settings, Supervisor
+from meshtrain.supervisor import Supervisor
 
 
 def launch(arguments: Sequence[str], **settings) -> int:

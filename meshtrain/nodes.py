@@ -193,12 +193,11 @@ def follow(
     one kills.
     """
     hello = {"node": node, "nnodes": nnodes, "nproc": nproc}
-    code = EXIT_FAILED
     while (link := _reach(host, port, hello, seconds, asked)) is not None:
         line(f"node {node} of {nnodes}: in touch with node 0 at {host}:{port}")
-        code = _obey(workers, link, asked, grace)
-        workers.kill()
-        link.close()
+        with contextlib.closing(link):
+            code = _obey(workers, link, asked, grace)
+            workers.kill()
         if code is not None:
             return code
         if asked():

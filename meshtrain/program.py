@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.experimental.compilation_cache import compilation_cache
 
 from meshtrain import grads, optim, sharding
 from meshtrain import state as states
@@ -57,6 +58,7 @@ class Program:
 def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None) -> Program:
     """Returns the program of these settings on these devices (all, unless told)."""
     mesh = make_mesh(cfg.mesh, devices=devices)
+    _without_cache()
     c = cfg.train
     schedule = optim.make_schedule(cfg.optim, steps=c.steps)
     optimizer = optim.keep_moments(
@@ -100,6 +102,18 @@ def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None)
         train_step=train_step,
         eval_step=eval_step,
     )
+
+
+def _without_cache() -> None:
+    """Turns jax's persistent compile cache off where it is dangerous.
+
+    A CPU program of several devices of one process runs its collectives in another order on each, when
+    it is read back, and hangs (jax 0.10.2 and 0.12.0.1).
+    """
+    several = jax.default_backend() == "cpu" and jax.local_device_count() > 1
+    if several and jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # what it decided in an earlier compilation
 
 
 def _table_of(cfg: Config, model: Model, params: Params) -> Table:

@@ -8,13 +8,12 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from meshtrain import attempts, nodes
 from meshtrain import place as places
-from meshtrain.attempts import Account, Budget, Outcome
-from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USER, ConfigError
+from meshtrain.attempts import Account, Budget, Outcome, Settings
+from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USER
 from meshtrain.workers import Start, Workers
 
 TICK = 0.1  # seconds between looks
@@ -22,49 +21,6 @@ TOGETHER = 60.0  # seconds within which all end, once one has ended well
 STACKS = 1.0  # seconds to write them
 PORTS = range(20000, 32000)  # below those that systems give to outgoing connections
 HIDDEN = "[Gloo]"  # lines that tell nobody anything
-
-
-@dataclass(frozen=True)
-class Settings:
-    nproc: int = 1  # processes on this host
-    simulate_devices: int | None = None  # CPU devices of each
-    max_restarts: int = 3
-    window: float = 3600.0  # seconds within which there may be so many
-    min_nproc: int | None = None  # of all hosts: goes on with fewer, if one cannot come back
-    stall_seconds: float = 60.0  # without a step
-    grace: float = 60.0  # seconds to save in when stopped
-    nnodes: int = 1
-    node_rank: int = 0
-    coordinator: str | None = None  # HOST:PORT of node 0
-    join_seconds: float = 120.0  # until all hosts must be there
-
-    def __post_init__(self):
-        faults = [
-            f"--{name}={value}: use 1 or more"
-            for name, value in (
-                ("nproc", self.nproc),
-                ("nnodes", self.nnodes),
-                ("min_nproc", self.min_nproc or 1),
-            )
-            if value < 1
-        ]
-        if self.max_restarts < 0:
-            faults.append(f"--max_restarts={self.max_restarts}: use 0 or more")
-        for name in ("window", "stall_seconds", "grace", "join_seconds"):
-            if not getattr(self, name) > 0:
-                faults.append(f"--{name}={getattr(self, name)}: use a positive number of seconds")
-        if self.min_nproc and self.min_nproc > self.nproc * self.nnodes:
-            faults.append(
-                f"--min_nproc={self.min_nproc}: there are {self.nproc * self.nnodes} processes in all"
-            )
-        if not 0 <= self.node_rank < self.nnodes:
-            faults.append(
-                f"--node_rank={self.node_rank}: use 0 to {self.nnodes - 1}, below --nnodes"
-            )
-        if self.nnodes > 1 and not (self.coordinator or "").rpartition(":")[2].isdigit():
-            faults.append(f"--coordinator={self.coordinator}: use HOST:PORT of node 0")
-        if faults:
-            raise ConfigError(*faults)
 
 
 class Supervisor:
@@ -121,23 +77,24 @@ class Supervisor:
                 return EXIT_PREEMPTED if self._signals else EXIT_FAILED
             counts = _shares([count for _, count in groups], lacking)
             outcome = self._attempt([group for group, _ in groups], counts)
-            whole = sum(counts) == s.nproc * s.nnodes
             if outcome.code == 0 or self._signals:
                 return self._conclude(outcome)
-            if outcome.code == EXIT_USER and not whole:
+            if outcome.code == EXIT_USER and sum(counts) < s.nproc * s.nnodes:
                 # So many processes do not fit the config; fewer may, or it has to be all.
-                smaller = sum(counts) - 1 >= s.min_nproc
-                lacking, can_shrink = (lacking + 1, True) if smaller else (0, False)
-                outcome = attempts.replaced(outcome, code=EXIT_FAILED)
+                can_shrink = sum(counts) > s.min_nproc
+                lacking = lacking + 1 if can_shrink else 0
             else:
-                came_back = outcome.began or not can_shrink or sum(counts) <= s.min_nproc
-                lacking = 0 if came_back else lacking + 1
-            if why := self._budget.refuse(outcome):
-                self._say(f"{outcome.why}; giving up: {why}", error=True)
-                for line in outcome.tail:
-                    self._say(f"  {line}", error=True)
-                return self._conclude(outcome)
+                gone = can_shrink and not outcome.began and sum(counts) > s.min_nproc
+                lacking = lacking + 1 if gone else 0
+                if why := self._budget.refuse(outcome):
+                    return self._give_up(outcome, why)
             self._restart(outcome, sum(counts), lacking)
+
+    def _give_up(self, outcome: Outcome, why: str) -> int:
+        self._say(f"{outcome.why}; giving up: {why}", error=True)
+        for line in outcome.tail:
+            self._say(f"  {line}", error=True)
+        return self._conclude(outcome)
 
     def _restart(self, outcome: Outcome, count: int, lacking: int) -> None:
         s = self._settings
