@@ -3,6 +3,7 @@
 from meshtrain.configfile import load as load_config
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError
+from meshtrain.launch import launch
 from meshtrain.metrics import Metrics, weighted
 from meshtrain.models.base import Model, from_linen, from_nnx
 from meshtrain.train import Result, train
@@ -17,6 +18,7 @@ __all__ = [
     "Source",
     "from_linen",
     "from_nnx",
+    "launch",
     "load_config",
     "train",
     "weighted",

@@ -1,12 +1,7 @@
-"""The processes of one host: started in groups of their own, looked at, and killed with all they started.
-
-One thread does it all: Linux ends a child when the *thread* that started it dies, and a fork among
-threads is a gamble.
-"""
+"""The processes of one host: started in groups of their own, looked at, and killed with all they started."""
 
 import collections
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
@@ -21,8 +16,16 @@ from pathlib import Path
 from meshtrain import progress
 
 TAIL = 30  # lines of each process that are kept, to be shown if it fails
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+# Becomes the command that follows, after asking Linux to end it when the thread that started it dies
+# (1: PR_SET_PDEATHSIG). Not between fork and exec: a fork among jax's threads is a gamble.
+MORTAL = """
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(parent):
+    os.execvp(command[0], command)
+"""
 
 
 @dataclass(frozen=True)
@@ -106,13 +109,12 @@ class Workers:
                 progress.VARIABLE: str(path),
             }
             process = subprocess.Popen(
-                self._command,
+                [sys.executable, "-I", "-S", "-c", MORTAL, str(os.getpid()), *self._command],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a group of its own: Ctrl-C reaches the supervisor alone
-                preexec_fn=_die_with_parent,
             )
             os.set_blocking(process.stdout.fileno(), False)
             child = _Child(rank, process, page)
@@ -235,11 +237,6 @@ class Workers:
         self.kill()
         self._ready.close()
         self._folder.cleanup()
-
-
-def _die_with_parent() -> None:
-    if _libc:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _is_stopped(pid: int) -> bool:
