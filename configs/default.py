@@ -125,7 +125,9 @@ def get_config() -> ConfigDict:
     divergence.rollback = False  # and undone: back to the newest checkpoint, past the data since
 
     config.health = health = ConfigDict()
-    health.every = 500  # steps between checks that all copies of the state are the same, and that no
+    health.every = (
+        500  # steps between checks that all copies of the state are the same, and that no
+    )
     # process is slow; also before each save; 0: never
 
     return config.lock()

@@ -1,7 +1,6 @@
 """What the supervisor thinks of an attempt: who failed first, who hangs, whether to try again, where time went."""
 
 import collections
-import dataclasses
 import signal
 import time
 from collections.abc import Iterable, Sequence
@@ -244,13 +243,10 @@ class Account:
         )
 
 
-def failed(why: str) -> Outcome:
-    return Outcome(EXIT_FAILED, why)
+def failed(why: str, look: Look | None) -> Outcome:
+    """Of something that is no process's fault; `look` says how far the run came."""
+    return Outcome(EXIT_FAILED, why, look)
 
 
 def of_exit(one: Exit) -> Outcome:
     return Outcome(one.code, described(one), one.look, one.tail)
-
-
-def replaced(outcome: Outcome, **fields) -> Outcome:
-    return dataclasses.replace(outcome, **fields)

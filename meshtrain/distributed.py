@@ -54,6 +54,7 @@ def initialize(
         place.num_processes,
         place.process_id,
         local_device_ids=places.local_gpus(place, os.environ),
+        cluster_detection_method="deactivate",  # under SLURM it takes one GPU of a node, jax #16788
         coordinator_bind_address=loopback,
     )
     with together():

@@ -17,6 +17,7 @@ from meshtrain.workers import Exit, Look, Start, Workers
 
 RETRY = 0.5  # seconds between attempts to reach the first supervisor
 LOOK_EVERY = 0.5  # seconds between reports, which are heartbeats as well
+SILENT = 5.0  # seconds after which another one may come in the place of a host
 LOST_AFTER = 30.0  # seconds of silence
 TICK = 0.1
 
@@ -160,8 +161,11 @@ class Head:
             return f"node 0 is one of {self._nnodes} nodes and node {node} one of {nnodes}; set the same --nnodes"
         if not isinstance(node, int) or not 0 < node < nnodes or "nproc" not in message:
             return f"node {node}: use --node_rank from 0 to {nnodes - 1}"
-        if node in self.remotes and self.remotes[node].link.open:
+        old = self.remotes.get(node)
+        if old and old.link.open and time.monotonic() - old.link.heard < SILENT:
             return f"two nodes are number {node}; give each its own --node_rank"
+        if old:
+            old.link.close()  # its host is gone, and this one takes its place
         return ""
 
     def present(self) -> list[Remote]:

@@ -5,6 +5,7 @@ JAX_* variables (Kubeflow's too), torchrun's, SLURM's, Open MPI's, an Indexed Jo
 """
 
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,8 +172,7 @@ def _port(port: Any, address: str) -> int:
 
 def _port_of(*names: str) -> int:
     """A port that all processes of a job come to, and those of its neighbour rarely."""
-    digits = [int(re.sub(r"\D", "", name) or 0) for name in names]
-    return FIRST_PORT + sum(digits) % NUM_PORTS
+    return FIRST_PORT + zlib.crc32("/".join(names).encode()) % NUM_PORTS
 
 
 def _first_host(nodes: str) -> str:

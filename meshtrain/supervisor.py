@@ -142,7 +142,7 @@ class Supervisor:
         for group, count in zip(groups, counts, strict=True):
             group.start(Start(address, sum(counts), first, count))
             first += count
-        outcome = attempts.failed("the supervisor failed")
+        outcome = attempts.failed("the supervisor failed", None)
         try:
             outcome = self._watch(groups, sum(counts))
             return outcome
@@ -172,10 +172,11 @@ class Supervisor:
                 return Outcome(max(one.code for one in ended), look=ended[0].look)
             first_end = first_end or (time.monotonic() if ended else 0.0)
             if first_end and time.monotonic() - first_end > TOGETHER:
-                return attempts.failed(f"rank {ended[0].rank} has ended and others have not")
+                why = f"rank {ended[0].rank} has ended and others have not"
+                return attempts.failed(why, ended[0].look)
             for group in groups[1:]:
                 if group.lost:
-                    return attempts.failed(f"node {group.node} is lost")
+                    return attempts.failed(f"node {group.node} is lost", self._workers.first())
             if self._signals and asked_at is None:
                 asked_at = time.monotonic()
                 self._say("asked to stop: saving")
@@ -185,7 +186,7 @@ class Supervisor:
             if late or len(self._signals) > 1:
                 why = f"not saved within {self._settings.grace:.0f} s" if late else "aborted"
                 self._say(why, error=True)
-                return attempts.failed(why)
+                return attempts.failed(why, None)
             looks = [look for group in groups for look in group.looks()]
             if found := attempts.stall(looks, self._settings.stall_seconds):
                 return self._with_stacks(groups, found)

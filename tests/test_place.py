@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+import zlib
 
 import pytest
 
@@ -46,9 +47,9 @@ def where(environ, flags=(None, None, None)):
         (TORCH, ("master", 29500, 4, 1, "torchrun")),
         ({**TORCH, **SLURM}, ("master", 29500, 4, 1, "torchrun")),
         ({**TORCH, "TORCHELASTIC_USE_AGENT_STORE": "True"}, ("master", 29501, 4, 1, "torchrun")),
-        (SLURM, ("gpu-07", 61440 + 4, 5, 2, "SLURM")),
-        ({**SLURM, **OPEN_MPI}, ("gpu-07", 61440 + 4, 5, 2, "SLURM")),
-        (OPEN_MPI, ("10.96.0.1", 61440 + 1531576320 % 4096, 2, 1, "Open MPI")),
+        (SLURM, ("gpu-07", 61440 + zlib.crc32(b"4100/0") % 4096, 5, 2, "SLURM")),
+        ({**SLURM, **OPEN_MPI}, ("gpu-07", 61440 + zlib.crc32(b"4100/0") % 4096, 5, 2, "SLURM")),
+        (OPEN_MPI, ("10.96.0.1", 61440 + zlib.crc32(b"1531576320") % 4096, 2, 1, "Open MPI")),
         (
             {**SLURM, "JAX_COORDINATOR_ADDRESS": "[fe80::1]:77"},
             ("[fe80::1]", 77, 5, 2, "SLURM"),

@@ -1,0 +1,342 @@
+"""What is in launch/ is well-formed, and the Kubernetes manifests train: their pods run here as processes."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from test_train import losses, rows
+
+import meshtrain
+from meshtrain import configfile, launch, place
+from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
+from meshtrain.supervisor import Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = [*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/*.sh"), *ROOT.glob("launch/*.sbatch")]
+SCRIPTS.append(ROOT / ".ci" / "run")
+MANIFESTS = sorted(ROOT.glob("launch/kubernetes/*.yaml"))
+KUBERNETES = "1.34"  # a version whose schemas job.yaml is held against
+LONGEST_BACKOFF = 360  # seconds until Kubernetes replaces a pod that failed often
+
+# A run that learns a little and takes its time, so that something can happen to it.
+TINY = [
+    "--config=configs/default.py",
+    "--config.train.global_batch=16",
+    "--config.train.log_every=1",
+    "--config.model.num_layers=1",
+    "--config.model.d_model=32",
+    "--config.model.num_heads=4",
+    "--config.model.num_kv_heads=2",
+    "--config.model.d_ff=64",
+    "--config.model.vocab_size=64",
+    "--config.data.seq_len=16",
+    "--config.optim.schedule=constant",
+    "--config.optim.warmup_steps=0",
+    "--config.eval.batches=0",
+    "--config.checkpoint.every=10",
+]
+SLOW_DATA = """
+import time
+from meshtrain.data import synthetic
+from meshtrain.data.source import Source
+
+def build(**keys):
+    read = synthetic.build(**keys).read
+    return Source(lambda indices: (time.sleep(0.1), read(indices))[1])
+"""
+
+
+def tiny_run(folder, *, steps):
+    """Returns the arguments of a run in `folder`, and the variables that it wants."""
+    (folder / "slow_data.py").write_text(SLOW_DATA)
+    paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environ = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    arguments = [*TINY, f"--config.train.steps={steps}", "--config.data.build=slow_data:build"]
+    return [*arguments, f"--workdir={folder / 'run'}"], {**os.environ, **environ}
+
+
+def assert_trained_as_undisturbed(folder, *, steps):
+    """Compares with one process that nothing happens to."""
+    overrides = [
+        f"--config.train.steps={steps}",
+        "--config.data.build=meshtrain.data.synthetic:build",
+    ]
+    config = configfile.load(str(ROOT / "configs" / "default.py"), [*TINY[1:], *overrides])
+    meshtrain.train(config, workdir=folder / "undisturbed")
+    ours, theirs = losses(folder / "run"), losses(folder / "undisturbed")
+    assert list(ours) == list(theirs) == list(range(steps))
+    assert theirs[steps - 1] < theirs[0]
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-5)
+
+
+def newest_step(workdir):
+    try:
+        return max(losses(workdir), default=-1)
+    except (OSError, ValueError):  # not there yet, or a line that is being written
+        return -1
+
+
+# ---- what they look like ----
+
+
+def lint(tool, *arguments):
+    path = shutil.which(tool, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if not path:
+        pytest.skip(f"{tool} is not installed; pip install meshtrain[dev]")
+    done = subprocess.run([path, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(path):
+    lint("shellcheck", path)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_stops_at_the_first_error_and_says_how_to_call_it(path):
+    text = path.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n# ") and "\nset -euo pipefail\n" in text
+    assert os.access(path, os.X_OK) or path.suffix == ".sbatch"
+
+
+def test_hadolint_finds_nothing():
+    lint("hadolint", ROOT / "launch" / "Dockerfile")
+
+
+def test_the_image_is_built_from_what_is_not_ignored():
+    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "launch" / "Dockerfile").read_text(), re.M)
+    ignored = (ROOT / "launch" / "Dockerfile.dockerignore").read_text().splitlines()
+    for name in " ".join(copied).split():
+        assert (ROOT / name).exists() and f"!{name}" in ignored
+
+
+def test_kubernetes_knows_every_key_of_the_job():
+    lint("kubernetes-validate", "--strict", "-k", KUBERNETES, ROOT / "launch/kubernetes/job.yaml")
+
+
+def test_jobset_knows_every_key_of_the_job_set():
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    (given,) = documents("jobset.yaml")
+    parsed = models.JobsetV1alpha2JobSet.from_dict(given)  # raises where a type is wrong
+    assert unknown_keys(given, parsed.to_dict()) == []
+    given["spec"]["replicatedJobs"][0]["replicass"] = 2
+    parsed = models.JobsetV1alpha2JobSet.from_dict(given)
+    assert unknown_keys(given, parsed.to_dict()) == ["/spec/replicatedJobs/0/replicass"]
+
+
+def unknown_keys(given, parsed, path=""):
+    """The keys that were dropped in parsing."""
+    items = enumerate(given) if isinstance(given, list) else given.items()
+    found = []
+    for key, value in items:
+        if isinstance(parsed, dict) and key not in parsed:
+            found.append(f"{path}/{key}")
+        elif isinstance(value, dict | list):
+            found += unknown_keys(value, parsed[key], f"{path}/{key}")
+    return found
+
+
+# ---- what the manifests say ----
+
+
+def documents(name):
+    return list(yaml.safe_load_all((ROOT / "launch" / "kubernetes" / name).read_text()))
+
+
+def job_of(path):
+    """Returns the Job, the host names of its pods, and how often a JobSet starts all of it anew."""
+    *services, top = documents(path.name)
+    if top["kind"] == "Job":
+        (service,) = services
+        job, name, domain = top["spec"], top["metadata"]["name"], service["metadata"]["name"]
+        assert job["template"]["spec"].pop("subdomain") == domain
+        assert service["spec"]["clusterIP"] == "None"
+        assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+        restarts = 0
+    else:
+        (group,) = top["spec"]["replicatedJobs"]
+        assert group["replicas"] == 1
+        job, domain = group["template"]["spec"], top["metadata"]["name"]
+        name = f"{domain}-{group['name']}-0"
+        restarts = top["spec"]["failurePolicy"]["maxRestarts"]
+    return job, [f"{name}-{number}.{domain}" for number in range(job["completions"])], restarts
+
+
+def container_of(job):
+    (container,) = job["template"]["spec"]["containers"]
+    return container
+
+
+def environ_of(job, number):
+    told = {one["name"]: one["value"] for one in container_of(job)["env"]}
+    return {**told, "JOB_COMPLETION_INDEX": str(number)}
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_a_pod_finds_its_place_and_there_is_time_for_what_may_happen(path):
+    job, hosts, _ = job_of(path)
+    assert job["completionMode"] == "Indexed" and job["parallelism"] == len(hosts)
+    for number in range(len(hosts)):
+        found = place.find(environ_of(job, number))
+        assert (found.host, found.num_processes, found.process_id) == (hosts[0], len(hosts), number)
+
+    pod, container = job["template"]["spec"], container_of(job)
+    assert container["command"] == ["python", "-m", "meshtrain", "launch"]
+    own = container["args"][: container["args"].index("--")]
+    settings = Settings(**launch._flags(own))
+    assert settings.grace < pod["terminationGracePeriodSeconds"]
+    assert settings.join_seconds > LONGEST_BACKOFF
+    assert pod["restartPolicy"] == "Never"  # or podFailurePolicy is refused
+
+
+def test_both_manifests_start_the_same_pods():
+    (job, hosts, _), (other, other_hosts, _) = map(job_of, MANIFESTS)
+    assert job["podFailurePolicy"] == other["podFailurePolicy"]
+    here, there = job["template"]["spec"], other["template"]["spec"]
+    assert repr(there).replace(other_hosts[0], hosts[0]) == repr(here)
+
+
+def action_of(job, code):
+    """What Kubernetes does with a pod that ended so: the first rule that matches."""
+    for rule in job["podFailurePolicy"]["rules"]:
+        on = rule.get("onExitCodes")
+        if on and on["operator"] == "In" and code in on["values"]:
+            return rule["action"]
+    return "Count"
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_what_would_come_again_fails_the_job_and_what_was_saved_does_not_count(path):
+    job, *_ = job_of(path)
+    found = {code: action_of(job, code) for code in (EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)}
+    assert list(found.values()) == ["FailJob", "FailJob", "Ignore"]
+    for code in (EXIT_FAILED, EXIT_STALLED, 128 + signal.SIGKILL):
+        assert action_of(job, code) == "Count"
+
+
+def test_slurm_leaves_more_time_to_save_than_the_supervisor_takes():
+    text = (ROOT / "launch" / "slurm.sbatch").read_text()
+    (seconds,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", text, re.M)
+    assert int(seconds) > Settings().grace
+
+
+# ---- what they do ----
+
+
+class Pods:
+    """Does with processes of this machine what Kubernetes does with the pods of a Job or JobSet."""
+
+    def __init__(self, path, arguments, environ):
+        self.job, hosts, self.restarts_left = job_of(path)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        told = environ_of(self.job, 0)["JAX_COORDINATOR_ADDRESS"]
+        assert told.startswith(hosts[0] + ":")
+        self._here = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
+        self._arguments, self._environ = arguments, environ
+        self.running, self.codes = {}, {number: [] for number in range(len(hosts))}
+        self._failures, self._start_at = 0, dict.fromkeys(self.codes, 0.0)
+
+    def start(self, number):
+        container = container_of(self.job)
+        own = container["args"][: container["args"].index("--") + 1]
+        command = [sys.executable, *container["command"][1:], *own, *self._arguments]
+        environ = {**self._environ, **environ_of(self.job, number), **self._here}
+        self.running[number] = subprocess.Popen(command, cwd=ROOT, env=environ)
+
+    def tick(self):
+        """Returns whether the job has completed; None while it has not ended."""
+        for number, at in list(self._start_at.items()):
+            if time.monotonic() >= at:
+                del self._start_at[number]
+                self.start(number)
+        for number, process in list(self.running.items()):
+            if process.poll() is None:
+                continue
+            del self.running[number]
+            code = process.returncode
+            code = 128 - code if code < 0 else code
+            self.codes[number].append(code)
+            if code and not self._failed(number, action_of(self.job, code)):
+                return False
+        return None if self.running or self._start_at else True
+
+    def _failed(self, number, action):
+        """Replaces the pod, or all; returns whether the job goes on."""
+        self._failures += action == "Count"
+        if action == "FailJob":
+            return False
+        if self._failures <= self.job["backoffLimit"]:
+            self._start_at[number] = time.monotonic() + 2  # 10 s there
+            return True
+        if not self.restarts_left:
+            return False
+        self.restarts_left, self._failures = self.restarts_left - 1, 0
+        self.end(signal.SIGTERM)
+        self._start_at = dict.fromkeys(self.codes, time.monotonic())
+        return True
+
+    def end(self, number=signal.SIGKILL):
+        for process in self.running.values():
+            process.send_signal(number)
+        for process in self.running.values():
+            process.wait(timeout=100)
+        self.running.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "victim", "how", "codes"),
+    [
+        ("job.yaml", 0, signal.SIGKILL, {0: [137, 0], 1: [0]}),
+        ("job.yaml", 1, signal.SIGTERM, {0: [0], 1: [75, 0]}),  # its node is drained
+        ("jobset.yaml", 1, signal.SIGKILL, None),  # all are started anew
+    ],
+)
+def test_a_pod_is_lost_and_the_job_ends_well(tmp_path, name, victim, how, codes):
+    steps, struck, until = 40, False, time.monotonic() + 150
+    pods = Pods(ROOT / "launch" / "kubernetes" / name, *tiny_run(tmp_path, steps=steps))
+    restarts = pods.restarts_left
+    try:
+        while (completed := pods.tick()) is None:
+            if not struck and newest_step(tmp_path / "run") >= 15:
+                pods.running[victim].send_signal(how)
+                struck = True
+            assert time.monotonic() < until, "the job does not end"
+            time.sleep(0.1)
+    finally:
+        pods.end()
+    assert completed and struck
+    if codes:
+        assert pods.codes == codes
+    else:
+        assert pods.restarts_left == restarts - 1
+    again = [row for row in rows(tmp_path / "run", "events.jsonl") if row["event"] == "restore"]
+    assert len(again) == 1 and again[0]["step"] >= 10
+    assert_trained_as_undisturbed(tmp_path, steps=steps)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_mistake_fails_the_job_at_once(tmp_path):
+    arguments, environ = tiny_run(tmp_path, steps=5)
+    pods = Pods(MANIFESTS[0], [*arguments, "--config.mesh.fsdp=3"], environ)
+    until = time.monotonic() + 100
+    try:
+        while (completed := pods.tick()) is None:
+            assert time.monotonic() < until, "the job does not end"
+            time.sleep(0.1)
+    finally:
+        pods.end()
+    assert completed is False and [EXIT_USER] in pods.codes.values()
