@@ -22,8 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
@@ -34,6 +33,7 @@ from meshtrain.data import synthetic
 from meshtrain.data.source import Source
 from meshtrain.progress import VARIABLE
 
+ROOT = Path(__file__).resolve().parent.parent
 FAULTS = ("kill", "kill", "stop", "terminate", "sleep", "abort", "segfault")
 NAP = "nap"  # a file of the workdir: who is to sleep
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}

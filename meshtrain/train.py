@@ -119,7 +119,9 @@ def train(
         if finished:
             watch.conclude(step, writer.newest)
         clock.enter("end")
-        writer.event("end" if finished else "preempted", step=step, eval_loss=eval_loss)
+        seconds = {phase: spent for phase, spent in clock.page.seconds().items() if spent}
+        name = "end" if finished else "preempted"
+        writer.event(name, step=step, eval_loss=eval_loss, seconds=seconds)
         writer.close()
         writer.line(summary.after(step, cfg, eval_loss, data, workdir))
         return Result(state, step, eval_loss, not finished)

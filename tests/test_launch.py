@@ -130,6 +130,33 @@ def test_a_fault_of_one_process_ends_all(tmp_path):
     assert all(one.startswith("process 1: mesh.") for one in said)
 
 
+def test_a_workdir_that_is_not_the_same_on_all_hosts_is_told(tmp_path):
+    """Two folders of one name, as on hosts that share none: each process has its own current folder."""
+    port, processes = free_port(), []
+    for number in range(2):
+        (cwd := tmp_path / str(number)).mkdir()
+        program = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import jax
+from conftest import tiny_config
+jax.config.update("jax_num_cpu_devices", 1)
+from meshtrain import ConfigError, distributed, train
+from meshtrain.checkpoint import lock
+lock.VISIBLE = 1.0
+distributed.initialize("127.0.0.1:{port}", 2, {number})
+try:
+    train(tiny_config(), workdir="run")
+except ConfigError as error:
+    print(error, flush=True)
+"""
+        command = [sys.executable, "-c", program]
+        processes.append(subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    told = "process 1: --workdir=run: is not the folder of process 0; use one that all hosts share"
+    assert all(told in one for one in said)
+
+
 def test_a_second_run_in_a_workdir_is_refused(tmp_path):
     run = subprocess.Popen(
         [sys.executable, "-m", "meshtrain", *settings(tmp_path, **{"train.steps": 100000})],

@@ -13,6 +13,7 @@ from meshtrain import distributed
 from meshtrain.errors import ConfigError
 
 NAME = "LOCK"  # in the workdir
+VISIBLE = 15.0  # seconds until what one host wrote must be seen by the others
 
 
 @contextlib.contextmanager
@@ -31,11 +32,32 @@ def held(workdir: Path) -> Iterator[None]:
                 fault = f"--workdir={workdir}: {NAME}: {error.strerror}; use a folder that can be written"
         if fault := distributed.agree(fault):
             raise ConfigError(fault)
+        _check_shared(workdir)
         yield
     finally:
         if handle is not None:
             fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked has it open as well
             os.close(handle)
+
+
+def _check_shared(workdir: Path) -> None:
+    """Raises ConfigError where a process sees another folder under this name than the first one."""
+    ours = distributed.agree(_content(workdir) if distributed.process_id() == 0 else "")
+    with distributed.together():
+        until = time.monotonic() + VISIBLE
+        while _content(workdir) != ours:
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"--workdir={workdir}: is not the folder of process 0; use one that all hosts share"
+                )
+            time.sleep(0.1)
+
+
+def _content(workdir: Path) -> str:
+    try:
+        return (workdir / NAME).read_text()
+    except OSError:
+        return ""
 
 
 def _take(handle: int, workdir: Path) -> str:
