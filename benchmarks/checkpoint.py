@@ -2,7 +2,7 @@
 
   python benchmarks/checkpoint.py [--rounds=7] [--folder=DIR] [--output=FILE.json]
 
-A Llama-style model with AdamW, 304 MB of state on one CPU device, saved by the trainer's own Saver while
+A Llama-style model with AdamW, 305 MB of state on one CPU device, saved by the trainer's own Saver while
 nothing else goes on. Each round measures all, in turn; what counts are ratios of medians.
 """
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import checkpoint, grads
+from meshtrain import checkpoint, cli, grads
 from meshtrain.checkpoint import arrays
 from meshtrain.config import Config, parse
 from meshtrain.data.source import Batch
@@ -85,11 +85,7 @@ def restore(workdir: Path) -> tuple[Config, Params]:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="meshtrain generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.plain_parser("generate", __doc__)
     parser.add_argument(
         "--workdir", type=Path, required=True, metavar="DIR", help="of a run on bytes of text"
     )
@@ -97,20 +93,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=400, metavar="N", help="bytes to generate")
     parser.add_argument("--temperature", type=float, default=0.7, metavar="T")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    args = parser.parse_args(argv)
-    try:
-        if not args.prompt or args.length < 1 or args.temperature < 0:
-            raise ConfigError(
-                "--prompt must not be empty, --length 1 or more, --temperature 0 or more"
-            )
-        cfg, params = restore(args.workdir)
-        if cfg.model.logits is None or cfg.raw["model"]["vocab_size"] > 256:
-            raise ConfigError(
-                f"--workdir={args.workdir}: its model is no language model over bytes"
-            )
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return cli.told(lambda: write(parser.parse_args(argv)))
+
+
+def write(args: argparse.Namespace) -> int:
+    """Prints a text as the flags want it."""
+    if not args.prompt or args.length < 1 or args.temperature < 0:
+        raise ConfigError("--prompt must not be empty, --length 1 or more, --temperature 0 or more")
+    cfg, params = restore(args.workdir)
+    if cfg.model.logits is None or cfg.raw["model"]["vocab_size"] > 256:
+        raise ConfigError(f"--workdir={args.workdir}: its model is no language model over bytes")
     prompt = np.frombuffer(args.prompt.encode(), np.uint8)
     sampling = dict(length=args.length, temperature=args.temperature, seed=args.seed)
     tokens = generate(cfg.model, params, prompt, seq_len=cfg.raw["data"]["seq_len"], **sampling)

@@ -71,9 +71,11 @@ def _environment(workdir: Path | None) -> dict[str, str]:
     environ = dict(os.environ)
     if workdir and "JAX_COMPILATION_CACHE_DIR" not in environ:
         cache = (workdir / "compiled").absolute()
-        cache.mkdir(mode=0o700, exist_ok=True)  # what is in it, is run
-        environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-        environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        cache.mkdir(mode=0o700, exist_ok=True)
+        found = cache.stat()
+        if found.st_uid == os.getuid() and not found.st_mode & 0o022:  # what is in it, is run
+            environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+            environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     return environ
 
 

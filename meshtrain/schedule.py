@@ -42,12 +42,7 @@ def _formula(table: Table) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    flags = argparse.ArgumentParser(
-        prog="meshtrain schedule",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    flags = cli.plain_parser("schedule", __doc__)
     add = flags.add_argument
     add("--schedule", required=True, metavar="NAME", help=", ".join(SCHEDULES))
     add("--stages", required=True, type=int, metavar="P", help="size of mesh.pipeline")

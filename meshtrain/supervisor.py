@@ -6,11 +6,12 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain import attempts, nodes
+from meshtrain import attempts, nodes, signals
 from meshtrain import place as places
 from meshtrain.attempts import Account, Budget, Outcome, Settings
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USER
@@ -89,6 +90,8 @@ class Supervisor:
                 if why := self._budget.refuse(outcome):
                     return self._give_up(outcome, why)
             self._restart(outcome, sum(counts), lacking)
+            if self._signals:  # between two attempts: there is nothing to stop
+                return self._conclude(outcome)
 
     def _give_up(self, outcome: Outcome, why: str) -> int:
         self._say(f"{outcome.why}; giving up: {why}", error=True)
@@ -102,6 +105,7 @@ class Supervisor:
         counted = f"{self._budget.used} of {s.max_restarts}"
         told = f"restart {counted if outcome.code != EXIT_PREEMPTED else 'after saving'}"
         told += f", without {lacking} of {s.nproc * s.nnodes} processes" if lacking else ""
+        told += "" if self._workdir else ", from the beginning: there is no --workdir"
         self._say(f"{outcome.why or 'stopped from outside'}; {told}")
         look = outcome.look
         where = {"rank": look.rank, "step": look.reached, "phase": look.phase} if look else {}
@@ -109,8 +113,9 @@ class Supervisor:
         self._sleep(self._budget.wait())
 
     def _conclude(self, outcome: Outcome) -> int:
-        self._say(self._account.line())
         total = self._account.total()
+        if total.get("step"):
+            self._say(self._account.line())
         counts = {"restarts": self._account.restarts, "lost_steps": self._account.lost_steps}
         self._event("goodput", **counts, seconds=total)
         if self._signals and outcome.code not in (0, EXIT_PREEMPTED):
@@ -219,7 +224,9 @@ class Supervisor:
     @contextlib.contextmanager
     def _heeding(self):
         """Counts the signals that ask to stop, except those that the caller ignores (nohup)."""
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        numbers = [*signals.STOPPING, signal.SIGHUP]
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []  # signals belong to the main thread
         before = {n: signal.getsignal(n) for n in numbers}
         heeded = {n: old for n, old in before.items() if old is not signal.SIG_IGN}
         for number in heeded:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from meshtrain import progress
 
+LONGEST_LINE = 1 << 16  # bytes; a longer one is cut
 TAIL = 30  # lines of each process that are kept, to be shown if it fails
 # Becomes the command that follows, after asking Linux to end it when the thread that started it dies
 # (1: PR_SET_PDEATHSIG). Not between fork and exec: a fork among jax's threads is a gamble.
@@ -143,6 +144,8 @@ class Workers:
                 return
             self._log(child.rank, said)
             *lines, child.part = (child.part + said).split(b"\n")
+            if len(child.part) > LONGEST_LINE:
+                lines, child.part = [*lines, child.part], b""
             for line in lines:
                 self._tell(child, line)
 

@@ -24,7 +24,7 @@ data data.permute data.source data.tokens data.synthetic data.loader
 ops ops.attention ops.losses optim models models.base models.layers models.transformer
 grads pipeline.ring pipeline.stages pipeline.executor state checkpoint.manifest checkpoint.lock
 checkpoint.arrays checkpoint checkpoint.initial checkpoint.saver step program summary writer divergence
-health train generate cli collectives info workers nodes attempts supervisor launch
+health train cli generate collectives info workers nodes attempts supervisor launch
 checkpoint.__main__ pipeline.drawing schedule
 covering certificate reference plain subject layouts laws verify
 audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.ledger

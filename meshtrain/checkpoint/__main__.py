@@ -92,13 +92,7 @@ def prune(workdir: Path, args: argparse.Namespace) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 1 where `verify` found a bad one, or `diff` a difference."""
-    flags = argparse.ArgumentParser(
-        prog="meshtrain checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    flags.error = _fault
+    flags = cli.plain_parser("checkpoint", __doc__)
     flags.add_argument("verb", choices=("ls", "verify", "diff", "prune"))
     flags.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     flags.add_argument("--keep", type=int, metavar="N", help="prune: the newest so many")
@@ -138,10 +132,6 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
         return cli.EXIT_USER
-
-
-def _fault(message: str) -> None:
-    raise ConfigError(f"checkpoint: {message}")
 
 
 if __name__ == "__main__":
