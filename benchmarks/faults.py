@@ -34,7 +34,7 @@ from meshtrain.data.source import Source
 from meshtrain.progress import VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
-FAULTS = ("kill", "kill", "stop", "terminate", "sleep", "abort", "segfault")
+FAULTS = ("kill", "stop", "terminate", "sleep", "abort", "segfault")
 NAP = "nap"  # a file of the workdir: who is to sleep
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 SIGNALS |= {"abort": signal.SIGABRT, "segfault": signal.SIGSEGV}
@@ -60,6 +60,7 @@ def command(workdir: Path, steps: int, pace: float, *flags: str) -> list[str]:
     settings |= {"model.num_kv_heads": 2, "model.d_ff": 64, "model.vocab_size": 64}
     settings |= {"data.build": "benchmarks.faults:build", "data.seq_len": 16, "eval.batches": 0}
     settings |= {"checkpoint.every": 20, "data.workdir": str(workdir), "data.pace": pace}
+    settings |= {"optim.schedule": "constant"}  # so that the steps to come change nothing
     overrides = [f"--config.{key}={value}" for key, value in settings.items()]
     config = f"--config={__file__}"
     own = [sys.executable, "-m", "meshtrain", "launch", "--nproc=2", "--simulate_devices=1", *flags]
@@ -156,42 +157,37 @@ def strike(kind: str, rank: int, workdir: Path) -> None:
 
 
 def soak(args, folder: Path) -> dict:
-    draw, pace = random.Random(args.seed), 0.05
-    steps = int(args.minutes * 60 * 0.65 / pace)  # what is left of the time for steps
+    draw, deck, struck = random.Random(args.seed), [], []
     disturbed, calm = folder / "disturbed", folder / "calm"
-    flags = ["--max_restarts=1000", "--stall_seconds=5"]
-    began, struck = time.time(), []
-    run = start(disturbed, steps, pace, *flags)
+    run = start(disturbed, 10**9, 0.05, "--max_restarts=1000", "--stall_seconds=5")
     wait_for(lambda: step_of(disturbed) > 5, 120, run)
-    while run.poll() is None:
-        due = began + (len(struck) + 1) * args.every + draw.uniform(-0.3, 0.3) * args.every
-        while time.time() < due and run.poll() is None:
-            time.sleep(0.1)
+    began, end = time.time(), time.time() + 60 * args.minutes
+    while time.time() < end:
+        due = began + (len(struck) + 0.5) * args.every + draw.uniform(-0.3, 0.3) * args.every
+        time.sleep(max(0.1, min(due, end) - time.time()))
         if run.poll() is not None:
-            break
-        kind, rank = draw.choice(FAULTS), draw.randrange(2)
+            raise SystemExit(f"the supervisor ended with exit code {run.poll()}")
+        if time.time() < min(due, end):
+            continue
+        deck = deck or draw.sample(FAULTS, len(FAULTS))  # all kinds, in another order each time
+        rank = draw.randrange(2)
         try:
-            strike(kind, rank, disturbed)
+            strike(deck[0], rank, disturbed)
         except (KeyError, ProcessLookupError):
             continue  # just being started again
-        struck.append(kind)
-        print(
-            f"{time.time() - began:6.0f} s: {kind} rank {rank} at step {step_of(disturbed)}",
-            flush=True,
-        )
-    minutes = (time.time() - began) / 60
-    print(
-        f"{steps} steps and {len(struck)} faults in {minutes:.1f} minutes, exit code {run.wait()}"
-    )
-    print(Path(f"{disturbed}.log").read_text().splitlines()[-1])
+        struck.append(deck.pop(0))
+        at = f"{time.time() - began:6.0f} s"
+        print(f"{at}: {struck[-1]} rank {rank} at step {step_of(disturbed)}", flush=True)
+    run.terminate()
+    code, minutes, steps = run.wait(120), (time.time() - began) / 60, step_of(disturbed) + 1
+    print(f"{steps} steps, {len(struck)} faults, {minutes:.1f} minutes, stopped: exit code {code}")
+    print(Path(f"{disturbed}.log").read_text().splitlines()[-1], flush=True)
     assert start(calm, steps, 0.0).wait() == 0
     same = outcome(disturbed) == outcome(calm)
-    events = rows(disturbed, "events.jsonl")
-    lost = [row for row in events if row["event"] == "goodput"][-1]
-    print(
-        f"parameters, optimizer state and {steps} losses: {'bit-equal to' if same else 'NOT'} a calm run's"
-    )
-    return {"faults": struck, "minutes": minutes, "same": same, "goodput": lost}
+    told = "bit-equal to" if same else "NOT those of"
+    print(f"parameters, optimizer state and {steps} losses: {told} a calm run's")
+    account = [row for row in rows(disturbed, "events.jsonl") if row["event"] == "goodput"][-1]
+    return {"faults": struck, "minutes": minutes, "same": same, "goodput": account}
 
 
 def outcome(workdir: Path) -> tuple:
