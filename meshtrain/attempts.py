@@ -1,6 +1,7 @@
 """What the supervisor thinks of an attempt: who failed first, who hangs, whether to try again, where time went."""
 
 import collections
+import re
 import signal
 import time
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from meshtrain.workers import Exit, Look
 
 # How often `stall_seconds` fits into what a phase may take; of a step also 5 of its usual duration.
 PATIENCE = {
-    "start": 10,
+    "start": 30,
     "restore": 30,
     "compile": 60,
     "save": 30,
@@ -27,9 +28,12 @@ PATIENCE = {
     "check": 5,
     "end": 10,
 }
+FIRST = 10  # the same for the first steps, when connections are made and nothing is usual yet
 USUAL = 5
 STOPPED = 10.0  # seconds until a process that a signal stopped counts as stuck
-ORDER = ("start", "restore", "compile", "end", "check", "eval", "save", "data", "step")
+ORDER = ("start", "restore", "compile", "data", "step", "check", "eval", "save", "end")
+# What jax and gloo say in a process that has lost another.
+BEREFT = re.compile(r"(Connection (closed|reset)) by peer|distributed service|coordination service")
 # A crash at the same step, in the same way, so many times in a row will come again.
 IN_A_ROW = collections.defaultdict(lambda: 2, {-signal.SIGKILL: 3, EXIT_STALLED: 3})
 LONGEST_WAIT = 30.0  # seconds between attempts
@@ -98,18 +102,18 @@ class Outcome:
 
 
 def first_failure(exits: Iterable[Exit]) -> Exit | None:
-    """Returns the cause among processes that ended at about the same time.
+    """Returns the cause among processes that ended at about the same time, in their order.
 
-    The others lose their peer: jax aborts them, or their collective raises an error. What a process
-    says of itself (2, 17) comes first, then a kill, then an error, then an abort.
+    The others lose their peer: jax aborts them, or a collective raises an error. What a process says of
+    itself (2, 17) comes first, an abort late, and last of all who complains of a lost peer.
     """
 
     def rank(one: Exit) -> int:
         if one.code in (EXIT_USER, EXIT_NOT_FINITE):
             return 0
-        if one.code == -signal.SIGABRT:
+        if any(BEREFT.search(line) for line in one.tail):
             return 3
-        return 1 if one.code < 0 else 2
+        return 2 if one.code == -signal.SIGABRT else 1
 
     return min((one for one in exits if one.code), key=rank, default=None)
 
@@ -147,7 +151,7 @@ def stall(looks: Sequence[Look], stall_seconds: float) -> Outcome | None:
 def _limit(look: Look, stall_seconds: float) -> float:
     if look.phase in PATIENCE:
         return PATIENCE[look.phase] * stall_seconds
-    return max(stall_seconds, USUAL * look.typical)
+    return max(stall_seconds, USUAL * look.typical) if look.typical else FIRST * stall_seconds
 
 
 def _stalled(look: Look, why: str) -> Outcome:
@@ -170,15 +174,17 @@ class Budget:
             self._times.popleft()
         return len(self._times)
 
-    def refuse(self, outcome: Outcome) -> str:
-        """Returns why there is to be no other attempt, or nothing: then this one is on the account."""
+    def refuse(self, outcome: Outcome, count: int) -> str:
+        """Returns why there is to be no attempt after this one of `count` processes, or nothing."""
         if outcome.code == EXIT_USER:
             return "something has to be changed first"
         if outcome.code == EXIT_NOT_FINITE:
             return "the same would happen again"
+        went_on = outcome.began and outcome.look.reached > outcome.look.first
+        self._idle = 0 if went_on else self._idle + 1
         if outcome.code == EXIT_PREEMPTED:
             return ""
-        place = (outcome.code, outcome.look and outcome.look.reached, outcome.began)
+        place = (outcome.code, outcome.look and outcome.look.reached, outcome.began, count)
         self._same = self._same + 1 if place == self._last else 1
         self._last = place
         if self._same >= IN_A_ROW[outcome.code]:
@@ -187,9 +193,6 @@ class Budget:
         if self.used >= self._max:
             return f"{self.used} restarts within {self._window:.0f} s are as many as --max_restarts"
         self._times.append(time.monotonic())
-        self._idle = (
-            0 if outcome.began and outcome.look.reached > outcome.look.first else self._idle + 1
-        )
         return ""
 
     def wait(self) -> float:

@@ -1,16 +1,21 @@
 """What the verbs that run a config share: its flags, simulated devices, and a user's faults as lines."""
 
 import argparse
+import faulthandler
 import logging
+import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from meshtrain import configfile, distributed
+from meshtrain import configfile, distributed, progress
 from meshtrain.config import parse
-from meshtrain.errors import EXIT_USER, ConfigError
+from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError
+from meshtrain.rendezvous import MeetingError
 
 
 def plain_parser(verb: str, description: str | None) -> argparse.ArgumentParser:
@@ -31,10 +36,16 @@ def parser(verb: str, description: str | None) -> argparse.ArgumentParser:
     flags.add_argument(
         "--config", required=True, metavar="FILE", help="a Python file with get_config()"
     )
+    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
+    add_devices(flags)
+    return flags
+
+
+def add_devices(flags: argparse.ArgumentParser) -> None:
+    """Adds what says on which devices, and with which other processes; see `start`."""
     flags.add_argument(
         "--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices"
     )
-    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
     several = flags.add_argument_group(
         "several processes", "launchers tell this in variables, see meshtrain/place.py"
     )
@@ -48,7 +59,13 @@ def parser(verb: str, description: str | None) -> argparse.ArgumentParser:
         default=distributed.JOIN_SECONDS,
         help="to wait for all processes (default: %(default)s)",
     )
-    return flags
+
+
+def start(args: argparse.Namespace) -> None:
+    """Joins the other processes, if there are any; simulated devices come before (`simulate`)."""
+    distributed.initialize(
+        args.coordinator, args.num_processes, args.process_id, join_seconds=args.join_seconds
+    )
 
 
 def settings(
@@ -67,9 +84,7 @@ def settings(
         simulate(args.simulate_devices)
     config, faults = configfile.read(args.config, overrides)
     prepare(args, config)
-    distributed.initialize(
-        args.coordinator, args.num_processes, args.process_id, join_seconds=args.join_seconds
-    )
+    start(args)
     with distributed.together():
         if any(distributed.gather(bool(faults))):
             raise ConfigError(*faults, *_faults_of(config))
@@ -88,12 +103,25 @@ def simulate(num_devices: int) -> None:
 
 
 def told(run: Callable[[], int]) -> int:
-    """Returns the exit code of `run`; what the user has to change goes to stderr, a line for each fault."""
+    """Returns the exit code of `run`; what the user has to change goes to stderr, a line for each fault.
+
+    Of several processes one that fails does not wait for the others.
+    """
+    # All stacks to stderr, also of a process that is stuck: its supervisor asks for them.
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     try:
-        return run()
+        code = run()
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return EXIT_USER
+        lost = isinstance(error, MeetingError) and progress.VARIABLE in os.environ
+        code = EXIT_FAILED if lost else EXIT_USER
+    except Exception:
+        if distributed.num_processes() > 1:
+            traceback.print_exc()
+            distributed.leave(EXIT_FAILED, together=False)
+        raise
+    distributed.leave(code, together=True)
+    return code
 
 
 def _fault(message: str) -> None:

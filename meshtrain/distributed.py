@@ -25,9 +25,9 @@ LONGEST = 3600  # seconds to wait for another process, which may have a large pr
 KEPT = 1000  # answers that others may not have read yet; older ones are dropped
 FAREWELL = 3.0  # seconds that a process with an error waits for the others to have it too
 PACKAGES = ("meshtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-WISHES = "meshtrain/wish/"
+WISHES = "meshtrain/wish"
 
-_questions, _wished = itertools.count(), False
+_questions, _run, _wished = itertools.count(), 0, False
 
 
 def initialize(
@@ -46,19 +46,21 @@ def initialize(
     if place is None:
         return
     rendezvous.meet(place, seconds=join_seconds)
-    loopback = f"{places.LOOPBACK}:{place.port}" if place.on_one_host else None
+    loopback = place.address.replace("localhost", places.LOOPBACK) if place.on_one_host else None
+    on_cpu = "cpu" in (jax.config.jax_platforms or "")
     # Its handler of SIGTERM would take the signal away from ours; see `wished`.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         place.address,
         place.num_processes,
         place.process_id,
-        local_device_ids=places.local_gpus(place, os.environ),
+        local_device_ids=None if on_cpu else places.local_gpus(place, os.environ),
         cluster_detection_method="deactivate",  # under SLURM it takes one GPU of a node, jax #16788
         coordinator_bind_address=loopback,
     )
     with together():
-        _check_gpus(place)
+        if not on_cpu:
+            _check_gpus(place)
 
 
 def num_processes() -> int:
@@ -72,7 +74,7 @@ def process_id() -> int:
 
 def _check_gpus(place: places.Place) -> None:
     promised = places.promised_gpus(place, os.environ)
-    if promised and "cpu" not in (jax.config.jax_platforms or ""):
+    if promised:
         found, kind = jax.local_device_count(), jax.default_backend()
         if kind == "cpu" or found != promised:
             raise ConfigError(
@@ -110,6 +112,12 @@ def gather(value: Any) -> list[Any]:
     return agree([value, *others])
 
 
+def new_run() -> None:
+    """Forgets what was wished in an earlier run of these processes; all must call it as often."""
+    global _run, _wished
+    _run, _wished = _run + 1, False
+
+
 def wished(mine: bool) -> bool:
     """Says, on the first process, whether any process has given True by now; elsewhere nothing.
 
@@ -120,9 +128,9 @@ def wished(mine: bool) -> bool:
         return mine
     client = runtime.global_state.client
     if process_id() == 0:
-        return mine or bool(client.key_value_dir_get(WISHES))
+        return mine or bool(client.key_value_dir_get(f"{WISHES}/{_run}/"))
     if mine and not _wished:
-        client.key_value_set(f"{WISHES}{process_id()}", "")
+        client.key_value_set(f"{WISHES}/{_run}/{process_id()}", "")
         _wished = True
     return False
 

@@ -9,8 +9,8 @@ The exit code is 1 where the collective gave a wrong result.
 import argparse
 import os
 import platform
+import sys
 import time
-import traceback
 from typing import Any
 
 import jax
@@ -58,8 +58,8 @@ def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
     args = flags.parse_args(argv)
     if args.simulate_devices is not None:
         cli.simulate(args.simulate_devices)
+    cli.start(args)
     flagged = (args.coordinator, args.num_processes, args.process_id)
-    distributed.initialize(*flagged)
     everyone, found = distributed.gather(facts()), place.find(os.environ, flagged)
     for package, version in ({"meshtrain": "not installed"} | distributed.versions()).items():
         tell(package, version)
@@ -85,15 +85,9 @@ def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     flags = cli.plain_parser("info", __doc__)
-    flags.add_argument("--simulate_devices", type=int, metavar="N", help="on simulated CPU devices")
-    for flag in ("--coordinator", "--num_processes", "--process_id"):
-        flags.add_argument(flag, metavar="X", help="as of meshtrain train")
-    try:
-        code = cli.told(lambda: run(flags, argv))
-    except Exception:
-        if distributed.num_processes() > 1:  # the others would wait for this one
-            traceback.print_exc()
-            distributed.leave(EXIT_FAILED, together=False)
-        raise
-    distributed.leave(code, together=True)
-    return code
+    cli.add_devices(flags)
+    return cli.told(lambda: run(flags, argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ or --nnodes, --node_rank and --coordinator do. A run goes on from its newest goo
 Exit codes are those of the run; 18 where it hung too often.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -30,52 +31,52 @@ def launch(arguments: Sequence[str], **settings) -> int:
         raise ConfigError(
             "nothing to launch: give the arguments of a run after --, such as --config=FILE"
         )
-    workdir, mine = _workdir(arguments), places.find(os.environ)
+    trains = arguments[0].startswith("-") or arguments[0] == "train"
+    workdir, mine = _workdir(arguments) if trains else None, places.find(os.environ)
     command = [sys.executable, "-m", "meshtrain", *arguments]
     if s.simulate_devices:
         command.append(f"--simulate_devices={s.simulate_devices}")
-    if s.min_nproc and arguments[0].startswith("-"):  # else it is a verb that does not train
+    if s.min_nproc and trains:
         command.append("--elastic")
+    logs, cache = _folders(workdir) if workdir else (None, None)
     return Supervisor(s, workdir=workdir).run(
         command,
-        logs=_logs(workdir),
-        environ=_environment(workdir),
+        logs=logs,
+        environ=_environment(cache),
         local_id=mine.local_id if mine else 0,
         num_supervisors=mine.num_local if mine else 1,
     )
 
 
 def _workdir(arguments: list[str]) -> Path | None:
-    for number, argument in enumerate(arguments):
-        if argument.startswith("--workdir="):
-            return Path(argument.partition("=")[2])
-        if argument == "--workdir" and number + 1 < len(arguments):
-            return Path(arguments[number + 1])
-    return None
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    flags.add_argument("--workdir", nargs="?", default="")
+    found = flags.parse_known_args(arguments)[0].workdir
+    return Path(found) if found else None
 
 
-def _logs(workdir: Path | None) -> Path | None:
-    if workdir is None:
-        return None
+def _folders(workdir: Path) -> tuple[Path, Path | None]:
+    """Returns where logs and compiled programs go."""
+    logs, cache = workdir / "logs", (workdir / "compiled").absolute()
     try:
-        (logs := workdir / "logs").mkdir(parents=True, exist_ok=True)
-        return logs
-    except OSError as error:
-        raise ConfigError(
-            f"--workdir={workdir}: {error.strerror}; use a folder that can be written"
-        ) from error
-
-
-def _environment(workdir: Path | None) -> dict[str, str]:
-    """Programs are kept in the workdir, so that a restart need not compile them."""
-    environ = dict(os.environ)
-    if workdir and "JAX_COMPILATION_CACHE_DIR" not in environ:
-        cache = (workdir / "compiled").absolute()
+        logs.mkdir(parents=True, exist_ok=True)
         cache.mkdir(mode=0o700, exist_ok=True)
         found = cache.stat()
-        if found.st_uid == os.getuid() and not found.st_mode & 0o022:  # what is in it, is run
-            environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-            environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    except OSError as error:
+        raise ConfigError(
+            f"--workdir={workdir}: {error.filename}: {error.strerror}; use a folder that can be written"
+        ) from error
+    # What is in it, is run: nobody else may have put it there.
+    ours = found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return logs, cache if ours else None
+
+
+def _environment(cache: Path | None) -> dict[str, str]:
+    """Programs are kept, so that a restart need not compile them."""
+    environ = dict(os.environ)
+    if cache and "JAX_COMPILATION_CACHE_DIR" not in environ:
+        environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     return environ
 
 

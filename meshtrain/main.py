@@ -7,13 +7,10 @@ A run whose workdir holds a checkpoint goes on from it.
 """
 
 import argparse
-import faulthandler
-import signal
 import sys
-import traceback
 from typing import Any
 
-from meshtrain import cli, distributed, signals
+from meshtrain import cli, signals
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, ConfigError
 from meshtrain.health import CorruptState
 from meshtrain.train import train
@@ -49,25 +46,15 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(
                 "--workdir=: is empty; name a folder, or leave it out to save nothing"
             )
-        result = train(config, workdir=args.workdir, from_scratch=args.from_scratch)
+        try:
+            result = train(config, workdir=args.workdir, from_scratch=args.from_scratch)
+        except (FloatingPointError, CorruptState) as error:
+            print(error, file=sys.stderr)
+            return EXIT_NOT_FINITE if isinstance(error, FloatingPointError) else EXIT_FAILED
         return EXIT_PREEMPTED if result.interrupted else 0
 
-    signals.abort_on_signals()
-    faulthandler.register(signal.SIGUSR1)  # all stacks to stderr, also of a process that is stuck
-    try:
-        code = cli.told(run)
-        distributed.leave(code, together=True)
-        return code
-    except (FloatingPointError, CorruptState) as error:
-        print(error, file=sys.stderr)
-        code = EXIT_NOT_FINITE if isinstance(error, FloatingPointError) else EXIT_FAILED
-        distributed.leave(code, together=True)
-        return code
-    except Exception:
-        if distributed.num_processes() > 1:
-            traceback.print_exc()
-            distributed.leave(EXIT_FAILED, together=False)
-        raise
+    with signals.watched():
+        return cli.told(run)
 
 
 if __name__ == "__main__":

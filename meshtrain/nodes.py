@@ -7,19 +7,23 @@ import contextlib
 import dataclasses
 import json
 import selectors
+import signal
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
-from meshtrain.errors import EXIT_FAILED, ConfigError
+from meshtrain import rendezvous
+from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError
 from meshtrain.workers import Exit, Look, Start, Workers
 
+MOST_READS = 100  # of 64 KiB at a time: one who never stops must not take all of it
 RETRY = 0.5  # seconds between attempts to reach the first supervisor
 LOOK_EVERY = 0.5  # seconds between reports, which are heartbeats as well
 SILENT = 5.0  # seconds after which another one may come in the place of a host
 LOST_AFTER = 30.0  # seconds of silence
 TICK = 0.1
+NOT_SAVED = 128 + signal.SIGTERM  # the exit code of a host that was told to go, and could not save
 
 
 class Link:
@@ -42,10 +46,13 @@ class Link:
     def receive(self) -> list[dict[str, Any]]:
         """Returns the messages that have come, without waiting."""
         try:
-            while said := self.connection.recv(1 << 16):
+            for _ in range(MOST_READS):
+                said = self.connection.recv(1 << 16)
+                if not said:
+                    self.open = False
+                    break
                 self.heard = time.monotonic()
                 self._part += said
-            self.open = False
         except BlockingIOError:
             pass
         except OSError:
@@ -121,7 +128,7 @@ class Head:
 
     def __init__(self, host: str, port: int, nnodes: int):
         try:
-            self._server = socket.create_server((host, port))
+            self._server = rendezvous.listen(host, port)
         except OSError as error:
             raise ConfigError(
                 f"--coordinator: cannot listen on port {port}: {error.strerror}; use a free one"
@@ -205,8 +212,10 @@ def follow(
         if code is not None:
             return code
         if asked():
-            return EXIT_FAILED
+            return NOT_SAVED
         line("lost touch with node 0; trying to find it again")
+    if asked():
+        return EXIT_PREEMPTED  # nothing was begun
     line(f"--coordinator={host}:{port}: node 0 is not there after {seconds:.0f} s")
     return EXIT_FAILED
 
@@ -228,7 +237,7 @@ def _reach(
 
 def _obey(workers: Workers, link: Link, asked: Callable[[], int], grace: float) -> int | None:
     """Returns the exit code, None where the first supervisor is lost. Raises ConfigError if refused."""
-    told_at, asked_at, code = 0.0, 0.0, 0
+    told_at, asked_at, codes = 0.0, 0.0, [EXIT_PREEMPTED]
     with selectors.DefaultSelector() as ready:
         ready.register(link.connection, selectors.EVENT_READ)
         while link.open:
@@ -237,6 +246,7 @@ def _obey(workers: Workers, link: Link, asked: Callable[[], int], grace: float) 
             for message in link.receive():
                 match message.get("do"):
                     case "start":
+                        codes = [0]
                         workers.start(Start(**message["how"]))
                     case "ask":
                         workers.ask()
@@ -253,9 +263,9 @@ def _obey(workers: Workers, link: Link, asked: Callable[[], int], grace: float) 
                 asked_at = time.monotonic()
                 workers.ask()
             if asked() > 1 or asked_at and time.monotonic() - asked_at > grace:
-                return EXIT_FAILED
+                return NOT_SAVED
             exits, looks = workers.exits(), workers.looks()
-            code = max([code, *(one.code for one in exits)])
+            codes += [one.code for one in exits]
             if exits or time.monotonic() - told_at > LOOK_EVERY:
                 told_at = time.monotonic()
                 link.send(
@@ -263,7 +273,8 @@ def _obey(workers: Workers, link: Link, asked: Callable[[], int], grace: float) 
                     looks=[dataclasses.asdict(one) for one in looks],
                 )
             if asked() and not looks:
-                return code  # this host is to go, whatever the others do
+                # This host is to go, whatever the others do.
+                return NOT_SAVED if min(codes) < 0 else max(codes)
     return None
 
 

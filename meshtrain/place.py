@@ -15,7 +15,8 @@ from meshtrain.errors import ConfigError
 
 JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 LOOPBACK = "127.0.0.1"
-LOCALHOST = (LOOPBACK, "localhost", "::1", "[::1]")
+LOOPBACK_6 = "::1"
+LOCALHOST = (LOOPBACK, "localhost", LOOPBACK_6)
 FIRST_PORT, NUM_PORTS = 61440, 4096  # for launchers that name a job and no port
 
 
@@ -33,7 +34,7 @@ class Place:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def on_one_host(self) -> bool:
@@ -161,7 +162,7 @@ def _split(address: str) -> tuple[str, str]:
     host, _, port = address.rpartition(":")
     if not host:
         raise ConfigError(f"{JAX[0]}={address}: use HOST:PORT")
-    return host, port
+    return host.strip("[]"), port
 
 
 def _port(port: Any, address: str) -> int:

@@ -82,7 +82,8 @@ class Clock:
                 page["first"] = step
             elif worked > self._worked:
                 self._steps.append(worked - self._worked)
-                page["typical"] = statistics.median(self._steps)
+                if len(self._steps) >= 3:  # the first ones may be dispatched only, or connect
+                    page["typical"] = statistics.median(self._steps)
             self._worked = worked
         page["reached"] = step
 

@@ -13,12 +13,17 @@ import time
 from typing import Any
 
 from meshtrain.errors import ConfigError
-from meshtrain.place import JAX, LOOPBACK, Place
+from meshtrain.place import JAX, LOCALHOST, LOOPBACK, LOOPBACK_6, Place
 
 RETRY = 0.2  # seconds between attempts to reach process 0
 TELL_EVERY = 10.0  # seconds between lines that say who is missing
 PATIENCE = 5.0  # seconds that a stranger's line, or the verdict after the deadline, may take
 LONGEST_LINE = 100_000  # bytes
+MISSING = "missing"  # in the faults that are nobody's mistake
+
+
+class MeetingError(ConfigError):
+    """Somebody is not there: where a supervisor watches, that is no user's mistake."""
 
 
 def meet(place: Place, *, seconds: float) -> None:
@@ -34,19 +39,26 @@ def meet(place: Place, *, seconds: float) -> None:
     else:
         with _listen(place) as server:
             faults = _receive(server, hello, deadline, place.num_processes)
+    if any(MISSING in fault for fault in faults):
+        raise MeetingError(*faults)
     if faults:
         raise ConfigError(*faults)
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a server on this host alone where it is called loopback, else on all its addresses."""
+    if host not in LOCALHOST and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    if host == LOOPBACK_6:
+        return socket.create_server((host, port), family=socket.AF_INET6)
+    return socket.create_server((LOOPBACK if host in LOCALHOST else "", port))
+
+
 def _listen(place: Place) -> socket.socket:
-    host = LOOPBACK if place.on_one_host else ""
     try:
-        if not host and socket.has_dualstack_ipv6():
-            every = ("", place.port)
-            return socket.create_server(every, family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server((host, place.port))
+        return listen(place.host, place.port)
     except OSError as error:
-        raise ConfigError(
+        raise MeetingError(
             f"{JAX[0]}={place.address}: process 0 cannot listen there: {error.strerror}; "
             f"use a free port, or end what has it"
         ) from error
@@ -130,7 +142,7 @@ def _misfit(hello: dict, arrived: dict[int, dict], count: int) -> list[str]:
 
 def _missing(arrived: dict[int, dict], count: int) -> str:
     missing = [number for number in range(count) if number not in arrived]
-    return f"{len(arrived)} of {count} processes arrived, missing {missing}"
+    return f"{len(arrived)} of {count} processes arrived, {MISSING} {missing}"
 
 
 def _ask(place: Place, hello: dict, deadline: float, seconds: float) -> list[str]:
@@ -147,7 +159,7 @@ def _ask(place: Place, hello: dict, deadline: float, seconds: float) -> list[str
             why = error.strerror or "no answer in time"
         if time.monotonic() >= deadline:
             return [
-                f"{JAX[0]}={place.address}: process 0 is not there after {seconds:.0f} s: {why}; "
+                f"{JAX[0]}={place.address}: {MISSING} process 0, which is not there after {seconds:.0f} s: {why}; "
                 f"use its address, and start it on that host"
             ]
         if time.monotonic() - told_at > TELL_EVERY:
@@ -162,10 +174,8 @@ def _verdict(connection: socket.socket, place: Place) -> list[str]:
     if not said:
         raise ConnectionResetError(0, "it hung up")
     try:
-        faults = json.loads(said)
-        assert isinstance(faults, list)
-        return [str(fault) for fault in faults]
-    except (ValueError, AssertionError):
+        return [str(fault) for fault in list(json.loads(said))]
+    except (ValueError, TypeError):
         return [
             f"{JAX[0]}={place.address}: what answers there is no process of this run; use a free port"
         ]

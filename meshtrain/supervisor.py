@@ -47,6 +47,7 @@ class Supervisor:
             if s.nnodes == 1:
                 return self._attempts()
             host, port = s.coordinator.rsplit(":", 1)
+            host = host.strip("[]")
             if s.node_rank > 0:
                 return nodes.follow(
                     self._workers,
@@ -60,8 +61,7 @@ class Supervisor:
                     asked=lambda: len(self._signals),
                     line=self._say,
                 )
-            local = places.LOOPBACK if host in places.LOCALHOST else ""
-            self._head, code = nodes.Head(local, int(port), s.nnodes), EXIT_FAILED
+            self._head, code = nodes.Head(host, int(port), s.nnodes), EXIT_FAILED
             try:
                 code = self._attempts()
                 return code
@@ -75,19 +75,19 @@ class Supervisor:
             groups, missing = self._gather()
             if missing:
                 self._say(missing, error=True)
-                return EXIT_PREEMPTED if self._signals else EXIT_FAILED
+                return self._conclude(Outcome(EXIT_PREEMPTED if self._signals else EXIT_FAILED))
             counts = _shares([count for _, count in groups], lacking)
             outcome = self._attempt([group for group, _ in groups], counts)
             if outcome.code == 0 or self._signals:
                 return self._conclude(outcome)
-            if outcome.code == EXIT_USER and sum(counts) < s.nproc * s.nnodes:
+            if lacking and outcome.code == EXIT_USER:
                 # So many processes do not fit the config; fewer may, or it has to be all.
                 can_shrink = sum(counts) > s.min_nproc
                 lacking = lacking + 1 if can_shrink else 0
             else:
-                gone = can_shrink and not outcome.began and sum(counts) > s.min_nproc
-                lacking = lacking + 1 if gone else 0
-                if why := self._budget.refuse(outcome):
+                gone = can_shrink and not outcome.began and outcome.code != EXIT_PREEMPTED
+                lacking = lacking + 1 if gone and sum(counts) > s.min_nproc else 0
+                if why := self._budget.refuse(outcome, sum(counts)):
                     return self._give_up(outcome, why)
             self._restart(outcome, sum(counts), lacking)
             if self._signals:  # between two attempts: there is nothing to stop
@@ -114,10 +114,10 @@ class Supervisor:
 
     def _conclude(self, outcome: Outcome) -> int:
         total = self._account.total()
-        if total.get("step"):
+        if total.get("step"):  # else the run may be another's, which this one was kept out of
             self._say(self._account.line())
-        counts = {"restarts": self._account.restarts, "lost_steps": self._account.lost_steps}
-        self._event("goodput", **counts, seconds=total)
+            counts = {"restarts": self._account.restarts, "lost_steps": self._account.lost_steps}
+            self._event("goodput", **counts, seconds=total)
         if self._signals and outcome.code not in (0, EXIT_PREEMPTED):
             return 128 + self._signals[0]
         return outcome.exit_code
@@ -167,11 +167,11 @@ class Supervisor:
         while True:
             self._pump()
             exits = [one for group in groups for one in group.exits()]
-            if any(one.code not in (0, EXIT_PREEMPTED) for one in exits):
-                self._pump()  # those that ended at the same time, to find the cause among them
-                exits += [one for group in groups for one in group.exits()]
-                exits = [one for one in exits if one.code != EXIT_PREEMPTED]
-                return attempts.of_exit(attempts.first_failure(exits))
+            if failed := [one for one in exits if one.code not in (0, EXIT_PREEMPTED)]:
+                self._pump()  # the cause may be told a moment after what follows from it
+                failed += [one for group in groups for one in group.exits()]
+                failed = [one for one in failed if one.code != EXIT_PREEMPTED]
+                return attempts.of_exit(attempts.first_failure(failed))
             ended += exits
             if len(ended) == count:
                 return Outcome(max(one.code for one in ended), look=ended[0].look)
@@ -235,7 +235,7 @@ class Supervisor:
             yield
         finally:
             for number, handler in heeded.items():
-                signal.signal(number, handler)
+                signal.signal(number, handler or signal.SIG_DFL)
 
     def _show(self, rank: int, line: str) -> None:
         if not line.startswith(HIDDEN):
@@ -272,4 +272,5 @@ def _free_port() -> int:
 
 def _print(line: str, stream) -> None:
     with contextlib.suppress(OSError, ValueError):  # nobody listens any more: the training goes on
-        print(line, file=stream, flush=True)
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        print(line.encode(encoding, "replace").decode(encoding), file=stream, flush=True)

@@ -52,6 +52,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(signals.asking())
         clock = stack.enter_context(contextlib.closing(progress.Clock()))
+        distributed.new_run()
 
         # ---- check and build, on all processes or none: nothing is computed yet ----
         with distributed.together():
@@ -71,6 +72,7 @@ def train(
         # ---- open what the run reads and writes, and say what it is about to do ----
         writer = stack.enter_context(contextlib.closing(_open_writer(workdir)))
         saver = saved = None
+        clock.enter("restore")
         if workdir:
             stack.enter_context(lock.held(workdir))
             saver = stack.enter_context(_open_saver(workdir, cfg, program, writer))
@@ -88,7 +90,6 @@ def train(
         run = Run(cfg, program, clock, writer, saver, watch, check, loader, units, stop)
 
         # ---- restore, or initialise: every parameter is born where it lives ----
-        clock.enter("restore")
         if saved:
             state = saver.restore(saved, program.abstract_state)
             writer.event("restore", step=start, position=position, mesh=saved.mesh)
@@ -209,6 +210,7 @@ def _loop(
 
 def _go_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
     """Undoes a spike: returns the newest checkpoint's state and step, or those given if there is none."""
+    run.clock.enter("restore")
     run.writer.flush()
     back = run.saver.recover(from_scratch=True) if run.saver else None
     run.watch.undo(back.step if back else None, run.loader.position)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from meshtrain import progress
 
+LAST_READS = 100  # of 64 KiB, of a process that has ended
+UNKILLABLE = 30.0  # seconds after which a process that waits in the kernel is left behind
 LONGEST_LINE = 1 << 16  # bytes; a longer one is cut
 TAIL = 30  # lines of each process that are kept, to be shown if it fails
 # Becomes the command that follows, after asking Linux to end it when the thread that started it dies
@@ -63,8 +65,8 @@ class Start:
 
 
 class _Child:
-    def __init__(self, rank: int, process: subprocess.Popen, page: progress.Page):
-        self.rank, self.process, self.page = rank, process, page
+    def __init__(self, rank: int, process: subprocess.Popen, path: Path, page: progress.Page):
+        self.rank, self.process, self.path, self.page = rank, process, path, page
         self.tail: collections.deque = collections.deque(maxlen=TAIL)
         self.part = b""  # of a line
         self.stopped_since = 0.0
@@ -98,6 +100,7 @@ class Workers:
         for i in range(how.num_local):
             rank = how.first_rank + i
             path = Path(self._folder.name) / f"{self._attempt}-{rank}"
+            path.parent.mkdir(exist_ok=True)  # in weeks somebody may have tidied up
             page = progress.Page.create(path)
             environ = {
                 **self._environ,
@@ -118,7 +121,7 @@ class Workers:
                 start_new_session=True,  # a group of its own: Ctrl-C reaches the supervisor alone
             )
             os.set_blocking(process.stdout.fileno(), False)
-            child = _Child(rank, process, page)
+            child = _Child(rank, process, path, page)
             self._ready.register(process.stdout, selectors.EVENT_READ, child)
             self._children.append(child)
             self._log(rank, f"---- attempt {self._attempt}, pid {process.pid} ----\n".encode())
@@ -133,21 +136,20 @@ class Workers:
             self._read(key.data)
 
     def _read(self, child: _Child) -> None:
-        pipe = child.process.stdout
-        while True:
-            try:
-                said = os.read(pipe.fileno(), 1 << 16)
-            except BlockingIOError:
-                return
-            if not said:
-                self._ready.unregister(pipe)
-                return
-            self._log(child.rank, said)
-            *lines, child.part = (child.part + said).split(b"\n")
-            if len(child.part) > LONGEST_LINE:
-                lines, child.part = [*lines, child.part], b""
-            for line in lines:
-                self._tell(child, line)
+        """Once, so that one who never stops talking leaves time for the others."""
+        try:
+            said = os.read(child.process.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        if not said:
+            self._ready.unregister(child.process.stdout)
+            return
+        self._log(child.rank, said)
+        *lines, child.part = (child.part + said).split(b"\n")
+        if len(child.part) > LONGEST_LINE:
+            lines, child.part = [*lines, child.part], b""
+        for line in lines:
+            self._tell(child, line)
 
     def _tell(self, child: _Child, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
@@ -175,8 +177,9 @@ class Workers:
 
     def _drain(self, child: _Child) -> None:
         pipe = child.process.stdout
-        if pipe in self._ready.get_map():
-            self._read(child)
+        for _ in range(LAST_READS):
+            if pipe in self._ready.get_map():
+                self._read(child)
         if pipe in self._ready.get_map():  # what it started has it open as well
             self._ready.unregister(pipe)
         if child.part:
@@ -231,10 +234,16 @@ class Workers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGKILL)
         for child in self._children:
-            child.process.wait()
+            try:
+                child.process.wait(UNKILLABLE)
+            except subprocess.TimeoutExpired:
+                self._show(
+                    child.rank, f"pid {child.process.pid} cannot be killed; going on without"
+                )
             if not child.gone:
-                child.gone = True
                 self._drain(child)
+            child.path.unlink(missing_ok=True)
+        self._children = []  # their numbers may belong to others from now on
 
     def close(self) -> None:
         self.kill()

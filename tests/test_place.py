@@ -52,7 +52,7 @@ def where(environ, flags=(None, None, None)):
         (OPEN_MPI, ("10.96.0.1", 61440 + zlib.crc32(b"1531576320") % 4096, 2, 1, "Open MPI")),
         (
             {**SLURM, "JAX_COORDINATOR_ADDRESS": "[fe80::1]:77"},
-            ("[fe80::1]", 77, 5, 2, "SLURM"),
+            ("fe80::1", 77, 5, 2, "SLURM"),
         ),
         (
             {
@@ -177,7 +177,7 @@ def test_a_port_that_is_taken_is_told_at_once():
 
 def test_an_address_where_nobody_listens_is_told():
     (told,) = meet((1, 2))
-    assert "process 0 is not there after 1 s: Connection refused" in told[0]
+    assert "missing process 0, which is not there after 1 s: Connection refused" in told[0]
 
 
 def test_an_address_where_somebody_else_listens_is_told():
