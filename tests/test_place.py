@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+import time
 import zlib
 
 import pytest
@@ -207,7 +208,7 @@ def test_strangers_do_not_disturb(said):
             stranger = socket.create_connection(("127.0.0.1", port), timeout=1)
             break
         except OSError:
-            continue
+            time.sleep(0.05)
     with stranger:
         stranger.sendall(said)
         rendezvous.meet(Place("127.0.0.1", port, 2, 1), seconds=20)
