@@ -16,9 +16,10 @@ import yaml
 from test_train import losses, rows
 
 import meshtrain
-from meshtrain import configfile, launch, place
+from meshtrain import configfile, place
+from meshtrain.attempts import Settings
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
-from meshtrain.supervisor import Settings
+from meshtrain.launch import _flags
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/*.sh"), *ROOT.glob("launch/*.sbatch")]
@@ -192,7 +193,7 @@ def test_a_pod_finds_its_place_and_there_is_time_for_what_may_happen(path):
     pod, container = job["template"]["spec"], container_of(job)
     assert container["command"] == ["python", "-m", "meshtrain", "launch"]
     own = container["args"][: container["args"].index("--")]
-    settings = Settings(**launch._flags(own))
+    settings = Settings(**_flags(own))
     assert settings.grace < pod["terminationGracePeriodSeconds"]
     assert settings.join_seconds > LONGEST_BACKOFF
     assert pod["restartPolicy"] == "Never"  # or podFailurePolicy is refused
