@@ -41,6 +41,8 @@ LONGEST_WAIT = 30.0  # seconds between attempts
 
 @dataclass(frozen=True)
 class Settings:
+    """What the flags of `meshtrain launch` say. Raises ConfigError for what does not fit."""
+
     nproc: int = 1  # processes on this host
     simulate_devices: int | None = None  # CPU devices of each
     max_restarts: int = 3

@@ -246,8 +246,8 @@ def _obey(workers: Workers, link: Link, asked: Callable[[], int], grace: float) 
             for message in link.receive():
                 match message.get("do"):
                     case "start":
-                        codes = [0]
-                        workers.start(Start(**message["how"]))
+                        workers.start(how := Start(**message["how"]))
+                        codes = [0] if how.num_local else [EXIT_PREEMPTED]
                     case "ask":
                         workers.ask()
                     case "dump":
