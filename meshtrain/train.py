@@ -254,7 +254,11 @@ def _heldout_loss(program: Program, data: Any, cfg: Config) -> Callable[[Params]
                 compiled.append(jax.jit(program.eval_step).lower(*example).compile())
                 distributed.barrier("evaluation compiled")
             (eval_step,) = compiled
-            sums = [eval_step(params, next(heldout)) for _ in range(cfg.eval.batches)]
+            # One at a time: on CPU, programs that are in flight together mix their messages to other
+            # processes, and hang.
+            sums = [
+                jax.device_get(eval_step(params, next(heldout))) for _ in range(cfg.eval.batches)
+            ]
         means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
         return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
 

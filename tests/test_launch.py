@@ -75,9 +75,9 @@ def losses(workdir):
 
 def test_two_processes_of_four_devices_are_one_of_eight(tmp_path):
     config = tiny_config()
-    config.train.steps = 10
+    config.train.steps, config.eval.batches = 10, 8  # which hung while they were in flight together
     meshtrain.train(config, workdir=tmp_path / "one")
-    arguments = settings(tmp_path / "two", **{"train.steps": 10})
+    arguments = settings(tmp_path / "two", **{"train.steps": 10, "eval.batches": 8})
     assert meshtrain.launch(arguments, nproc=2, simulate_devices=4) == 0
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert list(one) == list(two) == list(range(10))
