@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from meshtrain import distributed, place
 
@@ -97,6 +98,21 @@ def measure(script: str, cores: list[int], together: str, rounds: int, steps: in
             worker.stdin.close()  # ends it
     assert not any([worker.wait(60) for worker in workers])
     return {"facts": facts, "turns": turns, "losses": losses}
+
+
+def seconds_of(measured: dict, together: str) -> dict[str, np.ndarray]:
+    """Returns the seconds of all steps of each kind, after comparing the losses of all workers.
+
+    Of those that work together, a step takes as long as its slowest process.
+    """
+    most = max(measured["losses"], key=len)
+    pairs = [pair for one in measured["losses"] for pair in zip(one, most, strict=False)]
+    np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-5)
+    found = {}
+    for kind, turns in measured["turns"].items():
+        steps = np.concatenate([np.array([r["seconds"] for r in turn]).T for turn in turns])
+        found[kind] = steps.max(1) if kind == together else steps.ravel()
+    return found
 
 
 def about(args) -> dict:
