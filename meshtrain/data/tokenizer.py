@@ -50,9 +50,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (int32) of a text, which may be long."""
-        return np.concatenate([np.zeros(0, np.int32), *self.encode_batch(self._pieces(text))])
+        return np.concatenate([np.zeros(0, np.int32), *self.encode_batch(self.pieces(text))])
 
-    def _pieces(self, text: str) -> list[str]:
+    def pieces(self, text: str) -> list[str]:
+        """Returns the text in parts whose tokens, one after the other, are its own."""
         pieces, start, end = [], 0, PIECE
         while end < len(text):
             border = self.last_border(text[start:end])
