@@ -53,7 +53,9 @@ def _draw(model: Model, params: Params, window_S, used, keys, *, temperature: fl
         window_S, used = carry
         # Causal: what stands behind the last token in use has no say.
         batch = Batch(window_S[None], window_S[None], jnp.ones((1, window_S.size), jnp.float32))
-        x_1SD = grads.run_blocks(model.block, params["layers"], model.embed(params, batch), batch)
+        x_1SD = grads.run_blocks(
+            model.block, model.stack(params["layers"]), model.embed(params, batch), batch
+        )
         x_11D = jax.lax.dynamic_slice_in_dim(x_1SD, used - 1, 1, axis=1)
         logits_V = model.logits(params, x_11D)[0, 0].astype(jnp.float32)
         drawn = (

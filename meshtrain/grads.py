@@ -42,7 +42,7 @@ def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1)
             return metrics
         x = run_blocks(
             rematerialised(model.block, remat),
-            params["layers"],
+            model.stack(params["layers"]),
             model.embed(params, batch),
             batch,
             unroll,

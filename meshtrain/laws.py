@@ -22,9 +22,9 @@ from meshtrain.train import train
 
 TOLERANCE = 1e-10
 OTHER = {
-    "norm": {"rms": "layer", "layer": "rms"},
+    "norm": {"rms": "layer", "layer": "rms", "rms_1p": "rms"},
     "positions": {"rope": "learned", "learned": "rope"},
-    "mlp": {"swiglu": "gelu", "gelu": "swiglu"},
+    "mlp": {"swiglu": "gelu", "gelu": "geglu", "geglu": "swiglu"},
 }
 
 
@@ -97,7 +97,11 @@ def gradient(model: Model, params: Params, batch: Any) -> str | None:
 def other(c: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
     """Returns the `model` section with every choice made the other way."""
     switched = {key: choice[c[key]] for key, choice in OTHER.items()}
-    switched |= {key: not c[key] for key in ("bias", "tie_embeddings")}
+    switched |= {key: not c[key] for key in ("bias", "tie_embeddings", "qk_norm", "post_norm")}
+    local = {"attention": "l", "window": max(1, seq_len // 3)}
+    switched |= {"attention": "g", "window": 0} if "l" in c["attention"] else local
+    switched |= {key: 0.0 if c[key] else 3.0 for key in ("attention_softcap", "logit_softcap")}
+    switched |= {"embed_scale": 1.0 if c["embed_scale"] != 1 else 2.0}
     return {
         **c,
         **switched,

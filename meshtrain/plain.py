@@ -22,53 +22,90 @@ Section = Mapping[str, Any]  # of a config
 
 def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
     """Returns the weighted sum over tokens that a decoder of this `model` section is trained on."""
-    x_BSD = params["tokens"]["embedding"][batch.tokens]
+    x_BSD = params["tokens"]["embedding"][batch.tokens] * c["embed_scale"]
     if c["positions"] == "learned":
         x_BSD = x_BSD + params["positions"]["embedding"][: batch.tokens.shape[1]][None]
     for number in range(c["num_layers"]):
         layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
-        x_BSD = x_BSD + attention(_norm(x_BSD, layer["attention_norm"], c), layer["attention"], c)
-        x_BSD = x_BSD + _mlp(_norm(x_BSD, layer["mlp_norm"], c), layer["mlp"], c)
+        local = c["attention"][number % len(c["attention"])] == "l"
+        new = attention(_norm(x_BSD, layer["attention_norm"], c), layer["attention"], c, local)
+        x_BSD += _norm(new, layer["attention_post_norm"], c) if c["post_norm"] else new
+        new = _mlp(_norm(x_BSD, layer["mlp_norm"], c), layer["mlp"], c)
+        x_BSD += _norm(new, layer["mlp_post_norm"], c) if c["post_norm"] else new
     x_BSD = _norm(x_BSD, params["final_norm"], c)
     tied = c["tie_embeddings"]
     head_DV = params["tokens"]["embedding"].T if tied else params["output"]["kernel"]
-    logits_BSV = x_BSD @ head_DV[:, : c["vocab_size"]]
+    logits_BSV = _capped(x_BSD @ head_DV[:, : c["vocab_size"]], c["logit_softcap"])
     log_z_BS = jnp.log(jnp.exp(logits_BSV).sum(-1))
     at_target_BS = jnp.take_along_axis(logits_BSV, batch.targets[..., None], axis=-1)[..., 0]
     return ((log_z_BS - at_target_BS + c["z_loss"] * log_z_BS**2) * batch.weights).sum()
 
 
-def attention(x_BSD: jax.Array, p: Params, c: Section) -> jax.Array:
-    """Returns softmax(q k / sqrt(K)) v over the positions up to each one, with keys and values repeated."""
+def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool) -> jax.Array:
+    """Returns softmax(q k scale) v over the positions up to each one, with keys and values repeated.
+
+    A `local` layer sees no more than the last `window` of them.
+    """
     q_BSHK, k_BSGK, v_BSGK = (_linear(x_BSD, p[name], 1) for name in ("query", "key", "value"))
+    if c["qk_norm"]:
+        q_BSHK, k_BSGK = _norm(q_BSHK, p["query_norm"], c), _norm(k_BSGK, p["key_norm"], c)
     if c["positions"] == "rope":
-        q_BSHK, k_BSGK = _rope(q_BSHK, c["rope_theta"]), _rope(k_BSGK, c["rope_theta"])
+        q_BSHK, k_BSGK = _rope(q_BSHK, c, local), _rope(k_BSGK, c, local)
     shared = c["num_heads"] // c["num_kv_heads"]  # query heads that follow one another
     k_BSHK, v_BSHK = (jnp.repeat(x, shared, axis=2) for x in (k_BSGK, v_BSGK))
     place_S = jnp.arange(x_BSD.shape[1])
     seen_SS = place_S[None, :] <= place_S[:, None]
-    scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK)
-    scores_BHST = jnp.exp(scores_BHST / math.sqrt(q_BSHK.shape[-1])) * seen_SS[None, None]
+    if local:
+        seen_SS &= place_S[:, None] < place_S[None, :] + c["window"]
+    scale = c["query_scale"] or 1 / math.sqrt(q_BSHK.shape[-1])
+    scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK) * scale
+    scores_BHST = jnp.exp(_capped(scores_BHST, c["attention_softcap"])) * seen_SS[None, None]
     probs_BHST = scores_BHST / scores_BHST.sum(-1, keepdims=True)
     return _linear(jnp.einsum("bhst,bthk->bshk", probs_BHST, v_BSHK), p["out"], 2)
 
 
-def _rope(x_BSHK: jax.Array, theta: float) -> jax.Array:
-    """Turns each pair (k, k + K/2), as a complex number, by position * theta^(-2k/K)."""
+def _capped(scores: jax.Array, cap: float) -> jax.Array:
+    return cap * jnp.tanh(scores / cap) if cap else scores
+
+
+def _rope(x_BSHK: jax.Array, c: Section, local: bool) -> jax.Array:
+    """Turns each pair (k, k + K/2), as a complex number, by position * frequency."""
     S, K = x_BSHK.shape[1], x_BSHK.shape[3]
-    angle_Sk = np.arange(S)[:, None] * np.array([theta ** (-2 * k / K) for k in range(K // 2)])
+    own = local and c["rope_theta_local"]
+    theta, scaling = (own, ()) if own else (c["rope_theta"], c["rope_scaling"])
+    angle_Sk = np.arange(S)[:, None] * [
+        _turn(theta ** (-2 * k / K), *scaling) for k in range(K // 2)
+    ]
     turned = jax.lax.complex(x_BSHK[..., : K // 2], x_BSHK[..., K // 2 :])
     turned = turned * np.exp(1j * angle_Sk)[None, :, None, :]
     return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
 
+def _turn(frequency: float, kind: str = "", factor: float = 1, *llama: float) -> float:
+    """Returns what scaling makes of one frequency, in radians per position."""
+    if kind != "llama3":
+        return frequency / factor
+    low, high, length = llama
+    wavelength = 2 * math.pi / frequency
+    if wavelength < length / high:
+        return frequency
+    if wavelength > length / low:
+        return frequency / factor
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
 def _mlp(x_BSD: jax.Array, p: Params, c: Section) -> jax.Array:
     up_BSF = _linear(x_BSD, p["up"], 1)
-    if c["mlp"] == "swiglu":
-        gate_BSF = _linear(x_BSD, p["gate"], 1)
-        return _linear(gate_BSF / (1 + jnp.exp(-gate_BSF)) * up_BSF, p["down"], 1)
-    cubic_BSF = math.sqrt(2 / math.pi) * (up_BSF + 0.044715 * up_BSF**3)
-    return _linear(up_BSF * (1 + jnp.tanh(cubic_BSF)) / 2, p["down"], 1)
+    if c["mlp"] == "gelu":
+        return _linear(_gelu(up_BSF), p["down"], 1)
+    gate_BSF = _linear(x_BSD, p["gate"], 1)
+    gate_BSF = gate_BSF / (1 + jnp.exp(-gate_BSF)) if c["mlp"] == "swiglu" else _gelu(gate_BSF)
+    return _linear(gate_BSF * up_BSF, p["down"], 1)
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
 def _linear(x: jax.Array, p: Params, num_in: int) -> jax.Array:
@@ -76,25 +113,33 @@ def _linear(x: jax.Array, p: Params, num_in: int) -> jax.Array:
     return y + jnp.broadcast_to(p["bias"], y.shape) if "bias" in p else y
 
 
-def _norm(x_BSD: jax.Array, p: Params, c: Section) -> jax.Array:
+def _norm(x: jax.Array, p: Params, c: Section) -> jax.Array:
+    """Of the last dim."""
     if c["norm"] == "layer":
-        x_BSD = x_BSD - x_BSD.mean(-1, keepdims=True)
-    x_BSD = x_BSD / jnp.sqrt((x_BSD**2).mean(-1, keepdims=True) + c["norm_epsilon"])
-    x_BSD = x_BSD * p["scale"][None, None]
-    return x_BSD + p["bias"][None, None] if "bias" in p else x_BSD
+        x = x - x.mean(-1, keepdims=True)
+    x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + c["norm_epsilon"])
+    x = x * jnp.broadcast_to(p["scale"] + (c["norm"] == "rms_1p"), x.shape)
+    return x + jnp.broadcast_to(p["bias"], x.shape) if "bias" in p else x
 
 
 def spreads(c: Section) -> dict[str, float]:
     """Returns the standard deviation that each parameter of a `model` section starts with, by its path."""
     inward, outward = c["d_model"] ** -0.5, (2 * c["num_layers"]) ** -0.5
-    found = {f"layers/attention/{name}/kernel": inward for name in ("query", "key", "value")}
-    found |= {"layers/attention/out/kernel": inward * outward, "layers/mlp/up/kernel": inward}
-    found |= {"layers/mlp/gate/kernel": inward} if c["mlp"] == "swiglu" else {}
+    heads = c["num_heads"] * c["head_dim"] if c["head_dim"] else c["d_model"]
+    qkv = {f"layers/attention/{name}/kernel": inward for name in ("query", "key", "value")}
+    found = {**qkv, "layers/mlp/up/kernel": inward}
+    found |= {"layers/attention/out/kernel": heads**-0.5 * outward}
+    found |= {"layers/mlp/gate/kernel": inward} if c["mlp"] != "gelu" else {}
     found |= {"layers/mlp/down/kernel": c["d_ff"] ** -0.5 * outward}
     norms = ("layers/attention_norm", "layers/mlp_norm", "final_norm")
-    if c["bias"]:
-        found |= {name.replace("kernel", "bias"): 0.0 for name in found}
-        found |= {f"{name}/bias": 0.0 for name in norms if c["norm"] == "layer"}
+    if c["post_norm"]:
+        norms += ("layers/attention_post_norm", "layers/mlp_post_norm")
+    biased = found if c["bias"] else qkv if c["qkv_bias"] else {}
+    found |= {name.replace("kernel", "bias"): 0.0 for name in biased}
+    if c["bias"] and c["norm"] == "layer":
+        found |= {f"{name}/bias": 0.0 for name in norms}
+    if c["qk_norm"]:
+        norms += ("layers/attention/query_norm", "layers/attention/key_norm")
     found |= {f"{name}/scale": 0.0 for name in norms} | {"tokens/embedding": 0.02}
     found |= {"positions/embedding": 0.02} if c["positions"] == "learned" else {}
     return found if c["tie_embeddings"] else found | {"output/kernel": inward}

@@ -39,7 +39,8 @@ def blocks(model: Model, params: Params, batch: Any) -> jax.Array:
     """Returns what the layers make of the embedded batch, one after the other."""
     x = model.embed(params, batch)
     for number in range(len(jax.tree.leaves(params["layers"])[0])):
-        layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
+        stack = {**params["layers"], **model.constants}
+        layer = jax.tree.map(lambda leaf, number=number: leaf[number], stack)
         x = model.block(layer, x, batch)
     return x
 

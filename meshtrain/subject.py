@@ -135,9 +135,11 @@ def shrink(raw: dict[str, Any]) -> None:
         model["num_kv_heads"] = min(model["num_kv_heads"], max(1, 8 // ratio))
         model["num_heads"] = model["num_kv_heads"] * ratio
         model["d_model"] = min(model["d_model"], 8 * model["num_heads"])
+        if model.get("head_dim"):
+            model["head_dim"] = min(model["head_dim"], 16)
     if "num_layers" in model:
         model["num_layers"] = LAYERS
-    small = {"d_ff": 64, "vocab_size": 125, "max_seq_len": 16, "seq_len": 16}
+    small = {"d_ff": 64, "vocab_size": 125, "max_seq_len": 16, "seq_len": 16, "window": 5}
     for section in (model, data):
         section.update({key: min(n, section[key]) for key, n in small.items() if key in section})
 

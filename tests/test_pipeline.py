@@ -15,7 +15,7 @@ from meshtrain import ConfigError, config
 from meshtrain.pipeline import executor, ring
 from meshtrain.program import assemble
 
-LAYERS = 8
+LAYERS = dict(num_layers=8, attention="llg", window=3)  # kinds that no chunk begins anew
 # The layout; schedule, chunks a stage, what is kept; and settings of `train`.
 CASES = [
     ({"pipeline": 4}, ("interleaved", 2, "inputs"), {"num_microbatches": 2}),  # less than stages
@@ -60,8 +60,8 @@ def with_pipeline(c, pipeline, train):
     ids=str,
 )
 def test_gradients_and_updates_are_those_of_one_device_in_float64(layout, pipeline, train, x64):
-    c = with_pipeline(packed(num_layers=LAYERS), pipeline, train)
-    assert_same(Run(c, "float64", **layout).one_step(), alone(num_layers=LAYERS), rtol=1e-10)
+    c = with_pipeline(packed(**LAYERS), pipeline, train)
+    assert_same(Run(c, "float64", **layout).one_step(), alone(**LAYERS), rtol=1e-10)
 
 
 @slow
@@ -92,9 +92,9 @@ def test_bfloat16_is_as_near_as_it_is_without_a_pipeline():
 def test_what_idle_stages_work_on_changes_nothing(keep, x64, monkeypatch):
     monkeypatch.setattr(executor, "IDLE_INPUT", np.nan)
     pipeline = ("interleaved", 2, keep)
-    c = with_pipeline(packed(num_layers=LAYERS), pipeline, {"num_microbatches": 2})
+    c = with_pipeline(packed(**LAYERS), pipeline, {"num_microbatches": 2})
     ours = Run(c, "float64", pipeline=4).one_step()
-    assert_same(ours, alone(num_layers=LAYERS), rtol=1e-10)
+    assert_same(ours, alone(**LAYERS), rtol=1e-10)
 
 
 def test_evaluation_is_that_of_one_device(x64):

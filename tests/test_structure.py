@@ -21,7 +21,7 @@ ORDER = """
 errors mesh pipeline pipeline.schedules sections config configfile place rendezvous distributed
 progress signals metrics sharding
 data data.permute data.source data.tokens data.synthetic data.loader
-ops ops.attention ops.losses optim models models.base models.layers models.transformer
+ops ops.attention ops.losses optim models models.base models.layers models.section models.transformer
 grads pipeline.ring pipeline.stages pipeline.executor state checkpoint.manifest checkpoint.lock
 checkpoint.arrays checkpoint checkpoint.initial checkpoint.saver step program summary writer divergence
 health train cli generate collectives info workers nodes attempts supervisor launch
@@ -128,7 +128,7 @@ def test_every_key_of_the_default_config_has_a_comment_on_its_line():
         and isinstance(node.targets[0], ast.Attribute)
         and ast.unparse(node.value) != "ConfigDict()"  # which opens a section
     }
-    assert len(keys) == count_keys(default.get_config().to_dict()) < 80
+    assert len(keys) == count_keys(default.get_config().to_dict()) < 100
     bare = [key for key, lines in keys.items() if not commented & {*lines}]
     assert not bare, f"without a comment: {', '.join(bare)}"
 

@@ -5,11 +5,12 @@ checkpoint holds no library's classes and a step is made of `jax.*` transforms a
 """
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import linen, nnx
 
 from meshtrain.errors import ConfigError
@@ -19,12 +20,21 @@ Params = Any  # nested dict of arrays
 Axes = Any  # the same nested dict, of tuples of logical names
 
 
+class Past(NamedTuple):
+    """Where in a cache of T positions a call stands."""
+
+    start: jax.Array  # () int32, positions that earlier calls filled
+    segments_BT: jax.Array  # (B, T) int32, attention stays within equal numbers
+
+
 @dataclass(frozen=True)
 class Model:
     """A model as pure functions. A stack of blocks gives embed, block and head; any other gives loss.
 
     In a stack, `params["layers"]` holds every block's parameters with a leading `layers` dim, and
     `block` gets one layer's slice; the trainer runs the stack, so no model knows of remat or pipelines.
+    `constants` are arrays with that leading dim too, which differ from layer to layer and are not
+    trained; `block` finds their slices among its parameters.
     """
 
     init: Callable[[jax.Array], Params]  # of a PRNG key
@@ -35,10 +45,19 @@ class Model:
     embed: Callable[[Params, Any], jax.Array] | None = None  # (params, batch) -> x
     block: Callable[[Params, jax.Array, Any], jax.Array] | None = None  # (layer, x, batch) -> x
     head: Callable[[Params, jax.Array, Any], Metrics] | None = None  # (params, x, batch)
+    constants: Mapping[str, np.ndarray] = field(default_factory=dict)
     logits: Callable[[Params, jax.Array], jax.Array] | None = None  # (params, x), to generate from
+    # The same with what earlier calls left: empty_cache (rows, length) -> cache with a leading `layers`
+    # dim; cached_block (layer, x, batch, its cache, past) -> (x, its cache).
+    empty_cache: Callable[[int, int, Any], Any] | None = None
+    cached_block: Callable[[Params, jax.Array, Any, Any, Past], tuple[jax.Array, Any]] | None = None
     flops_per_token: Callable[[int], float] | None = (
         None  # of the sequence length; forward and backward
     )
+
+    def stack(self, layers: Params) -> Params:
+        """Returns all that the blocks are given, of these parameters of layers: (layers, ...)."""
+        return {**layers, **self.constants} if self.constants else layers
 
 
 @dataclass(frozen=True)

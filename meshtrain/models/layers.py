@@ -5,13 +5,14 @@ softmax widen to float32 by themselves.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.ops.attention import attention
 from meshtrain.sharding import constrain
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, F feed-forward
@@ -74,13 +75,29 @@ def embedding(rngs: nnx.Rngs, num: int, dim: int, *, axes) -> nnx.Embed:
     )
 
 
+class RMSNorm1p(nnx.Module):
+    """RMSNorm that multiplies by 1 + scale, as Gemma's: its scale starts at zero."""
+
+    def __init__(self, dim: int, *, epsilon: float, scale_metadata: dict):
+        self.scale = nnx.Param(jnp.zeros(dim), **scale_metadata)
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        unit = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + self.epsilon)
+        scale = 1 + self.scale[...].astype(wide.dtype)
+        return (unit * scale[(None,) * (x.ndim - 1)]).astype(x.dtype)
+
+
 def norm(
-    rngs: nnx.Rngs, kind: str, dim: int, *, epsilon: float, bias: bool
-) -> nnx.RMSNorm | nnx.LayerNorm:
-    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim."""
-    names = {"out_sharding": ("embed",)}
+    rngs: nnx.Rngs, kind: str, dim: int, *, epsilon: float, bias: bool = False, over: str = "embed"
+) -> nnx.Module:
+    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim, called `over`."""
+    names = {"out_sharding": (over,)}
     if kind == "rms":
         return nnx.RMSNorm(dim, epsilon=epsilon, scale_metadata=names, rngs=rngs)
+    if kind == "rms_1p":
+        return RMSNorm1p(dim, epsilon=epsilon, scale_metadata=names)
     return nnx.LayerNorm(
         dim,
         epsilon=epsilon,
@@ -92,11 +109,30 @@ def norm(
     )
 
 
-def rope(x_BSHK: jax.Array, positions_BS: jax.Array, *, theta: float) -> jax.Array:
-    """Rotates each pair (k, k + K/2) by position * theta^(-2k/K) (RoFormer, arXiv 2104.09864)."""
+def frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> np.ndarray:
+    """Returns rope's angles per position, theta^(-2k/K) for each pair k of K = `head_dim` (arXiv 2104.09864).
+
+    `scaling` stretches them for longer sequences: ("linear", factor) all alike (arXiv 2306.15595), or
+    ("llama3", factor, low, high, length) those with fewer than `low` turns in `length` positions, none
+    with more than `high`, and in between by degrees (Llama 3.1, arXiv 2407.21783).
+    """
+    frequency_k = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if not scaling:
+        return frequency_k
+    kind, factor, *rest = scaling
+    if kind == "linear":
+        return frequency_k / factor
+    low, high, length = rest
+    turns_k = length * frequency_k / (2 * np.pi)
+    kept_k = np.clip((turns_k - low) / (high - low), 0, 1)
+    return frequency_k * (kept_k + (1 - kept_k) / factor)
+
+
+def rope(x_BSHK: jax.Array, positions_BS: jax.Array, frequency_k: jax.Array) -> jax.Array:
+    """Rotates each pair (k, k + K/2) by position * frequency (RoFormer, arXiv 2104.09864)."""
     half = x_BSHK.shape[-1] // 2
     wide = jnp.promote_types(x_BSHK.dtype, jnp.float32)
-    frequency_k = theta ** (-jnp.arange(half, dtype=wide) / half)
+    frequency_k = jnp.asarray(frequency_k, wide)
     angle_BS1k = positions_BS[:, :, None, None].astype(wide) * frequency_k[None, None, None, :]
     sin_BS1k, cos_BS1k = jnp.sin(angle_BS1k), jnp.cos(angle_BS1k)
     a_BSHk, b_BSHk = x_BSHK[..., :half], x_BSHK[..., half:]
@@ -106,40 +142,60 @@ def rope(x_BSHK: jax.Array, positions_BS: jax.Array, *, theta: float) -> jax.Arr
     return rotated.astype(x_BSHK.dtype)
 
 
+# Of queries, keys and values: (q_BSHK, k_BSGK, v_BSGK, scale=, softcap=, window=) -> out_BSHK. Who calls
+# the layers says what is attended to: the same row while training, what is cached while generating.
+Attend = Callable[..., jax.Array]
+EVERYTHING = 2**30  # positions; more than any window
+
+
 class Attention(nnx.Module):
     """Causal self-attention with grouped key/value heads."""
 
     def __init__(self, c, rngs: nnx.Rngs):
-        head_dim = c.d_model // c.num_heads
-        self.rope_theta = c.rope_theta if c.positions == "rope" else None
-        H, G = (c.num_heads, head_dim), (c.num_kv_heads, head_dim)
-        self.query = dense(rngs, c.d_model, H, axes=("embed", "heads", "head_dim"), bias=c.bias)
-        self.key = dense(rngs, c.d_model, G, axes=("embed", "kv_heads", "head_dim"), bias=c.bias)
-        self.value = dense(rngs, c.d_model, G, axes=("embed", "kv_heads", "head_dim"), bias=c.bias)
+        self.c = c
+        H, G = (c.num_heads, c.head_size), (c.num_kv_heads, c.head_size)
+        inward = dict(bias=c.bias or c.qkv_bias)
+        self.query = dense(rngs, c.d_model, H, axes=("embed", "heads", "head_dim"), **inward)
+        self.key = dense(rngs, c.d_model, G, axes=("embed", "kv_heads", "head_dim"), **inward)
+        self.value = dense(rngs, c.d_model, G, axes=("embed", "kv_heads", "head_dim"), **inward)
         out = ("heads", "head_dim", "embed")
         self.out = dense(rngs, H, c.d_model, axes=out, bias=c.bias, scale=c.residual_scale)
+        of_heads = dict(epsilon=c.norm_epsilon, over="head_dim")
+        self.query_norm = norm(rngs, c.norm, c.head_size, **of_heads) if c.qk_norm else None
+        self.key_norm = norm(rngs, c.norm, c.head_size, **of_heads) if c.qk_norm else None
 
     def __call__(
-        self, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
+        self, x_BSD: jax.Array, positions_BS: jax.Array, is_local: jax.Array | bool, attend: Attend
     ) -> jax.Array:
+        c = self.c
         q_BSHK = constrain(self.query(x_BSD), "batch", "seq", "heads", "head_dim")
         k_BSGK = constrain(self.key(x_BSD), "batch", "seq", "kv_heads", "head_dim")
         v_BSGK = constrain(self.value(x_BSD), "batch", "seq", "kv_heads", "head_dim")
-        if self.rope_theta is not None:
-            q_BSHK = rope(q_BSHK, positions_BS, theta=self.rope_theta)
-            k_BSGK = rope(k_BSGK, positions_BS, theta=self.rope_theta)
-        out_BSHK = checkpoint_name(attention(q_BSHK, k_BSGK, v_BSGK, segments_BS), "attention")
+        if c.qk_norm:
+            q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
+        if c.positions == "rope":
+            frequency_k = _either(is_local, c.local_frequencies, c.frequencies)
+            q_BSHK = rope(q_BSHK, positions_BS, frequency_k)
+            k_BSGK = rope(k_BSGK, positions_BS, frequency_k)
+        window = None if is_local is False else _either(is_local, c.window, EVERYTHING)
+        options = dict(scale=c.query_scale, softcap=c.attention_softcap, window=window)
+        out_BSHK = checkpoint_name(attend(q_BSHK, k_BSGK, v_BSGK, **options), "attention")
         return self.out(constrain(out_BSHK, "batch", "seq", "heads", "head_dim"))
 
 
+def _either(choice: jax.Array | bool, first, second):
+    if isinstance(choice, bool):
+        return first if choice else second
+    return jnp.where(choice, first, second)
+
+
 class MLP(nnx.Module):
-    """Feed-forward: SwiGLU (arXiv 2002.05202) or, for GPT-2, GELU in its tanh form."""
+    """Feed-forward: SwiGLU or GeGLU (arXiv 2002.05202), or, for GPT-2, GELU; GELU in its tanh form."""
 
     def __init__(self, c, rngs: nnx.Rngs):
         inward = ("embed", "mlp")
-        self.gate = (
-            dense(rngs, c.d_model, c.d_ff, axes=inward, bias=c.bias) if c.mlp == "swiglu" else None
-        )
+        self.gate = dense(rngs, c.d_model, c.d_ff, axes=inward, bias=c.bias) if c.gated else None
+        self.gate_by = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
         self.up = dense(rngs, c.d_model, c.d_ff, axes=inward, bias=c.bias)
         self.down = dense(
             rngs, c.d_ff, c.d_model, axes=("mlp", "embed"), bias=c.bias, scale=c.residual_scale
@@ -148,25 +204,38 @@ class MLP(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         up_BSF = self.up(x_BSD)
         hidden_BSF = (
-            jax.nn.gelu(up_BSF) if self.gate is None else jax.nn.silu(self.gate(x_BSD)) * up_BSF
+            jax.nn.gelu(up_BSF) if self.gate is None else self.gate_by(self.gate(x_BSD)) * up_BSF
         )
         hidden_BSF = checkpoint_name(constrain(hidden_BSF, "batch", "seq", "mlp"), "mlp")
         return self.down(hidden_BSF)
 
 
 class Block(nnx.Module):
-    """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With post_norm each branch's result passes through a norm too before it is added (Gemma 2).
+    """
 
     def __init__(self, c, rngs: nnx.Rngs):
-        self.attention_norm = norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
+        def make():
+            return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
+
+        self.attention_norm = make()
         self.attention = Attention(c, rngs)
-        self.mlp_norm = norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
+        self.attention_post_norm = make() if c.post_norm else None
+        self.mlp_norm = make()
         self.mlp = MLP(c, rngs)
+        self.mlp_post_norm = make() if c.post_norm else None
 
     def __call__(
-        self, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
+        self, x_BSD: jax.Array, positions_BS: jax.Array, is_local: jax.Array | bool, attend: Attend
     ) -> jax.Array:
         residual = ("batch", "residual_seq", "residual")
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions_BS, segments_BS)
-        x_BSD = constrain(x_BSD, *residual)
-        return constrain(x_BSD + self.mlp(self.mlp_norm(x_BSD)), *residual)
+        new_BSD = self.attention(self.attention_norm(x_BSD), positions_BS, is_local, attend)
+        if self.attention_post_norm is not None:
+            new_BSD = self.attention_post_norm(new_BSD)
+        x_BSD = constrain(x_BSD + new_BSD, *residual)
+        new_BSD = self.mlp(self.mlp_norm(x_BSD))
+        if self.mlp_post_norm is not None:
+            new_BSD = self.mlp_post_norm(new_BSD)
+        return constrain(x_BSD + new_BSD, *residual)

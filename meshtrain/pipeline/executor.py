@@ -148,7 +148,7 @@ class _Step:
         idle = jnp.zeros(self.table.num_stages, jnp.int32)
 
         def kept():
-            layers, parts = ring.pick(self.stages.layers, idle), self.stages.parts(idle)
+            layers, parts = self.stages.layers_of(idle), self.stages.parts(idle)
             return self.stages.forward(layers, x, parts)[1]
 
         def slots(leaf):
@@ -181,7 +181,7 @@ class _Step:
         stages, active = self.stages, row.backward.active
         number, chunk, slot = _used(row.backward)
         kept = jax.tree.map(lambda leaf: stages.pin(leaf, "pipeline"), ring.pick(carry.kept, slot))
-        layers = ring.pick(stages.layers, chunk)
+        layers = stages.layers_of(chunk)
         y, pull = stages.backward(layers, kept, stages.parts(number))
 
         def turn():
@@ -262,7 +262,7 @@ def _forward(stages: Stages, rows: Tick, arrived: jax.Array, row: Tick, run: Cal
     is_first = (jnp.arange(len(chunk)) == 0) & (chunk == 0)
     x = jnp.where(_along(is_first, arrived), entering[None], arrived)
     x = stages.pin(_masked(row.forward.active, x), "pipeline")
-    return run(ring.pick(stages.layers, chunk), x, stages.parts(number))
+    return run(stages.layers_of(chunk), x, stages.parts(number))
 
 
 def _where_ever(ever: np.ndarray, now: jax.Array, make: Callable) -> Any:

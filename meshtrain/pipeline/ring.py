@@ -104,6 +104,16 @@ def from_stages(chunks: Any) -> Any:
     return _move(chunks, jax.tree.leaves(chunks)[0].shape[1], inward=False)
 
 
+def constants_of_stages(layers: Any, num_chunks: int) -> Any:
+    """Returns what `to_stages` does of arrays that all stages know: nothing has to be sent."""
+    size = jax.sharding.get_abstract_mesh().shape[AXIS]
+
+    def cut(leaf):
+        return np.reshape(leaf, (num_chunks, size, -1, *leaf.shape[1:])).swapaxes(0, 1)
+
+    return jax.tree.map(cut, dict(layers))
+
+
 def _move(tree: Any, V: int, *, inward: bool) -> Any:
     size = jax.sharding.get_abstract_mesh().shape[AXIS]
     exchanges = list(rounds(size, V, inward=inward))

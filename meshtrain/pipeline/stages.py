@@ -27,8 +27,9 @@ FREE = PartitionSpec.UNCONSTRAINED
 class Stages:
     """The parameters and the batch of one step, laid out for the stages, and what is computed with them.
 
-    `layers` is (P, V, N, K, ...), `outer` (N, ...): all parameters but the layers. Each slice of the
-    batch has its own copy, which on a device is none, and so gradients of its own.
+    `layers` is (P, V, N, K, ...), and so are `constants`, which are not trained; `outer` (N, ...) is all
+    parameters but the layers. Each slice of the batch has its own copy, which on a device is none, and
+    so gradients of its own.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class Stages:
         self._moving: list[bool] | None = None
         self.axes, self.num_slices = sharding.batch_slices(partial_over)
         layers = ring.to_stages(params["layers"], num_chunks)
+        constants = ring.constants_of_stages(model.constants, num_chunks)
         outer = {name: tree for name, tree in params.items() if name != "layers"}
         self.layers = jax.tree.map(lambda leaf: self._copied(leaf, "pipeline", None), layers)
+        self.constants = jax.tree.map(lambda leaf: self._copied(leaf, "pipeline", None), constants)
         self.outer = jax.tree.map(self._copied, outer)
 
         def cut(leaf):  # as grads.split cuts, without moving the rows: (N, b, M, ...)
@@ -62,6 +65,10 @@ class Stages:
         dim = len(lead)
         shape = (*leaf.shape[:dim], self.num_slices, *leaf.shape[dim:])
         return self.pin(jnp.broadcast_to(jnp.expand_dims(leaf, dim), shape), *lead)
+
+    def layers_of(self, chunk: jax.Array) -> tuple[Params, Params]:
+        """Returns what is trained of a chunk (P,) of each stage, and its constants: (P, N, K, ...)."""
+        return ring.pick((self.layers, self.constants), chunk)
 
     def pin(self, x: jax.Array, *lead: str | None, rest: tuple | None = None) -> jax.Array:
         """Lays the dims of `x` out over `lead`, then over the slices' axes; `rest` as XLA likes, unless told."""
@@ -101,11 +108,11 @@ class Stages:
         """Returns sums of each slice, (N,)."""
         return self._sliced(self.model.head)(outer, x, part)
 
-    def run(self, layers: Params, x: jax.Array, parts: Any) -> jax.Array:
+    def run(self, layers: tuple[Params, Params], x: jax.Array, parts: Any) -> jax.Array:
         """Returns what a chunk of each stage makes of its `x`: (P, N, K, ...), (P, N, b, ...) -> (P, N, b, ...)."""
         return self.pin(self._staged(self._chunk)(layers, x, parts), "pipeline")
 
-    def forward(self, layers: Params, x: jax.Array, parts: Any) -> tuple[jax.Array, Any]:
+    def forward(self, layers: tuple[Params, Params], x: jax.Array, parts: Any):
         """Returns that, and what is kept of it for `backward`, a pytree of (P, N, ...)."""
         if self.keep == "inputs":
             return self.run(layers, x, parts), x
@@ -113,7 +120,7 @@ class Stages:
         moving = self._depend_on_x(layers, x, parts)
         return y, [y, *itertools.compress(jax.tree.leaves(pull), moving)]
 
-    def backward(self, layers: Params, kept: Any, parts: Any) -> tuple[jax.Array, Any]:
+    def backward(self, layers: tuple[Params, Params], kept: Any, parts: Any):
         """Returns what `forward` returned, and what `pull` takes to go back through it."""
         if self.keep == "inputs":
             return self._vjp(layers, kept, parts)
@@ -134,13 +141,16 @@ class Stages:
         return layer_grads, self.pin(grad, "pipeline")
 
     def _chunk(self, layers, x, part):
-        return grads.run_blocks(self.block, layers, x, part, self.unroll)
+        trained, constants = layers
+        stack = {**trained, **constants} if constants else trained
+        return grads.run_blocks(self.block, stack, x, part, self.unroll)
+
+    def _vjp_of_chunk(self, layers, x, part):
+        trained, constants = layers
+        return jax.vjp(lambda trained, x: self._chunk((trained, constants), x, part), trained, x)
 
     def _vjp(self, layers, x, parts):
-        def run(layers, x, part):
-            return jax.vjp(lambda layers, x: self._chunk(layers, x, part), layers, x)
-
-        y, pull = self._staged(run)(layers, x, parts)
+        y, pull = self._staged(self._vjp_of_chunk)(layers, x, parts)
         return self.pin(y, "pipeline"), pull
 
     def _depend_on_x(self, layers, x, parts) -> list[bool]:
@@ -151,8 +161,7 @@ class Stages:
 
         def leaves(x, layers, part):
             with sharding.apart((*self.axes, "pipeline")):
-                _, pull = jax.vjp(lambda layers, x: self._chunk(layers, x, part), layers, x)
-            return jax.tree.leaves(pull)
+                return jax.tree.leaves(self._vjp_of_chunk(layers, x, part)[1])
 
         if self._moving is None:
             args = jax.tree.map(

@@ -1,0 +1,164 @@
+"""The `model` section of a transformer, checked, and what follows from it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtrain.errors import ConfigError, below, not_one_of
+from meshtrain.models.layers import frequencies
+
+VOCAB_MULTIPLE = 128  # so that any usual mesh.tensor divides it, whatever the tokenizer made
+SCALINGS = {"linear": 1, "llama3": 4}  # numbers that each way to scale rope takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """The `model` section of a config; configs/default.py says what each key means."""
+
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocab_size: int
+    max_seq_len: int
+    norm: str
+    norm_epsilon: float
+    positions: str
+    rope_theta: float
+    rope_theta_local: float
+    rope_scaling: tuple
+    mlp: str
+    bias: bool
+    qkv_bias: bool
+    qk_norm: bool
+    post_norm: bool
+    attention: str
+    window: int
+    query_scale: float
+    attention_softcap: float
+    logit_softcap: float
+    embed_scale: float
+    tie_embeddings: bool
+    z_loss: float
+
+    def __post_init__(self):
+        if faults := _wrong_alone(self) or _wrong_together(self):
+            raise ConfigError(*faults)
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward has a gate beside its way up."""
+        return self.mlp != "gelu"
+
+    @property
+    def is_local(self) -> np.ndarray:
+        """(num_layers,) bool."""
+        kinds = (self.attention * self.num_layers)[: self.num_layers]
+        return np.array([kind == "l" for kind in kinds])
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """Rope's, of global layers: (head_size / 2,)."""
+        return frequencies(self.head_size, self.rope_theta, tuple(self.rope_scaling))
+
+    @property
+    def local_frequencies(self) -> np.ndarray:
+        own = self.rope_theta_local
+        return frequencies(self.head_size, own) if own else self.frequencies
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the tables: the same on every mesh, for checkpoints to fit."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def residual_scale(self) -> float:
+        """Two residual branches a layer: each starts at 1/sqrt(2 L), so that the sum keeps its variance (GPT-2)."""
+        return (2 * self.num_layers) ** -0.5
+
+
+def _wrong_alone(c: TransformerConfig) -> list[str]:
+    """Values that no model has."""
+    choices = {
+        "norm": ("rms", "layer", "rms_1p"),
+        "positions": ("rope", "learned"),
+        "mlp": ("swiglu", "gelu", "geglu"),
+    }
+    counts = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
+    none_or_more = ("z_loss", "head_dim", "window", "rope_theta_local", "query_scale")
+    none_or_more += ("attention_softcap", "logit_softcap")
+    faults = []
+    for key, names in choices.items():
+        faults += not_one_of(f"model.{key}", getattr(c, key), names)
+    faults += below(1, {f"model.{key}": getattr(c, key) for key in (*counts, "max_seq_len")})
+    faults += below(0, {f"model.{key}": getattr(c, key) for key in none_or_more})
+    faults += [
+        f"model.{key}={getattr(c, key)}: use more than 0"
+        for key in ("norm_epsilon", "rope_theta", "embed_scale")
+        if not getattr(c, key) > 0
+    ]
+    if not c.attention or set(c.attention) - {"g", "l"}:
+        faults.append(
+            f"model.attention={c.attention!r}: use letters g (global) and l (local), such as 'g' or 'lllllg'"
+        )
+    return faults + _wrong_scaling(c.rope_scaling)
+
+
+def _wrong_together(c: TransformerConfig) -> list[str]:
+    """Values that do not fit each other."""
+    faults = []
+    if c.head_dim == 0 and c.d_model % c.num_heads:
+        faults.append(
+            f"model.d_model={c.d_model} is not divisible by model.num_heads={c.num_heads}; "
+            f"use a multiple, or set model.head_dim"
+        )
+    elif c.positions == "rope" and c.head_size % 2:
+        faults.append(
+            f"model.head_dim={c.head_size} (0: model.d_model / model.num_heads) is odd, and rope turns pairs; "
+            f"use an even head dim, or model.positions='learned'"
+        )
+    if c.num_heads % c.num_kv_heads:
+        faults.append(
+            f"model.num_heads={c.num_heads} is not divisible by model.num_kv_heads={c.num_kv_heads}; "
+            f"use a divisor, or num_kv_heads=num_heads for plain multi-head attention"
+        )
+    if "l" in c.attention and c.window == 0:
+        faults.append(
+            f"model.window=0, and model.attention={c.attention!r} has local layers; "
+            f"say how many tokens they see, or use attention='g'"
+        )
+    return faults
+
+
+def _wrong_scaling(scaling: tuple) -> list[str]:
+    kind, *numbers = scaling or ("linear", 1.0)
+    if SCALINGS.get(kind) != len(numbers) or not all(
+        isinstance(number, int | float) and number > 0 for number in numbers
+    ):
+        return [
+            f"model.rope_scaling={tuple(scaling)}: use (), ('linear', FACTOR), or "
+            f"('llama3', FACTOR, LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_LENGTH)"
+        ]
+    if kind == "llama3" and not numbers[1] < numbers[2]:
+        return [f"model.rope_scaling={tuple(scaling)}: the low factor is not below the high one"]
+    return []
+
+
+def flops_per_token(c: TransformerConfig, seq_len: int) -> float:
+    """Returns 6 N + 12 L d S, forward and backward (PaLM, arXiv 2204.02311, appendix B).
+
+    N counts the weights that multiply activations: all but embedding tables and vectors, the output
+    head included. Attention, of d = heads x head dim, counts in full, not halved for causality; local
+    layers see no more than their window.
+    """
+    projections = c.d_model * c.head_size * (2 * c.num_heads + 2 * c.num_kv_heads)
+    mlp = (3 if c.gated else 2) * c.d_model * c.d_ff
+    weights = c.num_layers * (projections + mlp) + c.d_model * c.vocab_size
+    seen = np.where(c.is_local, min(c.window, seq_len), seq_len).sum()
+    return 6.0 * weights + 12.0 * c.num_heads * c.head_size * float(seen)
