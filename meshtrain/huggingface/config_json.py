@@ -181,17 +181,25 @@ def to_config(section: Section, original: Config | None = None) -> Config:
         config = _written(section, family)
         if family is preferred:
             config = original | config
-        there, here = meaning(to_section(config)), meaning(section)
-        differing = [key for key in here if here[key] != there.get(key)]
+        differing = differences(section, to_section(config))
         if not differing:
             return config
         if nearest is None or len(differing) < len(nearest[1]):
-            nearest = family, differing, there
-    family, differing, there = nearest
+            nearest = family, differing
     raise ConfigError(
-        f"model: no architecture of transformers that is known here; nearest is {family.architecture}",
-        *(f"  model.{key}={here[key]!r}, there {there.get(key)!r}" for key in differing),
+        f"no architecture of transformers has this model; nearest is {nearest[0].architecture}, where",
+        *(f"  {one}" for one in nearest[1]),
     )
+
+
+def differences(here: Section, there: Section) -> list[str]:
+    """Returns a line for each key in which two sections describe other models."""
+    here, there = meaning(here), meaning(there)
+    return [
+        f"model.{key} is {there.get(key)!r}, not {value!r}"
+        for key, value in here.items()
+        if value != there.get(key)
+    ]
 
 
 def _written(section: Section, family: Family) -> Config:

@@ -4,6 +4,15 @@ A row is "NAME DIM DIM ...": the dims of the tensor in the file, in order. Lette
 are one dim there, and one each here. A digit is a place among the three that a fused tensor holds.
 """
 
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+LAYERS = "layers/"
+
 
 # V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, F feed-forward
 
@@ -93,3 +102,49 @@ GPT2 = {
     "layers/mlp/down/kernel": "transformer.h.*.mlp.c_proj.weight F D",
     "layers/mlp/down/bias": "transformer.h.*.mlp.c_proj.bias D",
 }
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a parameter lies: in one tensor, or one for each layer."""
+
+    path: str  # of the parameter
+    name: str  # of the tensor; a * stands for the layer
+    dims: tuple[str, ...]  # of the tensor
+    sizes: Mapping[str, int]  # of each letter
+
+    @property
+    def stacked(self) -> bool:
+        return self.path.startswith(LAYERS)
+
+    @property
+    def tensors(self) -> list[str]:
+        """The tensors' names, one after the other."""
+        layers = range(self.sizes["L"]) if self.stacked else [0]
+        return [self.name.replace("*", str(layer)) for layer in layers]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a tensor."""
+        return tuple(math.prod(map(self._size, dim)) for dim in self.dims)
+
+    def ours(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns a view of the parameter (of one layer) in a tensor, with our dims."""
+        letters = "".join(self.dims)
+        split = tensor.reshape([self._size(letter) for letter in letters])
+        part = split[tuple(int(one) if one.isdigit() else slice(None) for one in letters)]
+        order = [letter for letter in letters if letter.isalpha()]
+        return part.transpose([order.index(letter) for letter in DIMS[self.path]])
+
+    def _size(self, letter: str) -> int:
+        return self.sizes.get(letter, 3)
+
+
+def rows(table: Mapping[str, str], paths: Iterable[str], section: Mapping[str, Any]) -> list[Row]:
+    """Returns the row of each parameter of a model; raises KeyError for one that a table does not have."""
+    s = section
+    sizes = {"L": s["num_layers"], "V": s["vocab_size"], "P": s["max_seq_len"], "F": s["d_ff"]}
+    sizes |= {"D": s["d_model"], "H": s["num_heads"], "G": s["num_kv_heads"]}
+    sizes["K"] = s["head_dim"] or s["d_model"] // s["num_heads"]
+    split = {path: table[path].split() for path in paths}
+    return [Row(path, name, tuple(dims), sizes) for path, (name, *dims) in split.items()]
