@@ -93,7 +93,7 @@ def take_in(source: Path, target: Path, args: argparse.Namespace) -> str:
             facts |= dict(processes=distributed.num_processes(), versions=distributed.versions())
             facts |= dict(position=0, time=time.time(), metrics={}, watch={})
             manifest.commit(folder, 0, **facts)
-    return f"{count(abstract):,} parameters in {dtype}"
+    return f"step 0, a {huggingface.family_in(source).architecture} in {dtype}"
 
 
 def run_config(path: str, section: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def appearing(target: Path) -> Iterator[Path]:
 
 def convert(args: argparse.Namespace) -> int:
     """Converts as the flags want it."""
-    source, target = args.source.resolve(), args.target.resolve()
+    source, target = args.source.resolve(), args.target.absolute()
     if os.path.lexists(target):
         raise ConfigError(f"{args.target}: is there already; use another TARGET, or remove it")
     if not args.max_shard_gb > 0:

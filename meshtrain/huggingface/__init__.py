@@ -34,6 +34,11 @@ def model_section(folder: Path) -> Section:
         raise ConfigError(*(f"{path}: {fault}" for fault in error.faults)) from error
 
 
+def family_in(folder: Path) -> Family:
+    """Returns the family that a folder's config.json names."""
+    return config_json.family_of(config_json.read(folder / config_json.NAME))
+
+
 def dtype_of(folder: Path) -> np.dtype:
     """Returns the narrowest dtype that keeps every parameter in a folder's files as it is."""
     codes = {tensor.code for tensor in _tensors(folder)[1].values()} & files.DTYPES.keys()
@@ -110,8 +115,7 @@ def _rows(family: Family, parameters: Iterable[str], section: Section) -> list[R
 
 def _tensors(folder: Path) -> tuple[Family, dict[str, files.Tensor]]:
     """Returns the family of a folder, and its tensors that may be parameters, named as in names.py."""
-    family = config_json.family_of(config_json.read(folder / config_json.NAME))
-    found = {}
+    family, found = family_in(folder), {}
     for name, tensor in files.tensors(folder).items():
         if not NO_PARAMETER.search(name) and not name.startswith(family.others):
             for prefix, stands_for in family.prefixes:

@@ -19,6 +19,7 @@ from meshtrain.huggingface.families import (
 )
 
 NAME = "config.json"
+IMPLIED = ("num_kv_heads", "head_dim", *CAPS)  # where they are null
 Config = dict[str, Any]  # what such a file holds
 Section = dict[str, Any]
 
@@ -81,7 +82,7 @@ def _faults(config: Config, family: Family) -> list[str]:
         value = config.get(theirs, "")
         if theirs not in config:
             faults.append(f"{theirs}: missing")
-        elif value is None and family.defaults.get(theirs, "") is None:
+        elif value is None and (ours in IMPLIED or family.defaults.get(theirs, "") is None):
             continue
         elif isinstance(value, bool) != (kind is bool) or not isinstance(value, kind | int):
             faults.append(
