@@ -84,7 +84,9 @@ def get_config() -> ConfigDict:
 
     config.data = data = ConfigDict()
     data.build = "meshtrain.data.tokens:build"  # of the keys below and split: a Source
-    data.path = ""  # a token file, or a folder of text
+    data.path = ""  # what `meshtrain prepare` made, a token file, or a folder of text
+    data.mixture = ()  # (("PATH", WEIGHT), ...) in place of path: samples of each by weight
+    data.packing = "windows"  # the stream cut into rows; "best_fit": rows of whole documents
     data.dtype = "uint8"  # of a raw token file: uint8 (any text, as bytes), uint16, uint32, int32
     data.pattern = "*.txt"  # files of a folder
     data.exclude = ()  # names of folders to leave out

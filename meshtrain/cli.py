@@ -7,14 +7,16 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from meshtrain import configfile, distributed, progress
-from meshtrain.config import parse
+from meshtrain import checkpoint, configfile, distributed, progress
+from meshtrain.config import Config, parse
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError
+from meshtrain.mesh import AXES
 from meshtrain.rendezvous import MeetingError
 
 
@@ -78,10 +80,7 @@ def settings(
     `prepare` may change the config before it is checked. Raises ConfigError with every fault.
     """
     args, overrides = flags.parse_known_args(argv)
-    logging.getLogger("absl").setLevel(logging.WARNING)
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # Orbax's: what fails in a save we tell
-    if args.simulate_devices is not None:
-        simulate(args.simulate_devices)
+    _make_ready(args)
     config, faults = configfile.read(args.config, overrides)
     prepare(args, config)
     start(args)
@@ -89,6 +88,53 @@ def settings(
         if any(distributed.gather(bool(faults))):
             raise ConfigError(*faults, *_faults_of(config))
     return args, config
+
+
+def of_run(
+    flags: argparse.ArgumentParser, argv: list[str] | None, *, own: Iterable[str] = ()
+) -> tuple[argparse.Namespace, Config]:
+    """Returns the verb's flags and the settings of the run in --workdir, on all devices that there are.
+
+    Unless overrides say otherwise the devices are on `fsdp`. What the caller brings itself (`own`, as in
+    `config.parse`) is not built. Raises ConfigError with every fault.
+    """
+    flags.add_argument(
+        "--workdir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="of a run, or WORKDIR/checkpoints/STEP",
+    )
+    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of its config")
+    add_devices(flags)
+    args, overrides = flags.parse_known_args(argv)
+    _make_ready(args)
+    file = checkpoint.workdir_of(args.workdir) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"--workdir={args.workdir}: no run there (config.json is missing)")
+    start(args)
+    config, faults = configfile.read(str(file), overrides, change=_on_all_devices)
+    with distributed.together():
+        found = _faults_of(config, own)
+        if faults or found:
+            raise ConfigError(*faults, *found)
+        return args, parse(config, num_devices=jax.device_count(), own=own)
+
+
+def _on_all_devices(config: Any) -> None:
+    """Sets what depends on the devices that a run was trained on."""
+    config.mesh.update({**dict.fromkeys(AXES, 1), "fsdp": -1})
+    rows = jax.device_count()
+    config.train.update(
+        global_batch=-(-config.train.global_batch // rows) * rows, num_microbatches=1
+    )
+
+
+def _make_ready(args: argparse.Namespace) -> None:
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # Orbax's: what fails in a save we tell
+    if args.simulate_devices is not None:
+        simulate(args.simulate_devices)
 
 
 def simulate(num_devices: int) -> None:
@@ -128,10 +174,10 @@ def _fault(message: str) -> None:
     raise ConfigError(message)
 
 
-def _faults_of(config: Any) -> tuple[str, ...]:
+def _faults_of(config: Any, own: Iterable[str] = ()) -> tuple[str, ...]:
     """What else is wrong, so that all is told at once."""
     try:
-        parse(config, num_devices=jax.device_count())
+        parse(config, num_devices=jax.device_count(), own=own)
         return ()
     except ConfigError as error:
         return error.faults

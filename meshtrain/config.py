@@ -62,6 +62,15 @@ def resolve(path: str, *, key: str) -> Callable:
     return function
 
 
+def build_data(section: Mapping, *, split: str) -> Any:
+    """Returns what a `data` section builds, of one split; raises ConfigError with every fault."""
+    build = resolve(section.get("build"), key="data.build")
+    (bound,), faults = bind("data", section, build, given=["split"])
+    if faults:
+        raise ConfigError(*faults)
+    return bound(split=split)
+
+
 def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Config:
     """Returns the settings with what they build, or raises ConfigError with every fault found.
 

@@ -2,9 +2,11 @@
 
 import copy
 import importlib.util
+import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -17,7 +19,7 @@ ARGUMENTS = ("--config", "--workdir", "--simulate_devices", "--output", "--help"
 def load(path: str, overrides: Iterable[str] = ()) -> ConfigDict:
     """Returns the config of a Python file with `get_config()`, after `--config.KEY=VALUE` overrides.
 
-    Raises ConfigError with every override that does not fit.
+    A run's `config.json` can be read as well. Raises ConfigError with every override that does not fit.
     """
     config, faults = read(path, overrides)
     if faults:
@@ -25,9 +27,18 @@ def load(path: str, overrides: Iterable[str] = ()) -> ConfigDict:
     return config
 
 
-def read(path: str, overrides: Iterable[str] = ()) -> tuple[ConfigDict, list[str]]:
-    """Returns the config with the overrides that fit, and a line for each that does not."""
+def read(
+    path: str,
+    overrides: Iterable[str] = (),
+    *,
+    change: Callable[[ConfigDict], None] = lambda config: None,
+) -> tuple[ConfigDict, list[str]]:
+    """Returns the config with the overrides that fit, and a line for each that does not.
+
+    `change` may set keys before the overrides do.
+    """
     config = _read_file(path)
+    change(config)
     overrides = _join_values(overrides)
     try:
         return _override(config, overrides), []
@@ -43,6 +54,8 @@ def _read_file(path: str) -> ConfigDict:
     file = Path(name).resolve()
     if not file.is_file():
         raise ConfigError(f"--config={path}: no such file")
+    if file.suffix == ".json":
+        return _read_json(file)
     # A config file imports its siblings as `configs.default`, from whatever folder one runs, and may
     # point to a model beside it.
     if (root := str(file.parent.parent)) not in sys.path:
@@ -58,6 +71,23 @@ def _read_file(path: str) -> ConfigDict:
     except Exception as error:
         kind = type(error).__name__
         raise ConfigError(f"--config={path} cannot be read: {kind}: {error}") from error
+
+
+def _read_json(file: Path) -> ConfigDict:
+    try:
+        raw = json.loads(file.read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("it holds no sections of keys")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config={file} cannot be read: {error}") from error
+    return ConfigDict(_with_tuples(raw)).lock()
+
+
+def _with_tuples(value: Any) -> Any:
+    """Returns what JSON has as lists as the tuples that configs have."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(one) for key, one in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:

@@ -1,115 +1,160 @@
-"""Generates text from a trained model.
+"""Continues texts with a trained or converted model.
 
 python -m meshtrain.generate --workdir=runs/quickstart --prompt="def "
 """
 
 import argparse
-import functools
-import json
+import itertools
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from meshtrain import checkpoint, cli, grads
-from meshtrain.checkpoint import arrays
-from meshtrain.config import Config, parse
-from meshtrain.data.source import Batch
-from meshtrain.errors import ConfigError
-from meshtrain.mesh import AXES
-from meshtrain.models.base import Model, Params
-from meshtrain.program import assemble
+from meshtrain import checkpoint, cli, sampling, trained
+from meshtrain.config import Config
+from meshtrain.data import tokenizer
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.errors import ConfigError, below
 
-# S sequence, V vocabulary, D model
-
-
-def generate(
-    model: Model,
-    params: Params,
-    prompt: np.ndarray,
-    *,
-    seq_len: int,
-    length: int,
-    temperature: float,
-    seed: int = 0,
-) -> np.ndarray:
-    """Returns `length` tokens drawn one after the other from the model, given a prompt of 1 or more.
-
-    The model sees the last `seq_len` tokens and runs over them anew for each: simple, and fast
-    enough for a sample. Temperature 0 takes the likeliest token.
-    """
-    prompt = np.asarray(prompt, np.int32)[-seq_len:]
-    window_S = np.zeros(seq_len, np.int32)
-    window_S[: len(prompt)] = prompt
-    keys = jax.random.split(jax.random.key(seed), length)
-    draw = jax.jit(functools.partial(_draw, model, temperature=temperature))
-    return np.asarray(draw(params, jnp.asarray(window_S), jnp.int32(len(prompt)), keys))
-
-
-def _draw(model: Model, params: Params, window_S, used, keys, *, temperature: float) -> jax.Array:
-    def next_token(carry, key):
-        window_S, used = carry
-        # Causal: what stands behind the last token in use has no say.
-        batch = Batch(window_S[None], window_S[None], jnp.ones((1, window_S.size), jnp.float32))
-        x_1SD = grads.run_blocks(
-            model.block, model.stack(params["layers"]), model.embed(params, batch), batch
-        )
-        x_11D = jax.lax.dynamic_slice_in_dim(x_1SD, used - 1, 1, axis=1)
-        logits_V = model.logits(params, x_11D)[0, 0].astype(jnp.float32)
-        drawn = (
-            jax.random.categorical(key, logits_V / temperature)
-            if temperature
-            else jnp.argmax(logits_V)
-        )
-        full = used == window_S.size
-        window_S = jnp.where(full, jnp.roll(window_S, -1), window_S)
-        used = jnp.where(full, used, used + 1)
-        return (window_S.at[used - 1].set(drawn), used), drawn
-
-    return jax.lax.scan(next_token, (window_S, used), keys)[1]
-
-
-def restore(workdir: Path) -> tuple[Config, Params]:
-    """Returns the config and the newest parameters of a run, on one device."""
-    try:
-        raw = json.loads((workdir / "config.json").read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"--workdir={workdir}: no run there (config.json is missing)") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--workdir={workdir}: config.json cannot be read: {error}") from error
-    cfg = parse({**raw, "mesh": dict.fromkeys(AXES, 1)}, num_devices=1, own=["data"])
-    program = assemble(cfg, cfg.model, devices=jax.devices()[:1])
-    directory, found = checkpoint.find(workdir, tell=functools.partial(print, file=sys.stderr))
-    return cfg, arrays.restore_params(directory, found.arrays, program.abstract_state.params)[0]
+BEFORE = 16  # tokens that a new one is decoded after
+FILES = ("tokenizer.json", "tokenizer.model", "manifest.json")  # of folders that have a tokenizer
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = cli.plain_parser("generate", __doc__)
-    parser.add_argument(
-        "--workdir", type=Path, required=True, metavar="DIR", help="of a run on bytes of text"
+    flags = cli.plain_parser("generate", __doc__)
+    flags.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="may be given several times"
     )
-    parser.add_argument("--prompt", default="\n", metavar="TEXT")
-    parser.add_argument("--length", type=int, default=400, metavar="N", help="bytes to generate")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="T")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    return cli.told(lambda: write(parser.parse_args(argv)))
+    flags.add_argument("--prompt_file", type=Path, metavar="FILE", help="a prompt on each line")
+    flags.add_argument("--length", type=int, default=400, metavar="N", help="tokens to generate")
+    flags.add_argument(
+        "--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest"
+    )
+    flags.add_argument(
+        "--top_k", type=int, default=0, metavar="K", help="of the K likeliest; 0: all"
+    )
+    flags.add_argument(
+        "--top_p", type=float, default=1.0, metavar="P", help="of the likeliest that add up to P"
+    )
+    flags.add_argument("--seed", type=int, default=0, metavar="N")
+    flags.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="end there: a token as text, or its number (default: the tokenizer's end of a document)",
+    )
+    flags.add_argument(
+        "--context", type=int, metavar="N", help="tokens seen (default: data.seq_len)"
+    )
+    flags.add_argument("--tokenizer", metavar="PATH", help="default: the run's own, or bytes")
+    return cli.told(lambda: run(flags, argv))
 
 
-def write(args: argparse.Namespace) -> int:
-    """Prints a text as the flags want it."""
-    if not args.prompt or args.length < 1 or args.temperature < 0:
-        raise ConfigError("--prompt must not be empty, --length 1 or more, --temperature 0 or more")
-    cfg, params = restore(args.workdir)
-    if cfg.model.logits is None or cfg.raw["model"]["vocab_size"] > 256:
-        raise ConfigError(f"--workdir={args.workdir}: its model is no language model over bytes")
-    prompt = np.frombuffer(args.prompt.encode(), np.uint8)
-    sampling = dict(length=args.length, temperature=args.temperature, seed=args.seed)
-    tokens = generate(cfg.model, params, prompt, seq_len=cfg.raw["data"]["seq_len"], **sampling)
-    print(args.prompt + bytes(tokens.astype(np.uint8)).decode(errors="replace"))
+def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
+    args, cfg = cli.of_run(flags, argv, own=["data"])
+    how = sampling.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    context = cfg.raw["data"]["seq_len"] if args.context is None else args.context
+    faults = below(1, {"--length": args.length, "--context": context})
+    if cfg.mesh.pipeline > 1:
+        faults.append(
+            f"mesh.pipeline={cfg.mesh.pipeline}: text is generated without a pipeline; use fsdp or tensor"
+        )
+    if faults:
+        raise ConfigError(*faults)
+    words = _tokenizer(args.tokenizer, cfg, checkpoint.workdir_of(args.workdir))
+    prompts = [_encoded(words, text) for text in _prompts(args)]
+    stop = [_token(words, text) for text in args.stop] or [words.eos]
+    program, params = trained.restore(cfg, args.workdir)
+    options = dict(length=args.length, context=context, dtype=cfg.train.dtype)
+    steps = sampling.generate(program, params, prompts, sampling=how, stop=stop, **options)
+    if jax.process_index() == 0:
+        show(words, prompts, steps)
+    else:
+        all(True for _ in steps)
     return 0
+
+
+def show(
+    words: Tokenizer, prompts: Sequence[list[int]], steps: Iterable[Sequence[int | None]]
+) -> None:
+    """Prints one text as it grows; of several, each when all are there."""
+    if len(prompts) == 1:
+        (ids,) = prompts
+        print(words.decode(ids), end="", flush=True)
+        for new in pieces(words, ids, (token for (token,) in steps)):
+            print(new, end="", flush=True)
+        print()
+        return
+    for number, (ids, row) in enumerate(zip(prompts, zip(*steps, strict=True), strict=True)):
+        new = [token for token in row if token is not None]
+        print(f"--- {number}\n{words.decode([*ids, *new])}")
+
+
+def pieces(words: Tokenizer, ids: Sequence[int], tokens: Iterable[int | None]) -> Iterator[str]:
+    """Yields what each token adds to the text of `ids`, up to the first None; part of a character waits.
+
+    A token is decoded after some that stand before it: in some vocabularies its space depends on them.
+    """
+    ids = list(ids)[-BEFORE:]
+    told = words.decode(ids)
+    for token in itertools.takewhile(lambda token: token is not None, tokens):
+        ids.append(token)
+        text = words.decode(ids)
+        if text.endswith("\ufffd"):
+            continue
+        yield text[len(told) :]
+        ids = ids[-BEFORE:]
+        told = words.decode(ids)
+    yield words.decode(ids)[len(told) :]
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    texts = list(args.prompt or [])
+    if args.prompt_file is not None:
+        try:
+            texts += args.prompt_file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompt_file={args.prompt_file}: {error}") from error
+    return texts or ["\n"]
+
+
+def _encoded(words: Tokenizer, text: str) -> list[int]:
+    ids = list(words.encode(text))
+    if not ids:
+        raise ConfigError(f"--prompt={text!r}: is no token long; say something to go on from")
+    return ids
+
+
+def _token(words: Tokenizer, text: str) -> int:
+    """Returns the number of a token that is given as text, or as a number."""
+    ids = list(words.encode(text))
+    if len(ids) != 1 and text.isdecimal():
+        ids = [int(text)]
+    if len(ids) != 1 or ids[0] >= words.vocab_size:
+        raise ConfigError(f"--stop={text!r}: is no single token of the tokenizer; give its number")
+    return ids[0]
+
+
+def _tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
+    """Returns that of --tokenizer, of the workdir, of the prepared data, or bytes."""
+    size = cfg.raw["model"].get("vocab_size", 0)
+    folders = [workdir, Path(cfg.raw["data"].get("path") or workdir)]
+    own = [folder for folder in folders if any((folder / name).is_file() for name in FILES)]
+    found = path or next(map(str, own), None)
+    if found is None and size > 256:
+        raise ConfigError(
+            f"--workdir={workdir}: model.vocab_size={size} is more than bytes, and no tokenizer is there; "
+            f"use --tokenizer=PATH of a tokenizer.json or a SentencePiece model"
+        )
+    words = tokenizer.load(found or "bytes")
+    if words.vocab_size > size > 0 and found:
+        raise ConfigError(
+            f"--tokenizer={found}: has {words.vocab_size} tokens, and model.vocab_size={size}; use the model's own"
+        )
+    return words
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Text from a checkpoint."""
+"""`meshtrain generate` and `meshtrain evaluate`, on a run that learned to count."""
+
+import json
+import math
 
 import jax
 import numpy as np
@@ -6,48 +9,153 @@ import pytest
 from conftest import tiny_config
 
 import meshtrain
-from meshtrain import generate
+from meshtrain import config, evaluate, generate, reference, trained
 
 
 @pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    """A run that learned to count: each row of the data is 0, 1, 2, ... modulo 64."""
+def text(tmp_path_factory):
+    """Bytes 32, 33, 34, ... 126, over and over, at another place in each window."""
+    file = tmp_path_factory.mktemp("text") / "count.bin"
+    (np.arange(95 * 40) % 95 + 32).astype(np.uint8).tofile(file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory, text):
+    """A run that learned to count."""
     folder = tmp_path_factory.mktemp("count")
     c = tiny_config()
     c.train.steps, c.optim.learning_rate, c.eval.batches = 150, 1e-2, 0
-    rows = (np.arange(17)[None, :] + np.arange(48)[:, None]) % 64
-
-    def read(indices):
-        return meshtrain.data.tokens.to_batch(rows[indices % 48].astype(np.int32))
-
-    meshtrain.train(c, workdir=folder, data=meshtrain.Source(read))
+    c.model.vocab_size = 128
+    c.data.build = "meshtrain.data.tokens:build"
+    c.data.update(path=str(text), heldout=0.25)
+    meshtrain.train(c, workdir=folder)
     return folder
 
 
-def test_the_likeliest_tokens_go_on_past_the_window(workdir):
-    cfg, params = generate.restore(workdir)
-    options = dict(seq_len=16, length=30, temperature=0.0)
-    tokens = generate.generate(cfg.model, params, np.array([3, 4, 5]), **options)
-    assert tokens.tolist() == list(range(6, 36))
-    one = generate.generate(cfg.model, params, np.arange(40), **options)  # the last 16 count
-    assert one.tolist()[:10] == list(range(40, 50))
+def ran(verb, *arguments, capsys):
+    code = verb.main([*map(str, arguments)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
 
 
-def test_a_seed_draws_the_same_and_another_differs(workdir):
-    cfg, params = generate.restore(workdir)
-    options = dict(seq_len=16, length=20, temperature=3.0)
-    a, b, c = (
-        generate.generate(cfg.model, params, np.array([3]), seed=seed, **options).tolist()
-        for seed in (1, 1, 2)
-    )
-    assert a == b != c
-    assert jax.tree.leaves(params)[0].sharding.num_devices == 1
+def test_a_text_goes_on_past_the_context(workdir, capsys):
+    options = [f"--workdir={workdir}", "--temperature=0", "--prompt=ABC", "--length=40"]
+    code, out, _ = ran(generate, *options, capsys=capsys)
+    assert (code, out) == (0, "".join(map(chr, range(65, 65 + 43))) + "\n")
 
 
-def test_the_command_prints_the_prompt_and_tells_what_is_missing(workdir, tmp_path, capsys):
-    assert (
-        generate.main([f"--workdir={workdir}", "--prompt=!", "--length=3", "--temperature=0"]) == 0
-    )
-    assert capsys.readouterr().out == '!"#$\n'
-    assert generate.main([f"--workdir={tmp_path}"]) == 2
-    assert "no run there" in capsys.readouterr().err
+def test_several_prompts_on_a_mesh_are_those_on_one_device(workdir, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("XYZ\n0\n")
+    options = [f"--workdir={workdir}", "--temperature=0.5", "--prompt=!", "--length=5"]
+    options += [f"--prompt_file={tmp_path / 'prompts'}"]
+    sharded = ran(generate, *options, capsys=capsys)
+    wide = ran(generate, *options, "--config.mesh.tensor=2", "--config.mesh.data=4", capsys=capsys)
+    assert sharded == wide
+    assert sharded[1].splitlines() == ["--- 0", '!"#$%&', "--- 1", "XYZ[\\]^_", "--- 2", "012345"]
+
+
+def test_a_stop_token_ends_the_text_and_is_not_shown(workdir, capsys):
+    options = [f"--workdir={workdir}", "--temperature=0", "--prompt=A", "--length=20"]
+    assert ran(generate, *options, "--stop=F", capsys=capsys)[1] == "ABCDE\n"
+    assert ran(generate, *options, "--stop=70", capsys=capsys)[1] == "ABCDE\n"
+
+
+def test_a_character_of_several_bytes_is_printed_when_it_is_whole():
+    words = generate.tokenizer.load("bytes")
+    spoken = [*"né €".encode(), 0x82, None, 65]
+    told = list(generate.pieces(words, [65], spoken))
+    assert told == ["n", "é", " ", "€", "\ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--length=0"], "--length=0"),
+        (["--temperature=-1"], "--temperature=-1"),
+        (["--top_p=0"], "--top_p=0"),
+        (["--prompt="], "--prompt=''"),
+        (["--stop=AB"], "--stop='AB'"),
+        (["--prompt_file=nowhere"], "--prompt_file=nowhere"),
+        (["--tokenizer=nowhere"], "nowhere"),
+        (["--config.mesh.tensr=2"], "did you mean"),
+        (["--config.mesh.pipeline=2"], "mesh.pipeline=2"),
+        (["--lenght=3"], "--lenght"),
+    ],
+)
+def test_what_cannot_be_generated_is_told_in_a_line(workdir, flags, told, capsys):
+    code, out, err = ran(generate, f"--workdir={workdir}", *flags, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+
+
+def test_a_folder_without_a_run_is_told(tmp_path, capsys):
+    for verb in (generate, evaluate):
+        code, _, err = ran(verb, f"--workdir={tmp_path}", capsys=capsys)
+        assert code == 2 and "no run there" in err and err.count("\n") == 1
+
+
+# ---- evaluate ----
+
+
+def numbers(out):
+    return {line[:13].strip(): line[14:].split()[0] for line in out.splitlines()}
+
+
+@pytest.fixture(scope="module")
+def due(workdir, text):
+    """Loss, tokens and bytes by plain maths, of all windows of the split."""
+    raw = json.loads((workdir / "config.json").read_text())
+    cfg = config.parse(raw, num_devices=8)
+    params = jax.device_get(trained.restore(cfg, workdir)[1])
+    found = {}
+    for split, heldout in {"heldout": 0.25, "train": 0.25, "all": 0.0}.items():
+        section = {**raw["data"], "heldout": heldout}
+        source = config.build_data(section, split="train" if split == "all" else split)
+        batch = source.read(np.arange(source.size))
+        sums = reference.run(lambda params, b=batch: reference.loss(cfg.model, params, b), params)
+        found[split] = float(sums.loss / sums.weight), int(sums.weight)
+    return found
+
+
+@pytest.mark.parametrize("split", ["heldout", "train", "all"])
+def test_every_token_of_a_split_counts_once_on_any_mesh(workdir, due, split, capsys):
+    flags = [f"--workdir={workdir}", f"--split={split}"]
+    layouts = [[]] if split != "heldout" else [[], ["--config.mesh.tensor=2", "--batch=12"]]
+    for layout in layouts:
+        _, out, _ = ran(evaluate, *flags, *layout, capsys=capsys)
+        told, (loss, weight) = numbers(out), due[split]
+        assert int(told["tokens"].replace(",", "")) == weight
+        assert float(told["loss"]) == pytest.approx(loss, abs=2e-6)
+        assert float(told["perplexity"]) == pytest.approx(math.exp(loss), abs=2e-4)
+
+
+def test_bits_per_byte_count_the_bytes_that_tokens_stand_for(workdir, tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(bytes(range(32, 128)) * 3)
+    flags = [f"--workdir={workdir}", "--split=all", f"--config.data.path={tmp_path / 'text'}"]
+    _, out, _ = ran(evaluate, *flags, capsys=capsys)
+    told = numbers(out)
+    weight = int(told["tokens"].replace(",", ""))
+    expected = float(told["loss"]) * weight / math.log(2)
+    line = next(line for line in out.splitlines() if line.startswith("bits per byte"))
+    num_bytes = int(line.split()[-2].replace(",", ""))
+    assert num_bytes == weight - 1  # the byte that ends the file is none of the text
+    assert float(told["bits per byte"]) == pytest.approx(expected / num_bytes, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--batch=3"], "--batch=3"),
+        (["--batch=0"], "--batch=0"),
+        (["--max_batches=-1"], "--max_batches=-1"),
+        (["--split=test"], "--split"),
+        (["--config.data.path=nowhere"], "data.path=nowhere"),
+        (["--config.data.build=meshtrain.data.synthetic:build"], "size"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told_in_a_line(workdir, flags, told, capsys):
+    code, out, err = ran(evaluate, f"--workdir={workdir}", *flags, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert told in err

@@ -30,6 +30,12 @@ def newest_good(folder: Path) -> tuple[Manifest | None, dict[int, str]]:
     return newest_good(folder) if manifest.steps(folder) != steps else (None, bad)
 
 
+def workdir_of(path: Path) -> Path:
+    """Returns the workdir that `path` is, or is a checkpoint in: WORKDIR/checkpoints/STEP."""
+    inside = path.name.isdecimal() and path.parent.name == FOLDER
+    return path.parent.parent if inside else path
+
+
 def find(path: Path, *, tell: Callable[[str], None] = print) -> tuple[Path, Manifest]:
     """Returns the folder and manifest of a checkpoint: `path` itself, or the newest good one of a run.
 

@@ -33,3 +33,5 @@ class Source:
     baseline: float | None = (
         None  # nats per token of the best guess that ignores context, to compare a loss with
     )
+    size: int | None = None  # samples of an epoch: 0 ... size - 1 are each of them once
+    token_bytes: np.ndarray | None = None  # (V,) bytes of text that each token stands for

@@ -1,18 +1,20 @@
-"""Windows of a long stream of tokens: a memory-mapped file, or a folder of text read as bytes."""
+"""Rows of tokens from files: windows of a long stream, or whole documents packed; see corpus.py for what is read."""
 
-import functools
-import os
-from pathlib import Path
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain.data import corpus as corpora
+from meshtrain.data import mixture as mixtures
+from meshtrain.data import packing as packings
+from meshtrain.data.corpus import Corpus
 from meshtrain.data.permute import permute
 from meshtrain.data.source import Batch, Source
-from meshtrain.errors import ConfigError, below
+from meshtrain.errors import ConfigError, below, not_one_of
 
-DTYPES = ("uint8", "uint16", "uint32", "int32")
-END_OF_FILE = 0  # the byte put after each file of a folder
 ENTROPY_TOKENS = 1 << 26  # the unigram entropy is taken over at most so many
+PACKINGS = ("windows", "best_fit")
 
 
 def build(
@@ -27,50 +29,146 @@ def build(
     heldout: float,
     seed: int,
     split: str,
+    packing: str = "windows",  # the configs of older runs have neither
+    mixture: tuple = (),
 ) -> Source:
     """Returns the "train" or "heldout" split of `path`; raises ConfigError where it cannot be used.
 
-    A file is mapped, not read: `.npy`, or raw numbers of `dtype` ("uint8" for any text). A folder is
+    A file is mapped, not read: `.npy`, or raw numbers of `dtype` ("uint8" for any text), or Megatron's
+    PREFIX.bin with its PREFIX.idx. A folder that `meshtrain prepare` made is its shards; any other is
     read into memory: the bytes of its files that match `pattern`, outside folders named in `exclude`.
     The last `heldout` of the tokens are held out; the files of a folder are shuffled first.
-    Sample i is a window of `seq_len` + 1 tokens; an epoch visits each window once, in its own order.
+    An epoch visits each row once, in an order of its own; sample i is the i-th over all epochs.
+
+    Packing "windows": the stream is cut into rows of `seq_len` tokens, documents too; what is too short
+    for a row at the end is left out. The token after a row is the target of its last. "best_fit": rows
+    of whole documents, only those longer than `seq_len` are cut. In both attention stays within a
+    document, and each token of it but the first is a target once.
+    `mixture` ((path, weight), ...), in place of `path`, takes samples of each by weight.
     """
-    if not os.path.exists(path):
-        raise ConfigError(
-            f"data.path={path}: no such file or folder; give a token file or a folder of text"
-        )
-    tokens = (
-        _read_folder(path, pattern, tuple(exclude))
-        if os.path.isdir(path)
-        else _map_file(path, dtype)
-    )
     check_sizes(seq_len, vocab_size, seed)
+    faults = not_one_of("data.packing", packing, PACKINGS)
     if not 0 <= heldout < 1:
-        raise ConfigError(f"data.heldout={heldout}: use a fraction from 0 to below 1")
-    border = len(tokens) - int(len(tokens) * heldout)
-    first, last = (0, border) if split == "train" else (border, len(tokens))
+        faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
+    paths, weights = _check_mixture(path, mixture)
+    if faults:
+        raise ConfigError(*faults)
+    found = [
+        corpora.load(one, dtype=dtype, pattern=pattern, exclude=tuple(exclude)) for one in paths
+    ]
+    _check_tokenizers(found, vocab_size)
+    sources = []
+    for corpus in found:
+        border = corpus.num_tokens - int(corpus.num_tokens * heldout)
+        first, last = (0, border) if split == "train" else (border, corpus.num_tokens)
+        part = Split(corpus, first, last, f"the {split} split of data.heldout={heldout}")
+        sizes = dict(seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+        sources.append(
+            _packed(part, **sizes)
+            if packing == "best_fit"
+            else _windows(part, separator=separator, **sizes)
+        )
+    if not mixture:
+        return sources[0]
+    return mixtures.mix(sources, weights, key=lambda block: _key(seed, block, 1))
+
+
+class Split(NamedTuple):
+    """Tokens `first` ... `last` - 1 of a corpus."""
+
+    corpus: Corpus
+    first: int
+    last: int
+    name: str  # for messages
+
+
+def _check_mixture(path: str, mixture: tuple) -> tuple[list[str], list[float]]:
+    """Returns paths and weights."""
+    if not mixture:
+        return [path], [1.0]
+    if path:
+        raise ConfigError(
+            f"data.path={path} and data.mixture={mixture}: give one of them, data.path=''"
+        )
+    for pair in mixture:
+        match pair:
+            case [str(), int() | float() as weight] if 0 < weight < float("inf"):
+                pass
+            case _:
+                raise ConfigError(f"data.mixture: {pair!r} is no (path, weight above 0)")
+    return [one for one, _ in mixture], [weight for _, weight in mixture]
+
+
+def _check_tokenizers(found: list[Corpus], vocab_size: int) -> None:
+    faults = [
+        f"data.path={one.path}: data.vocab_size={vocab_size} is less than the {one.vocab_size} tokens of its "
+        f"tokenizer; set model.vocab_size={one.vocab_size}"
+        for one in found
+        if one.vocab_size > vocab_size
+    ]
+    known = [one for one in found if one.tokenizer]
+    faults += [
+        f"data.mixture: {one.path} has another tokenizer than {known[0].path}; prepare both with the same"
+        for one in known
+        if one.tokenizer != known[0].tokenizer
+    ]
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _windows(split: Split, *, separator: int, seq_len: int, vocab_size: int, seed: int) -> Source:
+    """Returns windows of `seq_len` + 1 tokens, of which the last is only a target."""
+    corpus, first, last, name = split
     num_windows = (last - first - 1) // seq_len
     if num_windows < 1:
         raise ConfigError(
-            f"data.path={path}: the {split} split has {last - first} tokens, too few for one window of "
-            f"data.seq_len={seq_len} + 1; use more text, a shorter seq_len, or another data.heldout={heldout}"
+            f"data.path={corpus.path}: {name} has {last - first} tokens, too few for one window of "
+            f"data.seq_len={seq_len} + 1; use more text, a shorter seq_len, or another data.heldout"
         )
 
     def read(indices: np.ndarray) -> Batch:
         starts = first + seq_len * _shuffled(indices, num_windows, seed)
-        rows = np.stack([tokens[start : start + seq_len + 1] for start in starts])
-        if rows.max() >= vocab_size or rows.min() < 0:
-            wrong = rows[(rows >= vocab_size) | (rows < 0)][0]
-            raise ConfigError(
-                f"data.path={path} holds token {wrong}, outside data.vocab_size={vocab_size}; "
-                f"set model.vocab_size above the largest token, and check data.dtype={dtype}"
-            )
-        return to_batch(rows.astype(np.int32), separator)
+        rows = corpora.windows(corpus, starts, seq_len + 1, vocab_size)
+        if corpus.starts is None:
+            return to_batch(rows, separator)
+        return segmented(rows, corpora.begins(corpus, starts, seq_len + 1))
 
+    return _source(split, read, vocab_size, num_windows, f"windows of {seq_len}")
+
+
+def _packed(split: Split, *, seq_len: int, vocab_size: int, seed: int) -> Source:
+    """Returns rows of whole documents."""
+    corpus, first, last, name = split
+    if corpus.starts is None:
+        raise ConfigError(
+            f"data.packing=best_fit: data.path={corpus.path} does not tell documents apart; "
+            f"use what `meshtrain prepare` makes of it, or data.packing=windows"
+        )
+    if first == last:
+        raise ConfigError(
+            f"data.path={corpus.path}: {name} has 0 tokens; use more text, or another data.heldout"
+        )
+    packing = packings.load(corpus, first, last, seq_len)
+    num_rows = len(packing.rows) - 1
+
+    def read(indices: np.ndarray) -> Batch:
+        rows = _shuffled(indices, num_rows, seed)
+        return packings.read(corpus, packing, rows, seq_len, vocab_size)
+
+    filled = (last - first) / (num_rows * seq_len)
+    return _source(split, read, vocab_size, num_rows, f"rows of {seq_len}, {filled:.2%} filled")
+
+
+def _source(split: Split, read: Callable, vocab_size: int, size: int, kind: str) -> Source:
+    corpus, first, last, _ = split
+    documents = f"{len(corpus.starts) - 1:,} documents, " if corpus.starts is not None else ""
+    seen = corpora.head(corpus, first, min(last, first + ENTROPY_TOKENS))
     return Source(
         read,
-        description=f"{path}: {last - first:,} tokens, {num_windows:,} windows of {seq_len}",
-        baseline=unigram_entropy(tokens[first : min(last, first + ENTROPY_TOKENS)], vocab_size),
+        description=f"{corpus.path}: {documents}{last - first:,} tokens, {size:,} {kind}",
+        baseline=unigram_entropy(seen, vocab_size),
+        size=size,
+        token_bytes=corpus.token_bytes,
     )
 
 
@@ -86,17 +184,24 @@ def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
 
     The target that follows a separator belongs to another document and weighs nothing.
     """
-    tokens, targets = rows[:, :-1], rows[:, 1:]
     if separator < 0:
+        tokens, targets = rows[:, :-1], rows[:, 1:]
         return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
-    ends = tokens == separator
-    starts = np.zeros_like(ends)
-    starts[:, 1:] = ends[:, :-1]
+    begins = np.zeros(rows.shape, bool)
+    begins[:, 1:] = rows[:, :-1] == separator
+    return segmented(rows, begins)
+
+
+def segmented(rows: np.ndarray, begins: np.ndarray) -> Batch:
+    """Makes a Batch of (B, S + 1) tokens, and where documents begin; each is its own segment."""
+    tokens, targets = rows[:, :-1], rows[:, 1:]
+    starts = begins[:, :-1].copy()
+    starts[:, 0] = False
     place = np.arange(tokens.shape[1], dtype=np.int32)[None, :]
     return Batch(
         tokens,
         targets,
-        weights=(~ends).astype(np.float32),
+        weights=(~begins[:, 1:]).astype(np.float32),
         positions=place - np.maximum.accumulate(np.where(starts, place, 0), axis=1),
         segments=np.cumsum(starts, axis=1, dtype=np.int32),
     )
@@ -121,43 +226,5 @@ def _shuffled(indices: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
     return result
 
 
-def _key(seed: int, epoch: int) -> int:
-    return int(np.random.SeedSequence((seed, int(epoch))).generate_state(1, np.uint64)[0])
-
-
-def _map_file(path: str, dtype: str) -> np.ndarray:
-    if path.endswith(".npy"):
-        try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ConfigError(f"data.path={path} is no .npy file: {error}") from error
-        if tokens.ndim != 1 or tokens.dtype.name not in DTYPES:
-            raise ConfigError(
-                f"data.path={path} holds {tokens.dtype.name}{list(tokens.shape)}; use one dim of {', '.join(DTYPES)}"
-            )
-        return tokens
-    if dtype not in DTYPES:
-        raise ConfigError(f"data.dtype={dtype!r}: use one of {', '.join(DTYPES)}")
-    size, width = os.path.getsize(path), np.dtype(dtype).itemsize
-    if size == 0 or size % width:
-        raise ConfigError(
-            f"data.path={path} has {size} bytes, no whole number of data.dtype={dtype} tokens"
-        )
-    return np.memmap(path, dtype, mode="r")
-
-
-@functools.lru_cache(maxsize=1)  # both splits read the same folder
-def _read_folder(path: str, pattern: str, exclude: tuple) -> np.ndarray:
-    if Path(pattern).is_absolute() or not pattern:
-        raise ConfigError(f"data.pattern={pattern!r}: use a pattern of names, such as *.txt")
-    files = sorted(
-        file
-        for file in Path(path).rglob(pattern)
-        if file.is_file() and not set(file.relative_to(path).parts[:-1]) & set(exclude)
-    )
-    if not files:
-        raise ConfigError(f"data.path={path}: no files match data.pattern={pattern!r}")
-    # A fixed shuffle, so that what is held out is a fair sample and the same on every machine.
-    order = np.random.default_rng(0).permutation(len(files))
-    end = bytes([END_OF_FILE])
-    return np.frombuffer(b"".join(files[i].read_bytes() + end for i in order), np.uint8)
+def _key(seed: int, *more: int) -> int:
+    return int(np.random.SeedSequence((seed, *map(int, more))).generate_state(1, np.uint64)[0])

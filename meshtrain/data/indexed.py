@@ -1,0 +1,107 @@
+"""Megatron-LM's token files: PREFIX.bin holds tokens, PREFIX.idx where each document begins.
+
+An .idx is little-endian: the magic, u64 version, u8 dtype, u64 number of sequences, u64 number of
+documents + 1; then int32 lengths (tokens) and int64 pointers (bytes) of the sequences, and int64 numbers
+of the sequences that begin a document, and of sequences in all. Mostly a document is one sequence.
+"""
+
+import os
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtrain.errors import ConfigError
+
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+LONGEST = 2**31 - 1  # tokens of a sequence: lengths are int32; a longer document is several
+
+
+class Shard(NamedTuple):
+    path: str  # of the .bin
+    tokens: np.ndarray  # (T,) mapped, not read
+    starts: np.ndarray  # (documents + 1,) int64: first token of each document, then T
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype:
+    """Returns the smallest of uint8, uint16 and int32 that holds the vocabulary."""
+    return np.dtype("<u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<i4")
+
+
+def pack_index(lengths: np.ndarray, dtype: np.dtype) -> bytes:
+    """Returns the .idx of documents of these lengths (int64, tokens), one after the other."""
+    parts = np.maximum(1, -(-lengths // LONGEST))
+    documents = np.concatenate([[0], np.cumsum(parts)])
+    sequences = np.full(documents[-1], LONGEST, np.int64)
+    sequences[documents[1:] - 1] = lengths - LONGEST * (parts - 1)
+    pointers = (np.cumsum(sequences) - sequences) * dtype.itemsize
+    code = next(code for code, name in DTYPES.items() if name == dtype.name)
+    return b"".join(
+        [
+            HEADER.pack(MAGIC, VERSION, code, len(sequences), len(documents)),
+            sequences.astype("<i4").tobytes(),
+            pointers.astype("<i8").tobytes(),
+            documents.astype("<i8").tobytes(),
+        ]
+    )
+
+
+def prefix_of(path: str) -> str | None:
+    """Returns the PREFIX of a path that names such a pair of files; None of any other."""
+    prefix = path.removesuffix(".bin").removesuffix(".idx")
+    return prefix if os.path.isfile(prefix + ".idx") and os.path.isfile(prefix + ".bin") else None
+
+
+def load(prefix: str) -> Shard:
+    """Returns the documents of PREFIX.bin; raises ConfigError with file and offset where they are odd."""
+    name = prefix + ".idx"
+    size, size_bin = os.path.getsize(name), os.path.getsize(prefix + ".bin")
+    with open(name, "rb") as file:
+        head = file.read(HEADER.size)
+        if len(head) < HEADER.size or not head.startswith(MAGIC):
+            raise _odd(name, 0, f"begins with {head[:9]!r}, not {MAGIC!r}")
+        _, version, code, num_sequences, num_documents = HEADER.unpack(head)
+        if version != VERSION:
+            raise _odd(name, 9, f"version {version}, not {VERSION}")
+        if code not in DTYPES:
+            raise _odd(name, 17, f"dtype {code}, none of integers: {DTYPES}")
+        if size < HEADER.size + 12 * num_sequences + 8 * num_documents or num_documents < 1:
+            sizes = f"{num_sequences} sequences and {num_documents} document entries"
+            raise _odd(name, 18, f"{sizes} do not fit its {size} bytes")
+        lengths = np.fromfile(file, "<i4", num_sequences)
+        pointers = np.fromfile(file, "<i8", num_sequences)
+        documents = np.fromfile(file, "<i8", num_documents)
+    dtype = np.dtype(DTYPES[code])
+    # Sequences follow each other without gaps: then all pointers lie within the file.
+    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+    wrong = np.flatnonzero(lengths < 0)
+    if wrong.size:
+        raise _odd(name, HEADER.size + 4 * wrong[0], f"length {lengths[wrong[0]]}")
+    wrong = np.flatnonzero(pointers != ends - lengths.astype(np.int64) * dtype.itemsize)
+    if wrong.size:
+        place = HEADER.size + 4 * num_sequences + 8 * wrong[0]
+        raise _odd(
+            name, place, f"pointer {pointers[wrong[0]]} is not where sequence {wrong[0]} begins"
+        )
+    wrong = np.flatnonzero(np.diff(documents, prepend=0, append=num_sequences) < 0)
+    if wrong.size or documents[0] != 0 or documents[-1] != num_sequences:
+        place = HEADER.size + 12 * num_sequences + 8 * (wrong[0] if wrong.size else 0)
+        raise _odd(name, place, f"documents do not go from sequence 0 to {num_sequences} in order")
+    total = int(ends[-1]) if num_sequences else 0
+    if total != size_bin or not total:
+        raise ConfigError(
+            f"{prefix}.bin has {size_bin} bytes, and its .idx tells of {total}; make both anew"
+        )
+    starts = np.append(pointers, total)[documents] // dtype.itemsize
+    return Shard(prefix + ".bin", map_tokens(prefix + ".bin", dtype), starts)
+
+
+def map_tokens(path: str, dtype: np.dtype | str) -> np.ndarray:
+    """Returns the tokens of a raw file as a plain array, which numpy slices faster than a memmap."""
+    return np.asarray(np.memmap(path, dtype, mode="r"))
+
+
+def _odd(name: str, offset: int, what: str) -> ConfigError:
+    return ConfigError(f"{name}: at byte {offset}: {what}; is it an .idx of Megatron-LM, whole?")

@@ -1,0 +1,285 @@
+"""Text to tokens and back: UTF-8 bytes, a Hugging Face tokenizer.json, or a SentencePiece model."""
+
+import dataclasses
+import importlib
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshtrain.errors import ConfigError
+
+# V vocabulary
+
+PIECE = 1 << 20  # characters of a long text that are tokenised at a time, where it can be cut
+# What ends a document, the first that a tokenizer.json has; --eos names another.
+EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|im_end|>", "<eos>")
+BOS = ("<s>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>")
+# Pre-tokenizers in which no token spans a letter and the newline after it, and none looks back: those
+# of GPT-2, Llama 3 and Qwen. Text cut there gives the same tokens in pieces as in one.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CUTTABLE = {_CONTRACTIONS + numbers + _REST for numbers in (r"\p{N}{1,3}", r"\p{N}")}
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What turns text into ids below `vocab_size`, and back.
+
+    Special tokens that stand in a text are text. `encode_batch` gives an int32 array for each text and
+    adds nothing; `decode` leaves special tokens out, and puts U+FFFD where bytes are no UTF-8.
+    `token_bytes` (V,) is how many bytes of text each token stands for: 0 for special ones.
+    """
+
+    kind: str  # "bytes", "huggingface" or "sentencepiece"
+    vocab_size: int
+    eos: int | None  # ends a document
+    bos: int | None
+    encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
+    decode: Callable[[Iterable[int]], str]
+    token_bytes: Callable[[], np.ndarray]
+    last_border: Callable[
+        [str], int
+    ]  # where a text can be cut for certain, the last place; 0: none
+    file: Path | None = None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids (int32) of a text, which may be long."""
+        return np.concatenate([np.zeros(0, np.int32), *self.encode_batch(self.pieces(text))])
+
+    def pieces(self, text: str) -> list[str]:
+        """Returns the text in parts whose tokens, one after the other, are its own."""
+        pieces, start, end = [], 0, PIECE
+        while end < len(text):
+            border = self.last_border(text[start:end])
+            if border:
+                pieces.append(text[start : start + border])
+                start += border
+            # Where nothing can be cut, look twice as far, so that looking takes linear time.
+            end = start + PIECE if border else start + 2 * (end - start)
+        return [*pieces, text[start:]]
+
+
+def load(path: str | Path, eos: str = "") -> Tokenizer:
+    """Returns the tokenizer "bytes", of a file, or of a folder with one in it (a prepared one, too).
+
+    `eos` is the token that ends documents, where it is not the usual one. Raises ConfigError.
+    """
+    if str(path) == "bytes":
+        return _with_eos(_bytes(), eos, {})
+    path, manifest = Path(path), {}
+    if path.is_dir():
+        manifest = _tokenizer_of(path)
+        if manifest.get("kind") == "bytes":
+            return _bytes()
+        names = [manifest["file"]] if manifest else ["tokenizer.json", "tokenizer.model"]
+        found = [path / name for name in names if (path / name).is_file()]
+        if not found:
+            raise ConfigError(f"tokenizer {path}: no {' or '.join(names)} in that folder")
+        path = found[0]
+    try:
+        with open(path, "rb") as file:
+            made = _huggingface if file.read(64).lstrip()[:1] == b"{" else _sentencepiece
+    except OSError as error:
+        raise ConfigError(
+            f"tokenizer {path}: {error.strerror}; use bytes, a tokenizer.json, a SentencePiece .model, "
+            f"or a folder with one"
+        ) from None
+    tokenizer = made(path, eos)
+    if manifest:
+        return dataclasses.replace(tokenizer, eos=manifest["eos"], bos=manifest["bos"])
+    return tokenizer
+
+
+def _tokenizer_of(folder: Path) -> dict[str, Any]:
+    """Returns what the manifest of a prepared folder says of its tokenizer; {} where there is none."""
+    try:
+        return json.loads((folder / "manifest.json").read_text())["tokenizer"]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / 'manifest.json'} cannot be read: {error}") from None
+
+
+# ---- bytes ----
+
+
+def _bytes() -> Tokenizer:
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        if any("\0" in text for text in texts):
+            raise ConfigError("the text holds a NUL character, which ends documents of bytes")
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(ids: Iterable[int]) -> str:
+        return bytes(int(one) for one in ids if one).decode(errors="replace")
+
+    return Tokenizer(
+        "bytes",
+        vocab_size=256,
+        eos=0,
+        bos=None,
+        encode_batch=encode_batch,
+        decode=decode,
+        token_bytes=lambda: np.arange(256, dtype=np.int32).clip(max=1),
+        last_border=len,
+    )
+
+
+# ---- tokenizer.json ----
+
+
+def _huggingface(path: Path, eos: str) -> Tokenizer:
+    tokenizers = needed("tokenizers")
+    try:
+        model = tokenizers.Tokenizer.from_file(str(path))
+        described = json.loads(model.to_str())
+    except Exception as error:  # it raises nothing more precise
+        raise ConfigError(f"tokenizer {path} is no tokenizer.json: {error}") from None
+    model.no_truncation()
+    model.no_padding()
+    model.encode_special_tokens = True
+    ids = model.get_vocab(with_added_tokens=True)
+    special = {one["content"] for one in described["added_tokens"] if one["special"]}
+    tokenizer = Tokenizer(
+        "huggingface",
+        vocab_size=max(ids.values()) + 1,
+        eos=next((ids[name] for name in EOS if name in special), None),
+        bos=next((ids[name] for name in BOS if name in special), None),
+        encode_batch=lambda texts: [
+            np.array(one.ids, np.int32)
+            for one in model.encode_batch_fast(list(texts), add_special_tokens=False)
+        ],
+        decode=lambda tokens: model.decode([int(one) for one in tokens], skip_special_tokens=True),
+        token_bytes=lambda: _bytes_of(ids, described),
+        last_border=_last_newline if _is_cuttable(described) else lambda text: 0,
+        file=path,
+    )
+    return _with_eos(tokenizer, eos, ids)
+
+
+def _with_eos(tokenizer: Tokenizer, eos: str, ids: dict[str, int]) -> Tokenizer:
+    if not eos:
+        return tokenizer
+    if eos not in ids:
+        raise ConfigError(f"--eos={eos}: tokenizer {tokenizer.file or 'bytes'} has no such token")
+    return dataclasses.replace(tokenizer, eos=ids[eos])
+
+
+def _parts(described: dict, *names: str) -> list[dict]:
+    """Returns the steps of these stages of a tokenizer.json, sequences opened."""
+    steps = [described[name] for name in names if described[name]]
+    for step in steps:  # grows while it is gone through
+        for inner in ("pretokenizers", "normalizers", "decoders"):
+            steps.extend(step.get(inner, []))
+    return [step for step in steps if step["type"] != "Sequence"]
+
+
+def _bytes_of(ids: dict[str, int], described: dict) -> np.ndarray:
+    """(V,) bytes of text: exact for byte-level vocabularies, and those with a byte fallback."""
+    added = {one["content"]: one["special"] for one in described["added_tokens"]}
+    byte_level = any(
+        step["type"] == "ByteLevel" for step in _parts(described, "pre_tokenizer", "decoder")
+    )
+    prefix = described["model"].get("continuing_subword_prefix") or ""
+    sizes = np.zeros(max(ids.values()) + 1, np.int32)
+    for token, number in ids.items():
+        if token in added:
+            sizes[number] = 0 if added[token] else len(token.encode())
+        else:  # a byte-level vocabulary spells each byte as one character
+            sizes[number] = len(token) if byte_level else spelled_bytes(token.removeprefix(prefix))
+    return sizes
+
+
+def spelled_bytes(piece: str) -> int:
+    """Returns the bytes that a piece stands for: <0x0A> is one, and so is the marker of a space."""
+    return (
+        1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
+    )
+
+
+def _is_cuttable(described: dict) -> bool:
+    """Whether pieces that are cut after a letter, before a newline, surely give the same tokens."""
+    before = _parts(described, "pre_tokenizer")
+    splits = [step["pattern"].get("Regex") for step in before if step["type"] == "Split"]
+    levels = [step for step in before if step["type"] == "ByteLevel"]
+    plain = [
+        one
+        for one in described["added_tokens"]
+        if not one["special"]
+        and (
+            one["lstrip"] or one["rstrip"] or one["single_word"] or re.search(r"\s", one["content"])
+        )
+    ]
+    return (
+        described["model"]["type"] == "BPE"
+        and not described["model"].get("dropout")
+        and all(step["type"] == "NFC" for step in _parts(described, "normalizer"))
+        and len(levels) == 1
+        and not levels[0]["add_prefix_space"]
+        and len(splits) + 1 == len(before)
+        and (set(splits) <= CUTTABLE if splits else levels[0]["use_regex"])
+        and all(step.get("behavior", "Isolated") == "Isolated" for step in before)
+        and not any(step.get("invert") for step in before)
+        and not plain
+    )
+
+
+def _last_newline(text: str) -> int:
+    for place in range(len(text) - 1, 0, -1):
+        # A letter today and in Unicode 3.2 is one in whatever version the tokenizer was built with.
+        if text[place] in "\r\n" and text[place - 1].isalpha():
+            if unicodedata.ucd_3_2_0.category(text[place - 1]).startswith("L"):
+                return place
+    return 0
+
+
+# ---- SentencePiece ----
+
+
+def _sentencepiece(path: Path, eos: str) -> Tokenizer:
+    sentencepiece = needed("sentencepiece")
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except Exception as error:  # it raises nothing more precise
+        raise ConfigError(f"tokenizer {path} is no SentencePiece model: {error}") from None
+    size = model.get_piece_size()
+    ids = {model.id_to_piece(number): number for number in range(size)}
+
+    def token_bytes() -> np.ndarray:
+        return np.array(
+            [
+                0
+                if model.is_control(number) or model.is_unknown(number) or model.is_unused(number)
+                else spelled_bytes(piece)
+                for piece, number in ids.items()
+            ],
+            np.int32,
+        )
+
+    tokenizer = Tokenizer(
+        "sentencepiece",
+        vocab_size=size,
+        eos=model.eos_id() if model.eos_id() >= 0 else None,
+        bos=model.bos_id() if model.bos_id() >= 0 else None,
+        encode_batch=lambda texts: [np.array(model.encode(text), np.int32) for text in texts],
+        decode=lambda tokens: model.decode([int(one) for one in tokens]),
+        token_bytes=token_bytes,
+        last_border=lambda text: 0,
+        file=path,
+    )
+    return _with_eos(tokenizer, eos, ids)
+
+
+def needed(package: str, extra: str = "data") -> Any:
+    """Imports an optional package, or says how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(
+            f"the package {package} is missing; pip install 'meshtrain[{extra}]'"
+        ) from None
