@@ -113,7 +113,7 @@ def give_out(source: Path, target: Path, args: argparse.Namespace) -> str:
     directory, saved = checkpoint.find(source, tell=functools.partial(print, file=sys.stderr))
     section = saved.config["model"]
     model = model_of(section)
-    folders = companions_of(directory.parent.parent, saved.config)
+    folders = companions_of(checkpoint.workdir_of(directory), saved.config)
     original = next(
         (folder / ORIGINAL for folder in folders if (folder / ORIGINAL).is_file()), None
     )
@@ -146,9 +146,10 @@ def give_out(source: Path, target: Path, args: argparse.Namespace) -> str:
 
 
 def companions_of(workdir: Path, config: dict[str, Any]) -> list[Path]:
-    """Returns where a tokenizer may lie: in the workdir, or where its parameters came from."""
-    init_from = config.get("checkpoint", {}).get("init_from")
-    return [workdir, *([Path(init_from), Path(init_from).parent.parent] if init_from else [])]
+    """Returns where a tokenizer may lie: in the workdir, or where its parameters or data came from."""
+    init_from, data = config["checkpoint"]["init_from"], config["data"].get("path")
+    others = [checkpoint.workdir_of(Path(init_from))] if init_from else []
+    return [workdir, *others, *([Path(data)] if data else [])]
 
 
 def copy_companions(folders: list[Path], target: Path) -> None:

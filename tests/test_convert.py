@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from configs import default
-from meshtrain import checkpoint, convert, generate, grads, huggingface
+from meshtrain import checkpoint, configfile, convert, grads, huggingface, trained
+from meshtrain.config import parse
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json, files, names
@@ -150,9 +151,11 @@ def test_every_bit_of_bfloat16_comes_back_from_shards(family, tmp_path):
 
 def test_a_workdir_is_a_run_that_others_start_from(tmp_path):
     run(GOLDEN / "gemma3", tmp_path / "run")
-    cfg, params = generate.restore(tmp_path / "run")
+    raw = configfile.load(str(tmp_path / "run" / "config.json"))
+    assert raw.data.vocab_size == 61 and raw.data.seq_len == 64  # what the model has
+    cfg = parse(raw, num_devices=8, own=["data"])
+    _, params = trained.restore(cfg, tmp_path / "run")
     assert_same_logits(GOLDEN / "gemma3", cfg.model, params, CLOSE["gemma3"])
-    assert cfg.raw["data"]["vocab_size"] == 61 and cfg.raw["data"]["seq_len"] == 64
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "tensor": 2, "pipeline": 1, "fsdp": 2}])
@@ -748,3 +751,83 @@ def test_the_tokenizer_goes_along_also_through_a_run_that_started_there(tmp_path
             "tokenizer_config.json",
         }
         assert json.loads((tmp_path / f"{name}-back/config.json").read_text())["bos_token_id"] == 7
+
+
+# ---- with transformers itself ----
+
+
+def drawn(family, seed):
+    """A config of transformers with sizes drawn by chance."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    draw = np.random.default_rng(seed)
+    pick = lambda *choices: choices[draw.integers(len(choices))]  # noqa: E731
+    kv_heads = int(pick(1, 2, 3))
+    heads = kv_heads * int(pick(1, 2))
+    d_model = heads * int(pick(4, 6))
+    common = dict(vocab_size=int(draw.integers(40, 140)), tie_word_embeddings=bool(pick(0, 1)))
+    if family == "gpt2":
+        sizes = dict(n_embd=d_model, n_head=heads, n_layer=int(pick(1, 2, 4)), n_positions=40)
+        return transformers.GPT2Config(**common, **sizes, n_inner=pick(None, 20))
+    layers = int(pick(1, 3, 5))
+    linear = dict(rope_type="linear", factor=float(pick(1.5, 4.0)))
+    llama3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0)
+    llama3["original_max_position_embeddings"] = int(pick(12, 30))
+    rope = {"rope_theta": float(pick(50.0, 1e4)), **pick({}, linear, llama3)}
+    common |= dict(
+        hidden_size=d_model,
+        intermediate_size=int(draw.integers(5, 40)),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=64,
+        rms_norm_eps=float(pick(1e-6, 1e-5)),
+        rope_parameters=rope,
+        head_dim=int(pick(2, 4, 10)),
+    )
+    window = int(pick(1, 3, 8))
+    types = [pick("full_attention", "sliding_attention") for _ in range(layers)]
+    if family == "llama":
+        biased = bool(pick(0, 1))
+        return transformers.LlamaConfig(**common, attention_bias=biased, mlp_bias=biased)
+    if family == "mistral":
+        return transformers.MistralConfig(**common, sliding_window=pick(None, window))
+    if family in ("qwen2", "qwen3"):
+        local = dict(use_sliding_window=True, sliding_window=window, layer_types=types)
+        make = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[family]
+        return make(**common, **pick({}, local))
+    caps = dict(attn_logit_softcapping=pick(None, 2.0), final_logit_softcapping=pick(None, 4.0))
+    common |= dict(sliding_window=window, layer_types=types, query_pre_attn_scalar=int(pick(3, 9)))
+    if family == "gemma2":
+        return transformers.Gemma2Config(**common, **caps)
+    by_layer = dict(
+        full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=70.0)
+    )
+    return transformers.Gemma3TextConfig(**common | dict(rope_parameters=by_layer))
+
+
+@slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
+)
+def test_models_of_any_size_go_both_ways_with_transformers(family, seed, tmp_path):
+    """From there to here, trained by none, and back to there: the same logits in all three places."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from data import make_golden
+
+    model = make_golden.model_of(drawn(family, seed), seed)
+    model.save_pretrained(tmp_path / "there", max_shard_size="20KB")
+    vocabulary = model.config.vocab_size
+    tokens = np.random.default_rng(seed).integers(0, vocabulary, (2, make_golden.SEQ_LEN))
+    np.savez(tmp_path / "there" / "logits.npz", **make_golden.logits_of(model, tokens))
+    assert_same_logits(tmp_path / "there", *load(tmp_path / "there"), 1e-4)
+    run(tmp_path / "there", tmp_path / "run")
+    run(tmp_path / "run", tmp_path / "back", "--max_shard_gb=2e-5")
+    back, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values()) and type(back) is type(model)
+    with torch.no_grad():
+        again, before = (m.float().eval()(torch.tensor(tokens)).logits for m in (back, model))
+    assert torch.equal(again, before)
