@@ -1,0 +1,150 @@
+"""What each parameter is called in the files of transformers, and how its dims lie there.
+
+A row is "NAME DIM DIM ...": the dims of the tensor in the file, in order. Letters that stand together
+are one dim there, and one each here. A digit is a place among the three that a fused tensor holds.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+LAYERS = "layers/"
+
+
+# V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, F feed-forward
+
+# Our own dims; those of layers/ have the layers before them.
+DIMS = {
+    "tokens/embedding": "VD",
+    "positions/embedding": "PD",
+    "final_norm/scale": "D",
+    "final_norm/bias": "D",
+    "output/kernel": "DV",
+    "layers/attention_norm/scale": "D",
+    "layers/attention_norm/bias": "D",
+    "layers/attention/query/kernel": "DHK",
+    "layers/attention/query/bias": "HK",
+    "layers/attention/key/kernel": "DGK",
+    "layers/attention/key/bias": "GK",
+    "layers/attention/value/kernel": "DGK",
+    "layers/attention/value/bias": "GK",
+    "layers/attention/out/kernel": "HKD",
+    "layers/attention/out/bias": "D",
+    "layers/attention/query_norm/scale": "K",
+    "layers/attention/key_norm/scale": "K",
+    "layers/attention_post_norm/scale": "D",
+    "layers/mlp_norm/scale": "D",
+    "layers/mlp_norm/bias": "D",
+    "layers/mlp/gate/kernel": "DF",
+    "layers/mlp/gate/bias": "F",
+    "layers/mlp/up/kernel": "DF",
+    "layers/mlp/up/bias": "F",
+    "layers/mlp/down/kernel": "FD",
+    "layers/mlp/down/bias": "D",
+    "layers/mlp_post_norm/scale": "D",
+}
+
+LLAMA = {
+    "tokens/embedding": "model.embed_tokens.weight V D",
+    "final_norm/scale": "model.norm.weight D",
+    "output/kernel": "lm_head.weight V D",
+    "layers/attention_norm/scale": "model.layers.*.input_layernorm.weight D",
+    "layers/attention/query/kernel": "model.layers.*.self_attn.q_proj.weight HK D",
+    "layers/attention/query/bias": "model.layers.*.self_attn.q_proj.bias HK",
+    "layers/attention/key/kernel": "model.layers.*.self_attn.k_proj.weight GK D",
+    "layers/attention/key/bias": "model.layers.*.self_attn.k_proj.bias GK",
+    "layers/attention/value/kernel": "model.layers.*.self_attn.v_proj.weight GK D",
+    "layers/attention/value/bias": "model.layers.*.self_attn.v_proj.bias GK",
+    "layers/attention/out/kernel": "model.layers.*.self_attn.o_proj.weight D HK",
+    "layers/attention/out/bias": "model.layers.*.self_attn.o_proj.bias D",
+    "layers/attention/query_norm/scale": "model.layers.*.self_attn.q_norm.weight K",
+    "layers/attention/key_norm/scale": "model.layers.*.self_attn.k_norm.weight K",
+    "layers/mlp_norm/scale": "model.layers.*.post_attention_layernorm.weight D",
+    "layers/mlp/gate/kernel": "model.layers.*.mlp.gate_proj.weight F D",
+    "layers/mlp/gate/bias": "model.layers.*.mlp.gate_proj.bias F",
+    "layers/mlp/up/kernel": "model.layers.*.mlp.up_proj.weight F D",
+    "layers/mlp/up/bias": "model.layers.*.mlp.up_proj.bias F",
+    "layers/mlp/down/kernel": "model.layers.*.mlp.down_proj.weight D F",
+    "layers/mlp/down/bias": "model.layers.*.mlp.down_proj.bias D",
+}
+
+# Two norms more, and one of Llama's names means another.
+GEMMA = LLAMA | {
+    "layers/attention_post_norm/scale": "model.layers.*.post_attention_layernorm.weight D",
+    "layers/mlp_norm/scale": "model.layers.*.pre_feedforward_layernorm.weight D",
+    "layers/mlp_post_norm/scale": "model.layers.*.post_feedforward_layernorm.weight D",
+}
+
+# Its linear maps are stored as [in, out].
+GPT2 = {
+    "tokens/embedding": "transformer.wte.weight V D",
+    "positions/embedding": "transformer.wpe.weight P D",
+    "final_norm/scale": "transformer.ln_f.weight D",
+    "final_norm/bias": "transformer.ln_f.bias D",
+    "output/kernel": "lm_head.weight V D",
+    "layers/attention_norm/scale": "transformer.h.*.ln_1.weight D",
+    "layers/attention_norm/bias": "transformer.h.*.ln_1.bias D",
+    "layers/attention/query/kernel": "transformer.h.*.attn.c_attn.weight D 0HK",
+    "layers/attention/query/bias": "transformer.h.*.attn.c_attn.bias 0HK",
+    "layers/attention/key/kernel": "transformer.h.*.attn.c_attn.weight D 1GK",
+    "layers/attention/key/bias": "transformer.h.*.attn.c_attn.bias 1GK",
+    "layers/attention/value/kernel": "transformer.h.*.attn.c_attn.weight D 2GK",
+    "layers/attention/value/bias": "transformer.h.*.attn.c_attn.bias 2GK",
+    "layers/attention/out/kernel": "transformer.h.*.attn.c_proj.weight HK D",
+    "layers/attention/out/bias": "transformer.h.*.attn.c_proj.bias D",
+    "layers/mlp_norm/scale": "transformer.h.*.ln_2.weight D",
+    "layers/mlp_norm/bias": "transformer.h.*.ln_2.bias D",
+    "layers/mlp/up/kernel": "transformer.h.*.mlp.c_fc.weight D F",
+    "layers/mlp/up/bias": "transformer.h.*.mlp.c_fc.bias F",
+    "layers/mlp/down/kernel": "transformer.h.*.mlp.c_proj.weight F D",
+    "layers/mlp/down/bias": "transformer.h.*.mlp.c_proj.bias D",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a parameter lies: in one tensor, or one for each layer."""
+
+    path: str  # of the parameter
+    name: str  # of the tensor; a * stands for the layer
+    dims: tuple[str, ...]  # of the tensor
+    sizes: Mapping[str, int]  # of each letter
+
+    @property
+    def stacked(self) -> bool:
+        return self.path.startswith(LAYERS)
+
+    @property
+    def tensors(self) -> list[str]:
+        """The tensors' names, one after the other."""
+        layers = range(self.sizes["L"]) if self.stacked else [0]
+        return [self.name.replace("*", str(layer)) for layer in layers]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a tensor."""
+        return tuple(math.prod(map(self._size, dim)) for dim in self.dims)
+
+    def ours(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns a view of the parameter (of one layer) in a tensor, with our dims."""
+        letters = "".join(self.dims)
+        split = tensor.reshape([self._size(letter) for letter in letters])
+        part = split[tuple(int(one) if one.isdigit() else slice(None) for one in letters)]
+        order = [letter for letter in letters if letter.isalpha()]
+        return part.transpose([order.index(letter) for letter in DIMS[self.path]])
+
+    def _size(self, letter: str) -> int:
+        return self.sizes.get(letter, 3)
+
+
+def rows(table: Mapping[str, str], paths: Iterable[str], section: Mapping[str, Any]) -> list[Row]:
+    """Returns the row of each parameter of a model; raises KeyError for one that a table does not have."""
+    s = section
+    sizes = {"L": s["num_layers"], "V": s["vocab_size"], "P": s["max_seq_len"], "F": s["d_ff"]}
+    sizes |= {"D": s["d_model"], "H": s["num_heads"], "G": s["num_kv_heads"]}
+    sizes["K"] = s["head_dim"] or s["d_model"] // s["num_heads"]
+    split = {path: table[path].split() for path in paths}
+    return [Row(path, name, tuple(dims), sizes) for path, (name, *dims) in split.items()]
