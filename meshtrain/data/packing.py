@@ -30,6 +30,7 @@ class Packing(NamedTuple):
 def pack(corpus: Corpus, first: int, last: int, seq_len: int) -> Packing:
     """Packs what documents have in tokens first ... last - 1 of the stream."""
     rows, starts, sizes = [np.zeros(1, np.int64)], [], []
+    num_pieces = 0
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:], strict=True):
         piece_starts, piece_sizes = _pieces(corpus, max(first, begin), min(last, end), seq_len)
         row, slot = best_fit(piece_sizes >> 1, seq_len)
@@ -37,7 +38,8 @@ def pack(corpus: Corpus, first: int, last: int, seq_len: int) -> Packing:
         place = (np.cumsum(counts) - counts)[row] + slot
         order = np.empty_like(place)
         order[place] = np.arange(len(place))
-        rows.append(rows[-1][-1] + np.cumsum(counts))
+        rows.append(num_pieces + np.cumsum(counts))
+        num_pieces += len(place)
         starts.append(piece_starts[order])
         sizes.append(piece_sizes[order])
     return Packing(np.concatenate(rows), np.concatenate(starts), np.concatenate(sizes))
