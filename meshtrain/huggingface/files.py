@@ -56,7 +56,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
         raise ConfigError(
             f"{folder}: neither {ONE} nor {INDEX} there"
             + (
-                f"; {others[0]} is pickled, which is never read: save it as safetensors"
+                f"; {others[0]} can run code when it is read, and is not: save it as safetensors"
                 * bool(others)
             )
         )
