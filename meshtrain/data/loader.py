@@ -28,8 +28,12 @@ class Loader:
         global_batch: int,
         position: int = 0,
     ):
-        self._source, self._mesh, self._rules = source, mesh, rules
-        self._global_batch = global_batch
+        self._source, self._global_batch = source, global_batch
+        spec = spec_for(("batch",), (global_batch,), rules, mesh.shape)
+        self._sharding = jax.sharding.NamedSharding(mesh, spec)
+        slices = self._sharding.addressable_devices_indices_map((global_batch,)).values()
+        # The rows of this process, in order.
+        self._local = np.unique(np.concatenate([np.arange(global_batch)[one] for one in slices]))
         self._next = position
         self._reader = ThreadPoolExecutor(1, "loader")
         self._ahead: collections.deque = collections.deque()
@@ -59,12 +63,7 @@ class Loader:
 
     def read(self, position: int) -> Any:
         """Returns samples `position` ... `position` + global_batch - 1, sharded over the batch axes."""
-        spec = spec_for(("batch",), (self._global_batch,), self._rules, self._mesh.shape)
-        sharding = jax.sharding.NamedSharding(self._mesh, spec)
-        slices = sharding.addressable_devices_indices_map((self._global_batch,)).values()
-        local = np.unique(
-            np.concatenate([np.arange(self._global_batch)[index] for index in slices])
-        )
+        local = self._local
         batch = self._source.read(position + local)
 
         def to_device(rows: np.ndarray) -> jax.Array:
@@ -73,7 +72,7 @@ class Loader:
             # Each device asks for a contiguous slice of the global batch; `local` is sorted.
             return jax.make_array_from_callback(
                 shape,
-                sharding,
+                self._sharding,
                 lambda index: rows[slice(*np.searchsorted(local, index[0].indices(shape[0])[:2]))],
             )
 
