@@ -64,8 +64,7 @@ def windows(corpus: Corpus, starts_B: np.ndarray, width: int, vocab_size: int) -
     inside_B = starts_B + width <= corpus.offsets[number_B + 1]
     for number in np.unique(number_B[inside_B]):
         here = inside_B & (number_B == number)
-        every = np.lib.stride_tricks.sliding_window_view(corpus.parts[number], width)
-        found = every[starts_B[here] - corpus.offsets[number]]
+        found = _every(corpus.parts[number], width)[starts_B[here] - corpus.offsets[number]]
         check_ids(corpus, found, vocab_size)
         rows_BW[here] = found
     for row in np.flatnonzero(~inside_B):  # from the end of a file on into the next
@@ -77,6 +76,12 @@ def windows(corpus: Corpus, starts_B: np.ndarray, width: int, vocab_size: int) -
             rows_BW[row, place - starts_B[row] :][: len(found)] = found
             place, number = place + len(found), number + 1
     return rows_BW
+
+
+def _every(tokens: np.ndarray, width: int) -> np.ndarray:
+    """Returns all windows (T - W + 1, W), as sliding_window_view does but at once: a view."""
+    shape = (len(tokens) - width + 1, width)
+    return np.ndarray(shape, tokens.dtype, tokens, strides=2 * tokens.strides)
 
 
 def begins(corpus: Corpus, starts_B: np.ndarray, width: int) -> np.ndarray:

@@ -199,16 +199,17 @@ def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
 def segmented(rows: np.ndarray, begins: np.ndarray) -> Batch:
     """Makes a Batch of (B, S + 1) tokens, and where documents begin; each is its own segment."""
     tokens, targets = rows[:, :-1], rows[:, 1:]
+    weights = (~begins[:, 1:]).astype(np.float32)
     starts = begins[:, :-1].copy()
-    starts[:, 0] = False
-    place = np.arange(tokens.shape[1], dtype=np.int32)[None, :]
-    return Batch(
-        tokens,
-        targets,
-        weights=(~begins[:, 1:]).astype(np.float32),
-        positions=place - np.maximum.accumulate(np.where(starts, place, 0), axis=1),
-        segments=np.cumsum(starts, axis=1, dtype=np.int32),
-    )
+    starts[:, 0] = True
+    S = tokens.shape[1]
+    # Segments are few and tokens many, so each number is found once and repeated.
+    at = np.flatnonzero(starts)
+    lengths = np.diff(at, append=tokens.size)
+    numbers = np.arange(at.size) - np.searchsorted(at, at - at % S)
+    positions = np.arange(tokens.size, dtype=np.int32) - np.repeat(at.astype(np.int32), lengths)
+    segments = np.repeat(numbers.astype(np.int32), lengths)
+    return Batch(tokens, targets, weights, positions.reshape(-1, S), segments.reshape(-1, S))
 
 
 def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
