@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from meshtrain import prepare
-from meshtrain.data import bpe, indexed, inputs, manifest, tokenising, tokens
+from meshtrain.data import bpe, cutting, indexed, inputs, manifest, tokenising, tokens
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.errors import ConfigError
 
@@ -499,6 +499,8 @@ def test_a_missing_package_is_told_with_how_to_install_it(tmp_path, capsys, monk
 
 # ---- tokenizers ----
 
+LLAMA = min(cutting.CUTTABLE, key=len)
+
 
 @pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
 def test_a_text_comes_back_and_its_bytes_are_those_of_its_tokens(tmp_path, kind):
@@ -595,6 +597,11 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "change",
     [
+        lambda d: d.update(pre_tokenizer=None),
+        lambda d: d.update(pre_tokenizer=sequence(["[^a]+"], d)),
+        lambda d: d.update(pre_tokenizer=sequence(LLAMA, d, behavior="MergedWithNext")),
+        lambda d: d.update(pre_tokenizer=sequence(LLAMA, d, invert=True)),
+        lambda d: d.update(pre_tokenizer=sequence(LLAMA * 2, d)),
         lambda d: d["pre_tokenizer"].update(add_prefix_space=True),
         lambda d: d["pre_tokenizer"].update(use_regex=False),
         lambda d: d.update(normalizer={"type": "Lowercase"}),
@@ -611,9 +618,28 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch
 def test_a_text_is_not_cut_where_that_could_change_its_tokens(tmp_path, change):
     file = hugging_face(tmp_path / "t")
     described = json.loads(file.read_text())
-    assert tokenizers._is_cuttable(described)
+    assert cutting.is_cuttable(described)
     change(described)
-    assert not tokenizers._is_cuttable(described)
+    assert not cutting.is_cuttable(described)
+
+
+@pytest.mark.parametrize("patterns", sorted(cutting.CUTTABLE))
+def test_splits_of_well_known_tokenizers_can_be_cut(tmp_path, monkeypatch, patterns):
+    file = hugging_face(tmp_path / "t")
+    described = json.loads(file.read_text())
+    described["pre_tokenizer"] = sequence(patterns, described)
+    file.write_text(json.dumps(described))
+    tokenizer, text = tokenizers.load(file), prose(4, 10_000)
+    whole = tokenizer.encode_batch([text])[0].tolist()
+    monkeypatch.setattr(tokenizers, "PIECE", 100)
+    assert len(tokenizer.pieces(text)) > 100 and tokenizer.encode(text).tolist() == whole
+
+
+def sequence(patterns, described, **changes):
+    split = {"type": "Split", "behavior": "Isolated", "invert": False, **changes}
+    splits = [{**split, "pattern": {"Regex": one}} for one in patterns]
+    level = {**described["pre_tokenizer"], "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [*splits, level]}
 
 
 def test_a_text_of_one_line_is_left_whole(tmp_path, monkeypatch):
@@ -701,6 +727,28 @@ def test_verify_finds_a_changed_byte_and_loading_a_changed_size(tmp_path, capsys
     (out / file).unlink()
     with pytest.raises(ConfigError, match=f"{file} is missing"):
         build(out)
+
+
+def test_verify_finds_another_tokenizer(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert (
+        run(
+            corpus(tmp_path / "in"),
+            f"--output={out}",
+            f"--tokenizer={hugging_face(tmp_path / 't')}",
+        )
+        == 0
+    )
+    assert run(f"--verify={out}") == 0
+    (out / "tokenizer.json").write_text((out / "tokenizer.json").read_text() + " ")
+    assert run(f"--verify={out}") == 2 and "tokenizer.json: was changed" in capsys.readouterr().err
+
+
+def test_a_manifest_where_one_happens_to_be_is_not_that_of_an_empty_path(tmp_path, monkeypatch):
+    assert run(corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(ConfigError, match="data.path=: no such file"):
+        build("")
 
 
 def test_verify_looks_at_tokens_and_at_how_documents_end(tmp_path, capsys):

@@ -37,12 +37,12 @@ def load(path: str, *, dtype: str, pattern: str, exclude: tuple) -> Corpus:
     if prefix := indexed.prefix_of(path):
         shard = indexed.load(prefix)
         return _joined(path, [shard])._replace(beside=prefix)
-    if os.path.isfile(os.path.join(path, manifest.NAME)):
-        return _prepared(path)
     if not os.path.exists(path):
         raise ConfigError(
             f"data.path={path}: no such file or folder; give a token file or a folder of text"
         )
+    if os.path.isfile(os.path.join(path, manifest.NAME)):
+        return _prepared(path)
     if not os.path.isdir(path):
         return _stream(path, [path], [_map_file(path, dtype)])
     if os.path.exists(os.path.join(path, manifest.JOURNAL)):
