@@ -10,14 +10,13 @@ _LLAMA = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN = _LLAMA.replace("{1,3}", "")
-_DEEPSEEK = (
+_DEEPSEEK = (  # spells its newlines as they are
     r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^"""
-    "\r\n"
-    r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+["
-    "\r\n"
-    r"]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    (
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^NL\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[NL]*|\s*[NL]+|\s+(?!\S)|\s+"
+    ).replace("NL", "\r\n"),
 )
 CUTTABLE = {(_LLAMA,), (_QWEN,), _DEEPSEEK}
 
@@ -49,6 +48,7 @@ def is_cuttable(described: dict) -> bool:
 
 
 def last_newline(text: str) -> int:
+    """Returns the last place in a text between a letter and a newline; 0 where there is none."""
     for place in range(len(text) - 1, 0, -1):
         # A letter today and in Unicode 3.2 is one in whatever version the tokenizer was built with.
         if text[place] in "\r\n" and text[place - 1].isalpha():
