@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain import checkpoint, cli, configfile, distributed, huggingface, sharding
 from meshtrain.checkpoint import arrays, manifest
@@ -77,7 +78,9 @@ def take_in(source: Path, target: Path, args: argparse.Namespace) -> str:
     check_room(target, bytes_of(abstract))
     with distributed.together():
         params = huggingface.read(source, abstract, section)
-    state = TrainState(jnp.int32(0), params, opt_state=None)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    step = jax.make_array_from_callback((), everywhere, lambda _: np.int32(0))
+    state = TrainState(step, params, opt_state=None)
     with appearing(target) as made, contextlib.closing(arrays.Arrays()) as writer:
         folder = made / checkpoint.FOLDER
         if distributed.process_id() == 0:

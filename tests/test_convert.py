@@ -78,7 +78,9 @@ def load(folder, dtype="float32", **sizes):
     """The model and parameters of a folder, on 8 devices."""
     section = huggingface.model_section(folder)
     model = convert.model_of(section)
-    mesh, rules = make_mesh(**(sizes or {"fsdp": 8})), default.get_config().rules
+    sizes = sizes or {"fsdp": 8}
+    mesh = make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
+    rules = default.get_config().rules
     abstract = convert.abstract_params(model, np.dtype(dtype), rules, mesh)
     return model, huggingface.read(folder, abstract, section)
 
@@ -158,7 +160,9 @@ def test_a_workdir_is_a_run_that_others_start_from(tmp_path):
     assert_same_logits(GOLDEN / "gemma3", cfg.model, params, CLOSE["gemma3"])
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "tensor": 2, "pipeline": 1, "fsdp": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 8}, {"data": 2, "tensor": 2, "fsdp": 2}, {"pipeline": 3}]
+)
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_each_byte_is_read_once_whatever_the_mesh(family, sizes, monkeypatch):
     copied = []
@@ -452,6 +456,26 @@ def test_a_run_of_ones_own_becomes_the_family_that_it_is(tiny, changes, architec
     assert config_json.differences(section, config_json.to_section(config)) == []
 
 
+def test_what_transformers_would_assume_is_said_otherwise(tiny):
+    """Ids of tokens of its own models; that no window means no mask, which its Gemma 2 does not take."""
+    assert config_json.to_config(tiny.model.to_dict())["eos_token_id"] is None
+    section = huggingface.model_section(GOLDEN / "gemma2") | {"attention": "g", "window": 0}
+    assert config_json.to_config(section)["sliding_window"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("keys", "attention"),
+    [
+        (dict(use_sliding_window=True, max_window_layers=21), "g" * 21 + "l" * 3),
+        (dict(use_sliding_window=True, max_window_layers=0), "l"),
+        (dict(use_sliding_window=False, max_window_layers=0), "g"),
+    ],
+    ids=str,
+)
+def test_the_last_layers_of_qwen_are_local_without_layer_types(keys, attention):
+    assert config_json.to_section(HUB["Qwen2.5-0.5B"][0] | keys)["attention"] == attention
+
+
 def test_a_model_that_no_family_has_is_told_by_the_keys_of_the_nearest(tiny):
     section = {**tiny.model.to_dict(), "attention": "lg", "window": 4, "embed_scale": 2.0}
     with pytest.raises(ConfigError) as error:
@@ -483,6 +507,7 @@ def test_a_model_that_no_family_has_is_told_by_the_keys_of_the_nearest(tiny):
         ("qwen2", dict(sliding_window=None), ["sliding_window=None"]),
         ("gpt2", dict(activation_function="relu"), ["activation_function='relu'"]),
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx"]),
+        ("gemma2", dict(hidden_activation="gelu"), ["hidden_activation='gelu'", "tanh"]),
         ("gemma3", dict(use_bidirectional_attention=True), ["use_bidirectional_attention"]),
     ],
     ids=str,
@@ -662,7 +687,7 @@ def test_a_damaged_index_is_told_by_its_name(case, folder_of):
         load(folder)
 
 
-def test_pickled_parameters_are_not_read(folder_of):
+def test_parameters_that_can_run_code_are_not_read(folder_of):
     folder = folder_of("llama3")
     (folder / files.ONE).rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="pytorch_model.bin can run code"):

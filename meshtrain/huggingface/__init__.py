@@ -21,6 +21,7 @@ from meshtrain.huggingface.names import Row
 from meshtrain.models.base import Params
 
 TOLD = 20  # tensors that a fault names
+BLOCK = 1 << 18  # bytes copied at once: they stay in a core's cache, where they are transposed
 # What some files hold beside parameters: causal masks, and the angles of rope.
 NO_PARAMETER = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 ADVICE = "is a Hugging Face folder; make a workdir of it: meshtrain convert FOLDER WORKDIR"
@@ -107,6 +108,7 @@ def write(
                     view = row.ours(tensor)
                     _cast(stack[number][tuple(map(slice, view.shape))], view, name)
                 yield tensor
+            del loaded, stack  # before the next is
 
     files.write(folder, planned, values(), shard_bytes=shard_bytes)
 
@@ -189,8 +191,12 @@ def _read(tensors: list[files.Tensor], row: Row, leaf: jax.ShapeDtypeStruct) -> 
 
 def _cast(values: np.ndarray, target: np.ndarray, name: str) -> None:
     """Copies values into an array; raises ConfigError where its dtype is too narrow for one."""
+    outer = int(np.argmax(values.strides))
+    step = max(1, BLOCK // values.strides[outer])
     with np.errstate(over="ignore"):
-        target[...] = values
+        for start in range(0, values.shape[outer], step):
+            cut = (slice(None),) * outer + (slice(start, start + step - 1),)
+            target[cut] = values[cut]
     if jnp.promote_types(values.dtype, target.dtype) != target.dtype:
         if np.count_nonzero(np.isinf(target)) > np.count_nonzero(np.isinf(values)):
             raise ConfigError(f"--dtype={target.dtype}: {name} has values beyond it; use float32")

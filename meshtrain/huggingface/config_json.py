@@ -19,6 +19,8 @@ from meshtrain.huggingface.families import (
 )
 
 NAME = "config.json"
+# Not those that transformers would assume of a family.
+NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 IMPLIED = ("num_kv_heads", "head_dim", *CAPS)  # where they are null
 Config = dict[str, Any]  # what such a file holds
 Section = dict[str, Any]
@@ -182,6 +184,7 @@ def to_config(section: Section, original: Config | None = None) -> Config:
         config = _written(section, family)
         if family is preferred:
             config = original | config
+        config = NO_IDS | config
         differing = differences(section, to_section(config))
         if not differing:
             return config
@@ -239,18 +242,19 @@ def _written_rope(s: Section, family: Family) -> Config:
 
 
 def _written_attention(s: Section, family: Family) -> Config:
-    letters = every_layer(s["attention"], s["num_layers"])
-    window = s["window"] if "l" in letters else None
     if "sliding_window" not in family.defaults:
         return {}
+    letters = every_layer(s["attention"], s["num_layers"])
+    window = s["window"] if "l" in letters else None
     if "layer_types" in family.only:
         return {"sliding_window": window}
     types = {letter: name for name, letter in LETTERS.items()}
-    config = {"layer_types": [types[letter] for letter in letters], "sliding_window": window}
+    config = {"layer_types": [types[letter] for letter in letters]}
     if "use_sliding_window" in family.defaults:
-        config["use_sliding_window"] = "l" in letters
-        config["max_window_layers"] = (letters + "l").index("l")
-    return config
+        first = (letters + "l").index("l")
+        config |= {"use_sliding_window": "l" in letters, "max_window_layers": first}
+        return config | {"sliding_window": window}
+    return config | {"sliding_window": window or family.defaults["sliding_window"]}  # never null
 
 
 def head_dim(section: Section) -> int:

@@ -53,13 +53,8 @@ def tensors(folder: Path) -> dict[str, Tensor]:
         return header(folder / ONE)
     if not (folder / INDEX).is_file():
         others = sorted(path.name for path in folder.glob("*.bin"))
-        raise ConfigError(
-            f"{folder}: neither {ONE} nor {INDEX} there"
-            + (
-                f"; {others[0]} can run code when it is read, and is not: save it as safetensors"
-                * bool(others)
-            )
-        )
+        why = f"; {others[0]} can run code, and is never read: save it as safetensors"
+        raise ConfigError(f"{folder}: neither {ONE} nor {INDEX} there{why if others else ''}")
     try:
         places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
