@@ -19,7 +19,7 @@ library=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])
 
 evaluate() {
     "$python" -m meshtrain.evaluate --workdir="$1" --config.data.path=data/smollm2 \
-        --config.data.seq_len=256 --batch=8 --max_batches=4
+        --config.data.packing=best_fit --config.data.seq_len=256 --batch=8 --max_batches=4
 }
 
 evaluate runs/smollm2-start
