@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import jax
 import numpy as np
@@ -66,6 +67,16 @@ def test_a_character_of_several_bytes_is_printed_when_it_is_whole():
     spoken = [*"né €".encode(), 0x82, None, 65]
     told = list(generate.pieces(words, [65], spoken))
     assert told == ["n", "é", " ", "€", "\ufffd"]
+
+
+def test_a_space_that_its_vocabulary_shows_only_within_a_text_is_printed():
+    def decode(ids):  # as SentencePiece does
+        return "".join([" a", " b", "c"][one] for one in ids).removeprefix(" ")
+
+    words = types.SimpleNamespace(decode=decode)
+    assert list(generate.pieces(words, [0], [1, 2, 0])) == [" b", "c", " a", ""]
+    long = [0, 1] * generate.BEFORE
+    assert "".join(generate.pieces(words, long, [1, *long])) == " b" + decode(long).join([" ", ""])
 
 
 @pytest.mark.parametrize(
