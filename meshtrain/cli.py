@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from meshtrain import checkpoint, configfile, distributed, progress
+from meshtrain import checkpoint, configfile, distributed, huggingface, progress
 from meshtrain.config import Config, parse
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError
 from meshtrain.mesh import AXES
@@ -112,6 +112,8 @@ def of_run(
     file = checkpoint.workdir_of(args.workdir) / "config.json"
     if not file.is_file():
         raise ConfigError(f"--workdir={args.workdir}: no run there (config.json is missing)")
+    if huggingface.is_folder(file.parent):
+        raise ConfigError(f"--workdir={args.workdir}: {huggingface.ADVICE}")
     start(args)
     config, faults = configfile.read(str(file), overrides, change=_on_all_devices)
     with distributed.together():

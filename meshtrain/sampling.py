@@ -106,13 +106,8 @@ def generate(
         with program.active():
             drawn, cache = call(tokens=window, start=0, number=number, cache=None)
         for start in range(width, size + 1):
-            newest = drawn
-            if start < size and number + 1 < length:
-                with program.active():  # before the newest is waited for
-                    drawn, cache = call(
-                        tokens=newest[:, None], start=start, number=number + 1, cache=cache
-                    )
-            for row, token in zip(rows, np.asarray(newest).tolist(), strict=True):
+            # Waited for before the next is begun: see `train._heldout_loss`.
+            for row, token in zip(rows, np.asarray(drawn).tolist(), strict=True):
                 row.append(token)
             running = [on and row[-1] not in stop for on, row in zip(running, rows, strict=True)]
             number += 1
@@ -121,6 +116,10 @@ def generate(
             ]
             if number == length or not any(running):
                 return
+            if start < size:
+                with program.active():
+                    newest = drawn[:, None]
+                    drawn, cache = call(tokens=newest, start=start, number=number, cache=cache)
         width = max(1, context // 2)
 
 

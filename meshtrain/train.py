@@ -154,8 +154,8 @@ class Run:
         return {"position": self.loader.position, "metrics": metrics, "watch": self.watch.memory}
 
     def begin(self, step: int, position: int) -> None:
-        see = self.watch.see
-        self.writer.begin(step, self.cfg, self.units, samples=position, see=see)
+        so_far = dict(samples=position, waited=self.clock.page["data"])
+        self.writer.begin(step, self.cfg, self.units, **so_far, see=self.watch.see)
 
 
 def _loop(
@@ -204,7 +204,7 @@ def _loop(
         state, report = train_step(state, batch)
         log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
         # Writes the step before, while the device works on this one.
-        writer.step(step, report, eval_loss, log=log)
+        writer.step(step, report, eval_loss, waited=clock.page["data"], log=log)
         step += 1
 
 

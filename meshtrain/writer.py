@@ -79,9 +79,10 @@ class Writer:
         units: Units,
         *,
         samples: int,
+        waited: float,
         see: Callable[[int, dict[str, float]], None],
     ) -> None:
-        """Starts the clock at step `start`, after `samples` samples.
+        """Starts the clock at step `start`, after `samples` samples and `waited` seconds for data.
 
         `see` is given the numbers of each step before they are written. Rows of step `start` and
         later, left by a run that went further than its last checkpoint, are dropped.
@@ -105,7 +106,7 @@ class Writer:
             self._bar = rich.progress.Progress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=self._steps, completed=start)
             self._bar.start()
-        self._since, self._steps_since = time.perf_counter(), 0
+        self._since, self._steps_since, self._waited_before = time.perf_counter(), 0, waited
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -117,32 +118,44 @@ class Writer:
             self._since += time.perf_counter() - began
 
     def step(
-        self, step: int, report: dict[str, jax.Array], eval_loss: float | None, *, log: bool
+        self,
+        step: int,
+        report: dict[str, jax.Array],
+        eval_loss: float | None,
+        *,
+        waited: float,
+        log: bool,
     ) -> None:
         """Takes the report of a step just dispatched, and writes the one before.
 
-        So the device has its next work while the host waits. `log` makes a row and a line of a step.
+        So the device has its next work while the host waits. `waited` seconds went by for data, in all
+        steps together. `log` makes a row and a line of a step.
         """
         # Where dispatching waits for the result, as on simulated devices, the step ended by now.
         ended = time.perf_counter() if report["loss"].is_ready() else None
         self.flush()
-        self._pending = step, report, ended, log, eval_loss
+        self._pending = step, report, ended, waited, log, eval_loss
 
     def flush(self) -> None:
         """Waits for the report that is still held, and writes it."""
         if self._pending is None:
             return
-        (step, report, ended, log, eval_loss), self._pending = self._pending, None
+        (step, report, ended, waited, log, eval_loss), self._pending = self._pending, None
         numbers = {name: float(value) for name, value in jax.device_get(report).items()}
         ended = ended or time.perf_counter()
         self._steps_since += 1
         self.newest = numbers
         if log:
-            self._write(step, numbers, ended, eval_loss)
+            self._write(step, numbers, ended, waited, eval_loss)
         self._see(step, numbers)
 
     def _write(
-        self, step: int, numbers: dict[str, float], ended: float, eval_loss: float | None
+        self,
+        step: int,
+        numbers: dict[str, float],
+        ended: float,
+        waited: float,
+        eval_loss: float | None,
     ) -> None:
         # Of two very short steps the second can be ready before the first is looked at.
         step_time = max(ended - self._since, 1e-6) / self._steps_since
@@ -153,6 +166,7 @@ class Writer:
             **{name: value for name, value in numbers.items() if name != "step"},
             "tokens": self._units_before + (step - self._start + 1) * self._units_per_step,
             "step_time": step_time,
+            "data_wait": (waited - self._waited_before) / self._steps_since,
             "tokens_per_second": per_second,
             "mfu": self._share_of_peak and self._share_of_peak * per_second,
         }
@@ -160,7 +174,7 @@ class Writer:
             row["eval_loss"] = eval_loss
         self._append("metrics.jsonl", row)
         self._show(row)
-        self._since, self._steps_since = ended, 0
+        self._since, self._steps_since, self._waited_before = ended, 0, waited
 
     def _show(self, row: dict[str, Any]) -> None:
         """A line for each row; where there is a bar, it holds the newest and only evaluations are lines."""

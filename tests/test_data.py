@@ -88,6 +88,26 @@ def test_another_seed_is_another_order(counting, seed):
     assert starts(build(counting, seed=seed), 0, 25) != starts(build(counting), 0, 25)
 
 
+def test_samples_past_a_block_of_the_order_are_found_alone_and_together(counting):
+    indices = np.arange(tokens.BLOCK - 40, tokens.BLOCK + 40)
+    together = build(counting).read(indices).tokens[:, 0].tolist()
+    assert together == [starts(build(counting), i, i + 1)[0] for i in indices]
+    first = -(-indices[0] // 25) * 25  # of an epoch
+    assert sorted(starts(build(counting), first, first + 25)) == list(range(0, 100, 4))
+    large = 10**12 + 7
+    assert starts(build(counting), large, large + 3) == [
+        starts(build(counting), large + i, large + i + 1)[0] for i in range(3)
+    ]
+
+
+def test_a_source_tells_how_many_samples_an_epoch_has(counting, tmp_path):
+    assert build(counting).size == 25 and build(counting, heldout=0.3).size == 17
+    assert build(counting, heldout=0.3, split="heldout").size == 7
+    assert build(counting).token_bytes is None  # of raw numbers nothing is known
+    (tmp_path / "a.txt").write_text("some text")
+    assert build(tmp_path).token_bytes.tolist() == [0] + [1] * 255
+
+
 def test_a_window_is_consecutive_tokens_and_its_targets_the_next(counting):
     batch = build(counting).read(np.arange(3))
     np.testing.assert_array_equal(batch.tokens, batch.tokens[:, :1] + np.arange(4)[None])

@@ -1,5 +1,7 @@
 """One transformer, many families: each by config, and equal to plain maths; test_convert.py has their weights."""
 
+import importlib
+
 import jax
 import numpy as np
 import pytest
@@ -74,3 +76,17 @@ def test_local_layers_cost_their_window_alone():
     layers = 12 * 32  # 12 d for each position that a layer sees
     rises = {key: m.flops_per_token(64) - m.flops_per_token(32) for key, m in of.items()}
     assert rises == {"gemma 3": 32 * layers, "llama 2": 2 * 32 * layers}
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("gpt2", 124.4), ("llama2", 6738.4), ("llama3", 8030.3), ("mistral", 7241.7)]
+    + [("qwen2", 494.0), ("qwen3", 596.0), ("gemma2", 2614.3), ("gemma3", 999.9)],
+)
+def test_a_config_has_the_parameters_of_the_model_that_it_is_named_after(name, millions):
+    c = importlib.import_module(f"configs.{name}").get_config().model.to_dict()
+    del c["build"]
+    shapes = jax.eval_shape(transformer.build(**c).init, jax.random.key(0))
+    padding = (-c["vocab_size"] % 128) * c["d_model"] * (1 if c["tie_embeddings"] else 2)
+    num = sum(leaf.size for leaf in jax.tree.leaves(shapes)) - padding
+    assert num / 1e6 == pytest.approx(millions, abs=0.06)

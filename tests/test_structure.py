@@ -20,12 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = """
 errors mesh pipeline pipeline.schedules sections config configfile place rendezvous distributed
 progress signals metrics sharding
-data data.permute data.source data.tokenizer data.indexed data.manifest data.inputs data.bpe data.tokenising
-data.shards data.corpus data.checking data.packing data.mixture data.tokens data.synthetic data.loader
+data data.permute data.source data.cutting data.tokenizer data.indexed data.manifest data.inputs data.bpe
+data.tokenising data.shards data.corpus data.checking data.packing data.mixture data.tokens data.synthetic data.loader
 ops ops.attention ops.losses optim models models.base models.layers models.section models.transformer
+huggingface.names huggingface.families huggingface.config_json huggingface.files huggingface
 grads pipeline.ring pipeline.stages pipeline.executor state checkpoint.manifest checkpoint.lock
 checkpoint.arrays checkpoint checkpoint.initial checkpoint.saver step program summary writer divergence
-health trained sampling train cli prepare generate evaluate collectives info workers nodes attempts supervisor launch
+health trained sampling train cli prepare convert generate evaluate
+collectives info workers nodes attempts supervisor launch
 checkpoint.__main__ pipeline.drawing schedule
 covering certificate reference plain subject layouts laws verify
 audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.ledger

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 from conftest import tiny_config
 
 import meshtrain
-from meshtrain import distributed
+from meshtrain import config, distributed
 from meshtrain.checkpoint import manifest
 from meshtrain.data.source import Source
 from meshtrain.data.tokens import to_batch
@@ -74,8 +75,8 @@ def test_a_run_writes_its_config_rows_and_events(tmp_path, capsys):
     table = rows(tmp_path)
     assert [row["step"] for row in table] == [0, 1, 2, 3, 4]
     keys = (
-        "step loss grad_norm learning_rate skipped tokens step_time tokens_per_second mfu".split()
-    )
+        "step loss grad_norm learning_rate skipped tokens step_time data_wait tokens_per_second mfu"
+    ).split()
     assert set(table[1]) == set(keys) and set(table[2]) == {*keys, "eval_loss"}
     assert [row["tokens"] for row in table] == [16 * 16 * n for n in range(1, 6)]
     assert table[0]["mfu"] is None  # the peak of a CPU is not known
@@ -88,6 +89,18 @@ def test_a_run_writes_its_config_rows_and_events(tmp_path, capsys):
     assert saved["mesh"]["data"] == 8 and saved["data"]["vocab_size"] == 64
     output = capsys.readouterr().out
     assert "data 8" in output and "done: 5 steps" in output
+
+
+def test_the_time_that_steps_wait_for_data_is_on_record(tmp_path):
+    calm = config.parse(quick(), num_devices=8).train_data
+
+    def slow(indices):
+        time.sleep(0.5)
+        return calm.read(indices)
+
+    meshtrain.train(quick(steps=7), workdir=tmp_path, data=meshtrain.Source(slow))
+    waits = [row["data_wait"] for row in rows(tmp_path)]
+    assert min(waits) >= 0 and waits[-1] > 0.1  # the loader is ahead only at first
 
 
 def test_a_resumed_run_is_bit_equal_to_one_never_interrupted(tmp_path):

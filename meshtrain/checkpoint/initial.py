@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from meshtrain import checkpoint
+from meshtrain import checkpoint, huggingface
 from meshtrain.checkpoint import arrays
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.errors import ConfigError
@@ -15,8 +15,10 @@ def source(
     settings: CheckpointConfig, *, tell: Callable[[str], None]
 ) -> tuple[Path, Manifest] | None:
     """Returns the checkpoint that a new run's parameters come from, if it is to be one."""
+    path = Path(settings.init_from)
     try:
-        path = Path(settings.init_from)
+        if settings.init_from and huggingface.is_folder(path):
+            raise ConfigError(f"{path}: {huggingface.ADVICE}")
         return checkpoint.find(path, tell=tell) if settings.init_from else None
     except ConfigError as error:
         raise ConfigError(f"checkpoint.init_from={error}") from error

@@ -25,12 +25,15 @@ def check(path: Path) -> list[str]:
     if not (path / manifest.NAME).is_file():
         raise ConfigError(f"--verify={path}: no {manifest.NAME} there; give a prepared folder")
     found = manifest.read(path)
-    faults, lines = [], []
+    faults, lines, tokenizer = [], [], found["tokenizer"]
+    if tokenizer["file"]:
+        faults += _changed(path / tokenizer["file"], tokenizer["sha256"])
     for told in found["shards"]:
-        faults += _faults_of_files(path, told)
+        for kind, file in told["files"].items():
+            faults += _changed(path / f"{told['name']}.{kind}", file["sha256"])
         try:
             shard = indexed.load(str(path / told["name"]))
-            faults += _faults_of(shard, told, found["tokenizer"])
+            faults += _faults_of(shard, told, tokenizer)
             lines.append(f"{shard.path}: {_described(shard)}")
         except ConfigError as error:
             faults += error.faults
@@ -52,14 +55,14 @@ def _chunks(tokens: np.ndarray):
     return (tokens[start : start + CHUNK] for start in range(0, len(tokens), CHUNK))
 
 
-def _faults_of_files(folder: Path, told: dict) -> list[str]:
-    faults = []
-    for kind, file in told["files"].items():
-        name = folder / f"{told['name']}.{kind}"
+def _changed(name: Path, sha256: str) -> list[str]:
+    try:
         with open(name, "rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != file["sha256"]:
-                faults.append(f"{name}: was changed since it was written (sha256); copy it again")
-    return faults
+            if hashlib.file_digest(opened, "sha256").hexdigest() == sha256:
+                return []
+    except OSError as error:
+        return [f"{name}: {error.strerror}; copy it again"]
+    return [f"{name}: was changed since it was written (sha256); copy it again"]
 
 
 def _faults_of(shard: Shard, told: dict, tokenizer: dict) -> list[str]:

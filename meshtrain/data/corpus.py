@@ -37,12 +37,12 @@ def load(path: str, *, dtype: str, pattern: str, exclude: tuple) -> Corpus:
     if prefix := indexed.prefix_of(path):
         shard = indexed.load(prefix)
         return _joined(path, [shard])._replace(beside=prefix)
-    if os.path.isfile(os.path.join(path, manifest.NAME)):
-        return _prepared(path)
     if not os.path.exists(path):
         raise ConfigError(
             f"data.path={path}: no such file or folder; give a token file or a folder of text"
         )
+    if os.path.isfile(os.path.join(path, manifest.NAME)):
+        return _prepared(path)
     if not os.path.isdir(path):
         return _stream(path, [path], [_map_file(path, dtype)])
     if os.path.exists(os.path.join(path, manifest.JOURNAL)):
@@ -64,8 +64,7 @@ def windows(corpus: Corpus, starts_B: np.ndarray, width: int, vocab_size: int) -
     inside_B = starts_B + width <= corpus.offsets[number_B + 1]
     for number in np.unique(number_B[inside_B]):
         here = inside_B & (number_B == number)
-        every = np.lib.stride_tricks.sliding_window_view(corpus.parts[number], width)
-        found = every[starts_B[here] - corpus.offsets[number]]
+        found = _every(corpus.parts[number], width)[starts_B[here] - corpus.offsets[number]]
         check_ids(corpus, found, vocab_size)
         rows_BW[here] = found
     for row in np.flatnonzero(~inside_B):  # from the end of a file on into the next
@@ -77,6 +76,12 @@ def windows(corpus: Corpus, starts_B: np.ndarray, width: int, vocab_size: int) -
             rows_BW[row, place - starts_B[row] :][: len(found)] = found
             place, number = place + len(found), number + 1
     return rows_BW
+
+
+def _every(tokens: np.ndarray, width: int) -> np.ndarray:
+    """Returns all windows (T - W + 1, W), as sliding_window_view does but at once: a view."""
+    shape = (len(tokens) - width + 1, width)
+    return np.ndarray(shape, tokens.dtype, tokens, strides=2 * tokens.strides)
 
 
 def begins(corpus: Corpus, starts_B: np.ndarray, width: int) -> np.ndarray:

@@ -28,8 +28,13 @@ class Loader:
         global_batch: int,
         position: int = 0,
     ):
-        self._source, self._mesh, self._rules = source, mesh, rules
-        self._global_batch = global_batch
+        self._source, self._global_batch = source, global_batch
+        spec = spec_for(("batch",), (global_batch,), rules, mesh.shape)
+        self._sharding = jax.sharding.NamedSharding(mesh, spec)
+        slices = self._sharding.addressable_devices_indices_map((global_batch,)).values()
+        # The rows of this process, in order, and where in them each row is.
+        self._local = np.unique(np.concatenate([np.arange(global_batch)[one] for one in slices]))
+        self._place = {int(row): place for place, row in enumerate(self._local)}
         self._next = position
         self._reader = ThreadPoolExecutor(1, "loader")
         self._ahead: collections.deque = collections.deque()
@@ -59,23 +64,18 @@ class Loader:
 
     def read(self, position: int) -> Any:
         """Returns samples `position` ... `position` + global_batch - 1, sharded over the batch axes."""
-        spec = spec_for(("batch",), (self._global_batch,), self._rules, self._mesh.shape)
-        sharding = jax.sharding.NamedSharding(self._mesh, spec)
-        slices = sharding.addressable_devices_indices_map((self._global_batch,)).values()
-        local = np.unique(
-            np.concatenate([np.arange(self._global_batch)[index] for index in slices])
-        )
-        batch = self._source.read(position + local)
+        batch = self._source.read(position + self._local)
 
         def to_device(rows: np.ndarray) -> jax.Array:
             rows = np.asarray(rows)
             shape = (self._global_batch, *rows.shape[1:])
-            # Each device asks for a contiguous slice of the global batch; `local` is sorted.
-            return jax.make_array_from_callback(
-                shape,
-                sharding,
-                lambda index: rows[slice(*np.searchsorted(local, index[0].indices(shape[0])[:2]))],
-            )
+
+            def part(index: tuple[slice, ...]) -> np.ndarray:
+                # Each device asks for a contiguous slice of the global batch.
+                start, stop, _ = index[0].indices(self._global_batch)
+                return rows[self._place[start] :][: stop - start]
+
+            return jax.make_array_from_callback(shape, self._sharding, part)
 
         return jax.tree.map(to_device, batch)
 

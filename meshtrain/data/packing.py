@@ -16,7 +16,6 @@ from isal import isal_zlib
 from meshtrain.data import corpus as corpora
 from meshtrain.data.corpus import Corpus, expand
 from meshtrain.data.source import Batch
-from meshtrain.errors import ConfigError
 
 # B rows of a batch, S tokens of a row, R rows in all, N pieces: documents, or parts of those longer than S
 
@@ -30,6 +29,7 @@ class Packing(NamedTuple):
 def pack(corpus: Corpus, first: int, last: int, seq_len: int) -> Packing:
     """Packs what documents have in tokens first ... last - 1 of the stream."""
     rows, starts, sizes = [np.zeros(1, np.int64)], [], []
+    num_pieces = 0
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:], strict=True):
         piece_starts, piece_sizes = _pieces(corpus, max(first, begin), min(last, end), seq_len)
         row, slot = best_fit(piece_sizes >> 1, seq_len)
@@ -37,7 +37,8 @@ def pack(corpus: Corpus, first: int, last: int, seq_len: int) -> Packing:
         place = (np.cumsum(counts) - counts)[row] + slot
         order = np.empty_like(place)
         order[place] = np.arange(len(place))
-        rows.append(rows[-1][-1] + np.cumsum(counts))
+        rows.append(num_pieces + np.cumsum(counts))
+        num_pieces += len(place)
         starts.append(piece_starts[order])
         sizes.append(piece_sizes[order])
     return Packing(np.concatenate(rows), np.concatenate(starts), np.concatenate(sizes))
@@ -154,47 +155,48 @@ def read(
     The last token of a document has no target, and weighs nothing; that of a piece whose document goes
     on has the token after it.
     """
-    B, S = len(rows_B), seq_len
+    starts = packing.starts[packing.rows[rows_B]]
+    numbers = np.searchsorted(corpus.offsets, starts, side="right") - 1
+    parts = {
+        int(number): _of_file(
+            corpus, number, packing, rows_B[numbers == number], seq_len, vocab_size
+        )
+        for number in np.unique(numbers)
+    }
+    if len(parts) == 1:
+        return parts[int(numbers[0])]
+    order = np.argsort(np.argsort(numbers, kind="stable"))
+    return Batch(*(np.concatenate(leaves)[order] for leaves in zip(*parts.values(), strict=True)))
+
+
+def _of_file(
+    corpus: Corpus, number: int, packing: Packing, rows_B: np.ndarray, seq_len: int, vocab_size: int
+) -> Batch:
+    """Returns rows that are read from one file."""
+    stream, S = corpus.parts[number], seq_len
     first = packing.rows[rows_B]
     count = packing.rows[rows_B + 1] - first
-    pieces, row = expand(first, count), np.repeat(np.arange(B), count)
-    starts, lengths = packing.starts[pieces], packing.sizes[pieces] >> 1
-    goes_on = (packing.sizes[pieces] & 1).astype(bool)
-    ends = np.cumsum(lengths)
-    used = np.bincount(row, lengths, minlength=B).astype(np.int64)
-    if (used > S).any():
-        raise ConfigError(
-            f"data.path={corpus.path}: a packed row has more than {S} tokens; {corpus.beside}"
-        )
-    # Where each token goes in the batch, row after row.
-    place = expand(S * row + (ends - lengths) - (np.cumsum(used) - used)[row], lengths)
-    within = expand(np.zeros_like(lengths), lengths)
-    tokens, targets = np.zeros((2, B * S), np.int32)
-    weights = np.zeros(B * S, np.float32)
-    segments = np.repeat(count, S).astype(np.int32)
-    positions = (np.arange(S)[None] - used[:, None]).astype(np.int32).reshape(-1)
-    segments[place] = np.repeat(expand(np.zeros_like(count), count), lengths)
-    positions[place] = within
-    last = place[ends - 1]
-    for number, at in _by_file(corpus, starts):
-        flat = np.repeat(at, lengths)
-        begin = corpus.offsets[number]
-        found = corpus.parts[number][expand(starts[at] - begin, lengths[at])]
-        after = corpus.parts[number][(starts + lengths - begin)[at & goes_on]]
-        corpora.check_ids(corpus, found, vocab_size)
-        corpora.check_ids(corpus, after, vocab_size)
-        tokens[place[flat]] = found
-        targets[last[at & goes_on]] = after
-    inner = np.ones(len(place), bool)
-    inner[ends - 1] = False
-    targets[place[inner]] = tokens[place[inner] + 1]
-    weights[place[inner]] = 1
-    weights[last[goes_on]] = 1
-    return Batch(*(leaf.reshape(B, S) for leaf in (tokens, targets, weights, positions, segments)))
-
-
-def _by_file(corpus: Corpus, starts: np.ndarray):
-    """Yields the number of each file that is read, and which of the pieces are in it."""
-    numbers = np.searchsorted(corpus.offsets, starts, side="right") - 1
-    for number in np.unique(numbers):
-        yield number, numbers == number
+    # The padding of a row is one more piece, perhaps of no tokens.
+    is_padding = np.zeros(count.sum() + len(rows_B), bool)
+    is_padding[np.cumsum(count + 1) - 1] = True
+    starts, sizes = np.zeros((2, is_padding.size), np.int64)
+    starts[~is_padding] = packing.starts[expand(first, count)] - corpus.offsets[number]
+    sizes[~is_padding] = packing.sizes[expand(first, count)]
+    lengths, goes_on = sizes >> 1, (sizes & 1).astype(bool)
+    lengths[is_padding] = S - np.add.reduceat(lengths, np.cumsum(count + 1) - count - 1)
+    positions = expand(np.zeros_like(lengths), lengths)
+    padded = np.repeat(is_padding, lengths)
+    found = stream[np.where(padded, 0, np.repeat(starts, lengths) + positions)]
+    after = stream[(starts + lengths)[goes_on]]
+    corpora.check_ids(corpus, found, vocab_size)
+    corpora.check_ids(corpus, after, vocab_size)
+    tokens = np.where(padded, 0, found).astype(np.int32)
+    ends = np.cumsum(lengths) - 1
+    targets = np.append(tokens[1:], np.int32(0))
+    targets[padded] = targets[ends[~is_padding]] = 0
+    targets[ends[goes_on]] = after
+    weights = (~padded).astype(np.float32)
+    weights[ends[~is_padding & ~goes_on]] = 0
+    segments = np.repeat(expand(np.zeros_like(count), count + 1).astype(np.int32), lengths)
+    leaves = (tokens, targets, weights, positions.astype(np.int32), segments)
+    return Batch(*(leaf.reshape(-1, S) for leaf in leaves))

@@ -58,7 +58,10 @@ class Journal:
             self.finish()
             return
         lines = self._whole_lines()
-        if not lines:
+        if len(lines) < 2:  # no shard yet: nothing is lost
+            self._file.truncate(0)
+            if lines != [{"settings": settings}]:
+                (folder / "tokenizer.json").unlink(missing_ok=True)  # learned for other settings
             self._append({"settings": settings})
             manifest.sync(folder)
             return

@@ -4,14 +4,14 @@ import dataclasses
 import importlib
 import json
 import re
-import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshtrain.data import cutting
 from meshtrain.errors import ConfigError
 
 # V vocabulary
@@ -20,11 +20,6 @@ PIECE = 1 << 20  # characters of a long text that are tokenised at a time, where
 # What ends a document, the first that a tokenizer.json has; --eos names another.
 EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|im_end|>", "<eos>")
 BOS = ("<s>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>")
-# Pre-tokenizers in which no token spans a letter and the newline after it, and none looks back: those
-# of GPT-2, Llama 3 and Qwen. Text cut there gives the same tokens in pieces as in one.
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CUTTABLE = {_CONTRACTIONS + numbers + _REST for numbers in (r"\p{N}{1,3}", r"\p{N}")}
 
 
 @dataclass(frozen=True)
@@ -152,14 +147,26 @@ def _huggingface(path: Path, eos: str) -> Tokenizer:
         bos=next((ids[name] for name in BOS if name in special), None),
         encode_batch=lambda texts: [
             np.array(one.ids, np.int32)
-            for one in model.encode_batch_fast(list(texts), add_special_tokens=False)
+            for some in _groups(texts)
+            for one in model.encode_batch_fast(some, add_special_tokens=False)
         ],
         decode=lambda tokens: model.decode([int(one) for one in tokens], skip_special_tokens=True),
         token_bytes=lambda: _bytes_of(ids, described),
-        last_border=_last_newline if _is_cuttable(described) else lambda text: 0,
+        last_border=cutting.last_newline if cutting.is_cuttable(described) else lambda text: 0,
         file=path,
     )
     return _with_eos(tokenizer, eos, ids)
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the texts in lists of about PIECE characters: what is made of each takes a lot of memory."""
+    group: list[str] = []
+    for text in texts:
+        group.append(text)
+        if sum(map(len, group)) >= PIECE:
+            yield group
+            group = []
+    yield group
 
 
 def _with_eos(tokenizer: Tokenizer, eos: str, ids: dict[str, int]) -> Tokenizer:
@@ -170,20 +177,11 @@ def _with_eos(tokenizer: Tokenizer, eos: str, ids: dict[str, int]) -> Tokenizer:
     return dataclasses.replace(tokenizer, eos=ids[eos])
 
 
-def _parts(described: dict, *names: str) -> list[dict]:
-    """Returns the steps of these stages of a tokenizer.json, sequences opened."""
-    steps = [described[name] for name in names if described[name]]
-    for step in steps:  # grows while it is gone through
-        for inner in ("pretokenizers", "normalizers", "decoders"):
-            steps.extend(step.get(inner, []))
-    return [step for step in steps if step["type"] != "Sequence"]
-
-
 def _bytes_of(ids: dict[str, int], described: dict) -> np.ndarray:
     """(V,) bytes of text: exact for byte-level vocabularies, and those with a byte fallback."""
     added = {one["content"]: one["special"] for one in described["added_tokens"]}
     byte_level = any(
-        step["type"] == "ByteLevel" for step in _parts(described, "pre_tokenizer", "decoder")
+        step["type"] == "ByteLevel" for step in cutting.steps(described, "pre_tokenizer", "decoder")
     )
     prefix = described["model"].get("continuing_subword_prefix") or ""
     sizes = np.zeros(max(ids.values()) + 1, np.int32)
@@ -200,42 +198,6 @@ def spelled_bytes(piece: str) -> int:
     return (
         1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
     )
-
-
-def _is_cuttable(described: dict) -> bool:
-    """Whether pieces that are cut after a letter, before a newline, surely give the same tokens."""
-    before = _parts(described, "pre_tokenizer")
-    splits = [step["pattern"].get("Regex") for step in before if step["type"] == "Split"]
-    levels = [step for step in before if step["type"] == "ByteLevel"]
-    plain = [
-        one
-        for one in described["added_tokens"]
-        if not one["special"]
-        and (
-            one["lstrip"] or one["rstrip"] or one["single_word"] or re.search(r"\s", one["content"])
-        )
-    ]
-    return (
-        described["model"]["type"] == "BPE"
-        and not described["model"].get("dropout")
-        and all(step["type"] == "NFC" for step in _parts(described, "normalizer"))
-        and len(levels) == 1
-        and not levels[0]["add_prefix_space"]
-        and len(splits) + 1 == len(before)
-        and (set(splits) <= CUTTABLE if splits else levels[0]["use_regex"])
-        and all(step.get("behavior", "Isolated") == "Isolated" for step in before)
-        and not any(step.get("invert") for step in before)
-        and not plain
-    )
-
-
-def _last_newline(text: str) -> int:
-    for place in range(len(text) - 1, 0, -1):
-        # A letter today and in Unicode 3.2 is one in whatever version the tokenizer was built with.
-        if text[place] in "\r\n" and text[place - 1].isalpha():
-            if unicodedata.ucd_3_2_0.category(text[place - 1]).startswith("L"):
-                return place
-    return 0
 
 
 # ---- SentencePiece ----

@@ -1,5 +1,6 @@
 """Rows of tokens from files: windows of a long stream, or whole documents packed; see corpus.py for what is read."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError, below, not_one_of
 
 ENTROPY_TOKENS = 1 << 26  # the unigram entropy is taken over at most so many
+BLOCK = 1 << 10  # samples whose rows are found at a time: they are mostly read one after the other
 PACKINGS = ("windows", "best_fit")
 
 
@@ -126,8 +128,10 @@ def _windows(split: Split, *, separator: int, seq_len: int, vocab_size: int, see
             f"data.seq_len={seq_len} + 1; use more text, a shorter seq_len, or another data.heldout"
         )
 
+    order = _order(num_windows, seed)
+
     def read(indices: np.ndarray) -> Batch:
-        starts = first + seq_len * _shuffled(indices, num_windows, seed)
+        starts = first + seq_len * order(indices)
         rows = corpora.windows(corpus, starts, seq_len + 1, vocab_size)
         if corpus.starts is None:
             return to_batch(rows, separator)
@@ -150,10 +154,10 @@ def _packed(split: Split, *, seq_len: int, vocab_size: int, seed: int) -> Source
         )
     packing = packings.load(corpus, first, last, seq_len)
     num_rows = len(packing.rows) - 1
+    order = _order(num_rows, seed)
 
     def read(indices: np.ndarray) -> Batch:
-        rows = _shuffled(indices, num_rows, seed)
-        return packings.read(corpus, packing, rows, seq_len, vocab_size)
+        return packings.read(corpus, packing, order(indices), seq_len, vocab_size)
 
     filled = (last - first) / (num_rows * seq_len)
     return _source(split, read, vocab_size, num_rows, f"rows of {seq_len}, {filled:.2%} filled")
@@ -195,16 +199,17 @@ def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
 def segmented(rows: np.ndarray, begins: np.ndarray) -> Batch:
     """Makes a Batch of (B, S + 1) tokens, and where documents begin; each is its own segment."""
     tokens, targets = rows[:, :-1], rows[:, 1:]
+    weights = (~begins[:, 1:]).astype(np.float32)
     starts = begins[:, :-1].copy()
-    starts[:, 0] = False
-    place = np.arange(tokens.shape[1], dtype=np.int32)[None, :]
-    return Batch(
-        tokens,
-        targets,
-        weights=(~begins[:, 1:]).astype(np.float32),
-        positions=place - np.maximum.accumulate(np.where(starts, place, 0), axis=1),
-        segments=np.cumsum(starts, axis=1, dtype=np.int32),
-    )
+    starts[:, 0] = True
+    S = tokens.shape[1]
+    # Segments are few and tokens many, so each number is found once and repeated.
+    at = np.flatnonzero(starts)
+    lengths = np.diff(at, append=tokens.size)
+    numbers = np.arange(at.size) - np.searchsorted(at, at - at % S)
+    positions = np.arange(tokens.size, dtype=np.int32) - np.repeat(at.astype(np.int32), lengths)
+    segments = np.repeat(numbers.astype(np.int32), lengths)
+    return Batch(tokens, targets, weights, positions.reshape(-1, S), segments.reshape(-1, S))
 
 
 def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
@@ -217,13 +222,27 @@ def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
     return float(-(frequency * np.log(frequency)).sum())
 
 
-def _shuffled(indices: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
-    epochs, places = np.divmod(indices, num_windows)
-    result = np.empty_like(places)
-    for epoch in np.unique(epochs):
-        here = epochs == epoch
-        result[here] = permute(places[here], num_windows, key=_key(seed, epoch))
-    return result
+def _order(size: int, seed: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the function from samples to rows: each epoch of `size` has an order of its own."""
+
+    @functools.lru_cache(maxsize=8)
+    def of_block(block: int) -> np.ndarray:
+        epochs, places = np.divmod(np.arange(block * BLOCK, (block + 1) * BLOCK), size)
+        result = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            result[here] = permute(places[here], size, key=_key(seed, epoch))
+        return result
+
+    def order(indices: np.ndarray) -> np.ndarray:
+        blocks, within = np.divmod(indices, BLOCK)
+        result = np.empty_like(within)
+        for block in np.unique(blocks):
+            here = blocks == block
+            result[here] = of_block(int(block))[within[here]]
+        return result
+
+    return order
 
 
 def _key(seed: int, *more: int) -> int:

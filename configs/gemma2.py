@@ -1,0 +1,51 @@
+"""Gemma 2 2B (arXiv 2408.00118), for 2 GPUs with 80 GB or more.
+
+  meshtrain convert MODEL_FOLDER runs/gemma2-start          # Hugging Face's files, where you have them
+  meshtrain prepare my_text/ --output=data/gemma2 --tokenizer=MODEL_FOLDER
+  meshtrain train --config=configs/gemma2.py --workdir=runs/gemma2 \\
+      --config.checkpoint.init_from=runs/gemma2-start --config.optim.learning_rate=2e-5
+
+Without `init_from` it starts from nothing, with the learning rate below. Parameters,
+gradients and AdamW's moments take 16 bytes for each of 2.6 G parameters: 42 GB,
+21 GB on each of 2 devices; full rematerialisation keeps activations small.
+A run of a tiny model of the family is tested, and its agreement with transformers; this size is not.
+"""
+
+from configs import default
+
+
+def get_config():
+    config = default.get_config()
+    config.mesh.data = 1
+    config.mesh.fsdp = -1
+    config.train.remat = "full"
+    config.train.steps = 10000
+    config.train.global_batch = 32
+    config.train.dtype = "bfloat16"
+    config.model.num_layers = 26
+    config.model.d_model = 2304
+    config.model.num_heads = 8
+    config.model.num_kv_heads = 4
+    config.model.head_dim = 256
+    config.model.d_ff = 9216
+    config.model.vocab_size = 256000
+    config.model.max_seq_len = 8192
+    config.model.norm = "rms_1p"
+    config.model.norm_epsilon = 1e-6
+    config.model.mlp = "geglu"
+    config.model.post_norm = True
+    config.model.attention = "lg"
+    config.model.window = 4096
+    config.model.query_scale = 256**-0.5
+    config.model.attention_softcap = 50.0
+    config.model.logit_softcap = 30.0
+    config.model.embed_scale = 2304**0.5
+    config.model.tie_embeddings = True
+    config.data.path = "data/gemma2"
+    config.data.packing = "best_fit"
+    config.data.seq_len = 4096
+    config.optim.learning_rate = 3e-4
+    config.optim.warmup_steps = 200
+    config.eval.every = 500
+    config.checkpoint.every = 500
+    return config

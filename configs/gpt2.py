@@ -1,0 +1,40 @@
+"""GPT-2 small (124 M parameters; Radford et al., 2019), for one GPU.
+
+  meshtrain convert MODEL_FOLDER runs/gpt2-start          # Hugging Face's files, where you have them
+  meshtrain prepare my_text/ --output=data/gpt2 --tokenizer=MODEL_FOLDER
+  meshtrain train --config=configs/gpt2.py --workdir=runs/gpt2 \\
+      --config.checkpoint.init_from=runs/gpt2-start --config.optim.learning_rate=2e-5
+
+Without `init_from` it starts from nothing, with the learning rate below. Parameters,
+gradients and AdamW's moments take 16 bytes for each of 124 M parameters: 2 GB, activations beside it.
+A run of a tiny model of the family is tested, and its agreement with transformers; this size is not.
+"""
+
+from configs import default
+
+
+def get_config():
+    config = default.get_config()
+    config.train.steps = 20000
+    config.train.global_batch = 32
+    config.train.dtype = "bfloat16"
+    config.model.num_layers = 12
+    config.model.d_model = 768
+    config.model.num_heads = 12
+    config.model.num_kv_heads = 12
+    config.model.d_ff = 3072
+    config.model.vocab_size = 50257
+    config.model.max_seq_len = 1024
+    config.model.norm = "layer"
+    config.model.positions = "learned"
+    config.model.mlp = "gelu"
+    config.model.bias = True
+    config.model.tie_embeddings = True
+    config.data.path = "data/gpt2"
+    config.data.packing = "best_fit"
+    config.data.seq_len = 1024
+    config.optim.learning_rate = 6e-4
+    config.optim.warmup_steps = 200
+    config.eval.every = 500
+    config.checkpoint.every = 500
+    return config

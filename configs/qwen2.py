@@ -1,0 +1,39 @@
+"""Qwen 2.5 0.5B (arXiv 2412.15115), for one GPU.
+
+  meshtrain convert MODEL_FOLDER runs/qwen2-start          # Hugging Face's files, where you have them
+  meshtrain prepare my_text/ --output=data/qwen2 --tokenizer=MODEL_FOLDER
+  meshtrain train --config=configs/qwen2.py --workdir=runs/qwen2 \\
+      --config.checkpoint.init_from=runs/qwen2-start --config.optim.learning_rate=2e-5
+
+Without `init_from` it starts from nothing, with the learning rate below. Parameters,
+gradients and AdamW's moments take 16 bytes for each of 494 M parameters: 8 GB, activations beside it.
+A run of a tiny model of the family is tested, and its agreement with transformers; this size is not.
+"""
+
+from configs import default
+
+
+def get_config():
+    config = default.get_config()
+    config.train.steps = 10000
+    config.train.global_batch = 32
+    config.train.dtype = "bfloat16"
+    config.model.num_layers = 24
+    config.model.d_model = 896
+    config.model.num_heads = 14
+    config.model.num_kv_heads = 2
+    config.model.d_ff = 4864
+    config.model.vocab_size = 151936
+    config.model.max_seq_len = 32768
+    config.model.norm_epsilon = 1e-6
+    config.model.rope_theta = 1000000.0
+    config.model.qkv_bias = True
+    config.model.tie_embeddings = True
+    config.data.path = "data/qwen2"
+    config.data.packing = "best_fit"
+    config.data.seq_len = 2048
+    config.optim.learning_rate = 3e-4
+    config.optim.warmup_steps = 200
+    config.eval.every = 500
+    config.checkpoint.every = 500
+    return config

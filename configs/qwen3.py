@@ -1,0 +1,40 @@
+"""Qwen 3 0.6B (arXiv 2505.09388), for one GPU.
+
+  meshtrain convert MODEL_FOLDER runs/qwen3-start          # Hugging Face's files, where you have them
+  meshtrain prepare my_text/ --output=data/qwen3 --tokenizer=MODEL_FOLDER
+  meshtrain train --config=configs/qwen3.py --workdir=runs/qwen3 \\
+      --config.checkpoint.init_from=runs/qwen3-start --config.optim.learning_rate=2e-5
+
+Without `init_from` it starts from nothing, with the learning rate below. Parameters,
+gradients and AdamW's moments take 16 bytes for each of 596 M parameters: 10 GB, activations beside it.
+A run of a tiny model of the family is tested, and its agreement with transformers; this size is not.
+"""
+
+from configs import default
+
+
+def get_config():
+    config = default.get_config()
+    config.train.steps = 10000
+    config.train.global_batch = 32
+    config.train.dtype = "bfloat16"
+    config.model.num_layers = 28
+    config.model.d_model = 1024
+    config.model.num_heads = 16
+    config.model.num_kv_heads = 8
+    config.model.head_dim = 128
+    config.model.d_ff = 3072
+    config.model.vocab_size = 151936
+    config.model.max_seq_len = 40960
+    config.model.norm_epsilon = 1e-6
+    config.model.rope_theta = 1000000.0
+    config.model.qk_norm = True
+    config.model.tie_embeddings = True
+    config.data.path = "data/qwen3"
+    config.data.packing = "best_fit"
+    config.data.seq_len = 2048
+    config.optim.learning_rate = 3e-4
+    config.optim.warmup_steps = 200
+    config.eval.every = 500
+    config.checkpoint.every = 500
+    return config
