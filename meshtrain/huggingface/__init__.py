@@ -195,7 +195,7 @@ def _cast(values: np.ndarray, target: np.ndarray, name: str) -> None:
     step = max(1, BLOCK // values.strides[outer])
     with np.errstate(over="ignore"):
         for start in range(0, values.shape[outer], step):
-            cut = (slice(None),) * outer + (slice(start, start + step - 1),)
+            cut = (slice(None),) * outer + (slice(start, start + step),)
             target[cut] = values[cut]
     if jnp.promote_types(values.dtype, target.dtype) != target.dtype:
         if np.count_nonzero(np.isinf(target)) > np.count_nonzero(np.isinf(values)):
