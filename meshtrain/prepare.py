@@ -10,6 +10,7 @@ same command goes on, and what comes out is the same, byte for byte, for any num
 """
 
 import argparse
+import dataclasses
 import functools
 import hashlib
 import json
@@ -141,7 +142,7 @@ def _own_tokenizer(args: argparse.Namespace, files: list[Path]) -> Tokenizer:
         if tokenizer.file:
             name = "tokenizer.json" if tokenizer.kind == "huggingface" else "tokenizer.model"
             shutil.copyfile(tokenizer.file, args.output / name)
-            tokenizer = tokenizers.load(args.output / name, args.eos)
+            tokenizer = dataclasses.replace(tokenizer, file=args.output / name)
     if tokenizer.eos is None:
         raise ConfigError(
             f"--tokenizer={args.tokenizer}: none of its special tokens is known to end a document; "

@@ -389,12 +389,12 @@ def test_shares_add_up_whatever_the_weights(weights):
 
 
 def test_a_mixture_reads_each_sample_from_its_source():
-    made = mixture.mix([numbered(0, 10), numbered(1, 10)], [3, 1], key)
-    indices = np.array([5, 70_000, 3, 4, 65_535, 65_536])
-    sources, numbers = mixture.place(indices, mixture.shares([3, 1]), key)
+    made = mixture.mix([numbered(0, 9), numbered(1, 9), numbered(2, 9)], [3, 1, 2], key)
+    indices = np.random.default_rng(0).integers(0, 3 * mixture.BLOCK, 60)
+    sources, numbers = mixture.place(indices, mixture.shares([3, 1, 2]), key)
     batch = made.read(indices)
     assert batch.tokens.tolist() == np.stack([numbers, sources], axis=1).tolist()
-    assert batch.segments.tolist() == [[0, 0]] * 6 and batch.positions.tolist() == [[0, 1]] * 6
+    assert batch.segments.tolist() == [[0, 0]] * 60 and batch.positions.tolist() == [[0, 1]] * 60
     with pytest.raises(ConfigError, match="less than one sample in 65536"):
         mixture.mix([numbered(0, 9), numbered(1, 9)], [1, 1e-6], key)
 

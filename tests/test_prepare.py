@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from meshtrain import prepare
-from meshtrain.data import bpe, cutting, indexed, inputs, manifest, tokenising, tokens
+from meshtrain.data import bpe, cutting, indexed, inputs, manifest, shards, tokenising, tokens
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.errors import ConfigError
 
@@ -120,22 +120,26 @@ def write_parquet(path, texts):
     )
 
 
-@pytest.mark.parametrize(
-    "kind", ["jsonl", "jsonl.gz", "crlf", "parquet", "separator", "files", "gz", "bom"]
-)
-def test_every_kind_of_input_gives_the_same_documents(tmp_path, kind):
-    plain = corpus(tmp_path / "plain")
-    (folder := tmp_path / "in").mkdir()
-    flags = []
-    if kind == "jsonl.gz":
-        (folder / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+KINDS = ["jsonl", "jsonl.gz", "crlf", "parquet", "separator", "files", "gz", "bom"]
+
+
+def inputs_of(kind, folder):
+    """Writes TEXTS in one of many ways, and returns flags to read them."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    folder.mkdir()
+    if kind == "jsonl":
+        (folder / "a.jsonl").write_bytes(lines)
+    elif kind == "jsonl.gz":
+        (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     elif kind == "crlf":
-        (folder / "a.jsonl").write_bytes(plain.read_bytes().replace(b"\n", b"\r\n"))
+        (folder / "a.jsonl").write_bytes(lines.replace(b"\n", b"\r\n"))
+    elif kind == "bom":
+        (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.rstrip())
     elif kind == "parquet":
         write_parquet(folder / "a.parquet", TEXTS)
     elif kind == "separator":
         (folder / "a.txt").write_text("<|end|>".join(["", *TEXTS, "\n"]), newline="")
-        flags = ["--separator=<|end|>"]
+        return [str(folder), "--separator=<|end|>"]
     elif kind == "files":
         for number, text in enumerate(TEXTS):
             (folder / f"{number}.txt").write_text(text, newline="")
@@ -143,15 +147,36 @@ def test_every_kind_of_input_gives_the_same_documents(tmp_path, kind):
     elif kind == "gz":
         for number, text in enumerate(TEXTS):
             (folder / f"{number}.txt.gz").write_bytes(gzip.compress(text.encode()))
-    elif kind == "bom":
-        (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().rstrip())
-    else:
-        folder = plain
-    assert run(folder, f"--output={tmp_path / 'out'}", *flags) == 0
-    found = texts(tmp_path / "out")
-    assert (sorted(found) if kind in ("files", "gz") else found) == (
-        sorted(TEXTS) if kind in ("files", "gz") else TEXTS
-    )
+    return [str(folder)]
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_input_gives_the_same_documents(tmp_path, monkeypatch, kind, chunk):
+    monkeypatch.setattr(inputs, "CHUNK", chunk)
+    assert run(*inputs_of(kind, tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
+    found, are_files = texts(tmp_path / "out"), kind in ("files", "gz")  # which are shuffled
+    assert (sorted(found) if are_files else found) == (sorted(TEXTS) if are_files else TEXTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopped_after_any_shard_it_goes_on_to_the_same_files(tmp_path, monkeypatch, kind):
+    flags = [*inputs_of(kind, tmp_path / "in"), "--shard_tokens=10"]
+    assert run(*flags, f"--output={tmp_path / 'calm'}") == 0
+    num_shards = len(manifest.read(tmp_path / "calm")["shards"])
+    assert num_shards >= 4
+    add = shards.Journal.add
+
+    def add_and_stop(journal, shard):
+        add(journal, shard)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shards.Journal, "add", add_and_stop)
+        for _ in range(num_shards):
+            assert run(*flags, f"--output={tmp_path / 'out'}") == 75
+    assert run(*flags, f"--output={tmp_path / 'out'}") == 0
+    assert content(tmp_path / "out") == content(tmp_path / "calm")
 
 
 def test_a_folder_is_its_known_files_without_hidden_ones_and_the_output(tmp_path):
@@ -197,28 +222,27 @@ def flags_of(large, output, workers, tokenizer):
 
 @pytest.mark.multiprocess
 def test_two_workers_make_the_same_files_as_one_and_a_killed_run_goes_on_to_the_same(
-    large, tmp_path
+    large, tmp_path, monkeypatch
 ):
     tokenizer = hugging_face(tmp_path / "tokenizer")
+    monkeypatch.setattr(tokenising, "UNIT", 100_000)  # many for each worker
     for name, workers in (("one", 1), ("two", 2)):
         assert run(*flags_of(large, tmp_path / name, workers, tokenizer)) == 0
     calm = content(tmp_path / "one")
     assert len(calm) > 10 and content(tmp_path / "two") == calm
-    killed, kills = tmp_path / "killed", 0
+    killed = tmp_path / "killed"
     command = [sys.executable, "-m", "meshtrain.prepare"]
     command += flags_of(large, killed, 2, tokenizer)
-    for wanted in (1, 4):  # shards that are there when it is killed
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        while process.poll() is None and len(list(killed.glob("*.idx"))) < wanted:
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
-    assert kills >= 1 and not (killed / "manifest.json").exists()
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while process.poll() is None and len(list(killed.glob("*.idx"))) < 2:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not (killed / "manifest.json").exists()
     whole = [json.loads(line) for line in (killed / manifest.JOURNAL).read_text().splitlines()[1:]]
     made = [killed / f"{one['name']}.{kind}" for one in whole for kind in one["files"]]
     before = {path: path.stat().st_mtime_ns for path in made}
     assert run(*flags_of(large, killed, 1, tokenizer)) == 0
-    assert content(killed) == calm and len(before) >= 2
+    assert content(killed) == calm and before
     assert before == {path: path.stat().st_mtime_ns for path in before}  # not made again
 
 
@@ -245,6 +269,7 @@ def test_a_journal_that_was_cut_off_within_a_line_is_gone_on_with(tmp_path, monk
     journal.write_bytes(journal.read_bytes()[: -cut or None])
     with pytest.raises(ConfigError, match="is not prepared to its end"):
         build(tmp_path / "out")
+    interrupted(monkeypatch, *flags, f"--output={tmp_path / 'out'}")
     assert run(*flags, f"--output={tmp_path / 'out'}") == 0
     assert content(tmp_path / "out") == content(tmp_path / "calm")
 
@@ -316,8 +341,6 @@ def test_the_same_command_again_does_nothing(tmp_path, capsys):
 
 
 def test_two_at_once_in_a_folder_are_one_too_many(tmp_path, capsys):
-    from meshtrain.data import shards
-
     flags = [corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}"]
     journal = shards.Journal(tmp_path / "out", {})
     assert run(*flags) == 2 and "another prepare is at work" in capsys.readouterr().err
@@ -555,6 +578,10 @@ def test_the_end_of_a_document_is_found_or_given(tmp_path, capsys, eos, flag):
     assert run(*flags) == 0 and texts(tmp_path / "out") == TEXTS
     loaded = tokenizers.load(tmp_path / "out")
     assert loaded.decode([loaded.eos]) == "" and loaded.eos == 0
+    flags = [flags[0], f"--output={tmp_path / 'two'}", f"--tokenizer={tmp_path / 'out'}"]
+    assert (
+        run(*flags) == 0 and texts(tmp_path / "two") == TEXTS
+    )  # what a folder says of it goes along
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_are_not_for_us(tmp_path):
