@@ -126,7 +126,10 @@ def _source(cfg: Config, split: str) -> Source:
         section, split = {**section, "heldout": 0.0}, "train"
     source = config.build_data(section, split=split)
     if source.size is None:
-        raise ConfigError(f"data.build={section['build']}: its Source does not say its size")
+        raise ConfigError(
+            f"data.build={section['build']}: this data says no size, so it has no end (a mixture has none); "
+            f"name one of data.path"
+        )
     return source
 
 

@@ -163,7 +163,7 @@ def test_bits_per_byte_count_the_bytes_that_tokens_stand_for(workdir, tmp_path, 
         (["--max_batches=-1"], "--max_batches=-1"),
         (["--split=test"], "--split"),
         (["--config.data.path=nowhere"], "data.path=nowhere"),
-        (["--config.data.build=meshtrain.data.synthetic:build"], "size"),
+        (["--config.data.build=meshtrain.data.synthetic:build"], "no size"),
     ],
 )
 def test_what_cannot_be_evaluated_is_told_in_a_line(workdir, flags, told, capsys):
