@@ -13,7 +13,7 @@ from conftest import LAYOUT, tiny_config
 
 from meshtrain import grads, metrics, optim, program, step, verify
 from meshtrain.data.loader import Loader
-from meshtrain.models import layers, transformer
+from meshtrain.models import transformer
 from meshtrain.ops import losses
 from meshtrain.pipeline import executor, ring, stages
 from meshtrain.subject import Subject
@@ -171,13 +171,20 @@ def positions_off_by_one_in_the_second_half(patch, subject):
 
 @mutant
 def a_lost_mask_between_documents(patch, subject):
-    right = layers.attention
-    patch.setattr(layers, "attention", lambda q, k, v, segments: right(q, k, v, None))
+    right = transformer.attention
+
+    def unmasked(*qkv, segments_BS, **options):
+        return right(*qkv, None, **options)
+
+    patch.setattr(transformer, "attention", unmasked)
 
 
 @mutant
 def a_lost_causal_mask(patch, subject):
-    patch.setattr(layers, "attention", lambda q, k, v, _: jax.nn.dot_product_attention(q, k, v))
+    def all_seen(*qkv, **options):
+        return jax.nn.dot_product_attention(*qkv)
+
+    patch.setattr(transformer, "attention", all_seen)
 
 
 @mutant
@@ -289,15 +296,17 @@ def a_result_rounded_to_float32(patch, subject):
 
 @mutant
 def scores_not_scaled(patch, subject):
-    right = layers.attention
-    patch.setattr(layers, "attention", lambda q, *others: right(2 * q, *others))
+    right = transformer.attention
+    patch.setattr(transformer, "attention", lambda q, *kv, **options: right(2 * q, *kv, **options))
 
 
 @mutant
 def a_gradient_that_stops(patch, subject):
-    right = layers.attention
+    right = transformer.attention
     stop = jax.lax.stop_gradient
-    patch.setattr(layers, "attention", lambda q, k, v, seg: right(q, stop(k), v, seg))
+    patch.setattr(
+        transformer, "attention", lambda q, k, v, **options: right(q, stop(k), v, **options)
+    )
 
 
 @mutant
