@@ -97,7 +97,7 @@ def parse(config: Mapping, *, num_devices: int, own: Iterable[str] = ()) -> Conf
         model = {} if "model" in own else raw["model"]
         data = {} if "data" in own else raw["data"]
         read.faults += check_layout(resolved or mesh, raw["train"], raw["pipeline"], model)
-        read.faults += _check_positions(model, data)
+        read.faults += check_positions(model, data)
         mesh = resolved
     model = read.attempt(build_model)
     train_data = read.attempt(build_data, split="train")
@@ -257,7 +257,8 @@ def uneven_layers(num_layers: int, num_stages: int, num_chunks: int) -> list[str
     ]
 
 
-def _check_positions(model: Mapping, data: Mapping) -> list[str]:
+def check_positions(model: Mapping, data: Mapping) -> list[str]:
+    """A fault where sequences are longer than the table of learned positions: jax would use its last row."""
     rows, seq_len = model.get("max_seq_len"), data.get("seq_len")
     if model.get("positions") != "learned" or not (
         _has_type(rows, int) and _has_type(seq_len, int)

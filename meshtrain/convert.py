@@ -152,7 +152,8 @@ def companions_of(workdir: Path, config: dict[str, Any]) -> list[Path]:
     """Returns where a tokenizer may lie: in the workdir, or where its parameters or data came from."""
     init_from, data = config["checkpoint"]["init_from"], config["data"].get("path")
     others = [checkpoint.workdir_of(Path(init_from))] if init_from else []
-    return [workdir, *others, *([Path(data)] if data else [])]
+    mixed = [Path(path) for path, _ in config["data"].get("mixture", ())]
+    return [workdir, *others, *([Path(data)] if data else []), *mixed]
 
 
 def copy_companions(folders: list[Path], target: Path) -> None:

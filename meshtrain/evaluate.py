@@ -1,4 +1,4 @@
-"""Measures a trained or converted model on data: loss, perplexity and bits per byte, each token counted once.
+"""Measures a trained or converted model on data: loss, perplexity and bits per byte, each row counted once.
 
 python -m meshtrain.evaluate --workdir=runs/quickstart
 python -m meshtrain.evaluate --workdir=runs/llama --split=all --config.data.path=prepared/text
@@ -108,6 +108,7 @@ def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
             f"--batch={global_batch}: is no multiple of mesh.data={cfg.mesh.data} x mesh.fsdp={cfg.mesh.fsdp} x "
             f"train.num_microbatches={cfg.train.num_microbatches}"
         )
+    faults += config.check_positions(cfg.raw["model"], cfg.raw["data"])
     if faults:
         raise ConfigError(*faults)
     source = _source(cfg, args.split)
@@ -127,8 +128,8 @@ def _source(cfg: Config, split: str) -> Source:
     source = config.build_data(section, split=split)
     if source.size is None:
         raise ConfigError(
-            f"data.build={section['build']}: this data says no size, so it has no end (a mixture has none); "
-            f"name one of data.path"
+            f"data.build={section['build']}: this data says no size, so it has no end; of a mixture evaluate one "
+            f"after the other: --config.data.mixture='()' --config.data.path=PATH"
         )
     return source
 

@@ -4,6 +4,7 @@ python -m meshtrain.generate --workdir=runs/quickstart --prompt="def "
 """
 
 import argparse
+import dataclasses
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="TOKEN",
-        help="end there: a token as text, or its number (default: the tokenizer's end of a document)",
+        help="end there: a token's number, or its text (default: the tokenizer's end of a document)",
     )
     flags.add_argument(
         "--context", type=int, metavar="N", help="tokens seen (default: data.seq_len)"
@@ -56,8 +57,14 @@ def main(argv: list[str] | None = None) -> int:
 def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
     args, cfg = cli.of_run(flags, argv, own=["data"])
     how = sampling.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    context = cfg.raw["data"]["seq_len"] if args.context is None else args.context
+    model = cfg.raw["model"]
+    learned = model["max_seq_len"] if model.get("positions") == "learned" else None
+    context = args.context
+    if context is None:
+        context = min(cfg.raw["data"]["seq_len"], learned or cfg.raw["data"]["seq_len"])
     faults = below(1, {"--length": args.length, "--context": context})
+    if learned and context > learned:
+        faults.append(f"--context={context}: is more than model.max_seq_len={learned} positions")
     if cfg.mesh.pipeline > 1:
         faults.append(
             f"mesh.pipeline={cfg.mesh.pipeline}: text is generated without a pipeline; use fsdp or tensor"
@@ -65,8 +72,10 @@ def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
     if faults:
         raise ConfigError(*faults)
     words = _tokenizer(args.tokenizer, cfg, checkpoint.workdir_of(args.workdir))
-    prompts = [_encoded(words, text) for text in _prompts(args)]
+    size = model.get("vocab_size", words.vocab_size)
+    prompts = [_encoded(words, text, size) for text in _prompts(args)]
     stop = [_token(words, text) for text in args.stop] or [words.eos]
+    how = dataclasses.replace(how, vocab_size=words.vocab_size)
     program, params = trained.restore(cfg, args.workdir)
     options = dict(length=args.length, context=context, dtype=cfg.train.dtype)
     steps = sampling.generate(program, params, prompts, sampling=how, stop=stop, **options)
@@ -115,33 +124,49 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     texts = list(args.prompt or [])
     if args.prompt_file is not None:
         try:
-            texts += args.prompt_file.read_text().splitlines()
+            lines = args.prompt_file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt_file={args.prompt_file}: {error}") from error
+        if "" in lines:
+            number = lines.index("") + 1
+            raise ConfigError(f"--prompt_file={args.prompt_file}: line {number} is empty")
+        texts += lines
     return texts or ["\n"]
 
 
-def _encoded(words: Tokenizer, text: str) -> list[int]:
-    ids = list(words.encode(text))
+def _encoded(words: Tokenizer, text: str, vocab_size: int) -> list[int]:
+    ids = words.encode(text).tolist()
     if not ids:
         raise ConfigError(f"--prompt={text!r}: is no token long; say something to go on from")
+    if max(ids) >= vocab_size:  # jax would take the last one
+        raise ConfigError(
+            f"--prompt={text!r}: holds token {max(ids)}, and model.vocab_size={vocab_size}; "
+            f"use the model's own --tokenizer"
+        )
     return ids
 
 
 def _token(words: Tokenizer, text: str) -> int:
-    """Returns the number of a token that is given as text, or as a number."""
-    ids = list(words.encode(text))
-    if len(ids) != 1 and text.isdecimal():
-        ids = [int(text)]
-    if len(ids) != 1 or ids[0] >= words.vocab_size:
-        raise ConfigError(f"--stop={text!r}: is no single token of the tokenizer; give its number")
-    return ids[0]
+    """Returns the number of a token that is given as a number, or as text."""
+    if text.isdecimal() and int(text) < words.vocab_size:
+        return int(text)
+    ids = words.encode(text).tolist()
+    if len(ids) == 1:
+        return ids[0]
+    try:
+        return tokenizer.load(words.file, eos=text).eos  # a special one, which no text makes
+    except (ConfigError, TypeError):
+        raise ConfigError(
+            f"--stop={text!r}: is no single token of the tokenizer; give its number"
+        ) from None
 
 
 def _tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
     """Returns that of --tokenizer, of the workdir, of the prepared data, or bytes."""
     size = cfg.raw["model"].get("vocab_size", 0)
-    folders = [workdir, Path(cfg.raw["data"].get("path") or workdir)]
+    data = cfg.raw["data"]
+    folders = [workdir, Path(data.get("path") or workdir)]
+    folders += [Path(one) for one, _ in data.get("mixture", ())]  # all have the same
     own = [folder for folder in folders if any((folder / name).is_file() for name in FILES)]
     found = path or next(map(str, own), None)
     if found is None and size > 256:

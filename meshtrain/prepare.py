@@ -52,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
         else _digest(tokenizers.load(args.tokenizer)),
         **{key: getattr(args, key) for key in ("eos", "bos", "field", "separator", "shard_tokens")},
     }
+    if not args.pattern and (num := inputs.passed_over(args.inputs)):
+        kinds = ", ".join(inputs.KNOWN)
+        print(f"passed over: {num:,} files that do not end in {kinds}; --pattern takes others")
     with closing(shards.Journal(args.output, settings)) as journal:
         if journal.is_done:
             print(f"{args.output} is prepared already")

@@ -29,6 +29,7 @@ class Sampling:
         1.0  # of the fewest likeliest that have this probability together (arXiv 1904.09751)
     )
     seed: int = 0
+    vocab_size: int = 0  # of the first so many, those that the tokenizer has; 0: all
 
     def __post_init__(self):
         faults = below(0, {"--temperature": self.temperature, "--top_k": self.top_k})
@@ -42,10 +43,16 @@ class Sampling:
 
     def draw(self, logits_BV: jax.Array, number: jax.Array) -> jax.Array:
         """Returns token `number` of each row; what a row draws depends on no other row."""
-        logits_BV = logits_BV.astype(jnp.float32)
+        logits_BV = jnp.asarray(logits_BV, jnp.float32)
+        if self.vocab_size:
+            is_token_V = jnp.arange(logits_BV.shape[-1]) < self.vocab_size
+            logits_BV = jnp.where(is_token_V[None], logits_BV, -jnp.inf)
         if self.temperature == 0:
             return jnp.argmax(logits_BV, axis=-1)
-        logits_BV = self._likely(logits_BV / self.temperature)
+        below_best_BV = logits_BV - logits_BV.max(
+            -1, keepdims=True
+        )  # which no division makes too large
+        logits_BV = self._likely(below_best_BV / self.temperature)
         key = jax.random.fold_in(jax.random.key(self.seed), number)
         keys_B = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(logits_BV)))
         return jax.vmap(jax.random.categorical)(keys_B, logits_BV)

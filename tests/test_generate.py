@@ -88,6 +88,9 @@ def test_a_space_that_its_vocabulary_shows_only_within_a_text_is_printed():
         (["--prompt="], "--prompt=''"),
         (["--stop=AB"], "--stop='AB'"),
         (["--prompt_file=nowhere"], "--prompt_file=nowhere"),
+        (["--prompt_file=LICENSE"], "line 1 is empty"),
+        (["--prompt=é"], "holds token 195, and model.vocab_size=128"),
+        (["--stop=<|endoftext|>"], "--stop='<|endoftext|>'"),
         (["--tokenizer=nowhere"], "nowhere"),
         (["--config.mesh.tensr=2"], "did you mean"),
         (["--config.mesh.pipeline=2"], "mesh.pipeline=2"),
@@ -104,6 +107,19 @@ def test_a_folder_without_a_run_is_told(tmp_path, capsys):
     for verb in (generate, evaluate):
         code, _, err = ran(verb, f"--workdir={tmp_path}", capsys=capsys)
         assert code == 2 and "no run there" in err and err.count("\n") == 1
+
+
+def test_positions_that_no_row_of_a_table_has_are_refused(tmp_path, text, capsys):
+    c = tiny_config()
+    c.train.steps, c.eval.batches, c.model.positions, c.model.vocab_size = 0, 0, "learned", 128
+    c.data.update(build="meshtrain.data.tokens:build", path=str(text))
+    meshtrain.train(c, workdir=tmp_path)
+    flags = [f"--workdir={tmp_path}"]
+    code, _, err = ran(generate, *flags, "--context=17", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1) and "model.max_seq_len=16" in err
+    code, _, err = ran(evaluate, *flags, "--config.data.seq_len=17", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1) and "model.max_seq_len=16" in err
+    assert ran(generate, *flags, "--length=20", "--config.data.seq_len=17", capsys=capsys)[0] == 0
 
 
 # ---- evaluate ----

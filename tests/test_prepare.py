@@ -517,7 +517,7 @@ def test_a_missing_package_is_told_with_how_to_install_it(tmp_path, capsys, monk
     path = corpus(tmp_path / "in")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert run(path, f"--output={tmp_path / 'out'}", "--train_bpe=300") == 2
-    assert "tokenizers is missing; pip install 'meshtrain[data]'" in capsys.readouterr().err
+    assert "tokenizers is missing; pip install 'meshtrain[tokenizers]'" in capsys.readouterr().err
 
 
 # ---- tokenizers ----
@@ -582,6 +582,19 @@ def test_the_end_of_a_document_is_found_or_given(tmp_path, capsys, eos, flag):
     assert (
         run(*flags) == 0 and texts(tmp_path / "two") == TEXTS
     )  # what a folder says of it goes along
+    other = next(token for token in range(1, 99) if loaded.decode([token]).isalpha())
+    spelled = loaded.decode([other])
+    assert tokenizers.load(tmp_path / "out", eos=spelled).eos == other  # unless told otherwise
+    assert run(flags[0], f"--output={tmp_path / 'bytes'}") == 0
+    with pytest.raises(ConfigError, match="no such token"):
+        tokenizers.load(tmp_path / "bytes", eos="<s>")
+
+
+def test_files_that_are_passed_over_are_counted(tmp_path, capsys):
+    corpus(tmp_path / "in")
+    (tmp_path / "in" / "README.md").touch()
+    assert run(tmp_path / "in", f"--output={tmp_path / 'out'}") == 0
+    assert "passed over: 1 files" in capsys.readouterr().out
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_are_not_for_us(tmp_path):

@@ -130,6 +130,8 @@ LOGITS = np.log([[0.5, 0.3, 0.15, 0.05]]).astype(np.float32)
         (Sampling(top_k=3, top_p=0.5), [1, 0, 0, 0]),  # 0.526 of what top_k leaves
         (Sampling(temperature=0.5), [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
         (Sampling(temperature=0), [1, 0, 0, 0]),
+        (Sampling(temperature=1e-40), [1, 0, 0, 0]),
+        (Sampling(vocab_size=2), [0.625, 0.375, 0, 0]),
     ],
     ids=str,
 )

@@ -80,6 +80,12 @@ def find(inputs: list[str], pattern: str, output: Path) -> list[Path]:
     return [files[i] for i in np.random.default_rng(0).permutation(len(files))]
 
 
+def passed_over(inputs: list[str]) -> int:
+    """Returns how many files of the folders are of no kind that is known."""
+    inside = (path for name in inputs for path in Path(name).rglob("*"))
+    return sum(path.is_file() and kind_of(path) not in KNOWN for path in inside)
+
+
 def _wanted(path: Path, root: Path, chosen: bool) -> bool:
     hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
     return path.is_file() and not hidden and (chosen or kind_of(path) in KNOWN)
@@ -143,7 +149,7 @@ def _lines(path: Path, begin: Place) -> Iterator[Record]:
 
 
 def _rows(path: Path, how: Reading, begin: Place) -> Iterator[Record]:
-    parquet, pyarrow = needed("pyarrow.parquet"), needed("pyarrow")
+    parquet, pyarrow = (needed(name, "parquet") for name in ("pyarrow.parquet", "pyarrow"))
     try:
         table = parquet.ParquetFile(path)
         column = table.schema_arrow.field(how.field).type

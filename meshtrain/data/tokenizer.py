@@ -71,7 +71,7 @@ def load(path: str | Path, eos: str = "") -> Tokenizer:
     if path.is_dir():
         manifest = _tokenizer_of(path)
         if manifest.get("kind") == "bytes":
-            return _bytes()
+            return _with_eos(_bytes(), eos, {})
         names = [manifest["file"]] if manifest else ["tokenizer.json", "tokenizer.model"]
         found = [path / name for name in names if (path / name).is_file()]
         if not found:
@@ -87,7 +87,8 @@ def load(path: str | Path, eos: str = "") -> Tokenizer:
         ) from None
     tokenizer = made(path, eos)
     if manifest:
-        return dataclasses.replace(tokenizer, eos=manifest["eos"], bos=manifest["bos"])
+        ends = tokenizer.eos if eos else manifest["eos"]
+        return dataclasses.replace(tokenizer, eos=ends, bos=manifest["bos"])
     return tokenizer
 
 
@@ -237,7 +238,7 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
     return _with_eos(tokenizer, eos, ids)
 
 
-def needed(package: str, extra: str = "data") -> Any:
+def needed(package: str, extra: str = "tokenizers") -> Any:
     """Imports an optional package, or says how to install it."""
     try:
         return importlib.import_module(package)

@@ -165,7 +165,10 @@ def _packed(split: Split, *, seq_len: int, vocab_size: int, seed: int) -> Source
 
 def _source(split: Split, read: Callable, vocab_size: int, size: int, kind: str) -> Source:
     corpus, first, last, _ = split
-    documents = f"{len(corpus.starts) - 1:,} documents, " if corpus.starts is not None else ""
+    documents = ""
+    if corpus.starts is not None:
+        begun = np.searchsorted(corpus.starts, (first, last - 1), side="right")
+        documents = f"{begun[1] - begun[0] + 1:,} documents, "
     seen = corpora.head(corpus, first, min(last, first + ENTROPY_TOKENS))
     return Source(
         read,

@@ -1,6 +1,7 @@
 """A config.json of transformers as the `model` section of a config, and back."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,8 @@ def _faults(config: Config, family: Family) -> list[str]:
             faults.append(
                 f"{theirs}={value!r}: is of type {type(value).__name__}, not {kind.__name__}"
             )
-        elif kind is not bool and not value > 0:
-            faults.append(f"{theirs}={value!r}: is not more than 0")
+        elif kind is not bool and not 0 < value < math.inf:
+            faults.append(f"{theirs}={value!r}: is no number above 0")
     for key, values in (EVERYWHERE | family.only).items():
         if config.get(key) not in values:
             faults.append(f"{key}={config[key]!r}: this transformer has only {_told(values)}")
@@ -134,7 +135,11 @@ def _rope_of(config: Config, layers: str) -> tuple[float, tuple]:
             raise ConfigError(f"{key}={of_kind!r}: is no JSON object")
         given |= of_kind
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in SCALINGS or given.get("partial_rotary_factor", 1.0) != 1.0:
+    if (
+        not isinstance(kind, str)
+        or kind not in SCALINGS
+        or given.get("partial_rotary_factor", 1.0) != 1.0
+    ):
         told = {key: value for key, value in given.items() if key != "rope_theta"}
         raise ConfigError(
             f"rope {told}: this transformer has only {', '.join(SCALINGS)}, of all dims"
@@ -142,7 +147,11 @@ def _rope_of(config: Config, layers: str) -> tuple[float, tuple]:
     numbers = {key: given.get(key) for key in SCALINGS[kind]}
     numbers["rope_theta"] = given.get("rope_theta", config["rope_theta"])
     for key, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
             raise ConfigError(f"{key}={value!r} of {kind} rope: is no number above 0")
     theta = float(numbers.pop("rope_theta"))
     return theta, (kind, *map(float, numbers.values())) if numbers else ()
