@@ -9,16 +9,19 @@ The tokens are those that `config.data` names; --config.KEY=VALUE changes it.
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import cli, config, distributed, trained
+from meshtrain import checkpoint, cli, config, distributed, trained
 from meshtrain.config import Config
+from meshtrain.data import tokenizer
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError, below
@@ -112,12 +115,23 @@ def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
     if faults:
         raise ConfigError(*faults)
     source = _source(cfg, args.split)
+    if jax.process_index() == 0 and _other_tokenizer(cfg, checkpoint.workdir_of(args.workdir)):
+        told = "was prepared with another tokenizer than the model's: its numbers say nothing"
+        print(f"data.path={cfg.raw['data']['path']}: {told}", file=sys.stderr)
     program, params = trained.restore(cfg, args.workdir)
     sizes = dict(global_batch=global_batch, max_batches=args.max_batches)
     measured = evaluate(program, params, source, **sizes)
     if jax.process_index() == 0:
         print(f"{'data':14}{source.description}", *measured.lines(), sep="\n")
     return 0
+
+
+def _other_tokenizer(cfg: Config, workdir: Path) -> bool:
+    """Whether the data's tokenizer is known not to be that of the model, or of the data that it learned from."""
+    learned_from = json.loads((workdir / "config.json").read_text())["data"].get("path") or workdir
+    own = tokenizer.digest_in(workdir) or tokenizer.digest_in(Path(learned_from))
+    new = tokenizer.digest_in(Path(cfg.raw["data"].get("path") or workdir))
+    return bool(own and new) and own != new
 
 
 def _source(cfg: Config, split: str) -> Source:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import types
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from conftest import tiny_config
 
 import meshtrain
-from meshtrain import config, evaluate, generate, reference, trained
+from meshtrain import config, evaluate, generate, prepare, reference, trained
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +144,20 @@ def due(workdir, text):
         sums = reference.run(lambda params, b=batch: reference.loss(cfg.model, params, b), params)
         found[split] = float(sums.loss / sums.weight), int(sums.weight)
     return found
+
+
+def test_data_of_another_tokenizer_is_told(workdir, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("abc " * 100)
+    flags = [f"--workdir={workdir}", "--split=all", f"--config.data.path={tmp_path / 'out'}"]
+    assert prepare.main([str(tmp_path / "a.txt"), f"--output={tmp_path / 'out'}"]) == 0
+    flags.append("--config.data.vocab_size=256")
+    shutil.copytree(workdir, tmp_path / "run")
+    for content, told in (("", False), ("{}", True)):
+        if content:
+            (tmp_path / "run" / "tokenizer.json").write_text(content)
+        flags[0] = f"--workdir={tmp_path / 'run'}"
+        _, _, err = ran(evaluate, *flags, capsys=capsys)
+        assert ("another tokenizer" in err) == told
 
 
 @pytest.mark.parametrize("split", ["heldout", "train", "all"])

@@ -1,6 +1,7 @@
 """Text to tokens and back: UTF-8 bytes, a Hugging Face tokenizer.json, or a SentencePiece model."""
 
 import dataclasses
+import hashlib
 import importlib
 import json
 import re
@@ -90,6 +91,15 @@ def load(path: str | Path, eos: str = "") -> Tokenizer:
         ends = tokenizer.eos if eos else manifest["eos"]
         return dataclasses.replace(tokenizer, eos=ends, bos=manifest["bos"])
     return tokenizer
+
+
+def digest_in(folder: Path) -> str:
+    """Returns what tells the tokenizer in a folder from others, as manifests have it; "" where there is none."""
+    if folder.is_dir() and (found := _tokenizer_of(folder)):
+        return found["sha256"]
+    files = (folder / name for name in ("tokenizer.json", "tokenizer.model"))
+    file = next((file for file in files if file.is_file()), None)
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
 
 
 def _tokenizer_of(folder: Path) -> dict[str, Any]:
