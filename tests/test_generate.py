@@ -2,8 +2,12 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,6 +16,8 @@ from conftest import tiny_config
 
 import meshtrain
 from meshtrain import config, evaluate, generate, prepare, reference, trained
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +207,29 @@ def test_what_cannot_be_evaluated_is_told_in_a_line(workdir, flags, told, capsys
     code, out, err = ran(evaluate, f"--workdir={workdir}", *flags, capsys=capsys)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert told in err
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_say_what_one_does(workdir, capsys):
+    def launched(*arguments):
+        command = [sys.executable, "-m", "meshtrain", "launch", "--nproc=2", "--simulate_devices=2"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, "--", *arguments],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line[4:] for line in done.stdout.splitlines() if line.startswith("[0] ")]
+
+    flags = [f"--workdir={workdir}", "--temperature=0.5", "--prompt=!", "--prompt=0", "--length=40"]
+    alone = ran(generate, *flags, capsys=capsys)[1].splitlines()
+    assert alone == [line for line in launched("generate", *flags) if line in alone]
+    flags = [f"--workdir={workdir}", "--config.mesh.tensor=2", "--batch=16"]
+    told = numbers("\n".join(launched("evaluate", *flags)))
+    alone = numbers(ran(evaluate, *flags, capsys=capsys)[1])
+    for name in ("tokens", "loss", "perplexity"):
+        assert told[name] == alone[name]
