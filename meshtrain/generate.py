@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from meshtrain import checkpoint, cli, sampling, trained
+from meshtrain import checkpoint, cli, convert, sampling, trained
 from meshtrain.config import Config
 from meshtrain.data import tokenizer
 from meshtrain.data.tokenizer import Tokenizer
@@ -164,9 +164,7 @@ def _token(words: Tokenizer, text: str) -> int:
 def _tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
     """Returns that of --tokenizer, of the workdir, of the prepared data, or bytes."""
     size = cfg.raw["model"].get("vocab_size", 0)
-    data = cfg.raw["data"]
-    folders = [workdir, Path(data.get("path") or workdir)]
-    folders += [Path(one) for one, _ in data.get("mixture", ())]  # all have the same
+    folders = convert.companions_of(workdir, cfg.raw)
     own = [folder for folder in folders if any((folder / name).is_file() for name in FILES)]
     found = path or next(map(str, own), None)
     if found is None and size > 256:

@@ -81,9 +81,11 @@ def find(inputs: list[str], pattern: str, output: Path) -> list[Path]:
 
 
 def passed_over(inputs: list[str]) -> int:
-    """Returns how many files of the folders are of no kind that is known."""
-    inside = (path for name in inputs for path in Path(name).rglob("*"))
-    return sum(path.is_file() and kind_of(path) not in KNOWN for path in inside)
+    """Returns how many files of the folders, hidden ones aside, are of no kind that is known."""
+    inside = ((path, Path(name)) for name in inputs for path in Path(name).rglob("*"))
+    return sum(
+        _wanted(path, root, chosen=True) and kind_of(path) not in KNOWN for path, root in inside
+    )
 
 
 def _wanted(path: Path, root: Path, chosen: bool) -> bool:
