@@ -42,6 +42,8 @@ def get_config() -> ConfigDict:
     train.remat = "none"  # recomputed in the backward pass: "none", "full", all but "dots", or all
     # but results kept by name: "names:attention,mlp"
     train.unroll = 8  # at most so many layers in one turn of the loop over them, if remat is none
+    train.xla_preset = "auto"  # options of the compiler: "none", "overlap" (of collectives with
+    # computation), "cuda_graphs"; "auto": overlap on several GPUs, else none
     train.dtype = "float32"  # to compute in: float32, bfloat16, float16 (its loss scale looks after
     # itself, steps that overflow are skipped), float64
     train.param_dtype = "float32"  # of parameters: float32, bfloat16 (loses small updates), float64
@@ -81,6 +83,9 @@ def get_config() -> ConfigDict:
     model.embed_scale = 1.0  # embedded tokens are multiplied by it
     model.tie_embeddings = False  # the output head is the embedding table
     model.z_loss = 0.0  # weight of logsumexp(logits)^2, 1e-4 where logits drift
+    model.attention_impl = "auto"  # how it is computed: "xla"; "cudnn", fused, on NVIDIA's GPUs;
+    # "blockwise", in memory linear in seq_len; "auto" takes one and says which
+    model.loss_chunk_mib = 256  # of logits that a device makes at a time, the rest after; 0: all
 
     config.data = data = ConfigDict()
     data.build = "meshtrain.data.tokens:build"  # of the keys below and split: a Source

@@ -13,6 +13,7 @@ VERBS = {
     "evaluate": "meshtrain.evaluate",
     "verify": "meshtrain.verify",
     "audit": "meshtrain.audit",
+    "profile": "meshtrain.profile",
     "schedule": "meshtrain.schedule",
     "checkpoint": "meshtrain.checkpoint.__main__",
 }

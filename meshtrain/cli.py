@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from meshtrain import checkpoint, configfile, distributed, huggingface, progress
+from meshtrain import checkpoint, compiler, configfile, distributed, huggingface, progress
 from meshtrain.config import Config, parse
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError
 from meshtrain.mesh import AXES
@@ -137,6 +137,7 @@ def _on_all_devices(config: Any) -> None:
 
 def _make_ready(args: argparse.Namespace) -> None:
     logging.getLogger("absl").setLevel(logging.WARNING)
+    compiler.run_in_place()
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # Orbax's: what fails in a save we tell
     if args.simulate_devices is not None:
         simulate(args.simulate_devices)

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain import checkpoint, cli, configfile, distributed, huggingface, sharding
 from meshtrain.checkpoint import arrays, manifest
 from meshtrain.config import bind, resolve
+from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json
 from meshtrain.huggingface.families import BUILD
@@ -33,12 +34,7 @@ from meshtrain.mesh import make_mesh
 from meshtrain.models.base import Model, Params
 from meshtrain.state import TrainState, bytes_of, count
 
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "generation_config.json",
-)
+COMPANIONS = (*tokenizer.FILES, "tokenizer_config.json", "generation_config.json")
 COMPANIONS += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 COMPANIONS += ("chat_template.jinja",)
 ORIGINAL = "huggingface.json"  # in a workdir: the config.json that its model came with
@@ -66,6 +62,7 @@ def abstract_params(model: Model, dtype: np.dtype, rules: sharding.Rules, mesh: 
 
 def take_in(source: Path, target: Path, args: argparse.Namespace) -> str:
     """Makes a workdir of a Hugging Face folder, with a checkpoint of the parameters alone."""
+    huggingface.check_sizes(source)
     section = huggingface.model_section(source)
     dtype = np.dtype(args.dtype or huggingface.dtype_of(source))
     if dtype == np.float16:
@@ -75,6 +72,7 @@ def take_in(source: Path, target: Path, args: argparse.Namespace) -> str:
     config = run_config(args.config, section, dtype)
     mesh = make_mesh(fsdp=-1)
     abstract = abstract_params(model_of(section), dtype, config["rules"], mesh)
+    huggingface.check(source, abstract, section)
     check_room(target, bytes_of(abstract))
     with distributed.together():
         params = huggingface.read(source, abstract, section)

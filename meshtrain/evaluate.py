@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import checkpoint, cli, config, distributed, trained
+from meshtrain import checkpoint, cli, config, convert, distributed, trained
 from meshtrain.config import Config
 from meshtrain.data import tokenizer
 from meshtrain.data.loader import Loader
@@ -128,8 +128,9 @@ def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
 
 def _other_tokenizer(cfg: Config, workdir: Path) -> bool:
     """Whether the data's tokenizer is known not to be that of the model, or of the data that it learned from."""
-    learned_from = json.loads((workdir / "config.json").read_text())["data"].get("path") or workdir
-    own = tokenizer.digest_in(workdir) or tokenizer.digest_in(Path(learned_from))
+    raw = json.loads((workdir / "config.json").read_text())
+    digests = map(tokenizer.digest_in, convert.companions_of(workdir, raw))
+    own = next(filter(None, digests), "")
     new = tokenizer.digest_in(Path(cfg.raw["data"].get("path") or workdir))
     return bool(own and new) and own != new
 

@@ -19,7 +19,6 @@ from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, below
 
 BEFORE = 16  # tokens that a new one is decoded after
-FILES = ("tokenizer.json", "tokenizer.model", "manifest.json")  # of folders that have a tokenizer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,6 +50,11 @@ def main(argv: list[str] | None = None) -> int:
         "--context", type=int, metavar="N", help="tokens seen (default: data.seq_len)"
     )
     flags.add_argument("--tokenizer", metavar="PATH", help="default: the run's own, or bytes")
+    flags.add_argument(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin each prompt with the tokenizer's token for that (default: if the run's data does)",
+    )
     return cli.told(lambda: run(flags, argv))
 
 
@@ -73,7 +77,8 @@ def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
         raise ConfigError(*faults)
     words = _tokenizer(args.tokenizer, cfg, checkpoint.workdir_of(args.workdir))
     size = model.get("vocab_size", words.vocab_size)
-    prompts = [_encoded(words, text, size) for text in _prompts(args)]
+    first = _first(args, cfg, words)
+    prompts = [_encoded(words, text, first, size) for text in _prompts(args)]
     stop = [_token(words, text) for text in args.stop] or [words.eos]
     how = dataclasses.replace(how, vocab_size=words.vocab_size)
     program, params = trained.restore(cfg, args.workdir)
@@ -124,7 +129,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     texts = list(args.prompt or [])
     if args.prompt_file is not None:
         try:
-            lines = args.prompt_file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            lines = args.prompt_file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt_file={args.prompt_file}: {error}") from error
         if "" in lines:
@@ -134,8 +139,23 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return texts or ["\n"]
 
 
-def _encoded(words: Tokenizer, text: str, vocab_size: int) -> list[int]:
-    ids = words.encode(text).tolist()
+def _first(args: argparse.Namespace, cfg: Config, words: Tokenizer) -> list[int]:
+    """Returns what each prompt begins with: the tokenizer's bos, or nothing."""
+    wanted = args.bos
+    if wanted is None:
+        folders = convert.companions_of(checkpoint.workdir_of(args.workdir), cfg.raw)
+        wanted = any(map(tokenizer.begins_documents, folders))
+    if wanted and words.bos is None:
+        raise ConfigError(
+            f"--bos: tokenizer {words.file or 'bytes'} has no token that begins a document; use --no-bos"
+        )
+    return [words.bos] if wanted else []
+
+
+def _encoded(words: Tokenizer, text: str, first: list[int], vocab_size: int) -> list[int]:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # a byte of the command line
+        raise ConfigError(f"--prompt={text!r}: is no valid UTF-8")
+    ids = first + words.encode(text).tolist()
     if not ids:
         raise ConfigError(f"--prompt={text!r}: is no token long; say something to go on from")
     if max(ids) >= vocab_size:  # jax would take the last one
@@ -165,8 +185,7 @@ def _tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
     """Returns that of --tokenizer, of the workdir, of the prepared data, or bytes."""
     size = cfg.raw["model"].get("vocab_size", 0)
     folders = convert.companions_of(workdir, cfg.raw)
-    own = [folder for folder in folders if any((folder / name).is_file() for name in FILES)]
-    found = path or next(map(str, own), None)
+    found = path or next(map(str, filter(tokenizer.is_in, folders)), None)
     if found is None and size > 256:
         raise ConfigError(
             f"--workdir={workdir}: model.vocab_size={size} is more than bytes, and no tokenizer is there; "

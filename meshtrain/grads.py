@@ -19,8 +19,8 @@ LossFn = Callable[
 GradFn = Callable[..., tuple[Params, Metrics]]
 
 
-def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1) -> LossFn:
-    """Returns the model's loss, computed with parameters cast to `dtype`.
+def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:
+    """Returns the model's loss, computed in the dtype of the parameters that it is given.
 
     `remat` says what the backward pass keeps of each block: "none" recomputes nothing, "full" all
     but the block's input, "dots" keeps results of matrix products, "names:a,b" those that the model
@@ -31,7 +31,6 @@ def make_loss(model: Model, *, dtype: str, remat: str = "none", unroll: int = 1)
     unroll = unroll if remat == "none" else 1
 
     def loss(params, batch, key):
-        params = cast(params, dtype)
         if model.block is None:
             metrics = rematerialised(model.loss, remat)(params, batch, key)
             if not isinstance(metrics, Metrics):
@@ -85,9 +84,16 @@ def rematerialised(function: Callable, remat: str) -> Callable:
 
 
 def accumulate(
-    loss: LossFn, *, num_microbatches: int, grad_shardings: Any, partial_over: Sequence[str] = ()
+    loss: LossFn,
+    *,
+    dtype: str,
+    num_microbatches: int,
+    grad_shardings: Any,
+    partial_over: Sequence[str] = (),
 ) -> GradFn:
     """Returns the GradFn that runs micro-batches one after the other and adds up their gradients.
+
+    Parameters are cast to `dtype` first, once for all layers and micro-batches.
 
     Left alone, XLA would sum every micro-batch's gradients over all devices that share the batch.
     So each slice of the batch along the mesh axes `partial_over` keeps its own sums, and
@@ -106,6 +112,7 @@ def accumulate(
         ), metrics
 
     def grad_fn(params, batch, key, scale=1.0):
+        params = cast(params, dtype)
         axes, num_slices = sharding.batch_slices(partial_over)
         if num_microbatches == num_slices == 1:
             grads, metrics = grads_of(params, batch, jax.random.fold_in(key, 0), scale)
@@ -141,10 +148,13 @@ def synchronise(sums: tuple[Params, Metrics], grad_shardings: Any) -> tuple[Para
     return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics
 
 
-def evaluate(loss: LossFn, *, num_microbatches: int) -> Callable[[Params, Any], Metrics]:
+def evaluate(
+    loss: LossFn, *, dtype: str, num_microbatches: int
+) -> Callable[[Params, Any], Metrics]:
     """Returns the Metrics of a batch without gradients, micro-batch by micro-batch."""
 
     def metrics_of(params, batch):
+        params = cast(params, dtype)
         sums = jax.lax.map(lambda part: loss(params, part, None), split(batch, num_microbatches))
         return jax.tree.map(lambda values: values.sum(0), sums)
 

@@ -5,8 +5,9 @@
   meshtrain prepare INPUT... --output=DIR --train_bpe=8192       a tokenizer learned from the text
   meshtrain prepare --verify DIR                                 goes through every token
 
-INPUT is text, JSON lines (.jsonl), either with .gz, Parquet, or a folder of them. Killed or stopped, the
-same command goes on, and what comes out is the same, byte for byte, for any number of workers.
+INPUT is text, JSON lines (.jsonl), either with .gz, Parquet, or a folder of them; an empty line among
+JSON is passed over. Killed or stopped, the same command goes on, and what comes out is the same, byte for
+byte, for any number of workers.
 """
 
 import argparse
@@ -155,7 +156,7 @@ def _own_tokenizer(args: argparse.Namespace, files: list[Path]) -> Tokenizer:
         raise ConfigError(
             f"--bos: --tokenizer={args.tokenizer} has no token that begins a document"
         )
-    with open(args.output / "token_bytes.npy", "wb") as file:
+    with open(args.output / manifest.TOKEN_BYTES, "wb") as file:
         np.save(file, tokenizer.token_bytes())
     return tokenizer
 

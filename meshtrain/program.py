@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 import optax
-from jax.experimental.compilation_cache import compilation_cache
 
-from meshtrain import grads, optim, sharding
+from meshtrain import compiler, grads, optim, sharding
 from meshtrain import state as states
 from meshtrain.config import Config, uneven_layers
 from meshtrain.errors import ConfigError
@@ -36,6 +35,7 @@ class Program:
     grad_fn: grads.GradFn
     train_step: Callable[[TrainState, Any], tuple[TrainState, Report]]
     eval_step: Callable[[Params, Any], Metrics]
+    compiler_options: dict[str, bool | int | str]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -52,13 +52,15 @@ class Program:
         """Returns the train step for batches like this one; it takes over the state that it is given."""
         places = states.places_of(self.abstract_state)
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(places, None))
-        return jitted.lower(self.abstract_state, batch).compile()
+        lowered = jitted.lower(self.abstract_state, batch)
+        return lowered.compile(compiler_options=self.compiler_options)
 
 
 def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None) -> Program:
     """Returns the program of these settings on these devices (all, unless told)."""
     mesh = make_mesh(cfg.mesh, devices=devices)
-    _without_cache()
+    compiler.use_cache()
+    compiler.keep_memory()
     c = cfg.train
     schedule = optim.make_schedule(cfg.optim, steps=c.steps)
     optimizer = optim.keep_moments(
@@ -77,16 +79,19 @@ def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None)
     partial_over = ("data",) if c.zero_stage >= 2 else ("data", "fsdp")
     if model.block is None and c.num_microbatches == 1:
         partial_over = ()  # a loss of one's own may mix its rows: a contrastive one, say
-    run = {"dtype": c.dtype, "remat": c.remat, "unroll": c.unroll}
+    run = {"remat": c.remat, "unroll": c.unroll}
     sync = {"grad_shardings": grad_places, "partial_over": partial_over}
     if cfg.mesh.pipeline > 1:
         table = _table_of(cfg, model, abstract_state.params)
-        grad_fn = executor.pipelined(model, table, keep=cfg.pipeline.keep, **run, **sync)
+        grad_fn = executor.pipelined(
+            model, table, keep=cfg.pipeline.keep, dtype=c.dtype, **run, **sync
+        )
         eval_step = executor.evaluate(model, table, dtype=c.dtype, partial_over=partial_over)
     else:
         loss_fn = grads.make_loss(model, **run)
-        grad_fn = grads.accumulate(loss_fn, num_microbatches=c.num_microbatches, **sync)
-        eval_step = grads.evaluate(loss_fn, num_microbatches=c.num_microbatches)
+        how = {"dtype": c.dtype, "num_microbatches": c.num_microbatches}
+        grad_fn = grads.accumulate(loss_fn, **how, **sync)
+        eval_step = grads.evaluate(loss_fn, **how)
     train_step = make_train_step(
         grad_fn, optimizer, schedule, clip_norm=cfg.optim.clip_norm, seed=c.seed
     )
@@ -101,19 +106,8 @@ def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None)
         grad_fn=grad_fn,
         train_step=train_step,
         eval_step=eval_step,
+        compiler_options=compiler.options(c.xla_preset, mesh),
     )
-
-
-def _without_cache() -> None:
-    """Turns jax's persistent compile cache off where it is dangerous.
-
-    A CPU program of several devices of one process runs its collectives in another order on each, when
-    it is read back, and hangs (jax 0.10.2 and 0.12.0.1).
-    """
-    several = jax.default_backend() == "cpu" and jax.local_device_count() > 1
-    if several and jax.config.jax_enable_compilation_cache:
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # what it decided in an earlier compilation
 
 
 def _table_of(cfg: Config, model: Model, params: Params) -> Table:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
+from meshtrain import compiler
 from meshtrain.errors import ConfigError, below, not_one_of
 from meshtrain.pipeline.schedules import SCHEDULES
 
@@ -25,6 +26,7 @@ class TrainConfig:
     zero_stage: int
     remat: str
     unroll: int
+    xla_preset: str
     dtype: str
     param_dtype: str
 
@@ -32,6 +34,7 @@ class TrainConfig:
         counts = ("num_microbatches", "log_every", "unroll")
         faults = below(1, {f"train.{key}": getattr(self, key) for key in counts})
         faults += below(0, {"train.steps": self.steps, "train.seed": self.seed})
+        faults += not_one_of("train.xla_preset", self.xla_preset, compiler.NAMES)
         faults += not_one_of("train.dtype", self.dtype, DTYPES)
         faults += not_one_of("train.param_dtype", self.param_dtype, KEPT_DTYPES)
         faults += _without_x64(

@@ -99,6 +99,15 @@ def batch_slices(axes: Sequence[str]) -> tuple[tuple[str, ...], int]:
     return axes, math.prod(mesh.shape[axis] for axis in axes)
 
 
+def num_shards(name: str, size: int) -> int:
+    """Returns among how many devices the active rules share a dim of this name and size."""
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.get()
+    if mesh.empty or rules is None:
+        return 1
+    (axes,) = spec_for((name,), (size,), rules, mesh.shape)
+    return math.prod(mesh.shape[axis] for axis in axes_of(axes))
+
+
 @contextlib.contextmanager
 def apart(axes: Sequence[str]) -> Iterator[None]:
     """Within it `constrain` says nothing of these mesh axes: each of their slices works by itself."""

@@ -13,6 +13,7 @@ from meshtrain.data.source import Batch, Source
 from meshtrain.mesh import AXES
 from meshtrain.models.base import Model
 from meshtrain.pipeline.schedules import SCHEDULES
+from meshtrain.program import Program
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,9 @@ def units_of(batch: Any, model: Model) -> Units:
     return Units("tokens", seq_len, model.flops_per_token and model.flops_per_token(seq_len))
 
 
-def before(
-    cfg: Config, abstract_state: states.TrainState, units: Units, data: Any
-) -> Iterator[str]:
+def before(cfg: Config, program: Program, units: Units, data: Any) -> Iterator[str]:
     """Yields the lines to read before compiling: whether this is the run one meant, and fits."""
+    model, abstract_state = program.model, program.abstract_state
     used = [f"{axis} {size}" for axis in AXES if (size := getattr(cfg.mesh, axis)) > 1]
     device = jax.devices()[0].device_kind
     yield f"mesh        {' x '.join(used) or 'one device'} · {jax.device_count()} {device} · jax {jax.__version__}"
@@ -49,6 +49,8 @@ def before(
     yield f"step        {per_step:,} {units.name} in {cfg.train.num_microbatches} micro-batches"
     if cfg.mesh.pipeline > 1:
         yield f"pipeline    {_pipeline(cfg)}"
+    if units.name == "tokens" and model.attention:
+        yield f"attention   {model.attention(units.per_sample, cfg.train.dtype)}"
     if units.flops:
         yield f"FLOPs       {units.flops:,.0f} per token: 6 N + 12 L d S, N without embedding tables"
     if isinstance(data, Source):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain import checkpoint, distributed, health, progress, signals, summary
+from meshtrain import checkpoint, compiler, distributed, health, progress, signals, summary
 from meshtrain.checkpoint import initial, lock
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.config import Config, parse
@@ -53,6 +53,7 @@ def train(
         stop = stack.enter_context(signals.asking())
         clock = stack.enter_context(contextlib.closing(progress.Clock()))
         distributed.new_run()
+        compiler.run_in_place()
 
         # ---- check and build, on all processes or none: nothing is computed yet ----
         with distributed.together():
@@ -85,7 +86,7 @@ def train(
         check = health.Check(cfg.health, program.mesh, clock.page, **tell)
         loader = stack.enter_context(_open_loader(data, cfg, program.mesh, position))
         units = summary.units_of(loader.peek(), model)
-        for line in summary.before(cfg, program.abstract_state, units, data):
+        for line in summary.before(cfg, program, units, data):
             writer.line(line)
         run = Run(cfg, program, clock, writer, saver, watch, check, loader, units, stop)
 

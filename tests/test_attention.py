@@ -1,10 +1,16 @@
 """Attention against the plain formula, and what each position may see."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
+from meshtrain.errors import ConfigError
+from meshtrain.ops import attention as attentions
+from meshtrain.ops import blockwise
 from meshtrain.ops.attention import attention
 
 B, S, K = 2, 6, 4
@@ -73,3 +79,140 @@ def test_a_segment_is_attended_as_if_alone():
     for here in np.s_[:, :3], np.s_[:, 3:]:
         alone = attention(q[here], k[here], v[here], None)
         np.testing.assert_allclose(packed[here], alone, rtol=1e-5, atol=1e-6)
+
+
+# ---- block by block, against autodiff of the plain formula ----
+
+CASES = {  # sequence, block, options; the last block is not full, and windows begin within blocks
+    "plain": (13, 4, {}),
+    "segments": (13, 4, {"segments": True}),
+    "window": (13, 4, {"window": 3, "segments": True}),
+    "window of itself": (13, 4, {"window": 1}),
+    "soft cap": (13, 4, {"softcap": 1.5, "scale": 0.7}),
+    "one block": (5, 8, {"segments": True}),
+}
+
+
+def formula(q, k, v, segments, *, window=None, softcap=0.0, scale=K**-0.5):
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = scale * jnp.einsum("bshk,bthk->bhst", q, k)
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+    back = np.subtract.outer(np.arange(q.shape[1]), np.arange(q.shape[1]))
+    seen = np.broadcast_to((back >= 0) & (back < (window or len(back))), (B, *back.shape))
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])
+    exp = jnp.where(seen[:, None], jnp.exp(scores), 0)
+    return jnp.einsum("bhst,bthk->bshk", exp / exp.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_blocks_give_the_same_and_the_same_gradients(case, num_kv_heads, monkeypatch):
+    length, block, options = CASES[case]
+    options = dict(options)
+    rng = np.random.default_rng(0)
+    shapes = [(B, length, heads, K) for heads in (4, num_kv_heads, num_kv_heads, 4)]
+    *inputs, weights = (rng.normal(size=shape) for shape in shapes)
+    segments = np.sort(rng.integers(0, 3, (B, length)), 1) if options.pop("segments", 0) else None
+    window = options.pop("window", None)
+    monkeypatch.setattr(blockwise, "BLOCK", block)
+    monkeypatch.setattr(attentions, "FEWEST", block)
+
+    def run(compute, window=window, **how):
+        def summed(q, k, v):
+            out = compute(q, k, v, segments, window=window, **options, **how)
+            return (out * weights).sum(), out
+
+        (_, out), grads = jax.jit(jax.value_and_grad(summed, (0, 1, 2), has_aux=True))(*inputs)
+        return out, *grads
+
+    with jax.enable_x64(True):
+        expected, found = run(formula), []
+        for name in ("xla", "blockwise"):
+            compute = partial(attention, implementation=name)
+            found.append(run(compute))
+            if window:  # where layers take turns, it is known when it runs
+                found.append(jax.jit(partial(run, compute))(window))
+    for ours in found:
+        for a, b in zip(ours, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_blocks_find_keys_that_were_computed_before():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(B, n, 2, K)) for n in (3, 21, 21))
+    segments = np.zeros((B, 3), int), np.int32([[1] * 4 + [0] * 17, [0] * 21])
+    with jax.enable_x64(True):
+        options = dict(start=jnp.int32(15), scale=0.4, softcap=0.0, window=9)
+        found = blockwise.attention(q, k, v, *segments, block=4, **options)
+        expected = attention(q, k, v, *segments, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_the_memory_of_blocks_is_linear_in_the_sequence():
+    def peak(length, implementation):
+        def summed(x):
+            return attention(x, x, x, None, implementation=implementation).sum()
+
+        x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+        return jax.jit(jax.grad(summed)).lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    at_2k, at_8k = peak(2048, "blockwise"), peak(8192, "blockwise")
+    assert at_8k < 6 * at_2k
+    assert at_8k < peak(8192, "xla") / 20
+
+
+# ---- the choice ----
+
+
+def choice(name="auto", platform="gpu", monkeypatch=None, **changes):
+    monkeypatch.setattr(attentions, "_platform", lambda: platform)
+    shape = dict(seq_len=1024, head_dim=64, dtype="bfloat16", softcap=0.0)
+    return attentions.choose(name, **shape | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "cpu"}, "it runs on NVIDIA's GPUs, and this is cpu"),
+        ({"dtype": "float32"}, "bfloat16 or float16, and train.dtype is float32"),
+        ({"softcap": 50.0}, "model.attention_softcap is 50.0"),
+        ({"head_dim": 100}, "theirs is 100"),
+        ({"head_dim": 512}, "theirs is 512"),
+    ],
+)
+def test_cudnn_says_why_it_cannot_serve_and_auto_says_what_it_took(changes, reason, monkeypatch):
+    with pytest.raises(ConfigError, match="model.attention_impl='cudnn'.*") as raised:
+        choice("cudnn", monkeypatch=monkeypatch, **changes)
+    assert reason in str(raised.value)
+    for seq_len, taken in ((2048, "xla"), (2049, "blockwise")):
+        name, told = choice(monkeypatch=monkeypatch, seq_len=seq_len, **changes)
+        assert name == taken and told.startswith(f"{taken}; not cudnn: ") and reason in told
+
+
+def test_auto_takes_cudnn_where_it_can_serve(monkeypatch):
+    assert choice(monkeypatch=monkeypatch) == ("cudnn", "cudnn")
+    assert choice("xla", monkeypatch=monkeypatch) == ("xla", "xla")
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one segment", "segments"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_cudnn_is_called_with_its_fused_kernels(segments, window, monkeypatch):
+    """Lowered for a GPU that is not there; nothing but the check for the library is left out."""
+    monkeypatch.setattr(attentions, "_platform", lambda: "gpu")
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(
+        fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False
+    )
+
+    def summed(q, k, v):
+        out = attention(q, k, v, segments, window=window, implementation="cudnn")
+        return out.astype(jnp.float32).sum()
+
+    shapes = [jax.ShapeDtypeStruct((B, S, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+    traced = jax.jit(jax.grad(summed, (0, 1, 2))).trace(*shapes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kind = "fmhaScaleBias" if segments is not None else "fmha"
+    assert f"__cudnn${kind}Softmax(" in text and f"__cudnn${kind}SoftmaxBackward(" in text
+    assert f"sliding_window_length\\22: {window or 0}" in text

@@ -422,6 +422,42 @@ def test_a_config_of_the_hub_says_what_layers_see(tmp_path):
     }
 
 
+SPELLED_OUT = {  # what newer versions write, and what older ones wrote, that changes no number
+    "any": dict(
+        use_cache=False,
+        initializer_range=0.01,
+        attention_dropout=0.0,
+        dtype="bfloat16",
+        torch_dtype="bfloat16",
+        rope_scaling=None,
+        partial_rotary_factor=1.0,
+        is_causal=True,
+        quantization_config=None,
+        transformers_version="4.31.0",
+    ),
+    "llama2": dict(pretraining_tp=1, layer_types=["full_attention"] * 3, sliding_window=None),
+    "llama3": dict(mlp_bias=False, use_sliding_window=False, max_window_layers=3),
+    "mistral": dict(layer_types=["sliding_attention"] * 3, attention_bias=False, mlp_bias=False),
+    "qwen2": dict(attention_bias=False, mlp_bias=False, use_mrope=False),
+    "qwen3": dict(attention_bias=None, layer_types=None, sliding_window=4096),
+    "gemma2": dict(attention_bias=None, hidden_act="gelu_pytorch_tanh", layer_types=None),
+    "gemma3": dict(layer_types=None, sliding_window_pattern=2, use_bidirectional_attention=None),
+    "gpt2": dict(n_ctx=32, gradient_checkpointing=False, layer_types=["full_attention"] * 3),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_change_no_number_are_no_hindrance(family):
+    config = config_json.read(GOLDEN / family / "config.json")
+    more = SPELLED_OUT["any"] | SPELLED_OUT[family]
+    assert config_json.to_section(config | more) == config_json.to_section(config)
+
+
+def test_a_window_that_is_null_is_none():
+    windowed = HUB["Qwen2.5-0.5B"][0] | dict(use_sliding_window=True, max_window_layers=0)
+    assert config_json.to_section(windowed | dict(sliding_window=None))["attention"] == "g"
+
+
 NEW = ("rope_parameters", "dtype")
 OLD = ("rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype")
 
@@ -502,7 +538,15 @@ def test_a_model_that_no_family_has_is_told_by_the_keys_of_the_nearest(tiny):
         ("llama3", dict(hidden_size=0, vocab_size="61"), ["hidden_size=0", "vocab_size='61'"]),
         ("llama3", dict(hidden_size=True), ["hidden_size=True", "bool"]),
         ("llama3", dict(num_hidden_layers=None), ["num_hidden_layers=None"]),
-        ("mistral", dict(layer_types=["sliding_attention"] * 3), ["layer_types="]),
+        ("llama3", dict(is_causal=False), ["is_causal=False"]),
+        ("llama3", dict(architectures=7), ["architectures=[7]"]),
+        ("llama3", dict(layer_types=["sliding_attention"] * 3), ["layer_types=", "full_attention"]),
+        ("mistral", dict(layer_types=["full_attention"] * 3), ["layer_types=", "sliding_att"]),
+        ("mistral", dict(layer_types=["sliding_attention"] * 2), ["layer_types="]),
+        ("qwen2", dict(layer_types=[{}] * 3), ["layer_types="]),
+        ("qwen2", dict(max_window_layers=None), ["max_window_layers=None"]),
+        ("gemma3", dict(query_pre_attn_scalar=0), ["query_pre_attn_scalar=0"]),
+        ("gemma3", dict(sliding_window_pattern="6"), ["sliding_window_pattern='6'"]),
         ("qwen2", dict(layer_types=["chunked_attention"] * 3), ["chunked_attention"]),
         ("qwen2", dict(layer_types=["full_attention"]), ["layer_types="]),
         ("qwen2", dict(sliding_window=None), ["sliding_window=None"]),
@@ -594,6 +638,25 @@ def test_tensors_that_are_not_those_of_the_config_are_told_in_a_table(folder_of)
         "model.layers.1.mlp.up_proj.weight expected [24, 16] found none".split(),
         "model.layers.2.self_attn.q_proj.weight expected [24, 16] found [16, 24] F32".split(),
     ]
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "number"),
+    [("llama3", "num_hidden_layers", 10**12), ("gemma3", "num_hidden_layers", 10**12)]
+    + [("gpt2", "n_layer", 10**12), ("gpt2", "n_embd", 2**61), ("gemma3", "head_dim", 2**63)],
+)
+def test_sizes_beyond_all_tensors_are_told_before_anything_is_made(
+    family, key, number, folder_of, tmp_path
+):
+    folder = folder_of(family, **{key: number}, layer_types=None)
+    with pytest.raises(ConfigError, match=f"exit code 2: .*config.json: {key}={number}: .*tensor"):
+        run(folder, tmp_path / "run")
+
+
+def test_tensors_are_looked_at_before_the_room_for_them(folder_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "check_room", lambda *_: pytest.fail("asked for room"))
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight .*\[62, 16\]"):
+        run(folder_of("llama3", vocab_size=62), tmp_path / "run")
 
 
 # ---- damaged files ----

@@ -86,9 +86,67 @@ def test_a_space_that_its_vocabulary_shows_only_within_a_text_is_printed():
     assert "".join(generate.pieces(words, long, [1, *long])) == " b" + decode(long).join([" ", ""])
 
 
+@pytest.fixture
+def encoded(monkeypatch):
+    """Lists the prompts that are gone on from, as ids."""
+    found = []
+    generated = generate.sampling.generate
+
+    def listen(program, params, prompts, **options):
+        found.extend(prompts)
+        return generated(program, params, prompts, **options)
+
+    monkeypatch.setattr(generate.sampling, "generate", listen)
+    return found
+
+
+def learned_from(folder, *flags):
+    """A run of no steps on prepared text, of a tokenizer that has a token to begin documents with."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
+    vocabulary = {chr(number): number for number in range(32, 127)} | {"<s>": 0, "</s>": 1}
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    words.decoder = tokenizers.decoders.Fuse()
+    words.add_special_tokens(["<s>", "</s>"])
+    folder.mkdir()
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "a.txt").write_text("abc " * 100)
+    out = [str(folder / "a.txt"), f"--output={folder / 'out'}", "--num_workers=1"]
+    assert prepare.main([*out, f"--tokenizer={folder / 'tokenizer.json'}", *flags]) == 0
+    c = tiny_config()
+    c.train.steps, c.eval.batches, c.model.vocab_size = 0, 0, 128
+    c.data.update(build="meshtrain.data.tokens:build", path=str(folder / "out"))
+    meshtrain.train(c, workdir=folder / "run")
+    return [f"--workdir={folder / 'run'}", "--length=1"]
+
+
+def test_a_prompt_begins_as_the_documents_of_the_run_do_or_as_a_flag_says(
+    tmp_path, encoded, capsys
+):
+    for name, flags, default in (("with", ["--bos"], [0]), ("without", [], [])):
+        run = learned_from(tmp_path / name, *flags)
+        for flag, first in ((None, default), ("--bos", [0]), ("--no-bos", [])):
+            encoded.clear()
+            code, out, _ = ran(generate, *run, "--prompt=ab", *filter(None, [flag]), capsys=capsys)
+            assert (code, encoded) == (0, [[*first, 97, 98]]) and out.splitlines()[-1].startswith(
+                "ab"
+            )
+        assert ran(generate, *run, "--prompt=", "--bos", capsys=capsys)[0] == 0
+        assert encoded[-1] == [0]
+
+
+def test_prompts_of_a_file_from_windows_are_its_lines(workdir, tmp_path, encoded, capsys):
+    (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbfXYZ\r\n0 1\r\n")
+    flags = [f"--workdir={workdir}", f"--prompt_file={tmp_path / 'prompts'}", "--length=1"]
+    assert ran(generate, *flags, capsys=capsys)[0] == 0
+    assert encoded == [[*b"XYZ"], [*b"0 1"]]
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
+        (["--bos"], "--bos: tokenizer bytes has no token"),
+        (["--prompt=\udcff"], "--prompt='\\udcff': is no valid UTF-8"),
+        (["--seed=9223372036854775808"], "--seed=9223372036854775808"),
         (["--length=0"], "--length=0"),
         (["--temperature=-1"], "--temperature=-1"),
         (["--top_p=0"], "--top_p=0"),
@@ -164,6 +222,25 @@ def test_data_of_another_tokenizer_is_told(workdir, tmp_path, capsys):
         flags[0] = f"--workdir={tmp_path / 'run'}"
         _, _, err = ran(evaluate, *flags, capsys=capsys)
         assert ("another tokenizer" in err) == told
+
+
+def test_data_of_another_tokenizer_than_that_of_a_mixture_is_told(workdir, tmp_path, capsys):
+    folders = [tmp_path / name for name in ("learned from", "measured on")]
+    (tmp_path / "a.txt").write_text("abc " * 100)
+    for folder in folders:
+        out = [str(tmp_path / "a.txt"), f"--output={folder}", "--num_workers=1"]
+        assert prepare.main(out) == 0
+    shutil.copytree(workdir, tmp_path / "run")
+    raw = json.loads((workdir / "config.json").read_text())
+    raw["data"] |= dict(path="", mixture=[[str(folders[0]), 1.0]])
+    (tmp_path / "run" / "config.json").write_text(json.dumps(raw))
+    flags = [f"--workdir={tmp_path / 'run'}", "--split=all", "--config.data.mixture=()"]
+    flags += [f"--config.data.path={folders[1]}", "--config.data.vocab_size=256"]
+    for digest, told in (("bytes", False), ("of another", True)):
+        text = (folders[0] / "manifest.json").read_text().replace('"bytes"', f'"{digest}"')
+        (folders[0] / "manifest.json").write_text(text)
+        code, _, err = ran(evaluate, *flags, capsys=capsys)
+        assert code == 0 and ("another tokenizer" in err) == told
 
 
 @pytest.mark.parametrize("split", ["heldout", "train", "all"])

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.ops.losses import cross_entropy
+from meshtrain.ops import losses
+from meshtrain.ops.losses import cross_entropy, in_chunks
 
 B, S, V = 2, 3, 5
 RNG = np.random.default_rng(0)
@@ -67,3 +68,68 @@ def test_narrow_logits_are_widened_and_wide_ones_kept(dtype, computed):
         loss = cross_entropy(logits, TARGETS, WEIGHTS, z_loss=0.0).loss
         assert loss.dtype == computed
         np.testing.assert_allclose(loss, plain(logits.astype("float64")), rtol=1e-6)
+
+
+# ---- in chunks ----
+
+D, ROWS, LENGTH = 4, 8, 6
+
+
+def projected(kernel, x):
+    logits = x @ kernel
+    return 3 * jnp.tanh(logits / 3)  # soft caps bend the slope
+
+
+def of_chunks(mib, dtype="float64", scale=1.0):
+    """Metrics of a loss, and the gradients of `scale` times it."""
+    rng = np.random.default_rng(0)
+    kernel, x = rng.normal(size=(D, V)), rng.normal(size=(ROWS, LENGTH, D))
+    targets, weights = rng.integers(0, V, (ROWS, LENGTH)), rng.integers(0, 3, (ROWS, LENGTH)) / 2
+
+    def loss(kernel, x):
+        found = in_chunks(projected, kernel, x, targets, weights, z_loss=0.1, mib=mib)
+        return found.loss * scale, found
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (_, found), grads = run(jnp.array(kernel, dtype), jnp.array(x, dtype))
+    return found, grads
+
+
+@pytest.mark.parametrize("most", [1, 5, 7, 30, 47])  # tokens of a chunk: a divisor of 48 below
+def test_chunks_add_up_to_the_whole(most, monkeypatch):
+    monkeypatch.setattr(losses, "MIB", 4 * V * most)
+    with jax.enable_x64(True):
+        found, expected = of_chunks(1, scale=0.25), of_chunks(0, scale=0.25)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected
+        )
+    text = str(jax.make_jaxpr(lambda: of_chunks(1, "float32"))())
+    assert f"[1,{max(n for n in range(1, most + 1) if 48 % n == 0)},{V}]" in text
+
+
+def test_chunks_are_summed_in_float32(monkeypatch):
+    monkeypatch.setattr(losses, "MIB", 4 * V)
+    found, grads = of_chunks(1, "bfloat16")
+    with jax.enable_x64(True):
+        _, exact = of_chunks(0)
+    assert found.loss.dtype == jnp.float32 and grads[0].dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(grads[0]), exact[0], rtol=0.02, atol=0.2)
+
+
+def test_the_memory_of_chunks_does_not_grow_with_the_vocabulary():
+    """Beside the gradient of the kernel, which is as large as the kernel."""
+
+    def beside_gradients(vocab, mib):
+        def loss(kernel, x, targets):
+            weights = jnp.ones(targets.shape)
+            how = dict(z_loss=0.0, mib=mib)
+            return in_chunks(lambda kernel, x: x @ kernel, kernel, x, targets, weights, **how).loss
+
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, vocab), (8, 512, 8))]
+        targets = jax.ShapeDtypeStruct((8, 512), jnp.int32)
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes, targets).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    small, large = (beside_gradients(vocab, 4) for vocab in (2048, 32768))
+    assert large < small + 3 * 32768 * 8 * 4
+    assert large < beside_gradients(32768, 0) / 10

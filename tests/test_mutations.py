@@ -189,10 +189,19 @@ def a_lost_causal_mask(patch, subject):
 
 @mutant
 def padded_logits_that_count(patch, subject):
-    def logits(self, x):
-        return self.final_norm(x) @ self.tokens.embedding[...].T
+    patch.setattr(transformer.Outer, "project", lambda self, kernel, x: x @ kernel)
 
-    patch.setattr(transformer.Outer, "logits", logits)
+
+@mutant
+def a_gradient_of_the_last_chunk_alone(patch, subject):
+    def forward(loss, kernel, parts):
+        metrics, (_, grad_x) = right(loss, kernel, parts)
+        last = jax.tree.map(lambda leaf: leaf[-1:], parts)
+        return metrics, (right(loss, kernel, last)[1][0], grad_x)
+
+    right = losses._forward
+    patch.setattr(losses, "MIB", 1)
+    patch.setattr(losses._summed, "fwd", forward)
 
 
 @mutant
@@ -285,9 +294,9 @@ def a_learning_rate_of_the_step_before(patch, subject):
 
 @mutant
 def a_result_rounded_to_float32(patch, subject):
-    right = grads.make_loss
+    right = grads.accumulate
     patch.setattr(
-        grads, "make_loss", lambda model, **options: right(model, **options | {"dtype": "float32"})
+        grads, "accumulate", lambda loss, **options: right(loss, **options | {"dtype": "float32"})
     )
 
 

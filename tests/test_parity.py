@@ -10,6 +10,7 @@ from conftest import tiny_config
 
 from meshtrain import config, state
 from meshtrain.data.loader import Loader
+from meshtrain.ops import blockwise, losses
 from meshtrain.program import assemble
 from meshtrain.subject import keep_gradients
 
@@ -152,3 +153,16 @@ def test_remat_keeps_less_for_the_backward_pass():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes("full") < 0.8 * temporary_bytes("none")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"fsdp": 8}, {"tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}],
+    ids=str,
+)
+def test_blocks_of_attention_and_chunks_of_the_loss_change_no_gradient(layout, x64, monkeypatch):
+    monkeypatch.setattr(losses, "MIB", 2048)
+    monkeypatch.setattr(blockwise, "BLOCK", 4)
+    c = packed(attention_impl="blockwise", loss_chunk_mib=1)
+    c.train.num_microbatches = 2
+    assert_same(Run(c, dtype="float64", **layout).one_step(), alone(), rtol=1e-10)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import tiny_config
+from jax._src.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 from test_parity import GPT2, Run, assert_same, packed
 
@@ -54,7 +55,8 @@ def test_gradients_of_bfloat16_parameters_add_up_in_float32():
         return metrics.Metrics(jnp.sum(batch * params["w"]).astype(jnp.float32), jnp.float32(1))
 
     place = NamedSharding(Run(tiny_config()).program.mesh, PartitionSpec())
-    grad_fn = grads.accumulate(loss, num_microbatches=512, grad_shardings={"w": place})
+    how = dict(dtype="bfloat16", num_microbatches=512, grad_shardings={"w": place})
+    grad_fn = grads.accumulate(loss, **how)
     # 0.5 is lost beside 256 in bfloat16, where the next number is 258.
     batch = jnp.full(512, 0.5, jnp.bfloat16).at[0].set(256)
     found, _ = grad_fn({"w": jnp.bfloat16(1)}, batch, jax.random.key(0))
@@ -238,13 +240,19 @@ def test_a_dtype_that_cannot_be_kept_is_told(key, value, told):
 
 
 @pytest.fixture(scope="module")
-def half():
+def compiled_half():
     """A run in float16 on a mesh of three axes, and its step, compiled once."""
     c = packed(**GPT2)
     c.train.dtype = "float16"
     run = Run(c, **CUBE)
+    return run, run.start(), run.batch(), jax.jit(run.program.train_step)
+
+
+@pytest.fixture
+def half(compiled_half):
+    run, *_ = compiled_half
     with run.program.active():
-        yield run, run.start(), run.batch(), jax.jit(run.program.train_step)
+        yield compiled_half
 
 
 def scaled(start, scale, good_steps=0):
@@ -382,3 +390,25 @@ def test_a_run_that_only_skips_ends_with_exit_code_17(tmp_path, capsys):
     assert "lower optim.learning_rate" in line and "train.dtype=bfloat16" in line
     events = rows(tmp_path, "events.jsonl")
     assert [e["event"] for e in events[-26:]] == ["skip"] * 25 + ["end"]
+
+
+def test_parameters_are_cast_once_outside_of_every_loop():
+    c = tiny_config()
+    c.train.dtype, c.train.num_microbatches, c.train.unroll = "bfloat16", 2, 1
+    run = Run(c)
+
+    def narrowed(jaxpr, looping):
+        """Yields the shapes that become bfloat16 within a loop."""
+        for one in jaxpr.eqns:
+            name, within = one.primitive.name, looping or one.primitive.name in ("scan", "while")
+            if looping and name == "convert_element_type" and one.params["new_dtype"] == "bfloat16":
+                yield one.invars[0].aval.shape
+            for inner in jaxprs_in_params(one.params):
+                yield from narrowed(inner, within)
+
+    with run.program.active():
+        params = run.program.abstract_state.params
+        traced = jax.make_jaxpr(run.program.grad_fn)(params, run.batch(), jax.random.key(0))
+    found = set(narrowed(traced.jaxpr, False))
+    kernels = [leaf.shape for leaf in jax.tree.leaves(params["layers"]) if leaf.ndim > 2]
+    assert found and not found & {*kernels, *(shape[1:] for shape in kernels)}

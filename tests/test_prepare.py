@@ -120,7 +120,7 @@ def write_parquet(path, texts):
     )
 
 
-KINDS = ["jsonl", "jsonl.gz", "crlf", "parquet", "separator", "files", "gz", "bom"]
+KINDS = ["jsonl", "jsonl.gz", "crlf", "blank", "parquet", "separator", "files", "gz", "bom"]
 
 
 def inputs_of(kind, folder):
@@ -133,6 +133,8 @@ def inputs_of(kind, folder):
         (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     elif kind == "crlf":
         (folder / "a.jsonl").write_bytes(lines.replace(b"\n", b"\r\n"))
+    elif kind == "blank":  # lines of white space are none
+        (folder / "a.jsonl").write_bytes(b"\n" + lines.replace(b"\n", b"\n \t\r\n\n"))
     elif kind == "bom":
         (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.rstrip())
     elif kind == "parquet":
@@ -403,7 +405,7 @@ BAD = [
 ]
 TOLD = [
     *("2: no JSON", "3: no field 'text'", "4: text is no string but int"),
-    *("5: text is no string but NoneType", "6: text is empty", "7: an empty line"),
+    *("5: text is no string but NoneType", "6: text is empty"),
     *("8: no valid UTF-8 at byte 10", "9: no valid UTF-8: half of a surrogate"),
     *("10: no field 'text'", "11: no JSON", "12: holds '\\x00'"),
 ]
@@ -416,14 +418,14 @@ def test_bad_lines_stop_it_with_the_first_named_or_are_skipped_and_named(tmp_pat
     told = capsys.readouterr().err.splitlines()
     for line, expected in zip(told[:5], TOLD, strict=False):
         assert line.startswith(f"{tmp_path / 'a.jsonl'}:{expected}")
-    assert told[5:] == ["and 6 more nearby", "repair them, or leave them out: --skip_bad"]
+    assert told[5:] == ["and 5 more nearby", "repair them, or leave them out: --skip_bad"]
     assert run(*flags, "--skip_bad") == 0
     told = capsys.readouterr()
     for expected in TOLD:
         assert f"skipped {tmp_path / 'a.jsonl'}:{expected}" in told.err
-    assert texts(tmp_path / "out") == ["good", "good too"] and "left out: 11" in told.out
+    assert texts(tmp_path / "out") == ["good", "good too"] and "left out: 10" in told.out
     skipped = json.loads((tmp_path / "out" / "manifest.json").read_text())["skipped"]
-    assert skipped["count"] == 11 and len(skipped["first"]) == 11
+    assert skipped["count"] == 10 and len(skipped["first"]) == 10
 
 
 @pytest.mark.parametrize("size", [10, 3_000_000])
@@ -719,7 +721,9 @@ def test_a_token_that_begins_documents_is_put_there_if_asked_for(tmp_path):
         assert run(path, f"--output={tmp_path / name}", f"--tokenizer={file}", *flags) == 0
     bos = tokenizers.load(file).bos
     assert [[bos, *doc] for doc in documents(tmp_path / "without")] == documents(tmp_path / "with")
-    assert tokenizers.load(tmp_path / "with").bos == bos
+    for name in ("with", "without"):
+        assert tokenizers.load(tmp_path / name).bos == bos
+        assert tokenizers.begins_documents(tmp_path / name) == (name == "with")
     assert texts(tmp_path / "with") == TEXTS
 
 
@@ -767,6 +771,29 @@ def test_verify_finds_a_changed_byte_and_loading_a_changed_size(tmp_path, capsys
     (out / file).unlink()
     with pytest.raises(ConfigError, match=f"{file} is missing"):
         build(out)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "of others", "gone"])
+def test_sizes_of_tokens_that_cannot_be_read_are_told(tmp_path, capsys, damage):
+    out = tmp_path / "out"
+    assert run(corpus(tmp_path / "in"), f"--output={out}") == 0
+    path = out / "token_bytes.npy"
+    if damage == "cut off":
+        path.write_bytes(path.read_bytes()[:100])
+    elif damage == "gone":
+        path.unlink()
+    else:
+        np.save(path, np.ones(255, np.int32))
+    with pytest.raises(ConfigError, match="token_bytes.npy: cannot be read: .*; copy it again"):
+        build(out)
+    assert run(f"--verify={out}") == 2 and "token_bytes.npy: cannot" in capsys.readouterr().err
+
+
+def test_an_empty_tokenizer_json_is_no_sentencepiece_model(tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
+    with pytest.raises(ConfigError, match="tokenizer.json is no tokenizer.json"):
+        tokenizers.load(tmp_path)
 
 
 def test_verify_finds_another_tokenizer(tmp_path, capsys):

@@ -18,11 +18,11 @@ from meshtrain.config import resolve
 ROOT = Path(__file__).resolve().parent.parent
 # A module may import those before it; one that is not here needs a place first.
 ORDER = """
-errors mesh pipeline pipeline.schedules sections config configfile place rendezvous distributed
+errors compiler mesh pipeline pipeline.schedules sections config configfile place rendezvous distributed
 progress signals metrics sharding
-data data.permute data.source data.cutting data.tokenizer data.indexed data.manifest data.inputs data.bpe
+data data.permute data.source data.cutting data.manifest data.tokenizer data.indexed data.inputs data.bpe
 data.tokenising data.shards data.corpus data.checking data.packing data.mixture data.tokens data.synthetic data.loader
-ops ops.attention ops.losses optim models models.base models.layers models.section models.transformer
+ops ops.blockwise ops.attention ops.losses optim models models.base models.layers models.section models.transformer
 huggingface.names huggingface.families huggingface.config_json huggingface.files huggingface
 grads pipeline.ring pipeline.stages pipeline.executor state checkpoint.manifest checkpoint.lock
 checkpoint.arrays checkpoint checkpoint.initial checkpoint.saver step program summary writer divergence
@@ -31,7 +31,8 @@ collectives info workers nodes attempts supervisor launch
 checkpoint.__main__ pipeline.drawing schedule
 covering certificate reference plain subject layouts laws verify
 audit.hlo audit.groups audit.dataflow audit.collectives audit.layout audit.minimum audit.ledger
-audit.stages audit.explain audit.warn audit.report audit audit.__main__ . main __main__
+audit.stages audit.explain audit.warn audit.report audit audit.__main__ profile.trace profile.label profile.report
+profile profile.__main__ . main __main__
 """.split()  # the dot is the package itself, meshtrain/__init__.py
 FILES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "meshtrain").rglob("*.py")}
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))

@@ -1,5 +1,6 @@
 """Whole runs: what they write, how they go on, how they stop."""
 
+import contextlib
 import json
 import os
 import signal
@@ -13,9 +14,10 @@ import jax
 import numpy as np
 import pytest
 from conftest import tiny_config
+from jax._src.array import ArrayImpl
 
 import meshtrain
-from meshtrain import config, distributed
+from meshtrain import config, distributed, program
 from meshtrain.checkpoint import manifest
 from meshtrain.data.source import Source
 from meshtrain.data.tokens import to_batch
@@ -296,3 +298,35 @@ train(c, workdir={str(tmp_path / "two")!r}, data=Source(read))
         row["step"] for row in rows(tmp_path / "two", "events.jsonl") if row["event"] == "start"
     ]
     assert starts == [0, 2, 5]
+
+
+def test_the_loop_waits_for_no_step_and_moves_nothing_unasked(monkeypatch):
+    """What a step reports is read when the next one is on its way; nothing goes to the devices but batches."""
+    log, reports, guard = [], [], contextlib.ExitStack()
+    compile_, value = program.Program.compile, ArrayImpl._value
+
+    def compiled(self, batch):
+        train_step = compile_(self, batch)
+
+        def step(state, batch):
+            log.append(("dispatched", len(reports)))
+            if not reports:  # from here on
+                guard.enter_context(jax.transfer_guard_host_to_device("disallow"))
+            state, report = train_step(state, batch)
+            reports.append(report)
+            return state, report
+
+        return step
+
+    def fetched(self):
+        for number, report in enumerate(reports):
+            if any(leaf is self for leaf in report.values()) and log[-1] != ("read", number):
+                log.append(("read", number))
+        return value.fget(self)
+
+    monkeypatch.setattr(program.Program, "compile", compiled)
+    monkeypatch.setattr(ArrayImpl, "_value", property(fetched))
+    with guard:
+        meshtrain.train(quick(steps=4))
+    steps = [("dispatched", 0), *[(what, n) for n in (1, 2, 3) for what in ("dispatched", "read")]]
+    assert log == [(what, n - (what == "read")) for what, n in steps] + [("read", 3)]

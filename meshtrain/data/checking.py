@@ -28,6 +28,10 @@ def check(path: Path) -> list[str]:
     faults, lines, tokenizer = [], [], found["tokenizer"]
     if tokenizer["file"]:
         faults += _changed(path / tokenizer["file"], tokenizer["sha256"])
+    try:
+        manifest.token_bytes(path, found)
+    except ConfigError as error:
+        faults += error.faults
     for told in found["shards"]:
         for kind, file in told["files"].items():
             faults += _changed(path / f"{told['name']}.{kind}", file["sha256"])

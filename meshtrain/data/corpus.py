@@ -152,7 +152,7 @@ def _prepared(path: str) -> Corpus:
     return _joined(path, shards)._replace(
         tokenizer=found["tokenizer"]["sha256"],
         vocab_size=found["tokenizer"]["vocab_size"],
-        token_bytes=np.load(folder / "token_bytes.npy", allow_pickle=False),
+        token_bytes=manifest.token_bytes(folder, found),
         beside=str(folder / "all"),
     )
 

@@ -143,11 +143,13 @@ def _opened(path: Path, offset: int) -> Iterator[tuple[BinaryIO, Callable[[], in
 
 
 def _lines(path: Path, begin: Place) -> Iterator[Record]:
+    """Yields the lines; what is white space alone is none."""
     with _opened(path, begin.offset) as (file, read):
         offset, number = file.tell(), begin.number
         for line in file:
             offset, number = offset + len(line), number + 1
-            yield Record(line, Place(begin.file, offset, number), read())
+            if line.strip():
+                yield Record(line, Place(begin.file, offset, number), read())
 
 
 def _rows(path: Path, how: Reading, begin: Place) -> Iterator[Record]:
@@ -283,8 +285,6 @@ def text_of(record: Record, how: Reading) -> str:
 
 
 def _parsed(line: bytes, field: str) -> Any:
-    if not line.strip():
-        raise ValueError("an empty line")
     try:
         found = json.loads(line.decode())
     except UnicodeDecodeError as error:

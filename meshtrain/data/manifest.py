@@ -5,9 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshtrain.errors import ConfigError
 
 NAME = "manifest.json"
+TOKEN_BYTES = "token_bytes.npy"
 JOURNAL = "progress.jsonl"  # of a folder that is not done; see shards.py
 VERSION = 1
 KEYS = {"version", "tokenizer", "settings", "dtype", "shards", "documents", "tokens", "text_bytes"}
@@ -38,6 +41,18 @@ def read(folder: Path) -> dict[str, Any]:
     if faults:
         raise ConfigError(*faults[:10])
     return found
+
+
+def token_bytes(folder: Path, found: dict[str, Any]) -> np.ndarray:
+    """Returns how many bytes of text each token stands for; raises ConfigError."""
+    path, size = folder / TOKEN_BYTES, found["tokenizer"]["vocab_size"]
+    try:
+        sizes_V = np.load(path, allow_pickle=False)
+        if sizes_V.shape != (size,):
+            raise ValueError(f"is of shape {sizes_V.shape}, not ({size},)")
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; copy it again") from None
+    return sizes_V
 
 
 def write(path: Path, content: str | bytes) -> None:

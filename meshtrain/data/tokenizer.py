@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.data import cutting
+from meshtrain.data import cutting, manifest
 from meshtrain.errors import ConfigError
 
 # V vocabulary
 
 PIECE = 1 << 20  # characters of a long text that are tokenised at a time, where it can be cut
+FILES = ("tokenizer.json", "tokenizer.model")  # what a tokenizer is called in a folder
 # What ends a document, the first that a tokenizer.json has; --eos names another.
 EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|im_end|>", "<eos>")
 BOS = ("<s>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>")
@@ -35,7 +36,7 @@ class Tokenizer:
     kind: str  # "bytes", "huggingface" or "sentencepiece"
     vocab_size: int
     eos: int | None  # ends a document
-    bos: int | None
+    bos: int | None  # begins one, where that is asked for
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[Iterable[int]], str]
     token_bytes: Callable[[], np.ndarray]
@@ -68,36 +69,45 @@ def load(path: str | Path, eos: str = "") -> Tokenizer:
     """
     if str(path) == "bytes":
         return _with_eos(_bytes(), eos, {})
-    path, manifest = Path(path), {}
+    path, prepared = Path(path), {}
     if path.is_dir():
-        manifest = _tokenizer_of(path)
-        if manifest.get("kind") == "bytes":
+        prepared = _tokenizer_of(path)
+        if prepared.get("kind") == "bytes":
             return _with_eos(_bytes(), eos, {})
-        names = [manifest["file"]] if manifest else ["tokenizer.json", "tokenizer.model"]
+        names = [prepared["file"]] if prepared else FILES
         found = [path / name for name in names if (path / name).is_file()]
         if not found:
             raise ConfigError(f"tokenizer {path}: no {' or '.join(names)} in that folder")
         path = found[0]
     try:
         with open(path, "rb") as file:
-            made = _huggingface if file.read(64).lstrip()[:1] == b"{" else _sentencepiece
+            is_json = path.suffix == ".json" or file.read(64).lstrip()[:1] == b"{"
     except OSError as error:
         raise ConfigError(
             f"tokenizer {path}: {error.strerror}; use bytes, a tokenizer.json, a SentencePiece .model, "
             f"or a folder with one"
         ) from None
-    tokenizer = made(path, eos)
-    if manifest:
-        ends = tokenizer.eos if eos else manifest["eos"]
-        return dataclasses.replace(tokenizer, eos=ends, bos=manifest["bos"])
+    tokenizer = (_huggingface if is_json else _sentencepiece)(path, eos)
+    if prepared and not eos:
+        return dataclasses.replace(tokenizer, eos=prepared["eos"])
     return tokenizer
+
+
+def is_in(folder: Path) -> bool:
+    """Whether a folder says what its tokenizer is, by a file of it or a manifest."""
+    return any((folder / name).is_file() for name in (*FILES, manifest.NAME))
+
+
+def begins_documents(folder: Path) -> bool:
+    """Whether the documents of a prepared folder begin with `bos`; False for any other folder or file."""
+    return folder.is_dir() and _tokenizer_of(folder).get("bos") is not None
 
 
 def digest_in(folder: Path) -> str:
     """Returns what tells the tokenizer in a folder from others, as manifests have it; "" where there is none."""
     if folder.is_dir() and (found := _tokenizer_of(folder)):
         return found["sha256"]
-    files = (folder / name for name in ("tokenizer.json", "tokenizer.model"))
+    files = (folder / name for name in FILES)
     file = next((file for file in files if file.is_file()), None)
     return hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
 
@@ -105,11 +115,11 @@ def digest_in(folder: Path) -> str:
 def _tokenizer_of(folder: Path) -> dict[str, Any]:
     """Returns what the manifest of a prepared folder says of its tokenizer; {} where there is none."""
     try:
-        return json.loads((folder / "manifest.json").read_text())["tokenizer"]
+        return json.loads((folder / manifest.NAME).read_text())["tokenizer"]
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / 'manifest.json'} cannot be read: {error}") from None
+        raise ConfigError(f"{folder / manifest.NAME} cannot be read: {error}") from None
 
 
 # ---- bytes ----

@@ -5,6 +5,7 @@ is which parameter; files.py reads and writes safetensors. Here: parameters from
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -45,6 +46,30 @@ def model_section(folder: Path) -> Section:
         raise ConfigError(*(f"{path}: {fault}" for fault in error.faults)) from error
 
 
+def check_sizes(folder: Path) -> None:
+    """Raises ConfigError where config.json has more layers than there are tensors, or a dim no tensor can have.
+
+    To be called before anything is made of these numbers: out of the air, they take all memory.
+    """
+    family, found = _tensors(folder)
+    path = folder / config_json.NAME
+    config = config_json.read(path)
+    largest = max((math.prod(tensor.shape) for tensor in found.values()), default=0)
+    faults = []
+    for ours, theirs in family.keys.items():
+        value, layers = config.get(theirs), ours == "num_layers"
+        # The longest sequence is a dim only where positions are learned.
+        if not isinstance(value, int) or ours == "max_seq_len":
+            continue
+        if value > (len(found) if layers else largest):
+            most = f"{len(found)} tensors" if layers else f"no tensor of more than {largest} values"
+            faults.append(
+                f"{path}: {theirs}={value}: the files beside it hold {most}; get both again"
+            )
+    if faults:
+        raise ConfigError(*faults)
+
+
 def family_in(folder: Path) -> Family:
     """Returns the family that a folder's config.json names."""
     return config_json.family_of(config_json.read(folder / config_json.NAME))
@@ -65,14 +90,21 @@ def read(folder: Path, abstract_params: Params, section: Section) -> Params:
     files; beside that a process holds its share of one parameter. Raises ConfigError, before anything is
     allocated, where files are damaged or their tensors are not those of this section.
     """
+    checked = check(folder, abstract_params, section)
+    leaves, tree = jax.tree.flatten(abstract_params)
+    return tree.unflatten(
+        _read(tensors, row, leaf) for (row, tensors), leaf in zip(checked, leaves, strict=True)
+    )
+
+
+def check(
+    folder: Path, abstract_params: Params, section: Section
+) -> list[tuple[Row, list[files.Tensor]]]:
+    """Returns where each parameter lies; raises ConfigError as `read` does, which reads no tensor then."""
     family, found = _tensors(folder)
     rows = _rows(family, paths(abstract_params), section)
     _check(folder, family, found, rows)
-    leaves, tree = jax.tree.flatten(abstract_params)
-    return tree.unflatten(
-        _read([found[name] for name in row.tensors], row, leaf)
-        for row, leaf in zip(rows, leaves, strict=True)
-    )
+    return [(row, [found[name] for name in row.tensors]) for row in rows]
 
 
 def write(

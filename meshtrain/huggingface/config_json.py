@@ -12,6 +12,7 @@ from meshtrain.huggingface.families import (
     EVERYWHERE,
     FAMILIES,
     KINDS,
+    LEAST,
     LETTERS,
     OF_TEXT,
     PLAIN,
@@ -44,6 +45,7 @@ def read(path: Path) -> Config:
 def family_of(config: Config) -> Family:
     """Returns the family that a config.json names; raises ConfigError where it is none of ours."""
     named = config.get("architectures") or []
+    named = named if isinstance(named, list) else [named]
     wanted = {ALSO.get(name, name) for name in named if isinstance(name, str)}
     for family in FAMILIES:
         if family.architecture in wanted or (
@@ -68,7 +70,8 @@ def to_section(config: Config) -> Section:
     section["head_dim"] = section.get("head_dim") or section["d_model"] // heads
     section["d_ff"] = section["d_ff"] or 4 * section["d_model"]
     section |= {key: float(section[key] or 0.0) for key in CAPS}
-    section["bias"] = section["bias"] or bool(config.get("mlp_bias"))
+    if "mlp_bias" in family.defaults:
+        section["bias"] = bool(config["mlp_bias"])
     if section["norm"] == "rms_1p":
         section["embed_scale"] = section["d_model"] ** 0.5
         section["query_scale"] = config["query_pre_attn_scalar"] ** -0.5
@@ -95,10 +98,12 @@ def _faults(config: Config, family: Family) -> list[str]:
             faults.append(f"{theirs}={value!r}: is no number above 0")
     for key, values in (EVERYWHERE | family.only).items():
         if config.get(key) not in values:
-            faults.append(f"{key}={config[key]!r}: this transformer has only {_told(values)}")
-    if bool(config.get("attention_bias")) != bool(
-        config.get("mlp_bias", config.get("attention_bias"))
-    ):
+            told = " or ".join("none" if value is None else repr(value) for value in values)
+            faults.append(f"{key}={config[key]!r}: this transformer has only {told}")
+    for key, least in LEAST.items():
+        if key in family.defaults and not (_is_number(config[key]) and config[key] >= least):
+            faults.append(f"{key}={config[key]!r}: is no number from {least} on")
+    if "mlp_bias" in family.defaults and bool(config["attention_bias"]) != bool(config["mlp_bias"]):
         faults.append(
             f"attention_bias={config['attention_bias']}, mlp_bias={config['mlp_bias']}: this transformer "
             f"has both, or neither"
@@ -106,8 +111,8 @@ def _faults(config: Config, family: Family) -> list[str]:
     return faults
 
 
-def _told(values: tuple) -> str:
-    return " or ".join("none" if value is None else repr(value) for value in values)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _rope(config: Config, family: Family) -> Section:
@@ -147,11 +152,7 @@ def _rope_of(config: Config, layers: str) -> tuple[float, tuple]:
     numbers = {key: given.get(key) for key in SCALINGS[kind]}
     numbers["rope_theta"] = given.get("rope_theta", config["rope_theta"])
     for key, value in numbers.items():
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
+        if not (_is_number(value) and value > 0):
             raise ConfigError(f"{key}={value!r} of {kind} rope: is no number above 0")
     theta = float(numbers.pop("rope_theta"))
     return theta, (kind, *map(float, numbers.values())) if numbers else ()
@@ -160,15 +161,14 @@ def _rope_of(config: Config, layers: str) -> tuple[float, tuple]:
 def _attention(config: Config, family: Family) -> Section:
     """Returns which layers are local, as the shortest string that says it, and how far they see."""
     types, num_layers = config.get("layer_types"), config["num_hidden_layers"]
-    if types is None:
-        letters = family.letters(config)
-    elif isinstance(types, list) and len(types) == num_layers and {*types} <= LETTERS.keys():
-        letters = "".join(map(LETTERS.get, types))
-    else:
-        raise ConfigError(f"layer_types={types}: use one of {', '.join(LETTERS)} for each layer")
-    letters = every_layer(letters, num_layers)
+    letters = every_layer(family.letters(config), num_layers)
+    if types is not None:
+        own, letters = letters, _letters(types, num_layers)
+        if not family.by_layer and letters != own:
+            kind = next(name for name, letter in LETTERS.items() if letter == own[0])
+            raise ConfigError(f"layer_types={types}: a {family.architecture} has {kind} alone here")
     window = config.get("sliding_window") if "l" in letters else 0
-    if "l" in letters and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+    if "l" in letters and not (isinstance(window, int) and _is_number(window) and window >= 1):
         raise ConfigError(f"sliding_window={window!r}: {letters.count('l')} layers need 1 or more")
     short = next(
         n for n in range(1, num_layers + 1) if every_layer(letters[:n], num_layers) == letters
@@ -176,9 +176,16 @@ def _attention(config: Config, family: Family) -> Section:
     return {"attention": letters[:short], "window": window}
 
 
+def _letters(types: Any, num_layers: int) -> str:
+    listed = {*map(str, types)} if isinstance(types, list) else {"none"}
+    if not listed <= LETTERS.keys() or len(types) != num_layers:
+        raise ConfigError(f"layer_types={types}: use one of {', '.join(LETTERS)} for each layer")
+    return "".join(map(LETTERS.get, types))
+
+
 def every_layer(letters: str, num_layers: int) -> str:
     """Returns a letter for each layer."""
-    return (letters * num_layers)[:num_layers]
+    return (letters * -(-num_layers // len(letters)))[:num_layers]
 
 
 def to_config(section: Section, original: Config | None = None) -> Config:
@@ -255,7 +262,7 @@ def _written_attention(s: Section, family: Family) -> Config:
         return {}
     letters = every_layer(s["attention"], s["num_layers"])
     window = s["window"] if "l" in letters else None
-    if "layer_types" in family.only:
+    if not family.by_layer:
         return {"sliding_window": window}
     types = {letter: name for name, letter in LETTERS.items()}
     config = {"layer_types": [types[letter] for letter in letters]}
@@ -286,5 +293,6 @@ def meaning(section: Section) -> Section:
         s["rope_theta_local"] = s["rope_theta_local"], ()
     if s["positions"] != "rope" or "g" not in letters:
         del s["rope_theta"], s["rope_scaling"]
-    del s["z_loss"]
+    for how in ("z_loss", "attention_impl", "loss_chunk_mib"):
+        del s[how]
     return s

@@ -29,6 +29,8 @@ PLAIN = {
     "logit_softcap": 0.0,
     "embed_scale": 1.0,
     "z_loss": 0.0,
+    "attention_impl": "auto",
+    "loss_chunk_mib": 256,
 }
 
 KEYS = {  # of a section, and in config.json
@@ -62,11 +64,13 @@ SCALINGS = {  # of rope: what follows the kind, in a section's tuple
         "original_max_position_embeddings",
     ),
 }
+LEAST = {"sliding_window_pattern": 1, "query_pre_attn_scalar": 1, "max_window_layers": 0}
 LETTERS = {"full_attention": "g", "sliding_attention": "l"}
 EVERYWHERE = {  # see Family.only
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1.0),
     "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
 }
 
 
@@ -79,12 +83,14 @@ def _all_local(config: Mapping) -> str:
 
 
 def _last_local(config: Mapping) -> str:
-    first = config["max_window_layers"] if config["use_sliding_window"] else math.inf
+    used = config["use_sliding_window"] and config["sliding_window"]
+    first = config["max_window_layers"] if used else math.inf
     return "".join("l" if i >= first else "g" for i in range(config["num_hidden_layers"]))
 
 
 def _by_turns(config: Mapping) -> str:
-    return "l" * (config["sliding_window_pattern"] - 1) + "g"
+    by = config["sliding_window_pattern"]
+    return "".join("l" if (i + 1) % by else "g" for i in range(config["num_hidden_layers"]))
 
 
 @dataclass(frozen=True)
@@ -101,12 +107,12 @@ class Family:
     ]  # keys of config.json, and the values that this transformer can follow
     keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
     letters: Callable[[Mapping], str] = _neither  # where config.json has no layer_types
+    by_layer: bool = True  # False: transformers lets layer_types change nothing
     prefixes: tuple[tuple[str, str], ...] = ()  # of tensors, in some files, and what they stand for
     others: tuple[str, ...] = ()  # prefixes of tensors that are no part of a language model
 
 
 SILU = {"hidden_act": ("silu", "swish")}
-ALIKE = {"layer_types": (None,)}
 SLIDING = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 SMALL = {
     "rms_norm_eps": 1e-6,
@@ -114,7 +120,7 @@ SMALL = {
     "head_dim": None,
     "tie_word_embeddings": False,
 }
-GELU = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,)}
+GELU = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False, None)}
 GEMMA = {"norm": "rms_1p", "mlp": "geglu", "post_norm": True}
 GEMMA_SIZES = {
     "num_attention_heads": 8,
@@ -142,7 +148,8 @@ FAMILIES = (
             "attention_bias": False,
             "mlp_bias": False,
         },
-        only=SILU | ALIKE,
+        only=SILU,
+        by_layer=False,
     ),
     Family(
         "MistralForCausalLM",
@@ -156,8 +163,9 @@ FAMILIES = (
             "hidden_act": "silu",
             "sliding_window": 4096,
         },
-        only=SILU | ALIKE,
+        only=SILU,
         letters=_all_local,
+        by_layer=False,
     ),
     Family(
         "Qwen2ForCausalLM",
@@ -184,7 +192,7 @@ FAMILIES = (
             "hidden_act": "silu",
             "attention_bias": False,
         },
-        only=SILU | {"attention_bias": (False,)},
+        only=SILU | {"attention_bias": (False, None)},
         letters=_last_local,
     ),
     Family(

@@ -54,6 +54,8 @@ class Model:
     flops_per_token: Callable[[int], float] | None = (
         None  # of the sequence length; forward and backward
     )
+    # (sequence length, dtype) -> which implementation its attention takes; ConfigError if it cannot serve.
+    attention: Callable[[int, str], str] | None = None
 
     def stack(self, layers: Params) -> Params:
         """Returns all that the blocks are given, of these parameters of layers: (layers, ...)."""

@@ -45,7 +45,7 @@ def dense(
         dims_out,
         axis=tuple(range(-num_in, 0)),
         use_bias=bias,
-        dot_general=_flat_dot_general,
+        dot_general=flat_dot_general,
         kernel_init=bell(scale * math.prod(dims_in if num_in > 1 else (dims_in,)) ** -0.5),
         kernel_metadata={"out_sharding": axes},
         bias_metadata={"out_sharding": axes[num_in:]},
@@ -53,7 +53,7 @@ def dense(
     )
 
 
-def _flat_dot_general(x, kernel, dimension_numbers, **options):
+def flat_dot_general(x, kernel, dimension_numbers, **options):
     """`lax.dot_general` with the batch dims of `x` made one.
 
     The gradient of the kernel then contracts one dim; over two, XLA transposes both operands first,

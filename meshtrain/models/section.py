@@ -6,6 +6,7 @@ import numpy as np
 
 from meshtrain.errors import ConfigError, below, not_one_of
 from meshtrain.models.layers import frequencies
+from meshtrain.ops import attention
 
 VOCAB_MULTIPLE = 128  # so that any usual mesh.tensor divides it, whatever the tokenizer made
 SCALINGS = {"linear": 1, "llama3": 4}  # numbers that each way to scale rope takes
@@ -42,6 +43,8 @@ class TransformerConfig:
     embed_scale: float
     tie_embeddings: bool
     z_loss: float
+    attention_impl: str
+    loss_chunk_mib: int
 
     def __post_init__(self):
         if faults := _wrong_alone(self) or _wrong_together(self):
@@ -59,8 +62,7 @@ class TransformerConfig:
     @property
     def is_local(self) -> np.ndarray:
         """(num_layers,) bool."""
-        kinds = (self.attention * self.num_layers)[: self.num_layers]
-        return np.array([kind == "l" for kind in kinds])
+        return np.resize([kind == "l" for kind in self.attention], self.num_layers)
 
     @property
     def frequencies(self) -> np.ndarray:
@@ -89,10 +91,11 @@ def _wrong_alone(c: TransformerConfig) -> list[str]:
         "norm": ("rms", "layer", "rms_1p"),
         "positions": ("rope", "learned"),
         "mlp": ("swiglu", "gelu", "geglu"),
+        "attention_impl": attention.NAMES,
     }
     counts = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
     none_or_more = ("z_loss", "head_dim", "window", "rope_theta_local", "query_scale")
-    none_or_more += ("attention_softcap", "logit_softcap")
+    none_or_more += ("attention_softcap", "logit_softcap", "loss_chunk_mib")
     faults = []
     for key, names in choices.items():
         faults += not_one_of(f"model.{key}", getattr(c, key), names)

@@ -10,10 +10,10 @@ from flax import nnx
 from meshtrain.data.source import Batch
 from meshtrain.metrics import Metrics
 from meshtrain.models import base
-from meshtrain.models.layers import Block, dense, embedding, norm
+from meshtrain.models.layers import Block, dense, embedding, flat_dot_general, norm
 from meshtrain.models.section import TransformerConfig, flops_per_token
-from meshtrain.ops.attention import attention
-from meshtrain.ops.losses import cross_entropy
+from meshtrain.ops.attention import attention, choose
+from meshtrain.ops.losses import in_chunks
 from meshtrain.sharding import constrain
 
 # B batch, S sequence, T positions of a cache, D model, G key/value heads, K head dim, V vocabulary, padded
@@ -48,15 +48,29 @@ class Outer(nnx.Module):
         return constrain(x_BSD, "batch", "residual_seq", "residual")
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
-        x_BSD = self.final_norm(x_BSD)
-        logits_BSV = (
-            x_BSD @ table(self.tokens, "vocab").T if self.output is None else self.output(x_BSD)
-        )
+        return self.project(self.kernel(), self.final_norm(x_BSD))
+
+    def kernel(self) -> jax.Array:
+        """Returns that of the output head (D, V), whole along D."""
+        if self.output is None:
+            return table(self.tokens, "vocab").T
+        return constrain(self.output.kernel[...], "residual", "vocab")
+
+    def project(self, kernel_DV: jax.Array, x_BSD: jax.Array) -> jax.Array:
+        c = self.c
+        logits_BSV = flat_dot_general(x_BSD, kernel_DV, (((2,), (0,)), ((), ())))
         logits_BSV = constrain(logits_BSV, "batch", "seq", "vocab")
-        if self.c.logit_softcap:
-            logits_BSV = self.c.logit_softcap * jnp.tanh(logits_BSV / self.c.logit_softcap)
-        is_token_V = jnp.arange(logits_BSV.shape[-1]) < self.c.vocab_size  # the rest only pads
+        if c.logit_softcap:
+            logits_BSV = c.logit_softcap * jnp.tanh(logits_BSV / c.logit_softcap)
+        if logits_BSV.shape[-1] == c.vocab_size:
+            return logits_BSV
+        is_token_V = jnp.arange(logits_BSV.shape[-1]) < c.vocab_size  # the rest only pads
         return jnp.where(is_token_V[None, None], logits_BSV, jnp.finfo(logits_BSV.dtype).min)
+
+    def loss(self, x_BSD: jax.Array, batch: Batch) -> Metrics:
+        c, x_BSD = self.c, constrain(self.final_norm(x_BSD), "batch", "seq", "residual")
+        what = self.kernel(), x_BSD, batch.targets, batch.weights
+        return in_chunks(self.project, *what, z_loss=c.z_loss, mib=c.loss_chunk_mib)
 
 
 def table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
@@ -65,6 +79,12 @@ def table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
     (`nnx.Embed` itself would compute in the dtype that it was made with.)
     """
     return constrain(embedding.embedding[...], rows, "residual")
+
+
+def attention_of(c: TransformerConfig, seq_len: int, dtype: str) -> str:
+    """Returns which implementation of attention is taken, or raises ConfigError if it cannot serve."""
+    shapes = dict(seq_len=seq_len, head_dim=c.head_size, dtype=dtype)
+    return choose(c.attention_impl, **shapes, softcap=c.attention_softcap)[1]
 
 
 def positions_of(batch: Batch) -> jax.Array:
@@ -88,6 +108,10 @@ def build(**config) -> base.Model:
     def run(layer, x_BSD, batch, attend):
         is_local = layer["is_local"] if mixed else bool(kinds.all())
         return block.bind(layer)(x_BSD, positions_of(batch), is_local, attend)
+
+    def plain(layer, x_BSD, batch):
+        how = dict(segments_BS=batch.segments, implementation=c.attention_impl)
+        return run(layer, x_BSD, batch, partial(attention, **how))
 
     def cached(layer, x_BSD, batch, cache, past):
         """`cache` holds keys and values of this layer, (B, T, G, K) each."""
@@ -114,24 +138,18 @@ def build(**config) -> base.Model:
         outer_key, layers_key = jax.random.split(key)
         return {**outer.init(outer_key), "layers": init_layers(layers_key)}
 
-    def head(params, x_BSD, batch: Batch) -> Metrics:
-        return cross_entropy(
-            outer.bind(params).logits(x_BSD), batch.targets, batch.weights, z_loss=c.z_loss
-        )
-
     return base.Model(
         init=init,
         axes={**outer.axes, "layers": layer_axes},
         embed=lambda params, batch: outer.bind(params).embed(batch),
-        block=lambda layer, x_BSD, batch: run(
-            layer, x_BSD, batch, partial(attention, segments_BS=batch.segments)
-        ),
-        head=head,
+        block=plain,
+        head=lambda params, x_BSD, batch: outer.bind(params).loss(x_BSD, batch),
         constants={"is_local": kinds} if mixed else {},
         empty_cache=empty_cache,
         cached_block=cached,
         logits=lambda params, x_BSD: outer.bind(params).logits(x_BSD),
         flops_per_token=lambda seq_len: flops_per_token(c, seq_len),
+        attention=partial(attention_of, c),
     )
 
 

@@ -1,11 +1,18 @@
 """Losses as sums, so that micro-batches and masks add up exactly."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from meshtrain import sharding
+from meshtrain.mesh import AXES
 from meshtrain.metrics import Metrics, weighted
 
-# B batch, S sequence, V vocabulary
+# B batch, S sequence, D model, V vocabulary, N slices of the batch, C chunks, T tokens of a chunk
+
+MIB = 1 << 20
 
 
 def cross_entropy(
@@ -26,3 +33,88 @@ def cross_entropy(
     if z_loss == 0:
         return weighted(nll_BS, weights_BS)
     return weighted(nll_BS + z_loss * log_z_BS**2, weights_BS, cross_entropy=nll_BS)
+
+
+def in_chunks(
+    project: Callable[[jax.Array, jax.Array], jax.Array],
+    kernel_DV: jax.Array,
+    x_BSD: jax.Array,
+    targets_BS: jax.Array,
+    weights_BS: jax.Array,
+    *,
+    z_loss: float,
+    mib: int,
+) -> Metrics:
+    """Returns the `cross_entropy` of `project(kernel, x)`, with no more float32 logits at a time than `mib` MiB.
+
+    That is on each device, by chunks of tokens: the larger the vocabulary, the fewer in a chunk. 0: all
+    at once. The gradient is made along with the loss, so that no logits are kept or made again; it is
+    that of `loss` alone, what else Metrics hold is for reports. `project` must close over no arrays.
+    """
+    loss = partial(_of_part, project, z_loss)
+    # Each slice of the batch adds up its own chunks, or XLA would add up over devices in each.
+    axes, num_slices = sharding.batch_slices(AXES)
+    num_chunks = _num_chunks(targets_BS.size // num_slices, kernel_DV.shape[-1], mib)
+    if num_chunks == 1:
+        return loss(kernel_DV, (x_BSD, targets_BS, weights_BS))
+
+    def of_slice(kernel_DV, parts):
+        with sharding.apart(axes):
+            return _summed(loss, kernel_DV, parts)
+
+    def cut(leaf):
+        return leaf.reshape(num_slices, num_chunks, 1, -1, *leaf.shape[2:])
+
+    parts = jax.tree.map(cut, (x_BSD, targets_BS, weights_BS))
+    metrics = jax.vmap(of_slice, (None, 0), spmd_axis_name=axes or None)(kernel_DV, parts)
+    return jax.tree.map(lambda values: values.sum(0), metrics)
+
+
+def _num_chunks(num_tokens: int, vocab: int, mib: int) -> int:
+    """Returns the least divisor of the tokens that makes chunks small enough."""
+    size = num_tokens * vocab * 4 // sharding.num_shards("vocab", vocab)
+    fewest = min(num_tokens, -(-size // (mib * MIB))) if mib else 1
+    return next(n for n in range(fewest, num_tokens + 1) if num_tokens % n == 0)
+
+
+def _of_part(project: Callable, z_loss: float, kernel_DV: jax.Array, part: tuple) -> Metrics:
+    x_BSD, targets_BS, weights_BS = part
+    return cross_entropy(project(kernel_DV, x_BSD), targets_BS, weights_BS, z_loss=z_loss)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(loss: Callable, kernel_DV: jax.Array, parts: tuple) -> Metrics:
+    """Returns the sums of `loss(kernel, part)` over parts (C, ...)."""
+    return jax.tree.map(
+        lambda values: values.sum(0), jax.lax.map(lambda part: loss(kernel_DV, part), parts)
+    )
+
+
+def _forward(loss, kernel_DV, parts):
+    wide = jnp.promote_types(kernel_DV.dtype, jnp.float32)
+
+    def add(sums, part):
+        x, *rest = part
+
+        def of(kernel_DV, x):
+            metrics = loss(kernel_DV, (x, *rest))
+            return metrics.loss, metrics
+
+        (grad_kernel, grad_x), metrics = jax.grad(of, (0, 1), has_aux=True)(kernel_DV, x)
+        new = metrics, grad_kernel.astype(wide)
+        return jax.tree.map(jnp.add, sums, new), grad_x
+
+    one = jax.tree.map(lambda leaf: leaf[0], parts)
+    metrics = jax.eval_shape(loss, kernel_DV, one)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), metrics)
+    start = zeros, jnp.zeros(kernel_DV.shape, wide)
+    (metrics, grad_kernel), grad_x = jax.lax.scan(add, start, parts)
+    return metrics, (grad_kernel.astype(kernel_DV.dtype), grad_x)
+
+
+def _backward(loss, kept, grads):
+    grad_kernel, grad_x = jax.tree.map(lambda leaf: (leaf * grads.loss).astype(leaf.dtype), kept)
+    return grad_kernel, (grad_x, None, None)
+
+
+_summed.defvjp(_forward, _backward)

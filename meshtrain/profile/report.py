@@ -1,0 +1,76 @@
+"""A profile as text."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+
+MOST = 16  # devices to be told apart
+
+
+def lines(profile: Any, *, top: int) -> Iterator[str]:
+    """Yields the lines of a Profile: the time of a step, what devices did with it, the costliest rows."""
+    yield from _timing(profile)
+    yield ""
+    yield f"{'share of the time':28}{'busy':>9}{'collectives':>14}{'exposed':>10}{'idle':>9}"
+    for device in profile.devices[:MOST]:
+        yield _usage(device, "")
+        for stream in profile.streams.get(device.name, ()):
+            yield _usage(stream, "  ")
+    if len(profile.devices) > MOST:
+        yield f"and {len(profile.devices) - MOST} devices more"
+    total = sum(row.seconds for row in profile.rows)
+    yield ""
+    yield f"own time of all operations: {total * 1e3:.2f} ms per step and device, concurrent ones added up"
+    yield f"  {_shares(profile.rows, 'phase', total)}"
+    yield f"  {_shares(profile.rows, 'kind', total)}"
+    yield ""
+    yield from _table(profile.rows, top, total)
+    yield ""
+    yield f"trace in {profile.file}"
+
+
+def _timing(profile: Any) -> Iterator[str]:
+    timing, steps = profile.timing, profile.steps
+    which = f"steps {steps[0]}..{steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    kind = jax.local_devices()[0].device_kind
+    of = f" of process 0 of {jax.process_count()}" if jax.process_count() > 1 else ""
+    yield f"{which} on {jax.local_device_count()} {kind}{of} · jax {jax.__version__}"
+    before = ""
+    if timing.untraced is not None:
+        before = f"; {timing.untraced * 1e3:.2f} ms before, with the trace off"
+    waited = f"{timing.waited * 1e3:.2f} ms waiting for data"
+    yield f"{timing.traced * 1e3:.2f} ms a step, {waited}{before}"
+
+
+def _usage(usage: Any, indent: str) -> str:
+    shares = f"{usage.busy:>9.1%}{usage.collective:>14.1%}{usage.exposed:>10.1%}"
+    return f"{indent + usage.name:28.27}{shares}{1 - usage.busy:>9.1%}"
+
+
+def _shares(rows: Iterable[Any], key: str, total: float) -> str:
+    shares = Counter()
+    for row in rows:
+        shares[getattr(row, key)] += row.seconds / total
+    told = [f"{name} {share:.1%}" for name, share in shares.most_common(7)]
+    return " · ".join(told)
+
+
+def _table(rows: list[Any], top: int, total: float) -> Iterator[str]:
+    shown, rest = rows[:top], rows[top:]
+    kind, phase = (max(len(getattr(row, key)) for row in shown) + 2 for key in ("kind", "phase"))
+    yield (
+        f"{'ms':>8}{'%':>7}{'calls':>7}  {'kind':{kind}}{'pass':{phase}}source [costliest operation + others]"
+    )
+    for row in shown:
+        others = f" +{row.num_names - 1}" if row.num_names > 1 else ""
+        what = f"{row.kind:{kind}}{row.phase:{phase}}{row.source} [{row.name}{others}]"
+        yield f"{_costs(row.seconds, total, row.calls)}  {what}"
+    if rest:
+        costs = _costs(sum(row.seconds for row in rest), total, sum(row.calls for row in rest))
+        yield f"{costs}  in {len(rest)} more rows: --top={len(rows)}"
+
+
+def _costs(seconds: float, total: float, calls: float) -> str:
+    return f"{seconds * 1e3:8.2f}{seconds / total:7.1%}{calls:7.5g}"

@@ -1,0 +1,124 @@
+"""Options of the compiler by name, and the cache of what it compiled."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from conftest import tiny_config
+
+from meshtrain import compiler, config
+from meshtrain.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+
+
+def mesh(platform, size):
+    devices = np.array([SimpleNamespace(platform=platform)] * size)
+    return SimpleNamespace(devices=devices, size=size)
+
+
+@pytest.mark.parametrize("preset", compiler.PRESETS)
+def test_this_compiler_knows_every_option_of_a_preset(preset):
+    found = compiler.options(preset, mesh("gpu", 8))
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    assert lowered.compile(compiler_options=found)(1.0) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        lowered.compile(compiler_options=found | {"xla_gpu_of_a_later_year": True})
+
+
+def test_options_that_are_gone_are_left_out(monkeypatch):
+    name = "xla_gpu_enable_pipelined_all_gather"
+    for version, there in [((0, 10, 2), True), ((0, 11, 0), False), ((1, 0, 0), False)]:
+        monkeypatch.setattr(jax, "__version_info__", version)
+        assert (name in compiler.options("overlap", mesh("gpu", 8))) == there
+
+
+@pytest.mark.parametrize(
+    ("platform", "size", "preset"),
+    [("cpu", 1, "none"), ("cpu", 8, "none"), ("gpu", 1, "none"), ("gpu", 8, "overlap")]
+    + [("tpu", 8, "none")],
+)
+def test_auto_is_what_suits_the_devices(platform, size, preset):
+    place = mesh(platform, size)
+    assert compiler.options("auto", place) == compiler.options(preset, place)
+
+
+def test_a_preset_that_is_none_is_told():
+    c = tiny_config()
+    c.train.xla_preset = "fast"
+    with pytest.raises(ConfigError, match="train.xla_preset='fast'"):
+        config.parse(c, num_devices=8)
+
+
+# ---- the cache ----
+
+
+def test_the_cache_is_a_folder_that_nobody_else_can_enter(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = compiler._own_folder()
+    assert folder.parent.parent == tmp_path / "cache"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert compiler._own_folder() == folder  # the second time too
+    assert capsys.readouterr().err == ""
+    folder.chmod(0o770)
+    assert compiler._own_folder() is None
+    assert f"no compile cache in {folder}: it is of user" in capsys.readouterr().err
+    folder.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(folder).st_uid + 1)
+    assert compiler._own_folder() is None
+
+
+def test_a_cache_that_cannot_be_made_is_told_and_done_without(tmp_path, monkeypatch, capsys):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert compiler._own_folder() is None
+    assert "Not a directory" in capsys.readouterr().err
+
+
+def test_programs_of_several_cpu_devices_are_not_cached(tmp_path, monkeypatch):
+    """They would hang when they are read back."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compiler.use_cache()
+        assert not jax.config.jax_enable_compilation_cache
+        assert not jax.config.jax_compilation_cache_dir and not list(tmp_path.iterdir())
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before[0])
+        jax.config.update("jax_compilation_cache_dir", before[1])
+
+
+SCRIPT = """
+import jax, sys
+from conftest import tiny_config
+jax.config.update("jax_num_cpu_devices", 1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+import meshtrain
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
+result = meshtrain.train(tiny_config())
+print(sum("cache_hits" in name for name in hits), jax.tree.leaves(result.state.params)[0].sum())
+"""
+
+
+@pytest.mark.slow
+def test_a_second_run_reads_what_the_first_compiled_and_computes_the_same(tmp_path):
+    def run():
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": paths}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        hits, total = done.stdout.splitlines()[-1].split()
+        return int(hits), total
+
+    (none, first), (many, second) = run(), run()
+    assert none == 0 and many > 0 and first == second
