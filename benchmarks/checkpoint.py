@@ -1,13 +1,11 @@
 """What a checkpoint costs: blocked time beside a copy, a save beside a raw write, a check beside a restore.
 
-  python benchmarks/checkpoint.py [--rounds=7] [--folder=DIR] [--output=FILE.json]
+  python benchmarks/checkpoint.py [--rounds=7] [--folder=DIR] [--output=PATH]
 
 A Llama-style model with AdamW, 305 MB of state on one CPU device, saved by the trainer's own Saver while
 nothing else goes on. Each round measures all, in turn; what counts are ratios of medians.
 """
 
-import argparse
-import json
 import os
 import shutil
 import statistics
@@ -22,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 
-from benchmarks.workers import about
+from benchmarks import record
 from configs import default
 from meshtrain import config, state
 from meshtrain.checkpoint import manifest
@@ -96,25 +94,22 @@ def measure(args) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--folder", help="on the disk to measure; the system's temporary one by default"
     )
-    parser.add_argument("--output")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    record = about(args) | measure(args)
-    m = record["medians"]
-    print(f"{record['bytes'] / 1e6:,.0f} MB of state, {record['files'] / 1e6:,.0f} MB of files")
-    print(*(f"{name:>10} {seconds:7.3f} s" for name, seconds in m.items()), sep="\n")
+    found = record.about(args)
+    found |= measure(args)
+    m = found["medians"]
+    print(f"{found['bytes'] / 1e6:,.0f} MB of state, {found['files'] / 1e6:,.0f} MB of files")
+    record.show([{"": name, "seconds": seconds} for name, seconds in m.items()])
     print(f"blocked / copy        {m['blocked'] / m['copy']:.2f}")
     print(f"save / raw write      {m['save'] / m['raw write']:.2f}")
     print(f"check / restore       {m['check'] / m['restore']:.1%}")
-    if args.output:
-        Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
+    record.save(args.output, found, model="checkpoint-llama-6x512")
 
 
 if __name__ == "__main__":

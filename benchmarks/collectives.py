@@ -1,144 +1,92 @@
-"""Latency and bus bandwidth of collectives by size, over processes or over simulated devices.
+"""Bytes that each device sends in a step, by mesh axis, beside the least that the layout calls for.
 
-  python benchmarks/collectives.py --nproc=2 [--largest=64] [--output=FILE.json]
-  python benchmarks/collectives.py --simulate_devices=8
+  python benchmarks/collectives.py [--layouts NAME ...] [--output=PATH]
 
-Each process is pinned to a core and has one XLA thread and one device. Two times are taken: `device` is
-the compiled collective on float32 that is on the devices already, `host` a whole call of
-meshtrain.collectives, from numpy to numpy. Each is the median of its calls on the slowest process, none
-of which is the first. The size S is that of the larger buffer of a member, and bus bandwidth S/t times
-a factor of the collective, both as nccl-tests have them:
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+A float32 Llama-style model (8.0 M parameters) on eight simulated devices. Nothing is run: the
+collectives are read from the compiled step by `meshtrain audit`, whose minimum it is, and which explains
+the rest line by line (`python -m meshtrain.audit --config=...`). Compilers differ: XLA makes an all-reduce
+and a slice for CPU of what is a reduce-scatter elsewhere, which the audit counts as the latter, with a
+note. For latency and bandwidth of the collectives themselves see bandwidth.py.
 """
 
-import argparse
-import functools
-import json
 import os
-import socket
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import jax
-import numpy as np
+from benchmarks import llama, record
+from meshtrain import cli
+from meshtrain.audit import audit
 
-from benchmarks.workers import about, answer, launch
-from meshtrain import cli, collectives, distributed
-from meshtrain.place import JAX
-
-OPTIONS = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": None}
-OPTIONS |= {"all_to_all": None, "broadcast": 0}
-SMALLEST, BUDGET = 1 << 10, 1 << 28  # bytes: of the first size, and of all calls that are timed
-FEWEST, MOST = 7, 101  # calls that are timed
-MIB = 1 << 20
-
-
-def factor(name: str, num: int) -> float:
-    return {"all_reduce": 2 * (num - 1) / num, "broadcast": 1.0}.get(name, (num - 1) / num)
-
-
-def median(call: Callable[[], Any], count: int) -> float:
-    """Returns the seconds that a call takes on the slowest process."""
-    call(), call()  # the first compiles
-    seconds = []
-    for _ in range(count):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return max(distributed.gather(statistics.median(seconds)))
+DEVICES = 8
+# The mesh, and where it is not the default the zero stage; all sizes multiply to DEVICES.
+LAYOUTS = {
+    "data": {"data": 8},
+    "fsdp, zero 1": {"fsdp": 8, "zero_stage": 1},
+    "fsdp, zero 2": {"fsdp": 8, "zero_stage": 2},
+    "fsdp, zero 3": {"fsdp": 8},
+    "tensor": {"tensor": 8},
+    "data x fsdp": {"data": 2, "fsdp": 4},
+    "data x tensor": {"data": 2, "tensor": 4},
+    "fsdp x tensor": {"fsdp": 4, "tensor": 2},
+    "data x fsdp x tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "pipeline": {"pipeline": 8},
+    "pipeline x data": {"pipeline": 4, "data": 2},
+    "pipeline x fsdp": {"pipeline": 4, "fsdp": 2},
+    "pipeline x fsdp x tensor": {"pipeline": 2, "fsdp": 2, "tensor": 2},
+}
 
 
-def run(compute: Callable, inputs: list[jax.Array]) -> None:
-    jax.block_until_ready(compute(inputs))
+def measure(args, layout: dict[str, int]):
+    """Returns the audit of a layout."""
+    mesh = {axis: size for axis, size in layout.items() if axis != "zero_stage"}
+    train = {"global_batch": args.rows * args.microbatches, "num_microbatches": args.microbatches}
+    train["zero_stage"] = layout.get("zero_stage", 3)
+    return audit(llama.settings(args, mesh={"data": 1, **mesh}, train=train))
 
 
-def measure(largest: int, *, over_processes: bool) -> list[dict[str, Any]]:
-    """Returns a row of figures for each collective and size."""
-    num, table = jax.device_count(), []
-    members = {"mesh": jax.sharding.Mesh(np.array(jax.devices()), ("member",)), "axis": "member"}
-    for name, option in OPTIONS.items():
-        size = SMALLEST
-        while size <= largest:
-            length = size // 4 // (num if name == "all_gather" else 1)
-            rows = np.ones((jax.local_device_count(), length), np.float32)
-            compute = collectives.program(name, option, **members)
-            inputs = [collectives.to_devices(rows, **members)]
-            args = [option] * (option is not None)
-            value, where = (rows[0], {}) if over_processes else (rows, members)
-            count = min(MOST, max(FEWEST, BUDGET // size // num))
-            calls = {
-                "device": functools.partial(run, compute, inputs),
-                "host": functools.partial(getattr(collectives, name), value, *args, **where),
-            }
-            times = {kind: median(call, count) for kind, call in calls.items()}
-            bus = {f"{kind}_bus": size / t * factor(name, num) for kind, t in times.items()}
-            table.append({"collective": name, "bytes": size, "calls": count, **times, **bus})
-            size *= 4
-    return table
+def rows_of(name: str, found) -> list[dict]:
+    """Returns a row of each axis, or axes together, that carry something or should."""
+    rows = []
+    for total in found.axes:
+        least = None if total.minimum is None else total.minimum / 1e6
+        row = {"layout": name, "over": total.name, "MB": total.bytes / 1e6, "minimum": least}
+        rows.append(row | {"ratio": total.ratio, "most beyond it": _most(found, total)[0]})
+    return rows
 
 
-def show(table: list[dict[str, Any]]) -> None:
-    print(f"{'':15} {'':>9} {'device':^19} {'host to host':^19}")
-    print(f"{'collective':15} {'size':>9} {'time':>9} {'bus':>9} {'time':>9} {'bus':>9}")
-    print(f"{'':15} {'KiB':>9} {'us':>9} {'GB/s':>9} {'us':>9} {'GB/s':>9}")
-    for row in table:
-        cells = f"{row['collective']:15} {row['bytes'] // 1024:9,}"
-        for kind in ("device", "host"):
-            cells += f" {row[kind] * 1e6:9,.0f} {row[f'{kind}_bus'] / 1e9:9.3f}"
-        print(cells)
+def reasons(audits) -> list[str]:
+    """Returns what the tables' last column stands for, each once."""
+    found = [_most(one, total) for one in audits for total in one.axes]
+    return sorted({f"{what}: {why}" for what, why in found if what})
 
 
-def run_workers(num: int, cores: list[int]) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    places = [dict(zip(JAX, (address, str(num), str(i)), strict=True)) for i in range(num)]
-    workers = [launch(__file__, core, **place) for core, place in zip(cores, places, strict=True)]
-    try:
-        table = answer(workers[0])["table"]
-        assert not any([worker.wait(60) for worker in workers])
-        return table
-    finally:
-        for worker in workers:
-            worker.kill()
+def _most(found, total) -> tuple[str, str]:
+    """Returns for what some axes send most beyond the minimum, and why; nothing below 1 %."""
+    excess = [one for one in found.excess if one[0] == total.name and one[3] > 0.01 * total.bytes]
+    _, what, why, _ = max(excess, key=lambda one: one[3], default=("", "", "", 0))
+    return what, why
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes, a core each")
-    parser.add_argument("--simulate_devices", type=int, metavar="N", help="in one process")
-    parser.add_argument("--largest", type=float, default=64, metavar="MIB")
-    parser.add_argument("--output", metavar="FILE.json")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser = record.parser(__doc__)
+    llama.add_numbers(parser, rows=16, microbatches=4)  # rows of a micro-batch
+    parser.add_argument("--layouts", nargs="+", default=[*LAYOUTS], choices=LAYOUTS, metavar="NAME")
     args = parser.parse_args()
-    if bool(args.nproc) == bool(args.simulate_devices):
-        parser.error("give one of --nproc and --simulate_devices")
-    largest = int(args.largest * MIB)
-    if args.worker:
-        distributed.initialize()
-        table = measure(largest, over_processes=True)
-        return print(json.dumps({"table": table}), flush=True)
-    cores, record = sorted(os.sched_getaffinity(0)), about(args)
-    if args.simulate_devices:
-        cli.simulate(args.simulate_devices)
-        table = measure(largest, over_processes=False)
-    elif len(cores) < args.nproc:
-        parser.error(
-            f"--nproc={args.nproc} and {len(cores)} cores: one each, or --simulate_devices"
-        )
-    else:
-        table = run_workers(args.nproc, cores[: args.nproc])
-    show(table)
-    if args.output:
-        Path(args.output).write_text(json.dumps(record | {"table": table}, indent=1) + "\n")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {llama.QUICK}".strip()
+    cli.simulate(DEVICES)
+    found, audits = {**record.about(args), "layouts": {}}, {}
+    for name in args.layouts:
+        audits[name] = audited = measure(args, LAYOUTS[name])
+        told = {key: getattr(audited, key) for key in ("mesh", "platform", "excess", "saved")}
+        told |= {"axes": [asdict(total) for total in audited.axes], "warnings": audited.warnings}
+        found["layouts"][name] = told
+        print(f"compiled: {name}", file=sys.stderr, flush=True)
+    record.show([row for name, audited in audits.items() for row in rows_of(name, audited)])
+    print(*reasons(audits.values()), sep="\n")
+    record.save(args.output, found, model=f"collectives-{llama.name_of(args)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Kills a run again and again (SIGKILL), in steps and in each stage of a save, and compares where it ends.
 
-  python benchmarks/crashes.py [--kills=30] [--seed=0]
+  python benchmarks/crashes.py [--kills=30] [--seed=0] [--output=PATH]
 
 A tiny model on two simulated devices, a checkpoint every ten steps. Parameters, optimizer state and
 every loss on record must be, bit for bit, those of a run that nobody disturbed.
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 
+from benchmarks import llama, record
 from configs import default
 from meshtrain import checkpoint, train
 from meshtrain.checkpoint import arrays, manifest
@@ -32,7 +33,6 @@ from meshtrain.checkpoint.saver import Saver
 
 STEPS, EVERY = 3000, 10
 PLACES = ("any time", "step", "copy", "write", "commit", "manifest", "name", "removal")
-FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def die():
@@ -107,14 +107,12 @@ def work(args) -> None:
 
 def launch(workdir: Path, *options: str) -> int:
     command = [sys.executable, __file__, "--worker", f"--workdir={workdir}", *options]
-    env = {**os.environ, "XLA_FLAGS": FLAGS}
+    env = {**os.environ, "XLA_FLAGS": llama.QUICK}
     return subprocess.run(command, env=env, stdout=subprocess.DEVNULL).returncode
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     for hidden in ("--place", "--workdir"):
@@ -124,6 +122,8 @@ def main() -> int:
     if args.worker:
         work(args)
         return 0
+    jax.config.update("jax_platforms", "cpu")
+    about = record.about(args)
     folder, draw, began = Path(tempfile.mkdtemp()), random.Random(args.seed), time.perf_counter()
     calm, disturbed = folder / "calm", folder / "disturbed"
     assert launch(calm) == 0
@@ -141,19 +141,22 @@ def main() -> int:
         )
     assert launch(disturbed) == 0
 
-    def record(workdir: Path):
+    def outcome(workdir: Path):
         found = arrays.as_numpy(workdir / checkpoint.FOLDER / str(STEPS))
         rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
         return found, {row["step"]: row["loss"] for row in rows}
 
-    (a, losses_a), (b, losses_b) = record(calm), record(disturbed)
+    (a, losses_a), (b, losses_b) = outcome(calm), outcome(disturbed)
     same = losses_a == losses_b and a.keys() == b.keys()
     same = same and all(np.array_equal(a[path], b[path]) for path in a)
     events = (disturbed / "events.jsonl").read_text()
     print(f"{dict(killed)}; {events.count('quarantine')} checkpoints set aside")
     told = "bit-equal to" if same else "NOT those of"
     print(f"{len(a)} arrays and {len(losses_a)} losses: {told} the undisturbed run")
-    print(f"{time.perf_counter() - began:.0f} s")
+    about |= {"killed": killed, "losses": len(losses_a), "arrays": len(a), "same": same}
+    about |= {"set aside": events.count("quarantine"), "seconds": time.perf_counter() - began}
+    print(f"{about['seconds']:.0f} s")
+    record.save(args.output, about, model="crashes-tiny")
     if same:
         shutil.rmtree(folder)
     return 0 if same else 1

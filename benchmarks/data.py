@@ -1,17 +1,15 @@
 """Speed of data: reading rows, the loader onto devices, and `meshtrain prepare` beside its tokenizer alone.
 
-  python benchmarks/data.py [--seconds=2] [--megabytes=30] [--output=FILE.json]
+  python benchmarks/data.py [--seconds=2] [--megabytes=30] [--output=PATH]
 
 Rows are read from a memory map that is in the page cache, with all checks on, and packed by windows and
 by best fit. The text is the .py files of Python's standard library, the tokenizer one of 8192 tokens that
 is learned from it.
 """
 
-import argparse
 import contextlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 
+from benchmarks import record
 from meshtrain import mesh, prepare
 from meshtrain.data import tokens
 from meshtrain.data.loader import Loader
@@ -98,28 +97,26 @@ def rate(batch, seconds: float) -> float:
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__)
+    flags = record.parser(__doc__)
     flags.add_argument("--seconds", type=float, default=2.0)
     flags.add_argument("--megabytes", type=int, default=30)
-    flags.add_argument("--output", type=Path)
     args = flags.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    found = {"host": platform.node(), "cores": os.cpu_count(), "jax": jax.__version__}
+    found = record.about(args)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found["MB a second"] = preparing(folder, text(args.megabytes))
-        for name, speed in found["MB a second"].items():
-            print(f"{name:44} {speed:8.2f} MB/s", flush=True)
+        record.show([{"": name, "MB/s": one} for name, one in found["MB a second"].items()])
         found["tokens a second"] = {}
         for packing in tokens.PACKINGS:
             for seq_len, rows in SIZES:
                 settings = dict(seq_len=seq_len, rows=rows, packing=packing)
                 speeds = reading(folder / "out1", args.seconds, **settings)
                 found["tokens a second"][f"{packing} {rows} x {seq_len}"] = speeds
-                told = " · ".join(f"{key} {speed / 1e6:7.1f} M" for key, speed in speeds.items())
-                print(f"{packing:9} {rows:3} x {seq_len} tokens: {told} tokens/s", flush=True)
-    if args.output:
-        args.output.write_text(json.dumps(found, indent=1) + "\n")
+    table = found["tokens a second"].items()
+    print()
+    record.show([{"M tokens/s": n, **{k: v / 1e6 for k, v in one.items()}} for n, one in table])
+    record.save(args.output, found, model="data-bpe-8192")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time from a kill to the next step, and a soak: a fault every minute, and where the training ends.
 
-  python benchmarks/faults.py recovery [--runs=10] [--output=FILE.json]
-  python benchmarks/faults.py soak [--minutes=15] [--every=60] [--seed=0] [--output=FILE.json]
+  python benchmarks/faults.py recovery [--runs=10] [--output=PATH]
+  python benchmarks/faults.py soak [--minutes=15] [--every=60] [--seed=0] [--output=PATH]
 
 A tiny model on two processes with a CPU device each, under `meshtrain launch`. `recovery` kills a worker
 (rank 1 and rank 0 in turn) in a step of a run whose compile cache is warm. `soak` draws a fault from
@@ -10,7 +10,6 @@ batch, an abort, a segmentation fault; no hand touches the run; in the end its p
 state and losses must be, bit for bit, those of a run that nobody disturbed.
 """
 
-import argparse
 import json
 import os
 import random
@@ -24,9 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import jax
 import numpy as np
 
-from benchmarks.workers import about
+from benchmarks import record
 from meshtrain import checkpoint
 from meshtrain.checkpoint import arrays
 from meshtrain.data import synthetic
@@ -200,21 +200,18 @@ def outcome(workdir: Path) -> tuple:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("what", choices=("recovery", "soak"))
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--every", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output")
     args = parser.parse_args()
-    record, folder = about(args), Path(tempfile.mkdtemp())
-    record |= {"recovery": recovery, "soak": soak}[args.what](args, folder)
-    if args.output:
-        Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
-    return 0 if record.get("same", True) else 1
+    jax.config.update("jax_platforms", "cpu")
+    found, folder = record.about(args), Path(tempfile.mkdtemp())
+    found |= {"recovery": recovery, "soak": soak}[args.what](args, folder)
+    record.save(args.output, found, model=f"{args.what}-tiny")
+    return 0 if found.get("same", True) else 1
 
 
 if __name__ == "__main__":

@@ -15,16 +15,18 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain import distributed, place
+from meshtrain import compiler, distributed, place
 
+ALONE, BUSY, TOGETHER = "one process", "one process on each core", "a run of all"  # kinds of turn
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
-def launch(script: str, core: int, **variables: str) -> subprocess.Popen:
-    """Starts a worker with our own options, all of whose threads stay on this core."""
+def launch(script: str, core: int, *options: str, **variables: str) -> subprocess.Popen:
+    """Starts a worker with our own options and these, all of whose threads stay on this core."""
     flags = f"{ONE_THREAD} {os.environ.get('XLA_FLAGS', '')}"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **variables}
     command = ["taskset", "-c", str(core), sys.executable, script, "--worker", *sys.argv[1:]]
+    command += options  # last: those that are given twice count as here
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
 
@@ -63,6 +65,8 @@ def run(compiled, carry, batch, count: int):
 
 def serve(prepare: Callable) -> None:
     """A worker: says what `prepare` compiled, then runs as many steps as each line of stdin asks for."""
+    # As train() does: gloo mixes the messages of two programs in flight, here of init and of a step.
+    compiler.run_in_place()
     distributed.initialize()
     compiled, carry, batch, reply = prepare()
     print(json.dumps(reply), flush=True)
@@ -71,8 +75,15 @@ def serve(prepare: Callable) -> None:
         print(json.dumps(reply), flush=True)
 
 
-def measure(script: str, cores: list[int], together: str, rounds: int, steps: int) -> dict:
-    """Compares a run of a process on each core, called `together`, with runs of one process.
+def end(workers: list[subprocess.Popen]) -> None:
+    for worker in workers:
+        worker.stdin.close()
+    codes = [worker.wait(60) for worker in workers]
+    assert not any(codes), codes
+
+
+def measure(script: str, cores: list[int], *options: str, rounds: int, steps: int) -> dict:
+    """Compares a run of a process on each core (TOGETHER) with runs of one process.
 
     Returns facts of all workers, the replies of each kind of turn, and each worker's losses.
     """
@@ -81,12 +92,12 @@ def measure(script: str, cores: list[int], together: str, rounds: int, steps: in
         address = f"127.0.0.1:{free.getsockname()[1]}"
     places = [(address, str(len(cores)), str(i)) for i in range(len(cores))]
     places = [dict(zip(place.JAX, one, strict=True)) for one in places]
-    team = [launch(script, core, **one) for core, one in zip(cores, places, strict=True)]
-    workers = team + (copies := [launch(script, core) for core in cores])
+    team = [launch(script, core, *options, **one) for core, one in zip(cores, places, strict=True)]
+    workers = team + (copies := [launch(script, core, *options) for core in cores])
     try:
         facts = [answer(worker) for worker in workers]
         losses = [reply["losses"] for reply in ask(team, 1) + ask(copies, 1)]  # warms up
-        turns = {"one process": [], "one process on each core": [], together: []}
+        turns = {ALONE: [], BUSY: [], TOGETHER: []}
         for i in range(rounds):
             groups = [[copies[i % len(cores)]], copies, team]
             for kind, group in list(zip(turns, groups, strict=True))[:: 1 if i % 2 else -1]:
@@ -94,13 +105,11 @@ def measure(script: str, cores: list[int], together: str, rounds: int, steps: in
                 for worker, reply in zip(group, turns[kind][-1], strict=True):
                     losses[workers.index(worker)] += reply["losses"]
     finally:
-        for worker in workers:
-            worker.stdin.close()  # ends it
-    assert not any([worker.wait(60) for worker in workers])
+        end(workers)
     return {"facts": facts, "turns": turns, "losses": losses}
 
 
-def seconds_of(measured: dict, together: str) -> dict[str, np.ndarray]:
+def seconds_of(measured: dict) -> dict[str, np.ndarray]:
     """Returns the seconds of all steps of each kind, after comparing the losses of all workers.
 
     Of those that work together, a step takes as long as its slowest process.
@@ -111,20 +120,5 @@ def seconds_of(measured: dict, together: str) -> dict[str, np.ndarray]:
     found = {}
     for kind, turns in measured["turns"].items():
         steps = np.concatenate([np.array([r["seconds"] for r in turn]).T for turn in turns])
-        found[kind] = steps.max(1) if kind == together else steps.ravel()
+        found[kind] = steps.max(1) if kind == TOGETHER else steps.ravel()
     return found
-
-
-def about(args) -> dict:
-    """Returns what the figures depend on."""
-    names = Path("/proc/cpuinfo").read_text().splitlines()
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return {
-        "jax": jax.__version__,
-        "python": sys.version.split()[0],
-        "cores": os.cpu_count(),
-        "cpu": next((line.split(": ")[1] for line in names if "model name" in line), None),
-        "load": os.getloadavg(),
-        "git": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
-        "flags": vars(args),
-    }

@@ -1,0 +1,93 @@
+"""Seconds from starting a process to its first step, with a cold and with a warm compile cache.
+
+  python benchmarks/startup.py [--rounds=5] [--config=FILE] [--output=PATH]
+
+Each run is a fresh process on one CPU device; a cold one has a compile cache (JAX_COMPILATION_CACHE_DIR) of
+its own, in a temporary folder, which the warm one after it reads (jax keeps
+programs that took a second to compile, unless told otherwise). `import` has the interpreter's start in it,
+`state` compiles and runs what draws the parameters. Made-up tokens: no data is read.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def work(args) -> dict[str, float]:
+    """A fresh process, as far as its first step; returns the seconds of each part."""
+    import jax
+
+    from benchmarks import llama
+    from meshtrain import cli, configfile
+
+    ends = {"import": time.time()}
+    c = configfile.load(args.config)
+    c.data.update(build="meshtrain.data.synthetic:build")
+    cli.simulate(1)
+    devices = jax.devices()
+    ends["config, device"] = time.time()
+    cfg, program, batch = llama.program_of(c, devices)
+    ends["build, batch"] = time.time()
+    with program.active():
+        state = jax.block_until_ready(program.start(0))
+        ends["state"] = time.time()
+        compiled = program.compile(batch)
+        ends["compile"] = time.time()
+        jax.block_until_ready(compiled(state, batch))
+        ends["first step"] = time.time()
+    starts = [args.began, *ends.values()]
+    found = {name: end - start for (name, end), start in zip(ends.items(), starts, strict=False)}
+    return {**found, "all": ends["first step"] - args.began}
+
+
+def run(args, cache: str) -> dict[str, float]:
+    command = [sys.executable, __file__, f"--config={args.config}", f"--began={time.time()!r}"]
+    env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main():
+    from benchmarks import record
+    from meshtrain import cli
+
+    parser = record.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--config", default=str(ROOT / "configs" / "quickstart.py"), metavar="FILE")
+    args = parser.parse_args()
+    cli.simulate(1)  # of this process, which only waits
+    found, seconds = record.about(args), {"cold": [], "warm": []}
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory() as cache:
+            for kind in seconds:
+                seconds[kind].append(run(args, cache))
+    rows = []
+    for name in seconds["cold"][0]:
+        row = {"seconds": name}
+        for kind, runs in seconds.items():
+            row[kind] = statistics.median(one[name] for one in runs)
+        rows.append(row)
+    record.show(rows)
+    found |= {"seconds": seconds, "figures": rows}
+    record.save(args.output, found, model=f"startup-{Path(args.config).stem}")
+
+
+if __name__ == "__main__":
+    # Before anything large is imported, which is part of what is timed.
+    worker = argparse.ArgumentParser(add_help=False)
+    worker.add_argument("--began", type=float)
+    worker.add_argument("--config")
+    given, _ = worker.parse_known_args()
+    if given.began:
+        print(json.dumps(work(given)))
+    else:
+        main()
