@@ -78,12 +78,12 @@ def keep_memory() -> None:
 def use_cache() -> None:
     """Turns jax's persistent compile cache on, in a folder of one's own, unless the user has chosen one.
 
-    It stays off where it is dangerous: a CPU program of several devices of one process runs its
-    collectives in another order on each, when it is read back, and hangs (jax 0.10.2 and 0.12.0.1).
+    It stays off where it is dangerous: a program of several CPU devices, of one process or of more, has
+    no order of its collectives any more when it is read back, and hangs (jax 0.10.2 and 0.12.0.1).
     """
     if not jax.config.jax_enable_compilation_cache:
         return
-    if jax.default_backend() == "cpu" and jax.local_device_count() > 1:
+    if jax.default_backend() == "cpu" and jax.device_count() > 1:
         jax.config.update("jax_enable_compilation_cache", False)
     elif jax.config.jax_compilation_cache_dir:
         return

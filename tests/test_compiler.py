@@ -81,8 +81,10 @@ def test_a_cache_that_cannot_be_made_is_told_and_done_without(tmp_path, monkeypa
     assert "Not a directory" in capsys.readouterr().err
 
 
-def test_programs_of_several_cpu_devices_are_not_cached(tmp_path, monkeypatch):
+@pytest.mark.parametrize("of_a_process", [8, 1])
+def test_programs_of_several_cpu_devices_are_not_cached(of_a_process, tmp_path, monkeypatch):
     """They would hang when they are read back."""
+    monkeypatch.setattr(jax, "local_device_count", lambda: of_a_process)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
     try:
