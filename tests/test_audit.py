@@ -5,6 +5,7 @@ import pytest
 from conftest import tiny_config
 
 from meshtrain import audit, sharding
+from meshtrain.ops import losses
 
 GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
 # What XLA on CPU moves beyond the minimum of a layout, and TPU does not.
@@ -60,6 +61,14 @@ def test_fsdp_gathers_twice_and_scatters_once():
     assert result.moved("parameters gathered", "fsdp") == 7 / 8 * (2 * whole - ends)
     of_layers = [one.collective for one in result.explained if "layers/" in one.collective.origin]
     assert all("meshtrain/models/layers.py" in c.source for c in of_layers)
+
+
+@pytest.mark.parametrize("layout", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_chunks_of_the_loss_send_nothing_more(layout, monkeypatch):
+    """Each device adds up the chunks of its rows; the sums cross the wire once."""
+    monkeypatch.setattr(losses, "MIB", 1024)
+    whole, chunks = (audited(dict(loss_chunk_mib=mib), **layout) for mib in (0, 1))
+    assert [total.bytes for total in chunks.axes] == [total.bytes for total in whole.axes]
 
 
 def test_tensor_sums_activations_four_times_a_layer():

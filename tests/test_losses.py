@@ -108,12 +108,22 @@ def test_chunks_add_up_to_the_whole(most, monkeypatch):
 
 
 def test_chunks_are_summed_in_float32(monkeypatch):
+    """A sum of 1,024 equal tokens would stay at 256 of them in bfloat16."""
     monkeypatch.setattr(losses, "MIB", 4 * V)
-    found, grads = of_chunks(1, "bfloat16")
-    with jax.enable_x64(True):
-        _, exact = of_chunks(0)
-    assert found.loss.dtype == jnp.float32 and grads[0].dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.float32(grads[0]), exact[0], rtol=0.02, atol=0.2)
+    x, targets = jnp.ones((1, 1024, D), jnp.bfloat16), jnp.zeros((1, 1024), jnp.int32)
+
+    def grad_of(num_tokens):
+        def loss(kernel):
+            given = x[:, :num_tokens], targets[:, :num_tokens], jnp.ones((1, num_tokens))
+            found = in_chunks(projected, kernel, *given, z_loss=0.0, mib=1)
+            assert found.loss.dtype == jnp.float32
+            return found.loss
+
+        grad = jax.grad(loss)(jnp.ones((D, V), jnp.bfloat16))
+        assert grad.dtype == jnp.bfloat16
+        return np.float32(grad)
+
+    np.testing.assert_allclose(grad_of(1024), 1024 * grad_of(1), rtol=0.01)
 
 
 def test_the_memory_of_chunks_does_not_grow_with_the_vocabulary():
