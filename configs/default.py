@@ -85,7 +85,8 @@ def get_config() -> ConfigDict:
     model.z_loss = 0.0  # weight of logsumexp(logits)^2, 1e-4 where logits drift
     model.attention_impl = "auto"  # how it is computed: "xla"; "cudnn", fused, on NVIDIA's GPUs;
     # "blockwise", in memory linear in seq_len; "auto" takes one and says which
-    model.loss_chunk_mib = 256  # of logits that a device makes at a time, the rest after; 0: all
+    model.loss_chunk_mib = 256  # of logits that a device makes at a time, the rest after; 0, or
+    # float16: all at once
 
     config.data = data = ConfigDict()
     data.build = "meshtrain.data.tokens:build"  # of the keys below and split: a Source

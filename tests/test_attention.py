@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from test_parity import Run, packed
 
 from meshtrain.errors import ConfigError
 from meshtrain.ops import attention as attentions
@@ -165,8 +166,9 @@ def test_the_memory_of_blocks_is_linear_in_the_sequence():
 # ---- the choice ----
 
 
-def choice(name="auto", platform="gpu", monkeypatch=None, **changes):
+def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **changes):
     monkeypatch.setattr(attentions, "_platform", lambda: platform)
+    monkeypatch.setattr(attentions, "_capability", lambda: capability)
     shape = dict(seq_len=1024, head_dim=64, dtype="bfloat16", softcap=0.0)
     return attentions.choose(name, **shape | changes)
 
@@ -174,11 +176,13 @@ def choice(name="auto", platform="gpu", monkeypatch=None, **changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"platform": "cpu"}, "it runs on NVIDIA's GPUs, and this is cpu"),
+        ({"platform": "cpu", "capability": ""}, "it runs on NVIDIA's GPUs, and this is cpu"),
+        ({"capability": "gfx90a"}, "it runs on NVIDIA's GPUs, and this is gfx90a"),
         ({"dtype": "float32"}, "bfloat16 or float16, and train.dtype is float32"),
         ({"softcap": 50.0}, "model.attention_softcap is 50.0"),
         ({"head_dim": 100}, "theirs is 100"),
-        ({"head_dim": 512}, "theirs is 512"),
+        ({"head_dim": 512}, "up to 256 here, in eights, and theirs is 512"),
+        ({"head_dim": 256, "capability": "8.6"}, "up to 128 here, in eights, and theirs is 256"),
     ],
 )
 def test_cudnn_says_why_it_cannot_serve_and_auto_says_what_it_took(changes, reason, monkeypatch):
@@ -192,13 +196,21 @@ def test_cudnn_says_why_it_cannot_serve_and_auto_says_what_it_took(changes, reas
 
 def test_auto_takes_cudnn_where_it_can_serve(monkeypatch):
     assert choice(monkeypatch=monkeypatch) == ("cudnn", "cudnn")
+    assert choice(monkeypatch=monkeypatch, head_dim=256) == ("cudnn", "cudnn")
     assert choice("xla", monkeypatch=monkeypatch) == ("xla", "xla")
 
 
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one segment", "segments"])
-@pytest.mark.parametrize("window", [None, 3])
-def test_cudnn_is_called_with_its_fused_kernels(segments, window, monkeypatch):
-    """Lowered for a GPU that is not there; nothing but the check for the library is left out."""
+@pytest.mark.parametrize("name", ["auto", "xla", "blockwise", "cudnn"])
+def test_long_prompts_are_read_in_blocks(name):
+    long = name not in ("xla", "blockwise")
+    assert attentions.while_generating(name, 1, 4096) == "xla"
+    assert attentions.while_generating(name, 9, 4096) == ("blockwise" if long else name)
+    assert attentions.while_generating(name, 9, 2048) == ("xla" if long else name)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """Makes programs lower for a GPU that is not there; the checks for the library are left out."""
     monkeypatch.setattr(attentions, "_platform", lambda: "gpu")
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
@@ -206,13 +218,52 @@ def test_cudnn_is_called_with_its_fused_kernels(segments, window, monkeypatch):
         fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False
     )
 
-    def summed(q, k, v):
-        out = attention(q, k, v, segments, window=window, implementation="cudnn")
-        return out.astype(jnp.float32).sum()
 
-    shapes = [jax.ShapeDtypeStruct((B, S, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
-    traced = jax.jit(jax.grad(summed, (0, 1, 2))).trace(*shapes)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+@pytest.fixture
+def for_cuda(a_gpu):
+    def lower(segments, window, length=S):
+        def summed(q, k, v):
+            out = attention(q, k, v, segments, window=window, implementation="cudnn")
+            return out.astype(jnp.float32).sum()
+
+        shapes = [jax.ShapeDtypeStruct((B, length, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+        traced = jax.jit(jax.grad(summed, (0, 1, 2))).trace(*shapes)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    return lower
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one segment", "segments"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_cudnn_is_called_with_its_fused_kernels(segments, window, for_cuda):
+    text = for_cuda(segments, window)
     kind = "fmhaScaleBias" if segments is not None else "fmha"
     assert f"__cudnn${kind}Softmax(" in text and f"__cudnn${kind}SoftmaxBackward(" in text
     assert f"sliding_window_length\\22: {window or 0}" in text
+
+
+def test_cudnn_gets_even_lengths_and_heads_that_are_cut_alike(monkeypatch, for_cuda):
+    def calls(text):
+        return [line for line in text.splitlines() if "@__cudnn$fmha" in line]
+
+    for segments in (None, SEGMENTS[:, :5]):
+        found = calls(for_cuda(segments, None, length=5))
+        assert len(found) == 2 and all("x6x4x64xbf16" in line for line in found)
+    shards = {"heads": 4, "kv_heads": 1}
+    monkeypatch.setattr(attentions.sharding, "num_shards", lambda name, _: shards[name])
+    found = calls(for_cuda(None, None))
+    assert len(found) == 2 and not any("x2x64xbf16" in line for line in found)
+
+
+@pytest.mark.parametrize("layout", [{}, {"fsdp": 2}, {"tensor": 4}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("model", [{}, {"attention": "lg", "window": 5}], ids=["plain", "mixed"])
+def test_a_whole_step_with_packed_rows_calls_cudnn(layout, model, a_gpu):
+    c = packed(attention_impl="cudnn", **model)
+    c.train.update(dtype="bfloat16", num_microbatches=2)
+    run = Run(c, **layout)
+    with run.program.active():
+        step = jax.jit(run.program.train_step)
+        traced = step.trace(run.program.abstract_state, run.batch())
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # What several devices call has its name when XLA has cut it up.
+    assert ("CustomSPMDPartitioning" if layout else "__cudnn$fmhaScaleBiasSoftmax(") in text

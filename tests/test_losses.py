@@ -80,11 +80,11 @@ def projected(kernel, x):
     return 3 * jnp.tanh(logits / 3)  # soft caps bend the slope
 
 
-def of_chunks(mib, dtype="float64", scale=1.0):
+def of_chunks(mib, dtype="float64", scale=1.0, shape=(ROWS, LENGTH)):
     """Metrics of a loss, and the gradients of `scale` times it."""
     rng = np.random.default_rng(0)
-    kernel, x = rng.normal(size=(D, V)), rng.normal(size=(ROWS, LENGTH, D))
-    targets, weights = rng.integers(0, V, (ROWS, LENGTH)), rng.integers(0, 3, (ROWS, LENGTH)) / 2
+    kernel, x = rng.normal(size=(D, V)), rng.normal(size=(*shape, D))
+    targets, weights = np.int32(rng.integers(0, V, shape)), rng.integers(0, 3, shape) / 2
 
     def loss(kernel, x):
         found = in_chunks(projected, kernel, x, targets, weights, z_loss=0.1, mib=mib)
@@ -105,6 +105,26 @@ def test_chunks_add_up_to_the_whole(most, monkeypatch):
         )
     text = str(jax.make_jaxpr(lambda: of_chunks(1, "float32"))())
     assert f"[1,{max(n for n in range(1, most + 1) if 48 % n == 0)},{V}]" in text
+
+
+def test_chunks_of_a_prime_number_of_tokens_are_padded(monkeypatch):
+    monkeypatch.setattr(losses, "MIB", 4 * V * 10)
+    shape = (1, 47)
+    with jax.enable_x64(True):
+        found, expected = (of_chunks(mib, scale=0.25, shape=shape) for mib in (1, 0))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected
+        )
+    text = str(jax.make_jaxpr(lambda: of_chunks(1, "float32", shape=shape))())
+    assert f"[1,10,{V}]" in text and "length=5" in text
+
+
+def test_gradients_in_float16_are_scaled_before_they_are_made(monkeypatch):
+    """Those of chunks would be of the loss itself, and scaled when they are nothing already."""
+    monkeypatch.setattr(losses, "MIB", 4 * V)
+    _, (_, grad_x) = of_chunks(1, "float16", scale=2.0**-24)
+    _, (_, exact) = of_chunks(0, "float16", scale=2.0**-24)
+    np.testing.assert_array_equal(grad_x, exact)
 
 
 def test_chunks_are_summed_in_float32(monkeypatch):

@@ -163,6 +163,7 @@ def test_remat_keeps_less_for_the_backward_pass():
 def test_blocks_of_attention_and_chunks_of_the_loss_change_no_gradient(layout, x64, monkeypatch):
     monkeypatch.setattr(losses, "MIB", 2048)
     monkeypatch.setattr(blockwise, "BLOCK", 4)
-    c = packed(attention_impl="blockwise", loss_chunk_mib=1)
+    mixed = {"attention": "lg", "window": 5}
+    c = packed(attention_impl="blockwise", loss_chunk_mib=1, **mixed)
     c.train.num_microbatches = 2
-    assert_same(Run(c, dtype="float64", **layout).one_step(), alone(), rtol=1e-10)
+    assert_same(Run(c, dtype="float64", **layout).one_step(), alone(**mixed), rtol=1e-10)

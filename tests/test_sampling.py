@@ -56,8 +56,9 @@ def recomputed(program, params, prompt, length, width=64):
 
 
 @pytest.mark.parametrize("family", ["llama 3", "gemma 3", "gpt-2", "mistral"])
-def test_cached_tokens_are_those_of_the_whole_text_run_anew(family):
-    program, params = made(FAMILIES[family])
+@pytest.mark.parametrize("attention_impl", ["xla", "blockwise"])
+def test_cached_tokens_are_those_of_the_whole_text_run_anew(family, attention_impl):
+    program, params = made({**FAMILIES[family], "attention_impl": attention_impl})
     due = [recomputed(program, params, prompt, 12) for prompt in PROMPTS]
     assert rows_of(program, params) == due
     assert len({*due[0], *due[1], *due[2]}) > 4  # no model that says one thing alone

@@ -12,7 +12,7 @@ from meshtrain.metrics import Metrics
 from meshtrain.models import base
 from meshtrain.models.layers import Block, dense, embedding, flat_dot_general, norm
 from meshtrain.models.section import TransformerConfig, flops_per_token
-from meshtrain.ops.attention import attention, choose
+from meshtrain.ops.attention import attention, choose, while_generating
 from meshtrain.ops.losses import in_chunks
 from meshtrain.sharding import constrain
 
@@ -126,7 +126,9 @@ def build(**config) -> base.Model:
                 for old, x in zip(cache, new, strict=True)
             )
             segments = batch.segments, past.segments_BT
-            return attention(q_BSHK, *cache, *segments, start=past.start, **options)
+            name = while_generating(c.attention_impl, q_BSHK.shape[1], cache[0].shape[1])
+            how = dict(start=past.start, implementation=name)
+            return attention(q_BSHK, *cache, *segments, **how, **options)
 
         return run(layer, x_BSD, batch, attend), cache
 

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from meshtrain import sharding
 from meshtrain.errors import ConfigError
 from meshtrain.ops import blockwise
 
@@ -12,6 +13,7 @@ from meshtrain.ops import blockwise
 
 NAMES = ("auto", "xla", "cudnn", "blockwise")
 LONG = 2048  # tokens; scores of more are made block by block, where no fused kernel can serve
+HOPPER = 9.0  # compute capability
 MOST_BLOCKS, FEWEST = 4, 64  # of XLA's: blocks of queries, and queries in one
 
 
@@ -66,19 +68,24 @@ def choose(
     return name, f"{name}; not cudnn: {reason}"
 
 
+def while_generating(name: str, num_queries: int, num_keys: int) -> str:
+    """Returns which one serves with a cache of keys, which cuDNN's kernels do not know."""
+    is_long = name == "blockwise" or (name != "xla" and num_keys > LONG)
+    return "blockwise" if is_long and num_queries > 1 else "xla"
+
+
 def _no_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float) -> str:
     """Returns why cuDNN's fused attention cannot serve; "" where it can."""
-    platform = _platform()
-    if platform not in ("gpu", "cuda"):
-        return f"it runs on NVIDIA's GPUs, and this is {platform}"
+    platform, capability = _platform(), _capability()
+    if platform not in ("gpu", "cuda") or capability.startswith("gfx"):
+        return f"it runs on NVIDIA's GPUs, and this is {capability or platform}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, and train.dtype is {jnp.dtype(dtype)}"
     if softcap:
         return f"it has no soft cap, and model.attention_softcap is {softcap}"
-    if head_dim % 8 or head_dim > 256:
-        return (
-            f"it takes heads of up to 256 (before Hopper 128) in eights, and theirs is {head_dim}"
-        )
+    most = 128 if capability and float(capability) < HOPPER else 256
+    if head_dim % 8 or head_dim > most:
+        return f"it takes heads of up to {most} here, in eights, and theirs is {head_dim}"
     return ""
 
 
@@ -86,6 +93,11 @@ def _platform() -> str:
     """Returns what the active mesh is made of, which may be compiled for and not be here."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
+
+
+def _capability() -> str:
+    """Returns the compute capability of the GPU that is here ("9.0"; "gfx..." of AMD's), or ""."""
+    return getattr(jax.local_devices()[0], "compute_capability", "")
 
 
 def _xla(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window) -> jax.Array:
@@ -170,18 +182,29 @@ _mixed.defvjp(_forward, _backward)
 
 
 def _cudnn(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window) -> jax.Array:
-    """cuDNN's flash attention. Segments, and windows that differ by layer, take a mask of (B, 1, S, T)."""
+    """cuDNN's flash attention. Segments, and windows that differ by layer, take a mask of all scores."""
     assert not softcap and isinstance(start, int) and start == 0  # of generation alone
+    (B, S, H, _), G = q_BSHK.shape, k_BTGK.shape[2]
+    if sharding.num_shards("heads", H) != sharding.num_shards("kv_heads", G):
+        # It wants all cut alike: each query head gets keys and values of its own.
+        k_BTGK, v_BTGK = (
+            sharding.constrain(jnp.repeat(x, H // G, 2), "batch", "seq", "heads", "head_dim")
+            for x in (k_BTGK, v_BTGK)
+        )
     static = window is None or isinstance(window, int)
-    mask = None
+    mask, missing = None, S % 2  # to train with it takes even lengths alone
     if segments[0] is not None or not static:
-        queries, keys = slice(0, q_BSHK.shape[1]), slice(0, k_BTGK.shape[1])
-        mask = _seen(queries, keys, *segments, start, window)[:, None]
-    return jax.nn.dot_product_attention(
-        *(q_BSHK, k_BTGK, v_BTGK),
+        seen = _seen(slice(0, S), slice(0, S), *segments, start, window)
+        # Of all heads, as jax's rule for vmap has it.
+        mask = jnp.broadcast_to(seen[:, None], (B, H, S, S))
+        mask = jnp.pad(mask, [(0, 0), (0, 0), (0, missing), (0, missing)])
+    padded = (jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) for x in (q_BSHK, k_BTGK, v_BTGK))
+    out_BSHK = jax.nn.dot_product_attention(
+        *padded,
         mask=mask,
         scale=scale,
         is_causal=True,
-        local_window_size=(window - 1, 0) if window and static else None,
+        local_window_size=(window - 1, 0) if static and window else None,
         implementation="cudnn",
     )
+    return out_BSHK[:, :S]

@@ -65,8 +65,6 @@ def _forward(scale, softcap, q, k, v, where):
         zeros = jnp.zeros(shape[:-1], wide), jnp.zeros(shape, wide)
         best = jnp.full(shape[:-1], jnp.finfo(wide).min)
         best, total, out = jax.lax.fori_loop(*_keys_of(i, q, k, where), add, (best, *zeros))
-        # 0 for what pads the last block and sees nothing.
-        total = jnp.where(total == 0, 1, total)
         return (out / total[..., None]).astype(q.dtype), best + jnp.log(total)
 
     out, log_z = jax.lax.map(of_queries, jnp.arange(len(q)))

@@ -48,14 +48,16 @@ def in_chunks(
     """Returns the `cross_entropy` of `project(kernel, x)`, with no more float32 logits at a time than `mib` MiB.
 
     That is on each device, by chunks of tokens: the larger the vocabulary, the fewer in a chunk. 0: all
-    at once. The gradient is made along with the loss, so that no logits are kept or made again; it is
-    that of `loss` alone, what else Metrics hold is for reports. `project` must close over no arrays.
+    at once, and so is float16, whose gradients have to be scaled before they are made. They are made
+    along with the loss, so that no logits are kept or made again; it is the gradient of `loss` alone,
+    what else Metrics hold is for reports. `project` must close over no arrays.
     """
     loss = partial(_of_part, project, z_loss)
     # Each slice of the batch adds up its own chunks, or XLA would add up over devices in each.
     axes, num_slices = sharding.batch_slices(AXES)
-    num_chunks = _num_chunks(targets_BS.size // num_slices, kernel_DV.shape[-1], mib)
-    if num_chunks == 1:
+    num_tokens = targets_BS.size // num_slices
+    num_chunks = _num_chunks(num_tokens, kernel_DV.shape[-1], mib)
+    if num_chunks == 1 or kernel_DV.dtype == jnp.float16:
         return loss(kernel_DV, (x_BSD, targets_BS, weights_BS))
 
     def of_slice(kernel_DV, parts):
@@ -63,6 +65,9 @@ def in_chunks(
             return _summed(loss, kernel_DV, parts)
 
     def cut(leaf):
+        leaf = leaf.reshape(num_slices, num_tokens, *leaf.shape[2:])
+        missing = [(0, 0), (0, -num_tokens % num_chunks)]  # tokens of weight 0
+        leaf = jnp.pad(leaf, missing + [(0, 0)] * (leaf.ndim - 2))
         return leaf.reshape(num_slices, num_chunks, 1, -1, *leaf.shape[2:])
 
     parts = jax.tree.map(cut, (x_BSD, targets_BS, weights_BS))
@@ -71,10 +76,10 @@ def in_chunks(
 
 
 def _num_chunks(num_tokens: int, vocab: int, mib: int) -> int:
-    """Returns the least divisor of the tokens that makes chunks small enough."""
+    """Returns the fewest chunks that are small enough; up to twice as many if those divide the tokens."""
     size = num_tokens * vocab * 4 // sharding.num_shards("vocab", vocab)
     fewest = min(num_tokens, -(-size // (mib * MIB))) if mib else 1
-    return next(n for n in range(fewest, num_tokens + 1) if num_tokens % n == 0)
+    return next((n for n in range(fewest, 2 * fewest) if num_tokens % n == 0), fewest)
 
 
 def _of_part(project: Callable, z_loss: float, kernel_DV: jax.Array, part: tuple) -> Metrics:
