@@ -3,7 +3,7 @@
 The same maths, initial parameters and optimizer as the transformer's, for GPT-2's and Llama's shapes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import optax
 
 
 def make_step(
-    section: dict[str, Any],
+    section: Mapping[str, Any],
     optimizer: optax.GradientTransformation,
     *,
     dtype: str,
@@ -96,19 +96,18 @@ def make_step(
     return train_step
 
 
-def make_optimizer(cfg: Any) -> optax.GradientTransformation:
-    """Returns clipping and AdamW as the config has them."""
-    c, raw = cfg.build_optimizer.keywords, cfg.optim
+def make_optimizer(optim: Mapping[str, Any]) -> optax.GradientTransformation:
+    """Returns clipping and AdamW as this section of a config has them."""
 
     def decayed(tree):
-        return jax.tree.map_with_path(lambda path, _: path[-1].key not in c["no_decay"], tree)
+        return jax.tree.map_with_path(lambda path, _: path[-1].key not in optim["no_decay"], tree)
 
     adamw = optax.adamw(
-        raw.learning_rate,
-        c["b1"],
-        c["b2"],
-        c["epsilon"],
-        weight_decay=c["weight_decay"],
+        optim["learning_rate"],
+        optim["b1"],
+        optim["b2"],
+        optim["epsilon"],
+        weight_decay=optim["weight_decay"],
         mask=decayed,
     )
-    return optax.chain(optax.clip_by_global_norm(raw.clip_norm), adamw)
+    return optax.chain(optax.clip_by_global_norm(optim["clip_norm"]), adamw)

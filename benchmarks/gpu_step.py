@@ -1,37 +1,32 @@
 """Step time on one GPU in bfloat16: the trainer's own step, a bare jax step and a compiled torch loop.
 
-  python benchmarks/gpu_step.py [--models gpt2-124m gpt2-350m gpt2-1.3b llama3-8b] [--output=PATH]
+  python benchmarks/gpu_step.py --models gpt2-124m [--only NAME ...] [--output=PATH]
   JAX_PLATFORMS=cpu python benchmarks/gpu_step.py --toy
 
-The same maths, initial parameters and tokens; contestants are processes that take turns, and what counts
-is the median. Model FLOPs are counted twice: by PaLM's rule, attention in full, and with attention
-halved, for half of it is in the future. Utilisation is of the data sheet's rate; the rates of a large
-matrix product and of a copy, measured in the same run, say what of it can be had. On a GPU the run fails
-where the compiled step does not call fused attention.
+The same maths, initial parameters and tokens; contestants are processes that take turns, on a GPU two at
+a time, the trainer and a peer: what counts is the ratio of their medians. One model takes some minutes,
+so where a call may not take long: one model per call. Model FLOPs are counted twice: by PaLM's rule,
+attention in full, and with attention halved, for half of it is in the future. Utilisation is of the data
+sheet's rate; the rates of a large matrix product and of a copy, measured in the same run, say what of it
+can be had. On a GPU the run fails where the compiled step does not call fused attention.
 
-It needs jax, flax, optax, orbax, ml-collections, isal and rich; torch takes part where it is installed.
-The Llama-3-8B shape, with bfloat16 moments and all layers recomputed, has no torch peer: its AdamW would
-not fit.
+It needs jax, flax, optax, orbax, ml-collections, isal and rich; torch takes part where it is installed,
+its max-autotune, slow to compile, with gpt2-124m unless it is asked for. Memory is what the compiler
+says of a jax step, and what torch allocated at most. The Llama-3-8B shape, with bfloat16 moments and all
+layers recomputed, has no peer, neither in jax nor in torch: they have float32 moments, which hardly fit. So
+nothing is compared with its losses.
 """
 
 import argparse
-import functools
-import importlib.util
 import os
-import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # contestants share the memory
-
-import jax
-import jax.numpy as jnp
 
 from benchmarks import contest, record
+from benchmarks.contestant import PEERS
 from configs import default
-from meshtrain import config
 from meshtrain.models.section import TransformerConfig, flops_per_token
 from meshtrain.writer import peak_flops
 
@@ -46,8 +41,7 @@ TOY = {
     "gpt2-toy": (2, 64, 4, 4, 128, 300, 32, 4, GPT2),
     "llama3-toy": (2, 64, 4, 2, 96, 300, 32, 4, {}),
 }
-NAMES = ("meshtrain", "bare jax, unrolled", "torch compiled", "torch compiled, max-autotune")
-SIDE, COPIED = 8192, 1 << 30  # of the matrices, bytes of the copy
+NAMES = ("meshtrain", "bare jax, unrolled", "torch compiled")
 
 
 def settings(model: str):
@@ -56,43 +50,19 @@ def settings(model: str):
     c.model.update(num_layers=layers, d_model=width, num_heads=heads, num_kv_heads=kv_heads)
     c.model.update(d_ff=hidden, vocab_size=vocab, max_seq_len=length, **rest)
     c.data.update(seq_len=length, build="meshtrain.data.synthetic:build")
-    c.optim.update(schedule="constant", warmup_steps=0)
+    c.optim.update(schedule="constant", warmup_steps=0, learning_rate=1e-4)
     c.train.update(global_batch=rows, dtype="bfloat16", unroll=layers)
     if model == "llama3-8b":
         c.train.remat, c.optim.moment_dtype = "full", "bfloat16"
     return c
 
 
-def prepare(model: str, name: str):
-    cfg = config.parse(settings(model), num_devices=1)
-    return contest.prepare(name, cfg, threads=len(os.sched_getaffinity(0)))
-
-
-def ceiling(side: int, copied: int) -> dict[str, float]:
-    """Returns the FLOP/s of a bfloat16 matrix product, and the bytes/s that a copy reads and writes."""
-
-    def seconds(compute, *args):
-        compute = jax.jit(compute)
-        jax.block_until_ready(compute(*args))
-        times = []
-        for _ in range(5):
-            began = time.perf_counter()
-            jax.block_until_ready([compute(*args) for _ in range(10)])
-            times.append((time.perf_counter() - began) / 10)
-        return statistics.median(times)
-
-    a = jnp.ones((side, side), jnp.bfloat16)
-    x = jnp.ones(copied // 4, jnp.float32)
-    return {
-        "matmul_flops": 2 * side**3 / seconds(lambda a: a @ a, a),
-        "copy_bytes": 2 * copied / seconds(lambda x: x + 1, x),
-    }
-
-
-def measure_ceiling(args: argparse.Namespace, _: str):
-    """A contestant of its own, so that its memory is free again."""
-    found = ceiling(64, 1 << 16) if args.toy else ceiling(SIDE, COPIED)
-    return (lambda: 0.0), found | {"device": jax.devices()[0].device_kind}
+def contestants(model: str, only: list[str] | None) -> list[str]:
+    """Returns who takes part; the first is the one that others are compared with."""
+    if model == "llama3-8b":
+        return ["meshtrain"]
+    only = only or [*NAMES, *(["torch compiled, max-autotune"] if model == "gpt2-124m" else [])]
+    return contest.present([name for name in PEERS if name in only])
 
 
 def rules(model: str) -> dict[str, float]:
@@ -105,54 +75,62 @@ def rules(model: str) -> dict[str, float]:
 
 
 def report(model: str, found: contest.Results, top: dict) -> list[dict]:
+    """Returns the contest's table, and what the steps come to."""
     length, rows = (SHAPES | TOY)[model][6:8]
-    medians = {name: statistics.median(values) for name, values in found.seconds.items()}
-    peak, table = peak_flops(top["device"]), []
-    for name, seconds in medians.items():
-        rate = rows * length / seconds
-        row = {"step of": name, "ms": 1e3 * seconds, "tokens/s": rate}
-        row["meshtrain / it"] = medians["meshtrain"] / seconds
-        for rule, flops in rules(model).items():
-            row[f"MFU %, {rule}"] = 100 * rate * flops / peak if peak else float("nan")
-        row["of matmul %"] = 100 * rate * rules(model)["PaLM"] / top["matmul_flops"]
-        row |= {
-            "cold s": found.facts[name]["cold_seconds"],
-            "warm s": found.facts[name]["warm_seconds"],
+    peak, flops = peak_flops(top["device"]), rules(model)
+    table = []
+    for row in contest.table(found):
+        rate = 1e3 * rows * length / row["ms"]
+        used = {
+            f"MFU %, {rule}": 100 * rate * count / peak if peak else None
+            for rule, count in flops.items()
         }
-        row["GB"] = found.facts[name].get("bytes", float("nan")) / 1e9
-        table.append(row | {"loss": found.losses[name][-1]})
+        used["of matmul %"] = 100 * rate * flops["PaLM"] / top["matmul_flops"]
+        table.append(row | {"tokens/s": rate} | used)
     return table
+
+
+def measure(args: argparse.Namespace, model: str, top: dict) -> list[str]:
+    """Prints and saves the figures of a model, and returns what is wrong with them."""
+    about, on_gpu = record.about(args, devices=[top["device"]]), top["platform"] != "cpu"
+    names, turns = contestants(model, args.only), dict(rounds=args.rounds, steps=args.steps)
+    found = contest.hold(settings(model).to_dict(), names, **turns, pairs=on_gpu)
+    rows = report(model, found, top)
+    if rows:
+        print(f"\n{model}: {found.facts['meshtrain']['parameters']:,} parameters")
+        record.show(rows)
+    kept = about | {"rows": rows, "ceiling": top, "rules": rules(model), "raw": found._asdict()}
+    record.save(args.output, kept, model=model)
+    faults = contest.faults(found, rtol=2e-2)
+    if rows and on_gpu and not args.toy and not found.facts["meshtrain"]["fused_attention"]:
+        faults.append("the compiled step calls no fused attention")
+    return [f"{model}: {fault}" for fault in faults]
 
 
 def main():
     parser = record.parser(__doc__)
-    parser.add_argument("--models", nargs="*", metavar="MODEL", help=", ".join(SHAPES))
-    parser.add_argument("--only", nargs="*", default=NAMES, metavar="NAME", help=", ".join(NAMES))
+    models, names = [*SHAPES, *TOY], list(PEERS)
+    parser.add_argument("--models", nargs="+", choices=models, metavar="MODEL",
+                        help=", ".join(models))  # fmt: skip
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10, help="of a turn")
     parser.add_argument("--toy", action="store_true", help="tiny models, on anything")
     args = parser.parse_args()
     models = args.models or list(TOY if args.toy else SHAPES)
-    has_torch = importlib.util.find_spec("torch") is not None
-    top = contest.hold(functools.partial(measure_ceiling, args), ["ceiling"], rounds=0, steps=0)
-    top = top.facts["ceiling"]
+    if args.only and "meshtrain" not in args.only:
+        parser.error("--only has to name meshtrain, which the others are compared with")
+    if args.output and not args.output.is_dir() and len(models) > 1:
+        parser.error(f"--output={args.output} is one file for several models; name a folder")
+    # Two contestants share the memory: each takes what it needs, of nearly all.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    fraction = os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")  # its old name
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", fraction)
+    top = contest.ceiling()
     print(f"{top['device']}: matrix product {top['matmul_flops'] / 1e12:.4g} TFLOP/s, "
           f"copy {top['copy_bytes'] / 1e12:.4g} TB/s")  # fmt: skip
-    for model in models:
-        about = record.about(args, devices=[top["device"]])
-        names = [name for name in args.only if has_torch or not name.startswith("torch")]
-        if model == "llama3-8b":
-            names = names[:1]
-        made = functools.partial(prepare, model)
-        found = contest.hold(made, names, rounds=args.rounds, steps=args.steps)
-        contest.compare(found.losses, rtol=2e-2)
-        if not args.toy and not found.facts["meshtrain"]["fused_attention"]:
-            raise SystemExit("the compiled step calls no fused attention")
-        print(f"\n{model}: {found.facts['meshtrain']['parameters']:,} parameters")
-        rows = report(model, found, top)
-        record.show(rows)
-        kept = about | {"rows": rows, "ceiling": top, "rules": rules(model), "raw": found._asdict()}
-        record.save(args.output, kept, model=model)
+    faults = [fault for model in models for fault in measure(args, model, top)]
+    sys.exit("\n".join(faults) or None)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ sample, so that another reader can take another median.
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -39,12 +40,10 @@ def about(args: argparse.Namespace, devices: Sequence[str] = ()) -> dict[str, An
 
     `devices` names them where this process must not take hold of one.
     """
-    git = ["git", "-C", str(FOLDER.parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(git, capture_output=True, text=True)
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git": found.stdout.strip() or None,
+        "git": _commit(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "devices": list(devices) or [device.device_kind for device in jax.devices()],
@@ -52,12 +51,14 @@ def about(args: argparse.Namespace, devices: Sequence[str] = ()) -> dict[str, An
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg(),
         "flags": {key: str(value) for key, value in vars(args).items()},
-        "environment": {key: os.environ[key] for key in ("XLA_FLAGS",) if key in os.environ},
+        "environment": {
+            key: value for key, value in os.environ.items() if key.startswith(("XLA_", "JAX_"))
+        },
     }
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints rows that have the same columns; floats with four figures."""
+    """Prints rows that have the same columns; floats with four figures, None as "-"."""
     cells = [[_text(value) for value in row.values()] for row in rows]
     lines = [[str(name) for name in rows[0]], *cells]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -87,7 +88,18 @@ def name_of(model: str, record: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _commit() -> str | None:
+    """Returns the commit of the tree; GIT_COMMIT says it of one that is no checkout."""
+    git = ["git", "-C", str(FOLDER.parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    with contextlib.suppress(FileNotFoundError):  # no git here
+        if found := subprocess.run(git, capture_output=True, text=True).stdout.strip():
+            return found
+    return os.environ.get("GIT_COMMIT")
 
 
 def _version(package: str) -> str | None:

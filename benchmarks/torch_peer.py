@@ -132,9 +132,9 @@ def make_step(
     """Returns a step (tokens_BS, targets_BS) -> loss, a tensor; `compile` is a mode of torch.compile."""
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
-    model = Transformer(section, params["tokens"]["embedding"].shape[0], seq_len)
+    with torch.device(device):  # born there, where drawing what is then overwritten takes no time
+        model = Transformer(section, params["tokens"]["embedding"].shape[0], seq_len)
     model.load(params)
-    model.to(device)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": optim["weight_decay"]}]

@@ -1,0 +1,225 @@
+"""One contestant, with no more in its process than it needs: meshtrain, bare jax or torch.
+
+  python benchmarks/contestant.py NAME FOLDER
+
+FOLDER has config.json and, for the peers, initial.npz, which the name "initial" writes. A line of JSON
+says when the first step is done, and one follows for each line of stdin, a number of steps. The name
+"ceiling" stands for what the device can do at most.
+"""
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+PEERS = {
+    "meshtrain": {},
+    "bare jax, scan": dict(unroll=False, flat=False),
+    "bare jax, unrolled": dict(unroll=True, flat=False),
+    "bare jax, unrolled, matrices flat": dict(unroll=True, flat=True),
+    "torch eager": dict(compile=None),
+    "torch compiled": dict(compile="default"),
+    "torch compiled, max-autotune": dict(compile="max-autotune-no-cudagraphs"),
+}
+FUSED = "__cudnn$fmha"  # what the compiled text calls where attention is fused
+
+
+def prepare(name: str, folder: Path):
+    """Returns a function that takes a step and returns its loss, facts, and one that asks for the memory."""
+    config = json.loads((folder / "config.json").read_text())
+    rows, length = config["train"]["global_batch"], config["data"]["seq_len"]
+    shape = rows, length + 1
+    tokens = np.random.default_rng(0).integers(0, config["model"]["vocab_size"], shape)
+    if name == "meshtrain":
+        return prepare_meshtrain(folder, np.int32(tokens))
+    params, count = initial(folder)
+    prepare_peer = prepare_torch if name.startswith("torch") else prepare_bare
+    step, facts, memory = prepare_peer(config, params, tokens, **PEERS[name])
+    return step, facts | {"parameters": count}, memory
+
+
+def prepare_meshtrain(folder: Path, tokens: np.ndarray):
+    import jax
+
+    from meshtrain import compiler, config, configfile, state
+    from meshtrain.data.source import Batch
+    from meshtrain.program import assemble
+
+    compiler.run_in_place()  # as train() does
+    cfg = config.parse(configfile.load(str(folder / "config.json")), num_devices=1)
+    program = assemble(cfg, cfg.model, jax.devices()[:1])
+    weights = np.ones((tokens.shape[0], tokens.shape[1] - 1), np.float32)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], weights)
+    batch = jax.device_put(batch, jax.sharding.NamedSharding(program.mesh, jax.P()))
+    with program.active():
+        carry = program.start(0)
+        began = time.perf_counter()
+        compiled = program.compile(batch)
+    facts = {"compile_seconds": time.perf_counter() - began}
+    facts["parameters"] = state.count(program.abstract_state.params)
+
+    def step():
+        nonlocal carry
+        carry, report = compiled(carry, batch)
+        return report["loss"]
+
+    return step, facts | fused(compiled), lambda: bytes_of(compiled)
+
+
+def prepare_bare(config: dict[str, Any], params: dict, tokens: np.ndarray, **how: bool):
+    import jax
+
+    from benchmarks import bare
+
+    optimizer = bare.make_optimizer(config["optim"])
+    params = jax.device_put(params)
+    carry = params, optimizer.init(params)
+    batch = jax.device_put((np.int32(tokens[:, :-1]), np.int32(tokens[:, 1:])))
+    made = bare.make_step(config["model"], optimizer, dtype=config["train"]["dtype"], **how)
+    began = time.perf_counter()
+    compiled = jax.jit(made, donate_argnums=0).lower(carry, *batch).compile()
+    facts = {"compile_seconds": time.perf_counter() - began}
+
+    def step():
+        nonlocal carry
+        carry, loss = compiled(carry, *batch)
+        return loss
+
+    return step, facts | fused(compiled), lambda: bytes_of(compiled)
+
+
+def prepare_torch(config: dict[str, Any], params: dict, tokens: np.ndarray, compile: str | None):
+    import torch
+
+    from benchmarks import torch_peer
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    on_gpu = torch.cuda.is_available() and os.environ.get("JAX_PLATFORMS") != "cpu"
+    device = "cuda" if on_gpu else "cpu"
+    step = torch_peer.make_step(
+        config["model"],
+        params,
+        optim=config["optim"],
+        seq_len=config["data"]["seq_len"],
+        device=device,
+        dtype=config["train"]["dtype"],
+        compile=compile,
+    )
+    pair = [torch.tensor(part, device=device) for part in (tokens[:, :-1], tokens[:, 1:])]
+    memory = torch.cuda.max_memory_allocated if on_gpu else lambda: None
+    return lambda: step(*pair), {"compile_seconds": None}, memory
+
+
+def fused(compiled: Any) -> dict[str, bool]:
+    return {"fused_attention": FUSED in compiled.as_text()}
+
+
+def bytes_of(compiled: Any) -> int:
+    """Returns what a compiled step of jax needs at most, its state included."""
+    m = compiled.memory_analysis()
+    held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    return held + m.temp_size_in_bytes
+
+
+def initial(folder: Path) -> tuple[dict[str, Any], int]:
+    """Returns the initial parameters as nested dicts, and how many they are."""
+    params, count = {}, 0
+    with np.load(folder / "initial.npz") as file:
+        for path in file.files:
+            *parents, name = path.split("/")
+            node = params
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[name] = file[path]
+            count += node[name].size
+    return params, count
+
+
+def write_initial(folder: Path) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    from meshtrain import config, configfile
+    from meshtrain.program import assemble
+
+    cfg = config.parse(configfile.load(str(folder / "config.json")), num_devices=1)
+    program = assemble(cfg, cfg.model, jax.devices()[:1])
+    with program.active():  # compiled without the moments, which nobody takes
+        params = jax.jit(lambda key: program.init(key).params)(jax.random.key(0))
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    np.savez(folder / "initial.npz", **named)
+
+
+def ceiling() -> dict[str, Any]:
+    """Returns the FLOP/s of a bfloat16 matrix product, and the bytes/s that a copy reads and writes."""
+    import jax
+    import jax.numpy as jnp
+
+    def seconds(compute, *args):
+        compute = jax.jit(compute)
+        jax.block_until_ready(compute(*args))
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            jax.block_until_ready([compute(*args) for _ in range(10)])
+            times.append((time.perf_counter() - began) / 10)
+        return statistics.median(times)
+
+    device = jax.devices()[0]
+    side, copied = (64, 1 << 16) if device.platform == "cpu" else (8192, 1 << 30)
+    # Not all the same number: how much power a product draws, and so the clock, depends on the data.
+    a, b = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
+    x = jnp.ones(copied // 4, jnp.float32)
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "matmul_flops": 2 * side**3 / seconds(jnp.matmul, a, b),
+        "copy_bytes": 2 * copied / seconds(lambda x: x + 1, x),
+    }
+
+
+def compete(name: str, folder: Path) -> None:
+    step, facts, memory = prepare(name, folder)
+    float(step())
+    tell(facts)
+    for line in sys.stdin:
+        began = time.perf_counter()
+        losses = [step() for _ in range(int(line))]
+        losses = [float(loss) for loss in losses]  # waits for all
+        seconds = (time.perf_counter() - began) / len(losses)
+        losses = [loss if math.isfinite(loss) else None for loss in losses]
+        tell({"seconds": seconds, "losses": losses, "bytes": memory()})
+
+
+def tell(reply: dict[str, Any]) -> None:
+    print(json.dumps(reply), flush=True)
+
+
+def main():
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    try:
+        if name == "initial":
+            write_initial(folder)
+            tell({})
+        elif name == "ceiling":
+            tell(ceiling())
+        else:
+            compete(name, folder)
+    except Exception as error:
+        tell({"error": f"{type(error).__name__}: {error}"[:300]})
+        raise
+
+
+if __name__ == "__main__":
+    main()
