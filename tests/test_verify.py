@@ -162,8 +162,8 @@ def test_cudnn_is_verified_by_what_computes_in_float64():
     c.model.attention_impl = "cudnn"
     with jax.enable_x64(True):
         own = subject.Subject(c, None, None, keep_sizes=False)
-        assert verify.check(own, LAYOUT).fault is None and verify.broken_laws(own) == []
-    assert c.model.attention_impl == "cudnn"
+        assert verify.check(own, LAYOUT).fault is None
+    assert own.raw["model"]["attention_impl"] == "auto"  # what the laws build models of
 
 
 @pytest.mark.parametrize(
