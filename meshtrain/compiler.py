@@ -1,14 +1,20 @@
 """How programs are compiled and run: XLA's options by name, a cache of what it made, memory on CPU."""
 
 import ctypes
+import errno
 import hashlib
 import os
+import re
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
+import jaxlib
 from jax.experimental.compilation_cache import compilation_cache
+
+from meshtrain.errors import ConfigError
 
 # Options of each preset. An option goes to the compiler by name, which refuses one that it does not
 # know with an error; in XLA_FLAGS the same would abort the process.
@@ -32,7 +38,7 @@ PRESETS: dict[str, dict[str, bool | int | str]] = {
 }
 NAMES = ("auto", *PRESETS)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-GONE = {  # the first jax whose XLA no longer has them
+GONE = {  # the first jaxlib whose XLA no longer has them
     "xla_gpu_enable_pipelined_all_gather": (0, 11),
     "xla_gpu_enable_pipelined_reduce_scatter": (0, 11),
     "xla_gpu_enable_pipelined_all_reduce": (0, 11),
@@ -46,12 +52,26 @@ def options(preset: str, mesh: jax.sharding.Mesh) -> dict[str, bool | int | str]
     """
     if preset == "auto":
         preset = "overlap" if mesh.size > 1 and mesh.devices.flat[0].platform == "gpu" else "none"
-    version = jax.__version_info__[:2]
+    version = tuple(int(part) for part in jaxlib.__version__.split(".")[:2])
     return {
         name: value
         for name, value in PRESETS[preset].items()
         if name not in GONE or version < GONE[name]
     }
+
+
+def compiled(lowered: jax.stages.Lowered, chosen: dict[str, Any]) -> jax.stages.Compiled:
+    """Returns the program, compiled; raises ConfigError for an option that XLA does not know."""
+    try:
+        return lowered.compile(compiler_options=chosen)
+    except jax.errors.JaxRuntimeError as error:
+        unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+        if unknown is None:
+            raise
+        raise ConfigError(
+            f"train.xla_preset: it sets {unknown[1]}, which XLA of jaxlib {jaxlib.__version__} does "
+            f"not know; use train.xla_preset=none"
+        ) from error
 
 
 def run_in_place() -> None:
@@ -88,32 +108,39 @@ def use_cache() -> None:
     elif jax.config.jax_compilation_cache_dir:
         return
     elif folder := _own_folder():
+        # What autotuning on a GPU found is kept there too: that is jax's default.
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        if jax.default_backend() == "gpu":  # what autotuning found
-            caches = "xla_gpu_per_fusion_autotune_cache_dir"
-            jax.config.update("jax_persistent_cache_enable_xla_caches", caches)
     compilation_cache.reset_cache()  # what it decided in an earlier compilation
 
 
 def _own_folder() -> Path | None:
     """Returns the folder of the cache, made if need be; None where others could write to it.
 
-    What is in it is run: so it must be ours. Programs for CPU are for the features of one.
+    What is in it is run: so it must be ours, and so must the one above, in which it could be replaced.
+    Programs for CPU are for the features of one.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshtrain"
-    folder = base / f"{jax.default_backend()}-{_features()}"
+    folder, name = Path("~/.cache/meshtrain"), f"{jax.default_backend()}-{_features()}"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        reason = error.strerror
-    else:
-        mode = stat.S_IMODE(found.st_mode)
-        if found.st_uid == os.getuid() and not mode & 0o077:
-            return folder
+        caches = os.environ.get("XDG_CACHE_HOME")
+        folder = Path(caches, "meshtrain") if caches else folder.expanduser()
+        _claim(folder)
+        folder /= name
+        _claim(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        reason = getattr(error, "strerror", error)
+        print(f"no compile cache in {folder}: {reason}", file=sys.stderr)
+        return None
+    return folder
+
+
+def _claim(folder: Path) -> None:
+    """Makes the folder if need be; raises OSError unless it is ours alone."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.getuid() or mode & 0o077:
         reason = f"it is of user {found.st_uid} with mode {mode:o}, and has to be ours with 700"
-    print(f"no compile cache in {folder}: {reason}", file=sys.stderr)
-    return None
+        raise PermissionError(errno.EPERM, reason)
 
 
 def _features() -> str:

@@ -53,7 +53,7 @@ class Program:
         places = states.places_of(self.abstract_state)
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(places, None))
         lowered = jitted.lower(self.abstract_state, batch)
-        return lowered.compile(compiler_options=self.compiler_options)
+        return compiler.compiled(lowered, self.compiler_options)
 
 
 def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None) -> Program:

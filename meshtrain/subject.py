@@ -148,6 +148,8 @@ def prepare(raw: dict[str, Any], num_devices: int) -> None:
     """Sets what a proof needs: float64, a batch that every layout divides, tokens without a file."""
     if raw["data"].get("build") == "meshtrain.data.tokens:build":
         raw["data"].update(build="meshtrain.data.synthetic:build", separator=-1)
+    if raw["model"].get("attention_impl") == "cudnn":  # which has no float64
+        raw["model"].update(attention_impl="auto")
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}
     raw["train"].update(
         steps=STEPS,

@@ -1,6 +1,7 @@
 """Options of the compiler by name, and the cache of what it compiled."""
 
 import os
+import pwd
 import stat
 import subprocess
 import sys
@@ -8,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jaxlib
 import numpy as np
 import pytest
 from conftest import tiny_config
 
+import meshtrain
 from meshtrain import compiler, config
 from meshtrain.errors import ConfigError
 
@@ -34,8 +37,8 @@ def test_this_compiler_knows_every_option_of_a_preset(preset):
 
 def test_options_that_are_gone_are_left_out(monkeypatch):
     name = "xla_gpu_enable_pipelined_all_gather"
-    for version, there in [((0, 10, 2), True), ((0, 11, 0), False), ((1, 0, 0), False)]:
-        monkeypatch.setattr(jax, "__version_info__", version)
+    for version, there in [("0.10.2", True), ("0.11.0", False), ("0.12.0.1", False)]:
+        monkeypatch.setattr(jaxlib, "__version__", version)
         assert (name in compiler.options("overlap", mesh("gpu", 8))) == there
 
 
@@ -56,20 +59,37 @@ def test_a_preset_that_is_none_is_told():
         config.parse(c, num_devices=8)
 
 
+def test_an_option_that_is_gone_unawares_is_told_with_the_way_out(monkeypatch):
+    later = {"xla_gpu_of_an_earlier_year": True}
+    monkeypatch.setattr(compiler, "options", lambda preset, mesh: later)
+    with pytest.raises(ConfigError, match="train.xla_preset: .*of_an_earlier_year.*=none"):
+        meshtrain.train(tiny_config())
+
+
+def test_other_faults_of_the_compiler_are_not_mistaken_for_that():
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        compiler.compiled(jax.jit(lambda x: x).lower(1.0), {"xla_gpu_graph_min_graph_size": "few"})
+
+
 # ---- the cache ----
 
 
 def test_the_cache_is_a_folder_that_nobody_else_can_enter(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = compiler._own_folder()
+    before = os.umask(0o002)
+    try:
+        folder = compiler._own_folder()
+    finally:
+        os.umask(before)
     assert folder.parent.parent == tmp_path / "cache"
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (folder.parent, folder)] == [0o700] * 2
     assert compiler._own_folder() == folder  # the second time too
     assert capsys.readouterr().err == ""
-    folder.chmod(0o770)
-    assert compiler._own_folder() is None
-    assert f"no compile cache in {folder}: it is of user" in capsys.readouterr().err
-    folder.chmod(0o700)
+    for open_one in (folder, folder.parent):
+        open_one.chmod(0o770)
+        assert compiler._own_folder() is None
+        assert f"no compile cache in {open_one}: it is of user" in capsys.readouterr().err
+        open_one.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: os.stat(folder).st_uid + 1)
     assert compiler._own_folder() is None
 
@@ -79,6 +99,17 @@ def test_a_cache_that_cannot_be_made_is_told_and_done_without(tmp_path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert compiler._own_folder() is None
     assert "Not a directory" in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_is_told_and_does_without(monkeypatch, capsys):
+    def nobody(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert compiler._own_folder() is None
+    assert "no compile cache in ~/.cache/meshtrain: Could not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("of_a_process", [8, 1])

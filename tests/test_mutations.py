@@ -1,8 +1,7 @@
 """Bugs that parallel training is known for, planted one at a time: `verify` has to see each of them."""
 
-import copy
 import functools
-import types
+import re
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,10 @@ def subject():
     c = tiny_config()
     c.model.update(GPT2)
     with jax.enable_x64(True):
-        yield Subject(c, None, None, keep_sizes=False)
+        made = Subject(c, None, None, keep_sizes=False)
+        for packing in (True, False):
+            made.steps(packing=packing, masks=True)  # before any bug is planted
+        yield made
 
 
 def found(subject, row):
@@ -102,9 +104,9 @@ def a_mean_of_means(patch, subject):
 
 @mutant
 def a_mean_of_means_in_evaluation(patch, subject):
-    def evaluate(loss, *, num_microbatches):
+    def evaluate(loss, *, dtype, num_microbatches):
         def metrics_of(params, batch):
-            parts = grads.split(batch, num_microbatches)
+            params, parts = grads.cast(params, dtype), grads.split(batch, num_microbatches)
             sums = jax.lax.map(lambda part: loss(params, part, None), parts)
             return metrics.Metrics((sums.loss / sums.weight).mean(), jnp.ones(()))
 
@@ -181,8 +183,10 @@ def a_lost_mask_between_documents(patch, subject):
 
 @mutant
 def a_lost_causal_mask(patch, subject):
-    def all_seen(*qkv, **options):
-        return jax.nn.dot_product_attention(*qkv)
+    right = transformer.attention
+
+    def all_seen(q, *kv, **options):
+        return right(q, *kv, **options, start=q.shape[1])  # as if all keys were earlier ones
 
     patch.setattr(transformer, "attention", all_seen)
 
@@ -284,12 +288,10 @@ def parameters_left_whole_at_stage_3(patch, subject):
 def a_learning_rate_of_the_step_before(patch, subject):
     def make_schedule(*args, **options):
         schedule = right(*args, **options)
-        return lambda number: schedule(number - 1)
+        return lambda number: schedule(jnp.maximum(number - 1, 0))
 
     right = optim.make_schedule
-    c = copy.copy(subject.raw["optim"]) | {"warmup_steps": 2}
-    patch.setitem(subject.raw, "optim", c)
-    patch.setattr(program, "optim", types.SimpleNamespace(make_schedule=make_schedule))
+    patch.setattr(optim, "make_schedule", make_schedule)
 
 
 @mutant
@@ -434,6 +436,8 @@ def test_a_planted_bug_is_found(name, subject, monkeypatch, kill_table):
         kill_table[name] = found(subject, {**row, "loss_scale": "scaled" in name})
     jax.clear_caches()
     assert kill_table[name], f"{name}: survived"
+    crash = re.search(r"\b\w+Error\b", kill_table[name])
+    assert not crash, f"{name}: found by its own crash alone: {kill_table[name]}"
 
 
 def test_all_planted_bugs_were_tried(kill_table, request):

@@ -157,6 +157,15 @@ def test_shrinking_keeps_the_structure():
     assert (model["d_model"], model["d_ff"], model["vocab_size"]) == (64, 64, 125)
 
 
+def test_cudnn_is_verified_by_what_computes_in_float64():
+    c = tiny_config()
+    c.model.attention_impl = "cudnn"
+    with jax.enable_x64(True):
+        own = subject.Subject(c, None, None, keep_sizes=False)
+        assert verify.check(own, LAYOUT).fault is None
+    assert own.raw["model"]["attention_impl"] == "auto"  # what the laws build models of
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
