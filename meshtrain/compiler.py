@@ -116,16 +116,16 @@ def use_cache() -> None:
 def _own_folder() -> Path | None:
     """Returns the folder of the cache, made if need be; None where others could write to it.
 
-    What is in it is run: so it must be ours, and so must the one above, in which it could be replaced.
-    Programs for CPU are for the features of one.
+    What is in it is run: so it must be ours alone, and nobody else may replace it in the one above. Programs
+    for CPU are for the features of one.
     """
     folder, name = Path("~/.cache/meshtrain"), f"{jax.default_backend()}-{_features()}"
     try:
         caches = os.environ.get("XDG_CACHE_HOME")
         folder = Path(caches, "meshtrain") if caches else folder.expanduser()
-        _claim(folder)
+        _claim(folder, others=0o055)
         folder /= name
-        _claim(folder)
+        _claim(folder, others=0)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         reason = getattr(error, "strerror", error)
         print(f"no compile cache in {folder}: {reason}", file=sys.stderr)
@@ -133,13 +133,16 @@ def _own_folder() -> Path | None:
     return folder
 
 
-def _claim(folder: Path) -> None:
-    """Makes the folder if need be; raises OSError unless it is ours alone."""
+def _claim(folder: Path, *, others: int) -> None:
+    """Makes the folder if need be; raises OSError unless it is ours and others have these rights at most."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid != os.getuid() or mode & 0o077:
-        reason = f"it is of user {found.st_uid} with mode {mode:o}, and has to be ours with 700"
+    if found.st_uid != os.getuid() or mode & 0o077 & ~others:
+        most = 0o700 | others
+        reason = (
+            f"it is of user {found.st_uid} with mode {mode:o}, and has to be ours with {most:o}"
+        )
         raise PermissionError(errno.EPERM, reason)
 
 

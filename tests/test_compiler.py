@@ -85,6 +85,8 @@ def test_the_cache_is_a_folder_that_nobody_else_can_enter(tmp_path, monkeypatch,
     assert [stat.S_IMODE(one.stat().st_mode) for one in (folder.parent, folder)] == [0o700] * 2
     assert compiler._own_folder() == folder  # the second time too
     assert capsys.readouterr().err == ""
+    folder.parent.chmod(0o755)  # nobody can replace what is in it
+    assert compiler._own_folder() == folder
     for open_one in (folder, folder.parent):
         open_one.chmod(0o770)
         assert compiler._own_folder() is None
