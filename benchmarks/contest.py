@@ -95,8 +95,7 @@ def hold(
         if names != ["meshtrain"]:
             Contestant("initial", folder).close()
         for heat in [[first, peer] for peer in peers] if pairs and peers else [names]:
-            if first not in found.failed:
-                _hold_heat(found, heat, folder, rounds=rounds, steps=steps)
+            _hold_heat(found, heat, folder, rounds=rounds, steps=steps)
     return found
 
 

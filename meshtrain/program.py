@@ -46,7 +46,8 @@ class Program:
     def start(self, seed: int) -> TrainState:
         """Returns the state before the first step: every parameter is born where it lives."""
         places, key = states.places_of(self.abstract_state), jax.random.key(seed)
-        return jax.jit(self.init, out_shardings=places)(key)
+        quickly = compiler.quickly(self.mesh)
+        return jax.jit(self.init, out_shardings=places, compiler_options=quickly)(key)
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """Returns the train step for batches like this one; it takes over the state that it is given."""

@@ -52,6 +52,15 @@ def test_auto_is_what_suits_the_devices(platform, size, preset):
     assert compiler.options("auto", place) == compiler.options(preset, place)
 
 
+def test_what_runs_once_is_compiled_quickly_on_cpus_unless_the_user_says_how(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")
+    (option,) = (found := compiler.quickly(mesh("cpu", 8)))
+    assert jax.jit(lambda x: x + 1, compiler_options=found)(1.0) == 2
+    assert compiler.quickly(mesh("gpu", 8)) == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{option}=0")
+    assert compiler.quickly(mesh("cpu", 8)) == {}
+
+
 def test_a_preset_that_is_none_is_told():
     c = tiny_config()
     c.train.xla_preset = "fast"

@@ -8,6 +8,7 @@ from test_families import FAMILIES
 
 from meshtrain import ConfigError, config, reference
 from meshtrain.data.source import Batch
+from meshtrain.models import transformer
 from meshtrain.program import assemble
 from meshtrain.sampling import Sampling, generate
 
@@ -62,6 +63,19 @@ def test_cached_tokens_are_those_of_the_whole_text_run_anew(family, attention_im
     due = [recomputed(program, params, prompt, 12) for prompt in PROMPTS]
     assert rows_of(program, params) == due
     assert len({*due[0], *due[1], *due[2]}) > 4  # no model that says one thing alone
+
+
+def test_a_prompt_is_read_by_the_attention_of_the_config_and_tokens_by_the_plain_one(monkeypatch):
+    program, params = made({"attention_impl": "blockwise"})
+    taken, real = set(), transformer.attention
+
+    def recorded(q_BSHK, *args, implementation="xla", **options):
+        taken.add((q_BSHK.shape[1] > 1, implementation))
+        return real(q_BSHK, *args, implementation=implementation, **options)
+
+    monkeypatch.setattr(transformer, "attention", recorded)
+    rows_of(program, params, length=2)
+    assert taken == {(True, "blockwise"), (False, "xla")}
 
 
 @pytest.mark.parametrize(

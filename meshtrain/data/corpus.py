@@ -182,10 +182,11 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
 def _read_folder(path: str, pattern: str, exclude: tuple) -> np.ndarray:
     if Path(pattern).is_absolute() or not pattern:
         raise ConfigError(f"data.pattern={pattern!r}: use a pattern of names, such as *.txt")
+    root, excluded = Path(path), frozenset(exclude)
     files = sorted(
         file
-        for file in Path(path).rglob(pattern)
-        if file.is_file() and not set(file.relative_to(path).parts[:-1]) & set(exclude)
+        for file in root.rglob(pattern)
+        if excluded.isdisjoint(file.parts[len(root.parts) : -1]) and file.is_file()
     )
     if not files:
         raise ConfigError(f"data.path={path}: no files match data.pattern={pattern!r}")
