@@ -63,7 +63,7 @@ def options(preset: str, mesh: jax.sharding.Mesh) -> dict[str, bool | int | str]
 def quickly(mesh: jax.sharding.Mesh) -> dict[str, int]:
     """Returns options for a program that runs once: on CPUs, LLVM optimises less, unless XLA_FLAGS says how much.
 
-    What draws the parameters of configs/quickstart.py is then compiled in a seventh of the time, and runs
+    What draws the parameters of configs/quickstart.py is then compiled in a sixth of the time, and runs
     as fast.
     """
     level, on_cpu = "xla_backend_optimization_level", mesh.devices.flat[0].platform == "cpu"
