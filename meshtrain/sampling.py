@@ -34,8 +34,8 @@ class Sampling:
     def __post_init__(self):
         faults = below(0, {"--temperature": self.temperature, "--top_k": self.top_k})
         faults += below(0, {"--seed": self.seed})
-        if self.seed >= 2**63:
-            faults.append(f"--seed={self.seed}: use a number below 2^63")
+        if self.seed >= 2**32:  # jax drops the bits above
+            faults.append(f"--seed={self.seed}: use a number below 2^32")
         if not 0 < self.top_p <= 1:
             faults.append(f"--top_p={self.top_p}: use a number above 0, up to 1")
         if not math.isfinite(self.temperature):

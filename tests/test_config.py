@@ -24,6 +24,7 @@ def faults_of(c, num_devices=1, **options):
         ("train.dtype", "float31", "train.dtype='float31': use one of float32, bfloat16"),
         ("train.remat", "some", "train.remat='some': use one of none, full, dots, names:"),
         ("train.zero_stage", 4, "train.zero_stage=4: use 0, 1, 2 or 3"),
+        ("train.seed", 2**32, "train.seed=4294967296: use a number below 2^32"),
         ("train.num_microbatches", 3, "train.num_microbatches=3; use 15 or 18"),
         ("train.num_microbatches", 0, "train.num_microbatches=0: use 1 or more"),
         ("train.global_batch", 0, "train.global_batch=0 is not divisible"),

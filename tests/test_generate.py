@@ -146,7 +146,7 @@ def test_prompts_of_a_file_from_windows_are_its_lines(workdir, tmp_path, encoded
     [
         (["--bos"], "--bos: tokenizer bytes has no token"),
         (["--prompt=\udcff"], "--prompt='\\udcff': is no valid UTF-8"),
-        (["--seed=9223372036854775808"], "--seed=9223372036854775808"),
+        (["--seed=4294967296"], "--seed=4294967296: use a number below 2^32"),
         (["--length=0"], "--length=0"),
         (["--temperature=-1"], "--temperature=-1"),
         (["--top_p=0"], "--top_p=0"),
