@@ -36,6 +36,13 @@ def below(low: float, values: dict[str, float]) -> list[str]:
     ]
 
 
+def no_seed(key: str, seed: int) -> list[str]:
+    """Without jax_enable_x64, jax keeps 32 bits of a seed: a larger one is a lower one's run."""
+    if seed < 2**32:
+        return below(0, {key: seed})
+    return [f"{key}={seed}: use a number below 2^32"]
+
+
 def nearest_multiples(value: int, step: int) -> str:
     """Returns the multiples around a value that is none: '24 or 32'."""
     down, up = value // step * step, (value // step + 1) * step

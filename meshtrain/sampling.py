@@ -12,7 +12,7 @@ import numpy as np
 
 from meshtrain import grads, sharding
 from meshtrain.data.source import Batch
-from meshtrain.errors import ConfigError, below
+from meshtrain.errors import ConfigError, below, no_seed
 from meshtrain.models.base import Model, Params, Past
 from meshtrain.program import Program
 
@@ -33,9 +33,7 @@ class Sampling:
 
     def __post_init__(self):
         faults = below(0, {"--temperature": self.temperature, "--top_k": self.top_k})
-        faults += below(0, {"--seed": self.seed})
-        if self.seed >= 2**32:  # jax drops the bits above
-            faults.append(f"--seed={self.seed}: use a number below 2^32")
+        faults += no_seed("--seed", self.seed)
         if not 0 < self.top_p <= 1:
             faults.append(f"--top_p={self.top_p}: use a number above 0, up to 1")
         if not math.isfinite(self.temperature):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 
 from meshtrain import compiler
-from meshtrain.errors import ConfigError, below, not_one_of
+from meshtrain.errors import ConfigError, below, no_seed, not_one_of
 from meshtrain.pipeline.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # to compute in
@@ -33,15 +33,13 @@ class TrainConfig:
     def __post_init__(self):
         counts = ("num_microbatches", "log_every", "unroll")
         faults = below(1, {f"train.{key}": getattr(self, key) for key in counts})
-        faults += below(0, {"train.steps": self.steps, "train.seed": self.seed})
+        faults += below(0, {"train.steps": self.steps}) + no_seed("train.seed", self.seed)
         faults += not_one_of("train.xla_preset", self.xla_preset, compiler.NAMES)
         faults += not_one_of("train.dtype", self.dtype, DTYPES)
         faults += not_one_of("train.param_dtype", self.param_dtype, KEPT_DTYPES)
         faults += _without_x64(
             {f"train.{key}": getattr(self, key) for key in ("dtype", "param_dtype")}
         )
-        if self.seed >= 2**32:  # jax drops the bits above
-            faults.append(f"train.seed={self.seed}: use a number below 2^32")
         if not self.remat.startswith("names:") or not all(
             self.remat.removeprefix("names:").split(",")
         ):
