@@ -5,7 +5,7 @@
 
 Each process is pinned to a core and has one XLA thread and one device. Two times are taken: `device` is
 the compiled collective on float32 that is on the devices already, `host` a whole call of
-meshtrain.collectives, from numpy to numpy. Each is the median of its calls on the slowest process, none
+meshtrain.parallel.collectives, from numpy to numpy. Each is the median of its calls on the slowest process, none
 of which is the first. The size S is that of the larger buffer of a member, and bus bandwidth S/t times
 a factor of the collective, both as nccl-tests have them:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
@@ -32,8 +32,10 @@ import numpy as np
 
 from benchmarks import record
 from benchmarks.workers import answer, launch
-from meshtrain import cli, collectives, distributed
-from meshtrain.place import JAX
+from meshtrain import cli
+from meshtrain.cluster import distributed
+from meshtrain.cluster.environment import JAX
+from meshtrain.parallel import collectives
 
 OPTIONS = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": None}
 OPTIONS |= {"all_to_all": None, "broadcast": 0}

@@ -22,9 +22,10 @@ import numpy as np
 
 from benchmarks import record
 from configs import default
-from meshtrain import config, state
+from meshtrain import state
 from meshtrain.checkpoint import manifest
 from meshtrain.checkpoint.saver import Saver
+from meshtrain.config import parse as config
 from meshtrain.program import assemble
 
 

@@ -4,7 +4,7 @@
 
 A float32 Llama-style model (8.0 M parameters) on eight simulated devices. Nothing is run: the
 collectives are read from the compiled step by `meshtrain audit`, whose minimum it is, and which explains
-the rest line by line (`python -m meshtrain.audit --config=...`). Compilers differ: XLA makes an all-reduce
+the rest line by line (`python -m meshtrain.analysis.audit --config=...`). Compilers differ: XLA makes an all-reduce
 and a slice for CPU of what is a reduce-scatter elsewhere, which the audit counts as the latter, with a
 note. For latency and bandwidth of the collectives themselves see bandwidth.py.
 """
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import llama, record
 from meshtrain import cli
-from meshtrain.audit import audit
+from meshtrain.analysis.audit import audit
 
 DEVICES = 8
 # The mesh, and where it is not the default the zero stage; all sizes multiply to DEVICES.

@@ -49,8 +49,11 @@ def prepare(name: str, folder: Path):
 def prepare_meshtrain(folder: Path, tokens: np.ndarray):
     import jax
 
-    from meshtrain import compiler, config, configfile, state
+    from meshtrain import state
+    from meshtrain.config import files as configfile
+    from meshtrain.config import parse as config
     from meshtrain.data.source import Batch
+    from meshtrain.parallel import xla as compiler
     from meshtrain.program import assemble
 
     compiler.run_in_place()  # as train() does
@@ -147,7 +150,8 @@ def write_initial(folder: Path) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from meshtrain import config, configfile
+    from meshtrain.config import files as configfile
+    from meshtrain.config import parse as config
     from meshtrain.program import assemble
 
     cfg = config.parse(configfile.load(str(folder / "config.json")), num_devices=1)

@@ -23,10 +23,10 @@ import jax
 import numpy as np
 
 from benchmarks import record
-from meshtrain import mesh, prepare
-from meshtrain.data import tokens
+from meshtrain.data import prepare, tokens
 from meshtrain.data.loader import Loader
 from meshtrain.data.tokenizer import load
+from meshtrain.parallel import mesh
 
 RULES = (("batch", ("data", "fsdp")),)
 SIZES = [(1024, 8), (1024, 64), (4096, 8), (4096, 64)]  # tokens of a row, rows of a batch
@@ -48,7 +48,7 @@ def preparing(folder: Path, texts: list[str]) -> dict[str, float]:
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
     megabytes = sum(len(one.encode()) for one in texts) / 1e6
-    verb = [sys.executable, "-m", "meshtrain.prepare", str(source)]
+    verb = [sys.executable, "-m", "meshtrain.data.prepare", str(source)]
     learned = folder / "learned"
     small = folder / "small.jsonl"
     small.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts[::10]))

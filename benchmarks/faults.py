@@ -29,9 +29,9 @@ import numpy as np
 from benchmarks import record
 from meshtrain import checkpoint
 from meshtrain.checkpoint import arrays
+from meshtrain.cluster.progress import VARIABLE
 from meshtrain.data import synthetic
 from meshtrain.data.source import Source
-from meshtrain.progress import VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = ("kill", "stop", "terminate", "sleep", "abort", "segfault")

@@ -8,8 +8,8 @@ import jax
 from ml_collections import ConfigDict
 
 from configs import default
-from meshtrain import config
-from meshtrain.config import Config
+from meshtrain.config import parse as config
+from meshtrain.config.parse import Config
 from meshtrain.data.loader import Loader
 from meshtrain.program import Program, assemble
 

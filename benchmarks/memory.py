@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks import llama, record
 from meshtrain import cli, state
-from meshtrain.pipeline.schedules import SCHEDULES
+from meshtrain.parallel.pipeline.schedules import SCHEDULES
 
 DEVICES, STAGES, MB = 8, 4, 1e6
 # name, chunks a stage, what is kept of each

@@ -29,7 +29,7 @@ import jax
 
 from benchmarks import llama, record, workers
 from meshtrain import cli, state
-from meshtrain.pipeline import schedules
+from meshtrain.parallel.pipeline import schedules
 
 COUNTS = (1, 2, 4, 8)  # of simulated devices
 CHUNKS = {"interleaved": 2}

@@ -27,7 +27,8 @@ def work(args) -> dict[str, float]:
     import jax
 
     from benchmarks import llama
-    from meshtrain import cli, configfile
+    from meshtrain import cli
+    from meshtrain.config import files as configfile
 
     ends = {"import": time.time()}
     c = configfile.load(args.config)

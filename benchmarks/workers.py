@@ -15,7 +15,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain import compiler, distributed, place
+from meshtrain.cluster import distributed
+from meshtrain.cluster import environment as place
+from meshtrain.parallel import xla as compiler
 
 ALONE, BUSY, TOGETHER = "one process", "one process on each core", "a run of all"  # kinds of turn
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"

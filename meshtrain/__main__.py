@@ -5,16 +5,16 @@ import sys
 
 VERBS = {
     "train": "meshtrain.main",
-    "launch": "meshtrain.launch",
-    "info": "meshtrain.info",
-    "prepare": "meshtrain.prepare",
-    "convert": "meshtrain.convert",
-    "generate": "meshtrain.generate",
-    "evaluate": "meshtrain.evaluate",
+    "launch": "meshtrain.cluster.launch",
+    "info": "meshtrain.cluster.info",
+    "prepare": "meshtrain.data.prepare",
+    "convert": "meshtrain.huggingface.convert",
+    "generate": "meshtrain.inference.generate",
+    "evaluate": "meshtrain.inference.evaluate",
     "verify": "meshtrain.verify",
-    "audit": "meshtrain.audit",
-    "profile": "meshtrain.profile",
-    "schedule": "meshtrain.schedule",
+    "audit": "meshtrain.analysis.audit",
+    "profile": "meshtrain.analysis.profile",
+    "schedule": "meshtrain.analysis.schedule",
     "checkpoint": "meshtrain.checkpoint.__main__",
 }
 

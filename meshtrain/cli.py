@@ -13,11 +13,14 @@ from typing import Any
 
 import jax
 
-from meshtrain import checkpoint, compiler, configfile, distributed, huggingface, progress
-from meshtrain.config import Config, parse
+from meshtrain import checkpoint, huggingface
+from meshtrain.cluster import distributed, progress
+from meshtrain.cluster.rendezvous import MeetingError
+from meshtrain.config import files as configfile
+from meshtrain.config.parse import Config, parse
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError
-from meshtrain.mesh import AXES
-from meshtrain.rendezvous import MeetingError
+from meshtrain.parallel import xla as compiler
+from meshtrain.parallel.mesh import AXES
 
 
 def plain_parser(verb: str, description: str | None) -> argparse.ArgumentParser:
@@ -49,7 +52,8 @@ def add_devices(flags: argparse.ArgumentParser) -> None:
         "--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices"
     )
     several = flags.add_argument_group(
-        "several processes", "launchers tell this in variables, see meshtrain/place.py"
+        "several processes",
+        "launchers tell this in variables, see meshtrain/cluster/environment.py",
     )
     several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     several.add_argument("--num_processes", type=int, metavar="N")

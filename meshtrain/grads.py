@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain import sharding
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
+from meshtrain.parallel import sharding
 
 LossFn = Callable[
     [Params, Any, jax.Array | None], Metrics

@@ -10,9 +10,10 @@ import argparse
 import sys
 from typing import Any
 
-from meshtrain import cli, signals
+from meshtrain import cli
+from meshtrain.cluster import signals
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, ConfigError
-from meshtrain.health import CorruptState
+from meshtrain.monitor.health import CorruptState
 from meshtrain.train import train
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.sections import OptimConfig
+from meshtrain.config.schema import OptimConfig
 
 Schedule = Callable[[jax.Array | int], jax.Array | float]  # step -> learning rate
 

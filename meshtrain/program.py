@@ -8,15 +8,17 @@ from typing import Any
 import jax
 import optax
 
-from meshtrain import compiler, grads, optim, sharding
+from meshtrain import grads, optim
 from meshtrain import state as states
-from meshtrain.config import Config, uneven_layers
+from meshtrain.config.parse import Config, uneven_layers
 from meshtrain.errors import ConfigError
-from meshtrain.mesh import make_mesh
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
-from meshtrain.pipeline import executor
-from meshtrain.pipeline.schedules import SCHEDULES, Table
+from meshtrain.parallel import sharding
+from meshtrain.parallel import xla as compiler
+from meshtrain.parallel.mesh import make_mesh
+from meshtrain.parallel.pipeline import executor
+from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
 from meshtrain.state import TrainState
 from meshtrain.step import Report, make_train_step
 

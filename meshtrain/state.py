@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain import optim, sharding
+from meshtrain import optim
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Axes, Model, Params
+from meshtrain.parallel import sharding
 
 # Gradients here are of sums over tokens, thousands of times those of means, for which others start
 # at 2^16: of 4,096 tokens in one micro-batch they fit from 2^3 on down, of 256 from 2^8. A scale too

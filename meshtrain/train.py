@@ -11,18 +11,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain import checkpoint, compiler, distributed, health, progress, signals, summary
+from meshtrain import checkpoint
 from meshtrain.checkpoint import initial, lock
 from meshtrain.checkpoint.saver import Saver
-from meshtrain.config import Config, parse
+from meshtrain.cluster import distributed, progress, signals
+from meshtrain.config.parse import Config, parse
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
-from meshtrain.divergence import Watch
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model, Params
+from meshtrain.monitor import health, summary
+from meshtrain.monitor.divergence import Watch
+from meshtrain.monitor.writer import Writer
+from meshtrain.parallel import xla as compiler
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
-from meshtrain.writer import Writer
 
 
 class Result(NamedTuple):

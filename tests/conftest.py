@@ -1,6 +1,8 @@
 """Tests run on eight simulated CPU devices, whatever the machine has."""
 
 import os
+import socket
+from pathlib import Path
 
 # Most of a test's time is compiling, and this halves it; started processes inherit it.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -15,6 +17,8 @@ import jax
 import pytest
 
 from configs import default
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # Before anything starts a backend.
 jax.config.update("jax_platforms", "cpu")
@@ -49,6 +53,12 @@ def tiny_config():
     config.optim.warmup_steps = 0
     config.eval.batches = 1
     return config
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 # One of the layouts that `verify` tries, for tests that want another to change.

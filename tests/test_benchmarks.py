@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from benchmarks import collectives, contest, gpu_step, memory, record
-from meshtrain.audit import minimum
+from meshtrain.analysis.audit import minimum
 
 FOLDER = Path(record.__file__).parent
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "record.parser(" in path.read_text())

@@ -16,13 +16,14 @@ import yaml
 from test_train import losses, rows
 
 import meshtrain
-from meshtrain import configfile, place
-from meshtrain.attempts import Settings
+from meshtrain.cluster import environment as place
+from meshtrain.cluster.launch import _flags
+from meshtrain.cluster.restart_policy import Settings
+from meshtrain.config import files as configfile
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
-from meshtrain.launch import _flags
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/*.sh"), *ROOT.glob("launch/*.sbatch")]
+SCRIPTS = [*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/**/*.sh"), *ROOT.glob("launch/*.sbatch")]
 SCRIPTS.append(ROOT / ".ci" / "run")
 MANIFESTS = sorted(ROOT.glob("launch/kubernetes/*.yaml"))
 KUBERNETES = "1.34"  # a version whose schemas job.yaml is held against

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from meshtrain import optim
-from meshtrain.sections import OptimConfig
+from meshtrain.config.schema import OptimConfig
 
 PEAK, FINAL = 0.5, 0.05
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from meshtrain import config, state
+from meshtrain import state
+from meshtrain.config import parse as config
 from meshtrain.data.loader import Loader
 from meshtrain.ops import blockwise, losses
 from meshtrain.program import assemble
-from meshtrain.subject import keep_gradients
+from meshtrain.verify.subject import keep_gradients
 
 LAYOUTS = [
     {"data": 8},

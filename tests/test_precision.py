@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_parity import GPT2, Run, assert_same, packed
 
 import meshtrain
-from meshtrain import configfile, grads, main, metrics, optim, state
+from meshtrain import grads, main, metrics, optim, state
+from meshtrain.config import files as configfile
 from meshtrain.program import assemble
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}

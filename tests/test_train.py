@@ -17,8 +17,10 @@ from conftest import tiny_config
 from jax._src.array import ArrayImpl
 
 import meshtrain
-from meshtrain import config, distributed, program
+from meshtrain import program
 from meshtrain.checkpoint import manifest
+from meshtrain.cluster import distributed
+from meshtrain.config import parse as config
 from meshtrain.data.source import Source
 from meshtrain.data.tokens import to_batch
 
@@ -261,7 +263,9 @@ def test_two_processes_train_as_one_and_go_on_from_each_others_checkpoints(tmp_p
 import sys, jax
 jax.config.update("jax_num_cpu_devices", 4)
 sys.path[:0] = ["tests", "."]
-from meshtrain import Source, config, distributed, train
+from meshtrain import Source, train
+from meshtrain.config import parse as config
+from meshtrain.cluster import distributed
 from test_train import quick
 distributed.initialize()
 whole = config.parse(quick(), num_devices=8).train_data

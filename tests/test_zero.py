@@ -7,10 +7,10 @@ import pytest
 from conftest import tiny_config
 from test_parity import GPT2
 
-from meshtrain import config
-from meshtrain.certificate import name_of
+from meshtrain.config import parse as config
 from meshtrain.data.loader import Loader
 from meshtrain.program import assemble
+from meshtrain.verify.certificate import name_of
 
 WHOLE = [  # their dims follow `heads` and `mlp`, which fsdp does not cut
     "layers/attention/key/bias",

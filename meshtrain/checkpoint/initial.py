@@ -6,9 +6,9 @@ from pathlib import Path
 from meshtrain import checkpoint, huggingface
 from meshtrain.checkpoint import arrays
 from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.config.schema import CheckpointConfig
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Params
-from meshtrain.sections import CheckpointConfig
 
 
 def source(

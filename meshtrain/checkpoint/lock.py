@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshtrain import distributed
+from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError
 
 NAME = "LOCK"  # in the workdir

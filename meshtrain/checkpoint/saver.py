@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshtrain import distributed
 from meshtrain.checkpoint import arrays, manifest, newest_good
 from meshtrain.checkpoint.manifest import BadCheckpoint, Manifest
+from meshtrain.cluster import distributed
+from meshtrain.config.schema import CheckpointConfig
 from meshtrain.errors import ConfigError
-from meshtrain.sections import CheckpointConfig
 from meshtrain.state import TrainState, bytes_of
 
 MARGIN = 1.2  # free bytes that a save asks for, for each byte of the state

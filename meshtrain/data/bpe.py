@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshtrain.data import manifest
+from meshtrain.data import prepared as manifest
 from meshtrain.data.inputs import Reading, records, text_of
 from meshtrain.data.tokenizer import needed
 from meshtrain.errors import ConfigError

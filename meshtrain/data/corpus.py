@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data import indexed, manifest
+from meshtrain.data import indexed
+from meshtrain.data import prepared as manifest
 from meshtrain.errors import ConfigError
 
 # B windows, W tokens of a window, T tokens of a file

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
-from meshtrain.sharding import Rules, spec_for
+from meshtrain.parallel.sharding import Rules, spec_for
 
 AHEAD = 2  # batches read and sent to the device before they are asked for
 

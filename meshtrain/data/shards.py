@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from meshtrain.data import indexed, manifest
+from meshtrain.data import indexed
+from meshtrain.data import prepared as manifest
 from meshtrain.data.inputs import Place
 from meshtrain.errors import ConfigError
 

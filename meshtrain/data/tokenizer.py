@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.data import cutting, manifest
+from meshtrain.data import prepared as manifest
+from meshtrain.data import split_points as cutting
 from meshtrain.errors import ConfigError
 
 # V vocabulary

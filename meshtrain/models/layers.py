@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.sharding import constrain
+from meshtrain.parallel.sharding import constrain
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, F feed-forward
 

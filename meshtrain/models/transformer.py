@@ -11,10 +11,10 @@ from meshtrain.data.source import Batch
 from meshtrain.metrics import Metrics
 from meshtrain.models import base
 from meshtrain.models.layers import Block, dense, embedding, flat_dot_general, norm
-from meshtrain.models.section import TransformerConfig, flops_per_token
+from meshtrain.models.transformer_config import TransformerConfig, flops_per_token
 from meshtrain.ops.attention import attention, choose, while_generating
 from meshtrain.ops.losses import in_chunks
-from meshtrain.sharding import constrain
+from meshtrain.parallel.sharding import constrain
 
 # B batch, S sequence, T positions of a cache, D model, G key/value heads, K head dim, V vocabulary, padded
 

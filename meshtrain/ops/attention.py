@@ -5,9 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from meshtrain import sharding
 from meshtrain.errors import ConfigError
 from meshtrain.ops import blockwise
+from meshtrain.parallel import sharding
 
 # B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim
 

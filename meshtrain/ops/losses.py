@@ -6,9 +6,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from meshtrain import sharding
-from meshtrain.mesh import AXES
 from meshtrain.metrics import Metrics, weighted
+from meshtrain.parallel import sharding
+from meshtrain.parallel.mesh import AXES
 
 # B batch, S sequence, D model, V vocabulary, N slices of the batch, C chunks, T tokens of a chunk
 

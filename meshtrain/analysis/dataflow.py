@@ -1,0 +1,157 @@
+"""Where values of a compiled program come from and go to, loops and fusions seen through."""
+
+import re
+from collections.abc import Iterator
+
+from meshtrain.analysis.hlo import Instruction, Module
+
+# A value: the computation, the instruction, and which element where that makes a tuple.
+Value = tuple[str, str, int | None]
+RESHAPED = ("bitcast", "copy", "reshape", "transpose", "copy-start", "copy-done")
+# They hand on their first operand, or a part of it.
+TRANSPARENT = (
+    *RESHAPED,
+    *("convert", "slice", "dynamic-slice", "all-gather", "collective-permute"),
+)
+
+
+def argument(module: Module, value: Value) -> tuple[str, float]:
+    """Returns the argument of the step that a value is a copy or a part of, or an empty string.
+
+    Beside it the bytes of the narrowest element that the value passed through on the way.
+    """
+    narrowest = 8.0
+    for _ in range(200):
+        computation, name, _ = value
+        instruction = module.computations[computation].get(name)
+        if instruction and len(instruction.results) == 1:
+            narrowest = min(narrowest, instruction.results[0].itemsize)
+        behind = _behind(module, value)
+        if behind is None:
+            at_entry = instruction and computation == module.entry
+            is_argument = at_entry and instruction.opcode == "parameter"
+            return (instruction.op_name if is_argument else ""), narrowest
+        value = behind
+    return "", narrowest
+
+
+def _behind(module: Module, value: Value) -> Value | None:
+    """Returns the value that this one is a copy or a part of."""
+    computation, name, index = value
+    instruction = module.computations[computation].get(name)
+    if instruction is None:
+        return None
+    first = instruction.operands[0] if instruction.operands else ""
+    match instruction.opcode:
+        case "get-tuple-element":
+            return computation, first, instruction.number("index")
+        case "tuple" if index is not None:
+            return computation, instruction.operands[index], None
+        case "while" if _is_kept(module, instruction, index):
+            return computation, first, index
+        case "optimization-barrier":
+            if len(instruction.operands) > 1:
+                return computation, instruction.operands[index or 0], None
+            return computation, first, index
+        case "fusion" | "call":
+            inner = module.computations[instruction.called[0]]
+            root = next(name for name, i in inner.items() if i.is_root)
+            return instruction.called[0], root, index
+        case "parameter":
+            return _handed_in(module, computation, int(instruction.operand_text), index)
+        case opcode if opcode.removesuffix("-start").removesuffix("-done") in TRANSPARENT:
+            return computation, first, None
+    return None
+
+
+def _handed_in(module: Module, computation: str, number: int, index: int | None) -> Value | None:
+    """Returns what the caller hands to a parameter."""
+    for caller, instruction in module.callers[computation]:
+        if instruction.opcode == "while":
+            kept = _is_kept(module, instruction, index)
+            return (caller, instruction.operands[0], index) if kept else None
+        if instruction.opcode in ("fusion", "call") or instruction.opcode.endswith("-start"):
+            return caller, instruction.operands[number], index
+    return None
+
+
+def _is_kept(module: Module, loop: Instruction, index: int | None) -> bool:
+    """Whether a loop hands on this element of its state as it got it."""
+    body = re.search(r"\bbody=%?([\w.\-]+)", loop.attributes)
+    inner = module.computations[body[1]]
+    root = next(i for i in inner.values() if i.is_root)
+    if index is None or root.opcode != "tuple":
+        return False
+    made = inner[root.operands[index]]
+    return made.opcode == "get-tuple-element" and made.number("index") == index
+
+
+Use = tuple[str, Instruction | None]  # its computation beside it; None where it leaves our sight
+
+
+def uses(module: Module, computation: str, name: str, element: int | None = None) -> Iterator[Use]:
+    """Yields what is done with a value, or with one element of it where it is a tuple."""
+    if module.computations[computation][name].is_root:
+        callers = module.callers[computation]
+        for caller, instruction in callers:
+            if instruction.opcode in ("fusion", "call") and len(instruction.results) == 1:
+                yield from uses(module, caller, instruction.name)
+            else:
+                yield caller, None
+        if not callers:
+            yield computation, None  # a result of the step
+    for user in module.users[computation, name]:
+        if element is not None:
+            if user.opcode != "get-tuple-element":
+                yield computation, None
+            elif user.number("index") == element:
+                yield from uses(module, computation, user.name)
+        elif user.opcode in RESHAPED:
+            yield from uses(module, computation, user.name)
+        elif user.opcode in ("fusion", "call"):
+            inner = user.called[0]
+            for parameter in module.computations[inner].values():
+                if parameter.opcode != "parameter":
+                    continue
+                if user.operands[int(parameter.operand_text)] == name:
+                    yield from uses(module, inner, parameter.name)
+        else:
+            yield computation, user
+
+
+def is_narrowed(found: list[Use]) -> bool:
+    """Whether a value is rounded to 16 bits, whatever else becomes of it then."""
+    return bool(found) and all(
+        user and user.opcode == "convert" and user.results[0].itemsize == 2 for _, user in found
+    )
+
+
+def is_sliced(module: Module, found: list[Use], size: float) -> bool:
+    """Whether each device keeps nothing of a value but a slice of its own, of `size` elements."""
+
+    def fits(computation: str, user: Instruction | None) -> bool:
+        if user and user.opcode == "convert":
+            return is_sliced(module, list(uses(module, computation, user.name)), size)
+        if not user or user.opcode != "dynamic-slice" or user.results[0].size != size:
+            return False
+        return any(_depends_on_device(module, (computation, n, None)) for n in user.operands[1:])
+
+    return bool(found) and all(fits(*use) for use in found)
+
+
+def _depends_on_device(module: Module, value: Value) -> bool:
+    """Whether a value is computed from the number of the device."""
+    seen, todo = set(), [value]
+    while todo:
+        value = todo.pop()
+        instruction = module.computations[value[0]].get(value[1])
+        if value in seen or instruction is None:
+            continue
+        seen.add(value)
+        if instruction.opcode in ("partition-id", "replica-id"):
+            return True
+        behind = _behind(module, value)
+        todo += [behind] if behind else []
+        if instruction.opcode not in ("while", "parameter", "get-tuple-element"):
+            todo += [(value[0], operand, None) for operand in instruction.operands]
+    return False

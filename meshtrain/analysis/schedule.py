@@ -1,0 +1,95 @@
+"""Prints a pipeline schedule, and what it costs; draws it too.
+
+  meshtrain schedule --schedule=interleaved --stages=4 --microbatches=8 --chunks=2 --output=x.svg
+
+F is forward, B backward; a column is a tick, in which each stage does at most one of each. With
+several chunks a stage, 3b is micro-batch 3 in chunk 1. No devices are needed.
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from meshtrain import cli
+from meshtrain.analysis import drawing
+from meshtrain.errors import ConfigError, below, did_you_mean, nearest_multiples
+from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
+
+
+def figures(name: str, table: Table) -> list[str]:
+    """Returns what a schedule costs, a line each."""
+    M, F, B = table.num_microbatches, drawing.FORWARD, drawing.BACKWARD
+    cost, ideal, num = table.cost(F, B), M * (F + B), table.num_live
+    gpipe = "" if name == "gpipe" else f" (gpipe: {M})"
+    return [
+        f"ticks             {table.num_ticks}",
+        f"bubble            {100 * table.bubble:.1f} % of a step{_formula(table)}",
+        f"live activations  {num} chunk input{'s' * (num > 1)}, on the stage that keeps most{gpipe}",
+        f"predicted cost    {round(cost, 2):.10g}, where a stage's forward of a micro-batch costs {F} and its "
+        f"backward {B}",
+        f"                  {cost / ideal:.2f} times the ideal, M(F+B) = {ideal}",
+    ]
+
+
+def _formula(table: Table) -> str:
+    P, M, V = table.num_stages, table.num_microbatches, table.num_chunks
+    formula = "(P-1)/(MV+P-1)"
+    if abs(table.bubble - (P - 1) / (M * V + P - 1)) < 1e-9:
+        return f" = {formula}"
+    return f"; {formula} where P divides M, such as {nearest_multiples(M, P)}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    flags = cli.plain_parser("schedule", __doc__)
+    add = flags.add_argument
+    add("--schedule", required=True, metavar="NAME", help=", ".join(SCHEDULES))
+    add("--stages", required=True, type=int, metavar="P", help="size of mesh.pipeline")
+    add("--microbatches", required=True, type=int, metavar="M", help="train.num_microbatches")
+    add("--chunks", default=1, type=int, metavar="V", help="of layers that a stage has, 1 or more")
+    add("--output", type=Path, metavar="FILE.svg", help="draws the timeline")
+
+    def run() -> int:
+        args = flags.parse_args(argv)
+        if faults := _faults(args):
+            raise ConfigError(*faults)
+        table = SCHEDULES[args.schedule](args.stages, args.microbatches, args.chunks)
+        if args.output:
+            _write(args.output, drawing.svg(args.schedule, table))
+        lines = drawing.text(table, shutil.get_terminal_size().columns)
+        print(*lines, "", *figures(args.schedule, table), sep="\n")
+        return 0
+
+    return cli.told(run)
+
+
+def _faults(args: argparse.Namespace) -> list[str]:
+    name, chunks, output = args.schedule, args.chunks, args.output
+    counts = ("stages", "microbatches", "chunks")
+    faults = below(1, {f"--{count}": getattr(args, count) for count in counts})
+    if name not in SCHEDULES:
+        near = did_you_mean(name, SCHEDULES)
+        faults.append(f"--schedule={name}: unknown{near}; use one of {', '.join(SCHEDULES)}")
+    elif name != "interleaved" and chunks > 1:
+        faults.append(
+            f"--chunks={chunks}: {name} has one chunk a stage; use --schedule=interleaved"
+        )
+    if output and output.suffix != ".svg":
+        faults.append(f"--output={output}: use a name ending in .svg, which any tool converts")
+    if output and not output.parent.is_dir():
+        faults.append(f"--output={output}: there is no folder {output.parent}; make it first")
+    return faults
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output={path}: {error.strerror}; use a file that can be written"
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

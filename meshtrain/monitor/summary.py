@@ -1,0 +1,87 @@
+"""What a run says of itself before it compiles, and when it ends."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshtrain import state as states
+from meshtrain.config.parse import Config
+from meshtrain.data.source import Batch, Source
+from meshtrain.models.base import Model
+from meshtrain.parallel.mesh import AXES
+from meshtrain.parallel.pipeline.schedules import SCHEDULES
+from meshtrain.program import Program
+
+
+@dataclass(frozen=True)
+class Units:
+    """What one sample consists of, to count and to time: tokens of a language model, else itself."""
+
+    name: str
+    per_sample: int
+    flops: float | None  # of one unit, forward and backward
+
+
+def units_of(batch: Any, model: Model) -> Units:
+    if not isinstance(batch, Batch):
+        return Units("examples", 1, None)
+    seq_len = batch.tokens.shape[1]
+    return Units("tokens", seq_len, model.flops_per_token and model.flops_per_token(seq_len))
+
+
+def before(cfg: Config, program: Program, units: Units, data: Any) -> Iterator[str]:
+    """Yields the lines to read before compiling: whether this is the run one meant, and fits."""
+    model, abstract_state = program.model, program.abstract_state
+    used = [f"{axis} {size}" for axis in AXES if (size := getattr(cfg.mesh, axis)) > 1]
+    device = jax.devices()[0].device_kind
+    yield f"mesh        {' x '.join(used) or 'one device'} · {jax.device_count()} {device} · jax {jax.__version__}"
+    count = states.count(abstract_state.params)
+    yield f"parameters  {count:,} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"
+    sizes = [
+        states.bytes_per_device(tree) / 1e6
+        for tree in (abstract_state.params, abstract_state.opt_state)
+    ]
+    yield f"per device  {sizes[0]:,.2f} MB of parameters, {sizes[1]:,.2f} MB of optimizer state"
+    per_step = cfg.train.global_batch * units.per_sample
+    yield f"step        {per_step:,} {units.name} in {cfg.train.num_microbatches} micro-batches"
+    if cfg.mesh.pipeline > 1:
+        yield f"pipeline    {_pipeline(cfg)}"
+    if units.name == "tokens" and model.attention:
+        yield f"attention   {model.attention(units.per_sample, cfg.train.dtype)}"
+    if units.flops:
+        yield f"FLOPs       {units.flops:,.0f} per token: 6 N + 12 L d S, N without embedding tables"
+    if isinstance(data, Source):
+        yield f"data        {data.description}"
+
+
+def _pipeline(cfg: Config) -> str:
+    P, M, V = cfg.mesh.pipeline, cfg.train.num_microbatches, cfg.pipeline.num_chunks
+    table = SCHEDULES[cfg.pipeline.schedule](P, M, V)
+    chunks = f" of {V} chunks" if V > 1 else ""
+    live = (
+        f"{table.num_live} micro-batches" if V == 1 else f"{table.num_live} chunks of micro-batches"
+    )
+    return (
+        f"{cfg.pipeline.schedule}, {P} stages{chunks} · bubble {table.bubble:.1%} of a step"
+        f" · up to {live} live, {cfg.pipeline.keep} kept"
+    )
+
+
+def after(step: int, cfg: Config, eval_loss: float | None, data: Any, workdir: Path | None) -> str:
+    """Returns the last line of a run."""
+    if step < cfg.train.steps:
+        kept = (
+            f"saved in {workdir}; the same command goes on from here"
+            if workdir
+            else "nothing saved: no workdir"
+        )
+        return f"stopped after {step} of {cfg.train.steps} steps · {kept}"
+    line = f"done: {step} steps"
+    if eval_loss is not None:
+        line += f" · held-out loss {eval_loss:.4f}"
+    if isinstance(data, Source) and data.baseline is not None:
+        line += f" · unigram entropy {data.baseline:.4f} nats per token"
+    return line

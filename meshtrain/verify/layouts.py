@@ -1,0 +1,69 @@
+"""Which layouts `verify` chooses from: an axis or a schedule that is new joins by itself."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import jax
+
+from meshtrain.config import parse as config
+from meshtrain.config.schema import KEPT
+from meshtrain.parallel.mesh import AXES, MeshConfig
+from meshtrain.parallel.pipeline.schedules import SCHEDULES
+from meshtrain.verify.covering import Row
+from meshtrain.verify.subject import Subject
+
+
+def possible(subject: Subject, without: Iterable[str] = ()) -> Iterator[Row]:
+    """Yields every layout of the devices that there are, with everything that it may vary."""
+    num = jax.device_count()
+    axes = [axis for axis in AXES if axis not in config.NOT_YET]
+    divisors = [size for size in range(1, num + 1) if num % size == 0]
+
+    def yes_no(possible: bool, name: str = "") -> list[bool]:
+        return [True, False] if possible and name not in without else [False]
+
+    variants = {
+        "remat": ["none", "full", "dots", "names:attention,mlp"],
+        "packing": yes_no(subject.rows is not None, "packing"),
+        "masks": yes_no(subject.is_text, "masks"),
+        "sequence_parallel": yes_no(
+            any(name == "residual_seq" for name, _ in subject.raw["rules"])
+        ),
+        "loss_scale": yes_no(True),
+    }
+    variants = [
+        dict(zip(variants, row, strict=True)) for row in itertools.product(*variants.values())
+    ]
+    for row in itertools.product(*[divisors] * len(axes)):
+        sizes = dict(zip(axes, row, strict=True))
+        if math.prod(row) != num:
+            continue
+        # ZeRO is only about what fsdp cuts.
+        for zero_stage in [3, 0, 1, 2] if sizes["fsdp"] > 1 else [3]:
+            for parts, stages in itertools.product([1, 2, 4, 8], _pipelines(subject, sizes)):
+                layout = {**sizes, "zero_stage": zero_stage, "num_microbatches": parts, **stages}
+                if not _faults(subject, layout):
+                    yield from ({**layout, **variant} for variant in variants)
+
+
+def _pipelines(subject: Subject, sizes: Mapping[str, int]) -> list[Row]:
+    """Returns what a pipeline of this many stages may vary."""
+    keys = ("schedule", "num_chunks", "keep")
+    if sizes["pipeline"] == 1:
+        return [dict.fromkeys(keys)]
+    if subject.model.block is None:
+        return []
+    num_layers = len(jax.tree.leaves(subject.start.params["layers"])[0])
+    return [
+        dict(zip(keys, (schedule, chunks, keep), strict=True))
+        for schedule, keep in itertools.product(SCHEDULES, KEPT)
+        for chunks in ([2] if schedule == "interleaved" else [1])
+        if not config.uneven_layers(num_layers, sizes["pipeline"], chunks)
+    ]
+
+
+def _faults(subject: Subject, layout: Row) -> list[str]:
+    train = {**subject.raw["train"], "num_microbatches": layout["num_microbatches"]}
+    mesh = MeshConfig(**{axis: layout[axis] for axis in AXES if axis in layout})
+    return config.check_layout(mesh, train, {}, subject.raw["model"])

@@ -1,0 +1,309 @@
+"""The text of compiled programs: every form that XLA writes, without compiling anything."""
+
+import pytest
+
+from meshtrain.analysis import collective_ops as collectives
+from meshtrain.analysis import hlo
+from meshtrain.analysis.audit import groups
+
+MESH = {"pipeline": 1, "data": 2, "fsdp": 2, "tensor": 2}
+HEADER = "HloModule step, num_partitions=8\n\n"
+ADD = """
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+"""
+
+
+def metadata(op_name, file, line):
+    return f'metadata={{op_name="{op_name}" source_file="{file}" source_line={line}}}'
+
+
+def found(body, before="", platform="cpu"):
+    text = f"{HEADER}{before}\nENTRY %main (p: f32[8,4]) -> f32[8,4] {{\n  %p = f32[8,4]{{1,0}} parameter(0)"
+    module = hlo.parse(text + f"{body}\n}}\n")
+    return collectives.find(module, MESH, platform)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "axes"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", [(0, 1), (2, 3), (4, 5), (6, 7)], ("tensor",)),
+        ("{}", [tuple(range(8))], ("data", "fsdp", "tensor")),
+        ("{{0,1,2,3,4,5,6,7}}", [tuple(range(8))], ("data", "fsdp", "tensor")),
+        ("[2,4]<=[8]", [(0, 1, 2, 3), (4, 5, 6, 7)], ("fsdp", "tensor")),
+        ("[4,2]<=[2,4]T(1,0)", [(0, 4), (1, 5), (2, 6), (3, 7)], ("data",)),
+        ("[4,2]<=[2,2,2]T(0,2,1)", [(0, 2), (1, 3), (4, 6), (5, 7)], ("fsdp",)),
+        ("mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", [tuple(range(8))], tuple(MESH)[1:]),
+        ("mesh['a'=2,'b'=4] {'b'}", [(0, 1, 2, 3), (4, 5, 6, 7)], ("fsdp", "tensor")),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [(0, 1, 4, 5), (2, 3, 6, 7)], ("data", "tensor")),
+        (
+            "mesh['a'=2,'b'=2,'c'=2], device_ids=([2,4]T(1,0)) {'c'}",
+            [(0, 4), (1, 5), (2, 6), (3, 7)],
+            ("data",),
+        ),
+        ("mesh['a'=8] {'a':(2)2}", [(0, 2), (1, 3), (4, 6), (5, 7)], ("fsdp",)),
+        ("{{0,3},{1,2},{4,7},{5,6}}", [(0, 3), (1, 2), (4, 7), (5, 6)], None),
+    ],
+)
+def test_groups_are_read_in_every_form_and_named_by_mesh_axes(written, expected, axes):
+    read = groups.groups_of(f", channel_id=1, replica_groups={written}, to_apply=%add", 8)
+    assert sorted(read) == expected
+    assert groups.axes_of(read, MESH) == axes
+
+
+def test_groups_within_one_axis_are_named_by_it():
+    assert groups.axes_of(((0, 1), (2, 3)), {"data": 1, "tensor": 4}) == ("tensor",)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "shape", "sent"),
+    [
+        ("f32[16,4]{1,0} all-gather(%p), dimensions={0}", "all-gather", (16, 4), 128),
+        ("f32[8,4]{1,0} all-reduce(%p), to_apply=%add", "all-reduce", (8, 4), 128),
+        (
+            "f32[4,4]{1,0} reduce-scatter(%p), dimensions={0}, to_apply=%add",
+            "reduce-scatter",
+            (8, 4),
+            64,
+        ),
+        ("f32[8,4]{1,0} all-to-all(%p), dimensions={0}", "all-to-all", (8, 4), 64),
+        ("f32[8,4]{1,0} ragged-all-to-all(%p, %p, %p)", "ragged-all-to-all", (8, 4), 64),
+        ("f32[8,4]{1,0} collective-broadcast(%p)", "collective-broadcast", (8, 4), 128),
+        (
+            "(f32[8,4]{1,0}, f32[16,4]{1,0:T(8,128)}) all-gather-start(%p), dimensions={0}",
+            "all-gather",
+            (16, 4),
+            128,
+        ),
+        ("f32[8,4]{1,0} all-reduce-start(%p), to_apply=%add", "all-reduce", (8, 4), 128),
+        (
+            "((f32[8,4]{1,0}), f32[4,4]{1,0}) reduce-scatter-start(%p), dimensions={0}",
+            "reduce-scatter",
+            (8, 4),
+            64,
+        ),
+        # Newer text says the types of operands where they stand.
+        ("f32[8,4]{1,0} all-reduce(f32[8,4]{1,0} %p), to_apply=%add", "all-reduce", (8, 4), 128),
+    ],
+)
+def test_each_kind_counts_the_whole_tensor_and_what_a_device_sends(line, kind, shape, sent):
+    end = f"{kind}-start" in line and f"\n  %d = f32[8,4]{{1,0}} {kind}-done(%c)"
+    (c,) = found(f"\n  %c = {line}, replica_groups=[4,2]<=[8]{end or ''}", ADD)
+    assert (c.kind, c.array.shape, c.axes, c.bytes) == (kind, shape, ("tensor",), sent)
+
+
+def test_a_permutation_counts_once_and_names_the_axes_that_it_crosses():
+    line = (
+        "(f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start(%p), channel_id=3, "
+        "source_target_pairs={{0,2},{2,0},{1,3},{3,1}}"
+    )
+    (c,) = found(f"\n  %c = {line}\n  %d = f32[8,4]{{1,0}} collective-permute-done(%c)")
+    assert (c.kind, c.axes, c.bytes) == ("collective-permute", ("fsdp",), 128)
+
+
+def test_a_combined_all_reduce_is_one_line_for_each_tensor_with_its_own_source():
+    a, b = found(
+        f"""
+  %s = f32[] constant(0)
+  %c = (f32[8,4]{{1,0}}, /*index=1*/f32[]) all-reduce(%p, %s), replica_groups={{}}, to_apply=%add
+  %one = f32[8,4]{{1,0}} get-tuple-element(%c), index=0, {metadata("transpose(jvp())/mul", "/x/model.py", 7)}
+  %two = f32[] get-tuple-element(%c), index=1, {metadata("jvp()/sum", "/x/loss.py", 9)}""",
+        ADD,
+    )
+    assert (a.array.size, a.phase, a.source) == (32, "backward", "/x/model.py:7")
+    assert (b.array.size, b.phase, b.source) == (1, "forward", "/x/loss.py:9")
+
+
+LOOPS = """
+%inner (t: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %t = (s32[], f32[8,4]{1,0}) parameter(0)
+  %v = f32[8,4]{1,0} get-tuple-element(%t), index=1
+  %c = f32[8,4]{1,0} all-reduce(%v), replica_groups=[4,2]<=[8], to_apply=%add
+  ROOT %r = (s32[], f32[8,4]{1,0}) tuple(%c, %c)
+}
+%until (t: (s32[], f32[8,4])) -> pred[] {
+  ROOT %t.1 = pred[] constant(true)
+}
+%outer (u: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %u = (s32[], f32[8,4]{1,0}) parameter(0)
+  ROOT %w = (s32[], f32[8,4]) while(%u), condition=%until, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("trips", "count", "known"),
+    [(', backend_config={"known_trip_count":{"n":"5"}}', 15, True), ("", 3, False)],
+)
+def test_loops_multiply_up_their_nesting(trips, count, known):
+    (c,) = found(
+        f"\n  %w = (s32[], f32[8,4]{{1,0}}) while(%p), condition=%until, body=%outer{trips}",
+        ADD + LOOPS,
+    )
+    assert (c.count, c.count_known, c.bytes) == (count, known, count * 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("jit(f)/cond", 1), ("jit(f)/3_of_4_ticks/cond", 3 / 4)]
+)
+def test_a_branch_counts_as_taken_as_often_as_its_name_says(name, count):
+    branch = LOOPS.partition("%until")[0].replace("%inner", "%branch")
+    (c,) = found(
+        "\n  %w = (s32[], f32[8,4]{1,0}) conditional(%p, %p), branch_computations={%branch}, "
+        + metadata(name, "a.py", 1),
+        ADD + branch,
+    )
+    assert c.count == count
+
+
+SLICE = """
+%own (whole: f32[8,4], id: u32[]) -> f32[4,4] {
+  %whole = f32[8,4]{1,0} parameter(0)
+  %id = u32[] parameter(1)
+  %number = s32[] convert(%id)
+  %zero = s32[] constant(0)
+  ROOT %part = f32[4,4]{1,0} dynamic-slice(%whole, OFFSET, %zero), dynamic_slice_sizes={4,4}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("offset", "also", "kind"),
+    [
+        ("%number", "", "reduce-scatter"),
+        ("%zero", "", "all-reduce"),  # every device keeps the same slice
+        ("%number", "\n  %n = f32[8,4]{1,0} negate(%c)", "all-reduce"),  # used whole as well
+    ],
+)
+def test_an_all_reduce_of_which_each_device_keeps_its_slice_is_a_reduce_scatter(offset, also, kind):
+    body = f"""
+  %c = f32[8,4]{{1,0}} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add
+  %b = f32[8,4]{{1,0}} bitcast(%c)
+  %id = u32[] partition-id()
+  %f = f32[4,4]{{1,0}} fusion(%b, %id), kind=kLoop, calls=%own{also}"""
+    (c,) = found(body, ADD + SLICE.replace("OFFSET", offset))
+    assert c.kind == kind
+    assert (collectives.SLICED in c.notes) == (kind == "reduce-scatter")
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "platform", "itemsize"),
+    [
+        ("all-gather", "before", "cpu", 2),
+        ("all-gather", "after", "cpu", 2),
+        ("all-gather", "nowhere", "cpu", 4),
+        ("all-gather", "after", "tpu", 4),
+        ("all-reduce", "before", "cpu", 4),  # a sum in float32 of what was rounded before
+        ("all-reduce", "after", "cpu", 2),
+    ],
+)
+def test_what_is_bfloat16_before_or_after_moves_as_that_but_on_cpu(kind, where, platform, itemsize):
+    first = "%v = f32[8,4] copy(%p)"
+    if where == "before":
+        first = "%h = bf16[8,4] convert(%p)\n  %v = f32[8,4] convert(%h)"
+    (c,) = found(
+        f"\n  {first}\n  %c = f32[16,4] {kind}(%v), dimensions={{0}}, replica_groups=[4,2]<=[8]"
+        f"\n  %u = bf16[16,4] {'convert' if where == 'after' else 'negate'}(%c)",
+        platform=platform,
+    )
+    assert c.itemsize == itemsize
+
+
+TRACED = """
+%cut (a: f32[2,8,4], i: s32[]) -> f32[8,4] {
+  %a = f32[2,8,4]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %s = f32[1,8,4]{2,1,0} dynamic-slice(%a, %i, %i, %i), dynamic_slice_sizes={1,8,4}
+  ROOT %b = f32[8,4]{1,0} bitcast(%s)
+}
+%until (t: (s32[], f32[8,4])) -> pred[] {
+  ROOT %t.1 = pred[] constant(true)
+}
+%body (t: (s32[], f32[2,8,4])) -> (s32[], f32[2,8,4]) {
+  %t = (s32[], f32[2,8,4]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %v = f32[2,8,4]{2,1,0} get-tuple-element(%t), index=1
+  %f = f32[8,4]{1,0} fusion(%v, %i), kind=kLoop, calls=%cut
+  INSIDE
+  %n = f32[2,8,4]{2,1,0} negate(%v)
+  ROOT %r = (s32[], f32[2,8,4]{2,1,0}) tuple(%i, KEPT)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "kept"), [("inside", "%v"), ("after", "%v"), ("inside", "%n"), ("after", "%n")]
+)
+def test_a_gather_is_traced_to_the_argument_of_the_step_through_loops_and_fusions(place, kept):
+    gather = "%c = f32[16,4]{1,0} all-gather(%f), dimensions={0}, replica_groups=[4,2]<=[8]"
+    (c,) = found(
+        f"""
+  %w = f32[2,8,4]{{2,1,0}} parameter(1), {metadata("state.params['layers']['kernel']", "", 0)}
+  %t = (s32[], f32[2,8,4]{{2,1,0}}) tuple(%p, %w)
+  %l = (s32[], f32[2,8,4]{{2,1,0}}) while(%t), condition=%until, body=%body
+  %i = s32[] get-tuple-element(%l), index=0
+  %v = f32[2,8,4]{{2,1,0}} get-tuple-element(%l), index=1
+  %f = f32[8,4]{{1,0}} slice(%v), slice={{[0:1], [0:8], [0:4]}}
+  {gather if place == "after" else ""}""",
+        TRACED.replace("INSIDE", gather if place == "inside" else "").replace("KEPT", kept),
+    )
+    assert c.origin == ("state.params['layers']['kernel']" if kept == "%v" else "")
+
+
+def test_a_wrapped_collective_counts_where_it_starts():
+    wrapped = """
+%wrapped (p: f32[8,4]) -> f32[4,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %c = f32[4,4]{1,0} reduce-scatter(%p), dimensions={0}, replica_groups=[4,2]<=[8], to_apply=%add
+}
+"""
+    (c,) = found(
+        """
+  %s = ((f32[8,4]{1,0}), f32[4,4]{1,0}, u32[]) async-start(%p), calls=%wrapped
+  %u = ((f32[8,4]{1,0}), f32[4,4]{1,0}, u32[]) async-update(%s), calls=%wrapped
+  %d = f32[4,4]{1,0} async-done(%u), calls=%wrapped""",
+        ADD + wrapped,
+    )
+    assert (c.kind, c.count, c.bytes) == ("reduce-scatter", 1, 64)
+
+
+def test_the_source_is_the_innermost_line_that_is_no_librarys():
+    text = f"""{HEADER}FileNames
+1 "/home/me/model.py"
+2 "/venv/lib/python3.11/site-packages/flax/nnx/linear.py"
+
+FunctionNames
+1 "Net.__call__"
+2 "Linear.__call__"
+
+FileLocations
+1 {{file_name_id=1 function_name_id=1 line=12}}
+2 {{file_name_id=2 function_name_id=2 line=300}}
+
+StackFrames
+1 {{file_location_id=1 parent_frame_id=1}}
+2 {{file_location_id=2 parent_frame_id=2}}
+
+ENTRY %main (p: f32[8,4]) -> f32[8,4] {{
+  %p = f32[8,4]{{1,0}} parameter(0)
+  ROOT %c = f32[8,4]{{1,0}} all-reduce(%p), replica_groups={{}}, metadata={{op_name="x" stack_frame_id=2}}
+}}
+"""
+    (c,) = collectives.find(hlo.parse(text), MESH)
+    assert c.source.endswith("me/model.py:12 Net.__call__")
+
+
+def test_several_fragments_of_one_collective_in_fusions_count_once():
+    inner = """
+%FUSED (p: f32[8,4]) -> f32[16,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %c = f32[16,4]{1,0} all-gather(%p), channel_id=5, dimensions={0}, replica_groups=[4,2]<=[8]
+}
+"""
+    calls = "\n".join(
+        f"  %{n} = f32[16,4]{{1,0}} fusion(%p), kind=kCustom, calls=%{n}.f" for n in "ab"
+    )
+    assert len(found(f"\n{calls}", "".join(inner.replace("FUSED", f"{n}.f") for n in "ab"))) == 1

@@ -1,0 +1,562 @@
+"""Checkpoints: what makes a good one, what is done with a bad one, and which meshes they fit."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from conftest import ROOT
+from test_divergence import line_fit, squares
+from test_train import assert_bit_equal, losses, quick, rows
+
+import meshtrain
+from meshtrain import __main__, checkpoint
+from meshtrain.checkpoint import __main__ as verb
+from meshtrain.checkpoint import arrays, lock, manifest, saver
+from meshtrain.checkpoint.manifest import BadCheckpoint
+
+slow = pytest.mark.slow
+
+
+def saving(steps, every=2, **settings):
+    c = quick(steps=steps)
+    c.checkpoint.update(every=every, keep=9, **settings)
+    return c
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of six steps, with checkpoints of steps 2, 4 and 6; not to be changed."""
+    workdir = tmp_path_factory.mktemp("whole")
+    meshtrain.train(saving(6), workdir=workdir)
+    return workdir
+
+
+@pytest.fixture
+def workdir(whole, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def checkpoints(workdir):
+    return workdir / checkpoint.FOLDER
+
+
+def largest_file(directory):
+    return max((p for p in directory.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def flip(path, at=None):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
+def events(workdir, name):
+    return [row for row in rows(workdir, "events.jsonl") if row["event"] == name]
+
+
+def test_a_manifest_says_what_a_checkpoint_holds(whole):
+    one = manifest.verify(checkpoints(whole) / "4")
+    assert (one.step, one.position, one.processes, one.mesh["data"]) == (4, 64, 1, 8)
+    assert one.metrics["loss"] == losses(whole)[3]
+    assert one.config["model"]["d_model"] == 32 and one.versions["jax"] == jax.__version__
+    assert one.arrays["params/final_norm/scale"] == "(32,) float32"
+    on_disk = {
+        p.relative_to(checkpoints(whole) / "4").as_posix()
+        for p in (checkpoints(whole) / "4").rglob("*")
+        if p.is_file()
+    }
+    assert on_disk == {*one.files, manifest.NAME}
+    told = events(whole, "save")
+    assert [row["step"] for row in told] == [2, 4, 6]
+    assert all(0 < row["blocked_seconds"] <= row["seconds"] for row in told)
+
+
+def mutate(directory, draw):
+    """Damages a checkpoint in one place, and says how."""
+    files = sorted(p for p in directory.rglob("*") if p.is_file())
+    path, kind = draw.choice(files), draw.choice(["flip", "truncate", "delete", "swap", "append"])
+    if kind == "flip" and path.stat().st_size:
+        flip(path, draw.randrange(path.stat().st_size))
+    elif kind == "truncate" and path.stat().st_size:
+        path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+    elif kind == "swap":
+        other = draw.choice([p for p in files if p.read_bytes() != path.read_bytes()])
+        a, b = path.read_bytes(), other.read_bytes()
+        path.write_bytes(b)
+        other.write_bytes(a)
+    elif kind == "append":
+        path.write_bytes(path.read_bytes() + draw.randbytes(draw.randint(1, 9)))
+    else:
+        path.unlink()
+    return kind, path.relative_to(directory)
+
+
+def test_no_damage_of_300_goes_unnoticed(whole, tmp_path):
+    draw = random.Random(0)
+    good = checkpoints(whole) / "4"
+    for trial in range(300):
+        directory = shutil.copytree(good, tmp_path / str(trial) / "4")
+        done = mutate(directory, draw)
+        try:
+            found = manifest.verify(directory)
+        except BadCheckpoint:
+            continue
+        assert found == manifest.read(good), done  # such as a space at the end of the manifest
+        for path in found.files:
+            assert (directory / path).read_bytes() == (good / path).read_bytes(), done
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda d: (d / "extra").write_text(""), "extra is not in the manifest"),
+        (lambda d: (d / "link").symlink_to("/etc/passwd"), "link is neither a file nor a folder"),
+        (lambda d: (d / manifest.NAME).unlink(), "MANIFEST.json is missing"),
+        (lambda d: (d / manifest.NAME).write_text("{}"), "MANIFEST.json is damaged"),
+        (lambda d: (d / manifest.NAME).write_text("[" * 10**5), "MANIFEST.json is damaged"),
+        (lambda d: shutil.rmtree(d / "arrays"), "is missing"),
+        (lambda d: rewrite(d, step=7), "MANIFEST.json is that of step 7"),
+        (lambda d: rewrite(d, format=2), "format 2 is not 1"),
+        (lambda d: rewrite(d, files={"../../../LOCK": [1, "0"]}), "points out of the checkpoint"),
+        (lambda d: rewrite(d, files={"/etc/passwd": [1, "0"]}), "points out of the checkpoint"),
+        (lambda d: rewrite(d, files={"a": 1}), "MANIFEST.json is damaged"),
+        (lambda d: rewrite(d, position="x"), "MANIFEST.json is damaged"),
+    ],
+)
+def test_what_cannot_be_trusted_is_refused(workdir, change, told):
+    directory = checkpoints(workdir) / "4"
+    change(directory)
+    with pytest.raises(BadCheckpoint, match=told):
+        manifest.verify(directory)
+
+
+def rewrite(directory, **fields):
+    """A manifest that lies, with a checksum of its own that is right."""
+    path = directory / manifest.NAME
+    lying = {**json.loads(path.read_text()), **fields}
+    del lying["crc32"]
+    path.write_text(json.dumps({**lying, "crc32": manifest.checksum(lying)}))
+
+
+def test_a_run_goes_on_from_the_newest_good_one_and_sets_the_bad_aside(workdir, whole, capsys):
+    flip(largest_file(checkpoints(workdir) / "6"))
+    result = meshtrain.train(saving(6), workdir=workdir)
+    line = next(
+        line for line in capsys.readouterr().out.splitlines() if "fails its checksum" in line
+    )
+    assert line.startswith("checkpoint of step 6: ") and line.endswith("quarantine/6")
+    assert (checkpoints(workdir) / "quarantine" / "6").is_dir()
+    assert events(workdir, "restore")[-1]["step"] == 4 and result.step == 6
+    directory, saved = checkpoint.find(whole)
+    there, here = arrays.as_numpy(directory), arrays.as_numpy(checkpoints(workdir) / "6")
+    assert_bit_equal(there, here)
+
+
+def test_no_good_one_is_no_new_start_unless_told(workdir, capsys):
+    for step in (2, 4, 6):
+        flip(largest_file(checkpoints(workdir) / str(step)))
+    for _ in range(2):
+        with pytest.raises(meshtrain.ConfigError, match="--from_scratch") as error:
+            meshtrain.train(saving(6), workdir=workdir)
+        assert len(error.value.faults) == 4 and manifest.steps(checkpoints(workdir)) == [6, 4, 2]
+    result = meshtrain.train(saving(2), workdir=workdir, from_scratch=True)
+    assert result.step == 2 and events(workdir, "start")[-1]["step"] == 0
+    aside = {path.name for path in (checkpoints(workdir) / "quarantine").iterdir()}
+    assert aside == {"2", "4", "6"}
+    shutil.rmtree(checkpoints(workdir) / "2")
+    with pytest.raises(meshtrain.ConfigError, match="set aside before"):
+        meshtrain.train(saving(2), workdir=workdir)
+
+
+def test_what_a_killed_save_left_is_no_checkpoint_and_is_removed(workdir):
+    left = checkpoints(workdir) / "8.partial" / "arrays.orbax-checkpoint-tmp"
+    shutil.copytree(checkpoints(workdir) / "6", left)
+    (checkpoints(workdir) / "9.partial").write_text("")
+    mine = [checkpoints(workdir) / name for name in ("notes.partial.txt", "007", "old.partial")]
+    for path in mine:
+        path.mkdir()
+    assert manifest.steps(checkpoints(workdir)) == [6, 4, 2]
+    meshtrain.train(saving(6), workdir=workdir)
+    assert not [*checkpoints(workdir).glob("[0-9].partial")] and not events(workdir, "quarantine")
+    assert all(path.is_dir() for path in mine)
+
+
+def test_reading_beside_a_run_changes_nothing(workdir):
+    flip(largest_file(checkpoints(workdir) / "6"))
+    (checkpoints(workdir) / "8.partial").mkdir()
+    before = sorted(workdir.rglob("*"))
+    told = []
+    directory, found = checkpoint.find(workdir, tell=told.append)
+    assert found.step == 4 and sorted(workdir.rglob("*")) == before
+    assert len(told) == 1 and told[0].endswith("fails its checksum; step 4 is used")
+
+
+def test_a_workdir_may_be_named_by_a_number_as_a_checkpoint_is(workdir):
+    job = workdir.rename(workdir.with_name("12345"))
+    assert checkpoint.find(job)[0] == checkpoints(job) / "6"
+    assert checkpoint.find(checkpoints(job) / "4")[1].step == 4
+
+
+def test_a_data_source_that_fails_loses_no_step(tmp_path):
+    source = [{"x": np.ones((16, 4), "f"), "y": np.ones((16, 1), "f")}] * 5
+
+    def once():
+        yield from source
+
+    model = meshtrain.from_nnx(line_fit, squares)
+    with pytest.raises(meshtrain.ConfigError, match="the iterable ended"):
+        meshtrain.train(quick(steps=20), workdir=tmp_path, model=model, data=once())
+    assert manifest.steps(checkpoints(tmp_path)) == [5] and len(losses(tmp_path)) == 5
+
+
+def test_an_optimizer_whose_state_cannot_be_kept_is_refused(tmp_path):
+    c = quick(steps=1)
+    with c.unlocked():
+        c.optim.build = "test_checkpoint:noisy"
+        for key in ("b1", "b2", "epsilon", "weight_decay", "no_decay"):
+            del c.optim[key]
+    with pytest.raises(meshtrain.ConfigError, match="optim.build: opt_state.* is a typed PRNG key"):
+        meshtrain.train(c, workdir=tmp_path)
+
+
+def noisy(learning_rate):
+    return optax.noisy_sgd(learning_rate, key=jax.random.key(0))
+
+
+def test_retention_keeps_the_newest_every_nth_and_the_best(whole):
+    found = [
+        manifest.Manifest(
+            **{**vars(manifest.read(checkpoints(whole) / "2")), "step": step, "metrics": metrics}
+        )
+        for step, metrics in [
+            (1, {"e": 0.1}),
+            (2, {"e": float("nan")}),
+            (3, {}),
+            (4, {"e": 0.5}),
+            (5, {"e": 0.9}),
+        ]
+    ]
+
+    def kept(keep, keep_every=0, keep_best=0):
+        return manifest.retained(
+            found, keep=keep, keep_every=keep_every, keep_best=keep_best, best_by="e"
+        )
+
+    assert kept(1) == {5} and kept(2) == {4, 5}
+    assert kept(1, keep_every=2) == {2, 4, 5}
+    assert kept(1, keep_best=1) == {1, 5} and kept(1, keep_best=2) == {1, 4, 5}
+
+
+def test_a_run_keeps_what_it_is_told_to_and_saves_by_the_clock(tmp_path):
+    c = saving(7, every=1, keep_every=3)
+    c.checkpoint.keep = 1
+    meshtrain.train(c, workdir=tmp_path / "a")
+    assert manifest.steps(checkpoints(tmp_path / "a")) == [7, 6, 3]
+    meshtrain.train(saving(3, every=0, every_minutes=1e-9), workdir=tmp_path / "b")
+    assert manifest.steps(checkpoints(tmp_path / "b")) == [3, 2, 1, 0]
+    c = saving(6, every=1, keep_best=1)
+    c.checkpoint.keep, c.optim.learning_rate = 1, 0.3  # the held-out loss goes up and down
+    c.eval.update(every=1, batches=1)
+    result = meshtrain.train(c, workdir=tmp_path / "c")
+    measured = {row["step"]: row["eval_loss"] for row in rows(tmp_path / "c") if "eval_loss" in row}
+    measured[6] = result.eval_loss
+    best = min(measured, key=measured.get)
+    assert {*manifest.steps(checkpoints(tmp_path / "c"))} == {6, best}
+    kept = manifest.read(checkpoints(tmp_path / "c") / str(best))
+    assert kept.metrics["eval_loss"] == measured[best]
+
+
+def test_a_save_that_fails_is_told_tried_again_and_stops_nothing(tmp_path, monkeypatch, capsys):
+    """The disk is full from the second save on, until the third try."""
+    right, asked = shutil.disk_usage, []
+
+    def full(path):
+        asked.append(path)
+        return right(path)._replace(free=10 if len(asked) in (3, 4) else 10**12)
+
+    monkeypatch.setattr(shutil, "disk_usage", full)
+    monkeypatch.setattr(saver, "FIRST_WAIT", 1e-3)
+    result = meshtrain.train(saving(8, every=2), workdir=tmp_path)
+    assert result.step == 8 and len(losses(tmp_path)) == 8
+    failed = events(tmp_path, "save_failed")
+    assert [row["step"] for row in failed] == [4, 5] and "MB needed" in failed[0]["error"]
+    assert failed[1]["retry_seconds"] == 2 * failed[0]["retry_seconds"]
+    assert [row["step"] for row in events(tmp_path, "save")][:2] == [2, 6]
+    assert "step 4 could not be saved: OSError" in capsys.readouterr().out
+    assert not list(checkpoints(tmp_path).glob("*.partial"))
+
+
+def test_an_error_while_writing_is_noticed_and_the_newest_good_one_stays(tmp_path, monkeypatch):
+    right, calls = manifest.commit, []
+
+    def commit(folder, step, **facts):
+        calls.append((step, manifest.steps(folder)))
+        if step == 4:
+            raise OSError(28, "No space left on device")
+        return right(folder, step, **facts)
+
+    monkeypatch.setattr(manifest, "commit", commit)
+    c = saving(8, every=4)
+    c.checkpoint.keep, c.train.steps = 1, 5
+    meshtrain.train(saving(2), workdir=tmp_path)
+    meshtrain.train(c, workdir=tmp_path)
+    (failed,) = events(tmp_path, "save_failed")
+    assert failed["step"] == 4 and "No space left" in failed["error"]
+    assert calls == [(2, []), (4, [2]), (5, [2])] and manifest.steps(checkpoints(tmp_path)) == [5]
+
+
+def test_a_last_save_that_never_works_is_told_and_loses_nothing(workdir, monkeypatch):
+    monkeypatch.setattr(saver, "LAST_TRIES", 2)
+    monkeypatch.setattr(saver.time, "sleep", lambda seconds: None)
+
+    def commit(*args, **facts):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "commit", commit)
+    with pytest.raises(meshtrain.ConfigError, match="step 7 could not be saved in 2 tries"):
+        meshtrain.train(saving(7, every=0), workdir=workdir)
+    assert manifest.steps(checkpoints(workdir)) == [6, 4, 2]
+
+
+def test_a_folder_that_cannot_be_used_is_told_before_anything_runs(tmp_path, monkeypatch):
+    (tmp_path / checkpoint.FOLDER).symlink_to(tmp_path / "nowhere" / "at all")
+    with pytest.raises(meshtrain.ConfigError, match="--workdir: .*checkpoints: .*exist"):
+        meshtrain.train(quick(), workdir=tmp_path)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(meshtrain.ConfigError, match="MB needed, 0.0 MB free; make room"):
+        meshtrain.train(quick(), workdir=tmp_path / "other")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from meshtrain.checkpoint import lock
+with lock.held(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(300)
+"""
+
+
+def test_a_second_run_in_a_workdir_is_refused_until_the_first_is_dead(tmp_path):
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(
+            meshtrain.ConfigError, match=f"another run is in it, pid {first.pid} on "
+        ):
+            meshtrain.train(quick(steps=1), workdir=tmp_path)
+        assert not (tmp_path / "events.jsonl").exists()
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        first.stdout.close()
+    with lock.held(tmp_path):  # of a dead process it is taken over
+        pass
+
+
+def test_another_model_is_told_array_by_array(workdir):
+    c = saving(8)
+    c.model.d_ff = 128
+    with pytest.raises(meshtrain.ConfigError) as error:
+        meshtrain.train(c, workdir=workdir)
+    head, *table = error.value.faults
+    assert head.endswith(
+        "9 arrays are not those of this model and optimizer; use its config, or another --workdir"
+    )
+    assert (
+        "params/layers/mlp/down/kernel" in table[0]
+        and "(2, 64, 32) float32 there, (2, 128, 32) float32 here" in table[0]
+    )
+
+
+def test_another_optimizer_is_told_and_parameters_alone_can_be_taken(workdir, tmp_path, capsys):
+    c = saving(7)
+    with c.unlocked():
+        c.optim.build = "test_checkpoint:momentum"
+        for key in ("b1", "b2", "epsilon", "weight_decay", "no_decay"):
+            del c.optim[key]
+    with pytest.raises(meshtrain.ConfigError, match="checkpoint.init_from"):
+        meshtrain.train(c, workdir=workdir)
+    c.checkpoint.init_from, c.train.steps = str(workdir), 0
+    result = meshtrain.train(c, workdir=tmp_path / "new")
+    assert_bit_equal(flat(result.state.params), params_of(checkpoints(workdir) / "6"))
+    assert result.step == 0 and "parameters of" in capsys.readouterr().out
+
+
+def momentum(learning_rate):
+    return optax.sgd(learning_rate, momentum=0.9)
+
+
+def flat(params):
+    return {arrays._name(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
+
+
+def params_of(directory):
+    prefix = "params/"
+    there = arrays.as_numpy(directory)
+    return {p.removeprefix(prefix): x for p, x in there.items() if p.startswith(prefix)}
+
+
+def test_parameters_can_be_taken_by_pattern_and_the_rest_is_named(workdir, tmp_path, capsys):
+    c = quick(steps=0)
+    c.checkpoint.update(
+        init_from=str(checkpoints(workdir) / "4"), init_only="layers/*,final_norm/*"
+    )
+    c.model.vocab_size = 32  # other tables
+    taken = flat(meshtrain.train(c, workdir=tmp_path / "new").state.params)
+    there = params_of(checkpoints(workdir) / "4")
+    for path, value in taken.items():
+        assert np.array_equal(value, there[path]) == path.startswith(("layers", "final_norm")), path
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("parameters of"))
+    assert "new here: output/kernel, tokens/embedding" in line and "not used: output/kernel" in line
+    c.checkpoint.init_only = "layers/*, nothing"
+    with pytest.raises(meshtrain.ConfigError, match="no parameter has such a name"):
+        meshtrain.train(c, workdir=tmp_path / "other")
+    c.checkpoint.init_from, c.checkpoint.init_only = str(tmp_path), "*"
+    with pytest.raises(
+        meshtrain.ConfigError, match="checkpoint.init_from=.*no good checkpoint there"
+    ):
+        meshtrain.train(c, workdir=tmp_path / "third")
+
+
+def test_another_dtype_is_refused_unless_allowed(workdir, whole):
+    directory, saved = checkpoint.find(whole)
+    state = meshtrain.train(saving(6), workdir=workdir).state
+    narrow = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, "bfloat16" if x.dtype == "float32" else x.dtype, sharding=x.sharding
+        ),
+        state,
+    )
+    with pytest.raises(meshtrain.ConfigError, match="checkpoint.allow_cast=True"):
+        arrays.restore(directory, saved.arrays, narrow)
+    read = arrays.restore(directory, saved.arrays, narrow, allow_cast=True)
+    assert_bit_equal(read, jax.tree.map(lambda x, to: x.astype(to.dtype), state, narrow))
+    with jax.enable_x64(True):
+        c = saving(6)
+        c.train.param_dtype = "float64"
+        with pytest.raises(meshtrain.ConfigError, match="checkpoint.allow_cast=True"):
+            meshtrain.train(c, workdir=workdir)
+        c.checkpoint.allow_cast = True
+        wide = meshtrain.train(c, workdir=workdir).state.params
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(wide)} == {"float64"}
+    assert_bit_equal(wide, jax.tree.map(lambda x: np.float64(x), jax.device_get(state.params)))
+    c = saving(7)
+    c.train.param_dtype = "bfloat16"  # and the optimizer keeps other arrays
+    with pytest.raises(meshtrain.ConfigError, match="take the parameters alone"):
+        meshtrain.train(c, workdir=workdir)
+
+
+LAYOUTS = [
+    {"data": 1, "fsdp": 8},
+    pytest.param({"data": 1, "tensor": 4}, marks=slow),
+    pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=slow),
+    pytest.param({"data": 1, "pipeline": 4}, marks=slow),
+    pytest.param({"data": 1}, marks=slow),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_checkpoint_fits_any_mesh_and_comes_back_bit_equal(tmp_path, layout, monkeypatch):
+    def run(workdir, steps, **sizes):
+        c = quick(steps=steps)
+        c.model.num_layers = 4
+        c.train.num_microbatches = 4 if "pipeline" in sizes else 1
+        c.mesh.update(sizes)
+        num_devices = int(np.prod(list(sizes.values())))
+        with monkeypatch.context() as patch:
+            devices = jax.devices()[:num_devices]
+            patch.setattr(jax, "devices", lambda: devices)
+            patch.setattr(jax, "device_count", lambda: num_devices)
+            return meshtrain.train(c, workdir=workdir)
+
+    first = run(tmp_path / "a", 2, data=8)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    there = run(tmp_path / "b", 2, **layout)  # restored, nothing done
+    assert_bit_equal(there.state, first.state)
+    run(tmp_path / "b", 3, **layout)  # saved there, back again
+    back = run(tmp_path / "b", 3, data=8)
+    assert_bit_equal(flat(back.state.params), params_of(checkpoints(tmp_path / "b") / "3"))
+    run(tmp_path / "a", 4, data=8)
+    run(tmp_path / "b", 4, data=8)
+    ours, theirs = losses(tmp_path / "b"), losses(tmp_path / "a")
+    np.testing.assert_allclose(ours[2], theirs[2], rtol=1e-6)
+    np.testing.assert_allclose(ours[3], theirs[3], rtol=1e-5)
+
+
+def test_the_verb_lists_verifies_compares_and_prunes(workdir, capsys, monkeypatch):
+    def run(*arguments):
+        code = verb.main([*map(str, arguments)])
+        return code, capsys.readouterr()
+
+    monkeypatch.setattr(sys, "argv", ["meshtrain", "checkpoint", "ls", str(workdir)])
+    code, told = __main__.main(), capsys.readouterr()
+    assert code == 0 and [line.split()[:2] for line in told.out.splitlines()] == [
+        [s, "good"] for s in "246"
+    ]
+    assert "data 8" in told.out and "loss" in told.out and "sample 96" in told.out
+    code, told = run("diff", checkpoints(workdir) / "6", workdir)
+    assert code == 0 and told.out.startswith("0 of ")
+    code, told = run("diff", checkpoints(workdir) / "4", workdir)
+    assert code == 1 and "params/final_norm/scale: 32 of 32 differ, by" in told.out
+    flip(largest_file(checkpoints(workdir) / "4"))
+    code, told = run("verify", workdir)
+    assert code == 1 and "4  BAD   arrays/" in told.out
+    assert run("ls", workdir)[0] == 0
+    code, told = run("prune", workdir, "--keep=1")
+    assert code == 0 and manifest.steps(checkpoints(workdir)) == [6, 4]  # what is bad is evidence
+    for wrong in (
+        ["prune", workdir],
+        ["ls", workdir / "x"],
+        ["diff", workdir],
+        ["sl", workdir],
+        ["prune", workdir, "--keep=0"],
+    ):
+        code, told = run(*wrong)
+        assert code == 2 and told.err.count("\n") == 1, wrong
+
+
+@slow
+def test_a_run_that_is_killed_in_every_stage_of_a_save_ends_as_if_it_had_not_been():
+    script = [sys.executable, ROOT / "benchmarks" / "crashes.py", "--kills=8"]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 0 and "bit-equal to the undisturbed run" in done.stdout, done.stderr
+
+
+@slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's own tasks
+def test_a_disk_that_is_full_for_real(tmp_path, monkeypatch, capsys):
+    """A small file system of our own; what is written beyond it fails in the middle of a save."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True
+    )
+    if mount.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mount.stderr.decode().strip()}")
+    try:
+        monkeypatch.setattr(saver, "MARGIN", 0.0)  # so that it is noticed by writing alone
+        monkeypatch.setattr(saver.time, "sleep", lambda seconds: None)
+        meshtrain.train(saving(1, every=1), workdir=disk / "run")
+        other = disk / "other"  # leaves less room than a save needs: 321 kB of random floats
+        other.write_bytes(bytes(shutil.disk_usage(disk).free - 150_000))
+        with pytest.raises(meshtrain.ConfigError, match="step 30 could not be saved"):
+            meshtrain.train(saving(30, every=1), workdir=disk / "run")
+        assert "could not be saved: ValueError: RESOURCE_EXHAUSTED" in capsys.readouterr().out
+        found, bad = checkpoint.newest_good(checkpoints(disk / "run"))
+        assert found.step == 1 and not bad
+        other.unlink()  # room again: it goes on
+        assert meshtrain.train(saving(31, every=0), workdir=disk / "run").step == 31
+    finally:
+        subprocess.run(["umount", disk], check=True)

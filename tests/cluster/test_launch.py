@@ -1,0 +1,209 @@
+"""Runs of several processes under the supervisor, and without it: what befalls them, and where they end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, free_port, tiny_config
+
+import meshtrain
+from benchmarks import faults
+from meshtrain.config import files as configfile
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+STEPS = 240
+
+
+def test_after_every_fault_the_run_goes_on_by_itself_and_ends_where_a_calm_one_ends(tmp_path):
+    calm = faults.start(tmp_path / "calm", STEPS, 0.0)
+    assert calm.wait(300) == 0
+    workdir = tmp_path / "disturbed"
+    run = faults.start(workdir, STEPS, 0.02, "--stall_seconds=5", "--max_restarts=9")
+    try:
+        for number, (kind, rank) in enumerate(
+            [("kill", 1), ("kill", 0), ("stop", 1), ("sleep", 0), ("terminate", 1)]
+        ):
+            aim = faults.step_of(workdir) + 25
+            faults.wait_for(lambda aim=aim: faults.step_of(workdir) >= aim, 120, run)
+            faults.strike(kind, rank, workdir)
+
+            def is_back(count=number + 1):
+                events = [row["event"] for row in faults.rows(workdir, "events.jsonl")]
+                return events.count("recovered") == count
+
+            faults.wait_for(is_back, 120, run)
+        assert run.wait(300) == 0
+    finally:
+        run.kill()
+    assert faults.outcome(workdir) == faults.outcome(tmp_path / "calm")
+    told = Path(f"{workdir}.log").read_text()
+    for cause in ("rank 1 (pid", "killed by signal 9", "rank 0 (pid", "no progress", "goodput"):
+        assert cause in told
+    restarts = [row for row in faults.rows(workdir, "events.jsonl") if row["event"] == "restart"]
+    assert [row["code"] for row in restarts] == [-9, -9, 18, 18, 75]
+    assert [row["rank"] for row in restarts[:4]] == [1, 0, 1, 0]
+    assert restarts[3]["phase"] == "data"
+
+
+def settings(workdir, **more):
+    config = configfile.load("configs/default.py").to_dict()
+    tiny = tiny_config().to_dict()
+    values = {
+        f"--config.{section}.{key}": value
+        for section in ("train", "model", "data", "optim", "eval")
+        for key, value in tiny[section].items()
+        if config[section][key] != value
+    }
+    values |= {f"--config.{key}": value for key, value in more.items()}
+    return ["--config=configs/default.py", f"--workdir={workdir}"] + [
+        f"{key}={value}" for key, value in values.items()
+    ]
+
+
+def losses(workdir):
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def test_two_processes_of_four_devices_are_one_of_eight(tmp_path):
+    config = tiny_config()
+    config.train.steps, config.eval.batches = 10, 8  # which hung while they were in flight together
+    meshtrain.train(config, workdir=tmp_path / "one")
+    arguments = settings(tmp_path / "two", **{"train.steps": 10, "eval.batches": 8})
+    assert meshtrain.cluster.launch(arguments, nproc=2, simulate_devices=4) == 0
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert list(one) == list(two) == list(range(10))
+    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-6)
+
+
+def pair(*arguments, others=None):
+    """Starts two processes without a supervisor; the second one may get other arguments."""
+    port, found = free_port(), []
+    for number, mine in enumerate([arguments, others or arguments]):
+        flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={number}"]
+        command = [sys.executable, "-m", "meshtrain.main", *flags, "--simulate_devices=1", *mine]
+        pipe = subprocess.PIPE
+        found.append(subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True))
+    return found
+
+
+def ends(processes, seconds=120):
+    said = [process.communicate(timeout=seconds)[1] for process in processes]
+    return [process.returncode for process in processes], said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_process_saves_on_all_in_the_same_step(tmp_path, rank):
+    processes = pair(*settings(tmp_path, **{"train.steps": 100000}))
+    until = time.monotonic() + 120
+    while not ((tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) > 10):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    processes[rank].send_signal(signal.SIGTERM)
+    assert ends(processes, 30)[0] == [75, 75]
+    (newest,) = (tmp_path / "checkpoints").glob("[0-9]*")
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert (events[-1]["event"], events[-1]["step"]) == ("preempted", int(newest.name))
+    assert max(losses(tmp_path)) == int(newest.name) - 1
+
+
+def test_processes_that_were_told_different_things_say_so(tmp_path):
+    mine, others = (settings(tmp_path, **{"optim.learning_rate": rate}) for rate in (1e-3, 2e-3))
+    codes, said = ends(pair(*mine, others=others))
+    assert codes == [2, 2]
+    line = "config.optim.learning_rate differs between processes: 0.001 on process 0, 0.002 on process 1"
+    assert all(one.splitlines() == [f"{line}; use the same"] for one in said)
+
+
+def test_a_fault_of_one_process_ends_all(tmp_path):
+    mine, others = (settings(tmp_path, **{"mesh.fsdp": size}) for size in (1, 3))
+    codes, said = ends(pair(*mine, others=others))
+    assert codes == [2, 2]
+    assert all(one.startswith("process 1: mesh.") for one in said)
+
+
+def test_a_workdir_that_is_not_the_same_on_all_hosts_is_told(tmp_path):
+    """Two folders of one name, as on hosts that share none: each process has its own current folder."""
+    port, processes = free_port(), []
+    for number in range(2):
+        (cwd := tmp_path / str(number)).mkdir()
+        program = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import jax
+from conftest import tiny_config
+jax.config.update("jax_num_cpu_devices", 1)
+from meshtrain import ConfigError, train
+from meshtrain.cluster import distributed
+from meshtrain.checkpoint import lock
+lock.VISIBLE = 1.0
+distributed.initialize("127.0.0.1:{port}", 2, {number})
+try:
+    train(tiny_config(), workdir="run")
+except ConfigError as error:
+    print(error, flush=True)
+"""
+        command = [sys.executable, "-c", program]
+        processes.append(subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    told = "process 1: --workdir=run: is not the folder of process 0; use one that all hosts share"
+    assert all(told in one for one in said)
+
+
+def test_a_second_run_in_a_workdir_is_refused(tmp_path):
+    run = subprocess.Popen(
+        [sys.executable, "-m", "meshtrain", *settings(tmp_path, **{"train.steps": 100000})],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        faults.wait_for(lambda: faults.step_of(tmp_path) > 3, 60, run)
+        command = [sys.executable, "-m", "meshtrain", "launch", "--nproc=2", "--simulate_devices=1"]
+        second = subprocess.run(
+            [*command, "--", *settings(tmp_path)], cwd=ROOT, capture_output=True, text=True
+        )
+    finally:
+        run.kill()
+        run.wait()
+    assert second.returncode == 2 and f"another run is in it, pid {run.pid}" in second.stderr
+
+
+def test_fewer_processes_go_on_with_the_same_batches(tmp_path):
+    """A process that cannot come back is left out; the mesh follows, batch and order of the data do not."""
+    workdir = tmp_path / "run"
+    run = faults.start(workdir, 10**6, 0.01, "--min_nproc=1", "--max_restarts=9")
+    command = Path(f"/proc/{run.pid}/cmdline")
+    try:
+        faults.wait_for(lambda: faults.step_of(workdir) > 30, 120, run)
+        victim = faults.workers(workdir)[1]
+        os.kill(victim, signal.SIGKILL)
+        faults.wait_for(lambda: faults.workers(workdir).get(1, victim) != victim, 30, run)
+        os.kill(faults.workers(workdir)[1], signal.SIGKILL)  # before it has begun
+
+        def starts():
+            events = faults.rows(workdir, "events.jsonl")
+            return [row["mesh"]["data"] for row in events if row["event"] == "start"]
+
+        faults.wait_for(lambda: len(starts()) == 2, 60, run)
+        aim = faults.step_of(workdir) + 30
+        faults.wait_for(lambda: faults.step_of(workdir) > aim, 60, run)
+        assert list(faults.workers(workdir)) == [0]
+        os.kill(faults.workers(workdir)[0], signal.SIGKILL)
+        faults.wait_for(lambda: len(starts()) == 3, 60, run)
+        assert starts() == [2, 1, 2] and command.exists()
+        run.terminate()
+        assert run.wait(60) == 75
+    finally:
+        run.kill()
+    seen = losses(workdir)
+    calm = faults.start(tmp_path / "calm", len(seen), 0.0)
+    assert calm.wait(300) == 0
+    expected = losses(tmp_path / "calm")
+    assert list(seen) == list(expected)
+    np.testing.assert_allclose(list(seen.values()), list(expected.values()), rtol=1e-5)

@@ -1,0 +1,177 @@
+"""launch/slurm.sbatch as it is, under a real SLURM of two nodes on this machine."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+from test_launch_files import assert_trained_as_undisturbed, newest_step, tiny_run
+from test_train import rows
+
+from meshtrain.checkpoint import manifest
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+PACKAGES = ("slurm-wlm", "munge")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
+FOREVER = 100_000  # steps
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def install():
+    if all(map(shutil.which, PROGRAMS)):
+        return
+    if not shutil.which("apt-get"):
+        pytest.skip("SLURM is not installed, and there is no apt-get to install it with")
+    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for arguments in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
+        done = subprocess.run(["apt-get", *arguments], env=environ, capture_output=True, text=True)
+    if done.returncode or not all(map(shutil.which, PROGRAMS)):
+        pytest.skip(f"SLURM cannot be installed: {done.stderr.strip()[-300:]}")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Returns the variables that name a SLURM of two nodes."""
+    if os.geteuid() != 0:
+        pytest.skip(
+            "a SLURM of one's own wants root: to install it, and for node names in /etc/hosts"
+        )
+    install()
+    folder = tmp_path_factory.mktemp("slurm")
+    script = [ROOT / "tests" / "cluster" / "slurm_up.sh"]
+    try:
+        with open(folder / "up.log", "w") as log:  # daemons keep a pipe open
+            up = subprocess.run([*script, "up", folder], stdout=log, stderr=log, timeout=60)
+        assert up.returncode == 0, (folder / "up.log").read_text()
+        yield {"SLURM_CONF": str(folder / "slurm.conf")}
+    finally:
+        subprocess.run([*script, "down", folder], timeout=120, check=True)
+
+
+class Job:
+    """A run that was submitted in `folder`."""
+
+    def __init__(self, cluster, folder, *arguments, steps):
+        bin_folder = folder / "venv" / "bin"  # an environment that runs this Python, whatever it is
+        bin_folder.mkdir(parents=True)
+        (bin_folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        (bin_folder / "python").chmod(0o755)
+        own, environ = tiny_run(folder, steps=steps)
+        self._environ = {**environ, **cluster, "VENV": str(folder / "venv")}
+        self.workdir, self._output = folder / "run", folder / "output"
+        options = ["--parsable", f"--output={self._output}", "launch/slurm.sbatch"]
+        self.id = self.command("sbatch", *options, *own, *arguments).strip()
+
+    def command(self, *arguments):
+        done = subprocess.run(
+            arguments, cwd=ROOT, env=self._environ, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    @property
+    def facts(self):
+        """What SLURM says of it."""
+        return dict(re.findall(r"(\w+)=(\S+)", self.command("scontrol", "show", "job", self.id)))
+
+    @property
+    def output(self):
+        return self._output.read_text() if self._output.exists() else ""
+
+    def wait(self, condition, seconds=90):
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, f"{self.facts}\n{self.output}"
+            time.sleep(0.2)
+
+    def wait_for_step(self, step):
+        self.wait(lambda: newest_step(self.workdir) >= step)
+
+    def wait_for_state(self, state):
+        def arrived():
+            now = self.facts["JobState"]
+            assert now == state or now not in ENDED, f"{now}, not {state}\n{self.output}"
+            return now == state
+
+        self.wait(arrived)
+
+    def start_now(self):
+        """Not two minutes later, as SLURM does; both nodes must have cleaned up before."""
+        self.wait(lambda: len(self.command("sinfo", "-h", "-N", "-t", "idle").splitlines()) == 2)
+        time.sleep(2)
+        self.command("scontrol", "update", f"jobid={self.id}", "StartTime=now")
+
+
+@pytest.fixture
+def submit(cluster, tmp_path):
+    """Returns what submits a run; it does not outlive the test."""
+    jobs = []
+
+    def start(*arguments, steps):
+        jobs.append(Job(cluster, tmp_path, *arguments, steps=steps))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.command("scancel", job.id)
+
+
+def events(job, name):
+    return [row for row in rows(job.workdir, "events.jsonl") if row["event"] == name]
+
+
+def test_a_job_that_is_preempted_saves_queues_again_and_ends_as_if_undisturbed(submit, tmp_path):
+    steps = 60
+    job = submit(steps=steps)
+    job.wait_for_step(15)
+    job.command("scancel", "--signal=TERM", job.id)  # as SLURM does before the time limit
+    job.wait_for_state("PENDING")
+    assert re.findall(r"Exited with exit code (\d+)", job.output) == ["75", "75"]
+    assert job.facts["Restarts"] == "1"
+    (preempted,) = events(job, "preempted")
+    saved = manifest.verify(job.workdir / "checkpoints" / str(preempted["step"]))
+    assert saved.processes == 2 and 15 < preempted["step"] < steps
+
+    job.start_now()
+    job.wait_for_state("COMPLETED")
+    (restored,) = events(job, "restore")
+    assert restored["step"] == preempted["step"]
+    assert_trained_as_undisturbed(tmp_path, steps=steps)
+
+
+def test_a_process_that_is_killed_is_started_again_on_both_nodes(submit, tmp_path):
+    steps = 40
+    job = submit(steps=steps)
+    job.wait_for_step(15)
+    (pid,) = re.findall(r"pid (\d+)", (job.workdir / "logs" / "rank-1.log").read_text())
+    os.kill(int(pid), signal.SIGKILL)
+    job.wait_for_state("COMPLETED")
+    (restart,) = events(job, "restart")
+    assert restart["rank"] == 1 and "SIGKILL" in restart["why"]
+    for rank in range(2):
+        log = (job.workdir / "logs" / f"rank-{rank}.log").read_text()
+        assert len(re.findall(r"attempt \d", log)) == 2
+    assert job.facts["Restarts"] == "0"  # of the job
+    assert_trained_as_undisturbed(tmp_path, steps=steps)
+
+
+def test_a_job_that_is_cancelled_does_not_come_back(submit):
+    job = submit(steps=FOREVER)
+    job.wait_for_step(3)
+    job.command("scancel", job.id)
+    job.wait(lambda: not job.command("squeue", "-h", "-j", job.id))
+    assert (job.facts["JobState"], job.facts["Restarts"]) == ("CANCELLED", "0")
+    assert "back into the queue" not in job.output
+
+
+def test_a_job_with_a_mistake_fails_and_does_not_come_back(submit):
+    job = submit("--config.optim.clip_norn=2", steps=FOREVER)
+    job.wait_for_state("FAILED")
+    assert (job.facts["ExitCode"], job.facts["Restarts"]) == ("2:0", "0")
+    assert 'did you mean "optim.clip_norm"?' in job.output

@@ -1,0 +1,189 @@
+"""Every fault of a config is told at once, in a line that names the key, the value and the way out."""
+
+import dataclasses
+
+import pytest
+from ml_collections import ConfigDict
+
+import meshtrain
+from meshtrain.config import files as configfile
+from meshtrain.config import parse as config
+
+QUICKSTART = "configs/quickstart.py"
+
+
+def faults_of(c, num_devices=1, **options):
+    with pytest.raises(meshtrain.ConfigError) as error:
+        config.parse(c, num_devices=num_devices, **options)
+    return list(error.value.faults)
+
+
+@pytest.mark.parametrize(
+    "key, value, line",
+    [
+        ("mesh.data", 2, "mesh.data=2 makes 2 devices and there are 1; use --simulate_devices=2"),
+        ("train.dtype", "float31", "train.dtype='float31': use one of float32, bfloat16"),
+        ("train.remat", "some", "train.remat='some': use one of none, full, dots, names:"),
+        ("train.zero_stage", 4, "train.zero_stage=4: use 0, 1, 2 or 3"),
+        ("train.seed", 2**32, "train.seed=4294967296: use a number below 2^32"),
+        ("train.num_microbatches", 3, "train.num_microbatches=3; use 15 or 18"),
+        ("train.num_microbatches", 0, "train.num_microbatches=0: use 1 or more"),
+        ("train.global_batch", 0, "train.global_batch=0 is not divisible"),
+        ("model.num_kv_heads", 3, "model.num_heads=4 is not divisible by model.num_kv_heads=3"),
+        ("model.d_model", 30, "model.d_model=30 is not divisible by model.num_heads=4"),
+        ("model.d_model", 4, "is odd, and rope turns pairs"),
+        ("model.norm", "batch", "model.norm='batch': use one of rms, layer"),
+        ("model.build", "meshtrain.models.transformer:bild", "model.build=meshtrain.models"),
+        ("optim.schedule", "cosin", "optim.schedule='cosin': use one of constant, cosine"),
+        ("optim.clip_norm", 0.0, "optim.clip_norm=0.0: use a positive norm"),
+        ("optim.decay_fraction", 2.0, "optim.decay_fraction=2.0: use a number from 0 to 1"),
+        ("checkpoint.keep", 0, "checkpoint.keep=0: use 1 or more"),
+        ("eval.every", -1, "eval.every=-1: use 0 or more"),
+        ("data.build", "meshtrain.data.tokens:build", "data.path=: no such file or folder"),
+        ("rules", (("batch", "dta"),), "'batch' to 'dta', no mesh axis (did you mean \"data\"?)"),
+        ("train.dtype", "float64", "train.dtype=float64: jax computes it in float32; set JAX"),
+        ("train.remat", "names:", "train.remat='names:': use one of"),
+        ("optim.learning_rate", float("nan"), "optim.learning_rate=nan: use 0 or more"),
+        ("model.build", "jax:__version__", "model.build=jax:__version__: is a str, not a function"),
+        ("data.seq_len", 0, "data.seq_len=0: use 1 or more"),
+        ("train.global_batch", -4, "train.num_microbatches=1; use 1"),
+        ("rules", (("batch", 5),), "config.rules: ('batch', 5) is no (logical name, mesh axis"),
+        ("rules", ("batch",), "config.rules: 'batch' is no (logical name, mesh axis"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_key_and_the_way_out(tiny, key, value, line):
+    section, _, name = key.rpartition(".")
+    (tiny[section] if section else tiny)[name] = value
+    (fault,) = faults_of(tiny)
+    assert line in fault
+
+
+def test_tensor_must_divide_heads_and_feed_forward(tiny):
+    tiny.mesh.update(data=1, tensor=8)
+    tiny.model.d_ff = 60
+    heads, width = faults_of(tiny, num_devices=8)
+    assert "model.num_heads=4 is not divisible by mesh.tensor=8; use 8, or" in heads
+    assert "model.d_ff=60 is not divisible by mesh.tensor=8; use 56 or 64" in width
+
+
+def test_learned_positions_must_reach_as_far_as_a_sequence(tiny):
+    tiny.model.positions = "learned"
+    tiny.data.seq_len = 17
+    (fault,) = faults_of(tiny, num_devices=8)
+    assert "data.seq_len=17 is more than model.max_seq_len=16; use the same" in fault
+
+
+@pytest.mark.parametrize("axis", ["expert", "context"])
+def test_an_axis_that_is_not_there_yet_is_refused(tiny, axis):
+    tiny.mesh[axis] = 2
+    (fault,) = faults_of(tiny, num_devices=2)
+    assert f"mesh.{axis}=2: this version cannot use more than 1" in fault
+
+
+def test_faults_of_all_sections_come_together(tiny):
+    tiny.mesh.fsdp = 3
+    tiny.train.dtype = "int8"
+    tiny.model.mlp = "relu"
+    tiny.optim.schedule = "step"
+    tiny.eval.batches = -1
+    named = [fault.split("=")[0] for fault in faults_of(tiny, num_devices=8)]
+    wanted = "train.dtype eval.batches optim.schedule mesh.fsdp train.global_batch model.mlp"
+    assert sorted(named) == sorted(wanted.split())
+
+
+@pytest.mark.parametrize(
+    "section", ["mesh", "train", "model", "data", "optim", "eval", "checkpoint", "divergence"]
+)
+def test_an_unknown_key_in_a_file_is_told_with_the_nearest(tiny, section):
+    tiny.data.build = "meshtrain.data.tokens:build"  # the synthetic builder takes any key
+    known = [key for key in tiny[section] if key != "build"][0]
+    with tiny.unlocked():
+        tiny[section][known + "x"] = 1
+    assert any(
+        fault == f'{section}.{known}x: unknown key (did you mean "{known}"?)'
+        for fault in faults_of(tiny)
+    )
+
+
+def test_missing_keys_sections_and_wrong_types_are_told(tiny):
+    raw = tiny.to_dict()
+    del raw["train"]["seed"], raw["model"]["bias"]
+    raw["optim"]["b1"] = "0.9"
+    raw["checkpoint"]["every"] = True
+    assert set(faults_of(raw)) == {
+        "train.seed: missing",
+        "model.bias: missing",
+        "optim.b1='0.9': not of type float",
+        "checkpoint.every=True: not of type int",
+    }
+    del raw["eval"]
+    raw["evl"] = {}
+    unknown, missing = faults_of(raw)
+    assert unknown == 'config.evl: unknown section (did you mean "eval"?)'
+    assert missing.startswith("config.eval: missing section")
+
+
+def test_sections_become_frozen(tiny):
+    settings = config.parse(tiny, num_devices=8)
+    assert settings.mesh.data == 8
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.train.steps = 5
+
+
+def test_what_the_caller_brings_is_not_read_from_the_config(tiny):
+    tiny.model.build = "no.such:model"
+    tiny.data.build = "no.such:data"
+    settings = config.parse(tiny, num_devices=1, own=["model", "data"])
+    assert settings.model is settings.train_data is settings.heldout_data is None
+
+
+# ---- files and overrides ----
+
+
+def test_overrides_keep_the_types_and_references_of_the_file():
+    c = configfile.load(
+        QUICKSTART,
+        [
+            "--config.optim.learning_rate=1",
+            "--config.train.steps",
+            "7",
+            "--config.model.bias=True",
+            "--config.model.vocab_size=300",
+            "--config.data.exclude=('a','b')",
+            "--config.rules=(('batch','data'),('embed',None))",
+        ],
+    )
+    assert isinstance(c, ConfigDict)
+    assert c.optim.learning_rate == 1.0 and isinstance(c.optim.learning_rate, float)
+    assert c.train.steps == 7 and c.model.bias is True and c.data.vocab_size == 300
+    assert c.data.exclude == ("a", "b") and c.rules == (("batch", "data"), ("embed", None))
+
+
+def test_every_override_that_does_not_fit_is_told():
+    overrides = {
+        "--config.trian.steps=3": '--config.trian.steps: unknown key (did you mean "train.steps"?)',
+        "--config.train.steps=many": "--config.train.steps=many: not of type int, like 600",
+        "--config.train.seed=1.5": "--config.train.seed=1.5: not of type int, like 0",
+        "--simulate_device=2": '--simulate_device: unknown argument (did you mean "--simulate_devices"?)',
+        "--config.mesh=3": "--config.mesh=3: is a section; set its keys, such as --config.mesh.context",
+        "--config.train.seed=2": None,
+    }
+    settings, faults = configfile.read(QUICKSTART, overrides)
+    assert faults == [fault for fault in overrides.values() if fault]
+    assert settings.train.seed == 2
+
+
+def test_a_config_file_that_is_missing_or_broken_is_told_in_one_line(tmp_path):
+    with pytest.raises(meshtrain.ConfigError, match="nope.py: no such file"):
+        configfile.load("configs/nope.py")
+    for text in ("def get_config(:", "import nonsense_module", "x = 1"):
+        (tmp_path / "broken.py").write_text(text)
+        with pytest.raises(meshtrain.ConfigError, match="broken.py cannot be read: "):
+            configfile.load(str(tmp_path / "broken.py"))
+
+
+def test_a_model_that_is_no_model_is_told_what_to_do(tiny):
+    with pytest.raises(
+        meshtrain.ConfigError, match="model=function: make a Model of it with meshtrain.from_nnx"
+    ):
+        meshtrain.train(tiny, model=lambda rngs: None)

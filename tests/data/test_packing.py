@@ -1,0 +1,541 @@
+"""Documents in rows: each token once, no attention across, and the same gradients as one by one."""
+
+import itertools
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+from conftest import tiny_config
+
+import meshtrain
+from meshtrain.config import parse as config
+from meshtrain.data import corpus, indexed, mixture, packing, tokens
+from meshtrain.data.source import Source
+from meshtrain.errors import ConfigError
+from meshtrain.program import assemble
+from meshtrain.verify import reference_step as reference
+
+SIZES = (3, 40, 1, 7, 8, 9, 16, 2, 25, 6, 5, 1, 33, 8, 4)
+
+
+def documents(sizes=SIZES):
+    """Tokens 1, 2, 3 ...: each tells where it stands in the stream."""
+    ends = np.cumsum(sizes)
+    return [np.arange(1 + end - size, 1 + end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def write(prefix, docs, dtype="uint16"):
+    dtype = np.dtype(dtype)
+    np.concatenate(docs).astype(dtype).tofile(f"{prefix}.bin")
+    index = indexed.pack_index(np.array([len(one) for one in docs]), dtype)
+    prefix.with_name(prefix.name + ".idx").write_bytes(index)
+    return str(prefix)
+
+
+def build(path, **changes):
+    settings = {"dtype": "", "pattern": "", "exclude": (), "seq_len": 8, "vocab_size": 1 << 15}
+    settings |= {"separator": -1, "heldout": 0.0, "seed": 0, "split": "train"}
+    return tokens.build(path=str(path), **{**settings, **changes})
+
+
+@pytest.fixture(params=["one file", "three files"])
+def stream(request, tmp_path, monkeypatch):
+    """A path whose documents are `documents()`, in a file or in three that are one dataset."""
+    docs = documents()
+    if request.param == "one file":
+        return write(tmp_path / "all", docs)
+    parts = [docs[:2], docs[2:9], docs[9:]]
+    shards = [indexed.load(write(tmp_path / f"{i}", part)) for i, part in enumerate(parts)]
+    joined = corpus._joined("joined", shards)._replace(beside=str(tmp_path / "joined"))
+    monkeypatch.setattr(corpus, "load", lambda path, **unused: joined)
+    return "joined"
+
+
+def whole(source):
+    return source.read(np.arange(source.size))
+
+
+def check_rows(batch, docs, weighed):
+    """Everything that packing promises, by plain loops; `weighed` are the targets that have to count."""
+    document_of = {int(token): number for number, doc in enumerate(docs) for token in doc}
+    ends = {int(doc[-1]) for doc in docs}
+    counted = []
+    for row in range(len(batch.tokens)):
+        real = [i for i, token in enumerate(batch.tokens[row]) if token]
+        for i, j in itertools.combinations(range(batch.tokens.shape[1]), 2):
+            a, b = int(batch.tokens[row, i]), int(batch.tokens[row, j])
+            same = document_of.get(a) == document_of.get(b)
+            assert (batch.segments[row, i] == batch.segments[row, j]) == same, (a, b)
+            if same and a:
+                assert batch.positions[row, j] - batch.positions[row, i] == b - a
+        for i in set(range(batch.tokens.shape[1])) - set(real):
+            assert batch.weights[row, i] == 0
+        for segment in set(batch.segments[row]):
+            assert batch.positions[row][batch.segments[row] == segment].min() == 0
+        for i in real:
+            token = int(batch.tokens[row, i])
+            assert batch.weights[row, i] == (token not in ends)
+            if token not in ends:
+                assert batch.targets[row, i] == token + 1
+                counted.append(token + 1)
+    assert sorted(counted) == sorted(weighed)
+    assert [x.dtype for x in batch] == ["int32", "int32", "float32", "int32", "int32"]
+
+
+# ---- windows ----
+
+
+def test_windows_keep_documents_apart_and_predict_each_token_once(stream):
+    docs = documents()
+    batch = whole(build(stream))
+    seen = np.arange(1, 1 + 8 * ((sum(SIZES) - 1) // 8) + 1)
+    first = {int(doc[0]) for doc in docs}
+    check_rows(batch, docs, weighed=[token for token in seen if token not in first])
+    assert sorted(batch.tokens.ravel()) == list(seen[:-1])
+
+
+def test_a_separator_ends_documents_of_a_raw_file_as_an_index_does(tmp_path):
+    docs = [np.append(doc, 0) for doc in documents((3, 4, 9, 1, 6))]
+    np.concatenate(docs).astype(np.uint16).tofile(tmp_path / "raw.bin")
+    raw = whole(build(tmp_path / "raw.bin", dtype="uint16", separator=0))
+    jax.tree.map(np.testing.assert_array_equal, raw, whole(build(write(tmp_path / "idx", docs))))
+
+
+# ---- best fit ----
+
+
+def test_best_fit_puts_every_document_in_one_place_and_cuts_only_long_ones(stream):
+    docs = documents()
+    batch = whole(build(stream, packing="best_fit"))
+    every = [int(token) for doc in docs for token in doc[1:]]
+    check_rows(batch, docs, weighed=every)
+    assert sorted(batch.tokens[batch.tokens > 0]) == list(range(1, 1 + sum(SIZES)))
+    for doc in docs:
+        places = {
+            (row, int(batch.segments[row, at]))
+            for row, at in np.argwhere(np.isin(batch.tokens, doc))
+        }
+        assert len(places) == -(-len(doc) // 8)
+
+
+def naive_best_fit(lengths, seq_len):
+    """The room left in each row, by the textbook: longest first, each where it leaves the least."""
+    rooms = []
+    for length in sorted(lengths, reverse=True):
+        fits = [i for i, room in enumerate(rooms) if room >= length]
+        if fits:
+            rooms[min(fits, key=lambda i: rooms[i])] -= length
+        else:
+            rooms.append(seq_len - length)
+    return sorted(rooms)
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 64, 1000])
+@pytest.mark.parametrize("kind", ["uniform", "short", "few", "same", "long"])
+def test_best_fit_is_that_of_the_textbook(kind, seq_len):
+    random = np.random.default_rng(seq_len)
+    lengths = {
+        "uniform": random.integers(1, seq_len + 1, 300),
+        "short": np.minimum(seq_len, random.geometric(0.2, 300)),
+        "few": random.choice([1, seq_len, seq_len // 2 + 1, seq_len // 3 + 1], 300),
+        "same": np.full(300, seq_len // 3 + 1),
+        "long": seq_len - np.minimum(seq_len - 1, random.geometric(0.2, 300) - 1),
+    }[kind]
+    row, slot = packing.best_fit(lengths, seq_len)
+    used = np.bincount(row, lengths).astype(int)
+    assert sorted(seq_len - used) == naive_best_fit(lengths, seq_len)
+    assert sorted(zip(row, slot, strict=True)) == [
+        (r, s) for r, n in enumerate(np.bincount(row)) for s in range(n)
+    ]
+
+
+def test_a_million_documents_are_packed_in_seconds_and_leave_little_room():
+    lengths = np.minimum(
+        2048, np.random.default_rng(0).lognormal(5.5, 1.2, 1_000_000).astype(int) + 1
+    )
+    row, _ = packing.best_fit(lengths, 2048)
+    assert lengths.sum() / (2048 * (row.max() + 1)) > 0.999
+
+
+def test_the_description_tells_how_full_the_rows_are(tmp_path):
+    source = build(write(tmp_path / "a", documents((6, 6, 2))), packing="best_fit")
+    assert source.size == 2 and "3 documents" in source.description
+    assert "2 rows of 8, 87.50% filled" in source.description
+
+
+def test_what_was_packed_is_kept_and_a_damaged_file_is_made_anew(tmp_path, monkeypatch):
+    prefix = write(tmp_path / "a", documents())
+    fresh = whole(build(prefix, packing="best_fit"))
+    (file,) = tmp_path.glob("a.best_fit-8-0-*.npy")
+    good = file.read_bytes()
+    for damaged in (good[:-8], good[:-1] + b"x", b"", good[:100]):
+        file.write_bytes(damaged)
+        jax.tree.map(np.testing.assert_array_equal, whole(build(prefix, packing="best_fit")), fresh)
+        assert file.read_bytes() == good
+    monkeypatch.setattr(packing, "pack", None)  # is not called any more
+    jax.tree.map(np.testing.assert_array_equal, whole(build(prefix, packing="best_fit")), fresh)
+    monkeypatch.undo()
+    write(tmp_path / "a", documents(SIZES[::-1]))
+    assert (whole(build(prefix, packing="best_fit")).tokens != fresh.tokens).any()
+    assert len(list(tmp_path.glob("a.best_fit-*"))) == 2
+
+
+def test_many_may_pack_at_once_and_a_folder_that_cannot_be_written_is_no_hindrance(
+    tmp_path, monkeypatch
+):
+    prefix = write(tmp_path / "a", documents())
+    with ThreadPoolExecutor(8) as pool:
+        sources = list(pool.map(lambda _: build(prefix, packing="best_fit"), range(16)))
+    assert len(os.listdir(tmp_path)) == 3 and len(list(tmp_path.glob("a.best_fit-8-*.npy"))) == 1
+
+    def refuse(*args):
+        raise PermissionError
+
+    monkeypatch.setattr(packing, "_write", refuse)
+    alone = build(prefix, packing="best_fit", seq_len=16)
+    assert len(whole(alone).tokens) == alone.size and sources[0].size > alone.size
+
+
+@pytest.mark.parametrize("kind", ["windows", "best_fit"])
+def test_no_held_out_token_is_trained_on(stream, kind):
+    seen = {}
+    for split in ("train", "heldout"):
+        batch = whole(build(stream, heldout=0.3, split=split, packing=kind))
+        counted = batch.targets[batch.weights > 0]
+        seen[split] = {*batch.tokens[batch.segments >= 0].ravel(), *counted} - {0}
+    border = sum(SIZES) - int(sum(SIZES) * 0.3)
+    assert max(seen["train"]) <= border < min(seen["heldout"])
+    if kind == "best_fit":
+        assert seen["train"] | seen["heldout"] == set(range(1, sum(SIZES) + 1))
+
+
+@pytest.mark.parametrize("kind", ["windows", "best_fit"])
+def test_an_epoch_has_each_row_once_in_an_order_of_its_own_and_a_sample_depends_on_its_index(
+    stream, kind
+):
+    source = build(stream, packing=kind)
+    n = source.size
+    together = source.read(np.arange(3 * n))
+    epochs = [row.tolist() for row in together.tokens[:, 0].reshape(3, n)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert epochs[0] != epochs[1] != epochs[2] != sorted(epochs[0])
+    again = build(stream, packing=kind)
+    for i in reversed(range(3 * n)):
+        alone = again.read(np.array([i]))
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b[0]), together, alone)
+
+
+def test_best_fit_without_documents_is_refused_with_the_way_out(tmp_path):
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "raw.bin")
+    with pytest.raises(ConfigError, match="data.packing=best_fit.*meshtrain prepare"):
+        build(tmp_path / "raw.bin", dtype="uint16", packing="best_fit")
+    with pytest.raises(ConfigError, match="data.packing='tight': use one of windows, best_fit"):
+        build(tmp_path / "raw.bin", dtype="uint16", packing="tight")
+
+
+@pytest.mark.parametrize("kind", ["windows", "best_fit"])
+def test_a_token_outside_the_vocabulary_is_told_with_its_place(tmp_path, kind):
+    prefix = write(tmp_path / "a", [np.arange(1, 30), np.array([7, 7, 500, 7, 7, 7, 7, 7, 7])])
+    source = build(prefix, vocab_size=100, packing=kind)
+    with pytest.raises(
+        ConfigError, match=r"holds token 500 \(at byte 62 of .*a.bin\).*vocab_size=100"
+    ):
+        whole(source)
+
+
+# ---- past what memory holds ----
+
+
+def test_documents_past_ten_to_the_12_tokens_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "ENTROPY_TOKENS", 1000)
+    monkeypatch.setattr(tokens, "permute", lambda indices, n, key: indices)
+    seq_len, size = 1 << 16, 10**12 + 77
+    with open(tmp_path / "huge.bin", "wb") as file:
+        file.truncate(size)
+        file.seek(size - 10)
+        file.write(bytes(range(1, 11)))
+    lengths = np.array([size - 7, 3, 4])
+    (tmp_path / "huge.idx").write_bytes(indexed.pack_index(lengths, np.dtype("uint8")))
+    source = build(tmp_path / "huge", seq_len=seq_len, vocab_size=256)
+    assert source.size == (size - 1) // seq_len
+    row = source.read(np.array([source.size - 1]))
+    assert row.tokens.sum() == 0 and (row.weights == 1).all()
+    shifted = build(tmp_path / "huge", seq_len=seq_len, vocab_size=256, heldout=(1 << 17) / size)
+    assert "1,000,000," not in shifted.description  # of the split
+    late = build(tmp_path / "huge", seq_len=8, vocab_size=256, heldout=10 / size, split="heldout")
+    row = late.read(np.array([0]))
+    assert row.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]] and row.targets[0, -1] == 9
+    assert row.segments.tolist() == [[0, 0, 0, 1, 1, 1, 2, 2]]
+    assert row.weights.tolist() == [[1, 1, 0, 1, 1, 0, 1, 1]]
+    late = build(
+        tmp_path / "huge",
+        seq_len=8,
+        vocab_size=256,
+        heldout=10 / size,
+        split="heldout",
+        packing="best_fit",
+    )
+    assert sorted(whole(late).tokens[whole(late).tokens > 0]) == list(range(1, 11))
+
+
+# ---- gradients ----
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def one_by_one(docs, first, last, seq_len):
+    """Rows of one document each, of what is in tokens first ... last - 1 (of documents(), 1 is the first)."""
+    rows = []
+    for doc in docs:
+        inside = doc[(doc > first) & (doc <= last)]
+        rows += [(inside[at : at + seq_len], doc[-1]) for at in range(0, len(inside), seq_len)]
+    batch = np.zeros((2, len(rows), seq_len), np.int32)
+    weights = np.zeros((len(rows), seq_len), np.float32)
+    for number, (row, end) in enumerate(rows):
+        batch[0, number, : len(row)] = row
+        batch[1, number, : len(row)] = np.where(row < end, row + 1, 0)
+        weights[number, : len(row)] = row < end
+    return reference.Batch(*batch, weights)
+
+
+@pytest.mark.parametrize("kind", ["windows", "best_fit"])
+def test_gradients_of_packed_rows_are_those_of_their_documents_one_by_one(tmp_path, x64, kind):
+    # Documents that windows of 16 do not cut: where they cut, the second part does not see the first.
+    sizes = (5, 11, 16, 3, 6, 7, 15, 1, 30) if kind == "best_fit" else (5, 11, 16, 3, 6, 7, 15, 1)
+    docs = documents(sizes)
+    extra = [] if kind == "best_fit" else [np.array([63])]  # the target of the last window
+    source = build(
+        write(tmp_path / "a", docs + extra), seq_len=16, vocab_size=64 + 32, packing=kind
+    )
+    c = tiny_config()
+    c.model.vocab_size = 64 + 32
+    cfg = config.parse(c, num_devices=1)
+    program = assemble(cfg, cfg.model, jax.devices()[:1])
+    with program.active():
+        start = cfg.model.init(jax.random.key(0))
+        params = jax.tree.map(lambda leaf: leaf.astype(np.float64), start)
+
+        def gradients(batch):
+            def total(params):
+                sums = reference.loss(cfg.model, params, batch)
+                return sums.loss, sums.weight
+
+            (loss, weight), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+            return {"loss": loss, "weight": weight, "grads": grads}
+
+        packed = gradients(whole(source))
+        alone = gradients(one_by_one(docs, 0, sum(sizes), 16))
+    assert packed["weight"] == sum(sizes) - len(sizes)
+
+    def compare(a, b):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1.0, np.abs(b).max()))
+
+    jax.tree.map(compare, packed, alone)
+
+
+# ---- mixtures ----
+
+
+def numbered(which, size):
+    def read(indices):
+        one = np.asarray(indices)[:, None].astype(np.int32)
+        return tokens.to_batch(np.concatenate([one, one * 0 + which, one], axis=1))
+
+    return Source(read, size=size)
+
+
+def key(block):
+    return block * 7 + 1
+
+
+def test_a_block_of_a_mixture_has_every_source_in_its_exact_share_and_no_sample_twice():
+    counts = mixture.shares([0.7, 0.2, 0.1])
+    assert (
+        counts.sum() == mixture.BLOCK
+        and np.abs(counts / mixture.BLOCK - [0.7, 0.2, 0.1]).max() < 1e-5
+    )
+    sources, numbers = mixture.place(np.arange(3 * mixture.BLOCK), counts, key)
+    for block in np.split(sources, 3):
+        assert np.bincount(block).tolist() == counts.tolist()
+        assert abs((block[:2000] == 0).mean() - 0.7) < 0.05  # well mixed within
+    for one, count in enumerate(counts):
+        assert sorted(numbers[sources == one]) == list(range(3 * count))
+
+
+def test_a_place_in_a_mixture_is_a_function_of_the_index_alone_past_ten_to_the_12():
+    counts = mixture.shares([1, 2, 5])
+    indices = 10**13 + np.arange(-300, 300)
+    sources, numbers = mixture.place(indices, counts, key)
+    assert numbers.dtype == np.int64
+    assert np.abs(numbers / (indices * (counts[sources] / mixture.BLOCK)) - 1).max() < 1e-6
+    for at in (0, 299, 300, 599):
+        alone = mixture.place(indices[at : at + 1], counts, key)
+        assert (alone[0][0], alone[1][0]) == (sources[at], numbers[at])
+
+
+@pytest.mark.parametrize(
+    "weights", [[1], [3, 1], [1 / 3, 1 / 3, 1 / 3], [1e-4, 1, 1e4], [5, 5, 5, 5, 1]]
+)
+def test_shares_add_up_whatever_the_weights(weights):
+    counts = mixture.shares(weights)
+    assert counts.sum() == mixture.BLOCK
+    assert np.abs(counts - mixture.BLOCK * np.array(weights) / np.sum(weights)).max() < 1
+
+
+def test_a_mixture_reads_each_sample_from_its_source():
+    made = mixture.mix([numbered(0, 9), numbered(1, 9), numbered(2, 9)], [3, 1, 2], key)
+    indices = np.random.default_rng(0).integers(0, 3 * mixture.BLOCK, 60)
+    sources, numbers = mixture.place(indices, mixture.shares([3, 1, 2]), key)
+    batch = made.read(indices)
+    assert batch.tokens.tolist() == np.stack([numbers, sources], axis=1).tolist()
+    assert batch.segments.tolist() == [[0, 0]] * 60 and batch.positions.tolist() == [[0, 1]] * 60
+    with pytest.raises(ConfigError, match="less than one sample in 65536"):
+        mixture.mix([numbered(0, 9), numbered(1, 9)], [1, 1e-6], key)
+
+
+def test_a_mixture_of_packed_files_goes_through_all_of_each(tmp_path):
+    a = write(tmp_path / "a", documents())
+    b = write(tmp_path / "b", [doc + 1000 for doc in documents()])
+    source = build("", mixture=((a, 3), [b, 1.0]), packing="best_fit")
+    batch = source.read(np.arange(400))
+    from_b = (batch.tokens >= 1000).any(axis=1)
+    assert (
+        0.15 < from_b.mean() < 0.35
+        and not ((batch.tokens < 1000) & (batch.tokens > 0))[from_b].any()
+    )
+    assert set(range(1, 1 + sum(SIZES))) <= set(batch.tokens.ravel())
+    assert "75.00% " in source.description and source.size is None
+
+
+@pytest.mark.parametrize(
+    ("path", "mixed", "told"),
+    [
+        ("x", (("y", 1),), "data.path=x and data.mixture=.*give one"),
+        ("", (("y", 0),), r"\('y', 0\) is no \(path, weight above 0\)"),
+        ("", (("y", float("nan")),), "weight above 0"),
+        ("", (("y", float("inf")),), "weight above 0"),
+        ("", ("y",), "'y' is no"),
+        ("", (("y", "z"),), "is no"),
+        ("", ((1, 1),), "is no"),
+        ("", (("missing", 1),), "data.path=missing: no such file"),
+    ],
+)
+def test_a_mixture_that_is_none_is_told(path, mixed, told):
+    with pytest.raises(ConfigError, match=told):
+        build(path, mixture=mixed)
+
+
+# ---- Megatron's files ----
+
+
+def test_an_index_is_megatrons_byte_for_byte(tmp_path):
+    """By the layout of megatron-core 0.16's IndexedDataset, spelled out."""
+    found = indexed.pack_index(np.array([3, 1, 2]), np.dtype("uint16"))
+    head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([8])
+    head += (3).to_bytes(8, "little") + (4).to_bytes(8, "little")
+    lengths = b"".join(n.to_bytes(4, "little") for n in (3, 1, 2))
+    pointers = b"".join(n.to_bytes(8, "little") for n in (0, 6, 8))
+    assert found == head + lengths + pointers + b"".join(n.to_bytes(8, "little") for n in range(4))
+
+
+MEGATRON = os.environ.get("MEGATRON")  # a Python with torch and megatron-core 0.16
+
+
+@pytest.mark.skipif(not MEGATRON, reason="MEGATRON=PYTHON names one that has megatron-core")
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_megatrons_own_reader_reads_our_files_and_we_read_its(tmp_path, dtype):
+    write(tmp_path / "ours", documents(), dtype)
+    program = f"""
+import numpy
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+ours = IndexedDataset({str(tmp_path / "ours")!r})
+builder = IndexedDatasetBuilder({str(tmp_path / "theirs.bin")!r}, dtype=numpy.{dtype})
+for i in range(len(ours)):
+    builder.add_document(ours[i].tolist(), [len(ours[i])])
+builder.finalize({str(tmp_path / "theirs.idx")!r})
+"""
+    subprocess.run([MEGATRON, "-c", program], check=True, capture_output=True)
+    for kind in ("bin", "idx"):
+        ours, theirs = (tmp_path / f"{name}.{kind}" for name in ("ours", "theirs"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_document_longer_than_a_sequence_may_be_is_several(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "LONGEST", 8)
+    docs = documents((8, 30, 1, 0, 16))
+    shard = indexed.load(write(tmp_path / "a", docs))
+    assert shard.starts.tolist() == [0, 8, 38, 39, 39, 55]
+    assert (tmp_path / "a.idx").read_bytes()[18:26] == (9).to_bytes(
+        8, "little"
+    )  # 1 + 4 + 1 + 1 + 2
+
+
+def test_the_dtype_is_the_smallest_that_holds_the_vocabulary():
+    sizes = (256, 257, 1 << 16, (1 << 16) + 1)
+    assert [indexed.smallest_dtype(n).name for n in sizes] == ["uint8", "uint16", "uint16", "int32"]
+
+
+@pytest.mark.parametrize("name", ["a", "a.bin", "a.idx"])
+def test_prefix_and_both_files_name_the_same_data(tmp_path, name):
+    write(tmp_path / "a", documents())
+    assert build(tmp_path / name).size == (sum(SIZES) - 1) // 8
+
+
+@pytest.mark.parametrize(
+    ("at", "new", "told"),
+    [
+        (0, b"X", "at byte 0: begins with"),
+        (9, b"\x02", "at byte 9: version 2"),
+        (17, b"\x07", "at byte 17: dtype 7"),
+        (18, b"\xff", "at byte 18: 255 sequences"),
+        (25, b"\xff", "at byte 18"),
+        (34 + 8 + 3, b"\x80", "at byte 42: length -2147483647"),
+        (34 + 4, b"\x29", "at byte 110: pointer 86 is not where sequence 2"),
+        (34 + 60 + 8, b"\x00", "at byte 102: pointer 0"),
+        (34 + 60 + 120 + 16, b"\x77", "documents do not go from sequence 0 to 15"),
+        (34 + 60 + 120 + 120, b"\x01", "documents do not go"),
+        (None, b"", "at byte 18"),  # the last byte is missing
+    ],
+)
+def test_a_damaged_index_is_told_with_file_and_offset(tmp_path, at, new, told):
+    write(tmp_path / "a", documents())
+    index = (tmp_path / "a.idx").read_bytes()
+    index = index[:-1] if at is None else index[:at] + new + index[at + len(new) :]
+    (tmp_path / "a.idx").write_bytes(index)
+    with pytest.raises(ConfigError, match="a.idx.*" + told):
+        build(tmp_path / "a")
+
+
+def test_a_bin_that_is_cut_off_or_empty_is_told(tmp_path):
+    write(tmp_path / "a", documents())
+    with open(tmp_path / "a.bin", "r+b") as file:
+        file.truncate(335)
+    with pytest.raises(ConfigError, match="a.bin has 335 bytes, and its .idx tells of 336"):
+        build(tmp_path / "a")
+    write(tmp_path / "b", [np.zeros(0)])
+    with pytest.raises(ConfigError, match="b.bin has 0 bytes"):
+        build(tmp_path / "b")
+
+
+# ---- through the trainer ----
+
+
+@pytest.mark.parametrize("kind", ["windows", "best_fit"])
+def test_a_run_trains_on_packed_rows(tmp_path, kind):
+    parsed = dict(config.parse(tiny_config(), num_devices=8).raw)
+    docs = [doc % 63 + 1 for doc in documents(SIZES * 8)]
+    parsed["data"] = {
+        "build": "meshtrain.data.tokens:build",
+        **{"path": write(tmp_path / "a", docs), "dtype": "", "pattern": "", "exclude": ()},
+        **{"seq_len": 16, "vocab_size": 64, "separator": -1, "heldout": 0.2, "seed": 0},
+        **{"packing": kind, "mixture": ()},
+    }
+    result = meshtrain.train(parsed)
+    assert result.step == 3 and np.isfinite(result.eval_loss)

@@ -1,0 +1,925 @@
+"""Hugging Face folders: models of transformers compute here what they compute there, and come back as they were."""
+
+import functools
+import json
+import math
+import shutil
+import struct
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from configs import default
+from meshtrain import checkpoint, grads, huggingface
+from meshtrain.config import files as configfile
+from meshtrain.config.parse import parse
+from meshtrain.data.source import Batch
+from meshtrain.errors import ConfigError
+from meshtrain.huggingface import config_json, convert, files, names
+from meshtrain.inference import restore as trained
+from meshtrain.parallel.mesh import make_mesh
+
+slow = pytest.mark.slow
+GOLDEN = Path(__file__).resolve().parent / "golden"  # of make_golden.py
+FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
+BF16 = np.dtype(ml_dtypes.bfloat16)
+# Half a unit in the last place of each weight moves Gemma 2's logits by 2e-5, and Gemma 3's by 4e-5.
+CLOSE = dict.fromkeys(FAMILIES, 1e-5) | {"gemma2": 2e-5, "gemma3": 4e-5}
+
+
+def mapped(folder):
+    """All tensors of a folder, as bytes, shape and dtype."""
+    found = files.tensors(folder)
+    return {name: (t.read().tobytes(), t.shape, t.code) for name, t in found.items()}
+
+
+def save(folder, tensors, shard_bytes=1 << 40):
+    """Writes tensors by name."""
+    planned = [files.Planned(name, x.shape, x.dtype) for name, x in tensors.items()]
+    files.write(folder, planned, tensors.values(), shard_bytes=shard_bytes)
+
+
+def arrays(folder):
+    return {name: np.array(tensor.read()) for name, tensor in files.tensors(folder).items()}
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """Makes a copy of a family's folder, with a changed config.json and changed tensors."""
+
+    def make(family, config=None, change=lambda tensors: None, **keys):
+        folder = shutil.copytree(GOLDEN / family, tmp_path / f"changed-{family}")
+        there = json.loads((folder / "config.json").read_text())
+        text = json.dumps(there | keys if config is None else config)
+        (folder / "config.json").write_text(text)
+        tensors = arrays(folder)
+        change(tensors)
+        save(folder, tensors)
+        return folder
+
+    return make
+
+
+def run(*arguments):
+    """The verb; returns nothing, or raises what the user is told."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr("sys.stderr", type("Tee", (), {"write": told.append, "flush": lambda: None}))
+        code = convert.main([str(one) for one in arguments])
+    if code:
+        raise ConfigError(f"exit code {code}: " + "".join(told))
+
+
+def load(folder, dtype="float32", **sizes):
+    """The model and parameters of a folder, on 8 devices."""
+    section = huggingface.model_section(folder)
+    model = convert.model_of(section)
+    sizes = sizes or {"fsdp": 8}
+    mesh = make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
+    rules = default.get_config().rules
+    abstract = convert.abstract_params(model, np.dtype(dtype), rules, mesh)
+    return model, huggingface.read(folder, abstract, section)
+
+
+def logits(model, params, tokens, positions=None, segments=None):
+    batch = Batch(tokens, tokens, jnp.ones(tokens.shape), positions, segments)
+    x = grads.run_blocks(
+        model.block, model.stack(params["layers"]), model.embed(params, batch), batch
+    )
+    return model.logits(params, x)
+
+
+def assert_same_logits(folder, model, params, atol):
+    """Whole rows, rows that end early, and several documents in a row."""
+    golden = np.load(folder / "logits.npz")
+    tokens, vocabulary = golden["tokens"].astype(np.int32), golden["logits"].shape[-1]
+    places = np.arange(tokens.shape[1])
+    padding = (places[None] >= golden["lengths"][:, None]).astype(np.int32)
+    lengths = golden["documents"]
+    documents = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    packed = (places - starts).astype(np.int32)[None], documents[None]
+    with jax.default_matmul_precision("highest"):
+        compiled = jax.jit(functools.partial(logits, model))
+        whole = compiled(params, tokens)
+        padded = compiled(params, tokens, np.tile(places, (2, 1)).astype(np.int32), padding)
+        in_a_row = compiled(params, tokens[:1], *packed)
+    cut = functools.partial(np.testing.assert_allclose, rtol=0, atol=atol)
+    cut(whole[..., :vocabulary], golden["logits"])
+    cut(np.where(padding[..., None], 0, padded[..., :vocabulary]), golden["padded"])
+    cut(in_a_row[0, :, :vocabulary], golden["packed"])
+
+
+# ---- the numbers ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_computes_what_it_computes_in_transformers(family):
+    assert_same_logits(GOLDEN / family, *load(GOLDEN / family), CLOSE[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_bit_comes_back_in_shards(family, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "BLOCK", 200)  # bytes, of which large tensors have many
+    run(GOLDEN / family, tmp_path / "run")
+    run(tmp_path / "run", tmp_path / "back", "--max_shard_gb=14e-6")
+    shards = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert len(shards) > 2 and all(path.stat().st_size < 18_000 for path in shards)
+    assert mapped(tmp_path / "back") == mapped(GOLDEN / family)
+    there, here = (
+        config_json.read(f / "config.json") for f in (GOLDEN / family, tmp_path / "back")
+    )
+    spelled_out = {key for key in ("n_inner", "max_window_layers") if key in there}
+    assert {key for key in there if there[key] != here[key]} <= spelled_out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_bit_of_bfloat16_comes_back_from_shards(family, tmp_path):
+    shutil.copytree(GOLDEN / family, source := tmp_path / "shards")
+    tensors = {name: x.astype(BF16) for name, x in arrays(source).items()}
+    (source / files.ONE).unlink()
+    save(source, tensors, shard_bytes=7000)
+    assert len(list(source.glob("*.safetensors"))) > 2
+    run(source, tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["train"]["param_dtype"] == config["optim"]["moment_dtype"] == "bfloat16"
+    run(tmp_path / "run", tmp_path / "back")
+    assert (tmp_path / "back" / files.ONE).is_file()
+    assert mapped(tmp_path / "back") == mapped(source)
+
+
+def test_a_workdir_is_a_run_that_others_start_from(tmp_path):
+    run(GOLDEN / "gemma3", tmp_path / "run")
+    raw = configfile.load(str(tmp_path / "run" / "config.json"))
+    assert raw.data.vocab_size == 61 and raw.data.seq_len == 64  # what the model has
+    cfg = parse(raw, num_devices=8, own=["data"])
+    _, params = trained.restore(cfg, tmp_path / "run")
+    assert_same_logits(GOLDEN / "gemma3", cfg.model, params, CLOSE["gemma3"])
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 8}, {"data": 2, "tensor": 2, "fsdp": 2}, {"pipeline": 3}]
+)
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_each_byte_is_read_once_whatever_the_mesh(family, sizes, monkeypatch):
+    copied = []
+    cast = huggingface._cast
+    monkeypatch.setattr(
+        huggingface, "_cast", lambda *args: (copied.append(args[0].nbytes), cast(*args))
+    )
+    load(GOLDEN / family, **sizes)
+    assert sum(copied) == sum(len(data) for data, _, _ in mapped(GOLDEN / family).values())
+
+
+@pytest.mark.parametrize(
+    ("there", "flag", "here"),
+    [
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("float16", None, "float32"),
+        ("float64", "float32", "float32"),
+    ],
+)
+def test_a_dtype_is_changed_by_rounding_alone(there, flag, here, tmp_path, folder_of):
+    def change(tensors):
+        tensors.update({name: x.astype(there) for name, x in tensors.items()})
+
+    source = folder_of("qwen3", change=change)
+    run(source, tmp_path / "run", *([f"--dtype={flag}"] if flag else []))
+    run(tmp_path / "run", tmp_path / "back")
+    expected = {name: x.astype(here) for name, x in arrays(source).items()}
+    found = arrays(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].dtype == x.dtype and found[name].tobytes() == x.tobytes()
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == here
+
+
+def test_a_dtype_too_narrow_for_a_value_is_refused(tmp_path, folder_of):
+    def change(tensors):
+        tensors["model.norm.weight"][3] = 1e6
+
+    run(folder_of("qwen3", change=change), tmp_path / "run")
+    with pytest.raises(ConfigError, match="--dtype=float16: model.norm.weight has values beyond"):
+        run(tmp_path / "run", tmp_path / "back", "--dtype=float16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["changed-qwen3", "run"]
+
+
+# ---- config.json ----
+
+LLAMA = dict(hidden_act="silu", rms_norm_eps=1e-5, vocab_size=32000)
+HUB = {  # what hub files of well-known models say of the model, and their number of parameters
+    "gpt2": (
+        dict(
+            architectures=["GPT2LMHeadModel"],
+            activation_function="gelu_new",
+            n_ctx=1024,
+            n_embd=768,
+            n_head=12,
+            n_layer=12,
+            n_positions=1024,
+            vocab_size=50257,
+        ),
+        124_439_808,
+    ),
+    "Llama-2-7b": (
+        LLAMA
+        | dict(
+            architectures=["LlamaForCausalLM"],
+            hidden_size=4096,
+            intermediate_size=11008,
+            max_position_embeddings=4096,
+            num_attention_heads=32,
+            num_hidden_layers=32,
+            num_key_value_heads=32,
+            rope_scaling=None,
+            tie_word_embeddings=False,
+        ),
+        6_738_415_616,
+    ),
+    "Llama-3.1-8B": (
+        LLAMA
+        | dict(
+            architectures=["LlamaForCausalLM"],
+            hidden_size=4096,
+            intermediate_size=14336,
+            max_position_embeddings=131072,
+            num_attention_heads=32,
+            num_hidden_layers=32,
+            num_key_value_heads=8,
+            rope_theta=500000.0,
+            rope_scaling=dict(
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=8192,
+                rope_type="llama3",
+            ),
+            vocab_size=128256,
+        ),
+        8_030_261_248,
+    ),
+    "Mistral-7B-v0.1": (
+        LLAMA
+        | dict(
+            architectures=["MistralForCausalLM"],
+            hidden_size=4096,
+            intermediate_size=14336,
+            max_position_embeddings=32768,
+            num_attention_heads=32,
+            num_hidden_layers=32,
+            num_key_value_heads=8,
+            rope_theta=10000.0,
+            sliding_window=4096,
+        ),
+        7_241_732_096,
+    ),
+    "Qwen2.5-0.5B": (
+        dict(
+            architectures=["Qwen2ForCausalLM"],
+            hidden_act="silu",
+            hidden_size=896,
+            intermediate_size=4864,
+            max_position_embeddings=32768,
+            max_window_layers=24,
+            num_attention_heads=14,
+            num_hidden_layers=24,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-6,
+            rope_theta=1000000.0,
+            sliding_window=32768,
+            tie_word_embeddings=True,
+            use_sliding_window=False,
+            vocab_size=151936,
+        ),
+        494_032_768,
+    ),
+    "Qwen3-0.6B": (
+        dict(
+            architectures=["Qwen3ForCausalLM"],
+            attention_bias=False,
+            head_dim=128,
+            hidden_act="silu",
+            hidden_size=1024,
+            intermediate_size=3072,
+            max_position_embeddings=40960,
+            max_window_layers=28,
+            num_attention_heads=16,
+            num_hidden_layers=28,
+            num_key_value_heads=8,
+            rms_norm_eps=1e-6,
+            rope_scaling=None,
+            rope_theta=1000000,
+            sliding_window=None,
+            tie_word_embeddings=True,
+            use_sliding_window=False,
+            vocab_size=151936,
+        ),
+        596_049_920,
+    ),
+    "gemma-2-2b": (
+        dict(
+            architectures=["Gemma2ForCausalLM"],
+            attention_bias=False,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+            head_dim=256,
+            hidden_act="gelu_pytorch_tanh",
+            hidden_activation="gelu_pytorch_tanh",
+            hidden_size=2304,
+            intermediate_size=9216,
+            max_position_embeddings=8192,
+            num_attention_heads=8,
+            num_hidden_layers=26,
+            num_key_value_heads=4,
+            query_pre_attn_scalar=256,
+            rms_norm_eps=1e-6,
+            rope_theta=10000.0,
+            sliding_window=4096,
+            vocab_size=256000,
+        ),
+        2_614_341_888,
+    ),
+    "gemma-3-1b": (
+        dict(
+            architectures=["Gemma3ForCausalLM"],
+            attn_logit_softcapping=None,
+            head_dim=256,
+            hidden_activation="gelu_pytorch_tanh",
+            hidden_size=1152,
+            intermediate_size=6912,
+            max_position_embeddings=32768,
+            num_attention_heads=4,
+            num_hidden_layers=26,
+            num_key_value_heads=1,
+            query_pre_attn_scalar=256,
+            rms_norm_eps=1e-6,
+            rope_local_base_freq=10000,
+            rope_scaling=None,
+            rope_theta=1000000,
+            sliding_window=512,
+            sliding_window_pattern=6,
+            vocab_size=262144,
+        ),
+        999_885_952,
+    ),
+    "gemma-3-4b": (
+        dict(
+            architectures=["Gemma3ForConditionalGeneration"],
+            eos_token_id=[1, 106],
+            text_config=dict(
+                hidden_size=2560,
+                intermediate_size=10240,
+                model_type="gemma3_text",
+                num_hidden_layers=34,
+                rope_scaling=dict(factor=8.0, rope_type="linear"),
+                sliding_window=1024,
+            ),
+            vision_config=dict(hidden_size=1152, num_hidden_layers=27),
+        ),
+        3_880_263_168,
+    ),
+}
+
+
+def written(path, config):
+    path.write_text(json.dumps(config))
+    return path.parent
+
+
+@pytest.mark.parametrize("model", HUB)
+def test_a_config_of_the_hub_has_the_parameters_of_its_model(model, tmp_path):
+    config, num_parameters = HUB[model]
+    folder = written(tmp_path / "config.json", config)
+    section = huggingface.model_section(folder)
+    paths = huggingface.paths(jax.eval_shape(convert.model_of(section).init, jax.random.key(0)))
+    rows = names.rows(huggingface.family_in(folder).names, paths, section)
+    sizes = {name: math.prod(row.shape) for row in rows for name in row.tensors}
+    assert sum(sizes.values()) == num_parameters
+
+
+def test_a_config_of_the_hub_says_what_layers_see(tmp_path):
+    told = {}
+    for model, (config, _) in HUB.items():
+        s = huggingface.model_section(written(tmp_path / "config.json", config))
+        told[model] = s["attention"], s["window"], s["rope_theta"], s["rope_theta_local"]
+        told[model] += (s["rope_scaling"],)
+    assert told == {
+        "gpt2": ("g", 0, 1e4, 0.0, ()),
+        "Llama-2-7b": ("g", 0, 1e4, 0.0, ()),
+        "Llama-3.1-8B": ("g", 0, 5e5, 0.0, ("llama3", 8.0, 1.0, 4.0, 8192.0)),
+        "Mistral-7B-v0.1": ("l", 4096, 1e4, 0.0, ()),
+        "Qwen2.5-0.5B": ("g", 0, 1e6, 0.0, ()),
+        "Qwen3-0.6B": ("g", 0, 1e6, 0.0, ()),
+        "gemma-2-2b": ("lg", 4096, 1e4, 0.0, ()),
+        "gemma-3-1b": ("lllllg", 512, 1e6, 1e4, ()),
+        "gemma-3-4b": ("lllllg", 1024, 1e6, 1e4, ("linear", 8.0)),
+    }
+
+
+SPELLED_OUT = {  # what newer versions write, and what older ones wrote, that changes no number
+    "any": dict(
+        use_cache=False,
+        initializer_range=0.01,
+        attention_dropout=0.0,
+        dtype="bfloat16",
+        torch_dtype="bfloat16",
+        rope_scaling=None,
+        partial_rotary_factor=1.0,
+        is_causal=True,
+        quantization_config=None,
+        transformers_version="4.31.0",
+    ),
+    "llama2": dict(pretraining_tp=1, layer_types=["full_attention"] * 3, sliding_window=None),
+    "llama3": dict(mlp_bias=False, use_sliding_window=False, max_window_layers=3),
+    "mistral": dict(layer_types=["sliding_attention"] * 3, attention_bias=False, mlp_bias=False),
+    "qwen2": dict(attention_bias=False, mlp_bias=False, use_mrope=False),
+    "qwen3": dict(attention_bias=None, layer_types=None, sliding_window=4096),
+    "gemma2": dict(attention_bias=None, hidden_act="gelu_pytorch_tanh", layer_types=None),
+    "gemma3": dict(layer_types=None, sliding_window_pattern=2, use_bidirectional_attention=None),
+    "gpt2": dict(n_ctx=32, gradient_checkpointing=False, layer_types=["full_attention"] * 3),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_change_no_number_are_no_hindrance(family):
+    config = config_json.read(GOLDEN / family / "config.json")
+    more = SPELLED_OUT["any"] | SPELLED_OUT[family]
+    assert config_json.to_section(config | more) == config_json.to_section(config)
+
+
+def test_a_window_that_is_null_is_none():
+    windowed = HUB["Qwen2.5-0.5B"][0] | dict(use_sliding_window=True, max_window_layers=0)
+    assert config_json.to_section(windowed | dict(sliding_window=None))["attention"] == "g"
+
+
+NEW = ("rope_parameters", "dtype")
+OLD = ("rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype")
+
+
+@pytest.mark.parametrize("left_out", [NEW, OLD, ()], ids=["old keys", "new keys", "both"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_reads_back_by_the_old_keys_and_the_new(family, left_out):
+    section = huggingface.model_section(GOLDEN / family)
+    config = config_json.to_config(section)
+    kept = {key: value for key, value in config.items() if key not in left_out}
+    assert config_json.to_section(kept) == section
+    assert (
+        config["architectures"]
+        == config_json.read(GOLDEN / family / "config.json")["architectures"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "architecture"),
+    [
+        ({}, "LlamaForCausalLM"),
+        (dict(attention="l", window=7), "MistralForCausalLM"),
+        (dict(qkv_bias=True), "Qwen2ForCausalLM"),
+        (dict(qk_norm=True, attention="ggl", window=3, head_dim=6), "Qwen3ForCausalLM"),
+        (dict(norm="layer", positions="learned", mlp="gelu", bias=True), "GPT2LMHeadModel"),
+    ],
+    ids=str,
+)
+def test_a_run_of_ones_own_becomes_the_family_that_it_is(tiny, changes, architecture):
+    section = {**tiny.model.to_dict(), "num_kv_heads": 4, "num_layers": 3} | changes
+    config = config_json.to_config(section)
+    assert config["architectures"] == [architecture]
+    assert config_json.differences(section, config_json.to_section(config)) == []
+
+
+def test_what_transformers_would_assume_is_said_otherwise(tiny):
+    """Ids of tokens of its own models; that no window means no mask, which its Gemma 2 does not take."""
+    assert config_json.to_config(tiny.model.to_dict())["eos_token_id"] is None
+    section = huggingface.model_section(GOLDEN / "gemma2") | {"attention": "g", "window": 0}
+    assert config_json.to_config(section)["sliding_window"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("keys", "attention"),
+    [
+        (dict(use_sliding_window=True, max_window_layers=21), "g" * 21 + "l" * 3),
+        (dict(use_sliding_window=True, max_window_layers=0), "l"),
+        (dict(use_sliding_window=False, max_window_layers=0), "g"),
+    ],
+    ids=str,
+)
+def test_the_last_layers_of_qwen_are_local_without_layer_types(keys, attention):
+    assert config_json.to_section(HUB["Qwen2.5-0.5B"][0] | keys)["attention"] == attention
+
+
+def test_a_model_that_no_family_has_is_told_by_the_keys_of_the_nearest(tiny):
+    section = {**tiny.model.to_dict(), "attention": "lg", "window": 4, "embed_scale": 2.0}
+    with pytest.raises(ConfigError) as error:
+        config_json.to_config(section)
+    assert "nearest is Qwen2ForCausalLM" in str(error.value)
+    assert "model.embed_scale is 1.0, not 2.0" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "told"),
+    [
+        ("llama3", dict(architectures=["BertModel"]), ["BertModel", "GPT2LMHeadModel"]),
+        ("llama3", dict(architectures=[], model_type="t5"), ["architectures=[]"]),
+        ("llama3", dict(hidden_act="gelu"), ["hidden_act='gelu'", "'silu'"]),
+        ("llama3", dict(attention_bias=True), ["attention_bias=True", "mlp_bias=False"]),
+        ("qwen3", dict(attention_bias=True), ["attention_bias=True"]),
+        ("llama3", dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), ["yarn", "llama3"]),
+        ("llama3", dict(rope_parameters=dict(rope_type="dynamic", factor=2)), ["dynamic"]),
+        ("llama3", dict(rope_parameters=dict(rope_type="linear")), ["factor=None"]),
+        ("llama3", dict(rope_parameters=7), ["rope_parameters=7"]),
+        ("llama3", dict(partial_rotary_factor=0.5), ["partial_rotary_factor=0.5"]),
+        ("llama3", dict(quantization_config=dict(bits=4)), ["quantization_config="]),
+        ("llama3", dict(hidden_size=0, vocab_size="61"), ["hidden_size=0", "vocab_size='61'"]),
+        ("llama3", dict(hidden_size=True), ["hidden_size=True", "bool"]),
+        ("llama3", dict(num_hidden_layers=None), ["num_hidden_layers=None"]),
+        ("llama3", dict(is_causal=False), ["is_causal=False"]),
+        ("llama3", dict(architectures=7), ["architectures=[7]"]),
+        ("llama3", dict(layer_types=["sliding_attention"] * 3), ["layer_types=", "full_attention"]),
+        ("mistral", dict(layer_types=["full_attention"] * 3), ["layer_types=", "sliding_att"]),
+        ("mistral", dict(layer_types=["sliding_attention"] * 2), ["layer_types="]),
+        ("qwen2", dict(layer_types=[{}] * 3), ["layer_types="]),
+        ("qwen2", dict(max_window_layers=None), ["max_window_layers=None"]),
+        ("gemma3", dict(query_pre_attn_scalar=0), ["query_pre_attn_scalar=0"]),
+        ("gemma3", dict(sliding_window_pattern="6"), ["sliding_window_pattern='6'"]),
+        ("qwen2", dict(layer_types=["chunked_attention"] * 3), ["chunked_attention"]),
+        ("qwen2", dict(layer_types=["full_attention"]), ["layer_types="]),
+        ("qwen2", dict(sliding_window=None), ["sliding_window=None"]),
+        ("gpt2", dict(activation_function="relu"), ["activation_function='relu'"]),
+        ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx"]),
+        ("gemma2", dict(hidden_activation="gelu"), ["hidden_activation='gelu'", "tanh"]),
+        ("gemma3", dict(use_bidirectional_attention=True), ["use_bidirectional_attention"]),
+    ],
+    ids=str,
+)
+def test_what_this_transformer_lacks_is_told_by_its_key(family, keys, told, tmp_path):
+    config = json.loads((GOLDEN / family / "config.json").read_text())
+    folder = written(tmp_path / "config.json", config | keys)
+    with pytest.raises(ConfigError) as error:
+        huggingface.model_section(folder)
+    assert [part for part in (*told, "config.json: ") if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "7", '{"a": 1}', "\0", "[" * 100_000])
+def test_a_config_that_is_none_is_told(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="config.json: "):
+        huggingface.model_section(tmp_path)
+
+
+def test_a_config_may_have_the_marks_of_windows(tmp_path):
+    text = (GOLDEN / "llama3" / "config.json").read_text().replace("\n", "\r\n")
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert huggingface.model_section(tmp_path) == huggingface.model_section(GOLDEN / "llama3")
+
+
+# ---- tensors by other names, or more of them ----
+
+
+def test_gpt2_may_come_without_prefix_and_with_its_masks(folder_of):
+    def change(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = np.ones((1, 1, 32, 32), np.float32)
+        tensors["h.0.attn.masked_bias"] = np.ones((1,), np.float32)
+
+    model, params = load(folder_of("gpt2", change=change))
+    jax.tree.map(np.testing.assert_array_equal, params, load(GOLDEN / "gpt2")[1])
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_gemma3_may_come_among_pictures(prefix, folder_of):
+    def change(tensors):
+        for name in list(tensors):
+            tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
+        tensors["vision_tower.x"] = tensors["multi_modal_projector.y"] = np.ones(3, np.float32)
+
+    text = json.loads((GOLDEN / "gemma3" / "config.json").read_text())
+    del text["architectures"]
+    config = dict(architectures=["Gemma3ForConditionalGeneration"], text_config=text)
+    _, params = load(folder_of("gemma3", config=config, change=change))
+    jax.tree.map(np.testing.assert_array_equal, params, load(GOLDEN / "gemma3")[1])
+
+
+def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(folder_of):
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
+
+    _, params = load(folder_of("llama3", change=change))
+    jax.tree.map(np.testing.assert_array_equal, params, load(GOLDEN / "llama3")[1])
+
+
+def test_a_tied_head_that_is_not_the_embedding_is_refused(folder_of):
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + np.float32(1e-7)
+
+    with pytest.raises(ConfigError, match="lm_head.weight is not .*tie_word_embeddings"):
+        load(folder_of("llama3", change=change))
+
+
+def test_tensors_that_are_not_those_of_the_config_are_told_in_a_table(folder_of):
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.2.self_attn.q_proj.weight"] = np.ones((16, 24), np.float32)
+        tensors["model.layers.0.self_attn.q_proj.bias"] = np.ones(24, np.float32)
+
+    with pytest.raises(ConfigError) as error:
+        load(folder_of("llama3", change=change))
+    head, *table = error.value.faults
+    assert "3 tensors" in head and "LlamaForCausalLM" in head
+    assert [line.split() for line in table] == [
+        "model.layers.0.self_attn.q_proj.bias expected none found [24] F32".split(),
+        "model.layers.1.mlp.up_proj.weight expected [24, 16] found none".split(),
+        "model.layers.2.self_attn.q_proj.weight expected [24, 16] found [16, 24] F32".split(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "number"),
+    [("llama3", "num_hidden_layers", 10**12), ("gemma3", "num_hidden_layers", 10**12)]
+    + [("gpt2", "n_layer", 10**12), ("gpt2", "n_embd", 2**61), ("gemma3", "head_dim", 2**63)],
+)
+def test_sizes_beyond_all_tensors_are_told_before_anything_is_made(
+    family, key, number, folder_of, tmp_path
+):
+    folder = folder_of(family, **{key: number}, layer_types=None)
+    with pytest.raises(ConfigError, match=f"exit code 2: .*config.json: {key}={number}: .*tensor"):
+        run(folder, tmp_path / "run")
+
+
+def test_tensors_are_looked_at_before_the_room_for_them(folder_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "check_room", lambda *_: pytest.fail("asked for room"))
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight .*\[62, 16\]"):
+        run(folder_of("llama3", vocab_size=62), tmp_path / "run")
+
+
+# ---- damaged files ----
+
+
+def rewritten(data, **fields):
+    """The bytes of a file with changed fields of its first tensor, or a changed header."""
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    name = next(name for name in header if name != "__metadata__")
+    header[name] |= fields
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+def raw(text, data=b""):
+    return struct.pack("<Q", len(text)) + text + data
+
+
+DAMAGE = {
+    "empty": lambda data: b"",
+    "cut in the length": lambda data: data[:5],
+    "cut in the header": lambda data: data[:100],
+    "cut in the tensors": lambda data: data[:-1],
+    "longer": lambda data: data + b"\0",
+    "huge header": lambda data: struct.pack("<Q", 1 << 60) + data[8:],
+    "no JSON": lambda data: data[:8] + b"x" + data[9:],
+    "a list": lambda data: raw(b"[]"),
+    "a number": lambda data: raw(b'{"a": 1}'),
+    "no offsets": lambda data: raw(b'{"a": {"dtype": "F32", "shape": []}}'),
+    "a name twice": lambda data: raw(
+        b'{"a": %s, "a": %s}' % (2 * (b'{"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}',)),
+        b"x",
+    ),
+    "deep": lambda data: raw(b"[" * 100_000),
+    "no text": lambda data: raw(b"\xff\xfe"),
+    "unknown dtype": lambda data: rewritten(data, dtype="F4"),
+    "a gap": lambda data: rewritten(data, shape=[1], data_offsets=[4, 8]),
+    "an overlap": lambda data: rewritten(data, shape=[1], data_offsets=[0, 4]),
+    "another shape": lambda data: rewritten(data, shape=[3]),
+    "a negative shape": lambda data: rewritten(data, shape=[-1, -61]),
+    "a float": lambda data: rewritten(data, shape=[1.0]),
+    "beyond the end": lambda data: rewritten(
+        data, shape=[1], data_offsets=[1 << 70, (1 << 70) + 4]
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_told_by_its_name(damage, folder_of, tmp_path):
+    folder = folder_of("llama3")
+    path = folder / "model.safetensors"
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(ConfigError, match="exit code 2: .*model.safetensors: is damaged"):
+        run(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists() and not (tmp_path / "run.partial").exists()
+
+
+def test_files_are_what_safetensors_reads_and_writes(tmp_path):
+    numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(5, BF16)}
+    tensors["ü/\u4e2d"] = np.ones((2, 1, 2), np.float16)
+    numpy.save_file(tensors, tmp_path / files.ONE)
+    assert {name: x.tobytes() for name, x in arrays(tmp_path).items()} == {
+        name: x.tobytes() for name, x in tensors.items()
+    }
+    save(tmp_path, tensors)
+    for name, x in numpy.load_file(tmp_path / files.ONE).items():
+        assert x.dtype == tensors[name].dtype and (x == tensors[name]).all()
+
+
+INDEXES = {
+    "no JSON": ("{", "is damaged"),
+    "no map": ("{}", "is damaged"),
+    "a list": ('{"weight_map": []}', "is damaged"),
+    "numbers": ('{"weight_map": {"a": 1}}', "is damaged"),
+    "a file outside": ('{"weight_map": {"a": "../x.safetensors"}}', "no name of a file"),
+    "a file that is not there": (
+        '{"weight_map": {"a": "x.safetensors"}}',
+        "x.safetensors: No such",
+    ),
+    "a tensor that is not there": ('{"weight_map": {"a": "one.safetensors"}}', "no a in it"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_a_damaged_index_is_told_by_its_name(case, folder_of):
+    text, told = INDEXES[case]
+    folder = folder_of("llama3")
+    (folder / files.ONE).rename(folder / "one.safetensors")
+    (folder / files.INDEX).write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        load(folder)
+
+
+def test_parameters_that_can_run_code_are_not_read(folder_of):
+    folder = folder_of("llama3")
+    (folder / files.ONE).rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="pytorch_model.bin can run code"):
+        load(folder)
+
+
+# ---- folders ----
+
+
+def test_what_is_there_already_is_left_as_it_is(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("run", "link"):
+        with pytest.raises(ConfigError, match="is there already"):
+            run(GOLDEN / "gpt2", tmp_path / name)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere", "new"], "nowhere: neither"),
+        ([".", "new"], "neither"),
+        ([GOLDEN / "gpt2", "new", "--max_shard_gb=0"], "--max_shard_gb=0.0"),
+        ([GOLDEN / "gpt2", "new", "--max_shard_gb=nan"], "--max_shard_gb=nan"),
+        ([GOLDEN / "gpt2", "new", "--dtype=float16"], "--dtype=float16"),
+        ([GOLDEN / "gpt2", "new", "--dtype=int8"], "--dtype"),
+        ([GOLDEN / "gpt2", "new", "--config=nowhere.py"], "--config=nowhere.py"),
+        ([GOLDEN / "gpt2"], "TARGET"),
+    ],
+    ids=str,
+)
+def test_flags_that_cannot_be_followed_are_told(arguments, told, tmp_path, monkeypatch):
+    source, *rest = arguments
+    rest = [str(tmp_path / "new") if one == "new" else one for one in rest]
+    with pytest.raises(ConfigError, match=f"exit code 2: .*{told}"):
+        run(tmp_path if source == "." else source, *rest)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_conversion_that_fails_leaves_nothing_and_one_that_was_killed_is_no_hindrance(
+    tmp_path, monkeypatch
+):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.manifest, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(GOLDEN / "gpt2", tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run.partial" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run.partial" / "tokenizer.json").touch()
+    run(GOLDEN / "gpt2", tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "huggingface.json",
+    ]
+
+
+def test_the_tokenizer_goes_along_also_through_a_run_that_started_there(tmp_path, folder_of):
+    folder = folder_of("llama3", bos_token_id=7)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"a": 1}')
+    (folder / "README.md").touch()
+    run(folder, tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "tuned")
+    for name in ("tokenizer.json", "tokenizer_config.json", "huggingface.json"):
+        (tmp_path / "tuned" / name).unlink()
+    directory = tmp_path / "tuned" / "checkpoints"
+    saved = checkpoint.manifest.read(directory / "0")
+    saved.config["checkpoint"]["init_from"] = str(tmp_path / "run" / "checkpoints" / "0")
+    facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
+    facts |= dict(processes=1, versions={}, config=saved.config, arrays=saved.arrays)
+    (directory / "0").rename(directory / "0.partial")
+    (directory / "0.partial" / "MANIFEST.json").unlink()
+    checkpoint.manifest.commit(directory, 0, **facts)
+    for name in ("run", "tuned"):
+        run(tmp_path / name, tmp_path / f"{name}-back")
+        back = {path.name for path in (tmp_path / f"{name}-back").iterdir()}
+        assert back == {
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
+        assert json.loads((tmp_path / f"{name}-back/config.json").read_text())["bos_token_id"] == 7
+
+
+# ---- with transformers itself ----
+
+
+def drawn(family, seed):
+    """A config of transformers with sizes drawn by chance."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    draw = np.random.default_rng(seed)
+    pick = lambda *choices: choices[draw.integers(len(choices))]  # noqa: E731
+    kv_heads = int(pick(1, 2, 3))
+    heads = kv_heads * int(pick(1, 2))
+    d_model = heads * int(pick(4, 6))
+    common = dict(vocab_size=int(draw.integers(40, 140)), tie_word_embeddings=bool(pick(0, 1)))
+    if family == "gpt2":
+        sizes = dict(n_embd=d_model, n_head=heads, n_layer=int(pick(1, 2, 4)), n_positions=40)
+        return transformers.GPT2Config(**common, **sizes, n_inner=pick(None, 20))
+    layers = int(pick(1, 3, 5))
+    linear = dict(rope_type="linear", factor=float(pick(1.5, 4.0)))
+    llama3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0)
+    llama3["original_max_position_embeddings"] = int(pick(12, 30))
+    rope = {"rope_theta": float(pick(50.0, 1e4)), **pick({}, linear, llama3)}
+    common |= dict(
+        hidden_size=d_model,
+        intermediate_size=int(draw.integers(5, 40)),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=64,
+        rms_norm_eps=float(pick(1e-6, 1e-5)),
+        rope_parameters=rope,
+        head_dim=int(pick(2, 4, 10)),
+    )
+    window = int(pick(1, 3, 8))
+    types = [pick("full_attention", "sliding_attention") for _ in range(layers)]
+    if family == "llama":
+        biased = bool(pick(0, 1))
+        return transformers.LlamaConfig(**common, attention_bias=biased, mlp_bias=biased)
+    if family == "mistral":
+        return transformers.MistralConfig(**common, sliding_window=pick(None, window))
+    if family in ("qwen2", "qwen3"):
+        local = dict(use_sliding_window=True, sliding_window=window, layer_types=types)
+        make = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[family]
+        return make(**common, **pick({}, local))
+    caps = dict(attn_logit_softcapping=pick(None, 2.0), final_logit_softcapping=pick(None, 4.0))
+    common |= dict(sliding_window=window, layer_types=types, query_pre_attn_scalar=int(pick(3, 9)))
+    if family == "gemma2":
+        return transformers.Gemma2Config(**common, **caps)
+    by_layer = dict(
+        full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=70.0)
+    )
+    return transformers.Gemma3TextConfig(**common | dict(rope_parameters=by_layer))
+
+
+@slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
+)
+def test_models_of_any_size_go_both_ways_with_transformers(family, seed, tmp_path):
+    """From there to here, trained by none, and back to there: the same logits in all three places."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from data import make_golden
+
+    model = make_golden.model_of(drawn(family, seed), seed)
+    model.save_pretrained(tmp_path / "there", max_shard_size="20KB")
+    vocabulary = model.config.vocab_size
+    tokens = np.random.default_rng(seed).integers(0, vocabulary, (2, make_golden.SEQ_LEN))
+    np.savez(tmp_path / "there" / "logits.npz", **make_golden.logits_of(model, tokens))
+    assert_same_logits(tmp_path / "there", *load(tmp_path / "there"), 1e-4)
+    run(tmp_path / "there", tmp_path / "run")
+    run(tmp_path / "run", tmp_path / "back", "--max_shard_gb=2e-5")
+    back, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values()) and type(back) is type(model)
+    with torch.no_grad():
+        again, before = (m.float().eval()(torch.tensor(tokens)).logits for m in (back, model))
+    assert torch.equal(again, before)

@@ -1,0 +1,93 @@
+"""One transformer, many families: each by config, and equal to plain maths; test_convert.py has their weights."""
+
+import importlib
+
+import jax
+import numpy as np
+import pytest
+from conftest import tiny_config
+
+from meshtrain import ConfigError
+from meshtrain.data import synthetic
+from meshtrain.models import transformer
+from meshtrain.verify import laws
+
+FAMILIES = {
+    "llama 2": dict(rope_scaling=("linear", 4.0)),
+    "llama 3": dict(rope_theta=5e5, rope_scaling=("llama3", 8.0, 1.0, 4.0, 64), z_loss=1e-3),
+    "mistral": dict(attention="l", window=7, head_dim=6),
+    "qwen 2": dict(qkv_bias=True, tie_embeddings=True),
+    "qwen 3": dict(qk_norm=True, head_dim=16),
+    "gemma 2": dict(
+        **dict(norm="rms_1p", mlp="geglu", post_norm=True, tie_embeddings=True, head_dim=16),
+        **dict(attention="lg", window=5, query_scale=0.3, embed_scale=32**0.5),
+        **dict(attention_softcap=5.0, logit_softcap=3.0),
+    ),
+    "gemma 3": dict(
+        **dict(norm="rms_1p", mlp="geglu", post_norm=True, qk_norm=True, attention="gl", window=4),
+        **dict(rope_theta=1e6, rope_theta_local=1e4, rope_scaling=("linear", 8.0)),
+    ),
+    "gpt-2": dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True),
+}
+
+
+def section(**changes):
+    model = tiny_config().model.to_dict()
+    del model["build"]
+    return {**model, **changes}
+
+
+@pytest.fixture
+def batch():
+    options = dict(seq_len=16, vocab_size=64, separator=-1, seed=0, split="train")
+    return synthetic.build(**options).read(np.arange(4))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_starts_computes_and_learns_as_plain_maths_says(family, batch):
+    with jax.enable_x64(True):
+        assert laws.decoder(section(**FAMILIES[family]), batch) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (dict(rope_scaling=("yarn", 4.0)), ["model.rope_scaling=('yarn', 4.0)", "llama3"]),
+        (dict(rope_scaling=("linear",)), ["model.rope_scaling=('linear',)"]),
+        (dict(rope_scaling=("linear", "4")), ["model.rope_scaling=('linear', '4')"]),
+        (dict(rope_scaling=("llama3", 8.0, 4.0, 1.0, 64)), ["low factor is not below"]),
+        (dict(attention="gx"), ["model.attention='gx'"]),
+        (dict(attention=""), ["model.attention=''"]),
+        (dict(attention="lg"), ["model.window=0", "model.attention='lg'"]),
+        (dict(d_model=33), ["model.d_model=33", "set model.head_dim"]),
+        (dict(head_dim=5), ["model.head_dim=5", "odd"]),
+        (dict(norm="rms1p", window=-1), ["model.norm='rms1p'", "model.window=-1"]),
+        (dict(embed_scale=0.0), ["model.embed_scale=0.0"]),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_together_is_told_by_its_keys(changes, told):
+    with pytest.raises(ConfigError) as error:
+        transformer.build(**section(**changes))
+    assert [part for part in told if part not in str(error.value)] == []
+
+
+def test_local_layers_cost_their_window_alone():
+    of = {key: transformer.build(**section(**FAMILIES[key])) for key in ("gemma 3", "llama 2")}
+    layers = 12 * 32  # 12 d for each position that a layer sees
+    rises = {key: m.flops_per_token(64) - m.flops_per_token(32) for key, m in of.items()}
+    assert rises == {"gemma 3": 32 * layers, "llama 2": 2 * 32 * layers}
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("gpt2", 124.4), ("llama2", 6738.4), ("llama3", 8030.3), ("mistral", 7241.7)]
+    + [("qwen2", 494.0), ("qwen3", 596.0), ("gemma2", 2614.3), ("gemma3", 999.9)],
+)
+def test_a_config_has_the_parameters_of_the_model_that_it_is_named_after(name, millions):
+    c = importlib.import_module(f"configs.{name}").get_config().model.to_dict()
+    del c["build"]
+    shapes = jax.eval_shape(transformer.build(**c).init, jax.random.key(0))
+    padding = (-c["vocab_size"] % 128) * c["d_model"] * (1 if c["tie_embeddings"] else 2)
+    num = sum(leaf.size for leaf in jax.tree.leaves(shapes)) - padding
+    assert num / 1e6 == pytest.approx(millions, abs=0.06)

@@ -1,0 +1,120 @@
+"""Copies of the state that differ, and processes that hold a run up, are named."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import meshtrain
+from meshtrain import program
+from meshtrain.config.parse import parse
+from meshtrain.monitor import health
+
+
+def flipped(array, device, bit):
+    """Returns the array with one bit of one device's copy changed."""
+    parts = []
+    for shard in array.addressable_shards:
+        data = np.array(shard.data)
+        if shard.device.id == device:
+            data.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
+        parts.append(jax.device_put(data, shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+@pytest.mark.parametrize(
+    ("layout", "device", "told"),
+    [
+        ({"data": 8}, 5, "on device 5 of process 0 from 7 other copies"),
+        ({"data": 4, "tensor": 2}, 3, "on device 3 of process 0 from 3 other copies"),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 6, "between device .* none is in the majority"),
+    ],
+)
+def test_one_flipped_bit_of_one_copy_names_the_device(tiny, layout, device, told):
+    tiny.mesh.update(**layout)
+    cfg = parse(tiny, num_devices=8)
+    one = program.assemble(cfg, cfg.model)
+    with one.active():
+        state = one.start(0)
+        digest = health.make_digest(state, one.mesh)
+
+        def faults(state):
+            return health.differing(state, [health.local_digests(digest(state))])
+
+        assert faults(state) == []
+        for bit in (0, 31, 1000):
+            leaves, tree = jax.tree.flatten(state)
+            sizes = [leaf.addressable_shards[0].data.nbytes for leaf in leaves]
+            index = int(np.argmax(sizes))
+            leaves[index] = flipped(leaves[index], device, bit)
+            (fault,) = faults(tree.unflatten(leaves))
+            assert "differs" in fault and re.search(told, fault), fault
+
+
+def test_a_copy_that_goes_astray_ends_the_run_and_is_not_saved(tiny, tmp_path, monkeypatch):
+    tiny.mesh.data = 8
+    tiny.train.steps, tiny.checkpoint.every, tiny.health.every = 8, 2, 3
+    compile = program.Program.compile
+
+    def broken(self, batch):
+        step = compile(self, batch)
+
+        def run(state, batch):
+            state, report = step(state, batch)
+            if int(state.step) == 5:
+                leaves, tree = jax.tree.flatten(state.params)
+                leaves[0] = flipped(leaves[0], 2, 7)
+                state = state._replace(params=tree.unflatten(leaves))
+            return state, report
+
+        return run
+
+    monkeypatch.setattr(program.Program, "compile", broken)
+    with pytest.raises(health.CorruptState, match="step 6: .* differs on device 2"):
+        meshtrain.train(tiny, workdir=tmp_path)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in events if row["event"] == "save"] == [2, 4]
+    assert [row["step"] for row in events if row["event"] == "corrupt"] == [6]
+
+
+def test_scores_are_parts_of_the_median_speed():
+    # Seconds that a step waits for data, the rest of a step, a probe.
+    even = [(0.0, 1.0, 0.1)] * 4
+    assert health.scores(even) == [1.0] * 4
+    late_data = [(0.0, 1.5, 0.1), (0.0, 1.5, 0.1), (0.5, 1.0, 0.1)]
+    assert health.scores(late_data) == pytest.approx([1, 1, 2 / 3])
+    slow_device = [(0.0, 2.0, 0.1), (0.0, 2.0, 0.2), (0.0, 2.0, 0.1)]
+    assert health.scores(slow_device) == pytest.approx([1, 0.5, 1])
+    assert health.scores(slow_device[:2]) == pytest.approx([1, 0.5])
+    assert health.probe() > 0
+
+
+def test_one_who_is_slow_three_times_in_a_row_is_told(monkeypatch):
+    told, events = [], []
+    page = {"data": 0.0, "step": 0.0}
+    check = health.Check(
+        type("", (), {"every": 10}),
+        None,
+        page,
+        event=lambda name, **fields: events.append((name, fields)),
+        line=told.append,
+    )
+    monkeypatch.setattr(health, "probe", lambda: 0.01)
+    slow = [1.0]
+
+    def gather(mine):
+        return [mine, [slow[0], mine[1], mine[2], "other"]]
+
+    monkeypatch.setattr(health.distributed, "gather", gather)
+    for step in range(0, 60, 10):
+        page["step"] += 1.0
+        slow[0] = 0.0 if step == 30 else 1.0
+        check._compare_speeds(step)
+    assert told == [] and events == []
+    page["step"] += 1.0
+    check._compare_speeds(60)
+    ((name, fields),) = events
+    assert name == "straggler" and (fields["process"], fields["host"]) == (1, "other")
+    assert "process 1 on other is slow: 0.09 of the median speed" in told[0]

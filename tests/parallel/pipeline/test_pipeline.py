@@ -1,0 +1,251 @@
+"""Pipelines train like one device, keep little, and send no more than messages; schedules: test_schedules.py."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_config
+from test_parity import Run, alone, assert_same, packed
+
+from meshtrain import ConfigError
+from meshtrain.config import parse as config
+from meshtrain.parallel.pipeline import executor, ring
+from meshtrain.program import assemble
+
+LAYERS = dict(num_layers=8, attention="llg", window=3)  # kinds that no chunk begins anew
+# The layout; schedule, chunks a stage, what is kept; and settings of `train`.
+CASES = [
+    ({"pipeline": 4}, ("interleaved", 2, "inputs"), {"num_microbatches": 2}),  # less than stages
+    (
+        {"pipeline": 2, "data": 2, "tensor": 2},
+        ("interleaved", 4, "residuals"),
+        {"num_microbatches": 4},
+    ),
+    (
+        {"pipeline": 2, "data": 2, "fsdp": 2},
+        ("gpipe", 1, "inputs"),
+        {"num_microbatches": 4, "zero_stage": 1, "remat": "dots"},
+    ),
+]
+MORE = [  # `verify` tries many more
+    ({"pipeline": 2}, ("gpipe", 1, "residuals"), {"num_microbatches": 1}),
+    ({"pipeline": 8}, ("1f1b", 1, "inputs"), {"num_microbatches": 16}),
+    (
+        {"pipeline": 2, "fsdp": 2, "tensor": 2},
+        ("1f1b", 1, "inputs"),
+        {"num_microbatches": 8, "zero_stage": 2, "remat": "full"},
+    ),
+]
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def with_pipeline(c, pipeline, train):
+    c.pipeline.update(dict(zip(("schedule", "num_chunks", "keep"), pipeline, strict=True)))
+    c.train.update(train, unroll=1)  # a loop over layers compiles sooner
+    return c
+
+
+@pytest.mark.parametrize(
+    ("layout", "pipeline", "train"),
+    [*CASES, *(pytest.param(*case, marks=slow) for case in MORE)],
+    ids=str,
+)
+def test_gradients_and_updates_are_those_of_one_device_in_float64(layout, pipeline, train, x64):
+    c = with_pipeline(packed(**LAYERS), pipeline, train)
+    assert_same(Run(c, "float64", **layout).one_step(), alone(**LAYERS), rtol=1e-10)
+
+
+@slow
+def test_gradients_and_updates_are_those_of_one_device_in_float32():
+    c = with_pipeline(packed(), ("1f1b", 1, "residuals"), {"num_microbatches": 4})
+    ours = Run(c, pipeline=2, data=2, tensor=2).one_step()
+    assert_same(ours[::2], Run(packed()).one_step()[::2], rtol=1e-5)
+
+
+@slow
+def test_bfloat16_is_as_near_as_it_is_without_a_pipeline():
+    def gradients(c, **layout):
+        c.train.dtype = "bfloat16"
+        return Run(c, **layout).one_step()[0]
+
+    exact, plain = Run(packed()).one_step()[0], gradients(packed())
+    c = with_pipeline(packed(), ("1f1b", 1, "inputs"), {"num_microbatches": 4})
+    piped = gradients(c, pipeline=2, fsdp=2)
+
+    def far(some):
+        gaps = jax.tree.map(lambda a, b: np.sum((a - b) ** 2), some, exact)
+        return sum(jax.tree.leaves(gaps)) ** 0.5
+
+    assert far(piped) < 2 * far(plain)
+
+
+@pytest.mark.parametrize("keep", ["inputs", pytest.param("residuals", marks=slow)])
+def test_what_idle_stages_work_on_changes_nothing(keep, x64, monkeypatch):
+    monkeypatch.setattr(executor, "IDLE_INPUT", np.nan)
+    pipeline = ("interleaved", 2, keep)
+    c = with_pipeline(packed(**LAYERS), pipeline, {"num_microbatches": 2})
+    ours = Run(c, "float64", pipeline=4).one_step()
+    assert_same(ours, alone(**LAYERS), rtol=1e-10)
+
+
+def test_evaluation_is_that_of_one_device(x64):
+    def sums(c, **layout):
+        run = Run(c, "float64", **layout)
+        with run.program.active():
+            return jax.jit(run.program.eval_step)(run.start().params, run.batch())
+
+    c = packed(num_layers=4, z_loss=1e-3)
+    theirs = sums(c.copy_and_resolve_references())
+    with_pipeline(c, ("interleaved", 2, "inputs"), {"num_microbatches": 4})
+    ours = sums(c, pipeline=2, fsdp=2, tensor=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), ours, theirs)
+
+
+@slow
+def test_blocks_may_gather_whatever_the_layout(x64):
+    def gathering(model):
+        def block(layer, x, batch):
+            order = jnp.argsort(batch.tokens, axis=-1)
+            x = x + 0.1 * jnp.take_along_axis(model.block(layer, x, batch), order[..., None], 1)
+            return x + 0.1 * layer["mlp"]["up"]["kernel"].T[batch.tokens]
+
+        return dataclasses.replace(model, block=block)
+
+    def gradients(c, **layout):
+        run = Run(c, "float64", **layout)
+        program = assemble(
+            run.cfg, gathering(run.cfg.model), jax.devices()[: run.program.mesh.size]
+        )
+        with program.active():
+            args = program.start(0).params, run.batch(), jax.random.key(0)
+            return jax.device_get(jax.jit(program.grad_fn)(*args))
+
+    c = with_pipeline(packed(), ("1f1b", 1, "inputs"), {"num_microbatches": 2})
+    ours = gradients(c, pipeline=2, fsdp=2, tensor=2)
+    assert_same(ours, gradients(packed()), rtol=1e-10)
+
+
+@functools.cache
+def compiled(schedule, num_chunks, keep, num_microbatches):
+    """A step's gradients on two stages, with micro-batches of two rows."""
+    c = tiny_config()
+    c.model.num_layers, c.data.seq_len = (
+        4,
+        24,
+    )  # rows of weights and of activations differ in number
+    train = {"num_microbatches": num_microbatches, "global_batch": 2 * num_microbatches}
+    run = Run(with_pipeline(c, (schedule, num_chunks, keep), train), pipeline=2)
+    with run.program.active():
+        args = run.program.abstract_state.params, run.batch(), jax.random.key(0)
+        return jax.jit(run.program.grad_fn).lower(*args).compile()
+
+
+MESSAGE = 2 * 24 * 32 * 4  # bytes of an activation: rows, positions, width, float32
+
+
+def temporary(*args):
+    return compiled(*args).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("1f1b", 1, "inputs"),
+        pytest.param(("1f1b", 1, "residuals"), marks=slow),
+        pytest.param(("interleaved", 2, "inputs"), marks=slow),
+    ],
+    ids=str,
+)
+def test_memory_does_not_grow_with_the_number_of_microbatches(case):
+    assert temporary(*case, 16) - temporary(*case, 8) < MESSAGE / 2
+
+
+@slow
+def test_memory_of_gpipe_grows_by_each_microbatch():
+    assert temporary("gpipe", 1, "inputs", 16) >= temporary("gpipe", 1, "inputs", 8) + 8 * MESSAGE
+
+
+@slow
+def test_kept_residuals_spare_the_second_forward_and_hold_no_weights(monkeypatch):
+    kept, right = [], ring.put
+
+    def put(tree, index, value):
+        kept.extend(leaf.shape for leaf in jax.tree.leaves(value))
+        return right(tree, index, value)
+
+    def products(keep):
+        return len(re.findall(r" dot\(", compiled("1f1b", 1, keep, 8).as_text()))
+
+    monkeypatch.setattr(ring, "put", put)
+    compiled.cache_clear()
+    assert products("residuals") < products("inputs")
+    weights = {(32, 4, 8), (32, 2, 8), (4, 8, 32), (32, 64), (64, 32)}
+    assert kept and not {shape[-n:] for shape in kept for n in (2, 3)} & weights
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", pytest.param("gpipe", marks=slow), pytest.param("interleaved", marks=slow)]
+)
+def test_stages_exchange_messages_and_gather_nothing(name):
+    text = compiled(name, 2 if name == "interleaved" else 1, "inputs", 8).as_text()
+    assert " all-gather" not in text and " all-to-all" not in text
+    assert "collective-permute" in text
+
+
+def fault_of(c, **mesh):
+    c.mesh.update({"data": 1, **mesh})
+    with pytest.raises(ConfigError) as error:
+        cfg = config.parse(c, num_devices=int(np.prod(list(mesh.values()))))
+        assemble(cfg, cfg.model, jax.devices()[: cfg.mesh.pipeline])
+    (fault,) = error.value.faults
+    return fault
+
+
+def test_layers_that_the_stages_cannot_share_are_told():
+    c = tiny_config()
+    c.model.num_layers = 10
+    c.pipeline.update(schedule="interleaved", num_chunks=2)
+    fault = fault_of(c, pipeline=2)
+    assert fault == (
+        "model.num_layers=10 is not divisible by mesh.pipeline=2 x pipeline.num_chunks=2; use 8 or 12"
+    )
+
+
+def test_chunks_need_the_schedule_that_has_them():
+    c = tiny_config()
+    c.model.num_layers, c.pipeline.num_chunks = 4, 2
+    assert fault_of(c, pipeline=2).startswith(
+        "pipeline.num_chunks=2: 1f1b has one chunk a stage; use"
+    )
+
+
+def test_a_model_that_is_no_stack_is_told_so():
+    c = tiny_config()
+    c.mesh.update(data=1, pipeline=2)
+    cfg = config.parse(c, num_devices=2)
+    model = dataclasses.replace(cfg.model, block=None, loss=lambda params, batch, key: None)
+    with pytest.raises(ConfigError, match="mesh.pipeline=2: the model is no stack of blocks"):
+        assemble(cfg, model, jax.devices()[:2])
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3), (3, 4), (6, 4), (8, 4)])
+def test_moving_chunks_to_their_stages_takes_each_once_and_back(stages, chunks):
+    state = np.arange(stages * chunks).reshape(stages, chunks)  # stage i holds those in order
+    for inward, due in [(True, state.reshape(chunks, stages).T), (False, state)]:
+        moved = np.full_like(state, -1)
+        for pairs, outgoing, incoming in ring.rounds(stages, chunks, inward=inward):
+            assert sorted(a for a, _ in pairs) == sorted(b for _, b in pairs) == [*range(stages)]
+            for source, target in pairs:
+                moved[target, incoming[target]] = state[source, outgoing[source]]
+        np.testing.assert_array_equal(moved, due)
+        state = moved

@@ -1,0 +1,201 @@
+"""Schedules as tables: their counted figures are the known ones, and a wrong table is refused."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.parallel.pipeline.schedules import (
+    IDLE,
+    SCHEDULES,
+    check,
+    gpipe,
+    interleaved,
+    tabulate,
+)
+
+STAGES, MICROBATCHES = range(1, 9), range(1, 33)
+
+
+def grid(M, P):
+    """Micro-batch and stage of each piece of work of a schedule with one chunk a stage."""
+    m, _, i = np.meshgrid(np.arange(M), [0], np.arange(P), indexing="ij")
+    return m, i
+
+
+@pytest.mark.parametrize("V", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_table_is_right_and_its_counts_are_the_closed_forms(name, V):
+    if V > 1 and name != "interleaved":
+        with pytest.raises(ValueError, match="1 chunk a stage"):
+            SCHEDULES[name](4, 8, V)
+        return
+    for P in STAGES:
+        for M in MICROBATCHES:
+            table, case = SCHEDULES[name](P, M, V), f"{P=} {M=}"
+            check(table)
+            assert table.num_ticks == schedules.num_ticks(name, P, M, V), case
+            assert table.bubble == pytest.approx(schedules.bubble(P, M, V), abs=1e-12), case
+            assert table.num_live == schedules.live_inputs(name, P, M, V), case
+            assert table.num_slots - table.num_live in (0, 1), case
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_figures_follow_from_what_the_stages_do(name):
+    P, M, V = 4, 10, 3 if name == "interleaved" else 1
+    table = SCHEDULES[name](P, M, V)
+    forward, backward = table.forward.active, table.backward.active
+    assert forward.sum() == backward.sum() == M * V * P
+    F, B = 1.5, 2.5
+    assert table.cost(F, B) * V == pytest.approx(
+        forward.any(1).sum() * F + backward.any(1).sum() * B
+    )
+    busy = (forward.sum() * 1 + backward.sum() * 2) / P
+    assert table.bubble == pytest.approx(1 - busy / V / table.cost())
+    kept = np.cumsum(forward, 0) - np.cumsum(backward, 0) + backward  # after a tick's forwards
+    assert table.num_live == kept.max()
+
+
+@pytest.mark.parametrize(
+    ("name", "P", "M", "V", "bubble"),
+    [
+        ("gpipe", 4, 8, 1, 3 / 11),
+        ("1f1b", 4, 8, 1, 3 / 11),
+        ("1f1b", 8, 64, 1, 7 / 71),
+        ("interleaved", 4, 8, 1, 3 / 11),
+        ("interleaved", 4, 8, 2, 3 / 19),
+        ("interleaved", 8, 64, 4, 7 / 263),
+        ("interleaved", 1, 5, 2, 0),
+    ],
+)
+def test_the_bubble_is_that_of_the_papers(name, P, M, V, bubble):
+    assert SCHEDULES[name](P, M, V).bubble == pytest.approx(bubble, abs=1e-12)
+
+
+def test_more_chunks_leave_less_idle_and_1f1b_keeps_no_more_with_more_microbatches():
+    bubbles = [interleaved(4, 16, V).bubble for V in (1, 2, 4)]
+    assert bubbles == sorted(bubbles, reverse=True) and len(set(bubbles)) == 3
+    assert {SCHEDULES["1f1b"](4, M, 1).num_live for M in (7, 8, 32)} == {7}
+    assert [gpipe(4, M).num_live for M in (7, 8, 32)] == [7, 8, 32]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_at_most_three_phases_follow_each_other_and_cover_all_ticks(name):
+    for P in STAGES:
+        for M in (1, 2, 3, 7, 8, 16):
+            for V in (1, 2, 3) if name == "interleaved" else (1,):
+                table = SCHEDULES[name](P, M, V)
+                ticks = [t for phase in table.phases for t in range(table.num_ticks)[phase]]
+                assert ticks == [*range(table.num_ticks)] and len(table.phases) <= 3
+                for phase in table.phases:
+                    for work in (table.forward, table.backward):
+                        assert len({*work.active[phase].any(1).tolist()}) == 1
+
+
+def test_a_small_table_by_hand():
+    table = gpipe(2, 2)
+    x = IDLE
+    assert table.forward.microbatch.tolist() == [[0, x], [1, 0], [x, 1], [x, x], [x, x], [x, x]]
+    assert table.backward.microbatch.tolist() == [[x, x], [x, x], [x, x], [x, 0], [0, 1], [1, x]]
+    table = SCHEDULES["1f1b"](2, 2, 1)
+    assert table.forward.microbatch.tolist() == [[0, x], [1, 0], [x, 1], [x, x]]
+    assert table.backward.microbatch.tolist() == [[x, x], [x, 0], [0, 1], [1, x]]
+    # chunk 1 of stage 0 takes over from chunk 0 of stage 1
+    table = interleaved(2, 2, 2)
+    assert table.forward.chunk[:5].tolist() == [[0, x], [0, 0], [1, 0], [1, 1], [x, 1]]
+
+
+def erase(table):
+    for column in table.backward:
+        column[-1, 0] = IDLE
+
+
+def repeat(table):
+    idle = np.argwhere(~table.forward.active)[-1]
+    done = np.argwhere(table.forward.active[:, idle[1]])[0, 0]
+    for column in table.forward:
+        column[tuple(idle)] = column[done, idle[1]]
+
+
+def one_too_many(table):
+    table.forward.microbatch[0, 0] = table.num_microbatches
+
+
+def another_chunk(table):
+    table.backward.chunk[table.backward.active] += 1
+
+
+def one_slot(table):
+    for work in (table.forward, table.backward):
+        work.slot[work.active] = 0
+
+
+def swap_slots(table):
+    slots = table.backward.slot
+    ticks = np.flatnonzero(slots[:, 0] != IDLE)[:2]
+    slots[ticks, 0] = slots[ticks[::-1], 0]
+
+
+def idle_overwrites(table):
+    table.forward.slot[8:11, 0] = 0  # where stage 0 keeps the input of its last micro-batch
+
+
+def no_slot(table):
+    for work in (table.forward, table.backward):
+        work.slot[...] = IDLE
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (erase, "backward of micro-batch 7, chunk 0 on stage 0 is missing"),
+        (repeat, "forward of 0, 0 is none, or twice"),
+        (one_too_many, "tick 0, stage 0: forward of 8, 0 is none, or twice"),
+        (another_chunk, "backward of 0, 1 is none, or twice"),
+        (one_slot, "tick 1, stage 0: slot 0 is overwritten"),
+        (swap_slots, "tick 6, stage 0: slot 1 holds another input"),
+        (idle_overwrites, "tick 8, stage 0: slot 0 is overwritten"),
+        (no_slot, "tick 0, stage 0: no slot to write to"),
+    ],
+)
+def test_a_damaged_table_is_refused(damage, told):
+    table = copy.deepcopy(SCHEDULES["1f1b"](4, 8, 1))
+    check(table)
+    damage(table)
+    with pytest.raises(ValueError, match=told):
+        check(table)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "told"),
+    [
+        # as gpipe, but for one thing each
+        (lambda m, i: m + 2 * i, lambda m, i: 20 + m - i, "forward of .* 2 ticks between"),
+        (lambda m, i: m - i + 3, lambda m, i: 20 + m - i, "forward of .* -1 ticks between"),
+        (lambda m, i: m + i, lambda m, i: 20 + m - 2 * i, "backward of .* 2 ticks between"),
+        (lambda m, i: m + i, lambda m, i: 20 + m + i, "backward of .* -1 ticks between"),
+        (lambda m, i: m + i, lambda m, i: m + 5 - i, "goes back before it is through"),
+    ],
+)
+def test_a_message_that_waits_or_comes_from_the_future_is_refused(forward, backward, told):
+    m, i = grid(8, 4)
+    check(tabulate(m + i, 20 + m - i))
+    with pytest.raises(ValueError, match=told):
+        check(tabulate(forward(m, i), backward(m, i)))
+
+
+def test_two_pieces_of_work_in_one_place_are_refused():
+    m, i = grid(8, 4)
+    with pytest.raises(ValueError, match="is missing"):
+        check(tabulate(m // 2 + i, 20 + m - i))
+
+
+def test_a_slot_is_free_only_after_the_tick_of_its_backward():
+    # A forward comes before the backward of the same tick, and would overwrite what that needs.
+    m, i = grid(2, 1)
+    table = tabulate(m, m + 1)
+    check(table)
+    assert table.num_slots == table.num_live == 2
+    for work in (table.forward, table.backward):
+        assert work.slot[work.active].tolist() == [0, 1]

@@ -1,0 +1,113 @@
+"""The pipelined step compiles for a TPU and for a GPU, ahead of time and with neither of them there.
+
+XLA partitions differently for each, and some programs make it abort, so each compiles in a process of
+its own: this file, run as `python tests/parallel/test_aot.py PLATFORM SCHEDULE KEEP`.
+"""
+
+import collections
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from conftest import ROOT, tiny_config
+from jax.experimental import topologies
+
+from meshtrain.analysis import audit, hlo
+from meshtrain.analysis import collective_ops as collectives
+from meshtrain.config import parse as config
+from meshtrain.program import assemble
+
+LAYOUT = {"pipeline": 4, "data": 2, "fsdp": 2, "tensor": 2}
+WHEELS = {  # what has to be there, and where it comes from
+    "cpu": ([], ""),
+    "tpu": (["libtpu"], "libtpu is not installed: pip install 'jax[tpu]'"),
+    "cuda": (
+        ["jax_plugins.xla_cuda12", "nvidia.cuda_nvcc", "nvidia.nvjitlink"],
+        "jax-cuda12-plugin, jax-cuda12-pjrt, nvidia-cuda-nvcc-cu12 or nvidia-nvjitlink-cu12 is not "
+        "installed: pip install 'jax[cuda12]', or these four",
+    ),
+}
+SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",  # of a machine in Google's cloud
+    "TPU_LOG_DIR": "disabled",
+    "TPU_STDERR_LOG_LEVEL": "1",  # warnings
+}
+
+
+def is_installed(module):
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
+
+
+def run(platform, *arguments):
+    """Returns what this file prints about a platform, or skips the test for want of its compiler."""
+    modules, reason = WHEELS[platform]
+    if not all(map(is_installed, modules)):
+        pytest.skip(reason)
+    done = subprocess.run(
+        [sys.executable, __file__, platform, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Involuntary full rematerialization" not in done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule, keep", [("1f1b", "inputs"), ("interleaved", "residuals")])
+@pytest.mark.parametrize("platform", WHEELS)
+def test_stages_send_messages_and_gather_nothing_of_each_other(platform, schedule, keep):
+    along = collections.defaultdict(list)
+    for kind, axes in run(platform, schedule, keep):
+        along[kind].append(axes)
+    # TPU also sends other things around: the parts of a parameter, in turn, where it is multiplied.
+    sent = {tuple(axes) for axes in along["collective-permute"]}
+    assert {axes for axes in sent if "pipeline" in axes} == {("pipeline",)}
+    assert ["fsdp"] in along["all-gather"]
+    gathered = along["all-gather"] + along["all-to-all"]
+    assert [axes for axes in gathered if axes is None or "pipeline" in axes] == []
+
+
+def devices_of(platform):
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", 32)
+        return jax.devices()
+    if platform == "tpu":
+        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x8").devices
+    target = (ROOT / "tests/parallel/h200.txtpb").read_text()
+    return topologies.get_topology_desc(
+        platform="cuda", topology="4x8x1", target_config=target
+    ).devices
+
+
+def main(platform, schedule, keep):
+    """Compiles the step and prints its collectives: [kind, mesh axes]."""
+    devices = list(devices_of(platform))
+    c = tiny_config()
+    c.mesh.update(LAYOUT)
+    c.model.num_layers = 8
+    c.train.update(dtype="bfloat16", num_microbatches=8, global_batch=64)
+    chunks = 2 if schedule == "interleaved" else 1
+    c.pipeline.update(schedule=schedule, keep=keep, num_chunks=chunks)
+    cfg = config.parse(c, num_devices=len(devices))
+    program = assemble(cfg, cfg.model, devices)
+    batch = audit._batch_like(cfg, program, cfg.train_data)
+    with program.active():
+        text = program.compile(batch).as_text()
+    found = collectives.find(hlo.parse(text), program.mesh.shape, platform)
+    print(json.dumps([(one.kind, one.axes) for one in found]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

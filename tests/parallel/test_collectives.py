@@ -1,0 +1,321 @@
+"""Collectives of host values give what numpy does, of the same dtype and the same on each member."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from meshtrain.cluster import distributed, info
+from meshtrain.errors import ConfigError
+from meshtrain.parallel import collectives
+from meshtrain.parallel.mesh import make_mesh
+
+CALLS = [(name, op) for name in ("all_reduce", "reduce_scatter") for op in collectives.OPS]
+CALLS += [("all_gather", None), ("all_to_all", None), ("broadcast", 1)]
+DTYPES = [np.float32, np.float64, np.int64, np.uint8, np.complex64, jnp.bfloat16, bool]
+MESHES = {
+    "one axis": (dict(data=8), "data"),
+    "outer": (dict(data=2, tensor=4), "data"),
+    "inner": (dict(data=2, tensor=4), "tensor"),
+    "between": (dict(pipeline=2, data=2, tensor=2), "data"),
+}
+
+
+def rows_of(num, dtype, shape=(), seed=0):
+    """Small whole numbers, and halves of them for floats, so that sums and means are exact."""
+    rows = np.random.default_rng(seed).integers(-3, 4, (num, *shape))
+    rows = rows / 2 if jax.dtypes.issubdtype(dtype, np.inexact) else abs(rows)
+    return (rows > 1 if dtype is bool else rows).astype(dtype)
+
+
+def expected(name, option, rows):
+    """What each of the members gets, computed by numpy."""
+    num, dtype = len(rows), rows.dtype
+    if name == "broadcast":
+        return np.stack([rows[option]] * num)
+    if name == "all_gather":
+        return np.stack([rows] * num)
+    if name == "all_to_all":
+        return np.stack([np.concatenate(parts) for parts in np.split(rows, num, axis=1)])
+    wide = rows.astype(np.float32) if dtype == jnp.bfloat16 else rows
+    result = getattr(np, option)(wide, axis=0)
+    if dtype.kind != "b" and (option != "mean" or jax.dtypes.issubdtype(dtype, np.inexact)):
+        result = result.astype(dtype)  # numpy makes int64 of a sum of bytes
+    if name == "reduce_scatter":
+        return np.stack(np.split(result, num))
+    return np.stack([result] * num)
+
+
+def check(result, wanted):
+    assert result.dtype == wanted.dtype and result.shape == wanted.shape
+    if wanted.dtype == jnp.bfloat16:  # numpy finds no NaN there
+        result, wanted = result.astype(np.float32), wanted.astype(np.float32)
+    np.testing.assert_array_equal(result, wanted)
+
+
+def calls_of(dtype):
+    order = not jax.dtypes.issubdtype(dtype, np.complexfloating)
+    return [(name, option) for name, option in CALLS if order or option not in ("max", "min")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.parametrize("layout", MESHES)
+def test_along_an_axis_each_position_gets_what_numpy_computes(layout, dtype):
+    sizes, axis = MESHES[layout]
+    mesh = make_mesh(**sizes)
+    num = mesh.shape[axis]
+    rows = rows_of(num, dtype, (2 * num, 3))
+    for name, option in calls_of(dtype):
+        options = [] if option is None else [option]
+        result = getattr(collectives, name)(rows, *options, axis=axis, mesh=mesh)
+        check(result, expected(name, option, rows))
+
+
+def test_every_member_gets_the_same_bits_of_a_sum_that_rounds():
+    rows = np.random.default_rng(0).normal(size=(8, 1001)).astype(np.float32)
+    result = collectives.all_reduce(rows, axis="data", mesh=make_mesh(data=8))
+    assert len({row.tobytes() for row in result}) == 1
+    np.testing.assert_allclose(result[0], rows.sum(0), rtol=1e-4, atol=1e-5)
+
+
+def test_halves_are_added_in_float32():
+    mesh = make_mesh(data=4, tensor=2)
+    rows = np.array([[256], [1], [1], [1]], jnp.bfloat16)  # 256 + 1 is 256 in bfloat16
+    result = collectives.all_reduce(rows, axis="data", mesh=mesh)
+    assert result.ravel().tolist() == [260] * 4  # 259 has no bfloat16
+    rows = np.full((4, 1), 60_000, np.float16)  # of which two make infinity in float16
+    check(collectives.all_reduce(rows, "mean", axis="data", mesh=mesh), rows)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_one_nan_makes_a_nan(name, op, dtype):
+    rows = np.array([[np.nan, 1, 1, 1], [1, np.nan, -np.inf, 1]], dtype)
+    result = getattr(collectives, name)(rows, op, axis="data", mesh=make_mesh(data=2, tensor=4))
+    check(result, expected(name, op, rows))
+    assert np.isnan(result.ravel()[:2]).all()
+
+
+@pytest.mark.parametrize("name", ["broadcast", "all_gather", "all_to_all"])
+def test_what_only_moves_keeps_every_bit(name):
+    odd = np.array([0x7FF0_0000_0000_0BAD, 1 << 63, 1, 3], np.uint64).view(np.float64)
+    rows = np.stack([odd, odd[::-1]])  # a NaN with a message, -0.0 and numbers below the normal
+    result = getattr(collectives, name)(rows, axis="data", mesh=make_mesh(data=2, tensor=4))
+    assert result.tobytes() == expected(name, 0, rows.view(np.uint64)).tobytes()
+    names = np.array([["a", "bcd"], ["é", ""]])
+    result = getattr(collectives, name)(names, axis="data", mesh=make_mesh(data=2, tensor=4))
+    check(result, expected(name, 0, names))
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 0), (4, 8, 4, 0, 2)])
+def test_arrays_without_values_keep_their_shape(shape):
+    mesh = jax.make_mesh((2, 4), ("other", "data"))
+    for name, option in CALLS:
+        options = [] if option is None else [option]
+        result = getattr(collectives, name)(np.zeros(shape), *options, axis="data", mesh=mesh)
+        check(result, expected(name, option, np.zeros(shape)))
+
+
+def test_a_tree_of_numbers_over_one_process_is_itself():
+    value = {"loss": 1.5, "counts": [3, np.ones(2, np.int16)], "none": None}
+    result = collectives.all_reduce(value)
+    assert jax.tree.structure(result) == jax.tree.structure(value)
+    check(result["loss"], np.float64(1.5))
+    check(result["counts"][1], np.ones(2, np.int16))
+    result["counts"][1][0] = 7  # the user's own
+    check(collectives.all_gather(value)["counts"][0], np.array([3]))
+    assert collectives.all_reduce(value, "mean")["counts"][0].dtype == np.float64
+    collectives.barrier()
+
+
+def test_the_mesh_is_the_one_that_is_set_and_may_be_another_around():
+    rows = rows_of(4, np.int64)
+    with jax.set_mesh(make_mesh(data=4, tensor=2)):
+        check(collectives.all_reduce(rows, axis="data"), np.full(4, rows.sum()))
+        mesh = jax.make_mesh((2, 4), ("one", "other"))  # Explicit axes, as jax makes them
+        check(collectives.all_reduce(rows, axis="other", mesh=mesh), np.full(4, rows.sum()))
+        check(collectives.all_reduce(rows), rows)
+        assert not jax.config.jax_enable_x64
+
+
+def test_a_second_call_of_a_kind_neither_compiles_nor_asks(monkeypatch):
+    mesh, asked = make_mesh(data=8), []
+    gather = distributed.gather
+    monkeypatch.setattr(distributed, "gather", lambda value: asked.append(value) or gather(value))
+    for seed in range(3):
+        rows = rows_of(8, np.float32, (5,), seed)
+        result = collectives.all_reduce(rows, axis="data", mesh=mesh)
+        check(result, expected("all_reduce", "sum", rows))
+    assert len(asked) == 1
+    compute = collectives.program("all_reduce", "sum", mesh=mesh, axis="data")
+    before = compute._cache_size()
+    collectives.all_reduce(rows + 1, axis="data", mesh=make_mesh(data=8))
+    assert compute is collectives.program("all_reduce", "sum", mesh=mesh, axis="data")
+    assert compute._cache_size() == before > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: collectives.all_reduce(1, "avg"), "op='avg': use one of sum, mean, max, min"),
+        (lambda: collectives.reduce_scatter([1], ""), "op='': use one of sum, mean, max, min"),
+        (lambda: collectives.all_reduce(1, axis="data"), "axis='data' and no mesh; give mesh="),
+        (lambda: collectives.all_reduce(1, mesh=make_mesh(data=8)), "axis=None: use one of"),
+        (lambda: along(np.ones(8), "rows"), "axis='rows': use one of pipeline, data"),
+        (lambda: along(np.ones(4)), r"value has shape (4,); use a leading dim of 8"),
+        (lambda: along(1.0), r"value has shape (); use a leading dim of 8"),
+        (lambda: along(np.ones((8, 4)), name="all_to_all"), "shape (4,); use a first dim of 8"),
+        (lambda: along({"x": np.ones(8)}, name="reduce_scatter"), "value['x'] has shape ()"),
+        (lambda: along(np.ones((8, 0)), name="reduce_scatter"), "value has shape (0,)"),
+        (lambda: collectives.broadcast(1, 1), "root=1: use one of the 1 members, from 0"),
+        (lambda: collectives.broadcast(1, -1), "root=-1: use one of the 1 members, from 0"),
+        (lambda: collectives.all_gather(object()), "value has dtype object; this takes bools"),
+        (lambda: collectives.all_reduce(["a"]), "value[0] has dtype <U1; sum takes bools and"),
+        (lambda: collectives.all_reduce(2**70), "value has dtype object; sum takes bools and"),
+        (lambda: collectives.all_reduce(np.ones(2, ">f4")), "value has dtype >f4; sum takes"),
+        (lambda: collectives.all_reduce(np.longdouble(1)), "; sum takes bools and native"),
+        (lambda: collectives.all_reduce(1j, "max"), "value has dtype complex128; max takes"),
+    ],
+)
+def test_a_fault_is_one_line_that_says_what_to_do(call, told):
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        call()
+    assert len(caught.value.faults) == 1 and "\n" not in str(caught.value)
+
+
+def along(value, axis="data", *, name="all_reduce"):
+    return getattr(collectives, name)(value, axis=axis, mesh=make_mesh(data=8))
+
+
+def test_info_tells_versions_and_devices_and_tries_them(capsys):
+    assert info.main([]) == 0
+    told = capsys.readouterr().out
+    assert re.search(rf"^jax +{re.escape(jax.__version__)}$", told, re.MULTILINE)
+    assert f"pid {os.getpid()} on " in told and ": 8 x cpu\n" in told
+    assert re.search(r"^all_reduce +over 8 devices: right, [\d.]+ ms", told, re.MULTILINE)
+
+
+def test_info_fails_where_a_device_adds_wrongly(capsys, monkeypatch):
+    whole = collectives.all_reduce
+
+    def broken(value, **members):
+        result = whole(value, **members)
+        result[3, 17] += 1
+        return result
+
+    monkeypatch.setattr(collectives, "all_reduce", broken)
+    assert info.main([]) == 1
+    assert "over 8 devices: WRONG on processes [0]: not 29.0" in capsys.readouterr().out
+
+
+def check_on_each_process():
+    """Runs on 2 processes of 2 devices each: over processes, then along axes that span them."""
+    me = jax.process_index()
+    for dtype in DTYPES:
+        rows = rows_of(2, dtype, (4, 3))
+        for name, option in calls_of(dtype):
+            options = [] if option is None else [option]
+            result = getattr(collectives, name)(rows[me], *options)
+            check(result, expected(name, option, rows)[me])
+    # One axis over all four, one over the two processes; one within each, whose rows are all here.
+    for sizes, held in [
+        (dict(data=4), [2 * me, 2 * me + 1]),
+        (dict(data=2, tensor=2), [me]),
+        (dict(pipeline=2, data=2), [0, 1]),
+    ]:
+        mesh = make_mesh(**sizes)
+        for dtype in (np.float32, jnp.bfloat16, bool):
+            num = mesh.shape["data"]
+            rows = rows_of(num, dtype, (num, 3))
+            for name, option in CALLS:
+                options = [] if option is None else [option]
+                value = {"x": rows[held], "y": [rows[held, ::-1]]}
+                result = getattr(collectives, name)(value, *options, axis="data", mesh=mesh)
+                check(result["x"], expected(name, option, rows)[held])
+                check(result["y"][0], expected(name, option, rows[:, ::-1])[held])
+    check_dealt_devices(me)
+    check_beside_a_program_in_flight(me)
+    noise = np.random.default_rng(me).normal(size=9999).astype(np.float32)
+    total = collectives.all_reduce(noise)
+    assert len({row.tobytes() for row in collectives.all_gather(total)}) == 1
+    check(collectives.all_reduce(np.array([np.nan, 1.0][me]), "max"), np.float64(np.nan))
+    collectives.barrier()
+    check_faults(me)
+
+
+def check_dealt_devices(me):
+    """An axis whose positions are dealt to the processes in turn."""
+    devices = np.array(jax.devices()).reshape(2, 2).T.ravel()
+    mesh, rows = jax.sharding.Mesh(devices, ("data",)), rows_of(4, np.int64, (4,))
+    for name, option in CALLS:
+        options = [] if option is None else [option]
+        result = getattr(collectives, name)(rows[me::2], *options, axis="data", mesh=mesh)
+        check(result, expected(name, option, rows)[me::2])
+
+
+def check_beside_a_program_in_flight(me):
+    """Messages of a step that still runs do not get mixed with ours."""
+    mesh = make_mesh(data=2, tensor=2)
+    where, ones = jax.NamedSharding(mesh, jax.P("data", "tensor")), np.ones((16, 512), np.float32)
+    x = jax.make_array_from_callback(ones.shape, where, lambda index: ones[index])
+    step = jax.jit(lambda x: x - 1e-3 * (x @ (x.T @ x)) / jnp.sum(x * x))
+    for i in range(30):
+        x = step(step(x))
+        check(collectives.all_reduce({"a": [float(me)] * 3, "b": i + me})["b"], np.array(2 * i + 1))
+        check(collectives.all_reduce(np.array([me]), "max", axis="data", mesh=mesh), np.array([1]))
+
+
+def check_faults(me):
+    """What processes do not agree on is told to both, and neither waits for the other."""
+    for value, told in [
+        (np.zeros(5 + me), "value float64[5] on process 0, value float64[6] on process 1"),
+        (np.zeros(7, [np.int32, np.int64][me]), "value int32[7] on process 0, value int64[7]"),
+        ({"a": 1, "bc"[me]: 2}, "value['b'] int64[] on process 0, value['c'] int64[]"),
+        ([1] * (3 + me), "nothing on process 0, value[3] int64[] on process 1"),
+        ([1, object()][me], "process 1: value has dtype object"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            collectives.all_reduce(value)
+    with pytest.raises(ConfigError, match=r"broadcast\(0, axis=None\) on process 0, broadcast\(1,"):
+        collectives.broadcast(np.zeros(11), me)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_get_what_numpy_computes():
+    program = """
+import sys, jax
+jax.config.update("jax_num_cpu_devices", 2)
+sys.path[:0] = ["tests/parallel", "tests", "."]
+from meshtrain.cluster import distributed
+distributed.initialize()
+import test_collectives
+test_collectives.check_on_each_process()
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    places = [
+        dict(zip(distributed.places.JAX, (address, "2", str(i)), strict=True)) for i in (0, 1)
+    ]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", **place},
+        )
+        for place in places
+    ]
+    try:
+        assert [process.wait(timeout=200) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()

@@ -1,0 +1,99 @@
+"""The sizes of the mesh's axes, and which devices are neighbours on them."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain.errors import ConfigError
+from meshtrain.parallel import mesh
+from meshtrain.parallel.mesh import MeshConfig
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_devices", "filled"),
+    [
+        ({}, 1, {}),
+        ({"data": -1}, 8, {"data": 8}),
+        ({"fsdp": -1}, 1, {"fsdp": 1}),
+        ({"data": 2, "tensor": -1}, 8, {"data": 2, "tensor": 4}),
+        ({"data": 4, "fsdp": 2, "context": -1}, 8, {"data": 4, "fsdp": 2}),
+        (
+            {"pipeline": 2, "context": 4, "expert": -1},
+            24,
+            {"pipeline": 2, "context": 4, "expert": 3},
+        ),
+        ({"fsdp": 2, "tensor": 4}, 8, {"fsdp": 2, "tensor": 4}),
+    ],
+)
+def test_minus_one_takes_the_devices_that_are_left(sizes, num_devices, filled):
+    assert MeshConfig(**sizes).resolve(num_devices) == MeshConfig(**filled)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"data": -1, "fsdp": -1}, ["mesh.data and mesh.fsdp", "-1", "only one"]),
+        ({"data": -1, "fsdp": -1, "tensor": -1}, ["mesh.data and mesh.fsdp and mesh.tensor"]),
+        ({"tensor": 0}, ["mesh.tensor=0", "use 1 or more, or -1"]),
+        ({"tensor": 0, "data": -1}, ["mesh.tensor=0"]),
+        ({"expert": -2}, ["mesh.expert=-2", "use 1 or more, or -1"]),
+        ({"fsdp": 3, "tensor": 2}, ["mesh.fsdp=3 x mesh.tensor=2", "6", "8", "simulate_devices=6"]),
+        ({"fsdp": 2, "tensor": 8}, ["mesh.fsdp=2 x mesh.tensor=8", "16", "8"]),
+        ({}, ["8", "simulate_devices=1", "set one axis to -1"]),
+        ({"fsdp": 3, "data": -1}, ["mesh.fsdp=3", "multiple of 3", "mesh.data=-1", "8"]),
+        ({"fsdp": 16, "data": -1}, ["mesh.fsdp=16", "multiple of 16", "mesh.data=-1", "8"]),
+    ],
+)
+def test_sizes_that_do_not_make_eight_are_told_with_a_way_out(sizes, told):
+    with pytest.raises(ConfigError) as error:
+        MeshConfig(**sizes).resolve(8)
+    assert [part for part in told if part not in str(error.value)] == []
+
+
+def test_a_mesh_has_all_axes_in_order_however_few_are_used():
+    places = mesh.make_mesh(fsdp=4, tensor=2)
+    assert places.axis_names == ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+    assert places.devices.shape == (1, 1, 4, 1, 1, 2)
+    assert set(places.axis_types) == {jax.sharding.AxisType.Auto}
+
+
+def test_the_last_axis_joins_neighbouring_devices():
+    places = mesh.make_mesh(pipeline=2, data=2, tensor=2)
+    ids = [device.id for device in places.devices.ravel()]
+    np.testing.assert_array_equal(ids, [device.id for device in jax.devices()])
+
+
+def test_a_mesh_of_a_config_fills_in_what_is_left():
+    assert mesh.make_mesh(MeshConfig(data=-1, tensor=2)).shape["data"] == 4
+
+
+def test_a_mesh_may_use_some_of_the_devices():
+    places = mesh.make_mesh(data=-1, devices=jax.devices()[2:5])
+    assert list(places.devices.ravel()) == jax.devices()[2:5]
+
+
+def test_an_unknown_axis_is_refused():
+    with pytest.raises(TypeError, match="sequence"):
+        mesh.make_mesh(sequence=8)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """As much of a TPU's device as a mesh is made from."""
+
+    id: int
+    coords: tuple[int, ...]
+    platform = "tpu"
+    device_kind = "TPU v5"
+    core_on_chip = process_index = slice_index = 0
+
+
+def test_axes_share_the_sides_of_a_torus_that_they_do_not_fit():
+    chips = [Chip(i, place) for i, place in enumerate(np.ndindex(4, 4, 4))]
+    places = mesh.make_mesh(pipeline=2, fsdp=16, tensor=2, devices=chips)
+    assert places.devices.shape == (2, 1, 16, 1, 1, 2)
+    assert set(places.devices.flat) == set(chips)
+    apart = [np.subtract(b.coords, a.coords) for a, b in places.devices.reshape(-1, 2)]
+    assert {int(np.abs(steps).sum()) for steps in apart} == {1}  # along tensor, neighbours

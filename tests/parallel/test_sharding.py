@@ -1,0 +1,117 @@
+"""From logical names to mesh axes: which rule wins, and what happens where none fits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.errors import ConfigError
+from meshtrain.parallel import mesh, sharding
+
+SIZES = {"data": 2, "fsdp": 4, "context": 1, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "rules", "spec"),
+    [
+        pytest.param("a", (8,), [("a", "fsdp"), ("a", "tensor")], P("fsdp"), id="first rule wins"),
+        pytest.param("a", (8,), [("a", "tensor"), ("a", "fsdp")], P("tensor"), id="in its order"),
+        pytest.param(
+            "ab", (8, 8), [("b", "fsdp"), ("a", "fsdp")], P(None, "fsdp"), id="rules before dims"
+        ),
+        pytest.param("aa", (8, 8), [("a", "fsdp")], P("fsdp", None), id="an axis shards one dim"),
+        pytest.param(
+            "aa", (6, 8), [("a", "fsdp")], P(None, "fsdp"), id="the first dim that it divides"
+        ),
+        pytest.param(
+            "ab",
+            (8, 8),
+            [("a", "fsdp"), ("b", "fsdp"), ("b", "tensor")],
+            P("fsdp", "tensor"),
+            id="a taken axis leaves the next rule",
+        ),
+        pytest.param(
+            "a", (6,), [("a", "fsdp"), ("a", "tensor")], P("tensor"), id="not divisible: next rule"
+        ),
+        pytest.param(
+            "a", (7,), [("a", "fsdp"), ("a", "tensor")], P(None), id="not divisible: whole"
+        ),
+        pytest.param("a", (8,), [("a", ("data", "fsdp"))], P(("data", "fsdp")), id="two axes"),
+        pytest.param(
+            "a", (8,), [("a", ["fsdp", "data"])], P(("fsdp", "data")), id="in their order"
+        ),
+        pytest.param("a", (8,), [("a", ("fsdp",))], P("fsdp"), id="a tuple of one"),
+        pytest.param(
+            "a", (4,), [("a", ("data", "fsdp")), ("a", "data")], P("data"), id="product too large"
+        ),
+        pytest.param(
+            "ab",
+            (8, 8),
+            [("a", ("data", "fsdp")), ("b", ("fsdp", "tensor"))],
+            P(("data", "fsdp"), None),
+            id="one axis of two is taken",
+        ),
+        pytest.param("ab", (8, 8), [("a", None), ("b", "fsdp")], P(None, "fsdp"), id="None: whole"),
+        pytest.param("a", (8,), [("a", None), ("a", "fsdp")], P(None), id="None ends the search"),
+        pytest.param(
+            "a", (7,), [("a", "context")], P("context"), id="an axis of size 1 divides all"
+        ),
+        pytest.param(
+            "ab",
+            (8, 8),
+            [("a", "context"), ("b", "context")],
+            P("context", None),
+            id="and is taken",
+        ),
+        pytest.param(
+            (None, "a"), (8, 8), [("a", "fsdp")], P(None, "fsdp"), id="a dim without a name"
+        ),
+        pytest.param("", (), [("a", "fsdp")], P(), id="a scalar"),
+    ],
+)
+def test_the_first_rule_that_fits_shards_a_dim(names, shape, rules, spec):
+    assert sharding.spec_for(tuple(names), shape, rules, SIZES) == spec
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "told"),
+    [
+        (("embde",), [("embed", "fsdp")], ["'embde'", 'did you mean "embed"', "config.rules"]),
+        (("embed",), [("embed", "fdsp")], ["'embed'", "'fdsp'", 'did you mean "fsdp"']),
+        (("embed",), [("embed", ("fsdp", "rows"))], ["'embed'", "'rows'"]),
+    ],
+)
+def test_unknown_names_are_told_with_the_nearest_known(names, rules, told):
+    with pytest.raises(ConfigError) as error:
+        sharding.spec_for(names, (8,), rules, SIZES)
+    assert [part for part in told if part not in str(error.value)] == []
+
+
+def test_without_takes_an_axis_out_of_every_rule():
+    rules = (("a", ("data", "fsdp")), ("b", "fsdp"), ("c", "tensor"), ("d", None))
+    left = sharding.without(rules, "fsdp")
+    assert left == (("a", ("data",)), ("b", ()), ("c", ("tensor",)), ("d", ()))
+    assert sharding.spec_for("abc", (8, 8, 8), left, SIZES) == P("data", None, "tensor")
+
+
+def test_shardings_keep_the_tree():
+    places = mesh.make_mesh(fsdp=4, tensor=2)
+    shapes = {"x": np.zeros((4, 6)), "y": {"z": np.zeros(3)}}
+    names = {"x": ("a", "b"), "y": {"z": ("a",)}}
+    found = sharding.shardings(names, shapes, (("a", "fsdp"), ("b", "tensor")), places)
+    assert found["x"].is_equivalent_to(jax.NamedSharding(places, P("fsdp", "tensor")), 2)
+    assert found["y"]["z"].is_fully_replicated and found.keys() == shapes.keys()
+
+
+def test_constrain_is_the_identity_without_a_mesh():
+    x = jnp.ones((2, 3))
+    assert sharding.constrain(x, "no such", "name") is x
+
+
+def test_constrain_follows_the_innermost_rules():
+    with jax.set_mesh(mesh.make_mesh(fsdp=4, tensor=2)), sharding.use_rules([("a", "fsdp")]):
+        with sharding.use_rules([("a", "tensor")]):
+            inner = sharding.constrain(jnp.ones(8), "a")
+        outer = sharding.constrain(jnp.ones(8), "a")
+    assert (inner.sharding.spec, outer.sharding.spec) == (P("tensor"), P("fsdp"))

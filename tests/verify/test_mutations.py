@@ -1,0 +1,446 @@
+"""Bugs that parallel training is known for, planted one at a time: `verify` has to see each of them."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import LAYOUT, tiny_config
+
+from meshtrain import grads, metrics, optim, program, step, verify
+from meshtrain.data.loader import Loader
+from meshtrain.models import transformer
+from meshtrain.ops import losses
+from meshtrain.parallel.pipeline import executor, ring, stages
+from meshtrain.verify.subject import Subject
+
+pytestmark = pytest.mark.slow
+GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
+FULL = LAYOUT | dict(zero_stage=3, remat="dots", packing=True, masks=True)
+ONE_BATCH = FULL | dict(data=1, fsdp=4, num_microbatches=1)
+PIPELINE = FULL | dict(pipeline=2, fsdp=1, schedule="interleaved", num_chunks=2, keep="inputs")
+
+
+@pytest.fixture(scope="module")
+def subject():
+    c = tiny_config()
+    c.model.update(GPT2)
+    with jax.enable_x64(True):
+        made = Subject(c, None, None, keep_sizes=False)
+        for packing in (True, False):
+            made.steps(packing=packing, masks=True)  # before any bug is planted
+        yield made
+
+
+def found(subject, row):
+    """Returns what `verify` says of the model and of one layout."""
+    return verify.check(subject, row).fault or next(iter(verify.broken_laws(subject)), None)
+
+
+@pytest.mark.parametrize("row", [FULL, ONE_BATCH], ids=["two micro-batches", "one"])
+def test_without_a_bug_nothing_is_found(subject, row):
+    assert found(subject, row) is None
+
+
+MUTANTS = {}
+
+
+def mutant(function):
+    MUTANTS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def of_gradients(change):
+    """A `synchronise` that changes the gradients and leaves the metrics right."""
+    right = grads.synchronise
+    return lambda sums, places: (change(sums[0]), right(sums, places)[1])
+
+
+@mutant
+def a_dropped_sum_over_data(patch, subject):
+    first = functools.partial(jax.tree.map, lambda leaf: leaf[0])
+    patch.setattr(grads, "synchronise", of_gradients(first))
+
+
+@mutant
+def a_doubled_sum_over_data(patch, subject):
+    twice = functools.partial(jax.tree.map, lambda leaf: 2 * leaf.sum(0))
+    patch.setattr(grads, "synchronise", of_gradients(twice))
+
+
+@mutant
+def a_mean_over_data_instead_of_a_sum(patch, subject):
+    mean = functools.partial(jax.tree.map, lambda leaf: leaf.mean(0))
+    patch.setattr(grads, "synchronise", of_gradients(mean))
+
+
+@mutant
+def a_forgotten_reduction_of_biases(patch, subject):
+    def reduce(path, leaf):
+        return leaf[0] if path[-1].key == "bias" else leaf.sum(0)
+
+    patch.setattr(
+        grads, "synchronise", of_gradients(lambda tree: jax.tree.map_with_path(reduce, tree))
+    )
+
+
+@mutant
+def a_mean_of_means(patch, subject):
+    def make_loss(model, **options):
+        loss = right(model, **options)
+
+        def mean(*args):
+            sums = loss(*args)
+            return metrics.Metrics(sums.loss / sums.weight, jnp.ones_like(sums.weight))
+
+        return mean
+
+    right = grads.make_loss
+    patch.setattr(grads, "make_loss", make_loss)
+
+
+@mutant
+def a_mean_of_means_in_evaluation(patch, subject):
+    def evaluate(loss, *, dtype, num_microbatches):
+        def metrics_of(params, batch):
+            params, parts = grads.cast(params, dtype), grads.split(batch, num_microbatches)
+            sums = jax.lax.map(lambda part: loss(params, part, None), parts)
+            return metrics.Metrics((sums.loss / sums.weight).mean(), jnp.ones(()))
+
+        return metrics_of
+
+    patch.setattr(grads, "evaluate", evaluate)
+
+
+@mutant
+def a_missing_token_weight(patch, subject):
+    patch.setattr(losses, "weighted", lambda loss, weight: metrics.weighted(loss))
+
+
+@mutant
+def a_weight_of_one_slice_for_all(patch, subject):
+    right = grads.synchronise
+
+    def synchronise(sums, places):
+        gradients, total = right(sums, places)
+        return gradients, metrics.Metrics(total.loss, sums[1].weight[0] * len(sums[1].weight))
+
+    patch.setattr(grads, "synchronise", synchronise)
+
+
+@mutant
+def a_micro_batch_taken_twice(patch, subject):
+    right = grads.split
+    again = functools.partial(jax.tree.map, lambda leaf: leaf.at[0].set(leaf[1]))
+    patch.setattr(grads, "split", lambda batch, num: again(right(batch, num)))
+
+
+@mutant
+def a_wrong_axis_in_a_rule(patch, subject):
+    patch.setitem(subject.raw, "rules", (("batch", "data"), *subject.raw["rules"]))
+
+
+@mutant
+def a_norm_of_each_shard_instead_of_all(patch, subject):
+    def clip(max_norm):
+        def update(tree, state, params=None):
+            scale = lambda leaf: jnp.minimum(1, max_norm / optax.tree.norm(leaf))  # noqa: E731
+            return jax.tree.map(lambda leaf: leaf * scale(leaf), tree), state
+
+        return optax.GradientTransformation(lambda _: (), update)
+
+    patch.setattr(step.optax, "clip_by_global_norm", clip)
+
+
+@mutant
+def no_clipping(patch, subject):
+    patch.setattr(step.optax, "clip_by_global_norm", lambda max_norm: optax.identity())
+
+
+@mutant
+def positions_off_by_one_in_the_second_half(patch, subject):
+    right = transformer.positions_of
+
+    def positions_of(batch):
+        length = batch.tokens.shape[1]
+        return right(batch) - (jnp.arange(length) == length // 2)[None, :]
+
+    patch.setattr(transformer, "positions_of", positions_of)
+
+
+@mutant
+def a_lost_mask_between_documents(patch, subject):
+    right = transformer.attention
+
+    def unmasked(*qkv, segments_BS, **options):
+        return right(*qkv, None, **options)
+
+    patch.setattr(transformer, "attention", unmasked)
+
+
+@mutant
+def a_lost_causal_mask(patch, subject):
+    right = transformer.attention
+
+    def all_seen(q, *kv, **options):
+        return right(q, *kv, **options, start=q.shape[1])  # as if all keys were earlier ones
+
+    patch.setattr(transformer, "attention", all_seen)
+
+
+@mutant
+def padded_logits_that_count(patch, subject):
+    patch.setattr(transformer.Outer, "project", lambda self, kernel, x: x @ kernel)
+
+
+@mutant
+def a_gradient_of_the_last_chunk_alone(patch, subject):
+    def forward(loss, kernel, parts):
+        metrics, (_, grad_x) = right(loss, kernel, parts)
+        last = jax.tree.map(lambda leaf: leaf[-1:], parts)
+        return metrics, (right(loss, kernel, last)[1][0], grad_x)
+
+    right = losses._forward
+    patch.setattr(losses, "MIB", 1)
+    patch.setattr(losses._summed, "fwd", forward)
+
+
+@mutant
+def a_gradient_taken_with_check_vma_off(patch, subject):
+    spec = jax.P(("data", "fsdp"), "tensor")
+
+    def inside(values):
+        return jax.value_and_grad(lambda v: jax.lax.psum(v.sum(), ("data", "fsdp", "tensor")))(
+            values
+        )
+
+    @jax.custom_vjp
+    def total(values):
+        return values.sum()
+
+    def forward(values):
+        region = jax.shard_map(inside, in_specs=spec, out_specs=(jax.P(), spec), check_vma=False)
+        return (values.sum(), jnp.ones_like(values)) if on_one_device() else region(values)
+
+    def on_one_device():
+        return jax.sharding.get_abstract_mesh().empty
+
+    total.defvjp(forward, lambda gradient, cotangent: (cotangent * gradient,))
+
+    def weighted(loss, weight):
+        return metrics.Metrics(total(loss * weight), weight.sum())
+
+    patch.setattr(losses, "weighted", weighted)
+
+
+@mutant
+def optimizer_state_of_another_shard(patch, subject):
+    right = program.make_train_step
+
+    def make_train_step(grad_fn, optimizer, *args, **options):
+        def update(tree, state, params):
+            moved = jax.tree.map(
+                lambda leaf: jnp.roll(leaf, 1, axis=0) if leaf.ndim else leaf, state
+            )
+            return optimizer.update(tree, moved, params)
+
+        moving = optax.GradientTransformation(optimizer.init, update)
+        return right(grad_fn, moving, *args, **options)
+
+    patch.setattr(program, "make_train_step", make_train_step)
+
+
+@mutant
+def tokens_of_another_device(patch, subject):
+    right = Loader.read
+
+    def read(self, position):
+        batch = right(self, position)
+        return batch._replace(tokens=jnp.roll(batch.tokens, 4, axis=0))
+
+    patch.setattr(Loader, "read", read)
+
+
+@mutant
+def a_layer_left_out(patch, subject):
+    right = grads.run_blocks
+
+    def run_blocks(block, stack, *args):
+        return right(block, jax.tree.map(lambda leaf: leaf[:-1], stack), *args)
+
+    patch.setattr(grads, "run_blocks", run_blocks)
+
+
+@mutant
+def parameters_left_whole_at_stage_3(patch, subject):
+    right = program.states.plan
+
+    def plan(*args, zero_stage):
+        return right(*args, zero_stage=min(zero_stage, 2))
+
+    patch.setattr(program.states, "plan", plan)
+
+
+@mutant
+def a_learning_rate_of_the_step_before(patch, subject):
+    def make_schedule(*args, **options):
+        schedule = right(*args, **options)
+        return lambda number: schedule(jnp.maximum(number - 1, 0))
+
+    right = optim.make_schedule
+    patch.setattr(optim, "make_schedule", make_schedule)
+
+
+@mutant
+def a_result_rounded_to_float32(patch, subject):
+    right = grads.accumulate
+    patch.setattr(
+        grads, "accumulate", lambda loss, **options: right(loss, **options | {"dtype": "float32"})
+    )
+
+
+# ---- wrong on one device as well: layouts agree, so only plain maths tells ----
+
+
+@mutant
+def scores_not_scaled(patch, subject):
+    right = transformer.attention
+    patch.setattr(transformer, "attention", lambda q, *kv, **options: right(2 * q, *kv, **options))
+
+
+@mutant
+def a_gradient_that_stops(patch, subject):
+    right = transformer.attention
+    stop = jax.lax.stop_gradient
+    patch.setattr(
+        transformer, "attention", lambda q, k, v, **options: right(q, stop(k), v, **options)
+    )
+
+
+@mutant
+def decay_of_every_parameter(patch, subject):
+    right = optim.adamw
+
+    @functools.wraps(right)  # whose parameters are the keys of a config
+    def adamw(learning_rate, **keys):
+        return right(learning_rate, **keys | {"no_decay": ()})
+
+    patch.setattr(optim, "adamw", adamw)
+
+
+@mutant
+def a_warm_up_from_zero(patch, subject):
+    right = optim.optax.linear_schedule
+
+    def schedule(start, *others, **options):
+        return right(0.0 if start < others[0] else start, *others, **options)
+
+    patch.setattr(optim.optax, "linear_schedule", schedule)
+
+
+@mutant
+def a_batch_that_is_passed_over(patch, subject):
+    right = Loader.__next__
+
+    def passing_over(self):
+        right(self)
+        return right(self)
+
+    patch.setattr(Loader, "__next__", passing_over)
+
+
+@mutant
+def gradients_left_scaled(patch, subject):
+    right = program.make_train_step
+
+    def make_train_step(grad_fn, *args, **options):
+        def scaled(params, batch, key, scale=1.0):
+            gradients, sums = grad_fn(params, batch, key, scale)
+            return jax.tree.map(lambda leaf: leaf * scale, gradients), sums
+
+        return right(scaled, *args, **options)
+
+    patch.setattr(program, "make_train_step", make_train_step)
+
+
+# ---- of pipelines ----
+
+
+@mutant
+def pipeline_messages_that_stay(patch, subject):
+    patch.setattr(ring, "send", lambda x, by: x)
+
+
+@mutant
+def pipeline_stages_that_count_while_idle(patch, subject):
+    right = ring.add
+    patch.setattr(executor, "_masked", lambda active, x: x)
+    patch.setattr(
+        ring, "add", lambda tree, index, new, active: right(tree, index, new, jnp.ones_like(active))
+    )
+
+
+@mutant
+def pipeline_chunks_on_another_stage(patch, subject):
+    def stay(P, V, *, inward):
+        for chunk in range(V):
+            yield [(stage, stage) for stage in range(P)], *2 * [np.full(P, chunk)]
+
+    patch.setattr(ring, "rounds", stay)
+
+
+def of_ticks(change):
+    """Returns the table's rows with a column changed."""
+    right = executor.ticks_of
+
+    def ticks_of(table):
+        return change(right(table), table)
+
+    return ticks_of
+
+
+@mutant
+def pipeline_backward_of_another_input(patch, subject):
+    def change(ticks, table):
+        slot = np.where(ticks.backward.active, (ticks.backward.slot + 1) % table.num_slots, -1)
+        return ticks._replace(backward=ticks.backward._replace(slot=slot))
+
+    patch.setattr(executor, "ticks_of", of_ticks(change))
+
+
+@mutant
+def pipeline_head_of_another_microbatch(patch, subject):
+    def change(ticks, table):
+        return ticks._replace(
+            turns=np.where(ticks.turns < 0, -1, (ticks.turns + 1) % table.num_microbatches)
+        )
+
+    patch.setattr(executor, "ticks_of", of_ticks(change))
+
+
+@mutant
+def pipeline_embedding_that_does_not_learn(patch, subject):
+    right = stages.Stages.embed
+    patch.setattr(stages.Stages, "embed", lambda *args: jax.lax.stop_gradient(right(*args)))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_found(name, subject, monkeypatch, kill_table):
+    row = ONE_BATCH if "check vma" in name else PIPELINE if "pipeline" in name else FULL
+    with monkeypatch.context() as patch:
+        MUTANTS[name](patch, subject)
+        jax.clear_caches()  # what was traced of the model without the bug
+        kill_table[name] = found(subject, {**row, "loss_scale": "scaled" in name})
+    jax.clear_caches()
+    assert kill_table[name], f"{name}: survived"
+    crash = re.search(r"\b\w+Error\b", kill_table[name])
+    assert not crash, f"{name}: found by its own crash alone: {kill_table[name]}"
+
+
+def test_all_planted_bugs_were_tried(kill_table, request):
+    if len(kill_table) < len(MUTANTS):
+        pytest.skip("run the whole file to count")
+    assert len(MUTANTS) >= 10 and all(kill_table.values())
