@@ -32,8 +32,7 @@ import numpy as np
 
 from benchmarks import record
 from benchmarks.workers import answer, launch
-from meshtrain import cli
-from meshtrain.cluster import distributed
+from meshtrain.cluster import distributed, runtime
 from meshtrain.cluster.environment import JAX
 from meshtrain.parallel import collectives
 
@@ -132,7 +131,7 @@ def main():
         parser.error(
             f"--nproc={args.nproc} and {len(cores)} cores: one each, or --simulate_devices"
         )
-    cli.simulate(args.simulate_devices or 1)
+    runtime.simulate(args.simulate_devices or 1)
     found, model = record.about(args), f"{args.simulate_devices}-simulated-devices"
     if args.simulate_devices:
         found["table"] = measure(largest, over_processes=False)

@@ -25,7 +25,8 @@ from configs import default
 from meshtrain import state
 from meshtrain.checkpoint import manifest
 from meshtrain.checkpoint.saver import Saver
-from meshtrain.config import parse as config
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.program import assemble
 
 
@@ -45,13 +46,14 @@ def measure(args) -> dict:
     c = default.get_config()
     c.model.update(num_layers=6, d_model=512, d_ff=2048, num_heads=8, num_kv_heads=8)
     c.data.build = "meshtrain.data.synthetic:build"
-    cfg = config.parse(c, num_devices=1)
-    program, folder = assemble(cfg, cfg.model), Path(tempfile.mkdtemp(dir=args.folder))
+    cfg = parse(c, num_devices=1)
+    parts = build(cfg)
+    program, folder = assemble(cfg, parts), Path(tempfile.mkdtemp(dir=args.folder))
     told: list[dict] = []
     saver = Saver(
         folder,
         cfg.checkpoint,
-        config=cfg.raw,
+        config=cfg.to_dict(),
         mesh=asdict(cfg.mesh),
         event=lambda name, **fields: told.append({"event": name, **fields}),
         line=print,

@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import llama, record
-from meshtrain import cli
 from meshtrain.analysis.audit import audit
+from meshtrain.cluster import runtime
 
 DEVICES = 8
 # The mesh, and where it is not the default the zero stage; all sizes multiply to DEVICES.
@@ -76,7 +76,7 @@ def main():
     parser.add_argument("--layouts", nargs="+", default=[*LAYOUTS], choices=LAYOUTS, metavar="NAME")
     args = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {llama.QUICK}".strip()
-    cli.simulate(DEVICES)
+    runtime.simulate(DEVICES)
     found, audits = {**record.about(args), "layouts": {}}, {}
     for name in args.layouts:
         audits[name] = audited = measure(args, LAYOUTS[name])

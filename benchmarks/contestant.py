@@ -50,15 +50,17 @@ def prepare_meshtrain(folder: Path, tokens: np.ndarray):
     import jax
 
     from meshtrain import state
+    from meshtrain.cluster import runtime
     from meshtrain.config import files as configfile
-    from meshtrain.config import parse as config
+    from meshtrain.config.build import build
+    from meshtrain.config.parse import parse
     from meshtrain.data.source import Batch
-    from meshtrain.parallel import xla as compiler
     from meshtrain.program import assemble
 
-    compiler.run_in_place()  # as train() does
-    cfg = config.parse(configfile.load(str(folder / "config.json")), num_devices=1)
-    program = assemble(cfg, cfg.model, jax.devices()[:1])
+    runtime.setup()  # as train() does
+    cfg = parse(configfile.load_config(str(folder / "config.json")), num_devices=1)
+    parts = build(cfg)
+    program = assemble(cfg, parts, devices=jax.devices()[:1])
     weights = np.ones((tokens.shape[0], tokens.shape[1] - 1), np.float32)
     batch = Batch(tokens[:, :-1], tokens[:, 1:], weights)
     batch = jax.device_put(batch, jax.sharding.NamedSharding(program.mesh, jax.P()))
@@ -151,11 +153,14 @@ def write_initial(folder: Path) -> None:
     import jax
 
     from meshtrain.config import files as configfile
-    from meshtrain.config import parse as config
+    from meshtrain.config.build import build
+    from meshtrain.config.parse import parse
     from meshtrain.program import assemble
 
-    cfg = config.parse(configfile.load(str(folder / "config.json")), num_devices=1)
-    program = assemble(cfg, cfg.model, jax.devices()[:1])
+    cfg = parse(configfile.load_config(str(folder / "config.json")), num_devices=1)
+
+    parts = build(cfg)
+    program = assemble(cfg, parts, devices=jax.devices()[:1])
     with program.active():  # compiled without the moments, which nobody takes
         params = jax.jit(lambda key: program.init(key).params)(jax.random.key(0))
     named = {

@@ -27,9 +27,10 @@ import numpy as np
 
 from benchmarks import llama, record
 from configs import default
-from meshtrain import checkpoint, train
+from meshtrain import checkpoint
 from meshtrain.checkpoint import arrays, manifest
 from meshtrain.checkpoint.saver import Saver
+from meshtrain.train import train
 
 STEPS, EVERY = 3000, 10
 PLACES = ("any time", "step", "copy", "write", "commit", "manifest", "name", "removal")

@@ -23,7 +23,8 @@ import jax
 import numpy as np
 
 from benchmarks import record
-from meshtrain.data import prepare, tokens
+from meshtrain import cli
+from meshtrain.data import tokens
 from meshtrain.data.loader import Loader
 from meshtrain.data.tokenizer import load
 from meshtrain.parallel import mesh
@@ -48,11 +49,11 @@ def preparing(folder: Path, texts: list[str]) -> dict[str, float]:
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
     megabytes = sum(len(one.encode()) for one in texts) / 1e6
-    verb = [sys.executable, "-m", "meshtrain.data.prepare", str(source)]
+    verb = [sys.executable, "-m", "meshtrain", "prepare", str(source)]
     learned = folder / "learned"
     small = folder / "small.jsonl"
     small.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts[::10]))
-    prepare.main([str(small), f"--output={learned}", "--train_bpe=8192", "--num_workers=1"])
+    cli.main("prepare", [str(small), f"--output={learned}", "--train_bpe=8192", "--num_workers=1"])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = load(learned)
     began = time.perf_counter()

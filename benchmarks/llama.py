@@ -8,8 +8,9 @@ import jax
 from ml_collections import ConfigDict
 
 from configs import default
-from meshtrain.config import parse as config
-from meshtrain.config.parse import Config
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader
 from meshtrain.program import Program, assemble
 
@@ -37,11 +38,12 @@ def settings(args: argparse.Namespace, **sections: dict[str, Any]) -> ConfigDict
 
 def program_of(c: ConfigDict, devices: list[jax.Device]) -> tuple[Config, Program, Any]:
     """Returns the settings, what they make up on these devices, and the first batch."""
-    cfg = config.parse(c, num_devices=len(devices))
-    program = assemble(cfg, cfg.model, devices)
+    cfg = parse(c, num_devices=len(devices))
+    parts = build(cfg)
+    program = assemble(cfg, parts, devices=devices)
     size = cfg.train.global_batch
     with contextlib.closing(
-        Loader(cfg.train_data, program.mesh, cfg.rules, global_batch=size)
+        Loader(parts.train_data, program.mesh, cfg.rules, global_batch=size)
     ) as loader:
         return cfg, program, loader.read(0)
 

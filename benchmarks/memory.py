@@ -32,7 +32,8 @@ import jax
 import numpy as np
 
 from benchmarks import llama, record
-from meshtrain import cli, state
+from meshtrain import state
+from meshtrain.cluster import runtime
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 
 DEVICES, STAGES, MB = 8, 4, 1e6
@@ -72,9 +73,9 @@ def compiled_bytes(program, batch) -> dict[str, int]:
 
 def arithmetic(cfg, program) -> dict[str, float]:
     """Returns the bytes of one device by the formulas above."""
-    model, mesh, train = cfg.raw["model"], cfg.mesh, cfg.train
+    model, mesh, train = cfg.model.options, cfg.mesh, cfg.train
     D, F, H, G = (model[key] for key in ("d_model", "d_ff", "num_heads", "num_kv_heads"))
-    S, V, L = cfg.raw["data"]["seq_len"], model["vocab_size"], model["num_layers"]
+    S, V, L = cfg.data.options["seq_len"], model["vocab_size"], model["num_layers"]
     num, parts, stages = mesh.data * mesh.fsdp, train.num_microbatches, mesh.pipeline
     rows = train.global_batch // num
     # A pipeline cuts the layers, and by the rules the tables as well.
@@ -154,7 +155,7 @@ def main():
     parser.add_argument("--sweeps", nargs="+", default=sweeps, choices=sweeps)
     args = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {llama.QUICK}".strip()
-    cli.simulate(DEVICES)
+    runtime.simulate(DEVICES)
     found = record.about(args)
     found["rows"] = measure(args)
     show(found["rows"])

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 
 from benchmarks import llama, record, workers
-from meshtrain import cli, state
+from meshtrain import state
+from meshtrain.cluster import runtime
 from meshtrain.parallel.pipeline import schedules
 
 COUNTS = (1, 2, 4, 8)  # of simulated devices
@@ -127,12 +128,12 @@ def main():
     args = parser.parse_args()
     if args.worker:
         if args.simulate:
-            cli.simulate(args.devices)
+            runtime.simulate(args.devices)
         return workers.serve(lambda: prepare(args))
     cores = sorted(os.sched_getaffinity(0))
     if not args.simulate and len(cores) < args.processes:
         parser.error(f"--processes={args.processes} and {len(cores)} cores: one each")
-    cli.simulate(1)  # of this process, which only waits
+    runtime.simulate(1)  # of this process, which only waits
     found = record.about(args)
     if args.simulate:
         found |= overheads(args, cores[0])

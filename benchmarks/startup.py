@@ -27,13 +27,13 @@ def work(args) -> dict[str, float]:
     import jax
 
     from benchmarks import llama
-    from meshtrain import cli
+    from meshtrain.cluster import runtime
     from meshtrain.config import files as configfile
 
     ends = {"import": time.time()}
-    c = configfile.load(args.config)
+    c = configfile.load_config(args.config)
     c.data.update(build="meshtrain.data.synthetic:build")
-    cli.simulate(1)
+    runtime.simulate(1)
     devices = jax.devices()
     ends["config, device"] = time.time()
     cfg, program, batch = llama.program_of(c, devices)
@@ -59,13 +59,13 @@ def run(args, cache: str) -> dict[str, float]:
 
 def main():
     from benchmarks import record
-    from meshtrain import cli
+    from meshtrain.cluster import runtime
 
     parser = record.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--config", default=str(ROOT / "configs" / "quickstart.py"), metavar="FILE")
     args = parser.parse_args()
-    cli.simulate(1)  # of this process, which only waits
+    runtime.simulate(1)  # of this process, which only waits
     found, seconds = record.about(args), {"cold": [], "warm": []}
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory() as cache:

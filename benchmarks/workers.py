@@ -15,9 +15,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain.cluster import distributed
+from meshtrain.cluster import distributed, runtime
 from meshtrain.cluster import environment as place
-from meshtrain.parallel import xla as compiler
 
 ALONE, BUSY, TOGETHER = "one process", "one process on each core", "a run of all"  # kinds of turn
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -68,8 +67,8 @@ def run(compiled, carry, batch, count: int):
 def serve(prepare: Callable) -> None:
     """A worker: says what `prepare` compiled, then runs as many steps as each line of stdin asks for."""
     # As train() does: gloo mixes the messages of two programs in flight, here of init and of a step.
-    compiler.run_in_place()
     distributed.initialize()
+    runtime.setup()
     compiled, carry, batch, reply = prepare()
     print(json.dumps(reply), flush=True)
     for line in sys.stdin:

@@ -12,4 +12,4 @@ python=$(bash "$root/launch/setup.sh")
 cd -- "$root"
 
 "$python" -m meshtrain.main --config=configs/quickstart.py --workdir=runs/quickstart "$@"
-"$python" -m meshtrain.inference.generate --workdir=runs/quickstart --prompt="def "
+"$python" -m meshtrain generate --workdir=runs/quickstart --prompt="def "

@@ -13,18 +13,18 @@ cd -- "$root"
 library=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 
 [[ -d models/smollm2 ]] || "$python" launch/smollm2.py models/smollm2
-[[ -d runs/smollm2-start ]] || "$python" -m meshtrain.huggingface.convert models/smollm2 runs/smollm2-start
-"$python" -m meshtrain.data.prepare "$library/asyncio" "$library/email" --pattern='*.py' \
+[[ -d runs/smollm2-start ]] || "$python" -m meshtrain convert models/smollm2 runs/smollm2-start
+"$python" -m meshtrain prepare "$library/asyncio" "$library/email" --pattern='*.py' \
     --output=data/smollm2 --tokenizer=models/smollm2
 
 evaluate() {
-    "$python" -m meshtrain.inference.evaluate --workdir="$1" --config.data.path=data/smollm2 \
+    "$python" -m meshtrain evaluate --workdir="$1" --config.data.path=data/smollm2 \
         --config.data.packing=best_fit --config.data.seq_len=256 --batch=8 --max_batches=4
 }
 
 evaluate runs/smollm2-start
 "$python" -m meshtrain.main --config=configs/smollm2.py --workdir=runs/smollm2 "$@"
 evaluate runs/smollm2
-"$python" -m meshtrain.inference.generate --workdir=runs/smollm2 --length=64 --temperature=0 \
+"$python" -m meshtrain generate --workdir=runs/smollm2 --length=64 --temperature=0 \
     --prompt='async def fetch(reader, writer):'
-[[ -d models/smollm2-tuned ]] || "$python" -m meshtrain.huggingface.convert runs/smollm2 models/smollm2-tuned
+[[ -d models/smollm2-tuned ]] || "$python" -m meshtrain convert runs/smollm2 models/smollm2-tuned

@@ -1,25 +1,33 @@
-"""meshtrain: language models and other Flax models, trained on one mesh of devices."""
+"""meshtrain: trains language models and other Flax models on one mesh of devices.
 
-from meshtrain.cluster.launch import launch
-from meshtrain.config.files import load as load_config
-from meshtrain.data.source import Batch, Source
-from meshtrain.errors import ConfigError
-from meshtrain.metrics import Metrics, weighted
-from meshtrain.models.base import Model, from_linen, from_nnx
-from meshtrain.train import Result, train
+Names are imported when they are first used, so that a command without devices does not load jax.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
-__all__ = [
-    "Batch",
-    "ConfigError",
-    "Metrics",
-    "Model",
-    "Result",
-    "Source",
-    "from_linen",
-    "from_nnx",
-    "launch",
-    "load_config",
-    "train",
-    "weighted",
-]
+_MODULES = {
+    "Batch": "data.source",
+    "ConfigError": "errors",
+    "Metrics": "metrics",
+    "Model": "models.base",
+    "Result": "train",
+    "Source": "data.source",
+    "from_linen": "models.base",
+    "from_nnx": "models.base",
+    "launch": "cluster.launch",
+    "load_config": "config.files",
+    "weighted": "metrics",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

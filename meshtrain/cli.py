@@ -1,137 +1,160 @@
-"""What the verbs that run a config share: its flags, simulated devices, and a user's faults as lines."""
+"""The command line: verbs, the flags that they share, and a user's mistakes as lines with exit code 2.
+
+jax is imported after the flags and the config have been checked, so that `--help`, a misspelt key and
+verbs that need no devices are quick.
+"""
 
 import argparse
+import contextlib
 import faulthandler
-import logging
+import importlib
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
-import jax
-
-from meshtrain import checkpoint, huggingface
-from meshtrain.cluster import distributed, progress
+from meshtrain.cluster import environment, progress, signals
 from meshtrain.cluster.rendezvous import MeetingError
-from meshtrain.config import files as configfile
-from meshtrain.config.parse import Config, parse
+from meshtrain.config import files
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError
-from meshtrain.parallel import xla as compiler
-from meshtrain.parallel.mesh import AXES
 
 
-def plain_parser(verb: str, description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser without flags, whose faults are ConfigErrors."""
-    flags = argparse.ArgumentParser(
+class Verb(NamedTuple):
+    """Where a verb is, and what it reads.
+
+    The module has a docstring, which `--help` prints, `add_flags(parser)`, and `run`, which returns the
+    exit code: `run(args)`, or `run(args, settings)` for a verb that reads a config or a run. It may
+    have `prepare(args, config)`, which is called before the config is checked and jax is started.
+    """
+
+    module: str
+    reads: str = "flags"  # "config": --config=FILE; "run": --workdir=DIR of a run
+    forwards: bool = False  # passes on the arguments after --
+
+
+VERBS = {
+    "train": Verb("meshtrain.main", "config"),
+    "launch": Verb("meshtrain.cluster.launch", forwards=True),
+    "info": Verb("meshtrain.cluster.info"),
+    "prepare": Verb("meshtrain.data.prepare"),
+    "convert": Verb("meshtrain.huggingface.convert"),
+    "generate": Verb("meshtrain.inference.generate", "run"),
+    "evaluate": Verb("meshtrain.inference.evaluate", "run"),
+    "verify": Verb("meshtrain.verify.command", "config"),
+    "audit": Verb("meshtrain.analysis.audit.command", "config"),
+    "profile": Verb("meshtrain.analysis.profile.command", "config"),
+    "schedule": Verb("meshtrain.analysis.schedule"),
+    "checkpoint": Verb("meshtrain.checkpoint.command"),
+}
+
+
+def main(verb: str, argv: list[str] | None = None) -> int:
+    """Runs a verb and returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    with signals.handled_in_thread() if verb == "train" else contextlib.nullcontext():
+        return report_errors(lambda: _run(verb, argv))
+
+
+def _run(verb: str, argv: list[str]) -> int:
+    module, reads, forwards = VERBS[verb]
+    module = importlib.import_module(module)
+    flags = _Parser(
         prog=f"meshtrain {verb}",
-        description=description,
+        description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    flags.error = _fault
-    return flags
+    module.add_flags(flags)
+    if reads == "config":
+        return module.run(*_with_config(module, flags, argv))
+    if reads == "run":
+        return module.run(*_with_run(flags, argv))
+    rest: list[str] = []
+    if forwards and "--" in argv:
+        argv, rest = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    args = flags.parse_args(argv)
+    args.rest = rest
+    return module.run(args)
 
 
-def parser(verb: str, description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with --config, --simulate_devices and --config.KEY; a verb adds its own flags."""
-    flags = plain_parser(verb, description)
+class _Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> None:
+        raise ConfigError(message)
+
+
+def _with_config(
+    module: ModuleType, flags: argparse.ArgumentParser, argv: list[str]
+) -> tuple[argparse.Namespace, Any]:
+    """Returns the flags and the config with its overrides; jax has joined all processes by then."""
     flags.add_argument(
         "--config", required=True, metavar="FILE", help="a Python file with get_config()"
     )
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
-    add_devices(flags)
-    return flags
-
-
-def add_devices(flags: argparse.ArgumentParser) -> None:
-    """Adds what says on which devices, and with which other processes; see `start`."""
-    flags.add_argument(
-        "--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices"
-    )
-    several = flags.add_argument_group(
-        "several processes",
-        "launchers tell this in variables, see meshtrain/cluster/environment.py",
-    )
-    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    several.add_argument("--num_processes", type=int, metavar="N")
-    several.add_argument("--process_id", type=int, metavar="I")
-    several.add_argument(
-        "--join_seconds",
-        type=float,
-        metavar="S",
-        default=distributed.JOIN_SECONDS,
-        help="to wait for all processes (default: %(default)s)",
-    )
-
-
-def start(args: argparse.Namespace) -> None:
-    """Joins the other processes, if there are any; simulated devices come before (`simulate`)."""
-    distributed.initialize(
-        args.coordinator, args.num_processes, args.process_id, join_seconds=args.join_seconds
-    )
-
-
-def settings(
-    flags: argparse.ArgumentParser,
-    argv: list[str] | None,
-    prepare: Callable[[argparse.Namespace, Any], None] = lambda args, config: None,
-) -> tuple[argparse.Namespace, Any]:
-    """Returns the verb's flags and the config with its overrides, after making the devices ready.
-
-    `prepare` may change the config before it is checked. Raises ConfigError with every fault.
-    """
+    environment.add_flags(flags)
     args, overrides = flags.parse_known_args(argv)
-    _make_ready(args)
-    config, faults = configfile.read(args.config, overrides)
-    prepare(args, config)
-    start(args)
+    config, faults = files.read(args.config, overrides)
+    if hasattr(module, "prepare"):
+        module.prepare(args, config)
+    alone = _is_alone(args)
+    faults += _faults_of(config, args.simulate_devices if alone else None)
+    if faults and alone:
+        raise ConfigError(*faults)
+    from meshtrain.cluster import distributed, runtime
+
+    runtime.start(args)
     with distributed.together():
         if any(distributed.gather(bool(faults))):
-            raise ConfigError(*faults, *_faults_of(config))
+            raise ConfigError(*faults)
     return args, config
 
 
-def of_run(
-    flags: argparse.ArgumentParser, argv: list[str] | None, *, own: Iterable[str] = ()
-) -> tuple[argparse.Namespace, Config]:
-    """Returns the verb's flags and the settings of the run in --workdir, on all devices that there are.
-
-    Unless overrides say otherwise the devices are on `fsdp`. What the caller brings itself (`own`, as in
-    `config.parse`) is not built. Raises ConfigError with every fault.
-    """
+def _with_run(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Returns the flags and the settings of the run in --workdir, changed to use all devices on `fsdp`."""
     flags.add_argument(
         "--workdir",
         type=Path,
         required=True,
         metavar="DIR",
-        help="of a run, or WORKDIR/checkpoints/STEP",
+        help="of a run, or one checkpoint: WORKDIR/checkpoints/STEP",
     )
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of its config")
-    add_devices(flags)
+    environment.add_flags(flags)
     args, overrides = flags.parse_known_args(argv)
-    _make_ready(args)
+    from meshtrain import checkpoint, huggingface
+
     file = checkpoint.workdir_of(args.workdir) / "config.json"
     if not file.is_file():
-        raise ConfigError(f"--workdir={args.workdir}: no run there (config.json is missing)")
+        raise ConfigError(f"--workdir={args.workdir}: not a run (config.json is missing)")
     if huggingface.is_folder(file.parent):
         raise ConfigError(f"--workdir={args.workdir}: {huggingface.ADVICE}")
-    start(args)
-    config, faults = configfile.read(str(file), overrides, change=_on_all_devices)
+    from meshtrain.cluster import distributed, runtime
+
+    runtime.start(args)
+    import jax
+
+    config, faults = files.read(str(file), overrides, change=_use_all_devices)
     with distributed.together():
         try:
-            cfg = parse(config, num_devices=jax.device_count(), own=own)
+            settings = parse(config, num_devices=jax.device_count())
         except ConfigError as error:
             raise ConfigError(*faults, *error.faults) from error
         if faults:
             raise ConfigError(*faults)
-        return args, cfg
+        return args, settings
 
 
-def _on_all_devices(config: Any) -> None:
-    """Sets what depends on the devices that a run was trained on."""
+def _use_all_devices(config: Any) -> None:
+    """Replaces the mesh and the batch size that a run was trained with: there may be other devices now."""
+    import jax
+
     config.mesh.update({**dict.fromkeys(AXES, 1), "fsdp": -1})
     rows = jax.device_count()
     config.train.update(
@@ -139,55 +162,49 @@ def _on_all_devices(config: Any) -> None:
     )
 
 
-def _make_ready(args: argparse.Namespace) -> None:
-    logging.getLogger("absl").setLevel(logging.WARNING)
-    compiler.run_in_place()
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # Orbax's: what fails in a save we tell
-    if args.simulate_devices is not None:
-        simulate(args.simulate_devices)
+def _faults_of(config: Any, num_devices: int | None) -> tuple[str, ...]:
+    """Returns the faults of a config, of the mesh too where the number of devices is known."""
+    try:
+        parse(config, num_devices=num_devices)
+        return ()
+    except ConfigError as error:
+        return error.faults
 
 
-def simulate(num_devices: int) -> None:
-    """Makes this process run on simulated CPU devices; to be called before anything starts a backend."""
-    if num_devices < 1:
-        raise ConfigError(f"--simulate_devices={num_devices}: use 1 or more")
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", num_devices)
-    if num_devices > 1:
-        # A CPU program of several devices hangs in its collectives when read back from the cache.
-        jax.config.update("jax_enable_compilation_cache", False)
+def _is_alone(args: argparse.Namespace) -> bool:
+    """Whether this process is the whole run, so that no other waits for what it reports."""
+    given = (args.coordinator, args.num_processes, args.process_id)
+    return environment.find(os.environ, given) is None
 
 
-def told(run: Callable[[], int]) -> int:
-    """Returns the exit code of `run`; what the user has to change goes to stderr, a line for each fault.
+def report_errors(run: Callable[[], int]) -> int:
+    """Returns the exit code of `run`; prints what the user has to change to stderr, a line for each fault.
 
-    Of several processes one that fails does not wait for the others.
+    Of several processes, one that crashes does not wait for the others.
     """
-    # All stacks to stderr, also of a process that is stuck: its supervisor asks for them.
+    # Writes all stacks to stderr, also of a process that is stuck: its supervisor asks for them.
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     try:
         code = run()
     except ConfigError as error:
         print(error, file=sys.stderr)
-        lost = isinstance(error, MeetingError) and progress.VARIABLE in os.environ
-        code = EXIT_FAILED if lost else EXIT_USER
+        peer_missing = isinstance(error, MeetingError) and progress.VARIABLE in os.environ
+        code = EXIT_FAILED if peer_missing else EXIT_USER
     except Exception:
-        if distributed.num_processes() > 1:
+        if _num_processes() > 1:
             traceback.print_exc()
-            distributed.leave(EXIT_FAILED, together=False)
+            _leave(EXIT_FAILED, together=False)
         raise
-    distributed.leave(code, together=True)
+    _leave(code, together=True)
     return code
 
 
-def _fault(message: str) -> None:
-    raise ConfigError(message)
+def _num_processes() -> int:
+    """Returns the number of processes that have been joined; only cluster.distributed joins any."""
+    distributed = sys.modules.get("meshtrain.cluster.distributed")
+    return distributed.num_processes() if distributed else 1
 
 
-def _faults_of(config: Any) -> tuple[str, ...]:
-    """What else is wrong, so that all is told at once."""
-    try:
-        parse(config, num_devices=jax.device_count())
-        return ()
-    except ConfigError as error:
-        return error.faults
+def _leave(code: int, *, together: bool) -> None:
+    if _num_processes() > 1:
+        sys.modules["meshtrain.cluster.distributed"].leave(code, together=together)

@@ -26,20 +26,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f' (did you mean "{near[0]}"?)' if near else ""
 
 
-def not_one_of(key: str, value: Any, choices: Iterable[str]) -> list[str]:
+def choice_faults(key: str, value: Any, choices: Iterable[str]) -> list[str]:
     return [] if value in choices else [f"{key}={value!r}: use one of {', '.join(choices)}"]
 
 
-def below(low: float, values: dict[str, float]) -> list[str]:
+def minimum_faults(low: float, values: dict[str, float]) -> list[str]:
     return [
         f"{key}={value}: use {low} or more" for key, value in values.items() if not value >= low
     ]
 
 
-def no_seed(key: str, seed: int) -> list[str]:
+def seed_faults(key: str, seed: int) -> list[str]:
     """Without jax_enable_x64, jax keeps 32 bits of a seed: a larger one is a lower one's run."""
     if seed < 2**32:
-        return below(0, {key: seed})
+        return minimum_faults(0, {key: seed})
     return [f"{key}={seed}: use a number below 2^32"]
 
 

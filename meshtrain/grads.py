@@ -117,10 +117,10 @@ def accumulate(
         if num_microbatches == num_slices == 1:
             grads, metrics = grads_of(params, batch, jax.random.fold_in(key, 0), scale)
             return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics
-        places = jax.tree.map(lambda place: sharding.cleared(place, axes), grad_shardings)
+        places = jax.tree.map(lambda place: sharding.without_axes(place, axes), grad_shardings)
 
         def of_slice(params, part, key):
-            with sharding.apart(axes):
+            with sharding.partial_axes(axes):
                 grads, metrics = grads_of(params, part, key, scale)
             return jax.lax.with_sharding_constraint(grads, places), metrics
 

@@ -10,12 +10,13 @@ import optax
 
 from meshtrain import grads, optim
 from meshtrain import state as states
-from meshtrain.config.parse import Config, uneven_layers
+from meshtrain.config.build import Parts
+from meshtrain.config.checks import layer_faults
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
-from meshtrain.parallel import sharding
-from meshtrain.parallel import xla as compiler
+from meshtrain.parallel import sharding, xla
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.parallel.pipeline import executor
 from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
@@ -47,27 +48,26 @@ class Program:
 
     def start(self, seed: int) -> TrainState:
         """Returns the state before the first step: every parameter is born where it lives."""
-        places, key = states.places_of(self.abstract_state), jax.random.key(seed)
-        quickly = compiler.quickly(self.mesh)
-        return jax.jit(self.init, out_shardings=places, compiler_options=quickly)(key)
+        places, key = states.shardings_of(self.abstract_state), jax.random.key(seed)
+        options = xla.quick_compile_options(self.mesh)
+        return jax.jit(self.init, out_shardings=places, compiler_options=options)(key)
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """Returns the train step for batches like this one; it takes over the state that it is given."""
-        places = states.places_of(self.abstract_state)
+        places = states.shardings_of(self.abstract_state)
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(places, None))
         lowered = jitted.lower(self.abstract_state, batch)
-        return compiler.compiled(lowered, self.compiler_options)
+        return xla.compile_with(lowered, self.compiler_options)
 
 
-def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None) -> Program:
-    """Returns the program of these settings on these devices (all, unless told)."""
+def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = None) -> Program:
+    """Returns the program of these settings and parts, on all devices or on the given ones."""
+    model = parts.model
     mesh = make_mesh(cfg.mesh, devices=devices)
-    compiler.use_cache()
-    compiler.keep_memory()
     c = cfg.train
     schedule = optim.make_schedule(cfg.optim, steps=c.steps)
     optimizer = optim.keep_moments(
-        cfg.build_optimizer(schedule),
+        parts.make_optimizer(schedule),
         moment_dtype=cfg.optim.moment_dtype,
         param_dtype=c.param_dtype,
     )
@@ -109,7 +109,7 @@ def assemble(cfg: Config, model: Model, devices: list[jax.Device] | None = None)
         grad_fn=grad_fn,
         train_step=train_step,
         eval_step=eval_step,
-        compiler_options=compiler.options(c.xla_preset, mesh),
+        compiler_options=xla.options(c.xla_preset, mesh),
     )
 
 
@@ -121,6 +121,6 @@ def _table_of(cfg: Config, model: Model, params: Params) -> Table:
             f"mesh.pipeline={P}: the model is no stack of blocks (embed, block, head), only a loss; "
             f"use mesh.pipeline=1"
         )
-    if faults := uneven_layers(len(jax.tree.leaves(params["layers"])[0]), P, V):
+    if faults := layer_faults(len(jax.tree.leaves(params["layers"])[0]), P, V):
         raise ConfigError(*faults)
     return SCHEDULES[cfg.pipeline.schedule](P, M, V)

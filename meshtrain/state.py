@@ -130,7 +130,7 @@ def _check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def places_of(abstract: Any) -> Any:
+def shardings_of(abstract: Any) -> Any:
     """Returns the shardings in a tree of abstract arrays."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 

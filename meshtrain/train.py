@@ -14,8 +14,10 @@ import jax
 from meshtrain import checkpoint
 from meshtrain.checkpoint import initial, lock
 from meshtrain.checkpoint.saver import Saver
-from meshtrain.cluster import distributed, progress, signals
-from meshtrain.config.parse import Config, parse
+from meshtrain.cluster import distributed, progress, runtime, signals
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
@@ -23,7 +25,6 @@ from meshtrain.models.base import Model, Params
 from meshtrain.monitor import health, summary
 from meshtrain.monitor.divergence import Watch
 from meshtrain.monitor.writer import Writer
-from meshtrain.parallel import xla as compiler
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
 
@@ -53,22 +54,21 @@ def train(
     FloatingPointError when loss or gradient stay not finite, after `divergence.max_skips` such steps.
     """
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(signals.asking())
+        stop = stack.enter_context(signals.stop_event())
         clock = stack.enter_context(contextlib.closing(progress.Clock()))
         distributed.new_run()
-        compiler.run_in_place()
+        runtime.setup()
 
         # ---- check and build, on all processes or none: nothing is computed yet ----
         with distributed.together():
-            own = _brought(model=model, data=data)
-            cfg = parse(config, num_devices=jax.device_count(), own=own)
-            model = model or cfg.model
-            program = assemble(cfg, model)
+            _check_model(model)
+            cfg = parse(config, num_devices=jax.device_count())
+            parts = build(cfg, model=model, data=data)
+            program = assemble(cfg, parts)
         workdir = Path(workdir) if workdir else None
-        distributed.check_same({**cfg.raw, "workdir": str(workdir)})
-        if data is None:
-            data, eval_data = cfg.train_data, eval_data or cfg.heldout_data
-        elif eval_data is not None and not isinstance(eval_data, Source):
+        distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
+        model, data, eval_data = parts.model, parts.train_data, eval_data or parts.heldout_data
+        if eval_data is not None and not isinstance(eval_data, Source):
             eval_data = list(itertools.islice(eval_data, cfg.eval.batches))  # the same each time
         stack.enter_context(program.active())
         heldout_loss = _heldout_loss(program, eval_data, cfg)
@@ -103,7 +103,7 @@ def train(
             if source:
                 only, tell = cfg.checkpoint.init_only, dict(event=writer.event, line=writer.line)
                 state = state._replace(params=initial.take(state.params, *source, only, **tell))
-        writer.config({**cfg.raw, "mesh": asdict(cfg.mesh)})
+        writer.config(cfg.to_dict())
         writer.event("start", step=start, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
         # ---- compile, loop, and save where it ended ----
@@ -149,7 +149,7 @@ class Run:
 
     def asked(self) -> bool:
         """Whether any process was told to stop; known to the first one, which decides for all."""
-        return distributed.wished(self.stop.is_set() or self.clock.asked)
+        return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.asked)
 
     def facts(self, eval_loss: float | None) -> dict[str, Any]:
         """What a checkpoint says beside the state."""
@@ -226,14 +226,13 @@ def _go_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
     return state, back.step
 
 
-def _brought(**parts: Any) -> list[str]:
-    """Names what the caller brings along, and refuses what is no Model."""
-    if not isinstance(parts["model"], Model | None):
-        kind = type(parts["model"]).__name__
+def _check_model(model: Any) -> None:
+    """Raises ConfigError where the caller passes something that is not a Model."""
+    if not isinstance(model, Model | None):
+        kind = type(model).__name__
         raise ConfigError(
             f"model={kind}: make a Model of it with meshtrain.from_nnx or meshtrain.from_linen"
         )
-    return [name for name, given in parts.items() if given is not None]
 
 
 def _open_loader(
@@ -273,7 +272,7 @@ def _open_saver(workdir: Path, cfg: Config, program: Program, writer: Writer) ->
     saver = Saver(
         workdir / checkpoint.FOLDER,
         cfg.checkpoint,
-        config={**cfg.raw, "mesh": asdict(cfg.mesh)},
+        config=cfg.to_dict(),
         mesh=asdict(cfg.mesh),
         event=writer.event,
         line=writer.line,

@@ -15,12 +15,12 @@ import pytest
 import yaml
 from test_train import losses, rows
 
-import meshtrain
 from meshtrain.cluster import environment as place
 from meshtrain.cluster.launch import _flags
 from meshtrain.cluster.restart_policy import Settings
 from meshtrain.config import files as configfile
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
+from meshtrain.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/**/*.sh"), *ROOT.glob("launch/*.sbatch")]
@@ -72,8 +72,8 @@ def assert_trained_as_undisturbed(folder, *, steps):
         f"--config.train.steps={steps}",
         "--config.data.build=meshtrain.data.synthetic:build",
     ]
-    config = configfile.load(str(ROOT / "configs" / "default.py"), [*TINY[1:], *overrides])
-    meshtrain.train(config, workdir=folder / "undisturbed")
+    config = configfile.load_config(str(ROOT / "configs" / "default.py"), [*TINY[1:], *overrides])
+    train(config, workdir=folder / "undisturbed")
     ours, theirs = losses(folder / "run"), losses(folder / "undisturbed")
     assert list(ours) == list(theirs) == list(range(steps))
     assert theirs[steps - 1] < theirs[0]

@@ -1,6 +1,5 @@
 """Any layout trains like one device: the same initial parameters, losses, gradients and updates."""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,7 +8,8 @@ import pytest
 from conftest import tiny_config
 
 from meshtrain import state
-from meshtrain.config import parse as config
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.data.loader import Loader
 from meshtrain.ops import blockwise, losses
 from meshtrain.program import assemble
@@ -35,12 +35,11 @@ class Run:
         if dtype:
             c.train.dtype = c.train.param_dtype = dtype
         num_devices = int(np.prod(list(layout.values())))
-        cfg = config.parse(c, num_devices=num_devices)
-        build = cfg.build_optimizer
-        self.cfg = dataclasses.replace(
-            cfg, build_optimizer=lambda rate: keep_gradients(build(rate))
-        )
-        self.program = assemble(self.cfg, self.cfg.model, jax.devices()[:num_devices])
+        self.cfg = parse(c, num_devices=num_devices)
+        parts = build(self.cfg)
+        make = parts.make_optimizer
+        self.parts = parts._replace(make_optimizer=lambda rate: keep_gradients(make(rate)))
+        self.program = assemble(self.cfg, self.parts, devices=jax.devices()[:num_devices])
 
     def start(self):
         with self.program.active():
@@ -48,7 +47,7 @@ class Run:
 
     def batch(self, number=0):
         size = self.cfg.train.global_batch
-        loader = Loader(self.cfg.train_data, self.program.mesh, self.cfg.rules, global_batch=size)
+        loader = Loader(self.parts.train_data, self.program.mesh, self.cfg.rules, global_batch=size)
         try:
             return loader.read(number * size)
         finally:

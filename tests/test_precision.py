@@ -1,6 +1,5 @@
 """Narrow dtypes: where they compute, what they keep, and that little enough is lost."""
 
-import dataclasses
 import json
 
 import jax
@@ -14,9 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_parity import GPT2, Run, assert_same, packed
 
 import meshtrain
-from meshtrain import grads, main, metrics, optim, state
+from meshtrain import cli, grads, metrics, optim, state
 from meshtrain.config import files as configfile
 from meshtrain.program import assemble
+from meshtrain.train import train
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -142,8 +142,9 @@ def test_bfloat16_parameters_are_updated_in_float32():
 def planned(build, moment_dtype="bfloat16"):
     c = tiny_config()
     c.optim.moment_dtype = moment_dtype
-    cfg = dataclasses.replace(Run(c, fsdp=8).cfg, build_optimizer=build)
-    return assemble(cfg, cfg.model).abstract_state.opt_state
+    run = Run(c, fsdp=8)
+    parts = run.parts._replace(make_optimizer=build)
+    return assemble(run.cfg, parts).abstract_state.opt_state
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_a_run_with_bfloat16_moments_and_parameters_goes_on_bit_equal(tmp_path):
         c.mesh.update(CUBE)
         c.model.num_layers = 1
         c.optim.schedule, c.optim.learning_rate, c.eval.batches = "constant", 1e-2, 0
-        return meshtrain.train(c, workdir=tmp_path / folder).state
+        return train(c, workdir=tmp_path / folder).state
 
     whole = run(8, "whole")
     run(3, "parts")
@@ -212,7 +213,7 @@ def test_a_run_with_bfloat16_moments_and_parameters_goes_on_bit_equal(tmp_path):
 
 def test_the_dtype_of_moments_follows_that_of_parameters_until_it_is_set():
     def load(*overrides):
-        c = configfile.load("configs/default.py", [f"--config.{o}" for o in overrides])
+        c = configfile.load_config("configs/default.py", [f"--config.{o}" for o in overrides])
         return c.train.param_dtype, c.optim.moment_dtype
 
     assert load() == ("float32", "float32")
@@ -232,7 +233,7 @@ def test_a_dtype_that_cannot_be_kept_is_told(key, value, told):
     c = tiny_config()
     (c.optim if key == "moment_dtype" else c.train)[key] = value
     with pytest.raises(meshtrain.ConfigError) as error:
-        meshtrain.train(c)
+        train(c)
     assert len(error.value.faults) == len(told)
     assert all(line in fault for fault, line in zip(error.value.faults, told, strict=True))
 
@@ -345,7 +346,7 @@ def in_half(**train):
 
 def test_a_run_gets_over_its_overflows_and_resumes_with_its_scale(tmp_path, monkeypatch):
     monkeypatch.setattr(state, "FIRST_LOSS_SCALE", 2.0**24)
-    whole = meshtrain.train(in_half(steps=30), workdir=tmp_path / "whole").state
+    whole = train(in_half(steps=30), workdir=tmp_path / "whole").state
     table = rows(tmp_path / "whole")
     skips = [e for e in rows(tmp_path / "whole", "events.jsonl") if e["event"] == "skip"]
     assert [e["step"] for e in skips] == [row["step"] for row in table if row["skipped"]]
@@ -353,17 +354,17 @@ def test_a_run_gets_over_its_overflows_and_resumes_with_its_scale(tmp_path, monk
     assert [e["loss_scale"] for e in skips] == [2.0 ** (24 - n) for n in range(len(skips))]
     assert table[0]["grad_norm"] is None and table[-1]["loss"] < table[0]["loss"] - 0.2
 
-    meshtrain.train(in_half(steps=20), workdir=tmp_path / "parts")
-    resumed = meshtrain.train(in_half(steps=30), workdir=tmp_path / "parts").state
+    train(in_half(steps=20), workdir=tmp_path / "parts")
+    resumed = train(in_half(steps=30), workdir=tmp_path / "parts").state
     assert_bit_equal(resumed, whole)
     assert whole.loss_scale.scale == 2.0 ** (24 - len(skips))
 
     # Away from float16 and back to it: the scale is left behind, then starts anew.
     c = in_half(steps=31)
     c.train.dtype = "float32"
-    away = meshtrain.train(c, workdir=tmp_path / "parts").state
+    away = train(c, workdir=tmp_path / "parts").state
     assert away.loss_scale is None
-    back = meshtrain.train(in_half(steps=32), workdir=tmp_path / "parts").state
+    back = train(in_half(steps=32), workdir=tmp_path / "parts").state
     assert_bit_equal(back.loss_scale, state.LossScale(np.float32(2**23), np.int32(0)))
 
 
@@ -381,7 +382,7 @@ def test_a_run_that_only_skips_ends_with_exit_code_17(tmp_path, capsys):
         "eval.batches": 0,
     }
     arguments = [f"--config.{key}={value}" for key, value in overrides.items()]
-    code = main.main(["--config=configs/default.py", f"--workdir={tmp_path}", *arguments])
+    code = cli.main("train", ["--config=configs/default.py", f"--workdir={tmp_path}", *arguments])
     assert code == 17
     (line,) = capsys.readouterr().err.splitlines()
     assert (

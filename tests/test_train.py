@@ -20,9 +20,11 @@ import meshtrain
 from meshtrain import program
 from meshtrain.checkpoint import manifest
 from meshtrain.cluster import distributed
-from meshtrain.config import parse as config
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.data.source import Source
 from meshtrain.data.tokens import to_batch
+from meshtrain.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,7 +64,7 @@ def test_losses_of_steps_0_to_10_are_those_of_one_device(tmp_path, layout, monke
             patch.setattr(jax, "device_count", lambda: num_devices)
             c = quick(steps=11)
             c.mesh.update(sizes)
-            meshtrain.train(c, workdir=tmp_path / folder)
+            train(c, workdir=tmp_path / folder)
         return np.array(list(losses(tmp_path / folder).values()))
 
     ours, alone = run("ours", **layout), run("alone", data=1)
@@ -73,7 +75,7 @@ def test_losses_of_steps_0_to_10_are_those_of_one_device(tmp_path, layout, monke
 def test_a_run_writes_its_config_rows_and_events(tmp_path, capsys):
     c = tiny_config()
     c.train.steps, c.eval.every, c.checkpoint.every = 5, 2, 2
-    result = meshtrain.train(c, workdir=tmp_path)
+    result = train(c, workdir=tmp_path)
     assert (result.step, result.interrupted, int(result.state.step)) == (5, False, 5)
 
     table = rows(tmp_path)
@@ -96,21 +98,21 @@ def test_a_run_writes_its_config_rows_and_events(tmp_path, capsys):
 
 
 def test_the_time_that_steps_wait_for_data_is_on_record(tmp_path):
-    calm = config.parse(quick(), num_devices=8).train_data
+    calm = build(parse(quick(), num_devices=8)).train_data
 
     def slow(indices):
         time.sleep(0.5)
         return calm.read(indices)
 
-    meshtrain.train(quick(steps=7), workdir=tmp_path, data=meshtrain.Source(slow))
+    train(quick(steps=7), workdir=tmp_path, data=meshtrain.Source(slow))
     waits = [row["data_wait"] for row in rows(tmp_path)]
     assert min(waits) >= 0 and waits[-1] > 0.1  # the loader is ahead only at first
 
 
 def test_a_resumed_run_is_bit_equal_to_one_never_interrupted(tmp_path):
-    whole = meshtrain.train(quick(steps=6), workdir=tmp_path / "whole")
-    meshtrain.train(quick(steps=3), workdir=tmp_path / "parts")
-    resumed = meshtrain.train(quick(steps=6), workdir=tmp_path / "parts")
+    whole = train(quick(steps=6), workdir=tmp_path / "whole")
+    train(quick(steps=3), workdir=tmp_path / "parts")
+    resumed = train(quick(steps=6), workdir=tmp_path / "parts")
     assert_bit_equal(resumed.state, whole.state)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
@@ -121,14 +123,14 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_another(tmp_path):
         c.model.num_layers = 4
         return c
 
-    whole = meshtrain.train(deeper(steps=5), workdir=tmp_path / "whole")
+    whole = train(deeper(steps=5), workdir=tmp_path / "whole")
     c = deeper(steps=2, num_microbatches=4)
     c.mesh.update(data=1, pipeline=2, fsdp=2, tensor=2)
     c.pipeline.update(schedule="interleaved", num_chunks=2)
-    meshtrain.train(c, workdir=tmp_path / "parts")
+    train(c, workdir=tmp_path / "parts")
     c = deeper(steps=5, num_microbatches=2)
     c.mesh.update(data=1, fsdp=8)
-    resumed = meshtrain.train(c, workdir=tmp_path / "parts")
+    resumed = train(c, workdir=tmp_path / "parts")
     theirs = list(losses(tmp_path / "whole").values())
     np.testing.assert_allclose(list(losses(tmp_path / "parts").values()), theirs, rtol=1e-5)
     assert int(resumed.state.step) == int(whole.state.step) == 5
@@ -141,17 +143,17 @@ def test_a_changed_batch_size_goes_on_with_the_next_sample(tmp_path):
         seen.extend(indices.tolist())
         return to_batch(np.ones((len(indices), 17), np.int32))
 
-    meshtrain.train(quick(steps=3), workdir=tmp_path, data=Source(read))
+    train(quick(steps=3), workdir=tmp_path, data=Source(read))
     seen.clear()
-    meshtrain.train(quick(steps=4, global_batch=8), workdir=tmp_path, data=Source(read))
+    train(quick(steps=4, global_batch=8), workdir=tmp_path, data=Source(read))
     assert seen[:8] == list(range(48, 56))
 
 
 def test_a_row_cut_off_by_a_crash_does_not_keep_a_run_from_going_on(tmp_path):
-    meshtrain.train(quick(steps=2), workdir=tmp_path)
+    train(quick(steps=2), workdir=tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')
-    meshtrain.train(quick(steps=3), workdir=tmp_path)
+    train(quick(steps=3), workdir=tmp_path)
     assert list(losses(tmp_path)) == [0, 1, 2]
 
 
@@ -171,23 +173,23 @@ def test_held_out_losses_are_on_record_whatever_was_interrupted(tmp_path):
 
     c = quick(steps=6)
     c.eval.update(every=2, batches=1)
-    meshtrain.train(c, workdir=tmp_path / "whole")
+    train(c, workdir=tmp_path / "whole")
     c.train.steps = 4
-    meshtrain.train(c, workdir=tmp_path / "parts")
+    train(c, workdir=tmp_path / "parts")
     c.train.steps = 6
-    meshtrain.train(c, workdir=tmp_path / "parts")
+    train(c, workdir=tmp_path / "parts")
     assert measured("parts") == measured("whole") and measured("whole")[4] is not None
 
 
 def test_nothing_held_out_is_nothing_to_evaluate(tmp_path):
     c = quick(steps=2)
     c.eval.every = 1
-    assert meshtrain.train(c, workdir=tmp_path).step == 2
+    assert train(c, workdir=tmp_path).step == 2
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path):
-    meshtrain.train(quick(steps=2), workdir=tmp_path)
-    again = meshtrain.train(quick(steps=2), workdir=tmp_path)
+    train(quick(steps=2), workdir=tmp_path)
+    again = train(quick(steps=2), workdir=tmp_path)
     assert again.step == 2 and len(rows(tmp_path)) == 2
 
 
@@ -199,11 +201,11 @@ def test_a_signal_saves_and_stops(tmp_path, number):
         return to_batch(np.ones((len(indices), 17), np.int32))
 
     before = signal.getsignal(number)
-    result = meshtrain.train(quick(steps=5000), workdir=tmp_path, data=Source(read))
+    result = train(quick(steps=5000), workdir=tmp_path, data=Source(read))
     assert result.interrupted and 0 < result.step < 5000
     assert rows(tmp_path, "events.jsonl")[-1]["event"] == "preempted"
     assert signal.getsignal(number) is before
-    again = meshtrain.train(quick(steps=result.step + 1), workdir=tmp_path)
+    again = train(quick(steps=result.step + 1), workdir=tmp_path)
     assert again.step == result.step + 1
     assert rows(tmp_path, "events.jsonl")[-4]["event"] == "restore"
 
@@ -212,14 +214,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     c = quick(steps=50, log_every=100)
     c.optim.learning_rate = 1e38
     with pytest.raises(FloatingPointError, match="step .*: loss"):
-        meshtrain.train(c, workdir=tmp_path)
+        train(c, workdir=tmp_path)
     assert rows(tmp_path, "events.jsonl")[-1]["reason"] == "not finite"
 
 
 def test_a_workdir_that_cannot_be_made_is_told_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(meshtrain.ConfigError, match="--workdir="):
-        meshtrain.train(quick(), workdir=tmp_path / "file")
+        train(quick(), workdir=tmp_path / "file")
 
 
 def command(*arguments, **environment):
@@ -257,18 +259,20 @@ def test_the_command_line_trains_and_tells_faults_with_exit_code_2(tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_train_as_one_and_go_on_from_each_others_checkpoints(tmp_path):
-    meshtrain.train(quick(steps=6), workdir=tmp_path / "one")
-    meshtrain.train(quick(steps=2), workdir=tmp_path / "two")
+    train(quick(steps=6), workdir=tmp_path / "one")
+    train(quick(steps=2), workdir=tmp_path / "two")
     program = f"""
 import sys, jax
 jax.config.update("jax_num_cpu_devices", 4)
 sys.path[:0] = ["tests", "."]
-from meshtrain import Source, train
-from meshtrain.config import parse as config
+from meshtrain import Source
+from meshtrain.train import train
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.cluster import distributed
 from test_train import quick
 distributed.initialize()
-whole = config.parse(quick(), num_devices=8).train_data
+whole = build(parse(quick(), num_devices=8)).train_data
 def read(indices):
     assert len(indices) == 8, "each process reads its half of the 16 rows"
     return whole.read(indices)
@@ -294,7 +298,7 @@ train(c, workdir={str(tmp_path / "two")!r}, data=Source(read))
     assert [process.wait(timeout=200) for process in processes] == [0, 0]
     newest = manifest.verify(tmp_path / "two" / "checkpoints" / "5")
     assert (newest.processes, newest.position) == (2, 80)
-    meshtrain.train(quick(steps=6), workdir=tmp_path / "two")
+    train(quick(steps=6), workdir=tmp_path / "two")
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert list(one) == list(two) == list(range(6))
     np.testing.assert_allclose(list(one.values()), list(two.values()), rtol=1e-5)
@@ -337,6 +341,6 @@ def test_the_loop_waits_for_no_step_and_moves_nothing_unasked(monkeypatch):
     monkeypatch.setattr(ArrayImpl, "block_until_ready", seen(ArrayImpl.block_until_ready))
     monkeypatch.setattr(jax, "block_until_ready", seen(jax.block_until_ready))
     with guard:
-        meshtrain.train(quick(steps=4))
+        train(quick(steps=4))
     steps = [("dispatched", 0), *[(what, n) for n in (1, 2, 3) for what in ("dispatched", "read")]]
     assert log == [(what, n - (what == "read")) for what, n in steps] + [("read", 3)]

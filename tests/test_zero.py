@@ -7,7 +7,8 @@ import pytest
 from conftest import tiny_config
 from test_parity import GPT2
 
-from meshtrain.config import parse as config
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.data.loader import Loader
 from meshtrain.program import assemble
 from meshtrain.verify.certificate import name_of
@@ -34,9 +35,12 @@ def stages():
         c.train.zero_stage, c.train.unroll, c.data.seq_len = zero_stage, 1, 4
         c.train.num_microbatches, c.train.global_batch = 4, 32
         c.mesh.update(data=1, fsdp=8)
-        cfg = config.parse(c, num_devices=8)
-        program, where = assemble(cfg, cfg.model), dict(global_batch=c.train.global_batch)
-        with contextlib.closing(Loader(cfg.train_data, program.mesh, cfg.rules, **where)) as loader:
+        cfg = parse(c, num_devices=8)
+        parts = build(cfg)
+        program, where = assemble(cfg, parts), dict(global_batch=c.train.global_batch)
+        with contextlib.closing(
+            Loader(parts.train_data, program.mesh, cfg.rules, **where)
+        ) as loader:
             with program.active():
                 return program, program.compile(loader.peek()).memory_analysis()
 

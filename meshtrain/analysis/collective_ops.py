@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshtrain.analysis import hlo
-from meshtrain.analysis import dataflow, groups
+from meshtrain.analysis import dataflow, groups, hlo
 from meshtrain.analysis.hlo import Array, Instruction, Module
 
 KINDS = (

@@ -8,12 +8,10 @@ several chunks a stage, 3b is micro-batch 3 in chunk 1. No devices are needed.
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
-from meshtrain import cli
 from meshtrain.analysis import drawing
-from meshtrain.errors import ConfigError, below, did_you_mean, nearest_multiples
+from meshtrain.errors import ConfigError, did_you_mean, minimum_faults, nearest_multiples
 from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
 
 
@@ -40,34 +38,31 @@ def _formula(table: Table) -> str:
     return f"; {formula} where P divides M, such as {nearest_multiples(M, P)}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    flags = cli.plain_parser("schedule", __doc__)
+def add_flags(flags: argparse.ArgumentParser) -> None:
     add = flags.add_argument
     add("--schedule", required=True, metavar="NAME", help=", ".join(SCHEDULES))
     add("--stages", required=True, type=int, metavar="P", help="size of mesh.pipeline")
     add("--microbatches", required=True, type=int, metavar="M", help="train.num_microbatches")
-    add("--chunks", default=1, type=int, metavar="V", help="of layers that a stage has, 1 or more")
-    add("--output", type=Path, metavar="FILE.svg", help="draws the timeline")
+    add("--chunks", default=1, type=int, metavar="V", help="chunks of layers on each stage")
+    add("--output", type=Path, metavar="FILE.svg", help="write the timeline as a drawing")
 
-    def run() -> int:
-        args = flags.parse_args(argv)
-        if faults := _faults(args):
-            raise ConfigError(*faults)
-        table = SCHEDULES[args.schedule](args.stages, args.microbatches, args.chunks)
-        if args.output:
-            _write(args.output, drawing.svg(args.schedule, table))
-        lines = drawing.text(table, shutil.get_terminal_size().columns)
-        print(*lines, "", *figures(args.schedule, table), sep="\n")
-        return 0
 
-    return cli.told(run)
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    if faults := _faults(args):
+        raise ConfigError(*faults)
+    table = SCHEDULES[args.schedule](args.stages, args.microbatches, args.chunks)
+    if args.output:
+        _write(args.output, drawing.svg(args.schedule, table))
+    lines = drawing.text(table, shutil.get_terminal_size().columns)
+    print(*lines, "", *figures(args.schedule, table), sep="\n")
+    return 0
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
     name, chunks, output = args.schedule, args.chunks, args.output
     counts = ("stages", "microbatches", "chunks")
-    faults = below(1, {f"--{count}": getattr(args, count) for count in counts})
+    faults = minimum_faults(1, {f"--{count}": getattr(args, count) for count in counts})
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)
         faults.append(f"--schedule={name}: unknown{near}; use one of {', '.join(SCHEDULES)}")
@@ -89,7 +84,3 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(
             f"--output={path}: {error.strerror}; use a file that can be written"
         ) from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,6 @@ from meshtrain.cluster import environment as places
 from meshtrain.cluster import rendezvous
 from meshtrain.errors import EXIT_PREEMPTED, ConfigError
 
-JOIN_SECONDS = 120.0  # until all processes must have arrived
 LONGEST = 3600  # seconds to wait for another process, which may have a large program to compile
 KEPT = 1000  # answers that others may not have read yet; older ones are dropped
 FAREWELL = 3.0  # seconds that a process with an error waits for the others to have it too
@@ -35,7 +34,7 @@ def initialize(
     count: int | None = None,
     number: int | None = None,
     *,
-    join_seconds: float = JOIN_SECONDS,
+    join_seconds: float = places.JOIN_SECONDS,
 ) -> None:
     """Joins the run that arguments, variables or a launcher describe (see `place.find`).
 
@@ -118,7 +117,7 @@ def new_run() -> None:
     _run, _wished = _run + 1, False
 
 
-def wished(mine: bool) -> bool:
+def any_asked_to_stop(mine: bool) -> bool:
     """Says, on the first process, whether any process has given True by now; elsewhere nothing.
 
     What the first one makes of it is for `agree` to tell, so that all act in the same step.

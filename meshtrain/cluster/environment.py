@@ -4,6 +4,7 @@ Several processes may be told in several ways; the first that is complete counts
 JAX_* variables (Kubeflow's too), torchrun's, SLURM's, Open MPI's, an Indexed Job's of Kubernetes.
 """
 
+import argparse
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,28 @@ JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 LOOPBACK = "127.0.0.1"
 LOOPBACK_6 = "::1"
 LOCALHOST = (LOOPBACK, "localhost", LOOPBACK_6)
+JOIN_SECONDS = 120.0  # until all processes must have arrived
 FIRST_PORT, NUM_PORTS = 61440, 4096  # for launchers that name a job and no port
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """Adds the flags that `cluster.runtime.start` reads."""
+    flags.add_argument(
+        "--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices"
+    )
+    group = flags.add_argument_group(
+        "several processes", "by default read from the launcher's environment variables"
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument("--num_processes", type=int, metavar="N")
+    group.add_argument("--process_id", type=int, metavar="I")
+    group.add_argument(
+        "--join_seconds",
+        type=float,
+        metavar="S",
+        default=JOIN_SECONDS,
+        help="how long to wait for all processes (default: %(default)s)",
+    )
 
 
 @dataclass(frozen=True)

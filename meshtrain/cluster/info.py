@@ -9,16 +9,13 @@ The exit code is 1 where the collective gave a wrong result.
 import argparse
 import os
 import platform
-import sys
 import time
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshtrain import cli
-from meshtrain.cluster import distributed
-from meshtrain.cluster import environment as place
+from meshtrain.cluster import distributed, environment, runtime
 from meshtrain.errors import EXIT_FAILED
 from meshtrain.parallel import collectives
 
@@ -57,13 +54,15 @@ def attempt(name: str, values: np.ndarray, expected: float, **members: Any) -> b
     return not wrong
 
 
-def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
-    args = flags.parse_args(argv)
-    if args.simulate_devices is not None:
-        cli.simulate(args.simulate_devices)
-    cli.start(args)
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    environment.add_flags(flags)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    runtime.start(args)
     flagged = (args.coordinator, args.num_processes, args.process_id)
-    everyone, found = distributed.gather(facts()), place.find(os.environ, flagged)
+    everyone, found = distributed.gather(facts()), environment.find(os.environ, flagged)
     for package, version in ({"meshtrain": "not installed"} | distributed.versions()).items():
         tell(package, version)
     devices, me = jax.devices(), jax.process_index()
@@ -83,14 +82,3 @@ def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
     if (num := len(everyone)) > 1:
         right &= attempt(f"{num} processes", rows[0] * 0 + me, num * (num - 1) // 2)
     return 0 if right else EXIT_FAILED
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    flags = cli.plain_parser("info", __doc__)
-    cli.add_devices(flags)
-    return cli.told(lambda: run(flags, argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain import cli
 from meshtrain.cluster import environment as places
 from meshtrain.cluster.restart_policy import Settings
 from meshtrain.cluster.supervisor import Supervisor
@@ -80,20 +79,13 @@ def _environment(cache: Path | None) -> dict[str, str]:
     return environ
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    own, arguments = argv, []
-    if "--" in argv:
-        own, arguments = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    return cli.told(lambda: launch(arguments, **_flags(own)))
-
-
-def _flags(own: list[str]) -> dict:
-    """Returns the settings that are given, or that a launcher has set for this host."""
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """Adds a flag for each setting; a launcher's variables, if there are any, give the defaults."""
     given = Settings()
-    flags = cli.plain_parser("launch", __doc__)
-    told = {
+    if mine := places.find(os.environ):
+        cluster = {"nnodes": mine.num_processes, "node_rank": mine.process_id}
+        given = Settings(**cluster, coordinator=mine.address)
+    settings = {
         "nproc": (int, "processes on this host"),
         "simulate_devices": (int, "CPU devices of each process"),
         "max_restarts": (int, "after a crash or a stall"),
@@ -106,16 +98,13 @@ def _flags(own: list[str]) -> dict:
         "coordinator": (str, "HOST:PORT where node 0 listens"),
         "join_seconds": (float, "to wait for all hosts"),
     }
-    mine = places.find(os.environ)
-    if mine:
-        cluster = {"nnodes": mine.num_processes, "node_rank": mine.process_id}
-        given = Settings(**cluster, coordinator=mine.address)
-    for name, (kind, text) in told.items():
+    for name, (kind, text) in settings.items():
         default = getattr(given, name)
         text += "" if default is None else f" (default: {default})"
         flags.add_argument(f"--{name}", type=kind, default=default, help=text)
-    return vars(flags.parse_args(own))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    settings = dict(vars(args))
+    return launch(settings.pop("rest"), **settings)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshtrain.cluster import rendezvous
-from meshtrain.cluster.workers import Exit, Look, Start, Workers
+from meshtrain.cluster.workers import Exit, ProcessStatus, Start, Workers
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError
 
 MOST_READS = 100  # of 64 KiB at a time: one who never stops must not take all of it
@@ -77,7 +77,7 @@ class Remote:
     def __init__(self, link: Link, node: int, num_local: int):
         self.link, self.node, self.num_local = link, node, num_local
         self._exits: list[Exit] = []
-        self._looks: list[Look] = []
+        self._looks: list[ProcessStatus] = []
         self._dead, self._running = True, 0
 
     @property
@@ -90,7 +90,7 @@ class Remote:
             exits = [_exit(fields) for fields in message.get("exits", ())]
             self._exits += exits
             self._running -= len(exits)
-            self._looks = [Look(**fields) for fields in message.get("looks", ())]
+            self._looks = [ProcessStatus(**fields) for fields in message.get("looks", ())]
             self._dead = message.get("dead", self._dead)
 
     def start(self, how: Start) -> None:
@@ -102,7 +102,7 @@ class Remote:
         found, self._exits = self._exits, []
         return found
 
-    def looks(self) -> list[Look]:
+    def looks(self) -> list[ProcessStatus]:
         return self._looks
 
     def ask(self) -> None:
@@ -279,4 +279,4 @@ def _obey(workers: Workers, link: Link, asked: Callable[[], int], grace: float) 
 
 
 def _exit(fields: dict[str, Any]) -> Exit:
-    return Exit(**{**fields, "look": Look(**fields["look"])})
+    return Exit(**{**fields, "look": ProcessStatus(**fields["look"])})

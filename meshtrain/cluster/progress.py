@@ -20,7 +20,7 @@ BEAT = 0.5  # seconds between heartbeats
 TYPICAL = 50  # steps whose median duration is the typical one
 
 
-class Page:
+class ProgressPage:
     """Numbers by name, in memory or in a file that several processes map."""
 
     def __init__(self, path: Path | None = None):
@@ -31,7 +31,7 @@ class Page:
             self._numbers = memoryview(mmap.mmap(file.fileno(), 8 * len(FIELDS))).cast("d")
 
     @classmethod
-    def create(cls, path: Path) -> "Page":
+    def create(cls, path: Path) -> "ProgressPage":
         """Makes the file of a process that is about to be started."""
         path.write_bytes(bytes(8 * len(FIELDS)))
         page = cls(path)
@@ -60,7 +60,7 @@ class Clock:
 
     def __init__(self):
         path = os.environ.get(VARIABLE)
-        self.page = Page(Path(path)) if path else Page()
+        self.page = ProgressPage(Path(path)) if path else ProgressPage()
         if not path:
             self.page["since"], self.page["first"] = time.monotonic(), -1
         self._steps: collections.deque = collections.deque(maxlen=TYPICAL)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshtrain.cluster import progress
-from meshtrain.cluster.workers import Exit, Look
+from meshtrain.cluster.workers import Exit, ProcessStatus
 from meshtrain.errors import (
     EXIT_FAILED,
     EXIT_NOT_FINITE,
@@ -33,7 +33,9 @@ USUAL = 5
 STOPPED = 10.0  # seconds until a process that a signal stopped counts as stuck
 ORDER = ("start", "restore", "compile", "data", "step", "check", "eval", "save", "end")
 # What jax and gloo say in a process that has lost another.
-BEREFT = re.compile(r"(Connection (closed|reset)) by peer|distributed service|coordination service")
+LOST_PEER = re.compile(
+    r"(Connection (closed|reset)) by peer|distributed service|coordination service"
+)
 # A crash at the same step, in the same way, so many times in a row will come again.
 IN_A_ROW = collections.defaultdict(lambda: 2, {-signal.SIGKILL: 3, EXIT_STALLED: 3})
 LONGEST_WAIT = 30.0  # seconds between attempts
@@ -90,7 +92,7 @@ class Outcome:
 
     code: int  # negative: the signal that killed it
     why: str = ""
-    look: Look | None = None
+    look: ProcessStatus | None = None
     tail: Sequence[str] = ()
 
     @property
@@ -113,7 +115,7 @@ def first_failure(exits: Iterable[Exit]) -> Exit | None:
     def rank(one: Exit) -> int:
         if one.code in (EXIT_USER, EXIT_NOT_FINITE):
             return 0
-        if any(BEREFT.search(line) for line in one.tail):
+        if any(LOST_PEER.search(line) for line in one.tail):
             return 3
         return 2 if one.code == -signal.SIGABRT else 1
 
@@ -128,11 +130,11 @@ def described(one: Exit) -> str:
     return f"rank {one.rank} (pid {one.look.pid}) {how} {_where(one.look)}"
 
 
-def _where(look: Look) -> str:
+def _where(look: ProcessStatus) -> str:
     return f"in phase {look.phase}" + (f" of step {look.reached}" if look.first >= 0 else "")
 
 
-def stall(looks: Sequence[Look], stall_seconds: float) -> Outcome | None:
+def stall(looks: Sequence[ProcessStatus], stall_seconds: float) -> Outcome | None:
     """Returns who holds the others up, if anybody does for too long."""
     for look in sorted(looks, key=lambda look: (-look.stopped, -look.silent)):
         if look.stopped > STOPPED or look.stopped and look.silent > stall_seconds:
@@ -150,13 +152,13 @@ def stall(looks: Sequence[Look], stall_seconds: float) -> Outcome | None:
     return _stalled(behind, f"{why} no progress for {max(look.age for look in late):.0f} s")
 
 
-def _limit(look: Look, stall_seconds: float) -> float:
+def _limit(look: ProcessStatus, stall_seconds: float) -> float:
     if look.phase in PATIENCE:
         return PATIENCE[look.phase] * stall_seconds
     return max(stall_seconds, USUAL * look.typical) if look.typical else FIRST * stall_seconds
 
 
-def _stalled(look: Look, why: str) -> Outcome:
+def _stalled(look: ProcessStatus, why: str) -> Outcome:
     return Outcome(EXIT_STALLED, f"rank {look.rank} (pid {look.pid}) {why}, {_where(look)}", look)
 
 
@@ -211,7 +213,9 @@ class Account:
         self._reached, self._typical = -1, 0.0
         self.restarts = self.lost_steps = 0
 
-    def close_attempt(self, seconds: dict[str, float], look: Look | None, stalled: float) -> None:
+    def close_attempt(
+        self, seconds: dict[str, float], look: ProcessStatus | None, stalled: float
+    ) -> None:
         """`stalled` seconds of the phase in `look` were waiting for a process that hung."""
         seconds = dict(seconds)
         if look and stalled:
@@ -248,7 +252,7 @@ class Account:
         )
 
 
-def failed(why: str, look: Look | None) -> Outcome:
+def failed(why: str, look: ProcessStatus | None) -> Outcome:
     """Of something that is no process's fault; `look` says how far the run came."""
     return Outcome(EXIT_FAILED, why, look)
 

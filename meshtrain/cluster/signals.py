@@ -15,7 +15,7 @@ _asked: threading.Event | None = None  # of the run that goes on
 
 
 @contextlib.contextmanager
-def asking() -> Iterator[threading.Event]:
+def stop_event() -> Iterator[threading.Event]:
     """Makes the first signal set an event; a second one acts as ever."""
     global _asked
     asked = threading.Event()
@@ -43,7 +43,7 @@ def asking() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
+def handled_in_thread() -> Iterator[None]:
     """Heeds signals in a thread of its own: the main one may wait in native code for another process.
 
     The first sets the event of the run that goes on, if one does; else, and the second time, a signal

@@ -21,7 +21,7 @@ LONGEST_LINE = 1 << 16  # bytes; a longer one is cut
 TAIL = 30  # lines of each process that are kept, to be shown if it fails
 # Becomes the command that follows, after asking Linux to end it when the thread that started it dies
 # (1: PR_SET_PDEATHSIG). Not between fork and exec: a fork among jax's threads is a gamble.
-MORTAL = """
+DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 parent, *command = sys.argv[1:]
 if sys.platform == "linux":
@@ -32,7 +32,7 @@ if os.getppid() == int(parent):
 
 
 @dataclass(frozen=True)
-class Look:
+class ProcessStatus:
     """What a process is doing; times in seconds."""
 
     rank: int
@@ -50,7 +50,7 @@ class Look:
 class Exit:
     rank: int
     code: int  # negative: the signal that killed it
-    look: Look  # the last one
+    look: ProcessStatus  # the last one
     tail: list[str]
 
 
@@ -65,7 +65,9 @@ class Start:
 
 
 class _Child:
-    def __init__(self, rank: int, process: subprocess.Popen, path: Path, page: progress.Page):
+    def __init__(
+        self, rank: int, process: subprocess.Popen, path: Path, page: progress.ProgressPage
+    ):
         self.rank, self.process, self.path, self.page = rank, process, path, page
         self.tail: collections.deque = collections.deque(maxlen=TAIL)
         self.part = b""  # of a line
@@ -101,7 +103,7 @@ class Workers:
             rank = how.first_rank + i
             path = Path(self._folder.name) / f"{self._attempt}-{rank}"
             path.parent.mkdir(exist_ok=True)  # in weeks somebody may have tidied up
-            page = progress.Page.create(path)
+            page = progress.ProgressPage.create(path)
             environ = {
                 **self._environ,
                 "JAX_COORDINATOR_ADDRESS": how.address,
@@ -113,7 +115,15 @@ class Workers:
                 progress.VARIABLE: str(path),
             }
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", MORTAL, str(os.getpid()), *self._command],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    "-c",
+                    DIE_WITH_PARENT,
+                    str(os.getpid()),
+                    *self._command,
+                ],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -186,18 +196,18 @@ class Workers:
             self._tell(child, child.part)
         pipe.close()
 
-    def looks(self) -> list[Look]:
+    def looks(self) -> list[ProcessStatus]:
         """Returns what the processes that still run are doing."""
         return [self._look(child) for child in self._children if not child.gone]
 
-    def _look(self, child: _Child) -> Look:
+    def _look(self, child: _Child) -> ProcessStatus:
         page, now = child.page, time.monotonic()
         if not _is_stopped(child.process.pid):
             child.stopped_since = 0.0
         elif not child.stopped_since:
             child.stopped_since = now
         beat = page["beat"] and max(page["beat"], self._floor)
-        return Look(
+        return ProcessStatus(
             rank=child.rank,
             pid=child.process.pid,
             phase=page.phase,
@@ -209,7 +219,7 @@ class Workers:
             typical=page["typical"],
         )
 
-    def first(self) -> Look | None:
+    def first(self) -> ProcessStatus | None:
         """Returns what the first process here did last."""
         return self._look(self._children[0]) if self._children else None
 

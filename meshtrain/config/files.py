@@ -16,7 +16,7 @@ from meshtrain.errors import ConfigError, did_you_mean
 ARGUMENTS = ("--config", "--workdir", "--simulate_devices", "--output", "--help")
 
 
-def load(path: str, overrides: Iterable[str] = ()) -> ConfigDict:
+def load_config(path: str, overrides: Iterable[str] = ()) -> ConfigDict:
     """Returns the config of a Python file with `get_config()`, after `--config.KEY=VALUE` overrides.
 
     A run's `config.json` can be read as well. Raises ConfigError with every override that does not fit.

@@ -1,19 +1,69 @@
-"""The sections of a config that are the trainer's own, each checked when it is made."""
+"""The settings of a run: one frozen tree of typed sections, each checked when it is made.
+
+Nothing here imports jax: a mistake in a config is reported before jax, flax or orbax are loaded.
+"""
 
 import math
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-import jax
-
-from meshtrain.errors import ConfigError, below, no_seed, not_one_of
-from meshtrain.parallel import xla as compiler
+from meshtrain.config import xla_presets
+from meshtrain.errors import ConfigError, choice_faults, minimum_faults, seed_faults
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 
+# Slowest link outermost: neighbours along `tensor` exchange the most and sit closest together.
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # to compute in
-KEPT_DTYPES = ("float32", "bfloat16", "float64")  # updates would be lost in float16's narrow range
+STORED_DTYPES = ("float32", "bfloat16", "float64")  # float16 would lose most updates
 REMAT = ("none", "full", "dots", "names:NAME,NAME")
-RATES = ("constant", "cosine", "linear", "wsd")
-KEPT = ("inputs", "residuals")
+LEARNING_RATE_SCHEDULES = ("constant", "cosine", "linear", "wsd")
+KEEP = ("inputs", "residuals")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Number of devices along each axis; at most one may be -1: all remaining devices."""
+
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def resolve(self, num_devices: int) -> "MeshConfig":
+        """Replaces the -1 and returns sizes whose product is `num_devices`, or raises ConfigError."""
+        sizes = asdict(self)
+        for axis, size in sizes.items():
+            if size < 1 and size != -1:
+                raise ConfigError(
+                    f"mesh.{axis}={size} is not an axis size; use 1 or more, or -1 for all remaining devices"
+                )
+        free = [axis for axis, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            raise ConfigError(
+                f"{' and '.join(f'mesh.{axis}' for axis in free)} are -1; only one axis may be"
+            )
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        product = " x ".join(
+            f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)
+        )
+        if free and num_devices % fixed:
+            raise ConfigError(
+                f"{product} needs a multiple of {fixed} devices for mesh.{free[0]}=-1 and there are {num_devices}; "
+                f"use sizes whose product divides {num_devices}, or --simulate_devices={fixed}"
+            )
+        if free:
+            sizes[free[0]] = num_devices // fixed
+        elif fixed != num_devices:
+            raise ConfigError(
+                f"{product or 'a mesh with all axes 1'} needs {fixed} devices and there are {num_devices}; "
+                f"use --simulate_devices={fixed}, or set one axis to -1"
+            )
+        return MeshConfig(**sizes)
 
 
 @dataclass(frozen=True)
@@ -32,18 +82,20 @@ class TrainConfig:
 
     def __post_init__(self):
         counts = ("num_microbatches", "log_every", "unroll")
-        faults = below(1, {f"train.{key}": getattr(self, key) for key in counts})
-        faults += below(0, {"train.steps": self.steps}) + no_seed("train.seed", self.seed)
-        faults += not_one_of("train.xla_preset", self.xla_preset, compiler.NAMES)
-        faults += not_one_of("train.dtype", self.dtype, DTYPES)
-        faults += not_one_of("train.param_dtype", self.param_dtype, KEPT_DTYPES)
-        faults += _without_x64(
+        faults = minimum_faults(1, {f"train.{key}": getattr(self, key) for key in counts})
+        faults += minimum_faults(0, {"train.steps": self.steps}) + seed_faults(
+            "train.seed", self.seed
+        )
+        faults += choice_faults("train.xla_preset", self.xla_preset, xla_presets.NAMES)
+        faults += choice_faults("train.dtype", self.dtype, DTYPES)
+        faults += choice_faults("train.param_dtype", self.param_dtype, STORED_DTYPES)
+        faults += _x64_faults(
             {f"train.{key}": getattr(self, key) for key in ("dtype", "param_dtype")}
         )
         if not self.remat.startswith("names:") or not all(
             self.remat.removeprefix("names:").split(",")
         ):
-            faults += not_one_of("train.remat", self.remat, REMAT)
+            faults += choice_faults("train.remat", self.remat, REMAT)
         if self.zero_stage not in range(4):
             faults.append(f"train.zero_stage={self.zero_stage}: use 0, 1, 2 or 3")
         if faults:
@@ -57,9 +109,9 @@ class PipelineConfig:
     keep: str
 
     def __post_init__(self):
-        faults = not_one_of("pipeline.schedule", self.schedule, SCHEDULES)
-        faults += not_one_of("pipeline.keep", self.keep, KEPT)
-        faults += below(1, {"pipeline.num_chunks": self.num_chunks})
+        faults = choice_faults("pipeline.schedule", self.schedule, SCHEDULES)
+        faults += choice_faults("pipeline.keep", self.keep, KEEP)
+        faults += minimum_faults(1, {"pipeline.num_chunks": self.num_chunks})
         if not faults and self.num_chunks > 1 and self.schedule != "interleaved":
             faults.append(
                 f"pipeline.num_chunks={self.num_chunks}: {self.schedule} has one chunk a stage; "
@@ -71,7 +123,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """What the trainer itself needs of the `optim` section; the builder gets the rest."""
+    """The keys of section `optim` that the trainer itself reads; the builder gets the others."""
 
     learning_rate: float
     schedule: str
@@ -82,10 +134,10 @@ class OptimConfig:
     moment_dtype: str
 
     def __post_init__(self):
-        faults = not_one_of("optim.schedule", self.schedule, RATES)
-        faults += not_one_of("optim.moment_dtype", self.moment_dtype, KEPT_DTYPES)
-        faults += _without_x64({"optim.moment_dtype": self.moment_dtype})
-        faults += below(
+        faults = choice_faults("optim.schedule", self.schedule, LEARNING_RATE_SCHEDULES)
+        faults += choice_faults("optim.moment_dtype", self.moment_dtype, STORED_DTYPES)
+        faults += _x64_faults({"optim.moment_dtype": self.moment_dtype})
+        faults += minimum_faults(
             0, {f"optim.{key}": getattr(self, key) for key in ("learning_rate", "warmup_steps")}
         )
         if self.learning_rate == math.inf:
@@ -107,7 +159,7 @@ class EvalConfig:
     batches: int
 
     def __post_init__(self):
-        if faults := below(0, {"eval.every": self.every, "eval.batches": self.batches}):
+        if faults := minimum_faults(0, {"eval.every": self.every, "eval.batches": self.batches}):
             raise ConfigError(*faults)
 
 
@@ -125,8 +177,8 @@ class CheckpointConfig:
 
     def __post_init__(self):
         counts = ("every", "every_minutes", "keep_every", "keep_best")
-        faults = below(0, {f"checkpoint.{key}": getattr(self, key) for key in counts})
-        faults += below(1, {"checkpoint.keep": self.keep})
+        faults = minimum_faults(0, {f"checkpoint.{key}": getattr(self, key) for key in counts})
+        faults += minimum_faults(1, {"checkpoint.keep": self.keep})
         if not all(self.init_only.split(",")):
             faults.append(
                 f"checkpoint.init_only={self.init_only!r}: use patterns such as layers/attention/*, "
@@ -143,7 +195,7 @@ class DivergenceConfig:
     rollback: bool
 
     def __post_init__(self):
-        faults = below(1, {"divergence.max_skips": self.max_skips})
+        faults = minimum_faults(1, {"divergence.max_skips": self.max_skips})
         if not self.spike > 0:
             faults.append(f"divergence.spike={self.spike}: use a positive number; inf sees none")
         if faults:
@@ -155,13 +207,63 @@ class HealthConfig:
     every: int
 
     def __post_init__(self):
-        if faults := below(0, {"health.every": self.every}):
+        if faults := minimum_faults(0, {"health.every": self.every}):
             raise ConfigError(*faults)
 
 
-def _without_x64(dtypes: dict[str, str]) -> list[str]:
+@dataclass(frozen=True)
+class BuildConfig:
+    """A section whose `build` names a function, and the keyword arguments to call it with."""
+
+    build: str  # "package.module:function"
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of a run. What they build is made by `config.build`."""
+
+    mesh: MeshConfig
+    rules: tuple  # ((logical name, mesh axes), ...)
+    train: TrainConfig
+    pipeline: PipelineConfig
+    model: BuildConfig
+    data: BuildConfig
+    optim: OptimConfig  # what the trainer itself reads
+    optimizer: BuildConfig  # the other keys of section `optim`
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    divergence: DivergenceConfig
+    health: HealthConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the sections as a config file has them, the mesh with resolved sizes."""
+        raw: dict[str, Any] = {}
+        for name in SECTIONS:
+            section = getattr(self, name)
+            if name == "rules":
+                raw[name] = section
+            elif isinstance(section, BuildConfig):
+                raw[name] = {"build": section.build, **section.options}
+            else:
+                raw[name] = asdict(section)
+        raw["optim"] = {"build": self.optimizer.build, **raw["optim"], **self.optimizer.options}
+        return raw
+
+
+SECTIONS = tuple(field.name for field in fields(Config) if field.name != "optimizer")
+
+
+def _x64_faults(dtypes: Mapping[str, str]) -> list[str]:
     return [
         f"{key}=float64: jax computes it in float32; set JAX_ENABLE_X64=1 as well"
         for key, dtype in dtypes.items()
-        if dtype == "float64" and not jax.config.jax_enable_x64
+        if dtype == "float64" and not _x64_enabled()
     ]
+
+
+def _x64_enabled() -> bool:
+    """jax's own answer where it is loaded; else that of the variable from which jax will take it."""
+    if "jax" in sys.modules:
+        return sys.modules["jax"].config.jax_enable_x64
+    return os.environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true", "t", "yes", "y", "on")

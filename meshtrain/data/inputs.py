@@ -183,7 +183,7 @@ def _separated(path: Path, how: Reading, begin: Place) -> Iterator[Record]:
         offset, number, pending = file.tell(), begin.number, [b""]
         while chunk := file.read(CHUNK):
             pending.append(chunk)
-            # Look where it may be: a long document is not gone through again and again.
+            # Look only where it may be: a long document is not gone through again and again.
             if separator not in b"".join(pending[-2:])[-len(chunk) - len(separator) :]:
                 continue
             *documents, left = b"".join(pending).split(separator)

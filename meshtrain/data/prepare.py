@@ -28,7 +28,6 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from meshtrain import cli
 from meshtrain.data import bpe, indexed, inputs, shards
 from meshtrain.data import prepared as manifest
 from meshtrain.data import tokenize as tokenising
@@ -36,13 +35,31 @@ from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data import validate as checking
 from meshtrain.data.inputs import Reading
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USER, ConfigError, below
+from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, minimum_faults
 
 EVERY = 10.0  # seconds between lines, where there is no terminal
 SHOWN = 5  # faults that are told before it stops
 
 
 def run(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("stopped; the same command resumes after the last finished shard", file=sys.stderr)
+        return EXIT_PREEMPTED
+    except BrokenProcessPool:
+        print(
+            "a worker was killed, perhaps because memory ran out; the same command resumes, "
+            "with fewer --num_workers if that is the reason",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    except OSError as error:
+        raise ConfigError(f"{error.filename or 'the files'}: {error.strerror}") from error
+
+
+def _run(args: argparse.Namespace) -> int:
     """Prepares, or verifies, as the flags say."""
     if args.verify:
         print(*checking.check(args.verify), sep="\n")
@@ -69,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    faults = below(1, {"--num_workers": args.num_workers, "--shard_tokens": args.shard_tokens})
+    faults = minimum_faults(
+        1, {"--num_workers": args.num_workers, "--shard_tokens": args.shard_tokens}
+    )
     if not args.inputs:
         faults.append("no input; give files or folders of text, .jsonl or .parquet")
     if args.output is None:
@@ -228,9 +247,7 @@ def _tell_end(output: Path, found: dict, seconds: float) -> None:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    flags = cli.plain_parser("prepare", __doc__)
+def add_flags(flags: argparse.ArgumentParser) -> None:
     add = flags.add_argument
     add("inputs", nargs="*", metavar="INPUT")
     add("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
@@ -247,26 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--num_workers", type=int, default=_cores(), metavar="N", help="default: %(default)s")
     add("--skip_bad", action="store_true", help="leave bad documents out, and go on")
     add("--verify", type=Path, metavar="DIR", help="check a prepared folder instead")
-    try:
-        return cli.told(lambda: run(flags.parse_args(argv)))
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last whole shard", file=sys.stderr)
-        return EXIT_PREEMPTED
-    except BrokenProcessPool:
-        print(
-            "a worker was killed, perhaps for want of memory; run the same command again, it goes on: "
-            "with fewer --num_workers, if that is why",
-            file=sys.stderr,
-        )
-        return EXIT_FAILED
-    except OSError as error:
-        print(f"{error.filename or 'the files'}: {error.strerror}", file=sys.stderr)
-        return EXIT_USER
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

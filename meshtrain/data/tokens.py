@@ -12,7 +12,7 @@ from meshtrain.data import packing as packings
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.permute import permute
 from meshtrain.data.source import Batch, Source
-from meshtrain.errors import ConfigError, below, not_one_of
+from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 
 ENTROPY_TOKENS = 1 << 26  # the unigram entropy is taken over at most so many
 BLOCK = 1 << 10  # samples whose rows are found at a time: they are mostly read one after the other
@@ -49,7 +49,7 @@ def build(
     `mixture` ((path, weight), ...), in place of `path`, takes samples of each by weight.
     """
     check_sizes(seq_len, vocab_size, seed)
-    faults = not_one_of("data.packing", packing, PACKINGS)
+    faults = choice_faults("data.packing", packing, PACKINGS)
     if not 0 <= heldout < 1:
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
     paths, weights = _check_mixture(path, mixture)
@@ -181,8 +181,8 @@ def _source(split: Split, read: Callable, vocab_size: int, size: int, kind: str)
 
 def check_sizes(seq_len: int, vocab_size: int, seed: int) -> None:
     """Raises ConfigError for sizes that no data has."""
-    faults = below(1, {"data.seq_len": seq_len, "data.vocab_size": vocab_size})
-    if faults := faults + below(0, {"data.seed": seed}):
+    faults = minimum_faults(1, {"data.seq_len": seq_len, "data.vocab_size": vocab_size})
+    if faults := faults + minimum_faults(0, {"data.seed": seed}):
         raise ConfigError(*faults)
 
 

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain import checkpoint, cli, huggingface
+from meshtrain import checkpoint, huggingface
 from meshtrain.checkpoint import arrays, manifest
-from meshtrain.cluster import distributed
+from meshtrain.cluster import distributed, environment, runtime
 from meshtrain.config import files as configfile
-from meshtrain.config.parse import bind, resolve
+from meshtrain.config.bind import bind
+from meshtrain.config.build import resolve
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json
@@ -48,7 +49,8 @@ def model_of(section: dict[str, Any]) -> Model:
     """Returns the model of a section; raises ConfigError with all that is wrong in it."""
     if section.get("build") != BUILD:
         raise ConfigError(f"model.build={section.get('build')}: only {BUILD} can be converted")
-    (build,), faults = bind("model", section, resolve(BUILD, key="model.build"))
+    options = {key: value for key, value in section.items() if key != "build"}
+    build, faults = bind("model", options, resolve(BUILD, key="model.build"))
     if faults:
         raise ConfigError(*faults)
     return build()
@@ -102,7 +104,7 @@ def take_in(source: Path, target: Path, args: argparse.Namespace) -> str:
 
 def run_config(path: str, section: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
     """Returns the config in a file with this model in it."""
-    config = configfile.load(path).to_dict()
+    config = configfile.load_config(path).to_dict()
     config["model"] = section
     config["train"]["param_dtype"] = config["optim"]["moment_dtype"] = dtype.name
     if "vocab_size" in config["data"]:
@@ -194,8 +196,8 @@ def appearing(target: Path) -> Iterator[Path]:
         raise
 
 
-def convert(args: argparse.Namespace) -> int:
-    """Converts as the flags want it."""
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
     source, target = args.source.resolve(), args.target.absolute()
     if os.path.lexists(target):
         raise ConfigError(f"{args.target}: is there already; use another TARGET, or remove it")
@@ -208,9 +210,7 @@ def convert(args: argparse.Namespace) -> int:
         )
     if ours:
         jax.config.update("jax_platforms", "cpu")  # parameter by parameter, nothing to compute
-    elif args.simulate_devices is not None:
-        cli.simulate(args.simulate_devices)
-    cli.start(args)
+    runtime.start(args)
     if ours and distributed.num_processes() > 1:
         raise ConfigError(f"{args.source}: one process is enough for a Hugging Face folder of it")
     try:
@@ -222,9 +222,7 @@ def convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    flags = cli.plain_parser("convert", __doc__)
+def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("source", type=Path, metavar="SOURCE")
     flags.add_argument("target", type=Path, metavar="TARGET")
     dtypes = ("float32", "bfloat16", "float16")
@@ -238,9 +236,4 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FILE",
         help="what a workdir's config has beside the model (default: %(default)s)",
     )
-    cli.add_devices(flags)
-    return cli.told(lambda: convert(flags.parse_args(argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    environment.add_flags(flags)

@@ -19,16 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import checkpoint, cli
+from meshtrain import checkpoint
 from meshtrain.cluster import distributed
-from meshtrain.config import parse as config
-from meshtrain.config.parse import Config
+from meshtrain.config import checks
+from meshtrain.config.build import build_data
+from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
-from meshtrain.errors import ConfigError, below
+from meshtrain.errors import ConfigError, minimum_faults
 from meshtrain.huggingface import convert
-from meshtrain.inference import restore as trained
+from meshtrain.inference import restore
 from meshtrain.models.base import Params
 from meshtrain.program import Program
 
@@ -91,9 +92,7 @@ def _once(source: Source) -> Source:
     return dataclasses.replace(source, read=read)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    flags = cli.plain_parser("evaluate", __doc__)
+def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--split",
         choices=("heldout", "train", "all"),
@@ -102,27 +101,28 @@ def main(argv: list[str] | None = None) -> int:
     )
     flags.add_argument("--batch", type=int, metavar="N", help="sequences at a time, on all devices")
     flags.add_argument("--max_batches", type=int, default=0, metavar="N", help="0: all of the data")
-    return cli.told(lambda: run(flags, argv))
 
 
-def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
-    args, cfg = cli.of_run(flags, argv, own=["data"])
+def run(args: argparse.Namespace, cfg: Config) -> int:
+    """Returns the exit code."""
     step = cfg.mesh.data * cfg.mesh.fsdp * cfg.train.num_microbatches
     global_batch = cfg.train.global_batch if args.batch is None else args.batch
-    faults = below(1, {"--batch": global_batch}) + below(0, {"--max_batches": args.max_batches})
+    faults = minimum_faults(1, {"--batch": global_batch}) + minimum_faults(
+        0, {"--max_batches": args.max_batches}
+    )
     if not faults and global_batch % step:
         faults.append(
             f"--batch={global_batch}: is no multiple of mesh.data={cfg.mesh.data} x mesh.fsdp={cfg.mesh.fsdp} x "
             f"train.num_microbatches={cfg.train.num_microbatches}"
         )
-    faults += config.check_positions(cfg.raw["model"], cfg.raw["data"])
+    faults += checks.position_faults(cfg)
     if faults:
         raise ConfigError(*faults)
     source = _source(cfg, args.split)
     if jax.process_index() == 0 and _other_tokenizer(cfg, checkpoint.workdir_of(args.workdir)):
         told = "was prepared with another tokenizer than the model's: its numbers say nothing"
-        print(f"data.path={cfg.raw['data']['path']}: {told}", file=sys.stderr)
-    program, params = trained.restore(cfg, args.workdir)
+        print(f"data.path={cfg.data.options['path']}: {told}", file=sys.stderr)
+    program, params = restore.restore(cfg, args.workdir)
     sizes = dict(global_batch=global_batch, max_batches=args.max_batches)
     measured = evaluate(program, params, source, **sizes)
     if jax.process_index() == 0:
@@ -135,23 +135,20 @@ def _other_tokenizer(cfg: Config, workdir: Path) -> bool:
     raw = json.loads((workdir / "config.json").read_text())
     digests = map(tokenizer.digest_in, convert.companions_of(workdir, raw))
     own = next(filter(None, digests), "")
-    new = tokenizer.digest_in(Path(cfg.raw["data"].get("path") or workdir))
+    new = tokenizer.digest_in(Path(cfg.data.options.get("path") or workdir))
     return bool(own and new) and own != new
 
 
 def _source(cfg: Config, split: str) -> Source:
     """Returns what is to be evaluated; raises ConfigError for data without an end."""
-    section = dict(cfg.raw["data"])
+    section = cfg.data
     if split == "all":
-        section, split = {**section, "heldout": 0.0}, "train"
-    source = config.build_data(section, split=split)
+        options, split = {**section.options, "heldout": 0.0}, "train"
+        section = dataclasses.replace(section, options=options)
+    source = build_data(section, split)
     if source.size is None:
         raise ConfigError(
-            f"data.build={section['build']}: this data says no size, so it has no end; of a mixture evaluate one "
+            f"data.build={section.build}: this data says no size, so it has no end; of a mixture evaluate one "
             f"after the other: --config.data.mixture='()' --config.data.path=PATH"
         )
     return source
-
-
-if __name__ == "__main__":
-    sys.exit(main())

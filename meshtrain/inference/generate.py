@@ -6,27 +6,23 @@ python -m meshtrain.inference.generate --workdir=runs/quickstart --prompt="def "
 import argparse
 import dataclasses
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 
-from meshtrain import checkpoint, cli
-from meshtrain.config.parse import Config
+from meshtrain import checkpoint
+from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import ConfigError, below
+from meshtrain.errors import ConfigError, minimum_faults
 from meshtrain.huggingface import convert
-from meshtrain.inference import restore as trained
-from meshtrain.inference import sampling
+from meshtrain.inference import restore, sampling
 
 BEFORE = 16  # tokens that a new one is decoded after
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    flags = cli.plain_parser("generate", __doc__)
+def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--prompt", action="append", metavar="TEXT", help="may be given several times"
     )
@@ -58,18 +54,18 @@ def main(argv: list[str] | None = None) -> int:
         action=argparse.BooleanOptionalAction,
         help="begin each prompt with the tokenizer's token for that (default: if the run's data does)",
     )
-    return cli.told(lambda: run(flags, argv))
 
 
-def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
-    args, cfg = cli.of_run(flags, argv, own=["data"])
+def run(args: argparse.Namespace, cfg: Config) -> int:
+    """Returns the exit code."""
     how = sampling.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    model = cfg.raw["model"]
+    model = cfg.model.options
     learned = model["max_seq_len"] if model.get("positions") == "learned" else None
     context = args.context
     if context is None:
-        context = min(cfg.raw["data"]["seq_len"], learned or cfg.raw["data"]["seq_len"])
-    faults = below(1, {"--length": args.length, "--context": context})
+        seq_len = cfg.data.options["seq_len"]
+        context = min(seq_len, learned or seq_len)
+    faults = minimum_faults(1, {"--length": args.length, "--context": context})
     if learned and context > learned:
         faults.append(f"--context={context}: is more than model.max_seq_len={learned} positions")
     if cfg.mesh.pipeline > 1:
@@ -84,7 +80,7 @@ def run(flags: argparse.ArgumentParser, argv: list[str] | None) -> int:
     prompts = [_encoded(words, text, first, size) for text in _prompts(args)]
     stop = [_token(words, text) for text in args.stop] or [words.eos]
     how = dataclasses.replace(how, vocab_size=words.vocab_size)
-    program, params = trained.restore(cfg, args.workdir)
+    program, params = restore.restore(cfg, args.workdir)
     options = dict(length=args.length, context=context, dtype=cfg.train.dtype)
     steps = sampling.generate(program, params, prompts, sampling=how, stop=stop, **options)
     if jax.process_index() == 0:
@@ -146,7 +142,7 @@ def _first(args: argparse.Namespace, cfg: Config, words: Tokenizer) -> list[int]
     """Returns what each prompt begins with: the tokenizer's bos, or nothing."""
     wanted = args.bos
     if wanted is None:
-        folders = convert.companions_of(checkpoint.workdir_of(args.workdir), cfg.raw)
+        folders = convert.companions_of(checkpoint.workdir_of(args.workdir), cfg.to_dict())
         wanted = any(map(tokenizer.begins_documents, folders))
     if wanted and words.bos is None:
         raise ConfigError(
@@ -186,8 +182,8 @@ def _token(words: Tokenizer, text: str) -> int:
 
 def _tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
     """Returns that of --tokenizer, of the workdir, of the prepared data, or bytes."""
-    size = cfg.raw["model"].get("vocab_size", 0)
-    folders = convert.companions_of(workdir, cfg.raw)
+    size = cfg.model.options.get("vocab_size", 0)
+    folders = convert.companions_of(workdir, cfg.to_dict())
     found = path or next(map(str, filter(tokenizer.is_in, folders)), None)
     if found is None and size > 256:
         raise ConfigError(
@@ -200,7 +196,3 @@ def _tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
             f"--tokenizer={found}: has {words.vocab_size} tokens, and model.vocab_size={size}; use the model's own"
         )
     return words
-
-
-if __name__ == "__main__":
-    sys.exit(main())

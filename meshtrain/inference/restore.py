@@ -6,7 +6,8 @@ from pathlib import Path
 
 from meshtrain import checkpoint
 from meshtrain.checkpoint import arrays
-from meshtrain.config.parse import Config
+from meshtrain.config.build import Parts, build_model, optimizer_builder
+from meshtrain.config.schema import Config
 from meshtrain.models.base import Params
 from meshtrain.program import Program, assemble
 
@@ -16,7 +17,7 @@ def restore(cfg: Config, path: Path) -> tuple[Program, Params]:
 
     `path` may also be one of its checkpoints. Each parameter is read to where the program wants it.
     """
-    program = assemble(cfg, cfg.model)
+    program = assemble(cfg, Parts(build_model(cfg), optimizer_builder(cfg)))
     directory, found = checkpoint.find(path, tell=partial(print, file=sys.stderr))
     wanted = program.abstract_state.params
     return program, arrays.restore_params(directory, found.arrays, wanted)[0]

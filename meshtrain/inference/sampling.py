@@ -12,7 +12,7 @@ import numpy as np
 
 from meshtrain import grads
 from meshtrain.data.source import Batch
-from meshtrain.errors import ConfigError, below, no_seed
+from meshtrain.errors import ConfigError, minimum_faults, seed_faults
 from meshtrain.models.base import Model, Params, Past
 from meshtrain.parallel import sharding
 from meshtrain.program import Program
@@ -33,8 +33,8 @@ class Sampling:
     vocab_size: int = 0  # of the first so many, those that the tokenizer has; 0: all
 
     def __post_init__(self):
-        faults = below(0, {"--temperature": self.temperature, "--top_k": self.top_k})
-        faults += no_seed("--seed", self.seed)
+        faults = minimum_faults(0, {"--temperature": self.temperature, "--top_k": self.top_k})
+        faults += seed_faults("--seed", self.seed)
         if not 0 < self.top_p <= 1:
             faults.append(f"--top_p={self.top_p}: use a number above 0, up to 1")
         if not math.isfinite(self.temperature):

@@ -18,7 +18,7 @@ from meshtrain.parallel.sharding import constrain
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, F feed-forward
 
 
-def bell(std: float) -> nnx.Initializer:
+def normal_initializer(std: float) -> nnx.Initializer:
     """Draws from nearly a normal distribution of this standard deviation, cut off at 3.46 times it.
 
     The sum of four 16-bit uniform integers, then one multiplication: no rounding depends on how XLA
@@ -46,7 +46,9 @@ def dense(
         axis=tuple(range(-num_in, 0)),
         use_bias=bias,
         dot_general=flat_dot_general,
-        kernel_init=bell(scale * math.prod(dims_in if num_in > 1 else (dims_in,)) ** -0.5),
+        kernel_init=normal_initializer(
+            scale * math.prod(dims_in if num_in > 1 else (dims_in,)) ** -0.5
+        ),
         kernel_metadata={"out_sharding": axes},
         bias_metadata={"out_sharding": axes[num_in:]},
         rngs=rngs,
@@ -69,7 +71,7 @@ def flat_dot_general(x, kernel, dimension_numbers, **options):
 
 def embedding(rngs: nnx.Rngs, num: int, dim: int, *, axes) -> nnx.Embed:
     """A table of `num` vectors, standard deviation 0.02 as in GPT-2."""
-    init = bell(0.02)
+    init = normal_initializer(0.02)
     return nnx.Embed(
         num, dim, embedding_init=init, embedding_metadata={"out_sharding": axes}, rngs=rngs
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshtrain.errors import ConfigError, below, not_one_of
+from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 from meshtrain.models.layers import frequencies
 from meshtrain.ops import attention
 
@@ -98,9 +98,11 @@ def _wrong_alone(c: TransformerConfig) -> list[str]:
     none_or_more += ("attention_softcap", "logit_softcap", "loss_chunk_mib")
     faults = []
     for key, names in choices.items():
-        faults += not_one_of(f"model.{key}", getattr(c, key), names)
-    faults += below(1, {f"model.{key}": getattr(c, key) for key in (*counts, "max_seq_len")})
-    faults += below(0, {f"model.{key}": getattr(c, key) for key in none_or_more})
+        faults += choice_faults(f"model.{key}", getattr(c, key), names)
+    faults += minimum_faults(
+        1, {f"model.{key}": getattr(c, key) for key in (*counts, "max_seq_len")}
+    )
+    faults += minimum_faults(0, {f"model.{key}": getattr(c, key) for key in none_or_more})
     faults += [
         f"model.{key}={getattr(c, key)}: use more than 0"
         for key in ("norm_epsilon", "rope_theta", "embed_scale")

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.cluster import distributed
-from meshtrain.cluster.progress import Page
-from meshtrain.config.schema import HealthConfig
-from meshtrain.parallel.mesh import AXES
+from meshtrain.cluster.progress import ProgressPage
+from meshtrain.config.schema import AXES, HealthConfig
 
 SLOW = 0.75  # of the median speed: slower ones are told (as in NVIDIA's resiliency extension)
 IN_A_ROW = 3  # checks; once is a hiccup
@@ -37,7 +36,7 @@ class Check:
         self,
         settings: HealthConfig,
         mesh: jax.sharding.Mesh,
-        page: Page,
+        page: ProgressPage,
         *,
         event: Callable[..., None],
         line: Callable[[str], None],

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 
 from meshtrain import state as states
-from meshtrain.config.parse import Config
+from meshtrain.config.schema import AXES, Config
 from meshtrain.data.source import Batch, Source
 from meshtrain.models.base import Model
-from meshtrain.parallel.mesh import AXES
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 from meshtrain.program import Program
 

@@ -15,7 +15,7 @@ import jax
 import rich.console
 import rich.progress
 
-from meshtrain.config.parse import Config
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
 from meshtrain.monitor.summary import Units
 

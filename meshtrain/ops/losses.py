@@ -6,9 +6,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from meshtrain.config.schema import AXES
 from meshtrain.metrics import Metrics, weighted
 from meshtrain.parallel import sharding
-from meshtrain.parallel.mesh import AXES
 
 # B batch, S sequence, D model, V vocabulary, N slices of the batch, C chunks, T tokens of a chunk
 
@@ -61,7 +61,7 @@ def in_chunks(
         return loss(kernel_DV, (x_BSD, targets_BS, weights_BS))
 
     def of_slice(kernel_DV, parts):
-        with sharding.apart(axes):
+        with sharding.partial_axes(axes):
             return _summed(loss, kernel_DV, parts)
 
     def cut(leaf):

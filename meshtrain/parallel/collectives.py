@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from meshtrain.cluster import distributed
-from meshtrain.errors import ConfigError, not_one_of
+from meshtrain.errors import ConfigError, choice_faults
 
 OPS = ("sum", "mean", "max", "min")
 
@@ -70,10 +70,10 @@ def _run(name: str, option: Any, value: Any, axis: str | None, mesh: Any) -> Any
     axis = "process" if over_processes else axis
     if mesh.empty:
         raise ConfigError(f"axis={axis!r} and no mesh; give mesh=, or use jax.set_mesh first")
-    faults = not_one_of("axis", axis, mesh.axis_names)
+    faults = choice_faults("axis", axis, mesh.axis_names)
     num, reduces = mesh.shape.get(axis, 1), name in ("all_reduce", "reduce_scatter")
     if reduces:
-        faults += not_one_of("op", option, OPS)
+        faults += choice_faults("op", option, OPS)
     elif name == "broadcast" and option not in range(num):
         faults += [f"root={option}: use one of the {num} members, from 0"]
     if faults:

@@ -1,59 +1,11 @@
 """The device mesh: six named axes, always all of them, so that nothing asks whether one exists."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 import jax
 from jax.experimental import mesh_utils
 
-from meshtrain.errors import ConfigError
-
-# Slowest link outermost: neighbours along `tensor` exchange the most and sit closest together.
-AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-
-
-@dataclass(frozen=True)
-class MeshConfig:
-    """Number of devices along each axis; at most one may be -1, which takes all that are left."""
-
-    data: int = 1
-    fsdp: int = 1
-    expert: int = 1
-    pipeline: int = 1
-    context: int = 1
-    tensor: int = 1
-
-    def resolve(self, num_devices: int) -> "MeshConfig":
-        """Fills in the -1 and returns sizes whose product is `num_devices`, or raises ConfigError."""
-        sizes = asdict(self)
-        for axis, size in sizes.items():
-            if size < 1 and size != -1:
-                raise ConfigError(
-                    f"mesh.{axis}={size} is no axis size; use 1 or more, or -1 for all that are left"
-                )
-        free = [axis for axis, size in sizes.items() if size == -1]
-        if len(free) > 1:
-            raise ConfigError(
-                f"{' and '.join(f'mesh.{axis}' for axis in free)} are -1; only one axis may be"
-            )
-        fixed = math.prod(size for size in sizes.values() if size != -1)
-        product = " x ".join(
-            f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)
-        )
-        if free and num_devices % fixed:
-            raise ConfigError(
-                f"{product} needs a multiple of {fixed} devices for mesh.{free[0]}=-1 and there are {num_devices}; "
-                f"use sizes whose product divides {num_devices}, or --simulate_devices={fixed}"
-            )
-        if free:
-            sizes[free[0]] = num_devices // fixed
-        elif fixed != num_devices:
-            raise ConfigError(
-                f"{product or 'a mesh without axes above 1'} makes {fixed} devices and there are {num_devices}; "
-                f"use --simulate_devices={fixed}, or set one axis to -1"
-            )
-        return MeshConfig(**sizes)
+from meshtrain.config.schema import AXES, MeshConfig
 
 
 def make_mesh(

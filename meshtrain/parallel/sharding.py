@@ -109,14 +109,14 @@ def num_shards(name: str, size: int) -> int:
 
 
 @contextlib.contextmanager
-def apart(axes: Sequence[str]) -> Iterator[None]:
+def partial_axes(axes: Sequence[str]) -> Iterator[None]:
     """Within it `constrain` says nothing of these mesh axes: each of their slices works by itself."""
     rules = _active_rules.get()
     with use_rules(rules and without(rules, *axes)):
         yield
 
 
-def cleared(place: NamedSharding, axes: Sequence[str]) -> NamedSharding:
+def without_axes(place: NamedSharding, axes: Sequence[str]) -> NamedSharding:
     """Returns a sharding without these mesh axes."""
     kept = (tuple(axis for axis in axes_of(dim) if axis not in axes) for dim in place.spec)
     return NamedSharding(place.mesh, PartitionSpec(*(dim or None for dim in kept)))

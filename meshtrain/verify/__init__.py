@@ -1,35 +1,23 @@
-"""Proves a model's parallelism: in float64, every layout takes the same steps as one device.
-
-  meshtrain verify --config=configs/quickstart.py --simulate_devices=8
-
-Layouts hold every pair of: sizes of mesh axes, ZeRO stages, numbers of micro-batches, remat, pipeline
-schedules, packed rows, token weights, sequence-sharded residuals, a loss scale. Each runs the trainer's
-own step, and is compared with plain maths (meshtrain/verify/reference_step.py) in loss, gradients, norm, parameters
-and optimizer state.
-The model's sizes are made small, its structure stays. Exit code 1: something differs, and is named.
-"""
+"""Proves a model's parallelism: in float64, every layout takes the same steps as one device."""
 
 import copy
 import dataclasses
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from meshtrain import cli
 from meshtrain import state as states
-from meshtrain.config import parse as config
+from meshtrain.config.build import Parts, optimizer_builder
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import AXES
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Source
-from meshtrain.errors import ConfigError, not_one_of
+from meshtrain.errors import ConfigError, choice_faults
 from meshtrain.models.base import Model
 from meshtrain.parallel import sharding
-from meshtrain.parallel.mesh import AXES
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
 from meshtrain.step import Report
@@ -64,7 +52,7 @@ def verify(
     as it is. `without` names what the model is not made for: "packing", where it ignores
     `batch.segments`, or another of OPTIONAL. Raises ConfigError for what the user has to change.
     """
-    if faults := [fault for name in without for fault in not_one_of("without", name, OPTIONAL)]:
+    if faults := [fault for name in without for fault in choice_faults("without", name, OPTIONAL)]:
         raise ConfigError(*faults)
     with jax.enable_x64(True):
         subject = Subject(settings, model, data, keep_sizes=keep_sizes)
@@ -115,10 +103,10 @@ def _program(subject: Subject, row: Row) -> Program:
         raw["pipeline"].update({key: row[key] for key in ("schedule", "num_chunks", "keep")})
     if row["sequence_parallel"]:
         raw["rules"] = (("residual_seq", ("context", "tensor")), *raw["rules"])
-    cfg = config.parse(raw, num_devices=jax.device_count(), own=["model", "data"])
-    build = cfg.build_optimizer
-    keeping = dataclasses.replace(cfg, build_optimizer=lambda rate: keep_gradients(build(rate)))
-    return assemble(keeping, subject.model)
+    cfg = parse(raw, num_devices=jax.device_count())
+    make = optimizer_builder(cfg)
+    parts = Parts(subject.model, lambda schedule: keep_gradients(make(schedule)))
+    return assemble(cfg, parts)
 
 
 def _compare(
@@ -151,7 +139,7 @@ def _compare(
         step = scaled.compile(batches[0])
         born = program.start(subject.raw["train"]["seed"]).params
         fault = compared({"start": jax.device_get(born)}, {"start": subject.start.params}, BORN)
-        state = jax.device_put(start, states.places_of(scaled.abstract_state))
+        state = jax.device_put(start, states.shardings_of(scaled.abstract_state))
         held_out = evaluate(state.params, batches[0]).mean()
         fault = fault or compared({"evaluation": held_out}, {"evaluation": due[0].means})
         for number, (batch, expected) in enumerate(zip(batches, due, strict=True)):
@@ -202,9 +190,9 @@ def _misplaced(program: Program, zero_stage: int) -> str | None:
         return f"rows of the batch are cut over {cut}, not over data and fsdp"
     state, first = program.abstract_state, dict(reversed(program.rules))
     trees = {
-        "parameters": (3, states.places_of(state.params)),
+        "parameters": (3, states.shardings_of(state.params)),
         "gradients": (2, program.grad_shardings),
-        "moments": (1, states.places_of(state.opt_state[0])),
+        "moments": (1, states.shardings_of(state.opt_state[0])),
     }
     names = jax.tree.leaves(program.model.axes, is_leaf=lambda node: isinstance(node, tuple))
     leaves = jax.tree.leaves_with_path(state.params)
@@ -217,40 +205,3 @@ def _misplaced(program: Program, zero_stage: int) -> str | None:
                 how = "cut" if is_cut else "whole"
                 return f"{kind} {certificate.name_of(path)}: {how} over fsdp at ZeRO stage {zero_stage}"
     return None
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return cli.told(lambda: run(argv))
-
-
-def run(argv: list[str] | None) -> int:
-    flags = cli.parser("verify", __doc__)
-    flags.add_argument("--quick", action="store_true", help=f"only the {QUICK} fullest layouts")
-    flags.add_argument("--keep_sizes", action="store_true", help="do not make the model small")
-    flags.add_argument(
-        "--without", default="", metavar="NAME,...", help=f"leave out: {', '.join(OPTIONAL)}"
-    )
-    flags.add_argument(
-        "--output",
-        type=Path,
-        default=Path("certificate"),
-        metavar="DIR",
-        help="for verify.json, .md",
-    )
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY_COMPILED}"
-    args, settings = cli.settings(flags, argv)
-    without = [name for name in args.without.split(",") if name]
-    began = time.perf_counter()
-    found = verify(settings, quick=args.quick, keep_sizes=args.keep_sizes, without=without)
-    found.write(args.output)
-    failed = sum(result.fault is not None for result in found.results) + len(found.broken_laws)
-    verdict = f"{failed} FAILED" if failed else "all equal to one device"
-    print(
-        f"{verdict} · {time.perf_counter() - began:.0f} s · written to {args.output}/verify.md and .json"
-    )
-    return EXIT_DIFFERS if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

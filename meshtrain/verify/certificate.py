@@ -12,7 +12,7 @@ import jax
 import jaxlib
 import numpy as np
 
-from meshtrain.parallel.mesh import AXES
+from meshtrain.config.schema import AXES
 from meshtrain.verify.covering import Row
 
 Trees = dict[str, Any]  # kind of value -> pytree of arrays

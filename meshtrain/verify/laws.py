@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain import optim
-from meshtrain.config.schema import RATES, OptimConfig
+from meshtrain.config.schema import LEARNING_RATE_SCHEDULES, OptimConfig
 from meshtrain.data.source import Batch, Source
 from meshtrain.models import transformer
 from meshtrain.models.base import Model, Params
@@ -119,7 +119,7 @@ def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
     model, random = transformer.build(**c), np.random.default_rng(0)
     born = reference.run(model.init, jax.random.key(0))
     leaves = {certificate.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(born)}
-    spreads = plain.spreads(c)
+    spreads = plain.initial_stddevs(c)
     if wrong := sorted(spreads.keys() ^ leaves.keys()):
         return f"{wrong[0]} is {'missing' if wrong[0] in spreads else 'too much'}"
     for name, leaf in leaves.items():
@@ -159,7 +159,7 @@ def adamw(c: Mapping[str, Any]) -> str | None:
 def schedule(c: Mapping[str, Any]) -> str | None:
     """Learning rates of each kind of schedule are those of its formula."""
     keys, steps = [field.name for field in fields(OptimConfig)], 20
-    for kind in RATES:
+    for kind in LEARNING_RATE_SCHEDULES:
         for warmup in (0, 5):
             section = {**c, "schedule": kind, "warmup_steps": warmup}
             rates = optim.make_schedule(OptimConfig(**{k: section[k] for k in keys}), steps=steps)

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 
-from meshtrain.config import parse as config
-from meshtrain.config.schema import KEPT
-from meshtrain.parallel.mesh import AXES, MeshConfig
+from meshtrain.config import checks
+from meshtrain.config.schema import AXES, KEEP, MeshConfig
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 from meshtrain.verify.covering import Row
 from meshtrain.verify.subject import Subject
@@ -17,7 +16,7 @@ from meshtrain.verify.subject import Subject
 def possible(subject: Subject, without: Iterable[str] = ()) -> Iterator[Row]:
     """Yields every layout of the devices that there are, with everything that it may vary."""
     num = jax.device_count()
-    axes = [axis for axis in AXES if axis not in config.NOT_YET]
+    axes = [axis for axis in AXES if axis not in checks.UNSUPPORTED_AXES]
     divisors = [size for size in range(1, num + 1) if num % size == 0]
 
     def yes_no(possible: bool, name: str = "") -> list[bool]:
@@ -57,13 +56,15 @@ def _pipelines(subject: Subject, sizes: Mapping[str, int]) -> list[Row]:
     num_layers = len(jax.tree.leaves(subject.start.params["layers"])[0])
     return [
         dict(zip(keys, (schedule, chunks, keep), strict=True))
-        for schedule, keep in itertools.product(SCHEDULES, KEPT)
+        for schedule, keep in itertools.product(SCHEDULES, KEEP)
         for chunks in ([2] if schedule == "interleaved" else [1])
-        if not config.uneven_layers(num_layers, sizes["pipeline"], chunks)
+        if not checks.layer_faults(num_layers, sizes["pipeline"], chunks)
     ]
 
 
 def _faults(subject: Subject, layout: Row) -> list[str]:
-    train = {**subject.raw["train"], "num_microbatches": layout["num_microbatches"]}
     mesh = MeshConfig(**{axis: layout[axis] for axis in AXES if axis in layout})
-    return config.check_layout(mesh, train, {}, subject.raw["model"])
+    sizes = {"num_microbatches": layout["num_microbatches"], "global_batch": subject.global_batch}
+    return checks.batch_faults(mesh, **sizes) + checks.tensor_faults(
+        subject.raw["model"], mesh.tensor
+    )

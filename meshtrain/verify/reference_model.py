@@ -122,7 +122,7 @@ def _norm(x: jax.Array, p: Params, c: Section) -> jax.Array:
     return x + jnp.broadcast_to(p["bias"], x.shape) if "bias" in p else x
 
 
-def spreads(c: Section) -> dict[str, float]:
+def initial_stddevs(c: Section) -> dict[str, float]:
     """Returns the standard deviation that each parameter of a `model` section starts with, by its path."""
     inward, outward = c["d_model"] ** -0.5, (2 * c["num_layers"]) ** -0.5
     heads = c["num_heads"] * c["head_dim"] if c["head_dim"] else c["d_model"]

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,12 +11,14 @@ import numpy as np
 import optax
 
 from meshtrain import optim
-from meshtrain.config import parse as config
+from meshtrain.config.build import Parts, build, build_model
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import AXES, MeshConfig
+from meshtrain.data import synthetic
 from meshtrain.data.source import Batch, Source
 from meshtrain.data.tokens import to_batch
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
-from meshtrain.parallel.mesh import AXES, MeshConfig
 from meshtrain.program import assemble
 from meshtrain.verify import reference_step as reference
 
@@ -38,27 +39,28 @@ class Subject:
         keep_sizes: bool,
     ):
         raw = copy.deepcopy(settings.to_dict() if hasattr(settings, "to_dict") else dict(settings))
-        own = [name for name, given in (("model", model), ("data", data)) if given is not None]
-        _check_as_it_is(raw, [*own, "data"])
+        _check_unchanged(raw, model)
         if not keep_sizes and model is None:
             shrink(raw)
         prepare(raw, jax.device_count())
-        cfg = config.parse(raw, num_devices=jax.device_count(), own=own)
+        cfg = parse(raw, num_devices=jax.device_count())
+        parts = build(cfg, model=model, data=data)
         self.raw, self.global_batch = raw, cfg.train.global_batch
         self.name = "your model" if model else raw["model"]["build"]
-        self.model = without_dropout(model or cfg.model)
-        self.samples = read(cfg.train_data if data is None else data, STEPS * self.global_batch)
+        self.model = without_dropout(parts.model)
+        self.samples = read(parts.train_data, STEPS * self.global_batch)
         self.rows = _rows_of(self.samples)
         ours = data is None and raw["data"]["build"].startswith("meshtrain.data.")
         self.is_shifted_by_us = (
             ours and self.is_text
         )  # so that each target has to be the next token
         schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
-        optimizer = cfg.build_optimizer(schedule)
-        keeping = dataclasses.replace(
-            cfg, mesh=MeshConfig(), build_optimizer=lambda _: keep_gradients(optimizer)
+        optimizer = parts.make_optimizer(schedule)
+        program = assemble(
+            dataclasses.replace(cfg, mesh=MeshConfig()),
+            Parts(self.model, lambda _: keep_gradients(optimizer)),
+            devices=jax.devices()[:1],
         )
-        program = assemble(keeping, self.model, devices=jax.devices()[:1])
         with program.active():
             self.start = jax.device_get(program.start(cfg.train.seed))
         self._step = jax.jit(reference.make_step(self.model, optimizer, schedule))
@@ -119,10 +121,11 @@ class Subject:
         ]
 
 
-def _check_as_it_is(raw: dict[str, Any], own: list[str]) -> None:
-    """Raises ConfigError for faults of the config itself, whose mesh may need more devices than there are."""
-    sizes = [size for size in raw.get("mesh", {}).values() if isinstance(size, int) and size > 0]
-    config.parse(raw, num_devices=max(jax.device_count(), math.prod(sizes)), own=own)
+def _check_unchanged(raw: dict[str, Any], model: Model | None) -> None:
+    """Raises ConfigError for faults of the config as the user wrote it, whatever devices there are."""
+    cfg = parse(raw)
+    if model is None:
+        build_model(cfg)
 
 
 def shrink(raw: dict[str, Any]) -> None:
@@ -148,8 +151,8 @@ def shrink(raw: dict[str, Any]) -> None:
 
 def prepare(raw: dict[str, Any], num_devices: int) -> None:
     """Sets what a proof needs: float64, a batch that every layout divides, tokens without a file."""
-    if raw["data"].get("build") == "meshtrain.data.tokens:build":
-        raw["data"].update(build="meshtrain.data.synthetic:build", separator=-1)
+    if raw["data"]["build"] == synthetic.FROM_FILES:
+        raw["data"].update(build=synthetic.HERE, separator=-1)
     if raw["model"].get("attention_impl") == "cudnn":  # which has no float64
         raw["model"].update(attention_impl="auto")
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}

@@ -4,6 +4,7 @@ import jax
 import pytest
 from conftest import tiny_config
 
+from meshtrain import cli
 from meshtrain.analysis import audit
 from meshtrain.ops import losses
 from meshtrain.parallel import sharding
@@ -87,7 +88,7 @@ def test_the_command_says_all_of_it_for_a_product_of_axes(capsys):
     mesh = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
     model = ["--config.model.num_layers=2", "--config.model.d_model=64", "--config.model.d_ff=96"]
     # No token file: configs/default.py names none, and none is needed.
-    assert audit.main(["--config=configs/default.py", *mesh, *model]) == 0
+    assert cli.main("audit", ["--config=configs/default.py", *mesh, *model]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert max(map(len, printed)) <= 100 and printed[-1] == "no warnings"
     ratios = {line.split()[0]: float(line.split()[3]) for line in printed[4:7]}
@@ -137,6 +138,6 @@ def test_a_table_that_no_rule_cuts_and_an_axis_without_work_are_told():
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, line, capsys):
-    assert audit.main(["--config=configs/default.py", *arguments]) == 2
+    assert cli.main("audit", ["--config=configs/default.py", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and line in printed.err.splitlines()[0]

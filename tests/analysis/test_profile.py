@@ -7,6 +7,7 @@ import jax
 import pytest
 from conftest import tiny_config
 
+from meshtrain import cli
 from meshtrain.analysis import profile
 from meshtrain.analysis.profile import label, trace
 from meshtrain.analysis.profile import text as report
@@ -263,6 +264,6 @@ def test_a_wrong_flag_is_told_in_a_line_before_anything_is_compiled(
     monkeypatch.setattr("meshtrain.program.Program.compile", None)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config().to_dict()))
     flags = f"--config={tmp_path}/config.json", f"--output={tmp_path}", flag.format(tmp_path)
-    assert profile.main(flags) == 2
+    assert cli.main("profile", [*flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line

@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 import pytest
 
 from meshtrain import __main__ as command
-from meshtrain.analysis import drawing, schedule
+from meshtrain import cli
+from meshtrain.analysis import drawing
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -114,7 +115,7 @@ def test_every_chunk_has_a_name_of_its_own():
 def test_a_wrong_flag_is_told_in_a_line(monkeypatch, tmp_path, capsys, changes, told):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.svg").mkdir()
-    assert schedule.main(flags(**{"name": "1f1b", "P": 4, "M": 8, **changes})) == 2
+    assert cli.main("schedule", flags(**{"name": "1f1b", "P": 4, "M": 8, **changes})) == 2
     assert capsys.readouterr() == ("", told + "\n")
     assert [path.name for path in tmp_path.iterdir()] == ["d.svg"]
 
@@ -136,7 +137,7 @@ def boxes(root, kind):
 )
 def test_the_drawing_has_a_box_for_each_piece_of_work(tmp_path, capsys, name, P, M, V):
     path = tmp_path / "x.svg"
-    assert schedule.main(flags(name, P, M, V, path)) == 0
+    assert cli.main("schedule", flags(name, P, M, V, path)) == 0
     table, root = SCHEDULES[name](P, M, V), ElementTree.parse(path).getroot()
     forward, backward = boxes(root, "forward"), boxes(root, "backward")
     unit = forward[0][2]

@@ -16,10 +16,10 @@ from test_divergence import line_fit, squares
 from test_train import assert_bit_equal, losses, quick, rows
 
 import meshtrain
-from meshtrain import __main__, checkpoint
-from meshtrain.checkpoint import __main__ as verb
+from meshtrain import __main__, checkpoint, cli
 from meshtrain.checkpoint import arrays, lock, manifest, saver
 from meshtrain.checkpoint.manifest import BadCheckpoint
+from meshtrain.train import train
 
 slow = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def saving(steps, every=2, **settings):
 def whole(tmp_path_factory):
     """A run of six steps, with checkpoints of steps 2, 4 and 6; not to be changed."""
     workdir = tmp_path_factory.mktemp("whole")
-    meshtrain.train(saving(6), workdir=workdir)
+    train(saving(6), workdir=workdir)
     return workdir
 
 
@@ -148,7 +148,7 @@ def rewrite(directory, **fields):
 
 def test_a_run_goes_on_from_the_newest_good_one_and_sets_the_bad_aside(workdir, whole, capsys):
     flip(largest_file(checkpoints(workdir) / "6"))
-    result = meshtrain.train(saving(6), workdir=workdir)
+    result = train(saving(6), workdir=workdir)
     line = next(
         line for line in capsys.readouterr().out.splitlines() if "fails its checksum" in line
     )
@@ -165,15 +165,15 @@ def test_no_good_one_is_no_new_start_unless_told(workdir, capsys):
         flip(largest_file(checkpoints(workdir) / str(step)))
     for _ in range(2):
         with pytest.raises(meshtrain.ConfigError, match="--from_scratch") as error:
-            meshtrain.train(saving(6), workdir=workdir)
+            train(saving(6), workdir=workdir)
         assert len(error.value.faults) == 4 and manifest.steps(checkpoints(workdir)) == [6, 4, 2]
-    result = meshtrain.train(saving(2), workdir=workdir, from_scratch=True)
+    result = train(saving(2), workdir=workdir, from_scratch=True)
     assert result.step == 2 and events(workdir, "start")[-1]["step"] == 0
     aside = {path.name for path in (checkpoints(workdir) / "quarantine").iterdir()}
     assert aside == {"2", "4", "6"}
     shutil.rmtree(checkpoints(workdir) / "2")
     with pytest.raises(meshtrain.ConfigError, match="set aside before"):
-        meshtrain.train(saving(2), workdir=workdir)
+        train(saving(2), workdir=workdir)
 
 
 def test_what_a_killed_save_left_is_no_checkpoint_and_is_removed(workdir):
@@ -184,7 +184,7 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_is_removed(workdir):
     for path in mine:
         path.mkdir()
     assert manifest.steps(checkpoints(workdir)) == [6, 4, 2]
-    meshtrain.train(saving(6), workdir=workdir)
+    train(saving(6), workdir=workdir)
     assert not [*checkpoints(workdir).glob("[0-9].partial")] and not events(workdir, "quarantine")
     assert all(path.is_dir() for path in mine)
 
@@ -213,7 +213,7 @@ def test_a_data_source_that_fails_loses_no_step(tmp_path):
 
     model = meshtrain.from_nnx(line_fit, squares)
     with pytest.raises(meshtrain.ConfigError, match="the iterable ended"):
-        meshtrain.train(quick(steps=20), workdir=tmp_path, model=model, data=once())
+        train(quick(steps=20), workdir=tmp_path, model=model, data=once())
     assert manifest.steps(checkpoints(tmp_path)) == [5] and len(losses(tmp_path)) == 5
 
 
@@ -224,7 +224,7 @@ def test_an_optimizer_whose_state_cannot_be_kept_is_refused(tmp_path):
         for key in ("b1", "b2", "epsilon", "weight_decay", "no_decay"):
             del c.optim[key]
     with pytest.raises(meshtrain.ConfigError, match="optim.build: opt_state.* is a typed PRNG key"):
-        meshtrain.train(c, workdir=tmp_path)
+        train(c, workdir=tmp_path)
 
 
 def noisy(learning_rate):
@@ -258,14 +258,14 @@ def test_retention_keeps_the_newest_every_nth_and_the_best(whole):
 def test_a_run_keeps_what_it_is_told_to_and_saves_by_the_clock(tmp_path):
     c = saving(7, every=1, keep_every=3)
     c.checkpoint.keep = 1
-    meshtrain.train(c, workdir=tmp_path / "a")
+    train(c, workdir=tmp_path / "a")
     assert manifest.steps(checkpoints(tmp_path / "a")) == [7, 6, 3]
-    meshtrain.train(saving(3, every=0, every_minutes=1e-9), workdir=tmp_path / "b")
+    train(saving(3, every=0, every_minutes=1e-9), workdir=tmp_path / "b")
     assert manifest.steps(checkpoints(tmp_path / "b")) == [3, 2, 1, 0]
     c = saving(6, every=1, keep_best=1)
     c.checkpoint.keep, c.optim.learning_rate = 1, 0.3  # the held-out loss goes up and down
     c.eval.update(every=1, batches=1)
-    result = meshtrain.train(c, workdir=tmp_path / "c")
+    result = train(c, workdir=tmp_path / "c")
     measured = {row["step"]: row["eval_loss"] for row in rows(tmp_path / "c") if "eval_loss" in row}
     measured[6] = result.eval_loss
     best = min(measured, key=measured.get)
@@ -284,7 +284,7 @@ def test_a_save_that_fails_is_told_tried_again_and_stops_nothing(tmp_path, monke
 
     monkeypatch.setattr(shutil, "disk_usage", full)
     monkeypatch.setattr(saver, "FIRST_WAIT", 1e-3)
-    result = meshtrain.train(saving(8, every=2), workdir=tmp_path)
+    result = train(saving(8, every=2), workdir=tmp_path)
     assert result.step == 8 and len(losses(tmp_path)) == 8
     failed = events(tmp_path, "save_failed")
     assert [row["step"] for row in failed] == [4, 5] and "MB needed" in failed[0]["error"]
@@ -306,8 +306,8 @@ def test_an_error_while_writing_is_noticed_and_the_newest_good_one_stays(tmp_pat
     monkeypatch.setattr(manifest, "commit", commit)
     c = saving(8, every=4)
     c.checkpoint.keep, c.train.steps = 1, 5
-    meshtrain.train(saving(2), workdir=tmp_path)
-    meshtrain.train(c, workdir=tmp_path)
+    train(saving(2), workdir=tmp_path)
+    train(c, workdir=tmp_path)
     (failed,) = events(tmp_path, "save_failed")
     assert failed["step"] == 4 and "No space left" in failed["error"]
     assert calls == [(2, []), (4, [2]), (5, [2])] and manifest.steps(checkpoints(tmp_path)) == [5]
@@ -322,18 +322,18 @@ def test_a_last_save_that_never_works_is_told_and_loses_nothing(workdir, monkeyp
 
     monkeypatch.setattr(manifest, "commit", commit)
     with pytest.raises(meshtrain.ConfigError, match="step 7 could not be saved in 2 tries"):
-        meshtrain.train(saving(7, every=0), workdir=workdir)
+        train(saving(7, every=0), workdir=workdir)
     assert manifest.steps(checkpoints(workdir)) == [6, 4, 2]
 
 
 def test_a_folder_that_cannot_be_used_is_told_before_anything_runs(tmp_path, monkeypatch):
     (tmp_path / checkpoint.FOLDER).symlink_to(tmp_path / "nowhere" / "at all")
     with pytest.raises(meshtrain.ConfigError, match="--workdir: .*checkpoints: .*exist"):
-        meshtrain.train(quick(), workdir=tmp_path)
+        train(quick(), workdir=tmp_path)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(meshtrain.ConfigError, match="MB needed, 0.0 MB free; make room"):
-        meshtrain.train(quick(), workdir=tmp_path / "other")
+        train(quick(), workdir=tmp_path / "other")
 
 
 HOLD = """
@@ -355,7 +355,7 @@ def test_a_second_run_in_a_workdir_is_refused_until_the_first_is_dead(tmp_path):
         with pytest.raises(
             meshtrain.ConfigError, match=f"another run is in it, pid {first.pid} on "
         ):
-            meshtrain.train(quick(steps=1), workdir=tmp_path)
+            train(quick(steps=1), workdir=tmp_path)
         assert not (tmp_path / "events.jsonl").exists()
     finally:
         first.send_signal(signal.SIGKILL)
@@ -369,7 +369,7 @@ def test_another_model_is_told_array_by_array(workdir):
     c = saving(8)
     c.model.d_ff = 128
     with pytest.raises(meshtrain.ConfigError) as error:
-        meshtrain.train(c, workdir=workdir)
+        train(c, workdir=workdir)
     head, *table = error.value.faults
     assert head.endswith(
         "9 arrays are not those of this model and optimizer; use its config, or another --workdir"
@@ -387,9 +387,9 @@ def test_another_optimizer_is_told_and_parameters_alone_can_be_taken(workdir, tm
         for key in ("b1", "b2", "epsilon", "weight_decay", "no_decay"):
             del c.optim[key]
     with pytest.raises(meshtrain.ConfigError, match="checkpoint.init_from"):
-        meshtrain.train(c, workdir=workdir)
+        train(c, workdir=workdir)
     c.checkpoint.init_from, c.train.steps = str(workdir), 0
-    result = meshtrain.train(c, workdir=tmp_path / "new")
+    result = train(c, workdir=tmp_path / "new")
     assert_bit_equal(flat(result.state.params), params_of(checkpoints(workdir) / "6"))
     assert result.step == 0 and "parameters of" in capsys.readouterr().out
 
@@ -414,7 +414,7 @@ def test_parameters_can_be_taken_by_pattern_and_the_rest_is_named(workdir, tmp_p
         init_from=str(checkpoints(workdir) / "4"), init_only="layers/*,final_norm/*"
     )
     c.model.vocab_size = 32  # other tables
-    taken = flat(meshtrain.train(c, workdir=tmp_path / "new").state.params)
+    taken = flat(train(c, workdir=tmp_path / "new").state.params)
     there = params_of(checkpoints(workdir) / "4")
     for path, value in taken.items():
         assert np.array_equal(value, there[path]) == path.startswith(("layers", "final_norm")), path
@@ -422,17 +422,17 @@ def test_parameters_can_be_taken_by_pattern_and_the_rest_is_named(workdir, tmp_p
     assert "new here: output/kernel, tokens/embedding" in line and "not used: output/kernel" in line
     c.checkpoint.init_only = "layers/*, nothing"
     with pytest.raises(meshtrain.ConfigError, match="no parameter has such a name"):
-        meshtrain.train(c, workdir=tmp_path / "other")
+        train(c, workdir=tmp_path / "other")
     c.checkpoint.init_from, c.checkpoint.init_only = str(tmp_path), "*"
     with pytest.raises(
         meshtrain.ConfigError, match="checkpoint.init_from=.*no good checkpoint there"
     ):
-        meshtrain.train(c, workdir=tmp_path / "third")
+        train(c, workdir=tmp_path / "third")
 
 
 def test_another_dtype_is_refused_unless_allowed(workdir, whole):
     directory, saved = checkpoint.find(whole)
-    state = meshtrain.train(saving(6), workdir=workdir).state
+    state = train(saving(6), workdir=workdir).state
     narrow = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, "bfloat16" if x.dtype == "float32" else x.dtype, sharding=x.sharding
@@ -447,15 +447,15 @@ def test_another_dtype_is_refused_unless_allowed(workdir, whole):
         c = saving(6)
         c.train.param_dtype = "float64"
         with pytest.raises(meshtrain.ConfigError, match="checkpoint.allow_cast=True"):
-            meshtrain.train(c, workdir=workdir)
+            train(c, workdir=workdir)
         c.checkpoint.allow_cast = True
-        wide = meshtrain.train(c, workdir=workdir).state.params
+        wide = train(c, workdir=workdir).state.params
     assert {leaf.dtype.name for leaf in jax.tree.leaves(wide)} == {"float64"}
     assert_bit_equal(wide, jax.tree.map(lambda x: np.float64(x), jax.device_get(state.params)))
     c = saving(7)
     c.train.param_dtype = "bfloat16"  # and the optimizer keeps other arrays
     with pytest.raises(meshtrain.ConfigError, match="take the parameters alone"):
-        meshtrain.train(c, workdir=workdir)
+        train(c, workdir=workdir)
 
 
 LAYOUTS = [
@@ -479,7 +479,7 @@ def test_a_checkpoint_fits_any_mesh_and_comes_back_bit_equal(tmp_path, layout, m
             devices = jax.devices()[:num_devices]
             patch.setattr(jax, "devices", lambda: devices)
             patch.setattr(jax, "device_count", lambda: num_devices)
-            return meshtrain.train(c, workdir=workdir)
+            return train(c, workdir=workdir)
 
     first = run(tmp_path / "a", 2, data=8)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -497,7 +497,7 @@ def test_a_checkpoint_fits_any_mesh_and_comes_back_bit_equal(tmp_path, layout, m
 
 def test_the_verb_lists_verifies_compares_and_prunes(workdir, capsys, monkeypatch):
     def run(*arguments):
-        code = verb.main([*map(str, arguments)])
+        code = cli.main("checkpoint", [*map(str, arguments)])
         return code, capsys.readouterr()
 
     monkeypatch.setattr(sys, "argv", ["meshtrain", "checkpoint", "ls", str(workdir)])
@@ -548,15 +548,15 @@ def test_a_disk_that_is_full_for_real(tmp_path, monkeypatch, capsys):
     try:
         monkeypatch.setattr(saver, "MARGIN", 0.0)  # so that it is noticed by writing alone
         monkeypatch.setattr(saver.time, "sleep", lambda seconds: None)
-        meshtrain.train(saving(1, every=1), workdir=disk / "run")
+        train(saving(1, every=1), workdir=disk / "run")
         other = disk / "other"  # leaves less room than a save needs: 321 kB of random floats
         other.write_bytes(bytes(shutil.disk_usage(disk).free - 150_000))
         with pytest.raises(meshtrain.ConfigError, match="step 30 could not be saved"):
-            meshtrain.train(saving(30, every=1), workdir=disk / "run")
+            train(saving(30, every=1), workdir=disk / "run")
         assert "could not be saved: ValueError: RESOURCE_EXHAUSTED" in capsys.readouterr().out
         found, bad = checkpoint.newest_good(checkpoints(disk / "run"))
         assert found.step == 1 and not bad
         other.unlink()  # room again: it goes on
-        assert meshtrain.train(saving(31, every=0), workdir=disk / "run").step == 31
+        assert train(saving(31, every=0), workdir=disk / "run").step == 31
     finally:
         subprocess.run(["umount", disk], check=True)

@@ -15,6 +15,7 @@ from conftest import ROOT, free_port, tiny_config
 import meshtrain
 from benchmarks import faults
 from meshtrain.config import files as configfile
+from meshtrain.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 STEPS = 240
@@ -52,7 +53,7 @@ def test_after_every_fault_the_run_goes_on_by_itself_and_ends_where_a_calm_one_e
 
 
 def settings(workdir, **more):
-    config = configfile.load("configs/default.py").to_dict()
+    config = configfile.load_config("configs/default.py").to_dict()
     tiny = tiny_config().to_dict()
     values = {
         f"--config.{section}.{key}": value
@@ -74,9 +75,9 @@ def losses(workdir):
 def test_two_processes_of_four_devices_are_one_of_eight(tmp_path):
     config = tiny_config()
     config.train.steps, config.eval.batches = 10, 8  # which hung while they were in flight together
-    meshtrain.train(config, workdir=tmp_path / "one")
+    train(config, workdir=tmp_path / "one")
     arguments = settings(tmp_path / "two", **{"train.steps": 10, "eval.batches": 8})
-    assert meshtrain.cluster.launch(arguments, nproc=2, simulate_devices=4) == 0
+    assert meshtrain.launch(arguments, nproc=2, simulate_devices=4) == 0
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert list(one) == list(two) == list(range(10))
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-6)
@@ -139,7 +140,8 @@ sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import jax
 from conftest import tiny_config
 jax.config.update("jax_num_cpu_devices", 1)
-from meshtrain import ConfigError, train
+from meshtrain import ConfigError
+from meshtrain.train import train
 from meshtrain.cluster import distributed
 from meshtrain.checkpoint import lock
 lock.VISIBLE = 1.0

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from conftest import ROOT, tiny_config
 
-import meshtrain
 from meshtrain.config import parse as config
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import xla as compiler
+from meshtrain.train import train
 
 
 def mesh(platform, size):
@@ -52,11 +52,11 @@ def test_auto_is_what_suits_the_devices(platform, size, preset):
 
 def test_what_runs_once_is_compiled_quickly_on_cpus_unless_the_user_says_how(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
-    (option,) = (found := compiler.quickly(mesh("cpu", 8)))
+    (option,) = (found := compiler.quick_compile_options(mesh("cpu", 8)))
     assert jax.jit(lambda x: x + 1, compiler_options=found)(1.0) == 2
-    assert compiler.quickly(mesh("gpu", 8)) == {}
+    assert compiler.quick_compile_options(mesh("gpu", 8)) == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{option}=0")
-    assert compiler.quickly(mesh("cpu", 8)) == {}
+    assert compiler.quick_compile_options(mesh("cpu", 8)) == {}
 
 
 def test_a_preset_that_is_none_is_told():
@@ -70,7 +70,7 @@ def test_an_option_that_is_gone_unawares_is_told_with_the_way_out(monkeypatch):
     later = {"xla_gpu_of_an_earlier_year": True}
     monkeypatch.setattr(compiler, "options", lambda preset, mesh: later)
     with pytest.raises(ConfigError, match="train.xla_preset: .*of_an_earlier_year.*=none"):
-        meshtrain.train(tiny_config())
+        train(tiny_config())
 
 
 def test_other_faults_of_the_compiler_are_not_mistaken_for_that():
@@ -142,10 +142,10 @@ import jax, sys
 from conftest import tiny_config
 jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-import meshtrain
+from meshtrain.train import train
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
-result = meshtrain.train(tiny_config())
+result = train(tiny_config())
 print(sum("cache_hits" in name for name in hits), jax.tree.leaves(result.state.params)[0].sum())
 """
 

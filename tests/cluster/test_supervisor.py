@@ -17,7 +17,7 @@ from meshtrain.cluster import nodes, progress
 from meshtrain.cluster import restart_policy as attempts
 from meshtrain.cluster.restart_policy import Budget, Outcome, Settings
 from meshtrain.cluster.supervisor import Supervisor, _shares
-from meshtrain.cluster.workers import Exit, Look, Start, Workers
+from meshtrain.cluster.workers import Exit, ProcessStatus, Start, Workers
 from meshtrain.errors import ConfigError
 
 # What a worker shows of itself, without jax: importing that takes seconds.
@@ -50,7 +50,7 @@ number = attempt()
 
 def look(rank=0, phase="step", reached=5, **fields):
     known = dict(pid=7, first=0, age=0.0, silent=0.0, stopped=0.0, typical=0.1)
-    return Look(rank=rank, phase=phase, reached=reached, **{**known, **fields})
+    return ProcessStatus(rank=rank, phase=phase, reached=reached, **{**known, **fields})
 
 
 def ended(code, rank=0):
@@ -441,7 +441,7 @@ def test_a_supervisor_of_another_run_is_refused():
 
 
 def test_a_page_is_shared_with_the_one_who_made_it(tmp_path, monkeypatch):
-    page = progress.Page.create(tmp_path / "page")
+    page = progress.ProgressPage.create(tmp_path / "page")
     monkeypatch.setenv(progress.VARIABLE, str(tmp_path / "page"))
     clock = progress.Clock()
     clock.enter("data", 7)

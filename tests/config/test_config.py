@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 import meshtrain
 from meshtrain.config import files as configfile
 from meshtrain.config import parse as config
+from meshtrain.train import train
 
 QUICKSTART = "configs/quickstart.py"
 
@@ -141,7 +142,7 @@ def test_what_the_caller_brings_is_not_read_from_the_config(tiny):
 
 
 def test_overrides_keep_the_types_and_references_of_the_file():
-    c = configfile.load(
+    c = configfile.load_config(
         QUICKSTART,
         [
             "--config.optim.learning_rate=1",
@@ -175,15 +176,15 @@ def test_every_override_that_does_not_fit_is_told():
 
 def test_a_config_file_that_is_missing_or_broken_is_told_in_one_line(tmp_path):
     with pytest.raises(meshtrain.ConfigError, match="nope.py: no such file"):
-        configfile.load("configs/nope.py")
+        configfile.load_config("configs/nope.py")
     for text in ("def get_config(:", "import nonsense_module", "x = 1"):
         (tmp_path / "broken.py").write_text(text)
         with pytest.raises(meshtrain.ConfigError, match="broken.py cannot be read: "):
-            configfile.load(str(tmp_path / "broken.py"))
+            configfile.load_config(str(tmp_path / "broken.py"))
 
 
 def test_a_model_that_is_no_model_is_told_what_to_do(tiny):
     with pytest.raises(
         meshtrain.ConfigError, match="model=function: make a Model of it with meshtrain.from_nnx"
     ):
-        meshtrain.train(tiny, model=lambda rngs: None)
+        train(tiny, model=lambda rngs: None)

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.config import parse as config
+from meshtrain.config import build as builders
+from meshtrain.config.parse import parse
 from meshtrain.data import loader, synthetic, tokens
 from meshtrain.data.permute import permute
 from meshtrain.data.source import Source
@@ -291,8 +292,8 @@ def test_the_baseline_is_that_of_the_split(tmp_path):
 
 
 def test_synthetic_sequences_are_progressions_within_the_vocabulary(tiny):
-    parsed = config.parse(tiny, num_devices=8)
-    batch, heldout = (s.read(np.arange(16)) for s in (parsed.train_data, parsed.heldout_data))
+    parts = builders.build(parse(tiny, num_devices=8))
+    batch, heldout = (s.read(np.arange(16)) for s in (parts.train_data, parts.heldout_data))
     rows = np.concatenate([batch.tokens, batch.targets[:, -1:]], axis=1)
     assert rows.shape == (16, 17) and rows.min() >= 0 and rows.max() < 64
     strides = np.diff(rows, axis=1) % 64

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-import meshtrain
-from meshtrain.config import parse as config
+from meshtrain.config import build as builders
+from meshtrain.config.parse import parse
 from meshtrain.data import corpus, indexed, mixture, packing, tokens
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.program import assemble
+from meshtrain.train import train
 from meshtrain.verify import reference_step as reference
 
 SIZES = (3, 40, 1, 7, 8, 9, 16, 2, 25, 6, 5, 1, 33, 8, 4)
@@ -316,15 +317,16 @@ def test_gradients_of_packed_rows_are_those_of_their_documents_one_by_one(tmp_pa
     )
     c = tiny_config()
     c.model.vocab_size = 64 + 32
-    cfg = config.parse(c, num_devices=1)
-    program = assemble(cfg, cfg.model, jax.devices()[:1])
+    cfg = parse(c, num_devices=1)
+    parts = builders.build(cfg)
+    program = assemble(cfg, parts, devices=jax.devices()[:1])
     with program.active():
-        start = cfg.model.init(jax.random.key(0))
+        start = parts.model.init(jax.random.key(0))
         params = jax.tree.map(lambda leaf: leaf.astype(np.float64), start)
 
         def gradients(batch):
             def total(params):
-                sums = reference.loss(cfg.model, params, batch)
+                sums = reference.loss(parts.model, params, batch)
                 return sums.loss, sums.weight
 
             (loss, weight), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
@@ -529,7 +531,7 @@ def test_a_bin_that_is_cut_off_or_empty_is_told(tmp_path):
 
 @pytest.mark.parametrize("kind", ["windows", "best_fit"])
 def test_a_run_trains_on_packed_rows(tmp_path, kind):
-    parsed = dict(config.parse(tiny_config(), num_devices=8).raw)
+    parsed = tiny_config().to_dict()
     docs = [doc % 63 + 1 for doc in documents(SIZES * 8)]
     parsed["data"] = {
         "build": "meshtrain.data.tokens:build",
@@ -537,5 +539,5 @@ def test_a_run_trains_on_packed_rows(tmp_path, kind):
         **{"seq_len": 16, "vocab_size": 64, "separator": -1, "heldout": 0.2, "seed": 0},
         **{"packing": kind, "mixture": ()},
     }
-    result = meshtrain.train(parsed)
+    result = train(parsed)
     assert result.step == 3 and np.isfinite(result.eval_loss)

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtrain.data import bpe, indexed, inputs, prepare, shards, tokens
+from meshtrain import cli
+from meshtrain.data import bpe, indexed, inputs, shards, tokens
 from meshtrain.data import prepared as manifest
 from meshtrain.data import split_points as cutting
 from meshtrain.data import tokenize as tokenising
@@ -29,7 +30,7 @@ WORDS = "the of and to in is it that was for über straße naïve 東京 123 456
 
 def run(*arguments):
     """Returns the exit code of `meshtrain prepare`, in this process, with one worker unless told."""
-    return prepare.main([*("--num_workers=1",), *map(str, arguments)])
+    return cli.main("prepare", [*("--num_workers=1",), *map(str, arguments)])
 
 
 def corpus(folder, texts=TEXTS):
@@ -235,7 +236,7 @@ def test_two_workers_make_the_same_files_as_one_and_a_killed_run_goes_on_to_the_
     calm = content(tmp_path / "one")
     assert len(calm) > 10 and content(tmp_path / "two") == calm
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "meshtrain.data.prepare"]
+    command = [sys.executable, "-m", "meshtrain", "prepare"]
     command += flags_of(large, killed, 2, tokenizer)
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     while process.poll() is None and len(list(killed.glob("*.idx"))) < 2:
@@ -372,7 +373,7 @@ def test_workers_of_a_killed_run_do_not_stay(large, tmp_path):
     try:
         while process.poll() is None and not list((tmp_path / "o").glob("*.idx")):
             time.sleep(0.01)
-        of_it = below(process.pid)
+        of_it = descendants(process.pid)
     finally:
         process.kill()
         process.wait()
@@ -382,10 +383,10 @@ def test_workers_of_a_killed_run_do_not_stay(large, tmp_path):
     assert of_it and [pid for pid in of_it if Path(f"/proc/{pid}").exists()] == []
 
 
-def below(pid):
+def descendants(pid):
     """The processes that this one started, and those they started."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in found] + [other for one in found for other in below(int(one))]
+    return [int(one) for one in found] + [other for one in found for other in descendants(int(one))]
 
 
 # ---- bad documents ----

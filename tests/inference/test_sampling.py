@@ -7,7 +7,8 @@ from conftest import tiny_config
 from test_families import FAMILIES
 
 from meshtrain import ConfigError
-from meshtrain.config import parse as config
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
 from meshtrain.inference.sampling import Sampling, generate
 from meshtrain.models import transformer
@@ -25,8 +26,9 @@ def made(model, **layout):
     c.model.update({"max_seq_len": 64, **model})
     c.mesh.update({"data": 1, **layout})
     num_devices = int(np.prod(list(layout.values()) or [1]))
-    cfg = config.parse(c, num_devices=num_devices, own=["data"])
-    program = assemble(cfg, cfg.model, jax.devices()[:num_devices])
+    cfg = parse(c, num_devices=num_devices)
+    parts = build(cfg)
+    program = assemble(cfg, parts, devices=jax.devices()[:num_devices])
     with program.active():
         params = program.start(0).params
         places = jax.tree.map(lambda leaf: leaf.sharding, params)

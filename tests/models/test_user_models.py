@@ -10,6 +10,7 @@ from sklearn.datasets import load_digits
 
 import meshtrain
 from meshtrain.models import base
+from meshtrain.train import train
 
 
 def digits(train):
@@ -73,7 +74,7 @@ MODELS = {
 def test_a_classifier_of_digits_learns_on_a_sharded_mesh(kind, tmp_path, capsys):
     c = digits_config(data=2, fsdp=2, tensor=2)
     data = dict(data=digits(train=True), eval_data=digits(train=False))
-    result = meshtrain.train(c, workdir=tmp_path, model=MODELS[kind](), **data)
+    result = train(c, workdir=tmp_path, model=MODELS[kind](), **data)
     assert result.eval_loss < 0.6
     sharded = [
         leaf for leaf in jax.tree.leaves(result.state.params) if not leaf.is_fully_replicated
@@ -87,9 +88,7 @@ def test_an_iterable_goes_on_where_a_saved_run_stopped(tmp_path):
     def run(folder, steps):
         c = digits_config()
         c.optim.schedule, c.train.steps, c.eval.batches = "constant", steps, 0
-        return meshtrain.train(
-            c, workdir=tmp_path / folder, model=MODELS["nnx"](), data=digits(True)
-        )
+        return train(c, workdir=tmp_path / folder, model=MODELS["nnx"](), data=digits(True))
 
     whole, _ = run("whole", 14), run("parts", 5)
     resumed = run("parts", 14)
@@ -129,7 +128,7 @@ def test_each_dropout_layer_draws_its_own():
 def test_a_loss_that_is_no_sum_is_told_what_to_return():
     model = meshtrain.from_nnx(MLP, lambda module, batch: module(batch["image"]).sum())
     with pytest.raises(meshtrain.ConfigError, match="its loss returned .*meshtrain.weighted"):
-        meshtrain.train(digits_config(), model=model, data=digits(train=True))
+        train(digits_config(), model=model, data=digits(train=True))
 
 
 def test_a_users_language_model_trains_on_the_built_in_data():
@@ -143,7 +142,7 @@ def test_a_users_language_model_trains_on_the_built_in_data():
         )
         return meshtrain.weighted(losses, batch.weights)
 
-    result = meshtrain.train(tiny_config(), model=meshtrain.from_nnx(Bigram, loss))
+    result = train(tiny_config(), model=meshtrain.from_nnx(Bigram, loss))
     assert result.step == 3 and result.eval_loss > 0
 
 

@@ -10,6 +10,7 @@ from test_train import assert_bit_equal, rows
 import meshtrain
 from meshtrain.config.schema import DivergenceConfig
 from meshtrain.monitor.divergence import MEMORY, WARM, Losses, Watch
+from meshtrain.train import train
 
 
 def line_fit(rngs):
@@ -42,7 +43,7 @@ def config_for(steps, every=10, **divergence):
 
 def run(data, workdir=None, *, steps=None, **divergence):
     c = config_for(len(data) if steps is None else steps, **divergence)
-    return meshtrain.train(c, workdir=workdir, model=fit(), data=data)
+    return train(c, workdir=workdir, model=fit(), data=data)
 
 
 def events(workdir, name):
@@ -127,7 +128,7 @@ def test_a_run_without_a_good_checkpoint_goes_on_in_spite_of_a_spike(tmp_path, c
     data[60]["y"] = data[60]["y"] * 1000
     (tmp_path / "checkpoints" / "quarantine" / "5").mkdir(parents=True)
     c = config_for(70, every=0, rollback=True)
-    result = meshtrain.train(c, workdir=tmp_path, model=fit(), data=data, from_scratch=True)
+    result = train(c, workdir=tmp_path, model=fit(), data=data, from_scratch=True)
     assert result.step == 70 and "no checkpoint to go back to" in capsys.readouterr().out
 
 

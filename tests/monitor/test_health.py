@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-import meshtrain
 from meshtrain import program
+from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.monitor import health
+from meshtrain.train import train
 
 
 def flipped(array, device, bit):
@@ -35,7 +36,8 @@ def flipped(array, device, bit):
 def test_one_flipped_bit_of_one_copy_names_the_device(tiny, layout, device, told):
     tiny.mesh.update(**layout)
     cfg = parse(tiny, num_devices=8)
-    one = program.assemble(cfg, cfg.model)
+    parts = build(cfg)
+    one = program.assemble(cfg, parts)
     with one.active():
         state = one.start(0)
         digest = health.make_digest(state, one.mesh)
@@ -73,7 +75,7 @@ def test_a_copy_that_goes_astray_ends_the_run_and_is_not_saved(tiny, tmp_path, m
 
     monkeypatch.setattr(program.Program, "compile", broken)
     with pytest.raises(health.CorruptState, match="step 6: .* differs on device 2"):
-        meshtrain.train(tiny, workdir=tmp_path)
+        train(tiny, workdir=tmp_path)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [row["step"] for row in events if row["event"] == "save"] == [2, 4]
     assert [row["step"] for row in events if row["event"] == "corrupt"] == [6]

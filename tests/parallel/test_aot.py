@@ -18,7 +18,8 @@ from jax.experimental import topologies
 
 from meshtrain.analysis import audit, hlo
 from meshtrain.analysis import collective_ops as collectives
-from meshtrain.config import parse as config
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.program import assemble
 
 LAYOUT = {"pipeline": 4, "data": 2, "fsdp": 2, "tensor": 2}
@@ -100,9 +101,10 @@ def main(platform, schedule, keep):
     c.train.update(dtype="bfloat16", num_microbatches=8, global_batch=64)
     chunks = 2 if schedule == "interleaved" else 1
     c.pipeline.update(schedule=schedule, keep=keep, num_chunks=chunks)
-    cfg = config.parse(c, num_devices=len(devices))
-    program = assemble(cfg, cfg.model, devices)
-    batch = audit._batch_like(cfg, program, cfg.train_data)
+    cfg = parse(c, num_devices=len(devices))
+    parts = build(cfg)
+    program = assemble(cfg, parts, devices=devices)
+    batch = audit._batch_like(cfg, program, parts.train_data)
     with program.active():
         text = program.compile(batch).as_text()
     found = collectives.find(hlo.parse(text), program.mesh.shape, platform)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from meshtrain.cluster import distributed, info
+from meshtrain import cli
+from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import collectives
 from meshtrain.parallel.mesh import make_mesh
@@ -196,7 +197,7 @@ def along(value, axis="data", *, name="all_reduce"):
 
 
 def test_info_tells_versions_and_devices_and_tries_them(capsys):
-    assert info.main([]) == 0
+    assert cli.main("info", []) == 0
     told = capsys.readouterr().out
     assert re.search(rf"^jax +{re.escape(jax.__version__)}$", told, re.MULTILINE)
     assert f"pid {os.getpid()} on " in told and ": 8 x cpu\n" in told
@@ -212,7 +213,7 @@ def test_info_fails_where_a_device_adds_wrongly(capsys, monkeypatch):
         return result
 
     monkeypatch.setattr(collectives, "all_reduce", broken)
-    assert info.main([]) == 1
+    assert cli.main("info", []) == 1
     assert "over 8 devices: WRONG on processes [0]: not 29.0" in capsys.readouterr().out
 
 

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from meshtrain.config.schema import MeshConfig
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import mesh
-from meshtrain.parallel.mesh import MeshConfig
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from conftest import LAYOUT, tiny_config
 from flax import nnx
 
 import meshtrain
-from meshtrain import verify
+from meshtrain import cli, verify
 from meshtrain.data.source import Source
+from meshtrain.train import train
 from meshtrain.verify import reference_step as reference
 from meshtrain.verify import subject
 from meshtrain.verify.certificate import compare
@@ -58,7 +59,7 @@ def test_a_difference_is_told_with_leaf_place_and_both_values():
 
 def test_a_quick_verification_of_the_quickstart_passes_and_is_kept(tmp_path, capsys):
     options = ["--config=configs/quickstart.py", "--quick", f"--output={tmp_path}"]
-    assert verify.main(options) == 0
+    assert cli.main("verify", options) == 0
     assert "all equal to one device" in capsys.readouterr().out
     record = json.loads((tmp_path / "verify.json").read_text())
     assert record["passed"] and len(record["results"]) == verify.QUICK
@@ -73,7 +74,7 @@ def test_a_quick_verification_of_the_quickstart_passes_and_is_kept(tmp_path, cap
 
 @pytest.mark.slow
 def test_the_whole_verification_of_the_quickstart_passes(tmp_path):
-    assert verify.main(["--config=configs/quickstart.py", f"--output={tmp_path}"]) == 0
+    assert cli.main("verify", ["--config=configs/quickstart.py", f"--output={tmp_path}"]) == 0
 
 
 class Digits(nnx.Module):
@@ -178,7 +179,7 @@ def test_cudnn_is_verified_by_what_computes_in_float64():
 )
 def test_a_mistake_gets_one_line(options, line, capsys, tmp_path):
     arguments = ["--config=configs/quickstart.py", f"--output={tmp_path}", *options]
-    assert verify.main(arguments) == 2
+    assert cli.main("verify", arguments) == 2
     error = capsys.readouterr().err
     assert line in error and error.count("\n") == 1
 
@@ -188,6 +189,6 @@ def test_a_model_without_names_is_told_to_name_its_dims():
     c = tiny_config()
     c.mesh.update(data=1, fsdp=8)
     with pytest.raises(meshtrain.ConfigError, match="mesh.fsdp=8: no parameter .* names its dims"):
-        meshtrain.train(c, model=nameless, data=Source(samples))
+        train(c, model=nameless, data=Source(samples))
     with pytest.raises(meshtrain.ConfigError, match="names its dims"):
         verify.verify(c, model=nameless, data=Source(samples), tell=lambda line: None)

@@ -1,14 +1,6 @@
-"""Compiles the step of a config and says what its collectives move, beside the least that they could.
+"""Compiles the step of a config and compares what its collectives move with the least that they could."""
 
-  python -m meshtrain.analysis.audit --config=configs/quickstart.py --simulate_devices=8 --config.mesh.data=8
-
-Nothing is trained, and the token file is not read. Every key can be set, as for training. The
-minimum is what the layout calls for: along data each gradient summed once, along fsdp parameters
-gathered for each pass of a micro-batch and gradients scattered, along tensor the sums between
-matrices. Gathers that the program saves by keeping parameters whole are not in it, but noted. What
-moves beyond it is explained, and a warning where nothing calls for it.
-"""
-
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,17 +9,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain import cli
 from meshtrain import state as states
 from meshtrain.analysis import collective_ops as collectives
 from meshtrain.analysis import hlo
 from meshtrain.analysis.audit import placement as layout
-from meshtrain.analysis.audit import text as report
 from meshtrain.analysis.audit import warn
 from meshtrain.analysis.audit.explain import explain
 from meshtrain.analysis.audit.ledger import Explained, Ledger
 from meshtrain.analysis.audit.minimum import APART
-from meshtrain.config.parse import Config, parse
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import Config
+from meshtrain.data import synthetic
 from meshtrain.data.loader import from_iterable
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
@@ -83,10 +76,13 @@ def audit(
     Other `devices` than all of them may be a topology's (`jax.experimental.topologies`).
     """
     devices = devices or jax.devices()
-    brought = [name for name, part in (("model", model), ("data", data)) if part is not None]
-    cfg = parse(config, num_devices=len(devices), own=brought)
-    program = assemble(cfg, model or cfg.model, devices)
-    batch = _batch_like(cfg, program, data if data is not None else cfg.train_data)
+    cfg = parse(config, num_devices=len(devices))
+    if data is None:  # only shapes matter, so no file is read
+        section = dataclasses.replace(cfg.data, build=synthetic.without_files(cfg.data.build))
+        cfg = dataclasses.replace(cfg, data=section)
+    parts = build(cfg, model=model, data=data)
+    program = assemble(cfg, parts, devices=devices)
+    batch = _batch_like(cfg, program, parts.train_data)
     with program.active():
         compiled = program.compile(batch)
         plan = layout.plan(cfg, program, batch)
@@ -148,20 +144,3 @@ def _saved(ledger: Ledger) -> list[tuple[str, str, float]]:
     for key, left in ledger.left.items():
         merged[axes[key], key[0]] += left * (key[0] != APART)
     return [(*key, left) for key, left in merged.most_common() if left > 0.5]
-
-
-def _without_token_file(args, config: Any) -> None:
-    """Shapes are all that matters: made-up tokens do, and need no file."""
-    if config.get("data", {}).get("build") == "meshtrain.data.tokens:build":
-        config.data.build = "meshtrain.data.synthetic:build"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-
-    def run() -> int:
-        _, config = cli.settings(cli.parser("audit", __doc__), argv, _without_token_file)
-        print(*report.lines(audit(config)), sep="\n")
-        return 0
-
-    return cli.told(run)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.config.parse import Config
+from meshtrain.config.schema import Config
 from meshtrain.parallel import sharding
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 from meshtrain.program import Program

@@ -1,13 +1,4 @@
-"""Traces some steps of a config, and says where their time went.
-
-  meshtrain profile --config=configs/quickstart.py --steps=3..5
-
-Runs the train step on the config's data up to the last step that is traced. Nothing is saved but the
-trace, which xprof, TensorBoard and Perfetto show. Printed are, for each device, the share of the time
-in which it was busy, and that of collectives, `exposed` where nothing else ran beside them; then the
-operations that cost most, those of one kind, pass and line of source together, each by its own time,
-without what it calls. Of several processes each writes to DIR/rank-N, the first tells of its devices.
-"""
+"""Traces some steps of a config, and summarises where their time went."""
 
 import contextlib
 import re
@@ -21,15 +12,14 @@ from typing import Any
 
 import jax
 
-from meshtrain import cli
-from meshtrain.analysis.profile import text as report
 from meshtrain.analysis.profile import trace
 from meshtrain.analysis.profile.label import Label, Labels
 from meshtrain.cluster import distributed
+from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
-from meshtrain.errors import ConfigError, below
+from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
 from meshtrain.program import assemble
 from meshtrain.state import TrainState
@@ -90,12 +80,12 @@ def profile(
     Raises ConfigError where the trace cannot be written, or says nothing of this process's devices.
     """
     with distributed.together():
-        brought = [name for name, part in (("model", model), ("data", data)) if part is not None]
-        cfg = parse(config, num_devices=jax.device_count(), own=brought)
-        program = assemble(cfg, model or cfg.model)
+        cfg = parse(config, num_devices=jax.device_count())
+        parts = build(cfg, model=model, data=data)
+        program = assemble(cfg, parts)
         folder = _writable(output)
     size = cfg.train.global_batch
-    source = data if data is not None else cfg.train_data
+    source = parts.train_data
     source = source if isinstance(source, Source) else from_iterable(source, global_batch=size)
     loader = Loader(source, program.mesh, program.rules, global_batch=size)
     with program.active(), contextlib.closing(loader):
@@ -211,44 +201,3 @@ def _rows(labelled: Labelled, times: int) -> list[Row]:
         seconds = sum(by_name.values()) / times
         rows.append(Row(*key, costliest, len(by_name), len(group) / times, seconds))
     return sorted(rows, key=lambda row: -row.seconds)
-
-
-def _steps(text: str) -> range:
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
-    steps = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
-    if not steps or steps.start < 1:
-        raise ConfigError(
-            f"--steps={text}: use N or FIRST..LAST, from 1 on: the first step, 0, warms up"
-        )
-    return steps
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return cli.told(lambda: run(argv))
-
-
-def run(argv: list[str] | None) -> int:
-    flags = cli.parser("profile", __doc__)
-    flags.add_argument(
-        "--steps", default="3..5", metavar="FIRST..LAST", help="to trace (default: %(default)s)"
-    )
-    flags.add_argument(
-        "--top", type=int, default=15, metavar="N", help="rows to print (default: %(default)s)"
-    )
-    flags.add_argument(
-        "--output",
-        type=Path,
-        default=Path("profile"),
-        metavar="DIR",
-        help="for the trace (default: %(default)s)",
-    )
-    args, config = cli.settings(flags, argv)
-    with distributed.together():
-        if faults := below(1, {"--top": args.top}):
-            raise ConfigError(*faults)
-        steps = _steps(args.steps)
-    found = profile(config, steps=steps, output=args.output)
-    if jax.process_index() == 0:
-        print(*report.lines(found, top=args.top), sep="\n")
-    return 0

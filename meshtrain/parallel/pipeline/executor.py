@@ -106,7 +106,7 @@ def evaluate(
             def head():
                 return stages.head(stages.outer, ring.share(y, -1), stages.part(row.through))
 
-            new = _where_ever(rows.through, row.through, head)
+            new = _if_ever_active(rows.through, row.through, head)
             return (ring.send(y, 1), jax.tree.map(jnp.add, metrics, new)), None
 
         x, metrics = _zeros(stages, table.num_stages)
@@ -140,7 +140,7 @@ class _Step:
     def __init__(self, stages: Stages, table: Table, grad_shardings: Any, scale):
         self.stages, self.table, self.scale = stages, table, scale
         self.places = jax.tree.map(
-            lambda place: sharding.cleared(place, stages.axes).spec, grad_shardings
+            lambda place: sharding.without_axes(place, stages.axes).spec, grad_shardings
         )
 
     def start(self) -> Carry:
@@ -192,7 +192,7 @@ class _Step:
             y_last = stages.pin(ring.share(y, -1))
             return jax.grad(loss, argnums=(0, 1), has_aux=True)(stages.outer, y_last)
 
-        (head_grads, turned), metrics = _where_ever(rows.turns, row.turns, turn)
+        (head_grads, turned), metrics = _if_ever_active(rows.turns, row.turns, turn)
         is_last = (jnp.arange(len(chunk)) == len(chunk) - 1) & (chunk == self.table.num_chunks - 1)
         grad = jnp.where(_along(is_last, carry.grad), turned[None], carry.grad)
         layer_grads, grad = stages.pull(pull, stages.pin(_masked(active, grad), "pipeline"))
@@ -204,7 +204,7 @@ class _Step:
             return pull(stages.pin(ring.share(grad, 0)))[0]
 
         outer_grads = carry.outer_grads
-        for new in (head_grads, _where_ever(rows.returns, row.returns, arrive)):
+        for new in (head_grads, _if_ever_active(rows.returns, row.returns, arrive)):
             outer_grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), outer_grads, new)
         layer_grads = ring.add(carry.layer_grads, chunk, layer_grads, active)
         return carry._replace(
@@ -258,14 +258,14 @@ def _forward(stages: Stages, rows: Tick, arrived: jax.Array, row: Tick, run: Cal
     def embed():
         return stages.embed(stages.outer, stages.part(row.enters))
 
-    entering = _where_ever(rows.enters, row.enters, embed)
+    entering = _if_ever_active(rows.enters, row.enters, embed)
     is_first = (jnp.arange(len(chunk)) == 0) & (chunk == 0)
     x = jnp.where(_along(is_first, arrived), entering[None], arrived)
     x = stages.pin(_masked(row.forward.active, x), "pipeline")
     return run(stages.layers_of(chunk), x, stages.parts(number))
 
 
-def _where_ever(ever: np.ndarray, now: jax.Array, make: Callable) -> Any:
+def _if_ever_active(ever: np.ndarray, now: jax.Array, make: Callable) -> Any:
     """Returns make(), or zeros in ticks whose number `now` is IDLE; `ever` are those of the whole phase.
 
     The table decides, so all devices take the same branch; one that depended on the stage could leave

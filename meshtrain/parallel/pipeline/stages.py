@@ -89,14 +89,14 @@ class Stages:
 
     def _sliced(self, function: Callable) -> Callable:
         def apart(*args):
-            with sharding.apart(self.axes):
+            with sharding.partial_axes(self.axes):
                 return function(*args)
 
         return jax.vmap(apart, spmd_axis_name=self.axes or None)
 
     def _staged(self, function: Callable) -> Callable:
         def apart(*args):
-            with sharding.apart(("pipeline",)):
+            with sharding.partial_axes(("pipeline",)):
                 return function(*args)
 
         return jax.vmap(self._sliced(apart), spmd_axis_name="pipeline")
@@ -161,7 +161,7 @@ class Stages:
         """
 
         def leaves(x, layers, part):
-            with sharding.apart((*self.axes, "pipeline")):
+            with sharding.partial_axes((*self.axes, "pipeline")):
                 return jax.tree.leaves(self._vjp_of_chunk(layers, x, part)[1])
 
         if self._moving is None:

@@ -12,7 +12,8 @@ from conftest import tiny_config
 from test_parity import Run, alone, assert_same, packed
 
 from meshtrain import ConfigError
-from meshtrain.config import parse as config
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.parallel.pipeline import executor, ring
 from meshtrain.program import assemble
 
@@ -123,9 +124,8 @@ def test_blocks_may_gather_whatever_the_layout(x64):
 
     def gradients(c, **layout):
         run = Run(c, "float64", **layout)
-        program = assemble(
-            run.cfg, gathering(run.cfg.model), jax.devices()[: run.program.mesh.size]
-        )
+        parts = run.parts._replace(model=gathering(run.parts.model))
+        program = assemble(run.cfg, parts, devices=jax.devices()[: run.program.mesh.size])
         with program.active():
             args = program.start(0).params, run.batch(), jax.random.key(0)
             return jax.device_get(jax.jit(program.grad_fn)(*args))
@@ -205,8 +205,9 @@ def test_stages_exchange_messages_and_gather_nothing(name):
 def fault_of(c, **mesh):
     c.mesh.update({"data": 1, **mesh})
     with pytest.raises(ConfigError) as error:
-        cfg = config.parse(c, num_devices=int(np.prod(list(mesh.values()))))
-        assemble(cfg, cfg.model, jax.devices()[: cfg.mesh.pipeline])
+        cfg = parse(c, num_devices=int(np.prod(list(mesh.values()))))
+        parts = build(cfg)
+        assemble(cfg, parts, devices=jax.devices()[: cfg.mesh.pipeline])
     (fault,) = error.value.faults
     return fault
 
@@ -232,10 +233,11 @@ def test_chunks_need_the_schedule_that_has_them():
 def test_a_model_that_is_no_stack_is_told_so():
     c = tiny_config()
     c.mesh.update(data=1, pipeline=2)
-    cfg = config.parse(c, num_devices=2)
-    model = dataclasses.replace(cfg.model, block=None, loss=lambda params, batch, key: None)
+    cfg = parse(c, num_devices=2)
+    parts = build(cfg)
+    model = dataclasses.replace(parts.model, block=None, loss=lambda params, batch, key: None)
     with pytest.raises(ConfigError, match="mesh.pipeline=2: the model is no stack of blocks"):
-        assemble(cfg, model, jax.devices()[:2])
+        assemble(cfg, parts._replace(model=model), devices=jax.devices()[:2])
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3), (3, 4), (6, 4), (8, 4)])

@@ -12,16 +12,15 @@ import argparse
 import contextlib
 import datetime
 import shutil
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from meshtrain import checkpoint, cli
+from meshtrain import checkpoint
 from meshtrain.checkpoint import arrays, lock, manifest
 from meshtrain.checkpoint.manifest import BadCheckpoint, Manifest
-from meshtrain.errors import ConfigError, below
+from meshtrain.errors import ConfigError, minimum_faults
 
 
 def listing(folder: Path) -> tuple[list[str], bool]:
@@ -90,49 +89,47 @@ def prune(workdir: Path, args: argparse.Namespace) -> list[str]:
     return [f"removed {path}" for path in gone] or ["nothing to remove"]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 1 where `verify` found a bad one, or `diff` a difference."""
-    flags = cli.plain_parser("checkpoint", __doc__)
+def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("verb", choices=("ls", "verify", "diff", "prune"))
     flags.add_argument("paths", nargs="+", type=Path, metavar="PATH")
-    flags.add_argument("--keep", type=int, metavar="N", help="prune: the newest so many")
+    flags.add_argument("--keep", type=int, metavar="N", help="prune: number of newest ones to keep")
     flags.add_argument("--keep_every", type=int, default=0, metavar="N", help="and every n-th step")
-    flags.add_argument("--keep_best", type=int, default=0, metavar="N", help="and the best so many")
+    flags.add_argument("--keep_best", type=int, default=0, metavar="N", help="and the N best")
     flags.add_argument("--best_by", default="eval_loss", metavar="NAME", help="the lowest is best")
-    flags.add_argument("--quarantine", action="store_true", help="prune: and what was set aside")
+    flags.add_argument(
+        "--quarantine", action="store_true", help="prune: also remove quarantined checkpoints"
+    )
 
-    def run() -> int:
-        args = flags.parse_args(argv)
-        jax.config.update("jax_platforms", "cpu")
-        wanted = 2 if args.verb == "diff" else 1
-        if len(args.paths) != wanted:
-            raise ConfigError(f"checkpoint {args.verb}: give {wanted} paths, not {len(args.paths)}")
-        if args.verb == "diff":
-            lines, same = differences(*args.paths)
-            print(*lines, sep="\n")
-            return 0 if same else 1
-        (workdir,) = args.paths
-        if not (workdir / checkpoint.FOLDER).is_dir():
-            raise ConfigError(f"{workdir}: no {checkpoint.FOLDER} there; give the workdir of a run")
-        if args.verb == "prune":
-            if args.keep is None:
-                raise ConfigError("checkpoint prune: say how many to keep, --keep=N")
-            counts = {"--keep_every": args.keep_every, "--keep_best": args.keep_best}
-            if faults := below(1, {"--keep": args.keep}) + below(0, counts):
-                raise ConfigError(*faults)
-            with lock.held(workdir):
-                print(*prune(workdir, args), sep="\n")
-            return 0
-        lines, all_good = listing(workdir / checkpoint.FOLDER)
-        print(*lines or ["no checkpoint yet"], sep="\n")
-        return 0 if all_good or args.verb == "ls" else 1
 
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code: 1 where `verify` found a corrupt checkpoint, or `diff` a difference."""
+    jax.config.update("jax_platforms", "cpu")
     try:
-        return cli.told(run)
+        return _run(args)
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        return cli.EXIT_USER
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _run(args: argparse.Namespace) -> int:
+    wanted = 2 if args.verb == "diff" else 1
+    if len(args.paths) != wanted:
+        raise ConfigError(f"checkpoint {args.verb}: give {wanted} paths, not {len(args.paths)}")
+    if args.verb == "diff":
+        lines, same = differences(*args.paths)
+        print(*lines, sep="\n")
+        return 0 if same else 1
+    (workdir,) = args.paths
+    if not (workdir / checkpoint.FOLDER).is_dir():
+        raise ConfigError(f"{workdir}: no {checkpoint.FOLDER} there; give the workdir of a run")
+    if args.verb == "prune":
+        if args.keep is None:
+            raise ConfigError("checkpoint prune: say how many to keep, --keep=N")
+        counts = {"--keep_every": args.keep_every, "--keep_best": args.keep_best}
+        if faults := minimum_faults(1, {"--keep": args.keep}) + minimum_faults(0, counts):
+            raise ConfigError(*faults)
+        with lock.held(workdir):
+            print(*prune(workdir, args), sep="\n")
+        return 0
+    lines, all_good = listing(workdir / checkpoint.FOLDER)
+    print(*lines or ["no checkpoint yet"], sep="\n")
+    return 0 if all_good or args.verb == "ls" else 1

@@ -1,0 +1,101 @@
+"""Checks between sections: what must divide what. Each returns a list of faults, a line for each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshtrain.config.bind import has_type
+from meshtrain.config.schema import AXES, Config, MeshConfig, TrainConfig
+from meshtrain.errors import did_you_mean, nearest_multiples
+
+UNSUPPORTED_AXES = ("expert", "context")
+
+
+def axis_faults(mesh: MeshConfig) -> list[str]:
+    """Faults of axes that this version cannot use."""
+    return [
+        f"mesh.{axis}={size}: this version cannot use more than 1; put the devices on data or fsdp"
+        for axis in UNSUPPORTED_AXES
+        if (size := getattr(mesh, axis)) > 1
+    ]
+
+
+def batch_faults(mesh: MeshConfig, *, global_batch: int, num_microbatches: int) -> list[str]:
+    """A fault where the batch cannot be split evenly. An axis that is still -1 counts as 1."""
+    data, fsdp = max(1, mesh.data), max(1, mesh.fsdp)
+    multiple = data * fsdp * num_microbatches
+    if global_batch >= 1 and global_batch % multiple == 0:
+        return []
+    return [
+        f"train.global_batch={global_batch} is not divisible by mesh.data={data} x mesh.fsdp={fsdp} x "
+        f"train.num_microbatches={num_microbatches}; use {nearest_multiples(global_batch, multiple)}"
+    ]
+
+
+def model_faults(cfg: Config) -> list[str]:
+    """Faults of a `model` section that does not fit the mesh, the pipeline or the data."""
+    options = cfg.model.options
+    faults = tensor_faults(options, max(1, cfg.mesh.tensor))
+    layers = options.get("num_layers")
+    if cfg.mesh.pipeline > 1 and has_type(layers, int):
+        faults += layer_faults(layers, cfg.mesh.pipeline, cfg.pipeline.num_chunks)
+    return faults + position_faults(cfg)
+
+
+def tensor_faults(model: Mapping[str, Any], tensor: int) -> list[str]:
+    """Faults where `mesh.tensor` does not divide what it shards."""
+    return [
+        f"model.{key}={value} is not divisible by mesh.tensor={tensor}; "
+        f"use {nearest_multiples(value, tensor)}, or another mesh.tensor"
+        for key in ("num_heads", "d_ff")
+        if has_type(value := model.get(key), int) and value % tensor
+    ]
+
+
+def layer_faults(num_layers: int, num_stages: int, num_chunks: int) -> list[str]:
+    """A fault where chunks would differ in length: all other stages would wait for the longest."""
+    pieces = num_stages * num_chunks
+    if num_layers % pieces == 0:
+        return []
+    return [
+        f"model.num_layers={num_layers} is not divisible by mesh.pipeline={num_stages} x "
+        f"pipeline.num_chunks={num_chunks}; use {nearest_multiples(num_layers, pieces)}"
+    ]
+
+
+def position_faults(cfg: Config) -> list[str]:
+    """A fault where sequences are longer than the table of learned positions: jax would clamp the index."""
+    rows, seq_len = cfg.model.options.get("max_seq_len"), cfg.data.options.get("seq_len")
+    if cfg.model.options.get("positions") != "learned":
+        return []
+    if not (has_type(rows, int) and has_type(seq_len, int)) or seq_len <= rows:
+        return []
+    return [
+        f"data.seq_len={seq_len} is more than model.max_seq_len={rows}; use the same, or positions='rope'"
+    ]
+
+
+def rule_faults(rules: Any) -> list[str]:
+    """Faults of `config.rules`."""
+    faults = []
+    for rule in rules if isinstance(rules, (tuple, list)) else [rules]:
+        axes = rule[1] if isinstance(rule, (tuple, list)) and len(rule) == 2 else 0
+        axes = (axes,) if isinstance(axes, str) else () if axes is None else axes
+        if not isinstance(axes, (tuple, list)) or not isinstance(rule[0], str):
+            faults.append(
+                f"config.rules: {rule!r} is not (logical name, mesh axis or axes or None)"
+            )
+            continue
+        for axis in axes:
+            if axis not in AXES:
+                faults.append(
+                    f"config.rules maps {rule[0]!r} to {axis!r}, not a mesh axis{did_you_mean(axis, AXES)}"
+                )
+        if len({*axes}) < len(axes):
+            faults.append(f"config.rules maps {rule[0]!r} to {rule[1]!r}; use each axis once")
+    return faults
+
+
+def train_faults(mesh: MeshConfig, train: TrainConfig) -> list[str]:
+    """Faults of the mesh and the batch together."""
+    sizes = dict(global_batch=train.global_batch, num_microbatches=train.num_microbatches)
+    return axis_faults(mesh) + batch_faults(mesh, **sizes)
