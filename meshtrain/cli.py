@@ -41,7 +41,7 @@ class Verb(NamedTuple):
 VERBS = {
     "train": Verb("meshtrain.main", "config"),
     "launch": Verb("meshtrain.cluster.launch", forwards=True),
-    "info": Verb("meshtrain.cluster.info"),
+    "info": Verb("meshtrain.analysis.info"),
     "prepare": Verb("meshtrain.data.prepare"),
     "convert": Verb("meshtrain.huggingface.convert"),
     "generate": Verb("meshtrain.inference.generate", "run"),
@@ -128,13 +128,15 @@ def _with_run(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of its config")
     environment.add_flags(flags)
     args, overrides = flags.parse_known_args(argv)
-    from meshtrain import checkpoint, huggingface
+    from meshtrain import checkpoint
 
     file = checkpoint.workdir_of(args.workdir) / "config.json"
     if not file.is_file():
         raise ConfigError(f"--workdir={args.workdir}: not a run (config.json is missing)")
-    if huggingface.is_folder(file.parent):
-        raise ConfigError(f"--workdir={args.workdir}: {huggingface.ADVICE}")
+    try:
+        files.reject_huggingface(file.parent)
+    except ConfigError as error:
+        raise ConfigError(f"--workdir={error}") from error
     from meshtrain.cluster import distributed, runtime
 
     runtime.start(args)

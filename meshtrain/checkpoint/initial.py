@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from meshtrain import checkpoint, huggingface
+from meshtrain import checkpoint
 from meshtrain.checkpoint import arrays
 from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.config import files
 from meshtrain.config.schema import CheckpointConfig
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Params
@@ -17,9 +18,10 @@ def source(
     """Returns the checkpoint that a new run's parameters come from, if it is to be one."""
     path = Path(settings.init_from)
     try:
-        if settings.init_from and huggingface.is_folder(path):
-            raise ConfigError(f"{path}: {huggingface.ADVICE}")
-        return checkpoint.find(path, tell=tell) if settings.init_from else None
+        if not settings.init_from:
+            return None
+        files.reject_huggingface(path)
+        return checkpoint.find(path, tell=tell)
     except ConfigError as error:
         raise ConfigError(f"checkpoint.init_from={error}") from error
 

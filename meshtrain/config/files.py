@@ -49,6 +49,18 @@ def read(
         return _override(config, good), [fault for fault in faults.values() if fault]
 
 
+def reject_huggingface(folder: Path) -> None:
+    """Raises ConfigError where the config.json in a folder is one of Hugging Face's transformers."""
+    try:
+        found = "architectures" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return
+    if found:
+        raise ConfigError(
+            f"{folder} is a Hugging Face folder; convert it first: meshtrain convert FOLDER WORKDIR"
+        )
+
+
 def _read_file(path: str) -> ConfigDict:
     name, _, argument = path.partition(":")
     file = Path(name).resolve()

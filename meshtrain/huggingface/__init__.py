@@ -4,7 +4,6 @@ config_json.py translates config.json, of the architectures in families.py; name
 is which parameter; files.py reads and writes safetensors. Here: parameters from files, and to them.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -25,15 +24,6 @@ TOLD = 20  # tensors that a fault names
 BLOCK = 1 << 18  # bytes copied at once: they stay in a core's cache, where they are transposed
 # What some files hold beside parameters: causal masks, and the angles of rope.
 NO_PARAMETER = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
-ADVICE = "is a Hugging Face folder; make a workdir of it: meshtrain convert FOLDER WORKDIR"
-
-
-def is_folder(path: Path) -> bool:
-    """Whether a config.json of transformers lies there."""
-    try:
-        return "architectures" in json.loads((path / config_json.NAME).read_text())
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def model_section(folder: Path) -> Section:

@@ -134,7 +134,7 @@ def test_a_table_that_no_rule_cuts_and_an_axis_without_work_are_told():
         (["--config.train.zero_stage=4"], "train.zero_stage=4: use 0, 1, 2 or 3"),
         (["--simulate_device=8"], 'did you mean "--simulate_devices"?'),
         (["--simulate_devices=x"], "--simulate_devices: invalid int value: 'x'"),
-        (["--config.mesh.data=3"], "mesh.data=3 makes 3 devices and there are 8"),
+        (["--config.mesh.data=3"], "mesh.data=3 needs 3 devices and there are 8"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, line, capsys):

@@ -7,22 +7,24 @@ from ml_collections import ConfigDict
 
 import meshtrain
 from meshtrain.config import files as configfile
-from meshtrain.config import parse as config
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.train import train
 
 QUICKSTART = "configs/quickstart.py"
 
 
-def faults_of(c, num_devices=1, **options):
+def faults_of(c, num_devices=1):
+    """What parsing finds, or else building."""
     with pytest.raises(meshtrain.ConfigError) as error:
-        config.parse(c, num_devices=num_devices, **options)
+        build(parse(c, num_devices=num_devices))
     return list(error.value.faults)
 
 
 @pytest.mark.parametrize(
     "key, value, line",
     [
-        ("mesh.data", 2, "mesh.data=2 makes 2 devices and there are 1; use --simulate_devices=2"),
+        ("mesh.data", 2, "mesh.data=2 needs 2 devices and there are 1; use --simulate_devices=2"),
         ("train.dtype", "float31", "train.dtype='float31': use one of float32, bfloat16"),
         ("train.remat", "some", "train.remat='some': use one of none, full, dots, names:"),
         ("train.zero_stage", 4, "train.zero_stage=4: use 0, 1, 2 or 3"),
@@ -41,15 +43,19 @@ def faults_of(c, num_devices=1, **options):
         ("checkpoint.keep", 0, "checkpoint.keep=0: use 1 or more"),
         ("eval.every", -1, "eval.every=-1: use 0 or more"),
         ("data.build", "meshtrain.data.tokens:build", "data.path=: no such file or folder"),
-        ("rules", (("batch", "dta"),), "'batch' to 'dta', no mesh axis (did you mean \"data\"?)"),
+        (
+            "rules",
+            (("batch", "dta"),),
+            "'batch' to 'dta', not a mesh axis (did you mean \"data\"?)",
+        ),
         ("train.dtype", "float64", "train.dtype=float64: jax computes it in float32; set JAX"),
         ("train.remat", "names:", "train.remat='names:': use one of"),
         ("optim.learning_rate", float("nan"), "optim.learning_rate=nan: use 0 or more"),
         ("model.build", "jax:__version__", "model.build=jax:__version__: is a str, not a function"),
         ("data.seq_len", 0, "data.seq_len=0: use 1 or more"),
         ("train.global_batch", -4, "train.num_microbatches=1; use 1"),
-        ("rules", (("batch", 5),), "config.rules: ('batch', 5) is no (logical name, mesh axis"),
-        ("rules", ("batch",), "config.rules: 'batch' is no (logical name, mesh axis"),
+        ("rules", (("batch", 5),), "config.rules: ('batch', 5) is not (logical name, mesh axis"),
+        ("rules", ("batch",), "config.rules: 'batch' is not (logical name, mesh axis"),
     ],
 )
 def test_a_wrong_value_is_told_with_its_key_and_the_way_out(tiny, key, value, line):
@@ -88,7 +94,18 @@ def test_faults_of_all_sections_come_together(tiny):
     tiny.optim.schedule = "step"
     tiny.eval.batches = -1
     named = [fault.split("=")[0] for fault in faults_of(tiny, num_devices=8)]
-    wanted = "train.dtype eval.batches optim.schedule mesh.fsdp train.global_batch model.mlp"
+    wanted = "train.dtype eval.batches optim.schedule mesh.fsdp"
+    assert sorted(named) == sorted(wanted.split())
+
+
+def test_faults_of_all_that_is_built_come_together(tiny):
+    tiny.mesh.update(data=1, tensor=8)
+    tiny.model.mlp = "relu"
+    tiny.data.build = "meshtrain.data.tokens:build"
+    with tiny.unlocked():
+        tiny.optim.epsilom = 1.0
+    named = [fault.split("=")[0].split(":")[0] for fault in faults_of(tiny, num_devices=8)]
+    wanted = "model.num_heads model.mlp optim.epsilom data.path"
     assert sorted(named) == sorted(wanted.split())
 
 
@@ -113,10 +130,10 @@ def test_missing_keys_sections_and_wrong_types_are_told(tiny):
     raw["checkpoint"]["every"] = True
     assert set(faults_of(raw)) == {
         "train.seed: missing",
-        "model.bias: missing",
-        "optim.b1='0.9': not of type float",
         "checkpoint.every=True: not of type int",
     }
+    raw["train"]["seed"], raw["checkpoint"]["every"] = 0, 1
+    assert set(faults_of(raw)) == {"model.bias: missing", "optim.b1='0.9': not of type float"}
     del raw["eval"]
     raw["evl"] = {}
     unknown, missing = faults_of(raw)
@@ -125,7 +142,7 @@ def test_missing_keys_sections_and_wrong_types_are_told(tiny):
 
 
 def test_sections_become_frozen(tiny):
-    settings = config.parse(tiny, num_devices=8)
+    settings = parse(tiny, num_devices=8)
     assert settings.mesh.data == 8
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.train.steps = 5
@@ -134,8 +151,24 @@ def test_sections_become_frozen(tiny):
 def test_what_the_caller_brings_is_not_read_from_the_config(tiny):
     tiny.model.build = "no.such:model"
     tiny.data.build = "no.such:data"
-    settings = config.parse(tiny, num_devices=1, own=["model", "data"])
-    assert settings.model is settings.train_data is settings.heldout_data is None
+    parts = build(parse(tiny, num_devices=1), model="a model", data="batches")
+    assert parts[::2] == ("a model", "batches") and parts.heldout_data is None
+
+
+def test_settings_are_parsed_without_building_anything(tiny):
+    tiny.model.build = "no.such:model"
+    tiny.mesh.data = -1
+    settings = parse(tiny)
+    assert settings.mesh.data == -1 and settings.model.build == "no.such:model"
+    assert settings.model.options["num_layers"] == 2
+    with pytest.raises(TypeError):
+        settings.model.options["num_layers"] = 3
+
+
+def test_settings_are_written_as_a_config_that_parses_to_the_same(tiny):
+    settings = parse(tiny, num_devices=8)
+    assert settings.to_dict() == {**tiny.to_dict(), "mesh": {**tiny.mesh.to_dict(), "data": 8}}
+    assert parse(settings.to_dict()) == settings
 
 
 # ---- files and overrides ----

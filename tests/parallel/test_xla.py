@@ -1,0 +1,74 @@
+"""Compiler options by preset."""
+
+from types import SimpleNamespace
+
+import jax
+import jaxlib
+import numpy as np
+import pytest
+from conftest import tiny_config
+
+from meshtrain.config import xla_presets
+from meshtrain.config.parse import parse
+from meshtrain.errors import ConfigError
+from meshtrain.parallel import xla
+from meshtrain.train import train
+
+
+def mesh(platform, size):
+    devices = np.array([SimpleNamespace(platform=platform)] * size)
+    return SimpleNamespace(devices=devices, size=size)
+
+
+@pytest.mark.parametrize("preset", xla_presets.PRESETS)
+def test_this_compiler_knows_every_option_of_a_preset(preset):
+    found = xla.options(preset, mesh("gpu", 8))
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    assert lowered.compile(compiler_options=found)(1.0) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        lowered.compile(compiler_options=found | {"xla_gpu_of_a_later_year": True})
+
+
+def test_options_that_are_gone_are_left_out(monkeypatch):
+    name = "xla_gpu_enable_pipelined_all_gather"
+    for version, there in [("0.10.2", True), ("0.11.0", False), ("0.12.0.1", False)]:
+        monkeypatch.setattr(jaxlib, "__version__", version)
+        assert (name in xla.options("overlap", mesh("gpu", 8))) == there
+
+
+@pytest.mark.parametrize(
+    ("platform", "size", "preset"),
+    [("cpu", 1, "none"), ("cpu", 8, "none"), ("gpu", 1, "none"), ("gpu", 8, "overlap")]
+    + [("tpu", 8, "none")],
+)
+def test_auto_is_what_suits_the_devices(platform, size, preset):
+    place = mesh(platform, size)
+    assert xla.options("auto", place) == xla.options(preset, place)
+
+
+def test_what_runs_once_is_compiled_quickly_on_cpus_unless_the_user_says_how(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")
+    (option,) = (found := xla.quick_compile_options(mesh("cpu", 8)))
+    assert jax.jit(lambda x: x + 1, compiler_options=found)(1.0) == 2
+    assert xla.quick_compile_options(mesh("gpu", 8)) == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{option}=0")
+    assert xla.quick_compile_options(mesh("cpu", 8)) == {}
+
+
+def test_a_preset_that_is_none_is_told():
+    c = tiny_config()
+    c.train.xla_preset = "fast"
+    with pytest.raises(ConfigError, match="train.xla_preset='fast'"):
+        parse(c, num_devices=8)
+
+
+def test_an_option_that_is_gone_unawares_is_told_with_the_way_out(monkeypatch):
+    later = {"xla_gpu_of_an_earlier_year": True}
+    monkeypatch.setattr(xla, "options", lambda preset, mesh: later)
+    with pytest.raises(ConfigError, match="train.xla_preset: .*of_an_earlier_year.*=none"):
+        train(tiny_config())
+
+
+def test_other_faults_of_the_compiler_are_not_mistaken_for_that():
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        xla.compile_with(jax.jit(lambda x: x).lower(1.0), {"xla_gpu_graph_min_graph_size": "few"})
