@@ -1,4 +1,4 @@
-"""Every key of a config, with what it means. The other files change some and keep the rest."""
+"""The default of every config key, and what the key means. Other config files start from these and change some."""
 
 from ml_collections import ConfigDict
 
@@ -6,20 +6,27 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     config = ConfigDict()
 
-    # Number of devices along each axis of the mesh; one may be -1: all that are left.
+    # Number of devices along each axis of the mesh; one may be -1: all remaining devices.
     config.mesh = mesh = ConfigDict()
-    mesh.data = -1  # rows of the batch; parameters are whole on each
-    mesh.fsdp = 1  # rows of the batch; parameters, gradients and optimizer state are cut up
-    mesh.expert = 1  # for mixtures of experts; not in this version
-    mesh.pipeline = 1  # stages: groups of layers, which micro-batches pass through
-    mesh.context = 1  # positions in the sequence; not in this version
-    mesh.tensor = 1  # heads, feed-forward and vocabulary
+    # devices along `data`, which shards the rows of the batch and replicates parameters; -1: all remaining devices
+    mesh.data = -1
+    # devices along `fsdp`, which shards the rows of the batch, and parameters, gradients and optimizer state
+    # as far as train.zero_stage says; -1: all remaining devices
+    mesh.fsdp = 1
+    mesh.expert = 1  # devices along `expert`, for mixtures of experts; only 1 in this version
+    # pipeline stages: consecutive groups of layers, through which micro-batches pass; -1: all remaining devices
+    mesh.pipeline = 1
+    mesh.context = 1  # devices along `context`, which shards the sequence; only 1 in this version
+    # devices along `tensor`, which shards attention heads, feed-forward and vocabulary; -1: all remaining devices
+    mesh.tensor = 1
 
-    # Where each logical dim lives: (name, mesh axis or axes or None). The first line that fits wins:
-    # its axes are still free in that array, and divide the dim. No line fits: the dim is whole.
+    # Sharding of each logical dim: (name, mesh axis or axes or None). For a dim, the first rule with its name
+    # applies whose axes do not yet shard another dim of the array and divide this one. If none applies, the dim
+    # is not sharded.
     config.rules = (
         ("batch", ("data", "fsdp")),
-        ("vocab", ("pipeline", "tensor")),  # embedding and head are no stage's: all have a share
+        # Embedding and head belong to no stage: all stages share them.
+        ("vocab", ("pipeline", "tensor")),
         ("vocab", "tensor"),
         ("heads", "tensor"),
         ("kv_heads", "tensor"),
@@ -33,121 +40,154 @@ def get_config() -> ConfigDict:
     )
 
     config.train = train = ConfigDict()
-    train.steps = 1000  # optimizer steps in all
+    train.steps = 1000  # total number of optimizer steps
     train.global_batch = 32  # sequences per step, over all devices and micro-batches
-    train.num_microbatches = 1  # the batch is worked off in so many parts, to save memory
-    train.seed = 0  # of parameters, data order and dropout
-    train.log_every = 10  # steps between lines
-    train.zero_stage = 3  # fsdp cuts: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters
-    train.remat = "none"  # recomputed in the backward pass: "none", "full", all but "dots", or all
-    # but results kept by name: "names:attention,mlp"
-    train.unroll = 8  # at most so many layers in one turn of the loop over them, if remat is none
-    train.xla_preset = "auto"  # options of the compiler: "none", "overlap" (of collectives with
-    # computation), "cuda_graphs"; "auto": overlap on several GPUs, else none
-    train.dtype = "float32"  # to compute in: float32, bfloat16, float16 (its loss scale looks after
-    # itself, steps that overflow are skipped), float64
-    train.param_dtype = "float32"  # of parameters: float32, bfloat16 (loses small updates), float64
+    train.num_microbatches = 1  # number of micro-batches that a batch is split into, to save memory
+    train.seed = 0  # seed of the initial parameters, the data order and dropout
+    train.log_every = 10  # steps between log lines
+    # what is sharded over fsdp: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well
+    train.zero_stage = 3
+    # what the backward pass recomputes: "none"; "full", all activations inside a layer; "dots", all but results
+    # of matrix products; "names:attention,mlp", all but the results with these names
+    train.remat = "none"
+    # largest number of layers per iteration of the loop over layers; applies if train.remat is "none"
+    train.unroll = 8
+    # set of compiler options: "none"; "overlap", collectives overlap with computation; "cuda_graphs"; "auto",
+    # which is "overlap" on several GPUs and "none" otherwise
+    train.xla_preset = "auto"
+    # compute dtype: "float32", "bfloat16", "float64", or "float16", which scales the loss dynamically and skips
+    # steps whose gradients overflow
+    train.dtype = "float32"
+    # dtype of the parameters: "float32", "float64", or "bfloat16", which loses small updates
+    train.param_dtype = "float32"
 
-    config.pipeline = pipeline = ConfigDict()  # read where mesh.pipeline is more than 1
-    pipeline.schedule = "1f1b"  # or "gpipe", "interleaved"; `meshtrain schedule` prints them
-    pipeline.num_chunks = 1  # of layers on each stage, which takes turns; more: "interleaved"
-    pipeline.keep = "inputs"  # of a chunk until its backward, which runs it again; or "residuals":
-    # all that the backward needs, so that nothing is run twice
+    # Used if mesh.pipeline is more than 1.
+    config.pipeline = pipeline = ConfigDict()
+    # pipeline schedule: "gpipe", "1f1b" or "interleaved"; `meshtrain schedule` prints them
+    pipeline.schedule = "1f1b"
+    # chunks of layers on each stage, which alternate; more than 1 only with schedule "interleaved"
+    pipeline.num_chunks = 1
+    # what a chunk stores for its backward pass: "inputs", from which its forward pass is run again, or
+    # "residuals", everything that the backward pass needs, so that nothing is run twice
+    pipeline.keep = "inputs"
 
     config.model = model = ConfigDict()
-    model.build = "meshtrain.models.transformer:build"  # of the keys below: a Model
-    model.num_layers = 4  # blocks
+    # function, "package.module:name", that builds a Model from the keys below
+    model.build = "meshtrain.models.transformer:build"
+    model.num_layers = 4  # number of transformer blocks
     model.d_model = 256  # width of the residual stream
-    model.num_heads = 8  # of queries; d_model is cut up among them
-    model.num_kv_heads = 8  # fewer than num_heads: grouped-query attention
+    model.num_heads = 8  # number of query heads
+    # number of key/value heads; fewer than num_heads: grouped-query attention
+    model.num_kv_heads = 8
     model.head_dim = 0  # width of a head; 0: d_model / num_heads
-    model.d_ff = 768  # feed-forward width
-    model.vocab_size = 256  # 256 for bytes
-    model.max_seq_len = 256  # rows of the position table, where positions are learned
-    model.norm = "rms"  # "rms", "layer", or "rms_1p", which multiplies by 1 + scale
-    model.norm_epsilon = 1e-5  # added to the variance
-    model.positions = "rope"  # "rope" or "learned"
-    model.rope_theta = 10000.0  # base of rope's frequencies; larger for longer sequences
-    model.rope_theta_local = 0.0  # that of local layers, which is not scaled; 0: as the others
-    model.rope_scaling = ()  # ("linear", FACTOR) or ("llama3", FACTOR, LOW, HIGH, ORIGINAL_LENGTH)
-    model.mlp = "swiglu"  # "swiglu", "gelu", or "geglu"
-    model.bias = False  # in linear maps and LayerNorm
-    model.qkv_bias = False  # in the maps to queries, keys and values alone
-    model.qk_norm = False  # norms of each head's queries and keys
-    model.post_norm = False  # norms also of what attention and feed-forward return
-    model.attention = "g"  # kinds that layers take in turn: g sees all before, l the last `window`
-    model.window = 0  # tokens that a local layer sees, the newest included
-    model.query_scale = 0.0  # scores are multiplied by it; 0: 1 / sqrt(head dim)
-    model.attention_softcap = 0.0  # scores become cap * tanh(score / cap); 0: they stay
-    model.logit_softcap = 0.0  # the same of the logits
-    model.embed_scale = 1.0  # embedded tokens are multiplied by it
-    model.tie_embeddings = False  # the output head is the embedding table
-    model.z_loss = 0.0  # weight of logsumexp(logits)^2, 1e-4 where logits drift
-    model.attention_impl = "auto"  # how it is computed: "xla"; "cudnn", fused, on NVIDIA's GPUs;
-    # "blockwise", in memory linear in seq_len; "auto" takes one and says which
-    model.loss_chunk_mib = 256  # of logits that a device makes at a time, the rest after; 0, or
-    # float16: all at once
+    model.d_ff = 768  # width of the feed-forward layer
+    model.vocab_size = 256  # number of tokens in the vocabulary; 256 for bytes
+    model.max_seq_len = 256  # rows of the position table; used if model.positions is "learned"
+    model.norm = "rms"  # normalization: "rms", "layer", or "rms_1p", RMSNorm times 1 + scale
+    model.norm_epsilon = 1e-5  # epsilon added to the variance in the norms
+    model.positions = "rope"  # position encoding: "rope" or "learned"
+    model.rope_theta = 10000.0  # base of the rope frequencies; larger for longer sequences
+    # base of the rope frequencies in local layers, to which rope_scaling does not apply; 0: as in global layers
+    model.rope_theta_local = 0.0
+    # scaling of the rope frequencies: () for none, ("linear", FACTOR), or
+    # ("llama3", FACTOR, LOW, HIGH, ORIGINAL_LENGTH)
+    model.rope_scaling = ()
+    model.mlp = "swiglu"  # feed-forward layer: "swiglu", "gelu" or "geglu"
+    model.bias = False  # whether linear layers and LayerNorm have biases
+    model.qkv_bias = False  # whether the query, key and value projections have biases
+    model.qk_norm = False  # whether the queries and keys of each head are normalized
+    model.post_norm = False  # whether the outputs of attention and feed-forward are normalized
+    # pattern of layer kinds, repeated over the layers: "g" is global attention, "l" local attention to the last
+    # model.window tokens, as in "g" or "lllllg"
+    model.attention = "g"
+    model.window = 0  # number of tokens that a local layer attends to, the current one included
+    model.query_scale = 0.0  # factor of the attention scores; 0: 1 / sqrt(head dim)
+    model.attention_softcap = 0.0  # soft cap c of attention scores: c tanh(score / c); 0: none
+    model.logit_softcap = 0.0  # soft cap c of the logits: c tanh(logit / c); 0: none
+    model.embed_scale = 1.0  # factor of the token embeddings
+    model.tie_embeddings = False  # whether the output head is the embedding table
+    model.z_loss = 0.0  # weight of logsumexp(logits)^2 in the loss; 1e-4 if the logits drift
+    # implementation of attention: "xla"; "cudnn", fused, on NVIDIA GPUs; "blockwise", whose memory is linear in
+    # seq_len; "auto" chooses one and logs which
+    model.attention_impl = "auto"
+    # MiB of logits that a device holds at a time while it computes the loss; 0 or float16: all at once
+    model.loss_chunk_mib = 256
 
     config.data = data = ConfigDict()
-    data.build = "meshtrain.data.tokens:build"  # of the keys below and split: a Source
-    data.path = ""  # what `meshtrain prepare` made, a token file, or a folder of text
-    data.mixture = ()  # (("PATH", WEIGHT), ...) in place of path: samples of each by weight
-    data.packing = "windows"  # the stream cut into rows; "best_fit": rows of whole documents
-    data.dtype = "uint8"  # of a raw token file: uint8 (any text, as bytes), uint16, uint32, int32
-    data.pattern = "*.txt"  # files of a folder
-    data.exclude = ()  # names of folders to leave out
-    data.seq_len = 256  # tokens a sequence
-    data.vocab_size = model.get_oneway_ref("vocab_size")  # tokens must be below it
-    data.separator = -1  # token that ends a document, which attention does not cross; -1: none
-    data.heldout = 0.05  # fraction kept for evaluation
-    data.seed = train.get_oneway_ref("seed")  # of the order of the samples
+    # function, "package.module:name", that builds a Source from the keys below and the name of the split
+    data.build = "meshtrain.data.tokens:build"
+    data.path = ""  # path of a folder from `meshtrain prepare`, a token file, or a folder of text
+    # weighted mixture, (("PATH", WEIGHT), ...), instead of data.path: samples are drawn in proportion to WEIGHT
+    data.mixture = ()
+    # how rows are filled: "windows", the stream of tokens is split every seq_len tokens; "best_fit", rows hold
+    # complete documents, and only documents longer than seq_len are split
+    data.packing = "windows"
+    # dtype of a raw token file: "uint8" (any text, as bytes), "uint16", "uint32" or "int32"
+    data.dtype = "uint8"
+    data.pattern = "*.txt"  # pattern of the file names to read in a folder of text
+    data.exclude = ()  # names of subfolders to skip in a folder of text
+    data.seq_len = 256  # tokens per sequence
+    # size of the vocabulary: every token must be below it; default: model.vocab_size
+    data.vocab_size = model.get_oneway_ref("vocab_size")
+    # token that ends a document, which attention does not cross; -1: none
+    data.separator = -1
+    data.heldout = 0.05  # fraction of the data that is held out for evaluation
+    data.seed = train.get_oneway_ref("seed")  # seed of the sample order; default: train.seed
 
     config.optim = optim = ConfigDict()
-    optim.build = "meshtrain.optim:adamw"  # of its keys below: an optax optimizer
-    optim.learning_rate = 3e-4  # at its highest
-    optim.schedule = "cosine"  # "constant", "cosine", "linear", "wsd"
-    optim.warmup_steps = 100  # linearly up to learning_rate
-    optim.decay_fraction = 0.2  # of the steps, at the end; for "wsd"
-    optim.final_fraction = 0.1  # of learning_rate, where the schedule ends
-    optim.clip_norm = 1.0  # of all gradients together
-    optim.moment_dtype = train.get_oneway_ref("param_dtype")  # what the optimizer keeps of each
-    # parameter: float32, bfloat16 (rounded by chance, half the memory), float64
-    optim.b1 = 0.9  # decay of the first moment
-    optim.b2 = 0.95  # decay of the second moment
-    optim.epsilon = 1e-8  # added to the root of the second moment
-    optim.weight_decay = 0.1  # times learning_rate, off every parameter but those of no_decay
-    optim.no_decay = ("bias", "scale")  # parameters with these names are not decayed
+    # function, "package.module:name", that builds an optax optimizer from the keys that the trainer does not use
+    # itself: b1, b2, epsilon, weight_decay and no_decay, or the keys of your own function
+    optim.build = "meshtrain.optim:adamw"
+    optim.learning_rate = 3e-4  # peak learning rate
+    optim.schedule = "cosine"  # learning-rate schedule: "constant", "cosine", "linear" or "wsd"
+    optim.warmup_steps = 100  # steps of linear warm-up to learning_rate
+    optim.decay_fraction = 0.2  # fraction of the steps, at the end, in which "wsd" decays
+    optim.final_fraction = 0.1  # final learning rate, as a fraction of learning_rate
+    optim.clip_norm = (
+        1.0  # largest global gradient norm; larger gradients are scaled down; inf: no limit
+    )
+    # dtype of the optimizer's moments: "float32", "float64", or "bfloat16", which takes half the memory of
+    # float32 and is rounded stochastically; default: train.param_dtype
+    optim.moment_dtype = train.get_oneway_ref("param_dtype")
+    optim.b1 = 0.9  # decay rate of the first moment
+    optim.b2 = 0.95  # decay rate of the second moment
+    optim.epsilon = 1e-8  # epsilon added to the square root of the second moment
+    optim.weight_decay = 0.1  # weight decay, which is multiplied by the learning rate (AdamW)
+    optim.no_decay = ("bias", "scale")  # names of parameters without weight decay
 
     config.eval = evaluation = ConfigDict()
     evaluation.every = 0  # steps between evaluations; 0: only at the end
-    evaluation.batches = 8  # of global_batch held-out sequences; 0: never
+    evaluation.batches = 8  # batches per evaluation, global_batch held-out sequences each; 0: never
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every = 0  # steps between saves; 0: only at the end
-    checkpoint.every_minutes = 0.0  # between saves, whatever the steps; 0: by steps alone
-    checkpoint.keep = 2  # the newest so many
-    checkpoint.keep_every = 0  # and those whose step is a multiple of this; 0: none
-    checkpoint.keep_best = 0  # and so many with the lowest best_by
-    checkpoint.best_by = (
-        "eval_loss"  # or "loss", "grad_norm"; of evaluations due in the step of a save
-    )
-    checkpoint.allow_cast = False  # goes on with arrays of another dtype, which loses precision
-    checkpoint.init_from = ""  # another run's workdir, or one of its checkpoints: where a new run's
-    # parameters come from
-    checkpoint.init_only = "*"  # of them, patterns such as "layers/*,tokens/*"; others start anew
+    # minutes between saves, in addition to `every`; 0: by steps only
+    checkpoint.every_minutes = 0.0
+    checkpoint.keep = 2  # number of newest checkpoints to keep
+    checkpoint.keep_every = 0  # checkpoints whose step is a multiple of this are kept too; 0: none
+    checkpoint.keep_best = 0  # number of checkpoints with the lowest best_by that are kept too
+    # metric for keep_best: "eval_loss", of evaluations that are due in the step of a save, "loss" or "grad_norm"
+    checkpoint.best_by = "eval_loss"
+    # whether to resume from arrays of another dtype, cast to the present one, which may lose precision
+    checkpoint.allow_cast = False
+    # workdir of another run, or one of its checkpoints, from which a new run takes its parameters; "": none
+    checkpoint.init_from = ""
+    # patterns, separated by commas, of the parameters to take from init_from, such as "layers/*,tokens/*";
+    # all others are initialized
+    checkpoint.init_only = "*"
 
     config.divergence = divergence = ConfigDict()
-    divergence.max_skips = (
-        25  # steps in a row with a loss or gradient that is not finite, which have
-    )
-    # no effect, until the run ends with exit code 17
-    divergence.spike = 8.0  # a loss so many standard deviations above the running mean is told
-    divergence.rollback = False  # and undone: back to the newest checkpoint, past the data since
+    # limit of consecutive steps whose loss or gradient is not finite: each is skipped, and at the limit the run
+    # ends with exit code 17
+    divergence.max_skips = 25
+    # standard deviations above the running mean beyond which a loss is logged as a spike; inf: never
+    divergence.spike = 8.0
+    # whether a spike is undone: the run returns to the newest checkpoint and skips the data since
+    divergence.rollback = False
 
     config.health = health = ConfigDict()
-    health.every = (
-        500  # steps between checks that all copies of the state are the same, and that no
-    )
-    # process is slow; also before each save; 0: never
+    # steps between checks that all replicas of the state are identical and that no process is slow; replicas are
+    # also checked before each save; 0: never
+    health.every = 500
 
     return config.lock()

@@ -1,14 +1,14 @@
 """Gemma 2 2B (arXiv 2408.00118), for 2 GPUs with 80 GB.
 
-  meshtrain convert MODEL_FOLDER runs/gemma2-start          # Hugging Face's files, where you have them
+  meshtrain convert MODEL_FOLDER runs/gemma2-start          # if you have Hugging Face's files
   meshtrain prepare my_text/ --output=data/gemma2 --tokenizer=MODEL_FOLDER
   meshtrain train --config=configs/gemma2.py --workdir=runs/gemma2 \\
       --config.checkpoint.init_from=runs/gemma2-start --config.optim.learning_rate=2e-5
 
-Without `init_from` it starts from nothing, with the learning rate below. Compiled for CPU, which has no fused
-attention, the step takes 32 GB on each of 2 devices: state, gradients and activations.
-Tested are its parameter count, and a tiny model of the family against transformers; it was not trained
-at this size.
+Without `init_from` it trains from random parameters, with the learning rate below. Compiled for CPU, which has
+no fused attention, the step needs 32 GB on each of 2 devices for state, gradients and activations.
+The tests check its parameter count, and a tiny model of the family against transformers; it was not trained at
+this size.
 """
 
 from configs import default

@@ -1,14 +1,14 @@
 """Gemma 3 1B (arXiv 2503.19786), for one GPU.
 
-  meshtrain convert MODEL_FOLDER runs/gemma3-start          # Hugging Face's files, where you have them
+  meshtrain convert MODEL_FOLDER runs/gemma3-start          # if you have Hugging Face's files
   meshtrain prepare my_text/ --output=data/gemma3 --tokenizer=MODEL_FOLDER
   meshtrain train --config=configs/gemma3.py --workdir=runs/gemma3 \\
       --config.checkpoint.init_from=runs/gemma3-start --config.optim.learning_rate=2e-5
 
-Without `init_from` it starts from nothing, with the learning rate below. Compiled for CPU, which has no fused
-attention, the step takes 18 GB on one device: state, gradients and activations.
-Tested are its parameter count, and a tiny model of the family against transformers; it was not trained
-at this size.
+Without `init_from` it trains from random parameters, with the learning rate below. Compiled for CPU, which has
+no fused attention, the step needs 18 GB on one device for state, gradients and activations.
+The tests check its parameter count, and a tiny model of the family against transformers; it was not trained at
+this size.
 """
 
 from configs import default

@@ -1,14 +1,14 @@
 """GPT-2 small (124 M parameters; Radford et al., 2019), for one GPU.
 
-  meshtrain convert MODEL_FOLDER runs/gpt2-start          # Hugging Face's files, where you have them
+  meshtrain convert MODEL_FOLDER runs/gpt2-start          # if you have Hugging Face's files
   meshtrain prepare my_text/ --output=data/gpt2 --tokenizer=MODEL_FOLDER
   meshtrain train --config=configs/gpt2.py --workdir=runs/gpt2 \\
       --config.checkpoint.init_from=runs/gpt2-start --config.optim.learning_rate=2e-5
 
-Without `init_from` it starts from nothing, with the learning rate below. Compiled for CPU, which has no fused
-attention, the step takes 14 GB on one device: state, gradients and activations.
-Tested are its parameter count, and a tiny model of the family against transformers; it was not trained
-at this size.
+Without `init_from` it trains from random parameters, with the learning rate below. Compiled for CPU, which has
+no fused attention, the step needs 14 GB on one device for state, gradients and activations.
+The tests check its parameter count, and a tiny model of the family against transformers; it was not trained at
+this size.
 """
 
 from configs import default

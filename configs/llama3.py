@@ -1,14 +1,14 @@
 """Llama 3.1 8B (arXiv 2407.21783), for one host of 8 GPUs with 80 GB.
 
-  meshtrain convert MODEL_FOLDER runs/llama3-start          # Hugging Face's files, where you have them
+  meshtrain convert MODEL_FOLDER runs/llama3-start          # if you have Hugging Face's files
   meshtrain prepare my_text/ --output=data/llama3 --tokenizer=MODEL_FOLDER
   meshtrain train --config=configs/llama3.py --workdir=runs/llama3 \\
       --config.checkpoint.init_from=runs/llama3-start --config.optim.learning_rate=2e-5
 
-Without `init_from` it starts from nothing, with the learning rate below. Compiled for CPU, which has no fused
-attention, the step takes 31 GB on each of 8 devices: state, gradients and activations.
-Tested are its parameter count, and a tiny model of the family against transformers; it was not trained
-at this size.
+Without `init_from` it trains from random parameters, with the learning rate below. Compiled for CPU, which has
+no fused attention, the step needs 31 GB on each of 8 devices for state, gradients and activations.
+The tests check its parameter count, and a tiny model of the family against transformers; it was not trained at
+this size.
 """
 
 from configs import default

