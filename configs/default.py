@@ -143,9 +143,8 @@ def get_config() -> ConfigDict:
     optim.warmup_steps = 100  # steps of linear warm-up to learning_rate
     optim.decay_fraction = 0.2  # fraction of the steps, at the end, in which "wsd" decays
     optim.final_fraction = 0.1  # final learning rate, as a fraction of learning_rate
-    optim.clip_norm = (
-        1.0  # largest global gradient norm; larger gradients are scaled down; inf: no limit
-    )
+    # largest global norm of the gradients: larger gradients are scaled down to it; inf: no limit
+    optim.clip_norm = 1.0
     # dtype of the optimizer's moments: "float32", "float64", or "bfloat16", which takes half the memory of
     # float32 and is rounded stochastically; default: train.param_dtype
     optim.moment_dtype = train.get_oneway_ref("param_dtype")
