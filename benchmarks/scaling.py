@@ -30,7 +30,7 @@ import jax
 from benchmarks import llama, record, workers
 from meshtrain import state
 from meshtrain.cluster import runtime
-from meshtrain.parallel.pipeline import schedules
+from meshtrain.parallel.pipeline.schedules import SCHEDULES
 
 COUNTS = (1, 2, 4, 8)  # of simulated devices
 CHUNKS = {"interleaved": 2}
@@ -68,7 +68,7 @@ def busy(args, layout: str, num: int) -> float:
     schedule = layout.partition("-")[0]
     if schedule in ("data", "fsdp") or num == 1:
         return 1.0
-    return 1 - schedules.bubble(num, args.microbatches, CHUNKS.get(schedule, 1))
+    return 1 - SCHEDULES[schedule](num, args.microbatches, CHUNKS.get(schedule, 1)).bubble
 
 
 def speedups(args, cores: list[int]) -> dict:

@@ -1,9 +1,9 @@
 """Pipeline schedules as tables: what each stage does in each tick. Plain numpy, no devices needed.
 
-The stack is cut into P x V chunks of equally many layers; chunk v of stage i is the (v P + i)-th, so
-stages take turns and an activation goes round the ring V times. In one tick every stage runs at most
-one forward and then at most one backward of a chunk, all stages in lock step. What a stage sends is
-used by its neighbour one tick later, so nothing has to be kept for messages that wait.
+The stack of layers is split into P x V chunks of equal length. Chunk v of stage i is the (v P + i)-th
+of the stack, so an activation passes through all stages V times. In one tick every stage runs at most
+one forward and then at most one backward of a chunk, all stages in lock step. The neighbour uses a
+message in the next tick, so no buffers for waiting messages are needed.
 
 A schedule is a function of (num_stages, num_microbatches, num_chunks), P, M and V for short.
 """
@@ -18,11 +18,12 @@ IDLE = -1
 
 
 class Work(NamedTuple):
-    """What the stages do in each tick, (T, P) int32 arrays of IDLE or a number."""
+    """The forwards, or the backwards, of each tick and stage: (T, P) int32 arrays; IDLE where there is none."""
 
     microbatch: np.ndarray
     chunk: np.ndarray
-    slot: np.ndarray  # where the chunk's input is kept; an idle forward has one too, a free one
+    # Index of the buffer that holds the chunk's input; an idle forward writes to a free one.
+    slot: np.ndarray
 
     @property
     def active(self) -> np.ndarray:
@@ -32,7 +33,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule written out. Figures are counted from it; the closed forms below must agree."""
+    """A schedule written out; its figures are counted from it."""
 
     num_stages: int
     num_microbatches: int
@@ -46,60 +47,58 @@ class Table:
 
     @property
     def num_live(self) -> int:
-        """Chunk inputs that a stage keeps at most."""
+        """Largest number of chunk inputs that a stage keeps at once."""
         return int(self.forward.slot[self.forward.active].max()) + 1
 
     @property
     def num_slots(self) -> int:
-        """Places for them: one more where a stage is idle while all are taken."""
+        """Number of buffers for them: one more if a stage is idle while all others are in use."""
         return int(self.forward.slot.max()) + 1
 
     @property
     def phases(self) -> list[slice]:
-        """Ticks that go forward alone, both ways, or back alone: one loop each."""
+        """Ranges of ticks with forwards only, with both, and with backwards only: one loop each."""
         kinds = self.forward.active.any(1) + 2 * self.backward.active.any(1)
         cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), self.num_ticks]
         return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
 
     def cost(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """Time of a step in lock step, where one stage's share of a micro-batch takes these times."""
+        """Time of a step in lock step, if one stage's layers take these times for a micro-batch."""
         ticks = [work.active.any(1).sum() for work in (self.forward, self.backward)]
         return float(ticks[0] * forward + ticks[1] * backward) / self.num_chunks
 
     @property
     def bubble(self) -> float:
-        """Fraction of a step in which a stage has nothing to do."""
+        """Fraction of a step in which a stage is idle."""
         return 1 - self.num_microbatches * 3.0 / self.cost()
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Table:
-    """All forwards, then all backwards (arXiv 1811.06965). Keeps every micro-batch; one chunk a stage."""
+    """All forwards, then all backwards (arXiv 1811.06965). Keeps every micro-batch; one chunk per stage."""
     P, M = num_stages, num_microbatches
     if num_chunks != 1:
-        raise ValueError(f"gpipe has 1 chunk a stage, not {num_chunks}")
+        raise ValueError(f"gpipe has 1 chunk per stage, not {num_chunks}")
     m, _, i = _grid(M, 1, P)
     return tabulate(m + i, (M + P - 1) + m + (P - 1 - i))
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Table:
-    """Each backward as early as it can be (PipeDream-flush, arXiv 2104.04473); one chunk a stage."""
+    """Each backward as early as possible (PipeDream-flush, arXiv 2104.04473); one chunk per stage."""
     if num_chunks != 1:
-        raise ValueError(f"1f1b has 1 chunk a stage, not {num_chunks}; interleaved has several")
+        raise ValueError(f"1f1b has 1 chunk per stage, not {num_chunks}; interleaved has several")
     return interleaved(num_stages, num_microbatches, 1)
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Table:
-    """1F1B with several chunks a stage, and a bubble so many times shorter (arXiv 2104.04473).
+    """1F1B with V chunks per stage and a bubble V times shorter (arXiv 2104.04473).
 
-    Micro-batches go in groups of P: a group passes through chunk 0, then 1, and so on. In a last
-    group of fewer, the missing ones leave their places empty.
+    Micro-batches are scheduled in groups of P: a group passes through chunk 0 of all stages, then
+    through chunk 1, and so on. A last group of fewer than P leaves the other ticks idle.
     """
     P, V = num_stages, num_chunks
     m, v, i = _grid(num_microbatches, V, P)
-    place = (
-        m // P * P * V + m % P
-    )  # of the micro-batch, among what a stage does one after the other
-    return tabulate(place + v * P + i, (V * P - 1) + place + (V - 1 - v) * P + (P - 1 - i))
+    start = m // P * P * V + m % P  # tick at which stage 0 begins with the micro-batch
+    return tabulate(start + v * P + i, (V * P - 1) + start + (V - 1 - v) * P + (P - 1 - i))
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], Table]] = {
@@ -109,28 +108,8 @@ SCHEDULES: dict[str, Callable[[int, int, int], Table]] = {
 }
 
 
-def num_ticks(schedule: str, P: int, M: int, V: int = 1) -> int:
-    """Ticks of a step, in closed form."""
-    return 2 * (M + P - 1) if schedule == "gpipe" else span(P, M, V) + V * P + P - 2
-
-
-def bubble(P: int, M: int, V: int = 1) -> float:
-    """Fraction of a step in which a stage is idle: (P - 1) / (M V + P - 1) where P divides M."""
-    return 1 - M * V / (span(P, M, V) + P - 1)
-
-
-def live_inputs(schedule: str, P: int, M: int, V: int = 1) -> int:
-    """Chunk inputs kept at once by the stage that keeps most: at most (V + 1) P - 1, but M for gpipe."""
-    return M if schedule == "gpipe" else V * min(M, P) + min(max(M - P, 0), P - 1)
-
-
-def span(P: int, M: int, V: int) -> int:
-    """Ticks from a stage's first forward to its last: M V where P divides M."""
-    return (M - 1) // P * P * V + (V - 1) * P + (M - 1) % P + 1
-
-
 def tabulate(forward: np.ndarray, backward: np.ndarray) -> Table:
-    """Returns the table of a schedule, given the tick of each forward and backward, (M, V, P) arrays."""
+    """Returns the table of a schedule from the tick of each forward and each backward: (M, V, P) arrays."""
     M, V, P = forward.shape
     shape = (int(max(forward.max(), backward.max())) + 1, P)
     works = [Work(*(np.full(shape, IDLE, np.int32) for _ in Work._fields)) for _ in range(2)]
@@ -150,11 +129,11 @@ def tabulate(forward: np.ndarray, backward: np.ndarray) -> Table:
 
 
 def check(table: Table) -> None:
-    """Raises ValueError unless the table does all work once, in an order that the executor can run.
+    """Raises ValueError unless the table does all work exactly once, in an order that the executor can run.
 
-    A forward's input must arrive from the previous chunk's stage exactly one tick before it is used,
-    a backward's from the next one's; no slot may be written to while what it holds is needed, not
-    even by a stage that goes forward idle beside others that do not.
+    The stage of the previous chunk must compute a forward's input exactly one tick earlier, the stage of
+    the next chunk a backward's. No slot may be overwritten while its content is still needed, not even
+    by an idle forward.
     """
     P, M, V = table.num_stages, table.num_microbatches, table.num_chunks
     ticks = [np.full((M, V * P), IDLE) for _ in range(2)]  # of each micro-batch and chunk
@@ -164,7 +143,7 @@ def check(table: Table) -> None:
             m, v = work.microbatch[tick, stage], work.chunk[tick, stage]
             if not (0 <= m < M and 0 <= v < V and seen[m, v * P + stage] == IDLE):
                 raise ValueError(
-                    f"tick {tick}, stage {stage}: {name} of {m}, {v} is none, or twice"
+                    f"tick {tick}, stage {stage}: {name} of {m}, {v} is unknown or repeated"
                 )
             seen[m, v * P + stage] = tick
         if (seen == IDLE).any():
@@ -180,13 +159,13 @@ def check(table: Table) -> None:
                 f"{name} of micro-batch {m}: {gaps[m, c]} ticks between chunks {c} and {c + 1} of the stack"
             )
     if (backward[:, -1] < forward[:, -1]).any():
-        raise ValueError("a micro-batch goes back before it is through")
+        raise ValueError("a backward starts before the forward of its micro-batch has ended")
     _check_slots(table)
 
 
 def _check_slots(table: Table) -> None:
     for stage in range(table.num_stages):
-        held: dict[int, tuple[int, int]] = {}  # by slot
+        held: dict[int, tuple[int, int]] = {}  # slot -> micro-batch and chunk
         for tick in range(table.num_ticks):
             where = f"tick {tick}, stage {stage}"
             if table.forward.active[tick].any():
@@ -204,5 +183,5 @@ def _check_slots(table: Table) -> None:
 
 
 def _grid(M: int, V: int, P: int) -> list[np.ndarray]:
-    """Micro-batch, chunk and stage of each piece of work."""
+    """Returns micro-batch, chunk and stage of each forward: three (M, V, P) arrays."""
     return np.meshgrid(np.arange(M), np.arange(V), np.arange(P), indexing="ij")

@@ -5,13 +5,13 @@ over; so XLA shards it over the other axes by the rules, as it does without a pi
 """
 
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
+import jax.custom_batching
+import jax.extend.core
 import jax.numpy as jnp
-import numpy as np
-from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
 from meshtrain import grads
@@ -47,7 +47,7 @@ class Stages:
         keep: str,
     ):
         self.model, self.block, self.unroll, self.keep = model, block, unroll, keep
-        self._moving: list[bool] | None = None
+        self._vjp: ChunkVjp | None = None
         self.axes, self.num_slices = sharding.batch_slices(partial_over)
         layers = ring.to_stages(params["layers"], num_chunks)
         constants = ring.constants_of_stages(model.constants, num_chunks)
@@ -110,31 +110,30 @@ class Stages:
         return self._sliced(self.model.head)(outer, x, part)
 
     def run(self, layers: tuple[Params, Params], x: jax.Array, parts: Any) -> jax.Array:
-        """Returns what a chunk of each stage makes of its `x`: (P, N, K, ...), (P, N, b, ...) -> (P, N, b, ...)."""
+        """Runs a chunk on each stage: layers (P, N, K, ...), x (P, N, b, ...) -> (P, N, b, ...)."""
         return self.pin(self._staged(self._chunk)(layers, x, parts), "pipeline")
 
     def forward(self, layers: tuple[Params, Params], x: jax.Array, parts: Any):
-        """Returns that, and what is kept of it for `backward`, a pytree of (P, N, ...)."""
+        """Returns what `run` returns, and what `backward` needs of it later: a pytree of (P, N, ...)."""
         if self.keep == "inputs":
             return self.run(layers, x, parts), x
-        y, pull = self._vjp(layers, x, parts)
-        moving = self._depend_on_x(layers, x, parts)
-        return y, [y, *itertools.compress(jax.tree.leaves(pull), moving)]
+        y, residuals = self._run_with_residuals(layers, x, parts)
+        depends = self._chunk_vjp(layers, x, parts).depends_on_x
+        return y, [y, *itertools.compress(residuals, depends)]
 
     def backward(self, layers: tuple[Params, Params], kept: Any, parts: Any):
-        """Returns what `forward` returned, and what `pull` takes to go back through it."""
+        """Returns the output of the chunk that `forward` kept this of, and its vjp, for `pull`."""
         if self.keep == "inputs":
-            return self._vjp(layers, kept, parts)
-        y, *moved = kept
-        # On zeros, for what does not depend on them; the rest is not used, and so not computed.
-        _, pull = self._vjp(layers, jnp.zeros_like(y), parts)
-        leaves, tree = jax.tree.flatten(pull)
-        moved = iter(moved)
-        moving = self._depend_on_x(layers, y, parts)
-        leaves = [
-            next(moved) if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)
-        ]
-        return y, jax.tree.unflatten(tree, leaves)
+            y, residuals = self._run_with_residuals(layers, kept, parts)
+            return y, self._chunk_vjp(layers, kept, parts).pull(residuals)
+        y, *residuals = kept
+        # Residuals that do not depend on x are computed again from the weights; XLA removes the rest.
+        _, again = self._run_with_residuals(layers, jnp.zeros_like(y), parts)
+        vjp, of_x = self._chunk_vjp(layers, y, parts), iter(residuals)
+        return y, vjp.pull(
+            next(of_x) if depends else residual
+            for depends, residual in zip(vjp.depends_on_x, again, strict=True)
+        )
 
     def pull(self, pull: Any, grad: jax.Array) -> tuple[Params, jax.Array]:
         """Returns the gradients of each stage's chunk and of its input."""
@@ -146,29 +145,70 @@ class Stages:
         stack = {**trained, **constants} if constants else trained
         return grads.run_blocks(self.block, stack, x, part, self.unroll)
 
-    def _vjp_of_chunk(self, layers, x, part):
-        trained, constants = layers
-        return jax.vjp(lambda trained, x: self._chunk((trained, constants), x, part), trained, x)
+    def _run_with_residuals(self, layers, x, parts) -> tuple[jax.Array, list[jax.Array]]:
+        """Returns what `run` returns, and the residuals of the chunk's vjp, each (P, N, ...)."""
+        run = self._chunk_vjp(layers, x, parts).run
+        y, *residuals = self._staged(lambda *args: run(*jax.tree.leaves(args)))(layers, x, parts)
+        return self.pin(y, "pipeline"), residuals
 
-    def _vjp(self, layers, x, parts):
-        y, pull = self._staged(self._vjp_of_chunk)(layers, x, parts)
-        return self.pin(y, "pipeline"), pull
-
-    def _depend_on_x(self, layers, x, parts) -> list[bool]:
-        """Returns which leaves of a chunk's `pull` depend on its input.
-
-        The others, weights above all, are there again when the chunk's turn comes to go back.
-        """
-
-        def leaves(x, layers, part):
-            with sharding.partial_axes((*self.axes, "pipeline")):
-                return jax.tree.leaves(self._vjp_of_chunk(layers, x, part)[1])
-
-        if self._moving is None:
-            args = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), (x, layers, parts)
+    def _chunk_vjp(self, layers, x, parts) -> "ChunkVjp":
+        """Returns the vjp of a chunk of one stage and slice; arguments have leading dims (P, N)."""
+        if self._vjp is None:
+            shapes = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), (layers, x, parts)
             )
-            jaxpr = jax.make_jaxpr(leaves)(*args).jaxpr
-            wanted = np.eye(len(jaxpr.outvars), dtype=bool).tolist()
-            self._moving = [partial_eval.dce_jaxpr(jaxpr, one)[1][0] for one in wanted]
-        return self._moving
+            with sharding.partial_axes((*self.axes, "pipeline")):
+                self._vjp = trace_vjp(self._chunk, *shapes)
+        return self._vjp
+
+
+class ChunkVjp(NamedTuple):
+    """The vjp of a chunk, traced once, so that its residuals are arrays in a fixed order.
+
+    The forward and the backward of a micro-batch run in different ticks, and the residuals wait in the
+    carry of the loop in between. They have to mean the same in both; one trace for both ensures it.
+    """
+
+    run: Callable[..., list[jax.Array]]  # leaves of (layers, x, part) -> [y, *residuals]
+    tree: Any  # of the function that `jax.vjp` returns: its leaves are the residuals
+    depends_on_x: list[bool]  # of each residual; the others follow from the weights and the batch
+
+    def pull(self, residuals: Iterable[jax.Array]) -> Callable:
+        """Returns the function gradient of y -> gradients of (layers, x)."""
+        return jax.tree.unflatten(self.tree, residuals)
+
+
+def trace_vjp(chunk: Callable, layers: Any, x: jax.ShapeDtypeStruct, part: Any) -> ChunkVjp:
+    """Traces the vjp of `chunk((trained, constants), x, part)` with respect to `trained` and `x`."""
+
+    def output_and_vjp(layers, x, part):
+        trained, constants = layers
+        return jax.vjp(lambda trained, x: chunk((trained, constants), x, part), trained, x)
+
+    jaxpr, (_, pull) = jax.make_jaxpr(output_and_vjp, return_shape=True)(layers, x, part)
+    run = jax.extend.core.jaxpr_as_fun(jaxpr)
+    return ChunkVjp(run, jax.tree.structure(pull), _depends(run, layers, x, part)[1:])
+
+
+def _depends(run: Callable, layers: Any, x: jax.ShapeDtypeStruct, part: Any) -> list[bool]:
+    """Returns, for each output of `run`, whether it depends on x: whether a batch of x makes a batch of it."""
+    batched: list[bool] = []
+    leaves = jax.tree.leaves((layers, x, part))
+    of_x = len(jax.tree.leaves(layers))
+
+    @jax.custom_batching.custom_vmap
+    def observe(*outputs):
+        return outputs
+
+    @observe.def_vmap
+    def _(axis_size, in_batched, *outputs):
+        batched.extend(in_batched)
+        return outputs, tuple(in_batched)
+
+    def outputs(x, others):
+        return observe(*run(*others[:of_x], x, *others[of_x:]))
+
+    others = [*leaves[:of_x], *leaves[of_x + 1 :]]
+    xs = jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
+    jax.eval_shape(jax.vmap(outputs, in_axes=(0, None)), xs, others)
+    return batched
