@@ -37,7 +37,7 @@ def subject():
 
 def found(subject, row):
     """Returns what `verify` says of the model and of one layout."""
-    return verify.check(subject, row).fault or next(iter(verify.broken_laws(subject)), None)
+    return verify.check_layout(subject, row).fault or next(iter(laws.violations(subject)), None)
 
 
 @pytest.mark.parametrize("row", [FULL, ONE_BATCH], ids=["two micro-batches", "one"])
@@ -415,7 +415,7 @@ def pipeline_backward_of_another_input(patch, subject):
 def pipeline_head_of_another_microbatch(patch, subject):
     def change(ticks, table):
         return ticks._replace(
-            turns=np.where(ticks.turns < 0, -1, (ticks.turns + 1) % table.num_microbatches)
+            last_backward=np.where(ticks.last_backward < 0, -1, (ticks.last_backward + 1) % table.num_microbatches)
         )
 
     patch.setattr(executor, "ticks_of", of_ticks(change))

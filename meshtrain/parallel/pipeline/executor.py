@@ -1,18 +1,19 @@
-"""Runs any pipeline schedule: a GradFn like the plain one, so that a step knows nothing of pipelines.
+"""Runs any pipeline schedule as a GradFn, so that the train step does not know about pipelines.
 
-In a tick every stage runs one forward of a chunk of its layers and one backward, as its column of the
-table says, and hands the results to its neighbours. Embedding and head belong to no stage: all work on
-them together, on the micro-batch that comes in or goes out in that tick; with the rule
-`("vocab", ("pipeline", "tensor"))` each holds, and computes, its share.
+In a tick every stage runs one forward and one backward of a chunk of its layers, as its column of the
+table says, and sends the results to its neighbours. Embedding and head belong to no stage: all stages
+compute them together, for the micro-batch that is at the first or last chunk in that tick. With the
+rule `("vocab", ("pipeline", "tensor"))` they are sharded over the stages.
 
-  forward    embed what enters the first chunk; keep each chunk's input (or all that its backward
-             needs); run the chunk; send the result to the next stage
-  backward   run the chunk again from its input (or take what was kept); head and loss of what leaves
-             the last chunk; pull gradients through the chunk, and add up its layers'; send its input's
-             to the stage before; pull what arrives at the first chunk through the embedding
+  forward    embed the micro-batch of the first chunk; save each chunk's input (or its residuals);
+             run the chunk; send the output to the next stage
+  backward   run the chunk again from its saved input (or load its residuals); compute head and loss
+             of the last chunk's output; backpropagate through the chunk and add up the gradients of
+             its layers; send the gradient of its input to the previous stage; backpropagate the
+             gradient of the first chunk's input through the embedding
 
-A stage that is idle computes too, on zeros or on what is left in a slot, which costs nothing in lock
-step; what it keeps goes to a free slot, and nothing of it is used.
+An idle stage computes too, on zeros or on an old slot. In lock step that costs no time. Its results go
+to a free slot and are not used.
 """
 
 import functools
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import grads as plain
+from meshtrain import grads
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding
@@ -31,30 +32,30 @@ from meshtrain.parallel.pipeline import ring
 from meshtrain.parallel.pipeline.schedules import IDLE, Table, Work
 from meshtrain.parallel.pipeline.stages import Stages
 
-# P stages, V chunks a stage, K layers a chunk, N slices of the batch
+# P stages, V chunks per stage, K layers per chunk, N batch shards
 
-IDLE_INPUT = 0.0  # what an idle stage works on; nothing depends on it
+IDLE_INPUT = 0.0  # input of an idle stage; no result depends on it
 
 
 class Tick(NamedTuple):
-    """A row of the table; stacked, all rows of a phase."""
+    """A row of the table; stacked, the rows of a phase. The last four hold a micro-batch, or IDLE: ()."""
 
     forward: Work  # of (P,) arrays
     backward: Work
-    enters: Any  # () micro-batch that comes into the first chunk, or IDLE
-    through: Any  # () micro-batch whose forward leaves the last chunk
-    turns: Any  # () micro-batch whose backward begins in the last chunk
-    returns: Any  # () micro-batch whose gradient leaves the first chunk
+    first_forward: Any  # its forward starts, in the first chunk
+    last_forward: Any  # its forward ends, in the last chunk
+    last_backward: Any  # its backward starts, in the last chunk
+    first_backward: Any  # its backward ends, in the first chunk
 
 
 class Carry(NamedTuple):
-    """What passes from tick to tick."""
+    """The state that is carried from tick to tick."""
 
-    x: jax.Array  # (P, N, ...) from the stage before
-    grad: jax.Array  # (P, N, ...) from the stage after
-    kept: Any  # (P, slots, N, ...) of chunks that have yet to go back
-    layer_grads: Params  # (P, V, N, K, ...) float32 or wider, as the next
-    outer_grads: Params  # (N, ...)
+    x: jax.Array  # (P, N, ...) activations received from the previous stage
+    grad: jax.Array  # (P, N, ...) gradients received from the next stage
+    kept: Any  # (P, slots, N, ...) inputs or residuals of chunks whose backward is still to come
+    layer_grads: Params  # (P, V, N, K, ...) float32 or float64
+    outer_grads: Params  # (N, ...) float32 or float64
     metrics: Metrics  # (N,)
 
 
@@ -68,11 +69,11 @@ def pipelined(
     keep: str,
     grad_shardings: Any,
     partial_over: tuple[str, ...],
-) -> plain.GradFn:
-    """Returns the GradFn that takes the micro-batches of `table` through the stages.
+) -> grads.GradFn:
+    """Returns the GradFn that runs the micro-batches of `table` through the stages.
 
-    `keep` says what a stage keeps of a chunk for its backward: its "inputs", and it runs the chunk
-    again, or its "residuals", all that the backward needs except what the weights alone determine.
+    `keep` is what a stage saves of a chunk for its backward: "inputs", from which the chunk is run again,
+    or "residuals", all arrays that the backward needs, except those that follow from the weights alone.
     """
 
     def grad_fn(params, batch, key, scale=1.0):
@@ -84,7 +85,7 @@ def pipelined(
             carry, _ = jax.lax.scan(functools.partial(step.tick, rows), carry, rows)
         layer_grads = jax.vmap(ring.from_stages, in_axes=2)(carry.layer_grads)
         sums = {**carry.outer_grads, "layers": layer_grads}, carry.metrics
-        return plain.synchronise(sums, grad_shardings)
+        return grads.synchronise(sums, grad_shardings)
 
     return grad_fn
 
@@ -92,7 +93,7 @@ def pipelined(
 def evaluate(
     model: Model, table: Table, *, dtype: str, partial_over: tuple[str, ...]
 ) -> Callable[[Params, Any], Metrics]:
-    """Returns the Metrics of a batch without gradients: the forwards of `table` alone."""
+    """Returns the function (params, batch) -> Metrics that runs only the forwards of `table`."""
     rows = ticks_of(table)
     rows = jax.tree.map(lambda column: column[rows.forward.active.any(1)], rows)
 
@@ -104,9 +105,9 @@ def evaluate(
             y = _forward(stages, rows, arrived, row, stages.run)
 
             def head():
-                return stages.head(stages.outer, ring.share(y, -1), stages.part(row.through))
+                return stages.head(stages.outer, ring.share(y, -1), stages.part(row.last_forward))
 
-            new = _if_ever_active(rows.through, row.through, head)
+            new = _if_ever_active(rows.last_forward, row.last_forward, head)
             return (ring.send(y, 1), jax.tree.map(jnp.add, metrics, new)), None
 
         x, metrics = _zeros(stages, table.num_stages)
@@ -127,20 +128,20 @@ def ticks_of(table: Table) -> Tick:
     return Tick(
         forward,
         backward,
-        enters=at(forward, *first),
-        through=at(forward, *last),
-        turns=at(backward, *last),
-        returns=at(backward, *first),
+        first_forward=at(forward, *first),
+        last_forward=at(forward, *last),
+        last_backward=at(backward, *last),
+        first_backward=at(backward, *first),
     )
 
 
 class _Step:
-    """The forward and the backward half of a tick."""
+    """The forward half and the backward half of a tick."""
 
     def __init__(self, stages: Stages, table: Table, grad_shardings: Any, scale):
         self.stages, self.table, self.scale = stages, table, scale
-        self.places = jax.tree.map(
-            lambda place: sharding.without_axes(place, stages.axes).spec, grad_shardings
+        self.grad_specs = jax.tree.map(
+            lambda one: sharding.without_axes(one, stages.axes).spec, grad_shardings
         )
 
     def start(self) -> Carry:
@@ -156,15 +157,15 @@ class _Step:
             zeros = jnp.zeros((*lead, *leaf.shape[1:]), leaf.dtype)
             return self.stages.pin(zeros, "pipeline", None)
 
-        def wide(leaf):
+        def zeros(leaf):
             return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
         return Carry(
             x=x,
             grad=x,
             kept=jax.tree.map(slots, jax.eval_shape(kept)),
-            layer_grads=self.pin_layers(jax.tree.map(wide, self.stages.layers)),
-            outer_grads=self.pin_outer(jax.tree.map(wide, self.stages.outer)),
+            layer_grads=self.pin_layers(jax.tree.map(zeros, self.stages.layers)),
+            outer_grads=self.pin_outer(jax.tree.map(zeros, self.stages.outer)),
             metrics=metrics,
         )
 
@@ -179,32 +180,32 @@ class _Step:
 
     def backward(self, rows: Tick, carry: Carry, row: Tick) -> Carry:
         stages, active = self.stages, row.backward.active
-        number, chunk, slot = _used(row.backward)
+        number, chunk, slot = _indices(row.backward)
         kept = jax.tree.map(lambda leaf: stages.pin(leaf, "pipeline"), ring.pick(carry.kept, slot))
         layers = stages.layers_of(chunk)
         y, pull = stages.backward(layers, kept, stages.parts(number))
 
-        def turn():
+        def head():
             def loss(outer, y):
-                metrics = stages.head(outer, y, stages.part(row.turns))
+                metrics = stages.head(outer, y, stages.part(row.last_backward))
                 return metrics.loss.sum() * self.scale, metrics
 
             y_last = stages.pin(ring.share(y, -1))
             return jax.grad(loss, argnums=(0, 1), has_aux=True)(stages.outer, y_last)
 
-        (head_grads, turned), metrics = _if_ever_active(rows.turns, row.turns, turn)
+        (head_grads, y_grad), metrics = _if_ever_active(rows.last_backward, row.last_backward, head)
         is_last = (jnp.arange(len(chunk)) == len(chunk) - 1) & (chunk == self.table.num_chunks - 1)
-        grad = jnp.where(_along(is_last, carry.grad), turned[None], carry.grad)
+        grad = jnp.where(_broadcast_mask(is_last, carry.grad), y_grad[None], carry.grad)
         layer_grads, grad = stages.pull(pull, stages.pin(_masked(active, grad), "pipeline"))
 
-        def arrive():
+        def embed():
             _, pull = jax.vjp(
-                lambda outer: stages.embed(outer, stages.part(row.returns)), stages.outer
+                lambda outer: stages.embed(outer, stages.part(row.first_backward)), stages.outer
             )
             return pull(stages.pin(ring.share(grad, 0)))[0]
 
         outer_grads = carry.outer_grads
-        for new in (head_grads, _if_ever_active(rows.returns, row.returns, arrive)):
+        for new in (head_grads, _if_ever_active(rows.first_backward, row.first_backward, embed)):
             outer_grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), outer_grads, new)
         layer_grads = ring.add(carry.layer_grads, chunk, layer_grads, active)
         return carry._replace(
@@ -215,24 +216,24 @@ class _Step:
         )
 
     def pin_layers(self, tree: Params) -> Params:
-        """Lays gradients (P, V, N, K, ...) out as the step will want them."""
+        """Shards gradients (P, V, N, K, ...) as the train step needs them."""
         return jax.tree.map(
             lambda leaf, spec: self.stages.pin(leaf, "pipeline", None, rest=(None, *spec[1:])),
             tree,
-            self.places["layers"],
+            self.grad_specs["layers"],
         )
 
     def pin_outer(self, tree: Params) -> Params:
-        """Lays gradients (N, ...) out as the step will want them."""
-        places = {name: self.places[name] for name in tree}
-        return jax.tree.map(lambda leaf, spec: self.stages.pin(leaf, rest=spec), tree, places)
+        """Shards gradients (N, ...) as the train step needs them."""
+        specs = {name: self.grad_specs[name] for name in tree}
+        return jax.tree.map(lambda leaf, spec: self.stages.pin(leaf, rest=spec), tree, specs)
 
 
 def _stages(model, table, params, batch, dtype, remat, unroll, partial_over, keep) -> Stages:
     return Stages(
         model,
-        plain.rematerialised(model.block, remat),
-        plain.cast(params, dtype),
+        grads.rematerialised(model.block, remat),
+        grads.cast(params, dtype),
         batch,
         num_microbatches=table.num_microbatches,
         num_chunks=table.num_chunks,
@@ -243,7 +244,7 @@ def _stages(model, table, params, batch, dtype, remat, unroll, partial_over, kee
 
 
 def _zeros(stages: Stages, num_stages: int) -> tuple[jax.Array, Metrics]:
-    """Returns a message without content, (P, N, ...), and sums of nothing, (N,)."""
+    """Returns a message (P, N, ...) and Metrics (N,) of zeros."""
     part = stages.part(jnp.int32(0))
     x = jax.eval_shape(stages.embed, stages.outer, part)
     metrics = jax.eval_shape(stages.head, stages.outer, x, part)
@@ -252,24 +253,24 @@ def _zeros(stages: Stages, num_stages: int) -> tuple[jax.Array, Metrics]:
 
 
 def _forward(stages: Stages, rows: Tick, arrived: jax.Array, row: Tick, run: Callable) -> Any:
-    """Returns what `run` makes of the chunks, their inputs and the micro-batches of a tick's forwards."""
-    number, chunk, _ = _used(row.forward)
+    """Runs the forwards of a tick: `run(layers, inputs, micro-batches)` of each stage's chunk."""
+    number, chunk, _ = _indices(row.forward)
 
     def embed():
-        return stages.embed(stages.outer, stages.part(row.enters))
+        return stages.embed(stages.outer, stages.part(row.first_forward))
 
-    entering = _if_ever_active(rows.enters, row.enters, embed)
+    entering = _if_ever_active(rows.first_forward, row.first_forward, embed)
     is_first = (jnp.arange(len(chunk)) == 0) & (chunk == 0)
-    x = jnp.where(_along(is_first, arrived), entering[None], arrived)
+    x = jnp.where(_broadcast_mask(is_first, arrived), entering[None], arrived)
     x = stages.pin(_masked(row.forward.active, x), "pipeline")
     return run(stages.layers_of(chunk), x, stages.parts(number))
 
 
 def _if_ever_active(ever: np.ndarray, now: jax.Array, make: Callable) -> Any:
-    """Returns make(), or zeros in ticks whose number `now` is IDLE; `ever` are those of the whole phase.
+    """Returns make(), or zeros in ticks where `now` is IDLE; `ever` has the values of `now` in the whole phase.
 
-    The table decides, so all devices take the same branch; one that depended on the stage could leave
-    them waiting for each other.
+    `now` comes from the table, so all devices take the same branch. A branch on the stage index could
+    leave devices waiting for each other.
     """
     taken = np.count_nonzero(ever != IDLE)
     if taken == len(ever):
@@ -279,20 +280,20 @@ def _if_ever_active(ever: np.ndarray, now: jax.Array, make: Callable) -> Any:
     def zeros():
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
-    # A compiled program does not say how often a branch is taken; by this name the audit knows.
+    # A compiled program does not show how often a branch is taken; the audit reads it from this name.
     with jax.named_scope(f"{taken}_of_{len(ever)}_ticks"):
         return jax.lax.cond(now != IDLE, make, zeros) if taken else zeros()
 
 
-def _used(work: Work) -> Work:
-    """Returns numbers that are good to index with, also those of idle stages."""
+def _indices(work: Work) -> Work:
+    """Returns valid indices, also for idle stages."""
     return Work(*(jnp.maximum(column, 0) for column in work))
 
 
 def _masked(active: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.where(_along(active, x), x, jnp.asarray(IDLE_INPUT, x.dtype))
+    return jnp.where(_broadcast_mask(active, x), x, jnp.asarray(IDLE_INPUT, x.dtype))
 
 
-def _along(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns a mask of stages (P,) that broadcasts against (P, ...)."""
+def _broadcast_mask(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns a mask of stages (P,) with trailing dims of 1, to broadcast against `x` (P, ...)."""
     return mask.reshape(-1, *[1] * (x.ndim - 1))

@@ -1,9 +1,9 @@
-"""What happens between and within pipeline stages: messages, and each stage's own choice from its arrays.
+"""Messages between pipeline stages, and each stage's own index into its arrays.
 
-Arrays have a leading dim of stages, sharded over the mesh axis `pipeline`. The stages' own maths needs
-no more than `jax.vmap` over that dim; these few functions are where stages differ or exchange something,
-so they are `jax.shard_map` regions, manual over `pipeline` and nothing else. A stage's number comes in as
-data: in such a region XLA cannot always tell `jax.lax.axis_index` (PartitionId is not supported).
+Arrays have a leading dim of stages, sharded over the mesh axis `pipeline`. The maths of a stage runs
+under `jax.vmap` over that dim. Only the functions here differ from stage to stage or send something, so
+they are `jax.shard_map` regions, manual over `pipeline` alone. Stage indices are passed as data, because
+XLA cannot always compute `jax.lax.axis_index` in such a region (PartitionId is not supported).
 """
 
 import functools
@@ -16,11 +16,11 @@ import numpy as np
 
 AXIS = "pipeline"
 
-# P stages, V chunks a stage, K layers a chunk
+# P stages, V chunks per stage, K layers per chunk
 
 
 def _each_stage(function):
-    """Runs `function` on every stage's part of its arguments, without the dim of stages."""
+    """Returns a function that runs `function` on each stage's shard, without the dim of stages."""
 
     def on_leaves(*args):
         own = jax.tree.map(lambda leaf: leaf[0], args)
@@ -36,13 +36,13 @@ def _each_stage(function):
 
 @_each_stage
 def pick(tree: Any, index: jax.Array) -> Any:
-    """Returns entry `index` (P,) of the second dim of every leaf (P, n, ...): (P, ...)."""
+    """Returns each stage's entry `index` (P,) of the second dim of every leaf (P, n, ...): (P, ...)."""
     return jax.tree.map(lambda leaf: _entry(leaf, index), tree)
 
 
 @_each_stage
 def put(tree: Any, index: jax.Array, value: Any) -> Any:
-    """Returns `tree` with `value` (P, ...) as entry `index` of each stage."""
+    """Returns `tree` with entry `index` (P,) of each stage replaced by `value` (P, ...)."""
     return jax.tree.map(
         lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0), tree, value
     )
@@ -50,7 +50,7 @@ def put(tree: Any, index: jax.Array, value: Any) -> Any:
 
 @_each_stage
 def add(tree: Any, index: jax.Array, value: Any, active: jax.Array) -> Any:
-    """Returns `tree` with `value` (P, ...) added to entry `index` of the stages that are `active`."""
+    """Returns `tree` with `value` (P, ...) added to entry `index` (P,) of each `active` stage."""
 
     def added(leaf, new):
         new = _entry(leaf, index) + jnp.where(active, new.astype(leaf.dtype), 0)  # 0 * nan is nan
@@ -60,12 +60,12 @@ def add(tree: Any, index: jax.Array, value: Any, active: jax.Array) -> Any:
 
 
 def _entry(leaf: jax.Array, index: jax.Array) -> jax.Array:
-    # Of one there is no choice, and nothing to copy.
+    # With a single entry, slicing would only make a copy.
     return leaf[0] if len(leaf) == 1 else jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
 
 
 def choose(tree: Any, index: jax.Array, axis: int) -> Any:
-    """Returns entry `index` (P,) of dim `axis` of what all stages have: (P, ...)."""
+    """Returns each stage's entry `index` (P,) of dim `axis` of a tree that is replicated over stages: (P, ...)."""
 
     def region(tree, index):
         return jax.tree.map(
@@ -78,40 +78,40 @@ def choose(tree: Any, index: jax.Array, axis: int) -> Any:
 
 
 def send(x: jax.Array, by: int) -> jax.Array:
-    """Returns what each stage gets from the one `by` places before it on the ring."""
+    """Sends each stage's shard of `x` (P, ...) to the stage `by` positions later on the ring."""
     size = jax.sharding.get_abstract_mesh().shape[AXIS]
     ring = [(stage, (stage + by) % size) for stage in range(size)]
     return _each_stage(lambda x: jax.lax.ppermute(x, AXIS, ring))(x)
 
 
 def share(x: jax.Array, stage: int) -> jax.Array:
-    """Returns, on all stages, what one of them has of `x` (P, ...); -1 is the last."""
-    # No `jax.lax.psum` in a region that leaves the other axes to XLA: in bfloat16 it makes XLA abort
-    # on CPU (jax 0.10.2). And no `sum`, which would send float32. The audit knows it by its name.
-    is_there = (np.arange(len(x)) == stage % len(x)).reshape(-1, *[1] * (x.ndim - 1))
+    """Broadcasts one stage's shard of `x` (P, ...) to all stages; -1 is the last stage."""
+    # Not `jax.lax.psum`: in bfloat16, in a region that is manual over some axes only, it makes XLA abort
+    # on CPU (jax 0.10.2). Not `sum`: it would send float32. The audit finds this by the scope's name.
+    is_source = (np.arange(len(x)) == stage % len(x)).reshape(-1, *[1] * (x.ndim - 1))
     zero = jnp.zeros((), x.dtype)
     with jax.named_scope("share"):
-        return jax.lax.reduce(jnp.where(is_there, x, zero), zero, jax.lax.add, (0,))
+        return jax.lax.reduce(jnp.where(is_source, x, zero), zero, jax.lax.add, (0,))
 
 
 def to_stages(layers: Any, num_chunks: int) -> Any:
-    """Returns stacked layers (L, ...) as (P, V, K, ...): chunk v of stage i is the (v P + i)-th."""
+    """Moves stacked layers (L, ...) to their stages: (P, V, K, ...); chunk v of stage i is the (v P + i)-th."""
     return _move(layers, num_chunks, inward=True)
 
 
 def from_stages(chunks: Any) -> Any:
-    """Returns (P, V, K, ...) as stacked layers (L, ...) in the model's order."""
+    """Moves chunks (P, V, K, ...) back to stacked layers (L, ...) in the model's order."""
     return _move(chunks, jax.tree.leaves(chunks)[0].shape[1], inward=False)
 
 
 def constants_of_stages(layers: Any, num_chunks: int) -> Any:
-    """Returns what `to_stages` does of arrays that all stages know: nothing has to be sent."""
+    """Returns what `to_stages` returns, for arrays that are known to all stages: nothing is sent."""
     size = jax.sharding.get_abstract_mesh().shape[AXIS]
 
-    def cut(leaf):
+    def split(leaf):
         return np.reshape(leaf, (num_chunks, size, -1, *leaf.shape[1:])).swapaxes(0, 1)
 
-    return jax.tree.map(cut, dict(layers))
+    return jax.tree.map(split, dict(layers))
 
 
 def _move(tree: Any, V: int, *, inward: bool) -> Any:
@@ -136,11 +136,12 @@ def _move(tree: Any, V: int, *, inward: bool) -> Any:
 
 
 def rounds(P: int, V: int, *, inward: bool):
-    """Yields V exchanges that take chunks from the model's order to the stages', or back.
+    """Yields the V exchanges that move chunks from the model's order to that of the stages, or back.
 
-    The state holds chunks i V ... i V + V - 1 on stage i; the schedule wants chunk c on stage c % P.
-    In round k stage i gives its chunk j = (k + i gcd(P, V) // P) % V: so each stage gives one and gets
-    one. Each exchange is (pairs of stages, (P,) own chunk that goes out, (P,) where the other comes in).
+    The state holds chunks i V ... i V + V - 1 on stage i; the schedule needs chunk c on stage c % P.
+    In round k stage i sends its chunk j = (k + i gcd(P, V) // P) % V, so each stage sends and receives
+    exactly one. An exchange is (pairs of stages, (P,) index of the chunk sent, (P,) index to store the
+    received chunk at).
     """
     i = np.arange(P)
     for k in range(V):

@@ -1,7 +1,7 @@
-"""A model cut into pipeline stages: its pieces, run on all stages and slices of the batch at once.
+"""A model split into pipeline stages: its pieces, run on all stages and batch shards at once.
 
-The maths of a stage is the model's own, under `jax.vmap` with the mesh axis that the dim is sharded
-over; so XLA shards it over the other axes by the rules, as it does without a pipeline.
+The maths of a stage is the model's own, under `jax.vmap` over the dim of stages, which is sharded over
+the mesh axis `pipeline`. XLA shards the rest over the other axes by the rules, as without a pipeline.
 """
 
 import itertools
@@ -20,17 +20,17 @@ from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding
 from meshtrain.parallel.pipeline import ring
 
-# P stages, V chunks a stage, K layers a chunk, N slices of the batch, b rows of a micro-batch in one, M micro-batches
+# P stages, V chunks per stage, K layers per chunk, N batch shards, b rows per micro-batch and shard, M micro-batches
 
 FREE = PartitionSpec.UNCONSTRAINED
 
 
 class Stages:
-    """The parameters and the batch of one step, laid out for the stages, and what is computed with them.
+    """The parameters and the batch of one step, arranged by stage, and the functions computed with them.
 
-    `layers` is (P, V, N, K, ...), and so are `constants`, which are not trained; `outer` (N, ...) is all
-    parameters but the layers. Each slice of the batch has its own copy, which on a device is none, and
-    so gradients of its own.
+    `layers` is (P, V, N, K, ...), and so is `constants`, which is not trained; `outer` (N, ...) has all
+    other parameters. The dim N gives each batch shard gradients of its own. It is sharded, so no device
+    holds more than one copy.
     """
 
     def __init__(
@@ -52,66 +52,72 @@ class Stages:
         layers = ring.to_stages(params["layers"], num_chunks)
         constants = ring.constants_of_stages(model.constants, num_chunks)
         outer = {name: tree for name, tree in params.items() if name != "layers"}
-        self.layers = jax.tree.map(lambda leaf: self._copied(leaf, "pipeline", None), layers)
-        self.constants = jax.tree.map(lambda leaf: self._copied(leaf, "pipeline", None), constants)
-        self.outer = jax.tree.map(self._copied, outer)
+        self.layers = jax.tree.map(lambda leaf: self._broadcast(leaf, "pipeline", None), layers)
+        self.constants = jax.tree.map(
+            lambda leaf: self._broadcast(leaf, "pipeline", None), constants
+        )
+        self.outer = jax.tree.map(self._broadcast, outer)
 
-        def cut(leaf):  # as grads.split cuts, without moving the rows: (N, b, M, ...)
+        def split(leaf):  # rows m, m + M, ... form micro-batch m, as in grads.split: (N, b, M, ...)
             rows = leaf.shape[0] // self.num_slices // num_microbatches
             return leaf.reshape(self.num_slices, rows, num_microbatches, *leaf.shape[1:])
 
-        self.batch = jax.tree.map(cut, batch)
+        self.batch = jax.tree.map(split, batch)
 
-    def _copied(self, leaf: jax.Array, *lead: str | None) -> jax.Array:
+    def _broadcast(self, leaf: jax.Array, *lead: str | None) -> jax.Array:
         dim = len(lead)
         shape = (*leaf.shape[:dim], self.num_slices, *leaf.shape[dim:])
         return self.pin(jnp.broadcast_to(jnp.expand_dims(leaf, dim), shape), *lead)
 
     def layers_of(self, chunk: jax.Array) -> tuple[Params, Params]:
-        """Returns what is trained of a chunk (P,) of each stage, and its constants: (P, N, K, ...)."""
+        """Returns parameters and constants of chunk `chunk` (P,) of each stage: (P, N, K, ...)."""
         return ring.pick((self.layers, self.constants), chunk)
 
     def pin(self, x: jax.Array, *lead: str | None, rest: tuple | None = None) -> jax.Array:
-        """Lays the dims of `x` out over `lead`, then over the slices' axes; `rest` as XLA likes, unless told."""
+        """Constrains the sharding of `x`: `lead`, then the batch axes, then `rest` (default: free)."""
         rest = (FREE,) * (x.ndim - len(lead) - 1) if rest is None else rest
         return jax.lax.with_sharding_constraint(x, jax.P(*lead, self.axes or None, *rest))
 
     def part(self, number: jax.Array) -> Any:
-        """Returns one micro-batch, (N, b, ...)."""
+        """Returns micro-batch `number`: (N, b, ...)."""
         return jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, axis=2, keepdims=False),
             self.batch,
         )
 
     def parts(self, numbers: jax.Array) -> Any:
-        """Returns the micro-batch (P,) of each stage, (P, N, b, ...)."""
+        """Returns micro-batch `numbers` (P,) of each stage: (P, N, b, ...)."""
         return ring.choose(self.batch, numbers, axis=2)
 
-    def _sliced(self, function: Callable) -> Callable:
-        def apart(*args):
+    def _per_shard(self, function: Callable) -> Callable:
+        """Returns `function` mapped over the leading dim N of batch shards."""
+
+        def on_shard(*args):
             with sharding.partial_axes(self.axes):
                 return function(*args)
 
-        return jax.vmap(apart, spmd_axis_name=self.axes or None)
+        return jax.vmap(on_shard, spmd_axis_name=self.axes or None)
 
-    def _staged(self, function: Callable) -> Callable:
-        def apart(*args):
+    def _per_stage(self, function: Callable) -> Callable:
+        """Returns `function` mapped over the leading dims (P, N)."""
+
+        def on_stage(*args):
             with sharding.partial_axes(("pipeline",)):
                 return function(*args)
 
-        return jax.vmap(self._sliced(apart), spmd_axis_name="pipeline")
+        return jax.vmap(self._per_shard(on_stage), spmd_axis_name="pipeline")
 
     def embed(self, outer: Params, part: Any) -> jax.Array:
-        """Returns (N, b, ...)."""
-        return self.pin(self._sliced(self.model.embed)(outer, part))
+        """Returns the embedded micro-batch: (N, b, ...)."""
+        return self.pin(self._per_shard(self.model.embed)(outer, part))
 
     def head(self, outer: Params, x: jax.Array, part: Any) -> Metrics:
-        """Returns sums of each slice, (N,)."""
-        return self._sliced(self.model.head)(outer, x, part)
+        """Returns the sums of each batch shard: (N,)."""
+        return self._per_shard(self.model.head)(outer, x, part)
 
     def run(self, layers: tuple[Params, Params], x: jax.Array, parts: Any) -> jax.Array:
         """Runs a chunk on each stage: layers (P, N, K, ...), x (P, N, b, ...) -> (P, N, b, ...)."""
-        return self.pin(self._staged(self._chunk)(layers, x, parts), "pipeline")
+        return self.pin(self._per_stage(self._chunk)(layers, x, parts), "pipeline")
 
     def forward(self, layers: tuple[Params, Params], x: jax.Array, parts: Any):
         """Returns what `run` returns, and what `backward` needs of it later: a pytree of (P, N, ...)."""
@@ -137,7 +143,7 @@ class Stages:
 
     def pull(self, pull: Any, grad: jax.Array) -> tuple[Params, jax.Array]:
         """Returns the gradients of each stage's chunk and of its input."""
-        layer_grads, grad = self._staged(lambda pull, grad: pull(grad))(pull, grad)
+        layer_grads, grad = self._per_stage(lambda pull, grad: pull(grad))(pull, grad)
         return layer_grads, self.pin(grad, "pipeline")
 
     def _chunk(self, layers, x, part):
@@ -148,7 +154,7 @@ class Stages:
     def _run_with_residuals(self, layers, x, parts) -> tuple[jax.Array, list[jax.Array]]:
         """Returns what `run` returns, and the residuals of the chunk's vjp, each (P, N, ...)."""
         run = self._chunk_vjp(layers, x, parts).run
-        y, *residuals = self._staged(lambda *args: run(*jax.tree.leaves(args)))(layers, x, parts)
+        y, *residuals = self._per_stage(lambda *args: run(*jax.tree.leaves(args)))(layers, x, parts)
         return self.pin(y, "pipeline"), residuals
 
     def _chunk_vjp(self, layers, x, parts) -> "ChunkVjp":
