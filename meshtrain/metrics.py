@@ -9,13 +9,13 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Metrics:
-    """Sums over a batch. The step divides by the weight of the whole global batch, once.
+    """Sums over a batch. The train step divides once, by the weight of the global batch.
 
-    `loss` is what is differentiated; every entry of `extra` is reported beside it, per unit of weight.
+    `loss` is differentiated; every entry of `extra` is logged too, per unit of weight.
     """
 
     loss: jax.Array  # ()
-    weight: jax.Array  # (), number of tokens or examples that count
+    weight: jax.Array  # (), sum of the weights of tokens or examples
     extra: dict[str, jax.Array] = field(default_factory=dict)
 
     def mean(self) -> dict[str, jax.Array]:
@@ -25,18 +25,18 @@ class Metrics:
 
 
 def weighted(loss: jax.Array, weight: jax.Array | None = None, **extra: jax.Array) -> Metrics:
-    """Sums per-example (or per-token) values into Metrics; `weight` defaults to one for each.
+    """Sums per-example (or per-token) values into Metrics; the default `weight` is 1 for each.
 
-    Sums are float32 or wider: in float16 they would overflow, in bfloat16 lose what is small.
+    Sums are float32 or float64: float16 would overflow, bfloat16 would lose small terms.
     """
     weight = jnp.ones_like(loss) if weight is None else weight
-    wide = jnp.promote_types(loss.dtype, jnp.float32)
+    dtype = jnp.promote_types(loss.dtype, jnp.float32)
 
     def total(values):
-        return jnp.sum(jnp.where(weight == 0, 0, values * weight), dtype=wide)  # 0 * nan is nan
+        return jnp.sum(jnp.where(weight == 0, 0, values * weight), dtype=dtype)  # 0 * nan is nan
 
     return Metrics(
         total(loss),
-        jnp.sum(weight, dtype=wide),
+        jnp.sum(weight, dtype=dtype),
         {name: total(value) for name, value in extra.items()},
     )

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, optimizers, all of them optax's, and the dtype that their moments are kept in."""
+"""Learning-rate schedules and optimizers, all from optax, and moments stored in another dtype."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ Schedule = Callable[[jax.Array | int], jax.Array | float]  # step -> learning ra
 
 
 def make_schedule(c: OptimConfig, *, steps: int) -> Schedule:
-    """Returns warm-up to `learning_rate`, then a way down to `final_fraction` of it at `steps`.
+    """Returns a schedule: linear warm-up to `learning_rate`, then decay to `final_fraction` of it at `steps`.
 
-    "constant" stays; "cosine" and "linear" go down from the end of the warm-up; "wsd" (warm-up,
-    stable, decay; arXiv 2404.06395) stays until the last `decay_fraction` of the steps, then goes
-    down linearly. The first step already has learning_rate / (warmup_steps + 1).
+    "constant" does not decay; "cosine" and "linear" decay from the end of the warm-up; "wsd" (warm-up,
+    stable, decay; arXiv 2404.06395) is constant until the last `decay_fraction` of the steps, then
+    decays linearly. The first step has learning_rate / (warmup_steps + 1).
     """
     peak, final = c.learning_rate, c.learning_rate * c.final_fraction
     after_warmup = max(1, steps - c.warmup_steps)
@@ -45,7 +45,7 @@ def adamw(
     weight_decay: float,
     no_decay: tuple,
 ) -> optax.GradientTransformation:
-    """AdamW with decoupled weight decay (arXiv 1711.05101), off for parameters named in `no_decay`.
+    """AdamW with decoupled weight decay (arXiv 1711.05101), except for parameters named in `no_decay`.
 
     A parameter's name is the last key of its path, such as "kernel", "bias" or "scale".
     """
@@ -58,69 +58,73 @@ def adamw(
     )
 
 
-class Kept(NamedTuple):
-    """What an optimizer with moments of another dtype carries."""
+class MomentState(NamedTuple):
+    """The state of an optimizer whose moments are stored in another dtype."""
 
     count: jax.Array  # () int32, updates done
-    state: Any  # of the optimizer, its moments narrowed
+    state: Any  # of the optimizer, with its moments in `moment_dtype`
 
 
-def keep_moments(
+def store_moments(
     optimizer: optax.GradientTransformation, *, moment_dtype: str, param_dtype: str
 ) -> optax.GradientTransformation:
-    """Returns the optimizer with its moments stored in `moment_dtype`, and all else in float32 or wider.
+    """Returns the optimizer with its moments stored in `moment_dtype`; it computes in float32 or float64.
 
-    Moments are the floating arrays of its state with the shape of their parameter; smaller ones, such
-    as Adafactor's rows and columns, are not worth it. What is bfloat16 is rounded by chance: with
-    b2 = 0.999 a second moment changes by 0.1 % a step, less than half of bfloat16's spacing (0.4 to
-    0.8 %), so rounding to nearest would stop it where it stands. The random bits depend on the
-    update's number and the array alone: the same on every mesh, and after a restart.
+    Moments are the floating-point arrays of its state with the shape of their parameter; smaller arrays,
+    such as Adafactor's rows and columns, stay as they are. bfloat16 uses stochastic rounding: with
+    b2 = 0.999 a second moment changes by 0.1 % per step, less than half of bfloat16's spacing (0.4 to
+    0.8 %), so rounding to nearest would never change it. The random bits depend only on the number of
+    the update and the array: they are the same on every mesh and after a restart.
     """
     if moment_dtype == param_dtype != "bfloat16":
         return optimizer
-    wide = jnp.promote_types(moment_dtype, jnp.float32)
+    compute_dtype = jnp.promote_types(moment_dtype, jnp.float32)
 
-    def widened(tree):
+    def to_compute_dtype(tree):
         return jax.tree.map(
             lambda leaf: (
-                leaf.astype(jnp.promote_types(leaf.dtype, wide)) if _floats(leaf) else leaf
+                leaf.astype(jnp.promote_types(leaf.dtype, compute_dtype))
+                if _is_float(leaf)
+                else leaf
             ),
             tree,
         )
 
-    def stored(leaf, parameter):
-        is_moment = _floats(leaf) and leaf.shape == parameter.shape
+    def to_moment_dtype(leaf, parameter):
+        is_moment = _is_float(leaf) and leaf.shape == parameter.shape
         return leaf.astype(moment_dtype) if is_moment else leaf
 
     def init(params):
-        state = optimizer.init(widened(params))
-        kept = optax.tree.map_params(optimizer, stored, state, params, is_leaf=is_masked)
-        return Kept(jnp.int32(0), kept)
+        state = optimizer.init(to_compute_dtype(params))
+        stored = optax.tree.map_params(optimizer, to_moment_dtype, state, params, is_leaf=is_masked)
+        return MomentState(jnp.int32(0), stored)
 
-    def update(grads, kept, params):
-        updates, state = optimizer.update(widened(grads), widened(kept.state), widened(params))
-        old, tree = jax.tree.flatten(kept.state)
-        key = jax.random.fold_in(jax.random.key(0), kept.count)
+    def update(grads, stored, params):
+        updates, state = optimizer.update(
+            to_compute_dtype(grads), to_compute_dtype(stored.state), to_compute_dtype(params)
+        )
+        old, tree = jax.tree.flatten(stored.state)
+        key = jax.random.fold_in(jax.random.key(0), stored.count)
         seeds = jax.random.bits(key, len(old), jnp.uint32)
         new = [
-            narrowed(leaf, before.dtype, seeds[number])
+            round_to(leaf, before.dtype, seeds[number])
             for number, (leaf, before) in enumerate(zip(jax.tree.leaves(state), old, strict=True))
         ]
-        return updates, Kept(kept.count + 1, jax.tree.unflatten(tree, new))
+        return updates, MomentState(stored.count + 1, jax.tree.unflatten(tree, new))
 
     return optax.GradientTransformation(init, update)
 
 
 def is_masked(leaf: Any) -> bool:
-    """Whether it stands for a parameter that this part of an optimizer does not see."""
+    """Whether a leaf replaces a parameter that this part of an optimizer does not update."""
     return isinstance(leaf, optax.MaskedNode)
 
 
-def narrowed(x: jax.Array, dtype: jax.typing.DTypeLike, seed: jax.Array) -> jax.Array:
-    """Returns `x` in `dtype`; in bfloat16 up or down by chance, so that the expected value is `x`."""
+def round_to(x: jax.Array, dtype: jax.typing.DTypeLike, seed: jax.Array) -> jax.Array:
+    """Returns `x` in `dtype`; bfloat16 with stochastic rounding, so that the expected value is `x`."""
     if dtype != jnp.bfloat16 or x.dtype == jnp.bfloat16:
         return x.astype(dtype)
-    # bfloat16 is the upper half of float32: noise below it carries over as often as it should.
+    # bfloat16 is the upper half of float32: random lower bits carry into it with the right probability.
     x = x.astype(jnp.float32)
     noise = _hash(_positions(x.shape) ^ seed) >> 16
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
@@ -129,7 +133,7 @@ def narrowed(x: jax.Array, dtype: jax.typing.DTypeLike, seed: jax.Array) -> jax.
 
 
 def _positions(shape: tuple[int, ...]) -> jax.Array:
-    """Returns 0, 1, 2, ... in this shape, modulo 2^32; each device makes those of its shard."""
+    """Returns 0, 1, 2, ... modulo 2^32 in this shape; each device computes those of its shard."""
     positions = jnp.zeros(shape, jnp.uint32)
     for dim, size in enumerate(shape):
         positions = positions * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
@@ -137,14 +141,14 @@ def _positions(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _hash(x: jax.Array) -> jax.Array:
-    """Mixes 32 bits (lowbias32 of Chris Wellons), enough to round by.
+    """Hashes 32 bits (lowbias32 of Chris Wellons), which is random enough for rounding.
 
-    With `jax.random.bits` a step on CPU took half as long again, and compiling it thrice as long.
+    With `jax.random.bits` a step on CPU took 1.5 times as long, and compiling it 3 times as long.
     """
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
-def _floats(leaf: Any) -> bool:
+def _is_float(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)

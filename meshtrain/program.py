@@ -1,4 +1,4 @@
-"""The pure functions that make up a run on one mesh, and where what they take lives."""
+"""The pure functions of a run on one mesh, and the shardings of what they read and return."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -21,12 +21,12 @@ from meshtrain.parallel.mesh import make_mesh
 from meshtrain.parallel.pipeline import executor
 from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
 from meshtrain.state import TrainState
-from meshtrain.step import Report, make_train_step
+from meshtrain.step import Scalars, make_train_step
 
 
 @dataclass(frozen=True)
 class Program:
-    """What `train` runs, `verify` compares and `audit` compiles: assembled in one place for all."""
+    """What `train` runs, `verify` compares and `audit` compiles."""
 
     mesh: jax.sharding.Mesh
     rules: sharding.Rules
@@ -34,28 +34,33 @@ class Program:
     optimizer: optax.GradientTransformation
     abstract_state: TrainState  # shapes, dtypes, shardings
     grad_shardings: Any
-    init: Callable[[jax.Array], TrainState]  # of a PRNG key; not yet compiled, as the rest
+    init: Callable[
+        [jax.Array], TrainState
+    ]  # PRNG key -> state; not compiled, as all functions here
     grad_fn: grads.GradFn
-    train_step: Callable[[TrainState, Any], tuple[TrainState, Report]]
+    train_step: Callable[[TrainState, Any], tuple[TrainState, Scalars]]
     eval_step: Callable[[Params, Any], Metrics]
     compiler_options: dict[str, bool | int | str]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Within it the functions can be traced, compiled and run."""
+        """Sets the mesh and the rules. Trace, compile and run the functions inside of it."""
         with jax.set_mesh(self.mesh), sharding.use_rules(self.rules):
             yield
 
     def start(self, seed: int) -> TrainState:
-        """Returns the state before the first step: every parameter is born where it lives."""
-        places, key = states.shardings_of(self.abstract_state), jax.random.key(seed)
-        options = xla.quick_compile_options(self.mesh)
-        return jax.jit(self.init, out_shardings=places, compiler_options=options)(key)
+        """Returns the state before the first step; each device initialises its own shards."""
+        init = jax.jit(
+            self.init,
+            out_shardings=states.shardings_of(self.abstract_state),
+            compiler_options=xla.quick_compile_options(self.mesh),
+        )
+        return init(jax.random.key(seed))
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
-        """Returns the train step for batches like this one; it takes over the state that it is given."""
-        places = states.shardings_of(self.abstract_state)
-        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(places, None))
+        """Returns the train step, compiled for batches of these shapes. It donates the state's buffers."""
+        shardings = states.shardings_of(self.abstract_state)
+        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, None))
         lowered = jitted.lower(self.abstract_state, batch)
         return xla.compile_with(lowered, self.compiler_options)
 
@@ -66,24 +71,24 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
     mesh = make_mesh(cfg.mesh, devices=devices)
     c = cfg.train
     schedule = optim.make_schedule(cfg.optim, steps=c.steps)
-    optimizer = optim.keep_moments(
+    optimizer = optim.store_moments(
         parts.make_optimizer(schedule),
         moment_dtype=cfg.optim.moment_dtype,
         param_dtype=c.param_dtype,
     )
     init = states.initializer(model, optimizer, param_dtype=c.param_dtype, dtype=c.dtype)
-    # Of the mesh only its axes: what is computed here, optax's counters, must not run on its devices,
-    # which may be those of a topology, to be compiled for and no more.
+    # Only the abstract mesh: optax computes its counters here, and the devices may be those of a
+    # topology, which can be compiled for but cannot run anything.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        abstract_state, grad_places = states.plan(
+        abstract_state, grad_shardings = states.plan(
             init, model.axes, optimizer, cfg.rules, mesh, zero_stage=c.zero_stage
         )
-    # Where each device holds whole gradients anyway, those of fsdp can wait for the end as well.
+    # Where gradients are not sharded over fsdp, they are summed over it once per step as well.
     partial_over = ("data",) if c.zero_stage >= 2 else ("data", "fsdp")
     if model.block is None and c.num_microbatches == 1:
-        partial_over = ()  # a loss of one's own may mix its rows: a contrastive one, say
+        partial_over = ()  # a user's loss may mix rows, for example a contrastive loss
     run = {"remat": c.remat, "unroll": c.unroll}
-    sync = {"grad_shardings": grad_places, "partial_over": partial_over}
+    sync = {"grad_shardings": grad_shardings, "partial_over": partial_over}
     if cfg.mesh.pipeline > 1:
         table = _table_of(cfg, model, abstract_state.params)
         grad_fn = executor.pipelined(
@@ -104,7 +109,7 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         model=model,
         optimizer=optimizer,
         abstract_state=abstract_state,
-        grad_shardings=grad_places,
+        grad_shardings=grad_shardings,
         init=init,
         grad_fn=grad_fn,
         train_step=train_step,
@@ -114,11 +119,11 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
 
 
 def _table_of(cfg: Config, model: Model, params: Params) -> Table:
-    """Returns the schedule written out; raises ConfigError for a model that stages cannot share."""
+    """Returns the schedule's table; raises ConfigError for a model that cannot be split into stages."""
     P, M, V = cfg.mesh.pipeline, cfg.train.num_microbatches, cfg.pipeline.num_chunks
     if model.block is None:
         raise ConfigError(
-            f"mesh.pipeline={P}: the model is no stack of blocks (embed, block, head), only a loss; "
+            f"mesh.pipeline={P}: the model is not a stack of blocks (embed, block, head), only a loss; "
             f"use mesh.pipeline=1"
         )
     if faults := layer_faults(len(jax.tree.leaves(params["layers"])[0]), P, V):

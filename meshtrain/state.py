@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and where each part of it lives."""
+"""The state that a run carries from step to step, and the sharding of each array in it."""
 
 import math
 from collections.abc import Callable
@@ -14,21 +14,22 @@ from meshtrain.errors import ConfigError
 from meshtrain.models.base import Axes, Model, Params
 from meshtrain.parallel import sharding
 
-# Gradients here are of sums over tokens, thousands of times those of means, for which others start
-# at 2^16: of 4,096 tokens in one micro-batch they fit from 2^3 on down, of 256 from 2^8. A scale too
-# high costs a skipped step for each halving. Powers of two, so that dividing by one loses nothing.
+# Gradients here are of sums over tokens, thousands of times larger than those of means, for which other
+# trainers start at 2^16. With 4,096 tokens per micro-batch they fit in float16 up to a scale of 2^3, with
+# 256 tokens up to 2^8. A scale that is too high costs one skipped step per halving. Scales are powers of
+# two, so that dividing by one is exact.
 FIRST_LOSS_SCALE = 2.0**4
-GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles, as in PyTorch's GradScaler
+GROWTH_INTERVAL = 2000  # finite steps before the loss scale doubles, as in PyTorch's GradScaler
 
 
 class LossScale(NamedTuple):
-    """What float16 gradients are multiplied by, so that small ones do not vanish and large ones fit."""
+    """The factor of float16 gradients: small ones do not vanish, large ones do not overflow."""
 
     scale: jax.Array  # () float32, may be below 1
-    good_steps: jax.Array  # () int32, since it changed last
+    good_steps: jax.Array  # () int32, finite steps since the scale last changed
 
     def after(self, finite: jax.Array) -> "LossScale":
-        """Returns the next one: halved where the gradients were not `finite`, doubled once in a while."""
+        """Returns the next loss scale: halved if the gradients were not `finite`, doubled every GROWTH_INTERVAL."""
         good_steps = jnp.where(finite, self.good_steps + 1, 0)
         grow = good_steps >= GROWTH_INTERVAL
         factor = jnp.where(finite, jnp.where(grow, 2.0, 1.0), 0.5).astype(jnp.float32)
@@ -36,7 +37,7 @@ class LossScale(NamedTuple):
 
 
 def start_loss_scale() -> LossScale:
-    """Returns the loss scale of a first step in float16."""
+    """Returns the loss scale of the first step."""
     return LossScale(jnp.float32(FIRST_LOSS_SCALE), jnp.int32(0))
 
 
@@ -44,7 +45,7 @@ class TrainState(NamedTuple):
     step: jax.Array  # () int32, batches seen
     params: Params
     opt_state: Any
-    loss_scale: LossScale | None = None  # of float16 alone
+    loss_scale: LossScale | None = None  # with train.dtype=float16 only
 
 
 def initializer(
@@ -74,40 +75,41 @@ def plan(
 ) -> tuple[TrainState, Any]:
     """Returns the abstract state of `init`, each array with its sharding, and the gradients' shardings.
 
-    ZeRO (arXiv 1910.02054) is what `fsdp` shards: nothing at stage 0, the optimizer's moments from
-    1 on, gradients from 2 on, parameters at 3. Three mappings of one tree, and nothing else.
+    The ZeRO stage (arXiv 1910.02054) selects what is sharded over `fsdp`: nothing at stage 0, optimizer
+    state from stage 1, gradients from stage 2, parameters at stage 3.
     """
     shapes = jax.eval_shape(init, jax.random.key(0))
     _check_axes(axes, shapes.params, mesh)
 
-    def mapping(first_stage: int):
-        active = rules if zero_stage >= first_stage else sharding.without(rules, "fsdp")
+    def shardings_from(first_stage: int):
+        active = rules if zero_stage >= first_stage else sharding.rules_without(rules, "fsdp")
         return sharding.shardings(axes, shapes.params, active, mesh)
 
     replicated = NamedSharding(mesh, PartitionSpec())
 
-    def like_its_parameter(leaf, place, parameter):
+    def like_its_parameter(leaf, of_parameter, parameter):
         if optim.is_masked(leaf):
             return leaf
-        return place if leaf.shape == parameter.shape else replicated  # a factored moment, say
+        # Arrays of another shape, such as factored moments, are replicated.
+        return of_parameter if leaf.shape == parameter.shape else replicated
 
     opt_state = optax.tree.map_params(
         optimizer,
         like_its_parameter,
         shapes.opt_state,
-        mapping(1),
+        shardings_from(1),
         shapes.params,
         transform_non_params=lambda _: replicated,
         is_leaf=optim.is_masked,
     )
     loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
-    places = TrainState(replicated, mapping(3), opt_state, loss_scale)
-    abstract = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, places)
-    return abstract, mapping(2)
+    shardings = TrainState(replicated, shardings_from(3), opt_state, loss_scale)
+    abstract = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, shardings)
+    return abstract, shardings_from(2)
 
 
 def _check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:
-    """Raises ConfigError unless every parameter's dims have names, and some name where an axis needs it."""
+    """Raises ConfigError unless each parameter names its dims, at least one of them if fsdp or tensor is used."""
 
     def is_names(node):
         return node is None or isinstance(node, tuple)
@@ -122,11 +124,11 @@ def _check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:
             )
     if faults:
         raise ConfigError(*faults[:3])
-    cutting = [axis for axis in ("fsdp", "tensor") if mesh.shape[axis] > 1]
-    if cutting and not any(name for names in given.values() for name in names):
+    used = [axis for axis in ("fsdp", "tensor") if mesh.shape[axis] > 1]
+    if used and not any(name for names in given.values() for name in names):
         raise ConfigError(
-            f"mesh.{cutting[0]}={mesh.shape[cutting[0]]}: no parameter of the model names its dims, so nothing is "
-            f'to be cut; name them (nnx.with_partitioning(init, ("embed", "mlp"))), or use mesh.data alone'
+            f"mesh.{used[0]}={mesh.shape[used[0]]}: no parameter of the model names its dims, so nothing can be "
+            f'sharded; name them (nnx.with_partitioning(init, ("embed", "mlp"))), or use mesh.data alone'
         )
 
 
@@ -136,7 +138,7 @@ def shardings_of(abstract: Any) -> Any:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Returns the bytes that one device holds of an abstract tree."""
+    """Returns the bytes of an abstract tree's shards on one device."""
     return sum(
         leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(tree)
@@ -144,7 +146,7 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def bytes_of(tree: Any) -> int:
-    """Returns the bytes of a tree of shaped leaves, over all devices, each element counted once."""
+    """Returns the bytes of a tree of shaped leaves, each element counted once, whatever the sharding."""
     return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients, clipping, update, report; without effect if they are not finite."""
+"""One optimizer step: gradients, clipping, update. A step that is not finite has no effect."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from meshtrain.grads import GradFn
 from meshtrain.optim import Schedule
 from meshtrain.state import TrainState
 
-Report = dict[str, jax.Array]  # scalars of one step, to be logged
+Scalars = dict[str, jax.Array]  # of one step, to be logged
 
 
 def make_train_step(
@@ -21,19 +21,19 @@ def make_train_step(
     *,
     clip_norm: float,
     seed: int,
-) -> Callable[[TrainState, Any], tuple[TrainState, Report]]:
-    """Returns the step. Its report holds the loss before the update, and the norm before clipping.
+) -> Callable[[TrainState, Any], tuple[TrainState, Scalars]]:
+    """Returns the train step: (state, batch) -> (new state, scalars to log).
 
-    The reported learning rate is the schedule's at `step`; the optimizer counts its updates itself,
-    and so lags behind by as many steps as were skipped.
+    `loss` is the loss before the update, `grad_norm` the norm before clipping, `learning_rate` that of
+    the schedule at `step`. The optimizer counts updates, so it lags behind by the number of skipped steps.
     """
     clip = optax.clip_by_global_norm(clip_norm)
 
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Report]:
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Scalars]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
         grads, metrics = grad_fn(state.params, batch, key, scale)
-        # Sums became means here, once, by the weight of the whole global batch.
+        # Here sums become means, once, by the weight of the global batch.
         means = metrics.mean()
         weight = jnp.where(metrics.weight == 0, 1, metrics.weight) * scale
         grads = jax.tree.map(lambda grad: (grad / weight).astype(grad.dtype), grads)
@@ -41,23 +41,23 @@ def make_train_step(
         grads, _ = clip.update(grads, clip.init(None))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        # What overflows on the way forward shows in the loss, on the way back in the norm.
+        # An overflow in the forward pass shows in the loss, one in the backward pass in the norm.
         finite = jnp.isfinite(means["loss"] + norm)
-        report = {**means, "grad_norm": norm, "learning_rate": schedule(state.step)}
-        report |= {"skipped": ~finite}
+        scalars = {**means, "grad_norm": norm, "learning_rate": schedule(state.step)}
+        scalars |= {"skipped": ~finite}
         if state.loss_scale is not None:
-            report |= {"loss_scale": scale}
+            scalars |= {"loss_scale": scale}
         new = TrainState(state.step + 1, params, opt_state)
-        return _unless_skipped(finite, new, state), report
+        return _unless_skipped(finite, new, state), scalars
 
     return train_step
 
 
 def _unless_skipped(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
-    """Returns the new state, or the old one at the next step, and in both cases the next loss scale."""
-    # Masked, not branched: `lax.cond` around sharded code can deadlock XLA's own collectives.
+    """Returns the new state, or the old one with the new step number; the loss scale is updated in both."""
+    # A mask, not a branch: `lax.cond` around sharded code can deadlock XLA's collectives.
     params, opt_state = jax.tree.map(
-        lambda ours, theirs: jnp.where(finite, ours, theirs),
+        lambda after, before: jnp.where(finite, after, before),
         (new.params, new.opt_state),
         (old.params, old.opt_state),
     )

@@ -71,7 +71,7 @@ def test_rounding_by_chance_takes_a_neighbour_and_is_right_on_average():
     full = jax.lax.bitcast_convert_type(jnp.uint32(0x7FFFFFFF), jnp.float32)  # nan, all bits set
     x = jnp.float32([1 + 2**-10, -3.001, 1e-20, 0.0, 1.5, jnp.inf, -jnp.inf, full])
     seeds = jax.random.bits(jax.random.key(0), 20_000)
-    drawn = jax.vmap(lambda seed: optim.narrowed(x, jnp.bfloat16, seed))(seeds)
+    drawn = jax.vmap(lambda seed: optim.round_to(x, jnp.bfloat16, seed))(seeds)
     assert drawn.dtype == jnp.bfloat16
     drawn = np.asarray(drawn, np.float64)
     exact = np.isin(np.arange(8), [3, 4, 5, 6, 7])
@@ -85,7 +85,7 @@ def test_rounding_by_chance_takes_a_neighbour_and_is_right_on_average():
 @jax.jit(static_argnames=("dtype", "num_steps"))
 def descend(dtype, num_steps=1000):
     """Adam on a noisy quadratic whose noise falls to a tenth after a fifth of the steps."""
-    optimizer = optim.keep_moments(
+    optimizer = optim.store_moments(
         optax.adam(1e-3, b2=0.999), moment_dtype=dtype, param_dtype="float32"
     )
     goal = jax.random.normal(jax.random.key(1), (2048,))
@@ -112,7 +112,7 @@ def test_bfloat16_moments_follow_float32_where_nearest_rounding_stalls(monkeypat
     assert abs(share.mean() - 1) < 0.01 and share.std() < 0.08
     assert jnp.linalg.norm(ours - params) < 0.02 * jnp.linalg.norm(params)
 
-    monkeypatch.setattr(optim, "narrowed", lambda x, dtype, seed: x.astype(dtype))
+    monkeypatch.setattr(optim, "round_to", lambda x, dtype, seed: x.astype(dtype))
     descend.clear_cache()
     nearest, nearest_nu = descend("bfloat16")
     descend.clear_cache()
@@ -124,12 +124,12 @@ def test_bfloat16_moments_follow_float32_where_nearest_rounding_stalls(monkeypat
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_moments_like_the_parameters_leave_the_optimizer_as_it_is(dtype):
     optimizer = optax.adam(1.0)
-    assert optim.keep_moments(optimizer, moment_dtype=dtype, param_dtype=dtype) is optimizer
+    assert optim.store_moments(optimizer, moment_dtype=dtype, param_dtype=dtype) is optimizer
 
 
 def test_bfloat16_parameters_are_updated_in_float32():
     exact = optax.adam(1e-2, eps=1e-4)
-    ours = optim.keep_moments(exact, moment_dtype="float32", param_dtype="bfloat16")
+    ours = optim.store_moments(exact, moment_dtype="float32", param_dtype="bfloat16")
     params = {"w": jnp.bfloat16([1.0, -2.0, 0.5])}
     grad = {"w": jnp.float32([1 + 2**-12, 1e-4, -3.0])}
     updates, kept = ours.update(grad, ours.init(params), params)
@@ -172,7 +172,7 @@ def test_factored_moments_stay_wide():
 
 
 def test_the_random_bits_are_the_same_however_the_moments_are_sharded():
-    optimizer = optim.keep_moments(optax.adam(1e-2), moment_dtype="bfloat16", param_dtype="float32")
+    optimizer = optim.store_moments(optax.adam(1e-2), moment_dtype="bfloat16", param_dtype="float32")
     mesh = Run(tiny_config(), fsdp=4, tensor=2).program.mesh
     params = {name: jnp.linspace(-1, 1, 512).reshape(16, 32) for name in "ab"}
 
@@ -386,7 +386,7 @@ def test_a_run_that_only_skips_ends_with_exit_code_17(tmp_path, capsys):
     assert code == 17
     (line,) = capsys.readouterr().err.splitlines()
     assert (
-        "not finite, as in the 25 steps up to it; all were without effect; the loss scale was"
+        "not finite for 25 steps in a row; the parameters were not changed; the loss scale was"
         in line
     )
     assert "lower optim.learning_rate" in line and "train.dtype=bfloat16" in line

@@ -27,7 +27,7 @@ import numpy as np
 from meshtrain import grads
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
-from meshtrain.parallel import sharding
+from meshtrain.parallel import sharding, sync
 from meshtrain.parallel.pipeline import ring
 from meshtrain.parallel.pipeline.schedules import IDLE, Table, Work
 from meshtrain.parallel.pipeline.stages import Stages
@@ -85,7 +85,7 @@ def pipelined(
             carry, _ = jax.lax.scan(functools.partial(step.tick, rows), carry, rows)
         layer_grads = jax.vmap(ring.from_stages, in_axes=2)(carry.layer_grads)
         sums = {**carry.outer_grads, "layers": layer_grads}, carry.metrics
-        return grads.synchronise(sums, grad_shardings)
+        return sync.synchronise(sums, grad_shardings)
 
     return grad_fn
 
