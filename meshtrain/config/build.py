@@ -21,7 +21,7 @@ class Parts(NamedTuple):
 
 def build(cfg: Config, *, model: Any = None, data: Any = None) -> Parts:
     """Builds all parts, or raises ConfigError with every fault; `model` and `data` replace what is configured."""
-    faults: list[str] = []
+    faults = checks.position_faults(cfg) if model is None and data is None else []
 
     def attempt(make: Callable, *args: Any) -> Any:
         try:

@@ -32,13 +32,13 @@ def batch_faults(mesh: MeshConfig, *, global_batch: int, num_microbatches: int) 
 
 
 def model_faults(cfg: Config) -> list[str]:
-    """Faults of a `model` section that does not fit the mesh, the pipeline or the data."""
+    """Faults of a `model` section that does not fit the mesh or the pipeline."""
     options = cfg.model.options
     faults = tensor_faults(options, max(1, cfg.mesh.tensor))
     layers = options.get("num_layers")
     if cfg.mesh.pipeline > 1 and has_type(layers, int):
         faults += layer_faults(layers, cfg.mesh.pipeline, cfg.pipeline.num_chunks)
-    return faults + position_faults(cfg)
+    return faults
 
 
 def tensor_faults(model: Mapping[str, Any], tensor: int) -> list[str]:

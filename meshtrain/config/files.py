@@ -1,4 +1,4 @@
-"""Reading a config file and the `--config.KEY=VALUE` overrides of a command line."""
+"""Reads a config file and the `--config.KEY=VALUE` overrides of a command line."""
 
 import copy
 import importlib.util
@@ -17,9 +17,9 @@ ARGUMENTS = ("--config", "--workdir", "--simulate_devices", "--output", "--help"
 
 
 def load_config(path: str, overrides: Iterable[str] = ()) -> ConfigDict:
-    """Returns the config of a Python file with `get_config()`, after `--config.KEY=VALUE` overrides.
+    """Returns the config of a Python file with `get_config()`, with `--config.KEY=VALUE` overrides applied.
 
-    A run's `config.json` can be read as well. Raises ConfigError with every override that does not fit.
+    `path` may also be a run's `config.json`. Raises ConfigError with every invalid override.
     """
     config, faults = read(path, overrides)
     if faults:
@@ -33,9 +33,9 @@ def read(
     *,
     change: Callable[[ConfigDict], None] = lambda config: None,
 ) -> tuple[ConfigDict, list[str]]:
-    """Returns the config with the overrides that fit, and a line for each that does not.
+    """Returns the config with the valid overrides applied, and a line for each invalid one.
 
-    `change` may set keys before the overrides do.
+    `change` may set keys before the overrides are applied.
     """
     config = _read_file(path)
     change(config)
@@ -43,10 +43,10 @@ def read(
     try:
         return _override(config, overrides), []
     except Exception:
-        # Something in there is wrong, and absl stops at the first: try them one by one.
+        # absl stops at the first mistake, so try the overrides one by one.
         faults = {override: _fault_of(config, override) for override in overrides}
-        good = [override for override, fault in faults.items() if not fault]
-        return _override(config, good), [fault for fault in faults.values() if fault]
+        valid = [override for override, fault in faults.items() if not fault]
+        return _override(config, valid), [fault for fault in faults.values() if fault]
 
 
 def reject_huggingface(folder: Path) -> None:
@@ -68,8 +68,8 @@ def _read_file(path: str) -> ConfigDict:
         raise ConfigError(f"--config={path}: no such file")
     if file.suffix == ".json":
         return _read_json(file)
-    # A config file imports its siblings as `configs.default`, from whatever folder one runs, and may
-    # point to a model beside it.
+    # A config file imports others as `configs.default`, whatever the current folder is, and may name a
+    # model in its own folder.
     if (root := str(file.parent.parent)) not in sys.path:
         sys.path.insert(0, root)
     if (folder := str(file.parent)) not in sys.path:
@@ -89,21 +89,21 @@ def _read_json(file: Path) -> ConfigDict:
     try:
         raw = json.loads(file.read_text())
         if not isinstance(raw, dict):
-            raise ValueError("it holds no sections of keys")
+            raise ValueError("it has no sections of keys")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config={file} cannot be read: {error}") from error
     return ConfigDict(_with_tuples(raw)).lock()
 
 
 def _with_tuples(value: Any) -> Any:
-    """Returns what JSON has as lists as the tuples that configs have."""
+    """Returns the value with lists, which JSON has, replaced by tuples, which configs have."""
     if isinstance(value, dict):
         return {key: _with_tuples(one) for key, one in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
-    """Returns a copy after the overrides; references between keys follow them."""
+    """Returns a copy with the overrides applied; references between keys are resolved after them."""
     values = flags.FlagValues()
     arguments = ["meshtrain", *overrides]
     changed = copy.deepcopy(config)
@@ -116,7 +116,7 @@ def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
 
 
 def _join_values(arguments: Iterable[str]) -> list[str]:
-    """`--config.a 1` becomes `--config.a=1`, so that each override can be judged by itself."""
+    """Rewrites `--config.a 1` as `--config.a=1`, so that each override is one string."""
     joined: list[str] = []
     for argument in arguments:
         if joined and not argument.startswith("--") and "=" not in joined[-1]:
@@ -133,7 +133,9 @@ def _fault_of(config: ConfigDict, override: str) -> str | None:
     except Exception as error:
         name, _, value = override.partition("=")
         if not name.removeprefix("--no").removeprefix("--").startswith("config."):
-            others = [argument for argument in ARGUMENTS if argument != name]  # another verb's
+            others = [
+                argument for argument in ARGUMENTS if argument != name
+            ]  # it may be another verb's
             return f"{name}: unknown argument{did_you_mean(name, others)}"
         key = name.removeprefix("--no").removeprefix("--").removeprefix("config.")
         if key not in (known := _keys(config.to_dict())):

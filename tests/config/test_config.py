@@ -34,7 +34,7 @@ def faults_of(c, num_devices=1):
         ("train.global_batch", 0, "train.global_batch=0 is not divisible"),
         ("model.num_kv_heads", 3, "model.num_heads=4 is not divisible by model.num_kv_heads=3"),
         ("model.d_model", 30, "model.d_model=30 is not divisible by model.num_heads=4"),
-        ("model.d_model", 4, "is odd, and rope turns pairs"),
+        ("model.d_model", 4, "is odd, but rope rotates pairs"),
         ("model.norm", "batch", "model.norm='batch': use one of rms, layer"),
         ("model.build", "meshtrain.models.transformer:bild", "model.build=meshtrain.models"),
         ("optim.schedule", "cosin", "optim.schedule='cosin': use one of constant, cosine"),
