@@ -13,12 +13,11 @@ import tokenize
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs import default
 
-SOURCE = ROOT / "configs" / "default.py"
+SOURCE = Path(__file__).resolve().parent.parent / "configs" / "default.py"
 HEAD = """\
 # Config keys
 
