@@ -63,8 +63,8 @@ def reject_huggingface(folder: Path) -> None:
 
 def _read_file(path: str) -> ConfigDict:
     name, _, argument = path.partition(":")
-    file = Path(name).resolve()
-    if not file.is_file():
+    file = _find(name)
+    if file is None:
         raise ConfigError(f"--config={path}: no such file")
     if file.suffix == ".json":
         return _read_json(file)
@@ -83,6 +83,18 @@ def _read_file(path: str) -> ConfigDict:
     except Exception as error:
         kind = type(error).__name__
         raise ConfigError(f"--config={path} cannot be read: {kind}: {error}") from error
+
+
+def _find(name: str) -> Path | None:
+    """Returns the file; for configs/NAME.py, outside of a checkout, the one that the wheel installed."""
+    installed = importlib.util.find_spec("configs")
+    roots = (
+        [Path(folder).parent for folder in installed.submodule_search_locations or ()]
+        if installed
+        else []
+    )
+    paths = [Path(name), *(root / name for root in roots if name.startswith("configs/"))]
+    return next((path.resolve() for path in paths if path.is_file()), None)
 
 
 def _read_json(file: Path) -> ConfigDict:

@@ -207,6 +207,11 @@ def test_every_override_that_does_not_fit_is_told():
     assert settings.train.seed == 2
 
 
+def test_the_configs_of_the_package_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert configfile.load_config(QUICKSTART).train.steps == 600
+
+
 def test_a_config_file_that_is_missing_or_broken_is_told_in_one_line(tmp_path):
     with pytest.raises(meshtrain.ConfigError, match="nope.py: no such file"):
         configfile.load_config("configs/nope.py")
