@@ -4,12 +4,16 @@ import ast
 import functools
 import importlib
 import io
+import os
 import re
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
 import jax
 import pytest
+from conftest import free_port
 
 from configs import default
 from meshtrain.config.build import resolve
@@ -84,6 +88,41 @@ def test_a_folder_imports_only_from_lower_layers(file):
             continue
         ours, theirs = layer_of(module), layer_of(other)
         assert LAYERS.index(theirs) <= LAYERS.index(ours), f"{file} imports {imported}"
+
+
+# Private names of jax that the package uses, why, and what breaks without them. Elsewhere there are none.
+PRIVATE_API = {
+    "meshtrain/cluster/distributed.py": {
+        # The key-value store and the barriers of jax.distributed have no public name. Without them processes
+        # cannot compare their configs, agree on the step to stop at, or wait for a slow compiler.
+        "jax._src"  # .distributed
+    },
+}
+
+
+@pytest.mark.parametrize("file", sorted(FILES))
+def test_private_names_of_jax_are_listed(file):
+    private = re.compile(r"jax\.(_src|interpreters|lib|core)\b|jaxlib\.(?!__version__)")
+    found = {name for name in imports_of(FILES[file]) if private.match(name)}
+    assert found == PRIVATE_API.get(file, set())
+
+
+def test_the_private_names_of_jax_work_as_they_are_used():
+    program = """
+import jax, sys
+from jax._src import distributed
+jax.distributed.initialize(sys.argv[1], 1, 0, cluster_detection_method="deactivate")
+state = distributed.global_state
+assert (state.num_processes, state.process_id) == (1, 0)
+state.client.key_value_set("a/b", "c")
+assert state.client.blocking_key_value_get("a/b", 1000) == "c"
+assert state.client.key_value_dir_get("a/") == [("a/b", "c")]
+state.client.key_value_delete("a/b")
+state.client.wait_at_barrier("d", 1000)
+"""
+    address = f"127.0.0.1:{free_port()}"
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", program, address], env=environ, check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
