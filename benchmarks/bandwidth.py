@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks import record
 from benchmarks.workers import answer, launch
 from meshtrain.cluster import distributed, runtime
-from meshtrain.cluster.environment import JAX
+from meshtrain.cluster.environment import JAX_VARIABLES
 from meshtrain.parallel import collectives
 
 OPTIONS = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": None}
@@ -101,7 +101,9 @@ def run_workers(num: int, cores: list[int]) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    places = [dict(zip(JAX, (address, str(num), str(i)), strict=True)) for i in range(num)]
+    places = [
+        dict(zip(JAX_VARIABLES, (address, str(num), str(i)), strict=True)) for i in range(num)
+    ]
     workers = [launch(__file__, core, **place) for core, place in zip(cores, places, strict=True)]
     try:
         table = answer(workers[0])["table"]

@@ -15,8 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain.cluster import distributed, runtime
-from meshtrain.cluster import environment as place
+from meshtrain.cluster import distributed, environment, runtime
 
 ALONE, BUSY, TOGETHER = "one process", "one process on each core", "a run of all"  # kinds of turn
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -92,7 +91,7 @@ def measure(script: str, cores: list[int], *options: str, rounds: int, steps: in
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     places = [(address, str(len(cores)), str(i)) for i in range(len(cores))]
-    places = [dict(zip(place.JAX, one, strict=True)) for one in places]
+    places = [dict(zip(environment.JAX_VARIABLES, one, strict=True)) for one in places]
     team = [launch(script, core, *options, **one) for core, one in zip(cores, places, strict=True)]
     workers = team + (copies := [launch(script, core, *options) for core in cores])
     try:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from meshtrain.cluster import environment, progress, signals
-from meshtrain.cluster.rendezvous import MeetingError
+from meshtrain.cluster.rendezvous import RendezvousError
 from meshtrain.config import files
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
@@ -110,7 +110,7 @@ def _with_config(
     from meshtrain.cluster import distributed, runtime
 
     runtime.start(args)
-    with distributed.together():
+    with distributed.raise_on_all_processes():
         if any(distributed.gather(bool(faults))):
             raise ConfigError(*faults)
     return args, config
@@ -143,7 +143,7 @@ def _with_run(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse
     import jax
 
     config, faults = files.read(str(file), overrides, change=_use_all_devices)
-    with distributed.together():
+    with distributed.raise_on_all_processes():
         try:
             settings = parse(config, num_devices=jax.device_count())
         except ConfigError as error:
@@ -176,7 +176,7 @@ def _faults_of(config: Any, num_devices: int | None) -> tuple[str, ...]:
 def _is_alone(args: argparse.Namespace) -> bool:
     """Whether this process is the whole run, so that no other waits for what it reports."""
     given = (args.coordinator, args.num_processes, args.process_id)
-    return environment.find(os.environ, given) is None
+    return environment.process_info(os.environ, given) is None
 
 
 def report_errors(run: Callable[[], int]) -> int:
@@ -190,7 +190,7 @@ def report_errors(run: Callable[[], int]) -> int:
         code = run()
     except ConfigError as error:
         print(error, file=sys.stderr)
-        peer_missing = isinstance(error, MeetingError) and progress.VARIABLE in os.environ
+        peer_missing = isinstance(error, RendezvousError) and progress.VARIABLE in os.environ
         code = EXIT_FAILED if peer_missing else EXIT_USER
     except Exception:
         if _num_processes() > 1:
@@ -209,4 +209,6 @@ def _num_processes() -> int:
 
 def _leave(code: int, *, together: bool) -> None:
     if _num_processes() > 1:
-        sys.modules["meshtrain.cluster.distributed"].leave(code, together=together)
+        sys.modules["meshtrain.cluster.distributed"].exit_failed_process(
+            code, wait_for_others=together
+        )

@@ -56,11 +56,11 @@ def train(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(signals.stop_event())
         clock = stack.enter_context(contextlib.closing(progress.Clock()))
-        distributed.new_run()
+        distributed.reset_stop_requests()
         runtime.setup()
 
         # ---- check and build, on all processes or none: nothing is computed yet ----
-        with distributed.together():
+        with distributed.raise_on_all_processes():
             _check_model(model)
             cfg = parse(config, num_devices=jax.device_count())
             parts = build(cfg, model=model, data=data)
@@ -108,7 +108,7 @@ def train(
 
         # ---- compile, loop, and save where it ended ----
         step = start
-        if start < cfg.train.steps and not distributed.agree(run.asked()):
+        if start < cfg.train.steps and not distributed.broadcast(run.asked()):
             clock.enter("compile")
             began = time.perf_counter()
             train_step = program.compile(loader.peek())
@@ -149,7 +149,7 @@ class Run:
 
     def asked(self) -> bool:
         """Whether any process was told to stop; known to the first one, which decides for all."""
-        return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.asked)
+        return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.stop_requested)
 
     def facts(self, eval_loss: float | None) -> dict[str, Any]:
         """What a checkpoint says beside the state."""
@@ -175,7 +175,7 @@ def _loop(
     run.begin(start, loader.position)
     while True:
         save_due = saver is not None and saver.due(step, start)
-        stopping, save_due = distributed.agree((run.asked(), save_due))
+        stopping, save_due = distributed.broadcast((run.asked(), save_due))
         last = step >= cfg.train.steps
         eval_due = not last and cfg.eval.every > 0 and step > 0 and step % cfg.eval.every == 0
         check_due = run.check.due(step, saving=save_due or last or stopping)

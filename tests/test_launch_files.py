@@ -1,5 +1,6 @@
 """What is in launch/ is well-formed, and the Kubernetes manifests train: their pods run here as processes."""
 
+import argparse
 import os
 import re
 import shutil
@@ -15,8 +16,8 @@ import pytest
 import yaml
 from test_train import losses, rows
 
-from meshtrain.cluster import environment as place
-from meshtrain.cluster.launch import _flags
+from meshtrain.cluster import environment
+from meshtrain.cluster.launch import add_flags
 from meshtrain.cluster.restart_policy import Settings
 from meshtrain.config import files as configfile
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
@@ -188,13 +189,15 @@ def test_a_pod_finds_its_place_and_there_is_time_for_what_may_happen(path):
     job, hosts, _ = job_of(path)
     assert job["completionMode"] == "Indexed" and job["parallelism"] == len(hosts)
     for number in range(len(hosts)):
-        found = place.find(environ_of(job, number))
+        found = environment.process_info(environ_of(job, number))
         assert (found.host, found.num_processes, found.process_id) == (hosts[0], len(hosts), number)
 
     pod, container = job["template"]["spec"], container_of(job)
     assert container["command"] == ["python", "-m", "meshtrain", "launch"]
     own = container["args"][: container["args"].index("--")]
-    settings = Settings(**_flags(own))
+    flags = argparse.ArgumentParser()
+    add_flags(flags)
+    settings = Settings(**vars(flags.parse_args(own)))
     assert settings.grace < pod["terminationGracePeriodSeconds"]
     assert settings.join_seconds > LONGEST_BACKOFF
     assert pod["restartPolicy"] == "Never"  # or podFailurePolicy is refused

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     runtime.start(args)
     flagged = (args.coordinator, args.num_processes, args.process_id)
-    everyone, found = distributed.gather(facts()), environment.find(os.environ, flagged)
+    everyone, found = distributed.gather(facts()), environment.process_info(os.environ, flagged)
     for package, version in ({"meshtrain": "not installed"} | distributed.versions()).items():
         tell(package, version)
     devices, me = jax.devices(), jax.process_index()

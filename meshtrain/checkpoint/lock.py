@@ -30,7 +30,7 @@ def held(workdir: Path) -> Iterator[None]:
                 fault = _take(handle, workdir)
             except OSError as error:
                 fault = f"--workdir={workdir}: {NAME}: {error.strerror}; use a folder that can be written"
-        if fault := distributed.agree(fault):
+        if fault := distributed.broadcast(fault):
             raise ConfigError(fault)
         _check_shared(workdir)
         yield
@@ -42,8 +42,8 @@ def held(workdir: Path) -> Iterator[None]:
 
 def _check_shared(workdir: Path) -> None:
     """Raises ConfigError where a process sees another folder under this name than the first one."""
-    ours = distributed.agree(_content(workdir) if distributed.process_id() == 0 else "")
-    with distributed.together():
+    ours = distributed.broadcast(_content(workdir) if distributed.process_id() == 0 else "")
+    with distributed.raise_on_all_processes():
         until = time.monotonic() + VISIBLE
         while _content(workdir) != ours:
             if time.monotonic() > until:

@@ -83,7 +83,7 @@ class Saver:
                     fault = f"{lack}; make room, or use another folder"
             except OSError as error:
                 fault = f"{error.strerror or error}; use a folder that can be written"
-        if fault := distributed.agree(fault):
+        if fault := distributed.broadcast(fault):
             raise ConfigError(f"--workdir: {self._folder}: {fault}")
 
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
@@ -107,7 +107,7 @@ class Saver:
                 faults = [f"{self._folder}: no checkpoint is good; --from_scratch starts anew"]
                 faults += [f"  step {one}: {why}" for one, why in bad.items()]
                 faults += [f"  {path}: set aside before" for path in sorted(aside.glob("*"))]
-        step, faults = distributed.agree((step, faults))
+        step, faults = distributed.broadcast((step, faults))
         if faults:
             raise ConfigError(*faults)
         if step is None:
@@ -136,13 +136,13 @@ class Saver:
         """
         began = time.perf_counter()
         self._wait()
-        if distributed.agree(step == self._newest):
+        if distributed.broadcast(step == self._newest):
             return
         self._saved_at = time.monotonic()
         self._save = job = _Save(step, began)
         made = manifest.partial(self._folder, step)
         try:
-            if fault := distributed.agree(self._make_room(made, bytes_of(state))):
+            if fault := distributed.broadcast(self._make_room(made, bytes_of(state))):
                 raise OSError(fault)
             self._arrays.save(made, state)
         except Exception as error:  # noqa: BLE001  whatever it is, the training goes on
@@ -227,7 +227,7 @@ class Saver:
         for attempt in range(LAST_TRIES):
             self.save(step, state, **facts)
             self._wait()
-            if not distributed.agree(self._failures):
+            if not distributed.broadcast(self._failures):
                 return
             if attempt + 1 < LAST_TRIES:
                 time.sleep(2**attempt)

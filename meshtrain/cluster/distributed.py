@@ -1,6 +1,6 @@
-"""The processes of a run that spans several: joining them, and what they tell each other.
+"""Join the processes of a run, and exchange small values between them.
 
-Nothing here is a collective: the devices go on meanwhile, and a process that is stuck can be named.
+Nothing here is a collective: the devices keep running, and the supervisor can name a stuck process.
 """
 
 import contextlib
@@ -14,163 +14,169 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed as runtime  # its store of keys and values has no public name
+from jax._src import distributed as jax_distributed  # its key-value store has no public name
 
-from meshtrain.cluster import environment as places
-from meshtrain.cluster import rendezvous
+from meshtrain.cluster import environment, rendezvous
 from meshtrain.errors import EXIT_PREEMPTED, ConfigError
 
-LONGEST = 3600  # seconds to wait for another process, which may have a large program to compile
-KEPT = 1000  # answers that others may not have read yet; older ones are dropped
-FAREWELL = 3.0  # seconds that a process with an error waits for the others to have it too
+TIMEOUT = 3600  # seconds to wait for another process, which may have a large program to compile
+MAX_STORED_VALUES = 1000  # broadcasts that others may not have read yet; older ones are deleted
+EXIT_TIMEOUT = 3.0  # seconds that a process with an error waits for the others to print theirs
 PACKAGES = ("meshtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-WISHES = "meshtrain/wish"
+STOP_KEYS = "meshtrain/stop"
 
-_questions, _run, _wished = itertools.count(), 0, False
+_sequence, _run, _stop_sent = itertools.count(), 0, False
 
 
 def initialize(
     coordinator: str | None = None,
-    count: int | None = None,
-    number: int | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
     *,
-    join_seconds: float = places.JOIN_SECONDS,
+    join_seconds: float = environment.JOIN_SECONDS,
 ) -> None:
-    """Joins the run that arguments, variables or a launcher describe (see `place.find`).
+    """Joins the run that arguments, variables or a launcher describe (see `environment.process_info`).
 
-    Without any this process is the whole run. Raises ConfigError where the description is wrong, a
-    process is missing after `join_seconds`, or this one has not the GPUs that it was promised.
+    Without any of them, this process is the only one. Raises ConfigError if the description is wrong, if
+    a process is missing after `join_seconds`, or if jax does not find the GPUs that the launcher allotted.
     """
-    place = places.find(os.environ, (coordinator, count, number))
-    if place is None:
+    process = environment.process_info(os.environ, (coordinator, num_processes, process_id))
+    if process is None:
         return
-    rendezvous.meet(place, seconds=join_seconds)
-    loopback = place.address.replace("localhost", places.LOOPBACK) if place.on_one_host else None
+    rendezvous.wait_for_all(process, seconds=join_seconds)
+    loopback = None
+    if process.on_one_host:
+        loopback = process.address.replace("localhost", environment.LOOPBACK)
     on_cpu = "cpu" in (jax.config.jax_platforms or "")
-    # Its handler of SIGTERM would take the signal away from ours; see `wished`.
+    # jax's own SIGTERM handler would replace ours; see `any_asked_to_stop`.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        place.address,
-        place.num_processes,
-        place.process_id,
-        local_device_ids=None if on_cpu else places.local_gpus(place, os.environ),
-        cluster_detection_method="deactivate",  # under SLURM it takes one GPU of a node, jax #16788
+        process.address,
+        process.num_processes,
+        process.process_id,
+        local_device_ids=None if on_cpu else environment.local_gpus(process, os.environ),
+        # Under SLURM, detection uses only one GPU of a node (jax-ml/jax#16788).
+        cluster_detection_method="deactivate",
         coordinator_bind_address=loopback,
     )
-    with together():
+    with raise_on_all_processes():
         if not on_cpu:
-            _check_gpus(place)
+            _check_gpus(process)
 
 
 def num_processes() -> int:
-    """Asks jax's runtime, not a backend, which would be started by that."""
-    return runtime.global_state.num_processes
+    """Returns the number of joined processes, without starting a backend."""
+    return jax_distributed.global_state.num_processes
 
 
 def process_id() -> int:
-    return runtime.global_state.process_id
+    """Returns the rank of this process, without starting a backend."""
+    return jax_distributed.global_state.process_id
 
 
-def _check_gpus(place: places.Place) -> None:
-    promised = places.promised_gpus(place, os.environ)
-    if promised:
+def _check_gpus(process: environment.ProcessInfo) -> None:
+    allotted = environment.num_allotted_gpus(process, os.environ)
+    if allotted:
         found, kind = jax.local_device_count(), jax.default_backend()
-        if kind == "cpu" or found != promised:
+        if kind == "cpu" or found != allotted:
             raise ConfigError(
-                f"{place.source} gives this process {promised} GPUs, and jax found {found} devices of kind "
+                f"{process.source} gives this process {allotted} GPUs, and jax found {found} devices of kind "
                 f"{kind}; install meshtrain[cuda12] or [cuda13], or set JAX_PLATFORMS=cpu"
             )
 
 
-def agree(value: Any) -> Any:
-    """Returns on every process what the first one gave, as JSON has it; all must call it as often."""
+def broadcast(value: Any) -> Any:
+    """Returns process 0's value on every process, after a round trip through JSON.
+
+    All processes must call `broadcast`, `gather` and `barrier` in the same order.
+    """
     value = json.loads(json.dumps(value))
     if num_processes() == 1:
         return value
-    client, number = runtime.global_state.client, next(_questions)
+    client, number = jax_distributed.global_state.client, next(_sequence)
     if process_id() > 0:
-        return json.loads(client.blocking_key_value_get(f"meshtrain/{number}", LONGEST * 1000))
+        return json.loads(client.blocking_key_value_get(f"meshtrain/{number}", TIMEOUT * 1000))
     client.key_value_set(f"meshtrain/{number}", json.dumps(value))
-    if number >= KEPT:
-        client.key_value_delete(f"meshtrain/{number - KEPT}")
+    if number >= MAX_STORED_VALUES:
+        client.key_value_delete(f"meshtrain/{number - MAX_STORED_VALUES}")
     return value
 
 
 def gather(value: Any) -> list[Any]:
-    """Returns what each process gave, in their order, as JSON has it; all must call it as often."""
+    """Returns the values of all processes, by rank, on every process (an all-gather through JSON)."""
     if num_processes() == 1:
         return [json.loads(json.dumps(value))]
-    client, number = runtime.global_state.client, next(_questions)
+    client, number = jax_distributed.global_state.client, next(_sequence)
     if process_id() > 0:
         client.key_value_set(f"meshtrain/{number}/{process_id()}", json.dumps(value))
-        return agree(None)
-    keys = [f"meshtrain/{number}/{one}" for one in range(1, num_processes())]
-    others = [json.loads(client.blocking_key_value_get(key, LONGEST * 1000)) for key in keys]
+        return broadcast(None)
+    keys = [f"meshtrain/{number}/{rank}" for rank in range(1, num_processes())]
+    others = [json.loads(client.blocking_key_value_get(key, TIMEOUT * 1000)) for key in keys]
     for key in keys:
         client.key_value_delete(key)
-    return agree([value, *others])
+    return broadcast([value, *others])
 
 
-def new_run() -> None:
-    """Forgets what was wished in an earlier run of these processes; all must call it as often."""
-    global _run, _wished
-    _run, _wished = _run + 1, False
+def reset_stop_requests() -> None:
+    """Forgets the stop requests of an earlier run in these processes. All processes must call it."""
+    global _run, _stop_sent
+    _run, _stop_sent = _run + 1, False
 
 
-def any_asked_to_stop(mine: bool) -> bool:
-    """Says, on the first process, whether any process has given True by now; elsewhere nothing.
+def any_asked_to_stop(asked: bool) -> bool:
+    """Returns on process 0 whether any process has passed True so far in this run; on others False.
 
-    What the first one makes of it is for `agree` to tell, so that all act in the same step.
+    Process 0 has to `broadcast` its decision, so that all processes stop in the same step.
     """
-    global _wished
+    global _stop_sent
     if num_processes() == 1:
-        return mine
-    client = runtime.global_state.client
+        return asked
+    client = jax_distributed.global_state.client
     if process_id() == 0:
-        return mine or bool(client.key_value_dir_get(f"{WISHES}/{_run}/"))
-    if mine and not _wished:
-        client.key_value_set(f"{WISHES}/{_run}/{process_id()}", "")
-        _wished = True
+        return asked or bool(client.key_value_dir_get(f"{STOP_KEYS}/{_run}/"))
+    if asked and not _stop_sent:
+        client.key_value_set(f"{STOP_KEYS}/{_run}/{process_id()}", "")
+        _stop_sent = True
     return False
 
 
 def barrier(name: str) -> None:
-    """Returns when all processes are here."""
+    """Returns when all processes have called it."""
     if num_processes() > 1:
-        number = next(_questions)
-        runtime.global_state.client.wait_at_barrier(f"meshtrain/{number}/{name}", LONGEST * 1000)
+        client, number = jax_distributed.global_state.client, next(_sequence)
+        client.wait_at_barrier(f"meshtrain/{number}/{name}", TIMEOUT * 1000)
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """What the user has to change on one process, found within, is raised on all of them."""
+def raise_on_all_processes() -> Iterator[None]:
+    """Raises the ConfigErrors of any process in this block on all processes. All must enter it."""
     faults: tuple[str, ...] = ()
     try:
         yield
     except ConfigError as error:
         faults = error.faults
-    everyone = gather(faults)
-    if not any(everyone):
+    by_process = gather(faults)
+    if not any(by_process):
         return
-    if all(one == everyone[0] for one in everyone):
-        raise ConfigError(*everyone[0])
+    if all(one == by_process[0] for one in by_process):
+        raise ConfigError(*by_process[0])
     raise ConfigError(
-        *(f"process {number}: {fault}" for number, one in enumerate(everyone) for fault in one)
+        *(f"process {rank}: {fault}" for rank, faults in enumerate(by_process) for fault in faults)
     )
 
 
 def check_same(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError where processes differ in the config or in versions, saying which and how."""
-    flat = dict(_flat(config, "config."))
-    facts = gather({**flat, **versions()} if num_processes() > 1 else {})
+    """Raises ConfigError if the config or the package versions differ between processes."""
+    settings = dict(_flatten(config, "config."))
+    by_process = gather({**settings, **versions()} if num_processes() > 1 else {})
     faults = []
-    for name in {name: None for one in facts for name in one}:  # in their order
-        by_value: dict[str, list[int]] = {}
-        for number, one in enumerate(facts):
-            by_value.setdefault(one.get(name, "nothing"), []).append(number)
-        if len(by_value) > 1:
-            told = [f"{value} on {_ranks(numbers)}" for value, numbers in by_value.items()]
-            faults.append(f"{name} differs between processes: {', '.join(told)}; use the same")
+    for name in {name: None for values in by_process for name in values}:  # a dict keeps the order
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, values in enumerate(by_process):
+            ranks_by_value.setdefault(values.get(name, "nothing"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            found = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
+            faults.append(f"{name} differs between processes: {', '.join(found)}; use the same")
     if faults:
         raise ConfigError(*faults)
 
@@ -184,31 +190,31 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def _flatten(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for key, value in section.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, repr(value)
 
 
-def _ranks(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-    return f"process {shown}" if len(numbers) == 1 else f"processes {shown}"
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"process {shown}" if len(ranks) == 1 else f"processes {shown}"
 
 
-def leave(code: int, *, together: bool) -> None:
-    """Ends a process of several that has failed, `together` with the others or alone.
+def exit_failed_process(code: int, *, wait_for_others: bool) -> None:
+    """Ends this process at once if it is one of several and has failed; otherwise does nothing.
 
-    jax would wait at exit for all others, which may wait for this one. One that has not failed, or has
-    saved its state, leaves the usual way.
+    At a normal exit jax waits for all other processes, and they may be waiting for this one. With
+    `wait_for_others`, waits EXIT_TIMEOUT for them to fail too: the first exit cuts off their messages.
     """
     if num_processes() == 1 or code in (0, EXIT_PREEMPTED):
         return
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(Exception):
-        if together:  # the first to go cuts off what others have to say
-            client = runtime.global_state.client
-            client.wait_at_barrier("meshtrain/farewell", int(FAREWELL * 1000))
+        if wait_for_others:
+            client = jax_distributed.global_state.client
+            client.wait_at_barrier("meshtrain/exit", int(EXIT_TIMEOUT * 1000))
     os._exit(code)

@@ -1,7 +1,7 @@
-"""Which process of which run this is: from flags, or from what launchers leave in the environment.
+"""Find out the rank of this process and the address of process 0, from flags or environment variables.
 
-Several processes may be told in several ways; the first that is complete counts, in this order: flags,
-JAX_* variables (Kubeflow's too), torchrun's, SLURM's, Open MPI's, an Indexed Job's of Kubernetes.
+The first complete description is used, in this order: flags, JAX_* variables (Kubeflow sets these too),
+torchrun, SLURM, Open MPI, an Indexed Job of Kubernetes.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from typing import Any
 
 from meshtrain.errors import ConfigError
 
-JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 LOOPBACK = "127.0.0.1"
-LOOPBACK_6 = "::1"
-LOCALHOST = (LOOPBACK, "localhost", LOOPBACK_6)
-JOIN_SECONDS = 120.0  # until all processes must have arrived
-FIRST_PORT, NUM_PORTS = 61440, 4096  # for launchers that name a job and no port
+LOOPBACK_IPV6 = "::1"
+LOCALHOST = (LOOPBACK, "localhost", LOOPBACK_IPV6)
+JOIN_SECONDS = 120.0  # timeout for all processes to connect
+FIRST_PORT, NUM_PORTS = 61440, 4096  # for launchers that give a job id but no port
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices"
     )
     group = flags.add_argument_group(
-        "several processes", "by default read from the launcher's environment variables"
+        "multiple processes", "by default read from the launcher's environment variables"
     )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     group.add_argument("--num_processes", type=int, metavar="N")
@@ -43,16 +43,16 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
-    """One process among those of a run."""
+class ProcessInfo:
+    """The rank of one process of a run, and where process 0 listens."""
 
     host: str  # of process 0
-    port: int  # where it listens
+    port: int  # of process 0
     num_processes: int
     process_id: int
-    local_id: int = 0  # among those of its host
-    num_local: int = 1
-    source: str = "flags"  # who says so, for messages
+    local_id: int = 0  # rank among the processes of this host
+    num_local: int = 1  # processes on this host
+    source: str = "flags"  # where this information comes from, for error messages
 
     @property
     def address(self) -> str:
@@ -63,43 +63,47 @@ class Place:
         return self.host in LOCALHOST
 
 
-def find(environ: Mapping[str, str], flags: Sequence[Any] = (None, None, None)) -> Place | None:
-    """Returns the place of this process, None where it is the whole run.
+def process_info(
+    environ: Mapping[str, str], flags: Sequence[Any] = (None, None, None)
+) -> ProcessInfo | None:
+    """Returns the rank and address of this process; None if it is the only one of its run.
 
-    `flags` take the place of the variables in JAX where they are not None. Raises ConfigError where the
-    description has a gap.
+    `flags` override the variables in JAX_VARIABLES unless they are None. Raises ConfigError if the
+    description is incomplete.
     """
-    told = dict(zip(JAX, flags, strict=True))
-    told = {name: environ.get(name) if flag is None else flag for name, flag in told.items()}
-    told = {name: str(value) for name, value in told.items() if value not in (None, "")}
-    if JAX[1] in told and JAX[2] in told:
-        source, fields = "JAX_*", {"numbers": (told[JAX[1]], told[JAX[2]])}
+    given = dict(zip(JAX_VARIABLES, flags, strict=True))
+    given = {name: environ.get(name) if flag is None else flag for name, flag in given.items()}
+    given = {name: str(value) for name, value in given.items() if value not in (None, "")}
+    address, count, number = (given.get(name) for name in JAX_VARIABLES)
+    if count and number:
+        source, fields = "JAX_*", {"count_and_id": (count, number)}
         fields |= _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     else:
-        source, fields = _launcher(environ)
+        source, fields = _from_launcher(environ)
     if not fields:
-        if missing := [name for name in JAX if told and name not in told]:
+        if missing := [name for name in JAX_VARIABLES if given and name not in given]:
             raise ConfigError(
-                f"{', '.join(told)} set and {', '.join(missing)} not; set all three, or none"
+                f"{', '.join(given)} set and {', '.join(missing)} not; set all three, or none"
             )
         return None
-    count, number = _numbers(*fields.pop("numbers"), source)
-    if count == 1:
+    num_processes, process_id = _parse_count_and_id(*fields.pop("count_and_id"), source)
+    if num_processes == 1:
         return None
     host, port = fields.pop("host", ""), fields.pop("port", "")
-    if address := told.get(JAX[0]):
-        host, port = _split(address)
-    elif fields.get("num_local") == count:
-        host = LOOPBACK  # all on one host: nobody else needs to reach it
+    if address:
+        host, port = _split_address(address)
+    elif fields.get("num_local") == num_processes:
+        host = LOOPBACK  # all on one host: no other host needs to reach process 0
     if not host or not port:
         raise ConfigError(
-            f"{source} describes {count} processes and not where the first one listens; "
-            f"set {JAX[0]}=HOST:PORT"
+            f"{source} describes {num_processes} processes but not where process 0 listens; "
+            f"set {JAX_VARIABLES[0]}=HOST:PORT"
         )
-    return Place(host, _port(port, f"{host}:{port}"), count, number, source=source, **fields)
+    port = _parse_port(port, f"{host}:{port}")
+    return ProcessInfo(host, port, num_processes, process_id, source=source, **fields)
 
 
-def _launcher(environ: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+def _from_launcher(environ: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     for source, read in LAUNCHERS.items():
         if fields := read(environ):
             return source, fields
@@ -111,9 +115,9 @@ def _torchrun(environ: Mapping[str, str]) -> dict[str, Any]:
         return {}
     port = environ.get("MASTER_PORT", "")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and port.isdigit():
-        port = int(port) + 1  # its own store listens on the other
+        port = int(port) + 1  # torchrun's own store listens on MASTER_PORT
     return {
-        "numbers": (environ["WORLD_SIZE"], environ["RANK"]),
+        "count_and_id": (environ["WORLD_SIZE"], environ["RANK"]),
         "host": environ.get("MASTER_ADDR", ""),
         "port": port,
         **_local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -121,16 +125,16 @@ def _torchrun(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Within `srun` alone: the batch script itself is one process, whatever the job has tasks."""
+    """Only within `srun`: the batch script itself is one process, however many tasks the job has."""
     if not (environ.get("SLURM_STEP_NODELIST") and environ.get("SLURM_PROCID")):
         return {}
     count = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "")
     tasks = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = int(environ.get("SLURM_NODEID", 0))
     return {
-        "numbers": (count, environ["SLURM_PROCID"]),
+        "count_and_id": (count, environ["SLURM_PROCID"]),
         "host": _first_host(environ["SLURM_STEP_NODELIST"]),
-        "port": _port_of(environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")),
+        "port": _derived_port(environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")),
         "local_id": int(environ.get("SLURM_LOCALID", 0)),
         "num_local": tasks[node] if node < len(tasks) else 1,
     }
@@ -140,21 +144,21 @@ def _open_mpi(environ: Mapping[str, str]) -> dict[str, Any]:
     prefix = "OMPI_COMM_WORLD_"
     if not (environ.get(prefix + "SIZE") and environ.get(prefix + "RANK")):
         return {}
-    # Open MPI 4 names the host of mpirun, and the job: "JOB.0;tcp://FIRST,SECOND:PORT"; 5 does not.
+    # Open MPI 4 gives the job and the host of mpirun, "JOB.0;tcp://FIRST,SECOND:PORT"; Open MPI 5 does not.
     job, _, rest = environ.get("OMPI_MCA_orte_hnp_uri", "").partition(".")
     found = re.search(r"tcp://\[?([^],:]+)", rest)
     return {
-        "numbers": (environ[prefix + "SIZE"], environ[prefix + "RANK"]),
+        "count_and_id": (environ[prefix + "SIZE"], environ[prefix + "RANK"]),
         "host": found[1] if found else "",
-        "port": _port_of(job or environ.get("PMIX_NAMESPACE", "")),
+        "port": _derived_port(job or environ.get("PMIX_NAMESPACE", "")),
         **_local(environ, prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE"),
     }
 
 
 def _indexed_job(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Kubernetes numbers the pods; how many there are, the manifest says."""
-    count, number = environ.get(JAX[1]), environ.get("JOB_COMPLETION_INDEX")
-    return {"numbers": (count, number)} if count and number else {}
+    """Kubernetes sets the index of a pod; the manifest of the Job has to set the number of processes."""
+    count, number = environ.get(JAX_VARIABLES[1]), environ.get("JOB_COMPLETION_INDEX")
+    return {"count_and_id": (count, number)} if count and number else {}
 
 
 LAUNCHERS: dict[str, Callable[[Mapping[str, str]], dict[str, Any]]] = {
@@ -166,81 +170,85 @@ LAUNCHERS: dict[str, Callable[[Mapping[str, str]], dict[str, Any]]] = {
 
 
 def _local(environ: Mapping[str, str], number: str, count: str) -> dict[str, int]:
-    """Returns the place among the processes of this host, where the variables tell it."""
+    """Returns the rank among the processes of this host and their number, if both variables are set."""
     if not (environ.get(number, "").isdigit() and environ.get(count, "").isdigit()):
         return {}
     return {"local_id": int(environ[number]), "num_local": int(environ[count])}
 
 
-def _numbers(count: str, number: str, source: str) -> tuple[int, int]:
+def _parse_count_and_id(count: str, number: str, source: str) -> tuple[int, int]:
     if str(count).isdigit() and str(number).isdigit() and int(number) < int(count):
         return int(count), int(number)
     raise ConfigError(
-        f"{source}: {JAX[1]}={count} {JAX[2]}={number}: use a count of processes, and an id from 0 to below it"
+        f"{source}: {JAX_VARIABLES[1]}={count} {JAX_VARIABLES[2]}={number}: "
+        f"use a number of processes, and an id from 0 to that number - 1"
     )
 
 
-def _split(address: str) -> tuple[str, str]:
+def _split_address(address: str) -> tuple[str, str]:
     host, _, port = address.rpartition(":")
     if not host:
-        raise ConfigError(f"{JAX[0]}={address}: use HOST:PORT")
+        raise ConfigError(f"{JAX_VARIABLES[0]}={address}: use HOST:PORT")
     return host.strip("[]"), port
 
 
-def _port(port: Any, address: str) -> int:
+def _parse_port(port: Any, address: str) -> int:
     if not (str(port).isdigit() and 0 < int(port) < 65536):
-        raise ConfigError(f"{JAX[0]}={address}: use HOST:PORT, with a port from 1 to 65535")
+        raise ConfigError(
+            f"{JAX_VARIABLES[0]}={address}: use HOST:PORT, with a port from 1 to 65535"
+        )
     return int(port)
 
 
-def _port_of(*names: str) -> int:
-    """A port that all processes of a job come to, and those of its neighbour rarely."""
+def _derived_port(*names: str) -> int:
+    """Returns a port computed from the job's id: the same for all its processes, rarely another job's."""
     return FIRST_PORT + zlib.crc32("/".join(names).encode()) % NUM_PORTS
 
 
 def _first_host(nodes: str) -> str:
-    """The first of a SLURM list of hosts: node[07-09,12],login -> node07."""
+    """Returns the first host of a SLURM node list: node[07-09,12],login -> node07."""
     first = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
     return "".join(part or "" for part in first.groups())
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """2(x3),1 -> [2, 2, 2, 1]"""
+    """Returns the number of tasks of each node: 2(x3),1 -> [2, 2, 2, 1]."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
-def local_gpus(place: Place, environ: Mapping[str, str]) -> list[int] | None:
-    """Returns the GPUs that belong to this process among those it can see; None: all of them.
+def local_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> list[int] | None:
+    """Returns the indices of this process's GPUs among the visible ones; None means all visible GPUs.
 
-    A process alone on its host has all; several share them in order (jax by itself would give each
-    the one with its number, jax-ml/jax#16788). Raises ConfigError where they cannot be shared evenly.
+    A process alone on its host uses all GPUs. Several processes get equal consecutive ranges (jax would
+    give each one only the GPU with its rank, jax-ml/jax#16788). Raises ConfigError if the number of GPUs
+    is not divisible by the number of processes.
     """
     visible, allotted = _num_gpus(environ)
-    if place.num_local == 1 or not visible or visible < allotted:
-        return None  # fewer than the node's: the launcher has cut them up itself
-    if visible % place.num_local:
+    if process.num_local == 1 or not visible or visible < allotted:
+        return None  # the launcher has already divided the node's GPUs among the processes
+    if visible % process.num_local:
         raise ConfigError(
-            f"{visible} GPUs on this host and {place.num_local} processes: use a divisor, such as "
-            f"one process for all, or one for each"
+            f"{visible} GPUs on this host and {process.num_local} processes: use a divisor, such as "
+            f"one process for all GPUs, or one for each"
         )
-    each = visible // place.num_local
-    return list(range(each * place.local_id, each * (place.local_id + 1)))
+    each = visible // process.num_local
+    return list(range(each * process.local_id, each * (process.local_id + 1)))
 
 
-def promised_gpus(place: Place, environ: Mapping[str, str]) -> int:
-    """Returns how many GPUs the launcher has set aside for this process; 0 where it does not say."""
+def num_allotted_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> int:
+    """Returns the number of GPUs that the launcher allots to this process; 0 if it does not say."""
     visible, allotted = _num_gpus(environ)
     if not allotted and not environ.get("CUDA_VISIBLE_DEVICES"):
         return 0
-    ours = local_gpus(place, environ)
+    ours = local_gpus(process, environ)
     return visible if ours is None else len(ours)
 
 
 def _num_gpus(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Returns how many this process can see, and how many SLURM gives to its node."""
+    """Returns the number of GPUs visible to this process, and the number SLURM allots to its node."""
     allotted = environ.get("SLURM_GPUS_ON_NODE", "")
     allotted = int(allotted) if allotted.isdigit() else 0
-    if (shown := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([one for one in shown.split(",") if one.strip() not in ("", "-1")]), allotted
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1")]), allotted
     return allotted or len(list(Path("/dev").glob("nvidia[0-9]*"))), allotted

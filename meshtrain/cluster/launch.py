@@ -1,11 +1,11 @@
-"""Starts the processes of a run, watches them, and starts them again when one dies or hangs.
+"""Starts the processes of a run, supervises them, and restarts all of them if one dies or hangs.
 
   meshtrain launch --nproc=2 --max_restarts=3 -- --config=configs/quickstart.py --workdir=runs/two
 
-What follows -- are the arguments of `meshtrain train`, or another verb and its arguments. On several
-hosts the same command runs on each; SLURM, Open MPI, torchrun's and JAX_* variables tell it its place,
-or --nnodes, --node_rank and --coordinator do. A run goes on from its newest good checkpoint.
-Exit codes are those of the run; 18 where it hung too often.
+After -- come the arguments of `meshtrain train`, or another verb and its arguments. On several hosts,
+run the same command on each one; the rank of a host is read from SLURM, Open MPI, torchrun or JAX_*
+variables, or from --nnodes, --node_rank and --coordinator. After a restart the run resumes from its
+newest valid checkpoint. Exit codes are those of the run; 18 if it hung too often.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.cluster import environment as places
+from meshtrain.cluster import environment
 from meshtrain.cluster.restart_policy import Settings
 from meshtrain.cluster.supervisor import Supervisor
 from meshtrain.errors import ConfigError
@@ -23,7 +23,7 @@ from meshtrain.errors import ConfigError
 def launch(arguments: Sequence[str], **settings) -> int:
     """Runs `meshtrain ARGUMENTS...` in several processes and returns the exit code.
 
-    The settings are those of `Settings`, by name. Raises ConfigError for what does not fit.
+    `settings` are the fields of `Settings`. Raises ConfigError if one of them is invalid.
     """
     s, arguments = Settings(**settings), list(arguments)
     if not arguments:
@@ -31,19 +31,20 @@ def launch(arguments: Sequence[str], **settings) -> int:
             "nothing to launch: give the arguments of a run after --, such as --config=FILE"
         )
     trains = arguments[0].startswith("-") or arguments[0] == "train"
-    workdir, mine = _workdir(arguments) if trains else None, places.find(os.environ)
+    workdir = _workdir(arguments) if trains else None
+    process = environment.process_info(os.environ)  # of this supervisor
     command = [sys.executable, "-m", "meshtrain", *arguments]
     if s.simulate_devices:
         command.append(f"--simulate_devices={s.simulate_devices}")
     if s.min_nproc and trains:
         command.append("--elastic")
-    logs, cache = _folders(workdir) if workdir else (None, None)
+    logs, cache = _make_folders(workdir) if workdir else (None, None)
     return Supervisor(s, workdir=workdir).run(
         command,
         logs=logs,
         environ=_environment(cache),
-        local_id=mine.local_id if mine else 0,
-        num_supervisors=mine.num_local if mine else 1,
+        local_id=process.local_id if process else 0,
+        num_supervisors=process.num_local if process else 1,
     )
 
 
@@ -54,8 +55,8 @@ def _workdir(arguments: list[str]) -> Path | None:
     return Path(found) if found else None
 
 
-def _folders(workdir: Path) -> tuple[Path, Path | None]:
-    """Returns where logs and compiled programs go."""
+def _make_folders(workdir: Path) -> tuple[Path, Path | None]:
+    """Returns the folders of logs and of compiled programs; the second is None if it is not safe to use."""
     logs, cache = workdir / "logs", (workdir / "compiled").absolute()
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -65,13 +66,13 @@ def _folders(workdir: Path) -> tuple[Path, Path | None]:
         raise ConfigError(
             f"--workdir={workdir}: {error.filename}: {error.strerror}; use a folder that can be written"
         ) from error
-    # What is in it, is run: nobody else may have put it there.
-    ours = found.st_uid == os.getuid() and not found.st_mode & 0o022
-    return logs, cache if ours else None
+    # The programs in it are executed, so no other user may be able to write there.
+    is_private = found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return logs, cache if is_private else None
 
 
 def _environment(cache: Path | None) -> dict[str, str]:
-    """Programs are kept, so that a restart need not compile them."""
+    """Returns the variables for the processes, with a compile cache so that a restart need not recompile."""
     environ = dict(os.environ)
     if cache and "JAX_COMPILATION_CACHE_DIR" not in environ:
         environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
@@ -80,26 +81,26 @@ def _environment(cache: Path | None) -> dict[str, str]:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Adds a flag for each setting; a launcher's variables, if there are any, give the defaults."""
-    given = Settings()
-    if mine := places.find(os.environ):
-        cluster = {"nnodes": mine.num_processes, "node_rank": mine.process_id}
-        given = Settings(**cluster, coordinator=mine.address)
+    """Adds a flag for each setting; the launcher's variables, if there are any, set the defaults."""
+    defaults = Settings()
+    if process := environment.process_info(os.environ):
+        cluster = {"nnodes": process.num_processes, "node_rank": process.process_id}
+        defaults = Settings(**cluster, coordinator=process.address)
     settings = {
         "nproc": (int, "processes on this host"),
         "simulate_devices": (int, "CPU devices of each process"),
-        "max_restarts": (int, "after a crash or a stall"),
-        "window": (float, "seconds within which so many restarts count"),
-        "min_nproc": (int, "go on with as few, over all hosts, where one cannot come back"),
-        "stall_seconds": (float, "without a step until processes count as stuck"),
+        "max_restarts": (int, "restarts after a crash or a stall, within --window"),
+        "window": (float, "seconds in which --max_restarts are counted"),
+        "min_nproc": (int, "continue with this many processes, over all hosts, if one is lost"),
+        "stall_seconds": (float, "seconds without a step after which a process counts as stuck"),
         "grace": (float, "seconds to save in when asked to stop"),
-        "nnodes": (int, "hosts"),
-        "node_rank": (int, "number of this host"),
+        "nnodes": (int, "number of hosts"),
+        "node_rank": (int, "rank of this host"),
         "coordinator": (str, "HOST:PORT where node 0 listens"),
-        "join_seconds": (float, "to wait for all hosts"),
+        "join_seconds": (float, "seconds to wait for all hosts"),
     }
     for name, (kind, text) in settings.items():
-        default = getattr(given, name)
+        default = getattr(defaults, name)
         text += "" if default is None else f" (default: {default})"
         flags.add_argument(f"--{name}", type=kind, default=default, help=text)
 

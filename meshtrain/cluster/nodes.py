@@ -1,6 +1,6 @@
-"""The supervisors of several hosts: the first one decides, the others do as it says, by lines of JSON.
+"""The supervisors of several hosts: node 0 decides, the others execute its commands, as lines of JSON.
 
-What passes is who is there, when to start and to kill, and how the processes are; never code.
+Messages contain ranks, commands (start, stop, kill ...) and the status of processes; never code.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 from meshtrain.cluster import rendezvous
-from meshtrain.cluster.workers import Exit, ProcessStatus, Start, Workers
+from meshtrain.cluster.workers import Exit, ProcessStatus, RankAssignment, Workers
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError
 
-MOST_READS = 100  # of 64 KiB at a time: one who never stops must not take all of it
-RETRY = 0.5  # seconds between attempts to reach the first supervisor
-LOOK_EVERY = 0.5  # seconds between reports, which are heartbeats as well
-SILENT = 5.0  # seconds after which another one may come in the place of a host
-LOST_AFTER = 30.0  # seconds of silence
+MAX_READS = 100  # of 64 KiB at a time: a peer that sends without pause must not block the others
+RETRY = 0.5  # seconds between attempts to reach node 0
+REPORT_EVERY = 0.5  # seconds between status messages, which are also heartbeats
+REPLACE_AFTER = 5.0  # seconds of silence after which another host may take the rank of a host
+LOST_AFTER = 30.0  # seconds of silence after which a host counts as lost
 TICK = 0.1
-NOT_SAVED = 128 + signal.SIGTERM  # the exit code of a host that was told to go, and could not save
+EXIT_NOT_SAVED = 128 + signal.SIGTERM  # of a host that was asked to stop and could not save
 
 
 class Link:
@@ -31,8 +31,8 @@ class Link:
 
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
-        self.connection, self.open, self.heard = connection, True, time.monotonic()
-        self._part = b""
+        self.connection, self.open, self.received_at = connection, True, time.monotonic()
+        self._partial_line = b""
 
     def send(self, **message: Any) -> None:
         try:
@@ -44,26 +44,26 @@ class Link:
             self.open = False
 
     def receive(self) -> list[dict[str, Any]]:
-        """Returns the messages that have come, without waiting."""
+        """Returns the messages that have arrived, without waiting."""
         try:
-            for _ in range(MOST_READS):
-                said = self.connection.recv(1 << 16)
-                if not said:
+            for _ in range(MAX_READS):
+                received = self.connection.recv(1 << 16)
+                if not received:
                     self.open = False
                     break
-                self.heard = time.monotonic()
-                self._part += said
+                self.received_at = time.monotonic()
+                self._partial_line += received
         except BlockingIOError:
             pass
         except OSError:
             self.open = False
-        *lines, self._part = self._part.split(b"\n")
-        if time.monotonic() - self.heard > LOST_AFTER:
+        *lines, self._partial_line = self._partial_line.split(b"\n")
+        if time.monotonic() - self.received_at > LOST_AFTER:
             self.open = False
         try:
             return [dict(json.loads(line)) for line in lines]
         except (ValueError, TypeError):
-            self.open = False  # no supervisor of ours
+            self.open = False  # not a meshtrain supervisor
             return []
 
     def close(self) -> None:
@@ -71,60 +71,60 @@ class Link:
         self.connection.close()
 
 
-class Remote:
-    """The processes of another host, as the first supervisor sees them; in use it is like `Workers`."""
+class RemoteWorkers:
+    """The processes of another host, for the supervisor of node 0; used like `Workers`."""
 
     def __init__(self, link: Link, node: int, num_local: int):
         self.link, self.node, self.num_local = link, node, num_local
         self._exits: list[Exit] = []
-        self._looks: list[ProcessStatus] = []
-        self._dead, self._running = True, 0
+        self._statuses: list[ProcessStatus] = []
+        self._dead, self._num_running = True, 0
 
     @property
     def lost(self) -> bool:
-        """Whether processes of ours were there when the host fell silent."""
-        return not self.link.open and self._running > 0
+        """Whether the connection was lost while processes were running on that host."""
+        return not self.link.open and self._num_running > 0
 
-    def pump(self) -> None:
+    def poll(self) -> None:
         for message in self.link.receive():
-            exits = [_exit(fields) for fields in message.get("exits", ())]
+            exits = [_parse_exit(fields) for fields in message.get("exits", ())]
             self._exits += exits
-            self._running -= len(exits)
-            self._looks = [ProcessStatus(**fields) for fields in message.get("looks", ())]
+            self._num_running -= len(exits)
+            self._statuses = [ProcessStatus(**fields) for fields in message.get("statuses", ())]
             self._dead = message.get("dead", self._dead)
 
-    def start(self, how: Start) -> None:
-        self._exits, self._looks = [], []
-        self._dead, self._running = False, how.num_local
-        self.link.send(do="start", how=dataclasses.asdict(how))
+    def start(self, ranks: RankAssignment) -> None:
+        self._exits, self._statuses = [], []
+        self._dead, self._num_running = False, ranks.num_local
+        self.link.send(do="start", ranks=dataclasses.asdict(ranks))
 
-    def exits(self) -> list[Exit]:
+    def new_exits(self) -> list[Exit]:
         found, self._exits = self._exits, []
         return found
 
-    def looks(self) -> list[ProcessStatus]:
-        return self._looks
+    def statuses(self) -> list[ProcessStatus]:
+        return self._statuses
 
-    def ask(self) -> None:
-        self.link.send(do="ask")
+    def request_stop(self) -> None:
+        self.link.send(do="stop")
 
-    def dump(self) -> None:
+    def dump_stacks(self) -> None:
         self.link.send(do="dump")
 
     def kill(self) -> None:
-        """Returns when all are dead there, or the host cannot be reached."""
+        """Returns when all processes of that host are dead, or when it cannot be reached."""
         self.link.send(do="kill")
         while self.link.open and not self._dead:
             time.sleep(TICK)
-            self.pump()
+            self.poll()
 
     def end(self, code: int) -> None:
         self.link.send(do="end", code=code)
         self.link.close()
 
 
-class Head:
-    """Where the other supervisors come to."""
+class Server:
+    """Node 0's server, to which the supervisors of the other nodes connect."""
 
     def __init__(self, host: str, port: int, nnodes: int):
         try:
@@ -135,57 +135,58 @@ class Head:
             ) from error
         self._server.setblocking(False)
         self._nnodes = nnodes
-        self.remotes: dict[int, Remote] = {}
-        self._strangers: list[Link] = []
-        self._told_at = 0.0
+        self.remotes: dict[int, RemoteWorkers] = {}
+        self._pending: list[Link] = []  # connections that have not said who they are
+        self._heartbeat_at = 0.0
 
-    def pump(self) -> list[str]:
-        """Lets in who comes and hears all; returns what is wrong with those who came."""
+    def poll(self) -> list[str]:
+        """Accepts connections and reads messages; returns the faults of rejected connections."""
         with contextlib.suppress(BlockingIOError):
-            self._strangers.append(Link(self._server.accept()[0]))
+            self._pending.append(Link(self._server.accept()[0]))
         faults = []
-        for link in list(self._strangers):
+        for link in list(self._pending):
             for message in link.receive()[:1]:
-                self._strangers.remove(link)
+                self._pending.remove(link)
                 node, nnodes = message.get("node"), message.get("nnodes")
-                if fault := self._misfit(node, nnodes, message):
-                    link.send(do="refuse", fault=fault)
+                if fault := self._join_fault(node, nnodes, message):
+                    link.send(do="reject", fault=fault)
                     link.close()
                     faults.append(fault)
                 else:
-                    self.remotes[node] = Remote(link, node, message["nproc"])
-        tell = time.monotonic() - self._told_at > LOOK_EVERY
+                    self.remotes[node] = RemoteWorkers(link, node, message["nproc"])
+        heartbeat_due = time.monotonic() - self._heartbeat_at > REPORT_EVERY
         for remote in self.remotes.values():
-            remote.pump()
-            if tell:
-                remote.link.send(do="nothing")  # so that it knows that we are alive
-                self._told_at = time.monotonic()
-        self._strangers = [link for link in self._strangers if link.open]
+            remote.poll()
+            if heartbeat_due:
+                remote.link.send(do="nothing")
+                self._heartbeat_at = time.monotonic()
+        self._pending = [link for link in self._pending if link.open]
         return faults
 
-    def _misfit(self, node: Any, nnodes: Any, message: dict[str, Any]) -> str:
+    def _join_fault(self, node: Any, nnodes: Any, message: dict[str, Any]) -> str:
+        """Returns why a supervisor cannot join, or "". Closes the connection that it replaces."""
         if nnodes != self._nnodes:
             return f"node 0 is one of {self._nnodes} nodes and node {node} one of {nnodes}; set the same --nnodes"
         if not isinstance(node, int) or not 0 < node < nnodes or "nproc" not in message:
             return f"node {node}: use --node_rank from 0 to {nnodes - 1}"
         old = self.remotes.get(node)
-        if old and old.link.open and time.monotonic() - old.link.heard < SILENT:
-            return f"two nodes are number {node}; give each its own --node_rank"
+        if old and old.link.open and time.monotonic() - old.link.received_at < REPLACE_AFTER:
+            return f"two nodes have rank {node}; give each its own --node_rank"
         if old:
-            old.link.close()  # its host is gone, and this one takes its place
+            old.link.close()
         return ""
 
-    def present(self) -> list[Remote]:
-        """Returns those that can be reached, in their order."""
+    def connected(self) -> list[RemoteWorkers]:
+        """Returns the nodes that can be reached, by rank."""
         return [self.remotes[node] for node in sorted(self.remotes) if self.remotes[node].link.open]
 
     def close(self, code: int) -> None:
-        for remote in self.present():
+        for remote in self.connected():
             remote.end(code)
         self._server.close()
 
 
-def follow(
+def follow_node_0(
     workers: Workers,
     *,
     host: str,
@@ -195,36 +196,37 @@ def follow(
     nproc: int,
     seconds: float,
     grace: float,
-    asked: Callable[[], int],
-    line: Callable[[str], None],
+    num_signals: Callable[[], int],
+    log: Callable[[str], None],
 ) -> int:
-    """Does on this host what the first supervisor says; returns the exit code that it gives.
+    """Executes the commands of node 0 on this host; returns the exit code that node 0 sends.
 
-    `asked` counts the signals so far: the first asks to save and stop within `grace` seconds, a second
-    one kills.
+    `num_signals` counts the signals so far: after the first, processes have `grace` seconds to save and
+    stop; after the second they are killed.
     """
     hello = {"node": node, "nnodes": nnodes, "nproc": nproc}
-    while (link := _reach(host, port, hello, seconds, asked)) is not None:
-        line(f"node {node} of {nnodes}: in touch with node 0 at {host}:{port}")
+    while (link := _connect(host, port, hello, seconds, num_signals)) is not None:
+        log(f"node {node} of {nnodes}: connected to node 0 at {host}:{port}")
         with contextlib.closing(link):
-            code = _obey(workers, link, asked, grace)
+            code = _execute_commands(workers, link, num_signals, grace)
             workers.kill()
         if code is not None:
             return code
-        if asked():
-            return NOT_SAVED
-        line("lost touch with node 0; trying to find it again")
-    if asked():
-        return EXIT_PREEMPTED  # nothing was begun
-    line(f"--coordinator={host}:{port}: node 0 is not there after {seconds:.0f} s")
+        if num_signals():
+            return EXIT_NOT_SAVED
+        log("lost the connection to node 0; reconnecting")
+    if num_signals():
+        return EXIT_PREEMPTED  # nothing was running
+    log(f"--coordinator={host}:{port}: node 0 not reached within {seconds:.0f} s")
     return EXIT_FAILED
 
 
-def _reach(
-    host: str, port: int, hello: dict, seconds: float, asked: Callable[[], int]
+def _connect(
+    host: str, port: int, hello: dict, seconds: float, num_signals: Callable[[], int]
 ) -> Link | None:
+    """Returns a connection to node 0; None after `seconds` or a signal."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not asked():
+    while time.monotonic() < deadline and not num_signals():
         try:
             link = Link(socket.create_connection((host, port), timeout=RETRY * 10))
         except OSError:
@@ -235,48 +237,51 @@ def _reach(
     return None
 
 
-def _obey(workers: Workers, link: Link, asked: Callable[[], int], grace: float) -> int | None:
-    """Returns the exit code, None where the first supervisor is lost. Raises ConfigError if refused."""
-    told_at, asked_at, codes = 0.0, 0.0, [EXIT_PREEMPTED]
+def _execute_commands(
+    workers: Workers, link: Link, num_signals: Callable[[], int], grace: float
+) -> int | None:
+    """Returns the exit code; None if the connection is lost. Raises ConfigError if node 0 rejects us."""
+    sent_at, stop_requested_at, codes = 0.0, 0.0, [EXIT_PREEMPTED]
     with selectors.DefaultSelector() as ready:
         ready.register(link.connection, selectors.EVENT_READ)
         while link.open:
-            workers.pump(TICK / 2)
+            workers.poll(TICK / 2)
             ready.select(TICK / 2)
             for message in link.receive():
                 match message.get("do"):
                     case "start":
-                        workers.start(how := Start(**message["how"]))
-                        codes = [0] if how.num_local else [EXIT_PREEMPTED]
-                    case "ask":
-                        workers.ask()
+                        workers.start(ranks := RankAssignment(**message["ranks"]))
+                        codes = [0] if ranks.num_local else [EXIT_PREEMPTED]
+                    case "stop":
+                        workers.request_stop()
                     case "dump":
-                        workers.dump()
+                        workers.dump_stacks()
                     case "kill":
                         workers.kill()
                         link.send(dead=True)
-                    case "refuse":
+                    case "reject":
                         raise ConfigError(message["fault"])
                     case "end":
                         return message["code"]
-            if asked() and not asked_at:
-                asked_at = time.monotonic()
-                workers.ask()
-            if asked() > 1 or asked_at and time.monotonic() - asked_at > grace:
-                return NOT_SAVED
-            exits, looks = workers.exits(), workers.looks()
+            if num_signals() and not stop_requested_at:
+                stop_requested_at = time.monotonic()
+                workers.request_stop()
+            late = stop_requested_at and time.monotonic() - stop_requested_at > grace
+            if num_signals() > 1 or late:
+                return EXIT_NOT_SAVED
+            exits, statuses = workers.new_exits(), workers.statuses()
             codes += [one.code for one in exits]
-            if exits or time.monotonic() - told_at > LOOK_EVERY:
-                told_at = time.monotonic()
+            if exits or time.monotonic() - sent_at > REPORT_EVERY:
+                sent_at = time.monotonic()
                 link.send(
                     exits=[dataclasses.asdict(one) for one in exits],
-                    looks=[dataclasses.asdict(one) for one in looks],
+                    statuses=[dataclasses.asdict(status) for status in statuses],
                 )
-            if asked() and not looks:
-                # This host is to go, whatever the others do.
-                return NOT_SAVED if min(codes) < 0 else max(codes)
+            if num_signals() and not statuses:
+                # This host is asked to stop, even if the others continue.
+                return EXIT_NOT_SAVED if min(codes) < 0 else max(codes)
     return None
 
 
-def _exit(fields: dict[str, Any]) -> Exit:
-    return Exit(**{**fields, "look": ProcessStatus(**fields["look"])})
+def _parse_exit(fields: dict[str, Any]) -> Exit:
+    return Exit(**{**fields, "status": ProcessStatus(**fields["status"])})

@@ -1,7 +1,7 @@
-"""What a process is doing, in a small file that its supervisor maps: phase, step, a heartbeat, seconds.
+"""The progress page of a process: a small file with its phase, step, heartbeat and times.
 
-A process that is stuck in native code or stopped by a signal cannot tell anybody; its page stays there
-to be read. The clock runs without a supervisor as well, for the account of a run's time.
+The supervisor maps the file into memory, so it can read the page of a process that is stuck in native
+code or stopped by a signal. Without a supervisor the clock still measures the time of each phase.
 """
 
 import collections
@@ -13,15 +13,24 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-VARIABLE = "MESHTRAIN_PROGRESS"  # the file's path, from the supervisor
+VARIABLE = "MESHTRAIN_PROGRESS"  # path of the file, set by the supervisor
 PHASES = ("start", "restore", "compile", "data", "step", "save", "eval", "check", "end")
-FIELDS = ("beat", "phase", "since", "first", "reached", "typical", "stop", *PHASES)
-BEAT = 0.5  # seconds between heartbeats
-TYPICAL = 50  # steps whose median duration is the typical one
+FIELDS = (
+    "heartbeat",  # time of the last one
+    "phase",  # index in PHASES
+    "phase_start",
+    "first_step",  # -1 before it
+    "current_step",
+    "step_seconds",  # median of the latest steps; 0 before there are enough
+    "stop_requested",
+    *PHASES,  # seconds in each
+)
+HEARTBEAT_SECONDS = 0.5  # between heartbeats
+MEDIAN_STEPS = 50  # latest steps whose median duration is `step_seconds`
 
 
 class ProgressPage:
-    """Numbers by name, in memory or in a file that several processes map."""
+    """float64 numbers by name, in memory or in a file that several processes map."""
 
     def __init__(self, path: Path | None = None):
         if path is None:
@@ -32,10 +41,10 @@ class ProgressPage:
 
     @classmethod
     def create(cls, path: Path) -> "ProgressPage":
-        """Makes the file of a process that is about to be started."""
+        """Creates the file for a process that is about to be started."""
         path.write_bytes(bytes(8 * len(FIELDS)))
         page = cls(path)
-        page["since"], page["first"] = time.monotonic(), -1
+        page["phase_start"], page["first_step"] = time.monotonic(), -1
         return page
 
     def __getitem__(self, name: str) -> float:
@@ -51,58 +60,59 @@ class ProgressPage:
     def seconds(self) -> dict[str, float]:
         """Returns the time spent in each phase so far."""
         spent = {name: self[name] for name in PHASES}
-        spent[self.phase] += time.monotonic() - self["since"]
+        spent[self.phase] += time.monotonic() - self["phase_start"]
         return spent
 
 
 class Clock:
-    """Counts the time of this process by phases; close it when the run ends."""
+    """Measures the time that this process spends in each phase; close it when the run ends."""
 
     def __init__(self):
         path = os.environ.get(VARIABLE)
         self.page = ProgressPage(Path(path)) if path else ProgressPage()
         if not path:
-            self.page["since"], self.page["first"] = time.monotonic(), -1
-        self._steps: collections.deque = collections.deque(maxlen=TYPICAL)
-        self._worked = 0.0  # seconds of data and step when the newest step began
+            self.page["phase_start"], self.page["first_step"] = time.monotonic(), -1
+        self._durations: collections.deque = collections.deque(maxlen=MEDIAN_STEPS)
+        self._total_at_step_start = 0.0  # seconds in phases `data` and `step`
         self._closed = threading.Event()
         if path:
-            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Begins a phase, of a step; `data` is the first of each step."""
+        """Begins a phase, of a step if one is given; each step begins with the phase `data`."""
         page, now = self.page, time.monotonic()
-        page[page.phase] += now - page["since"]
-        page["since"], page["phase"] = now, PHASES.index(phase)
+        page[page.phase] += now - page["phase_start"]
+        page["phase_start"], page["phase"] = now, PHASES.index(phase)
         if step is None:
             return
         if phase == "data":
-            worked = page["data"] + page["step"]
-            if page["first"] < 0:
-                page["first"] = step
-            elif worked > self._worked:
-                self._steps.append(worked - self._worked)
-                if len(self._steps) >= 3:  # the first ones may be dispatched only, or connect
-                    page["typical"] = statistics.median(self._steps)
-            self._worked = worked
-        page["reached"] = step
+            total = page["data"] + page["step"]
+            if page["first_step"] < 0:
+                page["first_step"] = step
+            elif total > self._total_at_step_start:
+                self._durations.append(total - self._total_at_step_start)
+                # The first steps are not typical: they may only dispatch, or open connections.
+                if len(self._durations) >= 3:
+                    page["step_seconds"] = statistics.median(self._durations)
+            self._total_at_step_start = total
+        page["current_step"] = step
 
     @property
-    def asked(self) -> bool:
-        """Whether the supervisor wants the run to save and stop."""
-        return self.page["stop"] > 0
+    def stop_requested(self) -> bool:
+        """Whether the supervisor has asked the run to save and stop."""
+        return self.page["stop_requested"] > 0
 
-    def _beat(self) -> None:
-        while not self._closed.wait(BEAT):
-            self.page["beat"] = time.monotonic()
+    def _send_heartbeats(self) -> None:
+        while not self._closed.wait(HEARTBEAT_SECONDS):
+            self.page["heartbeat"] = time.monotonic()
 
     def close(self) -> None:
-        """Leaves the phase as it is: where a run failed is to be seen."""
+        """Stops the heartbeat. The phase stays, so that the supervisor sees where a run failed."""
         self._closed.set()
 
 
-def add(accounts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Returns the sums by name."""
+def sum_by_name(accounts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Returns the sums of the values with the same name."""
     total: dict[str, float] = {}
     for account in accounts:
         for name, seconds in account.items():

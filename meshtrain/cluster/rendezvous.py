@@ -1,7 +1,7 @@
-"""All processes meet before jax joins them: jax aborts, minutes later, where one is missing.
+"""Wait for all processes before jax joins them: if one is missing, jax aborts the others minutes later.
 
-Process 0 listens where jax will, one line of JSON comes from each other process, and all get the same
-verdict.
+Process 0 listens on the address that jax will use. Each other process sends it one line of JSON, and
+all get the same answer: a list of faults, empty if all is well.
 """
 
 import json
@@ -12,62 +12,68 @@ import sys
 import time
 from typing import Any
 
-from meshtrain.cluster.environment import JAX, LOCALHOST, LOOPBACK, LOOPBACK_6, Place
+from meshtrain.cluster.environment import (
+    JAX_VARIABLES,
+    LOCALHOST,
+    LOOPBACK,
+    LOOPBACK_IPV6,
+    ProcessInfo,
+)
 from meshtrain.errors import ConfigError
 
 RETRY = 0.2  # seconds between attempts to reach process 0
-TELL_EVERY = 10.0  # seconds between lines that say who is missing
-PATIENCE = 5.0  # seconds that a stranger's line, or the verdict after the deadline, may take
-LONGEST_LINE = 100_000  # bytes
-MISSING = "missing"  # in the faults that are nobody's mistake
+LOG_EVERY = 10.0  # seconds between log lines that name the missing processes
+ANSWER_TIMEOUT = 5.0  # seconds after the deadline until process 0 must have answered
+MAX_LINE = 100_000  # bytes
+MISSING = "missing"  # marks a fault that is not a user's mistake
 
 
-class MeetingError(ConfigError):
-    """Somebody is not there: where a supervisor watches, that is no user's mistake."""
+class RendezvousError(ConfigError):
+    """A process is missing, or the port is taken: not the user's mistake if a supervisor started the run."""
 
 
-def meet(place: Place, *, seconds: float) -> None:
-    """Returns when all processes have arrived and agree on how many they are.
+def wait_for_all(process: ProcessInfo, *, seconds: float) -> None:
+    """Returns when all processes have connected and agree on their number.
 
-    Raises ConfigError, on those that are there, when they do not within `seconds`.
+    Raises ConfigError on every process that has connected, if they do not within `seconds`.
     """
     deadline = time.monotonic() + seconds
-    hello = {"meshtrain": 1, "id": place.process_id, "count": place.num_processes}
+    hello = {"meshtrain": 1, "id": process.process_id, "count": process.num_processes}
     hello["who"] = f"pid {os.getpid()} on {socket.gethostname()}"
-    if place.process_id > 0:
-        faults = _ask(place, hello, deadline, seconds)
+    if process.process_id > 0:
+        faults = _connect(process, hello, deadline, seconds)
     else:
-        with _listen(place) as server:
-            faults = _receive(server, hello, deadline, place.num_processes)
+        with _listen(process) as server:
+            faults = _serve(server, hello, deadline, process.num_processes)
     if any(MISSING in fault for fault in faults):
-        raise MeetingError(*faults)
+        raise RendezvousError(*faults)
     if faults:
         raise ConfigError(*faults)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a server on this host alone where it is called loopback, else on all its addresses."""
+    """Returns a server socket: on loopback if `host` is a name of it, otherwise on all addresses."""
     if host not in LOCALHOST and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    if host == LOOPBACK_6:
+    if host == LOOPBACK_IPV6:
         return socket.create_server((host, port), family=socket.AF_INET6)
     return socket.create_server((LOOPBACK if host in LOCALHOST else "", port))
 
 
-def _listen(place: Place) -> socket.socket:
+def _listen(process: ProcessInfo) -> socket.socket:
     try:
-        return listen(place.host, place.port)
+        return listen(process.host, process.port)
     except OSError as error:
-        raise MeetingError(
-            f"{JAX[0]}={place.address}: process 0 cannot listen there: {error.strerror}; "
-            f"use a free port, or end what has it"
+        raise RendezvousError(
+            f"{JAX_VARIABLES[0]}={process.address}: process 0 cannot listen there: {error.strerror}; "
+            f"use a free port, or stop the program that uses it"
         ) from error
 
 
-def _receive(server: socket.socket, own: dict, deadline: float, count: int) -> list[str]:
-    """Process 0: waits for the others, judges, and tells all of them."""
-    arrived, faults, told_at = {0: own}, [], time.monotonic()
-    strangers: dict[socket.socket, bytes] = {}  # what they said so far
+def _serve(server: socket.socket, own: dict, deadline: float, count: int) -> list[str]:
+    """Waits as process 0 for the others, checks what they send, and answers all of them."""
+    arrived, faults, logged_at = {0: own}, [], time.monotonic()
+    pending: dict[socket.socket, bytes] = {}  # connections and the part of a line received so far
     members: list[socket.socket] = []
     with selectors.DefaultSelector() as ready:
         ready.register(server, selectors.EVENT_READ)
@@ -76,106 +82,109 @@ def _receive(server: socket.socket, own: dict, deadline: float, count: int) -> l
                 if key.fileobj is server:
                     connection, _ = server.accept()
                     connection.setblocking(False)
-                    strangers[connection] = b""
+                    pending[connection] = b""
                     ready.register(connection, selectors.EVENT_READ)
                     continue
                 connection = key.fileobj
-                said = strangers[connection] + _read(connection)
-                strangers[connection] = said
-                if said and not said.endswith(b"\n") and len(said) < LONGEST_LINE:
-                    continue  # there is more to come
+                received = pending[connection] + _read(connection)
+                pending[connection] = received
+                if received and not received.endswith(b"\n") and len(received) < MAX_LINE:
+                    continue  # an incomplete line
                 ready.unregister(connection)
-                del strangers[connection]
-                if hello := _parse(said):
-                    faults += _misfit(hello, arrived, count)
+                del pending[connection]
+                if hello := _parse_hello(received):
+                    faults += _hello_faults(hello, arrived, count)
                     arrived.setdefault(hello["id"], hello)
                     members.append(connection)
                 else:
-                    connection.close()  # no process of ours: a port scan, a health check
-            if time.monotonic() - told_at > TELL_EVERY:
-                told_at = time.monotonic()
-                print(f"waiting: {_missing(arrived, count)}", file=sys.stderr, flush=True)
+                    connection.close()  # not a meshtrain process: a port scan, a health check
+            if time.monotonic() - logged_at > LOG_EVERY:
+                logged_at = time.monotonic()
+                print(f"waiting: {_describe_missing(arrived, count)}", file=sys.stderr, flush=True)
     if not faults and len(arrived) < count:
-        faults = [f"{_missing(arrived, count)}; start those too, or set a lower count"]
+        missing = _describe_missing(arrived, count)
+        faults = [f"{missing}; start those too, or set a lower number of processes"]
     for connection in members:
         with connection:
             connection.setblocking(True)
             try:
                 connection.sendall(json.dumps(faults).encode() + b"\n")
             except OSError:
-                continue  # it has died meanwhile, which the others will notice
-    for connection in strangers:
+                continue  # it died in the meantime; the others will notice
+    for connection in pending:
         connection.close()
     return faults
 
 
 def _read(connection: socket.socket) -> bytes:
     try:
-        return connection.recv(LONGEST_LINE)
+        return connection.recv(MAX_LINE)
     except OSError:
         return b""
 
 
-def _parse(said: bytes) -> dict[str, Any] | None:
+def _parse_hello(line: bytes) -> dict[str, Any] | None:
     try:
-        hello = json.loads(said)
-        fits = hello["meshtrain"] == 1 and isinstance(hello["id"], int)
-        return hello if fits and isinstance(hello["count"], int) else None
+        hello = json.loads(line)
+        valid = hello["meshtrain"] == 1 and isinstance(hello["id"], int)
+        return hello if valid and isinstance(hello["count"], int) else None
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _misfit(hello: dict, arrived: dict[int, dict], count: int) -> list[str]:
+def _hello_faults(hello: dict, arrived: dict[int, dict], count: int) -> list[str]:
     number, who = hello["id"], hello.get("who")
     if hello["count"] != count:
         return [
             f"process 0 ({arrived[0]['who']}) is one of {count} processes and process {number} ({who}) "
-            f"one of {hello['count']}; set {JAX[1]} to the same on all"
+            f"one of {hello['count']}; set {JAX_VARIABLES[1]} to the same on all"
         ]
     if number in arrived:
         return [
-            f"two processes are number {number}: {arrived[number]['who']} and {who}; "
-            f"give each its own {JAX[2]}"
+            f"two processes have number {number}: {arrived[number]['who']} and {who}; "
+            f"give each its own {JAX_VARIABLES[2]}"
         ]
     return []
 
 
-def _missing(arrived: dict[int, dict], count: int) -> str:
+def _describe_missing(arrived: dict[int, dict], count: int) -> str:
     missing = [number for number in range(count) if number not in arrived]
     return f"{len(arrived)} of {count} processes arrived, {MISSING} {missing}"
 
 
-def _ask(place: Place, hello: dict, deadline: float, seconds: float) -> list[str]:
-    """Another process: says who it is, and returns the verdict."""
-    told_at = time.monotonic()
+def _connect(process: ProcessInfo, hello: dict, deadline: float, seconds: float) -> list[str]:
+    """Sends `hello` to process 0, as one of the other processes, and returns its answer."""
+    logged_at = time.monotonic()
     while True:
         try:
             left = max(RETRY, deadline - time.monotonic())
-            with socket.create_connection((place.host, place.port), timeout=left) as connection:
+            address = (process.host, process.port)
+            with socket.create_connection(address, timeout=left) as connection:
                 connection.sendall(json.dumps(hello).encode() + b"\n")
-                connection.settimeout(left + PATIENCE)
-                return _verdict(connection, place)
-        except OSError as error:  # process 0 is not there yet, or its name is not known yet
+                connection.settimeout(left + ANSWER_TIMEOUT)
+                return _read_answer(connection, process)
+        except OSError as error:  # process 0 does not listen yet, or its name does not resolve yet
             why = error.strerror or "no answer in time"
         if time.monotonic() >= deadline:
             return [
-                f"{JAX[0]}={place.address}: {MISSING} process 0, which is not there after {seconds:.0f} s: {why}; "
-                f"use its address, and start it on that host"
+                f"{JAX_VARIABLES[0]}={process.address}: {MISSING} process 0, not reached within {seconds:.0f} s: "
+                f"{why}; use its address, and start it on that host"
             ]
-        if time.monotonic() - told_at > TELL_EVERY:
-            told_at = time.monotonic()
-            print(f"waiting for process 0 at {place.address}: {why}", file=sys.stderr, flush=True)
+        if time.monotonic() - logged_at > LOG_EVERY:
+            logged_at = time.monotonic()
+            print(f"waiting for process 0 at {process.address}: {why}", file=sys.stderr, flush=True)
         time.sleep(RETRY)
 
 
-def _verdict(connection: socket.socket, place: Place) -> list[str]:
+def _read_answer(connection: socket.socket, process: ProcessInfo) -> list[str]:
     with connection.makefile("rb") as lines:
-        said = lines.readline(LONGEST_LINE)
-    if not said:
-        raise ConnectionResetError(0, "it hung up")
+        answer = lines.readline(MAX_LINE)
+    if not answer:
+        raise ConnectionResetError(0, "it closed the connection")
     try:
-        return [str(fault) for fault in list(json.loads(said))]
+        return [str(fault) for fault in list(json.loads(answer))]
     except (ValueError, TypeError):
         return [
-            f"{JAX[0]}={place.address}: what answers there is no process of this run; use a free port"
+            f"{JAX_VARIABLES[0]}={process.address}: the program that answers there is not a process of this run; "
+            f"use a free port"
         ]

@@ -1,4 +1,4 @@
-"""What the supervisor thinks of an attempt: who failed first, who hangs, whether to try again, where time went."""
+"""Decide after an attempt: which process failed first, which one hangs, whether to restart, where time went."""
 
 import collections
 import re
@@ -18,8 +18,8 @@ from meshtrain.errors import (
     ConfigError,
 )
 
-# How often `stall_seconds` fits into what a phase may take; of a step also 5 of its usual duration.
-PATIENCE = {
+# The time limit of each phase, as a multiple of `stall_seconds`.
+PHASE_LIMITS = {
     "start": 30,
     "restore": 30,
     "compile": 60,
@@ -28,34 +28,36 @@ PATIENCE = {
     "check": 5,
     "end": 10,
 }
-FIRST = 10  # the same for the first steps, when connections are made and nothing is usual yet
-USUAL = 5
-STOPPED = 10.0  # seconds until a process that a signal stopped counts as stuck
-ORDER = ("start", "restore", "compile", "data", "step", "check", "eval", "save", "end")
-# What jax and gloo say in a process that has lost another.
+# The other phases, before the median duration of a step is known: connections are made then.
+FIRST_STEPS_LIMIT = 10
+STEP_LIMIT = 5  # a step's limit is also this multiple of the median duration
+STOPPED_LIMIT = 10.0  # seconds after which a process that a signal stopped counts as stuck
+# The order of the phases of a step; the process that is furthest behind holds up the others.
+PHASE_ORDER = ("start", "restore", "compile", "data", "step", "check", "eval", "save", "end")
+# What jax and gloo print in a process that has lost another.
 LOST_PEER = re.compile(
     r"(Connection (closed|reset)) by peer|distributed service|coordination service"
 )
-# A crash at the same step, in the same way, so many times in a row will come again.
-IN_A_ROW = collections.defaultdict(lambda: 2, {-signal.SIGKILL: 3, EXIT_STALLED: 3})
-LONGEST_WAIT = 30.0  # seconds between attempts
+# Failures in a row, with the same exit code at the same step, after which a restart is useless.
+MAX_SAME_FAILURES = collections.defaultdict(lambda: 2, {-signal.SIGKILL: 3, EXIT_STALLED: 3})
+MAX_BACKOFF = 30.0  # seconds between attempts
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the flags of `meshtrain launch` say. Raises ConfigError for what does not fit."""
+    """The flags of `meshtrain launch`. Raises ConfigError if one of them is invalid."""
 
     nproc: int = 1  # processes on this host
-    simulate_devices: int | None = None  # CPU devices of each
-    max_restarts: int = 3
-    window: float = 3600.0  # seconds within which there may be so many
-    min_nproc: int | None = None  # of all hosts: goes on with fewer, if one cannot come back
+    simulate_devices: int | None = None  # CPU devices of each process
+    max_restarts: int = 3  # within `window`
+    window: float = 3600.0  # seconds
+    min_nproc: int | None = None  # over all hosts: continue with this many processes if one is lost
     stall_seconds: float = 60.0  # without a step
-    grace: float = 60.0  # seconds to save in when stopped
+    grace: float = 60.0  # seconds to save in when asked to stop
     nnodes: int = 1
     node_rank: int = 0
     coordinator: str | None = None  # HOST:PORT of node 0
-    join_seconds: float = 120.0  # until all hosts must be there
+    join_seconds: float = 120.0  # timeout for all hosts to connect
 
     def __post_init__(self):
         faults = [
@@ -88,11 +90,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: with the exit code of the process that failed first, if one did."""
+    """How an attempt ended: the exit code of the process that failed first, or 0."""
 
     code: int  # negative: the signal that killed it
     why: str = ""
-    look: ProcessStatus | None = None
+    status: ProcessStatus | None = None
     tail: Sequence[str] = ()
 
     @property
@@ -100,148 +102,165 @@ class Outcome:
         return 128 - self.code if self.code < 0 else self.code
 
     @property
-    def began(self) -> bool:
-        """Whether a step was reached."""
-        return self.look is not None and self.look.first >= 0
+    def reached_a_step(self) -> bool:
+        return self.status is not None and self.status.first_step >= 0
 
 
 def first_failure(exits: Iterable[Exit]) -> Exit | None:
-    """Returns the cause among processes that ended at about the same time, in their order.
+    """Returns the exit that caused the others, among processes that ended at about the same time.
 
-    The others lose their peer: jax aborts them, or a collective raises an error. What a process says of
-    itself (2, 17) comes first, an abort late, and last of all who complains of a lost peer.
+    The other processes fail because they lose a peer: jax aborts them, or a collective raises an error.
+    Order of precedence: exit codes that name the cause (2, 17), other failures, aborts, and last the
+    processes that print a lost peer. Ties: the first in `exits`.
     """
 
-    def rank(one: Exit) -> int:
+    def precedence(one: Exit) -> int:
         if one.code in (EXIT_USER, EXIT_NOT_FINITE):
             return 0
         if any(LOST_PEER.search(line) for line in one.tail):
             return 3
         return 2 if one.code == -signal.SIGABRT else 1
 
-    return min((one for one in exits if one.code), key=rank, default=None)
+    return min((one for one in exits if one.code), key=precedence, default=None)
 
 
-def described(one: Exit) -> str:
+def describe_exit(one: Exit) -> str:
     if one.code < 0:
         how = f"killed by signal {-one.code} ({signal.Signals(-one.code).name})"
     else:
         how = f"ended with exit code {one.code}"
-    return f"rank {one.rank} (pid {one.look.pid}) {how} {_where(one.look)}"
+    return f"rank {one.rank} (pid {one.status.pid}) {how} {_describe_phase(one.status)}"
 
 
-def _where(look: ProcessStatus) -> str:
-    return f"in phase {look.phase}" + (f" of step {look.reached}" if look.first >= 0 else "")
+def _describe_phase(status: ProcessStatus) -> str:
+    step = f" of step {status.current_step}" if status.first_step >= 0 else ""
+    return f"in phase {status.phase}" + step
 
 
-def stall(looks: Sequence[ProcessStatus], stall_seconds: float) -> Outcome | None:
-    """Returns who holds the others up, if anybody does for too long."""
-    for look in sorted(looks, key=lambda look: (-look.stopped, -look.silent)):
-        if look.stopped > STOPPED or look.stopped and look.silent > stall_seconds:
-            return _stalled(look, f"stopped by a signal for {look.stopped:.0f} s")
-        if look.silent > stall_seconds:
-            return _stalled(look, f"gave no sign of life for {look.silent:.0f} s")
-    late = [look for look in looks if look.age > _limit(look, stall_seconds)]
+def find_stall(statuses: Sequence[ProcessStatus], stall_seconds: float) -> Outcome | None:
+    """Returns the outcome of a stall, with the process that holds up the others; None if there is none."""
+    for status in sorted(statuses, key=lambda one: (-one.stopped_for, -one.heartbeat_age)):
+        silent = status.heartbeat_age > stall_seconds
+        if status.stopped_for > STOPPED_LIMIT or status.stopped_for and silent:
+            return _stalled(status, f"stopped by a signal for {status.stopped_for:.0f} s")
+        if silent:
+            return _stalled(status, f"sent no heartbeat for {status.heartbeat_age:.0f} s")
+    late = [one for one in statuses if one.phase_age > _time_limit(one, stall_seconds)]
     if not late:
         return None
-    behind = min(
-        looks,
-        key=lambda look: (not look.stopped, look.reached, ORDER.index(look.phase), -look.age),
-    )
-    why = "is stopped by a signal, and there was" if behind.stopped else "made"
-    return _stalled(behind, f"{why} no progress for {max(look.age for look in late):.0f} s")
+
+    def progress_of(one: ProcessStatus) -> tuple:
+        return (
+            not one.stopped_for,
+            one.current_step,
+            PHASE_ORDER.index(one.phase),
+            -one.phase_age,
+        )
+
+    behind = min(statuses, key=progress_of)
+    why = "is stopped by a signal, and there was" if behind.stopped_for else "made"
+    return _stalled(behind, f"{why} no progress for {max(one.phase_age for one in late):.0f} s")
 
 
-def _limit(look: ProcessStatus, stall_seconds: float) -> float:
-    if look.phase in PATIENCE:
-        return PATIENCE[look.phase] * stall_seconds
-    return max(stall_seconds, USUAL * look.typical) if look.typical else FIRST * stall_seconds
+def _time_limit(status: ProcessStatus, stall_seconds: float) -> float:
+    """Returns the seconds that a process may stay in its phase."""
+    if status.phase in PHASE_LIMITS:
+        return PHASE_LIMITS[status.phase] * stall_seconds
+    if not status.step_seconds:
+        return FIRST_STEPS_LIMIT * stall_seconds
+    return max(stall_seconds, STEP_LIMIT * status.step_seconds)
 
 
-def _stalled(look: ProcessStatus, why: str) -> Outcome:
-    return Outcome(EXIT_STALLED, f"rank {look.rank} (pid {look.pid}) {why}, {_where(look)}", look)
+def _stalled(status: ProcessStatus, why: str) -> Outcome:
+    message = f"rank {status.rank} (pid {status.pid}) {why}, {_describe_phase(status)}"
+    return Outcome(EXIT_STALLED, message, status)
 
 
-class Budget:
-    """Decides whether to try again."""
+class RestartBudget:
+    """Decides whether to start another attempt, and when."""
 
     def __init__(self, *, max_restarts: int, window: float):
         self._max, self._window = max_restarts, window
         self._times: collections.deque = collections.deque()
-        self._last: tuple | None = None
-        self._same = self._idle = 0
+        self._last_failure: tuple | None = None
+        self._num_same = self._num_without_progress = 0  # attempts in a row
 
     @property
     def used(self) -> int:
+        """Returns the number of restarts within the window."""
         now = time.monotonic()
         while self._times and now - self._times[0] > self._window:
             self._times.popleft()
         return len(self._times)
 
-    def refuse(self, outcome: Outcome, count: int) -> str:
-        """Returns why there is to be no attempt after this one of `count` processes, or nothing."""
+    def reason_to_give_up(self, outcome: Outcome, count: int) -> str:
+        """Returns why no attempt should follow this one of `count` processes, or ""."""
         if outcome.code == EXIT_USER:
-            return "something has to be changed first"
+            return "the configuration or the data has to be changed"
         if outcome.code == EXIT_NOT_FINITE:
             return "the same would happen again"
-        went_on = outcome.began and outcome.look.reached > outcome.look.first
-        self._idle = 0 if went_on else self._idle + 1
+        status = outcome.status
+        progressed = outcome.reached_a_step and status.current_step > status.first_step
+        self._num_without_progress = 0 if progressed else self._num_without_progress + 1
         if outcome.code == EXIT_PREEMPTED:
             return ""
-        place = (outcome.code, outcome.look and outcome.look.reached, outcome.began, count)
-        self._same = self._same + 1 if place == self._last else 1
-        self._last = place
-        if self._same >= IN_A_ROW[outcome.code]:
-            where = f"step {outcome.look.reached}" if outcome.began else "the start"
-            return f"{self._same} attempts in a row ended this way at {where}"
+        step = status and status.current_step
+        failure = (outcome.code, step, outcome.reached_a_step, count)
+        self._num_same = self._num_same + 1 if failure == self._last_failure else 1
+        self._last_failure = failure
+        if self._num_same >= MAX_SAME_FAILURES[outcome.code]:
+            where = f"step {step}" if outcome.reached_a_step else "the start"
+            return f"{self._num_same} attempts in a row ended this way at {where}"
         if self.used >= self._max:
-            return f"{self.used} restarts within {self._window:.0f} s are as many as --max_restarts"
+            return f"{self.used} restarts within {self._window:.0f} s, the limit of --max_restarts"
         self._times.append(time.monotonic())
         return ""
 
-    def wait(self) -> float:
-        """Returns the seconds until the next attempt: none after one that went on."""
-        return min(2.0**self._idle - 1, LONGEST_WAIT)
+    def backoff(self) -> float:
+        """Returns the seconds until the next attempt; 0 after an attempt that made progress."""
+        return min(2.0**self._num_without_progress - 1, MAX_BACKOFF)
 
 
-class Account:
-    """Where the time of all attempts went, as the first process spent it."""
+class TimeAccount:
+    """Sums up how all attempts spent their time, as measured by the first process on node 0."""
 
     def __init__(self):
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._spent: list[dict[str, float]] = []
-        self._reached, self._typical = -1, 0.0
+        self._reached_step, self._step_seconds = -1, 0.0
         self.restarts = self.lost_steps = 0
 
     def close_attempt(
-        self, seconds: dict[str, float], look: ProcessStatus | None, stalled: float
+        self, seconds: dict[str, float], status: ProcessStatus | None, stalled: float
     ) -> None:
-        """`stalled` seconds of the phase in `look` were waiting for a process that hung."""
+        """Adds an attempt: `seconds` by phase, of which `stalled` in the last one were a hang."""
         seconds = dict(seconds)
-        if look and stalled:
-            stalled = min(stalled, seconds[look.phase])
-            seconds[look.phase] -= stalled
+        if status and stalled:
+            stalled = min(stalled, seconds[status.phase])
+            seconds[status.phase] -= stalled
             seconds["stalled"] = stalled
         self._spent.append(seconds)
-        if look and look.first >= 0:
-            self._redone(look.first)
-            self._reached, self._typical = look.reached, look.typical
+        if status and status.first_step >= 0:
+            self._add_lost_steps(status.first_step)
+            self._reached_step = status.current_step
+            self._step_seconds = status.step_seconds
 
-    def _redone(self, first: int) -> None:
-        """Steps from `first` on were done before, in vain."""
-        again = max(0, self._reached - first)
-        self.lost_steps += again
-        if again:
-            self._spent.append({"lost": again * self._typical, "step": -again * self._typical})
+    def _add_lost_steps(self, first: int) -> None:
+        """Counts the steps from `first` on that an earlier attempt had already done."""
+        repeated = max(0, self._reached_step - first)
+        self.lost_steps += repeated
+        if repeated:
+            lost = repeated * self._step_seconds
+            self._spent.append({"lost": lost, "step": -lost})
 
     def total(self) -> dict[str, float]:
-        """Returns seconds by kind; `restart` is what lies between attempts."""
-        total = progress.add(self._spent)
-        total["wall"] = time.monotonic() - self._began
+        """Returns seconds by kind; `restart` is the time between attempts."""
+        total = progress.sum_by_name(self._spent)
+        total["wall"] = time.monotonic() - self._started_at
         total["restart"] = total["wall"] - sum(v for k, v in total.items() if k != "wall")
         return {name: max(0.0, seconds) for name, seconds in total.items()}
 
-    def line(self) -> str:
+    def summary(self) -> str:
         total = self.total()
         wall = total.pop("wall")
         share = total.get("step", 0.0) / max(wall, 1e-9)
@@ -252,10 +271,10 @@ class Account:
         )
 
 
-def failed(why: str, look: ProcessStatus | None) -> Outcome:
-    """Of something that is no process's fault; `look` says how far the run came."""
-    return Outcome(EXIT_FAILED, why, look)
+def failed(why: str, status: ProcessStatus | None) -> Outcome:
+    """Returns the outcome of a failure that no process caused; `status` is how far the run got."""
+    return Outcome(EXIT_FAILED, why, status)
 
 
-def of_exit(one: Exit) -> Outcome:
-    return Outcome(one.code, described(one), one.look, one.tail)
+def outcome_of(one: Exit) -> Outcome:
+    return Outcome(one.code, describe_exit(one), one.status, one.tail)

@@ -1,4 +1,4 @@
-"""The jax runtime of this process: which devices it has, which processes it joins, where it caches programs."""
+"""Set up jax in this process: simulated devices, the other processes, memory and the compile cache."""
 
 import argparse
 import ctypes
@@ -16,17 +16,17 @@ from jax.experimental.compilation_cache import compilation_cache
 from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from malloc.h
 
 
 def start(args: argparse.Namespace) -> None:
-    """Simulates devices if asked to, joins the other processes if there are any, then sets jax up.
+    """Simulates devices if requested, joins the other processes if there are any, then sets up jax.
 
-    `args` has the flags of `environment.add_flags`. To be called before anything starts a backend.
-    Raises ConfigError where the other processes cannot be joined.
+    `args` has the flags of `environment.add_flags`. Call it before anything starts a backend.
+    Raises ConfigError if the other processes cannot be joined.
     """
     logging.getLogger("absl").setLevel(logging.WARNING)
-    # Of Orbax, which logs every failed save at length; `checkpoint.saver` reports it in a line.
+    # Orbax logs a traceback of each failed save here; `checkpoint.saver` logs one line.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     if args.simulate_devices is not None:
         simulate(args.simulate_devices)
@@ -37,7 +37,7 @@ def start(args: argparse.Namespace) -> None:
 
 
 def simulate(num_devices: int) -> None:
-    """Makes this process use simulated CPU devices. To be called before anything starts a backend."""
+    """Makes this process use simulated CPU devices. Call it before anything starts a backend."""
     if num_devices < 1:
         raise ConfigError(f"--simulate_devices={num_devices}: use 1 or more")
     jax.config.update("jax_platforms", "cpu")
@@ -47,10 +47,10 @@ def simulate(num_devices: int) -> None:
 
 
 def setup() -> None:
-    """Sets dispatch, memory and the compile cache of this process; starts the backend. Repeating it is harmless.
+    """Sets up dispatch, memory and the compile cache, and starts the backend. May be called again.
 
-    On a CPU, programs run in the thread that dispatches them, so that all memory of a step is on one
-    heap (see `_keep_memory`); that needs to be set before the backend starts. Other devices ignore it.
+    On CPU, programs run in the thread that dispatches them, so that all memory of a step is on one heap
+    (see `_keep_memory`). This has to be set before the backend starts; other devices ignore it.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     _use_cache()
@@ -58,23 +58,23 @@ def setup() -> None:
 
 
 def _keep_memory() -> None:
-    """Keeps the memory that a step on a CPU has freed, for the next step.
+    """Keeps the memory that a step on CPU frees, for the next step.
 
-    XLA allocates it anew in each step, and the C library would return large blocks to the kernel, which
-    clears every page that it hands out: 21 to 29 % of the step of benchmarks/cpu_step.py.
+    XLA allocates memory in each step. By default the C library returns large freed blocks to the kernel,
+    which clears each page before it is used again: 21 to 29 % of the step of benchmarks/cpu_step.py.
     """
-    alone = jax.default_backend() == "cpu" and jax.local_device_count() == 1
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
-    if alone and not jax.config.read("jax_cpu_enable_async_dispatch") and mallopt:
+    on_one_cpu_device = jax.default_backend() == "cpu" and jax.local_device_count() == 1
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if on_one_cpu_device and not jax.config.read("jax_cpu_enable_async_dispatch") and mallopt:
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _use_cache() -> None:
-    """Turns jax's persistent compile cache on, in a folder of one's own, unless the user has chosen one.
+    """Turns on jax's persistent compile cache, in a private folder unless the user has chosen one.
 
-    It stays off where it is dangerous: a program of several CPU devices, of one process or of more, has
-    no order of its collectives any more when it is read back, and hangs (jax 0.10.2 and 0.12.0.1).
+    Not for several CPU devices, in one process or more: a program that is read from the cache has lost
+    the order of its collectives and hangs (jax 0.10.2 and 0.12.0.1).
     """
     if not jax.config.jax_enable_compilation_cache:
         return
@@ -83,46 +83,44 @@ def _use_cache() -> None:
     elif jax.config.jax_compilation_cache_dir:
         return
     elif folder := _cache_folder():
-        # What autotuning on a GPU found is kept there too: that is jax's default.
+        # By default jax also caches GPU autotuning results there.
         jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()  # what it decided in an earlier compilation
+    compilation_cache.reset_cache()  # it may have been initialized with other settings
 
 
 def _cache_folder() -> Path | None:
-    """Returns the folder of the cache, made if need be; None where others could write to it.
+    """Returns the cache folder, created if necessary; None if another user could write to it.
 
-    What is in it is run: so it must be ours alone, and nobody else may replace it in the one above. Programs
-    for CPU are for the features of one.
+    The programs in it are executed: it must be private, and no other user may be able to write to its
+    parent. Its name includes the CPU's features, because CPU programs depend on them.
     """
-    folder, name = Path("~/.cache/meshtrain"), f"{jax.default_backend()}-{_features()}"
+    folder, name = Path("~/.cache/meshtrain"), f"{jax.default_backend()}-{_cpu_features()}"
     try:
         caches = os.environ.get("XDG_CACHE_HOME")
         folder = Path(caches, "meshtrain") if caches else folder.expanduser()
-        _claim(folder, others=0o055)
+        _make_private(folder, others=0o055)
         folder /= name
-        _claim(folder, others=0)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        _make_private(folder, others=0)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         reason = getattr(error, "strerror", error)
         print(f"no compile cache in {folder}: {reason}", file=sys.stderr)
         return None
     return folder
 
 
-def _claim(folder: Path, *, others: int) -> None:
-    """Makes the folder if need be; raises OSError unless it is ours and others have these rights at most."""
+def _make_private(folder: Path, *, others: int) -> None:
+    """Creates the folder if necessary; raises OSError unless we own it and others have at most `others`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid != os.getuid() or mode & 0o077 & ~others:
-        most = 0o700 | others
-        reason = (
-            f"it is of user {found.st_uid} with mode {mode:o}, and has to be ours with {most:o}"
-        )
+        allowed = 0o700 | others
+        reason = f"owned by user {found.st_uid} with mode {mode:o}; you must own it, with mode {allowed:o}"
         raise PermissionError(errno.EPERM, reason)
 
 
-def _features() -> str:
-    """Returns a short name of this CPU's instruction set."""
+def _cpu_features() -> str:
+    """Returns a short hash of this CPU's instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks a run to save and stop, the second ends it at once."""
+"""Ctrl-C and SIGTERM: the first one asks a run to save and stop, the second one ends it at once."""
 
 import contextlib
 import os
@@ -10,70 +10,74 @@ from collections.abc import Iterator
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
-_watched = False
-_asked: threading.Event | None = None  # of the run that goes on
+_thread_active = False  # whether `handled_in_thread` is in effect
+_stop_requested: threading.Event | None = None  # of the current run
 
 
 @contextlib.contextmanager
 def stop_event() -> Iterator[threading.Event]:
-    """Makes the first signal set an event; a second one acts as ever."""
-    global _asked
-    asked = threading.Event()
-    if _watched or threading.current_thread() is not threading.main_thread():
-        _asked = asked  # signals belong to the main thread, or are heeded already
+    """Returns an event that the first signal sets; the second signal has its previous effect."""
+    global _stop_requested
+    event = threading.Event()
+    # Only the main thread can set handlers; `handled_in_thread` has set its own.
+    if _thread_active or threading.current_thread() is not threading.main_thread():
+        _stop_requested = event
         try:
-            yield asked
+            yield event
         finally:
-            _asked = None
+            _stop_requested = None
         return
 
-    def ask(signum, frame):
-        asked.set()
+    def handler(signum, frame):
+        event.set()
         for number in STOPPING:
             signal.signal(number, before[number])
 
     before = {number: signal.getsignal(number) for number in STOPPING}
     for number in STOPPING:
-        signal.signal(number, ask)
+        signal.signal(number, handler)
     try:
-        yield asked
+        yield event
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextlib.contextmanager
 def handled_in_thread() -> Iterator[None]:
-    """Heeds signals in a thread of its own: the main one may wait in native code for another process.
+    """Handles signals in a thread: the main thread may wait in native code for another process.
 
-    The first sets the event of the run that goes on, if one does; else, and the second time, a signal
-    ends this process with a line, at once. To be entered in the main thread.
+    The first signal during a run sets its `stop_event`. Any other signal logs a line and ends this
+    process at once. Enter this context in the main thread.
     """
-    global _watched
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
+    global _thread_active
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
     before = {number: signal.signal(number, lambda *args: None) for number in STOPPING}
-    old = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_heed, args=(ours,), name="signals", daemon=True).start()
-    _watched = True
+    previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_handle_signals, args=(receiver,), name="signals", daemon=True).start()
+    _thread_active = True
     try:
         yield
     finally:
-        _watched = False
-        signal.set_wakeup_fd(old)
+        _thread_active = False
+        signal.set_wakeup_fd(previous_fd)
         for number, handler in before.items():
             signal.signal(number, handler)
-        theirs.close()  # ends the thread
+        sender.close()  # ends the thread
 
 
-def _heed(ours: socket.socket) -> None:
-    with ours:
-        while said := ours.recv(1):
-            if said[0] not in STOPPING:
+def _handle_signals(receiver: socket.socket) -> None:
+    with receiver:
+        while received := receiver.recv(1):
+            number = received[0]
+            if number not in STOPPING:
                 continue
-            if _asked is not None and not _asked.is_set():
-                _asked.set()
+            if _stop_requested is not None and not _stop_requested.is_set():
+                _stop_requested.set()
                 continue
             with contextlib.suppress(OSError, ValueError):
-                os.write(sys.__stderr__.fileno(), b"aborted: what was not saved by then is lost\n")
-            os._exit(128 + said[0])
+                os.write(
+                    sys.__stderr__.fileno(), b"aborted: everything since the last save is lost\n"
+                )
+            os._exit(128 + number)

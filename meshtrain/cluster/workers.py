@@ -1,4 +1,4 @@
-"""The processes of one host: started in groups of their own, looked at, and killed with all they started."""
+"""The processes of a run on one host: starts, observes and kills them, with all their subprocesses."""
 
 import collections
 import contextlib
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from meshtrain.cluster import progress
 
-LAST_READS = 100  # of 64 KiB, of a process that has ended
-UNKILLABLE = 30.0  # seconds after which a process that waits in the kernel is left behind
-LONGEST_LINE = 1 << 16  # bytes; a longer one is cut
-TAIL = 30  # lines of each process that are kept, to be shown if it fails
-# Becomes the command that follows, after asking Linux to end it when the thread that started it dies
-# (1: PR_SET_PDEATHSIG). Not between fork and exec: a fork among jax's threads is a gamble.
+MAX_FINAL_READS = 100  # of 64 KiB, from a process that has ended
+KILL_TIMEOUT = 30.0  # seconds; a process may be blocked in the kernel
+MAX_LINE = 1 << 16  # bytes; a longer line is split
+TAIL = 30  # last lines of each process, shown if it fails
+# Executes the command that follows, after asking Linux to kill it when the thread that started it dies
+# (1: PR_SET_PDEATHSIG). A preexec_fn, between fork and exec, would not be safe with jax's threads.
 DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 parent, *command = sys.argv[1:]
@@ -38,28 +38,30 @@ class ProcessStatus:
     rank: int
     pid: int
     phase: str
-    reached: int  # step
-    first: int  # step that it began with, -1: it has not begun
-    age: float  # since the phase began
-    silent: float  # since the last heartbeat; 0 before the first one
-    stopped: float  # since a signal stopped it; 0: it runs
-    typical: float  # of a step
+    current_step: int
+    first_step: int  # of this attempt; -1 before it
+    phase_age: float  # time in this phase
+    heartbeat_age: float  # time since the last heartbeat; 0 before the first one
+    stopped_for: float  # time since a signal stopped it; 0 if it is running
+    step_seconds: float  # median duration of a step; 0 if unknown
 
 
 @dataclass(frozen=True)
 class Exit:
+    """How a process ended."""
+
     rank: int
     code: int  # negative: the signal that killed it
-    look: ProcessStatus  # the last one
+    status: ProcessStatus  # the last one
     tail: list[str]
 
 
 @dataclass(frozen=True)
-class Start:
-    """What the processes of a host need to know to join an attempt."""
+class RankAssignment:
+    """The ranks of the processes of one host in an attempt."""
 
     address: str  # of process 0
-    count: int  # of all processes
+    num_processes: int  # over all hosts
     first_rank: int
     num_local: int
 
@@ -70,13 +72,13 @@ class _Child:
     ):
         self.rank, self.process, self.path, self.page = rank, process, path, page
         self.tail: collections.deque = collections.deque(maxlen=TAIL)
-        self.part = b""  # of a line
+        self.partial_line = b""
         self.stopped_since = 0.0
-        self.gone = False
+        self.ended = False
 
 
 class Workers:
-    """Close it to kill what still runs. `show(rank, line)` is given each line of output."""
+    """Close it to kill the processes that still run. `show(rank, line)` gets each line of output."""
 
     def __init__(
         self,
@@ -88,47 +90,41 @@ class Workers:
         logs: Path | None,
         show: Callable[[int, str], None],
     ):
-        """`local_id` of `num_supervisors` says which this one is, where several share the host."""
+        """`local_id` is the rank of this supervisor among the `num_supervisors` of this host."""
         self._command, self._environ, self._logs, self._show = command, dict(environ), logs, show
         self._local_id, self._num_supervisors = local_id, num_supervisors
         self._children: list[_Child] = []
         self._ready = selectors.DefaultSelector()
         self._folder = tempfile.TemporaryDirectory(prefix="meshtrain-")
-        self._attempt, self._polled, self._floor = 0, time.monotonic(), 0.0
+        self._attempt, self._polled_at = 0, time.monotonic()
+        self._resumed_at = 0.0  # when this supervisor itself was last stopped and continued
 
-    def start(self, how: Start) -> None:
+    def start(self, ranks: RankAssignment) -> None:
         self._attempt += 1
         self._children = []
-        for i in range(how.num_local):
-            rank = how.first_rank + i
+        for i in range(ranks.num_local):
+            rank = ranks.first_rank + i
             path = Path(self._folder.name) / f"{self._attempt}-{rank}"
-            path.parent.mkdir(exist_ok=True)  # in weeks somebody may have tidied up
+            path.parent.mkdir(exist_ok=True)  # in a long run, a cleaner of /tmp may have deleted it
             page = progress.ProgressPage.create(path)
             environ = {
                 **self._environ,
-                "JAX_COORDINATOR_ADDRESS": how.address,
-                "JAX_NUM_PROCESSES": str(how.count),
+                "JAX_COORDINATOR_ADDRESS": ranks.address,
+                "JAX_NUM_PROCESSES": str(ranks.num_processes),
                 "JAX_PROCESS_ID": str(rank),
-                "LOCAL_RANK": str(self._local_id * how.num_local + i),
-                "LOCAL_WORLD_SIZE": str(self._num_supervisors * how.num_local),
+                "LOCAL_RANK": str(self._local_id * ranks.num_local + i),
+                "LOCAL_WORLD_SIZE": str(self._num_supervisors * ranks.num_local),
                 "PYTHONUNBUFFERED": "1",
                 progress.VARIABLE: str(path),
             }
+            wrapper = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())]
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    "-c",
-                    DIE_WITH_PARENT,
-                    str(os.getpid()),
-                    *self._command,
-                ],
+                [*wrapper, *self._command],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own: Ctrl-C reaches the supervisor alone
+                start_new_session=True,  # its own process group: Ctrl-C reaches only the supervisor
             )
             os.set_blocking(process.stdout.fileno(), False)
             child = _Child(rank, process, path, page)
@@ -136,124 +132,123 @@ class Workers:
             self._children.append(child)
             self._log(rank, f"---- attempt {self._attempt}, pid {process.pid} ----\n".encode())
 
-    def pump(self, seconds: float) -> None:
-        """Waits at most so long for output, and passes on what there is."""
+    def poll(self, seconds: float) -> None:
+        """Waits at most `seconds` for output, then shows and logs it."""
         now = time.monotonic()
-        if now - self._polled > 5 + seconds:
-            self._floor = now  # the supervisor itself was stopped: nobody was late meanwhile
-        self._polled = now
+        if now - self._polled_at > 5 + seconds:
+            # The supervisor itself was stopped: do not count that time against the processes.
+            self._resumed_at = now
+        self._polled_at = now
         for key, _ in self._ready.select(seconds):
             self._read(key.data)
 
     def _read(self, child: _Child) -> None:
-        """Once, so that one who never stops talking leaves time for the others."""
+        """Reads once only: a process that prints without pause must not block the others."""
         try:
-            said = os.read(child.process.stdout.fileno(), 1 << 16)
+            output = os.read(child.process.stdout.fileno(), 1 << 16)
         except BlockingIOError:
             return
-        if not said:
+        if not output:
             self._ready.unregister(child.process.stdout)
             return
-        self._log(child.rank, said)
-        *lines, child.part = (child.part + said).split(b"\n")
-        if len(child.part) > LONGEST_LINE:
-            lines, child.part = [*lines, child.part], b""
+        self._log(child.rank, output)
+        *lines, child.partial_line = (child.partial_line + output).split(b"\n")
+        if len(child.partial_line) > MAX_LINE:
+            lines, child.partial_line = [*lines, child.partial_line], b""
         for line in lines:
-            self._tell(child, line)
+            self._show_line(child, line)
 
-    def _tell(self, child: _Child, line: bytes) -> None:
+    def _show_line(self, child: _Child, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
         child.tail.append(text)
         self._show(child.rank, text)
 
-    def _log(self, rank: int, said: bytes) -> None:
+    def _log(self, rank: int, output: bytes) -> None:
         if self._logs:
-            with contextlib.suppress(OSError):  # a full disk: the training goes on
+            with contextlib.suppress(OSError):  # a full disk must not stop the training
                 with open(self._logs / f"rank-{rank}.log", "ab") as file:
-                    file.write(said)
+                    file.write(output)
 
-    def exits(self) -> list[Exit]:
+    def new_exits(self) -> list[Exit]:
         """Returns the processes that have ended since the last call."""
         found = []
         for child in self._children:
-            if child.gone or child.process.poll() is None:
+            if child.ended or child.process.poll() is None:
                 continue
-            child.gone = True
+            child.ended = True
             self._drain(child)
-            found.append(
-                Exit(child.rank, child.process.returncode, self._look(child), list(child.tail))
-            )
+            code = child.process.returncode
+            found.append(Exit(child.rank, code, self._status(child), list(child.tail)))
         return found
 
     def _drain(self, child: _Child) -> None:
         pipe = child.process.stdout
-        for _ in range(LAST_READS):
+        for _ in range(MAX_FINAL_READS):
             if pipe in self._ready.get_map():
                 self._read(child)
-        if pipe in self._ready.get_map():  # what it started has it open as well
+        if pipe in self._ready.get_map():  # a subprocess still has it open
             self._ready.unregister(pipe)
-        if child.part:
-            self._tell(child, child.part)
+        if child.partial_line:
+            self._show_line(child, child.partial_line)
         pipe.close()
 
-    def looks(self) -> list[ProcessStatus]:
-        """Returns what the processes that still run are doing."""
-        return [self._look(child) for child in self._children if not child.gone]
+    def statuses(self) -> list[ProcessStatus]:
+        """Returns the status of each process that is still running."""
+        return [self._status(child) for child in self._children if not child.ended]
 
-    def _look(self, child: _Child) -> ProcessStatus:
+    def _status(self, child: _Child) -> ProcessStatus:
         page, now = child.page, time.monotonic()
         if not _is_stopped(child.process.pid):
             child.stopped_since = 0.0
         elif not child.stopped_since:
             child.stopped_since = now
-        beat = page["beat"] and max(page["beat"], self._floor)
+        heartbeat = page["heartbeat"] and max(page["heartbeat"], self._resumed_at)
         return ProcessStatus(
             rank=child.rank,
             pid=child.process.pid,
             phase=page.phase,
-            reached=int(page["reached"]),
-            first=int(page["first"]),
-            age=now - max(page["since"], self._floor),
-            silent=now - beat if beat else 0.0,
-            stopped=now - child.stopped_since if child.stopped_since else 0.0,
-            typical=page["typical"],
+            current_step=int(page["current_step"]),
+            first_step=int(page["first_step"]),
+            phase_age=now - max(page["phase_start"], self._resumed_at),
+            heartbeat_age=now - heartbeat if heartbeat else 0.0,
+            stopped_for=now - child.stopped_since if child.stopped_since else 0.0,
+            step_seconds=page["step_seconds"],
         )
 
-    def first(self) -> ProcessStatus | None:
-        """Returns what the first process here did last."""
-        return self._look(self._children[0]) if self._children else None
+    def first_status(self) -> ProcessStatus | None:
+        """Returns the last status of the first process on this host."""
+        return self._status(self._children[0]) if self._children else None
 
-    def seconds(self) -> dict[str, float]:
-        """Returns how the first process here has spent its time."""
+    def first_phase_seconds(self) -> dict[str, float]:
+        """Returns the time that the first process on this host has spent in each phase."""
         return self._children[0].page.seconds() if self._children else {}
 
-    def ask(self) -> None:
-        """Asks all to save and stop; not by a signal, which a cluster may have sent them as well."""
+    def request_stop(self) -> None:
+        """Asks all processes to save and stop; without a signal, as the cluster may send one as well."""
         for child in self._children:
-            child.page["stop"] = 1
+            child.page["stop_requested"] = 1
 
-    def dump(self) -> None:
-        """Makes all write their stacks."""
+    def dump_stacks(self) -> None:
+        """Makes all processes print their stacks."""
         for child in self._children:
-            if not child.gone:
+            if not child.ended:
                 child.process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """Kills every group, also those whose first process has ended, and waits."""
+        """Kills each process group, even if its first process has ended, and waits for the processes."""
         for child in self._children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGKILL)
         for child in self._children:
             try:
-                child.process.wait(UNKILLABLE)
+                child.process.wait(KILL_TIMEOUT)
             except subprocess.TimeoutExpired:
-                self._show(
-                    child.rank, f"pid {child.process.pid} cannot be killed; going on without"
-                )
-            if not child.gone:
+                message = f"pid {child.process.pid} cannot be killed; continuing without it"
+                self._show(child.rank, message)
+            if not child.ended:
                 self._drain(child)
             child.path.unlink(missing_ok=True)
-        self._children = []  # their numbers may belong to others from now on
+        self._children = []  # the system may reuse their pids from now on
 
     def close(self) -> None:
         self.kill()

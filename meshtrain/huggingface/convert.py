@@ -79,7 +79,7 @@ def take_in(source: Path, target: Path, args: argparse.Namespace) -> str:
     abstract = abstract_params(model_of(section), dtype, config["rules"], mesh)
     huggingface.check(source, abstract, section)
     check_room(target, bytes_of(abstract))
-    with distributed.together():
+    with distributed.raise_on_all_processes():
         params = huggingface.read(source, abstract, section)
     everywhere = NamedSharding(mesh, PartitionSpec())
     step = jax.make_array_from_callback((), everywhere, lambda _: np.int32(0))

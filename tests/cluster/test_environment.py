@@ -1,4 +1,4 @@
-"""Who a process is, from what launchers set, and that all processes meet."""
+"""The rank of a process from the launcher's variables, and the rendezvous of all processes."""
 
 import json
 import os
@@ -10,9 +10,8 @@ import zlib
 import pytest
 from conftest import free_port
 
-from meshtrain.cluster import environment as place
-from meshtrain.cluster import rendezvous
-from meshtrain.cluster.environment import Place
+from meshtrain.cluster import environment, rendezvous
+from meshtrain.cluster.environment import ProcessInfo
 from meshtrain.errors import ConfigError
 
 JAX = {"JAX_COORDINATOR_ADDRESS": "head:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
@@ -36,8 +35,8 @@ OPEN_MPI = {
 }
 
 
-def where(environ, flags=(None, None, None)):
-    found = place.find(environ, flags)
+def described(environ, flags=(None, None, None)):
+    found = environment.process_info(environ, flags)
     return found and (found.host, found.port, found.num_processes, found.process_id, found.source)
 
 
@@ -65,119 +64,128 @@ def where(environ, flags=(None, None, None)):
             },
             ("job-0.job", 80, 2, 1, "Indexed Job"),
         ),
-        # One process alone, in a step, a shell of salloc, or the batch script of a job of many tasks.
+        # A single process: a step of one task, a shell of salloc, the batch script of a job with many tasks.
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
         ({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
-        ({"MASTER_ADDR": "of an image", "WORLD_SIZE": "4"}, None),
+        ({"MASTER_ADDR": "set by an image", "WORLD_SIZE": "4"}, None),
     ],
 )
-def test_the_first_complete_description_counts(environ, expected):
-    assert where(environ) == expected
+def test_the_first_complete_description_is_used(environ, expected):
+    assert described(environ) == expected
 
 
-def test_flags_take_the_place_of_variables():
-    assert where(JAX, ("other:5", None, 0)) == ("other", 5, 4, 0, "JAX_*")
+def test_flags_override_variables():
+    assert described(JAX, ("other:5", None, 0)) == ("other", 5, 4, 0, "JAX_*")
 
 
-def test_processes_that_share_a_host_meet_on_loopback():
-    on_one = {**TORCH, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert where(on_one)[0] == "127.0.0.1"
-    here = place.find({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"})
-    assert here.on_one_host and here.num_local == 5
+def test_processes_on_one_host_use_loopback():
+    one_host = {**TORCH, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert described(one_host)[0] == "127.0.0.1"
+    process = environment.process_info(
+        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}
+    )
+    assert process.on_one_host and process.num_local == 5
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "message"),
     [
         ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES set and .*JAX_PROCESS_ID not"),
         ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "set JAX_COORDINATOR_ADDRESS="),
-        ({**JAX, "JAX_PROCESS_ID": "4"}, "an id from 0 to below it"),
+        ({**JAX, "JAX_PROCESS_ID": "4"}, "an id from 0 to that number - 1"),
         ({**JAX, "JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two"),
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "head"}, "use HOST:PORT"),
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "head:99999"}, "from 1 to 65535"),
-        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""}, "Open MPI describes 2 processes and not where"),
+        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""}, "Open MPI describes 2 processes but not where"),
     ],
 )
-def test_a_description_with_a_gap_is_told_in_a_line(environ, told):
-    with pytest.raises(ConfigError, match=told) as error:
-        place.find(environ)
+def test_an_incomplete_description_is_one_fault(environ, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        environment.process_info(environ)
     assert len(error.value.faults) == 1
 
 
 @pytest.mark.parametrize(
-    ("num_local", "local_id", "variables", "ours", "promised"),
+    ("num_local", "local_id", "variables", "indices", "allotted"),
     [
-        (1, 0, {"SLURM_GPUS_ON_NODE": "8"}, None, 8),  # jax alone would take GPU 0
+        (1, 0, {"SLURM_GPUS_ON_NODE": "8"}, None, 8),  # jax would use only GPU 0
         (8, 3, {"SLURM_GPUS_ON_NODE": "8"}, [3], 1),
         (2, 1, {"SLURM_GPUS_ON_NODE": "8"}, [4, 5, 6, 7], 4),
-        (8, 3, {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"}, None, 1),  # cut up already
+        (
+            8,
+            3,
+            {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"},
+            None,
+            1,
+        ),  # divided by the launcher
         (2, 1, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, [2, 3], 2),
         (2, 1, {"CUDA_VISIBLE_DEVICES": ""}, None, 0),
         (1, 0, {"CUDA_VISIBLE_DEVICES": "-1"}, None, 0),
     ],
 )
-def test_processes_of_a_host_share_its_gpus(num_local, local_id, variables, ours, promised):
-    one = Place("h", 1, 16, 0, local_id, num_local)
-    assert place.local_gpus(one, variables) == ours
-    assert place.promised_gpus(one, variables) == promised
+def test_processes_of_a_host_share_its_gpus(num_local, local_id, variables, indices, allotted):
+    process = ProcessInfo("h", 1, 16, 0, local_id, num_local)
+    assert environment.local_gpus(process, variables) == indices
+    assert environment.num_allotted_gpus(process, variables) == allotted
 
 
-def test_gpus_that_cannot_be_shared_evenly_are_told():
+def test_gpus_that_cannot_be_shared_evenly_are_rejected():
     with pytest.raises(ConfigError, match="8 GPUs on this host and 3 processes"):
-        place.local_gpus(Place("h", 1, 3, 0, 0, 3), {"SLURM_GPUS_ON_NODE": "8"})
+        environment.local_gpus(ProcessInfo("h", 1, 3, 0, 0, 3), {"SLURM_GPUS_ON_NODE": "8"})
 
 
-def meet(*descriptions, seconds=1.0, port=None):
-    """Returns what each of (id, count) is told, all at once."""
-    port, told = port or free_port(), {}
+def rendezvous_faults(*descriptions, seconds=1.0, port=None):
+    """Runs a rendezvous of processes, each given as (id, count); returns the faults of each one."""
+    port, faults = port or free_port(), {}
 
     def one(index, number, count):
         try:
-            rendezvous.meet(Place("127.0.0.1", port, count, number), seconds=seconds)
-            told[index] = ()
+            process = ProcessInfo("127.0.0.1", port, count, number)
+            rendezvous.wait_for_all(process, seconds=seconds)
+            faults[index] = ()
         except ConfigError as error:
-            told[index] = error.faults
+            faults[index] = error.faults
 
     threads = [threading.Thread(target=one, args=(i, *d)) for i, d in enumerate(descriptions)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    return [told[i] for i in range(len(descriptions))]
+    return [faults[i] for i in range(len(descriptions))]
 
 
-def test_processes_that_are_all_there_meet():
-    assert meet((0, 4), (2, 4), (1, 4), (3, 4), seconds=20) == [(), (), (), ()]
+def test_no_faults_if_all_processes_arrive():
+    assert rendezvous_faults((0, 4), (2, 4), (1, 4), (3, 4), seconds=20) == [(), (), (), ()]
 
 
-def test_who_is_missing_is_told_to_all_who_came():
-    told = meet((0, 4), (2, 4))
-    assert told[0] == told[1]
-    assert told[0][0].startswith("2 of 4 processes arrived, missing [1, 3]")
+def test_missing_processes_are_reported_to_all_that_arrived():
+    faults = rendezvous_faults((0, 4), (2, 4))
+    assert faults[0] == faults[1]
+    assert faults[0][0].startswith("2 of 4 processes arrived, missing [1, 3]")
 
 
-def test_other_counts_and_numbers_are_told_on_both_sides():
-    for told in meet((0, 2), (1, 3), seconds=20):
-        assert "one of 2 processes and process 1" in told[0] and "one of 3" in told[0]
-    told = meet((0, 3), (1, 3), (1, 3), seconds=20)
-    assert all("two processes are number 1" in faults[0] for faults in told)
-    assert str(os.getpid()) in told[0][0]
+def test_conflicting_counts_and_ids_are_reported_on_both_sides():
+    for faults in rendezvous_faults((0, 2), (1, 3), seconds=20):
+        assert "one of 2 processes and process 1" in faults[0] and "one of 3" in faults[0]
+    by_process = rendezvous_faults((0, 3), (1, 3), (1, 3), seconds=20)
+    assert all("two processes have number 1" in faults[0] for faults in by_process)
+    assert str(os.getpid()) in by_process[0][0]
 
 
-def test_a_port_that_is_taken_is_told_at_once():
+def test_a_port_in_use_is_reported_at_once():
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = other.getsockname()
-        (told,) = meet((0, 2), port=address[1], seconds=60)
-        assert f"127.0.0.1:{address[1]}: process 0 cannot listen there" in told[0]
+        (faults,) = rendezvous_faults((0, 2), port=address[1], seconds=60)
+        assert f"127.0.0.1:{address[1]}: process 0 cannot listen there" in faults[0]
 
 
-def test_an_address_where_nobody_listens_is_told():
-    (told,) = meet((1, 2))
-    assert "missing process 0, which is not there after 1 s: Connection refused" in told[0]
+def test_an_address_where_nothing_listens_is_reported():
+    (faults,) = rendezvous_faults((1, 2))
+    assert "missing process 0, not reached within 1 s: Connection refused" in faults[0]
 
 
-def test_an_address_where_somebody_else_listens_is_told():
+def test_an_address_where_another_program_listens_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer():
@@ -188,25 +196,31 @@ def test_an_address_where_somebody_else_listens_is_told():
 
         thread = threading.Thread(target=answer)
         thread.start()
-        (told,) = meet((1, 2), port=other.getsockname()[1], seconds=20)
+        (faults,) = rendezvous_faults((1, 2), port=other.getsockname()[1], seconds=20)
         thread.join()
-    assert "no process of this run" in told[0]
+    assert "not a process of this run" in faults[0]
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", json.dumps([1]).encode() + b"\n"])
-def test_strangers_do_not_disturb(said):
-    port, told = free_port(), []
-    place_0 = Place("127.0.0.1", port, 2, 0)
-    thread = threading.Thread(target=lambda: told.append(rendezvous.meet(place_0, seconds=20)))
+@pytest.mark.parametrize(
+    "received", [b"", b"GET / HTTP/1.1\r\n\r\n", json.dumps([1]).encode() + b"\n"]
+)
+def test_connections_of_other_programs_are_ignored(received):
+    port, results = free_port(), []
+    first, second = (ProcessInfo("127.0.0.1", port, 2, number) for number in range(2))
+
+    def wait_as_process_0():
+        results.append(rendezvous.wait_for_all(first, seconds=20))
+
+    thread = threading.Thread(target=wait_as_process_0)
     thread.start()
     for _ in range(100):
         try:
-            stranger = socket.create_connection(("127.0.0.1", port), timeout=1)
+            other = socket.create_connection(("127.0.0.1", port), timeout=1)
             break
         except OSError:
             time.sleep(0.05)
-    with stranger:
-        stranger.sendall(said)
-        rendezvous.meet(Place("127.0.0.1", port, 2, 1), seconds=20)
+    with other:
+        other.sendall(received)
+        rendezvous.wait_for_all(second, seconds=20)
     thread.join(30)
-    assert told == [None]
+    assert results == [None]

@@ -1,4 +1,4 @@
-"""Runs of several processes under the supervisor, and without it: what befalls them, and where they end."""
+"""Runs of several processes, with the supervisor and without it: faults, signals, and the final result."""
 
 import json
 import os
@@ -21,10 +21,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 STEPS = 240
 
 
-def test_after_every_fault_the_run_goes_on_by_itself_and_ends_where_a_calm_one_ends(tmp_path):
-    calm = faults.start(tmp_path / "calm", STEPS, 0.0)
-    assert calm.wait(300) == 0
-    workdir = tmp_path / "disturbed"
+def test_after_every_fault_the_run_resumes_and_ends_like_an_uninterrupted_one(tmp_path):
+    uninterrupted = faults.start(tmp_path / "uninterrupted", STEPS, 0.0)
+    assert uninterrupted.wait(300) == 0
+    workdir = tmp_path / "interrupted"
     run = faults.start(workdir, STEPS, 0.02, "--stall_seconds=5", "--max_restarts=9")
     try:
         for number, (kind, rank) in enumerate(
@@ -42,10 +42,10 @@ def test_after_every_fault_the_run_goes_on_by_itself_and_ends_where_a_calm_one_e
         assert run.wait(300) == 0
     finally:
         run.kill()
-    assert faults.outcome(workdir) == faults.outcome(tmp_path / "calm")
-    told = Path(f"{workdir}.log").read_text()
+    assert faults.outcome(workdir) == faults.outcome(tmp_path / "uninterrupted")
+    log = Path(f"{workdir}.log").read_text()
     for cause in ("rank 1 (pid", "killed by signal 9", "rank 0 (pid", "no progress", "goodput"):
-        assert cause in told
+        assert cause in log
     restarts = [row for row in faults.rows(workdir, "events.jsonl") if row["event"] == "restart"]
     assert [row["code"] for row in restarts] == [-9, -9, 18, 18, 75]
     assert [row["rank"] for row in restarts[:4]] == [1, 0, 1, 0]
@@ -74,7 +74,8 @@ def losses(workdir):
 
 def test_two_processes_of_four_devices_are_one_of_eight(tmp_path):
     config = tiny_config()
-    config.train.steps, config.eval.batches = 10, 8  # which hung while they were in flight together
+    # Several evaluation batches used to hang while they were in flight together.
+    config.train.steps, config.eval.batches = 10, 8
     train(config, workdir=tmp_path / "one")
     arguments = settings(tmp_path / "two", **{"train.steps": 10, "eval.batches": 8})
     assert meshtrain.launch(arguments, nproc=2, simulate_devices=4) == 0
@@ -83,54 +84,55 @@ def test_two_processes_of_four_devices_are_one_of_eight(tmp_path):
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-6)
 
 
-def pair(*arguments, others=None):
+def start_two(*arguments, others=None):
     """Starts two processes without a supervisor; the second one may get other arguments."""
     port, found = free_port(), []
-    for number, mine in enumerate([arguments, others or arguments]):
+    for number, own in enumerate([arguments, others or arguments]):
         flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={number}"]
-        command = [sys.executable, "-m", "meshtrain.main", *flags, "--simulate_devices=1", *mine]
+        command = [sys.executable, "-m", "meshtrain.main", *flags, "--simulate_devices=1", *own]
         pipe = subprocess.PIPE
         found.append(subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True))
     return found
 
 
-def ends(processes, seconds=120):
-    said = [process.communicate(timeout=seconds)[1] for process in processes]
-    return [process.returncode for process in processes], said
+def wait_for(processes, seconds=120):
+    """Returns the exit codes, and what each process printed to stderr."""
+    stderr = [process.communicate(timeout=seconds)[1] for process in processes]
+    return [process.returncode for process in processes], stderr
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_process_saves_on_all_in_the_same_step(tmp_path, rank):
-    processes = pair(*settings(tmp_path, **{"train.steps": 100000}))
+    processes = start_two(*settings(tmp_path, **{"train.steps": 100000}))
     until = time.monotonic() + 120
     while not ((tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) > 10):
         assert time.monotonic() < until
         time.sleep(0.05)
     processes[rank].send_signal(signal.SIGTERM)
-    assert ends(processes, 30)[0] == [75, 75]
+    assert wait_for(processes, 30)[0] == [75, 75]
     (newest,) = (tmp_path / "checkpoints").glob("[0-9]*")
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert (events[-1]["event"], events[-1]["step"]) == ("preempted", int(newest.name))
     assert max(losses(tmp_path)) == int(newest.name) - 1
 
 
-def test_processes_that_were_told_different_things_say_so(tmp_path):
-    mine, others = (settings(tmp_path, **{"optim.learning_rate": rate}) for rate in (1e-3, 2e-3))
-    codes, said = ends(pair(*mine, others=others))
+def test_processes_with_different_configs_report_the_difference(tmp_path):
+    ours, others = (settings(tmp_path, **{"optim.learning_rate": rate}) for rate in (1e-3, 2e-3))
+    codes, stderr = wait_for(start_two(*ours, others=others))
     assert codes == [2, 2]
     line = "config.optim.learning_rate differs between processes: 0.001 on process 0, 0.002 on process 1"
-    assert all(one.splitlines() == [f"{line}; use the same"] for one in said)
+    assert all(text.splitlines() == [f"{line}; use the same"] for text in stderr)
 
 
-def test_a_fault_of_one_process_ends_all(tmp_path):
-    mine, others = (settings(tmp_path, **{"mesh.fsdp": size}) for size in (1, 3))
-    codes, said = ends(pair(*mine, others=others))
+def test_a_config_error_of_one_process_ends_all(tmp_path):
+    ours, others = (settings(tmp_path, **{"mesh.fsdp": size}) for size in (1, 3))
+    codes, stderr = wait_for(start_two(*ours, others=others))
     assert codes == [2, 2]
-    assert all(one.startswith("process 1: mesh.") for one in said)
+    assert all(text.startswith("process 1: mesh.") for text in stderr)
 
 
-def test_a_workdir_that_is_not_the_same_on_all_hosts_is_told(tmp_path):
-    """Two folders of one name, as on hosts that share none: each process has its own current folder."""
+def test_a_workdir_that_differs_between_hosts_is_reported(tmp_path):
+    """Two folders with the same name, as on hosts without a shared file system: each process has its own cwd."""
     port, processes = free_port(), []
     for number in range(2):
         (cwd := tmp_path / str(number)).mkdir()
@@ -153,12 +155,12 @@ except ConfigError as error:
 """
         command = [sys.executable, "-c", program]
         processes.append(subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, text=True))
-    said = [process.communicate(timeout=120)[0] for process in processes]
-    told = "process 1: --workdir=run: is not the folder of process 0; use one that all hosts share"
-    assert all(told in one for one in said)
+    printed = [process.communicate(timeout=120)[0] for process in processes]
+    fault = "process 1: --workdir=run: is not the folder of process 0; use one that all hosts share"
+    assert all(fault in text for text in printed)
 
 
-def test_a_second_run_in_a_workdir_is_refused(tmp_path):
+def test_a_second_run_in_a_workdir_is_rejected(tmp_path):
     run = subprocess.Popen(
         [sys.executable, "-m", "meshtrain", *settings(tmp_path, **{"train.steps": 100000})],
         cwd=ROOT,
@@ -176,8 +178,8 @@ def test_a_second_run_in_a_workdir_is_refused(tmp_path):
     assert second.returncode == 2 and f"another run is in it, pid {run.pid}" in second.stderr
 
 
-def test_fewer_processes_go_on_with_the_same_batches(tmp_path):
-    """A process that cannot come back is left out; the mesh follows, batch and order of the data do not."""
+def test_fewer_processes_continue_with_the_same_batches(tmp_path):
+    """A process that cannot restart is left out: the mesh shrinks, the global batch and data order stay."""
     workdir = tmp_path / "run"
     run = faults.start(workdir, 10**6, 0.01, "--min_nproc=1", "--max_restarts=9")
     command = Path(f"/proc/{run.pid}/cmdline")
@@ -186,7 +188,7 @@ def test_fewer_processes_go_on_with_the_same_batches(tmp_path):
         victim = faults.workers(workdir)[1]
         os.kill(victim, signal.SIGKILL)
         faults.wait_for(lambda: faults.workers(workdir).get(1, victim) != victim, 30, run)
-        os.kill(faults.workers(workdir)[1], signal.SIGKILL)  # before it has begun
+        os.kill(faults.workers(workdir)[1], signal.SIGKILL)  # before its first step
 
         def starts():
             events = faults.rows(workdir, "events.jsonl")
@@ -203,9 +205,9 @@ def test_fewer_processes_go_on_with_the_same_batches(tmp_path):
         assert run.wait(60) == 75
     finally:
         run.kill()
-    seen = losses(workdir)
-    calm = faults.start(tmp_path / "calm", len(seen), 0.0)
-    assert calm.wait(300) == 0
-    expected = losses(tmp_path / "calm")
-    assert list(seen) == list(expected)
-    np.testing.assert_allclose(list(seen.values()), list(expected.values()), rtol=1e-5)
+    found = losses(workdir)
+    uninterrupted = faults.start(tmp_path / "uninterrupted", len(found), 0.0)
+    assert uninterrupted.wait(300) == 0
+    expected = losses(tmp_path / "uninterrupted")
+    assert list(found) == list(expected)
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)

@@ -13,7 +13,7 @@ from conftest import ROOT
 from meshtrain.cluster import runtime
 
 
-def test_the_cache_is_a_folder_that_nobody_else_can_enter(tmp_path, monkeypatch, capsys):
+def test_the_cache_folder_is_private(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = os.umask(0o002)
     try:
@@ -22,41 +22,43 @@ def test_the_cache_is_a_folder_that_nobody_else_can_enter(tmp_path, monkeypatch,
         os.umask(before)
     assert folder.parent.parent == tmp_path / "cache"
     assert [stat.S_IMODE(one.stat().st_mode) for one in (folder.parent, folder)] == [0o700] * 2
-    assert runtime._cache_folder() == folder  # the second time too
+    assert runtime._cache_folder() == folder  # also when it exists
     assert capsys.readouterr().err == ""
-    folder.parent.chmod(0o755)  # nobody can replace what is in it
+    folder.parent.chmod(0o755)  # readable by others, but not writable
     assert runtime._cache_folder() == folder
-    for open_one in (folder, folder.parent):
-        open_one.chmod(0o770)
+    for shared in (folder, folder.parent):
+        shared.chmod(0o770)
         assert runtime._cache_folder() is None
-        assert f"no compile cache in {open_one}: it is of user" in capsys.readouterr().err
-        open_one.chmod(0o700)
+        assert f"no compile cache in {shared}: owned by user" in capsys.readouterr().err
+        shared.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: os.stat(folder).st_uid + 1)
     assert runtime._cache_folder() is None
 
 
-def test_a_cache_that_cannot_be_made_is_told_and_done_without(tmp_path, monkeypatch, capsys):
+def test_a_cache_folder_that_cannot_be_created_is_logged_and_not_used(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert runtime._cache_folder() is None
     assert "Not a directory" in capsys.readouterr().err
 
 
-def test_a_user_without_a_home_is_told_and_does_without(monkeypatch, capsys):
-    def nobody(number):
+def test_a_missing_home_folder_is_logged_and_there_is_no_cache(monkeypatch, capsys):
+    def unknown_user(number):
         raise KeyError(number)
 
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", unknown_user)
     assert runtime._cache_folder() is None
     assert "no compile cache in ~/.cache/meshtrain: Could not" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("of_a_process", [8, 1])
-def test_programs_of_several_cpu_devices_are_not_cached(of_a_process, tmp_path, monkeypatch):
-    """They would hang when they are read back."""
-    monkeypatch.setattr(jax, "local_device_count", lambda: of_a_process)
+@pytest.mark.parametrize("num_local", [8, 1])
+def test_programs_of_several_cpu_devices_are_not_cached(num_local, tmp_path, monkeypatch):
+    """A program that is read from the cache would hang."""
+    monkeypatch.setattr(jax, "local_device_count", lambda: num_local)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
     try:
@@ -83,7 +85,7 @@ print(sum("cache_hits" in name for name in hits), jax.tree.leaves(result.state.p
 
 
 @pytest.mark.slow
-def test_a_second_run_reads_what_the_first_compiled_and_computes_the_same(tmp_path):
+def test_a_second_run_reads_the_cached_programs_and_computes_the_same(tmp_path):
     def run():
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": paths}
@@ -94,5 +96,5 @@ def test_a_second_run_reads_what_the_first_compiled_and_computes_the_same(tmp_pa
         hits, total = done.stdout.splitlines()[-1].split()
         return int(hits), total
 
-    (none, first), (many, second) = run(), run()
-    assert many > none and first == second
+    (first_hits, first), (second_hits, second) = run(), run()
+    assert second_hits > first_hits and first == second

@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch as it is, under a real SLURM of two nodes on this machine."""
+"""The unchanged launch/slurm.sbatch, under a real SLURM of two nodes on this machine."""
 
 import os
 import re
@@ -37,16 +37,16 @@ def install():
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Returns the variables that name a SLURM of two nodes."""
+    """Returns the environment variables of a SLURM with two nodes."""
     if os.geteuid() != 0:
         pytest.skip(
-            "a SLURM of one's own wants root: to install it, and for node names in /etc/hosts"
+            "starting SLURM needs root: to install it, and to write node names to /etc/hosts"
         )
     install()
     folder = tmp_path_factory.mktemp("slurm")
     script = [ROOT / "tests" / "cluster" / "slurm_up.sh"]
     try:
-        with open(folder / "up.log", "w") as log:  # daemons keep a pipe open
+        with open(folder / "up.log", "w") as log:  # not a pipe: the daemons would keep it open
             up = subprocess.run([*script, "up", folder], stdout=log, stderr=log, timeout=60)
         assert up.returncode == 0, (folder / "up.log").read_text()
         yield {"SLURM_CONF": str(folder / "slurm.conf")}
@@ -58,7 +58,9 @@ class Job:
     """A run that was submitted in `folder`."""
 
     def __init__(self, cluster, folder, *arguments, steps):
-        bin_folder = folder / "venv" / "bin"  # an environment that runs this Python, whatever it is
+        bin_folder = (
+            folder / "venv" / "bin"
+        )  # a stand-in for a virtual environment: runs this Python
         bin_folder.mkdir(parents=True)
         (bin_folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
         (bin_folder / "python").chmod(0o755)
@@ -77,7 +79,7 @@ class Job:
 
     @property
     def facts(self):
-        """What SLURM says of it."""
+        """The fields of `scontrol show job`."""
         return dict(re.findall(r"(\w+)=(\S+)", self.command("scontrol", "show", "job", self.id)))
 
     @property
@@ -102,7 +104,7 @@ class Job:
         self.wait(arrived)
 
     def start_now(self):
-        """Not two minutes later, as SLURM does; both nodes must have cleaned up before."""
+        """Starts a requeued job; SLURM would wait two minutes. Both nodes must have cleaned up before."""
         self.wait(lambda: len(self.command("sinfo", "-h", "-N", "-t", "idle").splitlines()) == 2)
         time.sleep(2)
         self.command("scontrol", "update", f"jobid={self.id}", "StartTime=now")
@@ -110,7 +112,7 @@ class Job:
 
 @pytest.fixture
 def submit(cluster, tmp_path):
-    """Returns what submits a run; it does not outlive the test."""
+    """Returns a function that submits a run; the run is cancelled after the test."""
     jobs = []
 
     def start(*arguments, steps):
@@ -126,7 +128,7 @@ def events(job, name):
     return [row for row in rows(job.workdir, "events.jsonl") if row["event"] == name]
 
 
-def test_a_job_that_is_preempted_saves_queues_again_and_ends_as_if_undisturbed(submit, tmp_path):
+def test_a_preempted_job_saves_requeues_and_ends_like_an_uninterrupted_one(submit, tmp_path):
     steps = 60
     job = submit(steps=steps)
     job.wait_for_step(15)
@@ -145,7 +147,7 @@ def test_a_job_that_is_preempted_saves_queues_again_and_ends_as_if_undisturbed(s
     assert_trained_as_undisturbed(tmp_path, steps=steps)
 
 
-def test_a_process_that_is_killed_is_started_again_on_both_nodes(submit, tmp_path):
+def test_after_a_process_is_killed_all_restart_on_both_nodes(submit, tmp_path):
     steps = 40
     job = submit(steps=steps)
     job.wait_for_step(15)
@@ -157,11 +159,11 @@ def test_a_process_that_is_killed_is_started_again_on_both_nodes(submit, tmp_pat
     for rank in range(2):
         log = (job.workdir / "logs" / f"rank-{rank}.log").read_text()
         assert len(re.findall(r"attempt \d", log)) == 2
-    assert job.facts["Restarts"] == "0"  # of the job
+    assert job.facts["Restarts"] == "0"  # the job itself was not requeued
     assert_trained_as_undisturbed(tmp_path, steps=steps)
 
 
-def test_a_job_that_is_cancelled_does_not_come_back(submit):
+def test_a_cancelled_job_is_not_requeued(submit):
     job = submit(steps=FOREVER)
     job.wait_for_step(3)
     job.command("scancel", job.id)
@@ -170,7 +172,7 @@ def test_a_job_that_is_cancelled_does_not_come_back(submit):
     assert "back into the queue" not in job.output
 
 
-def test_a_job_with_a_mistake_fails_and_does_not_come_back(submit):
+def test_a_job_with_a_config_error_fails_and_is_not_requeued(submit):
     job = submit("--config.optim.clip_norn=2", steps=FOREVER)
     job.wait_for_state("FAILED")
     assert (job.facts["ExitCode"], job.facts["Restarts"]) == ("2:0", "0")

@@ -1,4 +1,4 @@
-"""The supervisor, with processes that do no more than it can see."""
+"""The supervisor, with processes that only write their progress page and do not import jax."""
 
 import json
 import os
@@ -13,48 +13,48 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, free_port
 
-from meshtrain.cluster import nodes, progress
-from meshtrain.cluster import restart_policy as attempts
-from meshtrain.cluster.restart_policy import Budget, Outcome, Settings
-from meshtrain.cluster.supervisor import Supervisor, _shares
-from meshtrain.cluster.workers import Exit, ProcessStatus, Start, Workers
+from meshtrain.cluster import nodes, progress, restart_policy
+from meshtrain.cluster.restart_policy import Outcome, RestartBudget, Settings
+from meshtrain.cluster.supervisor import Supervisor, _remove_processes
+from meshtrain.cluster.workers import Exit, ProcessStatus, RankAssignment, Workers
 from meshtrain.errors import ConfigError
 
-# What a worker shows of itself, without jax: importing that takes seconds.
+# A worker that writes its progress page without importing jax, which takes seconds.
 WORKER = """
 import mmap, os, signal, sys, time
 rank, folder = int(os.environ["JAX_PROCESS_ID"]), sys.argv[1]
 with open(os.environ["MESHTRAIN_PROGRESS"], "r+b") as file:
     page = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
 FIELDS = sys.argv[2].split(",")
-PHASES = FIELDS[FIELDS.index("stop") + 1:]
+PHASES = FIELDS[FIELDS.index("stop_requested") + 1:]
 def put(name, value): page[FIELDS.index(name)] = value
 def step(number, phase="step"):
-    put("typical", 0.01)
-    put("phase", PHASES.index(phase)); put("since", time.monotonic()); put("beat", time.monotonic())
-    if page[FIELDS.index("first")] < 0: put("first", number)
-    put("reached", number)
+    put("step_seconds", 0.01); put("phase", PHASES.index(phase))
+    put("phase_start", time.monotonic()); put("heartbeat", time.monotonic())
+    if page[FIELDS.index("first_step")] < 0: put("first_step", number)
+    put("current_step", number)
 def attempt():
     name = f"{folder}/attempts-{rank}"
     with open(name, "a") as file: file.write("x")
     return os.path.getsize(name)
-def asked(): return page[FIELDS.index("stop")] > 0
-def go_on(seconds=30):
+def stop_requested(): return page[FIELDS.index("stop_requested")] > 0
+def run_steps(seconds=30):
     until, number = time.monotonic() + seconds, 0
-    while time.monotonic() < until and not asked():
+    while time.monotonic() < until and not stop_requested():
         step(number := number + 1); time.sleep(0.02)
-    sys.exit(75 if asked() else 0)
+    sys.exit(75 if stop_requested() else 0)
 number = attempt()
 """
 
 
-def look(rank=0, phase="step", reached=5, **fields):
-    known = dict(pid=7, first=0, age=0.0, silent=0.0, stopped=0.0, typical=0.1)
-    return ProcessStatus(rank=rank, phase=phase, reached=reached, **{**known, **fields})
+def status(rank=0, phase="step", current_step=5, **fields):
+    defaults = dict(pid=7, first_step=0, phase_age=0.0, heartbeat_age=0.0, stopped_for=0.0)
+    defaults |= dict(rank=rank, phase=phase, current_step=current_step, step_seconds=0.1)
+    return ProcessStatus(**{**defaults, **fields})
 
 
 def ended(code, rank=0):
-    return Exit(rank, code, look(rank), [])
+    return Exit(rank, code, status(rank), [])
 
 
 def is_alive(pid):
@@ -66,7 +66,7 @@ def is_alive(pid):
 
 @pytest.fixture
 def supervise(tmp_path, capfd):
-    """Runs processes with this code; returns the exit code and all that was printed."""
+    """Returns a function that runs processes with some code; it returns the exit code and all output."""
 
     def run(code, **settings):
         settings = {"nproc": 2, "stall_seconds": 1.0, "grace": 5.0, **settings}
@@ -83,19 +83,19 @@ def attempts_of(tmp_path, rank=0):
     return (tmp_path / f"attempts-{rank}").stat().st_size
 
 
-def test_lines_come_with_their_rank_and_go_into_its_log(supervise, tmp_path):
-    code, said = supervise(
+def test_output_is_prefixed_with_the_rank_and_logged(supervise, tmp_path):
+    code, output = supervise(
         "print('[Gloo] noise'); print('hello', flush=True); os.write(2, b'no end')"
     )
     assert code == 0
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert {"[0] hello", "[1] hello", "[0] no end", "[1] no end"} <= {*lines}
-    assert "Gloo" not in said
+    assert "Gloo" not in output
     assert "[Gloo] noise\nhello\nno end" in (tmp_path / "rank-1.log").read_text()
 
 
 @pytest.mark.parametrize(
-    ("dies", "told"),
+    ("failure", "message"),
     [
         (
             "os.kill(os.getpid(), 9)",
@@ -106,34 +106,34 @@ def test_lines_come_with_their_rank_and_go_into_its_log(supervise, tmp_path):
             "os.kill(os.getpid(), 19)",
             "rank 1 .* stopped by a signal.*, in phase step of step 3",
         ),
-        ("put('beat', 1.0); time.sleep(99)", "rank 1 .* gave no sign of life for"),
+        ("put('heartbeat', 1.0); time.sleep(99)", "rank 1 .* sent no heartbeat for"),
     ],
 )
-def test_whatever_befalls_a_process_all_start_again(supervise, tmp_path, dies, told):
-    code, said = supervise(f"""
+def test_after_any_failure_of_a_process_all_restart(supervise, tmp_path, failure, message):
+    code, output = supervise(f"""
 step(3)
-if number == 1 and rank == 1: {dies}
-while number == 1: put("beat", time.monotonic()); time.sleep(0.1)
+if number == 1 and rank == 1: {failure}
+while number == 1: put("heartbeat", time.monotonic()); time.sleep(0.1)
 """)
     assert code == 0
     assert attempts_of(tmp_path, 0) == attempts_of(tmp_path, 1) == 2
-    assert re.search(told + ".*; restart 1 of 3", said)
+    assert re.search(message + ".*; restart 1 of 3", output)
 
 
-def test_the_one_behind_is_named_when_all_wait(supervise):
-    code, said = supervise("""
+def test_the_process_furthest_behind_is_named_when_all_wait(supervise):
+    code, output = supervise("""
 step(5 if rank == 0 else 4)
 if number == 1:
-    while True: put("beat", time.monotonic()); time.sleep(0.1)
+    while True: put("heartbeat", time.monotonic()); time.sleep(0.1)
 """)
     assert (
         code == 0
-        and "rank 1" in said
-        and "made no progress for 1 s, in phase step of step 4" in said
+        and "rank 1" in output
+        and "made no progress for 1 s, in phase step of step 4" in output
     )
 
 
-def test_what_a_process_starts_dies_with_it(supervise, tmp_path):
+def test_subprocesses_die_with_their_process(supervise, tmp_path):
     code, _ = supervise("""
 import subprocess
 if rank == 0: open(f"{folder}/child", "w").write(str(subprocess.Popen(["sleep", "99"]).pid))
@@ -150,59 +150,61 @@ time.sleep(99)
 
 
 @pytest.mark.parametrize("code", [2, 17])
-def test_what_would_happen_again_is_not_tried_again(supervise, tmp_path, code):
-    exit_code, said = supervise(f"print('train.steps=x: no'); step(3); sys.exit({code})")
+def test_failures_that_would_recur_are_not_retried(supervise, tmp_path, code):
+    exit_code, output = supervise(f"print('train.steps=x: no'); step(3); sys.exit({code})")
     assert exit_code == code and attempts_of(tmp_path) == 1
-    assert "giving up" in said and "launch:   train.steps=x: no" in said
+    assert "giving up" in output and "launch:   train.steps=x: no" in output
 
 
-def test_a_crash_loop_at_one_step_stops_early_and_a_moving_one_at_the_budget(supervise, tmp_path):
-    code, said = supervise("step(3)\nif rank == 1: sys.exit(1)\ntime.sleep(99)", max_restarts=9)
+def test_a_crash_loop_at_one_step_stops_early_and_one_that_progresses_at_max_restarts(
+    supervise, tmp_path
+):
+    code, output = supervise("step(3)\nif rank == 1: sys.exit(1)\ntime.sleep(99)", max_restarts=9)
     assert code == 1 and attempts_of(tmp_path) == 2
-    assert "2 attempts in a row ended this way at step 3" in said
-    code, said = supervise(
+    assert "2 attempts in a row ended this way at step 3" in output
+    code, output = supervise(
         "step(0); step(3 + number)\nif rank == 1: sys.exit(1)\ntime.sleep(99)", max_restarts=2
     )
     assert code == 1 and attempts_of(tmp_path) == 2 + 3
-    assert "2 restarts within 3600 s are as many as --max_restarts" in said
+    assert "2 restarts within 3600 s, the limit of --max_restarts" in output
 
 
-def test_a_run_that_hangs_for_good_ends_with_18(supervise, tmp_path):
+def test_a_run_that_always_hangs_ends_with_18(supervise, tmp_path):
     code, _ = supervise("step(3); time.sleep(99)", max_restarts=9)
     assert code == 18 and attempts_of(tmp_path) == 3
 
 
-def test_a_run_that_was_preempted_goes_on_and_it_does_not_count(supervise, tmp_path):
-    code, said = supervise("step(3); sys.exit(75 if number < 4 else 0)", max_restarts=0)
-    assert code == 0 and attempts_of(tmp_path) == 4 and "restart after saving" in said
+def test_a_preempted_run_resumes_without_using_the_restart_budget(supervise, tmp_path):
+    code, output = supervise("step(3); sys.exit(75 if number < 4 else 0)", max_restarts=0)
+    assert code == 0 and attempts_of(tmp_path) == 4 and "restart after saving" in output
 
 
-def test_a_signal_asks_all_to_save(supervise, tmp_path):
+def test_a_signal_asks_all_processes_to_save(supervise, tmp_path):
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     before = signal.getsignal(signal.SIGTERM)
-    code, said = supervise("go_on()")
-    assert code == 75 and "asked to stop" in said and attempts_of(tmp_path) == 1
+    code, output = supervise("run_steps()")
+    assert code == 75 and "asked to stop" in output and attempts_of(tmp_path) == 1
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_who_does_not_save_in_time_is_killed(supervise):
+def test_processes_that_do_not_save_in_time_are_killed(supervise):
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    code, said = supervise("while True: step(1); time.sleep(0.1)", grace=0.5)
-    assert code == 128 + signal.SIGTERM and "not saved within" in said
+    code, output = supervise("while True: step(1); time.sleep(0.1)", grace=0.5)
+    assert code == 128 + signal.SIGTERM and "not saved within" in output
 
 
 def test_a_second_signal_aborts(supervise):
-    # A shell's background jobs ignore Ctrl-C, this one too then, and its supervisors.
+    # In a shell's background job this process ignores Ctrl-C, and so would the supervisor.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for seconds in (0.5, 1.0):
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
-    code, said = supervise("while True: step(1); time.sleep(0.1)", grace=60)
+    code, output = supervise("while True: step(1); time.sleep(0.1)", grace=60)
     signal.signal(signal.SIGINT, before)
-    assert code == 128 + signal.SIGINT and "aborted" in said and time.monotonic() - began < 10
+    assert code == 128 + signal.SIGINT and "aborted" in output and time.monotonic() - began < 10
 
 
-def test_children_die_with_a_supervisor_that_is_killed(tmp_path):
+def test_processes_die_when_their_supervisor_is_killed(tmp_path):
     code = """
 import os, sys
 from meshtrain.cluster.restart_policy import Settings
@@ -217,9 +219,9 @@ Supervisor(Settings(nproc=2), workdir=None).run([sys.executable, "-c", worker], 
     assert not [pid for pid in pids if is_alive(pid)]
 
 
-def test_fewer_go_on_while_one_cannot_come_back_and_all_when_it_can(supervise, tmp_path):
-    """With three to begin with: two may not fit, which the run itself says with exit code 2."""
-    code, said = supervise(
+def test_fewer_processes_continue_until_all_can_restart(supervise, tmp_path):
+    """Starts with three processes; with two, the run ends with exit code 2: the config does not allow it."""
+    code, output = supervise(
         """
 count = int(os.environ["JAX_NUM_PROCESSES"])
 with open(f"{folder}/counts", "a") as file: file.write(str(count) if rank == 0 else "")
@@ -233,126 +235,129 @@ time.sleep(0.6)
         min_nproc=1,
         max_restarts=9,
     )
-    assert code == 0, said
+    assert code == 0, output
     assert (tmp_path / "counts").read_text() == "33213"
 
 
-def test_it_goes_down_to_the_number_that_works(supervise, tmp_path):
+def test_processes_are_left_out_until_an_attempt_works(supervise, tmp_path):
     settings = dict(nproc=3, min_nproc=1, max_restarts=9)
-    code, said = supervise("if rank: sys.exit(1)\nstep(0); time.sleep(0.5)", **settings)
-    assert code == 0 and attempts_of(tmp_path) == 3 and "without 2 of 3 processes" in said
+    code, output = supervise("if rank: sys.exit(1)\nstep(0); time.sleep(0.5)", **settings)
+    assert code == 0 and attempts_of(tmp_path) == 3 and "without 2 of 3 processes" in output
 
 
-def test_one_that_is_stopped_before_its_first_step_is_not_left_out(supervise, tmp_path):
-    code, said = supervise("sys.exit(75 if number < 2 else 0)", min_nproc=1)
-    assert code == 0 and attempts_of(tmp_path, 1) == 2 and "without" not in said
+def test_a_process_preempted_before_its_first_step_is_not_left_out(supervise, tmp_path):
+    code, output = supervise("sys.exit(75 if number < 2 else 0)", min_nproc=1)
+    assert code == 0 and attempts_of(tmp_path, 1) == 2 and "without" not in output
 
 
-def test_one_that_never_stops_talking_does_not_keep_the_supervisor_from_its_work(supervise):
+def test_a_process_that_prints_without_pause_does_not_block_the_supervisor(supervise):
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    talks = "step(1)\nwhile not asked(): os.write(1, b'x\\n' * 1000)\nsys.exit(75)"
-    assert supervise(talks, stall_seconds=60)[0] == 75
+    chatty = "step(1)\nwhile not stop_requested(): os.write(1, b'x\\n' * 1000)\nsys.exit(75)"
+    assert supervise(chatty, stall_seconds=60)[0] == 75
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"), [("go_on()", 75), ("step(1); os.kill(os.getpid(), 15)", 143), ("", 75)]
+    ("code", "expected"),
+    [("run_steps()", 75), ("step(1); os.kill(os.getpid(), 15)", 143), ("", 75)],
 )
-def test_a_host_that_is_asked_to_go_says_what_became_of_its_processes(tmp_path, code, expected):
-    port, asked, ends = free_port(), [], []
-    head = nodes.Head("127.0.0.1", port, 2)
+def test_a_host_that_is_asked_to_stop_exits_with_the_code_of_its_processes(
+    tmp_path, code, expected
+):
+    port, received_signals, codes = free_port(), [], []
+    server = nodes.Server("127.0.0.1", port, 2)
     command = [sys.executable, "-c", WORKER + code, str(tmp_path), ",".join(progress.FIELDS)]
     workers = Workers(command, environ=dict(os.environ), logs=None, show=lambda *line: None)
 
     def follow():
         where = dict(host="127.0.0.1", port=port, node=1, nnodes=2, nproc=1, seconds=5, grace=5)
-        seen = dict(asked=lambda: len(asked), line=lambda text: None)
-        ends.append(nodes.follow(workers, **where, **seen))
+        callbacks = dict(num_signals=lambda: len(received_signals), log=lambda line: None)
+        codes.append(nodes.follow_node_0(workers, **where, **callbacks))
 
     thread = threading.Thread(target=follow)
     thread.start()
-    began = 0.0  # when there was a connection
+    connected_at = 0.0
     while thread.is_alive():
-        head.pump()
+        server.poll()
         time.sleep(0.01)
-        if head.present() and not began:
-            began = time.monotonic()
+        if server.connected() and not connected_at:
+            connected_at = time.monotonic()
             if code:
-                head.present()[0].start(Start("127.0.0.1:1", 1, 0, 1))
-        if began and not asked and time.monotonic() - began > 0.5:
-            asked.append(1)
+                server.connected()[0].start(RankAssignment("127.0.0.1:1", 1, 0, 1))
+        if connected_at and not received_signals and time.monotonic() - connected_at > 0.5:
+            received_signals.append(signal.SIGTERM)
     workers.close()
-    head.close(0)
-    assert ends == [expected]
+    server.close(0)
+    assert codes == [expected]
 
 
-def test_time_spent_is_told(supervise, tmp_path):
-    code, said = supervise("""
+def test_goodput_is_recorded(supervise, tmp_path):
+    code, output = supervise("""
 step(0); time.sleep(0.3); step(10)
 if number == 1: time.sleep(0.2); os.kill(os.getpid(), 9)
-put("first", 4); time.sleep(0.3)
+put("first_step", 4); time.sleep(0.3)
 """)
     assert code == 0
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [row["event"] for row in rows] == ["restart", "recovered", "goodput"]
     assert (rows[2]["restarts"], rows[2]["lost_steps"]) == (1, 6)
     assert abs(rows[2]["seconds"]["lost"] - 0.06) < 1e-6 and rows[2]["seconds"]["wall"] > 0.5
-    assert "1 restarts · 6 steps lost" in said
+    assert "1 restarts · 6 steps lost" in output
 
 
-def test_the_cause_is_found_among_those_who_ended():
-    def cause(*codes, bereft=()):
+def test_the_process_that_failed_first_is_found():
+    def cause(*codes, lost_peer=()):
         exits = [ended(code, rank) for rank, code in enumerate(codes)]
-        for rank in bereft:
+        for rank in lost_peer:
             exits[rank].tail.append("Gloo all-reduce failed: Connection closed by peer [127.0.0.1]")
-        return attempts.first_failure(exits).code
+        return restart_policy.first_failure(exits).code
 
     assert cause(0, -6, -9) == -9
     assert cause(-6, 1) == 1
-    assert cause(-6, 1, bereft=[1]) == -6
+    assert cause(-6, 1, lost_peer=[1]) == -6
     assert cause(1, -11, -6) == 1
-    assert cause(1, -11, -6, bereft=[0, 2]) == -11
+    assert cause(1, -11, -6, lost_peer=[0, 2]) == -11
     assert cause(1, 2, -9) == 2
-    assert attempts.first_failure([ended(0)]) is None
+    assert restart_policy.first_failure([ended(0)]) is None
 
 
-def test_each_phase_has_its_patience():
+def test_each_phase_has_its_time_limit():
     def late(**fields):
-        found = attempts.stall([look(**fields)], 60.0)
+        found = restart_policy.find_stall([status(**fields)], 60.0)
         return found and found.why
 
-    assert late(age=59) is None and "no progress for 61 s" in late(age=61)
-    assert late(age=200, typical=50) is None and late(age=251, typical=50)
-    assert late(phase="compile", age=3000) is None and late(phase="compile", age=3601)
-    assert "no sign of life" in late(phase="compile", age=70, silent=61)
-    assert "stopped by a signal" in late(phase="save", stopped=11)
-    two = [look(0, "step", 8, age=61), look(1, "data", 7, age=61.5)]
-    assert attempts.stall(two, 60.0).look.rank == 1
-    # After step 7 comes the save that is due then, and so far only rank 1 is.
-    two = [look(0, "step", 7, age=61), look(1, "save", 7, age=61)]
-    assert attempts.stall(two, 60.0).look.rank == 0
-    # Nothing is usual yet in the first steps: connections are made, in which NCCL takes its time.
-    assert late(typical=0.0, age=599) is None and late(typical=0.0, age=601)
+    assert late(phase_age=59) is None and "no progress for 61 s" in late(phase_age=61)
+    assert late(phase_age=200, step_seconds=50) is None and late(phase_age=251, step_seconds=50)
+    assert late(phase="compile", phase_age=3000) is None and late(phase="compile", phase_age=3601)
+    assert "no heartbeat" in late(phase="compile", phase_age=70, heartbeat_age=61)
+    assert "stopped by a signal" in late(phase="save", stopped_for=11)
+    two = [status(0, "step", 8, phase_age=61), status(1, "data", 7, phase_age=61.5)]
+    assert restart_policy.find_stall(two, 60.0).status.rank == 1
+    # The save that is due comes after step 7: only rank 1 has reached it.
+    two = [status(0, "step", 7, phase_age=61), status(1, "save", 7, phase_age=61)]
+    assert restart_policy.find_stall(two, 60.0).status.rank == 0
+    # The first steps have a higher limit: NCCL makes its connections then.
+    assert late(step_seconds=0.0, phase_age=599) is None and late(step_seconds=0.0, phase_age=601)
 
 
-def test_the_budget_is_of_a_window():
-    budget = Budget(max_restarts=2, window=0.3)
+def test_only_restarts_within_the_window_count():
+    budget = RestartBudget(max_restarts=2, window=0.3)
     for reached in range(2):
-        assert not budget.refuse(Outcome(1, look=look(reached=reached)), 2)
-    assert budget.refuse(Outcome(1, look=look(reached=2)), 2)
+        assert not budget.reason_to_give_up(Outcome(1, status=status(current_step=reached)), 2)
+    assert budget.reason_to_give_up(Outcome(1, status=status(current_step=2)), 2)
     time.sleep(0.35)
-    assert not budget.refuse(Outcome(1, look=look(reached=3)), 2)
+    assert not budget.reason_to_give_up(Outcome(1, status=status(current_step=3)), 2)
 
 
-def test_shares():
+def test_processes_are_removed_from_the_last_hosts_first():
     assert (
-        _shares([2, 2], 0) == [2, 2]
-        and _shares([2, 2], 1) == [2, 1]
-        and _shares([2, 2], 3) == [1, 0]
+        _remove_processes([2, 2], 0) == [2, 2]
+        and _remove_processes([2, 2], 1) == [2, 1]
+        and _remove_processes([2, 2], 3) == [1, 0]
     )
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (dict(nproc=0), "--nproc=0: use 1 or more"),
         (dict(nproc=2, min_nproc=3), "--min_nproc=3: there are 2 processes in all"),
@@ -361,13 +366,13 @@ def test_shares():
         (dict(max_restarts=-1, grace=0), "--max_restarts=-1"),
     ],
 )
-def test_settings_that_do_not_fit_are_told(settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_settings_are_rejected(settings, message):
+    with pytest.raises(ConfigError, match=message):
         Settings(**settings)
 
 
 def supervisors(tmp_path, code, count, **settings):
-    """Runs one on each of `count` hosts, which are folders here; returns their exit codes."""
+    """Runs a supervisor for each of `count` hosts, simulated by folders; returns their exit codes."""
     port, codes = free_port(), {}
 
     def one(node):
@@ -393,7 +398,7 @@ sys.exit(Supervisor(settings, workdir=None).run(command, environ=dict(os.environ
     return [codes[node] for node in range(count)]
 
 
-def test_supervisors_of_two_hosts_start_again_together(tmp_path):
+def test_supervisors_of_several_hosts_restart_together(tmp_path):
     codes = supervisors(
         tmp_path,
         "assert os.environ['JAX_NUM_PROCESSES'] == '3'\nstep(3)\n"
@@ -408,60 +413,60 @@ def test_supervisors_of_two_hosts_start_again_together(tmp_path):
     assert [attempts_of(tmp_path / str(node), node) for node in range(3)] == [2, 2, 2]
 
 
-def test_a_host_that_is_missing_is_named(tmp_path, capfd):
+def test_a_missing_host_is_named(tmp_path, capfd):
     assert supervisors(tmp_path, "", 1) == [0]
     settings = Settings(nnodes=2, coordinator=f"127.0.0.1:{free_port()}", join_seconds=0.5)
     assert Supervisor(settings, workdir=None).run(["true"], environ={}, logs=None) == 1
     assert "1 of 2 nodes arrived, missing [1]" in capfd.readouterr().err
 
 
-def test_a_supervisor_of_another_run_is_refused():
+def test_a_supervisor_of_another_run_is_rejected():
     port = free_port()
-    head = nodes.Head("127.0.0.1", port, 2)
-    told, faults = [], []
+    server = nodes.Server("127.0.0.1", port, 2)
+    reported, faults = [], []
 
     def follow(nnodes):
         workers = Workers(["true"], environ={}, logs=None, show=print)
         where = dict(host="127.0.0.1", port=port, node=1, nnodes=nnodes, nproc=1)
-        rest = dict(seconds=5, grace=5, asked=lambda: 0, line=lambda text: None)
+        rest = dict(seconds=5, grace=5, num_signals=lambda: 0, log=lambda line: None)
         try:
-            nodes.follow(workers, **where, **rest)
+            nodes.follow_node_0(workers, **where, **rest)
         except ConfigError as error:
-            told.extend(error.faults)
+            reported.extend(error.faults)
         finally:
             workers.close()
 
     thread = threading.Thread(target=follow, args=(3,))
     thread.start()
     while thread.is_alive():
-        faults += head.pump()
+        faults += server.poll()
         time.sleep(0.01)
-    head.close(0)
-    assert told == faults and "node 0 is one of 2 nodes and node 1 one of 3" in told[0]
+    server.close(0)
+    assert reported == faults and "node 0 is one of 2 nodes and node 1 one of 3" in faults[0]
 
 
-def test_a_page_is_shared_with_the_one_who_made_it(tmp_path, monkeypatch):
+def test_the_progress_page_is_shared_with_its_creator(tmp_path, monkeypatch):
     page = progress.ProgressPage.create(tmp_path / "page")
     monkeypatch.setenv(progress.VARIABLE, str(tmp_path / "page"))
     clock = progress.Clock()
     clock.enter("data", 7)
     clock.enter("step", 7)
     clock.enter("data", 8)
-    assert (page.phase, page["first"], page["reached"]) == ("data", 7, 8)
-    assert page["typical"] == 0 and not clock.asked
+    assert (page.phase, page["first_step"], page["current_step"]) == ("data", 7, 8)
+    assert page["step_seconds"] == 0 and not clock.stop_requested
     for step in (9, 10):
         clock.enter("data", step)
-    assert page["typical"] > 0  # of three steps and more
-    page["stop"] = 1
-    assert clock.asked
-    time.sleep(2 * progress.BEAT)
+    assert page["step_seconds"] > 0  # after three steps
+    page["stop_requested"] = 1
+    assert clock.stop_requested
+    time.sleep(2 * progress.HEARTBEAT_SECONDS)
     clock.close()
-    assert time.monotonic() - page["beat"] < 2 * progress.BEAT
+    assert time.monotonic() - page["heartbeat"] < 2 * progress.HEARTBEAT_SECONDS
     assert sum(page.seconds().values()) < 5
 
 
-def test_start_says_what_a_process_needs(tmp_path):
-    said = []
+def test_processes_get_their_ranks_in_variables(tmp_path):
+    lines = []
     code = "import os; print(*(os.environ[n] for n in ('JAX_PROCESS_ID', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))"
     workers = Workers(
         [sys.executable, "-c", code],
@@ -469,12 +474,12 @@ def test_start_says_what_a_process_needs(tmp_path):
         local_id=1,
         num_supervisors=2,
         logs=None,
-        show=lambda rank, line: said.append((rank, line)),
+        show=lambda rank, line: lines.append((rank, line)),
     )
-    workers.start(Start("127.0.0.1:1", 8, 6, 2))
-    done = []
-    while len(done) < 2:
-        workers.pump(0.05)
-        done += workers.exits()
+    workers.start(RankAssignment("127.0.0.1:1", 8, 6, 2))
+    exits = []
+    while len(exits) < 2:
+        workers.poll(0.05)
+        exits += workers.new_exits()
     workers.close()
-    assert sorted(said) == [(6, "6 2 4"), (7, "7 3 4")] and {one.code for one in done} == {0}
+    assert sorted(lines) == [(6, "6 2 4"), (7, "7 3 4")] and {one.code for one in exits} == {0}

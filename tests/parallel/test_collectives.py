@@ -305,7 +305,8 @@ test_collectives.check_on_each_process()
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     places = [
-        dict(zip(distributed.places.JAX, (address, "2", str(i)), strict=True)) for i in (0, 1)
+        dict(zip(distributed.environment.JAX_VARIABLES, (address, "2", str(i)), strict=True))
+        for i in (0, 1)
     ]
     processes = [
         subprocess.Popen(

@@ -79,7 +79,7 @@ def profile(
 
     Raises ConfigError where the trace cannot be written, or says nothing of this process's devices.
     """
-    with distributed.together():
+    with distributed.raise_on_all_processes():
         cfg = parse(config, num_devices=jax.device_count())
         parts = build(cfg, model=model, data=data)
         program = assemble(cfg, parts)
@@ -97,7 +97,7 @@ def profile(
         with _traced(folder) as files:
             traced, waited = run.take(steps)
     operations = [one for file in files for one in trace.read(file)]
-    with distributed.together():
+    with distributed.raise_on_all_processes():
         if not operations:
             raise ConfigError(
                 f"--output={output}: the trace says nothing of this process's devices; what may trace a "

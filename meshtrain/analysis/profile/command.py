@@ -39,7 +39,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: Any) -> int:
     """Returns the exit code."""
-    with distributed.together():
+    with distributed.raise_on_all_processes():
         if faults := minimum_faults(1, {"--top": args.top}):
             raise ConfigError(*faults)
         steps = _steps(args.steps)
