@@ -1,13 +1,12 @@
-"""Time from a kill to the next step, and a soak: a fault every minute, and where the training ends.
+"""Fault tolerance: the time from a kill to the next step, and a soak test with a fault every minute.
 
   python benchmarks/faults.py recovery [--runs=10] [--output=PATH]
   python benchmarks/faults.py soak [--minutes=15] [--every=60] [--seed=0] [--output=PATH]
 
 A tiny model on two processes with a CPU device each, under `meshtrain launch`. `recovery` kills a worker
-(rank 1 and rank 0 in turn) in a step of a run, which compiles anew each time. `soak` draws a fault from
-a seed each minute: a worker killed, stopped, told to stop (SIGTERM), one that sleeps before its next
-batch, an abort, a segmentation fault; no hand touches the run; in the end its parameters, optimizer
-state and losses must be, bit for bit, those of a run that nobody disturbed.
+(rank 1 and rank 0 alternately) in a step; the restarted run compiles again each time. `soak` draws a random
+fault every minute: kill, stop, SIGTERM, a sleep before the next batch, abort, or segmentation fault of a worker.
+Nobody intervenes. The final parameters, optimizer state and losses must equal an undisturbed run bit for bit.
 """
 
 import json
@@ -35,23 +34,23 @@ from meshtrain.data.source import Source
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = ("kill", "stop", "terminate", "sleep", "abort", "segfault")
-NAP = "nap"  # a file of the workdir: who is to sleep
+SLEEP_FILE = "nap"  # in the workdir; contains the rank that is to sleep
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 SIGNALS |= {"abort": signal.SIGABRT, "segfault": signal.SIGSEGV}
 
 
 def build(*, split: str, workdir: str, pace: float, **section) -> Source:
-    """Synthetic data, at a pace, that is late on a rank whose number is in a file."""
-    source, nap = synthetic.build(split=split, **section), Path(workdir) / NAP
+    """Returns synthetic data, `pace` seconds a batch; the rank that SLEEP_FILE names never gets its next batch."""
+    source, sleep_file = synthetic.build(split=split, **section), Path(workdir) / SLEEP_FILE
 
     def read(indices):
         time.sleep(pace)
-        if nap.exists() and nap.read_text() == os.environ.get("JAX_PROCESS_ID"):
-            nap.unlink()
+        if sleep_file.exists() and sleep_file.read_text() == os.environ.get("JAX_PROCESS_ID"):
+            sleep_file.unlink()
             time.sleep(1e6)
         return source.read(indices)
 
-    return Source(read, description="synthetic, with naps")
+    return Source(read, description="synthetic, with delays")
 
 
 def command(workdir: Path, steps: int, pace: float, *flags: str) -> list[str]:
@@ -60,15 +59,23 @@ def command(workdir: Path, steps: int, pace: float, *flags: str) -> list[str]:
     settings |= {"model.num_kv_heads": 2, "model.d_ff": 64, "model.vocab_size": 64}
     settings |= {"data.build": "benchmarks.faults:build", "data.seq_len": 16, "eval.batches": 0}
     settings |= {"checkpoint.every": 20, "data.workdir": str(workdir), "data.pace": pace}
-    settings |= {"optim.schedule": "constant"}  # so that the steps to come change nothing
+    settings |= {"optim.schedule": "constant"}  # independent of train.steps, which differs
     overrides = [f"--config.{key}={value}" for key, value in settings.items()]
     config = f"--config={__file__}"
-    own = [sys.executable, "-m", "meshtrain", "launch", "--nproc=2", "--simulate_devices=1", *flags]
-    return [*own, "--", config, f"--workdir={workdir}", *overrides]
+    launch = [
+        sys.executable,
+        "-m",
+        "meshtrain",
+        "launch",
+        "--nproc=2",
+        "--simulate_devices=1",
+        *flags,
+    ]
+    return [*launch, "--", config, f"--workdir={workdir}", *overrides]
 
 
 def get_config():
-    """This file is its own config: the default, with two keys more for its data."""
+    """Returns the config of these runs: the default one with two more keys for `build`."""
     from configs import default
 
     config = default.get_config()
@@ -77,15 +84,15 @@ def get_config():
     return config
 
 
-def workers(workdir: Path) -> dict[int, int]:
-    """Returns the processes of a run, by rank."""
+def worker_pids(workdir: Path) -> dict[int, int]:
+    """Returns the process ids of a run, by rank."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = dict(
-                one.split("=", 1)
-                for one in (folder / "environ").read_text(errors="replace").split("\0")
-                if "=" in one
+                pair.split("=", 1)
+                for pair in (folder / "environ").read_text(errors="replace").split("\0")
+                if "=" in pair
             )
             if VARIABLE in variables and str(workdir) in (folder / "cmdline").read_text():
                 found[int(variables["JAX_PROCESS_ID"])] = int(folder.name)
@@ -94,123 +101,126 @@ def workers(workdir: Path) -> dict[int, int]:
     return found
 
 
-def rows(workdir: Path, name: str) -> list[dict]:
+def read_jsonl(workdir: Path, name: str) -> list[dict]:
     path = workdir / name
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def step_of(workdir: Path) -> int:
-    return max((row["step"] for row in rows(workdir, "metrics.jsonl")[-1:]), default=-1)
+def newest_step(workdir: Path) -> int:
+    return max((row["step"] for row in read_jsonl(workdir, "metrics.jsonl")[-1:]), default=-1)
 
 
 def wait_for(condition, seconds: float, run: subprocess.Popen) -> None:
-    until = time.time() + seconds
+    """Waits until `condition()` holds; ends this script if the run ends or `seconds` pass before."""
+    deadline = time.time() + seconds
     while not condition():
-        if time.time() > until or run.poll() is not None:
-            raise SystemExit(f"nothing happened for {seconds:.0f} s, exit code {run.poll()}")
+        if run.poll() is not None:
+            raise SystemExit(f"the run ended with exit code {run.returncode}")
+        if time.time() > deadline:
+            raise SystemExit(f"the run made no progress in {seconds:.0f} s")
         time.sleep(0.02)
 
 
 def start(workdir: Path, steps: int, pace: float, *flags: str) -> subprocess.Popen:
     with open(f"{workdir}.log", "a") as log:
-        line = command(workdir, steps, pace, *flags)
-        return subprocess.Popen(line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command(workdir, steps, pace, *flags), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+        )
 
 
 def recovery(args, folder: Path) -> dict:
-    workdir, took = folder / "run", []
+    workdir, seconds = folder / "run", []
     run = start(workdir, 10**6, 0.02, "--max_restarts=1000")
     try:
-        wait_for(lambda: step_of(workdir) > 30, 120, run)
+        wait_for(lambda: newest_step(workdir) > 30, 120, run)
         for number in range(args.runs):
-            before = len(rows(workdir, "events.jsonl"))
+            before = len(read_jsonl(workdir, "events.jsonl"))
 
             def recovered(before=before):
-                new = rows(workdir, "events.jsonl")[before:]
+                new = read_jsonl(workdir, "events.jsonl")[before:]
                 return [row for row in new if row["event"] == "recovered"]
 
-            killed = time.time()
-            os.kill(workers(workdir)[(number + 1) % 2], signal.SIGKILL)
+            killed, rank = time.time(), (number + 1) % 2
+            os.kill(worker_pids(workdir)[rank], signal.SIGKILL)
             wait_for(recovered, 120, run)
-            took.append(recovered()[0]["time"] - killed)
-            print(
-                f"rank {(number + 1) % 2} killed: the next step {took[-1]:.2f} s later", flush=True
-            )
-            wait_for(lambda: step_of(workdir) >= recovered()[0]["step"] + 40, 60, run)
+            seconds.append(recovered()[0]["time"] - killed)
+            print(f"rank {rank} killed: next step after {seconds[-1]:.2f} s", flush=True)
+            wait_for(lambda: newest_step(workdir) >= recovered()[0]["step"] + 40, 60, run)
     finally:
         run.terminate()
         run.wait(60)
-    figures = {"median": statistics.median(took), "least": min(took), "most": max(took)}
-    print(
-        f"median {figures['median']:.2f} s, {min(took):.2f} to {max(took):.2f} s, {len(took)} kills"
-    )
-    return {"seconds": took, "figures": figures}
+    figures = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
+    print("median {median:.2f} s, {min:.2f} to {max:.2f} s".format(**figures), end="")
+    print(f", {len(seconds)} kills")
+    return {"seconds": seconds, "figures": figures}
 
 
-def strike(kind: str, rank: int, workdir: Path) -> None:
+def inject(kind: str, rank: int, workdir: Path) -> None:
     if kind == "sleep":
-        (workdir / NAP).write_text(str(rank))
+        (workdir / SLEEP_FILE).write_text(str(rank))
     else:
-        os.kill(workers(workdir)[rank], SIGNALS[kind])
+        os.kill(worker_pids(workdir)[rank], SIGNALS[kind])
 
 
 def soak(args, folder: Path) -> dict:
-    draw, deck, struck = random.Random(args.seed), [], []
-    disturbed, calm = folder / "disturbed", folder / "calm"
+    rng, remaining, injected = random.Random(args.seed), [], []
+    disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
     run = start(disturbed, 10**9, 0.05, "--max_restarts=1000", "--stall_seconds=5")
-    wait_for(lambda: step_of(disturbed) > 5, 120, run)
+    wait_for(lambda: newest_step(disturbed) > 5, 120, run)
     began, end = time.time(), time.time() + 60 * args.minutes
     while time.time() < end:
-        due = began + (len(struck) + 0.5) * args.every + draw.uniform(-0.3, 0.3) * args.every
+        due = began + (len(injected) + 0.5 + rng.uniform(-0.3, 0.3)) * args.every
         time.sleep(max(0.1, min(due, end) - time.time()))
         if run.poll() is not None:
             raise SystemExit(f"the supervisor ended with exit code {run.poll()}")
         if time.time() < min(due, end):
             continue
-        deck = deck or draw.sample(FAULTS, len(FAULTS))  # all kinds, in another order each time
-        rank = draw.randrange(2)
+        remaining = remaining or rng.sample(FAULTS, len(FAULTS))  # each kind once, in random order
+        rank = rng.randrange(2)
         try:
-            strike(deck[0], rank, disturbed)
+            inject(remaining[0], rank, disturbed)
         except (KeyError, ProcessLookupError):
-            continue  # just being started again
-        struck.append(deck.pop(0))
+            continue  # the worker is being restarted
+        injected.append(remaining.pop(0))
         at = f"{time.time() - began:6.0f} s"
-        print(f"{at}: {struck[-1]} rank {rank} at step {step_of(disturbed)}", flush=True)
+        print(f"{at}: {injected[-1]} rank {rank} at step {newest_step(disturbed)}", flush=True)
     run.terminate()
-    code, minutes, steps = run.wait(120), (time.time() - began) / 60, step_of(disturbed) + 1
-    print(f"{steps} steps, {len(struck)} faults, {minutes:.1f} minutes, stopped: exit code {code}")
+    code, minutes, steps = run.wait(120), (time.time() - began) / 60, newest_step(disturbed) + 1
+    print(f"{steps} steps, {len(injected)} faults, {minutes:.1f} minutes, exit code {code}")
     print(Path(f"{disturbed}.log").read_text().splitlines()[-1], flush=True)
-    assert start(calm, steps, 0.0).wait() == 0
-    same = outcome(disturbed) == outcome(calm)
-    told = "bit-equal to" if same else "NOT those of"
-    print(f"parameters, optimizer state and {steps} losses: {told} a calm run's")
-    account = [row for row in rows(disturbed, "events.jsonl") if row["event"] == "goodput"][-1]
-    return {"faults": struck, "minutes": minutes, "same": same, "goodput": account}
+    assert start(undisturbed, steps, 0.0).wait() == 0
+    same = final_state(disturbed) == final_state(undisturbed)
+    relation = "bit-equal to" if same else "DIFFERENT from"
+    print(f"parameters, optimizer state and {steps} losses: {relation} an undisturbed run")
+    events = read_jsonl(disturbed, "events.jsonl")
+    goodput = [row for row in events if row["event"] == "goodput"][-1]
+    return {"faults": injected, "minutes": minutes, "same": same, "goodput": goodput}
 
 
-def outcome(workdir: Path) -> tuple:
+def final_state(workdir: Path) -> tuple:
+    """Returns the newest checkpoint's step and arrays, as bytes by path, and the loss of each step."""
     newest = max(
         (int(path.name) for path in (workdir / checkpoint.FOLDER).glob("[0-9]*")), default=0
     )
-    found = arrays.as_numpy(workdir / checkpoint.FOLDER / str(newest))
-    losses = {row["step"]: row["loss"] for row in rows(workdir, "metrics.jsonl")}
-    return newest, {path: np.asarray(array).tobytes() for path, array in found.items()}, losses
+    saved = arrays.as_numpy(workdir / checkpoint.FOLDER / str(newest))
+    losses = {row["step"]: row["loss"] for row in read_jsonl(workdir, "metrics.jsonl")}
+    return newest, {path: np.asarray(array).tobytes() for path, array in saved.items()}, losses
 
 
 def main() -> int:
     parser = record.parser(__doc__)
     parser.add_argument("what", choices=("recovery", "soak"))
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--minutes", type=float, default=15)
-    parser.add_argument("--every", type=float, default=60)
+    parser.add_argument("--runs", type=int, default=10, help="number of kills of recovery")
+    parser.add_argument("--minutes", type=float, default=15, help="duration of soak")
+    parser.add_argument("--every", type=float, default=60, help="seconds between faults of soak")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    found, folder = record.about(args), Path(tempfile.mkdtemp())
-    found |= {"recovery": recovery, "soak": soak}[args.what](args, folder)
-    record.save(args.output, found, model=f"{args.what}-tiny")
-    return 0 if found.get("same", True) else 1
+    results, folder = record.about(args), Path(tempfile.mkdtemp())
+    results |= {"recovery": recovery, "soak": soak}[args.what](args, folder)
+    record.save(args.output, results, model=f"{args.what}-tiny")
+    return 0 if results.get("same", True) else 1
 
 
 if __name__ == "__main__":
