@@ -1,10 +1,10 @@
-"""Tests run on eight simulated CPU devices, whatever the machine has."""
+"""Fixtures and settings of all tests, which run on eight simulated CPU devices on any machine."""
 
 import os
 import socket
 from pathlib import Path
 
-# Most of a test's time is compiling, and this halves it; started processes inherit it.
+# Tests spend most of their time compiling; these flags halve it. Child processes inherit them.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
@@ -20,19 +20,19 @@ from configs import default
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Before anything starts a backend.
+# Set before any test initializes a backend.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# No persistent compile cache: on CPU a program of several devices that was read back from it runs its
-# collectives in another order on each device, and hangs (jax 0.10.2 and 0.12.0.1).
+# No persistent compile cache: on CPU a program for several devices that is read from the cache runs its
+# collectives in a different order on each device, and hangs (jax 0.10.2 and 0.12.0.1).
 
 
 @pytest.fixture
 def tiny():
-    """A config that trains for three steps in no time; each test may change its own."""
+    """A config of three quick training steps; each test gets its own copy, which it may change."""
     return tiny_config()
 
 
@@ -61,7 +61,7 @@ def free_port():
         return free.getsockname()[1]
 
 
-# One of the layouts that `verify` tries, for tests that want another to change.
+# A layout as `meshtrain verify` checks them, for tests that change single entries.
 LAYOUT = {
     "data": 2,
     "fsdp": 2,
@@ -77,7 +77,7 @@ KILLS = pytest.StashKey[dict]()
 
 @pytest.fixture
 def kill_table(pytestconfig):
-    """What was found of each planted bug (None: nothing), printed at the end."""
+    """The finding for each planted bug (None: not found), printed at the end of the session."""
     return pytestconfig.stash.setdefault(KILLS, {})
 
 
