@@ -30,23 +30,25 @@ def test_after_every_fault_the_run_resumes_and_ends_like_an_uninterrupted_one(tm
         for number, (kind, rank) in enumerate(
             [("kill", 1), ("kill", 0), ("stop", 1), ("sleep", 0), ("terminate", 1)]
         ):
-            aim = faults.step_of(workdir) + 25
-            faults.wait_for(lambda aim=aim: faults.step_of(workdir) >= aim, 120, run)
-            faults.strike(kind, rank, workdir)
+            aim = faults.newest_step(workdir) + 25
+            faults.wait_for(lambda aim=aim: faults.newest_step(workdir) >= aim, 120, run)
+            faults.inject(kind, rank, workdir)
 
             def is_back(count=number + 1):
-                events = [row["event"] for row in faults.rows(workdir, "events.jsonl")]
+                events = [row["event"] for row in faults.read_jsonl(workdir, "events.jsonl")]
                 return events.count("recovered") == count
 
             faults.wait_for(is_back, 120, run)
         assert run.wait(300) == 0
     finally:
         run.kill()
-    assert faults.outcome(workdir) == faults.outcome(tmp_path / "uninterrupted")
+    assert faults.final_state(workdir) == faults.final_state(tmp_path / "uninterrupted")
     log = Path(f"{workdir}.log").read_text()
     for cause in ("rank 1 (pid", "killed by signal 9", "rank 0 (pid", "no progress", "goodput"):
         assert cause in log
-    restarts = [row for row in faults.rows(workdir, "events.jsonl") if row["event"] == "restart"]
+    restarts = [
+        row for row in faults.read_jsonl(workdir, "events.jsonl") if row["event"] == "restart"
+    ]
     assert [row["code"] for row in restarts] == [-9, -9, 18, 18, 75]
     assert [row["rank"] for row in restarts[:4]] == [1, 0, 1, 0]
     assert restarts[3]["phase"] == "data"
@@ -146,7 +148,7 @@ from meshtrain import ConfigError
 from meshtrain.train import train
 from meshtrain.cluster import distributed
 from meshtrain.checkpoint import lock
-lock.VISIBLE = 1.0
+lock.VISIBLE_WITHIN = 1.0
 distributed.initialize("127.0.0.1:{port}", 2, {number})
 try:
     train(tiny_config(), workdir="run")
@@ -167,7 +169,7 @@ def test_a_second_run_in_a_workdir_is_rejected(tmp_path):
         stdout=subprocess.DEVNULL,
     )
     try:
-        faults.wait_for(lambda: faults.step_of(tmp_path) > 3, 60, run)
+        faults.wait_for(lambda: faults.newest_step(tmp_path) > 3, 60, run)
         command = [sys.executable, "-m", "meshtrain", "launch", "--nproc=2", "--simulate_devices=1"]
         second = subprocess.run(
             [*command, "--", *settings(tmp_path)], cwd=ROOT, capture_output=True, text=True
@@ -184,21 +186,21 @@ def test_fewer_processes_continue_with_the_same_batches(tmp_path):
     run = faults.start(workdir, 10**6, 0.01, "--min_nproc=1", "--max_restarts=9")
     command = Path(f"/proc/{run.pid}/cmdline")
     try:
-        faults.wait_for(lambda: faults.step_of(workdir) > 30, 120, run)
-        victim = faults.workers(workdir)[1]
+        faults.wait_for(lambda: faults.newest_step(workdir) > 30, 120, run)
+        victim = faults.worker_pids(workdir)[1]
         os.kill(victim, signal.SIGKILL)
-        faults.wait_for(lambda: faults.workers(workdir).get(1, victim) != victim, 30, run)
-        os.kill(faults.workers(workdir)[1], signal.SIGKILL)  # before its first step
+        faults.wait_for(lambda: faults.worker_pids(workdir).get(1, victim) != victim, 30, run)
+        os.kill(faults.worker_pids(workdir)[1], signal.SIGKILL)  # before its first step
 
         def starts():
-            events = faults.rows(workdir, "events.jsonl")
+            events = faults.read_jsonl(workdir, "events.jsonl")
             return [row["mesh"]["data"] for row in events if row["event"] == "start"]
 
         faults.wait_for(lambda: len(starts()) == 2, 60, run)
-        aim = faults.step_of(workdir) + 30
-        faults.wait_for(lambda: faults.step_of(workdir) > aim, 60, run)
-        assert list(faults.workers(workdir)) == [0]
-        os.kill(faults.workers(workdir)[0], signal.SIGKILL)
+        aim = faults.newest_step(workdir) + 30
+        faults.wait_for(lambda: faults.newest_step(workdir) > aim, 60, run)
+        assert list(faults.worker_pids(workdir)) == [0]
+        os.kill(faults.worker_pids(workdir)[0], signal.SIGKILL)
         faults.wait_for(lambda: len(starts()) == 3, 60, run)
         assert starts() == [2, 1, 2] and command.exists()
         run.terminate()
