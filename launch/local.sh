@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Trains on this machine, in several processes or on simulated CPU devices; what dies is started again.
+# Trains on this machine, in several processes or on simulated CPU devices; restarts the run after a crash.
 #
 #   launch/local.sh --config=configs/quickstart.py --workdir=runs/mine      one process, all devices
 #   NPROC=2 DEVICES=4 launch/local.sh --config=... --workdir=...            2 processes of 4 CPU devices
 #   launch/local.sh --nproc=2 --max_restarts=10 -- --config=... --workdir=...
 #
-# The arguments are those of `meshtrain train`, or with a -- among them, what stands before it is for
-# `meshtrain launch`, whose exit codes these are. PYTHON and VENV are those of launch/setup.sh.
+# The arguments are those of `meshtrain train`; with a --, those before it are for `meshtrain launch`.
+# Exit codes: those of `meshtrain launch`. PYTHON and VENV: see launch/setup.sh.
 #
-# Open MPI starts processes as well, over its hosts, without a supervisor to start them again:
+# Open MPI can start the processes as well, on its hosts, but without a supervisor that restarts them:
 #   mpirun -n 2 .venv/bin/python -m meshtrain.main --config=... --workdir=...
 set -euo pipefail
 

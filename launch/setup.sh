@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes the virtual environment, with the package installed editable; prints the path of its Python.
-# Does nothing where nothing changed, and builds anew what an interrupted run left behind.
+# Creates the virtual environment, with an editable install of the package; prints the path of its Python.
+# Does nothing if it is up to date, and rebuilds an environment that an interrupted run left incomplete.
 #
-#   launch/setup.sh [EXTRA[,EXTRA...]]    the extras are those of pyproject.toml, such as dev
+#   launch/setup.sh [EXTRA[,EXTRA...]]    extras of pyproject.toml, such as dev
 #
-#   PYTHON=/path/to/python                the Python to build on, 3.11 or newer
-#   VENV=/path/to/folder                  where to build, if not in .venv beside pyproject.toml
+#   PYTHON=/path/to/python                the base Python, 3.11 or newer
+#   VENV=/path/to/folder                  folder of the environment; default: .venv in the repository
 set -euo pipefail
 
 extras=${1:-}
@@ -13,21 +13,22 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)
 venv=${VENV:-$root/.venv}
 [[ $venv == /* ]] || venv=$PWD/$venv
 python=$venv/bin/python
-stamp=$venv/meshtrain-${extras:-base}.stamp # what is installed; written last, so half of it has none
+# Records what is installed. Written last, so an incomplete install has none.
+stamp=$venv/meshtrain-${extras:-base}.stamp
 
 fail() {
     echo "setup: $*" >&2
     exit 2
 }
 
-# Prints the version of the Python called $1, if it runs and is new enough.
+# Prints the version of Python $1 if it runs and is new enough.
 version() {
     "$1" -I -c '
 import sys
 print(sys.version.split()[0]) if sys.version_info >= (3, 11) else sys.exit(1)' 2>/dev/null
 }
 
-# Whether the venv is a working one, of the Python asked for, with something to install with.
+# Succeeds if the environment works, has the requested Python version, and can install packages.
 usable() {
     local found
     found=$(version "$python") || return 1
@@ -43,18 +44,18 @@ make_venv() {
     done
     [[ -n $base ]] || fail "no Python 3.11 or newer found; install one, or name it with PYTHON=/path/to/python"
     [[ ! -e $venv || -f $venv/pyvenv.cfg || -z ${VENV:-} ]] ||
-        fail "VENV=$VENV is there and is no virtual environment; name another folder"
-    echo "setup: making $venv with Python $(version "$base"); the first time this takes a minute" >&2
+        fail "VENV=$VENV exists and is not a virtual environment; name another folder"
+    echo "setup: creating $venv with Python $(version "$base"); the first time this takes a minute" >&2
     rm -rf -- "$venv"
     if command -v uv >/dev/null; then
         uv venv --quiet --python "$base" "$venv" >&2
     else
         "$base" -m venv "$venv" >/dev/null ||
-            fail "$base cannot make a venv; on Debian or Ubuntu: apt-get install python3-venv"
+            fail "$base cannot create a virtual environment; on Debian or Ubuntu: apt-get install python3-venv"
     fi
 }
 
-wanted="$root $(<"$root/pyproject.toml")" # an editable install knows where it is
+wanted="$root $(<"$root/pyproject.toml")" # an editable install depends on its path
 if ! usable; then
     make_venv
 elif [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Lints, then runs the test suite without its slow tests, or the part that pytest's arguments name.
+# Runs the linters, then the test suite without its slow tests, or the tests that the arguments select.
 #
-#   launch/test.sh [PYTEST ARGS]     such as tests/test_mesh.py -k layout (seen from the repository),
-#                                    or -m "slow or not slow" for all of them
+#   launch/test.sh [PYTEST ARGS]     such as tests/parallel/test_mesh.py -k layout (paths from the
+#                                    repository), or -m "slow or not slow" for all tests
 #
-# As many files at a time as there are cores, up to four; --numprocesses=0 takes one, as --pdb needs it.
-# PYTHON and VENV are those of launch/setup.sh.
+# Runs one test file per core at a time, at most four; --pdb needs --numprocesses=0.
+# PYTHON and VENV: see launch/setup.sh.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A real SLURM of two nodes on this machine, beside whatever is installed here: the configuration,
-# state, ports and keys are its own. Without systemd, cgroups and accounting; for root.
+# Starts a real SLURM with two nodes on this machine. It has its own configuration, state, ports and keys,
+# so it does not disturb another SLURM. It uses no systemd, cgroups or accounting; run it as root.
 #
-#   tests/cluster/slurm_up.sh up DIR        SLURM_CONF=DIR/slurm.conf is then how to reach it
-#   tests/cluster/slurm_up.sh down DIR      ends its jobs and daemons, and what `up` wrote outside of DIR
+#   tests/cluster/slurm_up.sh up DIR        then set SLURM_CONF=DIR/slurm.conf to use it
+#   tests/cluster/slurm_up.sh down DIR      ends its jobs and daemons, and removes its line in /etc/hosts
 #
-# Wants the Debian packages slurm-wlm and munge; nodes are called PREFIX1 and PREFIX2 in /etc/hosts.
+# Needs the Debian packages slurm-wlm and munge; `up` adds the nodes meshtrain-n1 and -n2 to /etc/hosts.
 set -euo pipefail
 
 (($# == 2)) && [[ $1 == up || $1 == down ]] || {
@@ -17,7 +17,7 @@ prefix=meshtrain-n nodes=2
 mark="# $dir"
 export SLURM_CONF=$dir/slurm.conf
 
-# Prints so many ports that are free now.
+# Prints $1 free ports.
 free_ports() {
     python3 - "$1" <<'END'
 import socket, sys
@@ -26,11 +26,11 @@ print(*(one.getsockname()[1] for one in held))
 END
 }
 
-# Rewrites /etc/hosts in place, as a container may have it mounted: without our line, and then $@.
+# Replaces our line in /etc/hosts by $@; in place, because a container may have the file mounted.
 write_hosts() {
-    local kept
-    kept=$(grep -vF -- "$mark" /etc/hosts || true)
-    printf '%s\n' "$kept" "$@" >/etc/hosts
+    local others
+    others=$(grep -vF -- "$mark" /etc/hosts || true)
+    printf '%s\n' "$others" "$@" >/etc/hosts
 }
 
 # Waits until the command succeeds, at most $1 seconds.
@@ -52,7 +52,7 @@ no_jobs() {
     jobs=$(squeue -h 2>/dev/null) && [[ -z $jobs ]]
 }
 
-# Whether a daemon has ended; its parent may leave it a zombie.
+# Succeeds if a daemon has ended; it may remain as a zombie.
 gone() {
     [[ ! -r /proc/$1/stat || $(<"/proc/$1/stat") == *") Z "* ]]
 }
@@ -117,7 +117,7 @@ END
 down() {
     local file pid
     if [[ -f $SLURM_CONF ]] && timeout 10 scancel --user=root 2>/dev/null; then
-        wait_for 20 no_jobs || echo "slurm_up: jobs do not end" >&2
+        wait_for 20 no_jobs || echo "slurm_up: some jobs do not end" >&2
     fi
     for file in "$dir"/slurmd.*.pid "$dir/slurmctld.pid" "$dir/munged.pid"; do
         [[ -f $file ]] || continue

@@ -169,7 +169,7 @@ def test_a_cancelled_job_is_not_requeued(submit):
     job.command("scancel", job.id)
     job.wait(lambda: not job.command("squeue", "-h", "-j", job.id))
     assert (job.facts["JobState"], job.facts["Restarts"]) == ("CANCELLED", "0")
-    assert "back into the queue" not in job.output
+    assert "requeueing the job" not in job.output
 
 
 def test_a_job_with_a_config_error_fails_and_is_not_requeued(submit):
