@@ -1,8 +1,9 @@
-"""Megatron-LM's token files: PREFIX.bin holds tokens, PREFIX.idx where each document begins.
+"""Megatron-LM's token files: PREFIX.bin holds the tokens, PREFIX.idx the boundaries of the documents.
 
 An .idx is little-endian: the magic, u64 version, u8 dtype, u64 number of sequences, u64 number of
-documents + 1; then int32 lengths (tokens) and int64 pointers (bytes) of the sequences, and int64 numbers
-of the sequences that begin a document, and of sequences in all. Mostly a document is one sequence.
+documents + 1; then int32 lengths (tokens) and int64 pointers (bytes) of the sequences; then the int64
+indices of the sequences that begin a document, and last the number of sequences. Most documents are
+one sequence.
 """
 
 import os
@@ -16,12 +17,13 @@ from meshtrain.errors import ConfigError
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-LONGEST = 2**31 - 1  # tokens of a sequence: lengths are int32; a longer document is several
+# Tokens of a sequence: lengths are int32. A longer document is stored as several sequences.
+MAX_SEQUENCE_LENGTH = 2**31 - 1
 
 
 class Shard(NamedTuple):
     path: str  # of the .bin
-    tokens: np.ndarray  # (T,) mapped, not read
+    tokens: np.ndarray  # (T,) memory-mapped
     starts: np.ndarray  # (documents + 1,) int64: first token of each document, then T
 
 
@@ -31,11 +33,11 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 
 
 def pack_index(lengths: np.ndarray, dtype: np.dtype) -> bytes:
-    """Returns the .idx of documents of these lengths (int64, tokens), one after the other."""
-    parts = np.maximum(1, -(-lengths // LONGEST))
-    documents = np.concatenate([[0], np.cumsum(parts)])
-    sequences = np.full(documents[-1], LONGEST, np.int64)
-    sequences[documents[1:] - 1] = lengths - LONGEST * (parts - 1)
+    """Returns the .idx of consecutive documents with these lengths (int64, tokens)."""
+    counts = np.maximum(1, -(-lengths // MAX_SEQUENCE_LENGTH))  # sequences of each document
+    documents = np.concatenate([[0], np.cumsum(counts)])
+    sequences = np.full(documents[-1], MAX_SEQUENCE_LENGTH, np.int64)
+    sequences[documents[1:] - 1] = lengths - MAX_SEQUENCE_LENGTH * (counts - 1)
     pointers = (np.cumsum(sequences) - sequences) * dtype.itemsize
     code = next(code for code, name in DTYPES.items() if name == dtype.name)
     return b"".join(
@@ -49,52 +51,52 @@ def pack_index(lengths: np.ndarray, dtype: np.dtype) -> bytes:
 
 
 def prefix_of(path: str) -> str | None:
-    """Returns the PREFIX of a path that names such a pair of files; None of any other."""
+    """Returns the PREFIX if `path` is a prefix, .bin or .idx of an existing pair of files, else None."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     return prefix if os.path.isfile(prefix + ".idx") and os.path.isfile(prefix + ".bin") else None
 
 
 def load(prefix: str) -> Shard:
-    """Returns the documents of PREFIX.bin; raises ConfigError with file and offset where they are odd."""
+    """Returns the documents of PREFIX.bin; raises ConfigError with file and offset for a corrupt index."""
     name = prefix + ".idx"
     size, size_bin = os.path.getsize(name), os.path.getsize(prefix + ".bin")
     with open(name, "rb") as file:
-        head = file.read(HEADER.size)
-        if len(head) < HEADER.size or not head.startswith(MAGIC):
-            raise _odd(name, 0, f"begins with {head[:9]!r}, not {MAGIC!r}")
-        _, version, code, num_sequences, num_documents = HEADER.unpack(head)
+        header = file.read(HEADER.size)
+        if len(header) < HEADER.size or not header.startswith(MAGIC):
+            raise _corrupt(name, 0, f"begins with {header[:9]!r}, not {MAGIC!r}")
+        _, version, code, num_sequences, num_documents = HEADER.unpack(header)
         if version != VERSION:
-            raise _odd(name, 9, f"version {version}, not {VERSION}")
+            raise _corrupt(name, 9, f"version {version}, not {VERSION}")
         if code not in DTYPES:
-            raise _odd(name, 17, f"dtype {code}, none of integers: {DTYPES}")
+            raise _corrupt(name, 17, f"dtype {code}, not one of the integers {DTYPES}")
         if size < HEADER.size + 12 * num_sequences + 8 * num_documents or num_documents < 1:
             sizes = f"{num_sequences} sequences and {num_documents} document entries"
-            raise _odd(name, 18, f"{sizes} do not fit its {size} bytes")
+            raise _corrupt(name, 18, f"{sizes} do not fit its {size} bytes")
         lengths = np.fromfile(file, "<i4", num_sequences)
         pointers = np.fromfile(file, "<i8", num_sequences)
         documents = np.fromfile(file, "<i8", num_documents)
     dtype = np.dtype(DTYPES[code])
-    # Sequences follow each other without gaps: then all pointers lie within the file.
+    # Sequences must follow each other without gaps, which keeps all pointers within the file.
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     wrong = np.flatnonzero(lengths < 0)
     if wrong.size:
-        raise _odd(name, HEADER.size + 4 * wrong[0], f"length {lengths[wrong[0]]}")
+        raise _corrupt(name, HEADER.size + 4 * wrong[0], f"length {lengths[wrong[0]]}")
     wrong = np.flatnonzero(pointers != ends - lengths.astype(np.int64) * dtype.itemsize)
     if wrong.size:
-        place = HEADER.size + 4 * num_sequences + 8 * wrong[0]
-        raise _odd(
-            name, place, f"pointer {pointers[wrong[0]]} is not where sequence {wrong[0]} begins"
-        )
+        offset = HEADER.size + 4 * num_sequences + 8 * wrong[0]
+        what = f"pointer {pointers[wrong[0]]} is not where sequence {wrong[0]} begins"
+        raise _corrupt(name, offset, what)
     wrong = np.flatnonzero(np.diff(documents, prepend=0, append=num_sequences) < 0)
     if wrong.size or documents[0] != 0 or documents[-1] != num_sequences:
-        place = HEADER.size + 12 * num_sequences + 8 * (wrong[0] if wrong.size else 0)
-        raise _odd(name, place, f"documents do not go from sequence 0 to {num_sequences} in order")
-    total = int(ends[-1]) if num_sequences else 0
-    if total != size_bin or not total:
+        offset = HEADER.size + 12 * num_sequences + 8 * (wrong[0] if wrong.size else 0)
+        what = f"documents do not go from sequence 0 to {num_sequences} in order"
+        raise _corrupt(name, offset, what)
+    expected = int(ends[-1]) if num_sequences else 0
+    if expected != size_bin or not expected:
         raise ConfigError(
-            f"{prefix}.bin has {size_bin} bytes, and its .idx tells of {total}; make both anew"
+            f"{prefix}.bin has {size_bin} bytes, but its .idx lists {expected}; create both again"
         )
-    starts = np.append(pointers, total)[documents] // dtype.itemsize
+    starts = np.append(pointers, expected)[documents] // dtype.itemsize
     return Shard(prefix + ".bin", map_tokens(prefix + ".bin", dtype), starts)
 
 
@@ -103,5 +105,5 @@ def map_tokens(path: str, dtype: np.dtype | str) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
-def _odd(name: str, offset: int, what: str) -> ConfigError:
-    return ConfigError(f"{name}: at byte {offset}: {what}; is it an .idx of Megatron-LM, whole?")
+def _corrupt(name: str, offset: int, what: str) -> ConfigError:
+    return ConfigError(f"{name}: at byte {offset}: {what}; is it a complete .idx of Megatron-LM?")

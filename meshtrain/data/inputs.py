@@ -1,4 +1,4 @@
-"""Documents from text, JSON lines and Parquet, one after the other, from any place on."""
+"""Read documents from text, JSON lines and Parquet, in order, from any position on."""
 
 import codecs
 import contextlib
@@ -14,64 +14,62 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from isal import igzip
 
-from meshtrain.data.tokenizer import needed
+from meshtrain.data.tokenizer import import_optional
 from meshtrain.errors import ConfigError
 
-LINES = (".jsonl", ".ndjson", ".json")  # a document a line
-KNOWN = (".txt", *LINES, ".parquet")  # and .gz after it, but Parquet; what is taken from a folder
+JSON_LINES = (".jsonl", ".ndjson", ".json")  # one document per line
+# The files of a folder that are read; all but .parquet also with .gz appended.
+EXTENSIONS = (".txt", *JSON_LINES, ".parquet")
 CHUNK = 1 << 20  # bytes read at a time
-ROWS = 256  # of Parquet read at a time
+PARQUET_ROWS = 256  # rows read at a time
 
 
-class Place(NamedTuple):
-    """Where a document begins."""
+class Position(NamedTuple):
+    """The start of a document in the inputs. The journal of a prepared folder stores the three numbers."""
 
-    file: int = 0  # number in the list of inputs
-    offset: int = 0  # bytes, unpacked; rows of Parquet
+    file: int = 0  # index in the list of inputs
+    offset: int = 0  # uncompressed bytes; rows of a Parquet file
     number: int = 0  # lines, documents or rows before it
 
 
-FIRST = Place()
+START = Position()
 
 
 class Record(NamedTuple):
-    """A document, or a piece of a long one, as it stands in a file."""
+    """A document, or a piece of a long one, as read from a file."""
 
-    data: Any  # a line of JSON, as bytes; of other files the text
-    after: Place  # where the next one begins; its number is that of this one, counted from 1
-    read: int  # bytes of the file so far, packed
-    begins: bool = True  # False: a piece, and not the first
-    ends: bool = True  # False: a piece, and not the last
+    data: Any  # JSON lines: the line as bytes; other files: the text
+    next_position: Position  # of the next document; its number is this document's, counted from 1
+    bytes_read: int  # compressed bytes read from the file so far
+    starts_document: bool = True  # False for a piece after the first
+    ends_document: bool = True  # False for a piece before the last
     fault: str = ""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How inputs are to be read."""
-
-    field: str  # of JSON lines and Parquet, that holds the text
-    separator: str  # between the documents of a text file; "": one document a file
-    forbidden: str  # a character that no document may hold; "": all may be there
+class ReadOptions:
+    field: str  # the field (JSON lines) or column (Parquet) with the text
+    separator: str  # between the documents of a text file; "": one document per file
+    forbidden: str  # a character that documents must not contain; "": none
 
 
-def find(inputs: list[str], pattern: str, output: Path) -> list[Path]:
-    """Returns the files of the inputs, those of folders as well, in a fixed order; not what is in `output`.
+def find_files(inputs: list[str], pattern: str, output: Path) -> list[Path]:
+    """Returns the input files, including those in input folders but not those in `output`.
 
-    The order is shuffled, so that the end of the data, which may be held out, is a fair sample.
+    The order is shuffled with a fixed seed, so that the end, which may be held out, is a fair sample.
+    Raises ConfigError for an input that does not exist, or a folder without matching files.
     """
-    files, faults = [], []
+    files, faults, known = [], [], ", ".join(EXTENSIONS)
     for name in inputs:
         path = Path(name)
         if path.is_file():
             files.append(path)
         elif path.is_dir():
-            inside = [
-                one for one in path.rglob(pattern or "*") if _wanted(one, path, bool(pattern))
-            ]
-            inside = [one for one in inside if output.resolve() not in one.resolve().parents]
+            inside = (file for file in path.rglob(pattern or "*") if _is_input(file, path, pattern))
+            inside = [file for file in inside if output.resolve() not in file.resolve().parents]
             files += sorted(inside)
             if not inside:
-                kinds = f"match --pattern={pattern}" if pattern else f"end in {', '.join(KNOWN)}"
+                kinds = f"match --pattern={pattern}" if pattern else f"end in {known}"
                 faults.append(f"{name}: no files in it {kinds}; give another folder or --pattern")
         else:
             faults.append(f"{name}: no such file or folder")
@@ -80,158 +78,163 @@ def find(inputs: list[str], pattern: str, output: Path) -> list[Path]:
     return [files[i] for i in np.random.default_rng(0).permutation(len(files))]
 
 
-def passed_over(inputs: list[str]) -> int:
-    """Returns how many files of the folders, hidden ones aside, are of no kind that is known."""
+def num_unknown_files(inputs: list[str]) -> int:
+    """Returns the number of files in the input folders with an unknown extension, without hidden ones."""
     inside = ((path, Path(name)) for name in inputs for path in Path(name).rglob("*"))
-    return sum(
-        _wanted(path, root, chosen=True) and kind_of(path) not in KNOWN for path, root in inside
-    )
+    visible = [path for path, root in inside if _is_input(path, root, pattern="*")]
+    return sum(extension_of(path) not in EXTENSIONS for path in visible)
 
 
-def _wanted(path: Path, root: Path, chosen: bool) -> bool:
+def _is_input(path: Path, root: Path, pattern: str) -> bool:
+    """Returns True for a file that is not hidden; without a pattern, only for a known extension."""
     hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-    return path.is_file() and not hidden and (chosen or kind_of(path) in KNOWN)
+    return path.is_file() and not hidden and bool(pattern or extension_of(path) in EXTENSIONS)
 
 
-def kind_of(path: Path) -> str:
-    """.txt of a.txt.gz"""
+def extension_of(path: Path) -> str:
+    """Returns the extension without .gz: a.txt.gz -> .txt"""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
 def fingerprint(files: list[Path]) -> str:
-    """Returns what changes with names, sizes or times of the files."""
+    """Returns a hash of the names, sizes and modification times of the files."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
 
 
-def records(
-    files: list[Path], how: Reading, last_border: Callable[[str], int], start: Place = FIRST
+def read_records(
+    files: list[Path],
+    options: ReadOptions,
+    last_split_point: Callable[[str], int],
+    start: Position = START,
 ) -> Iterator[Record]:
-    """Yields what is in the files from a place on; raises ConfigError for a file that cannot be read.
+    """Yields the records of the files from `start` on.
 
-    `last_border` says where a long text can be cut, see tokenizer.py.
+    `last_split_point` returns where a long text can be split, see tokenizer.py. Raises ConfigError for
+    a file that cannot be read.
     """
     for number in range(start.file, len(files)):
         path = files[number]
-        begin = start if number == start.file else Place(number)
+        begin = start if number == start.file else Position(number)
         try:
-            if kind_of(path) == ".parquet":
-                yield from _rows(path, how, begin)
-            elif kind_of(path) in LINES:
-                yield from _lines(path, begin)
-            elif how.separator:
-                yield from _separated(path, how, begin)
+            if extension_of(path) == ".parquet":
+                yield from _read_parquet(path, options, begin)
+            elif extension_of(path) in JSON_LINES:
+                yield from _read_lines(path, begin)
+            elif options.separator:
+                yield from _read_separated(path, options, begin)
             elif not begin.number:
-                yield from _whole(path, how, begin, last_border)
+                yield from _read_document(path, options, begin, last_split_point)
         except (OSError, EOFError, zlib.error) as error:
-            raise ConfigError(
-                f"{path}: cannot be read: {error}; repair it or leave it out"
-            ) from None
+            fault = f"{path}: cannot be read: {error}; repair it or leave it out"
+            raise ConfigError(fault) from None
 
 
 @contextlib.contextmanager
-def _opened(path: Path, offset: int) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Gives the unpacked bytes of a file from an offset on, and how many packed ones were read."""
+def _open_at(path: Path, offset: int) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """Yields the uncompressed file at an offset, and a function that returns the compressed bytes read."""
     with open(path, "rb") as raw:
-        file = (
-            io.BufferedReader(igzip.IGzipFile(fileobj=raw), CHUNK) if path.suffix == ".gz" else raw
-        )
+        is_gzip = path.suffix == ".gz"
+        file = io.BufferedReader(igzip.IGzipFile(fileobj=raw), CHUNK) if is_gzip else raw
         if not offset and file.peek(3)[:3] == codecs.BOM_UTF8:
             offset = 3
         file.seek(offset)
         yield file, raw.tell
 
 
-def _lines(path: Path, begin: Place) -> Iterator[Record]:
-    """Yields the lines; what is white space alone is none."""
-    with _opened(path, begin.offset) as (file, read):
+def _read_lines(path: Path, begin: Position) -> Iterator[Record]:
+    """Yields the lines of a file, without blank ones."""
+    with _open_at(path, begin.offset) as (file, bytes_read):
         offset, number = file.tell(), begin.number
         for line in file:
             offset, number = offset + len(line), number + 1
             if line.strip():
-                yield Record(line, Place(begin.file, offset, number), read())
+                yield Record(line, Position(begin.file, offset, number), bytes_read())
 
 
-def _rows(path: Path, how: Reading, begin: Place) -> Iterator[Record]:
-    parquet, pyarrow = (needed(name, "parquet") for name in ("pyarrow.parquet", "pyarrow"))
+def _read_parquet(path: Path, options: ReadOptions, begin: Position) -> Iterator[Record]:
+    parquet, pyarrow = (import_optional(name, "parquet") for name in ("pyarrow.parquet", "pyarrow"))
+    field = options.field
     try:
         table = parquet.ParquetFile(path)
-        column = table.schema_arrow.field(how.field).type
+        column = table.schema_arrow.field(field).type
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"{path}: no Parquet file with a column {how.field!r}: {error}") from None
+        raise ConfigError(f"{path}: not a Parquet file with a column {field!r}: {error}") from None
     if column not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise ConfigError(f"{path}: column {how.field!r} holds {column}, not strings; set --field")
+        raise ConfigError(f"{path}: column {field!r} holds {column}, not strings; set --field")
     size, row = path.stat().st_size, 0
     for group in range(table.num_row_groups):
         num_rows = table.metadata.row_group(group).num_rows
         if row + num_rows <= begin.offset:
             row += num_rows
             continue
-        for batch in table.iter_batches(ROWS, row_groups=[group], columns=[how.field]):
+        for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group], columns=[field]):
             for value in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                 row += 1
                 if row > begin.offset:
-                    text, fault = (None, "") if value is None else _decoded(value, 0)
-                    after = Place(begin.file, row, row)
-                    yield Record(text, after, size * row // table.metadata.num_rows, fault=fault)
+                    text, fault = (None, "") if value is None else _decode(value, 0)
+                    bytes_read = size * row // table.metadata.num_rows
+                    yield Record(text, Position(begin.file, row, row), bytes_read, fault=fault)
 
 
-def _separated(path: Path, how: Reading, begin: Place) -> Iterator[Record]:
-    """Yields the documents between separators; what is white space alone is none."""
-    separator = how.separator.encode()
-    with _opened(path, begin.offset) as (file, read):
+def _read_separated(path: Path, options: ReadOptions, begin: Position) -> Iterator[Record]:
+    """Yields the documents between separators, without blank ones."""
+    separator = options.separator.encode()
+    with _open_at(path, begin.offset) as (file, bytes_read):
         offset, number, pending = file.tell(), begin.number, [b""]
         while chunk := file.read(CHUNK):
             pending.append(chunk)
-            # Look only where it may be: a long document is not gone through again and again.
+            # Search only the new bytes: searching all of a long document per chunk would be quadratic.
             if separator not in b"".join(pending[-2:])[-len(chunk) - len(separator) :]:
                 continue
-            *documents, left = b"".join(pending).split(separator)
-            pending = [left]
+            *documents, rest = b"".join(pending).split(separator)
+            pending = [rest]
             for document in documents:
                 start, offset = offset, offset + len(document) + len(separator)
                 if document.strip():
                     number += 1
-                    text, fault = _decoded(document, start)
-                    yield Record(text, Place(begin.file, offset, number), read(), fault=fault)
-        if (left := b"".join(pending)).strip():
-            text, fault = _decoded(left, offset)
-            yield Record(text, Place(begin.file, file.tell(), number + 1), read(), fault=fault)
+                    text, fault = _decode(document, start)
+                    after = Position(begin.file, offset, number)
+                    yield Record(text, after, bytes_read(), fault=fault)
+        if (rest := b"".join(pending)).strip():
+            text, fault = _decode(rest, offset)
+            after = Position(begin.file, file.tell(), number + 1)
+            yield Record(text, after, bytes_read(), fault=fault)
 
 
-def _whole(
-    path: Path, how: Reading, begin: Place, last_border: Callable[[str], int]
+def _read_document(
+    path: Path, options: ReadOptions, begin: Position, last_split_point: Callable[[str], int]
 ) -> Iterator[Record]:
-    """Yields a text file as one document, in pieces where it is long and can be cut."""
-    after = Place(begin.file, 0, 1)  # which nothing follows
-    with _opened(path, 0) as (file, read):
+    """Yields a text file as one document, in pieces if it is long and can be split."""
+    end = Position(begin.file, 0, 1)  # number 1: a resumed run skips the file
+    with _open_at(path, 0) as (file, bytes_read):
         start = file.tell()
-        if fault := _first_fault(file, how.forbidden):
-            yield Record("", after, read(), fault=fault)
+        if fault := _find_fault(file, options.forbidden):
+            yield Record("", end, bytes_read(), fault=fault)
             return
         file.seek(start)
-        pending, begins = [""], True
-        for text, is_last in _with_last(_decoded_chunks(file)):
-            before = pending[-1][-1:]  # the border may lie between two chunks
-            border = 0 if is_last else last_border(before + text)
-            if not border:
+        pending, is_first = [""], True
+        for text, is_last in _mark_last(_decode_chunks(file)):
+            before = pending[-1][-1:]  # the split point may lie between two chunks
+            split = 0 if is_last else last_split_point(before + text)
+            if not split:
                 pending.append(text)
                 continue
-            piece = "".join([*pending, text[: border - len(before)]])
-            yield Record(piece, after, read(), begins=begins, ends=False)
-            pending, begins = [text[border - len(before) :]], False
-        if whole := "".join(pending):
-            yield Record(whole, after, read(), begins=begins)
+            piece = "".join([*pending, text[: split - len(before)]])
+            yield Record(piece, end, bytes_read(), starts_document=is_first, ends_document=False)
+            pending, is_first = [text[split - len(before) :]], False
+        if rest := "".join(pending):
+            yield Record(rest, end, bytes_read(), starts_document=is_first)
 
 
-def _decoded_chunks(file: BinaryIO) -> Iterator[str]:
+def _decode_chunks(file: BinaryIO) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     while chunk := file.read(CHUNK):
         yield decoder.decode(chunk)
 
 
-def _with_last(items: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yields the items that are not empty, each with whether it is the last."""
+def _mark_last(items: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yields (item, is_last) for the items that are not empty."""
     held = ""
     for item in items:
         if held and item:
@@ -241,56 +244,56 @@ def _with_last(items: Iterable[str]) -> Iterator[tuple[str, bool]]:
         yield held, True
 
 
-def _first_fault(file: BinaryIO, forbidden: str) -> str:
-    """Reads on to the end, and returns what is wrong with the text; mostly nothing."""
+def _find_fault(file: BinaryIO, forbidden: str) -> str:
+    """Reads to the end of the file; returns the first fault of the text, or ""."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     while True:
         offset, chunk = file.tell() - len(decoder.getstate()[0]), file.read(CHUNK)
         try:
             text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
-            return f"no valid UTF-8 at byte {offset + error.start}"
+            return f"invalid UTF-8 at byte {offset + error.start}"
         if forbidden and forbidden in text:
             return f"holds {forbidden!r}, which ends documents"
         if not chunk:
             return ""
 
 
-def _decoded(data: bytes, offset: int) -> tuple[str, str]:
-    """Returns the text, and what is wrong with it."""
+def _decode(data: bytes, offset: int) -> tuple[str, str]:
+    """Returns the text of bytes at an offset of the file, and its fault or ""."""
     try:
         return data.decode(), ""
     except UnicodeDecodeError as error:
-        return "", f"no valid UTF-8 at byte {offset + error.start}"
+        return "", f"invalid UTF-8 at byte {offset + error.start}"
 
 
-def text_of(record: Record, how: Reading) -> str:
-    """Returns the text of a record; raises ValueError where it has none."""
+def text_of(record: Record, options: ReadOptions) -> str:
+    """Returns the text of a record; raises ValueError if it has none or the text is faulty."""
     if record.fault:
         raise ValueError(record.fault)
     text = record.data
     if isinstance(text, bytes):
-        text = _parsed(text, how.field)
+        text = _parse_line(text, options.field)
     if not isinstance(text, str):
-        raise ValueError(f"{how.field} is no string but {type(text).__name__}")
+        raise ValueError(f"{options.field} is {type(text).__name__}, not a string")
     if not text:
-        raise ValueError(f"{how.field} is empty")
-    if how.forbidden and how.forbidden in text:
-        raise ValueError(f"holds {how.forbidden!r}, which ends documents")
+        raise ValueError(f"{options.field} is empty")
+    if options.forbidden and options.forbidden in text:
+        raise ValueError(f"holds {options.forbidden!r}, which ends documents")
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
-        raise ValueError("no valid UTF-8: half of a surrogate pair") from None
+        raise ValueError("invalid UTF-8: half of a surrogate pair") from None
     return text
 
 
-def _parsed(line: bytes, field: str) -> Any:
+def _parse_line(line: bytes, field: str) -> Any:
     try:
-        found = json.loads(line.decode())
+        parsed = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise ValueError(f"no valid UTF-8 at byte {error.start} of the line") from None
+        raise ValueError(f"invalid UTF-8 at byte {error.start} of the line") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON: {error}") from None
-    if not isinstance(found, dict) or field not in found:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(parsed, dict) or field not in parsed:
         raise ValueError(f"no field {field!r}")
-    return found[field]
+    return parsed[field]

@@ -1,4 +1,4 @@
-"""From a source to global device arrays: each process reads only its rows, ahead of the step."""
+"""Load the batches of a source onto devices: each process reads only its own rows, ahead of the step."""
 
 import collections
 import itertools
@@ -13,11 +13,11 @@ from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.parallel.sharding import Rules, spec_for
 
-AHEAD = 2  # batches read and sent to the device before they are asked for
+AHEAD = 2  # batches read and sent to the devices before they are needed
 
 
 class Loader:
-    """Iterates over the global batches of a source from sample `position` on; close it when done."""
+    """Iterates over the global batches of a source, from sample `position` on. Close it when done."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class Loader:
         spec = spec_for(("batch",), (global_batch,), rules, mesh.shape)
         self._sharding = jax.sharding.NamedSharding(mesh, spec)
         slices = self._sharding.addressable_devices_indices_map((global_batch,)).values()
-        # The rows of this process, in order, and where in them each row is.
-        self._local = np.unique(np.concatenate([np.arange(global_batch)[one] for one in slices]))
-        self._place = {int(row): place for place, row in enumerate(self._local)}
+        # The rows of the global batch that this process reads, in order, and their local indices.
+        self._rows = np.unique(np.concatenate([np.arange(global_batch)[one] for one in slices]))
+        self._local_index = {int(row): local for local, row in enumerate(self._rows)}
         self._next = position
         self._reader = ThreadPoolExecutor(1, "loader")
         self._ahead: collections.deque = collections.deque()
@@ -43,12 +43,12 @@ class Loader:
         return self
 
     def __next__(self) -> Any:
-        """Returns the next batch as jax arrays; a fault of the source is raised here."""
+        """Returns the next batch as jax arrays; raises what the source raised while it read the batch."""
         self._fill()
         return self._ahead.popleft().result()
 
     def peek(self) -> Any:
-        """Returns the next batch and leaves it the next."""
+        """Returns the next batch without consuming it."""
         self._fill()
         return self._ahead[0].result()
 
@@ -64,18 +64,18 @@ class Loader:
 
     def read(self, position: int) -> Any:
         """Returns samples `position` ... `position` + global_batch - 1, sharded over the batch axes."""
-        batch = self._source.read(position + self._local)
+        batch = self._source.read(position + self._rows)
 
         def to_device(rows: np.ndarray) -> jax.Array:
             rows = np.asarray(rows)
             shape = (self._global_batch, *rows.shape[1:])
 
-            def part(index: tuple[slice, ...]) -> np.ndarray:
+            def shard(index: tuple[slice, ...]) -> np.ndarray:
                 # Each device asks for a contiguous slice of the global batch.
                 start, stop, _ = index[0].indices(self._global_batch)
-                return rows[self._place[start] :][: stop - start]
+                return rows[self._local_index[start] :][: stop - start]
 
-            return jax.make_array_from_callback(shape, self._sharding, part)
+            return jax.make_array_from_callback(shape, self._sharding, shard)
 
         return jax.tree.map(to_device, batch)
 
@@ -84,15 +84,16 @@ class Loader:
 
 
 def from_iterable(batches: Iterable[Any], *, global_batch: int, position: int = 0) -> Source:
-    """Makes a Source of your iterable of global batches: pytrees of numpy arrays with a leading dim.
+    """Returns a Source of your iterable of global batches: pytrees of numpy arrays with a leading dim.
 
-    Batches are taken in order, and from the start again at the end of a list or another re-iterable.
-    A resumed run passes over the first `position` samples, so the iterable must yield the same
-    batches in the same order each time it is made, and on every process.
+    Batches are read in order; at the end, a list or another re-iterable starts again.
+    A resumed run skips the first `position` samples, so the iterable must yield the same batches in
+    the same order on every iteration and on every process.
     """
     if position % global_batch:
         raise ConfigError(
-            f"train.global_batch={global_batch} does not divide the {position} samples seen so far"
+            f"train.global_batch={global_batch} does not divide the {position} samples seen so far; "
+            f"use the global_batch of the run so far"
         )
     stream = itertools.islice(_epochs(batches), position // global_batch, None)
     expected = position

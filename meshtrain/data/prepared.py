@@ -1,4 +1,4 @@
-"""manifest.json of a prepared folder: written last, so that a folder with one is whole."""
+"""manifest.json of a prepared folder: written last, so a folder that has one is complete."""
 
 import json
 import os
@@ -9,65 +9,65 @@ import numpy as np
 
 from meshtrain.errors import ConfigError
 
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
 TOKEN_BYTES = "token_bytes.npy"
-JOURNAL = "progress.jsonl"  # of a folder that is not done; see shards.py
+JOURNAL = "progress.jsonl"  # of a folder that is not finished; see shards.py
 VERSION = 1
 KEYS = {"version", "tokenizer", "settings", "dtype", "shards", "documents", "tokens", "text_bytes"}
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """Returns the manifest, with the sizes of its files checked; raises ConfigError."""
-    name = folder / NAME
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest; raises ConfigError if it is corrupt, or a file in it has another size."""
+    name = folder / MANIFEST
     try:
-        found = json.loads(name.read_text())
-        version = found["version"]
+        manifest = json.loads(name.read_text())
+        version = manifest["version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{name} cannot be read: {error}; prepare the folder anew") from None
+        raise ConfigError(f"{name} cannot be read: {error}; prepare the folder again") from None
     if version != VERSION:
         raise ConfigError(
-            f"{name}: version {version}, this meshtrain reads {VERSION}; prepare anew"
+            f"{name}: version {version}, this meshtrain reads {VERSION}; prepare the folder again"
         )
-    if missing := KEYS - found.keys():
-        raise ConfigError(f"{name}: without {', '.join(sorted(missing))}; prepare the folder anew")
+    if missing := KEYS - manifest.keys():
+        raise ConfigError(f"{name}: no {', '.join(sorted(missing))}; prepare the folder again")
     faults = []
-    for shard in found["shards"]:
+    for shard in manifest["shards"]:
         for kind, file in shard["files"].items():
             path = folder / f"{shard['name']}.{kind}"
             size = path.stat().st_size if path.is_file() else -1
             if size != file["size"]:
-                is_there = f"has {size} bytes" if size >= 0 else "is missing"
-                faults.append(f"{path} {is_there}, {NAME} tells of {file['size']}; copy it again")
+                state = f"has {size} bytes" if size >= 0 else "is missing"
+                faults.append(f"{path} {state}, {MANIFEST} lists {file['size']}; copy it again")
     if faults:
         raise ConfigError(*faults[:10])
-    return found
+    return manifest
 
 
-def token_bytes(folder: Path, found: dict[str, Any]) -> np.ndarray:
-    """Returns how many bytes of text each token stands for; raises ConfigError."""
-    path, size = folder / TOKEN_BYTES, found["tokenizer"]["vocab_size"]
+def read_token_bytes(folder: Path, manifest: dict[str, Any]) -> np.ndarray:
+    """Returns (vocab_size,) the bytes of text of each token; raises ConfigError."""
+    path, vocab_size = folder / TOKEN_BYTES, manifest["tokenizer"]["vocab_size"]
     try:
         sizes_V = np.load(path, allow_pickle=False)
-        if sizes_V.shape != (size,):
-            raise ValueError(f"is of shape {sizes_V.shape}, not ({size},)")
+        if sizes_V.shape != (vocab_size,):
+            raise ValueError(f"shape {sizes_V.shape}, not ({vocab_size},)")
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; copy it again") from None
     return sizes_V
 
 
-def write(path: Path, content: str | bytes) -> None:
-    """Writes a file durably: after a crash it is there whole, or not at all."""
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Write a file atomically and fsync it: after a crash it is complete or absent."""
     new = path.with_name(path.name + ".new")
     with open(new, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)
-    sync(path.parent)
+    sync_folder(path.parent)
 
 
-def sync(folder: Path) -> None:
-    """Makes the names in a folder last."""
+def sync_folder(folder: Path) -> None:
+    """fsync a folder, so that new and renamed files in it survive a crash."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,8 @@
-"""Writes documents as shards, so that a run that was killed goes on after the last whole one.
+"""Write documents as shards, so that a run that was killed resumes after its last complete shard.
 
-progress.jsonl in the folder says how far it is: its first line are the settings, every other one a shard
-that is whole, with the place in the inputs where the next begins. The manifest takes its place at the end.
+progress.jsonl in the folder is the journal: the first line holds the settings, every other line a
+complete shard with the position in the inputs where the next one begins. At the end the manifest
+replaces it.
 """
 
 import contextlib
@@ -14,26 +15,25 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from meshtrain.data import indexed
-from meshtrain.data import prepared as manifest
-from meshtrain.data.inputs import Place
+from meshtrain.data import indexed, prepared
+from meshtrain.data.inputs import Position
 from meshtrain.errors import ConfigError
 
-KEPT = 20  # faults of a shard, or of all, that are kept in words
+MAX_FAULTS = 20  # messages stored per shard, and in the manifest; further faults are only counted
 
 
 class Journal:
-    """What is done in a folder; keeps other processes out of it until it is closed."""
+    """The progress of a prepared folder. Holds a lock on the folder until it is closed."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
-        """Opens or begins a folder; raises ConfigError where it holds anything else, or is in use."""
-        self.path = folder / manifest.JOURNAL
+        """Open or create a folder; raises ConfigError if it holds other files or is locked."""
+        self.path = folder / prepared.JOURNAL
         self.is_done = False
         self.shards: list[dict[str, Any]] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            others = {path.name for path in folder.iterdir()}
-            if others and not others & {manifest.NAME, manifest.JOURNAL}:
+            present = {path.name for path in folder.iterdir()}
+            if present and not present & {prepared.MANIFEST, prepared.JOURNAL}:
                 raise ConfigError(
                     f"--output={folder}: holds other files; use an empty or new folder"
                 )
@@ -41,48 +41,49 @@ class Journal:
         except OSError as error:
             raise ConfigError(f"--output={folder}: {error.strerror}; use another folder") from None
         try:
-            self._begin(folder, settings)
+            self._start(folder, settings)
         except BaseException:
             self._file.close()
             raise
 
-    def _begin(self, folder: Path, settings: dict[str, Any]) -> None:
+    def _start(self, folder: Path, settings: dict[str, Any]) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"--output={folder}: another prepare is at work in it; let it end"
+                f"--output={folder}: another `meshtrain prepare` is running in it; wait until it ends"
             ) from None
-        if (folder / manifest.NAME).exists():
+        if (folder / prepared.MANIFEST).exists():
             self.is_done = True
-            _check_same(folder, manifest.read(folder)["settings"], settings)
+            _check_settings(folder, prepared.read_manifest(folder)["settings"], settings)
             self.finish()
             return
-        lines = self._whole_lines()
-        if len(lines) < 2:  # no shard yet: nothing is lost
+        lines = self._read_complete_lines()
+        if len(lines) < 2:  # no complete shard, so there is nothing to resume
             self._file.truncate(0)
             if lines != [{"settings": settings}]:
-                (folder / "tokenizer.json").unlink(missing_ok=True)  # learned for other settings
+                # It may have been trained with other settings.
+                (folder / "tokenizer.json").unlink(missing_ok=True)
             self._append({"settings": settings})
-            manifest.sync(folder)
+            prepared.sync_folder(folder)
             return
-        _check_same(folder, lines[0]["settings"], settings)
+        _check_settings(folder, lines[0]["settings"], settings)
         self.shards = lines[1:]
         for shard in self.shards:
             for kind, file in shard["files"].items():
                 path = folder / f"{shard['name']}.{kind}"
                 if not path.is_file() or path.stat().st_size != file["size"]:
                     raise ConfigError(
-                        f"{path}: was whole and is not; remove {folder} and start again"
+                        f"{path}: changed since it was written; remove {folder} and start again"
                     )
 
-    def _whole_lines(self) -> list[dict[str, Any]]:
-        """Returns the lines; cuts off the last where it was not written to its end."""
+    def _read_complete_lines(self) -> list[dict[str, Any]]:
+        """Returns the lines; removes an incomplete last line from the file."""
         self._file.seek(0)
         text = self._file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._file.truncate(len(whole))
-        return [json.loads(line) for line in whole.splitlines()]
+        complete = text[: text.rfind(b"\n") + 1]
+        self._file.truncate(len(complete))
+        return [json.loads(line) for line in complete.splitlines()]
 
     def _append(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
@@ -94,12 +95,12 @@ class Journal:
         self.shards.append(shard)
 
     @property
-    def next(self) -> Place:
-        """Where in the inputs the next shard begins."""
-        return Place(*self.shards[-1]["next"]) if self.shards else Place()
+    def next_position(self) -> Position:
+        """The position in the inputs where the next shard begins."""
+        return Position(*self.shards[-1]["next"]) if self.shards else Position()
 
     def finish(self) -> None:
-        """Removes the journal; the manifest is there."""
+        """Remove the journal; the manifest replaces it."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
@@ -107,33 +108,35 @@ class Journal:
         self._file.close()
 
 
-def _check_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    differ = [key for key in here.keys() | there.keys() if here.get(key) != there.get(key)]
-    told = [
+def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raises ConfigError if the folder was started with different settings."""
+    changed = [key for key in new.keys() | old.keys() if new.get(key) != old.get(key)]
+    changes = [
         "the inputs have changed (files, sizes or times)"
         if key == "inputs"
-        else f"{key} was {there.get(key)!r}, and is {here.get(key)!r}"
-        for key in sorted(differ)
+        else f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        for key in sorted(changed)
     ]
-    if told:
+    if changes:
         raise ConfigError(
-            f"--output={folder}: was begun otherwise: {'; '.join(told)}; use another --output, or remove it"
+            f"--output={folder}: was started with different settings: {'; '.join(changes)}; "
+            f"use another --output, or remove it"
         )
 
 
-class Shards:
-    """Takes documents one after the other; a shard is closed by the document that fills it."""
+class ShardWriter:
+    """Writes documents to shards. A shard is finished after the document that fills it."""
 
     def __init__(self, folder: Path, journal: Journal, *, dtype: np.dtype, shard_tokens: int):
         self._folder, self._journal = folder, journal
         self._dtype, self._shard_tokens = dtype, shard_tokens
         self._file: BinaryIO | None = None
-        self._begin()
+        self._start_shard()
 
-    def _begin(self) -> None:
+    def _start_shard(self) -> None:
         self._name = f"{len(self._journal.shards):05d}"
         self._lengths: list[int] = []
-        self._tokens = self._in_document = self._text_bytes = self._num_faults = 0
+        self._tokens = self._document_tokens = self._text_bytes = self._num_faults = 0
         self._faults: list[str] = []
         self._hash = hashlib.sha256()
 
@@ -142,30 +145,30 @@ class Shards:
         return self._folder / f"{self._name}.bin.new"
 
     def write(self, tokens: np.ndarray, text_bytes: int) -> None:
-        """Adds tokens to the document that is being written."""
+        """Append tokens to the current document."""
         if self._file is None:
             self._file = open(self._new, "wb")
         data = tokens.astype(self._dtype, copy=False).tobytes()
         self._file.write(data)
         self._hash.update(data)
-        self._in_document += len(tokens)
+        self._document_tokens += len(tokens)
         self._text_bytes += text_bytes
 
-    def end(self, after: Place) -> None:
-        """Ends the document; the next one begins at `after`."""
-        self._lengths.append(self._in_document)
-        self._tokens += self._in_document
-        self._in_document = 0
+    def end_document(self, next_position: Position) -> None:
+        """End the current document; the next one begins at `next_position` in the inputs."""
+        self._lengths.append(self._document_tokens)
+        self._tokens += self._document_tokens
+        self._document_tokens = 0
         if self._tokens >= self._shard_tokens:
-            self._close(after)
+            self._finish_shard(next_position)
 
-    def skip(self, fault: str) -> None:
-        """Takes note of a document that is left out."""
+    def add_fault(self, fault: str) -> None:
+        """Count a skipped document, and store its fault."""
         self._num_faults += 1
-        if len(self._faults) < KEPT:
+        if len(self._faults) < MAX_FAULTS:
             self._faults.append(fault)
 
-    def _close(self, after: Place) -> None:
+    def _finish_shard(self, next_position: Position) -> None:
         files = {}
         if self._file is not None:
             self._file.flush()
@@ -174,7 +177,7 @@ class Shards:
             self._file = None
             os.replace(self._new, self._folder / f"{self._name}.bin")
             index = indexed.pack_index(np.array(self._lengths, np.int64), self._dtype)
-            manifest.write(self._folder / f"{self._name}.idx", index)
+            prepared.write_durably(self._folder / f"{self._name}.idx", index)
             size = self._tokens * self._dtype.itemsize
             files["bin"] = {"size": size, "sha256": self._hash.hexdigest()}
             files["idx"] = {"size": len(index), "sha256": hashlib.sha256(index).hexdigest()}
@@ -187,27 +190,29 @@ class Shards:
                 "files": files,
                 "skipped": self._num_faults,
                 "faults": self._faults,
-                "next": after,
+                "next": next_position,
             }
         )
-        self._begin()
+        self._start_shard()
 
-    def close(self, after: Place) -> None:
-        """Writes what is left, at the end of all inputs."""
+    def finish(self, next_position: Position) -> None:
+        """Finish the last shard, at the end of all inputs."""
         if self._lengths or self._num_faults:
-            self._close(after)
+            self._finish_shard(next_position)
 
-    def abandon(self) -> None:
-        """Leaves a shard that is not whole; it is written anew when the run goes on."""
+    def close(self) -> None:
+        """Close the file of an unfinished shard; a resumed run writes the shard again."""
         if self._file is not None:
             self._file.close()
 
 
 def summary(shards: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what the manifest says of the shards, and of all together."""
-    kept = ("name", "documents", "tokens", "text_bytes", "files")
-    totals = {key: sum(one[key] for one in shards) for key in ("documents", "tokens", "text_bytes")}
-    faults = [fault for one in shards for fault in one["faults"]]
-    skipped = {"count": sum(one["skipped"] for one in shards), "first": faults[:KEPT]}
-    written = [{key: one[key] for key in kept} for one in shards if one["files"]]
+    """Returns the manifest's entries for the shards, and their totals."""
+    keys = ("name", "documents", "tokens", "text_bytes", "files")
+    totals = {
+        key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "text_bytes")
+    }
+    faults = [fault for shard in shards for fault in shard["faults"]]
+    skipped = {"count": sum(shard["skipped"] for shard in shards), "first": faults[:MAX_FAULTS]}
+    written = [{key: shard[key] for key in keys} for shard in shards if shard["files"]]
     return totals | {"skipped": skipped, "shards": written}

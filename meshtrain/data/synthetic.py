@@ -1,22 +1,22 @@
-"""Made-up sequences that a model can learn, for tests and benchmarks: no file needed."""
+"""Synthetic sequences that a model can learn, for tests and benchmarks without data files."""
 
 import numpy as np
 
 from meshtrain.data.source import Batch, Source
 from meshtrain.data.tokens import check_sizes, to_batch
 
-FROM_FILES, HERE = "meshtrain.data.tokens:build", "meshtrain.data.synthetic:build"
+FILES_BUILD, SYNTHETIC_BUILD = "meshtrain.data.tokens:build", "meshtrain.data.synthetic:build"
 
 
 def without_files(build: str) -> str:
-    """Returns the `data.build` to use where only shapes matter: this module's in place of token files."""
-    return HERE if build == FROM_FILES else build
+    """Returns the `data.build` to use if only shapes matter: token files become synthetic data."""
+    return SYNTHETIC_BUILD if build == FILES_BUILD else build
 
 
 def build(
     *, seq_len: int, vocab_size: int, separator: int, seed: int, split: str, **unused
 ) -> Source:
-    """Returns arithmetic progressions modulo `vocab_size`, each with its own start and stride."""
+    """Returns arithmetic progressions modulo `vocab_size`, each with a random start and stride."""
 
     check_sizes(seq_len, vocab_size, seed)
 

@@ -1,4 +1,4 @@
-"""Records to tokens, in several processes at once and in their order."""
+"""Tokenize records in several processes, and return the results in order."""
 
 import functools
 import multiprocessing
@@ -14,100 +14,105 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data import tokenizer as tokenizers
-from meshtrain.data.inputs import Place, Reading, Record, text_of
+from meshtrain.data import tokenizer
+from meshtrain.data.inputs import Position, ReadOptions, Record, text_of
 from meshtrain.data.tokenizer import Tokenizer
 
-UNIT = 1 << 20  # bytes of input that a process takes at a time, and small enough to share out
-AHEAD = 3  # units for each process that are read before they are asked for
+UNIT_BYTES = 1 << 20  # of input in a work unit: small, so that the processes share the work evenly
+UNITS_AHEAD = 3  # units per process that are read before their results are needed
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all records."""
+    """The settings that all work units share."""
 
     tokenizer: str  # a path, or "bytes"
     sha256: str  # of that file
-    eos: int  # closes each document
+    eos: int  # ends each document
     bos: int | None  # begins each document
     dtype: str
-    how: Reading
+    options: ReadOptions
 
 
-class Told(NamedTuple):
-    """What became of a record."""
+class RecordResult(NamedTuple):
+    """The result for one record; see inputs.Record for the fields with equal names."""
 
     num_tokens: int
     text_bytes: int
-    after: Place
-    read: int
-    ends: bool
-    fault: str  # "" where it has tokens
+    next_position: Position
+    bytes_read: int
+    ends_document: bool
+    fault: str  # "" if the record was tokenized
 
 
-def units(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Yields the records in lists of about UNIT bytes."""
+def work_units(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Yields the records in lists of about UNIT_BYTES."""
     unit, size = [], 0
     for record in records:
         unit.append(record)
         size += len(record.data or "") + 100
-        if size >= UNIT:
+        if size >= UNIT_BYTES:
             yield unit
             unit, size = [], 0
     if unit:
         yield unit
 
 
-def tokenise(job: Job, unit: list[Record]) -> tuple[np.ndarray, list[Told]]:
-    """Returns the tokens of all records, one after the other, and what became of each."""
-    tokenizer = _loaded(job.tokenizer, job.sha256)
+def tokenize_unit(job: Job, unit: list[Record]) -> tuple[np.ndarray, list[RecordResult]]:
+    """Returns the concatenated tokens of all records of a unit, and a result for each record."""
+    loaded = _load_tokenizer(job.tokenizer, job.sha256)
     texts: list[str | None] = []
     faults: list[str] = []
     for record in unit:
         try:
-            texts.append(text_of(record, job.how))
+            texts.append(text_of(record, job.options))
             faults.append("")
         except ValueError as error:
             texts.append(None)
             faults.append(str(error))
-    pieces = [tokenizer.pieces(text) if text else [] for text in texts]
-    encoded = iter(tokenizer.encode_batch([piece for many in pieces for piece in many]))
-    found, told = [], []
-    for record, text, many, fault in zip(unit, texts, pieces, faults, strict=True):
-        mine = [next(encoded) for _ in many]
+    pieces = [loaded.pieces(text) if text else [] for text in texts]
+    encoded = iter(loaded.encode_batch([piece for of_text in pieces for piece in of_text]))
+    all_tokens, results = [], []
+    for record, text, of_text, fault in zip(unit, texts, pieces, faults, strict=True):
+        tokens = [next(encoded) for _ in of_text]
         if text is not None:
-            if record.begins and job.bos is not None:
-                mine.insert(0, np.array([job.bos]))
-            if record.ends:
-                mine.append(np.array([job.eos]))
-        text_bytes = len(text.encode()) if text else 0
-        size = sum(map(len, mine))
-        told.append(Told(size, text_bytes, record.after, record.read, record.ends, fault))
-        found += mine
-    tokens = np.concatenate([np.zeros(0, np.int64), *found])
-    return tokens.astype(job.dtype), told
+            if record.starts_document and job.bos is not None:
+                tokens.insert(0, np.array([job.bos]))
+            if record.ends_document:
+                tokens.append(np.array([job.eos]))
+        result = RecordResult(
+            num_tokens=sum(map(len, tokens)),
+            text_bytes=len(text.encode()) if text else 0,
+            next_position=record.next_position,
+            bytes_read=record.bytes_read,
+            ends_document=record.ends_document,
+            fault=fault,
+        )
+        results.append(result)
+        all_tokens += tokens
+    return np.concatenate([np.zeros(0, np.int64), *all_tokens]).astype(job.dtype), results
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(path: str, sha256: str) -> Tokenizer:
-    return tokenizers.load(path)
+def _load_tokenizer(path: str, sha256: str) -> Tokenizer:
+    return tokenizer.load(path)
 
 
-def in_order(function: Callable, items: Iterable, num_workers: int) -> Iterator:
-    """Yields function(item) in the order of the items, worked off by so many processes."""
-    # The processes are what runs at once; threads of each would only be in each other's way.
+def map_in_order(function: Callable, items: Iterable, num_workers: int) -> Iterator:
+    """Yields function(item) in the order of the items, computed by `num_workers` processes."""
+    # The processes already use all cores: threads within each would compete for them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if num_workers == 1:
         yield from map(function, items)
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_end_with_parent)
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_exit_with_parent)
     ahead: deque = deque()
     try:
         for item in items:
             ahead.append(pool.submit(function, item))
-            if len(ahead) > AHEAD * num_workers:
+            if len(ahead) > UNITS_AHEAD * num_workers:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
@@ -115,9 +120,9 @@ def in_order(function: Callable, items: Iterable, num_workers: int) -> Iterator:
         pool.shutdown(cancel_futures=True)
 
 
-def _end_with_parent() -> None:
-    """Ends this process when its parent does, which may be killed without a chance to tell."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+def _exit_with_parent() -> None:
+    """Make this process exit when its parent does, even if the parent is killed by SIGKILL."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Rows of tokens from files: windows of a long stream, or whole documents packed; see corpus.py for what is read."""
+"""Rows of tokens from files: windows of a long stream, or whole documents packed; corpus.py reads the files."""
 
 import functools
 from collections.abc import Callable
@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data import corpus as corpora
-from meshtrain.data import mixture as mixtures
-from meshtrain.data import packing as packings
+from meshtrain.data import corpus, mixture, packing
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.permute import permute
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 
-ENTROPY_TOKENS = 1 << 26  # the unigram entropy is taken over at most so many
-BLOCK = 1 << 10  # samples whose rows are found at a time: they are mostly read one after the other
+# B batch, S sequence
+
+ENTROPY_TOKENS = 1 << 26  # the unigram entropy is estimated from at most this many tokens
+BLOCK = 1 << 10  # samples whose rows are computed together: most are read one after the other
 PACKINGS = ("windows", "best_fit")
 
 
@@ -31,48 +31,51 @@ def build(
     heldout: float,
     seed: int,
     split: str,
-    packing: str = "windows",  # the configs of older runs have neither
+    packing: str = "windows",  # configs of older runs have neither of these two keys
     mixture: tuple = (),
 ) -> Source:
-    """Returns the "train" or "heldout" split of `path`; raises ConfigError where it cannot be used.
+    """Returns the "train" or "heldout" split of `path`; raises ConfigError if the data is unusable.
 
-    A file is mapped, not read: `.npy`, or raw numbers of `dtype` ("uint8" for any text), or Megatron's
-    PREFIX.bin with its PREFIX.idx. A folder that `meshtrain prepare` made is its shards; any other is
-    read into memory: the bytes of its files that match `pattern`, outside folders named in `exclude`.
-    The last `heldout` of the tokens are held out; the files of a folder are shuffled first.
-    An epoch visits each row once, in an order of its own; sample i is the i-th over all epochs.
+    A file is memory-mapped: `.npy`, raw numbers of `dtype` ("uint8" for any text), or Megatron-LM's
+    PREFIX.bin with its PREFIX.idx. A folder written by `meshtrain prepare` is mapped as its shards. Of
+    any other folder the bytes of the files that match `pattern` are read into memory, without the
+    subfolders named in `exclude`.
+    The last `heldout` fraction of the tokens is held out; the files of a folder are shuffled first.
+    Each epoch visits each row once, in an order of its own; sample i is the i-th over all epochs.
 
-    Packing "windows": the stream is cut into rows of `seq_len` tokens, documents too; what is too short
-    for a row at the end is left out. The token after a row is the target of its last. "best_fit": rows
-    of whole documents, only those longer than `seq_len` are cut. In both attention stays within a
-    document, and each token of it but the first is a target once.
-    `mixture` ((path, weight), ...), in place of `path`, takes samples of each by weight.
+    Packing "windows": the stream is split into rows of `seq_len` tokens, also within documents; a last
+    row that is too short is dropped. The last target of a row is the token after the row. "best_fit":
+    rows of whole documents; only documents longer than `seq_len` are split. With both, attention stays
+    within a document, and each token of a document but the first is a target once.
+    `mixture` ((path, weight), ...) replaces `path`: samples of each path in proportion to its weight.
     """
     check_sizes(seq_len, vocab_size, seed)
     faults = choice_faults("data.packing", packing, PACKINGS)
     if not 0 <= heldout < 1:
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
-    paths, weights = _check_mixture(path, mixture)
+    paths, weights = _parse_mixture(path, mixture)
     if faults:
         raise ConfigError(*faults)
     found = [
-        corpora.load(one, dtype=dtype, pattern=pattern, exclude=tuple(exclude)) for one in paths
+        corpus.load(one, dtype=dtype, pattern=pattern, exclude=tuple(exclude)) for one in paths
     ]
     _check_tokenizers(found, vocab_size)
     sources = []
-    for corpus in found:
-        border = corpus.num_tokens - int(corpus.num_tokens * heldout)
-        first, last = (0, border) if split == "train" else (border, corpus.num_tokens)
-        part = Split(corpus, first, last, f"the {split} split of data.heldout={heldout}")
+    for one in found:
+        border = one.num_tokens - int(one.num_tokens * heldout)
+        first, last = (0, border) if split == "train" else (border, one.num_tokens)
+        part = Split(one, first, last, f"the {split} split of data.heldout={heldout}")
         sizes = dict(seq_len=seq_len, vocab_size=vocab_size, seed=seed)
         sources.append(
-            _packed(part, **sizes)
+            _packed_source(part, **sizes)
             if packing == "best_fit"
-            else _windows(part, separator=separator, **sizes)
+            else _window_source(part, separator=separator, **sizes)
         )
-    if not mixture:
-        return sources[0]
-    return mixtures.mix(sources, weights, key=lambda block: _key(seed, block, 1))
+    return _mix(sources, weights, seed) if mixture else sources[0]
+
+
+def _mix(sources: list[Source], weights: list[float], seed: int) -> Source:
+    return mixture.mix(sources, weights, lambda block: _shuffle_key(seed, block, 1))
 
 
 class Split(NamedTuple):
@@ -84,8 +87,8 @@ class Split(NamedTuple):
     name: str  # for messages
 
 
-def _check_mixture(path: str, mixture: tuple) -> tuple[list[str], list[float]]:
-    """Returns paths and weights."""
+def _parse_mixture(path: str, mixture: tuple) -> tuple[list[str], list[float]]:
+    """Returns the paths and their weights; raises ConfigError."""
     if not mixture:
         return [path], [1.0]
     if path:
@@ -97,7 +100,7 @@ def _check_mixture(path: str, mixture: tuple) -> tuple[list[str], list[float]]:
             case [str(), int() | float() as weight] if 0 < weight < float("inf"):
                 pass
             case _:
-                raise ConfigError(f"data.mixture: {pair!r} is no (path, weight above 0)")
+                raise ConfigError(f"data.mixture: {pair!r} is not a (path, weight above 0)")
     return [one for one, _ in mixture], [weight for _, weight in mixture]
 
 
@@ -118,95 +121,102 @@ def _check_tokenizers(found: list[Corpus], vocab_size: int) -> None:
         raise ConfigError(*faults)
 
 
-def _windows(split: Split, *, separator: int, seq_len: int, vocab_size: int, seed: int) -> Source:
-    """Returns windows of `seq_len` + 1 tokens, of which the last is only a target."""
-    corpus, first, last, name = split
-    num_windows = (last - first - 1) // seq_len
+def _window_source(
+    split: Split, *, separator: int, seq_len: int, vocab_size: int, seed: int
+) -> Source:
+    """Returns windows of `seq_len` + 1 tokens; the last of them is only a target."""
+    num_tokens = split.last - split.first
+    num_windows = (num_tokens - 1) // seq_len
     if num_windows < 1:
         raise ConfigError(
-            f"data.path={corpus.path}: {name} has {last - first} tokens, too few for one window of "
+            f"data.path={split.corpus.path}: {split.name} has {num_tokens} tokens, too few for one window of "
             f"data.seq_len={seq_len} + 1; use more text, a shorter seq_len, or another data.heldout"
         )
 
-    order = _order(num_windows, seed)
+    order = _epoch_order(num_windows, seed)
 
     def read(indices: np.ndarray) -> Batch:
-        starts = first + seq_len * order(indices)
-        rows = corpora.windows(corpus, starts, seq_len + 1, vocab_size)
-        if corpus.starts is None:
+        starts = split.first + seq_len * order(indices)
+        rows = corpus.read_windows(split.corpus, starts, seq_len + 1, vocab_size)
+        if split.corpus.document_starts is None:
             return to_batch(rows, separator)
-        return segmented(rows, corpora.begins(corpus, starts, seq_len + 1))
+        is_start = corpus.is_document_start(split.corpus, starts, seq_len + 1)
+        return to_segmented_batch(rows, is_start)
 
-    return _source(split, read, vocab_size, num_windows, f"windows of {seq_len}")
+    return _make_source(split, read, vocab_size, num_windows, f"windows of {seq_len}")
 
 
-def _packed(split: Split, *, seq_len: int, vocab_size: int, seed: int) -> Source:
+def _packed_source(split: Split, *, seq_len: int, vocab_size: int, seed: int) -> Source:
     """Returns rows of whole documents."""
-    corpus, first, last, name = split
-    if corpus.starts is None:
+    num_tokens = split.last - split.first
+    if split.corpus.document_starts is None:
         raise ConfigError(
-            f"data.packing=best_fit: data.path={corpus.path} does not tell documents apart; "
-            f"use what `meshtrain prepare` makes of it, or data.packing=windows"
+            f"data.packing=best_fit: data.path={split.corpus.path} does not mark where documents begin; "
+            f"convert it with `meshtrain prepare`, or use data.packing=windows"
         )
-    if first == last:
+    if not num_tokens:
         raise ConfigError(
-            f"data.path={corpus.path}: {name} has 0 tokens; use more text, or another data.heldout"
+            f"data.path={split.corpus.path}: {split.name} has 0 tokens; use more text, or another data.heldout"
         )
-    packing = packings.load(corpus, first, last, seq_len)
-    num_rows = len(packing.rows) - 1
-    order = _order(num_rows, seed)
+    packed = packing.load_or_pack(split.corpus, split.first, split.last, seq_len)
+    num_rows = len(packed.rows) - 1
+    order = _epoch_order(num_rows, seed)
 
     def read(indices: np.ndarray) -> Batch:
-        return packings.read(corpus, packing, order(indices), seq_len, vocab_size)
+        return packing.read_rows(split.corpus, packed, order(indices), seq_len, vocab_size)
 
-    filled = (last - first) / (num_rows * seq_len)
-    return _source(split, read, vocab_size, num_rows, f"rows of {seq_len}, {filled:.2%} filled")
+    filled = num_tokens / (num_rows * seq_len)
+    kind = f"rows of {seq_len}, {filled:.2%} filled"
+    return _make_source(split, read, vocab_size, num_rows, kind)
 
 
-def _source(split: Split, read: Callable, vocab_size: int, size: int, kind: str) -> Source:
-    corpus, first, last, _ = split
+def _make_source(split: Split, read: Callable, vocab_size: int, size: int, kind: str) -> Source:
+    first, last = split.first, split.last
     documents = ""
-    if corpus.starts is not None:
-        begun = np.searchsorted(corpus.starts, (first, last - 1), side="right")
-        documents = f"{begun[1] - begun[0] + 1:,} documents, "
-    seen = corpora.head(corpus, first, min(last, first + ENTROPY_TOKENS))
+    if split.corpus.document_starts is not None:
+        ends = np.searchsorted(split.corpus.document_starts, (first, last - 1), side="right")
+        documents = f"{ends[1] - ends[0] + 1:,} documents, "
+    sample = corpus.token_range(split.corpus, first, min(last, first + ENTROPY_TOKENS))
     return Source(
         read,
-        description=f"{corpus.path}: {documents}{last - first:,} tokens, {size:,} {kind}",
-        baseline=unigram_entropy(seen, vocab_size),
+        description=f"{split.corpus.path}: {documents}{last - first:,} tokens, {size:,} {kind}",
+        baseline=unigram_entropy(sample, vocab_size),
         size=size,
-        token_bytes=corpus.token_bytes,
+        token_bytes=split.corpus.token_bytes,
     )
 
 
 def check_sizes(seq_len: int, vocab_size: int, seed: int) -> None:
-    """Raises ConfigError for sizes that no data has."""
+    """Raises ConfigError for a size below 1 or a negative seed."""
     faults = minimum_faults(1, {"data.seq_len": seq_len, "data.vocab_size": vocab_size})
     if faults := faults + minimum_faults(0, {"data.seed": seed}):
         raise ConfigError(*faults)
 
 
 def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
-    """Makes a Batch of (B, S + 1) tokens; where `separator` >= 0 ends documents, each is its own segment.
+    """Returns a Batch of (B, S + 1) tokens; a `separator` >= 0 ends documents, each its own segment.
 
-    The target that follows a separator belongs to another document and weighs nothing.
+    The target after a separator belongs to another document and has weight 0.
     """
     if separator < 0:
         tokens, targets = rows[:, :-1], rows[:, 1:]
         return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
-    begins = np.zeros(rows.shape, bool)
-    begins[:, 1:] = rows[:, :-1] == separator
-    return segmented(rows, begins)
+    is_start = np.zeros(rows.shape, bool)
+    is_start[:, 1:] = rows[:, :-1] == separator
+    return to_segmented_batch(rows, is_start)
 
 
-def segmented(rows: np.ndarray, begins: np.ndarray) -> Batch:
-    """Makes a Batch of (B, S + 1) tokens, and where documents begin; each is its own segment."""
+def to_segmented_batch(rows: np.ndarray, is_start: np.ndarray) -> Batch:
+    """Returns a Batch of (B, S + 1) tokens, with each document as its own segment.
+
+    `is_start` (B, S + 1) is True for the first token of each document.
+    """
     tokens, targets = rows[:, :-1], rows[:, 1:]
-    weights = (~begins[:, 1:]).astype(np.float32)
-    starts = begins[:, :-1].copy()
+    weights = (~is_start[:, 1:]).astype(np.float32)
+    starts = is_start[:, :-1].copy()
     starts[:, 0] = True
     S = tokens.shape[1]
-    # Segments are few and tokens many, so each number is found once and repeated.
+    # There are few segments and many tokens, so compute each number once and repeat it.
     at = np.flatnonzero(starts)
     lengths = np.diff(at, append=tokens.size)
     numbers = np.arange(at.size) - np.searchsorted(at, at - at % S)
@@ -225,28 +235,28 @@ def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
     return float(-(frequency * np.log(frequency)).sum())
 
 
-def _order(size: int, seed: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns the function from samples to rows: each epoch of `size` has an order of its own."""
+def _epoch_order(size: int, seed: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the function from samples to rows; each epoch of `size` samples has its own shuffle."""
 
     @functools.lru_cache(maxsize=8)
-    def of_block(block: int) -> np.ndarray:
-        epochs, places = np.divmod(np.arange(block * BLOCK, (block + 1) * BLOCK), size)
-        result = np.empty_like(places)
+    def rows_of_block(block: int) -> np.ndarray:
+        epochs, within = np.divmod(np.arange(block * BLOCK, (block + 1) * BLOCK), size)
+        rows = np.empty_like(within)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            result[here] = permute(places[here], size, key=_key(seed, epoch))
-        return result
+            rows[here] = permute(within[here], size, key=_shuffle_key(seed, epoch))
+        return rows
 
     def order(indices: np.ndarray) -> np.ndarray:
         blocks, within = np.divmod(indices, BLOCK)
-        result = np.empty_like(within)
+        rows = np.empty_like(within)
         for block in np.unique(blocks):
             here = blocks == block
-            result[here] = of_block(int(block))[within[here]]
-        return result
+            rows[here] = rows_of_block(int(block))[within[here]]
+        return rows
 
     return order
 
 
-def _key(seed: int, *more: int) -> int:
-    return int(np.random.SeedSequence((seed, *map(int, more))).generate_state(1, np.uint64)[0])
+def _shuffle_key(seed: int, *numbers: int) -> int:
+    return int(np.random.SeedSequence((seed, *map(int, numbers))).generate_state(1, np.uint64)[0])

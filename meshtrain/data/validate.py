@@ -1,58 +1,58 @@
-"""Goes through every token of prepared data."""
+"""Check every token of prepared data, for `meshtrain prepare --verify`."""
 
 import hashlib
 from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data import indexed
-from meshtrain.data import prepared as manifest
+from meshtrain.data import indexed, prepared
 from meshtrain.data.indexed import Shard
 from meshtrain.errors import ConfigError
 
-CHUNK = 1 << 24  # tokens, or bytes, at a time
+CHUNK = 1 << 24  # tokens read at a time
 
 
-def check(path: Path) -> list[str]:
-    """Returns a line for what is there; raises ConfigError with a line for each fault.
+def validate(path: Path) -> list[str]:
+    """Returns lines that describe the data; raises ConfigError with a line for each fault.
 
-    A prepared folder has the tokens that its manifest tells, byte for byte, all in the vocabulary, and
-    each document ends as it should. Of Megatron's files only the index can be checked.
+    The files of a prepared folder must have the hashes in its manifest, all tokens must be in the
+    vocabulary, and each document must end with the end-of-document token. For Megatron-LM files only
+    the index can be checked.
     """
     if prefix := indexed.prefix_of(str(path)):
         shard = indexed.load(prefix)
-        largest = max(int(part.max()) for part in _chunks(shard.tokens))
-        return [f"{shard.path}: {_described(shard)}, the largest {largest}; its index is good"]
-    if not (path / manifest.NAME).is_file():
-        raise ConfigError(f"--verify={path}: no {manifest.NAME} there; give a prepared folder")
-    found = manifest.read(path)
-    faults, lines, tokenizer = [], [], found["tokenizer"]
+        largest = max(int(chunk.max()) for chunk in _chunks(shard.tokens))
+        return [f"{shard.path}: {_describe(shard)}, the largest {largest}; the index is valid"]
+    if not (path / prepared.MANIFEST).is_file():
+        raise ConfigError(f"--verify={path}: no {prepared.MANIFEST} there; give a prepared folder")
+    manifest = prepared.read_manifest(path)
+    faults, lines, tokenizer = [], [], manifest["tokenizer"]
     if tokenizer["file"]:
-        faults += _changed(path / tokenizer["file"], tokenizer["sha256"])
+        faults += _hash_faults(path / tokenizer["file"], tokenizer["sha256"])
     try:
-        manifest.token_bytes(path, found)
+        prepared.read_token_bytes(path, manifest)
     except ConfigError as error:
         faults += error.faults
-    for told in found["shards"]:
-        for kind, file in told["files"].items():
-            faults += _changed(path / f"{told['name']}.{kind}", file["sha256"])
+    for entry in manifest["shards"]:
+        for kind, file in entry["files"].items():
+            faults += _hash_faults(path / f"{entry['name']}.{kind}", file["sha256"])
         try:
-            shard = indexed.load(str(path / told["name"]))
-            faults += _faults_of(shard, told, tokenizer)
-            lines.append(f"{shard.path}: {_described(shard)}")
+            shard = indexed.load(str(path / entry["name"]))
+            faults += _shard_faults(shard, entry, tokenizer)
+            lines.append(f"{shard.path}: {_describe(shard)}")
         except ConfigError as error:
             faults += error.faults
     for key in ("documents", "tokens", "text_bytes"):
-        if sum(one[key] for one in found["shards"]) != found[key]:
+        if sum(entry[key] for entry in manifest["shards"]) != manifest[key]:
             faults.append(
-                f"{path / manifest.NAME}: {key}={found[key]} is not the sum of its shards"
+                f"{path / prepared.MANIFEST}: {key}={manifest[key]} is not the sum over its shards"
             )
     if faults:
         raise ConfigError(*faults)
-    return [*lines, f"{path}: all {found['tokens']:,} tokens are good"]
+    return [*lines, f"{path}: all {manifest['tokens']:,} tokens are valid"]
 
 
-def _described(shard: Shard) -> str:
+def _describe(shard: Shard) -> str:
     return f"{len(shard.starts) - 1:,} documents, {len(shard.tokens):,} tokens"
 
 
@@ -60,30 +60,32 @@ def _chunks(tokens: np.ndarray):
     return (tokens[start : start + CHUNK] for start in range(0, len(tokens), CHUNK))
 
 
-def _changed(name: Path, sha256: str) -> list[str]:
+def _hash_faults(path: Path, sha256: str) -> list[str]:
     try:
-        with open(name, "rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() == sha256:
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == sha256:
                 return []
     except OSError as error:
-        return [f"{name}: {error.strerror}; copy it again"]
-    return [f"{name}: was changed since it was written (sha256); copy it again"]
+        return [f"{path}: {error.strerror}; copy it again"]
+    return [f"{path}: was changed since it was written (sha256); copy it again"]
 
 
-def _faults_of(shard: Shard, told: dict, tokenizer: dict) -> list[str]:
+def _shard_faults(shard: Shard, entry: dict, tokenizer: dict) -> list[str]:
+    """Returns the faults of a shard, given its manifest entry and that of the tokenizer."""
     faults = []
     counts = {"tokens": len(shard.tokens), "documents": len(shard.starts) - 1}
     faults += [
-        f"{shard.path}: {count} {key}, {manifest.NAME} tells of {told[key]}"
+        f"{shard.path}: {count} {key}, {prepared.MANIFEST} lists {entry[key]}"
         for key, count in counts.items()
-        if count != told[key]
+        if count != entry[key]
     ]
-    size = tokenizer["vocab_size"]
-    for number, part in enumerate(_chunks(shard.tokens)):
-        wrong = np.flatnonzero((part >= size) | (part < 0))
+    vocab_size = tokenizer["vocab_size"]
+    for number, chunk in enumerate(_chunks(shard.tokens)):
+        wrong = np.flatnonzero((chunk >= vocab_size) | (chunk < 0))
         if wrong.size:
-            at = (number * CHUNK + wrong[0]) * part.itemsize
-            faults.append(f"{shard.path}: at byte {at}: token {part[wrong[0]]}, vocabulary {size}")
+            offset = (number * CHUNK + wrong[0]) * chunk.itemsize
+            token = chunk[wrong[0]]
+            faults.append(f"{shard.path}: at byte {offset}: token {token}, vocabulary {vocab_size}")
             break
     ends = shard.tokens[shard.starts[1:] - 1]
     wrong = np.flatnonzero(ends != tokenizer["eos"])

@@ -133,9 +133,9 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
 def _other_tokenizer(cfg: Config, workdir: Path) -> bool:
     """Whether the data's tokenizer is known not to be that of the model, or of the data that it learned from."""
     raw = json.loads((workdir / "config.json").read_text())
-    digests = map(tokenizer.digest_in, convert.companions_of(workdir, raw))
+    digests = map(tokenizer.digest_of, convert.companions_of(workdir, raw))
     own = next(filter(None, digests), "")
-    new = tokenizer.digest_in(Path(cfg.data.options.get("path") or workdir))
+    new = tokenizer.digest_of(Path(cfg.data.options.get("path") or workdir))
     return bool(own and new) and own != new
 
 

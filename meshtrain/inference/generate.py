@@ -143,7 +143,7 @@ def _first(args: argparse.Namespace, cfg: Config, words: Tokenizer) -> list[int]
     wanted = args.bos
     if wanted is None:
         folders = convert.companions_of(checkpoint.workdir_of(args.workdir), cfg.to_dict())
-        wanted = any(map(tokenizer.begins_documents, folders))
+        wanted = any(map(tokenizer.has_bos, folders))
     if wanted and words.bos is None:
         raise ConfigError(
             f"--bos: tokenizer {words.file or 'bytes'} has no token that begins a document; use --no-bos"
@@ -184,7 +184,7 @@ def _tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
     """Returns that of --tokenizer, of the workdir, of the prepared data, or bytes."""
     size = cfg.model.options.get("vocab_size", 0)
     folders = convert.companions_of(workdir, cfg.to_dict())
-    found = path or next(map(str, filter(tokenizer.is_in, folders)), None)
+    found = path or next(map(str, filter(tokenizer.has_tokenizer, folders)), None)
     if found is None and size > 256:
         raise ConfigError(
             f"--workdir={workdir}: model.vocab_size={size} is more than bytes, and no tokenizer is there; "

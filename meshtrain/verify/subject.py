@@ -151,8 +151,8 @@ def shrink(raw: dict[str, Any]) -> None:
 
 def prepare(raw: dict[str, Any], num_devices: int) -> None:
     """Sets what a proof needs: float64, a batch that every layout divides, tokens without a file."""
-    if raw["data"]["build"] == synthetic.FROM_FILES:
-        raw["data"].update(build=synthetic.HERE, separator=-1)
+    if raw["data"]["build"] == synthetic.FILES_BUILD:
+        raw["data"].update(build=synthetic.SYNTHETIC_BUILD, separator=-1)
     if raw["model"].get("attention_impl") == "cudnn":  # which has no float64
         raw["model"].update(attention_impl="auto")
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}

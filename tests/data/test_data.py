@@ -1,4 +1,4 @@
-"""Data: every sample a pure function of seed and index, and each device gets its rows."""
+"""Data: each sample is a pure function of seed and index, and each device gets its rows."""
 
 import contextlib
 import itertools
@@ -35,12 +35,12 @@ def build(path, **changes):
 
 
 def starts(source, first, last):
-    """Where samples lie, in a file whose tokens count up."""
+    """Returns the first token of each sample: its position, in a file whose tokens count up."""
     return source.read(np.arange(first, last)).tokens[:, 0].tolist()
 
 
-def whole(path, length, **changes):
-    """All tokens of a source of `length` tokens: its only window."""
+def all_tokens(path, length, **changes):
+    """Returns all tokens of a source of `length` tokens: its only window."""
     batch = build(path, seq_len=length - 1, **changes).read(np.array([0]))
     return [*batch.tokens[0], batch.targets[0, -1]]
 
@@ -62,14 +62,14 @@ def test_permute_is_a_bijection(n, key):
 
 
 @pytest.mark.parametrize("n", [(1 << 40) + 1, (1 << 45) - 1, 1 << 62])
-def test_permute_stays_below_n_past_what_memory_holds(n):
-    places = permute(np.r_[0:500, n - 500 : n], n, key=1)
-    assert places.dtype == np.int64 and 0 <= places.min() and places.max() < n
-    assert len(set(places)) == 1000
-    assert abs(places.mean() / n - 0.5) < 0.05
+def test_permute_stays_below_n_for_n_larger_than_memory(n):
+    images = permute(np.r_[0:500, n - 500 : n], n, key=1)
+    assert images.dtype == np.int64 and 0 <= images.min() and images.max() < n
+    assert len(set(images)) == 1000
+    assert abs(images.mean() / n - 0.5) < 0.05
 
 
-def test_permute_sends_an_index_alone_where_it_sends_it_among_others():
+def test_permute_of_an_index_does_not_depend_on_the_other_indices():
     together = permute(np.arange(1000), 1000, key=5)
     assert permute(np.array([7, 999, 7]), 1000, key=5).tolist() == list(together[[7, 999, 7]])
     assert permute(np.array([], np.int64), 1000, key=5).shape == (0,)
@@ -78,7 +78,7 @@ def test_permute_sends_an_index_alone_where_it_sends_it_among_others():
 # ---- windows of a file ----
 
 
-def test_an_epoch_visits_each_window_once_in_an_order_of_its_own(counting):
+def test_each_epoch_visits_each_window_once_in_a_different_order(counting):
     source, other_seed = build(counting), build(counting, seed=1)
     epochs = [starts(source, 0, 25), starts(source, 25, 50), starts(other_seed, 0, 25)]
     assert all(sorted(epoch) == list(range(0, 100, 4)) for epoch in epochs)
@@ -86,11 +86,11 @@ def test_an_epoch_visits_each_window_once_in_an_order_of_its_own(counting):
 
 
 @pytest.mark.parametrize("seed", [1, 1 << 30])
-def test_another_seed_is_another_order(counting, seed):
+def test_another_seed_gives_another_order(counting, seed):
     assert starts(build(counting, seed=seed), 0, 25) != starts(build(counting), 0, 25)
 
 
-def test_samples_past_a_block_of_the_order_are_found_alone_and_together(counting):
+def test_samples_of_several_order_blocks_are_the_same_read_together_or_one_by_one(counting):
     indices = np.arange(tokens.BLOCK - 40, tokens.BLOCK + 40)
     together = build(counting).read(indices).tokens[:, 0].tolist()
     assert together == [starts(build(counting), i, i + 1)[0] for i in indices]
@@ -102,15 +102,15 @@ def test_samples_past_a_block_of_the_order_are_found_alone_and_together(counting
     ]
 
 
-def test_a_source_tells_how_many_samples_an_epoch_has(counting, tmp_path):
+def test_a_source_has_the_number_of_samples_of_an_epoch(counting, tmp_path):
     assert build(counting).size == 25 and build(counting, heldout=0.3).size == 17
     assert build(counting, heldout=0.3, split="heldout").size == 7
-    assert build(counting).token_bytes is None  # of raw numbers nothing is known
+    assert build(counting).token_bytes is None  # unknown for raw numbers
     (tmp_path / "a.txt").write_text("some text")
     assert build(tmp_path).token_bytes.tolist() == [0] + [1] * 255
 
 
-def test_a_window_is_consecutive_tokens_and_its_targets_the_next(counting):
+def test_a_window_has_consecutive_tokens_and_the_next_tokens_as_targets(counting):
     batch = build(counting).read(np.arange(3))
     np.testing.assert_array_equal(batch.tokens, batch.tokens[:, :1] + np.arange(4)[None])
     np.testing.assert_array_equal(batch.targets, batch.tokens + 1)
@@ -118,14 +118,14 @@ def test_a_window_is_consecutive_tokens_and_its_targets_the_next(counting):
     assert (batch.weights == 1).all() and batch.positions is None and batch.segments is None
 
 
-@pytest.mark.parametrize("made", ["tokens", "synthetic"])
-def test_a_sample_depends_on_nothing_but_its_index(counting, made):
+@pytest.mark.parametrize("kind", ["tokens", "synthetic"])
+def test_a_sample_depends_only_on_its_index(counting, kind):
     def source():
-        if made == "tokens":
+        if kind == "tokens":
             return build(counting, separator=8)
         return synthetic.build(seq_len=4, vocab_size=99, separator=8, seed=0, split="train")
 
-    indices = np.array([70, 3, 24, 25, 3])  # of three epochs
+    indices = np.array([70, 3, 24, 25, 3])  # from three epochs
     together, again = source().read(indices), source()
     for row in reversed(range(5)):
         alone = again.read(indices[row : row + 1])
@@ -145,7 +145,7 @@ def test_no_held_out_token_is_trained_on(counting, heldout):
     assert len(seen["heldout"]) > 101 * heldout - 5
 
 
-def test_tokens_past_two_to_the_31_are_read_where_they_are(tmp_path, monkeypatch):
+def test_tokens_beyond_position_2_to_the_31_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "ENTROPY_TOKENS", 1000)
     monkeypatch.setattr(tokens, "permute", lambda indices, n, key: indices)
     seq_len, num_windows = 1 << 16, (1 << 15) + 9
@@ -187,32 +187,34 @@ def test_raw_and_npy_files_hold_the_same_tokens(tmp_path, dtype):
     numbers = np.array([3, 1, 200, 0, 7], dtype)
     numbers.tofile(tmp_path / "raw.bin")
     np.save(tmp_path / "array.npy", numbers)
-    assert whole(tmp_path / "raw.bin", 5, dtype=dtype) == list(numbers)
-    assert whole(tmp_path / "array.npy", 5, dtype="") == list(numbers)
+    assert all_tokens(tmp_path / "raw.bin", 5, dtype=dtype) == list(numbers)
+    assert all_tokens(tmp_path / "array.npy", 5, dtype="") == list(numbers)
 
 
-def test_a_folder_is_its_matching_files_each_ended_by_a_zero(tmp_path):
-    root = tmp_path / "skip"  # only what is below the folder can be left out
+def test_a_folder_is_the_concatenation_of_its_matching_files_each_followed_by_a_zero(tmp_path):
+    root = (
+        tmp_path / "skip"
+    )  # `exclude` applies to subfolders, not to the folder itself or its parents
     texts = {
         "a.txt": b"first",
         "deep/b.txt": b"",
         "deep/skip.txt": b"third",
         "deep/two/d.txt": b"4",
     }
-    left_out = {"skip/a.txt": b"no", "deep/skip/b.txt": b"no", "c.md": b"no", "not/c.txt": b"no"}
-    for name, text in {**texts, **left_out}.items():
+    excluded = {"skip/a.txt": b"no", "deep/skip/b.txt": b"no", "c.md": b"no", "not/c.txt": b"no"}
+    for name, text in {**texts, **excluded}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(text)
-    read = bytes(whole(root, 15, exclude=("skip", "not")))
+    read = bytes(all_tokens(root, 15, exclude=("skip", "not")))
     assert read[-1] == 0 and sorted(read[:-1].split(b"\0")) == sorted(texts.values())
-    assert b"no" in bytes(whole(root, 24))
+    assert b"no" in bytes(all_tokens(root, 24))
 
 
 # ---- faults ----
 
 
 @pytest.mark.parametrize(
-    ("content", "changes", "told"),
+    ("content", "changes", "expected"),
     [
         (np.uint16([1, 2, 3, 4]), {}, ["data.path=", "4 tokens, too few", "data.seq_len=4"]),
         (np.arange(50), {"split": "heldout"}, ["data.path=", "0 tokens", "data.heldout=0.0"]),
@@ -224,40 +226,40 @@ def test_a_folder_is_its_matching_files_each_ended_by_a_zero(tmp_path):
         (np.uint8([]), {}, ["data.path=", "0 bytes"]),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told_by_its_key(tmp_path, content, changes, told):
+def test_the_error_for_an_unusable_file_names_the_key(tmp_path, content, changes, expected):
     content.tofile(tmp_path / "faulty.bin")
     with pytest.raises(ConfigError) as error:
         build(tmp_path / "faulty.bin", **changes)
-    assert [part for part in told if part not in str(error.value)] == []
+    assert [part for part in expected if part not in str(error.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("array", "told"),
+    ("array", "expected"),
     [(np.ones(9), "float64"), (np.ones((9, 9), np.uint16), "uint16[9, 9]"), (np.int64(3), "int64")],
 )
-def test_an_npy_file_of_anything_but_tokens_is_refused(tmp_path, array, told):
+def test_an_npy_file_without_tokens_is_rejected(tmp_path, array, expected):
     np.save(tmp_path / "faulty.npy", array)
     with pytest.raises(ConfigError) as error:
         build(tmp_path / "faulty.npy")
-    assert "data.path=" in str(error.value) and told in str(error.value)
+    assert "data.path=" in str(error.value) and expected in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("token", "dtype"), [(10, "uint16"), (-1, "int32"), ((1 << 32) - 1, "uint32")]
 )
-def test_a_token_outside_the_vocabulary_is_told_with_its_number(tmp_path, token, dtype):
+def test_the_error_for_a_token_outside_the_vocabulary_names_the_token(tmp_path, token, dtype):
     np.array([1, 2, 3, token, 5], dtype).tofile(tmp_path / "tokens.bin")
     with pytest.raises(ConfigError, match=rf"data.path=.* {token}\b.*data.vocab_size=10"):
         build(tmp_path / "tokens.bin", dtype=dtype, vocab_size=10).read(np.array([0]))
 
 
 @pytest.mark.parametrize("path", ["", "missing.bin"])
-def test_a_path_that_is_not_there_is_told_by_its_key(path):
+def test_the_error_for_a_missing_path_names_the_key(path):
     with pytest.raises(ConfigError, match=f"data.path={path}"):
         build(path)
 
 
-def test_a_folder_without_matching_files_is_told_by_its_pattern(tmp_path):
+def test_the_error_for_a_folder_without_matching_files_names_the_pattern(tmp_path):
     (tmp_path / "a.md").touch()
     with pytest.raises(ConfigError, match=r"data.path=.*data.pattern='\*.txt'"):
         build(tmp_path)
@@ -272,23 +274,23 @@ def test_a_folder_without_matching_files_is_told_by_its_pattern(tmp_path):
         ([5] * 7, 0.0),
         (range(16), math.log(16)),
         ([0, 0, 0, 9], 0.75 * math.log(4 / 3) + 0.25 * math.log(4)),
-        ([0] * (1 << 20) + [1] * (1 << 20), math.log(2)),  # counted in parts
+        ([0] * (1 << 20) + [1] * (1 << 20), math.log(2)),  # more than one chunk of the count
     ],
 )
 def test_unigram_entropy_is_minus_p_log_p(numbers, nats):
     assert tokens.unigram_entropy(np.array(numbers), 16) == pytest.approx(nats, abs=1e-12)
 
 
-def test_the_baseline_is_that_of_the_split(tmp_path):
+def test_the_baseline_is_the_entropy_of_the_split(tmp_path):
     np.uint16([0, 1] * 20 + [2] * 40).tofile(tmp_path / "tokens.bin")
-    of = {
+    baselines = {
         split: build(tmp_path / "tokens.bin", heldout=0.5, split=split).baseline
         for split in ("train", "heldout")
     }
-    assert of == pytest.approx({"train": math.log(2), "heldout": 0}, abs=1e-12)
+    assert baselines == pytest.approx({"train": math.log(2), "heldout": 0}, abs=1e-12)
 
 
-# ---- made-up sequences ----
+# ---- synthetic sequences ----
 
 
 def test_synthetic_sequences_are_progressions_within_the_vocabulary(tiny):
@@ -310,14 +312,14 @@ def numbered(indices):
 
 @contextlib.contextmanager
 def loading(source, *, global_batch=8, position=0, **sizes):
-    places = mesh.make_mesh(**(sizes or {"data": 8}))
-    made = loader.Loader(source, places, RULES, global_batch=global_batch, position=position)
-    with contextlib.closing(made):
-        yield made
+    devices = mesh.make_mesh(**(sizes or {"data": 8}))
+    batches = loader.Loader(source, devices, RULES, global_batch=global_batch, position=position)
+    with contextlib.closing(batches):
+        yield batches
 
 
 @pytest.mark.parametrize("position", [0, 40])
-def test_batches_are_what_the_source_reads_in_order(position):
+def test_the_loader_returns_what_the_source_reads_in_order(position):
     with loading(Source(numbered), position=position) as batches:
         for first in range(position, position + 40, 8):
             batch, expected = next(batches), numbered(np.arange(first, first + 8))
@@ -325,7 +327,7 @@ def test_batches_are_what_the_source_reads_in_order(position):
             assert isinstance(batch["x"], jax.Array)
 
 
-def test_peek_leaves_the_batch_the_next():
+def test_peek_does_not_consume_the_batch():
     with loading(Source(numbered)) as batches:
         assert [batches.peek()["y"][0], next(batches)["y"][0], next(batches)["y"][0]] == [0, 0, 8]
 
@@ -342,7 +344,7 @@ def test_each_device_holds_its_rows(sizes):
             np.testing.assert_array_equal(of_device[device], rows)
 
 
-def test_a_fault_of_the_source_reaches_the_caller_at_its_batch():
+def test_an_error_of_the_source_is_raised_at_its_batch():
     def read(indices):
         if 20 in indices:
             raise ConfigError("sample 20 is broken")
@@ -358,40 +360,40 @@ def test_a_fault_of_the_source_reaches_the_caller_at_its_batch():
 
 
 def take(batches, count, *, position=0):
-    """The first number of each of `count` batches of 8."""
+    """Returns the first number of each of `count` batches of 8."""
     source = loader.from_iterable(batches, global_batch=8, position=position)
-    with loading(source, position=position) as made:
-        return [int(next(made)["x"][0]) for _ in range(count)]
+    with loading(source, position=position) as loaded:
+        return [int(next(loaded)["x"][0]) for _ in range(count)]
 
 
-def three():
+def three_batches():
     return [{"x": np.arange(first, first + 8)} for first in (100, 200, 300)]
 
 
 @pytest.mark.parametrize("position", [0, 8, 24, 32])
-def test_a_list_starts_again_and_a_resumed_run_goes_on_in_it(position):
+def test_a_list_starts_again_and_a_resumed_run_continues_in_it(position):
     done = position // 8
     expected = list(itertools.islice(itertools.cycle([100, 200, 300]), done, done + 7))
-    assert take(three(), 7, position=position) == expected
+    assert take(three_batches(), 7, position=position) == expected
 
 
-def test_a_generator_gives_what_it_has_and_then_says_how_to_go_on():
-    assert take(iter(three()), 3) == [100, 200, 300]
-    assert take(iter(three()), 1, position=16) == [300]
+def test_an_exhausted_generator_raises_an_error_with_the_way_out():
+    assert take(iter(three_batches()), 3) == [100, 200, 300]
+    assert take(iter(three_batches()), 1, position=16) == [300]
     with pytest.raises(ConfigError, match="iterable ended.*a list.*fewer train.steps"):
-        take(iter(three()), 4)
+        take(iter(three_batches()), 4)
     with pytest.raises(ConfigError, match="iterable ended.*epoch 0"):
         take([], 1)
 
 
 @pytest.mark.parametrize("wrong", [np.zeros((7, 2)), np.zeros((2, 8)), np.float32(1)])
-def test_a_batch_of_another_size_is_told_with_its_shape(wrong):
+def test_the_error_for_a_batch_of_another_size_names_its_shape(wrong):
     with pytest.raises(ConfigError) as error:
         take([{"x": np.zeros(8), "y": wrong}], 1)
     assert str(np.shape(wrong)) in str(error.value)
     assert "train.global_batch=8" in str(error.value)
 
 
-def test_a_position_within_a_batch_is_refused():
+def test_a_position_within_a_batch_is_rejected():
     with pytest.raises(ConfigError, match="train.global_batch=8 .* 12 samples"):
-        take(three(), 1, position=12)
+        take(three_batches(), 1, position=12)

@@ -1,4 +1,4 @@
-"""Documents in rows: each token once, no attention across, and the same gradients as one by one."""
+"""Packed documents: each token once, no attention across documents, the same gradients as one by one."""
 
 import itertools
 import os
@@ -17,13 +17,13 @@ from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.program import assemble
 from meshtrain.train import train
-from meshtrain.verify import reference_step as reference
+from meshtrain.verify import reference_step
 
 SIZES = (3, 40, 1, 7, 8, 9, 16, 2, 25, 6, 5, 1, 33, 8, 4)
 
 
 def documents(sizes=SIZES):
-    """Tokens 1, 2, 3 ...: each tells where it stands in the stream."""
+    """Returns documents with tokens 1, 2, 3 ...: each token is its position in the stream."""
     ends = np.cumsum(sizes)
     return [np.arange(1 + end - size, 1 + end) for size, end in zip(sizes, ends, strict=True)]
 
@@ -44,23 +44,23 @@ def build(path, **changes):
 
 @pytest.fixture(params=["one file", "three files"])
 def stream(request, tmp_path, monkeypatch):
-    """A path whose documents are `documents()`, in a file or in three that are one dataset."""
+    """A path whose documents are `documents()`, in one file or in a dataset of three files."""
     docs = documents()
     if request.param == "one file":
         return write(tmp_path / "all", docs)
     parts = [docs[:2], docs[2:9], docs[9:]]
     shards = [indexed.load(write(tmp_path / f"{i}", part)) for i, part in enumerate(parts)]
-    joined = corpus._joined("joined", shards)._replace(beside=str(tmp_path / "joined"))
+    joined = corpus._join_shards("joined", shards)._replace(cache_prefix=str(tmp_path / "joined"))
     monkeypatch.setattr(corpus, "load", lambda path, **unused: joined)
     return "joined"
 
 
-def whole(source):
+def read_epoch(source):
     return source.read(np.arange(source.size))
 
 
 def check_rows(batch, docs, weighed):
-    """Everything that packing promises, by plain loops; `weighed` are the targets that have to count."""
+    """Checks all guarantees of packing with plain loops; `weighed` lists the targets with weight 1."""
     document_of = {int(token): number for number, doc in enumerate(docs) for token in doc}
     ends = {int(doc[-1]) for doc in docs}
     counted = []
@@ -89,41 +89,43 @@ def check_rows(batch, docs, weighed):
 # ---- windows ----
 
 
-def test_windows_keep_documents_apart_and_predict_each_token_once(stream):
+def test_windows_separate_documents_and_predict_each_token_once(stream):
     docs = documents()
-    batch = whole(build(stream))
+    batch = read_epoch(build(stream))
     seen = np.arange(1, 1 + 8 * ((sum(SIZES) - 1) // 8) + 1)
     first = {int(doc[0]) for doc in docs}
     check_rows(batch, docs, weighed=[token for token in seen if token not in first])
     assert sorted(batch.tokens.ravel()) == list(seen[:-1])
 
 
-def test_a_separator_ends_documents_of_a_raw_file_as_an_index_does(tmp_path):
+def test_a_separator_in_a_raw_file_gives_the_same_rows_as_an_index(tmp_path):
     docs = [np.append(doc, 0) for doc in documents((3, 4, 9, 1, 6))]
     np.concatenate(docs).astype(np.uint16).tofile(tmp_path / "raw.bin")
-    raw = whole(build(tmp_path / "raw.bin", dtype="uint16", separator=0))
-    jax.tree.map(np.testing.assert_array_equal, raw, whole(build(write(tmp_path / "idx", docs))))
+    raw = read_epoch(build(tmp_path / "raw.bin", dtype="uint16", separator=0))
+    jax.tree.map(
+        np.testing.assert_array_equal, raw, read_epoch(build(write(tmp_path / "idx", docs)))
+    )
 
 
 # ---- best fit ----
 
 
-def test_best_fit_puts_every_document_in_one_place_and_cuts_only_long_ones(stream):
+def test_best_fit_splits_only_documents_longer_than_a_row(stream):
     docs = documents()
-    batch = whole(build(stream, packing="best_fit"))
-    every = [int(token) for doc in docs for token in doc[1:]]
-    check_rows(batch, docs, weighed=every)
+    batch = read_epoch(build(stream, packing="best_fit"))
+    predicted = [int(token) for doc in docs for token in doc[1:]]
+    check_rows(batch, docs, weighed=predicted)
     assert sorted(batch.tokens[batch.tokens > 0]) == list(range(1, 1 + sum(SIZES)))
     for doc in docs:
-        places = {
+        segments = {
             (row, int(batch.segments[row, at]))
             for row, at in np.argwhere(np.isin(batch.tokens, doc))
         }
-        assert len(places) == -(-len(doc) // 8)
+        assert len(segments) == -(-len(doc) // 8)
 
 
 def naive_best_fit(lengths, seq_len):
-    """The room left in each row, by the textbook: longest first, each where it leaves the least."""
+    """Returns the room left in each row by textbook best fit: longest first, least room left."""
     rooms = []
     for length in sorted(lengths, reverse=True):
         fits = [i for i, room in enumerate(rooms) if room >= length]
@@ -136,7 +138,7 @@ def naive_best_fit(lengths, seq_len):
 
 @pytest.mark.parametrize("seq_len", [1, 7, 64, 1000])
 @pytest.mark.parametrize("kind", ["uniform", "short", "few", "same", "long"])
-def test_best_fit_is_that_of_the_textbook(kind, seq_len):
+def test_best_fit_equals_the_textbook_algorithm(kind, seq_len):
     random = np.random.default_rng(seq_len)
     lengths = {
         "uniform": random.integers(1, seq_len + 1, 300),
@@ -153,7 +155,7 @@ def test_best_fit_is_that_of_the_textbook(kind, seq_len):
     ]
 
 
-def test_a_million_documents_are_packed_in_seconds_and_leave_little_room():
+def test_a_million_documents_are_packed_to_more_than_99_9_percent():
     lengths = np.minimum(
         2048, np.random.default_rng(0).lognormal(5.5, 1.2, 1_000_000).astype(int) + 1
     )
@@ -161,50 +163,52 @@ def test_a_million_documents_are_packed_in_seconds_and_leave_little_room():
     assert lengths.sum() / (2048 * (row.max() + 1)) > 0.999
 
 
-def test_the_description_tells_how_full_the_rows_are(tmp_path):
+def test_the_description_has_the_filled_fraction_of_the_rows(tmp_path):
     source = build(write(tmp_path / "a", documents((6, 6, 2))), packing="best_fit")
     assert source.size == 2 and "3 documents" in source.description
     assert "2 rows of 8, 87.50% filled" in source.description
 
 
-def test_what_was_packed_is_kept_and_a_damaged_file_is_made_anew(tmp_path, monkeypatch):
+def test_the_packing_is_cached_and_a_corrupt_cache_file_is_replaced(tmp_path, monkeypatch):
     prefix = write(tmp_path / "a", documents())
-    fresh = whole(build(prefix, packing="best_fit"))
+    fresh = read_epoch(build(prefix, packing="best_fit"))
     (file,) = tmp_path.glob("a.best_fit-8-0-*.npy")
-    good = file.read_bytes()
-    for damaged in (good[:-8], good[:-1] + b"x", b"", good[:100]):
-        file.write_bytes(damaged)
-        jax.tree.map(np.testing.assert_array_equal, whole(build(prefix, packing="best_fit")), fresh)
-        assert file.read_bytes() == good
-    monkeypatch.setattr(packing, "pack", None)  # is not called any more
-    jax.tree.map(np.testing.assert_array_equal, whole(build(prefix, packing="best_fit")), fresh)
+    valid = file.read_bytes()
+    for corrupt in (valid[:-8], valid[:-1] + b"x", b"", valid[:100]):
+        file.write_bytes(corrupt)
+        jax.tree.map(
+            np.testing.assert_array_equal, read_epoch(build(prefix, packing="best_fit")), fresh
+        )
+        assert file.read_bytes() == valid
+    monkeypatch.setattr(packing, "pack", None)  # must not be called
+    jax.tree.map(
+        np.testing.assert_array_equal, read_epoch(build(prefix, packing="best_fit")), fresh
+    )
     monkeypatch.undo()
     write(tmp_path / "a", documents(SIZES[::-1]))
-    assert (whole(build(prefix, packing="best_fit")).tokens != fresh.tokens).any()
+    assert (read_epoch(build(prefix, packing="best_fit")).tokens != fresh.tokens).any()
     assert len(list(tmp_path.glob("a.best_fit-*"))) == 2
 
 
-def test_many_may_pack_at_once_and_a_folder_that_cannot_be_written_is_no_hindrance(
-    tmp_path, monkeypatch
-):
+def test_packing_works_in_many_threads_at_once_and_without_a_writable_folder(tmp_path, monkeypatch):
     prefix = write(tmp_path / "a", documents())
     with ThreadPoolExecutor(8) as pool:
         sources = list(pool.map(lambda _: build(prefix, packing="best_fit"), range(16)))
     assert len(os.listdir(tmp_path)) == 3 and len(list(tmp_path.glob("a.best_fit-8-*.npy"))) == 1
 
-    def refuse(*args):
+    def deny(*args):
         raise PermissionError
 
-    monkeypatch.setattr(packing, "_write", refuse)
-    alone = build(prefix, packing="best_fit", seq_len=16)
-    assert len(whole(alone).tokens) == alone.size and sources[0].size > alone.size
+    monkeypatch.setattr(packing, "_write_cache", deny)
+    uncached = build(prefix, packing="best_fit", seq_len=16)
+    assert len(read_epoch(uncached).tokens) == uncached.size and sources[0].size > uncached.size
 
 
 @pytest.mark.parametrize("kind", ["windows", "best_fit"])
 def test_no_held_out_token_is_trained_on(stream, kind):
     seen = {}
     for split in ("train", "heldout"):
-        batch = whole(build(stream, heldout=0.3, split=split, packing=kind))
+        batch = read_epoch(build(stream, heldout=0.3, split=split, packing=kind))
         counted = batch.targets[batch.weights > 0]
         seen[split] = {*batch.tokens[batch.segments >= 0].ravel(), *counted} - {0}
     border = sum(SIZES) - int(sum(SIZES) * 0.3)
@@ -214,7 +218,7 @@ def test_no_held_out_token_is_trained_on(stream, kind):
 
 
 @pytest.mark.parametrize("kind", ["windows", "best_fit"])
-def test_an_epoch_has_each_row_once_in_an_order_of_its_own_and_a_sample_depends_on_its_index(
+def test_each_epoch_visits_each_row_once_in_a_different_order_and_a_sample_depends_on_its_index(
     stream, kind
 ):
     source = build(stream, packing=kind)
@@ -229,7 +233,7 @@ def test_an_epoch_has_each_row_once_in_an_order_of_its_own_and_a_sample_depends_
         jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b[0]), together, alone)
 
 
-def test_best_fit_without_documents_is_refused_with_the_way_out(tmp_path):
+def test_best_fit_without_document_boundaries_is_rejected_with_the_way_out(tmp_path):
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "raw.bin")
     with pytest.raises(ConfigError, match="data.packing=best_fit.*meshtrain prepare"):
         build(tmp_path / "raw.bin", dtype="uint16", packing="best_fit")
@@ -238,19 +242,19 @@ def test_best_fit_without_documents_is_refused_with_the_way_out(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["windows", "best_fit"])
-def test_a_token_outside_the_vocabulary_is_told_with_its_place(tmp_path, kind):
+def test_the_error_for_a_token_outside_the_vocabulary_names_its_offset(tmp_path, kind):
     prefix = write(tmp_path / "a", [np.arange(1, 30), np.array([7, 7, 500, 7, 7, 7, 7, 7, 7])])
     source = build(prefix, vocab_size=100, packing=kind)
     with pytest.raises(
         ConfigError, match=r"holds token 500 \(at byte 62 of .*a.bin\).*vocab_size=100"
     ):
-        whole(source)
+        read_epoch(source)
 
 
-# ---- past what memory holds ----
+# ---- larger than memory ----
 
 
-def test_documents_past_ten_to_the_12_tokens_are_found(tmp_path, monkeypatch):
+def test_documents_beyond_10_to_the_12_tokens_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "ENTROPY_TOKENS", 1000)
     monkeypatch.setattr(tokens, "permute", lambda indices, n, key: indices)
     seq_len, size = 1 << 16, 10**12 + 77
@@ -265,7 +269,7 @@ def test_documents_past_ten_to_the_12_tokens_are_found(tmp_path, monkeypatch):
     row = source.read(np.array([source.size - 1]))
     assert row.tokens.sum() == 0 and (row.weights == 1).all()
     shifted = build(tmp_path / "huge", seq_len=seq_len, vocab_size=256, heldout=(1 << 17) / size)
-    assert "1,000,000," not in shifted.description  # of the split
+    assert "1,000,000," not in shifted.description  # the description counts the split only
     late = build(tmp_path / "huge", seq_len=8, vocab_size=256, heldout=10 / size, split="heldout")
     row = late.read(np.array([0]))
     assert row.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]] and row.targets[0, -1] == 9
@@ -279,7 +283,7 @@ def test_documents_past_ten_to_the_12_tokens_are_found(tmp_path, monkeypatch):
         split="heldout",
         packing="best_fit",
     )
-    assert sorted(whole(late).tokens[whole(late).tokens > 0]) == list(range(1, 11))
+    assert sorted(read_epoch(late).tokens[read_epoch(late).tokens > 0]) == list(range(1, 11))
 
 
 # ---- gradients ----
@@ -292,7 +296,7 @@ def x64():
 
 
 def one_by_one(docs, first, last, seq_len):
-    """Rows of one document each, of what is in tokens first ... last - 1 (of documents(), 1 is the first)."""
+    """Returns a batch with one document per row, from tokens first ... last - 1 of documents()."""
     rows = []
     for doc in docs:
         inside = doc[(doc > first) & (doc <= last)]
@@ -303,12 +307,12 @@ def one_by_one(docs, first, last, seq_len):
         batch[0, number, : len(row)] = row
         batch[1, number, : len(row)] = np.where(row < end, row + 1, 0)
         weights[number, : len(row)] = row < end
-    return reference.Batch(*batch, weights)
+    return reference_step.Batch(*batch, weights)
 
 
 @pytest.mark.parametrize("kind", ["windows", "best_fit"])
-def test_gradients_of_packed_rows_are_those_of_their_documents_one_by_one(tmp_path, x64, kind):
-    # Documents that windows of 16 do not cut: where they cut, the second part does not see the first.
+def test_gradients_of_packed_rows_equal_those_of_their_documents_one_by_one(tmp_path, x64, kind):
+    # Documents that windows of 16 do not split: after a split, the second part does not see the first.
     sizes = (5, 11, 16, 3, 6, 7, 15, 1, 30) if kind == "best_fit" else (5, 11, 16, 3, 6, 7, 15, 1)
     docs = documents(sizes)
     extra = [] if kind == "best_fit" else [np.array([63])]  # the target of the last window
@@ -326,20 +330,20 @@ def test_gradients_of_packed_rows_are_those_of_their_documents_one_by_one(tmp_pa
 
         def gradients(batch):
             def total(params):
-                sums = reference.loss(parts.model, params, batch)
+                sums = reference_step.loss(parts.model, params, batch)
                 return sums.loss, sums.weight
 
             (loss, weight), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
             return {"loss": loss, "weight": weight, "grads": grads}
 
-        packed = gradients(whole(source))
-        alone = gradients(one_by_one(docs, 0, sum(sizes), 16))
+        packed = gradients(read_epoch(source))
+        separate = gradients(one_by_one(docs, 0, sum(sizes), 16))
     assert packed["weight"] == sum(sizes) - len(sizes)
 
     def compare(a, b):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1.0, np.abs(b).max()))
 
-    jax.tree.map(compare, packed, alone)
+    jax.tree.map(compare, packed, separate)
 
 
 # ---- mixtures ----
@@ -353,17 +357,17 @@ def numbered(which, size):
     return Source(read, size=size)
 
 
-def key(block):
+def block_key(block):
     return block * 7 + 1
 
 
-def test_a_block_of_a_mixture_has_every_source_in_its_exact_share_and_no_sample_twice():
-    counts = mixture.shares([0.7, 0.2, 0.1])
+def test_each_block_of_a_mixture_has_the_exact_shares_and_no_sample_twice():
+    counts = mixture.block_counts([0.7, 0.2, 0.1])
     assert (
         counts.sum() == mixture.BLOCK
         and np.abs(counts / mixture.BLOCK - [0.7, 0.2, 0.1]).max() < 1e-5
     )
-    sources, numbers = mixture.place(np.arange(3 * mixture.BLOCK), counts, key)
+    sources, numbers = mixture.assign(np.arange(3 * mixture.BLOCK), counts, block_key)
     for block in np.split(sources, 3):
         assert np.bincount(block).tolist() == counts.tolist()
         assert abs((block[:2000] == 0).mean() - 0.7) < 0.05  # well mixed within
@@ -371,38 +375,38 @@ def test_a_block_of_a_mixture_has_every_source_in_its_exact_share_and_no_sample_
         assert sorted(numbers[sources == one]) == list(range(3 * count))
 
 
-def test_a_place_in_a_mixture_is_a_function_of_the_index_alone_past_ten_to_the_12():
-    counts = mixture.shares([1, 2, 5])
+def test_the_source_of_a_sample_depends_only_on_its_index_beyond_10_to_the_12():
+    counts = mixture.block_counts([1, 2, 5])
     indices = 10**13 + np.arange(-300, 300)
-    sources, numbers = mixture.place(indices, counts, key)
+    sources, numbers = mixture.assign(indices, counts, block_key)
     assert numbers.dtype == np.int64
     assert np.abs(numbers / (indices * (counts[sources] / mixture.BLOCK)) - 1).max() < 1e-6
     for at in (0, 299, 300, 599):
-        alone = mixture.place(indices[at : at + 1], counts, key)
+        alone = mixture.assign(indices[at : at + 1], counts, block_key)
         assert (alone[0][0], alone[1][0]) == (sources[at], numbers[at])
 
 
 @pytest.mark.parametrize(
     "weights", [[1], [3, 1], [1 / 3, 1 / 3, 1 / 3], [1e-4, 1, 1e4], [5, 5, 5, 5, 1]]
 )
-def test_shares_add_up_whatever_the_weights(weights):
-    counts = mixture.shares(weights)
+def test_block_counts_add_up_for_any_weights(weights):
+    counts = mixture.block_counts(weights)
     assert counts.sum() == mixture.BLOCK
     assert np.abs(counts - mixture.BLOCK * np.array(weights) / np.sum(weights)).max() < 1
 
 
 def test_a_mixture_reads_each_sample_from_its_source():
-    made = mixture.mix([numbered(0, 9), numbered(1, 9), numbered(2, 9)], [3, 1, 2], key)
+    mixed = mixture.mix([numbered(0, 9), numbered(1, 9), numbered(2, 9)], [3, 1, 2], block_key)
     indices = np.random.default_rng(0).integers(0, 3 * mixture.BLOCK, 60)
-    sources, numbers = mixture.place(indices, mixture.shares([3, 1, 2]), key)
-    batch = made.read(indices)
+    sources, numbers = mixture.assign(indices, mixture.block_counts([3, 1, 2]), block_key)
+    batch = mixed.read(indices)
     assert batch.tokens.tolist() == np.stack([numbers, sources], axis=1).tolist()
     assert batch.segments.tolist() == [[0, 0]] * 60 and batch.positions.tolist() == [[0, 1]] * 60
     with pytest.raises(ConfigError, match="less than one sample in 65536"):
-        mixture.mix([numbered(0, 9), numbered(1, 9)], [1, 1e-6], key)
+        mixture.mix([numbered(0, 9), numbered(1, 9)], [1, 1e-6], block_key)
 
 
-def test_a_mixture_of_packed_files_goes_through_all_of_each(tmp_path):
+def test_a_mixture_of_packed_files_reads_all_tokens_of_a_file(tmp_path):
     a = write(tmp_path / "a", documents())
     b = write(tmp_path / "b", [doc + 1000 for doc in documents()])
     source = build("", mixture=((a, 3), [b, 1.0]), packing="best_fit")
@@ -417,28 +421,28 @@ def test_a_mixture_of_packed_files_goes_through_all_of_each(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "mixed", "told"),
+    ("path", "mixed", "expected"),
     [
         ("x", (("y", 1),), "data.path=x and data.mixture=.*give one"),
-        ("", (("y", 0),), r"\('y', 0\) is no \(path, weight above 0\)"),
+        ("", (("y", 0),), r"\('y', 0\) is not a \(path, weight above 0\)"),
         ("", (("y", float("nan")),), "weight above 0"),
         ("", (("y", float("inf")),), "weight above 0"),
-        ("", ("y",), "'y' is no"),
-        ("", (("y", "z"),), "is no"),
-        ("", ((1, 1),), "is no"),
+        ("", ("y",), "'y' is not a"),
+        ("", (("y", "z"),), "is not a"),
+        ("", ((1, 1),), "is not a"),
         ("", (("missing", 1),), "data.path=missing: no such file"),
     ],
 )
-def test_a_mixture_that_is_none_is_told(path, mixed, told):
-    with pytest.raises(ConfigError, match=told):
+def test_an_invalid_mixture_is_rejected(path, mixed, expected):
+    with pytest.raises(ConfigError, match=expected):
         build(path, mixture=mixed)
 
 
-# ---- Megatron's files ----
+# ---- Megatron-LM files ----
 
 
-def test_an_index_is_megatrons_byte_for_byte(tmp_path):
-    """By the layout of megatron-core 0.16's IndexedDataset, spelled out."""
+def test_an_index_equals_megatrons_byte_for_byte(tmp_path):
+    """The expected bytes follow the layout of megatron-core 0.16's IndexedDataset."""
     found = indexed.pack_index(np.array([3, 1, 2]), np.dtype("uint16"))
     head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([8])
     head += (3).to_bytes(8, "little") + (4).to_bytes(8, "little")
@@ -450,7 +454,7 @@ def test_an_index_is_megatrons_byte_for_byte(tmp_path):
 MEGATRON = os.environ.get("MEGATRON")  # a Python with torch and megatron-core 0.16
 
 
-@pytest.mark.skipif(not MEGATRON, reason="MEGATRON=PYTHON names one that has megatron-core")
+@pytest.mark.skipif(not MEGATRON, reason="needs MEGATRON=PYTHON, one with megatron-core")
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
 def test_megatrons_own_reader_reads_our_files_and_we_read_its(tmp_path, dtype):
     write(tmp_path / "ours", documents(), dtype)
@@ -469,14 +473,13 @@ builder.finalize({str(tmp_path / "theirs.idx")!r})
         assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_a_document_longer_than_a_sequence_may_be_is_several(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed, "LONGEST", 8)
+def test_a_document_longer_than_the_longest_sequence_is_stored_as_several(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "MAX_SEQUENCE_LENGTH", 8)
     docs = documents((8, 30, 1, 0, 16))
     shard = indexed.load(write(tmp_path / "a", docs))
     assert shard.starts.tolist() == [0, 8, 38, 39, 39, 55]
-    assert (tmp_path / "a.idx").read_bytes()[18:26] == (9).to_bytes(
-        8, "little"
-    )  # 1 + 4 + 1 + 1 + 2
+    num_sequences = 1 + 4 + 1 + 1 + 2
+    assert (tmp_path / "a.idx").read_bytes()[18:26] == num_sequences.to_bytes(8, "little")
 
 
 def test_the_dtype_is_the_smallest_that_holds_the_vocabulary():
@@ -491,7 +494,7 @@ def test_prefix_and_both_files_name_the_same_data(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("at", "new", "told"),
+    ("at", "new", "expected"),
     [
         (0, b"X", "at byte 0: begins with"),
         (9, b"\x02", "at byte 9: version 2"),
@@ -506,20 +509,20 @@ def test_prefix_and_both_files_name_the_same_data(tmp_path, name):
         (None, b"", "at byte 18"),  # the last byte is missing
     ],
 )
-def test_a_damaged_index_is_told_with_file_and_offset(tmp_path, at, new, told):
+def test_the_error_for_a_corrupt_index_names_file_and_offset(tmp_path, at, new, expected):
     write(tmp_path / "a", documents())
     index = (tmp_path / "a.idx").read_bytes()
     index = index[:-1] if at is None else index[:at] + new + index[at + len(new) :]
     (tmp_path / "a.idx").write_bytes(index)
-    with pytest.raises(ConfigError, match="a.idx.*" + told):
+    with pytest.raises(ConfigError, match="a.idx.*" + expected):
         build(tmp_path / "a")
 
 
-def test_a_bin_that_is_cut_off_or_empty_is_told(tmp_path):
+def test_a_truncated_or_empty_bin_is_rejected(tmp_path):
     write(tmp_path / "a", documents())
     with open(tmp_path / "a.bin", "r+b") as file:
         file.truncate(335)
-    with pytest.raises(ConfigError, match="a.bin has 335 bytes, and its .idx tells of 336"):
+    with pytest.raises(ConfigError, match="a.bin has 335 bytes, but its .idx lists 336"):
         build(tmp_path / "a")
     write(tmp_path / "b", [np.zeros(0)])
     with pytest.raises(ConfigError, match="b.bin has 0 bytes"):

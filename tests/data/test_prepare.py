@@ -1,4 +1,4 @@
-"""Prepare: from text to tokens on disk, the same for any number of workers, killed or not."""
+"""`meshtrain prepare`: the same output for any number of workers, also after a kill and a resume."""
 
 import gzip
 import hashlib
@@ -15,11 +15,17 @@ import numpy as np
 import pytest
 
 from meshtrain import cli
-from meshtrain.data import bpe, indexed, inputs, shards, tokens
-from meshtrain.data import prepared as manifest
-from meshtrain.data import split_points as cutting
-from meshtrain.data import tokenize as tokenising
-from meshtrain.data import tokenizer as tokenizers
+from meshtrain.data import (
+    bpe,
+    indexed,
+    inputs,
+    prepared,
+    shards,
+    split_points,
+    tokenize,
+    tokenizer,
+    tokens,
+)
 from meshtrain.errors import ConfigError
 
 TEXTS = ["first\n", "zweitens: äöü\n\n  x", "third 3", "日本語\n", "a" * 300, "last\r\nline\r\n"]
@@ -29,12 +35,12 @@ WORDS = "the of and to in is it that was for über straße naïve 東京 123 456
 
 
 def run(*arguments):
-    """Returns the exit code of `meshtrain prepare`, in this process, with one worker unless told."""
+    """Returns the exit code of `meshtrain prepare`, in this process, with one worker by default."""
     return cli.main("prepare", [*("--num_workers=1",), *map(str, arguments)])
 
 
-def corpus(folder, texts=TEXTS):
-    """A file of JSON lines with these texts."""
+def write_jsonl(folder, texts=TEXTS):
+    """Writes a file of JSON lines with these texts, and returns its path."""
     folder.mkdir(exist_ok=True)
     lines = [json.dumps({"text": text, "other": 1}) for text in texts]
     (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
@@ -42,7 +48,7 @@ def corpus(folder, texts=TEXTS):
 
 
 def prose(seed, size):
-    """Made-up text with lines, numbers, punctuation and many alphabets."""
+    """Returns random text with lines, numbers, punctuation and several alphabets."""
     chosen = random.Random(seed)
     words = chosen.choices(WORDS, k=size)
     return "".join(
@@ -51,17 +57,17 @@ def prose(seed, size):
 
 
 def documents(folder):
-    """The documents of a prepared folder as lists of ids, without what ends them."""
-    found = manifest.read(Path(folder))
-    shards = [indexed.load(str(Path(folder) / one["name"])) for one in found["shards"]]
-    split = [np.split(one.tokens, one.starts[1:-1]) for one in shards]
+    """Returns the documents of a prepared folder as lists of ids, without their EOS."""
+    found = prepared.read_manifest(Path(folder))
+    loaded = [indexed.load(str(Path(folder) / entry["name"])) for entry in found["shards"]]
+    split = [np.split(shard.tokens, shard.starts[1:-1]) for shard in loaded]
     assert all(doc[-1] == found["tokenizer"]["eos"] for docs in split for doc in docs)
     return [doc[:-1].tolist() for docs in split for doc in docs]
 
 
 def texts(folder):
-    tokenizer = tokenizers.load(folder)
-    return [tokenizer.decode(one) for one in documents(folder)]
+    loaded = tokenizer.load(folder)
+    return [loaded.decode(document) for document in documents(folder)]
 
 
 def content(folder):
@@ -71,9 +77,9 @@ def content(folder):
 def hugging_face(path, text=None, eos="<|endoftext|>"):
     """Writes a small byte-level tokenizer.json."""
     pytest.importorskip("tokenizers", reason="needs the extra `data`")
-    corpus(path, [text or prose(0, 3000)])
+    write_jsonl(path, [text or prose(0, 3000)])
     files = [path / "a.jsonl"]
-    bpe.train(files, inputs.Reading("text", "", ""), 320, path / "tokenizer.json")
+    bpe.train(files, inputs.ReadOptions("text", "", ""), 320, path / "tokenizer.json")
     if eos != bpe.EOS:
         content = (path / "tokenizer.json").read_text().replace(bpe.EOS, eos)
         (path / "tokenizer.json").write_text(content)
@@ -81,7 +87,7 @@ def hugging_face(path, text=None, eos="<|endoftext|>"):
 
 
 def sentence_piece(path, **options):
-    """Writes a small SentencePiece model with a byte fallback, that leaves the text as it is."""
+    """Writes a small SentencePiece model with a byte fallback and without normalization."""
     spm = pytest.importorskip("sentencepiece", reason="needs the extra `data`")
     path.mkdir(exist_ok=True)
     with open(path / "tokenizer.model", "wb") as file:
@@ -99,8 +105,8 @@ def sentence_piece(path, **options):
 # ---- kinds of input ----
 
 
-def test_what_is_prepared_is_the_text_again_and_the_manifest_counts_it(tmp_path):
-    assert run(corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
+def test_prepared_tokens_decode_to_the_text_and_the_manifest_has_the_counts(tmp_path):
+    assert run(write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
     assert texts(tmp_path / "out") == TEXTS
     found = json.loads((tmp_path / "out" / "manifest.json").read_text())
     size = sum(len(text.encode()) for text in TEXTS)
@@ -127,7 +133,7 @@ KINDS = ["jsonl", "jsonl.gz", "crlf", "blank", "parquet", "separator", "files", 
 
 
 def inputs_of(kind, folder):
-    """Writes TEXTS in one of many ways, and returns flags to read them."""
+    """Writes TEXTS as one kind of input, and returns the flags to read them."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     folder.mkdir()
     if kind == "jsonl":
@@ -136,7 +142,7 @@ def inputs_of(kind, folder):
         (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     elif kind == "crlf":
         (folder / "a.jsonl").write_bytes(lines.replace(b"\n", b"\r\n"))
-    elif kind == "blank":  # lines of white space are none
+    elif kind == "blank":  # blank lines are ignored
         (folder / "a.jsonl").write_bytes(b"\n" + lines.replace(b"\n", b"\n \t\r\n\n"))
     elif kind == "bom":
         (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.rstrip())
@@ -160,15 +166,16 @@ def inputs_of(kind, folder):
 def test_every_kind_of_input_gives_the_same_documents(tmp_path, monkeypatch, kind, chunk):
     monkeypatch.setattr(inputs, "CHUNK", chunk)
     assert run(*inputs_of(kind, tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
-    found, are_files = texts(tmp_path / "out"), kind in ("files", "gz")  # which are shuffled
+    found = texts(tmp_path / "out")
+    are_files = kind in ("files", "gz")  # files are shuffled
     assert (sorted(found) if are_files else found) == (sorted(TEXTS) if are_files else TEXTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stopped_after_any_shard_it_goes_on_to_the_same_files(tmp_path, monkeypatch, kind):
+def test_a_run_stopped_after_any_shard_resumes_to_the_same_files(tmp_path, monkeypatch, kind):
     flags = [*inputs_of(kind, tmp_path / "in"), "--shard_tokens=10"]
-    assert run(*flags, f"--output={tmp_path / 'calm'}") == 0
-    num_shards = len(manifest.read(tmp_path / "calm")["shards"])
+    assert run(*flags, f"--output={tmp_path / 'reference'}") == 0
+    num_shards = len(prepared.read_manifest(tmp_path / "reference")["shards"])
     assert num_shards >= 4
     add = shards.Journal.add
 
@@ -181,10 +188,10 @@ def test_stopped_after_any_shard_it_goes_on_to_the_same_files(tmp_path, monkeypa
         for _ in range(num_shards):
             assert run(*flags, f"--output={tmp_path / 'out'}") == 75
     assert run(*flags, f"--output={tmp_path / 'out'}") == 0
-    assert content(tmp_path / "out") == content(tmp_path / "calm")
+    assert content(tmp_path / "out") == content(tmp_path / "reference")
 
 
-def test_a_folder_is_its_known_files_without_hidden_ones_and_the_output(tmp_path):
+def test_a_folder_is_its_known_files_except_hidden_ones_and_the_output(tmp_path):
     for name in ("a.txt", "deep/b.txt", "c.py", ".git/d.txt", ".e.txt", "f.bin", "out"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         if name != "out":
@@ -196,20 +203,20 @@ def test_a_folder_is_its_known_files_without_hidden_ones_and_the_output(tmp_path
     assert texts(tmp_path / "py") == ["c.py"]
 
 
-def test_another_field_is_read_where_told(tmp_path):
+def test_another_field_is_read_if_given(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "yes", "text": "no"}\n')
     assert run(tmp_path / "a.jsonl", f"--output={tmp_path / 'out'}", "--field=body") == 0
     assert texts(tmp_path / "out") == ["yes"]
 
 
-# ---- the same, whatever happens ----
+# ---- the same output after any interruption ----
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Three files of some MB, one a single text that is cut into pieces, and a tokenizer."""
+    """Three files of some MB, one of them a single text that is split into pieces."""
     folder = tmp_path_factory.mktemp("large")
-    corpus(folder / "in", [prose(seed, 40 + seed % 900) for seed in range(400)])
+    write_jsonl(folder / "in", [prose(seed, 40 + seed % 900) for seed in range(400)])
     (folder / "in" / "long.txt").write_text(prose(1, 400_000), newline="")
     docs = "<|sep|>".join(prose(seed, 300) for seed in range(500))
     (folder / "in" / "b.jsonl.gz").write_bytes(
@@ -226,57 +233,58 @@ def flags_of(large, output, workers, tokenizer):
 
 
 @pytest.mark.multiprocess
-def test_two_workers_make_the_same_files_as_one_and_a_killed_run_goes_on_to_the_same(
+def test_two_workers_write_the_same_files_as_one_and_a_killed_run_resumes_to_the_same(
     large, tmp_path, monkeypatch
 ):
-    tokenizer = hugging_face(tmp_path / "tokenizer")
-    monkeypatch.setattr(tokenising, "UNIT", 100_000)  # many for each worker
+    tokenizer_file = hugging_face(tmp_path / "tokenizer")
+    monkeypatch.setattr(tokenize, "UNIT_BYTES", 100_000)  # many units per worker
     for name, workers in (("one", 1), ("two", 2)):
-        assert run(*flags_of(large, tmp_path / name, workers, tokenizer)) == 0
-    calm = content(tmp_path / "one")
-    assert len(calm) > 10 and content(tmp_path / "two") == calm
+        assert run(*flags_of(large, tmp_path / name, workers, tokenizer_file)) == 0
+    reference = content(tmp_path / "one")
+    assert len(reference) > 10 and content(tmp_path / "two") == reference
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", "meshtrain", "prepare"]
-    command += flags_of(large, killed, 2, tokenizer)
+    command += flags_of(large, killed, 2, tokenizer_file)
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     while process.poll() is None and len(list(killed.glob("*.idx"))) < 2:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and not (killed / "manifest.json").exists()
-    whole = [json.loads(line) for line in (killed / manifest.JOURNAL).read_text().splitlines()[1:]]
-    made = [killed / f"{one['name']}.{kind}" for one in whole for kind in one["files"]]
-    before = {path: path.stat().st_mtime_ns for path in made}
-    assert run(*flags_of(large, killed, 1, tokenizer)) == 0
-    assert content(killed) == calm and before
-    assert before == {path: path.stat().st_mtime_ns for path in before}  # not made again
+    lines = (killed / prepared.JOURNAL).read_text().splitlines()[1:]
+    complete = [json.loads(line) for line in lines]
+    paths = [killed / f"{one['name']}.{kind}" for one in complete for kind in one["files"]]
+    before = {path: path.stat().st_mtime_ns for path in paths}
+    assert run(*flags_of(large, killed, 1, tokenizer_file)) == 0
+    assert content(killed) == reference and before
+    assert before == {path: path.stat().st_mtime_ns for path in before}  # not written again
 
 
 def interrupted(monkeypatch, *flags):
-    """Runs up to just before the manifest."""
-    write = manifest.write
+    """Runs until just before the manifest is written."""
+    write = prepared.write_durably
 
     def stop(path, data):
-        if path.name == manifest.NAME:
+        if path.name == prepared.MANIFEST:
             raise KeyboardInterrupt
         write(path, data)
 
     with monkeypatch.context() as patched:
-        patched.setattr(manifest, "write", stop)
+        patched.setattr(prepared, "write_durably", stop)
         assert run(*flags) == 75
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 40, 2000])
-def test_a_journal_that_was_cut_off_within_a_line_is_gone_on_with(tmp_path, monkeypatch, cut):
-    flags = (corpus(tmp_path / "in"), "--shard_tokens=9")
-    assert run(*flags, f"--output={tmp_path / 'calm'}") == 0
+@pytest.mark.parametrize("missing", [0, 1, 7, 40, 2000])
+def test_a_run_resumes_from_a_truncated_journal(tmp_path, monkeypatch, missing):
+    flags = (write_jsonl(tmp_path / "in"), "--shard_tokens=9")
+    assert run(*flags, f"--output={tmp_path / 'reference'}") == 0
     interrupted(monkeypatch, *flags, f"--output={tmp_path / 'out'}")
-    journal = tmp_path / "out" / manifest.JOURNAL
-    journal.write_bytes(journal.read_bytes()[: -cut or None])
-    with pytest.raises(ConfigError, match="is not prepared to its end"):
+    journal = tmp_path / "out" / prepared.JOURNAL
+    journal.write_bytes(journal.read_bytes()[: -missing or None])
+    with pytest.raises(ConfigError, match="preparation is not finished"):
         build(tmp_path / "out")
     interrupted(monkeypatch, *flags, f"--output={tmp_path / 'out'}")
     assert run(*flags, f"--output={tmp_path / 'out'}") == 0
-    assert content(tmp_path / "out") == content(tmp_path / "calm")
+    assert content(tmp_path / "out") == content(tmp_path / "reference")
 
 
 def build(path, **changes):
@@ -285,111 +293,107 @@ def build(path, **changes):
     return tokens.build(path=str(path), **{**settings, **changes})
 
 
-def test_a_bin_that_was_being_written_is_written_anew(tmp_path):
-    flags = (corpus(tmp_path / "in"), "--shard_tokens=9")
-    assert run(*flags, f"--output={tmp_path / 'calm'}") == 0
-    lines = []
-    for key, value in json.loads((tmp_path / "calm" / "manifest.json").read_text()).items():
-        if key == "settings":
-            lines.append(json.dumps({"settings": value}))
+def test_an_incomplete_bin_is_written_again(tmp_path):
+    flags = (write_jsonl(tmp_path / "in"), "--shard_tokens=9")
+    assert run(*flags, f"--output={tmp_path / 'reference'}") == 0
+    found = json.loads((tmp_path / "reference" / "manifest.json").read_text())
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / manifest.JOURNAL).write_text(lines[0] + "\n")
+    (tmp_path / "out" / prepared.JOURNAL).write_text(
+        json.dumps({"settings": found["settings"]}) + "\n"
+    )
     (tmp_path / "out" / "00000.bin.new").write_bytes(b"half")
     (tmp_path / "out" / "00000.bin").write_bytes(b"without its .idx, nor a line of the journal")
     assert run(*flags, f"--output={tmp_path / 'out'}") == 0
-    assert content(tmp_path / "out") == content(tmp_path / "calm")
+    assert content(tmp_path / "out") == content(tmp_path / "reference")
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
-        ("--shard_tokens=10", "shard_tokens was 9, and is 10"),
-        ("--field=other", "field was 'text', and is 'other'"),
-        ("--separator=x", "separator was '', and is 'x'"),
+        ("--shard_tokens=10", "shard_tokens was 9, now 10"),
+        ("--field=other", "field was 'text', now 'other'"),
+        ("--separator=x", "separator was '', now 'x'"),
         ("inputs", "the inputs have changed"),
     ],
 )
 @pytest.mark.parametrize("done", [True, False])
-def test_other_settings_or_inputs_are_refused(tmp_path, capsys, monkeypatch, change, told, done):
-    flags = [corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}", "--shard_tokens=9"]
+def test_other_settings_or_inputs_are_rejected(
+    tmp_path, capsys, monkeypatch, change, expected, done
+):
+    flags = [write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}", "--shard_tokens=9"]
     if done:
         assert run(*flags) == 0
     else:
         interrupted(monkeypatch, *flags)
     if change == "inputs":
-        corpus(tmp_path / "in", TEXTS[:-1])
+        write_jsonl(tmp_path / "in", TEXTS[:-1])
     else:
         flags.append(change)
     before = content(tmp_path / "out")
-    assert run(*flags) == 2 and told in capsys.readouterr().err
+    assert run(*flags) == 2 and expected in capsys.readouterr().err
     assert {k: v for k, v in content(tmp_path / "out").items() if k in before} == before
 
 
-def test_a_learned_tokenizer_is_not_kept_for_other_settings(tmp_path, monkeypatch):
+def test_a_trained_tokenizer_is_not_reused_for_other_settings(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers", reason="needs the extra `data`")
-    flags = [corpus(tmp_path / "in", [prose(0, 3000)]), f"--output={tmp_path / 'out'}"]
+    flags = [write_jsonl(tmp_path / "in", [prose(0, 3000)]), f"--output={tmp_path / 'out'}"]
     with monkeypatch.context() as patched:
-        patched.setattr(tokenising, "tokenise", None)
+        patched.setattr(tokenize, "tokenize_unit", None)
         with pytest.raises(TypeError):
             run(*flags, "--train_bpe=300")
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert run(*flags, "--train_bpe=310") == 0
-    assert tokenizers.load(tmp_path / "out").vocab_size == 310
+    assert tokenizer.load(tmp_path / "out").vocab_size == 310
 
 
 def test_the_same_command_again_does_nothing(tmp_path, capsys):
-    flags = [corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}"]
+    flags = [write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}"]
     assert run(*flags) == 0
     before = content(tmp_path / "out")
-    assert run(*flags, "--num_workers=3") == 0 and "prepared already" in capsys.readouterr().out
+    assert run(*flags, "--num_workers=3") == 0 and "already prepared" in capsys.readouterr().out
     assert content(tmp_path / "out") == before
 
 
-def test_two_at_once_in_a_folder_are_one_too_many(tmp_path, capsys):
-    flags = [corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}"]
+def test_a_second_run_in_the_same_folder_is_rejected(tmp_path, capsys):
+    flags = [write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}"]
     journal = shards.Journal(tmp_path / "out", {})
-    assert run(*flags) == 2 and "another prepare is at work" in capsys.readouterr().err
+    assert run(*flags) == 2 and "another `meshtrain prepare` is running" in capsys.readouterr().err
     journal.close()
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path, capsys):
+def test_a_folder_with_other_files_is_rejected_and_unchanged(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
-    assert run(corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}") == 2
+    assert run(write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}") == 2
     assert "holds other files" in capsys.readouterr().err
     assert content(tmp_path / "out") == {"mine.txt": b"mine"}
 
 
 @pytest.mark.multiprocess
-def test_workers_of_a_killed_run_do_not_stay(large, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "meshtrain.data.prepare",
-        *flags_of(large, tmp_path / "o", 2, "bytes"),
-    ]
-    command.append("--shard_tokens=20000")
+def test_workers_of_a_killed_run_exit(large, tmp_path):
+    command = [sys.executable, "-m", "meshtrain", "prepare", "--shard_tokens=20000"]
+    command += flags_of(large, tmp_path / "o", 2, "bytes")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while process.poll() is None and not list((tmp_path / "o").glob("*.idx")):
             time.sleep(0.01)
-        of_it = descendants(process.pid)
+        workers = descendants(process.pid)
     finally:
         process.kill()
         process.wait()
     until = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in of_it) and time.monotonic() < until:
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < until:
         time.sleep(0.05)
-    assert of_it and [pid for pid in of_it if Path(f"/proc/{pid}").exists()] == []
+    assert workers and [pid for pid in workers if Path(f"/proc/{pid}").exists()] == []
 
 
 def descendants(pid):
-    """The processes that this one started, and those they started."""
+    """Returns the ids of all child processes of `pid`, and of their children."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(one) for one in found] + [other for one in found for other in descendants(int(one))]
 
 
-# ---- bad documents ----
+# ---- faulty documents ----
 
 BAD = [
     b'{"text": "good"}',
@@ -406,55 +410,54 @@ BAD = [
     b'{"text": "nul \\u0000"}',
     b'{"text": "good too"}',
 ]
-TOLD = [
-    *("2: no JSON", "3: no field 'text'", "4: text is no string but int"),
-    *("5: text is no string but NoneType", "6: text is empty"),
-    *("8: no valid UTF-8 at byte 10", "9: no valid UTF-8: half of a surrogate"),
-    *("10: no field 'text'", "11: no JSON", "12: holds '\\x00'"),
+FAULTS = [
+    *("2: not JSON", "3: no field 'text'", "4: text is int, not a string"),
+    *("5: text is NoneType, not a string", "6: text is empty"),
+    *("8: invalid UTF-8 at byte 10", "9: invalid UTF-8: half of a surrogate"),
+    *("10: no field 'text'", "11: not JSON", "12: holds '\\x00'"),
 ]
 
 
-def test_bad_lines_stop_it_with_the_first_named_or_are_skipped_and_named(tmp_path, capsys):
+def test_faulty_lines_are_reported_and_stop_the_run_or_are_skipped(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(BAD))
     flags = [tmp_path / "a.jsonl", f"--output={tmp_path / 'out'}"]
     assert run(*flags) == 2
-    told = capsys.readouterr().err.splitlines()
-    for line, expected in zip(told[:5], TOLD, strict=False):
+    lines = capsys.readouterr().err.splitlines()
+    for line, expected in zip(lines[:5], FAULTS, strict=False):
         assert line.startswith(f"{tmp_path / 'a.jsonl'}:{expected}")
-    assert told[5:] == ["and 5 more nearby", "repair them, or leave them out: --skip_bad"]
+    assert lines[5:] == ["and 5 more nearby", "repair them, or leave them out: --skip_bad"]
     assert run(*flags, "--skip_bad") == 0
-    told = capsys.readouterr()
-    for expected in TOLD:
-        assert f"skipped {tmp_path / 'a.jsonl'}:{expected}" in told.err
-    assert texts(tmp_path / "out") == ["good", "good too"] and "left out: 10" in told.out
+    printed = capsys.readouterr()
+    for expected in FAULTS:
+        assert f"skipped {tmp_path / 'a.jsonl'}:{expected}" in printed.err
+    assert texts(tmp_path / "out") == ["good", "good too"]
+    assert "skipped: 10" in printed.out
     skipped = json.loads((tmp_path / "out" / "manifest.json").read_text())["skipped"]
     assert skipped["count"] == 10 and len(skipped["first"]) == 10
 
 
 @pytest.mark.parametrize("size", [10, 3_000_000])
 @pytest.mark.parametrize("wrong", [b"\xff", b"\0", b"\xe4\xb8"])
-def test_a_text_file_that_is_no_utf_8_is_told_with_the_byte(tmp_path, capsys, size, wrong):
+def test_the_error_for_invalid_utf_8_names_the_byte(tmp_path, capsys, size, wrong):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"x" * size + wrong)
     (tmp_path / "in" / "b.txt").write_text("fine")
     flags = [tmp_path / "in", f"--output={tmp_path / 'out'}"]
     assert run(*flags) == 2
     expected = "a.txt:1: " + (
-        "holds '\\x00'" if wrong == b"\0" else f"no valid UTF-8 at byte {size}"
+        "holds '\\x00'" if wrong == b"\0" else f"invalid UTF-8 at byte {size}"
     )
     assert expected in capsys.readouterr().err
     assert run(*flags, "--skip_bad") == 0 and texts(tmp_path / "out") == ["fine"]
 
 
-def test_rows_of_parquet_are_told_by_number(tmp_path, capsys):
+def test_the_error_for_a_row_of_parquet_names_its_number(tmp_path, capsys):
     write_parquet(tmp_path / "a.parquet", ["one", None, "", "four", "five", None])
     flags = [tmp_path / "a.parquet", f"--output={tmp_path / 'out'}"]
     assert run(*flags) == 2
-    told = capsys.readouterr().err
-    assert (
-        "a.parquet:2: text is no string but NoneType" in told
-        and "a.parquet:3: text is empty" in told
-    )
+    error = capsys.readouterr().err
+    assert "a.parquet:2: text is NoneType, not a string" in error
+    assert "a.parquet:3: text is empty" in error
     assert run(*flags, "--skip_bad") == 0 and texts(tmp_path / "out") == ["one", "four", "five"]
     assert run(tmp_path / "a.parquet", f"--output={tmp_path / 'n'}", "--field=n") == 2
     assert "column 'n' holds int64" in capsys.readouterr().err
@@ -462,8 +465,8 @@ def test_rows_of_parquet_are_told_by_number(tmp_path, capsys):
     assert "a column 'x'" in capsys.readouterr().err
 
 
-def test_a_file_that_is_cut_off_or_no_such_file_is_told(tmp_path, capsys):
-    packed = gzip.compress(corpus(tmp_path / "in", [prose(0, 9000)]).read_bytes())
+def test_a_truncated_or_mislabelled_file_is_rejected_in_one_line(tmp_path, capsys):
+    packed = gzip.compress(write_jsonl(tmp_path / "in", [prose(0, 9000)]).read_bytes())
     (tmp_path / "cut.jsonl.gz").write_bytes(packed[:-2000])
     (tmp_path / "text.txt.gz").write_text("not packed")
     write_parquet(tmp_path / "cut.parquet", ["a"])
@@ -471,12 +474,12 @@ def test_a_file_that_is_cut_off_or_no_such_file_is_told(tmp_path, capsys):
         file.truncate(50)
     for name in ("cut.jsonl.gz", "text.txt.gz", "cut.parquet"):
         assert run(tmp_path / name, f"--output={tmp_path / (name + '-out')}", "--skip_bad") == 2
-        told = capsys.readouterr().err
-        assert name in told and len(told.splitlines()) == 1
+        error = capsys.readouterr().err
+        assert name in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "expected"),
     [
         (["missing.txt", "--output=o"], ["missing.txt: no such file or folder"]),
         (["--output=o"], ["no input; give files"]),
@@ -488,24 +491,24 @@ def test_a_file_that_is_cut_off_or_no_such_file_is_told(tmp_path, capsys):
         (["x.txt", "--output=o", "--train_bpe=300", "--tokenizer=t"], ["give one of them"]),
         (["x.txt", "--output=o", "--eos=<s>"], ["--eos=<s>: tokenizer bytes has no such token"]),
         (["x.txt", "--output=o", "--bos"], ["--bos: --tokenizer=bytes has no token"]),
-        (["empty.txt", "--output=o"], ["the inputs have no document"]),
+        (["empty.txt", "--output=o"], ["the inputs contain no document"]),
         (["empty", "--output=o"], ["empty: no files in it end in .txt"]),
         (["empty", "--output=o", "--pattern=*.x"], ["match --pattern=*.x"]),
         (["x.txt", "--output=x.txt"], ["--output=x.txt: "]),
         (
             ["x.txt", "--output=o", "--tokenizer=x.txt"],
-            ["tokenizer x.txt is no SentencePiece model"],
+            ["tokenizer x.txt is not a SentencePiece model"],
         ),
         (
             ["x.txt", "--output=o", "--tokenizer=bad.json"],
-            ["tokenizer bad.json is no tokenizer.json"],
+            ["tokenizer bad.json is not a tokenizer.json"],
         ),
         (["x.txt", "--output=o", "--what=1"], ["unrecognized arguments: --what=1"]),
         (["--verify=empty"], ["--verify=empty: no manifest.json there"]),
     ],
 )
-def test_a_wrong_flag_is_told_in_a_line(tmp_path, capsys, monkeypatch, flags, told):
-    if "x.txt is no" in told[0] or "bad.json" in told[0]:
+def test_the_error_for_a_wrong_flag_names_it(tmp_path, capsys, monkeypatch, flags, expected):
+    if "x.txt is not" in expected[0] or "bad.json" in expected[0]:
         pytest.importorskip("tokenizers", reason="needs the extra `data`")
         pytest.importorskip("sentencepiece", reason="needs the extra `data`")
     monkeypatch.chdir(tmp_path)
@@ -515,11 +518,11 @@ def test_a_wrong_flag_is_told_in_a_line(tmp_path, capsys, monkeypatch, flags, to
     (tmp_path / "empty").mkdir()
     assert run(*flags) == 2
     error = capsys.readouterr().err
-    assert [part for part in told if part not in error] == [] and "Traceback" not in error
+    assert [part for part in expected if part not in error] == [] and "Traceback" not in error
 
 
-def test_a_missing_package_is_told_with_how_to_install_it(tmp_path, capsys, monkeypatch):
-    path = corpus(tmp_path / "in")
+def test_the_error_for_a_missing_package_has_the_install_command(tmp_path, capsys, monkeypatch):
+    path = write_jsonl(tmp_path / "in")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert run(path, f"--output={tmp_path / 'out'}", "--train_bpe=300") == 2
     assert "tokenizers is missing; pip install 'meshtrain[tokenizers]'" in capsys.readouterr().err
@@ -527,16 +530,16 @@ def test_a_missing_package_is_told_with_how_to_install_it(tmp_path, capsys, monk
 
 # ---- tokenizers ----
 
-LLAMA = min(cutting.CUTTABLE, key=len)
+LLAMA = min(split_points.SAFE_PATTERNS, key=len)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
-def test_a_text_comes_back_and_its_bytes_are_those_of_its_tokens(tmp_path, kind):
+def test_a_text_survives_a_round_trip_and_token_bytes_add_up_to_its_size(tmp_path, kind):
     make = {"huggingface": hugging_face, "sentencepiece": sentence_piece}.get(kind)
-    tokenizer = tokenizers.load(make(tmp_path / "t") if make else "bytes")
-    sizes = tokenizer.token_bytes()
-    assert tokenizer.kind == kind and sizes.shape == (tokenizer.vocab_size,)
-    assert sizes[tokenizer.eos] == 0
+    loaded = tokenizer.load(make(tmp_path / "t") if make else "bytes")
+    sizes = loaded.token_bytes()
+    assert loaded.kind == kind and sizes.shape == (loaded.vocab_size,)
+    assert sizes[loaded.eos] == 0
     for text in [
         *TEXTS,
         prose(7, 500),
@@ -544,23 +547,23 @@ def test_a_text_comes_back_and_its_bytes_are_those_of_its_tokens(tmp_path, kind)
         "</s><|endoftext|><s><unk>",
         " two  spaces ",
     ]:
-        ids = tokenizer.encode(text)
-        assert ids.dtype == np.int32 and ids.max() < tokenizer.vocab_size
-        assert tokenizer.eos not in ids and tokenizer.bos not in ids.tolist()
+        ids = loaded.encode(text)
+        assert ids.dtype == np.int32 and ids.max() < loaded.vocab_size
+        assert loaded.eos not in ids and loaded.bos not in ids.tolist()
         # SentencePiece puts a space before the text.
         assert sizes[ids].sum() == len(text.encode()) + (kind == "sentencepiece")
-        assert tokenizer.decode(ids) == text
-        assert tokenizer.decode([*ids, tokenizer.eos]) == text
-    assert tokenizer.encode("").shape == (0,) and tokenizer.decode([]) == ""
-    batch = tokenizer.encode_batch(TEXTS)
-    assert [one.tolist() for one in batch] == [tokenizer.encode(text).tolist() for text in TEXTS]
+        assert loaded.decode(ids) == text
+        assert loaded.decode([*ids, loaded.eos]) == text
+    assert loaded.encode("").shape == (0,) and loaded.decode([]) == ""
+    batch = loaded.encode_batch(TEXTS)
+    assert [one.tolist() for one in batch] == [loaded.encode(text).tolist() for text in TEXTS]
 
 
-def test_bytes_refuse_what_ends_a_document_and_tell_what_is_no_utf_8():
-    tokenizer = tokenizers.load("bytes")
+def test_the_bytes_tokenizer_rejects_nul_and_marks_invalid_utf_8():
+    loaded = tokenizer.load("bytes")
     with pytest.raises(ConfigError, match="NUL"):
-        tokenizer.encode("a\0b")
-    assert tokenizer.decode([0xE4, 0xB8, 65]) == "\N{REPLACEMENT CHARACTER}A"
+        loaded.encode("a\0b")
+    assert loaded.decode([0xE4, 0xB8, 65]) == "\N{REPLACEMENT CHARACTER}A"
 
 
 @pytest.mark.parametrize(
@@ -573,36 +576,39 @@ def test_bytes_refuse_what_ends_a_document_and_tell_what_is_no_utf_8():
         ("<END>", "<END>"),
     ],
 )
-def test_the_end_of_a_document_is_found_or_given(tmp_path, capsys, eos, flag):
+def test_the_eos_token_is_detected_or_given(tmp_path, capsys, eos, flag):
     file = hugging_face(tmp_path / "t", eos=eos)
-    flags = [corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}", f"--tokenizer={file.parent}"]
+    flags = [
+        write_jsonl(tmp_path / "in"),
+        f"--output={tmp_path / 'out'}",
+        f"--tokenizer={file.parent}",
+    ]
     if flag:
         assert run(*flags) == 2 and "--eos=TEXT" in capsys.readouterr().err
         assert run(*flags, "--eos=nope") == 2 and "no such token" in capsys.readouterr().err
         flags.append(f"--eos={flag}")
     assert run(*flags) == 0 and texts(tmp_path / "out") == TEXTS
-    loaded = tokenizers.load(tmp_path / "out")
+    loaded = tokenizer.load(tmp_path / "out")
     assert loaded.decode([loaded.eos]) == "" and loaded.eos == 0
     flags = [flags[0], f"--output={tmp_path / 'two'}", f"--tokenizer={tmp_path / 'out'}"]
-    assert (
-        run(*flags) == 0 and texts(tmp_path / "two") == TEXTS
-    )  # what a folder says of it goes along
+    # The EOS token of a prepared folder is reused.
+    assert run(*flags) == 0 and texts(tmp_path / "two") == TEXTS
     other = next(token for token in range(1, 99) if loaded.decode([token]).isalpha())
     spelled = loaded.decode([other])
-    assert tokenizers.load(tmp_path / "out", eos=spelled).eos == other  # unless told otherwise
+    assert tokenizer.load(tmp_path / "out", eos=spelled).eos == other  # `eos` overrides it
     assert run(flags[0], f"--output={tmp_path / 'bytes'}") == 0
     with pytest.raises(ConfigError, match="no such token"):
-        tokenizers.load(tmp_path / "bytes", eos="<s>")
+        tokenizer.load(tmp_path / "bytes", eos="<s>")
 
 
-def test_files_that_are_passed_over_are_counted(tmp_path, capsys):
-    corpus(tmp_path / "in")
+def test_ignored_files_are_counted(tmp_path, capsys):
+    write_jsonl(tmp_path / "in")
     (tmp_path / "in" / "README.md").touch()
     assert run(tmp_path / "in", f"--output={tmp_path / 'out'}") == 0
-    assert "passed over: 1 files" in capsys.readouterr().out
+    assert "ignored: 1 files" in capsys.readouterr().out
 
 
-def test_truncation_and_padding_of_a_tokenizer_file_are_not_for_us(tmp_path):
+def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(tmp_path):
     file = hugging_face(tmp_path / "t")
     described = json.loads(file.read_text())
     described["truncation"] = {
@@ -617,26 +623,26 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_not_for_us(tmp_path):
         "pad_to_multiple_of": None,
     }
     described["padding"] |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
-    plain = tokenizers.load(file).encode(TEXTS[1])
+    expected = tokenizer.load(file).encode(TEXTS[1])
     file.write_text(json.dumps(described))
-    assert tokenizers.load(file).encode(TEXTS[1]).tolist() == plain.tolist()
+    assert tokenizer.load(file).encode(TEXTS[1]).tolist() == expected.tolist()
 
 
-def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
-    tokenizer = tokenizers.load(hugging_face(tmp_path / "t"))
+def test_a_long_text_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
+    loaded = tokenizer.load(hugging_face(tmp_path / "t"))
     text = prose(3, 30_000)
-    whole = tokenizer.encode_batch([text])[0].tolist()
+    expected = loaded.encode_batch([text])[0].tolist()
     for size in (50, 777, 20_000):
-        monkeypatch.setattr(tokenizers, "PIECE", size)
-        assert len(tokenizer.pieces(text)) > len(text) // (4 * size)
-        assert "".join(tokenizer.pieces(text)) == text
-        assert tokenizer.encode(text).tolist() == whole
+        monkeypatch.setattr(tokenizer, "PIECE_CHARS", size)
+        assert len(loaded.pieces(text)) > len(text) // (4 * size)
+        assert "".join(loaded.pieces(text)) == text
+        assert loaded.encode(text).tolist() == expected
     monkeypatch.setattr(inputs, "CHUNK", 1000)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "long.txt").write_text(text, newline="")
     flags = [f"--output={tmp_path / 'out'}", f"--tokenizer={tmp_path / 't'}"]
     assert run(tmp_path / "in", *flags) == 0
-    assert documents(tmp_path / "out") == [whole]
+    assert documents(tmp_path / "out") == [expected]
 
 
 @pytest.mark.parametrize(
@@ -660,24 +666,24 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch
         ),
     ],
 )
-def test_a_text_is_not_cut_where_that_could_change_its_tokens(tmp_path, change):
+def test_a_text_is_not_split_if_that_could_change_its_tokens(tmp_path, change):
     file = hugging_face(tmp_path / "t")
     described = json.loads(file.read_text())
-    assert cutting.is_cuttable(described)
+    assert split_points.can_split(described)
     change(described)
-    assert not cutting.is_cuttable(described)
+    assert not split_points.can_split(described)
 
 
-@pytest.mark.parametrize("patterns", sorted(cutting.CUTTABLE))
-def test_splits_of_well_known_tokenizers_can_be_cut(tmp_path, monkeypatch, patterns):
+@pytest.mark.parametrize("patterns", sorted(split_points.SAFE_PATTERNS))
+def test_texts_are_split_for_well_known_tokenizers(tmp_path, monkeypatch, patterns):
     file = hugging_face(tmp_path / "t")
     described = json.loads(file.read_text())
     described["pre_tokenizer"] = sequence(patterns, described)
     file.write_text(json.dumps(described))
-    tokenizer, text = tokenizers.load(file), prose(4, 10_000)
-    whole = tokenizer.encode_batch([text])[0].tolist()
-    monkeypatch.setattr(tokenizers, "PIECE", 100)
-    assert len(tokenizer.pieces(text)) > 100 and tokenizer.encode(text).tolist() == whole
+    loaded, text = tokenizer.load(file), prose(4, 10_000)
+    expected = loaded.encode_batch([text])[0].tolist()
+    monkeypatch.setattr(tokenizer, "PIECE_CHARS", 100)
+    assert len(loaded.pieces(text)) > 100 and loaded.encode(text).tolist() == expected
 
 
 def sequence(patterns, described, **changes):
@@ -687,23 +693,23 @@ def sequence(patterns, described, **changes):
     return {"type": "Sequence", "pretokenizers": [*splits, level]}
 
 
-def test_a_text_of_one_line_is_left_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizers, "PIECE", 100)
-    tokenizer = tokenizers.load(hugging_face(tmp_path / "t"))
-    assert tokenizer.pieces("no newline " * 500) == ["no newline " * 500]
-    assert [len(one) for one in tokenizers.load("bytes").pieces("x" * 250)] == [100, 100, 50]
+def test_a_text_of_one_line_is_not_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "PIECE_CHARS", 100)
+    loaded = tokenizer.load(hugging_face(tmp_path / "t"))
+    assert loaded.pieces("no newline " * 500) == ["no newline " * 500]
+    assert [len(one) for one in tokenizer.load("bytes").pieces("x" * 250)] == [100, 100, 50]
 
 
-def test_a_trained_tokenizer_is_kept_used_and_always_the_same(tmp_path):
+def test_a_trained_tokenizer_is_stored_used_and_reproducible(tmp_path):
     pytest.importorskip("tokenizers", reason="needs the extra `data`")
-    path = corpus(tmp_path / "in", [prose(seed, 300) for seed in range(40)])
+    path = write_jsonl(tmp_path / "in", [prose(seed, 300) for seed in range(40)])
     for name in ("a", "b"):
         assert run(path, f"--output={tmp_path / name}", "--train_bpe=360") == 0
     assert content(tmp_path / "a") == content(tmp_path / "b")
-    tokenizer = tokenizers.load(tmp_path / "a")
-    assert tokenizer.vocab_size == 360 and tokenizer.eos == 0
+    loaded = tokenizer.load(tmp_path / "a")
+    assert loaded.vocab_size == 360 and loaded.eos == 0
     assert texts(tmp_path / "a") == [prose(seed, 300) for seed in range(40)]
-    found = manifest.read(tmp_path / "a")
+    found = prepared.read_manifest(tmp_path / "a")
     assert found["dtype"] == "uint16"
     assert (
         found["tokenizer"]["sha256"]
@@ -711,32 +717,36 @@ def test_a_trained_tokenizer_is_kept_used_and_always_the_same(tmp_path):
     )
 
 
-def test_a_text_too_short_for_the_vocabulary_is_told(tmp_path, capsys):
+def test_a_text_too_short_for_the_vocabulary_is_rejected(tmp_path, capsys):
     pytest.importorskip("tokenizers", reason="needs the extra `data`")
-    assert run(corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}", "--train_bpe=5000") == 2
-    assert "--train_bpe=5000: the text has only enough for" in capsys.readouterr().err
+    assert (
+        run(write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}", "--train_bpe=5000") == 2
+    )
+    assert "--train_bpe=5000: the text is enough for only" in capsys.readouterr().err
 
 
-def test_a_token_that_begins_documents_is_put_there_if_asked_for(tmp_path):
+def test_documents_begin_with_bos_if_requested(tmp_path):
     file = sentence_piece(tmp_path / "t")
     for name, flags in (("without", []), ("with", ["--bos"])):
-        path = corpus(tmp_path / "in")
+        path = write_jsonl(tmp_path / "in")
         assert run(path, f"--output={tmp_path / name}", f"--tokenizer={file}", *flags) == 0
-    bos = tokenizers.load(file).bos
+    bos = tokenizer.load(file).bos
     assert [[bos, *doc] for doc in documents(tmp_path / "without")] == documents(tmp_path / "with")
     for name in ("with", "without"):
-        assert tokenizers.load(tmp_path / name).bos == bos
-        assert tokenizers.begins_documents(tmp_path / name) == (name == "with")
+        assert tokenizer.load(tmp_path / name).bos == bos
+        assert tokenizer.has_bos(tmp_path / name) == (name == "with")
     assert texts(tmp_path / "with") == TEXTS
 
 
-# ---- reading it ----
+# ---- reading a prepared folder ----
 
 
-def test_a_prepared_folder_is_a_source_with_sizes_of_tokens(tmp_path):
-    assert run(corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}", "--shard_tokens=20") == 0
+def test_a_prepared_folder_is_a_source_with_token_bytes(tmp_path):
+    assert (
+        run(write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}", "--shard_tokens=20") == 0
+    )
     source = build(tmp_path / "out")
-    assert len(manifest.read(tmp_path / "out")["shards"]) > 2
+    assert len(prepared.read_manifest(tmp_path / "out")["shards"]) > 2
     assert source.token_bytes.tolist() == [0] + [1] * 255 and "6 documents" in source.description
     rows = source.read(np.arange(source.size))
     stream = b"".join(text.encode() + b"\0" for text in TEXTS)
@@ -745,8 +755,8 @@ def test_a_prepared_folder_is_a_source_with_sizes_of_tokens(tmp_path):
     )
 
 
-def test_a_vocabulary_that_is_too_small_and_tokenizers_that_differ_are_told_at_once(tmp_path):
-    path = corpus(tmp_path / "in", [prose(1, 2000)])
+def test_a_small_vocabulary_and_different_tokenizers_are_rejected_at_once(tmp_path):
+    path = write_jsonl(tmp_path / "in", [prose(1, 2000)])
     assert run(path, f"--output={tmp_path / 'a'}") == 0
     assert (
         run(path, f"--output={tmp_path / 'b'}", f"--tokenizer={hugging_face(tmp_path / 't')}") == 0
@@ -763,27 +773,27 @@ def test_a_vocabulary_that_is_too_small_and_tokenizers_that_differ_are_told_at_o
 @pytest.mark.parametrize("file", ["00000.bin", "00001.idx"])
 def test_verify_finds_a_changed_byte_and_loading_a_changed_size(tmp_path, capsys, file):
     out = tmp_path / "out"
-    assert run(corpus(tmp_path / "in"), f"--output={out}", "--shard_tokens=20") == 0
-    assert run(f"--verify={out}") == 0 and "all 362 tokens are good" in capsys.readouterr().out
-    good = (out / file).read_bytes()
-    (out / file).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert run(write_jsonl(tmp_path / "in"), f"--output={out}", "--shard_tokens=20") == 0
+    assert run(f"--verify={out}") == 0 and "all 362 tokens are valid" in capsys.readouterr().out
+    valid = (out / file).read_bytes()
+    (out / file).write_bytes(valid[:-1] + bytes([valid[-1] ^ 1]))
     assert run(f"--verify={out}") == 2 and f"{file}: was changed" in capsys.readouterr().err
-    (out / file).write_bytes(good + b"x")
-    with pytest.raises(ConfigError, match=f"{file} has {len(good) + 1} bytes"):
+    (out / file).write_bytes(valid + b"x")
+    with pytest.raises(ConfigError, match=f"{file} has {len(valid) + 1} bytes"):
         build(out)
     (out / file).unlink()
     with pytest.raises(ConfigError, match=f"{file} is missing"):
         build(out)
 
 
-@pytest.mark.parametrize("damage", ["cut off", "of others", "gone"])
-def test_sizes_of_tokens_that_cannot_be_read_are_told(tmp_path, capsys, damage):
+@pytest.mark.parametrize("damage", ["truncated", "wrong shape", "missing"])
+def test_a_corrupt_token_bytes_file_is_rejected(tmp_path, capsys, damage):
     out = tmp_path / "out"
-    assert run(corpus(tmp_path / "in"), f"--output={out}") == 0
+    assert run(write_jsonl(tmp_path / "in"), f"--output={out}") == 0
     path = out / "token_bytes.npy"
-    if damage == "cut off":
+    if damage == "truncated":
         path.write_bytes(path.read_bytes()[:100])
-    elif damage == "gone":
+    elif damage == "missing":
         path.unlink()
     else:
         np.save(path, np.ones(255, np.int32))
@@ -792,18 +802,18 @@ def test_sizes_of_tokens_that_cannot_be_read_are_told(tmp_path, capsys, damage):
     assert run(f"--verify={out}") == 2 and "token_bytes.npy: cannot" in capsys.readouterr().err
 
 
-def test_an_empty_tokenizer_json_is_no_sentencepiece_model(tmp_path):
+def test_an_empty_tokenizer_json_is_not_read_as_a_sentencepiece_model(tmp_path):
     (tmp_path / "tokenizer.json").touch()
     pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
-    with pytest.raises(ConfigError, match="tokenizer.json is no tokenizer.json"):
-        tokenizers.load(tmp_path)
+    with pytest.raises(ConfigError, match="tokenizer.json is not a tokenizer.json"):
+        tokenizer.load(tmp_path)
 
 
 def test_verify_finds_another_tokenizer(tmp_path, capsys):
     out = tmp_path / "out"
     assert (
         run(
-            corpus(tmp_path / "in"),
+            write_jsonl(tmp_path / "in"),
             f"--output={out}",
             f"--tokenizer={hugging_face(tmp_path / 't')}",
         )
@@ -814,40 +824,40 @@ def test_verify_finds_another_tokenizer(tmp_path, capsys):
     assert run(f"--verify={out}") == 2 and "tokenizer.json: was changed" in capsys.readouterr().err
 
 
-def test_a_manifest_where_one_happens_to_be_is_not_that_of_an_empty_path(tmp_path, monkeypatch):
-    assert run(corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
+def test_an_empty_path_does_not_read_the_manifest_of_the_working_directory(tmp_path, monkeypatch):
+    assert run(write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
     monkeypatch.chdir(tmp_path / "out")
     with pytest.raises(ConfigError, match="data.path=: no such file"):
         build("")
 
 
-def test_verify_looks_at_tokens_and_at_how_documents_end(tmp_path, capsys):
+def test_verify_checks_tokens_and_the_ends_of_documents(tmp_path, capsys):
     out = tmp_path / "out"
-    assert run(corpus(tmp_path / "in"), f"--output={out}") == 0
+    assert run(write_jsonl(tmp_path / "in"), f"--output={out}") == 0
     found = json.loads((out / "manifest.json").read_text())
     found["tokenizer"] |= {"vocab_size": 200, "eos": 3}
     found["tokens"] += 1
     (out / "manifest.json").write_text(json.dumps(found))
     assert run(f"--verify={out}") == 2
-    told = capsys.readouterr().err
+    error = capsys.readouterr().err
     for part in (
         "00000.bin: at byte 37: token 230",
         "vocabulary 200",
         "document 0 ends with 0, not 3",
         "tokens=",
     ):
-        assert part in told
+        assert part in error
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 9}', '{"version": 1}', "[]", "\0"])
-def test_a_damaged_manifest_is_told(tmp_path, text):
-    assert run(corpus(tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
+def test_a_corrupt_manifest_is_rejected(tmp_path, text):
+    assert run(write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
     (tmp_path / "out" / "manifest.json").write_text(text)
     with pytest.raises(ConfigError, match="manifest.json"):
         build(tmp_path / "out")
 
 
-def test_units_are_of_a_size_that_can_be_shared_out():
-    record = inputs.Record("x" * (tokenising.UNIT // 4), inputs.Place(), 0)
-    assert [len(unit) for unit in tokenising.units([record] * 9)] == [4, 4, 1]
+def test_work_units_have_a_limited_size():
+    record = inputs.Record("x" * (tokenize.UNIT_BYTES // 4), inputs.Position(), 0)
+    assert [len(unit) for unit in tokenize.work_units([record] * 9)] == [4, 4, 1]
     assert os.environ.get("TOKENIZERS_PARALLELISM") in (None, "false")
