@@ -1,0 +1,346 @@
+"""README.md and docs/: their commands run, their links lead somewhere, and what they list exists.
+
+Every ```bash and ```python block runs, in the order of its page, in a folder that looks like the repository. A
+comment directly above a block changes that:
+
+  <!-- not run: REASON -->                     it is not run
+  <!-- slow -->                                it runs with the slow tests
+  <!-- slow, on 8 simulated devices -->        the same; a command for 8 GPUs runs on CPU devices
+  <!-- run as part of docs/PAGE.md -->         that page runs the same commands
+  <!-- output of the block above -->           of a block without a language: compared; a line ... stands for any
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from test_structure import LAYERS
+
+from configs import default
+from meshtrain import cli, errors
+from meshtrain.cluster import environment
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path for path in (README, *sorted(ROOT.glob("docs/**/*.md")))
+}
+BIN = Path(sys.executable).parent
+SECONDS = 300  # that a block may take
+OUTPUT = "output of the block above"
+MARKER = re.compile(r"not run: .{10,}|slow(, on 8 simulated devices)?|run as part of \S+|" + OUTPUT)
+# The left column of the glossary, as far as it can be searched for.
+UNCLEAR = (
+    r"told|astray|wished|begun|narrow(ed|s)?|beside|anew|heeds?|whole|the like|and so|of it|those of|that of"
+    r"|(go(es|ing)?|went) on|so many|worked off|(by|at) chance|in turns?|set aside|cut( up| over|s|ting)?"
+    r"|(bad|good) ones?|(is|are) refused|does without|is had|what comes in|turns round|mortal"
+)
+
+
+class Block(NamedTuple):
+    page: str
+    line: int  # of its first line, from 1
+    language: str
+    marker: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def is_run(self) -> bool:
+        return self.language in ("bash", "sh", "python") and not self.marker.startswith("slow")
+
+    @property
+    def is_slow(self) -> bool:
+        return self.marker.startswith("slow")
+
+    @property
+    def commands(self) -> set[str]:
+        joined = re.sub(r"\s*\\\n\s*", " ", self.text).splitlines()
+        return {line.partition("  #")[0].strip() for line in joined if line.strip()}
+
+
+def blocks_of(page: str, text: str) -> list[Block]:
+    lines, found, start = text.splitlines(), [], None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        above = re.fullmatch(r"<!-- (.*) -->", lines[start - 1]) if start else None
+        inside = "\n".join(lines[start + 1 : number]) + "\n"
+        marker = above[1] if above else ""
+        found.append(Block(page, start + 2, lines[start][3:], marker, inside))
+        start = None
+    assert start is None, f"{page}:{start + 1}: a block without an end"
+    return found
+
+
+BLOCKS = {page: blocks_of(page, path.read_text()) for page, path in PAGES.items()}
+SKIPPED = ("not run", "run as part of")
+
+
+def pages_with(is_wanted) -> list[str]:
+    def wanted(block: Block) -> bool:
+        return is_wanted(block) and not block.marker.startswith(SKIPPED)
+
+    return [page for page, blocks in BLOCKS.items() if any(map(wanted, blocks))]
+
+
+def prose_of(page: str) -> str:
+    """Returns a page without its blocks, with the same line numbers."""
+    parts = re.split(r"^```.*$", PAGES[page].read_text(), flags=re.MULTILINE)
+    return "".join(part if i % 2 == 0 else "\n" * part.count("\n") for i, part in enumerate(parts))
+
+
+# ---- the commands ----
+
+
+def like_the_repository(folder: Path) -> None:
+    """Links what the repository has into a folder, except what runs write."""
+    for path in ROOT.iterdir():
+        if not path.name.startswith(".") and path.name not in ("runs", "data", "models"):
+            (folder / path.name).symlink_to(path)
+    texts = folder / "my_text"  # which docs/guides/text.md speaks of
+    texts.mkdir()
+    for page in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"):
+        (texts / f"{page}.txt").write_text((ROOT / page).read_text())
+
+
+def run(block: Block, folder: Path) -> str:
+    text = block.text.replace(".venv/bin/", f"{BIN}/")
+    command = (
+        [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    )
+    environ = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "80"}
+    environ |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PAGER": "cat"}
+    environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    if "8 simulated devices" in block.marker:
+        environ["JAX_NUM_CPU_DEVICES"] = "8"
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with subprocess.Popen(
+        [*command, text], cwd=folder, env=environ, text=True, start_new_session=True, **pipes
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output = f"{process.communicate()[0]}\nnot done after {SECONDS} s"
+    if process.returncode:
+        why = f"{block.where}: exit code {process.returncode}\n{block.text}{output}"
+        pytest.fail(why, pytrace=False)
+    return output
+
+
+def run_page(page: str, folder: Path, *, slow: bool) -> None:
+    like_the_repository(folder)
+    output = None
+    for block in BLOCKS[page]:
+        if block.marker == OUTPUT and output is not None:
+            lines = [re.escape(line.rstrip()) for line in block.text.splitlines()]
+            pattern = "\n".join(r"(.*\n)*?.*" if line == r"\.\.\." else line for line in lines)
+            printed = "\n".join(line.rstrip() for line in output.splitlines())
+            assert re.fullmatch(pattern, printed), f"{block.where}: it printed\n{output}"
+        elif block.marker.startswith(SKIPPED):
+            output = None
+        elif block.is_slow if slow else block.is_run:
+            output = run(block, folder)
+
+
+@pytest.mark.parametrize("page", pages_with(lambda block: block.is_run))
+def test_the_commands_of_a_page_run(page, tmp_path):
+    run_page(page, tmp_path, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with(lambda block: block.is_slow))
+def test_the_slow_commands_of_a_page_run(page, tmp_path):
+    run_page(page, tmp_path, slow=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_block_is_run_or_says_why_not(page):
+    for block in BLOCKS[page]:
+        assert block.language in ("", "bash", "sh", "python"), f"{block.where}: {block.language}"
+        assert not block.marker or MARKER.fullmatch(block.marker), f"{block.where}: {block.marker}"
+        if other := block.marker.partition("run as part of ")[2]:
+            runs = [one for one in BLOCKS[other] if one.is_run or one.is_slow]
+            elsewhere = set().union(*(one.commands for one in runs))
+            assert block.commands <= elsewhere, f"{block.where}: not in {other}"
+
+
+def test_a_failing_block_is_reported_with_its_line(tmp_path):
+    text = "# Page\n\n```bash\necho before; false\n```\n"
+    (block,) = blocks_of("page.md", text)
+    with pytest.raises(pytest.fail.Exception, match=r"page.md:4: exit code 1\n(.*\n)*before"):
+        run(block, tmp_path)
+
+
+# ---- what the pages list ----
+
+
+def test_the_readme_is_one_page():
+    assert len(README.read_text().splitlines()) <= 200
+
+
+def anchors_of(page: str) -> set[str]:
+    """Returns the anchors that GitHub gives to the headings of a page."""
+    heads = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_a_file_and_a_heading(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (PAGES[page].parent / name).resolve() if name else PAGES[page]
+        assert path.exists(), f"{page}: no {target}"
+        if anchor:
+            assert anchor in anchors_of(path.relative_to(ROOT).as_posix()), f"{page}: no {target}"
+
+
+def test_every_page_is_in_the_index():
+    index = PAGES["docs/index.md"].read_text()
+    missing = [page for page in PAGES if f"]({page.removeprefix('docs/')})" not in index]
+    assert missing == ["README.md", "docs/index.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_words_are_those_of_the_field(page):
+    text = PAGES[page].read_text()
+    found = [
+        f"{page}:{text[: hit.start()].count(chr(10)) + 1}: {hit[0]}"
+        for hit in re.finditer(rf"(?<![\w-])({UNCLEAR})(?![\w-])", text, re.IGNORECASE)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_config_keys_that_a_page_names_exist(page):
+    text, config = PAGES[page].read_text(), default.get_config().to_dict()
+    folders = "benchmarks|configs|docs|launch|meshtrain|tests|parallel"
+    names = re.findall(rf"(?<![\w/.])(?:{folders})/[\w/.-]+\.(?:py|sh|md|json|txt|yaml)\b", text)
+    names += [f"benchmarks/results/{name}" for name in re.findall(r"[\w-]+_cpu-[\w-]+\.\w+", text)]
+    lost = [
+        name
+        for name in names
+        if not (ROOT / name).exists() and not (ROOT / "meshtrain" / name).exists()
+    ]
+    sections = "|".join(config)
+    pattern = rf"(?:`|--config\.|\bconfig\.)({sections})\.(\w+)\b(?!\()"
+    keys = re.findall(pattern, text)
+    lost += [
+        f"{section}.{key}" for section, key in keys if key not in config[section] and key != "py"
+    ]
+    assert not lost
+
+
+def test_the_picture_of_the_layers_is_the_one_that_is_tested():
+    block = next(block for block in BLOCKS["README.md"] if block.text.startswith("cli "))
+    lines = [re.split(r"\s{2,}", line)[0].split() for line in reversed(block.text.splitlines())]
+    assert [name for line in lines for name in line] == LAYERS
+
+
+def flags_of(add_flags) -> set[str]:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser)
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_the_flags_of_a_verb_are_listed(verb):
+    assert re.search(rf"^\| .*`{verb}`.* \|", README.read_text(), re.MULTILINE)
+    text = PAGES["docs/reference/verbs.md"].read_text()
+    section = re.search(rf"^## {verb}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
+    rows = "\n".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE))
+    shared = flags_of(environment.add_flags) | {"--config", "--workdir"}
+    actual = flags_of(importlib.import_module(cli.VERBS[verb].module).add_flags)
+    assert {*re.findall(r"--[\w-]+", rows)} - shared == actual - shared
+
+
+def test_events_are_listed():
+    text = PAGES["docs/reference/metrics.md"].read_text().partition("## events.jsonl")[2]
+    listed = {*re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)}
+    code = "\n".join(path.read_text() for path in (ROOT / "meshtrain").rglob("*.py"))
+    recorded = {*re.findall(r"\bevent\(\s*\"(\w+)\"", code)}
+    assert (
+        recorded <= listed and {f'"{name}"' for name in listed if f'"{name}"' not in code} == set()
+    )
+
+
+def test_exit_codes_are_listed():
+    text = PAGES["docs/reference/files.md"].read_text()
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert {*map(int, re.findall(r"^\| (\d+) \|", text, re.MULTILINE))} == {0, *codes}
+
+
+# ---- the page that is generated ----
+
+
+@pytest.fixture
+def generator():
+    path = ROOT / "docs" / "config_reference.py"
+    spec = importlib.util.spec_from_file_location("config_reference", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_config_keys_is_what_the_generator_prints(generator):
+    fresh = "run: python docs/config_reference.py > docs/reference/config.md"
+    assert generator.page() == PAGES["docs/reference/config.md"].read_text(), fresh
+
+
+def test_every_config_key_has_a_row_with_its_meaning(generator):
+    listed = {name: comment for name, _, comment in generator.entries(generator.SOURCE.read_text())}
+    config = default.get_config().to_dict()
+    keys = {f"{name}.{key}" for name in config if name != "rules" for key in config[name]}
+    assert keys | {*config} == {*listed}
+    assert [key for key in keys if not listed[key]] == []
+
+
+def test_a_comment_stands_above_its_key_or_on_its_line(generator):
+    text = """
+def get_config():
+    config = ConfigDict()
+
+    # above the section
+    config.a = a = ConfigDict()
+    a.one = 1  # on the line
+    a.two = 2  # on the line,
+    # and below
+    a.three = 3  # again
+    # above
+    # its key
+    a.four = 4
+    a.five = (
+        5  # within
+    )
+
+    config.b = b = ConfigDict()  # used later
+    b.six = a.get_oneway_ref("one")  # last
+    return config
+"""
+    assert [(name, comment) for name, _, comment in generator.entries(text)] == [
+        ("a", "above the section"),
+        ("a.one", "on the line"),
+        ("a.two", "on the line, and below"),
+        ("a.three", "again"),
+        ("a.four", "above its key"),
+        ("a.five", "within"),
+        ("b", "used later"),
+        ("b.six", "last"),
+    ]
