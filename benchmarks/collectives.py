@@ -1,12 +1,11 @@
-"""Bytes that each device sends in a step, by mesh axis, beside the least that the layout calls for.
+"""Bytes that each device sends in a step, by mesh axis, compared with the minimum that the layout needs.
 
   python benchmarks/collectives.py [--layouts NAME ...] [--output=PATH]
 
-A float32 Llama-style model (8.0 M parameters) on eight simulated devices. Nothing is run: the
-collectives are read from the compiled step by `meshtrain audit`, whose minimum it is, and which explains
-the rest line by line (`python -m meshtrain.analysis.audit --config=...`). Compilers differ: XLA makes an all-reduce
-and a slice for CPU of what is a reduce-scatter elsewhere, which the audit counts as the latter, with a
-note. For latency and bandwidth of the collectives themselves see bandwidth.py.
+A float32 Llama-style model (8.0 M parameters) on eight simulated devices. Nothing is run: the compiled step is
+audited as by `meshtrain audit --config=...`, which defines the minimum and explains every excess line by line.
+Compilers differ: on CPU, XLA replaces a reduce-scatter by an all-reduce and a slice; the audit counts it as a
+reduce-scatter, with a note. bandwidth.py measures latency and bandwidth of the collectives themselves.
 """
 
 import os
@@ -21,7 +20,7 @@ from meshtrain.analysis.audit import audit
 from meshtrain.cluster import runtime
 
 DEVICES = 8
-# The mesh, and where it is not the default the zero stage; all sizes multiply to DEVICES.
+# Mesh axes, whose sizes multiply to DEVICES, and the zero stage if it is not the default.
 LAYOUTS = {
     "data": {"data": 8},
     "fsdp, zero 1": {"fsdp": 8, "zero_stage": 1},
@@ -47,46 +46,51 @@ def measure(args, layout: dict[str, int]):
     return audit(llama.settings(args, mesh={"data": 1, **mesh}, train=train))
 
 
-def rows_of(name: str, found) -> list[dict]:
-    """Returns a row of each axis, or axes together, that carry something or should."""
+def rows_of(name: str, audited) -> list[dict]:
+    """Returns a row for each axis, or group of axes, over which bytes are sent or have to be."""
     rows = []
-    for total in found.axes:
-        least = None if total.minimum is None else total.minimum / 1e6
-        row = {"layout": name, "over": total.name, "MB": total.bytes / 1e6, "minimum": least}
-        rows.append(row | {"ratio": total.ratio, "most beyond it": _most(found, total)[0]})
+    for total in audited.axes:
+        minimum = None if total.minimum is None else total.minimum / 1e6
+        row = {"layout": name, "over": total.name, "MB": total.bytes / 1e6, "minimum": minimum}
+        rows.append(
+            row | {"ratio": total.ratio, "largest excess": _largest_excess(audited, total)[0]}
+        )
     return rows
 
 
 def reasons(audits) -> list[str]:
-    """Returns what the tables' last column stands for, each once."""
-    found = [_most(one, total) for one in audits for total in one.axes]
-    return sorted({f"{what}: {why}" for what, why in found if what})
+    """Returns an explanation of each value of the table's last column."""
+    largest = [_largest_excess(audited, total) for audited in audits for total in audited.axes]
+    return sorted({f"{what}: {why}" for what, why in largest if what})
 
 
-def _most(found, total) -> tuple[str, str]:
-    """Returns for what some axes send most beyond the minimum, and why; nothing below 1 %."""
-    excess = [one for one in found.excess if one[0] == total.name and one[3] > 0.01 * total.bytes]
-    _, what, why, _ = max(excess, key=lambda one: one[3], default=("", "", "", 0))
+def _largest_excess(audited, total) -> tuple[str, str]:
+    """Returns purpose and reason of the largest excess over the minimum on some axes; "" below 1 %."""
+    excess = [
+        row for row in audited.extra_bytes if row[0] == total.name and row[3] > 0.01 * total.bytes
+    ]
+    _, what, why, _ = max(excess, key=lambda row: row[3], default=("", "", "", 0))
     return what, why
 
 
 def main():
     parser = record.parser(__doc__)
-    llama.add_numbers(parser, rows=16, microbatches=4)  # rows of a micro-batch
+    llama.add_numbers(parser, rows=16, microbatches=4)  # rows per micro-batch
     parser.add_argument("--layouts", nargs="+", default=[*LAYOUTS], choices=LAYOUTS, metavar="NAME")
     args = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {llama.QUICK}".strip()
     runtime.simulate(DEVICES)
-    found, audits = {**record.about(args), "layouts": {}}, {}
+    results, audits = {**record.about(args), "layouts": {}}, {}
     for name in args.layouts:
         audits[name] = audited = measure(args, LAYOUTS[name])
-        told = {key: getattr(audited, key) for key in ("mesh", "platform", "excess", "saved")}
-        told |= {"axes": [asdict(total) for total in audited.axes], "warnings": audited.warnings}
-        found["layouts"][name] = told
+        layout = {"mesh": audited.mesh, "platform": audited.platform}
+        layout |= {"excess": audited.extra_bytes, "saved": audited.unsent_bytes}
+        layout |= {"axes": [asdict(total) for total in audited.axes], "warnings": audited.warnings}
+        results["layouts"][name] = layout
         print(f"compiled: {name}", file=sys.stderr, flush=True)
     record.show([row for name, audited in audits.items() for row in rows_of(name, audited)])
     print(*reasons(audits.values()), sep="\n")
-    record.save(args.output, found, model=f"collectives-{llama.name_of(args)}")
+    record.save(args.output, results, model=f"collectives-{llama.name_of(args)}")
 
 
 if __name__ == "__main__":

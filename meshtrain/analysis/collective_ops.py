@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: what each moves, along which mesh axes, and for which line of source."""
+"""Finds the collectives of a compiled program: bytes, mesh axes and source line of each."""
 
 import math
 import re
@@ -22,27 +22,28 @@ LIBRARY = re.compile(
     r"/(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|chex|einops|equinox|haiku)/"
     r"|/lib/python3\.\d+/(?!(?:site|dist)-packages/)"
 )
-HELPERS = ("constrain", "_flat_dot_general", "table")  # of ours, called from the line to be shown
-SLICED = "all-reduce + slice on CPU, a reduce-scatter on GPU and TPU"
-PROMOTED = "in 32 bits on CPU; counted in the 16 bits that GPU and TPU send"
-PART = "among some of the devices along this axis"
+# Functions of this package of which the caller's line is shown.
+HELPERS = ("constrain", "_flat_dot_general", "embedding_table")
+REDUCE_SCATTER_NOTE = "all-reduce + slice on CPU, a reduce-scatter on GPU and TPU"
+BITS_NOTE = "sent in 32 bits on CPU; counted in the 16 bits that GPU and TPU send"
+SUBGROUP_NOTE = "over groups of only some of the devices along this axis"
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One tensor that a collective moves; one that moves several at once is listed once for each."""
+    """One tensor that a collective moves; a combined collective has one entry for each tensor."""
 
     name: str  # of the instruction
     kind: str
-    axes: tuple[str, ...] | None  # that its groups span; None: they cut across the mesh
+    axes: tuple[str, ...] | None  # that its groups span; None: not along mesh axes
     group_size: int
-    array: Array  # the whole tensor: what a gather makes, what a reduction or permutation takes
+    array: Array  # the full tensor: output of a gather, input of a reduction or permutation
     itemsize: float  # bytes of an element as GPU and TPU send it
-    count: float  # per step, loops multiplied in
-    count_known: bool  # no: some loop around it counts as one turn
+    count: float  # per step, multiplied by loop iterations
+    count_known: bool  # False: a loop of unknown length is counted as one iteration
     op_name: str
     source: str  # file:line function
-    origin: str  # the argument of the step whose values a gather moves; empty: computed ones
+    origin: str  # the step's argument whose values a gather moves; empty: computed values
     notes: tuple[str, ...] = ()
 
     @property
@@ -51,18 +52,18 @@ class Collective:
 
     @property
     def bytes(self) -> float:
-        """What each device sends per step, by the best known algorithm of this kind."""
-        return self.count * sent(self.kind, self.tensor_bytes, self.group_size)
+        """Bytes that each device sends per step, with a bandwidth-optimal algorithm."""
+        return self.count * bytes_sent(self.kind, self.tensor_bytes, self.group_size)
 
     @property
     def phase(self) -> str:
-        """Which part of the step it is of, as jax names operations; empty where it is not named."""
+        """forward or backward, from the names that JAX gives operations; empty if unknown."""
         if "transpose(" in self.op_name:
             return "backward"
         return "forward" if "jvp(" in self.op_name else ""
 
 
-def sent(kind: str, tensor_bytes: float, group_size: int) -> float:
+def bytes_sent(kind: str, tensor_bytes: float, group_size: int) -> float:
     """Returns the bytes that each device of the group sends for one tensor."""
     share = (group_size - 1) / group_size
     if kind == "all-reduce":
@@ -73,27 +74,26 @@ def sent(kind: str, tensor_bytes: float, group_size: int) -> float:
 def find(module: Module, mesh: Mapping[str, int], platform: str = "cpu") -> list[Collective]:
     """Returns the collectives of a step on a mesh of these axes, in the order of the text.
 
-    On CPU, where XLA has no reduce-scatter and no bfloat16, they are those that GPU and TPU would run.
+    XLA on CPU has neither reduce-scatter nor bfloat16 collectives: those are listed as GPU and TPU run them.
     """
     found, fragments = [], set()
     for computation, body in module.computations.items():
-        times, known = module.runs(computation)
-        fused = any(caller.opcode == "fusion" for _, caller in module.callers[computation])
+        count, count_known = module.runs(computation)
+        is_fused = any(caller.opcode == "fusion" for _, caller in module.callers[computation])
         for instruction in body.values():
             kind = instruction.opcode.removesuffix("-start")
-            if kind not in KINDS or not times:
+            if kind not in KINDS or not count:
                 continue
-            channel = (kind, instruction.number("channel_id"))
-            if fused and channel in fragments:
-                continue  # TPU spreads one collective over several fusions
-            fragments |= {channel} if fused else set()
-            found += _of(module, computation, instruction, kind, mesh, times, known, platform)
+            channel = (kind, instruction.int_attribute("channel_id"))
+            if is_fused and channel in fragments:
+                continue  # TPU splits one collective over several fusions
+            fragments |= {channel} if is_fused else set()
+            times = (count, count_known)
+            found += _tensors(module, computation, instruction, kind, mesh, times, platform)
     return found
 
 
-def _of(
-    module, computation, instruction, kind, mesh, times, known, platform
-) -> Iterator[Collective]:
+def _tensors(module, computation, instruction, kind, mesh, times, platform) -> Iterator[Collective]:
     """Yields the tensors of one instruction."""
     if kind == "collective-permute":
         axes, size = groups.axes_between(groups.pairs_of(instruction.attributes), mesh), 2
@@ -102,69 +102,77 @@ def _of(
         axes, size = groups.axes_of(members, mesh), max(map(len, members))
     if size == 1 or axes == ():
         return
-    part = kind != "collective-permute" and size < math.prod(mesh[axis] for axis in axes or ())
+    is_subgroup = size < math.prod(mesh[axis] for axis in axes or ())
+    is_subgroup = is_subgroup and kind != "collective-permute"
     for element, array in enumerate(_arrays(module, computation, instruction, kind, size)):
-        shown = _element(module, computation, instruction, element)
-        several = len(instruction.results) > 1
-        used = dataflow.uses(module, computation, instruction.name, element if several else None)
-        used = list(used)
-        origin, narrowest = "", array.itemsize
+        described = _element(module, computation, instruction, element)
+        index = element if len(instruction.results) > 1 else None
+        uses = list(dataflow.uses(module, computation, instruction.name, index))
+        origin, smallest = "", array.itemsize
         if element < len(instruction.operands):
             value = (computation, instruction.operands[element], None)
-            origin, narrowest = dataflow.argument(module, value)
-        # What is only handed on is as good before it was widened; a sum is not.
-        narrow = narrowest == 2 and kind != "all-reduce" or dataflow.is_narrowed(used)
-        promoted = array.dtype == "f32" and (narrow or "_promoted" in instruction.attributes)
-        promoted = promoted and platform == "cpu"
-        sliced = kind == "all-reduce" and dataflow.is_sliced(module, used, array.size / size)
+            origin, smallest = dataflow.source_argument(module, value)
+        # A copy needs no more bits than its 16-bit source; a sum in float32 does.
+        is_copy = smallest == 2 and kind != "all-reduce"
+        is_16_bit = is_copy or dataflow.is_rounded_to_16_bits(uses)
+        is_16_bit = is_16_bit or "_promoted" in instruction.attributes
+        is_promoted = array.dtype == "f32" and is_16_bit and platform == "cpu"
+        is_scatter = kind == "all-reduce" and dataflow.is_sliced_per_device(
+            module, uses, array.size / size
+        )
+        notes = (REDUCE_SCATTER_NOTE,) * is_scatter + (BITS_NOTE,) * is_promoted
         yield Collective(
             name=instruction.name,
-            kind="reduce-scatter" if sliced else kind,
+            kind="reduce-scatter" if is_scatter else kind,
             axes=axes,
             group_size=size,
             array=array,
-            itemsize=2 if promoted else array.itemsize,
-            count=times,
-            count_known=known,
-            op_name=shown.op_name,
-            source=source_of(module.traceback(shown) or module.traceback(instruction)),
+            itemsize=2 if is_promoted else array.itemsize,
+            count=times[0],
+            count_known=times[1],
+            op_name=described.op_name,
+            source=source_of(module.traceback(described) or module.traceback(instruction)),
             origin=origin,
-            notes=(SLICED,) * sliced + (PROMOTED,) * promoted + (PART,) * part,
+            notes=notes + (SUBGROUP_NOTE,) * is_subgroup,
         )
 
 
 def _arrays(module, computation, instruction, kind, group_size) -> list[Array]:
-    """Returns the whole tensors that it moves, from its operands: results hold more, for a -start."""
+    """Returns the full tensors that it moves, from its operands: a -start has additional results."""
     body = module.computations[computation]
     arrays = [a for name in instruction.operands if name in body for a in body[name].results]
     arrays = arrays or list(hlo.arrays(instruction.operand_text))
     if kind == "all-gather":
-        dim = instruction.number("dimensions") or 0
-        grown = ((*a.shape[:dim], a.shape[dim] * group_size, *a.shape[dim + 1 :]) for a in arrays)
-        return [Array(a.dtype, shape) for a, shape in zip(arrays, grown, strict=True)]
+        dim = instruction.int_attribute("dimensions") or 0
+        shapes = ((*a.shape[:dim], a.shape[dim] * group_size, *a.shape[dim + 1 :]) for a in arrays)
+        return [Array(a.dtype, shape) for a, shape in zip(arrays, shapes, strict=True)]
     if kind == "all-to-all" and len(arrays) > 1:  # one slice for each device
         return [Array(arrays[0].dtype, (len(arrays), *arrays[0].shape))]
     return arrays[:1] if kind == "ragged-all-to-all" else arrays
 
 
 def _element(module, computation, instruction, element) -> Instruction:
-    """Returns the instruction whose metadata tells most of one tensor of a combined collective."""
+    """Returns the instruction with the metadata of one tensor of a combined collective."""
     if len(instruction.results) == 1:
         return instruction
     for user in module.users[computation, instruction.name]:
-        if user.opcode == "get-tuple-element" and user.number("index") == element and user.op_name:
+        if (
+            user.opcode == "get-tuple-element"
+            and user.int_attribute("index") == element
+            and user.op_name
+        ):
             return user
     return instruction
 
 
 def source_of(traceback: list[hlo.Frame]) -> str:
-    """Returns the innermost line that is no library's: 'meshtrain/models/layers.py:125 Attention.__call__'."""
-    own = [frame for frame in traceback if frame.file and not LIBRARY.search(frame.file)]
-    own = [frame for frame in own if frame.function not in HELPERS] or own
-    if not own:
+    """Returns the innermost line outside libraries: 'meshtrain/models/layers.py:125 Attention.__call__'."""
+    frames = [frame for frame in traceback if frame.file and not LIBRARY.search(frame.file)]
+    frames = [frame for frame in frames if frame.function not in HELPERS] or frames
+    if not frames:
         return ""
-    path = Path(own[0].file)
+    path = Path(frames[0].file)
     short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     short = Path(*short.parts[-3:])
-    function = own[0].function.replace("<locals>.", "").replace(".<lambda>", "")
-    return f"{short}:{own[0].line} {function}".strip()
+    function = frames[0].function.replace("<locals>.", "").replace(".<lambda>", "")
+    return f"{short}:{frames[0].line} {function}".strip()

@@ -1,4 +1,4 @@
-"""A schedule's table as text for a terminal, and as an SVG timeline in lock-step time."""
+"""Draws a pipeline schedule as text for a terminal, and as an SVG timeline in lock-step time."""
 
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
@@ -7,29 +7,39 @@ import numpy as np
 
 from meshtrain.parallel.pipeline.schedules import IDLE, Table, Work
 
-FORWARD, BACKWARD = 1, 2  # times that one stage takes for a micro-batch
-EVERY = 5  # ticks from one number above the text's columns to the next
+FORWARD, BACKWARD = 1, 2  # time of one stage for a micro-batch
+TICKS_PER_NUMBER = 5  # every fifth column of the text is numbered
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-# One colour for each micro-batch, dark enough for white numbers.
+# One colour per micro-batch, dark enough for white numbers.
 COLOURS = "#2f6db3 #b3541a #2d7d4f #8a4bb0 #8a6a00 #b53a56 #17798a #a23a86".split()
-BLACK, WHITE, PALE, INK, FAINT = "#000000", "#ffffff", "#ececec", "#222222", "#999999"
-# In pixels; a box of one forward is BOX wide, and DIGIT more for each digit of its number.
-BOX, DIGIT, ROW, GAP, LEFT, TOP, BOTTOM, MARGIN, TITLE = 12, 7, 26, 4, 76, 66, 56, 20, 640
+BLACK, WHITE, IDLE_COLOUR, INK, AXIS_COLOUR = "#000000", "#ffffff", "#ececec", "#222222", "#999999"
+# In pixels. The box of one forward is BOX_WIDTH wide, plus DIGIT_WIDTH for each digit of its number.
+BOX_WIDTH, DIGIT_WIDTH, TITLE_WIDTH = 12, 7, 640
+ROW, GAP = 26, 4  # height of a stage's row, and between rows
+LEFT, TOP, BOTTOM, RIGHT = 76, 66, 56, 20  # margins
 
 
-def text(table: Table, columns: int) -> list[str]:
-    """Returns the lines of a table: F and B of each stage, a column a tick, cut into what `columns` hold."""
+def text_lines(table: Table, columns: int) -> list[str]:
+    """Returns a table as lines: rows F and B for each stage, a column per tick, wrapped at `columns`."""
     works = (("F", table.forward), ("B", table.backward))
     V = table.num_chunks
-    cells = [[[cell(*entry, V) for entry in row] for row in _entries(work)] for _, work in works]
+    cells = [
+        [[cell(*entry, V) for entry in row] for row in _microbatches_and_chunks(work)]
+        for _, work in works
+    ]
     size = 1 + max(len(name) for work in cells for row in work for name in row)
     heads = [f"stage {stage}" for stage in range(table.num_stages)]
     left = max(map(len, heads)) + 2
-    per_block = max(EVERY, (columns - left) // size // EVERY * EVERY)
+    per_block = max(
+        TICKS_PER_NUMBER, (columns - left) // size // TICKS_PER_NUMBER * TICKS_PER_NUMBER
+    )
     lines = []
     for start in range(0, table.num_ticks, per_block):
         ticks = range(start, min(start + per_block, table.num_ticks))
-        numbers = [f"{t:{size if t == start else EVERY * size}}" for t in ticks[::EVERY]]
+        numbers = [
+            f"{t:{size if t == start else TICKS_PER_NUMBER * size}}"
+            for t in ticks[::TICKS_PER_NUMBER]
+        ]
         lines += [""] * bool(start) + ["tick".ljust(left) + "".join(numbers)]
         for stage, head in enumerate(heads):
             for (letter, _), rows in zip(works, cells, strict=True):
@@ -39,7 +49,7 @@ def text(table: Table, columns: int) -> list[str]:
 
 
 def cell(microbatch: int, chunk: int, num_chunks: int) -> str:
-    """Returns a piece of work in few letters: '3', or '3b' for chunk 1 of several; '·' where there is none."""
+    """Returns '3' for micro-batch 3, '3b' for its chunk 1 of several, '·' if the stage is idle."""
     if microbatch == IDLE:
         return "·"
     if num_chunks == 1:
@@ -47,19 +57,19 @@ def cell(microbatch: int, chunk: int, num_chunks: int) -> str:
     return f"{microbatch}{LETTERS[chunk] if num_chunks <= len(LETTERS) else f'.{chunk}'}"
 
 
-def _entries(work: Work) -> list[list[tuple[int, int]]]:
+def _microbatches_and_chunks(work: Work) -> list[list[tuple[int, int]]]:
     return np.stack([work.microbatch, work.chunk], axis=-1).tolist()
 
 
 def svg(name: str, table: Table) -> str:
-    """Returns the timeline: a row a stage, a box a piece of work, as wide as it takes in lock step."""
+    """Returns the timeline: a row per stage, a box per forward or backward, its width the time."""
     P, M, V = table.num_stages, table.num_microbatches, table.num_chunks
-    unit = BOX + DIGIT * len(str(M - 1))  # of time, for one chunk
+    unit = BOX_WIDTH + DIGIT_WIDTH * len(str(M - 1))  # width of one chunk's forward
     length = unit * table.cost(FORWARD, BACKWARD) * V
-    width = LEFT + max(length, TITLE + 28 * V) + MARGIN
+    width = LEFT + max(length, TITLE_WIDTH + 28 * V) + RIGHT
     height = TOP + P * (ROW + GAP) + BOTTOM
     title = (
-        f"{name}: P = {P} stages, M = {M} micro-batches, V = {V} chunk{'s' * (V > 1)} a stage, "
+        f"{name}: P = {P} stages, M = {M} micro-batches, V = {V} chunk{'s' * (V > 1)} per stage, "
         f"bubble {100 * table.bubble:.1f} %"
     )
     return "\n".join(
@@ -70,7 +80,7 @@ def svg(name: str, table: Table) -> str:
             _rect(0, 0, width, height, WHITE),
             _label(LEFT, 24, title, size=14),
             *_legend(V),
-            *_idle(P, length),
+            *_rows(P, length),
             *_boxes(table, "forward", unit),
             *_boxes(table, "backward", unit),
             *_axis(P, unit * V, length),
@@ -79,18 +89,18 @@ def svg(name: str, table: Table) -> str:
     )
 
 
-def _idle(P: int, length: float) -> Iterator[str]:
-    """Yields the rows; what no box will cover is the bubble."""
+def _rows(P: int, length: float) -> Iterator[str]:
+    """Yields the rows in the idle colour; boxes cover all of it but the bubble."""
     for stage in range(P):
         y = TOP + stage * (ROW + GAP)
         yield _label(LEFT - 8, y + ROW / 2 + 4, f"stage {stage}", anchor="end")
-        yield _rect(LEFT, y, length, ROW, PALE)
+        yield _rect(LEFT, y, length, ROW, IDLE_COLOUR)
 
 
-def starts(table: Table) -> dict[str, np.ndarray]:
-    """Returns when the forwards and the backwards of each tick start, (T,), V times as fine as FORWARD.
+def start_times(table: Table) -> dict[str, np.ndarray]:
+    """Returns when the forwards and the backwards of each tick start, (T,), in forwards of one chunk.
 
-    A tick lasts as long as what any stage does in it; each stage's forward comes before its backward.
+    A tick lasts as long as the longest work of any stage; forwards come before backwards.
     """
     forward = table.forward.active.any(1) * FORWARD
     both = forward + table.backward.active.any(1) * BACKWARD
@@ -99,69 +109,69 @@ def starts(table: Table) -> dict[str, np.ndarray]:
 
 
 def _boxes(table: Table, kind: str, unit: int) -> Iterator[str]:
-    work, start = getattr(table, kind), starts(table)[kind]
-    time, ink = {"forward": (FORWARD, INK), "backward": (BACKWARD, WHITE)}[kind]
-    wide, entries = unit * time, _entries(work)
+    work, start = getattr(table, kind), start_times(table)[kind]
+    duration, ink = {"forward": (FORWARD, INK), "backward": (BACKWARD, WHITE)}[kind]
+    width, entries = unit * duration, _microbatches_and_chunks(work)
     yield f'<g class="{kind}" stroke="{WHITE}" fill="{ink}">'
     for tick, stage in np.argwhere(work.active):
         m, v = entries[tick][stage]
         x, y = LEFT + start[tick] * unit, TOP + stage * (ROW + GAP)
         tip = f"stage {stage}, tick {tick}: {kind} of micro-batch {m}, chunk {v}"
-        yield _rect(x, y, wide, ROW, shade(kind, m, v, table.num_chunks), tip)
-        yield _label(x + wide / 2, y + ROW / 2 + 4, str(m), anchor="middle", fill=None)
+        yield _rect(x, y, width, ROW, shade(kind, m, v, table.num_chunks), tip)
+        yield _label(x + width / 2, y + ROW / 2 + 4, str(m), anchor="middle", fill=None)
     yield "</g>"
 
 
 def shade(kind: str, microbatch: int, chunk: int, num_chunks: int) -> str:
-    """Returns the colour of a micro-batch: forwards pale, backwards full, the first chunk the darkest."""
+    """Returns the colour of a micro-batch: lighter for forwards; the first chunk is darkest."""
     light = chunk / (num_chunks - 1) if num_chunks > 1 else 1
     colour = COLOURS[microbatch % len(COLOURS)]
     if kind == "forward":
-        return _mixed(colour, WHITE, 0.42 + 0.24 * light)
-    return _mixed(colour, BLACK, 0.4 * (1 - light))
+        return _blended(colour, WHITE, 0.42 + 0.24 * light)
+    return _blended(colour, BLACK, 0.4 * (1 - light))
 
 
-def _mixed(colour: str, other: str, share: float) -> str:
+def _blended(colour: str, other: str, share: float) -> str:
     parts = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in (colour, other)]
     mixed = (round(a * (1 - share) + b * share) for a, b in zip(*parts, strict=True))
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
 def _legend(V: int) -> Iterator[str]:
-    """Yields samples of what the boxes' shades say."""
+    """Yields the legend of the boxes' colours."""
     x = LEFT
     samples = [
         ("forward", [shade("forward", 0, v, V) for v in range(V)]),
         ("backward", [shade("backward", 0, v, V) for v in range(V)]),
-        ("idle", [PALE]),
+        ("idle", [IDLE_COLOUR]),
     ]
     chunks = f", chunks 0 to {V - 1}" if V > 1 else ""
     for name, fills in samples:
         for fill in fills:
             yield _rect(x, 37, 14, 14, fill)
             x += 14
-        words = f"{name}{chunks if name != 'idle' else ''}"
-        yield _label(x + 6, 48, words)
-        x += 20 + 7 * len(words)
+        text = f"{name}{chunks if name != 'idle' else ''}"
+        yield _label(x + 6, 48, text)
+        x += 20 + 7 * len(text)
     yield _label(x, 48, "number and colour: micro-batch")
 
 
 def _axis(P: int, unit: int, length: float) -> Iterator[str]:
-    """Yields the axis of time, numbered where there is room; `unit` is a stage's forward."""
+    """Yields the time axis with as many numbers as fit; `unit` is the width of a stage's forward."""
     y = TOP + P * (ROW + GAP) + 4
     step = next(
         step for n in range(9) for step in (10**n, 2 * 10**n, 5 * 10**n) if step * unit >= 50
     )
-    yield f'<g stroke="{FAINT}">'
+    yield f'<g stroke="{AXIS_COLOUR}">'
     yield f'<path d="M{LEFT} {y}H{LEFT + length:.9g}" fill="none"/>'
     numbers = range(0, int(length / unit) + 1, step)
     yield from (f'<path d="M{LEFT + n * unit} {y}v5" fill="none"/>' for n in numbers)
     yield "</g>"
     yield from (_label(LEFT + n * unit, y + 18, str(n), anchor="middle") for n in numbers)
-    words = (
+    text = (
         f"time \u2192 (a stage's forward of a micro-batch takes {FORWARD}, its backward {BACKWARD})"
     )
-    yield _label(LEFT, y + 38, words)
+    yield _label(LEFT, y + 38, text)
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, tip: str = "") -> str:
@@ -170,10 +180,10 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, tip: str =
 
 
 def _label(
-    x: float, y: float, words: str, anchor: str = "start", size: int = 12, fill: str | None = INK
+    x: float, y: float, text: str, anchor: str = "start", size: int = 12, fill: str | None = INK
 ) -> str:
-    ink = f' fill="{fill}"' if fill else ""  # else the group's
+    ink = f' fill="{fill}"' if fill else ""  # empty: the group's fill
     return (
         f'<text x="{x:.9g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" stroke="none"{ink}>'
-        f"{escape(words)}</text>"
+        f"{escape(text)}</text>"
     )

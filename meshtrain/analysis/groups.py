@@ -1,4 +1,4 @@
-"""Which devices talk to each other: the groups of a collective as XLA writes them, and as mesh axes."""
+"""Parses the device groups of a collective as XLA writes them, and names them by mesh axes."""
 
 import itertools
 import math
@@ -11,10 +11,10 @@ Groups = tuple[tuple[int, ...], ...]  # of device numbers, in the order of the m
 
 
 def groups_of(attributes: str, num_devices: int) -> Groups:
-    """Returns the groups in which devices take part, from any of the forms that XLA writes.
+    """Returns the device groups of a collective, from any form that XLA writes.
 
-    `{{0,1},{2,3}}`; `[2,4]<=[8]`, perhaps with a transposition `T(1,0)`; `mesh['a'=2,'b'=4] {'b'}`,
-    perhaps with `device_ids=([2,4]T(1,0))`; `{}` for all devices together.
+    `{{0,1},{2,3}}`; `[2,4]<=[8]`, optionally transposed by `T(1,0)`; `mesh['a'=2,'b'=4] {'b'}`,
+    optionally with `device_ids=([2,4]T(1,0))`; `{}` for one group of all devices.
     """
     if pairs := re.search(r"replica_groups=\{(\{[\d,{}\s]*\})?\}", attributes):
         lists = re.findall(r"\{([\d,\s]+)\}", pairs[1] or "")
@@ -29,7 +29,7 @@ def groups_of(attributes: str, num_devices: int) -> Groups:
 
 
 def pairs_of(attributes: str) -> Groups:
-    """Returns (from, to) of a permutation."""
+    """Returns the (source, target) pairs of a permutation."""
     found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
     return tuple(
         (int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", found[1] if found else "")
@@ -37,9 +37,9 @@ def pairs_of(attributes: str) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the mesh axes whose devices form these groups, or the one axis that they cut into parts.
+    """Returns the mesh axes that these groups span, or the one axis that they divide into parts.
 
-    None where the groups are neither.
+    Returns None if the groups are neither.
     """
     used = [axis for axis, size in mesh.items() if size > 1]
     wanted = {frozenset(group) for group in groups}
@@ -60,14 +60,14 @@ def axes_between(pairs: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes along which the two devices of some pair differ."""
     sizes = list(mesh.values())
     ends = np.array(pairs, int).reshape(-1, 2).T
-    apart = [
+    differ = [
         np.any(a != b) for a, b in zip(*(np.unravel_index(e, sizes) for e in ends), strict=True)
     ]
-    return tuple(axis for axis, differs in zip(mesh, apart, strict=True) if differs)
+    return tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,4]T(1,0)`: 0, 1, 2, ... in this shape, its dims exchanged."""
+    """Returns 0, 1, 2, ... in the shape `[2,4]`, transposed by `T(1,0)` if given."""
     shape, _, order = text.partition("T")
     ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
     return ids.transpose(_ints(order)) if order else ids
@@ -75,31 +75,30 @@ def _iota(text: str) -> np.ndarray:
 
 def _mesh_groups(axes: str, order: str, chosen: str) -> Groups:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    # 'a':(2)4 is part of an axis: the factor 4 of it that has a factor 2 before it.
+    # 'a':(2)4 is a sub-axis of 'a': size 4, after a more significant factor 2.
     parts = [
         (name, int(before or 1), int(size or sizes[name]))
         for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
     ]
-    dims = []  # (axis, how much of it comes before, size)
+    dims = []  # (axis, product of the factors before it, size)
     for name, size in sizes.items():
-        cuts = {1, size} | {c for n, b, s in parts if n == name for c in (b, b * s)}
-        dims += [(name, low, high // low) for low, high in itertools.pairwise(sorted(cuts))] or [
-            (name, 1, 1)
-        ]
+        bounds = {1, size} | {c for n, b, s in parts if n == name for c in (b, b * s)}
+        factors = itertools.pairwise(sorted(bounds))
+        dims += [(name, low, high // low) for low, high in factors] or [(name, 1, 1)]
     ids = np.arange(math.prod(sizes.values()))
     if shaped := re.search(r"\((\[[\d,]+\](?:T\([\d,]+\))?)\)", order):
         ids = _iota(shaped[1]).reshape(-1)
     elif listed := re.search(r"\(([\d,\s]+)\)", order):
         ids = np.array(_ints(listed[1]))
-    taken = [
-        place
+    grouped = [
+        number
         for name, before, size in parts
-        for place, (axis, low, _) in enumerate(dims)
+        for number, (axis, low, _) in enumerate(dims)
         if axis == name and before <= low < before * size
     ]
-    others = [place for place in range(len(dims)) if place not in taken]
-    cut = ids.reshape([size for _, _, size in dims]).transpose(others + taken)
-    return _rows(cut.reshape(-1, math.prod(dims[place][2] for place in taken)))
+    others = [number for number in range(len(dims)) if number not in grouped]
+    table = ids.reshape([size for _, _, size in dims]).transpose(others + grouped)
+    return _rows(table.reshape(-1, math.prod(dims[number][2] for number in grouped)))
 
 
 def _rows(table: np.ndarray) -> Groups:

@@ -1,6 +1,6 @@
-"""Reads the text of a compiled program: its instructions, how often each runs, and their source lines.
+"""Parses the HLO text of a compiled program: instructions, how often each runs, and their source lines.
 
-Pure text, no devices: `jax.jit(f).lower(...).compile().as_text()` of any backend.
+Needs no devices. The text is `jax.jit(f).lower(...).compile().as_text()` of any backend.
 """
 
 import math
@@ -21,7 +21,7 @@ class Array:
 
     @property
     def itemsize(self) -> float:
-        """Bytes of one element; 0 for what is no number (tokens)."""
+        """Bytes per element; 0 for types without elements (tokens)."""
         bits = re.search(r"\d+", self.dtype)
         return 1 if self.dtype == "pred" else int(bits[0]) / 8 if bits else 0
 
@@ -30,17 +30,17 @@ class Array:
 class Instruction:
     name: str
     opcode: str
-    results: tuple[Array, ...]  # one, or those of a tuple, flattened
-    operands: tuple[str, ...]  # names, of instructions of the same computation
-    operand_text: str  # as it stands between the parentheses
-    attributes: str  # what follows them
+    results: tuple[Array, ...]  # one, or the elements of a tuple, flattened
+    operands: tuple[str, ...]  # names of instructions in the same computation
+    operand_text: str  # the text between the parentheses
+    attributes: str  # the text after the parentheses
     is_root: bool
 
     @cached_property
     def called(self) -> list[str]:
-        """Names of the computations that it runs: bodies, branches, what is fused or wrapped."""
+        """Names of the computations that it runs: loop bodies, branches, fused or wrapped ones."""
         if self.opcode.endswith(("-done", "-update")):
-            return []  # of what their -start runs
+            return []  # counted at the matching -start
         found = re.findall(
             r"\b(?:body|condition|calls|to_apply|\w+_computations?)=(\{[^}]*\}|[\w.\-%]+)",
             self.attributes,
@@ -49,18 +49,18 @@ class Instruction:
 
     @cached_property
     def num_trips(self) -> int | None:
-        """How often a `while` runs its body; None where the compiler does not say."""
+        """Number of iterations of a `while`; None if the compiler does not know it."""
         found = re.search(r"known_trip_count\W+n\W+(\d+)", self.attributes)
         return int(found[1]) if found else None
 
     @cached_property
-    def share_of_turns(self) -> float:
-        """How often a `conditional` is taken, where its name says so (`3_of_4_ticks`); 1 elsewhere."""
+    def fraction_taken(self) -> float:
+        """How often a `conditional` runs a branch, if its name says so (`3_of_4_ticks`); else 1."""
         found = re.search(r"/(\d+)_of_(\d+)_ticks/", self.op_name)
         return int(found[1]) / int(found[2]) if found and self.opcode == "conditional" else 1
 
-    def number(self, key: str) -> int | None:
-        """Returns the integer in `key=N` (or `key={N}`) of the attributes."""
+    def int_attribute(self, key: str) -> int | None:
+        """Returns N from `key=N` or `key={N}` in the attributes; None if it is not there."""
         found = re.search(rf"\b{key}=\{{?(\d+)", self.attributes)
         return int(found[1]) if found else None
 
@@ -72,7 +72,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of source, as the traceback of an operation names it."""
+    """A source line in the traceback of an operation."""
 
     file: str
     function: str
@@ -81,17 +81,17 @@ class Frame:
 
 @dataclass
 class Module:
-    """A compiled program. Instructions are found by computation and name."""
+    """A compiled program: instructions by computation and name."""
 
     num_devices: int
     entry: str = ""
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
-    frames: dict[int, tuple[Frame, int]] = field(default_factory=dict)  # and the id of the parent
+    frames: dict[int, tuple[Frame, int]] = field(default_factory=dict)  # frame, id of its parent
     _runs: dict[str, tuple[float, bool]] = field(default_factory=dict)
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[str, Instruction]]]:
-        """Who runs a computation: the caller's computation and the instruction there."""
+        """For each computation, who runs it: the calling computation and instruction."""
         callers = defaultdict(list)
         for name, body in self.computations.items():
             for instruction in body.values():
@@ -101,7 +101,7 @@ class Module:
 
     @cached_property
     def users(self) -> dict[tuple[str, str], list[Instruction]]:
-        """Which instructions take a value."""
+        """For each value, the instructions that use it as an operand."""
         users = defaultdict(list)
         for name, body in self.computations.items():
             for instruction in body.values():
@@ -110,39 +110,41 @@ class Module:
         return users
 
     def runs(self, computation: str) -> tuple[float, bool]:
-        """Returns how often a computation runs in one step, and whether that is known.
+        """Returns how often a computation runs per step, and whether that count is exact.
 
-        A loop of unknown length counts as one turn, each branch of a conditional as taken, unless the
-        name of the conditional says how often: of the pipeline's only one branch has collectives.
+        A loop of unknown length counts as one iteration. Every branch of a conditional counts as
+        taken, unless the conditional's name says how often: the pipeline's conditionals have
+        collectives in one branch only.
         """
         if computation == self.entry:
             return 1, True
         if computation in self._runs:
             return self._runs[computation]
-        total, known = 0, True
+        total, is_exact = 0, True
         for caller, instruction in self.callers[computation]:
-            times, sure = self.runs(caller)
+            count, is_count_exact = self.runs(caller)
             if instruction.opcode == "while":
                 trips = instruction.num_trips
-                sure, times = sure and trips is not None, times * (1 if trips is None else trips)
-            total, known = total + times * instruction.share_of_turns, known and sure
-        self._runs[computation] = total, known
-        return total, known
+                is_count_exact = is_count_exact and trips is not None
+                count *= 1 if trips is None else trips
+            total += count * instruction.fraction_taken
+            is_exact = is_exact and is_count_exact
+        self._runs[computation] = total, is_exact
+        return total, is_exact
 
     def traceback(self, instruction: Instruction) -> list[Frame]:
-        """Returns the source lines of an instruction, the innermost first."""
-        number, trace = instruction.number("stack_frame_id"), []
-        while number in self.frames and len(trace) < 100:
-            frame, parent = self.frames[number]
+        """Returns the source lines of an instruction, innermost first."""
+        frame_id, trace = instruction.int_attribute("stack_frame_id"), []
+        while frame_id in self.frames and len(trace) < 100:
+            frame, frame_id = self.frames[frame_id]
             trace.append(frame)
-            number = parent
         if not trace and (file := re.search(r'source_file="([^"]*)"', instruction.attributes)):
-            trace = [Frame(file[1], "", instruction.number("source_line") or 0)]
+            trace = [Frame(file[1], "", instruction.int_attribute("source_line") or 0)]
         return trace
 
 
 def parse(text: str) -> Module:
-    """Returns the program that `text` describes."""
+    """Returns the program in HLO text."""
     header = text.partition("\n")[0]
     counts = [int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)]
     module = Module(num_devices=math.prod(counts))
@@ -164,12 +166,12 @@ def _instruction(line: str) -> Instruction | None:
     if not found:
         return None
     rest = line[found.end() :]
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    end = _closing_parenthesis(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     kind, rest = rest[:end], rest[end:].lstrip()
     opcode, parenthesis, _ = rest.partition("(")
     if not parenthesis:
         return None
-    end = _closing(rest, len(opcode))
+    end = _closing_parenthesis(rest, len(opcode))
     inside = rest[len(opcode) + 1 : end]
     return Instruction(
         name=found[2],
@@ -183,25 +185,25 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def arrays(text: str) -> tuple[Array, ...]:
-    """Returns the arrays of a type, such as `(f32[2,3]{1,0}, s32[])`."""
+    """Returns the arrays in a type such as `(f32[2,3]{1,0}, s32[])`."""
     return tuple(
         Array(dtype, tuple(int(n) for n in re.findall(r"\d+", shape)))
         for dtype, shape in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", text)
     )
 
 
-def _closing(text: str, start: int) -> int:
-    """Returns where the parenthesis that opens at `start` closes."""
+def _closing_parenthesis(text: str, start: int) -> int:
+    """Returns the index of the parenthesis that closes the one at `start`."""
     depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] == "(") - (text[place] == ")")
+    for index in range(start, len(text)):
+        depth += (text[index] == "(") - (text[index] == ")")
         if depth == 0:
-            return place
+            return index
     return len(text)
 
 
 def _frames(text: str) -> dict[int, tuple[Frame, int]]:
-    """Reads the tables of source lines that stand before the computations."""
+    """Parses the tables of source lines that precede the computations."""
 
     def table(name: str) -> dict[str, str]:
         found = re.search(rf"^{name}\n((?:\d+ .+\n)*)", text, re.MULTILINE)
@@ -210,15 +212,15 @@ def _frames(text: str) -> dict[int, tuple[Frame, int]]:
     def fields(row: str) -> dict[str, str]:
         return dict(re.findall(r"(\w+)=(\d+)", row))
 
-    files, functions, places, frames = table("FileNames"), table("FunctionNames"), {}, {}
-    for number, row in table("FileLocations").items():
-        at = fields(row)
-        file = files.get(at.get("file_name_id"), "").strip('"')
-        function = functions.get(at.get("function_name_id"), "").strip('"')
-        places[number] = Frame(file, function, int(at.get("line", 0)))
-    for number, row in table("StackFrames").items():
-        at = fields(row)
-        # Counted from 1, where 0 would be none: frame 2 with parent_frame_id=2 was called by frame 1.
-        parent = int(at.get("parent_frame_id", 0)) - 1
-        frames[int(number)] = (places[at["file_location_id"]], parent)
+    files, functions, locations, frames = table("FileNames"), table("FunctionNames"), {}, {}
+    for location_id, row in table("FileLocations").items():
+        ids = fields(row)
+        file = files.get(ids.get("file_name_id"), "").strip('"')
+        function = functions.get(ids.get("function_name_id"), "").strip('"')
+        locations[location_id] = Frame(file, function, int(ids.get("line", 0)))
+    for frame_id, row in table("StackFrames").items():
+        ids = fields(row)
+        # parent_frame_id is the parent's id plus 1 (0: none): frame 2 with 2 was called by frame 1.
+        parent = int(ids.get("parent_frame_id", 0)) - 1
+        frames[int(frame_id)] = (locations[ids["file_location_id"]], parent)
     return frames

@@ -1,9 +1,9 @@
-"""Prints a pipeline schedule, and what it costs; draws it too.
+"""Prints a pipeline schedule and its cost, and draws it.
 
   meshtrain schedule --schedule=interleaved --stages=4 --microbatches=8 --chunks=2 --output=x.svg
 
-F is forward, B backward; a column is a tick, in which each stage does at most one of each. With
-several chunks a stage, 3b is micro-batch 3 in chunk 1. No devices are needed.
+F is forward, B backward. A column is a tick: each stage runs at most one forward and one backward.
+With several chunks per stage, 3b is micro-batch 3 in chunk 1. No devices are needed.
 """
 
 import argparse
@@ -15,16 +15,16 @@ from meshtrain.errors import ConfigError, did_you_mean, minimum_faults, nearest_
 from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
 
 
-def figures(name: str, table: Table) -> list[str]:
-    """Returns what a schedule costs, a line each."""
+def cost_lines(name: str, table: Table) -> list[str]:
+    """Returns the cost of a schedule as lines: ticks, bubble, memory and time."""
     M, F, B = table.num_microbatches, drawing.FORWARD, drawing.BACKWARD
     cost, ideal, num = table.cost(F, B), M * (F + B), table.num_live
     gpipe = "" if name == "gpipe" else f" (gpipe: {M})"
     return [
         f"ticks             {table.num_ticks}",
         f"bubble            {100 * table.bubble:.1f} % of a step{_formula(table)}",
-        f"live activations  {num} chunk input{'s' * (num > 1)}, on the stage that keeps most{gpipe}",
-        f"predicted cost    {round(cost, 2):.10g}, where a stage's forward of a micro-batch costs {F} and its "
+        f"live activations  at most {num} chunk input{'s' * (num > 1)} on a stage{gpipe}",
+        f"predicted cost    {round(cost, 2):.10g}, if a stage's forward of a micro-batch costs {F} and its "
         f"backward {B}",
         f"                  {cost / ideal:.2f} times the ideal, M(F+B) = {ideal}",
     ]
@@ -35,7 +35,7 @@ def _formula(table: Table) -> str:
     formula = "(P-1)/(MV+P-1)"
     if abs(table.bubble - (P - 1) / (M * V + P - 1)) < 1e-9:
         return f" = {formula}"
-    return f"; {formula} where P divides M, such as {nearest_multiples(M, P)}"
+    return f"; {formula} if P divides M, for example M = {nearest_multiples(M, P)}"
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     add("--stages", required=True, type=int, metavar="P", help="size of mesh.pipeline")
     add("--microbatches", required=True, type=int, metavar="M", help="train.num_microbatches")
     add("--chunks", default=1, type=int, metavar="V", help="chunks of layers on each stage")
-    add("--output", type=Path, metavar="FILE.svg", help="write the timeline as a drawing")
+    add("--output", type=Path, metavar="FILE.svg", help="draw the timeline to this file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     table = SCHEDULES[args.schedule](args.stages, args.microbatches, args.chunks)
     if args.output:
         _write(args.output, drawing.svg(args.schedule, table))
-    lines = drawing.text(table, shutil.get_terminal_size().columns)
-    print(*lines, "", *figures(args.schedule, table), sep="\n")
+    lines = drawing.text_lines(table, shutil.get_terminal_size().columns)
+    print(*lines, "", *cost_lines(args.schedule, table), sep="\n")
     return 0
 
 
@@ -68,7 +68,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
         faults.append(f"--schedule={name}: unknown{near}; use one of {', '.join(SCHEDULES)}")
     elif name != "interleaved" and chunks > 1:
         faults.append(
-            f"--chunks={chunks}: {name} has one chunk a stage; use --schedule=interleaved"
+            f"--chunks={chunks}: {name} has one chunk per stage; use --schedule=interleaved"
         )
     if output and output.suffix != ".svg":
         faults.append(f"--output={output}: use a name ending in .svg, which any tool converts")

@@ -1,10 +1,8 @@
-"""The text of compiled programs: every form that XLA writes, without compiling anything."""
+"""Parsing of HLO text: every form that XLA writes, without compiling anything."""
 
 import pytest
 
-from meshtrain.analysis import collective_ops as collectives
-from meshtrain.analysis import hlo
-from meshtrain.analysis.audit import groups
+from meshtrain.analysis import collective_ops, groups, hlo
 
 MESH = {"pipeline": 1, "data": 2, "fsdp": 2, "tensor": 2}
 HEADER = "HloModule step, num_partitions=8\n\n"
@@ -21,10 +19,11 @@ def metadata(op_name, file, line):
     return f'metadata={{op_name="{op_name}" source_file="{file}" source_line={line}}}'
 
 
-def found(body, before="", platform="cpu"):
+def collectives_in(body, before="", platform="cpu"):
+    """Returns the collectives of a program with this entry computation, and others before it."""
     text = f"{HEADER}{before}\nENTRY %main (p: f32[8,4]) -> f32[8,4] {{\n  %p = f32[8,4]{{1,0}} parameter(0)"
     module = hlo.parse(text + f"{body}\n}}\n")
-    return collectives.find(module, MESH, platform)
+    return collective_ops.find(module, MESH, platform)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +47,10 @@ def found(body, before="", platform="cpu"):
         ("{{0,3},{1,2},{4,7},{5,6}}", [(0, 3), (1, 2), (4, 7), (5, 6)], None),
     ],
 )
-def test_groups_are_read_in_every_form_and_named_by_mesh_axes(written, expected, axes):
-    read = groups.groups_of(f", channel_id=1, replica_groups={written}, to_apply=%add", 8)
-    assert sorted(read) == expected
-    assert groups.axes_of(read, MESH) == axes
+def test_groups_are_parsed_in_every_form_and_named_by_mesh_axes(written, expected, axes):
+    found = groups.groups_of(f", channel_id=1, replica_groups={written}, to_apply=%add", 8)
+    assert sorted(found) == expected
+    assert groups.axes_of(found, MESH) == axes
 
 
 def test_groups_within_one_axis_are_named_by_it():
@@ -85,27 +84,27 @@ def test_groups_within_one_axis_are_named_by_it():
             (8, 4),
             64,
         ),
-        # Newer text says the types of operands where they stand.
+        # Newer text repeats the types of operands.
         ("f32[8,4]{1,0} all-reduce(f32[8,4]{1,0} %p), to_apply=%add", "all-reduce", (8, 4), 128),
     ],
 )
-def test_each_kind_counts_the_whole_tensor_and_what_a_device_sends(line, kind, shape, sent):
+def test_each_kind_has_the_full_tensor_and_the_bytes_that_a_device_sends(line, kind, shape, sent):
     end = f"{kind}-start" in line and f"\n  %d = f32[8,4]{{1,0}} {kind}-done(%c)"
-    (c,) = found(f"\n  %c = {line}, replica_groups=[4,2]<=[8]{end or ''}", ADD)
+    (c,) = collectives_in(f"\n  %c = {line}, replica_groups=[4,2]<=[8]{end or ''}", ADD)
     assert (c.kind, c.array.shape, c.axes, c.bytes) == (kind, shape, ("tensor",), sent)
 
 
-def test_a_permutation_counts_once_and_names_the_axes_that_it_crosses():
+def test_a_permutation_counts_once_and_names_the_axes_between_its_devices():
     line = (
         "(f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start(%p), channel_id=3, "
         "source_target_pairs={{0,2},{2,0},{1,3},{3,1}}"
     )
-    (c,) = found(f"\n  %c = {line}\n  %d = f32[8,4]{{1,0}} collective-permute-done(%c)")
+    (c,) = collectives_in(f"\n  %c = {line}\n  %d = f32[8,4]{{1,0}} collective-permute-done(%c)")
     assert (c.kind, c.axes, c.bytes) == ("collective-permute", ("fsdp",), 128)
 
 
-def test_a_combined_all_reduce_is_one_line_for_each_tensor_with_its_own_source():
-    a, b = found(
+def test_a_combined_all_reduce_is_listed_once_per_tensor_with_its_own_source():
+    a, b = collectives_in(
         f"""
   %s = f32[] constant(0)
   %c = (f32[8,4]{{1,0}}, /*index=1*/f32[]) all-reduce(%p, %s), replica_groups={{}}, to_apply=%add
@@ -138,8 +137,8 @@ LOOPS = """
     ("trips", "count", "known"),
     [(', backend_config={"known_trip_count":{"n":"5"}}', 15, True), ("", 3, False)],
 )
-def test_loops_multiply_up_their_nesting(trips, count, known):
-    (c,) = found(
+def test_counts_of_nested_loops_are_multiplied(trips, count, known):
+    (c,) = collectives_in(
         f"\n  %w = (s32[], f32[8,4]{{1,0}}) while(%p), condition=%until, body=%outer{trips}",
         ADD + LOOPS,
     )
@@ -149,9 +148,9 @@ def test_loops_multiply_up_their_nesting(trips, count, known):
 @pytest.mark.parametrize(
     ("name", "count"), [("jit(f)/cond", 1), ("jit(f)/3_of_4_ticks/cond", 3 / 4)]
 )
-def test_a_branch_counts_as_taken_as_often_as_its_name_says(name, count):
+def test_a_branch_counts_as_often_as_its_name_says(name, count):
     branch = LOOPS.partition("%until")[0].replace("%inner", "%branch")
-    (c,) = found(
+    (c,) = collectives_in(
         "\n  %w = (s32[], f32[8,4]{1,0}) conditional(%p, %p), branch_computations={%branch}, "
         + metadata(name, "a.py", 1),
         ADD + branch,
@@ -175,18 +174,22 @@ SLICE = """
     [
         ("%number", "", "reduce-scatter"),
         ("%zero", "", "all-reduce"),  # every device keeps the same slice
-        ("%number", "\n  %n = f32[8,4]{1,0} negate(%c)", "all-reduce"),  # used whole as well
+        (
+            "%number",
+            "\n  %n = f32[8,4]{1,0} negate(%c)",
+            "all-reduce",
+        ),  # the full result is used too
     ],
 )
-def test_an_all_reduce_of_which_each_device_keeps_its_slice_is_a_reduce_scatter(offset, also, kind):
+def test_an_all_reduce_of_which_each_device_uses_its_slice_is_a_reduce_scatter(offset, also, kind):
     body = f"""
   %c = f32[8,4]{{1,0}} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add
   %b = f32[8,4]{{1,0}} bitcast(%c)
   %id = u32[] partition-id()
   %f = f32[4,4]{{1,0}} fusion(%b, %id), kind=kLoop, calls=%own{also}"""
-    (c,) = found(body, ADD + SLICE.replace("OFFSET", offset))
+    (c,) = collectives_in(body, ADD + SLICE.replace("OFFSET", offset))
     assert c.kind == kind
-    assert (collectives.SLICED in c.notes) == (kind == "reduce-scatter")
+    assert (collective_ops.REDUCE_SCATTER_NOTE in c.notes) == (kind == "reduce-scatter")
 
 
 @pytest.mark.parametrize(
@@ -196,15 +199,17 @@ def test_an_all_reduce_of_which_each_device_keeps_its_slice_is_a_reduce_scatter(
         ("all-gather", "after", "cpu", 2),
         ("all-gather", "nowhere", "cpu", 4),
         ("all-gather", "after", "tpu", 4),
-        ("all-reduce", "before", "cpu", 4),  # a sum in float32 of what was rounded before
+        ("all-reduce", "before", "cpu", 4),  # a float32 sum of rounded values
         ("all-reduce", "after", "cpu", 2),
     ],
 )
-def test_what_is_bfloat16_before_or_after_moves_as_that_but_on_cpu(kind, where, platform, itemsize):
+def test_a_collective_that_only_cpu_runs_in_float32_counts_as_bfloat16(
+    kind, where, platform, itemsize
+):
     first = "%v = f32[8,4] copy(%p)"
     if where == "before":
         first = "%h = bf16[8,4] convert(%p)\n  %v = f32[8,4] convert(%h)"
-    (c,) = found(
+    (c,) = collectives_in(
         f"\n  {first}\n  %c = f32[16,4] {kind}(%v), dimensions={{0}}, replica_groups=[4,2]<=[8]"
         f"\n  %u = bf16[16,4] {'convert' if where == 'after' else 'negate'}(%c)",
         platform=platform,
@@ -229,17 +234,17 @@ TRACED = """
   %f = f32[8,4]{1,0} fusion(%v, %i), kind=kLoop, calls=%cut
   INSIDE
   %n = f32[2,8,4]{2,1,0} negate(%v)
-  ROOT %r = (s32[], f32[2,8,4]{2,1,0}) tuple(%i, KEPT)
+  ROOT %r = (s32[], f32[2,8,4]{2,1,0}) tuple(%i, RESULT)
 }
 """
 
 
 @pytest.mark.parametrize(
-    ("place", "kept"), [("inside", "%v"), ("after", "%v"), ("inside", "%n"), ("after", "%n")]
+    ("place", "result"), [("inside", "%v"), ("after", "%v"), ("inside", "%n"), ("after", "%n")]
 )
-def test_a_gather_is_traced_to_the_argument_of_the_step_through_loops_and_fusions(place, kept):
+def test_a_gather_is_traced_to_the_argument_of_the_step_through_loops_and_fusions(place, result):
     gather = "%c = f32[16,4]{1,0} all-gather(%f), dimensions={0}, replica_groups=[4,2]<=[8]"
-    (c,) = found(
+    (c,) = collectives_in(
         f"""
   %w = f32[2,8,4]{{2,1,0}} parameter(1), {metadata("state.params['layers']['kernel']", "", 0)}
   %t = (s32[], f32[2,8,4]{{2,1,0}}) tuple(%p, %w)
@@ -248,9 +253,9 @@ def test_a_gather_is_traced_to_the_argument_of_the_step_through_loops_and_fusion
   %v = f32[2,8,4]{{2,1,0}} get-tuple-element(%l), index=1
   %f = f32[8,4]{{1,0}} slice(%v), slice={{[0:1], [0:8], [0:4]}}
   {gather if place == "after" else ""}""",
-        TRACED.replace("INSIDE", gather if place == "inside" else "").replace("KEPT", kept),
+        TRACED.replace("INSIDE", gather if place == "inside" else "").replace("RESULT", result),
     )
-    assert c.origin == ("state.params['layers']['kernel']" if kept == "%v" else "")
+    assert c.origin == ("state.params['layers']['kernel']" if result == "%v" else "")
 
 
 def test_a_wrapped_collective_counts_where_it_starts():
@@ -260,7 +265,7 @@ def test_a_wrapped_collective_counts_where_it_starts():
   ROOT %c = f32[4,4]{1,0} reduce-scatter(%p), dimensions={0}, replica_groups=[4,2]<=[8], to_apply=%add
 }
 """
-    (c,) = found(
+    (c,) = collectives_in(
         """
   %s = ((f32[8,4]{1,0}), f32[4,4]{1,0}, u32[]) async-start(%p), calls=%wrapped
   %u = ((f32[8,4]{1,0}), f32[4,4]{1,0}, u32[]) async-update(%s), calls=%wrapped
@@ -270,7 +275,7 @@ def test_a_wrapped_collective_counts_where_it_starts():
     assert (c.kind, c.count, c.bytes) == ("reduce-scatter", 1, 64)
 
 
-def test_the_source_is_the_innermost_line_that_is_no_librarys():
+def test_the_source_is_the_innermost_line_outside_libraries():
     text = f"""{HEADER}FileNames
 1 "/home/me/model.py"
 2 "/venv/lib/python3.11/site-packages/flax/nnx/linear.py"
@@ -292,11 +297,11 @@ ENTRY %main (p: f32[8,4]) -> f32[8,4] {{
   ROOT %c = f32[8,4]{{1,0}} all-reduce(%p), replica_groups={{}}, metadata={{op_name="x" stack_frame_id=2}}
 }}
 """
-    (c,) = collectives.find(hlo.parse(text), MESH)
+    (c,) = collective_ops.find(hlo.parse(text), MESH)
     assert c.source.endswith("me/model.py:12 Net.__call__")
 
 
-def test_several_fragments_of_one_collective_in_fusions_count_once():
+def test_fragments_of_one_collective_in_several_fusions_count_once():
     inner = """
 %FUSED (p: f32[8,4]) -> f32[16,4] {
   %p = f32[8,4]{1,0} parameter(0)
@@ -306,4 +311,7 @@ def test_several_fragments_of_one_collective_in_fusions_count_once():
     calls = "\n".join(
         f"  %{n} = f32[16,4]{{1,0}} fusion(%p), kind=kCustom, calls=%{n}.f" for n in "ab"
     )
-    assert len(found(f"\n{calls}", "".join(inner.replace("FUSED", f"{n}.f") for n in "ab"))) == 1
+    assert (
+        len(collectives_in(f"\n{calls}", "".join(inner.replace("FUSED", f"{n}.f") for n in "ab")))
+        == 1
+    )

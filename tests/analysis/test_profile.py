@@ -1,4 +1,4 @@
-"""`meshtrain profile`: whose time it is in a trace, what it is called, and what is told of it."""
+"""`meshtrain profile`: time of the operations in a trace, their labels, and the printed text."""
 
 import json
 from collections import defaultdict
@@ -9,10 +9,9 @@ from conftest import tiny_config
 
 from meshtrain import cli
 from meshtrain.analysis import profile
-from meshtrain.analysis.profile import label, trace
-from meshtrain.analysis.profile import text as report
+from meshtrain.analysis.profile import label, text, trace
 
-# Kernels of a program, one of them in a CUDA graph, in the words that XLA prints.
+# A program as XLA prints it; one of its kernels is in a CUDA graph.
 PROGRAM = """\
 HloModule jit_train_step, is_scheduled=true
 
@@ -72,7 +71,7 @@ for word, op_name in PASSES.items():
     metadata = f'metadata={{op_name="jit(train_step)/{op_name}" stack_frame_id=1}}'
     PROGRAM = PROGRAM.replace(word, metadata)
 
-# Of GPU 0: stream, kernel, instructions as XLA tells them, start and length in microseconds.
+# On GPU 0: stream, kernel, instruction path in the trace, start and duration in microseconds.
 KERNELS = [
     ("Stream #13(Compute)", "nvjet_hsh_128x128", "custom-call.2", 0, 40),
     ("Stream #13(Compute)", "loop_add_fusion_1", "while.9/call.5", 60, 20),
@@ -84,9 +83,9 @@ KERNELS = [
         30,
         50,
     ),
-    ("XLA Ops", "custom-call.2", "custom-call.2", 0, 40),  # the same once more
+    ("XLA Ops", "custom-call.2", "custom-call.2", 0, 40),  # a repeated event
 ]
-ROUNDING = 1e-9  # of sums of shares
+ROUNDING = 1e-9  # in sums of fractions
 
 
 def trace_of(kernels):
@@ -97,13 +96,13 @@ def trace_of(kernels):
         stats = f'stats {{ metadata_id: 1 str_value: "{op}" }}' if op else ""
         span = f"offset_ps: {start * 1000000} duration_ps: {length * 1000000}"
         lines[stream].append(f"events {{ metadata_id: {names[name]} {span} {stats} }}")
-    text = 'planes { name: "/device:GPU:0" stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }'
+    proto = 'planes { name: "/device:GPU:0" stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }'
     for name, number in names.items():
         meta = f'key: {number} value {{ id: {number} name: "{name}" }}'
-        text += f" event_metadata {{ {meta} }}"
+        proto += f" event_metadata {{ {meta} }}"
     for number, (stream, events) in enumerate(lines.items()):
-        text += f' lines {{ id: {number} name: "{stream}" {" ".join(events)} }}'
-    return jax.profiler.ProfileData.text_proto_to_serialized_xspace(text + " }")
+        proto += f' lines {{ id: {number} name: "{stream}" {" ".join(events)} }}'
+    return jax.profiler.ProfileData.text_proto_to_serialized_xspace(proto + " }")
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ def gpu(tmp_path):
     file = tmp_path / "host.xplane.pb"
     file.write_bytes(trace_of(KERNELS))
     labels = label.Labels(PROGRAM)
-    return [(one, labels.of(one.path, one.name)) for one in trace.read(file)]
+    return [(one, labels.label_of(one.path, one.name)) for one in trace.read(file)]
 
 
 def operation(name, start, end):
@@ -121,7 +120,7 @@ def operation(name, start, end):
 def test_a_moment_belongs_to_the_innermost_operation():
     names = ("loop", 0, 10), ("a", 1, 4), ("within a", 2, 3), ("b", 4, 6), ("too long", 8, 12)
     line = [operation(*one) for one in names]
-    trace.share_out(reversed(line))
+    trace.assign_own_time(reversed(line))
     own = {one.name: one.own for one in line}
     assert own == {
         "loop": [(0, 1), (6, 8)],
@@ -130,15 +129,15 @@ def test_a_moment_belongs_to_the_innermost_operation():
         "b": [(4, 6)],
         "too long": [(8, 12)],
     }
-    assert trace.covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == pytest.approx(4e-9)
+    assert trace.covered_seconds([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == pytest.approx(4e-9)
 
 
-def test_kernels_of_a_gpu_are_named_after_the_program(gpu):
-    labels = {one.name: known for one, known in gpu}
+def test_gpu_kernels_are_labelled_from_the_program(gpu):
+    labels = {one.name: found for one, found in gpu}
     assert len(gpu) == 4
     where = "home/me/model.py:7 Net.__call__"
     assert labels["nvjet_hsh_128x128"] == ("dot", "forward", where, "custom-call.2")
-    # By its own name, where XLA tells only of the graph that it is in.
+    # By its own name, because XLA names only the graph that contains it.
     assert labels["loop_add_fusion_1"] == ("fusion", "backward", where, "loop_add_fusion.1")
     reduce = labels["ncclDevKernel_AllReduce_Sum_f32_RING_LL"]
     assert reduce == ("all-reduce", "other", where, "all-reduce-start.3") and reduce.is_collective
@@ -155,30 +154,34 @@ def test_kernels_of_a_gpu_are_named_after_the_program(gpu):
         ("my_kernel", "kernel"),
     ],
 )
-def test_kernels_that_the_program_does_not_name_are_known_by_theirs(kernel, kind):
-    assert label.Labels(PROGRAM).of("call.5", kernel).kind == kind
+def test_kernels_outside_the_program_are_labelled_by_name(kernel, kind):
+    assert label.Labels(PROGRAM).label_of("call.5", kernel).kind == kind
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "phase"),
     [("gemm_fusion.6", "dot", "forward"), ("async-start.7", "reduce-scatter", "other")],
 )
-def test_an_operation_is_called_after_the_heaviest_within(name, kind, phase):
-    known = label.Labels(PROGRAM).of(name, name)
-    assert known == (kind, phase, "home/me/model.py:7 Net.__call__", name)
+def test_an_operation_has_the_kind_of_its_main_nested_instruction(name, kind, phase):
+    found = label.Labels(PROGRAM).label_of(name, name)
+    assert found == (kind, phase, "home/me/model.py:7 Net.__call__", name)
 
 
-def test_a_combined_collective_is_told_by_its_largest_tensor():
-    known = label.Labels(PROGRAM).of("all-reduce.8", "")
-    assert known[:2] == ("all-reduce", "forward")  # where gemm_fusion.6 is from
-    assert known.source == "home/me/model.py:7 Net.__call__, combined"
+def test_a_combined_collective_is_labelled_by_its_largest_tensor():
+    found = label.Labels(PROGRAM).label_of("all-reduce.8", "")
+    assert found[:2] == ("all-reduce", "forward")  # like gemm_fusion.6
+    assert found.source == "home/me/model.py:7 Net.__call__, combined"
 
 
-def test_what_has_only_the_line_of_its_call_is_near_another(gpu):
-    assert label.Labels(PROGRAM).of("copy.4", "copy.4").source.startswith("near home/me/model.py:7")
+def test_an_operation_without_its_own_line_is_near_another(gpu):
+    assert (
+        label.Labels(PROGRAM)
+        .label_of("copy.4", "copy.4")
+        .source.startswith("near home/me/model.py:7")
+    )
 
 
-def test_collectives_are_exposed_where_nothing_runs_beside_them(gpu):
+def test_collectives_are_exposed_where_nothing_else_runs(gpu):
     (device,), streams = profile._usages(gpu, 100e-6)
     assert device.name == "GPU 0"
     shares = device.busy, device.collective, device.exposed
@@ -208,8 +211,8 @@ def test_every_moment_of_a_trace_is_counted_once(two_devices):
         lines[one.line].append(one)
     for line in lines.values():
         own = sum(one.seconds for one in line)
-        assert own == pytest.approx(trace.covered((one.start, one.end) for one in line))
-    # Of 8 devices and 2 steps.
+        assert own == pytest.approx(trace.covered_seconds((one.start, one.end) for one in line))
+    # On 8 devices, in 2 steps.
     own = sum(one.seconds for one in operations)
     assert sum(row.seconds for row in found.rows) * 16 == pytest.approx(own)
     assert sum(row.calls for row in found.rows) * 16 == pytest.approx(len(operations))
@@ -225,18 +228,18 @@ def test_devices_are_busy_with_collectives_and_other_work(two_devices):
     assert 0 <= timing.waited < timing.traced and timing.untraced > 0
 
 
-def test_operations_have_the_line_of_source_that_they_are_for(two_devices):
+def test_operations_have_a_source_line(two_devices):
     found, _ = two_devices
-    known = {(row.kind, row.phase) for row in found.rows if "models/layers.py" in row.source}
-    assert {("dot", "forward"), ("dot", "backward"), ("all-gather", "forward")} <= known
+    in_layers = {(row.kind, row.phase) for row in found.rows if "models/layers.py" in row.source}
+    assert {("dot", "forward"), ("dot", "backward"), ("all-gather", "forward")} <= in_layers
     unknown = [row for row in found.rows if ".py:" not in row.source]
-    # By number: any of them may have to wait for another device.
+    # By number, not time: any of them may wait for another device.
     assert sum(row.calls for row in unknown) < 0.1 * sum(row.calls for row in found.rows)
 
 
-def test_the_report_shows_the_costliest_and_sums_up_the_rest(two_devices):
+def test_the_text_shows_the_costliest_rows_and_sums_up_the_rest(two_devices):
     found, _ = two_devices
-    lines = list(report.lines(found, top=3))
+    lines = list(text.lines(found, top=3))
     (head,) = [number for number, line in enumerate(lines) if line.split()[:2] == ["ms", "%"]]
     rows = [line.split() for line in lines[head + 1 : head + 5]]
     shares = [float(row[1].removesuffix("%")) for row in rows]
@@ -249,21 +252,24 @@ def test_the_report_shows_the_costliest_and_sums_up_the_rest(two_devices):
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"),
+    ("flag", "message"),
     [
-        ("--steps=0", "--steps=0: use N or FIRST..LAST, from 1 on"),
+        ("--steps=0", "--steps=0: use N or FIRST..LAST, 1 or later"),
         ("--steps=5..3", "--steps=5..3: use N"),
         ("--top=0", "--top=0: use 1 or more"),
         ("--output={}/config.json/trace", "use a folder that can be written"),
-        ("--output=/proc/self", "use a folder that can be written"),  # is there, and takes no file
+        (
+            "--output=/proc/self",
+            "use a folder that can be written",
+        ),  # exists, but no file can be created in it
     ],
 )
-def test_a_wrong_flag_is_told_in_a_line_before_anything_is_compiled(
-    tmp_path, capsys, monkeypatch, flag, told
+def test_a_wrong_flag_is_reported_in_one_line_before_compiling(
+    tmp_path, capsys, monkeypatch, flag, message
 ):
     monkeypatch.setattr("meshtrain.program.Program.compile", None)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config().to_dict()))
     flags = f"--config={tmp_path}/config.json", f"--output={tmp_path}", flag.format(tmp_path)
     assert cli.main("profile", [*flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line

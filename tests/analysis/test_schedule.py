@@ -1,4 +1,4 @@
-"""`meshtrain schedule`: what it prints and draws, and how it tells what is wrong with its flags."""
+"""`meshtrain schedule`: the printed table, the drawing, and the messages for wrong flags."""
 
 import sys
 from xml.etree import ElementTree
@@ -27,8 +27,8 @@ stage 1 F · 0 1 2 ·
 
 ticks             5
 bubble            25.0 % of a step = (P-1)/(MV+P-1)
-live activations  3 chunk inputs, on the stage that keeps most (gpipe: 3)
-predicted cost    12, where a stage's forward of a micro-batch costs 1 and its backward 2
+live activations  at most 3 chunk inputs on a stage (gpipe: 3)
+predicted cost    12, if a stage's forward of a micro-batch costs 1 and its backward 2
                   1.33 times the ideal, M(F+B) = 9
 """
 
@@ -46,9 +46,9 @@ stage 1 F  ·
         B  ·
 
 ticks             11
-bubble            25.0 % of a step; (P-1)/(MV+P-1) where P divides M, such as 2 or 4
-live activations  5 chunk inputs, on the stage that keeps most (gpipe: 3)
-predicted cost    12, where a stage's forward of a micro-batch costs 1 and its backward 2
+bubble            25.0 % of a step; (P-1)/(MV+P-1) if P divides M, for example M = 2 or 4
+live activations  at most 5 chunk inputs on a stage (gpipe: 3)
+predicted cost    12, if a stage's forward of a micro-batch costs 1 and its backward 2
                   1.33 times the ideal, M(F+B) = 9
 """
 
@@ -65,27 +65,29 @@ def test_the_printed_table_and_figures(monkeypatch, capsys, case, columns, print
 
 
 @pytest.mark.parametrize("columns", [1, 40, 80, 100])
-def test_a_wide_table_is_cut_and_nothing_of_it_is_lost(columns):
+def test_a_wide_table_is_wrapped_and_complete(columns):
     table = SCHEDULES["1f1b"](4, 120, 1)
-    lines = drawing.text(table, columns)
+    lines = drawing.text_lines(table, columns)
     assert max(map(len, lines)) <= max(columns, 30)
     rows = [line[9:].split() for line in lines if line.startswith("stage 2 F")]
-    due = ["·" if m < 0 else str(m) for m in table.forward.microbatch[:, 2]]
-    assert sum(rows, []) == due
+    expected = ["·" if m < 0 else str(m) for m in table.forward.microbatch[:, 2]]
+    assert sum(rows, []) == expected
     heads = [line for line in lines if line.startswith("tick")]
     assert [*map(int, " ".join(heads).replace("tick", "").split())] == [*range(0, 126, 5)]
-    for head, block in zip(heads, rows, strict=True):  # numbers end where their columns do
+    for head, block in zip(
+        heads, rows, strict=True
+    ):  # numbers end at the same position as their columns
         ends = {len(head[: head.index(number) + len(number)]) for number in head.split()[1:]}
         assert ends == {9 + 4 * column for column in range(1, len(block) + 1, 5)}
 
 
-def test_every_chunk_has_a_name_of_its_own():
+def test_every_chunk_has_a_distinct_name():
     for V in (2, 26, 27, 100):
         assert len({drawing.cell(3, chunk, V) for chunk in range(V)}) == V
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"P": 0}, "--stages=0: use 1 or more"),
         ({"M": -1}, "--microbatches=-1: use 1 or more"),
@@ -95,10 +97,10 @@ def test_every_chunk_has_a_name_of_its_own():
             '--schedule=interleave: unknown (did you mean "interleaved"?); '
             "use one of 1f1b, gpipe, interleaved",
         ),
-        ({"V": 2}, "--chunks=2: 1f1b has one chunk a stage; use --schedule=interleaved"),
+        ({"V": 2}, "--chunks=2: 1f1b has one chunk per stage; use --schedule=interleaved"),
         (
             {"name": "gpipe", "V": 3},
-            "--chunks=3: gpipe has one chunk a stage; use --schedule=interleaved",
+            "--chunks=3: gpipe has one chunk per stage; use --schedule=interleaved",
         ),
         ({"output": "x.png"}, "--output=x.png: use a name ending in .svg, which any tool converts"),
         ({"output": ""}, "--output=.: use a name ending in .svg, which any tool converts"),
@@ -112,16 +114,16 @@ def test_every_chunk_has_a_name_of_its_own():
         ),
     ],
 )
-def test_a_wrong_flag_is_told_in_a_line(monkeypatch, tmp_path, capsys, changes, told):
+def test_a_wrong_flag_is_reported_in_one_line(monkeypatch, tmp_path, capsys, changes, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.svg").mkdir()
     assert cli.main("schedule", flags(**{"name": "1f1b", "P": 4, "M": 8, **changes})) == 2
-    assert capsys.readouterr() == ("", told + "\n")
+    assert capsys.readouterr() == ("", message + "\n")
     assert [path.name for path in tmp_path.iterdir()] == ["d.svg"]
 
 
 def boxes(root, kind):
-    """(x, y, width, number, fill) of each."""
+    """Returns (x, y, width, number, fill) of each box."""
     group = next(group for group in root.iter(SVG + "g") if group.get("class") == kind)
     rects, numbers = group.findall(SVG + "rect"), group.findall(SVG + "text")
     assert len(rects) == len(numbers)
@@ -135,30 +137,30 @@ def boxes(root, kind):
     ("name", "P", "M", "V"),
     [("1f1b", 4, 8, 1), ("gpipe", 3, 4, 1), ("interleaved", 2, 5, 3), ("1f1b", 1, 1, 1)],
 )
-def test_the_drawing_has_a_box_for_each_piece_of_work(tmp_path, capsys, name, P, M, V):
+def test_the_drawing_has_a_box_for_each_forward_and_backward(tmp_path, capsys, name, P, M, V):
     path = tmp_path / "x.svg"
     assert cli.main("schedule", flags(name, P, M, V, path)) == 0
     table, root = SCHEDULES[name](P, M, V), ElementTree.parse(path).getroot()
     forward, backward = boxes(root, "forward"), boxes(root, "backward")
     unit = forward[0][2]
     assert {box[2] for box in forward} == {unit} and {box[2] for box in backward} == {2 * unit}
-    for made, work in ((forward, table.forward), (backward, table.backward)):
-        rows = sorted({box[1] for box in made})
+    for drawn, work in ((forward, table.forward), (backward, table.backward)):
+        rows = sorted({box[1] for box in drawn})
         assert len(rows) == P
         for stage, row in enumerate(rows):
             numbers = [m for m in work.microbatch[:, stage].tolist() if m >= 0]
-            assert [box[3] for box in sorted(made) if box[1] == row] == numbers
+            assert [box[3] for box in sorted(drawn) if box[1] == row] == numbers
     everything = forward + backward
     length = max(x + w for x, _, w, *_ in everything) - min(x for x, *_ in everything)
     assert length == pytest.approx(table.cost() * V * unit)
-    for row in {box[1] for box in everything}:  # no two boxes of a stage lie on each other
+    for row in {box[1] for box in everything}:  # no two boxes of a stage overlap
         spans = sorted((x, x + w) for x, y, w, *_ in everything if y == row)
         assert all(a[1] <= b[0] + 1e-6 for a, b in zip(spans, spans[1:], strict=False))
     assert len({fill for *_, fill in everything}) == 2 * V * min(M, len(drawing.COLOURS))
     width, height = float(root.get("width")), float(root.get("height"))
     assert max(x + w for x, _, w, *_ in everything) < width and max(b[1] for b in forward) < height
-    back = root.find(SVG + "rect")
-    assert (back.get("width"), back.get("height"), back.get("fill")) == (
+    background = root.find(SVG + "rect")
+    assert tuple(background.get(key) for key in ("width", "height", "fill")) == (
         root.get("width"),
         root.get("height"),
         drawing.WHITE,
@@ -168,25 +170,25 @@ def test_the_drawing_has_a_box_for_each_piece_of_work(tmp_path, capsys, name, P,
         assert part in words
 
 
-def test_a_tick_lasts_as_long_as_what_any_stage_does_in_it():
+def test_a_tick_lasts_as_long_as_its_longest_stage():
     table = SCHEDULES["1f1b"](2, 2, 1)  # F, FB, FB, B
-    starts = drawing.starts(table)
-    assert starts["forward"].tolist() == [0, 1, 4, 7]
-    assert starts["backward"].tolist() == [1, 2, 5, 7]
+    start_times = drawing.start_times(table)
+    assert start_times["forward"].tolist() == [0, 1, 4, 7]
+    assert start_times["backward"].tolist() == [1, 2, 5, 7]
 
 
-def test_a_long_drawing_keeps_its_places_apart():
+def test_boxes_of_a_long_drawing_are_exactly_spaced():
     table = SCHEDULES["1f1b"](1, 10_000, 1)
     root = ElementTree.fromstring(drawing.svg("a <b> & c", table))
-    for kind in ("forward", "backward"):  # one after the other, to beyond a million pixels
-        made, unit = boxes(root, kind), boxes(root, "forward")[0][2]
-        assert {b[0] - a[0] for a, b in zip(made, made[1:], strict=False)} == {3 * unit}
+    for kind in ("forward", "backward"):  # more than a million pixels wide
+        drawn, unit = boxes(root, kind), boxes(root, "forward")[0][2]
+        assert {b[0] - a[0] for a, b in zip(drawn, drawn[1:], strict=False)} == {3 * unit}
     assert root.find(SVG + "title").text.startswith("a <b> & c: P = 1 stages")
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_numbers_can_be_read_on_their_boxes(kind, num_chunks):
+def test_numbers_contrast_with_their_boxes(kind, num_chunks):
     def luminance(colour):
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]

@@ -1,7 +1,7 @@
-"""The pipelined step compiles for a TPU and for a GPU, ahead of time and with neither of them there.
+"""The pipelined step compiles ahead of time for CPU, TPU and GPU, on a host that needs none of them.
 
-XLA partitions differently for each, and some programs make it abort, so each compiles in a process of
-its own: this file, run as `python tests/parallel/test_aot.py PLATFORM SCHEDULE KEEP`.
+XLA partitions differently for each platform, and aborts the process on some programs. So each case
+compiles in its own process: this file, run as `python tests/parallel/test_aot.py PLATFORM SCHEDULE KEEP`.
 """
 
 import collections
@@ -16,14 +16,13 @@ import pytest
 from conftest import ROOT, tiny_config
 from jax.experimental import topologies
 
-from meshtrain.analysis import audit, hlo
-from meshtrain.analysis import collective_ops as collectives
+from meshtrain.analysis import audit, collective_ops, hlo
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.program import assemble
 
 LAYOUT = {"pipeline": 4, "data": 2, "fsdp": 2, "tensor": 2}
-WHEELS = {  # what has to be there, and where it comes from
+WHEELS = {  # modules that the platform needs, and how to install them
     "cpu": ([], ""),
     "tpu": (["libtpu"], "libtpu is not installed: pip install 'jax[tpu]'"),
     "cuda": (
@@ -34,7 +33,7 @@ WHEELS = {  # what has to be there, and where it comes from
 }
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",  # of a machine in Google's cloud
+    "TPU_SKIP_MDS_QUERY": "1",  # do not ask for the metadata of a Google Cloud host
     "TPU_LOG_DIR": "disabled",
     "TPU_STDERR_LOG_LEVEL": "1",  # warnings
 }
@@ -43,12 +42,12 @@ SETTINGS = {
 def is_installed(module):
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it would be in
+    except ModuleNotFoundError:  # its parent package is not installed
         return False
 
 
 def run(platform, *arguments):
-    """Returns what this file prints about a platform, or skips the test for want of its compiler."""
+    """Runs this file in a process and returns what it prints; skips the test without the compiler."""
     modules, reason = WHEELS[platform]
     if not all(map(is_installed, modules)):
         pytest.skip(reason)
@@ -68,15 +67,15 @@ def run(platform, *arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule, keep", [("1f1b", "inputs"), ("interleaved", "residuals")])
 @pytest.mark.parametrize("platform", WHEELS)
-def test_stages_send_messages_and_gather_nothing_of_each_other(platform, schedule, keep):
-    along = collections.defaultdict(list)
+def test_stages_only_permute_along_the_pipeline_axis(platform, schedule, keep):
+    axes_of = collections.defaultdict(list)
     for kind, axes in run(platform, schedule, keep):
-        along[kind].append(axes)
-    # TPU also sends other things around: the parts of a parameter, in turn, where it is multiplied.
-    sent = {tuple(axes) for axes in along["collective-permute"]}
-    assert {axes for axes in sent if "pipeline" in axes} == {("pipeline",)}
-    assert ["fsdp"] in along["all-gather"]
-    gathered = along["all-gather"] + along["all-to-all"]
+        axes_of[kind].append(axes)
+    # On TPU XLA also permutes along other axes: the shards of a parameter during its matrix product.
+    permuted = {tuple(axes) for axes in axes_of["collective-permute"]}
+    assert {axes for axes in permuted if "pipeline" in axes} == {("pipeline",)}
+    assert ["fsdp"] in axes_of["all-gather"]
+    gathered = axes_of["all-gather"] + axes_of["all-to-all"]
     assert [axes for axes in gathered if axes is None or "pipeline" in axes] == []
 
 
@@ -93,7 +92,7 @@ def devices_of(platform):
 
 
 def main(platform, schedule, keep):
-    """Compiles the step and prints its collectives: [kind, mesh axes]."""
+    """Compiles the step and prints its collectives, each as [kind, mesh axes]."""
     devices = list(devices_of(platform))
     c = tiny_config()
     c.mesh.update(LAYOUT)
@@ -107,7 +106,7 @@ def main(platform, schedule, keep):
     batch = audit._batch_like(cfg, program, parts.train_data)
     with program.active():
         text = program.compile(batch).as_text()
-    found = collectives.find(hlo.parse(text), program.mesh.shape, platform)
+    found = collective_ops.find(hlo.parse(text), program.mesh.shape, platform)
     print(json.dumps([(one.kind, one.axes) for one in found]))
 
 

@@ -1,4 +1,4 @@
-"""Compiles the step of a config and compares what its collectives move with the least that they could."""
+"""Compiles the train step of a config and compares the bytes that its collectives send with the minimum."""
 
 import dataclasses
 from collections import Counter
@@ -10,13 +10,11 @@ import jax
 import numpy as np
 
 from meshtrain import state as states
-from meshtrain.analysis import collective_ops as collectives
-from meshtrain.analysis import hlo
-from meshtrain.analysis.audit import placement as layout
-from meshtrain.analysis.audit import warn
+from meshtrain.analysis import collective_ops, hlo
+from meshtrain.analysis.audit import minimum, warn
 from meshtrain.analysis.audit.explain import explain
-from meshtrain.analysis.audit.ledger import Explained, Ledger
-from meshtrain.analysis.audit.minimum import APART
+from meshtrain.analysis.audit.ledger import Explanation, Ledger
+from meshtrain.analysis.audit.placement import placement_of
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import Config
@@ -30,11 +28,11 @@ from meshtrain.program import Program, assemble
 
 @dataclass(frozen=True)
 class Total:
-    """What one axis, or several together, carry per device and step."""
+    """Bytes that each device sends per step over one axis, or over several axes together."""
 
     name: str
     bytes: float
-    minimum: float | None  # None where it is not known
+    minimum: float | None  # None if unknown
 
     @property
     def ratio(self) -> float | None:
@@ -46,22 +44,22 @@ class Audit:
     mesh: dict[str, int]
     device: str
     platform: str
-    held: int  # bytes of parameters on each device
+    param_bytes: int  # on each device
     axes: list[Total]
-    explained: list[Explained]
-    excess: list[tuple[str, str, str, float]]  # axes, label, reason, bytes
-    saved: list[tuple[str, str, float]]  # axes, role, bytes that the layout has room for
+    explanations: list[Explanation]
+    extra_bytes: list[tuple[str, str, str, float]]  # axes, label, reason, bytes above the minimum
+    unsent_bytes: list[tuple[str, str, float]]  # axes, role, bytes that the layout may send
     warnings: list[str]
 
     def total(self, *axes: str) -> Total:
-        """Returns what these axes carry together."""
-        name = warn.name_of(axes)
+        """Returns the total of these axes together."""
+        name = warn.axes_label(axes)
         return next((total for total in self.axes if total.name == name), Total(name, 0, 0))
 
-    def moved(self, label: str, *axes: str) -> float:
-        """Returns the bytes that these axes carry for one purpose."""
-        of = [one.collective for one in self.explained if one.label == label]
-        return sum(c.bytes for c in of if c.axes == axes)
+    def bytes_for(self, label: str, *axes: str) -> float:
+        """Returns the bytes that are sent over these axes for one purpose."""
+        found = [one.collective for one in self.explanations if one.label == label]
+        return sum(c.bytes for c in found if c.axes == axes)
 
 
 def audit(
@@ -71,9 +69,9 @@ def audit(
     data: Source | Iterable[Any] | None = None,
     devices: list[jax.Device] | None = None,
 ) -> Audit:
-    """Compiles the step that `train` would run, with the same arguments, and reads what it moves.
+    """Compiles the step that `train` would run with these arguments, and analyses its collectives.
 
-    Other `devices` than all of them may be a topology's (`jax.experimental.topologies`).
+    `devices` (default: all) may come from a topology (`jax.experimental.topologies`).
     """
     devices = devices or jax.devices()
     cfg = parse(config, num_devices=len(devices))
@@ -85,62 +83,67 @@ def audit(
     batch = _batch_like(cfg, program, parts.train_data)
     with program.active():
         compiled = program.compile(batch)
-        plan = layout.plan(cfg, program, batch)
+        placement = placement_of(cfg, program, batch)
     device, state = program.mesh.devices.flat[0], program.abstract_state
-    found = collectives.find(hlo.parse(compiled.as_text()), plan.mesh, device.platform)
-    explained, ledger = explain(plan, found)
+    found = collective_ops.find(hlo.parse(compiled.as_text()), placement.mesh, device.platform)
+    explanations, ledger = explain(placement, found)
     return Audit(
-        mesh=plan.mesh,
+        mesh=placement.mesh,
         device=f"{program.mesh.size} {device.device_kind}",
         platform=f"{device.platform} by jax {jax.__version__}",
-        held=states.bytes_per_device(state.params),
-        axes=_totals(explained, () if plan.is_stack else plan.model_axes),
-        explained=explained,
-        excess=_excess(explained),
-        saved=_saved(ledger),
-        warnings=warn.warnings(plan, cfg.rules, state, explained),
+        param_bytes=states.bytes_per_device(state.params),
+        axes=_totals(explanations, () if placement.has_blocks else placement.model_axes),
+        explanations=explanations,
+        extra_bytes=_extra_bytes(explanations),
+        unsent_bytes=_unsent_bytes(ledger),
+        warnings=warn.warnings(placement, cfg.rules, state, explanations),
     )
 
 
 def _batch_like(cfg: Config, program: Program, data: Any) -> Any:
-    """Returns the shapes of a global batch, and where the loader puts them."""
+    """Returns the shapes of a global batch, with the sharding that the loader gives them."""
     size = cfg.train.global_batch
     source = data if isinstance(data, Source) else from_iterable(data, global_batch=size)
     spec = sharding.spec_for(("batch",), (size,), cfg.rules, program.mesh.shape)
-    place = jax.sharding.NamedSharding(program.mesh, spec)
+    batch_sharding = jax.sharding.NamedSharding(program.mesh, spec)
 
     def like(leaf):
         dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
-        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=place)
+        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=batch_sharding)
 
     return jax.tree.map(like, source.read(np.arange(size)))
 
 
-def _totals(explained: list[Explained], unknown: Iterable[str]) -> list[Total]:
-    """Returns bytes and minimum by axes. Needs that the program does without are not in the minimum."""
-    moved, needed = Counter(), Counter()
-    for one in explained:
-        name = warn.name_of(one.collective.axes)
-        moved[name] += one.collective.bytes
-        needed[name] += one.needed
+def _totals(explanations: list[Explanation], unknown: Iterable[str]) -> list[Total]:
+    """Returns bytes and minimum by axes; the minimum leaves out needs that the program avoids.
+
+    The minimum over `unknown` axes is None.
+    """
+    sent, needed = Counter(), Counter()
+    for explanation in explanations:
+        name = warn.axes_label(explanation.collective.axes)
+        sent[name] += explanation.collective.bytes
+        needed[name] += explanation.needed_bytes
     return [
-        Total(name, moved[name], None if {*name.split(" x ")} & {*unknown} else needed[name])
-        for name in sorted(moved)
+        Total(name, sent[name], None if {*name.split(" x ")} & {*unknown} else needed[name])
+        for name in sorted(sent)
     ]
 
 
-def _excess(explained: list[Explained]) -> list[tuple[str, str, str, float]]:
+def _extra_bytes(explanations: list[Explanation]) -> list[tuple[str, str, str, float]]:
     merged = Counter()
-    for one in explained:
-        for why, part in (one.parts or {one.reason: 1}).items():
-            merged[warn.name_of(one.collective.axes), one.label, why] += part * one.excess
-    return [(*key, moved) for key, moved in merged.most_common() if moved > 0.5]
+    for explanation in explanations:
+        axes = warn.axes_label(explanation.collective.axes)
+        for reason, fraction in (explanation.fractions or {explanation.reason: 1}).items():
+            merged[axes, explanation.label, reason] += fraction * explanation.extra_bytes
+    return [(*key, num_bytes) for key, num_bytes in merged.most_common() if num_bytes > 0.5]
 
 
-def _saved(ledger: Ledger) -> list[tuple[str, str, float]]:
-    """Returns what the layout has room for that nothing moved."""
-    axes = {need.key: warn.name_of(need.axes) for need in ledger.needs}
+def _unsent_bytes(ledger: Ledger) -> list[tuple[str, str, float]]:
+    """Returns the needs of the layout that no collective met: the program avoids them."""
+    axes = {need.key: warn.axes_label(need.axes) for need in ledger.needs}
     merged = Counter()
-    for key, left in ledger.left.items():
-        merged[axes[key], key[0]] += left * (key[0] != APART)
-    return [(*key, left) for key, left in merged.most_common() if left > 0.5]
+    for key, num_bytes in ledger.unclaimed.items():
+        if key[0] != minimum.SEPARATE_INPUT_GRADIENTS:
+            merged[axes[key], key[0]] += num_bytes
+    return [(*key, num_bytes) for key, num_bytes in merged.most_common() if num_bytes > 0.5]

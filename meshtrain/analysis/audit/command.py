@@ -1,12 +1,13 @@
-"""Compiles the step of a config and says what its collectives move, beside the least that they could.
+"""Compiles the train step of a config and compares the bytes that its collectives send with the minimum.
 
   meshtrain audit --config=configs/quickstart.py --simulate_devices=8 --config.mesh.data=8
 
-Nothing is trained, and the token file is not read. Every key can be set, as for training. The
-minimum is what the layout calls for: along data each gradient summed once, along fsdp parameters
-gathered for each pass of a micro-batch and gradients scattered, along tensor the sums between
-matrices. Gathers that the program saves by keeping parameters whole are not in it, but noted. What
-moves beyond it is explained, and a warning where nothing calls for it.
+Nothing is trained, and the token file is not read. All config keys can be set, as for training. The
+minimum is what the layout needs: along data, each gradient is summed once; along fsdp, parameters
+are gathered for each pass of a micro-batch and gradients are scattered; along tensor, partial
+products are summed between matrices. The minimum leaves out gathers that the program avoids by
+keeping parameters gathered; a note lists them. Each line above the minimum has a reason. A
+collective that the layout does not need is a warning.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from meshtrain.analysis.audit import audit, text
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """It has none of its own."""
+    """This command adds no flags."""
 
 
 def run(args: argparse.Namespace, config: Any) -> int:

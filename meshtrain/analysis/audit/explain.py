@@ -1,284 +1,299 @@
-"""Says of each collective what it is for, by what the layout needs; what nothing explains stays so."""
+"""Explains each collective by the needs of the layout; the rest is reported as not needed."""
 
 import math
 from collections.abc import Callable, Iterable
 
-from meshtrain.analysis.audit import minimum
-from meshtrain.analysis.audit import pipeline_needs as stages
-from meshtrain.analysis.audit.ledger import RUN_AGAIN, Explained, Ledger
+from meshtrain.analysis.audit import minimum, pipeline_needs
+from meshtrain.analysis.audit.ledger import RECOMPUTED, Explanation, Ledger
 from meshtrain.analysis.audit.minimum import Need
-from meshtrain.analysis.audit.placement import Dims, Layout, Leaf
+from meshtrain.analysis.audit.placement import Leaf, Placement, Spec
 from meshtrain.analysis.collective_ops import Collective
 
 
-def explain(plan: Layout, found: list[Collective]) -> tuple[list[Explained], Ledger]:
-    """Returns each collective with what it is for, and beside them what none of them served."""
-    ledger = Ledger(plan)
+def explain(placement: Placement, found: list[Collective]) -> tuple[list[Explanation], Ledger]:
+    """Returns what each collective is for, and the ledger with the needs that none of them met."""
+    ledger = Ledger(placement)
 
     def order(c: Collective) -> tuple:
-        # Those of known origin first, and the largest: a whole stack is not mistaken for one layer
-        # of another. Along model axes the forward pass before all: what is too much then shows
-        # where it arises, on the way back.
-        late = c.phase == "backward" and not {*(c.axes or ())} & {*plan.batch_axes}
+        # Known origin first, then the largest: so a whole stack is not mistaken for one layer of
+        # another parameter. Over model axes the forward pass first: extra bytes are then reported
+        # for the backward pass, where they arise.
+        late = c.phase == "backward" and not {*(c.axes or ())} & {*placement.batch_axes}
         return late, c.origin == "", -c.bytes
 
     ordered = sorted(found, key=order)
     rules = (
         _scalar,
-        stages.message,
-        stages.moved,
-        stages.shared,
-        _gathered,
-        _summed,
-        _updated,
+        pipeline_needs.stage_message,
+        pipeline_needs.layer_transfer,
+        pipeline_needs.end_broadcast,
+        _parameter_gather,
+        _gradient_sum,
+        _update_gather,
         _activation,
-        _left_whole,
-        _own_loss,
+        _replicated_parameter,
+        _loss_function,
     )
-    clear = [_first(rules, ledger, c) for c in ordered]
-    # What only the number of elements speaks for comes after all that has the shape as well.
+    by_shape = [_first(rules, ledger, c) for c in ordered]
+    # A match by number of elements only comes after every match by shape.
     return [
-        one or _first((_summed_by_size, _unexplained), ledger, c)
-        for c, one in zip(ordered, clear, strict=True)
+        explanation or _first((_gradient_sum_by_size, _not_needed), ledger, c)
+        for c, explanation in zip(ordered, by_shape, strict=True)
     ], ledger
 
 
-def _first(rules: Iterable[Callable], ledger: Ledger, c: Collective) -> Explained | None:
-    """Returns what the first rule says that has a say."""
-    return next((said for rule in rules if (said := rule(ledger, c))), None)
+def _first(rules: Iterable[Callable], ledger: Ledger, c: Collective) -> Explanation | None:
+    """Returns the explanation of the first rule that has one."""
+    return next((found for rule in rules if (found := rule(ledger, c))), None)
 
 
-def _scalar(ledger: Ledger, c: Collective) -> Explained | None:
+def _scalar(ledger: Ledger, c: Collective) -> Explanation | None:
     if c.array.size > 1:
         return None
-    return Explained(c, "scalars", 0, "metrics, and the norm of the gradient")
+    return Explanation(c, "scalars", 0, "metrics, and the norm of the gradient")
 
 
-def _gathered(ledger: Ledger, c: Collective) -> Explained | None:
-    """A parameter that is cut over the batch's axes, made whole to compute with."""
-    plan, taken = ledger.plan, 0.0
-    fits = _of_parameters(ledger, c, minimum.GATHERED)
+def _parameter_gather(ledger: Ledger, c: Collective) -> Explanation | None:
+    """A parameter that is sharded over batch axes, gathered to compute with it."""
+    placement, label, claimed = ledger.placement, minimum.PARAMETER_GATHER, 0.0
+    fits = _parameter_candidates(ledger, c, label)
     fits = [fit for fit in fits if c.origin in ("", fit[0].leaf.argument)]
-    alike = [
-        (need, part)
-        for need, part in fits
-        if _looks_like(c, plan.local(need.leaf, need.leaf.dims, c.axes), need.leaf)
-    ]
-    for need, part in alike or fits:
+
+    def has_shape(leaf: Leaf) -> bool:
+        return _has_shape(c, placement.local_shape(leaf, leaf.spec, c.axes), leaf)
+
+    same_shape = [(need, fraction) for need, fraction in fits if has_shape(need.leaf)]
+    for need, fraction in same_shape or fits:
         leaf = need.leaf
-        taken += ledger.take(c, [need], part * (1 - taken / c.bytes))[1]
-        if taken > 0.99 * c.bytes:
-            return Explained(c, minimum.GATHERED, taken)
-        if taken and c.itemsize > leaf.compute_itemsize:
-            return Explained(c, minimum.GATHERED, taken, _wider(c))
-    if more := ledger.beyond(c, minimum.GATHERED, [need for need, _ in alike], taken):
-        return more
-    if fits and (c.origin or taken):
-        tied, again = len(leaf.users) > 1, "rematted" in c.op_name
-        why = f"{leaf.name} is gathered more than once in a pass"
-        why += f", by {' and '.join(leaf.users)}" if tied else ""
-        why += f", for what train.remat={plan.remat} computes again" if again else ""
-        return Explained(c, minimum.GATHERED, taken, why, called_for=tied or again)
+        claimed += ledger.claim(c, [need], fraction * (1 - claimed / c.bytes))[1]
+        if claimed > 0.99 * c.bytes:
+            return Explanation(c, label, claimed)
+        if claimed and c.itemsize > leaf.compute_itemsize:
+            return Explanation(c, label, claimed, _wide_dtype(c))
+    if extra := ledger.explain_extra(c, label, [need for need, _ in same_shape], claimed):
+        return extra
+    if fits and (c.origin or claimed):
+        is_tied, is_recomputed = len(leaf.used_by) > 1, "rematted" in c.op_name
+        reason = f"{leaf.name} is gathered more than once in a pass"
+        reason += f", by {' and '.join(leaf.used_by)}" if is_tied else ""
+        reason += f", recomputed for train.remat={placement.remat}" if is_recomputed else ""
+        return Explanation(c, label, claimed, reason, is_needed=is_tied or is_recomputed)
     return None
 
 
-def _updated(ledger: Ledger, c: Collective) -> Explained | None:
-    """A parameter whose slices were updated apart, made whole again."""
+def _update_gather(ledger: Ledger, c: Collective) -> Explanation | None:
+    """A parameter whose shards were updated on different devices, gathered afterwards."""
     if c.origin or c.phase:
         return None
-    for need, part in _of_parameters(ledger, c, minimum.UPDATED):
-        if taken := ledger.take(c, [need], part)[1]:
-            return Explained(c, minimum.UPDATED, taken, _wider(c))
+    for need, fraction in _parameter_candidates(ledger, c, minimum.UPDATE_GATHER):
+        if claimed := ledger.claim(c, [need], fraction)[1]:
+            return Explanation(c, minimum.UPDATE_GATHER, claimed, _wide_dtype(c))
     return None
 
 
-def _of_parameters(ledger: Ledger, c: Collective, role: str) -> Iterable[tuple[Need, float]]:
-    """Yields whose gather it may be by its size, and how much of it."""
+def _parameter_candidates(ledger: Ledger, c: Collective, role: str) -> Iterable[tuple[Need, float]]:
+    """Yields the needs that a gather may serve by its size, and which fraction of each."""
     for need in ledger.needs:
         if c.kind == "all-gather" and need.role == role and {*(c.axes or "-")} <= {*need.axes}:
-            dims = need.leaf.dims if role == minimum.GATHERED else need.leaf.moment_dims
-            if part := _part(ledger.plan, c, need.leaf, dims):
-                yield need, part
+            is_gather = role == minimum.PARAMETER_GATHER
+            spec = need.leaf.spec if is_gather else need.leaf.moment_spec
+            if fraction := _fraction_of_leaf(ledger.placement, c, need.leaf, spec):
+                yield need, fraction
 
 
-def _part(plan: Layout, c: Collective, leaf: Leaf, dims: Dims) -> float:
+def _fraction_of_leaf(placement: Placement, c: Collective, leaf: Leaf, spec: Spec) -> float:
     """Returns how much of a leaf a tensor holds: 1, or some of its layers; 0 if it does not fit."""
-    return _share(c, plan.local(leaf, dims, c.axes), leaf.num_layers)
+    return _fraction(c, placement.local_shape(leaf, spec, c.axes), leaf.num_layers)
 
 
-def _share(c: Collective, shape: list[int], pieces: int) -> float:
-    parts = math.prod(shape) / c.array.size
-    return 1 / parts if parts >= 1 and pieces % parts == 0 else 0
+def _fraction(c: Collective, shape: list[int], num_pieces: int) -> float:
+    num_tensors = math.prod(shape) / c.array.size
+    return 1 / num_tensors if num_tensors >= 1 and num_pieces % num_tensors == 0 else 0
 
 
-def _summed(ledger: Ledger, c: Collective) -> Explained | None:
-    """The gradient of a parameter, summed over those who had other rows."""
-    fitting = [fit for fit in _gradients(ledger, c) if fit[0]]
-    if not {*(c.axes or ())} <= {*ledger.plan.late_axes}:
-        fitting.sort(key=lambda fit: fit[1])  # early sums are of one layer rather than a stack
-    if taken := _taken(ledger, c, fitting):
-        return taken
-    for _, _, leaf in fitting:
-        if len(leaf.users) > 1:
-            why = f"{leaf.name} is used by {' and '.join(leaf.users)}, each sums its part"
-            return Explained(c, minimum.SUMMED, 0, why)
+def _gradient_sum(ledger: Ledger, c: Collective) -> Explanation | None:
+    """The gradient of a parameter, summed over devices with different batch rows."""
+    candidates = [fit for fit in _gradient_candidates(ledger, c) if fit[0]]
+    if not {*(c.axes or ())} <= {*ledger.placement.deferred_axes}:
+        # Immediate sums are of one layer rather than of a stack.
+        candidates.sort(key=lambda fit: fit[1])
+    if found := _claim_gradient_sum(ledger, c, candidates):
+        return found
+    for _, _, leaf in candidates:
+        if len(leaf.used_by) > 1:
+            reason = f"{leaf.name} is used by {' and '.join(leaf.used_by)}, each sums its part"
+            return Explanation(c, minimum.GRADIENT_SUM, 0, reason)
     return None
 
 
-def _summed_by_size(ledger: Ledger, c: Collective) -> Explained | None:
-    """The same, of another shape or summed too often."""
-    fitting = _gradients(ledger, c)
-    if taken := _taken(ledger, c, fitting):
-        return taken
-    alike = [leaf for looks, _, leaf in fitting if looks]
-    return Explained(c, minimum.SUMMED, 0, _too_often(alike[0]), False) if alike else None
+def _gradient_sum_by_size(ledger: Ledger, c: Collective) -> Explanation | None:
+    """A gradient sum of another shape, or one that is repeated too often."""
+    candidates = _gradient_candidates(ledger, c)
+    if found := _claim_gradient_sum(ledger, c, candidates):
+        return found
+    for has_shape, _, leaf in candidates:
+        if has_shape:
+            return Explanation(c, minimum.GRADIENT_SUM, 0, _too_often(leaf), is_needed=False)
+    return None
 
 
-def _gradients(ledger: Ledger, c: Collective) -> list[tuple[bool, float, Leaf]]:
-    """Returns the leaves whose gradient a tensor may be: whether by shape too, how much of it, which."""
-    plan, axes = ledger.plan, {*(c.axes or ())}
-    rows = axes & {*plan.batch_axes}
-    if c.kind not in ("all-reduce", "reduce-scatter") or c.phase == "forward" or not rows:
+def _gradient_candidates(ledger: Ledger, c: Collective) -> list[tuple[bool, float, Leaf]]:
+    """Returns the leaves whose gradient a tensor may be: (same shape?, fraction of the leaf, leaf)."""
+    placement, axes = ledger.placement, {*(c.axes or ())}
+    batch_axes = axes & {*placement.batch_axes}
+    if c.kind not in ("all-reduce", "reduce-scatter") or c.phase == "forward" or not batch_axes:
         return []
     found = []
-    for leaf in plan.leaves:
-        # Along axes that leave the leaf whole each device may still sum a slice of it only.
-        spare = plan.share(tuple({*plan.model_axes} - {*leaf.axes} - axes))
-        # Along axes whose turn comes later it is not cut yet.
-        shape = plan.local(leaf, leaf.grad_dims, (*c.axes, *plan.late_axes))
-        part = _share(c, shape, leaf.num_layers * spare)
-        if part and not axes & {*leaf.axes} - rows:
-            found.append((_looks_like(c, shape, leaf), part, leaf))
+    for leaf in placement.leaves:
+        # Over axes that do not shard the leaf, each device may still sum only a slice of it.
+        unused = placement.num_devices(tuple({*placement.model_axes} - {*leaf.axes} - axes))
+        # Over the deferred axes the gradient is not sharded yet.
+        shape = placement.local_shape(leaf, leaf.grad_spec, (*c.axes, *placement.deferred_axes))
+        fraction = _fraction(c, shape, leaf.num_layers * unused)
+        if fraction and not axes & {*leaf.axes} - batch_axes:
+            found.append((_has_shape(c, shape, leaf), fraction, leaf))
     return found
 
 
-def _taken(ledger: Ledger, c: Collective, fitting: list) -> Explained | None:
-    for _, part, leaf in fitting:
-        of_leaf = [n for n in ledger.needs if n.role == minimum.SUMMED and n.leaf is leaf]
-        meant = [n for n in of_leaf if {*n.axes} <= {*c.axes}]
-        meant = meant or [n for n in of_leaf if {*n.axes} & {*c.axes}]
-        due, taken = ledger.take(c, meant, part)
-        if taken < 0.99 * due and (more := ledger.beyond(c, minimum.SUMMED, meant, taken)):
-            return more
-        if taken < 0.99 * min(due, c.bytes) and taken:
-            tied = len(leaf.users) > 1
-            return Explained(c, minimum.SUMMED, taken, _too_often(leaf), called_for=tied)
-        if taken:
-            return Explained(c, minimum.SUMMED, taken, _why_more(ledger.plan, leaf, c, taken))
+def _claim_gradient_sum(ledger: Ledger, c: Collective, candidates: list) -> Explanation | None:
+    label = minimum.GRADIENT_SUM
+    for _, fraction, leaf in candidates:
+        of_leaf = [n for n in ledger.needs if n.role == label and n.leaf is leaf]
+        needs = [n for n in of_leaf if {*n.axes} <= {*c.axes}]
+        needs = needs or [n for n in of_leaf if {*n.axes} & {*c.axes}]
+        asked, claimed = ledger.claim(c, needs, fraction)
+        if claimed < 0.99 * asked and (extra := ledger.explain_extra(c, label, needs, claimed)):
+            return extra
+        if claimed < 0.99 * min(asked, c.bytes) and claimed:
+            is_tied = len(leaf.used_by) > 1
+            return Explanation(c, label, claimed, _too_often(leaf), is_needed=is_tied)
+        if claimed:
+            reason = _reason_for_larger_sum(ledger.placement, leaf, c, claimed)
+            return Explanation(c, label, claimed, reason)
     return None
 
 
 def _too_often(leaf: Leaf) -> str:
-    return f"{leaf.name} or one like it is summed more often than it has to be"
+    return f"{leaf.name} or one like it is summed more often than necessary"
 
 
-def _why_more(plan: Layout, leaf: Leaf, c: Collective, taken: float) -> str:
-    if c.bytes <= 1.01 * taken:
+def _reason_for_larger_sum(placement: Placement, leaf: Leaf, c: Collective, claimed: float) -> str:
+    if c.bytes <= 1.01 * claimed:
         return ""
-    if also := [axis for axis in c.axes if axis not in plan.batch_axes]:
-        return f"{leaf.name} is whole along {' x '.join(also)}, and summed over it too"
-    if plan.zero_stage == 1:
-        return (
-            "train.zero_stage=1 holds gradients whole: all-reduced where a reduce-scatter would do"
-        )
-    if c.kind == "all-reduce" and {*c.axes} & {axis for dim in leaf.grad_dims for axis in dim}:
-        return "summed whole, then cut: no reduce-scatter was made of it"
-    return _wider(c)
+    if model_axes := [axis for axis in c.axes if axis not in placement.batch_axes]:
+        over = " x ".join(model_axes)
+        return f"{leaf.name} is replicated over {over}, so its gradient is summed over {over} too"
+    if placement.zero_stage == 1:
+        return "train.zero_stage=1 replicates gradients: all-reduce instead of reduce-scatter"
+    if c.kind == "all-reduce" and {*c.axes} & {axis for dim in leaf.grad_spec for axis in dim}:
+        return "all-reduced, then sliced: the compiler did not make a reduce-scatter of it"
+    return _wide_dtype(c)
 
 
-def _wider(c: Collective) -> str:
-    return f"in {c.array.dtype}, wider than it has to be"
+def _wide_dtype(c: Collective) -> str:
+    return f"sent as {c.array.dtype}, a wider dtype than necessary"
 
 
-def _activation(ledger: Ledger, c: Collective) -> Explained | None:
-    """Activations between blocks, or a statistic for each position."""
-    plan, axes = ledger.plan, c.axes or ()
-    if not plan.is_stack or not axes or c.origin or not {*axes} <= {*plan.model_axes}:
+def _activation(ledger: Ledger, c: Collective) -> Explanation | None:
+    """Activations between blocks, or one statistic for each position."""
+    placement, axes = ledger.placement, c.axes or ()
+    if not placement.has_blocks or not axes or c.origin or not {*axes} <= {*placement.model_axes}:
         return None
     sums = ("all-reduce", "reduce-scatter")
     if c.kind not in (sums if "pipeline" in axes else (*sums, "all-gather")):
         return None
     needs = {need.role: need for need in ledger.needs if need.leaf is None and need.axes == axes}
-    if c.array.size == plan.tokens and (need := needs.get(minimum.STATISTICS)):
-        if taken := ledger.take(c, [need], 1)[1]:
-            return Explained(c, minimum.STATISTICS, taken, _wider(c))
-    if c.array.size != plan.tokens * plan.width:
+    if c.array.size == placement.num_tokens and (need := needs.get(minimum.SOFTMAX_STATISTICS)):
+        if claimed := ledger.claim(c, [need], 1)[1]:
+            return Explanation(c, minimum.SOFTMAX_STATISTICS, claimed, _wide_dtype(c))
+    if c.array.size != placement.num_tokens * placement.d_model:
         return None
     if "rematted" in c.op_name:
-        why = f"train.remat={plan.remat} computes again, and sums or gathers for it"
-        return Explained(c, "activations again", 0, why)
-    if plan.keep == "inputs" and c.phase == "forward" and "pipeline" not in axes:
-        return Explained(c, "activations again", 0, RUN_AGAIN)
-    part = 1 if c.kind == "all-reduce" else 0.5  # a gather or a scatter does half the work of a sum
-    taken = 0.0
+        reason = f"summed or gathered again, because train.remat={placement.remat} recomputes it"
+        return Explanation(c, "recomputed activations", 0, reason)
+    if placement.pipeline_keep == "inputs" and c.phase == "forward" and "pipeline" not in axes:
+        return Explanation(c, "recomputed activations", 0, RECOMPUTED)
+    return _claim_activation(ledger, c, needs)
+
+
+def _claim_activation(ledger: Ledger, c: Collective, needs: dict[str, Need]) -> Explanation | None:
+    # An all-gather or a reduce-scatter does half the work of an all-reduce.
+    fraction = 1 if c.kind == "all-reduce" else 0.5
+    claimed = 0.0
     if need := needs.get(minimum.ACTIVATIONS):
-        due, taken = ledger.take(c, [need], part)
-        if taken > 0.99 * due:
-            return Explained(c, minimum.ACTIVATIONS, taken, _wider(c))
-        if more := ledger.beyond(c, minimum.ACTIVATIONS, [need], taken):
-            return more
-        part *= 1 - taken / due
-    if c.phase == "backward" and (need := needs.get(minimum.APART)):
-        due, apart = ledger.take(c, [need], part)
-        if apart > 0.99 * due:
-            outward = minimum.matrices_of(plan, *axes)[1]
-            names = [leaf.name.removesuffix("/kernel").split("/")[-1] for leaf in outward]
-            why = (
-                f"of {', '.join(names)}, those with the same input sum its gradient each; added up "
-                "first it would be one sum (as on TPU; XLA on CPU does not)"
+        asked, claimed = ledger.claim(c, [need], fraction)
+        if claimed > 0.99 * asked:
+            return Explanation(c, minimum.ACTIVATIONS, claimed, _wide_dtype(c))
+        if extra := ledger.explain_extra(c, minimum.ACTIVATIONS, [need], claimed):
+            return extra
+        fraction *= 1 - claimed / asked
+    label = minimum.SEPARATE_INPUT_GRADIENTS
+    if c.phase == "backward" and (need := needs.get(label)):
+        asked, separate = ledger.claim(c, [need], fraction)
+        if separate > 0.99 * asked:
+            _, leaves = minimum.row_and_column_parallel(ledger.placement, *c.axes)
+            names = [leaf.name.removesuffix("/kernel").split("/")[-1] for leaf in leaves]
+            reason = (
+                f"of {', '.join(names)}, those with the same input all-reduce its gradient "
+                "separately; added up first, one all-reduce would suffice (XLA does so on TPU, not on CPU)"
             )
-            return Explained(c, minimum.APART, taken, why)
-        if more := ledger.beyond(c, minimum.APART, [need], taken + apart):
-            return more
-    why = "of more than the sums of matrices that are cut along their input"
-    return Explained(c, minimum.ACTIVATIONS, taken, why, called_for=False) if taken else None
+            return Explanation(c, label, claimed, reason)
+        if extra := ledger.explain_extra(c, label, [need], claimed + separate):
+            return extra
+    if not claimed:
+        return None
+    reason = "summed more often than the row-parallel matrices need"
+    return Explanation(c, minimum.ACTIVATIONS, claimed, reason, is_needed=False)
 
 
-def _left_whole(ledger: Ledger, c: Collective) -> Explained | None:
-    """What a parameter that a model axis leaves whole costs on the way back."""
-    plan, axes = ledger.plan, {*(c.axes or "-")}
+def _replicated_parameter(ledger: Ledger, c: Collective) -> Explanation | None:
+    """What a parameter that is replicated over a model axis costs in the backward pass."""
+    placement, axes = ledger.placement, {*(c.axes or "-")}
     if c.phase != "backward" or c.origin:
         return None
-    for leaf in plan.leaves:
-        if not axes <= {*plan.model_axes} - {*leaf.axes}:
+    for leaf in placement.leaves:
+        if not axes <= {*placement.model_axes} - {*leaf.axes}:
             continue
-        over, shape = " x ".join(c.axes), plan.local(leaf, leaf.dims, plan.batch_axes)
-        label = f"gradients of what {over} leaves whole"
-        why = f"{leaf.name} and perhaps others are whole along {over}"
-        if c.kind != "all-gather" and _part(plan, c, leaf, leaf.dims):
-            why += "; devices that have other positions, or other heads, add up their gradients"
-            return Explained(c, label, 0, why)
-        # Key/value heads, say, that fewer devices would have than query heads.
-        if leaf.is_stacked and plan.width in leaf.shape[1:-1]:
-            parts = plan.tokens * math.prod(shape[1:]) / plan.width / c.array.size
-            if parts in range(1, plan.share(c.axes) + 1):
-                why += "; gradients of what it makes are put together"
-                return Explained(c, label, 0, why)
+        over = " x ".join(c.axes)
+        shape = placement.local_shape(leaf, leaf.spec, placement.batch_axes)
+        label = f"gradients of parameters that are replicated over {over}"
+        reason = f"{leaf.name} and perhaps others are replicated over {over}"
+        if c.kind != "all-gather" and _fraction_of_leaf(placement, c, leaf, leaf.spec):
+            reason += "; devices with different positions or heads add up their gradients"
+            return Explanation(c, label, 0, reason)
+        # For example key/value heads, of which there are fewer than devices along this axis.
+        if leaf.is_stacked and placement.d_model in leaf.shape[1:-1]:
+            size = placement.num_tokens * math.prod(shape[1:]) / placement.d_model
+            if size / c.array.size in range(1, placement.num_devices(c.axes) + 1):
+                reason += "; the gradients of its output are gathered"
+                return Explanation(c, label, 0, reason)
     return None
 
 
-def _own_loss(ledger: Ledger, c: Collective) -> Explained | None:
-    """What a model that is no stack moves along the axes that cut its parameters."""
-    plan = ledger.plan
-    if plan.is_stack or c.origin or not c.axes or not {*c.axes} <= {*plan.model_axes}:
+def _loss_function(ledger: Ledger, c: Collective) -> Explanation | None:
+    """What a model that is only a loss function moves over the axes that shard its parameters."""
+    placement = ledger.placement
+    if placement.has_blocks or c.origin or not {*(c.axes or "-")} <= {*placement.model_axes}:
         return None
-    why = "a loss of one's own: what it needs is not known"
-    return Explained(c, "partial results of your loss", 0, why)
+    reason = "the model is a loss function without blocks, so its minimum is unknown"
+    return Explanation(c, "partial results of your loss", 0, reason)
 
 
-def _unexplained(ledger: Ledger, c: Collective) -> Explained:
-    """What a tensor that nothing calls for is, as far as its origin or its shape tells."""
-    leaves = ledger.plan.leaves
-    holds = [leaf.name for leaf in leaves if leaf.argument == c.origin]
-    alike = [leaf.name for leaf in leaves if _looks_like(c, [*leaf.shape], leaf)]
-    what = "no parameter has its shape"
-    if holds or alike:
-        what = f"it holds {holds[0]}" if holds else f"it has the shape of {alike[0]}, whole"
-    return Explained(c, "not called for by this layout", 0, what, called_for=False)
+def _not_needed(ledger: Ledger, c: Collective) -> Explanation:
+    """A tensor that the layout does not need, described by its origin or its shape."""
+    leaves = ledger.placement.leaves
+    origins = [leaf.name for leaf in leaves if leaf.argument == c.origin]
+    same_shape = [leaf.name for leaf in leaves if _has_shape(c, [*leaf.shape], leaf)]
+    reason = "no parameter has its shape"
+    if same_shape:
+        reason = f"it has the unsharded shape of {same_shape[0]}"
+    if origins:
+        reason = f"it holds {origins[0]}"
+    return Explanation(c, "not needed by this layout", 0, reason, is_needed=False)
 
 
-def _looks_like(c: Collective, shape: list[int], leaf: Leaf) -> bool:
-    """Whether a tensor has the dims of a leaf or one of its layers, in whatever order."""
+def _has_shape(c: Collective, shape: list[int], leaf: Leaf) -> bool:
+    """Whether a tensor has the dims of a leaf or of one of its layers, in any order."""
     shapes = [shape, shape[1:]] if leaf.is_stacked else [shape]
     dims = sorted(size for size in c.array.shape if size > 1)
     return any(dims == sorted(size for size in shape if size > 1) for shape in shapes)

@@ -1,4 +1,4 @@
-"""What each collective is for, and how much of what a layout needs none has served yet."""
+"""Accounts for the bytes of collectives: what each is for, and which needs none has met yet."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -6,71 +6,77 @@ from dataclasses import dataclass, field
 
 from meshtrain.analysis.audit import minimum
 from meshtrain.analysis.audit.minimum import Need
-from meshtrain.analysis.audit.placement import Layout
+from meshtrain.analysis.audit.placement import Placement
 from meshtrain.analysis.collective_ops import Collective
 
-LOCK_STEP = "lock step: in each tick all stages take part, also those without work"
-RUN_AGAIN = (
-    "run again on the way back, from the input that pipeline.keep=inputs keeps, or for train.remat"
+LOCK_STEP = "lock step: all stages take part in every tick, including stages without work"
+RECOMPUTED = (
+    "recomputed in the backward pass: pipeline.keep=inputs keeps only inputs, or train.remat is on"
 )
 
 
 @dataclass(frozen=True)
-class Explained:
+class Explanation:
+    """What a collective is for."""
+
     collective: Collective
-    label: str  # what it is for
-    needed: float = 0  # of its bytes, those that the minimum holds as well
-    reason: str = ""  # for what it moves beyond them
-    called_for: bool = True
-    parts: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of several reasons, shares of the excess
+    label: str  # its purpose
+    needed_bytes: float = 0  # the part of its bytes that is in the minimum
+    reason: str = ""  # for its other bytes
+    is_needed: bool = True  # False: nothing in the layout asks for it, which is a warning
+    # If there are several reasons: each one's fraction of the bytes above the minimum.
+    fractions: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def excess(self) -> float:
-        return self.collective.bytes - self.needed
+    def extra_bytes(self) -> float:
+        """Bytes above the minimum."""
+        return self.collective.bytes - self.needed_bytes
 
 
 class Ledger:
-    """What a layout needs, and how much of it is still left to be moved."""
+    """The needs of a layout, and how many bytes of each no collective has claimed yet."""
 
-    def __init__(self, plan: Layout):
-        self.plan = plan
-        self.needs = minimum.needs(plan)
-        self.left: Counter = Counter()
-        self.more: Counter = Counter()  # what a pipeline moves besides, by reason and key
+    def __init__(self, placement: Placement):
+        self.placement = placement
+        self.needs = minimum.needs(placement)
+        self.unclaimed: Counter = Counter()
+        # Bytes above the minimum that a pipeline may send, by (reason, key).
+        self.allowed_extra: Counter = Counter()
         for need in self.needs:
-            self.left[need.key] += need.bytes
-            self.more[LOCK_STEP, need.key] += need.once * need.idle
-            self.more[RUN_AGAIN, need.key] += need.once * need.again
+            self.unclaimed[need.key] += need.bytes
+            self.allowed_extra[LOCK_STEP, need.key] += need.bytes_once * need.idle_times
+            self.allowed_extra[RECOMPUTED, need.key] += need.bytes_once * need.recompute_times
 
-    def take(self, c: Collective, needs: Iterable[Need], part: float) -> tuple[float, float]:
-        """Takes a `part` of needs off; returns its bytes, and those of them that were still left.
+    def claim(self, c: Collective, needs: Iterable[Need], fraction: float) -> tuple[float, float]:
+        """Claims a `fraction` of these needs for a collective.
 
-        A collective along several axes may serve the needs of some of them.
+        Returns the bytes asked for, and how many of them were still unclaimed.
+        A collective over several axes may serve needs over a subset of them.
         """
-        due = taken = 0.0
+        asked = claimed = 0.0
         for need in needs:
-            wanted = part * need.once * c.count if {*need.axes} <= {*c.axes} else c.bytes
-            drawn = max(0.0, min(wanted, self.left[need.key]))
-            self.left[need.key] -= drawn
-            due, taken = due + wanted, taken + drawn
-        return due, min(taken, c.bytes)
+            is_subset = {*need.axes} <= {*c.axes}
+            wanted = fraction * need.bytes_once * c.count if is_subset else c.bytes
+            granted = max(0.0, min(wanted, self.unclaimed[need.key]))
+            self.unclaimed[need.key] -= granted
+            asked, claimed = asked + wanted, claimed + granted
+        return asked, min(claimed, c.bytes)
 
-    def beyond(
-        self, c: Collective, label: str, needs: list[Need], taken: float
-    ) -> Explained | None:
-        """Says what a collective is for where a pipeline accounts for all that it moves beyond `taken`."""
-        pools = [(why, key) for why in (LOCK_STEP, RUN_AGAIN) for key in {n.key for n in needs}]
-        # In the width of the needs; what is wider is so for the same reason.
-        widths = {need.leaf.compute_itemsize for need in needs if need.leaf}
-        rest = c.bytes * min(widths, default=c.itemsize) / c.itemsize - taken
-        if not 0 < rest <= 1.01 * sum(self.more[pool] for pool in pools):
+    def explain_extra(
+        self, c: Collective, label: str, needs: list[Need], claimed: float
+    ) -> Explanation | None:
+        """Explains a collective if the pipeline accounts for all its bytes beyond those `claimed`."""
+        pools = [(why, key) for why in (LOCK_STEP, RECOMPUTED) for key in {n.key for n in needs}]
+        # Counted in the dtype of the needs; a wider dtype has the same reason.
+        itemsizes = {need.leaf.compute_itemsize for need in needs if need.leaf}
+        rest = c.bytes * min(itemsizes, default=c.itemsize) / c.itemsize - claimed
+        if not 0 < rest <= 1.01 * sum(self.allowed_extra[pool] for pool in pools):
             return None
         drawn: Counter = Counter()
         for pool in pools:
-            part = min(rest - drawn.total(), self.more[pool])
-            self.more[pool] -= part
-            drawn[pool[0]] += part
-        parts = {why: part / drawn.total() for why, part in drawn.items() if part}
-        return Explained(c, label, taken, max(parts, key=parts.get), parts=parts)
+            amount = min(rest - drawn.total(), self.allowed_extra[pool])
+            self.allowed_extra[pool] -= amount
+            drawn[pool[0]] += amount
+        fractions = {why: amount / drawn.total() for why, amount in drawn.items() if amount}
+        most = max(fractions, key=fractions.get)
+        return Explanation(c, label, claimed, most, fractions=fractions)

@@ -1,4 +1,4 @@
-"""What a layout cannot do without: the least that each device has to send per step."""
+"""The minimum that a layout needs: the bytes that each device has to send per step, by purpose."""
 
 import math
 from collections.abc import Iterator
@@ -6,154 +6,176 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshtrain.analysis.audit.placement import Axes, Dims, Layout, Leaf
-from meshtrain.analysis.collective_ops import sent
+from meshtrain.analysis.audit.placement import Axes, Leaf, Placement, Spec
+from meshtrain.analysis.collective_ops import bytes_sent
 
-# What bytes are for.
-GATHERED = "parameters gathered"
-SUMMED = "gradients summed"
-UPDATED = "updated parameters gathered"
+# What bytes are sent for, as printed.
+PARAMETER_GATHER = "parameters gathered"
+GRADIENT_SUM = "gradients summed"
+UPDATE_GATHER = "updated parameters gathered"
 ACTIVATIONS = "activations"
-STATISTICS = "softmax statistics"
-MESSAGES = "messages from stage to stage"
-SHARED = "one stage's output or gradient, for all"
-MOVED = "layers brought to their stages, gradients back"
-APART = "input gradients summed one by one"  # which no layout needs, and compilers may still do
+SOFTMAX_STATISTICS = "softmax statistics"
+STAGE_MESSAGES = "messages from stage to stage"
+END_BROADCAST = "last stage's output or first stage's gradient, for all stages"
+LAYER_TRANSFER = "layers sent to the stage that runs them, gradients sent back"
+# No layout needs these; compilers may send them all the same.
+SEPARATE_INPUT_GRADIENTS = "input gradients summed one by one"
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that some axes have to carry for a reason."""
+    """Bytes that have to be sent over some axes, for one purpose."""
 
-    role: str
+    role: str  # one of the purposes above
     axes: Axes
-    leaf: Leaf | None  # whose parameter; None for activations
-    key: tuple  # needs of the same key cannot be told apart
-    once: float  # bytes that a device sends each time that the tensor moves
+    leaf: Leaf | None  # the parameter; None for activations
+    key: tuple  # needs with equal keys cannot be distinguished
+    bytes_once: float  # that a device sends each time that the tensor moves
     times: int  # per step
-    idle: float = 0  # times more in lock step, where stages without work take part
-    again: float = 0  # times more for what a stage runs again on the way back
+    idle_times: float = 0  # extra times in lock step, by stages without work
+    recompute_times: float = 0  # extra times for what a stage recomputes in the backward pass
 
     @property
     def bytes(self) -> float:
-        return self.once * self.times
+        return self.bytes_once * self.times
 
 
-def needs(plan: Layout) -> list[Need]:
-    """Returns what a layout needs, parameter by parameter; activations only where it is known: in a stack."""
-    found = [need for leaf in plan.leaves for need in _of_parameter(plan, leaf)]
-    if plan.is_stack:
-        found += [need for axis in plan.model_axes for need in _of_activations(plan, axis)]
-        found += [*_of_ends(plan), *_of_stages(plan)]
+def needs(placement: Placement) -> list[Need]:
+    """Returns all needs, parameter by parameter; those of activations only for a model with blocks."""
+    found = [need for leaf in placement.leaves for need in _parameter_needs(placement, leaf)]
+    if placement.has_blocks:
+        for axis in placement.model_axes:
+            found += _activation_needs(placement, axis)
+        found += [*_embed_and_head_needs(placement), *_stage_needs(placement)]
     return [need for need in found if need.bytes]
 
 
-def _of_parameter(plan: Layout, leaf: Leaf) -> Iterator[Need]:
-    """Yields what the batch axes have to carry for one parameter: gathers, gradient sums, updates."""
+def _parameter_needs(placement: Placement, leaf: Leaf) -> Iterator[Need]:
+    """Yields the needs of one parameter over the batch axes: gathers, gradient sums, updates."""
 
-    def among(axes: Axes, dims: Dims) -> Axes:
-        return tuple(axis for axis in axes if any(axis in dim for dim in dims))
+    def among(axes: Axes, spec: Spec) -> Axes:
+        return tuple(axis for axis in axes if any(axis in dim for dim in spec))
 
-    def whole(dims: Dims, itemsize: int) -> float:
-        held = {axis for dim in dims for axis in dim} - {*plan.batch_axes}
-        return leaf.size * itemsize / plan.share(tuple(held))
+    def gathered_bytes(spec: Spec, itemsize: int) -> float:
+        """Bytes on a device once the leaf is gathered over the batch axes."""
+        still_sharded = {axis for dim in spec for axis in dim} - {*placement.batch_axes}
+        return leaf.size * itemsize / placement.num_devices(tuple(still_sharded))
 
-    parts, rows = plan.num_microbatches, plan.batch_axes
-    idle = plan.idle * leaf.is_stacked
-    gathered = among(rows, leaf.dims)
-    once = sent("all-gather", whole(leaf.dims, leaf.compute_itemsize), plan.share(gathered))
-    # Cut up to save memory, it is let go after the forward pass, and after the backward pass.
-    again = (parts + idle) * leaf.is_stacked * plan.runs_again
-    yield Need(GATHERED, gathered, leaf, (GATHERED, leaf.name), once, 2 * parts, 2 * idle, again)
+    M, batch_axes = placement.num_microbatches, placement.batch_axes
+    idle = placement.idle_microbatches * leaf.is_stacked
+    gathered = among(batch_axes, leaf.spec)
+    size = gathered_bytes(leaf.spec, leaf.compute_itemsize)
+    once = bytes_sent("all-gather", size, placement.num_devices(gathered))
+    # ZeRO-3 frees the gathered parameter after the forward pass and again after the backward pass.
+    recompute = (M + idle) * leaf.is_stacked * placement.num_recomputes
+    key = (PARAMETER_GATHER, leaf.name)
+    yield Need(PARAMETER_GATHER, gathered, leaf, key, once, 2 * M, 2 * idle, recompute)
 
-    # Gradients that are held cut are cut after each micro-batch, the rest of the sum can wait for
-    # the last one, and is of float32 then. Optimizer state that is cut needs a slice of the sum only.
-    late = plan.late_axes
-    early = tuple(axis for axis in rows if axis not in late)
-    dims = leaf.grad_dims if plan.zero_stage >= 2 else leaf.moment_dims
-    size = whole(leaf.grad_dims, leaf.compute_itemsize)
-    yield _sum(plan, leaf, early, among(early, dims), size, parts, idle)
-    size = whole(leaf.grad_dims, max(4, leaf.itemsize)) / plan.share(among(early, dims))
-    yield _sum(plan, leaf, late, among(late, dims), size, 1)
+    # Sharded gradients are scattered after each micro-batch. The rest of the sum can wait for the
+    # last micro-batch, and is then in float32. Sharded optimizer state needs only its slice of it.
+    deferred = placement.deferred_axes
+    immediate = tuple(axis for axis in batch_axes if axis not in deferred)
+    spec = leaf.grad_spec if placement.zero_stage >= 2 else leaf.moment_spec
+    size = gathered_bytes(leaf.grad_spec, leaf.compute_itemsize)
+    yield _gradient_sum(placement, leaf, immediate, among(immediate, spec), size, M, idle)
+    size = gathered_bytes(leaf.grad_spec, max(4, leaf.itemsize))
+    size /= placement.num_devices(among(immediate, spec))
+    yield _gradient_sum(placement, leaf, deferred, among(deferred, spec), size, 1)
 
-    updated = tuple(axis for axis in among(rows, leaf.moment_dims) if axis not in gathered)
-    size = whole(leaf.moment_dims, leaf.itemsize) / plan.share(gathered)
-    once = sent("all-gather", size, plan.share(updated))
-    yield Need(UPDATED, updated, leaf, (UPDATED, leaf.name), once, 1)
+    updated = tuple(axis for axis in among(batch_axes, leaf.moment_spec) if axis not in gathered)
+    size = gathered_bytes(leaf.moment_spec, leaf.itemsize) / placement.num_devices(gathered)
+    once = bytes_sent("all-gather", size, placement.num_devices(updated))
+    yield Need(UPDATE_GATHER, updated, leaf, (UPDATE_GATHER, leaf.name), once, 1)
 
 
-def _sum(
-    plan: Layout, leaf: Leaf, axes: Axes, cut: Axes, size: float, times: int, idle: float = 0
+def _gradient_sum(
+    placement: Placement,
+    leaf: Leaf,
+    axes: Axes,
+    scattered: Axes,
+    size: float,
+    times: int,
+    idle_times: float = 0,
 ) -> Need:
-    """A sum over some axes of which each device keeps its slice along those that `cut`."""
-    others = plan.share(tuple(axis for axis in axes if axis not in cut))
-    once = sent("reduce-scatter", size, plan.share(cut))
-    once += sent("all-reduce", size / plan.share(cut), others)
-    # Sums of one shape look the same, whichever parameter they are of.
-    shape = plan.local(leaf, leaf.grad_dims, plan.batch_axes)[leaf.is_stacked :]
-    key = (SUMMED, axes, *sorted(n for n in shape if n > 1))
-    return Need(SUMMED, axes, leaf, key, once, times, idle)
+    """A sum of `size` bytes over `axes`; each device keeps only its slice along `scattered`."""
+    others = placement.num_devices(tuple(axis for axis in axes if axis not in scattered))
+    num_slices = placement.num_devices(scattered)
+    once = bytes_sent("reduce-scatter", size, num_slices)
+    once += bytes_sent("all-reduce", size / num_slices, others)
+    # Sums of one shape look the same, whichever parameter they belong to.
+    shape = placement.local_shape(leaf, leaf.grad_spec, placement.batch_axes)[leaf.is_stacked :]
+    key = (GRADIENT_SUM, axes, *sorted(n for n in shape if n > 1))
+    return Need(GRADIENT_SUM, axes, leaf, key, once, times, idle_times)
 
 
-def _of_activations(plan: Layout, axis: str) -> Iterator[Need]:
-    """Yields what a model axis has to carry in a stack, after Megatron (arXiv 1909.08053, 2205.05198).
+def _activation_needs(placement: Placement, axis: str) -> Iterator[Need]:
+    """Yields what a model axis sends between blocks, after Megatron (arXiv 1909.08053, 2205.05198).
 
-    Each matrix of a block that is cut along its input makes a sum of partial products, and the
-    matrices that feed it one more on the way back. A sum is worth a gather and a reduce-scatter,
-    which take its place where the axis cuts the sequence between blocks. What is computed again,
-    for remat or for a pipeline that keeps inputs only, is not counted.
+    Each row-parallel matrix of a block makes a sum of partial products, and the column-parallel
+    matrices in front of it need one more in the backward pass. One all-reduce equals an all-gather
+    and a reduce-scatter, which replace it if the axis shards the sequence between blocks.
+    Recomputation (for remat, or for a pipeline that keeps only inputs) is not counted.
     """
 
     def need(role: str, times: int) -> Need:
-        parts, key = plan.num_microbatches, (role, (axis,))
-        return Need(role, (axis,), None, key, once, parts * times, plan.idle * times)
+        times, idle_times = placement.num_microbatches * times, placement.idle_microbatches * times
+        return Need(role, (axis,), None, (role, (axis,)), once, times, idle_times)
 
-    inward, outward = (sum(leaf.num_layers for leaf in cut) for cut in matrices_of(plan, axis))
-    once = sent("all-reduce", plan.x_bytes, plan.mesh[axis])
-    yield need(ACTIVATIONS, 2 * inward)
-    yield need(APART, max(0, outward - inward))
+    matrices = row_and_column_parallel(placement, axis)
+    num_row, num_column = (sum(leaf.num_layers for leaf in group) for group in matrices)
+    once = bytes_sent("all-reduce", placement.activation_bytes, placement.mesh[axis])
+    yield need(ACTIVATIONS, 2 * num_row)
+    yield need(SEPARATE_INPUT_GRADIENTS, max(0, num_column - num_row))
 
 
-def _of_ends(plan: Layout) -> Iterator[Need]:
-    """Yields the sums of a table and a head that are cut, one each, over all the axes that cut it."""
-    parts = plan.num_microbatches
+def _embed_and_head_needs(placement: Placement) -> Iterator[Need]:
+    """Yields the sums of a sharded embedding and a sharded head, over all axes that shard each."""
+    M = placement.num_microbatches
     for user in ("embed", "head"):
-        cutting = {axis for leaf in plan.leaves if user in leaf.users for axis in leaf.axes}
-        axes = tuple(axis for axis in plan.model_axes if axis in cutting)
-        size = plan.share(axes)
-        once = sent("all-reduce", plan.x_bytes, size)
-        yield Need(ACTIVATIONS, axes, None, (ACTIVATIONS, axes), once, parts)
+        leaves = [leaf for leaf in placement.leaves if user in leaf.used_by]
+        sharded_over = {axis for leaf in leaves for axis in leaf.axes}
+        axes = tuple(axis for axis in placement.model_axes if axis in sharded_over)
+        size = placement.num_devices(axes)
+        once = bytes_sent("all-reduce", placement.activation_bytes, size)
+        yield Need(ACTIVATIONS, axes, None, (ACTIVATIONS, axes), once, M)
         if user == "head":
-            # Of each position the largest logit, the sum of exponentials, and the target's logit.
-            once = sent("all-reduce", plan.tokens * max(4, plan.itemsize), size)
-            yield Need(STATISTICS, axes, None, (STATISTICS, axes), once, 3 * parts)
+            # For each position: the largest logit, the sum of exponentials, the target's logit.
+            itemsize = max(4, placement.compute_itemsize)
+            once = bytes_sent("all-reduce", placement.num_tokens * itemsize, size)
+            yield Need(SOFTMAX_STATISTICS, axes, None, (SOFTMAX_STATISTICS, axes), once, 3 * M)
 
 
-def _of_stages(plan: Layout) -> Iterator[Need]:
-    """Yields what the stages of a pipeline hand to each other, by the one that sends most."""
-    P, V, M = plan.mesh["pipeline"], plan.num_chunks, plan.num_microbatches
+def _stage_needs(placement: Placement) -> Iterator[Need]:
+    """Yields what pipeline stages send to each other, for the stage that sends most."""
+    P, V, M = placement.mesh["pipeline"], placement.num_chunks, placement.num_microbatches
     if P == 1:
         return
-    # All that a stage makes goes on, both ways, but what leaves the last chunk, or the first.
+    once = placement.activation_bytes
+    # A stage sends every output and every input gradient, except the last chunk's output and the
+    # first chunk's input gradient. With two stages, each of them has one of these two chunks.
     messages = M * (2 * V - (P == 2))
-    idle = 2 * plan.num_ticks - messages
-    yield Need(MESSAGES, ("pipeline",), None, (MESSAGES,), plan.x_bytes, messages, idle)
-    yield Need(SHARED, ("pipeline",), None, (SHARED,), plan.x_bytes, 2 * M)
-    chunk = np.arange(P * V)  # lives on stage chunk // V, and runs on stage chunk % P
-    moves = np.bincount(chunk // V, chunk // V != chunk % P).max()
-    for leaf in plan.leaves:
+    idle = 2 * placement.num_ticks - messages
+    yield Need(STAGE_MESSAGES, ("pipeline",), None, (STAGE_MESSAGES,), once, messages, idle)
+    yield Need(END_BROADCAST, ("pipeline",), None, (END_BROADCAST,), once, 2 * M)
+    chunk = np.arange(P * V)  # stored on stage chunk // V, runs on stage chunk % P
+    times = np.bincount(chunk // V, chunk // V != chunk % P).max()
+    for leaf in placement.leaves:
         if leaf.is_stacked:
-            once = math.prod(plan.local(leaf, leaf.dims, ())) * leaf.compute_itemsize
-            once += math.prod(plan.local(leaf, leaf.grad_dims, ())) * max(4, leaf.itemsize)
-            yield Need(MOVED, ("pipeline",), leaf, (MOVED,), once / V, moves)
+            weights = math.prod(placement.local_shape(leaf, leaf.spec, ()))
+            grads = math.prod(placement.local_shape(leaf, leaf.grad_spec, ()))
+            once = weights * leaf.compute_itemsize + grads * max(4, leaf.itemsize)
+            yield Need(LAYER_TRANSFER, ("pipeline",), leaf, (LAYER_TRANSFER,), once / V, times)
 
 
-def matrices_of(plan: Layout, axis: str) -> tuple[list[Leaf], list[Leaf]]:
-    """Returns the matrices of a block that an axis cuts along their input, and those along their output.
+def row_and_column_parallel(placement: Placement, axis: str) -> tuple[list[Leaf], list[Leaf]]:
+    """Returns the matrices of a block that an axis shards along their input, and along their output.
 
-    The first make a vector of the residual stream's width, the others start from one.
+    Row-parallel matrices end in d_model, column-parallel matrices start from it.
     """
-    cut = [leaf for leaf in plan.leaves if leaf.is_stacked and axis in sum(leaf.dims[1:], ())]
-    inward = [leaf for leaf in cut if leaf.shape[-1] == plan.width and axis not in leaf.dims[-1]]
-    outward = [leaf for leaf in cut if leaf not in inward and plan.width in leaf.shape[1:-1]]
-    return inward, outward
+    d_model = placement.d_model
+    sharded = [
+        leaf for leaf in placement.leaves if leaf.is_stacked and axis in sum(leaf.spec[1:], ())
+    ]
+    row = [leaf for leaf in sharded if leaf.shape[-1] == d_model and axis not in leaf.spec[-1]]
+    column = [leaf for leaf in sharded if leaf not in row and d_model in leaf.shape[1:-1]]
+    return row, column

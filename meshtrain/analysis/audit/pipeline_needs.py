@@ -1,51 +1,53 @@
-"""What is for the pipeline, of the collectives of a step: between stages, not within them."""
+"""Recognizes the collectives that a pipeline sends between its stages."""
 
 import math
 
-from meshtrain.analysis.audit.ledger import Explained, Ledger
-from meshtrain.analysis.audit.minimum import MESSAGES, MOVED, SHARED, Need
+from meshtrain.analysis.audit.ledger import Explanation, Ledger
+from meshtrain.analysis.audit.minimum import END_BROADCAST, LAYER_TRANSFER, STAGE_MESSAGES, Need
 from meshtrain.analysis.collective_ops import Collective
 
 
-def message(ledger: Ledger, c: Collective) -> Explained | None:
-    """What a chunk makes, or the gradient of its input, on the way to the stage that goes on with it."""
-    if not _between_stages(ledger, c, "collective-permute"):
+def stage_message(ledger: Ledger, c: Collective) -> Explanation | None:
+    """A chunk's output, or the gradient of its input, sent to the stage that needs it next."""
+    if not _is_activation_between_stages(ledger, c, "collective-permute"):
         return None
-    needs = _needs(ledger, MESSAGES)
-    _, taken = ledger.take(c, needs, 1)
-    if taken > 0.99 * c.bytes:
-        return Explained(c, MESSAGES, taken)
-    return ledger.beyond(c, MESSAGES, needs, taken)
+    needs = _needs(ledger, STAGE_MESSAGES)
+    _, claimed = ledger.claim(c, needs, 1)
+    if claimed > 0.99 * c.bytes:
+        return Explanation(c, STAGE_MESSAGES, claimed)
+    return ledger.explain_extra(c, STAGE_MESSAGES, needs, claimed)
 
 
-def moved(ledger: Ledger, c: Collective) -> Explained | None:
-    """Layers, or their gradients, between where they live and where they run."""
+def layer_transfer(ledger: Ledger, c: Collective) -> Explanation | None:
+    """Layers, or their gradients, sent between the stage that stores them and the stage that runs them."""
     if c.kind != "collective-permute" or c.axes != ("pipeline",):
         return None
-    plan = ledger.plan
-    for need in _needs(ledger, MOVED):
-        for dims in (need.leaf.dims, need.leaf.grad_dims):
-            if c.array.size * plan.num_chunks != math.prod(plan.local(need.leaf, dims, ())):
+    placement = ledger.placement
+    for need in _needs(ledger, LAYER_TRANSFER):
+        for spec in (need.leaf.spec, need.leaf.grad_spec):
+            size = math.prod(placement.local_shape(need.leaf, spec, ()))
+            if c.array.size * placement.num_chunks != size:
                 continue
-            _, taken = ledger.take(c, [need], c.bytes / (need.once * c.count))
-            why = "in exchanges in which some stages give nothing" if taken < c.bytes else ""
-            return Explained(c, MOVED, taken, why, called_for=taken > 0)
+            _, claimed = ledger.claim(c, [need], c.bytes / (need.bytes_once * c.count))
+            reason = "exchanges in which some stages have nothing to send"
+            reason = reason if claimed < c.bytes else ""
+            return Explanation(c, LAYER_TRANSFER, claimed, reason, is_needed=claimed > 0)
     return None
 
 
-def shared(ledger: Ledger, c: Collective) -> Explained | None:
-    """The last chunk's output for the head, and the gradient of the first's input for the table."""
-    if not _between_stages(ledger, c, "all-reduce") or "/share/" not in c.op_name:
+def end_broadcast(ledger: Ledger, c: Collective) -> Explanation | None:
+    """The last chunk's output for the head, or the gradient of the first chunk's input for the embedding."""
+    is_activation = _is_activation_between_stages(ledger, c, "all-reduce")
+    if not is_activation or "/share/" not in c.op_name:
         return None
-    if taken := ledger.take(c, _needs(ledger, SHARED), 1)[1]:
-        why = "a sum of one stage's values and zeros, where a broadcast would do"
-        return Explained(c, SHARED, taken, why if taken < c.bytes else "")
+    if claimed := ledger.claim(c, _needs(ledger, END_BROADCAST), 1)[1]:
+        reason = "an all-reduce of one stage's values and zeros, where a broadcast would suffice"
+        return Explanation(c, END_BROADCAST, claimed, reason if claimed < c.bytes else "")
     return None
 
 
-def _between_stages(ledger: Ledger, c: Collective, kind: str) -> bool:
-    plan = ledger.plan
-    size = plan.tokens * plan.width
+def _is_activation_between_stages(ledger: Ledger, c: Collective, kind: str) -> bool:
+    size = ledger.placement.num_tokens * ledger.placement.d_model
     return c.kind == kind and c.axes == ("pipeline",) and c.array.size == size > 0
 
 

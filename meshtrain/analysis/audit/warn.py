@@ -1,117 +1,121 @@
-"""What a layout leaves undone: large arrays that are whole on many devices, axes that share no work."""
+"""Warns about large replicated arrays, idle mesh axes, unneeded collectives and loops of unknown length."""
 
 from collections import Counter
 from collections.abc import Iterator
 
 import jax
 
-from meshtrain.analysis.audit.ledger import Explained
-from meshtrain.analysis.audit.placement import Axes, Layout, Leaf
+from meshtrain.analysis.audit.ledger import Explanation
+from meshtrain.analysis.audit.placement import Axes, Leaf, Placement
 from meshtrain.parallel import sharding
 from meshtrain.parallel.sharding import Rules
 from meshtrain.state import TrainState, bytes_per_device
 
-LARGE_SHARE = 0.05  # of all parameters, or
-LARGE_BYTES = 64 << 20  # on each device
+# An array is large from this fraction of all parameters on, or from this many bytes on each device.
+LARGE_FRACTION = 0.05
+LARGE_BYTES = 64 << 20
 
 
 def warnings(
-    plan: Layout, rules: Rules, state: TrainState, explained: list[Explained]
+    placement: Placement, rules: Rules, state: TrainState, explanations: list[Explanation]
 ) -> list[str]:
-    """Returns a line for each."""
+    """Returns one line for each warning."""
     return [
-        *_idle_axes(plan),
-        *_whole_parameters(plan, rules),
-        *_whole_moments(plan, state),
-        *_not_called_for(explained),
-        *_unknown_loops(explained),
+        *_idle_axes(placement),
+        *_replicated_parameters(placement, rules),
+        *_replicated_moments(placement, state),
+        *_not_needed(explanations),
+        *_unknown_loops(explanations),
     ]
 
 
-def name_of(axes: Axes | None) -> str:
+def axes_label(axes: Axes | None) -> str:
     return " x ".join(axes) if axes else "other"
 
 
-def _idle_axes(plan: Layout) -> Iterator[str]:
-    for axis, size in plan.mesh.items():
-        if size > 1 and axis not in (*plan.batch_axes, *plan.model_axes):
+def _idle_axes(placement: Placement) -> Iterator[str]:
+    for axis, size in placement.mesh.items():
+        if size > 1 and axis not in (*placement.batch_axes, *placement.model_axes):
             yield (
-                f"mesh.{axis}={size} cuts neither the batch nor a parameter: its devices all do the same "
-                f"work; give it a line in config.rules, or set mesh.{axis}=1"
+                f"mesh.{axis}={size} shards neither the batch nor a parameter: all its devices do the "
+                f"same work; add a rule for {axis} to config.rules, or set mesh.{axis}=1"
             )
 
 
-def _is_large(plan: Layout, held: float) -> bool:
-    total = sum(leaf.size * leaf.itemsize for leaf in plan.leaves)
-    return held >= LARGE_BYTES or held >= LARGE_SHARE * total
+def _is_large(placement: Placement, num_bytes: float) -> bool:
+    total = sum(leaf.size * leaf.itemsize for leaf in placement.leaves)
+    return num_bytes >= LARGE_BYTES or num_bytes >= LARGE_FRACTION * total
 
 
-def _whole_parameters(plan: Layout, rules: Rules) -> Iterator[str]:
-    cutting = {*plan.model_axes, *(("fsdp",) if plan.zero_stage == 3 else ())}
-    for leaf in plan.leaves:
-        held = leaf.size * leaf.itemsize / plan.share(leaf.axes)
-        for axis, size in plan.mesh.items():
-            if size > 1 and axis in cutting - {*leaf.axes} and _is_large(plan, held):
+def _replicated_parameters(placement: Placement, rules: Rules) -> Iterator[str]:
+    axes = {*placement.model_axes, *(("fsdp",) if placement.zero_stage == 3 else ())}
+    for leaf in placement.leaves:
+        num_bytes = leaf.size * leaf.itemsize / placement.num_devices(leaf.axes)
+        for axis, size in placement.mesh.items():
+            is_replicated = size > 1 and axis in axes - {*leaf.axes}
+            if is_replicated and _is_large(placement, num_bytes):
                 yield (
-                    f"{leaf.name} {leaf.shape}, {held:,.0f} bytes a device, is whole along {axis}={size}: "
-                    + _why_whole(leaf, axis, plan, rules)
+                    f"{leaf.name} {leaf.shape}, {num_bytes:,.0f} bytes on each device, is replicated "
+                    f"over {axis}={size}: {_why_replicated(leaf, axis, placement, rules)}"
                 )
 
 
-def _why_whole(leaf: Leaf, axis: str, plan: Layout, rules: Rules) -> str:
-    named = [name for name in leaf.names if name]
-    if not named:
-        return "it has no names; give its dims some, such as ('embed', 'mlp')"
-    for name, to in rules:
-        axes = sharding.axes_of(to)
-        if name not in named or axis not in axes:
+def _why_replicated(leaf: Leaf, axis: str, placement: Placement, rules: Rules) -> str:
+    names = [name for name in leaf.dim_names if name]
+    if not names:
+        return "its dims have no logical names; give them names such as ('embed', 'mlp')"
+    for name, target in rules:
+        axes = sharding.axes_of(target)
+        if name not in names or axis not in axes:
             continue
-        size, share = leaf.shape[leaf.names.index(name)], plan.share(axes)
-        if size % share:
-            return f"{name!r} is {size}, which {share} does not divide"
+        size, num_devices = leaf.shape[leaf.dim_names.index(name)], placement.num_devices(axes)
+        if size % num_devices:
+            return f"{name!r} is {size}, which is not divisible by {num_devices}"
         first = next(rule for rule in rules if rule[0] == name)
+        if first != (name, target):
+            return f"the rule {(name, target)} is not used, because {first} comes first"
         return (
-            f"the rule {(name, to)} comes too late, after {first}"
-            if first != (name, to)
-            else (
-                f"the rule {(name, to)} cannot be followed, an earlier one cuts this array along {axis}"
-            )
+            f"the rule {(name, target)} is not used, because an earlier rule already shards this "
+            f"array over {axis}"
         )
-    return f"no rule maps one of {', '.join(map(repr, named))} to {axis}"
+    return f"no rule maps one of {', '.join(map(repr, names))} to {axis}"
 
 
-def _whole_moments(plan: Layout, state: TrainState) -> Iterator[str]:
-    """Optimizer state that is not cut like its parameter: a factored moment, say."""
-    size = plan.mesh["fsdp"]
-    if size == 1 or plan.zero_stage == 0:
+def _replicated_moments(placement: Placement, state: TrainState) -> Iterator[str]:
+    """Optimizer state that is not sharded like its parameter, for example a factored moment."""
+    size = placement.mesh["fsdp"]
+    if size == 1 or placement.zero_stage == 0:
         return
-    shapes = {leaf.shape for leaf in plan.leaves}
+    shapes = {leaf.shape for leaf in placement.leaves}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
-        held = bytes_per_device(leaf)
-        if leaf.sharding.is_fully_replicated and leaf.shape not in shapes and _is_large(plan, held):
+        num_bytes = bytes_per_device(leaf)
+        is_replicated = leaf.sharding.is_fully_replicated and leaf.shape not in shapes
+        if is_replicated and _is_large(placement, num_bytes):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             yield (
-                f"optimizer state {name} {leaf.shape}, {held:,} bytes a device, is whole: "
-                f"its shape is not its parameter's, so no rule applies to it"
+                f"optimizer state {name} {leaf.shape}, {num_bytes:,} bytes on each device, is "
+                f"replicated: its shape differs from its parameter's, so no rule applies to it"
             )
 
 
-def _not_called_for(explained: list[Explained]) -> Iterator[str]:
+def _not_needed(explanations: list[Explanation]) -> Iterator[str]:
     merged: Counter = Counter()
-    for one in explained:
-        c = one.collective
-        if not one.called_for:
-            what = f"{c.kind} over {name_of(c.axes)} of {c.array.dtype}{list(c.array.shape)}"
+    for explanation in explanations:
+        c = explanation.collective
+        if not explanation.is_needed:
+            what = f"{c.kind} over {axes_label(c.axes)} of {c.array.dtype}{list(c.array.shape)}"
             where = f" at {c.source}" if c.source else ""
-            merged[f"{what}{where}: {one.label}: {one.reason}"] += one.excess
-    for line, moved in merged.most_common():
-        yield f"{line} ({moved:,.0f} bytes)"
+            line = f"{what}{where}: {explanation.label}: {explanation.reason}"
+            merged[line] += explanation.extra_bytes
+    for line, num_bytes in merged.most_common():
+        yield f"{line} ({num_bytes:,.0f} bytes)"
 
 
-def _unknown_loops(explained: list[Explained]) -> Iterator[str]:
-    unknown = [one.collective for one in explained if not one.collective.count_known]
+def _unknown_loops(explanations: list[Explanation]) -> Iterator[str]:
+    collectives = [explanation.collective for explanation in explanations]
+    unknown = [c for c in collectives if not c.count_known]
     if unknown:
         yield (
-            f"{len(unknown)} collectives are in loops of unknown length (the first at {unknown[0].source}); "
-            f"each is counted as one turn"
+            f"{len(unknown)} collectives are in loops of unknown length (the first at "
+            f"{unknown[0].source}); each is counted as if its loop ran once"
         )

@@ -1,12 +1,12 @@
-"""Traces some steps of a config, and says where their time went.
+"""Traces some train steps of a config and prints where the time goes.
 
   meshtrain profile --config=configs/quickstart.py --steps=3..5
 
-Runs the train step on the config's data up to the last step that is traced. Nothing is saved but the
-trace, which xprof, TensorBoard and Perfetto show. Printed are, for each device, the share of the time
-in which it was busy, and that of collectives, `exposed` where nothing else ran beside them; then the
-operations that cost most, those of one kind, pass and line of source together, each by its own time,
-without what it calls. Of several processes each writes to DIR/rank-N, the first tells of its devices.
+Runs the train step on the config's data up to the last traced step. Saves only the trace, for xprof,
+TensorBoard or Perfetto. Prints for each device the share of time in which it is busy, in which it
+runs collectives, and in which collectives are exposed (nothing else runs). Then prints the costliest
+operations, grouped by kind, pass and source line, by their own time without nested operations. With
+several processes, each writes its trace to DIR/rank-N, and process 0 prints its own devices.
 """
 
 import argparse
@@ -23,7 +23,10 @@ from meshtrain.errors import ConfigError, minimum_faults
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
-        "--steps", default="3..5", metavar="FIRST..LAST", help="to trace (default: %(default)s)"
+        "--steps",
+        default="3..5",
+        metavar="FIRST..LAST",
+        help="steps to trace (default: %(default)s)",
     )
     flags.add_argument(
         "--top", type=int, default=15, metavar="N", help="rows to print (default: %(default)s)"
@@ -33,7 +36,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("profile"),
         metavar="DIR",
-        help="for the trace (default: %(default)s)",
+        help="folder for the trace (default: %(default)s)",
     )
 
 
@@ -49,11 +52,9 @@ def run(args: argparse.Namespace, config: Any) -> int:
     return 0
 
 
-def _steps(text: str) -> range:
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+def _steps(value: str) -> range:
+    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", value)
     steps = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
     if not steps or steps.start < 1:
-        raise ConfigError(
-            f"--steps={text}: use N or FIRST..LAST, from 1 on: the first step, 0, warms up"
-        )
+        raise ConfigError(f"--steps={value}: use N or FIRST..LAST, 1 or later (step 0 warms up)")
     return steps

@@ -1,4 +1,4 @@
-"""Says of an operation in a trace what it is, and which line of source it is for, by the compiled program."""
+"""Labels the operations of a trace with kind, pass and source line, from the compiled program."""
 
 import re
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from meshtrain.analysis import hlo
 from meshtrain.analysis.collective_ops import KINDS, source_of
 from meshtrain.analysis.hlo import Instruction, Module
 
-# What a fusion is called after, if it holds one: the first of these.
-HEAVY = (
+# A fusion has the kind of the first of these opcodes that it contains.
+MAIN_OPCODES = (
     "dot",
     "convolution",
     "custom-call",
@@ -20,18 +20,17 @@ HEAVY = (
     "reduce",
 )
 CONTAINERS = ("call", "conditional", "while")
-MATRICES = re.compile(r"gemm|matmul|cublas|cutlass|nvjet|xmma", re.IGNORECASE)
-COPIES = re.compile(r"mem(cpy|set)", re.IGNORECASE)
-NEARBY = 3  # uses away
+MATMUL_KERNEL = re.compile(r"gemm|matmul|cublas|cutlass|nvjet|xmma", re.IGNORECASE)
+COPY_KERNEL = re.compile(r"mem(cpy|set)", re.IGNORECASE)
+MAX_DISTANCE = 3  # in the graph of uses, to an instruction with a source line
 
 
 class Label(NamedTuple):
     kind: str  # "dot", "all-reduce", "fusion", ...
     phase: str  # "forward", "backward", "recompute", "other"
-    source: (
-        str  # "meshtrain/models/layers.py:125 Attention.__call__", "near ...", or some other name
-    )
-    name: str  # of the instruction, or the kernel
+    # "meshtrain/models/layers.py:125 Attention.__call__", "near ...", or a name if there is no line.
+    source: str
+    name: str  # of the instruction or kernel
 
     @property
     def is_collective(self) -> bool:
@@ -48,23 +47,24 @@ class Labels:
             for computation, body in self._module.computations.items()
             for name, instruction in body.items()
         }
-        self._of_kernel = {_as_kernel(name): name for name in self._found}
-        self._known: dict[tuple[str, str], Label] = {}
+        self._of_kernel = {_kernel_name(name): name for name in self._found}
+        self._labels: dict[tuple[str, str], Label] = {}
 
-    def of(self, path: str, kernel: str) -> Label:
-        """Returns the label of an operation that a trace describes so (see `trace.Operation`)."""
-        if (path, kernel) not in self._known:
+    def label_of(self, path: str, kernel: str) -> Label:
+        """Returns the label for `path` and `name` of a `trace.Operation`."""
+        if (path, kernel) not in self._labels:
             name = self._instruction(path, kernel)
-            label = self._label(name) if name else _by_name(kernel or path)
-            self._known[path, kernel] = label
-        return self._known[path, kernel]
+            label = self._label(name) if name else _label_from_name(kernel or path)
+            self._labels[path, kernel] = label
+        return self._labels[path, kernel]
 
     def _instruction(self, path: str, kernel: str) -> str | None:
-        """Returns the instruction's name, if there is one.
+        """Returns the name of the instruction; None if the program does not have it.
 
-        Kernels in a CUDA graph are told as the call of the whole graph, but fusions give theirs their name.
+        For a kernel in a CUDA graph, `path` names only the call of the graph; the kernel of a fusion has
+        the fusion's name.
         """
-        kernel = kernel.partition(" = ")[0].lstrip("%")  # TPU's are whole lines of the program
+        kernel = kernel.partition(" = ")[0].lstrip("%")  # on TPU the name is a line of the program
         for name in (*reversed(path.split("/")), kernel):
             if name in self._found and self._found[name][1].opcode not in CONTAINERS:
                 return name
@@ -72,13 +72,13 @@ class Labels:
 
     def _label(self, name: str) -> Label:
         computation, instruction = self._found[name]
-        kind, heaviest = self._kind(instruction)
+        kind, main = self._kind(instruction)
         body, combined = self._module.computations[computation], ""
         if kind in KINDS and len(instruction.operands) > 1:
-            # XLA moves several tensors at once: the largest tells more than the first.
+            # XLA combines several tensors: the label is that of the largest.
             instruction = max((body[one] for one in instruction.operands), key=_size)
-            heaviest, combined = self._kind(instruction)[1], ", combined"
-        described, is_own = self._described(computation, heaviest, instruction)
+            main, combined = self._kind(instruction)[1], ", combined"
+        described, is_own = self._with_source_line(computation, main, instruction)
         op_name = described.op_name
         phase = "forward" if "jvp(" in op_name else "other"
         phase = "backward" if "transpose(" in op_name else phase
@@ -88,34 +88,34 @@ class Labels:
         return Label(kind, phase, f"{'' if is_own else 'near '}{source}{combined}", name)
 
     def _kind(self, instruction: Instruction) -> tuple[str, Instruction]:
-        """Returns what an instruction is, and which instruction within it makes it that."""
+        """Returns the kind of an instruction, and the instruction inside it that determines the kind."""
         by_kind = {}
-        for one in self._within(instruction):
-            by_kind.setdefault(_plain(one), one)
+        for one in self._with_nested(instruction):
+            by_kind.setdefault(_opcode(one), one)
         return next(
-            ((kind, by_kind[kind]) for kind in (*KINDS, *HEAVY) if kind in by_kind),
-            (_plain(instruction), instruction),
+            ((kind, by_kind[kind]) for kind in (*KINDS, *MAIN_OPCODES) if kind in by_kind),
+            (_opcode(instruction), instruction),
         )
 
-    def _within(self, instruction: Instruction) -> Iterator[Instruction]:
+    def _with_nested(self, instruction: Instruction) -> Iterator[Instruction]:
         yield instruction
         if instruction.opcode == "fusion" or instruction.opcode.startswith("async"):
             for name in instruction.called:
                 for one in self._module.computations[name].values():
-                    yield from self._within(one)
+                    yield from self._with_nested(one)
 
-    def _described(
-        self, computation: str, heaviest: Instruction, instruction: Instruction
+    def _with_source_line(
+        self, computation: str, main: Instruction, instruction: Instruction
     ) -> tuple[Instruction, bool]:
-        """Returns the nearest instruction with a line of source, and whether that is its own.
+        """Returns the nearest instruction with a source line, and whether the line is its own.
 
-        XLA leaves it off some that it makes; what is made of a result then often still has it.
+        Some instructions that XLA creates have no source line; their users or operands often have one.
         """
         body = self._module.computations[computation]
-        near = [heaviest, instruction, *reversed([*self._within(instruction)])]  # the root first
-        for distance in range(NEARBY):
+        near = [main, instruction, *reversed([*self._with_nested(instruction)])]  # the root first
+        for distance in range(MAX_DISTANCE):
             for one in near:
-                # One without a name has the line of the call that it was inlined from.
+                # Without an op_name, the line is only that of the call it was inlined from.
                 if one.op_name and source_of(self._module.traceback(one)):
                     return one, distance == 0 or one.opcode == "bitcast"
             users = [
@@ -123,33 +123,33 @@ class Labels:
             ]
             operands = [body[name] for one in near for name in one.operands if name in body]
             near = users + operands
-        return heaviest if heaviest.op_name else instruction, True
+        return main if main.op_name else instruction, True
 
 
 def _size(instruction: Instruction) -> int:
     return sum(array.size for array in instruction.results)
 
 
-def _plain(instruction: Instruction) -> str:
-    """Returns what an instruction does, whichever half of it this is, and whoever's library does it."""
+def _opcode(instruction: Instruction) -> str:
+    """Returns the opcode without -start or -done; "dot" for library calls that multiply matrices."""
     if instruction.opcode == "custom-call":
         target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-        return "dot" if target and MATRICES.search(target[1]) else "custom-call"
+        return "dot" if target and MATMUL_KERNEL.search(target[1]) else "custom-call"
     return instruction.opcode.removesuffix("-start").removesuffix("-done")
 
 
-def _by_name(kernel: str) -> Label:
-    """Returns what the name of a kernel alone tells."""
+def _label_from_name(kernel: str) -> Label:
+    """Returns a label from the name of the kernel alone."""
     letters = re.sub("[^a-z]", "", kernel.lower())
     kinds = [kind for kind in KINDS if kind.replace("-", "") in letters]
     if kinds or "nccl" in letters:
         kind = kinds[0] if kinds else "collective-permute"  # NCCL's sends and receives
-    elif COPIES.search(kernel):
+    elif COPY_KERNEL.search(kernel):
         kind = "copy"
     else:
-        kind = "dot" if MATRICES.search(kernel) else "kernel"
-    return Label(kind, "other", kernel[:60], kernel[:60])  # of templates they are long
+        kind = "dot" if MATMUL_KERNEL.search(kernel) else "kernel"
+    return Label(kind, "other", kernel[:60], kernel[:60])  # names of templates are long
 
 
-def _as_kernel(name: str) -> str:
+def _kernel_name(name: str) -> str:
     return re.sub(r"\W", "_", name)

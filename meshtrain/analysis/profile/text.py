@@ -1,4 +1,4 @@
-"""A profile as text."""
+"""Formats a profile as text."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -6,20 +6,20 @@ from typing import Any
 
 import jax
 
-MOST = 16  # devices to be told apart
+MAX_DEVICES = 16
 
 
 def lines(profile: Any, *, top: int) -> Iterator[str]:
-    """Yields the lines of a Profile: the time of a step, what devices did with it, the costliest rows."""
+    """Yields the lines of a Profile: time of a step, usage of the devices, costliest rows."""
     yield from _timing(profile)
     yield ""
     yield f"{'share of the time':28}{'busy':>9}{'collectives':>14}{'exposed':>10}{'idle':>9}"
-    for device in profile.devices[:MOST]:
+    for device in profile.devices[:MAX_DEVICES]:
         yield _usage(device, "")
         for stream in profile.streams.get(device.name, ()):
             yield _usage(stream, "  ")
-    if len(profile.devices) > MOST:
-        yield f"and {len(profile.devices) - MOST} devices more"
+    if len(profile.devices) > MAX_DEVICES:
+        yield f"and {len(profile.devices) - MAX_DEVICES} more devices"
     total = sum(row.seconds for row in profile.rows)
     yield ""
     yield f"own time of all operations: {total * 1e3:.2f} ms per step and device, concurrent ones added up"
@@ -53,8 +53,7 @@ def _shares(rows: Iterable[Any], key: str, total: float) -> str:
     shares = Counter()
     for row in rows:
         shares[getattr(row, key)] += row.seconds / total
-    told = [f"{name} {share:.1%}" for name, share in shares.most_common(7)]
-    return " · ".join(told)
+    return " · ".join(f"{name} {share:.1%}" for name, share in shares.most_common(7))
 
 
 def _table(rows: list[Any], top: int, total: float) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Reads what jax.profiler wrote: which operation each device was at, and when, nothing counted twice."""
+"""Reads a trace of jax.profiler: operations by device, with the time that each has to itself."""
 
 import math
 import re
@@ -23,22 +23,22 @@ class Operation:
 
     device: str  # "GPU 0"
     line: str  # the stream, or the thread
-    path: str  # of instructions, the innermost last, "/" between them; empty where it is not told
-    name: str  # of the kernel; on CPU of the instruction
+    path: str  # instructions, outermost first, joined by "/"; empty if the trace has none
+    name: str  # of the kernel; on CPU, of the instruction
     start: float
     end: float
-    own: list[Interval] = field(default_factory=list)  # when nothing nested in it ran
+    own: list[Interval] = field(default_factory=list)  # when no nested operation ran
 
     @property
     def seconds(self) -> float:
-        """Its own time."""
+        """Own time, without nested operations."""
         return sum(end - start for start, end in self.own) / 1e9
 
 
 def read(file: Path) -> list[Operation]:
-    """Returns the operations in an .xplane.pb: of the accelerators, or of the CPU where there are none."""
+    """Returns the operations in an .xplane.pb: of the accelerators, or of the CPU if there are none."""
     with warnings.catch_warnings():
-        # Python 3.12 and newer dislike how jaxlib makes the iterators of these types.
+        # Python 3.12 and newer warn about how jaxlib defines these iterators.
         warnings.simplefilter("ignore", DeprecationWarning)
         planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
         found = [one for plane in planes for one in _of_accelerator(plane)]
@@ -47,7 +47,7 @@ def read(file: Path) -> list[Operation]:
     for one in found:
         lines[one.device, one.line].append(one)
     for line in lines.values():
-        share_out(line)
+        assign_own_time(line)
     return found
 
 
@@ -56,7 +56,7 @@ def _of_accelerator(plane: Any) -> Iterator[Operation]:
     if not (named := ACCELERATOR.fullmatch(plane.name)):
         return
     for line in plane.lines:
-        # Other lines show the same once more: by module, by name, by step.
+        # Other lines repeat the same events: by module, by name, by step.
         if line.name.startswith("Stream #") if named[1] == "GPU" else line.name == "XLA Ops":
             for event in line.events:
                 path = str(dict(event.stats).get("hlo_op", ""))
@@ -65,7 +65,7 @@ def _of_accelerator(plane: Any) -> Iterator[Operation]:
 
 
 def _of_cpu(plane: Any) -> Iterator[Operation]:
-    """Yields operations by thread; a pool of threads works for all simulated devices."""
+    """Yields operations by thread; simulated devices share one thread pool."""
     for number, line in enumerate(plane.lines):
         for event in line.events if line.name != "python" else ():
             stats = dict(event.stats)
@@ -76,8 +76,8 @@ def _of_cpu(plane: Any) -> Iterator[Operation]:
                 )
 
 
-def share_out(line: Iterable[Operation]) -> None:
-    """Gives every moment of a line to one operation: the innermost of those that run then."""
+def assign_own_time(line: Iterable[Operation]) -> None:
+    """Sets `own`: assigns every moment of a line to the innermost operation that runs then."""
     stack: list[Operation] = []
     now = 0.0
 
@@ -98,8 +98,8 @@ def share_out(line: Iterable[Operation]) -> None:
     advance(math.inf)
 
 
-def covered(intervals: Iterable[Interval]) -> float:
-    """Returns the seconds in which at least one of these goes on."""
+def covered_seconds(intervals: Iterable[Interval]) -> float:
+    """Returns the seconds covered by at least one of these intervals."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
