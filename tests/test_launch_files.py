@@ -1,4 +1,4 @@
-"""What is in launch/ is well-formed, and the Kubernetes manifests train: their pods run here as processes."""
+"""Files in launch/ are well-formed; the Kubernetes manifests train, with processes in place of pods."""
 
 import argparse
 import os
@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/**/*.sh"), *ROOT.glob("launch/*.sbatch")]
 SCRIPTS.append(ROOT / ".ci" / "run")
 MANIFESTS = sorted(ROOT.glob("launch/kubernetes/*.yaml"))
-KUBERNETES = "1.34"  # a version whose schemas job.yaml is held against
-LONGEST_BACKOFF = 360  # seconds until Kubernetes replaces a pod that failed often
+KUBERNETES = "1.34"  # job.yaml must match the schemas of this version
+LONGEST_BACKOFF = 360  # seconds until Kubernetes replaces a pod that failed repeatedly
 
-# A run that learns a little and takes its time, so that something can happen to it.
+# A run that learns, slow enough to be interrupted.
 TINY = [
     "--config=configs/default.py",
     "--config.train.global_batch=16",
@@ -59,7 +59,7 @@ def build(**keys):
 
 
 def tiny_run(folder, *, steps):
-    """Returns the arguments of a run in `folder`, and the variables that it wants."""
+    """Returns the arguments and the environment of a run in `folder`."""
     (folder / "slow_data.py").write_text(SLOW_DATA)
     paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environ = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -67,28 +67,28 @@ def tiny_run(folder, *, steps):
     return [*arguments, f"--workdir={folder / 'run'}"], {**os.environ, **environ}
 
 
-def assert_trained_as_undisturbed(folder, *, steps):
-    """Compares with one process that nothing happens to."""
+def assert_losses_equal_uninterrupted(folder, *, steps):
+    """Compares the losses with those of one uninterrupted process."""
     overrides = [
         f"--config.train.steps={steps}",
         "--config.data.build=meshtrain.data.synthetic:build",
     ]
     config = configfile.load_config(str(ROOT / "configs" / "default.py"), [*TINY[1:], *overrides])
-    train(config, workdir=folder / "undisturbed")
-    ours, theirs = losses(folder / "run"), losses(folder / "undisturbed")
-    assert list(ours) == list(theirs) == list(range(steps))
-    assert theirs[steps - 1] < theirs[0]
-    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-5)
+    train(config, workdir=folder / "uninterrupted")
+    ours, expected = losses(folder / "run"), losses(folder / "uninterrupted")
+    assert list(ours) == list(expected) == list(range(steps))
+    assert expected[steps - 1] < expected[0]
+    np.testing.assert_allclose(list(ours.values()), list(expected.values()), rtol=1e-5)
 
 
 def newest_step(workdir):
     try:
         return max(losses(workdir), default=-1)
-    except (OSError, ValueError):  # not there yet, or a line that is being written
+    except (OSError, ValueError):  # no file yet, or an incomplete line
         return -1
 
 
-# ---- what they look like ----
+# ---- syntax ----
 
 
 def lint(tool, *arguments):
@@ -105,7 +105,7 @@ def test_shellcheck_finds_nothing(path):
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_stops_at_the_first_error_and_says_how_to_call_it(path):
+def test_a_script_stops_at_the_first_error_and_documents_its_usage(path):
     text = path.read_text()
     assert text.startswith("#!/usr/bin/env bash\n# ") and "\nset -euo pipefail\n" in text
     assert os.access(path, os.X_OK) or path.suffix == ".sbatch"
@@ -115,30 +115,30 @@ def test_hadolint_finds_nothing():
     lint("hadolint", ROOT / "launch" / "Dockerfile")
 
 
-def test_the_image_is_built_from_what_is_not_ignored():
+def test_every_file_copied_into_the_image_exists_and_is_not_ignored():
     copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "launch" / "Dockerfile").read_text(), re.M)
     ignored = (ROOT / "launch" / "Dockerfile.dockerignore").read_text().splitlines()
     for name in " ".join(copied).split():
         assert (ROOT / name).exists() and f"!{name}" in ignored
 
 
-def test_kubernetes_knows_every_key_of_the_job():
+def test_the_job_matches_the_schema_of_kubernetes():
     lint("kubernetes-validate", "--strict", "-k", KUBERNETES, ROOT / "launch/kubernetes/job.yaml")
 
 
-def test_jobset_knows_every_key_of_the_job_set():
+def test_the_job_set_matches_the_schema_of_jobset():
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    (given,) = documents("jobset.yaml")
-    parsed = models.JobsetV1alpha2JobSet.from_dict(given)  # raises where a type is wrong
-    assert unknown_keys(given, parsed.to_dict()) == []
-    given["spec"]["replicatedJobs"][0]["replicass"] = 2
-    parsed = models.JobsetV1alpha2JobSet.from_dict(given)
-    assert unknown_keys(given, parsed.to_dict()) == ["/spec/replicatedJobs/0/replicass"]
+    (document,) = documents("jobset.yaml")
+    parsed = models.JobsetV1alpha2JobSet.from_dict(document)  # raises for a wrong type
+    assert unknown_keys(document, parsed.to_dict()) == []
+    document["spec"]["replicatedJobs"][0]["replicass"] = 2
+    parsed = models.JobsetV1alpha2JobSet.from_dict(document)
+    assert unknown_keys(document, parsed.to_dict()) == ["/spec/replicatedJobs/0/replicass"]
 
 
-def unknown_keys(given, parsed, path=""):
-    """The keys that were dropped in parsing."""
-    items = enumerate(given) if isinstance(given, list) else given.items()
+def unknown_keys(document, parsed, path=""):
+    """Returns the paths of the keys that parsing dropped."""
+    items = enumerate(document) if isinstance(document, list) else document.items()
     found = []
     for key, value in items:
         if isinstance(parsed, dict) and key not in parsed:
@@ -148,7 +148,7 @@ def unknown_keys(given, parsed, path=""):
     return found
 
 
-# ---- what the manifests say ----
+# ---- contents of the manifests ----
 
 
 def documents(name):
@@ -156,7 +156,7 @@ def documents(name):
 
 
 def job_of(path):
-    """Returns the Job, the host names of its pods, and how often a JobSet starts all of it anew."""
+    """Returns the Job, the host names of its pods, and how often a JobSet restarts it completely."""
     *services, top = documents(path.name)
     if top["kind"] == "Job":
         (service,) = services
@@ -180,12 +180,12 @@ def container_of(job):
 
 
 def environ_of(job, number):
-    told = {one["name"]: one["value"] for one in container_of(job)["env"]}
-    return {**told, "JOB_COMPLETION_INDEX": str(number)}
+    variables = {variable["name"]: variable["value"] for variable in container_of(job)["env"]}
+    return {**variables, "JOB_COMPLETION_INDEX": str(number)}
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_a_pod_finds_its_place_and_there_is_time_for_what_may_happen(path):
+def test_a_pod_finds_its_process_id_and_the_timeouts_fit_together(path):
     job, hosts, _ = job_of(path)
     assert job["completionMode"] == "Indexed" and job["parallelism"] == len(hosts)
     for number in range(len(hosts)):
@@ -194,24 +194,24 @@ def test_a_pod_finds_its_place_and_there_is_time_for_what_may_happen(path):
 
     pod, container = job["template"]["spec"], container_of(job)
     assert container["command"] == ["python", "-m", "meshtrain", "launch"]
-    own = container["args"][: container["args"].index("--")]
+    launch_flags = container["args"][: container["args"].index("--")]
     flags = argparse.ArgumentParser()
     add_flags(flags)
-    settings = Settings(**vars(flags.parse_args(own)))
+    settings = Settings(**vars(flags.parse_args(launch_flags)))
     assert settings.grace < pod["terminationGracePeriodSeconds"]
     assert settings.join_seconds > LONGEST_BACKOFF
-    assert pod["restartPolicy"] == "Never"  # or podFailurePolicy is refused
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy requires it
 
 
 def test_both_manifests_start_the_same_pods():
     (job, hosts, _), (other, other_hosts, _) = map(job_of, MANIFESTS)
     assert job["podFailurePolicy"] == other["podFailurePolicy"]
-    here, there = job["template"]["spec"], other["template"]["spec"]
-    assert repr(there).replace(other_hosts[0], hosts[0]) == repr(here)
+    pod, other_pod = job["template"]["spec"], other["template"]["spec"]
+    assert repr(other_pod).replace(other_hosts[0], hosts[0]) == repr(pod)
 
 
 def action_of(job, code):
-    """What Kubernetes does with a pod that ended so: the first rule that matches."""
+    """Returns the action of Kubernetes for a pod with this exit code: that of the first matching rule."""
     for rule in job["podFailurePolicy"]["rules"]:
         on = rule.get("onExitCodes")
         if on and on["operator"] == "In" and code in on["values"]:
@@ -220,7 +220,7 @@ def action_of(job, code):
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_what_would_come_again_fails_the_job_and_what_was_saved_does_not_count(path):
+def test_permanent_failures_fail_the_job_and_preemption_is_ignored(path):
     job, *_ = job_of(path)
     found = {code: action_of(job, code) for code in (EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)}
     assert list(found.values()) == ["FailJob", "FailJob", "Ignore"]
@@ -228,39 +228,39 @@ def test_what_would_come_again_fails_the_job_and_what_was_saved_does_not_count(p
         assert action_of(job, code) == "Count"
 
 
-def test_slurm_leaves_more_time_to_save_than_the_supervisor_takes():
+def test_slurm_signals_earlier_than_the_grace_period_of_the_supervisor():
     text = (ROOT / "launch" / "slurm.sbatch").read_text()
     (seconds,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", text, re.M)
     assert int(seconds) > Settings().grace
 
 
-# ---- what they do ----
+# ---- simulated jobs ----
 
 
 class Pods:
-    """Does with processes of this machine what Kubernetes does with the pods of a Job or JobSet."""
+    """Runs local processes as Kubernetes runs the pods of a Job or JobSet."""
 
     def __init__(self, path, arguments, environ):
         self.job, hosts, self.restarts_left = job_of(path)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        told = environ_of(self.job, 0)["JAX_COORDINATOR_ADDRESS"]
-        assert told.startswith(hosts[0] + ":")
-        self._here = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
+        address = environ_of(self.job, 0)["JAX_COORDINATOR_ADDRESS"]
+        assert address.startswith(hosts[0] + ":")
+        self._local_address = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
         self._arguments, self._environ = arguments, environ
         self.running, self.codes = {}, {number: [] for number in range(len(hosts))}
         self._failures, self._start_at = 0, dict.fromkeys(self.codes, 0.0)
 
     def start(self, number):
         container = container_of(self.job)
-        own = container["args"][: container["args"].index("--") + 1]
-        command = [sys.executable, *container["command"][1:], *own, *self._arguments]
-        environ = {**self._environ, **environ_of(self.job, number), **self._here}
+        launch_flags = container["args"][: container["args"].index("--") + 1]
+        command = [sys.executable, *container["command"][1:], *launch_flags, *self._arguments]
+        environ = {**self._environ, **environ_of(self.job, number), **self._local_address}
         self.running[number] = subprocess.Popen(command, cwd=ROOT, env=environ)
 
     def tick(self):
-        """Returns whether the job has completed; None while it has not ended."""
+        """Returns True if the job completed, False if it failed, None while it runs."""
         for number, at in list(self._start_at.items()):
             if time.monotonic() >= at:
                 del self._start_at[number]
@@ -272,17 +272,17 @@ class Pods:
             code = process.returncode
             code = 128 - code if code < 0 else code
             self.codes[number].append(code)
-            if code and not self._failed(number, action_of(self.job, code)):
+            if code and not self._handle_failure(number, action_of(self.job, code)):
                 return False
         return None if self.running or self._start_at else True
 
-    def _failed(self, number, action):
-        """Replaces the pod, or all; returns whether the job goes on."""
+    def _handle_failure(self, number, action):
+        """Replaces the pod or all pods; returns whether the job continues."""
         self._failures += action == "Count"
         if action == "FailJob":
             return False
         if self._failures <= self.job["backoffLimit"]:
-            self._start_at[number] = time.monotonic() + 2  # 10 s there
+            self._start_at[number] = time.monotonic() + 2  # 10 s in Kubernetes
             return True
         if not self.restarts_left:
             return False
@@ -302,45 +302,45 @@ class Pods:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("name", "victim", "how", "codes"),
+    ("name", "victim", "signal_number", "codes"),
     [
         ("job.yaml", 0, signal.SIGKILL, {0: [137, 0], 1: [0]}),
-        ("job.yaml", 1, signal.SIGTERM, {0: [0], 1: [75, 0]}),  # its node is drained
-        ("jobset.yaml", 1, signal.SIGKILL, None),  # all are started anew
+        ("job.yaml", 1, signal.SIGTERM, {0: [0], 1: [75, 0]}),  # as when its node is drained
+        ("jobset.yaml", 1, signal.SIGKILL, None),  # all pods are restarted
     ],
 )
-def test_a_pod_is_lost_and_the_job_ends_well(tmp_path, name, victim, how, codes):
-    steps, struck, until = 40, False, time.monotonic() + 150
+def test_a_job_completes_after_losing_a_pod(tmp_path, name, victim, signal_number, codes):
+    steps, sent, deadline = 40, False, time.monotonic() + 150
     pods = Pods(ROOT / "launch" / "kubernetes" / name, *tiny_run(tmp_path, steps=steps))
     restarts = pods.restarts_left
     try:
         while (completed := pods.tick()) is None:
-            if not struck and newest_step(tmp_path / "run") >= 15:
-                pods.running[victim].send_signal(how)
-                struck = True
-            assert time.monotonic() < until, "the job does not end"
+            if not sent and newest_step(tmp_path / "run") >= 15:
+                pods.running[victim].send_signal(signal_number)
+                sent = True
+            assert time.monotonic() < deadline, "the job does not end"
             time.sleep(0.1)
     finally:
         pods.end()
-    assert completed and struck
+    assert completed and sent
     if codes:
         assert pods.codes == codes
     else:
         assert pods.restarts_left == restarts - 1
-    again = [row for row in rows(tmp_path / "run", "events.jsonl") if row["event"] == "restore"]
-    assert len(again) == 1 and again[0]["step"] >= 10
-    assert_trained_as_undisturbed(tmp_path, steps=steps)
+    restores = [row for row in rows(tmp_path / "run", "events.jsonl") if row["event"] == "restore"]
+    assert len(restores) == 1 and restores[0]["step"] >= 10
+    assert_losses_equal_uninterrupted(tmp_path, steps=steps)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_mistake_fails_the_job_at_once(tmp_path):
+def test_an_invalid_config_fails_the_job_at_once(tmp_path):
     arguments, environ = tiny_run(tmp_path, steps=5)
     pods = Pods(MANIFESTS[0], [*arguments, "--config.mesh.fsdp=3"], environ)
-    until = time.monotonic() + 100
+    deadline = time.monotonic() + 100
     try:
         while (completed := pods.tick()) is None:
-            assert time.monotonic() < until, "the job does not end"
+            assert time.monotonic() < deadline, "the job does not end"
             time.sleep(0.1)
     finally:
         pods.end()

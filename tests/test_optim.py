@@ -1,4 +1,4 @@
-"""Schedules at their corners, and AdamW against its formula."""
+"""Learning-rate schedules at their corners, and AdamW against its formula."""
 
 import math
 
@@ -26,25 +26,25 @@ def schedule(name, *, steps, **changes):
     )
 
 
-def between(share):
-    """The way down from the peak, in a straight line."""
-    return PEAK + share * (FINAL - PEAK)
+def linear(fraction):
+    """Returns the rate after this fraction of a linear decay from PEAK to FINAL."""
+    return PEAK + fraction * (FINAL - PEAK)
 
 
-def cosine(share):
-    return between((1 - math.cos(math.pi * share)) / 2)
+def cosine(fraction):
+    return linear((1 - math.cos(math.pi * fraction)) / 2)
 
 
 @pytest.mark.parametrize(
     ("name", "rates"),
     [
         ("constant", {20: PEAK, 99: PEAK, 100: PEAK, 200: PEAK}),
-        ("cosine", {20: PEAK, 40: cosine(0.25), 60: between(0.5), 99: cosine(79 / 80), 100: FINAL}),
-        ("linear", {20: PEAK, 40: between(0.25), 99: between(79 / 80), 100: FINAL, 200: FINAL}),
-        ("wsd", {20: PEAK, 80: PEAK, 85: between(0.25), 99: between(19 / 20), 100: FINAL}),
+        ("cosine", {20: PEAK, 40: cosine(0.25), 60: linear(0.5), 99: cosine(79 / 80), 100: FINAL}),
+        ("linear", {20: PEAK, 40: linear(0.25), 99: linear(79 / 80), 100: FINAL, 200: FINAL}),
+        ("wsd", {20: PEAK, 80: PEAK, 85: linear(0.25), 99: linear(19 / 20), 100: FINAL}),
     ],
 )
-def test_a_schedule_warms_up_and_comes_down(name, rates):
+def test_a_schedule_warms_up_and_decays(name, rates):
     rate = schedule(name, steps=100, warmup_steps=20)
     rates = {0: PEAK / 21, 1: 2 * PEAK / 21, 19: 20 * PEAK / 21} | rates
     found = {step: float(rate(jnp.int32(step))) for step in rates}
@@ -60,13 +60,13 @@ def test_without_warm_up_the_first_step_has_the_highest_rate(name):
     ("steps", "changes", "rates"),
     [
         (10, {"decay_fraction": 0.0}, {9: PEAK, 10: FINAL}),
-        (10, {"decay_fraction": 1.0}, {0: PEAK, 5: between(0.5), 10: FINAL}),
-        (10, {"decay_fraction": 0.5, "warmup_steps": 8}, {8: PEAK, 9: between(0.5), 10: FINAL}),
+        (10, {"decay_fraction": 1.0}, {0: PEAK, 5: linear(0.5), 10: FINAL}),
+        (10, {"decay_fraction": 0.5, "warmup_steps": 8}, {8: PEAK, 9: linear(0.5), 10: FINAL}),
         (10, {"final_fraction": 1.0}, {9: PEAK, 10: PEAK}),
         (10, {"final_fraction": 0.0}, {9: PEAK / 2, 10: 0.0}),
     ],
 )
-def test_wsd_decays_over_its_fraction_and_never_within_the_warm_up(steps, changes, rates):
+def test_wsd_decays_over_its_fraction_and_never_during_warm_up(steps, changes, rates):
     rate = schedule("wsd", steps=steps, **changes)
     assert {step: float(rate(step)) for step in rates} == pytest.approx(rates, rel=1e-5)
 
@@ -78,13 +78,13 @@ def test_a_run_shorter_than_its_warm_up_only_warms_up(name):
 
 
 PARAMS = {
-    "bias": {"kernel": np.float32([1, -2])},  # the name is the last key of the path
+    "bias": {"kernel": np.float32([1, -2])},  # no_decay matches the last key of the path only
     "dense": {"kernel": np.float32([[0.5, -0.25]]), "bias": np.float32([3, -4])},
     "norm": {"scale": np.float32([1, 2])},
 }
 
 
-def plain_adamw(params, grads, rates, *, b1, b2, epsilon, weight_decay):
+def numpy_adamw(params, grads, rates, *, b1, b2, epsilon, weight_decay):
     """Algorithm 2 of arXiv 1711.05101, decay scaled by the learning rate."""
     m = v = np.zeros_like(params)
     for t, (grad, rate) in enumerate(zip(grads, rates, strict=True), start=1):
@@ -94,7 +94,7 @@ def plain_adamw(params, grads, rates, *, b1, b2, epsilon, weight_decay):
     return params
 
 
-def test_adamw_is_its_formula_and_decays_only_what_it_should():
+def test_adamw_equals_its_formula_and_decays_only_the_selected_parameters():
     hyper = {"b1": 0.7, "b2": 0.9, "epsilon": 1e-2, "weight_decay": 0.2}
     rates = [0.1, 0.05, 0.02]
     optimizer = optim.adamw(
@@ -111,7 +111,7 @@ def test_adamw_is_its_formula_and_decays_only_what_it_should():
 
     decay = {"bias": {"kernel": 0.2}, "dense": {"kernel": 0.2, "bias": 0}, "norm": {"scale": 0}}
     expected = jax.tree.map(
-        lambda p, decay, *g: plain_adamw(p, g, rates, **{**hyper, "weight_decay": decay}),
+        lambda p, decay, *g: numpy_adamw(p, g, rates, **{**hyper, "weight_decay": decay}),
         PARAMS,
         decay,
         *grads,

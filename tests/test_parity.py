@@ -1,4 +1,4 @@
-"""Any layout trains like one device: the same initial parameters, losses, gradients and updates."""
+"""Every layout trains like one device: equal initial parameters, losses, gradients and updates."""
 
 import functools
 
@@ -27,7 +27,7 @@ GPT2 = dict(
 
 
 class Run:
-    """The parts of a run on one mesh, built as train() builds them."""
+    """The parts of a run on one mesh, built as in train()."""
 
     def __init__(self, c, dtype=None, **layout):
         layout = {"data": 1, **layout}
@@ -37,8 +37,10 @@ class Run:
         num_devices = int(np.prod(list(layout.values())))
         self.cfg = parse(c, num_devices=num_devices)
         parts = build(self.cfg)
-        make = parts.make_optimizer
-        self.parts = parts._replace(make_optimizer=lambda rate: keep_gradients(make(rate)))
+        make_optimizer = parts.make_optimizer
+        self.parts = parts._replace(
+            make_optimizer=lambda rate: keep_gradients(make_optimizer(rate))
+        )
         self.program = assemble(self.cfg, self.parts, devices=jax.devices()[:num_devices])
 
     def start(self):
@@ -62,9 +64,9 @@ class Run:
 
 
 def assert_same(ours, theirs, rtol):
-    """Compares leaf by leaf, relative to the largest value of the leaf, or 1 % of the largest of all.
+    """Compares each leaf relative to its largest value, but at least 1 % of the largest value of all.
 
-    (The gradient of a key's bias is zero: what is left of it is noise.)
+    (The exact gradient of a key's bias is zero, so what is computed is rounding noise.)
     """
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(theirs[0]))
 
@@ -83,17 +85,17 @@ def x64():
 
 
 def packed(**model):
-    """A tiny config with packed rows: positions, segments and uneven token weights take part."""
+    """Returns a tiny config with packed rows, so with positions, segments and uneven token weights."""
     c = tiny_config()
     c.model.update(model)
     c.data.separator = 7
-    c.optim.epsilon = 1e-6  # Adam divides by it what has no gradient
+    c.optim.epsilon = 1e-6  # Adam divides by it where the gradient is zero
     return c
 
 
 @functools.cache
-def alone(**model):
-    """Gradients, next state and report of one device, in float64."""
+def one_device(**model):
+    """Returns gradients, next state and report of one step on one device, in float64."""
     return Run(packed(**model), dtype="float64").one_step()
 
 
@@ -105,43 +107,43 @@ def test_the_same_seed_gives_bit_equal_parameters_on_every_mesh(layout):
 
 @pytest.mark.parametrize("model", [{}, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_gradients_and_updates_are_those_of_one_device_in_float64(layout, model, x64):
+def test_gradients_and_updates_equal_those_of_one_device_in_float64(layout, model, x64):
     ours = Run(packed(**model), dtype="float64", **layout).one_step()
-    assert_same(ours, alone(**model), rtol=1e-10)
+    assert_same(ours, one_device(**model), rtol=1e-10)
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4])
 @pytest.mark.parametrize("layout", [{}, {"data": 2, "fsdp": 2}], ids=str)
-def test_microbatches_add_up_to_the_whole_batch(layout, num_microbatches, x64):
+def test_micro_batches_add_up_to_the_batch(layout, num_microbatches, x64):
     c = packed()
     c.train.num_microbatches = num_microbatches
-    assert_same(Run(c, dtype="float64", **layout).one_step(), alone(), rtol=1e-10)
+    assert_same(Run(c, dtype="float64", **layout).one_step(), one_device(), rtol=1e-10)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_zero_stages_change_where_things_live_and_nothing_else(zero_stage, x64):
+def test_zero_stages_change_only_shardings(zero_stage, x64):
     c = packed()
     c.train.zero_stage = zero_stage
     run = Run(c, dtype="float64", data=2, fsdp=4)
-    assert_same(run.one_step(), alone(), rtol=1e-10)
-    whole = Run(packed(), dtype="float64").program.abstract_state
-    held = [
-        state.bytes_per_device(tree)
-        for tree in (run.program.abstract_state.params, run.program.abstract_state.opt_state)
-    ]
-    of = [state.bytes_per_device(tree) for tree in (whole.params, whole.opt_state)]
-    assert held[0] == of[0]
-    assert held[1] == pytest.approx(of[1] / (4 if zero_stage else 1), rel=0.01)
+    assert_same(run.one_step(), one_device(), rtol=1e-10)
+    ours = run.program.abstract_state
+    unsharded = Run(packed(), dtype="float64").program.abstract_state
+    ours, unsharded = (
+        [state.bytes_per_device(tree) for tree in (each.params, each.opt_state)]
+        for each in (ours, unsharded)
+    )
+    assert ours[0] == unsharded[0]
+    assert ours[1] == pytest.approx(unsharded[1] / (4 if zero_stage else 1), rel=0.01)
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "names:attention,mlp"])
-def test_remat_changes_no_gradient(remat, x64):
+def test_remat_does_not_change_gradients(remat, x64):
     c = packed()
     c.train.remat = remat
-    assert_same(Run(c, dtype="float64").one_step(), alone(), rtol=1e-10)
+    assert_same(Run(c, dtype="float64").one_step(), one_device(), rtol=1e-10)
 
 
-def test_remat_keeps_less_for_the_backward_pass():
+def test_remat_needs_less_memory():
     def temporary_bytes(remat):
         c = tiny_config()
         c.data.seq_len, c.train.remat = 64, remat
@@ -160,10 +162,10 @@ def test_remat_keeps_less_for_the_backward_pass():
     [{"fsdp": 8}, {"tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}],
     ids=str,
 )
-def test_blocks_of_attention_and_chunks_of_the_loss_change_no_gradient(layout, x64, monkeypatch):
+def test_blockwise_attention_and_loss_chunks_do_not_change_gradients(layout, x64, monkeypatch):
     monkeypatch.setattr(losses, "MIB", 2048)
     monkeypatch.setattr(blockwise, "BLOCK", 4)
     mixed = {"attention": "lg", "window": 5}
     c = packed(attention_impl="blockwise", loss_chunk_mib=1, **mixed)
     c.train.num_microbatches = 2
-    assert_same(Run(c, dtype="float64", **layout).one_step(), alone(**mixed), rtol=1e-10)
+    assert_same(Run(c, dtype="float64", **layout).one_step(), one_device(**mixed), rtol=1e-10)

@@ -1,4 +1,4 @@
-"""Narrow dtypes: where they compute, what they keep, and that little enough is lost."""
+"""bfloat16 and float16: which dtypes compute and store what, and how much precision is lost."""
 
 import json
 
@@ -22,11 +22,11 @@ CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def rows(workdir, name="metrics.jsonl"):
-    def refuse(constant):
-        raise ValueError(f"{constant} is no JSON")
+    def reject(constant):
+        raise ValueError(f"{constant} is not JSON")
 
     lines = (workdir / name).read_text().splitlines()
-    return [json.loads(line, parse_constant=refuse) for line in lines]
+    return [json.loads(line, parse_constant=reject) for line in lines]
 
 
 def assert_bit_equal(a, b):
@@ -40,7 +40,7 @@ def dtypes(tree):
 # ---- bfloat16 ----
 
 
-def test_bfloat16_computes_near_float32_and_updates_float32_parameters():
+def test_bfloat16_gradients_are_near_float32_and_parameters_stay_float32():
     exact = Run(tiny_config()).one_step()
     c = tiny_config()
     c.train.dtype = "bfloat16"
@@ -51,14 +51,14 @@ def test_bfloat16_computes_near_float32_and_updates_float32_parameters():
     assert all(np.any(a != b) for a, b in pairs)
 
 
-def test_gradients_of_bfloat16_parameters_add_up_in_float32():
+def test_gradients_of_bfloat16_parameters_are_summed_in_float32():
     def loss(params, batch, key):
         return metrics.Metrics(jnp.sum(batch * params["w"]).astype(jnp.float32), jnp.float32(1))
 
-    place = NamedSharding(Run(tiny_config()).program.mesh, PartitionSpec())
-    how = dict(dtype="bfloat16", num_microbatches=512, grad_shardings={"w": place})
-    grad_fn = grads.accumulate(loss, **how)
-    # 0.5 is lost beside 256 in bfloat16, where the next number is 258.
+    replicated = NamedSharding(Run(tiny_config()).program.mesh, PartitionSpec())
+    options = dict(dtype="bfloat16", num_microbatches=512, grad_shardings={"w": replicated})
+    grad_fn = grads.accumulate(loss, **options)
+    # 256 + 0.5 is 256 in bfloat16, whose next number is 258.
     batch = jnp.full(512, 0.5, jnp.bfloat16).at[0].set(256)
     found, _ = grad_fn({"w": jnp.bfloat16(1)}, batch, jax.random.key(0))
     assert found["w"].dtype == jnp.float32 and found["w"] == 256 + 511 / 2
@@ -67,24 +67,26 @@ def test_gradients_of_bfloat16_parameters_add_up_in_float32():
 # ---- moments ----
 
 
-def test_rounding_by_chance_takes_a_neighbour_and_is_right_on_average():
-    full = jax.lax.bitcast_convert_type(jnp.uint32(0x7FFFFFFF), jnp.float32)  # nan, all bits set
-    x = jnp.float32([1 + 2**-10, -3.001, 1e-20, 0.0, 1.5, jnp.inf, -jnp.inf, full])
+def test_stochastic_rounding_gives_a_neighbour_and_is_unbiased():
+    nan = jax.lax.bitcast_convert_type(
+        jnp.uint32(0x7FFFFFFF), jnp.float32
+    )  # all bits of its payload set
+    x = jnp.float32([1 + 2**-10, -3.001, 1e-20, 0.0, 1.5, jnp.inf, -jnp.inf, nan])
     seeds = jax.random.bits(jax.random.key(0), 20_000)
     drawn = jax.vmap(lambda seed: optim.round_to(x, jnp.bfloat16, seed))(seeds)
     assert drawn.dtype == jnp.bfloat16
     drawn = np.asarray(drawn, np.float64)
-    exact = np.isin(np.arange(8), [3, 4, 5, 6, 7])
-    np.testing.assert_array_equal(drawn[:, exact], np.tile(x[exact], (20_000, 1)))
-    wide = np.asarray(x, np.float64)[~exact]
-    np.testing.assert_array_less(np.abs(drawn[:, ~exact] / wide - 1), 2**-7)
-    assert [len(np.unique(column)) for column in drawn[:, ~exact].T] == [2, 2, 2]
-    np.testing.assert_allclose(drawn[:, ~exact].mean(0), wide, rtol=1e-4)
+    representable = np.isin(np.arange(8), [3, 4, 5, 6, 7])
+    np.testing.assert_array_equal(drawn[:, representable], np.tile(x[representable], (20_000, 1)))
+    drawn, exact = drawn[:, ~representable], np.asarray(x, np.float64)[~representable]
+    np.testing.assert_array_less(np.abs(drawn / exact - 1), 2**-7)
+    assert [len(np.unique(column)) for column in drawn.T] == [2, 2, 2]
+    np.testing.assert_allclose(drawn.mean(0), exact, rtol=1e-4)
 
 
 @jax.jit(static_argnames=("dtype", "num_steps"))
 def descend(dtype, num_steps=1000):
-    """Adam on a noisy quadratic whose noise falls to a tenth after a fifth of the steps."""
+    """Runs Adam on a quadratic whose gradient noise falls to a tenth after a fifth of the steps."""
     optimizer = optim.store_moments(
         optax.adam(1e-3, b2=0.999), moment_dtype=dtype, param_dtype="float32"
     )
@@ -108,21 +110,21 @@ def test_bfloat16_moments_follow_float32_where_nearest_rounding_stalls(monkeypat
     params, nu = descend("float32")
     ours, ours_nu = descend("bfloat16")
     assert (nu.dtype, ours_nu.dtype) == (jnp.float32, jnp.bfloat16)
-    share = np.asarray(ours_nu, np.float32) / nu
-    assert abs(share.mean() - 1) < 0.01 and share.std() < 0.08
+    ratio = np.asarray(ours_nu, np.float32) / nu
+    assert abs(ratio.mean() - 1) < 0.01 and ratio.std() < 0.08
     assert jnp.linalg.norm(ours - params) < 0.02 * jnp.linalg.norm(params)
 
     monkeypatch.setattr(optim, "round_to", lambda x, dtype, seed: x.astype(dtype))
     descend.clear_cache()
     nearest, nearest_nu = descend("bfloat16")
     descend.clear_cache()
-    # It falls by 0.1 % a step, less than half of what lies between two bfloat16 numbers.
+    # nu falls by 0.1 % per step, less than half the distance between bfloat16 numbers.
     assert (np.asarray(nearest_nu, np.float32) / nu).mean() > 1.5
     assert jnp.linalg.norm(nearest - params) > 2 * jnp.linalg.norm(ours - params)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_moments_like_the_parameters_leave_the_optimizer_as_it_is(dtype):
+def test_with_moments_in_the_dtype_of_parameters_the_optimizer_is_unchanged(dtype):
     optimizer = optax.adam(1.0)
     assert optim.store_moments(optimizer, moment_dtype=dtype, param_dtype=dtype) is optimizer
 
@@ -132,14 +134,14 @@ def test_bfloat16_parameters_are_updated_in_float32():
     ours = optim.store_moments(exact, moment_dtype="float32", param_dtype="bfloat16")
     params = {"w": jnp.bfloat16([1.0, -2.0, 0.5])}
     grad = {"w": jnp.float32([1 + 2**-12, 1e-4, -3.0])}
-    updates, kept = ours.update(grad, ours.init(params), params)
-    wide = {"w": params["w"].astype(jnp.float32)}
-    expected, expected_state = exact.update(grad, exact.init(wide), wide)
+    updates, opt_state = ours.update(grad, ours.init(params), params)
+    in_float32 = {"w": params["w"].astype(jnp.float32)}
+    expected, expected_state = exact.update(grad, exact.init(in_float32), in_float32)
     assert dtypes(updates) == {"float32"}
-    assert_bit_equal((updates, kept.state), (expected, expected_state))
+    assert_bit_equal((updates, opt_state.state), (expected, expected_state))
 
 
-def planned(build, moment_dtype="bfloat16"):
+def planned_opt_state(build, moment_dtype="bfloat16"):
     c = tiny_config()
     c.optim.moment_dtype = moment_dtype
     run = Run(c, fsdp=8)
@@ -152,49 +154,51 @@ def planned(build, moment_dtype="bfloat16"):
     [optax.adam, optax.lion, optax.contrib.muon, optax.contrib.schedule_free_adamw],
     ids=["adam", "lion", "muon", "schedule_free"],
 )
-def test_moments_halve_and_stay_sharded_whatever_the_optimizer(build):
-    whole, half = planned(build, "float32"), planned(build)
-    moments = [leaf for leaf in jax.tree.leaves(half) if leaf.size > 3]  # no coefficients
+def test_bfloat16_moments_take_half_the_memory_and_stay_sharded(build):
+    full, half = planned_opt_state(build, "float32"), planned_opt_state(build)
+    moments = [leaf for leaf in jax.tree.leaves(half) if leaf.size > 3]  # no scalars
     assert dtypes(moments) == {"bfloat16"}
-    assert state.bytes_per_device(half) == pytest.approx(
-        state.bytes_per_device(whole) / 2, abs=100
-    )  # scalars aside
-    places = [leaf.sharding for leaf in jax.tree.leaves(whole) if leaf.size > 3]
-    assert [leaf.sharding for leaf in moments] == places
-    assert any(not place.is_fully_replicated for place in places)
+    # Scalars are not halved.
+    expected = pytest.approx(state.bytes_per_device(full) / 2, abs=100)
+    assert state.bytes_per_device(half) == expected
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(full) if leaf.size > 3]
+    assert [leaf.sharding for leaf in moments] == shardings
+    assert any(not sharding.is_fully_replicated for sharding in shardings)
 
 
-def test_factored_moments_stay_wide():
-    kept = planned(lambda rate: optax.adafactor(rate, min_dim_size_to_factor=8))
-    factored = optax.tree.get(kept, "v_row")["layers"]["mlp"]["up"]["kernel"]
-    whole = optax.tree.get(kept, "v")["layers"]["mlp_norm"]["scale"]
-    assert (factored.dtype, whole.dtype) == (jnp.float32, jnp.bfloat16)
+def test_factored_moments_stay_float32():
+    opt_state = planned_opt_state(lambda rate: optax.adafactor(rate, min_dim_size_to_factor=8))
+    factored = optax.tree.get(opt_state, "v_row")["layers"]["mlp"]["up"]["kernel"]
+    unfactored = optax.tree.get(opt_state, "v")["layers"]["mlp_norm"]["scale"]
+    assert (factored.dtype, unfactored.dtype) == (jnp.float32, jnp.bfloat16)
 
 
-def test_the_random_bits_are_the_same_however_the_moments_are_sharded():
-    optimizer = optim.store_moments(optax.adam(1e-2), moment_dtype="bfloat16", param_dtype="float32")
+def test_stochastic_rounding_does_not_depend_on_the_sharding():
+    optimizer = optim.store_moments(
+        optax.adam(1e-2), moment_dtype="bfloat16", param_dtype="float32"
+    )
     mesh = Run(tiny_config(), fsdp=4, tensor=2).program.mesh
     params = {name: jnp.linspace(-1, 1, 512).reshape(16, 32) for name in "ab"}
 
-    def twice(params):
-        kept = optimizer.init(params)
-        _, once = optimizer.update(params, kept, params)
-        return once, optimizer.update(params, once, params)[1]
+    def two_updates(params):
+        _, first = optimizer.update(params, optimizer.init(params), params)
+        return first, optimizer.update(params, first, params)[1]
 
-    sharded = jax.device_put(params, NamedSharding(mesh, PartitionSpec("fsdp", "tensor")))
-    alone, spread = jax.jit(twice)(params), jax.jit(twice)(sharded)
-    assert not optax.tree.get(spread[1], "mu")["a"].sharding.is_fully_replicated
-    assert_bit_equal(alone, spread)
-    first, second = (optax.tree.get(kept, "nu") for kept in alone)
-    assert np.any(first["a"] != first["b"])  # each array its own bits
+    sharded_params = jax.device_put(params, NamedSharding(mesh, PartitionSpec("fsdp", "tensor")))
+    unsharded, sharded = jax.jit(two_updates)(params), jax.jit(two_updates)(sharded_params)
+    assert not optax.tree.get(sharded[1], "mu")["a"].sharding.is_fully_replicated
+    assert_bit_equal(unsharded, sharded)
+    first, second = (optax.tree.get(opt_state, "nu") for opt_state in unsharded)
+    # Random bits differ between arrays and between updates.
+    assert np.any(first["a"] != first["b"])
     errors = [
-        np.asarray(kept["a"], np.float32) / (params["a"] ** 2 * share) - 1
-        for kept, share in ((first, 0.001), (second, 0.001999))
+        np.asarray(nu["a"], np.float32) / (params["a"] ** 2 * factor) - 1
+        for nu, factor in ((first, 0.001), (second, 0.001999))
     ]
-    assert abs(np.corrcoef(errors[0].ravel(), errors[1].ravel())[0, 1]) < 0.9  # and each update
+    assert abs(np.corrcoef(errors[0].ravel(), errors[1].ravel())[0, 1]) < 0.9
 
 
-def test_a_run_with_bfloat16_moments_and_parameters_goes_on_bit_equal(tmp_path):
+def test_a_run_with_bfloat16_moments_and_parameters_resumes_bit_equal(tmp_path):
     def run(steps, folder):
         c = tiny_config()
         c.train.update(steps=steps, dtype="bfloat16", param_dtype="bfloat16")
@@ -203,15 +207,15 @@ def test_a_run_with_bfloat16_moments_and_parameters_goes_on_bit_equal(tmp_path):
         c.optim.schedule, c.optim.learning_rate, c.eval.batches = "constant", 1e-2, 0
         return train(c, workdir=tmp_path / folder).state
 
-    whole = run(8, "whole")
-    run(3, "parts")
-    assert_bit_equal(run(8, "parts"), whole)
-    assert dtypes(whole.params) == {"bfloat16"}
-    losses = [row["loss"] for row in rows(tmp_path / "whole")]
+    uninterrupted = run(8, "uninterrupted")
+    run(3, "resumed")
+    assert_bit_equal(run(8, "resumed"), uninterrupted)
+    assert dtypes(uninterrupted.params) == {"bfloat16"}
+    losses = [row["loss"] for row in rows(tmp_path / "uninterrupted")]
     assert losses[-1] < losses[0] - 0.2
 
 
-def test_the_dtype_of_moments_follows_that_of_parameters_until_it_is_set():
+def test_the_dtype_of_moments_defaults_to_that_of_parameters():
     def load(*overrides):
         c = configfile.load_config("configs/default.py", [f"--config.{o}" for o in overrides])
         return c.train.param_dtype, c.optim.moment_dtype
@@ -222,28 +226,28 @@ def test_the_dtype_of_moments_follows_that_of_parameters_until_it_is_set():
 
 
 @pytest.mark.parametrize(
-    "key, value, told",
+    "key, value, messages",
     [
         ("moment_dtype", "float16", ["optim.moment_dtype='float16': use one of float32, bfl"]),
         ("moment_dtype", "float64", ["optim.moment_dtype=float64: jax computes it in float32"]),
         ("param_dtype", "float16", ["train.param_dtype='float16'", "optim.moment_dtype='float16'"]),
     ],
 )
-def test_a_dtype_that_cannot_be_kept_is_told(key, value, told):
+def test_an_unsupported_dtype_is_rejected(key, value, messages):
     c = tiny_config()
     (c.optim if key == "moment_dtype" else c.train)[key] = value
     with pytest.raises(meshtrain.ConfigError) as error:
         train(c)
-    assert len(error.value.faults) == len(told)
-    assert all(line in fault for fault, line in zip(error.value.faults, told, strict=True))
+    faults = error.value.faults
+    assert all(message in fault for fault, message in zip(faults, messages, strict=True))
 
 
 # ---- float16 ----
 
 
 @pytest.fixture(scope="module")
-def compiled_half():
-    """A run in float16 on a mesh of three axes, and its step, compiled once."""
+def compiled_float16():
+    """Returns a float16 run on a mesh of three axes, its initial state, a batch and its step."""
     c = packed(**GPT2)
     c.train.dtype = "float16"
     run = Run(c, **CUBE)
@@ -251,13 +255,13 @@ def compiled_half():
 
 
 @pytest.fixture
-def half(compiled_half):
-    run, *_ = compiled_half
+def float16_run(compiled_float16):
+    run, *_ = compiled_float16
     with run.program.active():
-        yield compiled_half
+        yield compiled_float16
 
 
-def scaled(start, scale, good_steps=0):
+def with_scale(start, scale, good_steps=0):
     return start._replace(loss_scale=state.LossScale(jnp.float32(scale), jnp.int32(good_steps)))
 
 
@@ -268,32 +272,32 @@ def assert_skipped(before, after, report):
     assert_bit_equal(after.loss_scale, expected)
 
 
-def test_a_backward_overflow_skips_the_update_and_halves_the_scale(half):
-    _, start, batch, step = half
-    before = scaled(start, 2.0**40, good_steps=7)
+def test_a_backward_overflow_skips_the_update_and_halves_the_scale(float16_run):
+    _, start, batch, step = float16_run
+    before = with_scale(start, 2.0**40, good_steps=7)
     after, report = step(before, batch)
     assert np.isfinite(report["loss"]) and not np.isfinite(report["grad_norm"])
     assert_skipped(before, after, report)
 
-    trained, report = step(scaled(after, 2.0**6), batch)
+    trained, report = step(with_scale(after, 2.0**6), batch)
     assert not report["skipped"] and trained.loss_scale.good_steps == 1
     pairs = zip(*map(jax.tree.leaves, (trained.params, after.params)), strict=True)
     assert all(np.any(a != b) for a, b in pairs)
 
 
-def test_a_forward_overflow_skips_as_well(half):
-    _, start, batch, step = half
-    huge = jax.tree.map(lambda p: 1e5 * p, start.params)  # more than float16's 65504
-    before = scaled(start._replace(params=huge), 1.0)
+def test_a_forward_overflow_skips_the_update(float16_run):
+    _, start, batch, step = float16_run
+    large = jax.tree.map(lambda p: 1e5 * p, start.params)  # more than float16's 65504
+    before = with_scale(start._replace(params=large), 1.0)
     after, report = step(before, batch)
     assert not np.isfinite(report["loss"])
     assert_skipped(before, after, report)
 
 
-def test_an_overflow_in_one_row_is_skipped_on_every_device(half):
-    _, start, batch, step = half
+def test_an_overflow_in_one_row_is_skipped_on_every_device(float16_run):
+    _, start, batch, step = float16_run
     weights = batch.weights.at[0].multiply(1e6)
-    before = scaled(start, 2.0**6)
+    before = with_scale(start, 2.0**6)
     after, report = step(before, batch._replace(weights=weights))
     assert_skipped(before, after, report)
     for leaf in (report["skipped"], after.loss_scale.scale, after.loss_scale.good_steps):
@@ -301,42 +305,42 @@ def test_an_overflow_in_one_row_is_skipped_on_every_device(half):
         assert len(shards) == 8 and len(set(shards)) == 1
 
 
-def test_the_scale_doubles_after_enough_good_steps(half):
-    _, start, batch, step = half
+def test_the_scale_doubles_after_enough_finite_steps(float16_run):
+    _, start, batch, step = float16_run
     last = state.GROWTH_INTERVAL - 1
-    waiting, _ = step(scaled(start, 0.25, last - 1), batch)
-    assert (waiting.loss_scale.scale, waiting.loss_scale.good_steps) == (0.25, last)
-    grown, _ = step(waiting, batch)
-    assert (grown.loss_scale.scale, grown.loss_scale.good_steps) == (0.5, 0)
+    before, _ = step(with_scale(start, 0.25, last - 1), batch)
+    assert (before.loss_scale.scale, before.loss_scale.good_steps) == (0.25, last)
+    after, _ = step(before, batch)
+    assert (after.loss_scale.scale, after.loss_scale.good_steps) == (0.5, 0)
 
 
-def test_gradients_without_their_scale_are_near_those_of_float32(half):
-    run, start, batch, _ = half
+def test_unscaled_float16_gradients_are_near_float32(float16_run):
+    run, start, batch, _ = float16_run
     exact = Run(packed(**GPT2), **CUBE).program
     key = jax.random.key(0)
     with exact.active():
-        expected, whole = jax.jit(exact.grad_fn)(start.params, batch, key)
+        expected, expected_sums = jax.jit(exact.grad_fn)(start.params, batch, key)
     grad_fn = jax.jit(run.program.grad_fn)
     for scale in (1.0, 2.0**10, 2.0**-3):
         found, sums = grad_fn(start.params, batch, key, jnp.float32(scale))
         assert dtypes(found) == {"float32"}
         found = optax.tree.scale(1 / scale, found)
         assert_same([jax.device_get(found)], [jax.device_get(expected)], rtol=1e-2)
-        np.testing.assert_allclose(sums.loss, whole.loss, rtol=1e-3)
-        assert sums.weight == whole.weight
+        np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-3)
+        assert sums.weight == expected_sums.weight
 
 
-def test_the_scale_leaves_norm_and_update_as_they_are(half):
-    _, start, batch, step = half
-    (plain, report), (ours, ours_report) = (
-        step(scaled(start, scale), batch) for scale in (1.0, 2.0**6)
+def test_the_scale_does_not_change_norm_and_update(float16_run):
+    _, start, batch, step = float16_run
+    (unscaled, expected), (ours, report) = (
+        step(with_scale(start, scale), batch) for scale in (1.0, 2.0**6)
     )
-    np.testing.assert_allclose(ours_report["grad_norm"], report["grad_norm"], rtol=1e-2)
-    first, ours_first = (optax.tree.get(s.opt_state, "mu") for s in (plain, ours))
-    assert_same([jax.device_get(ours_first)], [jax.device_get(first)], rtol=1e-2)
+    np.testing.assert_allclose(report["grad_norm"], expected["grad_norm"], rtol=1e-2)
+    expected_mu, mu = (optax.tree.get(s.opt_state, "mu") for s in (unscaled, ours))
+    assert_same([jax.device_get(mu)], [jax.device_get(expected_mu)], rtol=1e-2)
 
 
-def in_half(**train):
+def float16_config(**train):
     c = tiny_config()
     c.train.update(dtype="float16", **train)
     c.model.num_layers = 1
@@ -344,31 +348,32 @@ def in_half(**train):
     return c
 
 
-def test_a_run_gets_over_its_overflows_and_resumes_with_its_scale(tmp_path, monkeypatch):
+def test_a_run_recovers_from_overflows_and_resumes_with_its_scale(tmp_path, monkeypatch):
     monkeypatch.setattr(state, "FIRST_LOSS_SCALE", 2.0**24)
-    whole = train(in_half(steps=30), workdir=tmp_path / "whole").state
-    table = rows(tmp_path / "whole")
-    skips = [e for e in rows(tmp_path / "whole", "events.jsonl") if e["event"] == "skip"]
+    folder = tmp_path / "uninterrupted"
+    uninterrupted = train(float16_config(steps=30), workdir=folder).state
+    table = rows(folder)
+    skips = [e for e in rows(folder, "events.jsonl") if e["event"] == "skip"]
     assert [e["step"] for e in skips] == [row["step"] for row in table if row["skipped"]]
     assert 10 < len(skips) < 25 and [e["step"] for e in skips[:10]] == list(range(10))
     assert [e["loss_scale"] for e in skips] == [2.0 ** (24 - n) for n in range(len(skips))]
     assert table[0]["grad_norm"] is None and table[-1]["loss"] < table[0]["loss"] - 0.2
 
-    train(in_half(steps=20), workdir=tmp_path / "parts")
-    resumed = train(in_half(steps=30), workdir=tmp_path / "parts").state
-    assert_bit_equal(resumed, whole)
-    assert whole.loss_scale.scale == 2.0 ** (24 - len(skips))
+    train(float16_config(steps=20), workdir=tmp_path / "resumed")
+    resumed = train(float16_config(steps=30), workdir=tmp_path / "resumed").state
+    assert_bit_equal(resumed, uninterrupted)
+    assert uninterrupted.loss_scale.scale == 2.0 ** (24 - len(skips))
 
-    # Away from float16 and back to it: the scale is left behind, then starts anew.
-    c = in_half(steps=31)
+    # To float32 and back to float16: the scale is dropped, then starts from its first value.
+    c = float16_config(steps=31)
     c.train.dtype = "float32"
-    away = train(c, workdir=tmp_path / "parts").state
-    assert away.loss_scale is None
-    back = train(in_half(steps=32), workdir=tmp_path / "parts").state
-    assert_bit_equal(back.loss_scale, state.LossScale(np.float32(2**23), np.int32(0)))
+    in_float32 = train(c, workdir=tmp_path / "resumed").state
+    assert in_float32.loss_scale is None
+    in_float16 = train(float16_config(steps=32), workdir=tmp_path / "resumed").state
+    assert_bit_equal(in_float16.loss_scale, state.LossScale(np.float32(2**23), np.int32(0)))
 
 
-def test_a_run_that_only_skips_ends_with_exit_code_17(tmp_path, capsys):
+def test_a_run_that_skips_every_step_ends_with_exit_code_17(tmp_path, capsys):
     overrides = {
         "data.build": "meshtrain.data.synthetic:build",
         "data.seq_len": 16,
@@ -394,23 +399,23 @@ def test_a_run_that_only_skips_ends_with_exit_code_17(tmp_path, capsys):
     assert [e["event"] for e in events[-26:]] == ["skip"] * 25 + ["end"]
 
 
-def test_parameters_are_cast_once_outside_of_every_loop():
+def test_parameters_are_cast_once_outside_all_loops():
     c = tiny_config()
     c.train.dtype, c.train.num_microbatches, c.train.unroll = "bfloat16", 2, 1
     run = Run(c)
 
-    def narrowed(jaxpr, looping):
-        """Yields the shapes that become bfloat16 within a loop."""
-        for one in jaxpr.eqns:
-            name, within = one.primitive.name, looping or one.primitive.name in ("scan", "while")
-            if looping and name == "convert_element_type" and one.params["new_dtype"] == "bfloat16":
-                yield one.invars[0].aval.shape
-            for inner in jaxprs_in_params(one.params):
-                yield from narrowed(inner, within)
+    def shapes_cast_in_loops(jaxpr, in_loop):
+        """Yields the shapes that are cast to bfloat16 within a loop."""
+        for eqn in jaxpr.eqns:
+            name, is_loop = eqn.primitive.name, eqn.primitive.name in ("scan", "while")
+            if in_loop and name == "convert_element_type" and eqn.params["new_dtype"] == "bfloat16":
+                yield eqn.invars[0].aval.shape
+            for inner in jaxprs_in_params(eqn.params):
+                yield from shapes_cast_in_loops(inner, in_loop or is_loop)
 
     with run.program.active():
         params = run.program.abstract_state.params
         traced = jax.make_jaxpr(run.program.grad_fn)(params, run.batch(), jax.random.key(0))
-    found = set(narrowed(traced.jaxpr, False))
+    found = set(shapes_cast_in_loops(traced.jaxpr, False))
     kernels = [leaf.shape for leaf in jax.tree.leaves(params["layers"]) if leaf.ndim > 2]
     assert found and not found & {*kernels, *(shape[1:] for shape in kernels)}

@@ -1,4 +1,4 @@
-"""Whole runs: what they write, how they go on, how they stop."""
+"""Complete runs: the files that they write, how they resume and how they stop."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ def losses(workdir):
 
 
 def quick(**train):
-    """A config whose learning rate does not depend on how far the run is meant to go."""
+    """Returns a config whose learning rate does not depend on train.steps."""
     c = tiny_config()
     c.optim.schedule, c.optim.learning_rate = "constant", 1e-2
     c.eval.batches = 0
@@ -55,7 +55,7 @@ def assert_bit_equal(a, b):
     [{"data": 8}, {"fsdp": 8}, {"data": 1, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}],
     ids=str,
 )
-def test_losses_of_steps_0_to_10_are_those_of_one_device(tmp_path, layout, monkeypatch):
+def test_losses_of_steps_0_to_10_equal_those_of_one_device(tmp_path, layout, monkeypatch):
     def run(folder, **sizes):
         num_devices = int(np.prod(list(sizes.values())))
         with monkeypatch.context() as patch:
@@ -67,12 +67,12 @@ def test_losses_of_steps_0_to_10_are_those_of_one_device(tmp_path, layout, monke
             train(c, workdir=tmp_path / folder)
         return np.array(list(losses(tmp_path / folder).values()))
 
-    ours, alone = run("ours", **layout), run("alone", data=1)
-    assert len(ours) == 11 and alone[-1] < alone[0]
-    np.testing.assert_allclose(ours, alone, rtol=1e-5)
+    ours, expected = run("ours", **layout), run("one device", data=1)
+    assert len(ours) == 11 and expected[-1] < expected[0]
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
-def test_a_run_writes_its_config_rows_and_events(tmp_path, capsys):
+def test_a_run_writes_its_config_metrics_and_events(tmp_path, capsys):
     c = tiny_config()
     c.train.steps, c.eval.every, c.checkpoint.every = 5, 2, 2
     result = train(c, workdir=tmp_path)
@@ -85,7 +85,7 @@ def test_a_run_writes_its_config_rows_and_events(tmp_path, capsys):
     ).split()
     assert set(table[1]) == set(keys) and set(table[2]) == {*keys, "eval_loss"}
     assert [row["tokens"] for row in table] == [16 * 16 * n for n in range(1, 6)]
-    assert table[0]["mfu"] is None  # the peak of a CPU is not known
+    assert table[0]["mfu"] is None  # the peak FLOP/s of a CPU is unknown
 
     events = rows(tmp_path, "events.jsonl")
     assert [event["event"] for event in events] == ["start", "save", "save", "save", "end"]
@@ -97,46 +97,46 @@ def test_a_run_writes_its_config_rows_and_events(tmp_path, capsys):
     assert "data 8" in output and "done: 5 steps" in output
 
 
-def test_the_time_that_steps_wait_for_data_is_on_record(tmp_path):
-    calm = build(parse(quick(), num_devices=8)).train_data
+def test_the_time_that_steps_wait_for_data_is_recorded(tmp_path):
+    source = build(parse(quick(), num_devices=8)).train_data
 
     def slow(indices):
         time.sleep(0.5)
-        return calm.read(indices)
+        return source.read(indices)
 
     train(quick(steps=7), workdir=tmp_path, data=meshtrain.Source(slow))
     waits = [row["data_wait"] for row in rows(tmp_path)]
-    assert min(waits) >= 0 and waits[-1] > 0.1  # the loader is ahead only at first
+    assert min(waits) >= 0 and waits[-1] > 0.1  # only the first batches are prefetched
 
 
-def test_a_resumed_run_is_bit_equal_to_one_never_interrupted(tmp_path):
-    whole = train(quick(steps=6), workdir=tmp_path / "whole")
-    train(quick(steps=3), workdir=tmp_path / "parts")
-    resumed = train(quick(steps=6), workdir=tmp_path / "parts")
-    assert_bit_equal(resumed.state, whole.state)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path):
+    uninterrupted = train(quick(steps=6), workdir=tmp_path / "uninterrupted")
+    train(quick(steps=3), workdir=tmp_path / "resumed")
+    resumed = train(quick(steps=6), workdir=tmp_path / "resumed")
+    assert_bit_equal(resumed.state, uninterrupted.state)
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")
 
 
-def test_a_checkpoint_of_one_mesh_goes_on_on_another(tmp_path):
+def test_a_run_resumes_on_another_mesh(tmp_path):
     def deeper(**options):
         c = quick(**options)
         c.model.num_layers = 4
         return c
 
-    whole = train(deeper(steps=5), workdir=tmp_path / "whole")
+    uninterrupted = train(deeper(steps=5), workdir=tmp_path / "uninterrupted")
     c = deeper(steps=2, num_microbatches=4)
     c.mesh.update(data=1, pipeline=2, fsdp=2, tensor=2)
     c.pipeline.update(schedule="interleaved", num_chunks=2)
-    train(c, workdir=tmp_path / "parts")
+    train(c, workdir=tmp_path / "resumed")
     c = deeper(steps=5, num_microbatches=2)
     c.mesh.update(data=1, fsdp=8)
-    resumed = train(c, workdir=tmp_path / "parts")
-    theirs = list(losses(tmp_path / "whole").values())
-    np.testing.assert_allclose(list(losses(tmp_path / "parts").values()), theirs, rtol=1e-5)
-    assert int(resumed.state.step) == int(whole.state.step) == 5
+    resumed = train(c, workdir=tmp_path / "resumed")
+    expected = list(losses(tmp_path / "uninterrupted").values())
+    np.testing.assert_allclose(list(losses(tmp_path / "resumed").values()), expected, rtol=1e-5)
+    assert int(resumed.state.step) == int(uninterrupted.state.step) == 5
 
 
-def test_a_changed_batch_size_goes_on_with_the_next_sample(tmp_path):
+def test_with_a_changed_batch_size_a_run_resumes_with_the_next_sample(tmp_path):
     seen = []
 
     def read(indices):
@@ -149,7 +149,7 @@ def test_a_changed_batch_size_goes_on_with_the_next_sample(tmp_path):
     assert seen[:8] == list(range(48, 56))
 
 
-def test_a_row_cut_off_by_a_crash_does_not_keep_a_run_from_going_on(tmp_path):
+def test_a_run_resumes_after_a_crash_while_writing_a_row(tmp_path):
     train(quick(steps=2), workdir=tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')
@@ -160,41 +160,42 @@ def test_a_row_cut_off_by_a_crash_does_not_keep_a_run_from_going_on(tmp_path):
 @pytest.mark.parametrize(
     "ids", [{"JAX_NUM_PROCESSES": "2"}, {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}]
 )
-def test_processes_that_are_half_described_are_refused(ids, monkeypatch):
+def test_an_incomplete_process_environment_is_rejected(ids, monkeypatch):
     for name, value in {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", **ids}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(meshtrain.ConfigError, match="JAX_PROCESS_ID"):
         distributed.initialize()
 
 
-def test_held_out_losses_are_on_record_whatever_was_interrupted(tmp_path):
-    def measured(folder):
+def test_a_resumed_run_records_the_same_evaluation_losses(tmp_path):
+    def eval_losses(folder):
         return {row["step"]: row.get("eval_loss") for row in rows(tmp_path / folder)}
 
     c = quick(steps=6)
     c.eval.update(every=2, batches=1)
-    train(c, workdir=tmp_path / "whole")
+    train(c, workdir=tmp_path / "uninterrupted")
     c.train.steps = 4
-    train(c, workdir=tmp_path / "parts")
+    train(c, workdir=tmp_path / "resumed")
     c.train.steps = 6
-    train(c, workdir=tmp_path / "parts")
-    assert measured("parts") == measured("whole") and measured("whole")[4] is not None
+    train(c, workdir=tmp_path / "resumed")
+    expected = eval_losses("uninterrupted")
+    assert eval_losses("resumed") == expected and expected[4] is not None
 
 
-def test_nothing_held_out_is_nothing_to_evaluate(tmp_path):
+def test_a_run_without_evaluation_data_ignores_eval_every(tmp_path):
     c = quick(steps=2)
     c.eval.every = 1
     assert train(c, workdir=tmp_path).step == 2
 
 
-def test_a_finished_run_has_nothing_left_to_do(tmp_path):
+def test_a_finished_run_started_again_does_no_steps(tmp_path):
     train(quick(steps=2), workdir=tmp_path)
     again = train(quick(steps=2), workdir=tmp_path)
     assert again.step == 2 and len(rows(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_stops(tmp_path, number):
+def test_a_signal_makes_a_run_save_and_stop(tmp_path, number):
     def read(indices):
         if indices[0] >= 16 * 20:
             threading.Timer(0, os.kill, (os.getpid(), number)).start()
@@ -210,7 +211,7 @@ def test_a_signal_saves_and_stops(tmp_path, number):
     assert rows(tmp_path, "events.jsonl")[-4]["event"] == "restore"
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+def test_a_non_finite_loss_stops_the_run(tmp_path):
     c = quick(steps=50, log_every=100)
     c.optim.learning_rate = 1e38
     with pytest.raises(FloatingPointError, match="step .*: loss"):
@@ -218,7 +219,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     assert rows(tmp_path, "events.jsonl")[-1]["reason"] == "not finite"
 
 
-def test_a_workdir_that_cannot_be_made_is_told_before_anything_runs(tmp_path):
+def test_a_workdir_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(meshtrain.ConfigError, match="--workdir="):
         train(quick(), workdir=tmp_path / "file")
@@ -236,7 +237,7 @@ def command(*arguments, **environment):
 
 
 @pytest.mark.slow
-def test_the_command_line_trains_and_tells_faults_with_exit_code_2(tmp_path):
+def test_the_command_trains_and_rejects_invalid_configs_with_exit_code_2(tmp_path):
     small = [
         "--config.data.build=meshtrain.data.synthetic:build",
         "--config.model.num_layers=1",
@@ -246,19 +247,20 @@ def test_the_command_line_trains_and_tells_faults_with_exit_code_2(tmp_path):
         "--config.eval.batches=0",
     ]
     config = "--config=configs/default.py"
-    good = command(config, f"--workdir={tmp_path}", "--simulate_devices=2", *small)
-    assert good.returncode == 0 and "done: 2 steps" in good.stdout, good.stderr
-    assert "data 2 · 2 cpu" in good.stdout
+    trained = command(config, f"--workdir={tmp_path}", "--simulate_devices=2", *small)
+    assert trained.returncode == 0 and "done: 2 steps" in trained.stdout, trained.stderr
+    assert "data 2 · 2 cpu" in trained.stdout
 
-    bad = command(config, "--config.train.stepz=1", "--config.mesh.fsdp=3", *small)
-    assert bad.returncode == 2 and bad.stdout == ""
-    assert len(bad.stderr.splitlines()) == 3 and 'did you mean "train.steps"?' in bad.stderr
+    rejected = command(config, "--config.train.stepz=1", "--config.mesh.fsdp=3", *small)
+    assert rejected.returncode == 2 and rejected.stdout == ""
+    assert len(rejected.stderr.splitlines()) == 3
+    assert 'did you mean "train.steps"?' in rejected.stderr
     assert command(config, "--config.optim.learning_rate=1e38", *small).returncode == 17
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_train_as_one_and_go_on_from_each_others_checkpoints(tmp_path):
+def test_two_processes_train_like_one_and_resume_its_checkpoints_and_vice_versa(tmp_path):
     train(quick(steps=6), workdir=tmp_path / "one")
     train(quick(steps=2), workdir=tmp_path / "two")
     program = f"""
@@ -272,10 +274,10 @@ from meshtrain.config.parse import parse
 from meshtrain.cluster import distributed
 from test_train import quick
 distributed.initialize()
-whole = build(parse(quick(), num_devices=8)).train_data
+source = build(parse(quick(), num_devices=8)).train_data
 def read(indices):
     assert len(indices) == 8, "each process reads its half of the 16 rows"
-    return whole.read(indices)
+    return source.read(indices)
 c = quick(steps=5)
 c.checkpoint.update(every=1, every_minutes=1e-9)
 train(c, workdir={str(tmp_path / "two")!r}, data=Source(read))
@@ -308,39 +310,41 @@ train(c, workdir={str(tmp_path / "two")!r}, data=Source(read))
     assert starts == [0, 2, 5]
 
 
-def test_the_loop_waits_for_no_step_and_moves_nothing_unasked(monkeypatch):
-    """A step's report is read when the next is on its way, its state never; only batches go to the devices."""
-    log, made, guard = [], [], contextlib.ExitStack()
+def test_the_loop_never_waits_for_the_newest_step_nor_copies_to_devices_implicitly(monkeypatch):
+    """Outputs of a step are read only after the next one is dispatched."""
+    log, outputs_of_steps, guard = [], [], contextlib.ExitStack()
     compile_ = program.Program.compile
 
     def compiled(self, batch):
         train_step = compile_(self, batch)
 
         def step(state, batch):
-            log.append(("dispatched", len(made)))
-            if not made:  # from here on
+            log.append(("dispatched", len(outputs_of_steps)))
+            if not outputs_of_steps:  # enter once, at the first step
                 guard.enter_context(jax.transfer_guard_host_to_device("disallow"))
-            made.append(train_step(state, batch))
-            return made[-1]
+            outputs_of_steps.append(train_step(state, batch))
+            return outputs_of_steps[-1]
 
         return step
 
-    def seen(wait):
-        def waiting(tree):
+    def logged(wait):
+        def logged_wait(tree):
             ids = {id(leaf) for leaf in jax.tree.leaves(tree)}
-            for number, outputs in enumerate(made):
-                touched = any(id(leaf) in ids for leaf in jax.tree.leaves(outputs))
-                if touched and log[-1] != ("read", number):
+            for number, outputs in enumerate(outputs_of_steps):
+                is_read = any(id(leaf) in ids for leaf in jax.tree.leaves(outputs))
+                if is_read and log[-1] != ("read", number):
                     log.append(("read", number))
             return wait(tree)
 
-        return waiting
+        return logged_wait
 
     monkeypatch.setattr(program.Program, "compile", compiled)
-    monkeypatch.setattr(ArrayImpl, "_value", property(seen(ArrayImpl._value.fget)))
-    monkeypatch.setattr(ArrayImpl, "block_until_ready", seen(ArrayImpl.block_until_ready))
-    monkeypatch.setattr(jax, "block_until_ready", seen(jax.block_until_ready))
+    monkeypatch.setattr(ArrayImpl, "_value", property(logged(ArrayImpl._value.fget)))
+    monkeypatch.setattr(ArrayImpl, "block_until_ready", logged(ArrayImpl.block_until_ready))
+    monkeypatch.setattr(jax, "block_until_ready", logged(jax.block_until_ready))
     with guard:
         train(quick(steps=4))
-    steps = [("dispatched", 0), *[(what, n) for n in (1, 2, 3) for what in ("dispatched", "read")]]
-    assert log == [(what, n - (what == "read")) for what, n in steps] + [("read", 3)]
+    expected = [("dispatched", 0)]
+    for step in (1, 2, 3):
+        expected += [("dispatched", step), ("read", step - 1)]
+    assert log == expected + [("read", 3)]

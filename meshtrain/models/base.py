@@ -1,7 +1,7 @@
-"""What the trainer asks of a model: pure functions over a nested dict of arrays, with named axes.
+"""The model interface: pure functions over a nested dict of arrays, whose dims have logical names.
 
-The only file that takes Flax modules apart. Everything else sees plain functions and dicts, so a
-checkpoint holds no library's classes and a step is made of `jax.*` transforms alone.
+The only file that splits Flax modules into functions and arrays. Everything else sees plain functions
+and dicts, so a checkpoint stores no library's classes, and a step uses only `jax.*` transforms.
 """
 
 import contextlib
@@ -17,69 +17,67 @@ from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 
 Params = Any  # nested dict of arrays
-Axes = Any  # the same nested dict, of tuples of logical names
+Axes = Any  # the same nested dict; each leaf is a tuple of logical names, one per dim
 
 
 class Past(NamedTuple):
-    """Where in a cache of T positions a call stands."""
+    """The state of a key/value cache of T positions before a call."""
 
-    start: jax.Array  # () int32, positions that earlier calls filled
-    segments_BT: jax.Array  # (B, T) int32, attention stays within equal numbers
+    start: jax.Array  # () int32, number of positions that earlier calls filled
+    segments_BT: jax.Array  # (B, T) int32, attention stays within positions of equal number
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as pure functions. A stack of blocks gives embed, block and head; any other gives loss.
+    """A model as pure functions: a stack of blocks defines embed, block and head; any other, loss.
 
-    In a stack, `params["layers"]` holds every block's parameters with a leading `layers` dim, and
-    `block` gets one layer's slice; the trainer runs the stack, so no model knows of remat or pipelines.
-    `constants` are arrays with that leading dim too, which differ from layer to layer and are not
-    trained; `block` finds their slices among its parameters.
+    In a stack, `params["layers"]` holds the parameters of all blocks with a leading `layers` dim, and
+    `block` gets the slice of one layer. The trainer runs the stack, so models need no code for remat or
+    pipelines. `constants` are untrained arrays, also with a leading `layers` dim, that differ between
+    layers; `block` gets their slices along with its parameters.
     """
 
-    init: Callable[[jax.Array], Params]  # of a PRNG key
+    init: Callable[[jax.Array], Params]  # PRNG key -> params
     axes: Axes
-    loss: Callable[[Params, Any, jax.Array | None], Metrics] | None = (
-        None  # (params, batch, key); no key: evaluation
-    )
+    # (params, batch, key) -> sums; key is None in evaluation.
+    loss: Callable[[Params, Any, jax.Array | None], Metrics] | None = None
     embed: Callable[[Params, Any], jax.Array] | None = None  # (params, batch) -> x
     block: Callable[[Params, jax.Array, Any], jax.Array] | None = None  # (layer, x, batch) -> x
-    head: Callable[[Params, jax.Array, Any], Metrics] | None = None  # (params, x, batch)
+    head: Callable[[Params, jax.Array, Any], Metrics] | None = None  # (params, x, batch) -> sums
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
-    logits: Callable[[Params, jax.Array], jax.Array] | None = None  # (params, x), to generate from
-    # The same with what earlier calls left: empty_cache (rows, length) -> cache with a leading `layers`
-    # dim; cached_block (layer, x, batch, its cache, past) -> (x, its cache).
+    logits: Callable[[Params, jax.Array], jax.Array] | None = None  # (params, x) -> logits
+    # Generation with a key/value cache: (rows, length, dtype) -> cache with a leading `layers` dim.
     empty_cache: Callable[[int, int, Any], Any] | None = None
+    # (layer, x, batch, cache of the layer, past) -> (x, updated cache)
     cached_block: Callable[[Params, jax.Array, Any, Any, Past], tuple[jax.Array, Any]] | None = None
-    flops_per_token: Callable[[int], float] | None = (
-        None  # of the sequence length; forward and backward
-    )
-    # (sequence length, dtype) -> which implementation its attention takes; ConfigError if it cannot serve.
+    # sequence length -> FLOPs, forward and backward
+    flops_per_token: Callable[[int], float] | None = None
+    # (sequence length, dtype) -> the attention implementation, to log; ConfigError if it is unsupported.
     attention: Callable[[int, str], str] | None = None
 
     def stack(self, layers: Params) -> Params:
-        """Returns all that the blocks are given, of these parameters of layers: (layers, ...)."""
+        """Returns the inputs of the blocks: `layers` and the constants, each (layers, ...)."""
         return {**layers, **self.constants} if self.constants else layers
 
 
 @dataclass(frozen=True)
 class Functional:
-    """An NNX module split into what creates its parameters, their names, and how to run it on others."""
+    """An NNX module as pure functions: init, the logical names of its parameters, and bind."""
 
     init: Callable[[jax.Array], Params]
     axes: Axes
-    bind: Callable[..., nnx.Module]  # (params, key=None) -> module; without a key dropout is off
+    bind: Callable[..., nnx.Module]  # (params, key=None) -> module; dropout is off if key is None
 
 
 def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
-    """Makes pure functions of `build(rngs) -> nnx.Module`.
+    """Returns `build(rngs) -> nnx.Module` as pure functions.
 
-    A parameter's names are its `out_sharding` metadata (`nnx.with_partitioning`). Raises ConfigError
-    for a module that keeps state other than parameters and random streams, such as BatchNorm's.
+    The `out_sharding` metadata of a parameter (`nnx.with_partitioning`) holds its logical names. Raises
+    ConfigError if the module has state other than parameters and random streams, such as BatchNorm's.
     """
 
     def split(key):
-        # Flax would otherwise place each variable by its names at once, as if they were mesh axes.
+        # Otherwise Flax would shard each variable at once, as if its logical names were mesh axes.
         with nnx.use_eager_sharding(False):
             return nnx.split(build(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
 
@@ -94,16 +92,16 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         return nnx.to_pure_dict(split(key)[1])
 
     def bind(values, key=None):
-        state = jax.tree.map(lambda leaf: leaf, params)  # a copy, for the next line writes into it
+        state = jax.tree.map(lambda leaf: leaf, params)  # a copy: the next line overwrites it
         nnx.replace_by_pure_dict(state, {name: values[name] for name in nnx.to_pure_dict(params)})
         leaves, tree = jax.tree.flatten(streams)
         base = jax.random.key(0) if key is None else key
-        # Each stream its own key, or all layers would drop the same.
-        fresh = [
+        # One key per stream, or all layers would drop the same units.
+        stream_leaves = [
             jax.random.fold_in(base, n) if _is_key(leaf) else jax.numpy.uint32(0)
             for n, leaf in enumerate(leaves)
         ]
-        module = nnx.merge(graph, state, jax.tree.unflatten(tree, fresh))
+        module = nnx.merge(graph, state, jax.tree.unflatten(tree, stream_leaves))
         if key is None and leaves:
             module.eval()
         return module
@@ -117,7 +115,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
 
 
 def stack(block: Functional, num_layers: int) -> tuple[Callable[[jax.Array], Params], Axes]:
-    """Returns init and axes of `num_layers` blocks on a leading `layers` dim."""
+    """Returns init and axes of `num_layers` blocks, stacked on a leading `layers` dim."""
     axes = jax.tree.map(
         lambda names: ("layers", *names), block.axes, is_leaf=lambda x: isinstance(x, tuple)
     )
@@ -127,7 +125,7 @@ def stack(block: Functional, num_layers: int) -> tuple[Callable[[jax.Array], Par
 def from_nnx(
     build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[nnx.Module, Any], Metrics]
 ) -> Model:
-    """Makes a Model of your NNX module: `build(rngs) -> module` and `loss(module, batch) -> Metrics`."""
+    """Returns a Model from your NNX module: `build(rngs) -> module` and `loss(module, batch) -> Metrics`."""
     pure = functional(build)
     return Model(
         pure.init, pure.axes, loss=lambda params, batch, key: loss(pure.bind(params, key), batch)
@@ -137,9 +135,9 @@ def from_nnx(
 def from_linen(
     module: linen.Module, loss: Callable[[Callable, Any], Metrics], *, example: Any
 ) -> Model:
-    """Makes a Model of your Linen module: `loss(apply, batch) -> Metrics`, where `apply(*inputs)` runs it.
+    """Returns a Model from your Linen module: `loss(apply, batch) -> Metrics`; `apply(*inputs)` calls it.
 
-    `example` is one input (an array, or a tuple of several), of which only shape and dtype matter.
+    `example` is one input (an array, or a tuple of arrays); only its shape and dtype matter.
     """
     example = example if isinstance(example, tuple) else (example,)
     zeros = tuple(jax.numpy.zeros(x.shape, x.dtype) for x in example)
@@ -178,7 +176,7 @@ def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) ->
 
 
 def _axes_tree(shapes: Any, names: dict) -> Axes:
-    """Names as a tree like `shapes`; a parameter without names is sharded nowhere."""
+    """Returns the names as a tree like `shapes`; a parameter without names is never sharded."""
     return jax.tree.map_with_path(
         lambda path, leaf: tuple(names[tuple(entry.key for entry in path)] or (None,) * leaf.ndim),
         shapes,

@@ -1,7 +1,7 @@
-"""The pieces of a decoder block: Flax layers whose parameters carry logical axis names.
+"""The layers of a decoder block: Flax modules whose parameters carry logical axis names.
 
-Plain single-device maths. Each layer computes in the dtype of its parameters and input; norms and
-softmax widen to float32 by themselves.
+Plain single-device maths. Each layer computes in the dtype of its parameters and input; norms, rope
+and softmax compute in float32 or wider.
 """
 
 import math
@@ -19,18 +19,19 @@ from meshtrain.parallel.sharding import constrain
 
 
 def normal_initializer(std: float) -> nnx.Initializer:
-    """Draws from nearly a normal distribution of this standard deviation, cut off at 3.46 times it.
+    """Returns an initializer that draws from an approximate normal distribution, bounded at 3.46 `std`.
 
-    The sum of four 16-bit uniform integers, then one multiplication: no rounding depends on how XLA
-    compiles it, so the same key gives the same bits on every mesh. (Those of `jax.random.normal`
-    differ in the last place between shards of different shapes, jax 0.12.)
+    It adds four 16-bit uniform integers and multiplies once. No rounding depends on how XLA compiles
+    this, so the same key gives the same bits on every mesh. (`jax.random.normal` differs in the last
+    place between shards of different shapes, jax 0.12.)
     """
-    sigma = ((2**32 - 1) / 3) ** 0.5  # of the sum: four times the variance (2^32 - 1) / 12
+    # Of the sum: four times the variance (2^32 - 1) / 12.
+    sum_std = ((2**32 - 1) / 3) ** 0.5
 
     def init(key, shape, dtype=jnp.float32):
         bits = jax.random.bits(key, (2, *shape), jnp.uint32)
         total = ((bits >> 16) + (bits & 0xFFFF)).astype(jnp.int32).sum(0) - 2 * 65535
-        return (total.astype(jnp.float32) * jnp.float32(std / sigma)).astype(dtype)
+        return (total.astype(jnp.float32) * jnp.float32(std / sum_std)).astype(dtype)
 
     return init
 
@@ -38,7 +39,10 @@ def normal_initializer(std: float) -> nnx.Initializer:
 def dense(
     rngs: nnx.Rngs, dims_in, dims_out, *, axes, bias: bool, scale: float = 1.0
 ) -> nnx.LinearGeneral:
-    """A linear map from the trailing `dims_in` to `dims_out`, initialised to keep variance x `scale`^2."""
+    """Returns a linear map from the trailing `dims_in` to `dims_out`.
+
+    Initialised so that the variance of its output is that of its input times `scale`^2.
+    """
     num_in = len(dims_in) if isinstance(dims_in, tuple) else 1
     return nnx.LinearGeneral(
         dims_in,
@@ -56,9 +60,9 @@ def dense(
 
 
 def flat_dot_general(x, kernel, dimension_numbers, **options):
-    """`lax.dot_general` with the batch dims of `x` made one.
+    """Returns `lax.dot_general` of `x`, its batch dims flattened into one, and `kernel`.
 
-    The gradient of the kernel then contracts one dim; over two, XLA transposes both operands first,
+    The gradient of the kernel then contracts one dim. With two, XLA transposes both operands first,
     which on CPU made the backward pass of a feed-forward layer 2.5 times slower.
     """
     ((contracted, kernel_contracted), no_batch) = dimension_numbers
@@ -70,7 +74,7 @@ def flat_dot_general(x, kernel, dimension_numbers, **options):
 
 
 def embedding(rngs: nnx.Rngs, num: int, dim: int, *, axes) -> nnx.Embed:
-    """A table of `num` vectors, standard deviation 0.02 as in GPT-2."""
+    """Returns an embedding of `num` vectors, initialised with standard deviation 0.02 as in GPT-2."""
     init = normal_initializer(0.02)
     return nnx.Embed(
         num, dim, embedding_init=init, embedding_metadata={"out_sharding": axes}, rngs=rngs
@@ -78,24 +82,27 @@ def embedding(rngs: nnx.Rngs, num: int, dim: int, *, axes) -> nnx.Embed:
 
 
 class RMSNorm1p(nnx.Module):
-    """RMSNorm that multiplies by 1 + scale, as Gemma's: its scale starts at zero."""
+    """RMSNorm that multiplies by 1 + scale, as in Gemma; the scale starts at zero."""
 
     def __init__(self, dim: int, *, epsilon: float, scale_metadata: dict):
         self.scale = nnx.Param(jnp.zeros(dim), **scale_metadata)
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        unit = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + self.epsilon)
-        scale = 1 + self.scale[...].astype(wide.dtype)
-        return (unit * scale[(None,) * (x.ndim - 1)]).astype(x.dtype)
+        dtype, x = x.dtype, x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        normalized = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + self.epsilon)
+        scale = 1 + self.scale[...].astype(x.dtype)
+        return (normalized * scale[(None,) * (x.ndim - 1)]).astype(dtype)
 
 
 def norm(
-    rngs: nnx.Rngs, kind: str, dim: int, *, epsilon: float, bias: bool = False, over: str = "embed"
+    rngs: nnx.Rngs, kind: str, dim: int, *, epsilon: float, bias: bool = False, name: str = "embed"
 ) -> nnx.Module:
-    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim, called `over`."""
-    names = {"out_sharding": (over,)}
+    """Returns RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim.
+
+    `name` is the logical name of that dim.
+    """
+    names = {"out_sharding": (name,)}
     if kind == "rms":
         return nnx.RMSNorm(dim, epsilon=epsilon, scale_metadata=names, rngs=rngs)
     if kind == "rms_1p":
@@ -112,11 +119,12 @@ def norm(
 
 
 def frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> np.ndarray:
-    """Returns rope's angles per position, theta^(-2k/K) for each pair k of K = `head_dim` (arXiv 2104.09864).
+    """Returns the rope frequencies (K / 2,), in radians per position: theta^(-2k/K), K = `head_dim`.
 
-    `scaling` stretches them for longer sequences: ("linear", factor) all alike (arXiv 2306.15595), or
-    ("llama3", factor, low, high, length) those with fewer than `low` turns in `length` positions, none
-    with more than `high`, and in between by degrees (Llama 3.1, arXiv 2407.21783).
+    (RoFormer, arXiv 2104.09864.) `scaling` divides them by a factor for longer sequences. ("linear",
+    factor): all of them (arXiv 2306.15595). ("llama3", factor, low, high, length): those with fewer than
+    `low` rotations in `length` positions; none with more than `high`; linear interpolation in between
+    (Llama 3.1, arXiv 2407.21783).
     """
     frequency_k = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if not scaling:
@@ -125,17 +133,17 @@ def frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> np.ndarray:
     if kind == "linear":
         return frequency_k / factor
     low, high, length = rest
-    turns_k = length * frequency_k / (2 * np.pi)
-    kept_k = np.clip((turns_k - low) / (high - low), 0, 1)
-    return frequency_k * (kept_k + (1 - kept_k) / factor)
+    rotations_k = length * frequency_k / (2 * np.pi)
+    unscaled_k = np.clip((rotations_k - low) / (high - low), 0, 1)
+    return frequency_k * (unscaled_k + (1 - unscaled_k) / factor)
 
 
 def rope(x_BSHK: jax.Array, positions_BS: jax.Array, frequency_k: jax.Array) -> jax.Array:
-    """Rotates each pair (k, k + K/2) by position * frequency (RoFormer, arXiv 2104.09864)."""
+    """Rotates each pair of dims (k, k + K/2) by position * frequency (RoFormer, arXiv 2104.09864)."""
     half = x_BSHK.shape[-1] // 2
-    wide = jnp.promote_types(x_BSHK.dtype, jnp.float32)
-    frequency_k = jnp.asarray(frequency_k, wide)
-    angle_BS1k = positions_BS[:, :, None, None].astype(wide) * frequency_k[None, None, None, :]
+    dtype = jnp.promote_types(x_BSHK.dtype, jnp.float32)
+    frequency_k = jnp.asarray(frequency_k, dtype)
+    angle_BS1k = positions_BS[:, :, None, None].astype(dtype) * frequency_k[None, None, None, :]
     sin_BS1k, cos_BS1k = jnp.sin(angle_BS1k), jnp.cos(angle_BS1k)
     a_BSHk, b_BSHk = x_BSHK[..., :half], x_BSHK[..., half:]
     rotated = jnp.concatenate(
@@ -144,10 +152,10 @@ def rope(x_BSHK: jax.Array, positions_BS: jax.Array, frequency_k: jax.Array) -> 
     return rotated.astype(x_BSHK.dtype)
 
 
-# Of queries, keys and values: (q_BSHK, k_BSGK, v_BSGK, scale=, softcap=, window=) -> out_BSHK. Who calls
-# the layers says what is attended to: the same row while training, what is cached while generating.
+# (q_BSHK, k_BSGK, v_BSGK, scale=, softcap=, window=) -> out_BSHK. The caller of the layers chooses it:
+# attention within the same row in training, over the key/value cache in generation.
 Attend = Callable[..., jax.Array]
-EVERYTHING = 2**30  # positions; more than any window
+UNLIMITED_WINDOW = 2**30  # positions; more than any sequence has
 
 
 class Attention(nnx.Module):
@@ -156,15 +164,15 @@ class Attention(nnx.Module):
     def __init__(self, c, rngs: nnx.Rngs):
         self.c = c
         H, G = (c.num_heads, c.head_size), (c.num_kv_heads, c.head_size)
-        inward = dict(bias=c.bias or c.qkv_bias)
-        self.query = dense(rngs, c.d_model, H, axes=("embed", "heads", "head_dim"), **inward)
-        self.key = dense(rngs, c.d_model, G, axes=("embed", "kv_heads", "head_dim"), **inward)
-        self.value = dense(rngs, c.d_model, G, axes=("embed", "kv_heads", "head_dim"), **inward)
+        bias, kv_axes = c.bias or c.qkv_bias, ("embed", "kv_heads", "head_dim")
+        self.query = dense(rngs, c.d_model, H, axes=("embed", "heads", "head_dim"), bias=bias)
+        self.key = dense(rngs, c.d_model, G, axes=kv_axes, bias=bias)
+        self.value = dense(rngs, c.d_model, G, axes=kv_axes, bias=bias)
         out = ("heads", "head_dim", "embed")
         self.out = dense(rngs, H, c.d_model, axes=out, bias=c.bias, scale=c.residual_scale)
-        of_heads = dict(epsilon=c.norm_epsilon, over="head_dim")
-        self.query_norm = norm(rngs, c.norm, c.head_size, **of_heads) if c.qk_norm else None
-        self.key_norm = norm(rngs, c.norm, c.head_size, **of_heads) if c.qk_norm else None
+        per_head = dict(epsilon=c.norm_epsilon, name="head_dim")
+        self.query_norm = norm(rngs, c.norm, c.head_size, **per_head) if c.qk_norm else None
+        self.key_norm = norm(rngs, c.norm, c.head_size, **per_head) if c.qk_norm else None
 
     def __call__(
         self, x_BSD: jax.Array, positions_BS: jax.Array, is_local: jax.Array | bool, attend: Attend
@@ -176,38 +184,39 @@ class Attention(nnx.Module):
         if c.qk_norm:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if c.positions == "rope":
-            frequency_k = _either(is_local, c.local_frequencies, c.frequencies)
+            frequency_k = _select(is_local, c.local_frequencies, c.frequencies)
             q_BSHK = rope(q_BSHK, positions_BS, frequency_k)
             k_BSGK = rope(k_BSGK, positions_BS, frequency_k)
-        window = None if is_local is False else _either(is_local, c.window, EVERYTHING)
+        window = None if is_local is False else _select(is_local, c.window, UNLIMITED_WINDOW)
         options = dict(scale=c.query_scale, softcap=c.attention_softcap, window=window)
         out_BSHK = checkpoint_name(attend(q_BSHK, k_BSGK, v_BSGK, **options), "attention")
         return self.out(constrain(out_BSHK, "batch", "seq", "heads", "head_dim"))
 
 
-def _either(choice: jax.Array | bool, first, second):
-    if isinstance(choice, bool):
-        return first if choice else second
-    return jnp.where(choice, first, second)
+def _select(condition: jax.Array | bool, if_true, if_false):
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
+    return jnp.where(condition, if_true, if_false)
 
 
 class MLP(nnx.Module):
-    """Feed-forward: SwiGLU or GeGLU (arXiv 2002.05202), or, for GPT-2, GELU; GELU in its tanh form."""
+    """Feed-forward: SwiGLU or GeGLU (arXiv 2002.05202), or GELU as in GPT-2; GELU by its tanh formula."""
 
     def __init__(self, c, rngs: nnx.Rngs):
-        inward = ("embed", "mlp")
-        self.gate = dense(rngs, c.d_model, c.d_ff, axes=inward, bias=c.bias) if c.gated else None
-        self.gate_by = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
-        self.up = dense(rngs, c.d_model, c.d_ff, axes=inward, bias=c.bias)
+        up_axes = ("embed", "mlp")
+        self.gate = dense(rngs, c.d_model, c.d_ff, axes=up_axes, bias=c.bias) if c.gated else None
+        self.gate_activation = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
+        self.up = dense(rngs, c.d_model, c.d_ff, axes=up_axes, bias=c.bias)
         self.down = dense(
             rngs, c.d_ff, c.d_model, axes=("mlp", "embed"), bias=c.bias, scale=c.residual_scale
         )
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         up_BSF = self.up(x_BSD)
-        hidden_BSF = (
-            jax.nn.gelu(up_BSF) if self.gate is None else self.gate_by(self.gate(x_BSD)) * up_BSF
-        )
+        if self.gate is None:
+            hidden_BSF = jax.nn.gelu(up_BSF)
+        else:
+            hidden_BSF = self.gate_activation(self.gate(x_BSD)) * up_BSF
         hidden_BSF = checkpoint_name(constrain(hidden_BSF, "batch", "seq", "mlp"), "mlp")
         return self.down(hidden_BSF)
 
@@ -215,29 +224,29 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    With post_norm each branch's result passes through a norm too before it is added (Gemma 2).
+    With post_norm, the output of each branch is normalised too before it is added (Gemma 2).
     """
 
     def __init__(self, c, rngs: nnx.Rngs):
-        def make():
+        def make_norm():
             return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
 
-        self.attention_norm = make()
+        self.attention_norm = make_norm()
         self.attention = Attention(c, rngs)
-        self.attention_post_norm = make() if c.post_norm else None
-        self.mlp_norm = make()
+        self.attention_post_norm = make_norm() if c.post_norm else None
+        self.mlp_norm = make_norm()
         self.mlp = MLP(c, rngs)
-        self.mlp_post_norm = make() if c.post_norm else None
+        self.mlp_post_norm = make_norm() if c.post_norm else None
 
     def __call__(
         self, x_BSD: jax.Array, positions_BS: jax.Array, is_local: jax.Array | bool, attend: Attend
     ) -> jax.Array:
         residual = ("batch", "residual_seq", "residual")
-        new_BSD = self.attention(self.attention_norm(x_BSD), positions_BS, is_local, attend)
+        branch_BSD = self.attention(self.attention_norm(x_BSD), positions_BS, is_local, attend)
         if self.attention_post_norm is not None:
-            new_BSD = self.attention_post_norm(new_BSD)
-        x_BSD = constrain(x_BSD + new_BSD, *residual)
-        new_BSD = self.mlp(self.mlp_norm(x_BSD))
+            branch_BSD = self.attention_post_norm(branch_BSD)
+        x_BSD = constrain(x_BSD + branch_BSD, *residual)
+        branch_BSD = self.mlp(self.mlp_norm(x_BSD))
         if self.mlp_post_norm is not None:
-            new_BSD = self.mlp_post_norm(new_BSD)
-        return constrain(x_BSD + new_BSD, *residual)
+            branch_BSD = self.mlp_post_norm(branch_BSD)
+        return constrain(x_BSD + branch_BSD, *residual)

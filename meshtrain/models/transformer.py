@@ -1,4 +1,4 @@
-"""Decoder-only transformers: Llama by default; by config GPT-2, Mistral, Qwen and Gemma."""
+"""Decoder-only transformers: Llama by default; GPT-2, Mistral, Qwen and Gemma by config."""
 
 import inspect
 from functools import partial
@@ -12,15 +12,16 @@ from meshtrain.metrics import Metrics
 from meshtrain.models import base
 from meshtrain.models.layers import Block, dense, embedding, flat_dot_general, norm
 from meshtrain.models.transformer_config import TransformerConfig, flops_per_token
-from meshtrain.ops.attention import attention, choose, while_generating
-from meshtrain.ops.losses import in_chunks
+from meshtrain.ops.attention import attention, choose_for_generation, choose_implementation
+from meshtrain.ops.losses import chunked_cross_entropy
 from meshtrain.parallel.sharding import constrain
 
-# B batch, S sequence, T positions of a cache, D model, G key/value heads, K head dim, V vocabulary, padded
+# B batch, S sequence, T positions of the cache, D model, H heads, G key/value heads, K head dim,
+# V padded vocabulary
 
 
-class Outer(nnx.Module):
-    """What surrounds the blocks: token (and position) embedding, final norm, output head."""
+class EmbeddingAndHead(nnx.Module):
+    """All layers outside the blocks: token (and position) embedding, final norm, output head."""
 
     def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
         self.c = c
@@ -39,21 +40,22 @@ class Outer(nnx.Module):
         )
 
     def embed(self, batch: Batch) -> jax.Array:
-        # Whole sequences first: asked for slices, XLA would gather a table cut along V for them.
-        x_BSD = constrain(table(self.tokens, "vocab")[batch.tokens], "batch", "seq", "residual")
+        # Unsharded sequences first: for sharded ones, XLA would all-gather an embedding sharded in V.
+        x_BSD = embedding_table(self.tokens, "vocab")[batch.tokens]
+        x_BSD = constrain(x_BSD, "batch", "seq", "residual")
         if self.c.embed_scale != 1:
             x_BSD *= jnp.asarray(self.c.embed_scale, x_BSD.dtype)
         if self.positions is not None:
-            x_BSD += table(self.positions, None)[positions_of(batch)]
+            x_BSD += embedding_table(self.positions, None)[positions_of(batch)]
         return constrain(x_BSD, "batch", "residual_seq", "residual")
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         return self.project(self.kernel(), self.final_norm(x_BSD))
 
     def kernel(self) -> jax.Array:
-        """Returns that of the output head (D, V), whole along D."""
+        """Returns the kernel of the output head (D, V), unsharded in D."""
         if self.output is None:
-            return table(self.tokens, "vocab").T
+            return embedding_table(self.tokens, "vocab").T
         return constrain(self.output.kernel[...], "residual", "vocab")
 
     def project(self, kernel_DV: jax.Array, x_BSD: jax.Array) -> jax.Array:
@@ -64,57 +66,64 @@ class Outer(nnx.Module):
             logits_BSV = c.logit_softcap * jnp.tanh(logits_BSV / c.logit_softcap)
         if logits_BSV.shape[-1] == c.vocab_size:
             return logits_BSV
-        is_token_V = jnp.arange(logits_BSV.shape[-1]) < c.vocab_size  # the rest only pads
+        is_token_V = jnp.arange(logits_BSV.shape[-1]) < c.vocab_size  # the rest is padding
         return jnp.where(is_token_V[None, None], logits_BSV, jnp.finfo(logits_BSV.dtype).min)
 
     def loss(self, x_BSD: jax.Array, batch: Batch) -> Metrics:
         c, x_BSD = self.c, constrain(self.final_norm(x_BSD), "batch", "seq", "residual")
-        what = self.kernel(), x_BSD, batch.targets, batch.weights
-        return in_chunks(self.project, *what, z_loss=c.z_loss, mib=c.loss_chunk_mib)
+        return chunked_cross_entropy(
+            self.project,
+            self.kernel(),
+            x_BSD,
+            batch.targets,
+            batch.weights,
+            z_loss=c.z_loss,
+            mib=c.loss_chunk_mib,
+        )
 
 
-def table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
-    """Returns the vectors of an embedding, whole along D: XLA replicates a lookup in a table cut both ways.
+def embedding_table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
+    """Returns the table (rows, D) unsharded in D: if both dims are sharded, XLA replicates the lookup.
 
-    (`nnx.Embed` itself would compute in the dtype that it was made with.)
+    `rows` is the logical name of its first dim. (`nnx.Embed` would look up in the dtype of its init.)
     """
     return constrain(embedding.embedding[...], rows, "residual")
 
 
-def attention_of(c: TransformerConfig, seq_len: int, dtype: str) -> str:
-    """Returns which implementation of attention is taken, or raises ConfigError if it cannot serve."""
+def describe_attention(c: TransformerConfig, seq_len: int, dtype: str) -> str:
+    """Returns the attention implementation, as text to log; ConfigError if it is unsupported."""
     shapes = dict(seq_len=seq_len, head_dim=c.head_size, dtype=dtype)
-    return choose(c.attention_impl, **shapes, softcap=c.attention_softcap)[1]
+    return choose_implementation(c.attention_impl, **shapes, softcap=c.attention_softcap)[1]
 
 
 def positions_of(batch: Batch) -> jax.Array:
-    """Returns (B or 1, S) positions: the batch's own where rows are packed, else 0, 1, 2, ..."""
+    """Returns (B or 1, S) positions: those of the batch if its rows are packed, else 0, 1, 2, ..."""
     if batch.positions is not None:
         return batch.positions
     return jnp.arange(batch.tokens.shape[1])[None, :]
 
 
 def build(**config) -> base.Model:
-    """Returns the model of a `model` section; raises ConfigError where its sizes do not fit together."""
+    """Returns the model of a `model` section; raises ConfigError if its values are invalid."""
     c = TransformerConfig(**config)
-    outer = base.functional(lambda rngs: Outer(c, rngs))
+    outer = base.functional(lambda rngs: EmbeddingAndHead(c, rngs))
     block = base.functional(lambda rngs: Block(c, rngs))
     init_layers, layer_axes = base.stack(block, c.num_layers)
 
-    # Where all layers are of one kind, it is known while tracing.
-    kinds = c.is_local
-    mixed = bool(kinds.any() and not kinds.all())
+    # If all layers are of one kind, `is_local` is static, else a constant per layer.
+    is_local_layers = c.is_local
+    mixed = bool(is_local_layers.any() and not is_local_layers.all())
 
-    def run(layer, x_BSD, batch, attend):
-        is_local = layer["is_local"] if mixed else bool(kinds.all())
+    def run_block(layer, x_BSD, batch, attend):
+        is_local = layer["is_local"] if mixed else bool(is_local_layers.all())
         return block.bind(layer)(x_BSD, positions_of(batch), is_local, attend)
 
-    def plain(layer, x_BSD, batch):
-        how = dict(segments_BS=batch.segments, implementation=c.attention_impl)
-        return run(layer, x_BSD, batch, partial(attention, **how))
+    def uncached_block(layer, x_BSD, batch):
+        options = dict(segments_BS=batch.segments, implementation=c.attention_impl)
+        return run_block(layer, x_BSD, batch, partial(attention, **options))
 
-    def cached(layer, x_BSD, batch, cache, past):
-        """`cache` holds keys and values of this layer, (B, T, G, K) each."""
+    def cached_block(layer, x_BSD, batch, cache, past):
+        """`cache` holds the keys and the values of this layer, each (B, T, G, K)."""
 
         def attend(q_BSHK, *new, **options):
             nonlocal cache
@@ -126,11 +135,12 @@ def build(**config) -> base.Model:
                 for old, x in zip(cache, new, strict=True)
             )
             segments = batch.segments, past.segments_BT
-            name = while_generating(c.attention_impl, q_BSHK.shape[1], cache[0].shape[1])
-            how = dict(start=past.start, implementation=name)
-            return attention(q_BSHK, *cache, *segments, **how, **options)
+            num_queries, num_keys = q_BSHK.shape[1], cache[0].shape[1]
+            name = choose_for_generation(c.attention_impl, num_queries, num_keys)
+            options |= dict(start=past.start, implementation=name)
+            return attention(q_BSHK, *cache, *segments, **options)
 
-        return run(layer, x_BSD, batch, attend), cache
+        return run_block(layer, x_BSD, batch, attend), cache
 
     def empty_cache(rows, length, dtype):
         shape = (c.num_layers, rows, length, c.num_kv_heads, c.head_size)
@@ -144,16 +154,16 @@ def build(**config) -> base.Model:
         init=init,
         axes={**outer.axes, "layers": layer_axes},
         embed=lambda params, batch: outer.bind(params).embed(batch),
-        block=plain,
+        block=uncached_block,
         head=lambda params, x_BSD, batch: outer.bind(params).loss(x_BSD, batch),
-        constants={"is_local": kinds} if mixed else {},
+        constants={"is_local": is_local_layers} if mixed else {},
         empty_cache=empty_cache,
-        cached_block=cached,
+        cached_block=cached_block,
         logits=lambda params, x_BSD: outer.bind(params).logits(x_BSD),
         flops_per_token=lambda seq_len: flops_per_token(c, seq_len),
-        attention=partial(attention_of, c),
+        attention=partial(describe_attention, c),
     )
 
 
-# So that the keys of a config are checked by name and type before anything is built.
+# With this signature the keys of a config are checked by name and type before the build.
 build.__signature__ = inspect.signature(TransformerConfig)

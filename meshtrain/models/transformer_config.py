@@ -1,4 +1,4 @@
-"""The `model` section of a transformer, checked, and what follows from it."""
+"""The `model` section of a transformer: its checks and the sizes derived from it."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 from meshtrain.models.layers import frequencies
 from meshtrain.ops import attention
 
-VOCAB_MULTIPLE = 128  # so that any usual mesh.tensor divides it, whatever the tokenizer made
-SCALINGS = {"linear": 1, "llama3": 4}  # numbers that each way to scale rope takes
+VOCAB_MULTIPLE = 128  # any usual mesh.tensor divides the padded vocabulary
+NUM_SCALING_PARAMETERS = {"linear": 1, "llama3": 4}  # by kind of rope scaling
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The `model` section of a config; configs/default.py says what each key means."""
+    """The `model` section of a config; configs/default.py documents each key."""
 
     num_layers: int
     d_model: int
@@ -47,7 +47,7 @@ class TransformerConfig:
     loss_chunk_mib: int
 
     def __post_init__(self):
-        if faults := _wrong_alone(self) or _wrong_together(self):
+        if faults := _value_faults(self) or _combination_faults(self):
             raise ConfigError(*faults)
 
     @property
@@ -56,37 +56,37 @@ class TransformerConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward has a gate beside its way up."""
+        """Whether the feed-forward has a gate projection next to the up projection."""
         return self.mlp != "gelu"
 
     @property
     def is_local(self) -> np.ndarray:
-        """(num_layers,) bool."""
+        """Whether each layer is local: (num_layers,) bool."""
         return np.resize([kind == "l" for kind in self.attention], self.num_layers)
 
     @property
     def frequencies(self) -> np.ndarray:
-        """Rope's, of global layers: (head_size / 2,)."""
+        """Rope frequencies of the global layers: (head_size / 2,)."""
         return frequencies(self.head_size, self.rope_theta, tuple(self.rope_scaling))
 
     @property
     def local_frequencies(self) -> np.ndarray:
-        own = self.rope_theta_local
-        return frequencies(self.head_size, own) if own else self.frequencies
+        theta = self.rope_theta_local
+        return frequencies(self.head_size, theta) if theta else self.frequencies
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the tables: the same on every mesh, for checkpoints to fit."""
+        """Rows of the embedding and the output head; equal on every mesh, so that checkpoints fit."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def residual_scale(self) -> float:
-        """Two residual branches a layer: each starts at 1/sqrt(2 L), so that the sum keeps its variance (GPT-2)."""
+        """1/sqrt(2 L), for the two residual branches per layer: keeps the variance of their sum (GPT-2)."""
         return (2 * self.num_layers) ** -0.5
 
 
-def _wrong_alone(c: TransformerConfig) -> list[str]:
-    """Values that no model has."""
+def _value_faults(c: TransformerConfig) -> list[str]:
+    """Returns a fault for each value that is invalid in any model."""
     choices = {
         "norm": ("rms", "layer", "rms_1p"),
         "positions": ("rope", "learned"),
@@ -94,15 +94,15 @@ def _wrong_alone(c: TransformerConfig) -> list[str]:
         "attention_impl": attention.NAMES,
     }
     counts = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
-    none_or_more = ("z_loss", "head_dim", "window", "rope_theta_local", "query_scale")
-    none_or_more += ("attention_softcap", "logit_softcap", "loss_chunk_mib")
+    non_negative = ("z_loss", "head_dim", "window", "rope_theta_local", "query_scale")
+    non_negative += ("attention_softcap", "logit_softcap", "loss_chunk_mib")
     faults = []
     for key, names in choices.items():
         faults += choice_faults(f"model.{key}", getattr(c, key), names)
     faults += minimum_faults(
         1, {f"model.{key}": getattr(c, key) for key in (*counts, "max_seq_len")}
     )
-    faults += minimum_faults(0, {f"model.{key}": getattr(c, key) for key in none_or_more})
+    faults += minimum_faults(0, {f"model.{key}": getattr(c, key) for key in non_negative})
     faults += [
         f"model.{key}={getattr(c, key)}: use more than 0"
         for key in ("norm_epsilon", "rope_theta", "embed_scale")
@@ -112,11 +112,11 @@ def _wrong_alone(c: TransformerConfig) -> list[str]:
         faults.append(
             f"model.attention={c.attention!r}: use letters g (global) and l (local), such as 'g' or 'lllllg'"
         )
-    return faults + _wrong_scaling(c.rope_scaling)
+    return faults + _rope_scaling_faults(c.rope_scaling)
 
 
-def _wrong_together(c: TransformerConfig) -> list[str]:
-    """Values that do not fit each other."""
+def _combination_faults(c: TransformerConfig) -> list[str]:
+    """Returns a fault for each combination of values that is invalid."""
     faults = []
     if c.head_dim == 0 and c.d_model % c.num_heads:
         faults.append(
@@ -125,25 +125,25 @@ def _wrong_together(c: TransformerConfig) -> list[str]:
         )
     elif c.positions == "rope" and c.head_size % 2:
         faults.append(
-            f"model.head_dim={c.head_size} (0: model.d_model / model.num_heads) is odd, and rope turns pairs; "
-            f"use an even head dim, or model.positions='learned'"
+            f"model.head_dim={c.head_size} (0: model.d_model / model.num_heads) is odd, but rope rotates pairs "
+            f"of dims; use an even head dim, or model.positions='learned'"
         )
     if c.num_heads % c.num_kv_heads:
         faults.append(
             f"model.num_heads={c.num_heads} is not divisible by model.num_kv_heads={c.num_kv_heads}; "
-            f"use a divisor, or num_kv_heads=num_heads for plain multi-head attention"
+            f"use a divisor, or num_kv_heads=num_heads for multi-head attention"
         )
     if "l" in c.attention and c.window == 0:
         faults.append(
-            f"model.window=0, and model.attention={c.attention!r} has local layers; "
-            f"say how many tokens they see, or use attention='g'"
+            f"model.window=0, but model.attention={c.attention!r} has local layers; "
+            f"set the number of tokens that they see, or use attention='g'"
         )
     return faults
 
 
-def _wrong_scaling(scaling: tuple) -> list[str]:
+def _rope_scaling_faults(scaling: tuple) -> list[str]:
     kind, *numbers = scaling or ("linear", 1.0)
-    if SCALINGS.get(kind) != len(numbers) or not all(
+    if NUM_SCALING_PARAMETERS.get(kind) != len(numbers) or not all(
         isinstance(number, int | float) and number > 0 for number in numbers
     ):
         return [
@@ -151,19 +151,21 @@ def _wrong_scaling(scaling: tuple) -> list[str]:
             f"('llama3', FACTOR, LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_LENGTH)"
         ]
     if kind == "llama3" and not numbers[1] < numbers[2]:
-        return [f"model.rope_scaling={tuple(scaling)}: the low factor is not below the high one"]
+        return [
+            f"model.rope_scaling={tuple(scaling)}: the low factor is not below the high factor; swap them"
+        ]
     return []
 
 
 def flops_per_token(c: TransformerConfig, seq_len: int) -> float:
     """Returns 6 N + 12 L d S, forward and backward (PaLM, arXiv 2204.02311, appendix B).
 
-    N counts the weights that multiply activations: all but embedding tables and vectors, the output
-    head included. Attention, of d = heads x head dim, counts in full, not halved for causality; local
-    layers see no more than their window.
+    N counts the weights of matrix products, the output head included: not embeddings, norm scales or
+    biases. d = heads x head dim. Attention counts in full, not halved for causality; in local layers the
+    window replaces S.
     """
     projections = c.d_model * c.head_size * (2 * c.num_heads + 2 * c.num_kv_heads)
     mlp = (3 if c.gated else 2) * c.d_model * c.d_ff
     weights = c.num_layers * (projections + mlp) + c.d_model * c.vocab_size
-    seen = np.where(c.is_local, min(c.window, seq_len), seq_len).sum()
-    return 6.0 * weights + 12.0 * c.num_heads * c.head_size * float(seen)
+    visible = np.where(c.is_local, min(c.window, seq_len), seq_len).sum()
+    return 6.0 * weights + 12.0 * c.num_heads * c.head_size * float(visible)

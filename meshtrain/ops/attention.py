@@ -1,4 +1,4 @@
-"""Causal attention behind one signature: plain XLA, cuDNN's fused kernels, or block by block."""
+"""Causal attention with three implementations: XLA, cuDNN's fused kernels, and blockwise."""
 
 from functools import partial
 
@@ -12,9 +12,11 @@ from meshtrain.parallel import sharding
 # B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim
 
 NAMES = ("auto", "xla", "cudnn", "blockwise")
-LONG = 2048  # tokens; scores of more are made block by block, where no fused kernel can serve
+MAX_XLA_TOKENS = 2048  # longer sequences are computed blockwise if no fused kernel supports them
 HOPPER = 9.0  # compute capability
-MOST_BLOCKS, FEWEST = 4, 64  # of XLA's: blocks of queries, and queries in one
+# Of the XLA implementation.
+MAX_QUERY_BLOCKS = 4
+MIN_QUERIES_PER_BLOCK = 64
 
 
 def attention(
@@ -33,172 +35,192 @@ def attention(
     """Returns softmax(q k scale) v over the earlier positions of the same segment, (B, S, H, K).
 
     H is a multiple of G: each key/value head serves R = H / G query heads (grouped-query attention,
-    arXiv 2305.13245). `segments_BS` None means that each row is one segment. Where keys were computed
-    before, query s stands at key `start` + s, and `segments_BT` are those of the keys.
+    arXiv 2305.13245). If `segments_BS` is None, each row is one segment. With a key/value cache, query s
+    has the position of key `start` + s, and `segments_BT` are the segments of the keys.
     `scale` 0: 1/sqrt(K). `softcap` c > 0: scores become c tanh(score / c) (Gemma 2, arXiv 2408.00118).
-    `window`: only so many positions are seen, the query's own included (Mistral, arXiv 2310.06825).
-    The softmax is computed in float32 or wider. Raises ConfigError where `implementation` cannot serve.
+    `window`: the number of positions that a query sees, its own included (Mistral, arXiv 2310.06825).
+    The softmax is in float32 or wider. Raises ConfigError if `implementation` does not support the inputs.
     """
     dtype, (_, S, _, K) = q_BSHK.dtype, q_BSHK.shape
-    name, _ = choose(implementation, seq_len=S, head_dim=K, dtype=dtype, softcap=softcap)
+    name, _ = choose_implementation(
+        implementation, seq_len=S, head_dim=K, dtype=dtype, softcap=softcap
+    )
     segments = segments_BS, segments_BS if segments_BT is None else segments_BT
     compute = {"xla": _xla, "cudnn": _cudnn, "blockwise": blockwise.attention}[name]
     options = dict(start=start, scale=scale or K**-0.5, softcap=softcap, window=window)
     return compute(q_BSHK, k_BTGK, v_BTGK, *segments, **options)
 
 
-def choose(
+def choose_implementation(
     name: str, *, seq_len: int, head_dim: int, dtype: jax.typing.DTypeLike, softcap: float
 ) -> tuple[str, str]:
-    """Returns which implementation `name` means for these shapes, and what to tell of it.
+    """Returns the implementation that `name` selects for these shapes, and a text about it to log.
 
-    "auto" is cuDNN's on GPU; where that cannot serve, and elsewhere, XLA's up to LONG tokens, which
-    holds all S x S scores, and else the blockwise one. Raises ConfigError for cuDNN where it cannot serve.
+    "auto" is cuDNN if it supports them; else XLA up to MAX_XLA_TOKENS tokens, which stores the S x S
+    scores; else blockwise. Raises ConfigError if `name` is "cudnn" and cuDNN does not support them.
     """
     if name not in ("auto", "cudnn"):
         return name, name
-    reason = _no_cudnn(head_dim, dtype, softcap)
+    reason = _why_not_cudnn(head_dim, dtype, softcap)
     if name == "cudnn" and reason:
         raise ConfigError(
             f"model.attention_impl='cudnn': {reason}; use 'auto', 'xla' or 'blockwise'"
         )
     if not reason:
         return "cudnn", "cudnn"
-    name = "xla" if seq_len <= LONG else "blockwise"
+    name = "xla" if seq_len <= MAX_XLA_TOKENS else "blockwise"
     return name, f"{name}; not cudnn: {reason}"
 
 
-def while_generating(name: str, num_queries: int, num_keys: int) -> str:
-    """Returns which one serves with a cache of keys, which cuDNN's kernels do not know."""
-    is_long = name == "blockwise" or (name != "xla" and num_keys > LONG)
+def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
+    """Returns the implementation to use with a key/value cache, which cuDNN's kernels do not support."""
+    is_long = name == "blockwise" or (name != "xla" and num_keys > MAX_XLA_TOKENS)
     return "blockwise" if is_long and num_queries > 1 else "xla"
 
 
-def _no_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float) -> str:
-    """Returns why cuDNN's fused attention cannot serve; "" where it can."""
+def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float) -> str:
+    """Returns why cuDNN's fused attention does not support these inputs; "" if it does."""
     platform, capability = _platform(), _capability()
     if platform not in ("gpu", "cuda") or capability.startswith("gfx"):
-        return f"it runs on NVIDIA's GPUs, and this is {capability or platform}"
+        return f"it runs on NVIDIA GPUs only, and this is {capability or platform}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, and train.dtype is {jnp.dtype(dtype)}"
     if softcap:
-        return f"it has no soft cap, and model.attention_softcap is {softcap}"
-    most = 128 if capability and float(capability) < HOPPER else 256
-    if head_dim % 8 or head_dim > most:
-        return f"it takes heads of up to {most} here, in eights, and theirs is {head_dim}"
+        return f"it does not support a soft cap, and model.attention_softcap is {softcap}"
+    max_head_dim = 128 if capability and float(capability) < HOPPER else 256
+    if head_dim % 8 or head_dim > max_head_dim:
+        return (
+            f"it supports head dims up to {max_head_dim} on this GPU, in multiples of 8, "
+            f"and the head dim is {head_dim}"
+        )
     return ""
 
 
 def _platform() -> str:
-    """Returns what the active mesh is made of, which may be compiled for and not be here."""
+    """Returns the platform of the active mesh; with ahead-of-time compilation, this host may lack it."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
 
 
 def _capability() -> str:
-    """Returns the compute capability of the GPU that is here ("9.0"; "gfx..." of AMD's), or ""."""
+    """Returns the compute capability of the local GPU ("9.0"; on AMD "gfx..."), or ""."""
     return getattr(jax.local_devices()[0], "compute_capability", "")
 
 
 def _xla(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window) -> jax.Array:
-    """Plain maths; `jax.nn.dot_product_attention` narrows float64, so nothing could be proven with it.
+    """Computes the formula itself: `jax.nn.dot_product_attention` casts float64 down, which rules out exact tests.
 
-    Queries go in a few blocks, each with the keys that one of it may see: of a causal square, six parts
-    in sixteen are never made. What is cut is known while tracing, a window that differs by layer is not.
+    Queries are split into a few blocks; each gets only the keys that its queries may see, which skips 6 of
+    16 parts of the causal S x S square. The slices are static, so a window that differs between layers
+    skips no keys.
     """
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
     q_BGRSK = jnp.einsum("bsgrk->bgrsk", q_BSHK.reshape(B, S, G, H // G, K))
     k_BGTK, v_BGTK = (jnp.einsum("btgk->bgtk", x) for x in (k_BTGK, v_BTGK))
     aligned = isinstance(start, int) and start == 0 and S == T
-    size = max(FEWEST, -(-S // MOST_BLOCKS)) if aligned else S
+    block_size = max(MIN_QUERIES_PER_BLOCK, -(-S // MAX_QUERY_BLOCKS)) if aligned else S
     blocks = []
-    for low in range(0, S, size):
-        queries = slice(low, min(low + size, S))
+    for low in range(0, S, block_size):
+        queries = slice(low, min(low + block_size, S))
         keys = slice(0, queries.stop if aligned else T)
         if aligned and isinstance(window, int):
             keys = slice(max(0, low - window + 1), queries.stop)
-        seen = _seen(queries, keys, *segments, start, window)
-        # One dim of queries and heads: XLA is slow where two are contracted.
+        mask_BST = _attention_mask(queries, keys, *segments, start, window)
+        # Queries and heads share one dim: XLA is slow if two dims are contracted.
         q_BGQK = q_BGRSK[..., queries, :].reshape(B, G, -1, K)
-        out_BGQK = _mixed(scale, softcap, q_BGQK, k_BGTK[:, :, keys], v_BGTK[:, :, keys], seen)
+        k, v = k_BGTK[:, :, keys], v_BGTK[:, :, keys]
+        out_BGQK = _attend_block(scale, softcap, q_BGQK, k, v, mask_BST)
         blocks.append(out_BGQK.reshape(B, G, H // G, -1, K))
     return jnp.einsum("bgrsk->bsgrk", jnp.concatenate(blocks, 3)).reshape(B, S, H, K)
 
 
-def _seen(queries: slice, keys: slice, segments_BS, segments_BT, start, window) -> jax.Array:
-    """Returns which of these keys each of these queries sees, (B or 1, s, t)."""
-    at_s, at_t = jnp.arange(queries.start, queries.stop), jnp.arange(keys.start, keys.stop)
-    back_st = start + at_s[:, None] - at_t[None, :]
-    seen = (back_st >= 0 if window is None else (back_st >= 0) & (back_st < window))[None]
-    if segments_BS is not None:
-        seen = seen & (segments_BS[:, queries, None] == segments_BT[:, None, keys])
-    return seen
+def _attention_mask(
+    queries: slice, keys: slice, segments_BS, segments_BT, start, window
+) -> jax.Array:
+    """Returns whether each of these queries sees each of these keys, (B or 1, s, t) bool."""
+    query_s, key_t = jnp.arange(queries.start, queries.stop), jnp.arange(keys.start, keys.stop)
+    distance_st = start + query_s[:, None] - key_t[None, :]
+    mask_st = distance_st >= 0
+    if window is not None:
+        mask_st = mask_st & (distance_st < window)
+    if segments_BS is None:
+        return mask_st[None]
+    return mask_st[None] & (segments_BS[:, queries, None] == segments_BT[:, None, keys])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mixed(scale, softcap, q_BGQK, k_BGTK, v_BGTK, seen_BST) -> jax.Array:
-    """Returns what queries mix of the values of the keys that they see, (B, G, Q, K)."""
-    return _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTK, seen_BST)[0]
+def _attend_block(scale, softcap, q_BGQK, k_BGTK, v_BGTK, mask_BST) -> jax.Array:
+    """Returns softmax(scores) v of one block of queries, (B, G, Q, K)."""
+    return _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTK, mask_BST)[0]
 
 
-def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTK, seen_BST):
-    """Keeps one number of each score, the exponential; autodiff would keep three."""
-    wide = jnp.promote_types(q_BGQK.dtype, jnp.float32)
-    dot = partial(jnp.einsum, preferred_element_type=wide)
+def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTK, mask_BST):
+    """Stores one number per score as residual, the exponential; autodiff would store three."""
+    dtype = jnp.promote_types(q_BGQK.dtype, jnp.float32)
+    dot = partial(jnp.einsum, preferred_element_type=dtype)
     scores_BGQT = dot("bgqk,bgtk->bgqt", q_BGQK * scale, k_BGTK)
-    slope = None
+    softcap_slope = None
     if softcap:
-        bent_BGQT = jnp.tanh(scores_BGQT / softcap)
-        scores_BGQT, slope = softcap * bent_BGQT, (1 - bent_BGQT**2).astype(q_BGQK.dtype)
-    # Not -inf: a row that sees nothing stays finite.
-    by_head = scores_BGQT.reshape(*scores_BGQT.shape[:2], -1, *seen_BST.shape[1:])
-    by_head = jnp.where(seen_BST[:, None, None], by_head, jnp.finfo(wide).min)
-    scores_BGQT = by_head.reshape(scores_BGQT.shape)
+        tanh_BGQT = jnp.tanh(scores_BGQT / softcap)
+        scores_BGQT, softcap_slope = softcap * tanh_BGQT, (1 - tanh_BGQT**2).astype(q_BGQK.dtype)
+    # Not -inf: a row whose keys are all masked stays finite.
+    scores_BGRST = scores_BGQT.reshape(*scores_BGQT.shape[:2], -1, *mask_BST.shape[1:])
+    scores_BGRST = jnp.where(mask_BST[:, None, None], scores_BGRST, jnp.finfo(dtype).min)
+    scores_BGQT = scores_BGRST.reshape(scores_BGQT.shape)
     exp_BGQT = jnp.exp(scores_BGQT - scores_BGQT.max(-1, keepdims=True))
-    share_BGQ1 = 1 / exp_BGQT.sum(-1, keepdims=True)
+    inverse_sum_BGQ1 = 1 / exp_BGQT.sum(-1, keepdims=True)
     exp_BGQT = exp_BGQT.astype(v_BGTK.dtype)
-    out_BGQK = (dot("bgqt,bgtk->bgqk", exp_BGQT, v_BGTK) * share_BGQ1).astype(q_BGQK.dtype)
-    return out_BGQK, (q_BGQK, k_BGTK, v_BGTK, exp_BGQT, share_BGQ1, slope, out_BGQK)
+    out_BGQK = (dot("bgqt,bgtk->bgqk", exp_BGQT, v_BGTK) * inverse_sum_BGQ1).astype(q_BGQK.dtype)
+    residuals = q_BGQK, k_BGTK, v_BGTK, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQK
+    return out_BGQK, residuals
 
 
-def _backward(scale, softcap, kept, grad_BGQK):
-    q_BGQK, k_BGTK, v_BGTK, exp_BGQT, share_BGQ1, slope, out_BGQK = kept
-    wide, narrow = share_BGQ1.dtype, q_BGQK.dtype
-    dot = partial(jnp.einsum, preferred_element_type=wide)
-    grad_BGQK = grad_BGQK * share_BGQ1  # of the exponentials' mix
-    inner_BGQ1 = (grad_BGQK * out_BGQK).sum(-1, keepdims=True)
-    grad_BGQK = grad_BGQK.astype(narrow)
+def _backward(scale, softcap, residuals, grad_BGQK):
+    q_BGQK, k_BGTK, v_BGTK, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQK = residuals
+    dtype, compute_dtype = inverse_sum_BGQ1.dtype, q_BGQK.dtype
+    dot = partial(jnp.einsum, preferred_element_type=dtype)
+    grad_BGQK = grad_BGQK * inverse_sum_BGQ1  # the cotangent of exp v
+    row_dot_BGQ1 = (grad_BGQK * out_BGQK).sum(-1, keepdims=True)
+    grad_BGQK = grad_BGQK.astype(compute_dtype)
     grad_v = dot("bgqt,bgqk->bgtk", exp_BGQT, grad_BGQK)
-    grad_scores = dot("bgqk,bgtk->bgqt", grad_BGQK, v_BGTK) - inner_BGQ1
-    grad_scores *= exp_BGQT.astype(wide) * scale
-    grad_scores = (grad_scores if slope is None else grad_scores * slope).astype(narrow)
+    grad_scores = dot("bgqk,bgtk->bgqt", grad_BGQK, v_BGTK) - row_dot_BGQ1
+    grad_scores *= exp_BGQT.astype(dtype) * scale
+    if softcap_slope is not None:
+        grad_scores = grad_scores * softcap_slope
+    grad_scores = grad_scores.astype(compute_dtype)
     grad_q = dot("bgqt,bgtk->bgqk", grad_scores, k_BGTK)
     grad_k = dot("bgqt,bgqk->bgtk", grad_scores, q_BGQK)
-    return grad_q.astype(narrow), grad_k.astype(k_BGTK.dtype), grad_v.astype(v_BGTK.dtype), None
+    return (
+        grad_q.astype(compute_dtype),
+        grad_k.astype(k_BGTK.dtype),
+        grad_v.astype(v_BGTK.dtype),
+        None,
+    )
 
 
-_mixed.defvjp(_forward, _backward)
+_attend_block.defvjp(_forward, _backward)
 
 
 def _cudnn(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window) -> jax.Array:
-    """cuDNN's flash attention. Segments, and windows that differ by layer, take a mask of all scores."""
-    assert not softcap and isinstance(start, int) and start == 0  # of generation alone
+    """Calls cuDNN's flash attention; segments and per-layer windows need a mask of all scores."""
+    # Only generation has another start, and choose_for_generation never returns "cudnn".
+    assert not softcap and isinstance(start, int) and start == 0
     (B, S, H, _), G = q_BSHK.shape, k_BTGK.shape[2]
     if sharding.num_shards("heads", H) != sharding.num_shards("kv_heads", G):
-        # It wants all cut alike: each query head gets keys and values of its own.
+        # cuDNN needs equal sharding of all inputs, so keys and values are repeated for each query head.
         k_BTGK, v_BTGK = (
             sharding.constrain(jnp.repeat(x, H // G, 2), "batch", "seq", "heads", "head_dim")
             for x in (k_BTGK, v_BTGK)
         )
     static = window is None or isinstance(window, int)
-    mask, missing = None, S % 2  # to train with it takes even lengths alone
+    mask, padding = None, S % 2  # its backward pass supports even lengths only
     if segments[0] is not None or not static:
-        seen = _seen(slice(0, S), slice(0, S), *segments, start, window)
-        # Of all heads, as jax's rule for vmap has it.
-        mask = jnp.broadcast_to(seen[:, None], (B, H, S, S))
-        mask = jnp.pad(mask, [(0, 0), (0, 0), (0, missing), (0, missing)])
-    padded = (jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) for x in (q_BSHK, k_BTGK, v_BTGK))
+        mask_BSS = _attention_mask(slice(0, S), slice(0, S), *segments, start, window)
+        # For all heads: jax's rule for vmap requires it.
+        mask = jnp.broadcast_to(mask_BSS[:, None], (B, H, S, S))
+        mask = jnp.pad(mask, [(0, 0), (0, 0), (0, padding), (0, padding)])
+    padded = (jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)]) for x in (q_BSHK, k_BTGK, v_BTGK))
     out_BSHK = jax.nn.dot_product_attention(
         *padded,
         mask=mask,

@@ -1,4 +1,4 @@
-"""The device mesh: six named axes, always all of them, so that nothing asks whether one exists."""
+"""The device mesh: always the same six named axes, so that no code checks whether an axis exists."""
 
 from collections.abc import Sequence
 
@@ -11,19 +11,19 @@ from meshtrain.config.schema import AXES, MeshConfig
 def make_mesh(
     config: MeshConfig | None = None, *, devices: Sequence[jax.Device] | None = None, **sizes: int
 ):
-    """Returns the `jax.sharding.Mesh` of a config, or of sizes: `make_mesh(fsdp=2, tensor=4)`.
+    """Returns the `jax.sharding.Mesh` for a config, or for sizes: `make_mesh(fsdp=2, tensor=4)`.
 
-    Without `devices` the sizes must use up all of them; see `MeshConfig.resolve`.
+    The product of the sizes must equal the number of `devices` (by default all); see `MeshConfig.resolve`.
     """
     devices = jax.devices() if devices is None else devices
     config = (config or MeshConfig(**sizes)).resolve(len(devices))
     sizes = tuple(getattr(config, axis) for axis in AXES)
-    # Auto, on purpose: jax makes Explicit axes by default, which would force sharding annotations
-    # into the contractions of users' models.
+    # Auto on purpose: with jax's default, Explicit, users' models would need sharding annotations in
+    # their contractions.
     types = (jax.sharding.AxisType.Auto,) * len(AXES)
     try:
         return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
     except NotImplementedError:
-        # A torus of TPUs: no product of its sides is the size of each axis. So cut a side among axes.
-        places = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-        return jax.sharding.Mesh(places, AXES, axis_types=types)
+        # On a TPU torus whose physical axes do not match the sizes: split a physical axis.
+        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return jax.sharding.Mesh(grid, AXES, axis_types=types)

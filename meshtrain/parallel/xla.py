@@ -1,4 +1,4 @@
-"""How programs are compiled: XLA options by preset, and a clear error for an option that XLA rejects."""
+"""XLA compiler options by preset, and a clear error for an option that XLA rejects."""
 
 import os
 import re
@@ -12,9 +12,9 @@ from meshtrain.errors import ConfigError
 
 
 def options(preset: str, mesh: jax.sharding.Mesh) -> dict[str, bool | int | str]:
-    """Returns the options of a preset, those that this version of XLA knows, for programs on this mesh.
+    """Returns the options of a preset that this version of XLA knows.
 
-    "auto" is "overlap" on several GPUs, else "none".
+    "auto" means "overlap" on several GPUs, else "none".
     """
     if preset == "auto":
         preset = "overlap" if mesh.size > 1 and mesh.devices.flat[0].platform == "gpu" else "none"
@@ -27,24 +27,26 @@ def options(preset: str, mesh: jax.sharding.Mesh) -> dict[str, bool | int | str]
 
 
 def quick_compile_options(mesh: jax.sharding.Mesh) -> dict[str, int]:
-    """Returns options for a program that runs once: on CPUs, LLVM optimises less, unless XLA_FLAGS says how much.
+    """Returns options for a program that runs once: a low LLVM level on CPUs, unless XLA_FLAGS sets one.
 
-    What draws the parameters of configs/quickstart.py is then compiled in a sixth of the time, and runs
-    as fast.
+    The program that initialises configs/quickstart.py then compiles in a sixth of the time, and runs as
+    fast.
     """
     level, on_cpu = "xla_backend_optimization_level", mesh.devices.flat[0].platform == "cpu"
     return {level: 1} if on_cpu and level not in os.environ.get("XLA_FLAGS", "") else {}
 
 
-def compile_with(lowered: jax.stages.Lowered, chosen: dict[str, Any]) -> jax.stages.Compiled:
-    """Returns the program, compiled; raises ConfigError for an option that XLA does not know."""
+def compile_with(
+    lowered: jax.stages.Lowered, compiler_options: dict[str, Any]
+) -> jax.stages.Compiled:
+    """Compiles the program; raises ConfigError for an option that XLA does not know."""
     try:
-        return lowered.compile(compiler_options=chosen)
+        return lowered.compile(compiler_options=compiler_options)
     except jax.errors.JaxRuntimeError as error:
         unknown = re.search(r"No such compile option: '(\w+)'", str(error))
         if unknown is None:
             raise
         raise ConfigError(
-            f"train.xla_preset: it sets {unknown[1]}, which XLA of jaxlib {jaxlib.__version__} does "
-            f"not know; use train.xla_preset=none"
+            f"train.xla_preset: option {unknown[1]} is unknown to jaxlib {jaxlib.__version__}; "
+            f"use train.xla_preset=none"
         ) from error

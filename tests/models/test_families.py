@@ -1,4 +1,7 @@
-"""One transformer, many families: each by config, and equal to plain maths; test_convert.py has their weights."""
+"""Every model family is one transformer with a config; its maths equals the NumPy reference.
+
+test_convert.py checks converted weights.
+"""
 
 import importlib
 
@@ -44,13 +47,13 @@ def batch():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_starts_computes_and_learns_as_plain_maths_says(family, batch):
+def test_initialisation_loss_and_gradient_of_a_family_equal_the_reference(family, batch):
     with jax.enable_x64(True):
         assert laws.decoder(section(**FAMILIES[family]), batch) is None
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "messages"),
     [
         (dict(rope_scaling=("yarn", 4.0)), ["model.rope_scaling=('yarn', 4.0)", "llama3"]),
         (dict(rope_scaling=("linear",)), ["model.rope_scaling=('linear',)"]),
@@ -66,17 +69,17 @@ def test_a_family_starts_computes_and_learns_as_plain_maths_says(family, batch):
     ],
     ids=str,
 )
-def test_what_does_not_fit_together_is_told_by_its_keys(changes, told):
+def test_an_invalid_model_section_is_rejected_naming_its_keys(changes, messages):
     with pytest.raises(ConfigError) as error:
         transformer.build(**section(**changes))
-    assert [part for part in told if part not in str(error.value)] == []
+    assert [text for text in messages if text not in str(error.value)] == []
 
 
-def test_local_layers_cost_their_window_alone():
-    of = {key: transformer.build(**section(**FAMILIES[key])) for key in ("gemma 3", "llama 2")}
-    layers = 12 * 32  # 12 d for each position that a layer sees
-    rises = {key: m.flops_per_token(64) - m.flops_per_token(32) for key, m in of.items()}
-    assert rises == {"gemma 3": 32 * layers, "llama 2": 2 * 32 * layers}
+def test_flops_of_local_layers_count_only_their_window():
+    models = {key: transformer.build(**section(**FAMILIES[key])) for key in ("gemma 3", "llama 2")}
+    layers = 12 * 32  # 12 d per layer and visible position
+    increase = {k: m.flops_per_token(64) - m.flops_per_token(32) for k, m in models.items()}
+    assert increase == {"gemma 3": 32 * layers, "llama 2": 2 * 32 * layers}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_local_layers_cost_their_window_alone():
     [("gpt2", 124.4), ("llama2", 6738.4), ("llama3", 8030.3), ("mistral", 7241.7)]
     + [("qwen2", 494.0), ("qwen3", 596.0), ("gemma2", 2614.3), ("gemma3", 999.9)],
 )
-def test_a_config_has_the_parameters_of_the_model_that_it_is_named_after(name, millions):
+def test_a_config_has_the_parameter_count_of_its_model(name, millions):
     c = importlib.import_module(f"configs.{name}").get_config().model.to_dict()
     del c["build"]
     shapes = jax.eval_shape(transformer.build(**c).init, jax.random.key(0))

@@ -1,4 +1,4 @@
-"""Users bring their own Flax models and data, language models or not."""
+"""Training of users' own Flax models on their own data."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from meshtrain.train import train
 
 
 def digits(train):
-    """1,797 real 8 x 8 images of digits: the first 1,536 to train on, the last 256 to check with."""
+    """Real 8 x 8 images of digits (1,797): the first 1,536 for training, the last 256 for evaluation."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     rows = slice(0, 1536) if train else slice(-256, None)
@@ -84,38 +84,38 @@ def test_a_classifier_of_digits_learns_on_a_sharded_mesh(kind, tmp_path, capsys)
     assert '"correct": 0.' in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_an_iterable_goes_on_where_a_saved_run_stopped(tmp_path):
+def test_a_resumed_run_continues_its_iterable_where_it_stopped(tmp_path):
     def run(folder, steps):
         c = digits_config()
         c.optim.schedule, c.train.steps, c.eval.batches = "constant", steps, 0
         return train(c, workdir=tmp_path / folder, model=MODELS["nnx"](), data=digits(True))
 
-    whole, _ = run("whole", 14), run("parts", 5)
-    resumed = run("parts", 14)
-    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, whole.state.params)
+    uninterrupted, _ = run("uninterrupted", 14), run("resumed", 5)
+    resumed = run("resumed", 14)
+    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, uninterrupted.state.params)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_dropout_draws_anew_for_each_key_and_is_off_without(kind):
+def test_dropout_depends_on_the_key_and_is_off_without_one(kind):
     model, batch = MODELS[kind](), digits(train=True)[0]
     params = model.init(jax.random.key(0))
     one, same, other = (float(model.loss(params, batch, jax.random.key(k)).loss) for k in (1, 1, 2))
     assert one == same != other
-    plain = np.maximum(batch["image"] @ first(params), 0)
-    logits = plain @ last(params)
+    hidden = np.maximum(batch["image"] @ first_kernel(params), 0)
+    logits = hidden @ last_kernel(params)
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).sum()
     assert float(model.loss(params, batch, None).loss) == pytest.approx(float(expected), rel=1e-5)
 
 
-def first(params):
+def first_kernel(params):
     return (params.get("hidden") or params["Dense_0"])["kernel"]
 
 
-def last(params):
+def last_kernel(params):
     return (params.get("out") or params["Dense_1"])["kernel"]
 
 
-def test_each_dropout_layer_draws_its_own():
+def test_each_dropout_layer_has_its_own_mask():
     class Twice(nnx.Module):
         def __init__(self, rngs):
             self.one, self.two = (nnx.Dropout(0.5, rngs=rngs) for _ in range(2))
@@ -125,7 +125,7 @@ def test_each_dropout_layer_draws_its_own():
     assert not np.array_equal(drops.one(x), drops.two(x))
 
 
-def test_a_loss_that_is_no_sum_is_told_what_to_return():
+def test_a_loss_function_that_returns_no_metrics_is_rejected():
     model = meshtrain.from_nnx(MLP, lambda module, batch: module(batch["image"]).sum())
     with pytest.raises(meshtrain.ConfigError, match="its loss returned .*meshtrain.weighted"):
         train(digits_config(), model=model, data=digits(train=True))
@@ -146,7 +146,7 @@ def test_a_users_language_model_trains_on_the_built_in_data():
     assert result.step == 3 and result.eval_loss > 0
 
 
-def test_running_state_is_refused_in_one_line():
+def test_a_model_with_running_state_is_rejected():
     class Normed(linen.Module):
         @linen.compact
         def __call__(self, x):

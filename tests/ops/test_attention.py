@@ -1,4 +1,4 @@
-"""Attention against the plain formula, and what each position may see."""
+"""Attention against its formula, causality, and the choice of implementation."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from test_parity import Run, packed
 
 from meshtrain.errors import ConfigError
-from meshtrain.ops import attention as attentions
+from meshtrain.ops import attention as attention_module
 from meshtrain.ops import blockwise
 from meshtrain.ops.attention import attention
 
@@ -24,15 +24,15 @@ def inputs(num_heads, num_kv_heads):
     return [rng.normal(size=(B, S, h, K)).astype(np.float32) for h in heads]
 
 
-def visible(segments):
-    """(B, S, S): whether position s sees position t."""
+def visibility(segments):
+    """(B, S, S) bool: whether position s sees position t."""
     causal = np.broadcast_to(np.tril(np.ones((S, S), bool)), (B, S, S))
     return causal if segments is None else causal & (segments[:, :, None] == segments[:, None, :])
 
 
-def plain(q, k, v, segments):
+def numpy_attention(q, k, v, segments):
     scores = np.einsum("bshk,bthk->bhst", q, k) / np.sqrt(K)
-    p = np.exp(scores - scores.max()) * visible(segments)[:, None]
+    p = np.exp(scores - scores.max()) * visibility(segments)[:, None]
     return np.einsum("bhst,bthk->bshk", p / p.sum(-1, keepdims=True), v)
 
 
@@ -42,7 +42,10 @@ def test_attention_is_softmax_over_repeated_key_value_heads(num_kv_heads, segmen
     q, k, v = inputs(4, num_kv_heads)
     repeated = [np.repeat(x, 4 // num_kv_heads, axis=2) for x in (k, v)]
     np.testing.assert_allclose(
-        attention(q, k, v, segments), plain(q, *repeated, segments), rtol=1e-5, atol=1e-6
+        attention(q, k, v, segments),
+        numpy_attention(q, *repeated, segments),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -55,40 +58,40 @@ def test_large_scores_are_computed_in_float32_or_wider(dtype, tolerance):
     with jax.enable_x64(True):
         out = attention(*(jnp.array(x, dtype) for x in (q, k, v)), None)
         assert out.dtype == dtype
-        np.testing.assert_allclose(np.float64(out), plain(q, k, v, None), atol=tolerance)
+        np.testing.assert_allclose(np.float64(out), numpy_attention(q, k, v, None), atol=tolerance)
 
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one segment", "segments"])
-def test_no_gradient_flows_from_an_output_to_what_it_must_not_see(segments):
+def test_gradients_are_zero_at_positions_that_a_query_must_not_see(segments):
     def summed(q, k, v):
         return attention(q, k, v, segments).sum((0, 2))  # (S, K); rows of a batch are independent
 
-    of_q, of_k, of_v = jax.jit(jax.jacrev(summed, argnums=(0, 1, 2)))(*inputs(2, 1))
-    # Output position, head dim, then the input's B, S, H, K: the largest for each pair of positions.
-    reach_q, reach_k, reach_v = (
-        np.moveaxis(np.abs(jac).max((1, 4, 5)), 0, 1) for jac in (of_q, of_k, of_v)
+    jacobians = jax.jit(jax.jacrev(summed, argnums=(0, 1, 2)))(*inputs(2, 1))
+    # Dims: output position, head dim, then B, S, H, K of the input. The largest per pair of positions.
+    grad_q, grad_k, grad_v = (
+        np.moveaxis(np.abs(jacobian).max((1, 4, 5)), 0, 1) for jacobian in jacobians
     )
-    np.testing.assert_array_equal(reach_v > 0, visible(segments))
-    assert not reach_k[~visible(segments)].any()
-    assert not reach_q[:, ~np.eye(S, dtype=bool)].any()
+    np.testing.assert_array_equal(grad_v > 0, visibility(segments))
+    assert not grad_k[~visibility(segments)].any()
+    assert not grad_q[:, ~np.eye(S, dtype=bool)].any()
 
 
-def test_a_segment_is_attended_as_if_alone():
+def test_attention_within_a_segment_equals_attention_of_the_segment_alone():
     q, k, v = inputs(2, 1)
     segments = np.int32([[0, 0, 0, 1, 1, 1]] * B)
-    packed = attention(q, k, v, segments)
-    for here in np.s_[:, :3], np.s_[:, 3:]:
-        alone = attention(q[here], k[here], v[here], None)
-        np.testing.assert_allclose(packed[here], alone, rtol=1e-5, atol=1e-6)
+    out = attention(q, k, v, segments)
+    for part in np.s_[:, :3], np.s_[:, 3:]:
+        alone = attention(q[part], k[part], v[part], None)
+        np.testing.assert_allclose(out[part], alone, rtol=1e-5, atol=1e-6)
 
 
-# ---- block by block, against autodiff of the plain formula ----
+# ---- xla and blockwise, against autodiff of the formula ----
 
-CASES = {  # sequence, block, options; the last block is not full, and windows begin within blocks
-    "plain": (13, 4, {}),
+CASES = {  # sequence, block, options; the last block is padded, and windows begin within blocks
+    "causal": (13, 4, {}),
     "segments": (13, 4, {"segments": True}),
     "window": (13, 4, {"window": 3, "segments": True}),
-    "window of itself": (13, 4, {"window": 1}),
+    "window of one": (13, 4, {"window": 1}),
     "soft cap": (13, 4, {"softcap": 1.5, "scale": 0.7}),
     "one block": (5, 8, {"segments": True}),
 }
@@ -98,17 +101,18 @@ def formula(q, k, v, segments, *, window=None, softcap=0.0, scale=K**-0.5):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = scale * jnp.einsum("bshk,bthk->bhst", q, k)
     scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
-    back = np.subtract.outer(np.arange(q.shape[1]), np.arange(q.shape[1]))
-    seen = np.broadcast_to((back >= 0) & (back < (window or len(back))), (B, *back.shape))
+    distance = np.subtract.outer(np.arange(q.shape[1]), np.arange(q.shape[1]))
+    mask = (distance >= 0) & (distance < (window or len(distance)))
+    mask = np.broadcast_to(mask, (B, *mask.shape))
     if segments is not None:
-        seen = seen & (segments[:, :, None] == segments[:, None, :])
-    exp = jnp.where(seen[:, None], jnp.exp(scores), 0)
+        mask = mask & (segments[:, :, None] == segments[:, None, :])
+    exp = jnp.where(mask[:, None], jnp.exp(scores), 0)
     return jnp.einsum("bhst,bthk->bshk", exp / exp.sum(-1, keepdims=True), v)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-def test_blocks_give_the_same_and_the_same_gradients(case, num_kv_heads, monkeypatch):
+def test_results_and_gradients_of_blocks_equal_the_formula(case, num_kv_heads, monkeypatch):
     length, block, options = CASES[case]
     options = dict(options)
     rng = np.random.default_rng(0)
@@ -117,11 +121,11 @@ def test_blocks_give_the_same_and_the_same_gradients(case, num_kv_heads, monkeyp
     segments = np.sort(rng.integers(0, 3, (B, length)), 1) if options.pop("segments", 0) else None
     window = options.pop("window", None)
     monkeypatch.setattr(blockwise, "BLOCK", block)
-    monkeypatch.setattr(attentions, "FEWEST", block)
+    monkeypatch.setattr(attention_module, "MIN_QUERIES_PER_BLOCK", block)
 
-    def run(compute, window=window, **how):
+    def run(compute, window=window):
         def summed(q, k, v):
-            out = compute(q, k, v, segments, window=window, **options, **how)
+            out = compute(q, k, v, segments, window=window, **options)
             return (out * weights).sum(), out
 
         (_, out), grads = jax.jit(jax.value_and_grad(summed, (0, 1, 2), has_aux=True))(*inputs)
@@ -132,14 +136,14 @@ def test_blocks_give_the_same_and_the_same_gradients(case, num_kv_heads, monkeyp
         for name in ("xla", "blockwise"):
             compute = partial(attention, implementation=name)
             found.append(run(compute))
-            if window:  # where layers take turns, it is known when it runs
+            if window:  # traced, as with alternating local and global layers
                 found.append(jax.jit(partial(run, compute))(window))
     for ours in found:
         for a, b in zip(ours, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
-def test_blocks_find_keys_that_were_computed_before():
+def test_blockwise_attention_with_a_cache_equals_xla():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(B, n, 2, K)) for n in (3, 21, 21))
     segments = np.zeros((B, 3), int), np.int32([[1] * 4 + [0] * 17, [0] * 21])
@@ -150,7 +154,7 @@ def test_blocks_find_keys_that_were_computed_before():
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def test_the_memory_of_blocks_is_linear_in_the_sequence():
+def test_memory_of_blockwise_attention_is_linear_in_the_sequence():
     def peak(length, implementation):
         def summed(x):
             return attention(x, x, x, None, implementation=implementation).sum()
@@ -163,55 +167,61 @@ def test_the_memory_of_blocks_is_linear_in_the_sequence():
     assert at_8k < peak(8192, "xla") / 20
 
 
-# ---- the choice ----
+# ---- the choice of implementation ----
 
 
 def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **changes):
-    monkeypatch.setattr(attentions, "_platform", lambda: platform)
-    monkeypatch.setattr(attentions, "_capability", lambda: capability)
+    monkeypatch.setattr(attention_module, "_platform", lambda: platform)
+    monkeypatch.setattr(attention_module, "_capability", lambda: capability)
     shape = dict(seq_len=1024, head_dim=64, dtype="bfloat16", softcap=0.0)
-    return attentions.choose(name, **shape | changes)
+    return attention_module.choose_implementation(name, **shape | changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"platform": "cpu", "capability": ""}, "it runs on NVIDIA's GPUs, and this is cpu"),
-        ({"capability": "gfx90a"}, "it runs on NVIDIA's GPUs, and this is gfx90a"),
+        ({"platform": "cpu", "capability": ""}, "it runs on NVIDIA GPUs only, and this is cpu"),
+        ({"capability": "gfx90a"}, "it runs on NVIDIA GPUs only, and this is gfx90a"),
         ({"dtype": "float32"}, "bfloat16 or float16, and train.dtype is float32"),
         ({"softcap": 50.0}, "model.attention_softcap is 50.0"),
-        ({"head_dim": 100}, "theirs is 100"),
-        ({"head_dim": 512}, "up to 256 here, in eights, and theirs is 512"),
-        ({"head_dim": 256, "capability": "8.6"}, "up to 128 here, in eights, and theirs is 256"),
+        ({"head_dim": 100}, "the head dim is 100"),
+        ({"head_dim": 512}, "up to 256 on this GPU, in multiples of 8, and the head dim is 512"),
+        (
+            {"head_dim": 256, "capability": "8.6"},
+            "up to 128 on this GPU, in multiples of 8, and the",
+        ),
     ],
 )
-def test_cudnn_says_why_it_cannot_serve_and_auto_says_what_it_took(changes, reason, monkeypatch):
+def test_without_cudnn_support_cudnn_is_rejected_and_auto_falls_back(changes, reason, monkeypatch):
     with pytest.raises(ConfigError, match="model.attention_impl='cudnn'.*") as raised:
         choice("cudnn", monkeypatch=monkeypatch, **changes)
     assert reason in str(raised.value)
-    for seq_len, taken in ((2048, "xla"), (2049, "blockwise")):
-        name, told = choice(monkeypatch=monkeypatch, seq_len=seq_len, **changes)
-        assert name == taken and told.startswith(f"{taken}; not cudnn: ") and reason in told
+    for seq_len, expected in ((2048, "xla"), (2049, "blockwise")):
+        name, text = choice(monkeypatch=monkeypatch, seq_len=seq_len, **changes)
+        assert name == expected
+        assert text.startswith(f"{expected}; not cudnn: ") and reason in text
 
 
-def test_auto_takes_cudnn_where_it_can_serve(monkeypatch):
+def test_auto_chooses_cudnn_if_it_is_supported(monkeypatch):
     assert choice(monkeypatch=monkeypatch) == ("cudnn", "cudnn")
     assert choice(monkeypatch=monkeypatch, head_dim=256) == ("cudnn", "cudnn")
     assert choice("xla", monkeypatch=monkeypatch) == ("xla", "xla")
 
 
 @pytest.mark.parametrize("name", ["auto", "xla", "blockwise", "cudnn"])
-def test_long_prompts_are_read_in_blocks(name):
-    long = name not in ("xla", "blockwise")
-    assert attentions.while_generating(name, 1, 4096) == "xla"
-    assert attentions.while_generating(name, 9, 4096) == ("blockwise" if long else name)
-    assert attentions.while_generating(name, 9, 2048) == ("xla" if long else name)
+def test_long_prompts_use_blockwise_attention(name):
+    is_auto = name not in ("xla", "blockwise")
+    assert attention_module.choose_for_generation(name, 1, 4096) == "xla"
+    assert attention_module.choose_for_generation(name, 9, 4096) == (
+        "blockwise" if is_auto else name
+    )
+    assert attention_module.choose_for_generation(name, 9, 2048) == ("xla" if is_auto else name)
 
 
 @pytest.fixture
-def a_gpu(monkeypatch):
-    """Makes programs lower for a GPU that is not there; the checks for the library are left out."""
-    monkeypatch.setattr(attentions, "_platform", lambda: "gpu")
+def simulated_gpu(monkeypatch):
+    """Lowers programs for a GPU on a host without one; skips the checks for the cuDNN library."""
+    monkeypatch.setattr(attention_module, "_platform", lambda: "gpu")
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(
@@ -220,7 +230,7 @@ def a_gpu(monkeypatch):
 
 
 @pytest.fixture
-def for_cuda(a_gpu):
+def lower_for_cuda(simulated_gpu):
     def lower(segments, window, length=S):
         def summed(q, k, v):
             out = attention(q, k, v, segments, window=window, implementation="cudnn")
@@ -235,29 +245,29 @@ def for_cuda(a_gpu):
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one segment", "segments"])
 @pytest.mark.parametrize("window", [None, 3])
-def test_cudnn_is_called_with_its_fused_kernels(segments, window, for_cuda):
-    text = for_cuda(segments, window)
+def test_cudnn_calls_its_fused_kernels(segments, window, lower_for_cuda):
+    text = lower_for_cuda(segments, window)
     kind = "fmhaScaleBias" if segments is not None else "fmha"
     assert f"__cudnn${kind}Softmax(" in text and f"__cudnn${kind}SoftmaxBackward(" in text
     assert f"sliding_window_length\\22: {window or 0}" in text
 
 
-def test_cudnn_gets_even_lengths_and_heads_that_are_cut_alike(monkeypatch, for_cuda):
+def test_cudnn_gets_even_lengths_and_equally_sharded_heads(monkeypatch, lower_for_cuda):
     def calls(text):
         return [line for line in text.splitlines() if "@__cudnn$fmha" in line]
 
     for segments in (None, SEGMENTS[:, :5]):
-        found = calls(for_cuda(segments, None, length=5))
+        found = calls(lower_for_cuda(segments, None, length=5))
         assert len(found) == 2 and all("x6x4x64xbf16" in line for line in found)
     shards = {"heads": 4, "kv_heads": 1}
-    monkeypatch.setattr(attentions.sharding, "num_shards", lambda name, _: shards[name])
-    found = calls(for_cuda(None, None))
+    monkeypatch.setattr(attention_module.sharding, "num_shards", lambda name, _: shards[name])
+    found = calls(lower_for_cuda(None, None))
     assert len(found) == 2 and not any("x2x64xbf16" in line for line in found)
 
 
 @pytest.mark.parametrize("layout", [{}, {"fsdp": 2}, {"tensor": 4}, {"pipeline": 2}], ids=str)
-@pytest.mark.parametrize("model", [{}, {"attention": "lg", "window": 5}], ids=["plain", "mixed"])
-def test_a_whole_step_with_packed_rows_calls_cudnn(layout, model, a_gpu):
+@pytest.mark.parametrize("model", [{}, {"attention": "lg", "window": 5}], ids=["global", "mixed"])
+def test_a_train_step_with_packed_rows_calls_cudnn(layout, model, simulated_gpu):
     c = packed(attention_impl="cudnn", **model)
     c.train.update(dtype="bfloat16", num_microbatches=2)
     run = Run(c, **layout)
@@ -265,5 +275,5 @@ def test_a_whole_step_with_packed_rows_calls_cudnn(layout, model, a_gpu):
         step = jax.jit(run.program.train_step)
         traced = step.trace(run.program.abstract_state, run.batch())
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # What several devices call has its name when XLA has cut it up.
+    # On several devices the kernel gets its own name only when XLA partitions the program.
     assert ("CustomSPMDPartitioning" if layout else "__cudnn$fmhaScaleBiasSoftmax(") in text

@@ -1,4 +1,4 @@
-"""Collectives of host values give what numpy does, of the same dtype and the same on each member."""
+"""Collectives of host values equal numpy, in the same dtype, bit-identical on each member."""
 
 import os
 import re
@@ -22,22 +22,22 @@ CALLS = [(name, op) for name in ("all_reduce", "reduce_scatter") for op in colle
 CALLS += [("all_gather", None), ("all_to_all", None), ("broadcast", 1)]
 DTYPES = [np.float32, np.float64, np.int64, np.uint8, np.complex64, jnp.bfloat16, bool]
 MESHES = {
-    "one axis": (dict(data=8), "data"),
-    "outer": (dict(data=2, tensor=4), "data"),
-    "inner": (dict(data=2, tensor=4), "tensor"),
-    "between": (dict(pipeline=2, data=2, tensor=2), "data"),
+    "only axis": (dict(data=8), "data"),
+    "first axis": (dict(data=2, tensor=4), "data"),
+    "last axis": (dict(data=2, tensor=4), "tensor"),
+    "middle axis": (dict(pipeline=2, data=2, tensor=2), "data"),
 }
 
 
 def rows_of(num, dtype, shape=(), seed=0):
-    """Small whole numbers, and halves of them for floats, so that sums and means are exact."""
+    """Returns small integers, for floats halves of them, so that sums and means are exact."""
     rows = np.random.default_rng(seed).integers(-3, 4, (num, *shape))
     rows = rows / 2 if jax.dtypes.issubdtype(dtype, np.inexact) else abs(rows)
     return (rows > 1 if dtype is bool else rows).astype(dtype)
 
 
-def expected(name, option, rows):
-    """What each of the members gets, computed by numpy."""
+def numpy_result(name, option, rows):
+    """Returns what each member gets, computed by numpy."""
     num, dtype = len(rows), rows.dtype
     if name == "broadcast":
         return np.stack([rows[option]] * num)
@@ -45,25 +45,25 @@ def expected(name, option, rows):
         return np.stack([rows] * num)
     if name == "all_to_all":
         return np.stack([np.concatenate(parts) for parts in np.split(rows, num, axis=1)])
-    wide = rows.astype(np.float32) if dtype == jnp.bfloat16 else rows
-    result = getattr(np, option)(wide, axis=0)
+    upcast = rows.astype(np.float32) if dtype == jnp.bfloat16 else rows
+    result = getattr(np, option)(upcast, axis=0)
     if dtype.kind != "b" and (option != "mean" or jax.dtypes.issubdtype(dtype, np.inexact)):
-        result = result.astype(dtype)  # numpy makes int64 of a sum of bytes
+        result = result.astype(dtype)  # numpy sums uint8 to int64
     if name == "reduce_scatter":
         return np.stack(np.split(result, num))
     return np.stack([result] * num)
 
 
-def check(result, wanted):
-    assert result.dtype == wanted.dtype and result.shape == wanted.shape
-    if wanted.dtype == jnp.bfloat16:  # numpy finds no NaN there
-        result, wanted = result.astype(np.float32), wanted.astype(np.float32)
-    np.testing.assert_array_equal(result, wanted)
+def check(result, expected):
+    assert result.dtype == expected.dtype and result.shape == expected.shape
+    if expected.dtype == jnp.bfloat16:  # in which numpy does not recognise NaN
+        result, expected = result.astype(np.float32), expected.astype(np.float32)
+    np.testing.assert_array_equal(result, expected)
 
 
 def calls_of(dtype):
-    order = not jax.dtypes.issubdtype(dtype, np.complexfloating)
-    return [(name, option) for name, option in CALLS if order or option not in ("max", "min")]
+    is_ordered = not jax.dtypes.issubdtype(dtype, np.complexfloating)
+    return [(name, option) for name, option in CALLS if is_ordered or option not in ("max", "min")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: jnp.dtype(dtype).name)
@@ -76,68 +76,68 @@ def test_along_an_axis_each_position_gets_what_numpy_computes(layout, dtype):
     for name, option in calls_of(dtype):
         options = [] if option is None else [option]
         result = getattr(collectives, name)(rows, *options, axis=axis, mesh=mesh)
-        check(result, expected(name, option, rows))
+        check(result, numpy_result(name, option, rows))
 
 
-def test_every_member_gets_the_same_bits_of_a_sum_that_rounds():
+def test_a_sum_with_rounding_is_bit_identical_on_every_member():
     rows = np.random.default_rng(0).normal(size=(8, 1001)).astype(np.float32)
     result = collectives.all_reduce(rows, axis="data", mesh=make_mesh(data=8))
     assert len({row.tobytes() for row in result}) == 1
     np.testing.assert_allclose(result[0], rows.sum(0), rtol=1e-4, atol=1e-5)
 
 
-def test_halves_are_added_in_float32():
+def test_16_bit_floats_are_added_in_float32():
     mesh = make_mesh(data=4, tensor=2)
     rows = np.array([[256], [1], [1], [1]], jnp.bfloat16)  # 256 + 1 is 256 in bfloat16
     result = collectives.all_reduce(rows, axis="data", mesh=mesh)
-    assert result.ravel().tolist() == [260] * 4  # 259 has no bfloat16
-    rows = np.full((4, 1), 60_000, np.float16)  # of which two make infinity in float16
+    assert result.ravel().tolist() == [260] * 4  # 259 rounds to 260 in bfloat16
+    rows = np.full((4, 1), 60_000, np.float16)  # two of them overflow float16
     check(collectives.all_reduce(rows, "mean", axis="data", mesh=mesh), rows)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16])
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("op", ["max", "min"])
-def test_one_nan_makes_a_nan(name, op, dtype):
+def test_any_nan_gives_nan(name, op, dtype):
     rows = np.array([[np.nan, 1, 1, 1], [1, np.nan, -np.inf, 1]], dtype)
     result = getattr(collectives, name)(rows, op, axis="data", mesh=make_mesh(data=2, tensor=4))
-    check(result, expected(name, op, rows))
+    check(result, numpy_result(name, op, rows))
     assert np.isnan(result.ravel()[:2]).all()
 
 
 @pytest.mark.parametrize("name", ["broadcast", "all_gather", "all_to_all"])
-def test_what_only_moves_keeps_every_bit(name):
-    odd = np.array([0x7FF0_0000_0000_0BAD, 1 << 63, 1, 3], np.uint64).view(np.float64)
-    rows = np.stack([odd, odd[::-1]])  # a NaN with a message, -0.0 and numbers below the normal
+def test_moving_data_preserves_every_bit(name):
+    special = np.array([0x7FF0_0000_0000_0BAD, 1 << 63, 1, 3], np.uint64).view(np.float64)
+    rows = np.stack([special, special[::-1]])  # a NaN with a payload, -0.0 and subnormal numbers
     result = getattr(collectives, name)(rows, axis="data", mesh=make_mesh(data=2, tensor=4))
-    assert result.tobytes() == expected(name, 0, rows.view(np.uint64)).tobytes()
+    assert result.tobytes() == numpy_result(name, 0, rows.view(np.uint64)).tobytes()
     names = np.array([["a", "bcd"], ["é", ""]])
     result = getattr(collectives, name)(names, axis="data", mesh=make_mesh(data=2, tensor=4))
-    check(result, expected(name, 0, names))
+    check(result, numpy_result(name, 0, names))
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 0), (4, 8, 4, 0, 2)])
-def test_arrays_without_values_keep_their_shape(shape):
+def test_empty_arrays_keep_their_shape(shape):
     mesh = jax.make_mesh((2, 4), ("other", "data"))
     for name, option in CALLS:
         options = [] if option is None else [option]
         result = getattr(collectives, name)(np.zeros(shape), *options, axis="data", mesh=mesh)
-        check(result, expected(name, option, np.zeros(shape)))
+        check(result, numpy_result(name, option, np.zeros(shape)))
 
 
-def test_a_tree_of_numbers_over_one_process_is_itself():
+def test_over_one_process_a_tree_is_unchanged():
     value = {"loss": 1.5, "counts": [3, np.ones(2, np.int16)], "none": None}
     result = collectives.all_reduce(value)
     assert jax.tree.structure(result) == jax.tree.structure(value)
     check(result["loss"], np.float64(1.5))
     check(result["counts"][1], np.ones(2, np.int16))
-    result["counts"][1][0] = 7  # the user's own
+    result["counts"][1][0] = 7  # results are writable copies
     check(collectives.all_gather(value)["counts"][0], np.array([3]))
     assert collectives.all_reduce(value, "mean")["counts"][0].dtype == np.float64
     collectives.barrier()
 
 
-def test_the_mesh_is_the_one_that_is_set_and_may_be_another_around():
+def test_the_mesh_defaults_to_the_active_one_and_may_be_another():
     rows = rows_of(4, np.int64)
     with jax.set_mesh(make_mesh(data=4, tensor=2)):
         check(collectives.all_reduce(rows, axis="data"), np.full(4, rows.sum()))
@@ -147,15 +147,17 @@ def test_the_mesh_is_the_one_that_is_set_and_may_be_another_around():
         assert not jax.config.jax_enable_x64
 
 
-def test_a_second_call_of_a_kind_neither_compiles_nor_asks(monkeypatch):
-    mesh, asked = make_mesh(data=8), []
+def test_a_repeated_call_neither_compiles_nor_compares_processes(monkeypatch):
+    mesh, gathered = make_mesh(data=8), []
     gather = distributed.gather
-    monkeypatch.setattr(distributed, "gather", lambda value: asked.append(value) or gather(value))
+    monkeypatch.setattr(
+        distributed, "gather", lambda value: gathered.append(value) or gather(value)
+    )
     for seed in range(3):
         rows = rows_of(8, np.float32, (5,), seed)
         result = collectives.all_reduce(rows, axis="data", mesh=mesh)
-        check(result, expected("all_reduce", "sum", rows))
-    assert len(asked) == 1
+        check(result, numpy_result("all_reduce", "sum", rows))
+    assert len(gathered) == 1
     compute = collectives.program("all_reduce", "sum", mesh=mesh, axis="data")
     before = compute._cache_size()
     collectives.all_reduce(rows + 1, axis="data", mesh=make_mesh(data=8))
@@ -164,7 +166,7 @@ def test_a_second_call_of_a_kind_neither_compiles_nor_asks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: collectives.all_reduce(1, "avg"), "op='avg': use one of sum, mean, max, min"),
         (lambda: collectives.reduce_scatter([1], ""), "op='': use one of sum, mean, max, min"),
@@ -176,18 +178,18 @@ def test_a_second_call_of_a_kind_neither_compiles_nor_asks(monkeypatch):
         (lambda: along(np.ones((8, 4)), name="all_to_all"), "shape (4,); use a first dim of 8"),
         (lambda: along({"x": np.ones(8)}, name="reduce_scatter"), "value['x'] has shape ()"),
         (lambda: along(np.ones((8, 0)), name="reduce_scatter"), "value has shape (0,)"),
-        (lambda: collectives.broadcast(1, 1), "root=1: use one of the 1 members, from 0"),
-        (lambda: collectives.broadcast(1, -1), "root=-1: use one of the 1 members, from 0"),
-        (lambda: collectives.all_gather(object()), "value has dtype object; this takes bools"),
-        (lambda: collectives.all_reduce(["a"]), "value[0] has dtype <U1; sum takes bools and"),
-        (lambda: collectives.all_reduce(2**70), "value has dtype object; sum takes bools and"),
-        (lambda: collectives.all_reduce(np.ones(2, ">f4")), "value has dtype >f4; sum takes"),
-        (lambda: collectives.all_reduce(np.longdouble(1)), "; sum takes bools and native"),
-        (lambda: collectives.all_reduce(1j, "max"), "value has dtype complex128; max takes"),
+        (lambda: collectives.broadcast(1, 1), "root=1: use a member from 0 to 0"),
+        (lambda: collectives.broadcast(1, -1), "root=-1: use a member from 0 to 0"),
+        (lambda: collectives.all_gather(object()), "value has dtype object; this call accepts"),
+        (lambda: collectives.all_reduce(["a"]), "value[0] has dtype <U1; sum accepts bools"),
+        (lambda: collectives.all_reduce(2**70), "value has dtype object; sum accepts bools"),
+        (lambda: collectives.all_reduce(np.ones(2, ">f4")), "value has dtype >f4; sum accepts"),
+        (lambda: collectives.all_reduce(np.longdouble(1)), "; sum accepts bools and native"),
+        (lambda: collectives.all_reduce(1j, "max"), "value has dtype complex128; max accepts"),
     ],
 )
-def test_a_fault_is_one_line_that_says_what_to_do(call, told):
-    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+def test_an_invalid_argument_is_reported_in_one_line(call, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         call()
     assert len(caught.value.faults) == 1 and "\n" not in str(caught.value)
 
@@ -196,19 +198,19 @@ def along(value, axis="data", *, name="all_reduce"):
     return getattr(collectives, name)(value, axis=axis, mesh=make_mesh(data=8))
 
 
-def test_info_tells_versions_and_devices_and_tries_them(capsys):
+def test_info_prints_versions_and_devices_and_checks_a_collective(capsys):
     assert cli.main("info", []) == 0
-    told = capsys.readouterr().out
-    assert re.search(rf"^jax +{re.escape(jax.__version__)}$", told, re.MULTILINE)
-    assert f"pid {os.getpid()} on " in told and ": 8 x cpu\n" in told
-    assert re.search(r"^all_reduce +over 8 devices: right, [\d.]+ ms", told, re.MULTILINE)
+    output = capsys.readouterr().out
+    assert re.search(rf"^jax +{re.escape(jax.__version__)}$", output, re.MULTILINE)
+    assert f"pid {os.getpid()} on " in output and ": 8 x cpu\n" in output
+    assert re.search(r"^all_reduce +over 8 devices: right, [\d.]+ ms", output, re.MULTILINE)
 
 
-def test_info_fails_where_a_device_adds_wrongly(capsys, monkeypatch):
-    whole = collectives.all_reduce
+def test_info_fails_if_a_device_adds_wrongly(capsys, monkeypatch):
+    all_reduce = collectives.all_reduce
 
     def broken(value, **members):
-        result = whole(value, **members)
+        result = all_reduce(value, **members)
         result[3, 17] += 1
         return result
 
@@ -218,16 +220,16 @@ def test_info_fails_where_a_device_adds_wrongly(capsys, monkeypatch):
 
 
 def check_on_each_process():
-    """Runs on 2 processes of 2 devices each: over processes, then along axes that span them."""
+    """Runs on 2 processes of 2 devices each: over processes, then along mesh axes."""
     me = jax.process_index()
     for dtype in DTYPES:
         rows = rows_of(2, dtype, (4, 3))
         for name, option in calls_of(dtype):
             options = [] if option is None else [option]
             result = getattr(collectives, name)(rows[me], *options)
-            check(result, expected(name, option, rows)[me])
-    # One axis over all four, one over the two processes; one within each, whose rows are all here.
-    for sizes, held in [
+            check(result, numpy_result(name, option, rows)[me])
+    # An axis over all four devices; one across the processes; one within each process.
+    for sizes, positions in [
         (dict(data=4), [2 * me, 2 * me + 1]),
         (dict(data=2, tensor=2), [me]),
         (dict(pipeline=2, data=2), [0, 1]),
@@ -238,12 +240,12 @@ def check_on_each_process():
             rows = rows_of(num, dtype, (num, 3))
             for name, option in CALLS:
                 options = [] if option is None else [option]
-                value = {"x": rows[held], "y": [rows[held, ::-1]]}
+                value = {"x": rows[positions], "y": [rows[positions, ::-1]]}
                 result = getattr(collectives, name)(value, *options, axis="data", mesh=mesh)
-                check(result["x"], expected(name, option, rows)[held])
-                check(result["y"][0], expected(name, option, rows[:, ::-1])[held])
-    check_dealt_devices(me)
-    check_beside_a_program_in_flight(me)
+                check(result["x"], numpy_result(name, option, rows)[positions])
+                check(result["y"][0], numpy_result(name, option, rows[:, ::-1])[positions])
+    check_interleaved_devices(me)
+    check_while_another_program_runs(me)
     noise = np.random.default_rng(me).normal(size=9999).astype(np.float32)
     total = collectives.all_reduce(noise)
     assert len({row.tobytes() for row in collectives.all_gather(total)}) == 1
@@ -252,21 +254,24 @@ def check_on_each_process():
     check_faults(me)
 
 
-def check_dealt_devices(me):
-    """An axis whose positions are dealt to the processes in turn."""
+def check_interleaved_devices(me):
+    """Checks an axis whose positions alternate between the processes."""
     devices = np.array(jax.devices()).reshape(2, 2).T.ravel()
     mesh, rows = jax.sharding.Mesh(devices, ("data",)), rows_of(4, np.int64, (4,))
     for name, option in CALLS:
         options = [] if option is None else [option]
         result = getattr(collectives, name)(rows[me::2], *options, axis="data", mesh=mesh)
-        check(result, expected(name, option, rows)[me::2])
+        check(result, numpy_result(name, option, rows)[me::2])
 
 
-def check_beside_a_program_in_flight(me):
-    """Messages of a step that still runs do not get mixed with ours."""
+def check_while_another_program_runs(me):
+    """Checks that messages of a running step are not mixed with those of a collective."""
     mesh = make_mesh(data=2, tensor=2)
-    where, ones = jax.NamedSharding(mesh, jax.P("data", "tensor")), np.ones((16, 512), np.float32)
-    x = jax.make_array_from_callback(ones.shape, where, lambda index: ones[index])
+    sharding, ones = (
+        jax.NamedSharding(mesh, jax.P("data", "tensor")),
+        np.ones((16, 512), np.float32),
+    )
+    x = jax.make_array_from_callback(ones.shape, sharding, lambda index: ones[index])
     step = jax.jit(lambda x: x - 1e-3 * (x @ (x.T @ x)) / jnp.sum(x * x))
     for i in range(30):
         x = step(step(x))
@@ -275,15 +280,15 @@ def check_beside_a_program_in_flight(me):
 
 
 def check_faults(me):
-    """What processes do not agree on is told to both, and neither waits for the other."""
-    for value, told in [
+    """Checks that both processes report arguments that differ, and neither hangs."""
+    for value, message in [
         (np.zeros(5 + me), "value float64[5] on process 0, value float64[6] on process 1"),
         (np.zeros(7, [np.int32, np.int64][me]), "value int32[7] on process 0, value int64[7]"),
         ({"a": 1, "bc"[me]: 2}, "value['b'] int64[] on process 0, value['c'] int64[]"),
         ([1] * (3 + me), "nothing on process 0, value[3] int64[] on process 1"),
         ([1, object()][me], "process 1: value has dtype object"),
     ]:
-        with pytest.raises(ConfigError, match=re.escape(told)):
+        with pytest.raises(ConfigError, match=re.escape(message)):
             collectives.all_reduce(value)
     with pytest.raises(ConfigError, match=r"broadcast\(0, axis=None\) on process 0, broadcast\(1,"):
         collectives.broadcast(np.zeros(11), me)
@@ -291,7 +296,7 @@ def check_faults(me):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_get_what_numpy_computes():
+def test_collectives_of_two_processes_equal_numpy():
     program = """
 import sys, jax
 jax.config.update("jax_num_cpu_devices", 2)
@@ -304,7 +309,7 @@ test_collectives.check_on_each_process()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    places = [
+    environments = [
         dict(zip(distributed.environment.JAX_VARIABLES, (address, "2", str(i)), strict=True))
         for i in (0, 1)
     ]
@@ -312,9 +317,9 @@ test_collectives.check_on_each_process()
         subprocess.Popen(
             [sys.executable, "-c", program],
             cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", **place},
+            env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
         )
-        for place in places
+        for environment in environments
     ]
     try:
         assert [process.wait(timeout=200) for process in processes] == [0, 0]

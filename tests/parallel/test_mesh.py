@@ -1,4 +1,4 @@
-"""The sizes of the mesh's axes, and which devices are neighbours on them."""
+"""The sizes of the mesh axes, and which devices are neighbours along them."""
 
 from dataclasses import dataclass
 
@@ -27,12 +27,12 @@ from meshtrain.parallel import mesh
         ({"fsdp": 2, "tensor": 4}, 8, {"fsdp": 2, "tensor": 4}),
     ],
 )
-def test_minus_one_takes_the_devices_that_are_left(sizes, num_devices, filled):
+def test_minus_one_is_filled_with_the_remaining_devices(sizes, num_devices, filled):
     assert MeshConfig(**sizes).resolve(num_devices) == MeshConfig(**filled)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "messages"),
     [
         ({"data": -1, "fsdp": -1}, ["mesh.data and mesh.fsdp", "-1", "only one"]),
         ({"data": -1, "fsdp": -1, "tensor": -1}, ["mesh.data and mesh.fsdp and mesh.tensor"]),
@@ -46,42 +46,42 @@ def test_minus_one_takes_the_devices_that_are_left(sizes, num_devices, filled):
         ({"fsdp": 16, "data": -1}, ["mesh.fsdp=16", "multiple of 16", "mesh.data=-1", "8"]),
     ],
 )
-def test_sizes_that_do_not_make_eight_are_told_with_a_way_out(sizes, told):
+def test_sizes_that_do_not_fit_eight_devices_are_rejected_with_a_remedy(sizes, messages):
     with pytest.raises(ConfigError) as error:
         MeshConfig(**sizes).resolve(8)
-    assert [part for part in told if part not in str(error.value)] == []
+    assert [text for text in messages if text not in str(error.value)] == []
 
 
-def test_a_mesh_has_all_axes_in_order_however_few_are_used():
-    places = mesh.make_mesh(fsdp=4, tensor=2)
-    assert places.axis_names == ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-    assert places.devices.shape == (1, 1, 4, 1, 1, 2)
-    assert set(places.axis_types) == {jax.sharding.AxisType.Auto}
+def test_a_mesh_always_has_all_axes_in_order():
+    built = mesh.make_mesh(fsdp=4, tensor=2)
+    assert built.axis_names == ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+    assert built.devices.shape == (1, 1, 4, 1, 1, 2)
+    assert set(built.axis_types) == {jax.sharding.AxisType.Auto}
 
 
 def test_the_last_axis_joins_neighbouring_devices():
-    places = mesh.make_mesh(pipeline=2, data=2, tensor=2)
-    ids = [device.id for device in places.devices.ravel()]
+    built = mesh.make_mesh(pipeline=2, data=2, tensor=2)
+    ids = [device.id for device in built.devices.ravel()]
     np.testing.assert_array_equal(ids, [device.id for device in jax.devices()])
 
 
-def test_a_mesh_of_a_config_fills_in_what_is_left():
+def test_a_mesh_of_a_config_fills_in_minus_one():
     assert mesh.make_mesh(MeshConfig(data=-1, tensor=2)).shape["data"] == 4
 
 
-def test_a_mesh_may_use_some_of_the_devices():
-    places = mesh.make_mesh(data=-1, devices=jax.devices()[2:5])
-    assert list(places.devices.ravel()) == jax.devices()[2:5]
+def test_a_mesh_may_use_a_subset_of_the_devices():
+    built = mesh.make_mesh(data=-1, devices=jax.devices()[2:5])
+    assert list(built.devices.ravel()) == jax.devices()[2:5]
 
 
-def test_an_unknown_axis_is_refused():
+def test_an_unknown_axis_is_rejected():
     with pytest.raises(TypeError, match="sequence"):
         mesh.make_mesh(sequence=8)
 
 
 @dataclass(frozen=True)
 class Chip:
-    """As much of a TPU's device as a mesh is made from."""
+    """The attributes of a TPU device that building a mesh needs."""
 
     id: int
     coords: tuple[int, ...]
@@ -90,10 +90,11 @@ class Chip:
     core_on_chip = process_index = slice_index = 0
 
 
-def test_axes_share_the_sides_of_a_torus_that_they_do_not_fit():
-    chips = [Chip(i, place) for i, place in enumerate(np.ndindex(4, 4, 4))]
-    places = mesh.make_mesh(pipeline=2, fsdp=16, tensor=2, devices=chips)
-    assert places.devices.shape == (2, 1, 16, 1, 1, 2)
-    assert set(places.devices.flat) == set(chips)
-    apart = [np.subtract(b.coords, a.coords) for a, b in places.devices.reshape(-1, 2)]
-    assert {int(np.abs(steps).sum()) for steps in apart} == {1}  # along tensor, neighbours
+def test_axes_split_the_sides_of_a_torus_that_do_not_match():
+    chips = [Chip(i, coords) for i, coords in enumerate(np.ndindex(4, 4, 4))]
+    built = mesh.make_mesh(pipeline=2, fsdp=16, tensor=2, devices=chips)
+    assert built.devices.shape == (2, 1, 16, 1, 1, 2)
+    assert set(built.devices.flat) == set(chips)
+    # Along tensor, which is the last axis, devices are neighbours.
+    pairs = built.devices.reshape(-1, 2)
+    assert {int(np.abs(np.subtract(b.coords, a.coords)).sum()) for a, b in pairs} == {1}

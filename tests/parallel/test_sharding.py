@@ -1,4 +1,4 @@
-"""From logical names to mesh axes: which rule wins, and what happens where none fits."""
+"""From logical names to mesh axes: which rule wins, and what happens if none fits."""
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +16,26 @@ SIZES = {"data": 2, "fsdp": 4, "context": 1, "tensor": 2}
     ("names", "shape", "rules", "spec"),
     [
         pytest.param("a", (8,), [("a", "fsdp"), ("a", "tensor")], P("fsdp"), id="first rule wins"),
-        pytest.param("a", (8,), [("a", "tensor"), ("a", "fsdp")], P("tensor"), id="in its order"),
+        pytest.param(
+            "a", (8,), [("a", "tensor"), ("a", "fsdp")], P("tensor"), id="in order of rules"
+        ),
         pytest.param(
             "ab", (8, 8), [("b", "fsdp"), ("a", "fsdp")], P(None, "fsdp"), id="rules before dims"
         ),
         pytest.param("aa", (8, 8), [("a", "fsdp")], P("fsdp", None), id="an axis shards one dim"),
-        pytest.param(
-            "aa", (6, 8), [("a", "fsdp")], P(None, "fsdp"), id="the first dim that it divides"
-        ),
+        pytest.param("aa", (6, 8), [("a", "fsdp")], P(None, "fsdp"), id="the first divisible dim"),
         pytest.param(
             "ab",
             (8, 8),
             [("a", "fsdp"), ("b", "fsdp"), ("b", "tensor")],
             P("fsdp", "tensor"),
-            id="a taken axis leaves the next rule",
+            id="axis already used: next rule",
         ),
         pytest.param(
             "a", (6,), [("a", "fsdp"), ("a", "tensor")], P("tensor"), id="not divisible: next rule"
         ),
         pytest.param(
-            "a", (7,), [("a", "fsdp"), ("a", "tensor")], P(None), id="not divisible: whole"
+            "a", (7,), [("a", "fsdp"), ("a", "tensor")], P(None), id="not divisible: unsharded"
         ),
         pytest.param("a", (8,), [("a", ("data", "fsdp"))], P(("data", "fsdp")), id="two axes"),
         pytest.param(
@@ -50,9 +50,11 @@ SIZES = {"data": 2, "fsdp": 4, "context": 1, "tensor": 2}
             (8, 8),
             [("a", ("data", "fsdp")), ("b", ("fsdp", "tensor"))],
             P(("data", "fsdp"), None),
-            id="one axis of two is taken",
+            id="one of two axes already used",
         ),
-        pytest.param("ab", (8, 8), [("a", None), ("b", "fsdp")], P(None, "fsdp"), id="None: whole"),
+        pytest.param(
+            "ab", (8, 8), [("a", None), ("b", "fsdp")], P(None, "fsdp"), id="None: unsharded"
+        ),
         pytest.param("a", (8,), [("a", None), ("a", "fsdp")], P(None), id="None ends the search"),
         pytest.param(
             "a", (7,), [("a", "context")], P("context"), id="an axis of size 1 divides all"
@@ -62,7 +64,7 @@ SIZES = {"data": 2, "fsdp": 4, "context": 1, "tensor": 2}
             (8, 8),
             [("a", "context"), ("b", "context")],
             P("context", None),
-            id="and is taken",
+            id="an axis of size 1 is used too",
         ),
         pytest.param(
             (None, "a"), (8, 8), [("a", "fsdp")], P(None, "fsdp"), id="a dim without a name"
@@ -70,37 +72,37 @@ SIZES = {"data": 2, "fsdp": 4, "context": 1, "tensor": 2}
         pytest.param("", (), [("a", "fsdp")], P(), id="a scalar"),
     ],
 )
-def test_the_first_rule_that_fits_shards_a_dim(names, shape, rules, spec):
+def test_a_dim_gets_the_first_rule_that_fits(names, shape, rules, spec):
     assert sharding.spec_for(tuple(names), shape, rules, SIZES) == spec
 
 
 @pytest.mark.parametrize(
-    ("names", "rules", "told"),
+    ("names", "rules", "messages"),
     [
         (("embde",), [("embed", "fsdp")], ["'embde'", 'did you mean "embed"', "config.rules"]),
         (("embed",), [("embed", "fdsp")], ["'embed'", "'fdsp'", 'did you mean "fsdp"']),
         (("embed",), [("embed", ("fsdp", "rows"))], ["'embed'", "'rows'"]),
     ],
 )
-def test_unknown_names_are_told_with_the_nearest_known(names, rules, told):
+def test_unknown_names_are_rejected_with_the_nearest_known_name(names, rules, messages):
     with pytest.raises(ConfigError) as error:
         sharding.spec_for(names, (8,), rules, SIZES)
-    assert [part for part in told if part not in str(error.value)] == []
+    assert [text for text in messages if text not in str(error.value)] == []
 
 
-def test_without_takes_an_axis_out_of_every_rule():
+def test_rules_without_removes_an_axis_from_every_rule():
     rules = (("a", ("data", "fsdp")), ("b", "fsdp"), ("c", "tensor"), ("d", None))
-    left = sharding.without(rules, "fsdp")
-    assert left == (("a", ("data",)), ("b", ()), ("c", ("tensor",)), ("d", ()))
-    assert sharding.spec_for("abc", (8, 8, 8), left, SIZES) == P("data", None, "tensor")
+    remaining = sharding.rules_without(rules, "fsdp")
+    assert remaining == (("a", ("data",)), ("b", ()), ("c", ("tensor",)), ("d", ()))
+    assert sharding.spec_for("abc", (8, 8, 8), remaining, SIZES) == P("data", None, "tensor")
 
 
 def test_shardings_keep_the_tree():
-    places = mesh.make_mesh(fsdp=4, tensor=2)
+    built = mesh.make_mesh(fsdp=4, tensor=2)
     shapes = {"x": np.zeros((4, 6)), "y": {"z": np.zeros(3)}}
     names = {"x": ("a", "b"), "y": {"z": ("a",)}}
-    found = sharding.shardings(names, shapes, (("a", "fsdp"), ("b", "tensor")), places)
-    assert found["x"].is_equivalent_to(jax.NamedSharding(places, P("fsdp", "tensor")), 2)
+    found = sharding.shardings(names, shapes, (("a", "fsdp"), ("b", "tensor")), built)
+    assert found["x"].is_equivalent_to(jax.NamedSharding(built, P("fsdp", "tensor")), 2)
     assert found["y"]["z"].is_fully_replicated and found.keys() == shapes.keys()
 
 

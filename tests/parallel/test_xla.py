@@ -1,4 +1,4 @@
-"""Compiler options by preset."""
+"""XLA compiler options by preset."""
 
 from types import SimpleNamespace
 
@@ -15,25 +15,25 @@ from meshtrain.parallel import xla
 from meshtrain.train import train
 
 
-def mesh(platform, size):
+def fake_mesh(platform, size):
     devices = np.array([SimpleNamespace(platform=platform)] * size)
     return SimpleNamespace(devices=devices, size=size)
 
 
 @pytest.mark.parametrize("preset", xla_presets.PRESETS)
-def test_this_compiler_knows_every_option_of_a_preset(preset):
-    found = xla.options(preset, mesh("gpu", 8))
+def test_this_version_of_xla_knows_every_option_of_a_preset(preset):
+    found = xla.options(preset, fake_mesh("gpu", 8))
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     assert lowered.compile(compiler_options=found)(1.0) == 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         lowered.compile(compiler_options=found | {"xla_gpu_of_a_later_year": True})
 
 
-def test_options_that_are_gone_are_left_out(monkeypatch):
+def test_options_that_this_version_removed_are_left_out(monkeypatch):
     name = "xla_gpu_enable_pipelined_all_gather"
-    for version, there in [("0.10.2", True), ("0.11.0", False), ("0.12.0.1", False)]:
+    for version, is_known in [("0.10.2", True), ("0.11.0", False), ("0.12.0.1", False)]:
         monkeypatch.setattr(jaxlib, "__version__", version)
-        assert (name in xla.options("overlap", mesh("gpu", 8))) == there
+        assert (name in xla.options("overlap", fake_mesh("gpu", 8))) == is_known
 
 
 @pytest.mark.parametrize(
@@ -41,34 +41,34 @@ def test_options_that_are_gone_are_left_out(monkeypatch):
     [("cpu", 1, "none"), ("cpu", 8, "none"), ("gpu", 1, "none"), ("gpu", 8, "overlap")]
     + [("tpu", 8, "none")],
 )
-def test_auto_is_what_suits_the_devices(platform, size, preset):
-    place = mesh(platform, size)
-    assert xla.options("auto", place) == xla.options(preset, place)
+def test_auto_selects_a_preset_by_platform_and_size(platform, size, preset):
+    devices = fake_mesh(platform, size)
+    assert xla.options("auto", devices) == xla.options(preset, devices)
 
 
-def test_what_runs_once_is_compiled_quickly_on_cpus_unless_the_user_says_how(monkeypatch):
+def test_quick_options_lower_the_llvm_level_on_cpus_unless_xla_flags_sets_it(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
-    (option,) = (found := xla.quick_compile_options(mesh("cpu", 8)))
+    (option,) = (found := xla.quick_compile_options(fake_mesh("cpu", 8)))
     assert jax.jit(lambda x: x + 1, compiler_options=found)(1.0) == 2
-    assert xla.quick_compile_options(mesh("gpu", 8)) == {}
+    assert xla.quick_compile_options(fake_mesh("gpu", 8)) == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{option}=0")
-    assert xla.quick_compile_options(mesh("cpu", 8)) == {}
+    assert xla.quick_compile_options(fake_mesh("cpu", 8)) == {}
 
 
-def test_a_preset_that_is_none_is_told():
+def test_an_unknown_preset_is_rejected():
     c = tiny_config()
     c.train.xla_preset = "fast"
     with pytest.raises(ConfigError, match="train.xla_preset='fast'"):
         parse(c, num_devices=8)
 
 
-def test_an_option_that_is_gone_unawares_is_told_with_the_way_out(monkeypatch):
-    later = {"xla_gpu_of_an_earlier_year": True}
-    monkeypatch.setattr(xla, "options", lambda preset, mesh: later)
+def test_an_option_that_xla_does_not_know_is_reported_with_a_remedy(monkeypatch):
+    unknown = {"xla_gpu_of_an_earlier_year": True}
+    monkeypatch.setattr(xla, "options", lambda preset, mesh: unknown)
     with pytest.raises(ConfigError, match="train.xla_preset: .*of_an_earlier_year.*=none"):
         train(tiny_config())
 
 
-def test_other_faults_of_the_compiler_are_not_mistaken_for_that():
+def test_other_compiler_errors_are_not_reported_as_unknown_options():
     with pytest.raises(jax.errors.JaxRuntimeError):
         xla.compile_with(jax.jit(lambda x: x).lower(1.0), {"xla_gpu_graph_min_graph_size": "few"})
