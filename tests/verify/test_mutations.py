@@ -14,6 +14,7 @@ from meshtrain import grads, metrics, optim, program, step, verify
 from meshtrain.data.loader import Loader
 from meshtrain.models import transformer
 from meshtrain.ops import losses
+from meshtrain.parallel import sync
 from meshtrain.parallel.pipeline import executor, ring, stages
 from meshtrain.verify.subject import Subject
 
@@ -55,26 +56,26 @@ def mutant(function):
 
 def of_gradients(change):
     """A `synchronise` that changes the gradients and leaves the metrics right."""
-    right = grads.synchronise
+    right = sync.synchronise
     return lambda sums, places: (change(sums[0]), right(sums, places)[1])
 
 
 @mutant
 def a_dropped_sum_over_data(patch, subject):
     first = functools.partial(jax.tree.map, lambda leaf: leaf[0])
-    patch.setattr(grads, "synchronise", of_gradients(first))
+    patch.setattr(sync, "synchronise", of_gradients(first))
 
 
 @mutant
 def a_doubled_sum_over_data(patch, subject):
     twice = functools.partial(jax.tree.map, lambda leaf: 2 * leaf.sum(0))
-    patch.setattr(grads, "synchronise", of_gradients(twice))
+    patch.setattr(sync, "synchronise", of_gradients(twice))
 
 
 @mutant
 def a_mean_over_data_instead_of_a_sum(patch, subject):
     mean = functools.partial(jax.tree.map, lambda leaf: leaf.mean(0))
-    patch.setattr(grads, "synchronise", of_gradients(mean))
+    patch.setattr(sync, "synchronise", of_gradients(mean))
 
 
 @mutant
@@ -83,7 +84,7 @@ def a_forgotten_reduction_of_biases(patch, subject):
         return leaf[0] if path[-1].key == "bias" else leaf.sum(0)
 
     patch.setattr(
-        grads, "synchronise", of_gradients(lambda tree: jax.tree.map_with_path(reduce, tree))
+        sync, "synchronise", of_gradients(lambda tree: jax.tree.map_with_path(reduce, tree))
     )
 
 
@@ -122,13 +123,13 @@ def a_missing_token_weight(patch, subject):
 
 @mutant
 def a_weight_of_one_slice_for_all(patch, subject):
-    right = grads.synchronise
+    right = sync.synchronise
 
     def synchronise(sums, places):
         gradients, total = right(sums, places)
         return gradients, metrics.Metrics(total.loss, sums[1].weight[0] * len(sums[1].weight))
 
-    patch.setattr(grads, "synchronise", synchronise)
+    patch.setattr(sync, "synchronise", synchronise)
 
 
 @mutant
@@ -193,7 +194,7 @@ def a_lost_causal_mask(patch, subject):
 
 @mutant
 def padded_logits_that_count(patch, subject):
-    patch.setattr(transformer.Outer, "project", lambda self, kernel, x: x @ kernel)
+    patch.setattr(transformer.EmbeddingAndHead, "project", lambda self, kernel, x: x @ kernel)
 
 
 @mutant
@@ -205,7 +206,7 @@ def a_gradient_of_the_last_chunk_alone(patch, subject):
 
     right = losses._forward
     patch.setattr(losses, "MIB", 1)
-    patch.setattr(losses._summed, "fwd", forward)
+    patch.setattr(losses._sum_over_chunks, "fwd", forward)
 
 
 @mutant
