@@ -1,6 +1,6 @@
-"""The peer in jax: a training step as one would write it for a single device, without a trainer.
+"""The baseline in bare jax: a training step as one would write it for a single device, without a trainer.
 
-The same maths, initial parameters and optimizer as the transformer's, for GPT-2's and Llama's shapes.
+For GPT-2 and Llama models, with the same maths, initial parameters and optimizer as meshtrain's transformer.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,19 +22,19 @@ def make_step(
     unroll: bool,
     flat: bool,
 ) -> Callable:
-    """Returns a step ((params, opt_state), tokens_BS, targets_BS) -> (the same, loss), not yet compiled.
+    """Returns a step ((params, opt_state), tokens_BS, targets_BS) -> ((params, opt_state), loss), not compiled.
 
-    `unroll` writes the layers out, instead of a scan; `flat` gives matrix products (B S, D).
+    `unroll`: a Python loop over the layers instead of a scan. `flat`: matrix products get inputs (B S, D).
     """
     c = section
     K = c["head_dim"] or c["d_model"] // c["num_heads"]
 
     def norm(x, p):
-        wide = x.astype(jnp.float32)
+        x32 = x.astype(jnp.float32)
         if c["norm"] == "layer":
-            wide -= wide.mean(-1, keepdims=True)
-        wide *= jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + c["norm_epsilon"])
-        out = wide * p["scale"].astype(jnp.float32)
+            x32 -= x32.mean(-1, keepdims=True)
+        x32 *= jax.lax.rsqrt((x32 * x32).mean(-1, keepdims=True) + c["norm_epsilon"])
+        out = x32 * p["scale"].astype(jnp.float32)
         return (out + p["bias"].astype(jnp.float32) if "bias" in p else out).astype(x.dtype)
 
     def linear(x, p, dims=1):
@@ -80,7 +80,7 @@ def make_step(
             for i in range(c["num_layers"]):
                 x = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], p["layers"]))
         else:
-            x, _ = jax.lax.scan(lambda x, one: (layer(x, one), None), x, p["layers"])
+            x, _ = jax.lax.scan(lambda x, params: (layer(x, params), None), x, p["layers"])
         x = norm(x, p["final_norm"])
         table = p["output"]["kernel"] if "output" in p else p["tokens"]["embedding"].T
         logits = linear(x, {"kernel": table}).astype(jnp.float32)
@@ -97,7 +97,7 @@ def make_step(
 
 
 def make_optimizer(optim: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Returns clipping and AdamW as this section of a config has them."""
+    """Returns gradient clipping and AdamW with the settings of the `optim` section of a config."""
 
     def decayed(tree):
         return jax.tree.map_with_path(lambda path, _: path[-1].key not in optim["no_decay"], tree)

@@ -1,7 +1,7 @@
-"""Steps of several contestants (contestant.py) that take turns on one machine, a process for each.
+"""Times training steps of several implementations alternately on one machine, each in its own process.
 
-Threads and memory of one would be in the way of another in the same process. Losses are compared
-step by step: a fast step with other maths is no peer.
+An implementation is a contestant (contestant.py). In one process, the threads and memory of one would disturb
+another. Losses are compared step by step: the time of a step with other maths says nothing.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ CACHES = ("JAX_COMPILATION_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # folders
 
 
 class Failed(Exception):
-    """A contestant ended early."""
+    """The process of a contestant reported an error or ended early."""
 
 
 class Contestant:
-    """A process that has done its first step, or whatever else its name stands for."""
+    """A process that has done its first step, or the other task that its name stands for."""
 
     def __init__(self, name: str, folder: Path):
         caches = folder / re.sub(r"\W+", "-", name)
@@ -37,20 +37,20 @@ class Contestant:
         command, pipe = [sys.executable, SCRIPT, name, folder], subprocess.PIPE
         began = time.perf_counter()
         self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
-        self.facts = self._answer()
+        self.facts = self._read_reply()
         self.seconds = time.perf_counter() - began
 
-    def turn(self, steps: int) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError):  # no answer will come then
+    def run_steps(self, steps: int) -> dict[str, Any]:
+        with contextlib.suppress(BrokenPipeError):  # _read_reply raises Failed
             print(steps, file=self.process.stdin, flush=True)
-        return self._answer()
+        return self._read_reply()
 
     def close(self) -> None:
-        """Waits for its end: only then its memory is free."""
+        """Waits until the process has ended, because only then its memory is free."""
         with contextlib.suppress(BrokenPipeError), self.process:
             pass
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_reply(self) -> dict[str, Any]:
         lines = (line for line in self.process.stdout if line.startswith("{"))
         reply = json.loads(next(lines, "null"))
         if reply is None or "error" in reply:
@@ -60,80 +60,82 @@ class Contestant:
 
 
 class Results(NamedTuple):
-    facts: dict[str, dict[str, Any]]  # of each contestant
-    heats: list[dict[str, dict[str, list]]]  # of each: seconds a step, by turn; losses of all steps
-    failed: dict[str, str]  # and why
+    facts: dict[str, dict[str, Any]]  # by contestant
+    # Contestants that were timed alternately, each with its seconds per step, by round, and all its losses.
+    groups: list[dict[str, dict[str, list]]]
+    failed: dict[str, str]  # contestant -> error
 
 
 def ceiling() -> dict[str, Any]:
-    """Returns what the device can do at most, and its name."""
+    """Returns the name of the device, and its measured rates of matrix products and copies."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        contextlib.closing(Contestant("ceiling", Path(folder))) as one,
+        contextlib.closing(Contestant("ceiling", Path(folder))) as process,
     ):
-        return one.facts
+        return process.facts
 
 
-def present(names: Sequence[str]) -> list[str]:
-    """Returns those that can take part: torch only where it is installed."""
+def available(names: Sequence[str]) -> list[str]:
+    """Returns the contestants that can run: torch only if it is installed."""
     has_torch = importlib.util.find_spec("torch") is not None
     return [name for name in names if has_torch or not name.startswith("torch")]
 
 
-def hold(
+def run(
     config: Mapping[str, Any], names: Sequence[str], *, rounds: int, steps: int, pairs: bool
 ) -> Results:
-    """Lets each have `rounds` turns of `steps` steps; with `pairs` each peer alone with the first.
+    """Times `rounds` times `steps` steps of each contestant, alternately.
 
-    The first start of each is with empty compile caches, its others with what that left in them.
+    With `pairs` each other contestant is timed in a group with only the first one. The first start of each has
+    empty compile caches; its later starts use the caches that the first one filled.
     """
-    found = Results({}, [], {})
-    first, *peers = names
+    results = Results({}, [], {})
+    first, *others = names
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         (folder / "config.json").write_text(json.dumps(config))
         if names != ["meshtrain"]:
             Contestant("initial", folder).close()
-        for heat in [[first, peer] for peer in peers] if pairs and peers else [names]:
-            _hold_heat(found, heat, folder, rounds=rounds, steps=steps)
-    return found
+        for group in [[first, other] for other in others] if pairs and others else [names]:
+            _run_group(results, group, folder, rounds=rounds, steps=steps)
+    return results
 
 
-def _hold_heat(
-    found: Results, names: Sequence[str], folder: Path, *, rounds: int, steps: int
+def _run_group(
+    results: Results, names: Sequence[str], folder: Path, *, rounds: int, steps: int
 ) -> None:
-    found.heats.append({name: {"seconds": [], "losses": []} for name in names})
+    results.groups.append({name: {"seconds": [], "losses": []} for name in names})
     running = {}
     with contextlib.ExitStack() as stack:
         for name in names:  # one after the other: compilers would slow each other down
-            if names[0] not in found.failed:
-                with _noting(found.failed, name):
-                    running[name] = _start(found, name, folder)
+            if names[0] not in results.failed:
+                with _recording(results.failed, name):
+                    running[name] = _start(results, name, folder)
                     stack.callback(running[name].close)
-        for turn in range(rounds):
-            for name in names[:: 1 if turn % 2 else -1]:
-                if name in found.failed or names[0] in found.failed:
+        for i in range(rounds):
+            for name in names[:: 1 if i % 2 else -1]:
+                if name in results.failed or names[0] in results.failed:
                     continue
-                with _noting(found.failed, name):
-                    reply = running[name].turn(steps)
-                    found.heats[-1][name]["seconds"].append(reply["seconds"])
-                    found.heats[-1][name]["losses"] += reply["losses"]
-                    found.facts[name]["bytes"] = reply["bytes"]
+                with _recording(results.failed, name):
+                    reply = running[name].run_steps(steps)
+                    results.groups[-1][name]["seconds"].append(reply["seconds"])
+                    results.groups[-1][name]["losses"] += reply["losses"]
+                    results.facts[name]["bytes"] = reply["bytes"]
 
 
-def _start(found: Results, name: str, folder: Path) -> Contestant:
-    if name in found.facts:
+def _start(results: Results, name: str, folder: Path) -> Contestant:
+    if name in results.facts:
         return Contestant(name, folder)
     cold = Contestant(name, folder)
     cold.close()
     warm = Contestant(name, folder)
-    found.facts[name] = {**cold.facts, "cold_seconds": cold.seconds, "warm_seconds": warm.seconds}
+    results.facts[name] = {**cold.facts, "cold_seconds": cold.seconds, "warm_seconds": warm.seconds}
     return warm
 
 
 @contextlib.contextmanager
-def _noting(failed: dict[str, str], name: str) -> Iterator[None]:
-    """Those that are left go on."""
+def _recording(failed: dict[str, str], name: str) -> Iterator[None]:
+    """Records that a contestant failed, so that the others continue."""
     try:
         yield
     except Failed as error:
@@ -141,43 +143,43 @@ def _noting(failed: dict[str, str], name: str) -> Iterator[None]:
         print(f"{name} failed: {error}", file=sys.stderr)
 
 
-def table(found: Results) -> list[dict[str, Any]]:
-    """Returns a row for each that did not fail; none where the first did, for what would it say?
+def table(results: Results) -> list[dict[str, Any]]:
+    """Returns a row for each contestant that did not fail; no rows if the first one failed.
 
-    Ratios are of medians within a heat; the first is shown as it was in the first heat.
+    Ratios are of medians within a group; the row of the first contestant is from the first group.
     """
-    first, rows = next(iter(found.heats[0])), {}
-    for heat in [] if first in found.failed else found.heats:
+    first, rows = next(iter(results.groups[0])), {}
+    for group in [] if first in results.failed else results.groups:
         medians = {
-            name: statistics.median(score["seconds"])
-            for name, score in heat.items()
-            if name not in found.failed
+            name: statistics.median(times["seconds"])
+            for name, times in group.items()
+            if name not in results.failed
         }
         for name in [name for name in medians if name not in rows]:
-            facts = found.facts[name]
+            facts = results.facts[name]
             rows[name] = {
-                "step of": name,
-                "ms": 1e3 * medians[name],
-                f"{first} / it": medians[first] / medians[name],
-                "compiled in s": facts["compile_seconds"],
-                "first step, cold s": facts["cold_seconds"],
+                "implementation": name,
+                "ms per step": 1e3 * medians[name],
+                f"speed / {first}": medians[first] / medians[name],
+                "compile s": facts["compile_seconds"],
+                "to first step, cold s": facts["cold_seconds"],
                 "warm s": facts["warm_seconds"],
                 "GB": facts["bytes"] and facts["bytes"] / 1e9,
-                "loss": heat[name]["losses"][-1],
+                "loss": group[name]["losses"][-1],
             }
     return list(rows.values())
 
 
-def faults(found: Results, *, rtol: float) -> list[str]:
-    """Returns a line where the first failed, and for each whose first losses are others than its."""
-    first = next(iter(found.heats[0]))
-    if first in found.failed:
-        return [f"{first} failed: {found.failed[first]}"]
-    right = np.array(found.heats[0][first]["losses"][:5], float)
-    scores = [item for heat in found.heats for item in heat.items()]
+def faults(results: Results, *, rtol: float) -> list[str]:
+    """Returns a line if the first contestant failed, and one for each whose first five losses differ from its."""
+    first = next(iter(results.groups[0]))
+    if first in results.failed:
+        return [f"{first} failed: {results.failed[first]}"]
+    expected = np.array(results.groups[0][first]["losses"][:5], float)
+    timed = [item for group in results.groups for item in group.items()]
     return [
-        f"{name} has the losses {score['losses'][:5]}, {first} {right.tolist()}"
-        for name, score in scores
-        if name not in found.failed
-        and not np.allclose(np.array(score["losses"][:5], float), right, rtol=rtol, atol=0)
+        f"{name} has the losses {times['losses'][:5]}, {first} {expected.tolist()}"
+        for name, times in timed
+        if name not in results.failed
+        and not np.allclose(np.array(times["losses"][:5], float), expected, rtol=rtol, atol=0)
     ]

@@ -1,10 +1,10 @@
-"""One contestant, with no more in its process than it needs: meshtrain, bare jax or torch.
+"""One implementation of the training step in its own process: meshtrain, bare jax or torch.
 
   python benchmarks/contestant.py NAME FOLDER
 
-FOLDER has config.json and, for the peers, initial.npz, which the name "initial" writes. A line of JSON
-says when the first step is done, and one follows for each line of stdin, a number of steps. The name
-"ceiling" stands for what the device can do at most.
+Started by contest.py. FOLDER has config.json and, for bare jax and torch, initial.npz, which the NAME "initial"
+writes. After its first step the process prints a line of JSON; then it reads numbers of steps from stdin, runs
+them, and prints a line of JSON for each. The NAME "ceiling" measures the rates of the device instead.
 """
 
 import json
@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-PEERS = {
+CONTESTANTS = {
     "meshtrain": {},
     "bare jax, scan": dict(unroll=False, flat=False),
     "bare jax, unrolled": dict(unroll=True, flat=False),
@@ -29,20 +29,20 @@ PEERS = {
     "torch compiled": dict(compile="default"),
     "torch compiled, max-autotune": dict(compile="max-autotune-no-cudagraphs"),
 }
-FUSED = "__cudnn$fmha"  # what the compiled text calls where attention is fused
+FUSED = "__cudnn$fmha"  # custom call of fused attention in a compiled program
 
 
 def prepare(name: str, folder: Path):
-    """Returns a function that takes a step and returns its loss, facts, and one that asks for the memory."""
+    """Returns a function that runs a step and returns its loss, a dict of facts, and a function for the memory used."""
     config = json.loads((folder / "config.json").read_text())
     rows, length = config["train"]["global_batch"], config["data"]["seq_len"]
     shape = rows, length + 1
     tokens = np.random.default_rng(0).integers(0, config["model"]["vocab_size"], shape)
     if name == "meshtrain":
         return prepare_meshtrain(folder, np.int32(tokens))
-    params, count = initial(folder)
-    prepare_peer = prepare_torch if name.startswith("torch") else prepare_bare
-    step, facts, memory = prepare_peer(config, params, tokens, **PEERS[name])
+    params, count = read_initial(folder)
+    prepare_baseline = prepare_torch if name.startswith("torch") else prepare_bare
+    step, facts, memory = prepare_baseline(config, params, tokens, **CONTESTANTS[name])
     return step, facts | {"parameters": count}, memory
 
 
@@ -73,13 +73,13 @@ def prepare_meshtrain(folder: Path, tokens: np.ndarray):
 
     def step():
         nonlocal carry
-        carry, report = compiled(carry, batch)
-        return report["loss"]
+        carry, metrics = compiled(carry, batch)
+        return metrics["loss"]
 
     return step, facts | fused(compiled), lambda: bytes_of(compiled)
 
 
-def prepare_bare(config: dict[str, Any], params: dict, tokens: np.ndarray, **how: bool):
+def prepare_bare(config: dict[str, Any], params: dict, tokens: np.ndarray, **options: bool):
     import jax
 
     from benchmarks import bare
@@ -88,9 +88,11 @@ def prepare_bare(config: dict[str, Any], params: dict, tokens: np.ndarray, **how
     params = jax.device_put(params)
     carry = params, optimizer.init(params)
     batch = jax.device_put((np.int32(tokens[:, :-1]), np.int32(tokens[:, 1:])))
-    made = bare.make_step(config["model"], optimizer, dtype=config["train"]["dtype"], **how)
+    train_step = bare.make_step(
+        config["model"], optimizer, dtype=config["train"]["dtype"], **options
+    )
     began = time.perf_counter()
-    compiled = jax.jit(made, donate_argnums=0).lower(carry, *batch).compile()
+    compiled = jax.jit(train_step, donate_argnums=0).lower(carry, *batch).compile()
     facts = {"compile_seconds": time.perf_counter() - began}
 
     def step():
@@ -128,14 +130,16 @@ def fused(compiled: Any) -> dict[str, bool]:
 
 
 def bytes_of(compiled: Any) -> int:
-    """Returns what a compiled step of jax needs at most, its state included."""
+    """Returns the peak memory of a compiled jax step, including the state."""
     m = compiled.memory_analysis()
-    held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
-    return held + m.temp_size_in_bytes
+    arguments_and_results = (
+        m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    )
+    return arguments_and_results + m.temp_size_in_bytes
 
 
-def initial(folder: Path) -> tuple[dict[str, Any], int]:
-    """Returns the initial parameters as nested dicts, and how many they are."""
+def read_initial(folder: Path) -> tuple[dict[str, Any], int]:
+    """Returns the initial parameters as nested dicts, and their number."""
     params, count = {}, 0
     with np.load(folder / "initial.npz") as file:
         for path in file.files:
@@ -161,7 +165,7 @@ def write_initial(folder: Path) -> None:
 
     parts = build(cfg)
     program = assemble(cfg, parts, devices=jax.devices()[:1])
-    with program.active():  # compiled without the moments, which nobody takes
+    with program.active():  # parameters only: without optimizer state
         params = jax.jit(lambda key: program.init(key).params)(jax.random.key(0))
     named = {
         jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
@@ -171,7 +175,7 @@ def write_initial(folder: Path) -> None:
 
 
 def ceiling() -> dict[str, Any]:
-    """Returns the FLOP/s of a bfloat16 matrix product, and the bytes/s that a copy reads and writes."""
+    """Returns the FLOP/s of a bfloat16 matrix product, and the bytes/s that a copy reads and writes together."""
     import jax
     import jax.numpy as jnp
 
@@ -187,7 +191,7 @@ def ceiling() -> dict[str, Any]:
 
     device = jax.devices()[0]
     side, copied = (64, 1 << 16) if device.platform == "cpu" else (8192, 1 << 30)
-    # Not all the same number: how much power a product draws, and so the clock, depends on the data.
+    # Random numbers, because the power that a product draws, and with it the clock rate, depends on the data.
     a, b = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
     x = jnp.ones(copied // 4, jnp.float32)
     return {
@@ -198,21 +202,21 @@ def ceiling() -> dict[str, Any]:
     }
 
 
-def compete(name: str, folder: Path) -> None:
+def serve(name: str, folder: Path) -> None:
     step, facts, memory = prepare(name, folder)
     float(step())
-    tell(facts)
+    reply(facts)
     for line in sys.stdin:
         began = time.perf_counter()
         losses = [step() for _ in range(int(line))]
-        losses = [float(loss) for loss in losses]  # waits for all
+        losses = [float(loss) for loss in losses]  # waits for all steps
         seconds = (time.perf_counter() - began) / len(losses)
         losses = [loss if math.isfinite(loss) else None for loss in losses]
-        tell({"seconds": seconds, "losses": losses, "bytes": memory()})
+        reply({"seconds": seconds, "losses": losses, "bytes": memory()})
 
 
-def tell(reply: dict[str, Any]) -> None:
-    print(json.dumps(reply), flush=True)
+def reply(fields: dict[str, Any]) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 def main():
@@ -220,13 +224,13 @@ def main():
     try:
         if name == "initial":
             write_initial(folder)
-            tell({})
+            reply({})
         elif name == "ceiling":
-            tell(ceiling())
+            reply(ceiling())
         else:
-            compete(name, folder)
+            serve(name, folder)
     except Exception as error:
-        tell({"error": f"{type(error).__name__}: {error}"[:300]})
+        reply({"error": f"{type(error).__name__}: {error}"[:300]})
         raise
 
 

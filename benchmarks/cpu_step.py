@@ -1,12 +1,12 @@
-"""Step time on CPU: the trainer's own step, a bare jax step and a torch loop, with the same maths.
+"""Step time on CPU: meshtrain compared with a bare jax step and a torch loop, with the same maths.
 
   python benchmarks/cpu_step.py [--rounds=10] [--steps=3] [--layers=4] [--vocab=4096] [--output=PATH]
 
-A float32 Llama-style model (6.3 M parameters), the same initial parameters, tokens and threads. Each
-contestant is a process of its own, and they take turns of a few steps; what counts is the ratio of the
-medians. Torch takes part where it is installed. To the first step is from the start of a process, with
-empty compile caches, and with what the first start left in them; peers read the initial parameters from
-a file, where the trainer draws its own.
+A float32 Llama-style model (6.3 M parameters); all implementations have the same initial parameters, tokens and
+number of threads. Each is a process, and the processes run a few steps alternately; the result is the ratio of
+the median step times. Torch is included if it is installed. The time to the first step is measured from the
+start of the process, once with empty compile caches (cold) and once with caches that the first start filled
+(warm); bare jax and torch read the initial parameters from a file, meshtrain generates them.
 """
 
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import contest, llama, record
-from benchmarks.contestant import PEERS
+from benchmarks.contestant import CONTESTANTS
 
 
 def main():
@@ -25,12 +25,12 @@ def main():
     numbers |= {"rows": 8, "seq-len": 256, "threads": len(os.sched_getaffinity(0))}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    peers = [name for name in PEERS if "max-autotune" not in name]
-    parser.add_argument("--only", nargs="+", default=peers, choices=PEERS, metavar="NAME",
-                        help=", ".join(PEERS))  # fmt: skip
+    quick = [name for name in CONTESTANTS if "max-autotune" not in name]  # which compiles slowly
+    parser.add_argument("--only", nargs="+", default=quick, choices=CONTESTANTS, metavar="NAME",
+                        help=f"implementations to time: {', '.join(CONTESTANTS)}")  # fmt: skip
     args = parser.parse_args()
     about = record.about(args, devices=["cpu"])
-    # Contestants inherit both.
+    # The processes of the contestants inherit both.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     c = llama.settings(
@@ -39,17 +39,16 @@ def main():
         model={"num_kv_heads": args.kv_heads, "vocab_size": args.vocab},
         optim={"schedule": "constant", "warmup_steps": 0},
     )
-    names = contest.present(args.only)
-    turns = dict(rounds=args.rounds, steps=args.steps)
-    found = contest.hold(c.to_dict(), names, **turns, pairs=False)
-    rows = contest.table(found)
+    names = contest.available(args.only)
+    results = contest.run(c.to_dict(), names, rounds=args.rounds, steps=args.steps, pairs=False)
+    rows = contest.table(results)
     if rows:
-        count = found.facts[names[0]]["parameters"]
+        count = results.facts[names[0]]["parameters"]
         print(f"{count:,} parameters, {args.rows} x {args.seq_len} tokens, {args.threads} threads")
         record.show(rows)
-        kept = about | {"rows": rows, "raw": found._asdict()}
-        record.save(args.output, kept, model=f"llama-{count / 1e6:.0f}m")
-    sys.exit("\n".join(contest.faults(found, rtol=1e-3)) or None)
+        fields = about | {"rows": rows, "raw": results._asdict()}
+        record.save(args.output, fields, model=f"llama-{count / 1e6:.0f}m")
+    sys.exit("\n".join(contest.faults(results, rtol=1e-3)) or None)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Speed of data: reading rows, the loader onto devices, and `meshtrain prepare` beside its tokenizer alone.
+"""Speed of the data path: reading rows, the loader onto devices, and `meshtrain prepare` compared with its tokenizer.
 
   python benchmarks/data.py [--seconds=2] [--megabytes=30] [--output=PATH]
 
-Rows are read from a memory map that is in the page cache, with all checks on, and packed by windows and
-by best fit. The text is the .py files of Python's standard library, the tokenizer one of 8192 tokens that
-is learned from it.
+Rows are read from a memory map that is in the page cache, with all checks on, for both values of data.packing.
+The text is the .py files of Python's standard library; the tokenizer has 8192 tokens and is trained on it.
 """
 
 import contextlib
@@ -30,32 +29,33 @@ from meshtrain.data.tokenizer import load
 from meshtrain.parallel import mesh
 
 RULES = (("batch", ("data", "fsdp")),)
-SIZES = [(1024, 8), (1024, 64), (4096, 8), (4096, 64)]  # tokens of a row, rows of a batch
+SIZES = [(1024, 8), (1024, 64), (4096, 8), (4096, 64)]  # tokens per row, rows per batch
 
 
-def text(megabytes: int) -> list[str]:
-    """Returns files of the standard library, so many bytes of them."""
-    root, found, left = Path(sysconfig.get_paths()["stdlib"]), [], megabytes * 10**6
+def standard_library(megabytes: int) -> list[str]:
+    """Returns the texts of files of the standard library, about this many MB in total."""
+    root, texts, left = Path(sysconfig.get_paths()["stdlib"]), [], megabytes * 10**6
     for path in sorted(root.rglob("*.py")):
         if left > 0 and not {"site-packages", "dist-packages"} & set(path.parts):
             with contextlib.suppress(UnicodeDecodeError):
-                found.append(path.read_text(encoding="utf-8"))
+                texts.append(path.read_text(encoding="utf-8"))
                 left -= path.stat().st_size
-    return [one for one in found if one]
+    return [text for text in texts if text]
 
 
-def preparing(folder: Path, texts: list[str]) -> dict[str, float]:
-    """Returns seconds of MB of text: the tokenizer alone, and the verb with one and two workers."""
+def prepare_speeds(folder: Path, texts: list[str]) -> dict[str, float]:
+    """Returns MB of text per second: of the tokenizer alone, and of `meshtrain prepare` with one and two workers."""
     source = folder / "text.jsonl"
-    source.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
-    megabytes = sum(len(one.encode()) for one in texts) / 1e6
-    verb = [sys.executable, "-m", "meshtrain", "prepare", str(source)]
-    learned = folder / "learned"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    command = [sys.executable, "-m", "meshtrain", "prepare", str(source)]
+    tokenizer_folder = folder / "tokenizer"
     small = folder / "small.jsonl"
-    small.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts[::10]))
-    cli.main("prepare", [str(small), f"--output={learned}", "--train_bpe=8192", "--num_workers=1"])
+    small.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::10]))
+    flags = [f"--output={tokenizer_folder}", "--train_bpe=8192", "--num_workers=1"]
+    cli.main("prepare", [str(small), *flags])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = load(learned)
+    tokenizer = load(tokenizer_folder)
     began = time.perf_counter()
     for start in range(0, len(texts), 64):
         tokenizer.encode_batch(texts[start : start + 64])
@@ -64,30 +64,30 @@ def preparing(folder: Path, texts: list[str]) -> dict[str, float]:
     for workers in (1, 2):
         out = folder / f"out{workers}"
         began = time.perf_counter()
-        flags = [f"--output={out}", f"--tokenizer={learned}", f"--num_workers={workers}"]
-        subprocess.run([*verb, *flags], check=True, env=environment, capture_output=True)
-        name = f"prepare, {workers} workers, start included"
+        flags = [f"--output={out}", f"--tokenizer={tokenizer_folder}", f"--num_workers={workers}"]
+        subprocess.run([*command, *flags], check=True, env=environment, capture_output=True)
+        name = f"prepare, {workers} workers, including start"
         speeds[name] = megabytes / (time.perf_counter() - began)
     return speeds
 
 
-def reading(path: Path, seconds: float, **settings) -> dict[str, float]:
-    """Returns tokens a second of a source alone, and of the loader onto the devices."""
+def read_speeds(path: Path, seconds: float, **settings) -> dict[str, float]:
+    """Returns tokens per second of a source alone, and of the loader onto the devices."""
     rows = settings.pop("rows")
     source = tokens.build(
         **{"path": str(path), "dtype": "", "pattern": "", "exclude": (), "separator": -1},
         **{"vocab_size": 8192, "heldout": 0.0, "seed": 0, "split": "train", **settings},
     )
-    places = mesh.make_mesh(data=1)
-    with contextlib.closing(Loader(source, places, RULES, global_batch=rows)) as loader:
+    one_device = mesh.make_mesh(data=1)
+    with contextlib.closing(Loader(source, one_device, RULES, global_batch=rows)) as loader:
         return {
-            "read": rate(lambda i: source.read(i * rows + np.arange(rows)), seconds),
-            "loader": rate(lambda i: jax.block_until_ready(next(loader)), seconds),
+            "read": tokens_per_second(lambda i: source.read(i * rows + np.arange(rows)), seconds),
+            "loader": tokens_per_second(lambda i: jax.block_until_ready(next(loader)), seconds),
         }
 
 
-def rate(batch, seconds: float) -> float:
-    """Returns tokens a second of batch(0), batch(1), ..., the first few left out."""
+def tokens_per_second(batch, seconds: float) -> float:
+    """Returns the rate of batch(0), batch(1), ..., without the first five."""
     for i in range(5):
         size = batch(i).tokens.size
     began, number = time.perf_counter(), 5
@@ -99,25 +99,29 @@ def rate(batch, seconds: float) -> float:
 
 def main() -> None:
     flags = record.parser(__doc__)
-    flags.add_argument("--seconds", type=float, default=2.0)
-    flags.add_argument("--megabytes", type=int, default=30)
+    flags.add_argument("--seconds", type=float, default=2.0, help="of each rate")
+    flags.add_argument("--megabytes", type=int, default=30, help="of text")
     args = flags.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    found = record.about(args)
+    results = record.about(args)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found["MB a second"] = preparing(folder, text(args.megabytes))
-        record.show([{"": name, "MB/s": one} for name, one in found["MB a second"].items()])
-        found["tokens a second"] = {}
+        speeds = results["MB per second"] = prepare_speeds(folder, standard_library(args.megabytes))
+        record.show([{"": name, "MB/s": speed} for name, speed in speeds.items()])
+        table = results["tokens per second"] = {}
         for packing in tokens.PACKINGS:
             for seq_len, rows in SIZES:
                 settings = dict(seq_len=seq_len, rows=rows, packing=packing)
-                speeds = reading(folder / "out1", args.seconds, **settings)
-                found["tokens a second"][f"{packing} {rows} x {seq_len}"] = speeds
-    table = found["tokens a second"].items()
+                speeds = read_speeds(folder / "out1", args.seconds, **settings)
+                table[f"{packing} {rows} x {seq_len}"] = speeds
     print()
-    record.show([{"M tokens/s": n, **{k: v / 1e6 for k, v in one.items()}} for n, one in table])
-    record.save(args.output, found, model="data-bpe-8192")
+    record.show(
+        [
+            {"M tokens/s": case, **{kind: speed / 1e6 for kind, speed in speeds.items()}}
+            for case, speeds in table.items()
+        ]
+    )
+    record.save(args.output, results, model="data-bpe-8192")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def get_config():
 
 def worker_pids(workdir: Path) -> dict[int, int]:
     """Returns the process ids of a run, by rank."""
-    found = {}
+    pids = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = dict(
@@ -95,10 +95,10 @@ def worker_pids(workdir: Path) -> dict[int, int]:
                 if "=" in pair
             )
             if VARIABLE in variables and str(workdir) in (folder / "cmdline").read_text():
-                found[int(variables["JAX_PROCESS_ID"])] = int(folder.name)
+                pids[int(variables["JAX_PROCESS_ID"])] = int(folder.name)
         except OSError:
             continue
-    return found
+    return pids
 
 
 def read_jsonl(workdir: Path, name: str) -> list[dict]:

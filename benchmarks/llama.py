@@ -1,4 +1,4 @@
-"""The small float32 Llama-style model that benchmarks share, at the sizes of their flags, and its step."""
+"""The small float32 Llama-style model that several benchmarks use, with sizes from their flags, and its step."""
 
 import argparse
 import contextlib
@@ -15,18 +15,18 @@ from meshtrain.data.loader import Loader
 from meshtrain.program import Program, assemble
 
 SIZES = {"layers": 8, "width": 256, "seq-len": 256}  # 8.0 M parameters
-# For scripts that compile much and time nothing: bytes are settled before LLVM has its turn.
+# For scripts that compile a lot and measure no times: LLVM optimizations do not change the bytes.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def add_numbers(parser: argparse.ArgumentParser, **numbers: int) -> None:
-    """Adds a flag for each number, and those of the model."""
+    """Adds a flag with a default for each of `numbers` and of SIZES."""
     for name, value in {**numbers, **SIZES}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
 
 
 def settings(args: argparse.Namespace, **sections: dict[str, Any]) -> ConfigDict:
-    """Returns a config of that model, with these keys of some sections."""
+    """Returns the config of the model, updated with these sections."""
     c = default.get_config()
     c.model.update(num_layers=args.layers, d_model=args.width, d_ff=4 * args.width)
     c.model.update(num_heads=8, num_kv_heads=4, vocab_size=256)
@@ -37,7 +37,7 @@ def settings(args: argparse.Namespace, **sections: dict[str, Any]) -> ConfigDict
 
 
 def program_of(c: ConfigDict, devices: list[jax.Device]) -> tuple[Config, Program, Any]:
-    """Returns the settings, what they make up on these devices, and the first batch."""
+    """Returns the settings, the program built from them for these devices, and the first batch."""
     cfg = parse(c, num_devices=len(devices))
     parts = build(cfg)
     program = assemble(cfg, parts, devices=devices)
@@ -49,5 +49,5 @@ def program_of(c: ConfigDict, devices: list[jax.Device]) -> tuple[Config, Progra
 
 
 def name_of(args: argparse.Namespace) -> str:
-    """Returns what records call the model, by its layers and width: llama-8x256."""
+    """Returns the model's name in records, with its layers and width: llama-8x256."""
     return f"llama-{args.layers}x{args.width}"

@@ -1,7 +1,7 @@
-"""What a benchmark prints and keeps: a table, and a JSON file named MODEL_HARDWARE_DATE.
+"""The output of a benchmark: a printed table, and a JSON record named MODEL_HARDWARE_DATE.
 
-A record holds what its figures depend on (versions, hardware, flags, commit, load) and every raw
-sample, so that another reader can take another median.
+A record holds everything that its results depend on (versions, hardware, flags, commit, load) and every raw
+sample, so that other statistics can be computed from it.
 """
 
 import argparse
@@ -25,20 +25,23 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "torc
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """Returns a parser that shows the script's docstring, with the flag of its record."""
+    """Returns a parser whose --help prints the docstring of the script, with the flag --output."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--output", type=Path, metavar="PATH", help="a file, or a folder to name one in"
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="write a JSON record to this file, or to a new file in this folder",
     )
     return parser
 
 
 def about(args: argparse.Namespace, devices: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns what figures depend on; to be asked before measuring, for the load of the machine.
+    """Returns what the results depend on. Call it before measuring, because it records the load of the machine.
 
-    `devices` names them where this process must not take hold of one.
+    Pass the names of the devices if this process must not initialize them.
     """
     return {
         "command": " ".join(["python", *sys.argv]),
@@ -58,7 +61,7 @@ def about(args: argparse.Namespace, devices: Sequence[str] = ()) -> dict[str, An
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints rows that have the same columns; floats with four figures, None as "-"."""
+    """Prints rows with the same columns as a table; floats with four digits, None as "-"."""
     cells = [[_text(value) for value in row.values()] for row in rows]
     lines = [[str(name) for name in rows[0]], *cells]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -68,7 +71,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def save(output: Path | None, record: Mapping[str, Any], *, model: str) -> None:
-    """Writes the record to that file, or by its own name to that folder; nowhere if there is none."""
+    """Writes the record to the file `output`, or to a file named by `name_of` in the folder `output`, if given."""
     if output is None:
         return
     if output.is_dir():
@@ -78,7 +81,7 @@ def save(output: Path | None, record: Mapping[str, Any], *, model: str) -> None:
 
 
 def name_of(model: str, record: Mapping[str, Any]) -> str:
-    """Returns MODEL_HARDWARE_DATE, the hardware as jax names the devices, or the number of cores."""
+    """Returns MODEL_HARDWARE_DATE; the hardware is jax's name and number of devices, or the number of CPU cores."""
     kind = record["devices"][0]
     hardware = (
         f"cpu-{record['cores']}-cores" if kind == "cpu" else f"{kind}-x{len(record['devices'])}"
@@ -94,11 +97,11 @@ def _text(value: Any) -> str:
 
 
 def _commit() -> str | None:
-    """Returns the commit of the tree; GIT_COMMIT says it of one that is no checkout."""
+    """Returns the commit of the working tree, or GIT_COMMIT if this is not a git checkout."""
     git = ["git", "-C", str(FOLDER.parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    with contextlib.suppress(FileNotFoundError):  # no git here
-        if found := subprocess.run(git, capture_output=True, text=True).stdout.strip():
-            return found
+    with contextlib.suppress(FileNotFoundError):  # git is not installed
+        if commit := subprocess.run(git, capture_output=True, text=True).stdout.strip():
+            return commit
     return os.environ.get("GIT_COMMIT")
 
 

@@ -1,11 +1,11 @@
-"""Seconds from starting a process to its first step, with a cold and with a warm compile cache.
+"""Seconds from the start of a process to its first step, with a cold and with a warm compile cache.
 
   python benchmarks/startup.py [--rounds=5] [--config=FILE] [--output=PATH]
 
-Each run is a fresh process on one CPU device; a cold one has a compile cache (JAX_COMPILATION_CACHE_DIR) of
-its own, in a temporary folder, which the warm one after it reads (jax keeps
-programs that took a second to compile, unless told otherwise). `import` has the interpreter's start in it,
-`state` compiles and runs what draws the parameters. Made-up tokens: no data is read.
+Each run is a new process on one CPU device. A cold run starts with an empty compile cache
+(JAX_COMPILATION_CACHE_DIR, a temporary folder), which the warm run after it reads; by default jax stores programs
+that took at least a second to compile. `import` includes the start of the interpreter; `state` compiles and runs
+the initialization of the parameters. Tokens are synthetic: no data is read.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def work(args) -> dict[str, float]:
-    """A fresh process, as far as its first step; returns the seconds of each part."""
+    """Runs this new process up to its first step; returns the seconds of each part."""
     import jax
 
     from benchmarks import llama
@@ -46,8 +46,8 @@ def work(args) -> dict[str, float]:
         jax.block_until_ready(compiled(state, batch))
         ends["first step"] = time.time()
     starts = [args.began, *ends.values()]
-    found = {name: end - start for (name, end), start in zip(ends.items(), starts, strict=False)}
-    return {**found, "all": ends["first step"] - args.began}
+    parts = {name: end - start for (name, end), start in zip(ends.items(), starts, strict=False)}
+    return {**parts, "all": ends["first step"] - args.began}
 
 
 def run(args, cache: str) -> dict[str, float]:
@@ -65,8 +65,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--config", default=str(ROOT / "configs" / "quickstart.py"), metavar="FILE")
     args = parser.parse_args()
-    runtime.simulate(1)  # of this process, which only waits
-    found, seconds = record.about(args), {"cold": [], "warm": []}
+    runtime.simulate(1)  # this process only waits
+    results, seconds = record.about(args), {"cold": [], "warm": []}
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory() as cache:
             for kind in seconds:
@@ -75,15 +75,15 @@ def main():
     for name in seconds["cold"][0]:
         row = {"seconds": name}
         for kind, runs in seconds.items():
-            row[kind] = statistics.median(one[name] for one in runs)
+            row[kind] = statistics.median(parts[name] for parts in runs)
         rows.append(row)
     record.show(rows)
-    found |= {"seconds": seconds, "figures": rows}
-    record.save(args.output, found, model=f"startup-{Path(args.config).stem}")
+    results |= {"seconds": seconds, "figures": rows}
+    record.save(args.output, results, model=f"startup-{Path(args.config).stem}")
 
 
 if __name__ == "__main__":
-    # Before anything large is imported, which is part of what is timed.
+    # The flags are read before large imports, because the imports are part of the measured time.
     worker = argparse.ArgumentParser(add_help=False)
     worker.add_argument("--began", type=float)
     worker.add_argument("--config")

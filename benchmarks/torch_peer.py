@@ -1,6 +1,6 @@
-"""The peer in torch: a training loop in the manner of nanoGPT, with the maths of the transformer's shapes.
+"""The baseline in torch: a training step in the style of nanoGPT, with the maths of meshtrain's transformer.
 
-Scaled-dot-product attention, fused AdamW, one autocast for bfloat16, `torch.compile` if asked.
+It uses scaled_dot_product_attention, fused AdamW, autocast for bfloat16 and, optionally, `torch.compile`.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,16 +38,16 @@ class Block(nn.Module):
         self.qkv = nn.Linear(D, (self.H + 2 * self.G) * K, bias)
         self.out = nn.Linear(self.H * K, D, bias)
         self.gated = c["mlp"] == "swiglu"
-        self.up = nn.Linear(D, 2 * F_ if self.gated else F_, bias)  # the gate is its first half
+        self.up = nn.Linear(D, 2 * F_ if self.gated else F_, bias)  # gate first, then up
         self.down = nn.Linear(F_, D, bias)
 
-    def forward(self, x, turn):
+    def forward(self, x, rotation):
         B, S, _ = x.shape
         H, G, K = self.H, self.G, self.K
         qkv = self.qkv(self.attention_norm(x)).view(B, S, H + 2 * G, K).transpose(1, 2)
         q, k, v = qkv.split([H, G, G], 1)
-        if turn is not None:
-            q, k = rotate(q, *turn), rotate(k, *turn)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != G)
         x = x + self.out(out.transpose(1, 2).reshape(B, S, H * K))
         h = self.up(self.mlp_norm(x))
@@ -81,18 +81,18 @@ class Transformer(nn.Module):
 
     def forward(self, tokens, targets):
         x = self.tokens(tokens)
-        turn = (self.sin, self.cos) if self.positions is None else None
+        rotation = (self.sin, self.cos) if self.positions is None else None
         if self.positions is not None:
             x = x + self.positions.weight[: x.shape[1]]
         for layer in self.layers:
-            x = layer(x, turn)
+            x = layer(x, rotation)
         logits = self.output(self.final_norm(x))
         if logits.shape[-1] != self.V:
             logits = logits[..., : self.V]
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def load(self, params: Mapping[str, Any]) -> None:
-        """Takes the initial parameters of the transformer, a tree of numpy arrays."""
+        """Copies the initial parameters of meshtrain's transformer, a tree of numpy arrays, into this model."""
         self.tokens.weight.data.copy_(tensor(params["tokens"]["embedding"]))
         if self.positions is not None:
             self.positions.weight.data.copy_(tensor(params["positions"]["embedding"]))
@@ -129,16 +129,17 @@ def make_step(
     dtype: str,
     compile: str | None,
 ) -> Callable:
-    """Returns a step (tokens_BS, targets_BS) -> loss, a tensor; `compile` is a mode of torch.compile."""
+    """Returns a step (tokens_BS, targets_BS) -> loss tensor; `compile` is a mode of torch.compile, None: eager."""
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
-    with torch.device(device):  # born there, where drawing what is then overwritten takes no time
+    # Random initialization, overwritten below, is fast on the device.
+    with torch.device(device):
         model = Transformer(section, params["tokens"]["embedding"].shape[0], seq_len)
     model.load(params)
     decayed = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() == 1]
+    not_decayed = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": optim["weight_decay"]}]
-    groups += [{"params": rest, "weight_decay": 0.0}]
+    groups += [{"params": not_decayed, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(
         groups,
         lr=optim["learning_rate"],
