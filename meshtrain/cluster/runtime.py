@@ -109,7 +109,7 @@ def _cache_folder() -> Path | None:
 
 
 def _make_private(folder: Path, *, others: int) -> None:
-    """Creates the folder if necessary; raises OSError unless we own it and others have at most `others`."""
+    """Creates the folder if necessary; raises OSError unless it is ours, with no permissions beyond `others`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     mode = stat.S_IMODE(found.st_mode)

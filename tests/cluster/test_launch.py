@@ -74,7 +74,7 @@ def losses(workdir):
     return {row["step"]: row["loss"] for row in rows}
 
 
-def test_two_processes_of_four_devices_are_one_of_eight(tmp_path):
+def test_two_processes_with_four_devices_each_give_the_losses_of_one_with_eight(tmp_path):
     config = tiny_config()
     # Several evaluation batches used to hang while they were in flight together.
     config.train.steps, config.eval.batches = 10, 8

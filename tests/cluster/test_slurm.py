@@ -10,7 +10,7 @@ import time
 
 import pytest
 from conftest import ROOT
-from test_launch_files import assert_trained_as_undisturbed, newest_step, tiny_run
+from test_launch_files import assert_losses_equal_uninterrupted, newest_step, tiny_run
 from test_train import rows
 
 from meshtrain.checkpoint import manifest
@@ -144,7 +144,7 @@ def test_a_preempted_job_saves_requeues_and_ends_like_an_uninterrupted_one(submi
     job.wait_for_state("COMPLETED")
     (restored,) = events(job, "restore")
     assert restored["step"] == preempted["step"]
-    assert_trained_as_undisturbed(tmp_path, steps=steps)
+    assert_losses_equal_uninterrupted(tmp_path, steps=steps)
 
 
 def test_after_a_process_is_killed_all_restart_on_both_nodes(submit, tmp_path):
@@ -160,7 +160,7 @@ def test_after_a_process_is_killed_all_restart_on_both_nodes(submit, tmp_path):
         log = (job.workdir / "logs" / f"rank-{rank}.log").read_text()
         assert len(re.findall(r"attempt \d", log)) == 2
     assert job.facts["Restarts"] == "0"  # the job itself was not requeued
-    assert_trained_as_undisturbed(tmp_path, steps=steps)
+    assert_losses_equal_uninterrupted(tmp_path, steps=steps)
 
 
 def test_a_cancelled_job_is_not_requeued(submit):
