@@ -62,8 +62,8 @@ def _pieces(corpus: Corpus, first: int, last: int, seq_len: int) -> tuple[np.nda
 def best_fit(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the row and the slot within it, (N,) int64 each, of pieces with 1 ... `seq_len` tokens.
 
-    Each piece, longest first, goes to the row that it leaves the least room in, or to a new row if it
-    fits none. Rows with equal room are interchangeable, so they are handled as groups.
+    Each piece, longest first, goes to the row with the least room that fits it, else to a new row.
+    Rows with equal room are interchangeable, so they are handled as groups.
     """
     small = np.uint16 if seq_len < 1 << 16 else np.int64  # numpy has a radix sort for 16 bits
     order = np.argsort(lengths.astype(small), kind="stable")

@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 class Source:
     """A dataset. `read` must depend on its argument only: that makes a run resumable.
 
-    Sample i is the i-th of the whole run, over all epochs and processes; the source itself handles
+    Sample i is the i-th of the run, over all epochs and processes; the source itself handles
     the seed, the shuffle and the epochs. `read` accepts an int64 array of n indices and returns any
     pytree of arrays with a leading dim of n. It is called from a background thread.
     """

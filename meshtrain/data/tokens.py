@@ -31,7 +31,7 @@ def build(
     heldout: float,
     seed: int,
     split: str,
-    packing: str = "windows",  # configs of older runs have neither of these two keys
+    packing: str = "windows",  # older configs have neither `packing` nor `mixture`
     mixture: tuple = (),
 ) -> Source:
     """Returns the "train" or "heldout" split of `path`; raises ConfigError if the data is unusable.
@@ -41,7 +41,7 @@ def build(
     any other folder the bytes of the files that match `pattern` are read into memory, without the
     subfolders named in `exclude`.
     The last `heldout` fraction of the tokens is held out; the files of a folder are shuffled first.
-    Each epoch visits each row once, in an order of its own; sample i is the i-th over all epochs.
+    Each epoch visits each row once, in a new random order; sample i is the i-th over all epochs.
 
     Packing "windows": the stream is split into rows of `seq_len` tokens, also within documents; a last
     row that is too short is dropped. The last target of a row is the token after the row. "best_fit":

@@ -71,7 +71,7 @@ def _hash_faults(path: Path, sha256: str) -> list[str]:
 
 
 def _shard_faults(shard: Shard, entry: dict, tokenizer: dict) -> list[str]:
-    """Returns the faults of a shard, given its manifest entry and that of the tokenizer."""
+    """Returns the faults of a shard, given its and the tokenizer's manifest entry."""
     faults = []
     counts = {"tokens": len(shard.tokens), "documents": len(shard.starts) - 1}
     faults += [
