@@ -10,9 +10,8 @@ have a leading dim with one row [...] per position that has a device of this pro
 positions if there is one process). Processes that share a position must pass the same row. `mesh`
 defaults to the mesh of `jax.set_mesh`. Raises ConfigError for invalid arguments.
 
-All processes must make the same calls in the same order. Their shapes and dtypes are compared at the
-first call of a kind only: if one process alone later changes to another kind that it has used before,
-it hangs.
+All processes must make the same calls in the same order. They compare shapes and dtypes only when these
+are new: a process that later switches alone to shapes that it has used before hangs.
 """
 
 import functools

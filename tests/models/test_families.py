@@ -1,4 +1,4 @@
-"""Every model family is one transformer with a config; its maths equals the NumPy reference.
+"""Every model family is one transformer with a config; equal to the reference of meshtrain verify.
 
 test_convert.py checks converted weights.
 """

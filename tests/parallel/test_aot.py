@@ -1,4 +1,4 @@
-"""The pipelined step compiles ahead of time for CPU, TPU and GPU, on a host that needs none of them.
+"""The pipelined step compiles ahead of time for TPU and GPU, on a host without them (and for CPU).
 
 XLA partitions differently for each platform, and aborts the process on some programs. So each case
 compiles in its own process: this file, run as `python tests/parallel/test_aot.py PLATFORM SCHEDULE KEEP`.
@@ -16,7 +16,8 @@ import pytest
 from conftest import ROOT, tiny_config
 from jax.experimental import topologies
 
-from meshtrain.analysis import audit, collective_ops, hlo
+from meshtrain.analysis import collective_ops, hlo
+from meshtrain.analysis.audit import audit
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.program import assemble
