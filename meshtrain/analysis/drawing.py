@@ -30,9 +30,8 @@ def text_lines(table: Table, columns: int) -> list[str]:
     size = 1 + max(len(name) for work in cells for row in work for name in row)
     heads = [f"stage {stage}" for stage in range(table.num_stages)]
     left = max(map(len, heads)) + 2
-    per_block = max(
-        TICKS_PER_NUMBER, (columns - left) // size // TICKS_PER_NUMBER * TICKS_PER_NUMBER
-    )
+    # Ticks per block of lines: a multiple of TICKS_PER_NUMBER.
+    per_block = TICKS_PER_NUMBER * max(1, (columns - left) // size // TICKS_PER_NUMBER)
     lines = []
     for start in range(0, table.num_ticks, per_block):
         ticks = range(start, min(start + per_block, table.num_ticks))
