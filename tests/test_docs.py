@@ -232,6 +232,7 @@ def test_words_are_those_of_the_field(page):
 def test_files_and_config_keys_that_a_page_names_exist(page):
     text, config = PAGES[page].read_text(), default.get_config().to_dict()
     folders = "benchmarks|configs|docs|launch|meshtrain|tests|parallel"
+    text = text.replace("configs/NAME.py", "")
     names = re.findall(rf"(?<![\w/.])(?:{folders})/[\w/.-]+\.(?:py|sh|md|json|txt|yaml)\b", text)
     names += [f"benchmarks/results/{name}" for name in re.findall(r"[\w-]+_cpu-[\w-]+\.\w+", text)]
     lost = [
@@ -285,6 +286,18 @@ def test_exit_codes_are_listed():
     text = PAGES["docs/reference/files.md"].read_text()
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert {*map(int, re.findall(r"^\| (\d+) \|", text, re.MULTILINE))} == {0, *codes}
+
+
+def test_messages_in_troubleshooting_are_those_of_the_code():
+    files = [*(ROOT / "meshtrain").rglob("*.py"), *(ROOT / "launch").glob("*.sh")]
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files))
+    rows = re.findall(r"^\| (.*?) \|", PAGES["docs/troubleshooting.md"].read_text(), re.MULTILINE)
+    word = r"[A-Za-z][\w'-]*"
+    messages = [span for row in rows for span in row.split("`")[1::2] if " " in span]
+    for message in messages:
+        parts = re.findall(rf"{word}(?: {word})+", message)  # without values, which come between
+        longest = max(parts, key=len, default="")
+        assert longest in code or longest.rpartition(" ")[0] in code, message
 
 
 # ---- the page that is generated ----
