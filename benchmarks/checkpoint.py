@@ -1,9 +1,11 @@
-"""What a checkpoint costs: blocked time beside a copy, a save beside a raw write, a check beside a restore.
+"""Cost of a checkpoint: blocked time compared with a copy, save with a raw write, check with restore.
 
   python benchmarks/checkpoint.py [--rounds=7] [--folder=DIR] [--output=PATH]
 
-A Llama-style model with AdamW, 305 MB of state on one CPU device, saved by the trainer's own Saver while
-nothing else goes on. Each round measures all, in turn; what counts are ratios of medians.
+A Llama-style model with AdamW, 305 MB of state on one CPU device, is saved by the trainer's Saver while nothing
+else runs. `blocked` is the time for which a save holds up the training, `raw write` one file with the same
+bytes, `check` the verification of all checksums. Each round measures everything once; the results are ratios
+of medians.
 """
 
 import os
@@ -37,8 +39,8 @@ def raw_write(path: Path, blocks: list[np.ndarray]) -> None:
         os.fsync(file.fileno())
 
 
-def noisy(tree, key):
-    """Other numbers for each save, which do not compress better than a trained state's."""
+def add_noise(tree, key):
+    """Changes all values, so that each save differs and compresses no better than a trained state."""
     return jax.tree.map(lambda x: x + jax.random.normal(key, x.shape).astype(x.dtype), tree)
 
 
@@ -49,23 +51,23 @@ def measure(args) -> dict:
     cfg = parse(c, num_devices=1)
     parts = build(cfg)
     program, folder = assemble(cfg, parts), Path(tempfile.mkdtemp(dir=args.folder))
-    told: list[dict] = []
+    events: list[dict] = []
     saver = Saver(
         folder,
         cfg.checkpoint,
         config=cfg.to_dict(),
         mesh=asdict(cfg.mesh),
-        event=lambda name, **fields: told.append({"event": name, **fields}),
-        line=print,
+        event=lambda name, **fields: events.append({"event": name, **fields}),
+        log=print,
     )
     times: dict[str, list[float]] = {
         name: [] for name in ("copy", "blocked", "save", "raw write", "check", "restore")
     }
     with program.active():
         current = program.start(0)
-        step = jax.jit(noisy)
+        step = jax.jit(add_noise)
         saver.prepare(program.abstract_state)
-        for number in range(args.rounds + 1):  # the first warms up
+        for number in range(args.rounds + 1):  # the first is warm-up
             current = jax.block_until_ready(step(current, jax.random.key(number)))
             began = time.perf_counter()
             blocks = [np.array(leaf) for leaf in jax.tree.leaves(current)]
@@ -74,13 +76,13 @@ def measure(args) -> dict:
             saved = time.perf_counter()
             raw_write(folder / "raw", blocks)
             written = time.perf_counter()
-            one = manifest.verify(folder / str(number))
+            saved_manifest = manifest.verify(folder / str(number))
             checked = time.perf_counter()
-            jax.block_until_ready(saver.restore(one, program.abstract_state))
+            jax.block_until_ready(saver.restore(saved_manifest, program.abstract_state))
             restored = time.perf_counter()
             if number:
                 times["copy"].append(copied - began)
-                times["blocked"].append(told[-1]["blocked_seconds"])
+                times["blocked"].append(events[-1]["blocked_seconds"])
                 times["save"].append(saved - copied)
                 times["raw write"].append(written - saved)
                 times["check"].append(checked - written)
@@ -90,7 +92,7 @@ def measure(args) -> dict:
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "bytes": state.bytes_of(current),
-        "files": one.bytes,
+        "files": saved_manifest.bytes,
         "times": times,
         "medians": medians,
     }
@@ -100,19 +102,19 @@ def main():
     parser = record.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--folder", help="on the disk to measure; the system's temporary one by default"
+        "--folder", help="on the disk to measure; default: the system's temporary folder"
     )
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    found = record.about(args)
-    found |= measure(args)
-    m = found["medians"]
-    print(f"{found['bytes'] / 1e6:,.0f} MB of state, {found['files'] / 1e6:,.0f} MB of files")
+    results = record.about(args)
+    results |= measure(args)
+    m = results["medians"]
+    print(f"{results['bytes'] / 1e6:,.0f} MB of state, {results['files'] / 1e6:,.0f} MB of files")
     record.show([{"": name, "seconds": seconds} for name, seconds in m.items()])
     print(f"blocked / copy        {m['blocked'] / m['copy']:.2f}")
     print(f"save / raw write      {m['save'] / m['raw write']:.2f}")
     print(f"check / restore       {m['check'] / m['restore']:.1%}")
-    record.save(args.output, found, model="checkpoint-llama-6x512")
+    record.save(args.output, results, model="checkpoint-llama-6x512")
 
 
 if __name__ == "__main__":

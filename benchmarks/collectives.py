@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import llama, record
-from meshtrain.analysis.audit import audit
+from meshtrain.analysis.audit.audit import audit
 from meshtrain.cluster import runtime
 
 DEVICES = 8

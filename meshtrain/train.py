@@ -1,4 +1,4 @@
-"""The trainer. Read `train`, then `_loop`: check, build, restore or initialise, compile; then step by step."""
+"""The trainer. Read `train` (check, build, restore or initialise, compile), then `_loop` (step by step)."""
 
 import contextlib
 import itertools
@@ -23,7 +23,8 @@ from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model, Params
 from meshtrain.monitor import health, summary
-from meshtrain.monitor.divergence import Watch
+from meshtrain.monitor.divergence import LossMonitor
+from meshtrain.monitor.units import Units, units_of
 from meshtrain.monitor.writer import Writer
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
@@ -32,8 +33,8 @@ from meshtrain.state import TrainState
 class Result(NamedTuple):
     state: TrainState
     step: int  # batches seen
-    eval_loss: float | None  # held-out loss at the end, None where nothing is held out
-    interrupted: bool  # by Ctrl-C or SIGTERM, after saving the state
+    eval_loss: float | None  # held-out loss at the end; None without held-out data
+    interrupted: bool  # by Ctrl-C or SIGTERM; the state was saved
 
 
 def train(
@@ -45,13 +46,13 @@ def train(
     eval_data: Source | Iterable[Any] | None = None,
     from_scratch: bool = False,
 ) -> Result:
-    """Trains as `config` says, going on from the newest good checkpoint in `workdir`.
+    """Trains a model, or resumes from the newest valid checkpoint in `workdir`.
 
-    Where there are checkpoints and none is good it stops, unless told to start `from_scratch`.
-    `model` and `data` take the place of what `config.model` and `config.data` build; an iterable
-    yields global batches (see `data.loader.from_iterable`). Without `workdir` nothing is saved.
-    Raises ConfigError for what the user has to change, before anything is compiled, and
-    FloatingPointError when loss or gradient stay not finite, after `divergence.max_skips` such steps.
+    If there are checkpoints and all are corrupt, it raises ConfigError, or starts at step 0 with
+    `from_scratch`. `model` and `data` replace those that the config names; an iterable yields global
+    batches (see `data.loader.from_iterable`). Without `workdir` nothing is saved.
+    Raises ConfigError for mistakes of the user, before anything is compiled, and FloatingPointError
+    after `divergence.max_skips` steps in a row whose loss or gradient is not finite.
     """
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(signals.stop_event())
@@ -59,7 +60,7 @@ def train(
         distributed.reset_stop_requests()
         runtime.setup()
 
-        # ---- check and build, on all processes or none: nothing is computed yet ----
+        # ---- check and build, on all processes or on none: nothing is computed yet ----
         with distributed.raise_on_all_processes():
             _check_model(model)
             cfg = parse(config, num_devices=jax.device_count())
@@ -69,11 +70,13 @@ def train(
         distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
         model, data, eval_data = parts.model, parts.train_data, eval_data or parts.heldout_data
         if eval_data is not None and not isinstance(eval_data, Source):
-            eval_data = list(itertools.islice(eval_data, cfg.eval.batches))  # the same each time
+            eval_data = list(
+                itertools.islice(eval_data, cfg.eval.batches)
+            )  # the same at each evaluation
         stack.enter_context(program.active())
         heldout_loss = _heldout_loss(program, eval_data, cfg)
 
-        # ---- open what the run reads and writes, and say what it is about to do ----
+        # ---- open files and data, and log what the run is about to do ----
         writer = stack.enter_context(contextlib.closing(_open_writer(workdir)))
         saver = saved = None
         clock.enter("restore")
@@ -83,83 +86,90 @@ def train(
             saver.prepare(program.abstract_state)
             saved = saver.recover(from_scratch=from_scratch)
         start, position = (saved.step, saved.position) if saved else (0, 0)
-        source = None if saved else initial.source(cfg.checkpoint, tell=writer.line)
-        tell = dict(event=writer.event, line=writer.line)
-        watch = Watch(cfg.divergence, saved.watch if saved else {}, **tell)
-        check = health.Check(cfg.health, program.mesh, clock.page, **tell)
+        source = None if saved else initial.find_source(cfg.checkpoint, log=writer.log)
+        callbacks = dict(event=writer.event, log=writer.log)
+        loss_monitor = LossMonitor(cfg.divergence, saved.watch if saved else {}, **callbacks)
+        check = health.Check(cfg.health, program.mesh, clock.page, **callbacks)
         loader = stack.enter_context(_open_loader(data, cfg, program.mesh, position))
-        units = summary.units_of(loader.peek(), model)
-        for line in summary.before(cfg, program, units, data):
-            writer.line(line)
-        run = Run(cfg, program, clock, writer, saver, watch, check, loader, units, stop)
+        units = units_of(loader.peek(), model)
+        for line in summary.start_lines(cfg, model, program.abstract_state, units, data):
+            writer.log(line)
+        run = Run(cfg, program, clock, writer, saver, loss_monitor, check, loader, units, stop)
 
-        # ---- restore, or initialise: every parameter is born where it lives ----
+        # ---- restore, or initialise: each device its own shards ----
         if saved:
             state = saver.restore(saved, program.abstract_state)
             writer.event("restore", step=start, position=position, mesh=saved.mesh)
-            writer.line(f"restored step {start} from {workdir}")
+            writer.log(f"restored step {start} from {workdir}")
         else:
             state = program.start(cfg.train.seed)
             if source:
-                only, tell = cfg.checkpoint.init_only, dict(event=writer.event, line=writer.line)
-                state = state._replace(params=initial.take(state.params, *source, only, **tell))
+                only = cfg.checkpoint.init_only
+                params = initial.load_params(state.params, *source, only, **callbacks)
+                state = state._replace(params=params)
         writer.config(cfg.to_dict())
         writer.event("start", step=start, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
-        # ---- compile, loop, and save where it ended ----
+        # ---- compile, loop, save the last state ----
         step = start
-        if start < cfg.train.steps and not distributed.broadcast(run.asked()):
+        if start < cfg.train.steps and not distributed.broadcast(run.stop_requested()):
             clock.enter("compile")
             began = time.perf_counter()
             train_step = program.compile(loader.peek())
-            writer.line(f"compiled in {time.perf_counter() - began:.1f} s")
+            writer.log(f"compiled in {time.perf_counter() - began:.1f} s")
             distributed.barrier("compiled")  # else the first collective waits for a slow compiler
             state, step = _loop(run, state, start, train_step, heldout_loss)
         finished = step >= cfg.train.steps
         clock.enter("eval")
         eval_loss = heldout_loss(state.params) if finished else None
         clock.enter("save")
-        if saver and watch.spike is None:  # with one, the newest checkpoint is where to go on from
+        # After a spike nothing is saved: the run resumes from the checkpoint before it.
+        if saver and loss_monitor.spike is None:
             saver.finish(step, state, **run.facts(eval_loss))
         if finished:
-            watch.conclude(step, writer.newest)
+            loss_monitor.check_final(step, writer.newest)
         clock.enter("end")
         seconds = {phase: spent for phase, spent in clock.page.seconds().items() if spent}
         name = "end" if finished else "preempted"
         writer.event(name, step=step, eval_loss=eval_loss, seconds=seconds)
         writer.close()
-        writer.line(summary.after(step, cfg, eval_loss, data, workdir))
+        writer.log(summary.final_line(step, cfg, eval_loss, data, workdir))
         return Result(state, step, eval_loss, not finished)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is open while a run goes on."""
+    """What `_loop` works with."""
 
     cfg: Config
     program: Program
     clock: progress.Clock
     writer: Writer
     saver: Saver | None
-    watch: Watch
+    loss_monitor: LossMonitor
     check: health.Check
     loader: Loader
-    units: summary.Units
+    units: Units
     stop: threading.Event  # set by a signal
 
-    def asked(self) -> bool:
-        """Whether any process was told to stop; known to the first one, which decides for all."""
+    def stop_requested(self) -> bool:
+        """Whether any process was asked to stop. Only process 0 knows; it decides for all."""
         return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.stop_requested)
 
     def facts(self, eval_loss: float | None) -> dict[str, Any]:
-        """What a checkpoint says beside the state."""
+        """Returns what the manifest of a checkpoint records besides the state."""
         measured = {} if eval_loss is None else {"eval_loss": eval_loss}
         metrics = {**self.writer.newest, **measured}
-        return {"position": self.loader.position, "metrics": metrics, "watch": self.watch.memory}
+        return {
+            "position": self.loader.position,
+            "metrics": metrics,
+            "watch": self.loss_monitor.statistics,
+        }
 
     def begin(self, step: int, position: int) -> None:
+        """Tells the writer where the loop starts, at first or after a rollback."""
         so_far = dict(samples=position, waited=self.clock.page["data"])
-        self.writer.begin(step, self.cfg, self.units, **so_far, see=self.watch.see)
+        self.writer.begin(step, self.cfg, self.units, **so_far, observe=self.loss_monitor.observe)
 
 
 def _loop(
@@ -169,20 +179,20 @@ def _loop(
     train_step: Callable[[TrainState, Any], tuple[TrainState, Any]],
     heldout_loss: Callable[[Params], float | None],
 ) -> tuple[TrainState, int]:
-    """Checks, evaluates, saves, steps, reports the step before; returns where it ended."""
+    """Checks, evaluates, saves, takes a step, logs the previous step; returns the last state and step."""
     cfg, clock, writer, saver, loader = run.cfg, run.clock, run.writer, run.saver, run.loader
     step = start
     run.begin(start, loader.position)
     while True:
         save_due = saver is not None and saver.due(step, start)
-        stopping, save_due = distributed.broadcast((run.asked(), save_due))
+        stopping, save_due = distributed.broadcast((run.stop_requested(), save_due))
         last = step >= cfg.train.steps
         eval_due = not last and cfg.eval.every > 0 and step > 0 and step % cfg.eval.every == 0
         check_due = run.check.due(step, saving=save_due or last or stopping)
         if stopping or last or eval_due or save_due or check_due:
-            writer.flush()  # first, so that nothing broken is evaluated or saved
-        if run.watch.spike is not None and not stopping:
-            state, step = _go_back(run, state, step)
+            writer.flush()  # it raises if the last steps were not finite: do not evaluate or save them
+        if run.loss_monitor.spike is not None and not stopping:
+            state, step = _roll_back(run, state, step)
             continue
         with writer.paused():
             if check_due:
@@ -205,29 +215,29 @@ def _loop(
                 saver.finish(step, state, **run.facts(None))
             raise
         clock.enter("step", step)
-        state, report = train_step(state, batch)
+        state, scalars = train_step(state, batch)
         log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
-        # Writes the step before, while the device works on this one.
-        writer.step(step, report, eval_loss, waited=clock.page["data"], log=log)
+        # Writes the previous step while the device computes this one.
+        writer.step(step, scalars, eval_loss, waited=clock.page["data"], log=log)
         step += 1
 
 
-def _go_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
-    """Undoes a spike: returns the newest checkpoint's state and step, or those given if there is none."""
+def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
+    """Returns state and step of the newest checkpoint, to undo a spike; without one, the given state and step."""
     run.clock.enter("restore")
     run.writer.flush()
     back = run.saver.recover(from_scratch=True) if run.saver else None
-    run.watch.undo(back.step if back else None, run.loader.position)
+    run.loss_monitor.roll_back(back.step if back else None, run.loader.position)
     if back is None:
         return state, step
-    jax.tree.map(lambda leaf: leaf.delete(), state)  # makes room for the one before
+    jax.tree.map(lambda leaf: leaf.delete(), state)  # frees the memory for the restored state
     state = run.saver.restore(back, run.program.abstract_state)
     run.begin(back.step, run.loader.position)
     return state, back.step
 
 
 def _check_model(model: Any) -> None:
-    """Raises ConfigError where the caller passes something that is not a Model."""
+    """Raises ConfigError if the caller passes something that is not a Model."""
     if not isinstance(model, Model | None):
         kind = type(model).__name__
         raise ConfigError(
@@ -245,7 +255,7 @@ def _open_loader(
 
 
 def _heldout_loss(program: Program, data: Any, cfg: Config) -> Callable[[Params], float | None]:
-    """Returns the loss of parameters on the first `eval.batches` held-out batches, the same every time."""
+    """Returns the function params -> loss on the first `eval.batches` held-out batches."""
     compiled: list[jax.stages.Compiled] = []
 
     def loss(params: Params) -> float | None:
@@ -257,8 +267,8 @@ def _heldout_loss(program: Program, data: Any, cfg: Config) -> Callable[[Params]
                 compiled.append(jax.jit(program.eval_step).lower(*example).compile())
                 distributed.barrier("evaluation compiled")
             (eval_step,) = compiled
-            # One at a time: on CPU, programs that are in flight together mix their messages to other
-            # processes, and hang.
+            # One batch at a time: on CPU, two programs in flight mix up their messages between processes
+            # and hang.
             sums = [
                 jax.device_get(eval_step(params, next(heldout))) for _ in range(cfg.eval.batches)
             ]
@@ -275,7 +285,7 @@ def _open_saver(workdir: Path, cfg: Config, program: Program, writer: Writer) ->
         config=cfg.to_dict(),
         mesh=asdict(cfg.mesh),
         event=writer.event,
-        line=writer.line,
+        log=writer.log,
     )
     return contextlib.closing(saver)
 

@@ -34,7 +34,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path for path in (README, *sorted(ROOT.glob("docs/**/*.md")))
 }
 BIN = Path(sys.executable).parent
-SECONDS = 300  # that a block may take
+SECONDS = 600  # that a block may take
 OUTPUT = "output of the block above"
 MARKER = re.compile(r"not run: .{10,}|slow(, on 8 simulated devices)?|run as part of \S+|" + OUTPUT)
 # The left column of the glossary, as far as it can be searched for.

@@ -49,17 +49,22 @@ def module_of(file):
 
 
 def imports_of(path):
-    """Every dotted name that a file imports, at the top or within a function."""
+    """Yields every dotted name that a file imports, at the top or within a function."""
     for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                file = ROOT / whole.replace(".", "/")
-                is_module = file.is_dir() or file.with_suffix(".py").is_file()
-                yield whole if is_module else node.module
+        yield from imports_of_node(node, path)
+
+
+def imports_of_node(node, path):
+    """Yields the dotted names that one statement imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{path}: relative import"
+        for alias in node.names:
+            name = f"{node.module}.{alias.name}"
+            file = ROOT / name.replace(".", "/")
+            is_module = file.is_dir() or file.with_suffix(".py").is_file()
+            yield name if is_module else node.module
 
 
 def importers_of(library):
@@ -88,6 +93,24 @@ def test_a_folder_imports_only_from_lower_layers(file):
             continue
         ours, theirs = layer_of(module), layer_of(other)
         assert LAYERS.index(theirs) <= LAYERS.index(ours), f"{file} imports {imported}"
+
+
+def test_no_chain_of_imports_is_longer_than_eight():
+    """Of imports at the top of a module: what is imported within a function is loaded when it is used."""
+    graph = {}
+    for file, path in FILES.items():
+        names = (name for node in parsed(path).body for name in imports_of_node(node, path))
+        ours = (name.removeprefix("meshtrain.") for name in names if name.startswith("meshtrain."))
+        graph[module_of(file)] = {*ours} - {module_of(file)}
+
+    @functools.cache
+    def longest(module):
+        return max(
+            ([module, *longest(one)] for one in graph.get(module, ())), key=len, default=[module]
+        )
+
+    chain = max(map(longest, graph), key=len)
+    assert len(chain) <= 8, " -> ".join(chain)
 
 
 # Private names of jax that the package uses, why, and what breaks without them. Elsewhere there are none.

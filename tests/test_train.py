@@ -22,8 +22,7 @@ from meshtrain.checkpoint import manifest
 from meshtrain.cluster import distributed
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
-from meshtrain.data.source import Source
-from meshtrain.data.tokens import to_batch
+from meshtrain.data.source import Source, to_batch
 from meshtrain.train import train
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,58 +1,59 @@
-"""Checkpoints that fit any mesh and are checked to the last byte before they are used.
+"""Checkpoints that can be restored on any mesh; every byte is verified before it is used.
 
-Orbax writes arrays (arrays.py), our manifest makes a checkpoint of them (manifest.py), a Saver saves
-beside the training (saver.py), one run at a time (lock.py). Here: which one to read.
+Orbax writes the arrays (arrays.py), our manifest commits them as a checkpoint (manifest.py), a Saver
+saves in the background of the training (saver.py), one run at a time (lock.py). This module selects
+the checkpoint to read.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
 from meshtrain.checkpoint import manifest
-from meshtrain.checkpoint.manifest import BadCheckpoint, Manifest
+from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.errors import ConfigError
 
 FOLDER = "checkpoints"  # in a workdir
 
 
-def newest_good(folder: Path) -> tuple[Manifest | None, dict[int, str]]:
-    """Returns the newest checkpoint that is good to the last byte, and what is wrong with newer ones.
+def newest_valid(folder: Path) -> tuple[Manifest | None, dict[int, str]]:
+    """Returns the newest valid checkpoint (every byte verified), and by step why newer ones are corrupt.
 
-    Reads only, so it may be used beside a run that writes.
+    It only reads, so it is safe while a run writes to the folder.
     """
-    bad: dict[int, str] = {}
+    corrupt: dict[int, str] = {}
     steps = manifest.steps(folder)
     for step in steps:
         try:
-            return manifest.verify(folder / str(step)), bad
-        except BadCheckpoint as error:
-            bad[step] = str(error)
-    # Where a run went on meanwhile, the one looked at may have made room for a newer one.
-    return newest_good(folder) if manifest.steps(folder) != steps else (None, bad)
+            return manifest.verify(folder / str(step)), corrupt
+        except CorruptCheckpoint as error:
+            corrupt[step] = str(error)
+    # A run may have saved a newer checkpoint and removed the one being read: look again.
+    return newest_valid(folder) if manifest.steps(folder) != steps else (None, corrupt)
 
 
 def workdir_of(path: Path) -> Path:
-    """Returns the workdir that `path` is, or is a checkpoint in: WORKDIR/checkpoints/STEP."""
-    inside = path.name.isdecimal() and path.parent.name == FOLDER
-    return path.parent.parent if inside else path
+    """Returns the workdir of `path`: `path` itself, or W if it is a checkpoint W/checkpoints/STEP."""
+    is_checkpoint = path.name.isdecimal() and path.parent.name == FOLDER
+    return path.parent.parent if is_checkpoint else path
 
 
-def find(path: Path, *, tell: Callable[[str], None] = print) -> tuple[Path, Manifest]:
-    """Returns the folder and manifest of a checkpoint: `path` itself, or the newest good one of a run.
+def find_valid(path: Path, *, log: Callable[[str], None] = print) -> tuple[Path, Manifest]:
+    """Returns folder and manifest of a checkpoint: `path` itself, or the newest valid one of a workdir.
 
-    Newer ones that are bad are told. Raises ConfigError where there is none, or it is bad.
+    Logs newer checkpoints that are corrupt. Raises ConfigError if there is none or `path` is corrupt.
     """
     try:
         if path.name.isdecimal() and not (path / FOLDER).is_dir():
             return path, manifest.verify(path)
-    except BadCheckpoint as error:
+    except CorruptCheckpoint as error:
         raise ConfigError(f"{path}: {error}; use another checkpoint") from error
     folder = path / FOLDER
-    found, bad = newest_good(folder)
-    if found is None:
-        why = "".join(f"; step {step}: {why}" for step, why in bad.items())
+    newest, corrupt = newest_valid(folder)
+    if newest is None:
+        reasons = "".join(f"; step {step}: {reason}" for step, reason in corrupt.items())
         raise ConfigError(
-            f"{path}: no good checkpoint there{why}; use a run's workdir, or WORKDIR/{FOLDER}/STEP"
+            f"{path}: no valid checkpoint there{reasons}; use a run's workdir, or WORKDIR/{FOLDER}/STEP"
         )
-    for step, why in bad.items():
-        tell(f"{folder / str(step)}: {why}; step {found.step} is used")
-    return folder / str(found.step), found
+    for step, reason in corrupt.items():
+        log(f"{folder / str(step)}: {reason}; step {newest.step} is used")
+    return folder / str(newest.step), newest

@@ -1,4 +1,4 @@
-"""The arrays of a state through Orbax: each process writes its shards, and reads those that it needs."""
+"""Arrays of a state, through Orbax: each process writes its own shards and reads the shards it needs."""
 
 import fnmatch
 from collections.abc import Mapping, Sequence
@@ -14,22 +14,22 @@ from meshtrain.models.base import Params
 from meshtrain.state import LossScale, TrainState, start_loss_scale
 
 FOLDER = "arrays"  # in a checkpoint
-TOLD = 20  # differing arrays that a fault names
+MAX_LISTED = 20  # mismatched arrays in an error message
 
 
-class Arrays:
+class AsyncWriter:
     """Writes states in the background, one at a time."""
 
     def __init__(self):
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
 
     def save(self, directory: Path, state: TrainState) -> None:
-        """Returns when the arrays are copied off the devices; so the state may be given away."""
+        """Returns when the arrays are copied to the host: the state may then be donated."""
         args = ocp.args.PyTreeSave(_fields(state))
         self._orbax.save((directory / FOLDER).absolute(), args=args, force=True)
 
     def wait(self) -> None:
-        """Returns when they are written, by all processes; raises what went wrong."""
+        """Waits until all processes have written their arrays; raises the error of the write."""
         self._orbax.wait_until_finished()
 
     def close(self) -> None:
@@ -39,31 +39,31 @@ class Arrays:
 def restore(
     directory: Path, saved: Mapping[str, str], abstract: TrainState, *, allow_cast: bool = False
 ) -> TrainState:
-    """Returns the state in a checkpoint whose arrays are `saved`, placed as `abstract` says.
+    """Returns the state in a checkpoint, with the shardings of `abstract`.
 
-    A run may change to float16 or away from it: a loss scale that was not saved starts anew, one that
-    is not wanted is left behind. Raises ConfigError where other arrays are missing, of another shape,
-    or, without `allow_cast`, of another dtype.
+    `saved` is the manifest's `arrays`. A run may switch to or from float16: a loss scale that was not
+    saved is initialised, one that is not needed is dropped. Raises ConfigError if another array is
+    missing or has another shape or, without `allow_cast`, another dtype.
     """
-    place = abstract.step.sharding
-    fresh = jax.jit(start_loss_scale, out_shardings=LossScale(place, place))
-    scaled = any(path.startswith("loss_scale") for path in saved)
-    there = abstract._replace(loss_scale=fresh.eval_shape() if scaled else None)
-    _check_same(saved, shapes(_fields(there)), directory, allow_cast)
-    state = TrainState(**_read(directory, saved, _fields(there)))
+    replicated = abstract.step.sharding
+    init_loss_scale = jax.jit(start_loss_scale, out_shardings=LossScale(replicated, replicated))
+    has_loss_scale = any(path.startswith("loss_scale") for path in saved)
+    target = abstract._replace(loss_scale=init_loss_scale.eval_shape() if has_loss_scale else None)
+    _check_same(saved, shapes(_fields(target)), directory, allow_cast)
+    state = TrainState(**_read(directory, saved, _fields(target)))
     if abstract.loss_scale is None:
         return state._replace(loss_scale=None)
-    return state if scaled else state._replace(loss_scale=fresh())
+    return state if has_loss_scale else state._replace(loss_scale=init_loss_scale())
 
 
 def restore_params(
     directory: Path, saved: Mapping[str, str], params: Params, patterns: Sequence[str] = ("*",)
 ) -> tuple[Params, list[str], list[str]]:
-    """Returns `params` with those that match a pattern taken from a checkpoint of any optimizer.
+    """Returns `params` with those that match a pattern read from a checkpoint, cast to their dtype here.
 
-    Beside them it names the parameters that are left as they were, and those there that nobody took.
-    A pattern is a glob over paths such as layers/attention/*. Raises ConfigError where one that
-    matches is not there, or has another shape; its dtype becomes the one in `params`.
+    Also returns the paths of the parameters left unchanged, and of those in the checkpoint not used.
+    A pattern is a glob over paths such as layers/attention/*. The optimizer of the checkpoint does not
+    matter. Raises ConfigError if a matching parameter is missing or has another shape.
     """
     flat = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     wanted = {
@@ -71,54 +71,55 @@ def restore_params(
         for path, leaf in flat.items()
         if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
     }
-    if idle := [one for one in patterns if not fnmatch.filter(flat, one)]:
+    if unmatched := [pattern for pattern in patterns if not fnmatch.filter(flat, pattern)]:
         raise ConfigError(
-            f"checkpoint.init_only={','.join(idle)}: no parameter has such a name; "
+            f"checkpoint.init_only={','.join(unmatched)}: no parameter has such a name; "
             f"there are {', '.join(list(flat)[:5])}, ..."
         )
     prefix = "params/"
-    there = {path.removeprefix(prefix): s for path, s in saved.items() if path.startswith(prefix)}
+    saved_params = {
+        path.removeprefix(prefix): shape for path, shape in saved.items() if path.startswith(prefix)
+    }
     _check_same(
-        {path: shape for path, shape in there.items() if path in wanted},
+        {path: shape for path, shape in saved_params.items() if path in wanted},
         shapes(wanted),
         directory,
         allow_cast=True,
     )
     read = _read(directory, saved, {"params": _only(params, wanted)})["params"]
     new = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(read)}
-    taken = jax.tree.map_with_path(lambda path, leaf: new.get(_name(path), leaf), params)
     return (
-        taken,
+        jax.tree.map_with_path(lambda path, leaf: new.get(_name(path), leaf), params),
         [path for path in flat if path not in wanted],
-        sorted(there.keys() - wanted.keys()),
+        sorted(saved_params.keys() - wanted.keys()),
     )
 
 
 def _only(tree: Params, wanted: Mapping[str, Any], prefix: str = "") -> Params:
-    """Returns what a nested dict has at the paths that are wanted."""
-    kept = {}
+    """Returns the part of a nested dict at the wanted paths, as abstract arrays."""
+    selected = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, Mapping):
             if inner := _only(value, wanted, f"{path}/"):
-                kept[key] = inner
+                selected[key] = inner
         elif path in wanted:
-            kept[key] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
-    return kept
+            selected[key] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+    return selected
 
 
 def as_numpy(directory: Path) -> dict[str, np.ndarray]:
     """Returns all arrays of a checkpoint by path, on the host."""
     path = (directory / FOLDER).absolute()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        there = orbax.metadata(path).item_metadata.tree
-        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), there)
+        saved = orbax.metadata(path).item_metadata.tree
+        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
         tree = orbax.restore(path, args=ocp.args.PyTreeRestore(restore_args=on_host))
     return {_name(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def shapes(tree: Any) -> dict[str, str]:
-    """Returns shape and dtype by path, a path of bare names: Orbax turns every container into a dict."""
+    """Returns "(shape) dtype" by path. Paths hold plain names: Orbax turns every container into a dict."""
     return {
         _name(path): f"{tuple(leaf.shape)} {leaf.dtype}"
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -130,8 +131,7 @@ def shapes_of(state: TrainState) -> dict[str, str]:
 
 
 def _read(directory: Path, saved: Mapping[str, str], wanted: Any) -> Any:
-    """Reads arrays in their own dtype, which Orbax would change without a word, then casts."""
-
+    """Reads arrays in their saved dtype, then casts: Orbax itself would cast silently."""
     target = jax.tree.map_with_path(
         lambda path, leaf: leaf.update(dtype=saved[_name(path)].rpartition(" ")[2]), wanted
     )
@@ -148,7 +148,7 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any) -> Any:
 
 
 def _fields(state: TrainState) -> dict[str, Any]:
-    """What there is of a state: Orbax would put a None on record as well."""
+    """Returns the fields of a state that are not None, which Orbax would save too."""
     return {name: value for name, value in state._asdict().items() if value is not None}
 
 
@@ -159,36 +159,36 @@ def _name(path: tuple) -> str:
 def _check_same(
     saved: Mapping[str, str], wanted: Mapping[str, str], directory: Path, allow_cast: bool
 ) -> None:
-    """Raises ConfigError, with a table, where the arrays there are not those wanted here."""
+    """Raises ConfigError, with a table, if the saved arrays differ from the wanted ones."""
 
-    def kind(some: Mapping[str, str], path: str) -> str:
-        shape = some.get(path, "absent")
-        return shape.rpartition(" ")[0] if allow_cast and path in some else shape
+    def compared(arrays: Mapping[str, str], path: str) -> str:
+        described = arrays.get(path, "absent")
+        return _shape(described) if allow_cast and path in arrays else described
 
     paths = sorted(
         saved.keys() | wanted.keys(), key=lambda path: (not path.startswith("params"), path)
     )
-    differing = [path for path in paths if kind(saved, path) != kind(wanted, path)]
+    differing = [path for path in paths if compared(saved, path) != compared(wanted, path)]
     if not differing:
         return
-    width = max(map(len, differing[:TOLD]))
+    width = max(map(len, differing[:MAX_LISTED]))
     table = [
-        f"  {path:{width}}  {saved.get(path, 'absent')} there, {wanted.get(path, 'absent')} here"
-        for path in differing[:TOLD]
+        f"  {path:{width}}  {saved.get(path, 'absent')} in the checkpoint, {wanted.get(path, 'absent')} here"
+        for path in differing[:MAX_LISTED]
     ]
-    if len(differing) > TOLD:
-        table.append(f"  ... and {len(differing) - TOLD} more")
-    others = [
+    if len(differing) > MAX_LISTED:
+        table.append(f"  ... and {len(differing) - MAX_LISTED} more")
+    other_shape = [
         path for path in differing if _shape(saved.get(path, "")) != _shape(wanted.get(path, ""))
     ]
-    if not others:
+    if not other_shape:
         advice = "only dtypes differ: allow it with checkpoint.allow_cast=True, or keep them"
-    elif not any(path.startswith("params") for path in others):
-        advice = "keep the optimizer, or take the parameters alone: another --workdir, with checkpoint.init_from"
+    elif not any(path.startswith("params") for path in other_shape):
+        advice = "keep the optimizer, or load only the parameters: another --workdir, with checkpoint.init_from"
     else:
         advice = "use its config, or another --workdir"
     raise ConfigError(
-        f"{directory}: {len(differing)} arrays are not those of this model and optimizer; {advice}",
+        f"{directory}: {len(differing)} arrays do not match this model and optimizer; {advice}",
         *table,
     )
 

@@ -1,4 +1,4 @@
-"""A new run's parameters from another run's checkpoint: `checkpoint.init_from` and `init_only`."""
+"""Initial parameters of a new run from another run's checkpoint: `checkpoint.init_from`, `init_only`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,35 +12,38 @@ from meshtrain.errors import ConfigError
 from meshtrain.models.base import Params
 
 
-def source(
-    settings: CheckpointConfig, *, tell: Callable[[str], None]
+def find_source(
+    settings: CheckpointConfig, *, log: Callable[[str], None]
 ) -> tuple[Path, Manifest] | None:
-    """Returns the checkpoint that a new run's parameters come from, if it is to be one."""
+    """Returns the checkpoint named by `checkpoint.init_from`, or None if that is empty."""
     path = Path(settings.init_from)
     try:
         if not settings.init_from:
             return None
         files.reject_huggingface(path)
-        return checkpoint.find(path, tell=tell)
+        return checkpoint.find_valid(path, log=log)
     except ConfigError as error:
         raise ConfigError(f"checkpoint.init_from={error}") from error
 
 
-def take(
+def load_params(
     params: Params,
     directory: Path,
     saved: Manifest,
     only: str,
     *,
     event: Callable[..., None],
-    line: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Params:
-    """Returns the parameters with those of a checkpoint that `only` names; tells what is left."""
+    """Returns `params` with the parameters that match `only` read from a checkpoint.
+
+    `only` holds comma-separated patterns. Logs which parameters stay new and which are not used.
+    """
     patterns = [pattern.strip() for pattern in only.split(",")]
     params, fresh, unused = arrays.restore_params(directory, saved.arrays, params, patterns)
-    told = f"parameters of {directory}"
-    told += f" · new here: {', '.join(fresh)}" if fresh else ""
-    told += f" · not used: {', '.join(unused)}" if unused else ""
-    line(told)
+    message = f"parameters of {directory}"
+    message += f" · new here: {', '.join(fresh)}" if fresh else ""
+    message += f" · not used: {', '.join(unused)}" if unused else ""
+    log(message)
     event("init_from", path=str(directory), new=fresh, unused=unused)
     return params

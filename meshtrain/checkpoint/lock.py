@@ -1,4 +1,4 @@
-"""One run at a time in a workdir."""
+"""A lock on the workdir: one run at a time."""
 
 import contextlib
 import fcntl
@@ -13,21 +13,21 @@ from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError
 
 NAME = "LOCK"  # in the workdir
-VISIBLE = 15.0  # seconds until what one host wrote must be seen by the others
+VISIBLE_WITHIN = 15.0  # seconds for a file that one host wrote to be seen by the others
 
 
 @contextlib.contextmanager
 def held(workdir: Path) -> Iterator[None]:
-    """Keeps other runs out of a workdir until it is left or the process is dead, however it died.
+    """Holds the lock of a workdir until the context exits or the process dies, however it died.
 
-    Raises ConfigError where another run is in it.
+    Raises ConfigError if another run holds it, or if processes see different folders.
     """
     handle, fault = None, ""
     try:
         if distributed.process_id() == 0:
             try:
                 handle = os.open(workdir / NAME, os.O_RDWR | os.O_CREAT, 0o644)
-                fault = _take(handle, workdir)
+                fault = _acquire(handle, workdir)
             except OSError as error:
                 fault = f"--workdir={workdir}: {NAME}: {error.strerror}; use a folder that can be written"
         if fault := distributed.broadcast(fault):
@@ -36,17 +36,18 @@ def held(workdir: Path) -> Iterator[None]:
         yield
     finally:
         if handle is not None:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked has it open as well
+            # Closing alone is not enough: a forked child holds the file open too.
+            fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
 
 def _check_shared(workdir: Path) -> None:
-    """Raises ConfigError where a process sees another folder under this name than the first one."""
-    ours = distributed.broadcast(_content(workdir) if distributed.process_id() == 0 else "")
+    """Raises ConfigError if a process sees another folder under this path than process 0."""
+    expected = distributed.broadcast(_content(workdir) if distributed.process_id() == 0 else "")
     with distributed.raise_on_all_processes():
-        until = time.monotonic() + VISIBLE
-        while _content(workdir) != ours:
-            if time.monotonic() > until:
+        deadline = time.monotonic() + VISIBLE_WITHIN
+        while _content(workdir) != expected:
+            if time.monotonic() > deadline:
                 raise ConfigError(
                     f"--workdir={workdir}: is not the folder of process 0; use one that all hosts share"
                 )
@@ -60,18 +61,18 @@ def _content(workdir: Path) -> str:
         return ""
 
 
-def _take(handle: int, workdir: Path) -> str:
-    """Returns who has the lock, or nothing: then it is ours."""
+def _acquire(handle: int, workdir: Path) -> str:
+    """Acquires the lock; returns an error message if another run holds it, else an empty string."""
     try:
-        # The kernel's lock, not what the file says, tells whether the other run is alive.
+        # The kernel's lock decides whether the other run is alive, not the file's content.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         try:
             fields = json.loads(os.pread(handle, 1000, 0))
-            who = f"pid {fields['pid']} on {fields['host']}"
+            holder = f"pid {fields['pid']} on {fields['host']}"
         except (ValueError, KeyError, TypeError):
-            who = "one that has not said which"
-        return f"--workdir={workdir}: another run is in it, {who}; stop that one, or use another --workdir"
+            holder = "its pid is unknown"
+        return f"--workdir={workdir}: another run is in it, {holder}; stop that one, or use another --workdir"
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
     os.ftruncate(handle, 0)
     os.pwrite(handle, (json.dumps(record) + "\n").encode(), 0)

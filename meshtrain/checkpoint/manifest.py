@@ -1,8 +1,8 @@
-"""What makes a folder of files a checkpoint: its manifest, written last and checked first.
+"""The manifest of a checkpoint: written last, verified first.
 
-A checkpoint is the folder `STEP`, made in four steps of which each leaves something harmless behind:
-arrays are written to `STEP.partial/`, then everything is on disk (fsync), then MANIFEST.json lists
-every file with size and CRC-32, then the folder gets its name. Nothing here needs jax.
+A checkpoint is the folder `STEP`. It is written in four stages, and a crash in any of them is harmless:
+arrays are written to `STEP.partial/`, all files are flushed to disk (fsync), MANIFEST.json lists every
+file with size and CRC-32, the folder is renamed to `STEP`. Nothing here needs jax.
 """
 
 import json
@@ -18,42 +18,41 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from isal import isal_zlib  # zlib's CRC-32 as fast as memory is read
+from isal import isal_zlib  # CRC-32 at the speed of memory
 
 NAME = "MANIFEST.json"
 PARTIAL = ".partial"
 QUARANTINE = "quarantine"
 FORMAT = 1
-NUMBER = re.compile("0|[1-9][0-9]*")  # a step, as it names a folder
-BLOCK = 256 << 10  # bytes read at once, few enough for a core's cache
-LARGEST = 256 << 20  # bytes of a manifest; a larger one is none
+STEP_NAME = re.compile("0|[1-9][0-9]*")  # name of a checkpoint folder
+BLOCK_BYTES = 256 << 10  # read at once; fits in a core's cache
+MAX_BYTES = 256 << 20  # of a manifest; a larger file is not read
 
 
-class BadCheckpoint(Exception):
-    """Why a checkpoint must not be used."""
+class CorruptCheckpoint(Exception):
+    """A checkpoint that must not be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """Describes a checkpoint: its position in training, its arrays and its files."""
 
     step: int  # batches seen
-    position: int  # of the next sample to train on
+    position: int  # index of the next sample to train on
     time: float  # seconds since 1970
-    metrics: dict[str, float]  # of the last step before it, and of the held-out data if it was due
-    watch: dict[str, float]  # of the losses so far, see divergence.py
+    metrics: dict[str, float]  # of the last step; plus eval_loss if the held-out data was evaluated
+    watch: dict[str, float]  # running statistics of the loss, see monitor/divergence.py
     mesh: dict[str, int]
     processes: int
     versions: dict[str, str]
     config: dict[str, Any]
-    config_crc32: str
     arrays: dict[str, str]  # path in the state -> "(shape) dtype"
     files: dict[str, tuple[int, str]]  # path in the folder -> size in bytes, CRC-32
     format: int = FORMAT
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Total size of the files."""
         return sum(size for size, _ in self.files.values())
 
 
@@ -62,44 +61,46 @@ def checksum(value: Any) -> str:
     return f"{isal_zlib.crc32(json.dumps(value, sort_keys=True, default=str).encode()):08x}"
 
 
-def partial(folder: Path, step: int) -> Path:
-    """Returns where a checkpoint is written before it is one."""
+def partial_folder(folder: Path, step: int) -> Path:
+    """Returns the folder that a checkpoint is written to before it is committed."""
     return folder / f"{step}{PARTIAL}"
 
 
-def commit(folder: Path, step: int, **facts: Any) -> Manifest:
-    """Makes a checkpoint of what lies in `partial`; `facts` are the manifest's other fields."""
-    made = partial(folder, step)
-    files = _measure(made, list(_files(made)), sync=True)
-    config_crc32 = checksum(facts["config"])
-    manifest = Manifest(step=step, files=files, config_crc32=config_crc32, **facts)
-    fields = json.loads(json.dumps(asdict(manifest), default=str))
-    text = json.dumps({**fields, "crc32": checksum(fields)}, indent=1) + "\n"
-    with open(made / NAME, "w") as file:
+def commit(folder: Path, step: int, **fields: Any) -> Manifest:
+    """Commits the files in `partial_folder` as a checkpoint; `fields` are the manifest's other fields."""
+    written = partial_folder(folder, step)
+    files = _measure(written, list(_files(written)), sync=True)
+    manifest = Manifest(step=step, files=files, **fields)
+    record = json.loads(json.dumps(asdict(manifest), default=str))
+    text = json.dumps({**record, "crc32": checksum(record)}, indent=1) + "\n"
+    with open(written / NAME, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    for directory in {made, *(path.parent for path in made.rglob("*"))}:
+    for directory in {written, *(path.parent for path in written.rglob("*"))}:
         _sync_folder(directory)
-    if (folder / str(step)).exists():  # one that was bad, or it would not be made again
+    if (folder / str(step)).exists():  # corrupt: a valid one would not be written again
         quarantine(folder, step)
-    os.rename(made, folder / str(step))
+    os.rename(written, folder / str(step))
     _sync_folder(folder)
     return manifest
 
 
 def read(directory: Path) -> Manifest:
-    """Returns the manifest of a checkpoint; raises BadCheckpoint where it cannot be trusted."""
+    """Returns the manifest of a checkpoint; raises CorruptCheckpoint if it is invalid."""
     try:
-        found = (directory / NAME).lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST:
-            raise BadCheckpoint(f"{NAME} is no file, or larger than {LARGEST} bytes")
+        status = (directory / NAME).lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise CorruptCheckpoint(f"{NAME} is not a file, or larger than {MAX_BYTES} bytes")
         fields = json.loads((directory / NAME).read_text())
         crc32 = fields.pop("crc32")
         if checksum(fields) != crc32:
-            raise BadCheckpoint(f"{NAME} fails its checksum")
+            raise CorruptCheckpoint(f"{NAME} fails its checksum")
         if fields["format"] != FORMAT:
-            raise BadCheckpoint(f"format {fields['format']} is not {FORMAT}, the one known here")
+            raise CorruptCheckpoint(
+                f"format {fields['format']} is not {FORMAT}, the only one supported"
+            )
+        fields.pop("config_crc32", None)  # in older manifests; nothing reads it
         files = {name: (size, crc) for name, (size, crc) in fields.pop("files").items()}
         manifest = Manifest(files=files, **fields)
         if not isinstance(manifest.step, int) or not 0 <= operator.index(manifest.position):
@@ -108,57 +109,60 @@ def read(directory: Path) -> Manifest:
             if not all(isinstance(number, int | float) for number in numbers.values()):
                 raise TypeError
     except FileNotFoundError:
-        raise BadCheckpoint(f"{NAME} is missing") from None
+        raise CorruptCheckpoint(f"{NAME} is missing") from None
     except OSError as error:
-        raise BadCheckpoint(f"{NAME}: {error.strerror}") from error
+        raise CorruptCheckpoint(f"{NAME}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadCheckpoint(f"{NAME} is damaged") from error
+        raise CorruptCheckpoint(f"{NAME} is damaged") from error
     if str(manifest.step) != directory.name:
-        raise BadCheckpoint(f"{NAME} is that of step {manifest.step}")
+        raise CorruptCheckpoint(f"{NAME} belongs to step {manifest.step}")
     return manifest
 
 
 def verify(directory: Path) -> Manifest:
-    """Returns the manifest of a checkpoint that is good to the last byte; raises BadCheckpoint."""
+    """Returns the manifest after verifying every byte of the files; raises CorruptCheckpoint."""
     manifest = read(directory)
     for name in manifest.files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name:
-            raise BadCheckpoint(f"{name!r} points out of the checkpoint")
+            raise CorruptCheckpoint(f"{name!r} points outside the checkpoint")
     try:
         found = {*_files(directory)} - {NAME}
         if missing := sorted(manifest.files.keys() - found):
-            raise BadCheckpoint(f"{missing[0]} is missing")
+            raise CorruptCheckpoint(f"{missing[0]} is missing")
         if extra := sorted(found - manifest.files.keys()):
-            raise BadCheckpoint(f"{extra[0]} is not in the manifest")
+            raise CorruptCheckpoint(f"{extra[0]} is not in the manifest")
         for name, (size, _) in manifest.files.items():
-            if (there := (directory / name).stat().st_size) != size:
-                raise BadCheckpoint(f"{name} has {there} bytes of {size}")
+            if (actual := (directory / name).stat().st_size) != size:
+                raise CorruptCheckpoint(f"{name} has {actual} bytes of {size}")
         for name, measured in _measure(directory, manifest.files, sync=False).items():
             if measured != manifest.files[name]:
-                raise BadCheckpoint(f"{name} fails its checksum")
+                raise CorruptCheckpoint(f"{name} fails its checksum")
     except OSError as error:
-        raise BadCheckpoint(f"{error.filename}: {error.strerror}") from error
+        raise CorruptCheckpoint(f"{error.filename}: {error.strerror}") from error
     return manifest
 
 
 def steps(folder: Path) -> list[int]:
-    """Returns the steps that claim to be checkpoints, the newest first."""
+    """Returns the steps of all checkpoint folders, valid or not, newest first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted((int(name) for name in names if NUMBER.fullmatch(name)), reverse=True)
+    return sorted((int(name) for name in names if STEP_NAME.fullmatch(name)), reverse=True)
 
 
-def clean(folder: Path) -> list[str]:
-    """Removes what a save that was cut off left behind, and returns the names."""
-    left = [path for path in folder.iterdir() if NUMBER.fullmatch(path.name.removesuffix(PARTIAL))]
-    left = [path for path in left if path.name.endswith(PARTIAL)]
-    for path in left:
+def remove_partial(folder: Path) -> list[str]:
+    """Removes the leftovers of interrupted saves and returns their names."""
+    leftovers = [
+        path
+        for path in folder.iterdir()
+        if path.name.endswith(PARTIAL) and STEP_NAME.fullmatch(path.name.removesuffix(PARTIAL))
+    ]
+    for path in leftovers:
         remove(path)
-    return sorted(path.name for path in left)
+    return sorted(path.name for path in leftovers)
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint; one that is removed in part is none."""
+    """Removes a checkpoint; it is renamed first, so that a partly removed one is not a checkpoint."""
     if not path.name.endswith(PARTIAL):
         path = path.rename(path.with_name(path.name + PARTIAL))
     if path.is_symlink() or path.is_file():
@@ -167,56 +171,59 @@ def remove(path: Path) -> None:
 
 
 def quarantine(folder: Path, step: int) -> Path:
-    """Moves a bad checkpoint out of the way, and returns where to."""
+    """Moves a corrupt checkpoint to the quarantine folder and returns its new path."""
     (folder / QUARANTINE).mkdir(exist_ok=True)
     names = (
         folder / QUARANTINE / f"{step}{suffix}"
         for suffix in ("", *map(".{}".format, range(1, 10**6)))
     )
-    place = next(path for path in names if not path.exists())
-    os.rename(folder / str(step), place)
+    target = next(path for path in names if not path.exists())
+    os.rename(folder / str(step), target)
     _sync_folder(folder)
-    return place
+    return target
 
 
-def retained(
+def steps_to_keep(
     manifests: Iterable[Manifest], *, keep: int, keep_every: int, keep_best: int, best_by: str
 ) -> set[int]:
-    """Returns the steps to keep: the newest, every n-th, and those with the lowest `best_by`."""
+    """Returns the steps to keep: the `keep` newest, multiples of `keep_every`, the `keep_best` lowest.
+
+    `keep_best` ranks by the metric `best_by`; values that are not finite are ignored.
+    """
     manifests = sorted(manifests, key=lambda manifest: -manifest.step)
-    kept = {manifest.step for manifest in manifests[:keep]}
+    selected = {manifest.step for manifest in manifests[:keep]}
     if keep_every:
-        kept |= {manifest.step for manifest in manifests if manifest.step % keep_every == 0}
-    rated = [m for m in manifests if math.isfinite(m.metrics.get(best_by, math.nan))]
-    best = sorted(rated, key=lambda manifest: manifest.metrics[best_by])[:keep_best]
-    return kept | {manifest.step for manifest in best}
+        selected |= {manifest.step for manifest in manifests if manifest.step % keep_every == 0}
+    ranked = [m for m in manifests if math.isfinite(m.metrics.get(best_by, math.nan))]
+    best = sorted(ranked, key=lambda manifest: manifest.metrics[best_by])[:keep_best]
+    return selected | {manifest.step for manifest in best}
 
 
 def _files(directory: Path) -> Iterator[str]:
-    """Yields the paths of all files; raises BadCheckpoint for anything else, such as links."""
+    """Yields the paths of all files; raises CorruptCheckpoint for anything else, such as a link."""
     for path in directory.rglob("*"):
         mode = path.lstat().st_mode
         name = path.relative_to(directory).as_posix()
         if stat.S_ISREG(mode):
             yield name
         elif not stat.S_ISDIR(mode):
-            raise BadCheckpoint(f"{name} is neither a file nor a folder")
+            raise CorruptCheckpoint(f"{name} is neither a file nor a folder")
 
 
 def _measure(directory: Path, names: Iterable[str], *, sync: bool) -> dict[str, tuple[int, str]]:
-    """Returns size and CRC-32 of each file, read in parallel; `sync` makes them outlast a power cut."""
+    """Returns size and CRC-32 of each file, read in parallel; `sync` flushes the files to disk first."""
 
     def measure(name: str) -> tuple[int, str]:
         size = crc = 0
         with open(directory / name, "rb", buffering=0) as file:
             if sync:
                 os.fsync(file.fileno())
-            buffer = memoryview(bytearray(BLOCK))
+            buffer = memoryview(bytearray(BLOCK_BYTES))
             while count := file.readinto(buffer):
                 size, crc = size + count, isal_zlib.crc32(buffer[:count], crc)
         return size, f"{crc:08x}"
 
-    # The largest first, so that no thread is left alone with it at the end.
+    # Largest first: otherwise one thread may still read it after all others have finished.
     names = sorted(names, key=lambda name: -(directory / name).stat().st_size)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         return dict(zip(names, threads.map(measure, names), strict=True))

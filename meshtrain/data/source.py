@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtrain.errors import ConfigError, minimum_faults
+
 # B batch, S sequence, V vocabulary
 
 
@@ -34,3 +36,42 @@ class Source:
     baseline: float | None = None
     size: int | None = None  # samples of an epoch: 0 ... size - 1 visit each sample once
     token_bytes: np.ndarray | None = None  # (V,) bytes of text of each token
+
+
+def check_sizes(seq_len: int, vocab_size: int, seed: int) -> None:
+    """Raises ConfigError for a size below 1 or a negative seed."""
+    faults = minimum_faults(1, {"data.seq_len": seq_len, "data.vocab_size": vocab_size})
+    if faults := faults + minimum_faults(0, {"data.seed": seed}):
+        raise ConfigError(*faults)
+
+
+def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
+    """Returns a Batch of (B, S + 1) tokens; a `separator` >= 0 ends documents, each its own segment.
+
+    The target after a separator belongs to another document and has weight 0.
+    """
+    if separator < 0:
+        tokens, targets = rows[:, :-1], rows[:, 1:]
+        return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
+    is_start = np.zeros(rows.shape, bool)
+    is_start[:, 1:] = rows[:, :-1] == separator
+    return to_segmented_batch(rows, is_start)
+
+
+def to_segmented_batch(rows: np.ndarray, is_start: np.ndarray) -> Batch:
+    """Returns a Batch of (B, S + 1) tokens, with each document as its own segment.
+
+    `is_start` (B, S + 1) is True for the first token of each document.
+    """
+    tokens, targets = rows[:, :-1], rows[:, 1:]
+    weights = (~is_start[:, 1:]).astype(np.float32)
+    starts = is_start[:, :-1].copy()
+    starts[:, 0] = True
+    S = tokens.shape[1]
+    # There are few segments and many tokens, so compute each number once and repeat it.
+    at = np.flatnonzero(starts)
+    lengths = np.diff(at, append=tokens.size)
+    numbers = np.arange(at.size) - np.searchsorted(at, at - at % S)
+    positions = np.arange(tokens.size, dtype=np.int32) - np.repeat(at.astype(np.int32), lengths)
+    segments = np.repeat(numbers.astype(np.int32), lengths)
+    return Batch(tokens, targets, weights, positions.reshape(-1, S), segments.reshape(-1, S))

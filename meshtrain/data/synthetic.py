@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from meshtrain.data.source import Batch, Source
-from meshtrain.data.tokens import check_sizes, to_batch
+from meshtrain.data.source import Batch, Source, check_sizes, to_batch
 
 FILES_BUILD, SYNTHETIC_BUILD = "meshtrain.data.tokens:build", "meshtrain.data.synthetic:build"
 

@@ -1,4 +1,4 @@
-"""The models of transformers that are known here: what their config.json says, and leaves out."""
+"""The supported model families of transformers: how config.json describes them, and its defaults."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,8 +9,8 @@ from meshtrain.huggingface import names
 
 BUILD = "meshtrain.models.transformer:build"
 
-# A `model` section, but for its sizes; a family says what differs.
-PLAIN = {
+# A `model` section without its sizes; Family.section overrides these.
+SECTION_DEFAULTS = {
     "build": BUILD,
     "norm": "rms",
     "positions": "rope",
@@ -33,7 +33,7 @@ PLAIN = {
     "loss_chunk_mib": 256,
 }
 
-KEYS = {  # of a section, and in config.json
+CONFIG_KEYS = {  # key of a `model` section: key of config.json
     "num_layers": "num_hidden_layers",
     "d_model": "hidden_size",
     "num_heads": "num_attention_heads",
@@ -45,16 +45,17 @@ KEYS = {  # of a section, and in config.json
     "norm_epsilon": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
-KINDS = {"norm_epsilon": float, "tie_embeddings": bool} | dict.fromkeys(CAPS, float)  # others: int
-OF_TEXT = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
-OF_TEXT += (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)  # beside the text_config of a model of more
+SOFTCAP_KEYS = {
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+}
+# Types of the values of a `model` section; int where a key is not listed.
+VALUE_TYPES = {"norm_epsilon": float, "tie_embeddings": bool} | dict.fromkeys(SOFTCAP_KEYS, float)
+# Keys of a multimodal config.json that stand next to `text_config`, but apply to the language model.
+TOP_LEVEL_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+TOP_LEVEL_KEYS += ("bos_token_id", "eos_token_id", "pad_token_id")
 
-SCALINGS = {  # of rope: what follows the kind, in a section's tuple
+ROPE_SCALINGS = {  # rope type: the numbers that follow it in a section's rope_scaling
     "default": (),
     "linear": ("factor",),
     "llama3": (
@@ -64,9 +65,10 @@ SCALINGS = {  # of rope: what follows the kind, in a section's tuple
         "original_max_position_embeddings",
     ),
 }
-LEAST = {"sliding_window_pattern": 1, "query_pre_attn_scalar": 1, "max_window_layers": 0}
-LETTERS = {"full_attention": "g", "sliding_attention": "l"}
-EVERYWHERE = {  # see Family.only
+MINIMUMS = {"sliding_window_pattern": 1, "query_pre_attn_scalar": 1, "max_window_layers": 0}
+LAYER_LETTERS = {"full_attention": "g", "sliding_attention": "l"}
+LAYER_TYPES = {letter: name for name, letter in LAYER_LETTERS.items()}
+SUPPORTED_VALUES = {  # for every family; see Family.supported_values
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1.0),
     "use_bidirectional_attention": (None, False),
@@ -74,7 +76,7 @@ EVERYWHERE = {  # see Family.only
 }
 
 
-def _neither(config: Mapping) -> str:
+def _all_global(config: Mapping) -> str:
     return "g"
 
 
@@ -82,15 +84,15 @@ def _all_local(config: Mapping) -> str:
     return "l" if config["sliding_window"] else "g"
 
 
-def _last_local(config: Mapping) -> str:
+def _last_layers_local(config: Mapping) -> str:
     used = config["use_sliding_window"] and config["sliding_window"]
-    first = config["max_window_layers"] if used else math.inf
-    return "".join("l" if i >= first else "g" for i in range(config["num_hidden_layers"]))
+    first_local = config["max_window_layers"] if used else math.inf
+    return "".join("l" if i >= first_local else "g" for i in range(config["num_hidden_layers"]))
 
 
-def _by_turns(config: Mapping) -> str:
-    by = config["sliding_window_pattern"]
-    return "".join("l" if (i + 1) % by else "g" for i in range(config["num_hidden_layers"]))
+def _every_nth_global(config: Mapping) -> str:
+    n = config["sliding_window_pattern"]
+    return "".join("l" if (i + 1) % n else "g" for i in range(config["num_hidden_layers"]))
 
 
 @dataclass(frozen=True)
@@ -99,30 +101,30 @@ class Family:
 
     architecture: str
     model_type: str
-    names: Mapping[str, str]  # of parameters, see names.py
-    section: Mapping[str, Any]  # what all its models have in common here
-    defaults: Mapping[str, Any]  # of what config.json may leave out, as in transformers
-    only: Mapping[
-        str, tuple
-    ]  # keys of config.json, and the values that this transformer can follow
-    keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
-    letters: Callable[[Mapping], str] = _neither  # where config.json has no layer_types
-    by_layer: bool = True  # False: transformers lets layer_types change nothing
-    prefixes: tuple[tuple[str, str], ...] = ()  # of tensors, in some files, and what they stand for
-    others: tuple[str, ...] = ()  # prefixes of tensors that are no part of a language model
+    names: Mapping[str, str]  # tensor names and dims, see names.py
+    section: Mapping[str, Any]  # values of the `model` section that all models of the family share
+    defaults: Mapping[str, Any]  # of the keys that config.json may omit, as in transformers
+    supported_values: Mapping[str, tuple]  # by key of config.json; others are rejected
+    keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
+    # The letter of each layer (see LAYER_LETTERS) if config.json has no layer_types.
+    default_layers: Callable[[Mapping], str] = _all_global
+    uses_layer_types: bool = True  # False: transformers ignores layer_types
+    # (prefix in some files, prefix in names.py): the first that matches is replaced.
+    prefixes: tuple[tuple[str, str], ...] = ()
+    ignored_prefixes: tuple[str, ...] = ()  # of tensors outside the language model
 
 
-SILU = {"hidden_act": ("silu", "swish")}
-SLIDING = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-SMALL = {
+SILU_ONLY = {"hidden_act": ("silu", "swish")}
+QWEN_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+COMMON_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "head_dim": None,
     "tie_word_embeddings": False,
 }
-GELU = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False, None)}
-GEMMA = {"norm": "rms_1p", "mlp": "geglu", "post_norm": True}
-GEMMA_SIZES = {
+GEMMA_SUPPORTED = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False, None)}
+GEMMA_SECTION = {"norm": "rms_1p", "mlp": "geglu", "post_norm": True}
+GEMMA_DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -140,7 +142,7 @@ FAMILIES = (
         "llama",
         names.LLAMA,
         section={},
-        defaults=SMALL
+        defaults=COMMON_DEFAULTS
         | {
             "num_key_value_heads": None,
             "max_position_embeddings": 2048,
@@ -148,43 +150,43 @@ FAMILIES = (
             "attention_bias": False,
             "mlp_bias": False,
         },
-        only=SILU,
-        by_layer=False,
+        supported_values=SILU_ONLY,
+        uses_layer_types=False,
     ),
     Family(
         "MistralForCausalLM",
         "mistral",
         names.LLAMA,
         section={},
-        defaults=SMALL
+        defaults=COMMON_DEFAULTS
         | {
             "num_key_value_heads": 8,
             "max_position_embeddings": 4096 * 32,
             "hidden_act": "silu",
             "sliding_window": 4096,
         },
-        only=SILU,
-        letters=_all_local,
-        by_layer=False,
+        supported_values=SILU_ONLY,
+        default_layers=_all_local,
+        uses_layer_types=False,
     ),
     Family(
         "Qwen2ForCausalLM",
         "qwen2",
         names.LLAMA,
         section={"qkv_bias": True},
-        defaults=SMALL
-        | SLIDING
+        defaults=COMMON_DEFAULTS
+        | QWEN_DEFAULTS
         | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "hidden_act": "silu"},
-        only=SILU,
-        letters=_last_local,
+        supported_values=SILU_ONLY,
+        default_layers=_last_layers_local,
     ),
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
         names.LLAMA,
         section={"qk_norm": True},
-        defaults=SMALL
-        | SLIDING
+        defaults=COMMON_DEFAULTS
+        | QWEN_DEFAULTS
         | {
             "num_key_value_heads": 32,
             "head_dim": 128,
@@ -192,15 +194,15 @@ FAMILIES = (
             "hidden_act": "silu",
             "attention_bias": False,
         },
-        only=SILU | {"attention_bias": (False, None)},
-        letters=_last_local,
+        supported_values=SILU_ONLY | {"attention_bias": (False, None)},
+        default_layers=_last_layers_local,
     ),
     Family(
         "Gemma2ForCausalLM",
         "gemma2",
         names.GEMMA,
-        section=GEMMA,
-        defaults=GEMMA_SIZES
+        section=GEMMA_SECTION,
+        defaults=GEMMA_DEFAULTS
         | {
             "max_position_embeddings": 8192,
             "rope_theta": 10000.0,
@@ -208,16 +210,16 @@ FAMILIES = (
             "attn_logit_softcapping": 50.0,
             "sliding_window_pattern": 2,
         },
-        only=GELU,
-        keys=KEYS | CAPS,
-        letters=_by_turns,
+        supported_values=GEMMA_SUPPORTED,
+        keys=CONFIG_KEYS | SOFTCAP_KEYS,
+        default_layers=_every_nth_global,
     ),
     Family(
         "Gemma3ForCausalLM",
         "gemma3_text",
         names.GEMMA,
-        section=GEMMA | {"qk_norm": True},
-        defaults=GEMMA_SIZES
+        section=GEMMA_SECTION | {"qk_norm": True},
+        defaults=GEMMA_DEFAULTS
         | {
             "vocab_size": 262208,
             "max_position_embeddings": 131072,
@@ -227,15 +229,15 @@ FAMILIES = (
             "attn_logit_softcapping": None,
             "sliding_window_pattern": 6,
         },
-        only=GELU,
-        keys=KEYS | CAPS,
-        letters=_by_turns,
+        supported_values=GEMMA_SUPPORTED,
+        keys=CONFIG_KEYS | SOFTCAP_KEYS,
+        default_layers=_every_nth_global,
         prefixes=(
             ("language_model.model.", "model."),
             ("model.language_model.", "model."),
             ("language_model.lm_head.", "lm_head."),
         ),
-        others=("vision_tower.", "multi_modal_projector.", "model.vision_tower.")
+        ignored_prefixes=("vision_tower.", "multi_modal_projector.", "model.vision_tower.")
         + ("model.multi_modal_projector.",),
     ),
     Family(
@@ -252,7 +254,7 @@ FAMILIES = (
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        only={
+        supported_values={
             "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
@@ -271,4 +273,5 @@ FAMILIES = (
         prefixes=(("transformer.", "transformer."), ("lm_head.", "lm_head."), ("", "transformer.")),
     ),
 )
-ALSO = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}  # with a text_config
+# Multimodal architectures of which the language model, under `text_config`, is used.
+TEXT_ARCHITECTURES = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}

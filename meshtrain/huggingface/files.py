@@ -1,7 +1,8 @@
-"""Files of safetensors: checked as a whole before a byte of any tensor is read, written as a stream.
+"""Reads and writes safetensors files.
 
-A file is the length of its header (8 bytes, little endian), the header in JSON, and the tensors' bytes
-without gaps. Numpy maps them into memory, so that only what is used is read.
+A file holds the length of its header (8 bytes, little endian), the header in JSON, and the bytes of the
+tensors without gaps. Reading verifies the header of every file first, then maps tensors into memory, so
+only the bytes that are used are read. Writing streams one tensor at a time.
 """
 
 import json
@@ -18,116 +19,120 @@ import numpy as np
 
 from meshtrain.errors import ConfigError
 
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LONGEST_HEADER = 100_000_000  # bytes, as the format has it
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Of others only the size is known: none of them is a parameter here.
-BYTES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
-BYTES |= dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
-BYTES |= dict.fromkeys(("I16", "U16"), 2) | dict.fromkeys(("I32", "U32"), 4)
-BYTES |= dict.fromkeys(("I64", "U64", "C64"), 8)
+# The other dtypes are only measured: no parameter has one of them.
+ITEM_BYTES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
+ITEM_BYTES |= dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
+ITEM_BYTES |= dict.fromkeys(("I16", "U16"), 2) | dict.fromkeys(("I32", "U32"), 4)
+ITEM_BYTES |= dict.fromkeys(("I64", "U64", "C64"), 8)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where the bytes of a tensor are."""
+    """The location of a tensor's bytes."""
 
     path: Path
-    code: str  # of its dtype, as in the file
+    code: str  # of the dtype, a key of ITEM_BYTES
     shape: tuple[int, ...]
-    start: int  # its first byte in the file
+    start: int  # offset of its first byte in the file
 
     def read(self) -> np.ndarray:
-        """Returns its values, which are read from the file when they are used."""
+        """Returns the values, memory-mapped: the file is read when they are used."""
         return np.memmap(self.path, DTYPES[self.code], "r", self.start, self.shape)
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a model's files, by name; raises ConfigError where a file is damaged."""
-    if (folder / ONE).is_file():
-        return header(folder / ONE)
+    """Returns the tensors of a model's files by name; raises ConfigError if a file is missing or damaged."""
+    if (folder / SINGLE_FILE).is_file():
+        return read_header(folder / SINGLE_FILE)
     if not (folder / INDEX).is_file():
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        why = f"; {others[0]} can run code, and is never read: save it as safetensors"
-        raise ConfigError(f"{folder}: neither {ONE} nor {INDEX} there{why if others else ''}")
+        bin_files = sorted(path.name for path in folder.glob("*.bin"))
+        why = f"; {bin_files[0]} can run code and is never read: save the model as safetensors"
+        raise ConfigError(
+            f"{folder}: has neither {SINGLE_FILE} nor {INDEX}{why if bin_files else ''}"
+        )
     try:
-        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
-            raise ValueError("its weight_map does not say the file of each tensor")
+        file_of = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
+            raise ValueError("its weight_map does not name the file of each tensor")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{folder / INDEX}: is damaged: {error!r}") from error
-    if outside := [file for file in places.values() if Path(file).name != file]:
-        raise ConfigError(f"{folder / INDEX}: {outside[0]!r} is no name of a file beside it")
-    there = {file: header(folder / file) for file in sorted({*places.values()})}
-    if missing := [name for name, file in places.items() if name not in there[file]]:
+    if outside := [file for file in file_of.values() if Path(file).name != file]:
+        raise ConfigError(
+            f"{folder / INDEX}: {outside[0]!r} is not the name of a file in its folder"
+        )
+    headers = {file: read_header(folder / file) for file in sorted({*file_of.values()})}
+    if missing := [name for name, file in file_of.items() if name not in headers[file]]:
         name = missing[0]
-        raise ConfigError(f"{folder / places[name]}: no {name} in it, though {INDEX} says so")
-    return {name: there[file][name] for name, file in places.items()}
+        raise ConfigError(f"{folder / file_of[name]}: has no tensor {name}, which {INDEX} lists")
+    return {name: headers[file][name] for name, file in file_of.items()}
 
 
-def header(path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of one file; raises ConfigError unless they fill it without gap or overlap."""
+def read_header(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of one file; raises ConfigError unless they fill it without gaps or overlaps."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size - 8, LONGEST_HEADER):
+            if length > min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError(
-                    f"its header of {length} bytes does not fit in {size}; it was cut off, or is none"
+                    f"a header of {length} bytes in a file of {size}: truncated, or not safetensors"
                 )
-            entries = json.loads(file.read(length).decode(), object_pairs_hook=_once)
+            entries = json.loads(file.read(length).decode(), object_pairs_hook=_without_duplicates)
         entries.pop("__metadata__", None)
         found = {name: _tensor(path, 8 + length, name, **entry) for name, entry in entries.items()}
         end = 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["data_offsets"][0] != end:
                 raise ValueError(
-                    f"{name} begins at {entry['data_offsets'][0]}, and the one before ends at {end}"
+                    f"{name} begins at {entry['data_offsets'][0]}, but the tensor before it ends at {end}"
                 )
             end = entry["data_offsets"][1]
         if 8 + length + end != size:
-            raise ValueError(f"{size} bytes of {8 + length + end}")
+            raise ValueError(f"{size} bytes instead of {8 + length + end}")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (struct.error, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise ConfigError(f"{path}: is damaged, get it again: {error}") from error
+        raise ConfigError(f"{path}: is damaged; download it again: {error}") from error
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        raise ValueError("a name stands in its header twice")
+        raise ValueError("its header has a name twice")
     return entries
 
 
 def _tensor(
-    path: Path, begin: int, name: str, *, dtype: str, shape: list, data_offsets: list
+    path: Path, data_start: int, name: str, *, dtype: str, shape: list, data_offsets: list
 ) -> Tensor:
     numbers = [*shape, *data_offsets]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
         raise ValueError(f"{name} has shape {shape} and offsets {data_offsets}")
     start, end = data_offsets
-    if end - start != BYTES.get(dtype, math.nan) * math.prod(shape):
+    if end - start != ITEM_BYTES.get(dtype, math.nan) * math.prod(shape):
         raise ValueError(f"{name} of shape {shape} and dtype {dtype} has {end - start} bytes")
-    return Tensor(path, dtype, tuple(shape), begin + start)
+    return Tensor(path, dtype, tuple(shape), data_start + start)
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Says whether two tensors are equal, bit for bit."""
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors are bit-identical."""
     if (a.code, a.shape) != (b.code, b.shape) or a.code not in DTYPES:
         return False
     return all(x.tobytes() == y.tobytes() for x, y in zip(a.read(), b.read(), strict=True))
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A tensor that is to be written."""
+class TensorSpec:
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -139,46 +144,50 @@ class Planned:
 
 
 def write(
-    folder: Path, planned: Iterable[Planned], arrays: Iterable[np.ndarray], *, shard_bytes: int
+    folder: Path, specs: Iterable[TensorSpec], arrays: Iterable[np.ndarray], *, shard_bytes: int
 ) -> None:
-    """Writes tensors in their order, one at a time, to files of at most `shard_bytes` (or one tensor)."""
-    shards, arrays = _shards(planned, shard_bytes), iter(arrays)
+    """Writes `arrays`, one at a time, to files of at most `shard_bytes` (a larger tensor gets its own file)."""
+    shards, arrays = _shards(specs, shard_bytes), iter(arrays)
     total = len(shards)
     names = [f"model-{n:05}-of-{total:05}.safetensors" for n in range(1, total + 1)]
-    names = names if total > 1 else [ONE]
+    names = names if total > 1 else [SINGLE_FILE]
     for name, shard in zip(names, shards, strict=True):
         with open(folder / name, "wb") as file:
             file.write(_header(shard))
-            for one, array in zip(shard, arrays, strict=False):
-                assert (array.shape, array.dtype) == (one.shape, one.dtype), one.name
+            for spec, array in zip(shard, arrays, strict=False):
+                assert (array.shape, array.dtype) == (spec.shape, spec.dtype), spec.name
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
     if total > 1:
-        size = sum(one.bytes for shard in shards for one in shard)
-        places = {
-            one.name: name for name, shard in zip(names, shards, strict=True) for one in shard
+        size = sum(spec.bytes for shard in shards for spec in shard)
+        file_of = {
+            spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard
         }
-        index = {"metadata": {"total_size": size}, "weight_map": places}
+        index = {"metadata": {"total_size": size}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(planned: Iterable[Planned], shard_bytes: int) -> list[list[Planned]]:
-    shards: list[list[Planned]] = [[]]
-    for one in planned:
-        if shards[-1] and sum(other.bytes for other in shards[-1]) + one.bytes > shard_bytes:
+def _shards(specs: Iterable[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
+    shards: list[list[TensorSpec]] = [[]]
+    for spec in specs:
+        if shards[-1] and sum(other.bytes for other in shards[-1]) + spec.bytes > shard_bytes:
             shards.append([])
-        shards[-1].append(one)
+        shards[-1].append(spec)
     return shards
 
 
-def _header(shard: list[Planned]) -> bytes:
+def _header(shard: list[TensorSpec]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     codes = {dtype: code for code, dtype in DTYPES.items()}
     start = 0
-    for one in shard:
-        place = [start, start := start + one.bytes]
-        entries[one.name] = {"dtype": codes[one.dtype], "shape": one.shape, "data_offsets": place}
+    for spec in shard:
+        offsets = [start, start := start + spec.bytes]
+        entries[spec.name] = {
+            "dtype": codes[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": offsets,
+        }
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     return struct.pack("<Q", len(text)) + text

@@ -1,7 +1,8 @@
-"""What each parameter is called in the files of transformers, and how its dims lie there.
+"""Names and dim order of each parameter in the files of transformers.
 
-A row is "NAME DIM DIM ...": the dims of the tensor in the file, in order. Letters that stand together
-are one dim there, and one each here. A digit is a place among the three that a fused tensor holds.
+A table maps a parameter's path to "TENSOR DIM DIM ...": the tensor's name and its dims in the file, in
+order. A dim of several letters is one dim in the file and several here. A digit is the index (query, key,
+value) into a fused tensor.
 """
 
 import math
@@ -13,10 +14,9 @@ import numpy as np
 
 LAYERS = "layers/"
 
-
 # V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, F feed-forward
 
-# Our own dims; those of layers/ have the layers before them.
+# Dims in this package; the parameters under layers/ also have a leading dim of layers.
 DIMS = {
     "tokens/embedding": "VD",
     "positions/embedding": "PD",
@@ -71,14 +71,14 @@ LLAMA = {
     "layers/mlp/down/bias": "model.layers.*.mlp.down_proj.bias D",
 }
 
-# Two norms more, and one of Llama's names means another.
+# Two more norms; post_attention_layernorm is another norm than in Llama.
 GEMMA = LLAMA | {
     "layers/attention_post_norm/scale": "model.layers.*.post_attention_layernorm.weight D",
     "layers/mlp_norm/scale": "model.layers.*.pre_feedforward_layernorm.weight D",
     "layers/mlp_post_norm/scale": "model.layers.*.post_feedforward_layernorm.weight D",
 }
 
-# Its linear maps are stored as [in, out].
+# GPT-2 stores linear layers as [in, out].
 GPT2 = {
     "tokens/embedding": "transformer.wte.weight V D",
     "positions/embedding": "transformer.wpe.weight P D",
@@ -106,12 +106,12 @@ GPT2 = {
 
 @dataclass(frozen=True)
 class Row:
-    """Where a parameter lies: in one tensor, or one for each layer."""
+    """The tensors of a parameter in the files: one, or one per layer."""
 
     path: str  # of the parameter
-    name: str  # of the tensor; a * stands for the layer
+    name: str  # of the tensor; * is the number of the layer
     dims: tuple[str, ...]  # of the tensor
-    sizes: Mapping[str, int]  # of each letter
+    sizes: Mapping[str, int]  # by letter
 
     @property
     def stacked(self) -> bool:
@@ -119,29 +119,31 @@ class Row:
 
     @property
     def tensors(self) -> list[str]:
-        """The tensors' names, one after the other."""
+        """Names of the tensors, in the order of the layers."""
         layers = range(self.sizes["L"]) if self.stacked else [0]
         return [self.name.replace("*", str(layer)) for layer in layers]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a tensor."""
+        """Shape of each tensor in the file."""
         return tuple(math.prod(map(self._size, dim)) for dim in self.dims)
 
-    def ours(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns a view of the parameter (of one layer) in a tensor, with our dims."""
+    def parameter_view(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns a view of a tensor as the parameter (of one layer), with the dims of DIMS."""
         letters = "".join(self.dims)
         split = tensor.reshape([self._size(letter) for letter in letters])
-        part = split[tuple(int(one) if one.isdigit() else slice(None) for one in letters)]
+        values = split[
+            tuple(int(letter) if letter.isdigit() else slice(None) for letter in letters)
+        ]
         order = [letter for letter in letters if letter.isalpha()]
-        return part.transpose([order.index(letter) for letter in DIMS[self.path]])
+        return values.transpose([order.index(letter) for letter in DIMS[self.path]])
 
     def _size(self, letter: str) -> int:
         return self.sizes.get(letter, 3)
 
 
 def rows(table: Mapping[str, str], paths: Iterable[str], section: Mapping[str, Any]) -> list[Row]:
-    """Returns the row of each parameter of a model; raises KeyError for one that a table does not have."""
+    """Returns the row of each parameter of a model; raises KeyError for a path that is not in the table."""
     s = section
     sizes = {"L": s["num_layers"], "V": s["vocab_size"], "P": s["max_seq_len"], "F": s["d_ff"]}
     sizes |= {"D": s["d_model"], "H": s["num_heads"], "G": s["num_kv_heads"]}

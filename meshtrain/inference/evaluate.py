@@ -1,9 +1,9 @@
-"""Measures a trained or converted model on data: loss, perplexity and bits per byte, each row counted once.
+"""Evaluates a trained or converted model: loss, perplexity and bits per byte, each sample counted once.
 
 python -m meshtrain.inference.evaluate --workdir=runs/quickstart
 python -m meshtrain.inference.evaluate --workdir=runs/llama --split=all --config.data.path=prepared/text
 
-The tokens are those that `config.data` names; --config.KEY=VALUE changes it.
+The data is `config.data` of the run; change it with --config.data.KEY=VALUE.
 """
 
 import argparse
@@ -34,37 +34,39 @@ from meshtrain.models.base import Params
 from meshtrain.program import Program
 
 
-class Measured(NamedTuple):
-    loss: float  # nats per token, by weight
-    tokens: float  # their weights together
-    num_bytes: float | None  # of text that they stand for; None: not known
+class Evaluation(NamedTuple):
+    loss: float  # nats per token, weighted mean
+    tokens: float  # sum of their weights
+    num_bytes: float | None  # of the text of these tokens; None: unknown
 
     def lines(self) -> list[str]:
         bits = self.loss * self.tokens / math.log(2)
-        told = {
+        values = {
             "tokens": f"{self.tokens:,.0f}",
             "loss": f"{self.loss:.6f} nats per token",
             "perplexity": f"{math.exp(min(self.loss, 700)):.4f}",
         }
         if self.num_bytes:
-            told["bits per byte"] = f"{bits / self.num_bytes:.6f} over {self.num_bytes:,.0f} bytes"
-        return [f"{name:14}{value}" for name, value in told.items()]
+            values["bits per byte"] = (
+                f"{bits / self.num_bytes:.6f} over {self.num_bytes:,.0f} bytes"
+            )
+        return [f"{name:14}{value}" for name, value in values.items()]
 
 
 def evaluate(
     program: Program, params: Params, source: Source, *, global_batch: int, max_batches: int = 0
-) -> Measured:
-    """Returns what the model makes of every sample of an epoch of `source`, or of so many batches."""
+) -> Evaluation:
+    """Evaluates the model on one epoch of `source`, or on `max_batches` batches (0: no limit)."""
     num_batches = -(-source.size // global_batch)
     num_batches = min(num_batches, max_batches or num_batches)
-    loader = Loader(_once(source), program.mesh, program.rules, global_batch=global_batch)
+    loader = Loader(_one_epoch(source), program.mesh, program.rules, global_batch=global_batch)
     bytes_V = None if source.token_bytes is None else source.token_bytes.astype(np.float32)
 
     def measure(params: Params, batch: Batch):
         metrics = program.eval_step(params, batch)
         nats = metrics.extra.get("cross_entropy", metrics.loss)  # without the z-loss
-        text = jnp.float32(0) if bytes_V is None else _bytes_of(batch, bytes_V)
-        return nats, metrics.weight, text
+        num_bytes = jnp.float32(0) if bytes_V is None else _num_bytes(batch, bytes_V)
+        return nats, metrics.weight, num_bytes
 
     sums = np.zeros(3)
     with contextlib.closing(loader), program.active():
@@ -74,16 +76,16 @@ def evaluate(
             sums += jax.device_get(compiled(params, next(loader)))
     nats, weight, num_bytes = sums.tolist()
     if not weight:
-        raise ConfigError("data: no token of it counts; see data.separator and data.seq_len")
-    return Measured(nats / weight, weight, None if bytes_V is None else num_bytes)
+        raise ConfigError("data: every token has weight 0; see data.separator and data.seq_len")
+    return Evaluation(nats / weight, weight, None if bytes_V is None else num_bytes)
 
 
-def _bytes_of(batch: Batch, bytes_V: np.ndarray) -> jax.Array:
+def _num_bytes(batch: Batch, bytes_V: np.ndarray) -> jax.Array:
     return jnp.sum(jnp.asarray(bytes_V)[batch.targets] * batch.weights)
 
 
-def _once(source: Source) -> Source:
-    """Returns a source whose samples past the first epoch count nothing, to fill the last batch up."""
+def _one_epoch(source: Source) -> Source:
+    """Returns a source whose samples after the first epoch have weight 0; they fill the last batch."""
 
     def read(indices: np.ndarray) -> Batch:
         batch = source.read(np.minimum(indices, source.size - 1))
@@ -97,50 +99,56 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--split",
         choices=("heldout", "train", "all"),
         default="heldout",
-        help="of the data, by data.heldout (default: %(default)s)",
+        help="part of the data to evaluate; data.heldout sets its size (default: %(default)s)",
     )
-    flags.add_argument("--batch", type=int, metavar="N", help="sequences at a time, on all devices")
-    flags.add_argument("--max_batches", type=int, default=0, metavar="N", help="0: all of the data")
+    flags.add_argument(
+        "--batch", type=int, metavar="N", help="sequences per batch, over all devices"
+    )
+    flags.add_argument(
+        "--max_batches", type=int, default=0, metavar="N", help="limit; 0: all batches"
+    )
 
 
 def run(args: argparse.Namespace, cfg: Config) -> int:
     """Returns the exit code."""
-    step = cfg.mesh.data * cfg.mesh.fsdp * cfg.train.num_microbatches
+    divisor = cfg.mesh.data * cfg.mesh.fsdp * cfg.train.num_microbatches
     global_batch = cfg.train.global_batch if args.batch is None else args.batch
     faults = minimum_faults(1, {"--batch": global_batch}) + minimum_faults(
         0, {"--max_batches": args.max_batches}
     )
-    if not faults and global_batch % step:
+    if not faults and global_batch % divisor:
         faults.append(
-            f"--batch={global_batch}: is no multiple of mesh.data={cfg.mesh.data} x mesh.fsdp={cfg.mesh.fsdp} x "
+            f"--batch={global_batch}: is not a multiple of mesh.data={cfg.mesh.data} x mesh.fsdp={cfg.mesh.fsdp} x "
             f"train.num_microbatches={cfg.train.num_microbatches}"
         )
     faults += checks.position_faults(cfg)
     if faults:
         raise ConfigError(*faults)
     source = _source(cfg, args.split)
-    if jax.process_index() == 0 and _other_tokenizer(cfg, checkpoint.workdir_of(args.workdir)):
-        told = "was prepared with another tokenizer than the model's: its numbers say nothing"
-        print(f"data.path={cfg.data.options['path']}: {told}", file=sys.stderr)
+    if jax.process_index() == 0 and _tokenizers_differ(cfg, checkpoint.workdir_of(args.workdir)):
+        warning = (
+            "was prepared with another tokenizer than the model's; the results are meaningless"
+        )
+        print(f"data.path={cfg.data.options['path']}: {warning}", file=sys.stderr)
     program, params = restore.restore(cfg, args.workdir)
     sizes = dict(global_batch=global_batch, max_batches=args.max_batches)
-    measured = evaluate(program, params, source, **sizes)
+    evaluation = evaluate(program, params, source, **sizes)
     if jax.process_index() == 0:
-        print(f"{'data':14}{source.description}", *measured.lines(), sep="\n")
+        print(f"{'data':14}{source.description}", *evaluation.lines(), sep="\n")
     return 0
 
 
-def _other_tokenizer(cfg: Config, workdir: Path) -> bool:
-    """Whether the data's tokenizer is known not to be that of the model, or of the data that it learned from."""
+def _tokenizers_differ(cfg: Config, workdir: Path) -> bool:
+    """Returns whether the data and the run are known to use different tokenizers."""
     raw = json.loads((workdir / "config.json").read_text())
-    digests = map(tokenizer.digest_of, convert.companions_of(workdir, raw))
-    own = next(filter(None, digests), "")
-    new = tokenizer.digest_of(Path(cfg.data.options.get("path") or workdir))
-    return bool(own and new) and own != new
+    digests = map(tokenizer.digest_of, convert.tokenizer_folders(workdir, raw))
+    of_run = next(filter(None, digests), "")
+    of_data = tokenizer.digest_of(Path(cfg.data.options.get("path") or workdir))
+    return bool(of_run and of_data) and of_run != of_data
 
 
 def _source(cfg: Config, split: str) -> Source:
-    """Returns what is to be evaluated; raises ConfigError for data without an end."""
+    """Returns the data to evaluate; raises ConfigError if it is infinite."""
     section = cfg.data
     if split == "all":
         options, split = {**section.options, "heldout": 0.0}, "train"
@@ -148,7 +156,7 @@ def _source(cfg: Config, split: str) -> Source:
     source = build_data(section, split)
     if source.size is None:
         raise ConfigError(
-            f"data.build={section.build}: this data says no size, so it has no end; of a mixture evaluate one "
-            f"after the other: --config.data.mixture='()' --config.data.path=PATH"
+            f"data.build={section.build}: this data has no size, so an epoch never ends; evaluate the parts of "
+            f"a mixture one at a time: --config.data.mixture='()' --config.data.path=PATH"
         )
     return source

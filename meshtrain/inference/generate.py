@@ -1,4 +1,4 @@
-"""Continues texts with a trained or converted model.
+"""Generates text with a trained or converted model.
 
 python -m meshtrain.inference.generate --workdir=runs/quickstart --prompt="def "
 """
@@ -13,118 +13,135 @@ import jax
 
 from meshtrain import checkpoint
 from meshtrain.config.schema import Config
-from meshtrain.data import tokenizer
+from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, minimum_faults
 from meshtrain.huggingface import convert
 from meshtrain.inference import restore, sampling
 
-BEFORE = 16  # tokens that a new one is decoded after
+DECODE_CONTEXT = 16  # earlier tokens that are decoded together with a new one
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="may be given several times"
+        "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated"
     )
-    flags.add_argument("--prompt_file", type=Path, metavar="FILE", help="a prompt on each line")
+    flags.add_argument(
+        "--prompt_file", type=Path, metavar="FILE", help="file with one prompt per line"
+    )
     flags.add_argument("--length", type=int, default=400, metavar="N", help="tokens to generate")
     flags.add_argument(
-        "--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest"
+        "--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest token"
     )
     flags.add_argument(
-        "--top_k", type=int, default=0, metavar="K", help="of the K likeliest; 0: all"
+        "--top_k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample from the K likeliest tokens; 0: all",
     )
     flags.add_argument(
-        "--top_p", type=float, default=1.0, metavar="P", help="of the likeliest that add up to P"
+        "--top_p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the likeliest tokens whose probabilities add up to P",
     )
-    flags.add_argument("--seed", type=int, default=0, metavar="N")
+    flags.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the samples")
     flags.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TOKEN",
-        help="end there: a token's number, or its text (default: the tokenizer's end of a document)",
+        help="stop at this token, its id or its text (default: the tokenizer's end-of-document token)",
     )
     flags.add_argument(
-        "--context", type=int, metavar="N", help="tokens seen (default: data.seq_len)"
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens that the model sees (default: data.seq_len)",
     )
-    flags.add_argument("--tokenizer", metavar="PATH", help="default: the run's own, or bytes")
+    flags.add_argument("--tokenizer", metavar="PATH", help="default: the run's tokenizer, or bytes")
     flags.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,
-        help="begin each prompt with the tokenizer's token for that (default: if the run's data does)",
+        help="begin each prompt with the begin-of-document token (default: as in the run's data)",
     )
 
 
 def run(args: argparse.Namespace, cfg: Config) -> int:
     """Returns the exit code."""
-    how = sampling.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    settings = sampling.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     model = cfg.model.options
-    learned = model["max_seq_len"] if model.get("positions") == "learned" else None
+    max_positions = model["max_seq_len"] if model.get("positions") == "learned" else None
     context = args.context
     if context is None:
         seq_len = cfg.data.options["seq_len"]
-        context = min(seq_len, learned or seq_len)
+        context = min(seq_len, max_positions or seq_len)
     faults = minimum_faults(1, {"--length": args.length, "--context": context})
-    if learned and context > learned:
-        faults.append(f"--context={context}: is more than model.max_seq_len={learned} positions")
+    if max_positions and context > max_positions:
+        faults.append(
+            f"--context={context}: is more than model.max_seq_len={max_positions} positions; use less"
+        )
     if cfg.mesh.pipeline > 1:
         faults.append(
-            f"mesh.pipeline={cfg.mesh.pipeline}: text is generated without a pipeline; use fsdp or tensor"
+            f"mesh.pipeline={cfg.mesh.pipeline}: generation does not support it; use mesh.fsdp or mesh.tensor"
         )
     if faults:
         raise ConfigError(*faults)
-    words = _tokenizer(args.tokenizer, cfg, checkpoint.workdir_of(args.workdir))
-    size = model.get("vocab_size", words.vocab_size)
-    first = _first(args, cfg, words)
-    prompts = [_encoded(words, text, first, size) for text in _prompts(args)]
-    stop = [_token(words, text) for text in args.stop] or [words.eos]
-    how = dataclasses.replace(how, vocab_size=words.vocab_size)
+    tokenizer = _load_tokenizer(args.tokenizer, cfg, checkpoint.workdir_of(args.workdir))
+    size = model.get("vocab_size", tokenizer.vocab_size)
+    prefix = _prompt_prefix(args, cfg, tokenizer)
+    prompts = [_encode_prompt(tokenizer, text, prefix, size) for text in _read_prompts(args)]
+    stop = [_token_id(tokenizer, text) for text in args.stop] or [tokenizer.eos]
+    settings = dataclasses.replace(settings, vocab_size=tokenizer.vocab_size)
     program, params = restore.restore(cfg, args.workdir)
     options = dict(length=args.length, context=context, dtype=cfg.train.dtype)
-    steps = sampling.generate(program, params, prompts, sampling=how, stop=stop, **options)
+    steps = sampling.generate(program, params, prompts, sampling=settings, stop=stop, **options)
     if jax.process_index() == 0:
-        show(words, prompts, steps)
+        print_texts(tokenizer, prompts, steps)
     else:
-        all(True for _ in steps)
+        all(True for _ in steps)  # every process runs every step
     return 0
 
 
-def show(
-    words: Tokenizer, prompts: Sequence[list[int]], steps: Iterable[Sequence[int | None]]
+def print_texts(
+    tokenizer: Tokenizer, prompts: Sequence[list[int]], steps: Iterable[Sequence[int | None]]
 ) -> None:
-    """Prints one text as it grows; of several, each when all are there."""
+    """Prints a single text token by token; prints several texts once all are complete."""
     if len(prompts) == 1:
         (ids,) = prompts
-        print(words.decode(ids), end="", flush=True)
-        for new in pieces(words, ids, (token for (token,) in steps)):
+        print(tokenizer.decode(ids), end="", flush=True)
+        for new in stream_text(tokenizer, ids, (token for (token,) in steps)):
             print(new, end="", flush=True)
         print()
         return
     for number, (ids, row) in enumerate(zip(prompts, zip(*steps, strict=True), strict=True)):
         new = [token for token in row if token is not None]
-        print(f"--- {number}\n{words.decode([*ids, *new])}")
+        print(f"--- {number}\n{tokenizer.decode([*ids, *new])}")
 
 
-def pieces(words: Tokenizer, ids: Sequence[int], tokens: Iterable[int | None]) -> Iterator[str]:
-    """Yields what each token adds to the text of `ids`, up to the first None; part of a character waits.
+def stream_text(
+    tokenizer: Tokenizer, ids: Sequence[int], tokens: Iterable[int | None]
+) -> Iterator[str]:
+    """Yields the text that each token adds to `ids`, up to the first None; holds back incomplete characters.
 
-    A token is decoded after some that stand before it: in some vocabularies its space depends on them.
+    A token is decoded together with earlier ones, because in some vocabularies its space depends on them.
     """
-    ids = list(ids)[-BEFORE:]
-    told = words.decode(ids)
+    ids = list(ids)[-DECODE_CONTEXT:]
+    printed = tokenizer.decode(ids)
     for token in itertools.takewhile(lambda token: token is not None, tokens):
         ids.append(token)
-        text = words.decode(ids)
+        text = tokenizer.decode(ids)
         if text.endswith("\ufffd"):
             continue
-        yield text[len(told) :]
-        ids = ids[-BEFORE:]
-        told = words.decode(ids)
-    yield words.decode(ids)[len(told) :]
+        yield text[len(printed) :]
+        ids = ids[-DECODE_CONTEXT:]
+        printed = tokenizer.decode(ids)
+    yield tokenizer.decode(ids)[len(printed) :]
 
 
-def _prompts(args: argparse.Namespace) -> list[str]:
+def _read_prompts(args: argparse.Namespace) -> list[str]:
     texts = list(args.prompt or [])
     if args.prompt_file is not None:
         try:
@@ -138,61 +155,65 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return texts or ["\n"]
 
 
-def _first(args: argparse.Namespace, cfg: Config, words: Tokenizer) -> list[int]:
-    """Returns what each prompt begins with: the tokenizer's bos, or nothing."""
-    wanted = args.bos
-    if wanted is None:
-        folders = convert.companions_of(checkpoint.workdir_of(args.workdir), cfg.to_dict())
-        wanted = any(map(tokenizer.has_bos, folders))
-    if wanted and words.bos is None:
+def _prompt_prefix(args: argparse.Namespace, cfg: Config, tokenizer: Tokenizer) -> list[int]:
+    """Returns the tokens before each prompt: the tokenizer's bos, or none."""
+    use_bos = args.bos
+    if use_bos is None:
+        folders = convert.tokenizer_folders(checkpoint.workdir_of(args.workdir), cfg.to_dict())
+        use_bos = any(map(tokenizers.has_bos, folders))
+    if use_bos and tokenizer.bos is None:
         raise ConfigError(
-            f"--bos: tokenizer {words.file or 'bytes'} has no token that begins a document; use --no-bos"
+            f"--bos: tokenizer {tokenizer.file or 'bytes'} has no begin-of-document token; use --no-bos"
         )
-    return [words.bos] if wanted else []
+    return [tokenizer.bos] if use_bos else []
 
 
-def _encoded(words: Tokenizer, text: str, first: list[int], vocab_size: int) -> list[int]:
-    if any("\ud800" <= letter <= "\udfff" for letter in text):  # a byte of the command line
-        raise ConfigError(f"--prompt={text!r}: is no valid UTF-8")
-    ids = first + words.encode(text).tolist()
+def _encode_prompt(
+    tokenizer: Tokenizer, text: str, prefix: list[int], vocab_size: int
+) -> list[int]:
+    # Python decodes an invalid byte of the command line to a surrogate.
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(f"--prompt={text!r}: is not valid UTF-8")
+    ids = prefix + tokenizer.encode(text).tolist()
     if not ids:
-        raise ConfigError(f"--prompt={text!r}: is no token long; say something to go on from")
-    if max(ids) >= vocab_size:  # jax would take the last one
+        raise ConfigError(f"--prompt={text!r}: has no tokens; use a longer prompt")
+    if max(ids) >= vocab_size:  # JAX would clamp the index to the last row
         raise ConfigError(
-            f"--prompt={text!r}: holds token {max(ids)}, and model.vocab_size={vocab_size}; "
-            f"use the model's own --tokenizer"
+            f"--prompt={text!r}: holds token {max(ids)}, but model.vocab_size={vocab_size}; "
+            f"use the model's tokenizer with --tokenizer"
         )
     return ids
 
 
-def _token(words: Tokenizer, text: str) -> int:
-    """Returns the number of a token that is given as a number, or as text."""
-    if text.isdecimal() and int(text) < words.vocab_size:
+def _token_id(tokenizer: Tokenizer, text: str) -> int:
+    """Returns the id of a token, given as its id or its text."""
+    if text.isdecimal() and int(text) < tokenizer.vocab_size:
         return int(text)
-    ids = words.encode(text).tolist()
+    ids = tokenizer.encode(text).tolist()
     if len(ids) == 1:
         return ids[0]
-    try:
-        return tokenizer.load(words.file, eos=text).eos  # a special one, which no text makes
+    try:  # a special token, which encode never returns
+        return tokenizers.load(tokenizer.file, eos=text).eos
     except (ConfigError, TypeError):
         raise ConfigError(
-            f"--stop={text!r}: is no single token of the tokenizer; give its number"
+            f"--stop={text!r}: is not a single token of the tokenizer; use its id"
         ) from None
 
 
-def _tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
-    """Returns that of --tokenizer, of the workdir, of the prepared data, or bytes."""
+def _load_tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
+    """Returns the tokenizer of --tokenizer, else of the run (see convert.tokenizer_folders), else bytes."""
     size = cfg.model.options.get("vocab_size", 0)
-    folders = convert.companions_of(workdir, cfg.to_dict())
-    found = path or next(map(str, filter(tokenizer.has_tokenizer, folders)), None)
+    folders = convert.tokenizer_folders(workdir, cfg.to_dict())
+    found = path or next(map(str, filter(tokenizers.has_tokenizer, folders)), None)
     if found is None and size > 256:
         raise ConfigError(
-            f"--workdir={workdir}: model.vocab_size={size} is more than bytes, and no tokenizer is there; "
+            f"--workdir={workdir}: model.vocab_size={size} is more than the 256 bytes, and the run has no tokenizer; "
             f"use --tokenizer=PATH of a tokenizer.json or a SentencePiece model"
         )
-    words = tokenizer.load(found or "bytes")
-    if words.vocab_size > size > 0 and found:
+    tokenizer = tokenizers.load(found or "bytes")
+    if tokenizer.vocab_size > size > 0 and found:
         raise ConfigError(
-            f"--tokenizer={found}: has {words.vocab_size} tokens, and model.vocab_size={size}; use the model's own"
+            f"--tokenizer={found}: has {tokenizer.vocab_size} tokens, but model.vocab_size={size}; "
+            f"use the model's tokenizer"
         )
-    return words
+    return tokenizer

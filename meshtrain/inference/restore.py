@@ -1,4 +1,4 @@
-"""The model and the parameters of a run, on any mesh: what generates, evaluates and exports begins with."""
+"""Restores the model and parameters of a run on any mesh, for generation and evaluation."""
 
 import sys
 from functools import partial
@@ -13,11 +13,11 @@ from meshtrain.program import Program, assemble
 
 
 def restore(cfg: Config, path: Path) -> tuple[Program, Params]:
-    """Returns the program of a run's settings, and the newest good parameters in its workdir.
+    """Returns the program of a config, and the parameters of the newest valid checkpoint of a run.
 
-    `path` may also be one of its checkpoints. Each parameter is read to where the program wants it.
+    `path` is the run's workdir, or one checkpoint in it. Parameters are restored to the program's shardings.
     """
     program = assemble(cfg, Parts(build_model(cfg), optimizer_builder(cfg)))
-    directory, found = checkpoint.find(path, tell=partial(print, file=sys.stderr))
-    wanted = program.abstract_state.params
-    return program, arrays.restore_params(directory, found.arrays, wanted)[0]
+    directory, found = checkpoint.find_valid(path, log=partial(print, file=sys.stderr))
+    abstract_params = program.abstract_state.params
+    return program, arrays.restore_params(directory, found.arrays, abstract_params)[0]

@@ -1,4 +1,4 @@
-"""Tokens drawn one after the other from a model, whose keys and values of earlier tokens are kept."""
+"""Samples tokens autoregressively from a model, with a key-value cache."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,27 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import grads
+from meshtrain import grads, state
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError, minimum_faults, seed_faults
 from meshtrain.models.base import Model, Params, Past
 from meshtrain.parallel import sharding
 from meshtrain.program import Program
 
-# B rows, S positions that a call adds, T positions in the cache, V vocabulary, D model
+# B rows, S positions of a call, T positions in the cache, V vocabulary, D model
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from logits: the likeliest at temperature 0; else from those that are left."""
+    """How to sample a token from logits. Temperature 0 takes the likeliest token."""
 
     temperature: float = 1.0
-    top_k: int = 0  # of so many likeliest; 0: all
-    top_p: float = (
-        1.0  # of the fewest likeliest that have this probability together (arXiv 1904.09751)
-    )
+    top_k: int = 0  # sample from the k likeliest tokens; 0: all
+    # Nucleus sampling: from the fewest likeliest tokens whose probabilities add up to this (arXiv 1904.09751).
+    top_p: float = 1.0
     seed: int = 0
-    vocab_size: int = 0  # of the first so many, those that the tokenizer has; 0: all
+    vocab_size: int = 0  # of the tokenizer, if smaller than the model's; 0: the model's
 
     def __post_init__(self):
         faults = minimum_faults(0, {"--temperature": self.temperature, "--top_k": self.top_k})
@@ -43,22 +42,22 @@ class Sampling:
             raise ConfigError(*faults)
 
     def draw(self, logits_BV: jax.Array, number: jax.Array) -> jax.Array:
-        """Returns token `number` of each row; what a row draws depends on no other row."""
+        """Returns the token at step `number` of each row (B,); a row's token does not depend on other rows."""
         logits_BV = jnp.asarray(logits_BV, jnp.float32)
         if self.vocab_size:
             is_token_V = jnp.arange(logits_BV.shape[-1]) < self.vocab_size
             logits_BV = jnp.where(is_token_V[None], logits_BV, -jnp.inf)
         if self.temperature == 0:
             return jnp.argmax(logits_BV, axis=-1)
-        below_best_BV = logits_BV - logits_BV.max(
-            -1, keepdims=True
-        )  # which no division makes too large
-        logits_BV = self._likely(below_best_BV / self.temperature)
+        # At most 0, so that dividing by a small temperature cannot overflow to +inf.
+        below_best_BV = logits_BV - logits_BV.max(-1, keepdims=True)
+        logits_BV = self._mask_unlikely(below_best_BV / self.temperature)
         key = jax.random.fold_in(jax.random.key(self.seed), number)
         keys_B = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(logits_BV)))
         return jax.vmap(jax.random.categorical)(keys_B, logits_BV)
 
-    def _likely(self, logits_BV: jax.Array) -> jax.Array:
+    def _mask_unlikely(self, logits_BV: jax.Array) -> jax.Array:
+        """Returns the logits, with -inf for the tokens outside top_k or top_p."""
         V = logits_BV.shape[-1]
         if self.top_p == 1 and not 0 < self.top_k < V:
             return logits_BV
@@ -68,8 +67,8 @@ class Sampling:
         probs_BV = jax.nn.softmax(ranked_BV, axis=-1)
         before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
         last_B = jnp.sum((before_BV < self.top_p) & (ranked_BV > -jnp.inf), axis=-1) - 1
-        least_B = jnp.take_along_axis(ranked_BV, last_B[:, None], axis=-1)
-        return jnp.where(logits_BV >= least_B, logits_BV, -jnp.inf)
+        threshold_B = jnp.take_along_axis(ranked_BV, last_B[:, None], axis=-1)
+        return jnp.where(logits_BV >= threshold_B, logits_BV, -jnp.inf)
 
 
 def generate(
@@ -83,83 +82,82 @@ def generate(
     sampling: Sampling,
     stop: Sequence[int] = (),
 ) -> Iterator[list[int | None]]:
-    """Yields a token of each row, up to `length` times; None after one of `stop`, which is not given.
+    """Yields the next token of each row, up to `length` times; None from the row's first `stop` token on.
 
-    Prompts are lists of 1 or more tokens, of any lengths. The model sees the last `context` tokens at
-    most: where they are used up, it goes on from the newer half of them, read anew.
+    Prompts are lists of 1 or more tokens, of any lengths. The model sees at most the last `context` tokens:
+    when the cache is full, its newer half is recomputed as a new prompt.
     """
     model = program.model
     if model.cached_block is None:
         raise ConfigError(
-            "model: has no cached_block to generate with; see meshtrain/models/base.py"
+            "model: has no cached_block, which generation needs; see meshtrain/models/base.py"
         )
     with program.active():
-        _, shares = sharding.batch_slices(tuple(program.mesh.shape))
+        _, num_shards = sharding.batch_slices(tuple(program.mesh.shape))
     rows = [list(prompt) for prompt in prompts]
-    rows += [[0] for _ in range(-len(rows) % shares)]  # so that each device has as many
-    running = [True] * len(prompts) + [False] * (len(rows) - len(prompts))
-    whole = jax.NamedSharding(program.mesh, jax.P())
-    advance = jax.jit(
-        partial(_advance, model, sampling),
+    rows += [[0] for _ in range(-len(rows) % num_shards)]  # equal batch shards
+    active = [True] * len(prompts) + [False] * (len(rows) - len(prompts))
+    replicated = jax.NamedSharding(program.mesh, jax.P())
+    decode = jax.jit(
+        partial(_decode, model, sampling),
         static_argnames=("size", "dtype"),
         donate_argnames="cache",
-        out_shardings=(whole, None),
+        out_shardings=(replicated, None),
     )
     params = _cast(program, params, dtype)
     number, width = 0, min(context, max(map(len, rows)))
-    while number < length and any(running):
+    while number < length and any(active):
         size = min(context, width + length - number)
-        window, pads = _window(rows, width)
-        call = partial(advance, params, pads=pads, size=size, dtype=dtype)
+        window, num_pads = _window(rows, width)
+        call = partial(decode, params, num_pads=num_pads, size=size, dtype=dtype)
         with program.active():
-            drawn, cache = call(tokens=window, start=0, number=number, cache=None)
+            sampled, cache = call(tokens=window, start=0, number=number, cache=None)
         for start in range(width, size + 1):
-            # Waited for before the next is begun: see `train._heldout_loss`.
-            for row, token in zip(rows, np.asarray(drawn).tolist(), strict=True):
+            # Wait for this step before the next starts: see `train._heldout_loss`.
+            for row, token in zip(rows, np.asarray(sampled).tolist(), strict=True):
                 row.append(token)
-            running = [on and row[-1] not in stop for on, row in zip(running, rows, strict=True)]
+            active = [on and row[-1] not in stop for on, row in zip(active, rows, strict=True)]
             number += 1
-            yield [row[-1] if on else None for row, on in zip(rows, running, strict=True)][
-                : len(prompts)
-            ]
-            if number == length or not any(running):
+            newest = [row[-1] if on else None for row, on in zip(rows, active, strict=True)]
+            yield newest[: len(prompts)]
+            if number == length or not any(active):
                 return
             if start < size:
                 with program.active():
-                    newest = drawn[:, None]
-                    drawn, cache = call(tokens=newest, start=start, number=number, cache=cache)
+                    tokens = sampled[:, None]
+                    sampled, cache = call(tokens=tokens, start=start, number=number, cache=cache)
         width = max(1, context // 2)
 
 
-def _advance(
+def _decode(
     model: Model,
     sampling: Sampling,
     params: Params,
     *,
     tokens,
-    pads,
+    num_pads,
     start,
     number,
     cache,
     size,
     dtype,
 ) -> tuple[jax.Array, Any]:
-    """Returns the token that follows `tokens` (B, S), which stand at `start` of a cache, and the cache.
+    """Returns the next token (B,) after `tokens` (B, S), written to the cache from `start` on, and the cache.
 
-    The first `pads` (B,) positions of a row hold nothing; a cache that is None begins, with T = `size`.
+    The first `num_pads` (B,) positions of a row are padding. If `cache` is None, a new one of T = `size` is used.
     """
     B, S = tokens.shape
     tokens = sharding.constrain(tokens, "batch", "seq")
     cache = model.empty_cache(B, size, dtype) if cache is None else cache
-    place_BS = jnp.broadcast_to(start + jnp.arange(S)[None], (B, S))
+    slot_BS = jnp.broadcast_to(start + jnp.arange(S)[None], (B, S))
     batch = Batch(
         tokens,
         tokens,
         jnp.ones((B, S), jnp.float32),
-        positions=jnp.maximum(place_BS - pads[:, None], 0),
-        segments=(place_BS >= pads[:, None]).astype(jnp.int32),
+        positions=jnp.maximum(slot_BS - num_pads[:, None], 0),
+        segments=(slot_BS >= num_pads[:, None]).astype(jnp.int32),
     )
-    filled_BT = jnp.arange(size)[None] >= pads[:, None]
+    filled_BT = jnp.arange(size)[None] >= num_pads[:, None]
     past = Past(jnp.asarray(start, jnp.int32), filled_BT.astype(jnp.int32))
 
     def block(x_BSD, layer_and_cache):
@@ -173,14 +171,14 @@ def _advance(
 
 
 def _window(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the last `width` tokens of each row, at the right of (B, S), and how much is empty (B,)."""
+    """Returns the last `width` tokens of each row, right-aligned (B, S), and the number of pads (B,)."""
     window = np.zeros((len(rows), width), np.int32)
-    for line, row in zip(window, rows, strict=True):
-        line[width - len(row[-width:]) :] = row[-width:]
+    for target, row in zip(window, rows, strict=True):
+        target[width - len(row[-width:]) :] = row[-width:]
     return window, np.array([width - len(row[-width:]) for row in rows], np.int32)
 
 
 def _cast(program: Program, params: Params, dtype: str) -> Params:
-    places = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.params)
+    shardings = state.shardings_of(program.abstract_state.params)
     with program.active():
-        return jax.jit(partial(grads.cast, dtype=dtype), out_shardings=places)(params)
+        return jax.jit(partial(grads.cast, dtype=dtype), out_shardings=shardings)(params)

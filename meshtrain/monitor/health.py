@@ -1,7 +1,8 @@
-"""What a run does not notice by itself: copies of the state that differ, and processes that hold it up.
+"""Detects replica divergence (silent data corruption) and stragglers.
 
-Where a device computes wrongly without a word, its copy of replicated parameters goes astray. Every few
-steps, and before each save, all copies are compared bit for bit by a digest, and the speeds of all processes.
+A faulty device can compute wrong values without an error; its replica of the parameters then differs
+from the others. Every `health.every` steps, and before each save, a digest compares all replicas bit
+for bit. Every `health.every` steps the speeds of all processes are compared, too.
 """
 
 import collections
@@ -19,18 +20,20 @@ from meshtrain.cluster import distributed
 from meshtrain.cluster.progress import ProgressPage
 from meshtrain.config.schema import AXES, HealthConfig
 
-SLOW = 0.75  # of the median speed: slower ones are told (as in NVIDIA's resiliency extension)
-IN_A_ROW = 3  # checks; once is a hiccup
-PROBES = 5  # the fastest counts
-PROBE_SIZE = collections.defaultdict(lambda: 4096, cpu=1024)  # rows of a matrix: milliseconds
+# Fraction of the median speed; slower processes are logged (as in NVIDIA's resiliency extension).
+SLOW = 0.75
+IN_A_ROW = 3  # slow checks before a process is logged; a single one may be noise
+NUM_TIMINGS = 5  # of the matrix product; the fastest counts
+# Rows of the square matrices: their product takes milliseconds.
+PRODUCT_SIZE = collections.defaultdict(lambda: 4096, cpu=1024)
 
 
 class CorruptState(RuntimeError):
-    """A device's copy of the state is not what the others have."""
+    """Replicas of the state differ between devices."""
 
 
 class Check:
-    """Compares copies and speeds; `event(name, **fields)` records, `line(text)` tells."""
+    """Compares replicas and speeds; writes to `event(name, **fields)` and `log(text)`."""
 
     def __init__(
         self,
@@ -39,79 +42,81 @@ class Check:
         page: ProgressPage,
         *,
         event: Callable[..., None],
-        line: Callable[[str], None],
+        log: Callable[[str], None],
     ):
         self._every, self._mesh, self._page = settings.every, mesh, page
-        self._event, self._line = event, line
+        self._event, self._log = event, log
         self._digest: Callable | None = None
-        self._slow = collections.Counter()  # checks in a row, of each process
-        self._before: np.ndarray | None = None  # step, seconds of data and of steps
+        self._slow_checks = collections.Counter()  # process -> slow checks in a row
+        # At the last check: step, total seconds of waiting for data, total seconds of steps.
+        self._previous: np.ndarray | None = None
 
     def due(self, step: int, *, saving: bool) -> bool:
         return self._every > 0 and step > 0 and (saving or step % self._every == 0)
 
     def run(self, step: int, state: Any) -> None:
-        """Raises CorruptState, on all processes, where copies differ; tells who is slow."""
+        """Raises CorruptState, on all processes, if replicas differ; logs slow processes."""
         if self._digest is None:
             self._digest = make_digest(state, self._mesh)
-        faults = differing(state, distributed.gather(local_digests(self._digest(state))))
+        faults = replica_faults(state, distributed.gather(local_digests(self._digest(state))))
         for fault in faults:
             self._event("corrupt", step=step, fault=fault)
         if faults:
             raise CorruptState(
-                f"step {step}: {faults[0]}. Nothing since the last checkpoint can be trusted; "
-                f"if it is the same device again, take it out"
+                f"step {step}: {faults[0]}. Results since the last checkpoint may be wrong; "
+                f"if the same device is named again, remove it"
             )
         if step % self._every == 0 and distributed.num_processes() > 1:
             self._compare_speeds(step)
 
     def _compare_speeds(self, step: int) -> None:
-        spent = np.array([step, self._page["data"], self._page["step"]])
-        before, self._before = self._before, spent
-        if before is None or before[0] >= step:
+        current = np.array([step, self._page["data"], self._page["step"]])
+        previous, self._previous = self._previous, current
+        if previous is None or previous[0] >= step:
             return
-        _, data, work = (spent - before) / (step - before[0])
-        everyone = distributed.gather([data, work, probe(), socket.gethostname()])
-        for number, score in enumerate(scores([one[:3] for one in everyone])):
-            self._slow[number] = self._slow[number] + 1 if score < SLOW else 0
-            if self._slow[number] < IN_A_ROW:
+        _, data, rest = (current - previous) / (step - previous[0])
+        processes = distributed.gather([data, rest, time_product(), socket.gethostname()])
+        for number, speed in enumerate(relative_speeds([timing[:3] for timing in processes])):
+            self._slow_checks[number] = self._slow_checks[number] + 1 if speed < SLOW else 0
+            if self._slow_checks[number] < IN_A_ROW:
                 continue
-            data, _, took, host = everyone[number]
-            fields = {"process": number, "host": host, "score": score}
-            self._event("straggler", step=step, **fields, data_seconds=data, probe_seconds=took)
-            self._line(
-                f"process {number} on {host} is slow: {score:.2f} of the median speed, in a step it waits "
-                f"{data:.3f} s for data, a test product takes it {took * 1e3:.1f} ms"
+            data, _, product, host = processes[number]
+            fields = {"process": number, "host": host, "score": speed}
+            self._event("straggler", step=step, **fields, data_seconds=data, probe_seconds=product)
+            self._log(
+                f"process {number} on {host} is slow: {speed:.2f} of the median speed; it waits "
+                f"{data:.3f} s per step for data, a test matrix product takes {product * 1e3:.1f} ms"
             )
 
 
-def scores(everyone: Sequence[Sequence[float]]) -> list[float]:
-    """Returns each process's speed, as a part of the median's.
+def relative_speeds(timings: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the speed of each process as a fraction of the median speed.
 
-    Of each are given, in seconds: a step's wait for data, the rest of a step, and a probe. That rest
-    is the same for all who are quick: they wait for the slowest, which waits least.
+    `timings` holds three times in seconds per process: the wait for data in a step, the rest of the
+    step, and a matrix product. The rest of a step includes waiting for slower processes, so it is
+    replaced by the minimum over all processes, scaled by the time of the product.
     """
-    typical = statistics.median_low(probe for _, _, probe in everyone)
-    least = min(work for _, work, _ in everyone)
-    own = [data + least * probe / typical for data, _, probe in everyone]
-    middle = statistics.median_low(own)
-    return [middle / one for one in own]
+    median_product = statistics.median_low(product for _, _, product in timings)
+    shortest_rest = min(rest for _, rest, _ in timings)
+    step_times = [data + shortest_rest * product / median_product for data, _, product in timings]
+    median_step = statistics.median_low(step_times)
+    return [median_step / seconds for seconds in step_times]
 
 
-def probe() -> float:
-    """Returns how long the slowest device of this process takes for a product of matrices, in seconds."""
-    return max(_probe(device) for device in jax.local_devices())
+def time_product() -> float:
+    """Returns the seconds that the slowest device of this process takes for a matrix product."""
+    return max(_time_product(device) for device in jax.local_devices())
 
 
-def _probe(device: jax.Device) -> float:
-    size, took = PROBE_SIZE[device.platform], []
-    with jax.set_mesh(jax.sharding.Mesh([device], "alone")):
+def _time_product(device: jax.Device) -> float:
+    size, seconds = PRODUCT_SIZE[device.platform], []
+    with jax.set_mesh(jax.sharding.Mesh([device], "device")):
         x = jnp.ones((size, size), jnp.float32)
-        for _ in range(PROBES + 1):  # the first one compiles
+        for _ in range(NUM_TIMINGS + 1):  # the first one compiles
             began = time.perf_counter()
             _product(x).block_until_ready()
-            took.append(time.perf_counter() - began)
-    return min(took)
+            seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 @jax.jit
@@ -120,9 +125,9 @@ def _product(x: jax.Array) -> jax.Array:
 
 
 def make_digest(state: Any, mesh: jax.sharding.Mesh) -> Callable[[Any], jax.Array]:
-    """Returns a function of such states: for each device a row, for each array a 32-bit digest.
+    """Returns a function from a state to its digests, (devices, arrays) uint32.
 
-    Each device works on the bytes that it holds itself; nothing is exchanged.
+    Each device digests its own shards; there is no communication.
     """
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
 
@@ -134,7 +139,7 @@ def make_digest(state: Any, mesh: jax.sharding.Mesh) -> Callable[[Any], jax.Arra
 
 
 def _digest(x: jax.Array) -> jax.Array:
-    """The sum of all words, each times another odd number: any one that changes, shows."""
+    """Returns the sum of all words, each times a different odd number: any single changed word shows."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == bool:
@@ -146,35 +151,39 @@ def _digest(x: jax.Array) -> jax.Array:
 
 
 def local_digests(rows: jax.Array) -> dict[int, list[int]]:
-    """Returns the rows of this process's devices, by their ids."""
+    """Returns the rows of this process's devices, by device id."""
     return {
         shard.device.id: np.asarray(shard.data)[0].tolist() for shard in rows.addressable_shards
     }
 
 
-def differing(state: Any, everyone: list[dict[str, list[int]]]) -> list[str]:
-    """Returns a line for each array whose copies are not the same, with the devices that stand alone."""
-    rows = {int(device): row for one in everyone for device, row in one.items()}
+def replica_faults(state: Any, digests: list[dict[str, list[int]]]) -> list[str]:
+    """Returns a line for each array whose replicas differ, naming the devices in the minority.
+
+    `digests` holds the `local_digests` of each process, keys as JSON strings.
+    """
+    rows = {int(device): row for local in digests for device, row in local.items()}
     faults = []
     for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(state)):
-        copies: dict[str, dict[int, list[jax.Device]]] = {}
+        # shard index -> digest -> devices with this digest
+        replicas: dict[str, dict[int, list[jax.Device]]] = {}
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-            by_digest = copies.setdefault(str(index), {})
+            by_digest = replicas.setdefault(str(index), {})
             by_digest.setdefault(rows[device.id][number], []).append(device)
         faults += [
-            f"{jax.tree_util.keystr(path)} differs {_odd_ones(list(by_digest.values()))}"
-            for by_digest in copies.values()
+            f"{jax.tree_util.keystr(path)} differs {_minority(list(by_digest.values()))}"
+            for by_digest in replicas.values()
             if len(by_digest) > 1
         ]
     return faults
 
 
-def _odd_ones(groups: list[list[jax.Device]]) -> str:
+def _minority(groups: list[list[jax.Device]]) -> str:
     groups = sorted(groups, key=len)
     names = [" and ".join(_name(device) for device in group) for group in groups]
     if len(groups[-1]) > len(groups[-2]):
-        return f"on {', '.join(names[:-1])} from {len(groups[-1])} other copies"
-    return f"between {' / '.join(names)}, and none is in the majority"
+        return f"on {', '.join(names[:-1])} from {len(groups[-1])} other replicas"
+    return f"between {' / '.join(names)}, without a majority"
 
 
 def _name(device: jax.Device) -> str:

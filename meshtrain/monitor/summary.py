@@ -1,7 +1,6 @@
-"""What a run says of itself before it compiles, and when it ends."""
+"""The lines that a run logs before it compiles, and its last line."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +8,17 @@ import jax
 
 from meshtrain import state as states
 from meshtrain.config.schema import AXES, Config
-from meshtrain.data.source import Batch, Source
+from meshtrain.data.source import Source
 from meshtrain.models.base import Model
+from meshtrain.monitor.units import Units
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
-from meshtrain.program import Program
+from meshtrain.state import TrainState
 
 
-@dataclass(frozen=True)
-class Units:
-    """What one sample consists of, to count and to time: tokens of a language model, else itself."""
-
-    name: str
-    per_sample: int
-    flops: float | None  # of one unit, forward and backward
-
-
-def units_of(batch: Any, model: Model) -> Units:
-    if not isinstance(batch, Batch):
-        return Units("examples", 1, None)
-    seq_len = batch.tokens.shape[1]
-    return Units("tokens", seq_len, model.flops_per_token and model.flops_per_token(seq_len))
-
-
-def before(cfg: Config, program: Program, units: Units, data: Any) -> Iterator[str]:
-    """Yields the lines to read before compiling: whether this is the run one meant, and fits."""
-    model, abstract_state = program.model, program.abstract_state
+def start_lines(
+    cfg: Config, model: Model, abstract_state: TrainState, units: Units, data: Any
+) -> Iterator[str]:
+    """Yields the lines to log before compiling: mesh, parameters, memory, batch, schedule, data."""
     used = [f"{axis} {size}" for axis in AXES if (size := getattr(cfg.mesh, axis)) > 1]
     device = jax.devices()[0].device_kind
     yield f"mesh        {' x '.join(used) or 'one device'} · {jax.device_count()} {device} · jax {jax.__version__}"
@@ -69,15 +54,17 @@ def _pipeline(cfg: Config) -> str:
     )
 
 
-def after(step: int, cfg: Config, eval_loss: float | None, data: Any, workdir: Path | None) -> str:
+def final_line(
+    step: int, cfg: Config, eval_loss: float | None, data: Any, workdir: Path | None
+) -> str:
     """Returns the last line of a run."""
     if step < cfg.train.steps:
-        kept = (
-            f"saved in {workdir}; the same command goes on from here"
+        saved = (
+            f"saved in {workdir}; run the same command to resume"
             if workdir
-            else "nothing saved: no workdir"
+            else "not saved: no workdir"
         )
-        return f"stopped after {step} of {cfg.train.steps} steps · {kept}"
+        return f"stopped after {step} of {cfg.train.steps} steps · {saved}"
     line = f"done: {step} steps"
     if eval_loss is not None:
         line += f" · held-out loss {eval_loss:.4f}"

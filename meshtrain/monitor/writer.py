@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, events.jsonl and config.json in its folder, lines or a bar on the console."""
+"""A run's output: metrics.jsonl, events.jsonl, config.json in its workdir; lines or a bar on the console."""
 
 import contextlib
 import datetime
@@ -17,9 +17,9 @@ import rich.progress
 
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
-from meshtrain.monitor.summary import Units
+from meshtrain.monitor.units import Units
 
-# Dense bfloat16 FLOP/s of one device, from the makers' data sheets.
+# Dense bfloat16 FLOP/s of one device, from the vendors' data sheets.
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989.5e12,
@@ -32,13 +32,13 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the peak of the longest name that `device_kind` starts with, None where it is not known."""
+    """Returns the peak FLOP/s of a device kind, by its longest known prefix; None if unknown."""
     names = [name for name in PEAK_FLOPS if device_kind.startswith(name)]
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
 def _step_of(row: str) -> float:
-    """A row that was cut off by a crash counts as a late one."""
+    """Returns the step of a row; inf for a row truncated by a crash, so that it is dropped."""
     try:
         return json.loads(row)["step"]
     except (ValueError, KeyError, TypeError):
@@ -46,7 +46,7 @@ def _step_of(row: str) -> float:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file whole or not at all. Raises ConfigError where it cannot be written."""
+    """Replaces a file atomically. Raises ConfigError if it cannot be written."""
     new = path.with_name(path.name + ".new")
     try:
         new.write_text(text)
@@ -58,7 +58,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 class Writer:
-    """Writes what process 0 knows; on other processes it stays silent. Close it to take the bar down."""
+    """Writes the output of process 0; does nothing on other processes. Close it to remove the bar."""
 
     def __init__(self, workdir: Path | None, *, leader: bool):
         self._folder = workdir if leader else None
@@ -67,8 +67,8 @@ class Writer:
         )
         self._bar: rich.progress.Progress | None = None
         self._pending: tuple | None = None
-        self._waiting: dict[str, list[str]] = {}  # lines that could not be written yet
-        self.newest: dict[str, float] = {}  # numbers of the newest step that ended
+        self._unwritten: dict[str, list[str]] = {}  # file -> lines still to be written
+        self.newest: dict[str, float] = {}  # metrics of the newest finished step
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -80,14 +80,15 @@ class Writer:
         *,
         samples: int,
         waited: float,
-        see: Callable[[int, dict[str, float]], None],
+        observe: Callable[[int, dict[str, float]], None],
     ) -> None:
         """Starts the clock at step `start`, after `samples` samples and `waited` seconds for data.
 
-        `see` is given the numbers of each step before they are written. Rows of step `start` and
-        later, left by a run that went further than its last checkpoint, are dropped.
+        `observe` is called with the metrics of each step after they are written. Removes the rows of
+        step `start` and later, which an interrupted run wrote after its last checkpoint.
         """
-        self._start, self._steps, self._units, self._see = start, cfg.train.steps, units, see
+        self._start, self._steps, self._units = start, cfg.train.steps, units
+        self._observe = observe
         self._units_before, self._units_per_step = (
             samples * units.per_sample,
             cfg.train.global_batch * units.per_sample,
@@ -98,9 +99,9 @@ class Writer:
         )
         if self._folder and (metrics := self._folder / "metrics.jsonl").exists():
             rows = metrics.read_text(errors="replace").splitlines()
-            kept = [row for row in rows if _step_of(row) < start]
-            if kept != rows:
-                _replace(metrics, "".join(row + "\n" for row in kept))
+            earlier = [row for row in rows if _step_of(row) < start]
+            if earlier != rows:
+                _replace(metrics, "".join(row + "\n" for row in earlier))
         if self._console.is_terminal and not self._bar:
             columns = rich.progress.BarColumn(20), rich.progress.TextColumn("{task.description}")
             self._bar = rich.progress.Progress(*columns, console=self._console)
@@ -110,7 +111,7 @@ class Writer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out of the step time what happens inside: an evaluation, say."""
+        """Excludes the time inside, of an evaluation for example, from the step time."""
         began = time.perf_counter()
         try:
             yield
@@ -126,44 +127,44 @@ class Writer:
         waited: float,
         log: bool,
     ) -> None:
-        """Takes the report of a step just dispatched, and writes the one before.
+        """Stores the report of a step just dispatched, and writes the previous one.
 
-        So the device has its next work while the host waits. `waited` seconds went by for data, in all
-        steps together. `log` makes a row and a line of a step.
+        So the device always has work while the host waits for a report. `waited` is the total of all
+        seconds spent waiting for data. With `log` the step gets a row and a line.
         """
-        # Where dispatching waits for the result, as on simulated devices, the step ended by now.
+        # Simulated devices dispatch synchronously: the step has already ended.
         ended = time.perf_counter() if report["loss"].is_ready() else None
         self.flush()
         self._pending = step, report, ended, waited, log, eval_loss
 
     def flush(self) -> None:
-        """Waits for the report that is still held, and writes it."""
+        """Waits for the pending report and writes it."""
         if self._pending is None:
             return
         (step, report, ended, waited, log, eval_loss), self._pending = self._pending, None
-        numbers = {name: float(value) for name, value in jax.device_get(report).items()}
+        metrics = {name: float(value) for name, value in jax.device_get(report).items()}
         ended = ended or time.perf_counter()
         self._steps_since += 1
-        self.newest = numbers
+        self.newest = metrics
         if log:
-            self._write(step, numbers, ended, waited, eval_loss)
-        self._see(step, numbers)
+            self._write(step, metrics, ended, waited, eval_loss)
+        self._observe(step, metrics)
 
     def _write(
         self,
         step: int,
-        numbers: dict[str, float],
+        metrics: dict[str, float],
         ended: float,
         waited: float,
         eval_loss: float | None,
     ) -> None:
-        # Of two very short steps the second can be ready before the first is looked at.
+        # At least 1 us: a very short step may have ended before the previous one was recorded.
         step_time = max(ended - self._since, 1e-6) / self._steps_since
         per_second = self._units_per_step / step_time
         row = {
             "step": step,
-            "loss": numbers["loss"],
-            **{name: value for name, value in numbers.items() if name != "step"},
+            "loss": metrics["loss"],
+            **{name: value for name, value in metrics.items() if name != "step"},
             "tokens": self._units_before + (step - self._start + 1) * self._units_per_step,
             "step_time": step_time,
             "data_wait": (waited - self._waited_before) / self._steps_since,
@@ -177,7 +178,7 @@ class Writer:
         self._since, self._steps_since, self._waited_before = ended, 0, waited
 
     def _show(self, row: dict[str, Any]) -> None:
-        """A line for each row; where there is a bar, it holds the newest and only evaluations are lines."""
+        """Logs a row as a line; with a bar the row goes there, and only evaluations are also logged."""
         left = datetime.timedelta(seconds=round((self._steps - row["step"] - 1) * row["step_time"]))
         speed = f"{row['tokens_per_second']:,.0f} {self._units.name}/s"
         speed += f" · mfu {row['mfu']:.1%}" if row["mfu"] else ""
@@ -190,18 +191,18 @@ class Writer:
                 return
         more = " · skipped" if row.get("skipped") else ""
         more += f" · held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
-        self.line(
+        self.log(
             f"step {row['step']:>{len(str(self._steps))}}/{self._steps} · loss {row['loss']:.4f} · "
             f"grad norm {row['grad_norm']:.3f} · lr {row['learning_rate']:.2e} · {speed} · {left} left{more}"
         )
 
-    def line(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
+    def log(self, text: str) -> None:
+        """Prints a line, above the bar if there is one."""
         self._console.print(text)
         sys.stdout.flush()
 
     def event(self, event: str, **fields: Any) -> None:
-        """Puts one line on record in events.jsonl."""
+        """Appends a line to events.jsonl."""
         self._append("events.jsonl", {"event": event, "time": time.time(), **fields})
 
     def config(self, config: dict[str, Any]) -> None:
@@ -211,30 +212,32 @@ class Writer:
             _replace(self._folder / "config.json", text)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        """Adds a line to a file; on a full disk it waits for the next one that can be written."""
+        """Appends a line to a file; if that fails, the line is written together with the next one."""
         if not self._folder:
             return
         finite = {
             key: None if isinstance(v, float) and not math.isfinite(v) else v
             for key, v in row.items()
         }
-        waiting = self._waiting.setdefault(name, [])
-        waiting.append(json.dumps(finite) + "\n")
+        unwritten = self._unwritten.setdefault(name, [])
+        unwritten.append(json.dumps(finite) + "\n")
         path, size = self._folder / name, None
         try:
             with open(path, "a") as file:
                 size = file.tell()
-                file.writelines(waiting)
-            waiting.clear()
+                file.writelines(unwritten)
+            unwritten.clear()
         except OSError as error:
             if size is not None:
                 with contextlib.suppress(OSError):
-                    os.truncate(path, size)  # no line in part
-            if len(waiting) == 1:
-                self.line(f"{path}: {error.strerror}; what should go there waits")
+                    os.truncate(path, size)  # removes a partly written line
+            if len(unwritten) == 1:
+                self.log(
+                    f"{path}: {error.strerror}; its lines are kept in memory until it can be written"
+                )
 
     def close(self) -> None:
-        """Takes the bar down; lines and events go on."""
+        """Removes the bar; `log` and `event` still work."""
         if self._bar:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,4 @@
-"""What a verification found: differences from one device, and the certificate to keep of them."""
+"""The result of a verification: differences from one device, and the certificate that lists them."""
 
 import json
 import math
@@ -20,21 +20,21 @@ Trees = dict[str, Any]  # kind of value -> pytree of arrays
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one layout."""
+    """The result of one layout."""
 
     row: Row
     differences: dict[str, float]  # largest relative difference of each kind of value
-    fault: str | None  # the first that is too large, or what went wrong
+    fault: str | None  # the first difference above the tolerance, or an error
     seconds: float
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What came of all layouts."""
+    """The results of all layouts."""
 
     subject: str
     tolerance: float
-    broken_laws: tuple[str, ...]  # faults of the model on one device
+    broken_laws: tuple[str, ...]  # faults that show on one device already
     results: tuple[Result, ...]
 
     @property
@@ -46,15 +46,15 @@ class Certificate:
         folder.mkdir(parents=True, exist_ok=True)
         record = {"passed": self.passed, "versions": versions(), **asdict(self)}
         for result in record["results"]:
-            found = result["differences"]  # JSON knows no infinity
-            found.update({kind: None for kind, value in found.items() if not math.isfinite(value)})
+            values = result["differences"]  # JSON has no infinity
+            values |= {kind: None for kind, value in values.items() if not math.isfinite(value)}
         (folder / "verify.json").write_text(json.dumps(record, indent=2) + "\n")
         (folder / "verify.md").write_text(self._markdown())
 
     def _markdown(self) -> str:
         kinds = list(dict.fromkeys(kind for result in self.results for kind in result.differences))
         verdict = "passed" if self.passed else "FAILED"
-        used = " · ".join(f"{name} {version}" for name, version in versions().items())
+        used_versions = " · ".join(f"{name} {version}" for name, version in versions().items())
         rows = [
             [
                 describe(r.row),
@@ -69,9 +69,9 @@ class Certificate:
                 f"# {self.subject}: {verdict}",
                 "",
                 f"{len(self.results)} layouts against one device, in float64. Each figure is the largest relative",
-                f"difference; {self.tolerance:g} is allowed. {used}",
+                f"difference; {self.tolerance:g} is allowed. {used_versions}",
                 "",
-                *(f"- FAILED on one device: {law}" for law in self.broken_laws),
+                *(f"- FAILED on one device: {fault}" for fault in self.broken_laws),
                 *("| " + " | ".join(cells) + " |" for cells in table),
                 "",
             ]
@@ -88,7 +88,7 @@ def versions() -> dict[str, str]:
 
 
 def describe(row: Row) -> str:
-    """Returns a layout in words: 'data 2 x fsdp 4 · zero 3 · 2 micro-batches · remat full · packed'."""
+    """Returns a layout as text: 'data 2 x fsdp 4 · zero 3 · 2 micro-batches · remat full · packed'."""
     sizes = [f"{axis} {row[axis]}" for axis in AXES if row.get(axis, 1) > 1]
     words = {"packing": "packed", "masks": "masked", "sequence_parallel": "sequence-sharded"}
     words["loss_scale"] = "loss scaled"
@@ -104,45 +104,45 @@ def describe(row: Row) -> str:
     )
 
 
-def line(result: Result) -> str:
-    """Returns a layout's line of the table."""
+def summary_line(result: Result) -> str:
+    """Returns the line that is logged for a layout: largest difference, seconds, layout, verdict."""
     largest = max(result.differences.values(), default=math.nan)
     verdict = f"FAILED {result.fault}" if result.fault else "ok"
     return f"{largest:8.1e}  {result.seconds:4.1f} s  {describe(result.row)}  {verdict}"
 
 
 def compare(
-    seen: Trees, due: Trees, *, tolerance: float, zero: Collection[str] = ()
+    actual: Trees, expected: Trees, *, tolerance: float, zero: Collection[str] = ()
 ) -> tuple[dict[str, float], str | None]:
     """Returns the largest relative difference of each kind, and the first leaf that exceeds `tolerance`.
 
-    Differences are relative to the largest value of a leaf. Parameters named in `zero` have no
-    gradient by the maths, so theirs is compared with 1 % of the largest, and what an optimizer makes
-    of such noise is not compared.
+    Differences are relative to the largest value of a leaf. Parameters named in `zero` have a gradient
+    that is zero but for rounding noise: its difference is relative to 1 % of the largest gradient, and
+    their other values, which the optimizer computes from the noise, are not compared.
     """
     differences, fault = {}, None
-    for kind, tree in seen.items():
-        leaves = jax.tree.leaves_with_path(due[kind])
+    for kind, tree in actual.items():
+        leaves = jax.tree.leaves_with_path(expected[kind])
         largest = max(np.abs(leaf).max() for _, leaf in leaves)
         differences[kind] = 0.0
-        for (path, there), here in zip(leaves, jax.tree.leaves(tree), strict=True):
-            name, here, there = name_of(path), np.asarray(here), np.asarray(there)
-            noise = name.endswith(tuple(zero))
-            if noise and kind != "gradients":
+        for (path, right), here in zip(leaves, jax.tree.leaves(tree), strict=True):
+            name, here, right = name_of(path), np.asarray(here), np.asarray(right)
+            is_noise = name.endswith(tuple(zero))
+            if is_noise and kind != "gradients":
                 continue
-            scale = max(np.abs(there).max(), 0.01 * largest if noise else 0.0) or 1.0
-            gaps = np.nan_to_num(np.abs(here - there), nan=math.inf)
-            worst = np.unravel_index(gaps.argmax(), gaps.shape)
-            differences[kind] = max(differences[kind], float(gaps[worst] / scale))
-            if fault is None and not gaps[worst] <= tolerance * scale:
-                place = str([int(n) for n in worst]) if worst else ""
-                leaf = f"{kind} {name}".strip() + place
-                fault = f"{leaf}: {here[worst]:.12g} here, {there[worst]:.12g} on one device"
+            scale = max(np.abs(right).max(), 0.01 * largest if is_noise else 0.0) or 1.0
+            errors = np.nan_to_num(np.abs(here - right), nan=math.inf)
+            worst = np.unravel_index(errors.argmax(), errors.shape)
+            differences[kind] = max(differences[kind], float(errors[worst] / scale))
+            if fault is None and not errors[worst] <= tolerance * scale:
+                index = str([int(n) for n in worst]) if worst else ""
+                leaf = f"{kind} {name}".strip() + index
+                fault = f"{leaf}: {here[worst]:.12g} here, {right[worst]:.12g} on one device"
     return differences, fault
 
 
-def without_gradient(grads: Any) -> list[str]:
-    """Returns the names of those that are zero by the maths, but for rounding."""
+def zero_gradient_names(grads: Any) -> list[str]:
+    """Returns the names of gradients that are zero but for rounding noise."""
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(grads))
     leaves = jax.tree.leaves_with_path(grads)
     return [name_of(path) for path, leaf in leaves if np.abs(leaf).max() < 1e-12 * largest]

@@ -1,12 +1,12 @@
-"""Proves a model's parallelism: in float64, every layout takes the same steps as one device.
+"""Proves a model's parallelism: in float64, every layout computes the same steps as one device.
 
   meshtrain verify --config=configs/quickstart.py --simulate_devices=8
 
-Layouts hold every pair of: sizes of mesh axes, ZeRO stages, numbers of micro-batches, remat, pipeline
-schedules, packed rows, token weights, sequence-sharded residuals, a loss scale. Each runs the trainer's
-own step, and is compared with plain maths (meshtrain/verify/reference_step.py) in loss, gradients, norm, parameters
-and optimizer state.
-The model's sizes are made small, its structure stays. Exit code 1: something differs, and is named.
+The layouts cover every pair of: sizes of mesh axes, ZeRO stages, numbers of micro-batches, remat,
+pipeline schedules, packed rows, token weights, sequence-sharded residuals, a loss scale. Each layout
+runs the trainer's own step. Loss, gradients, gradient norm, parameters and optimizer state are compared
+with a plain step on one device (meshtrain/verify/reference_step.py). The model's sizes are reduced,
+its structure is unchanged. Exit code 1: a layout differs; the line says where.
 """
 
 import argparse
@@ -15,40 +15,50 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshtrain.verify import OPTIONAL, QUICK, verify
+from meshtrain.verify import OPTIONAL, QUICK_LAYOUTS
 
 EXIT_DIFFERS = 1
-# Numbers are wanted, not speed.
+# Compile time matters here, not the speed of the programs.
 QUICK_COMPILE_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument("--quick", action="store_true", help=f"only the {QUICK} fullest layouts")
-    flags.add_argument("--keep_sizes", action="store_true", help="do not make the model small")
     flags.add_argument(
-        "--without", default="", metavar="NAME,...", help=f"leave out: {', '.join(OPTIONAL)}"
+        "--quick",
+        action="store_true",
+        help=f"only the {QUICK_LAYOUTS} layouts that cover most pairs",
+    )
+    flags.add_argument("--keep_sizes", action="store_true", help="do not reduce the model's sizes")
+    flags.add_argument(
+        "--without",
+        default="",
+        metavar="NAME,...",
+        help=f"checks to leave out: {', '.join(OPTIONAL)}",
     )
     flags.add_argument(
         "--output",
         type=Path,
         default=Path("certificate"),
         metavar="DIR",
-        help="for verify.json, .md",
+        help="folder for verify.json and verify.md",
     )
 
 
 def prepare(args: argparse.Namespace, config: Any) -> None:
-    """Sets the compiler's flags, which are read when the backend starts."""
+    """Sets XLA's flags, which the backend reads when it starts."""
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE_FLAGS}"
 
 
 def run(args: argparse.Namespace, config: Any) -> int:
-    """Returns the exit code."""
+    """Verifies, writes the certificate, and returns the exit code."""
+    from meshtrain.verify.verify import verify
+
     without = [name for name in args.without.split(",") if name]
     began = time.perf_counter()
-    found = verify(config, quick=args.quick, keep_sizes=args.keep_sizes, without=without)
-    found.write(args.output)
-    failed = sum(result.fault is not None for result in found.results) + len(found.broken_laws)
+    certificate = verify(config, quick=args.quick, keep_sizes=args.keep_sizes, without=without)
+    certificate.write(args.output)
+    failed = sum(result.fault is not None for result in certificate.results)
+    failed += len(certificate.broken_laws)
     verdict = f"{failed} FAILED" if failed else "all equal to one device"
     print(
         f"{verdict} · {time.perf_counter() - began:.0f} s · written to {args.output}/verify.md and .json"

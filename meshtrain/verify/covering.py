@@ -1,4 +1,4 @@
-"""Which combinations to try: every pair of settings together at least once, in few rows."""
+"""Pairwise (all-pairs) test design: few rows in which every pair of settings occurs."""
 
 import itertools
 from collections.abc import Iterable
@@ -6,35 +6,35 @@ from typing import Any
 
 import numpy as np
 
-Row = dict[str, Any]  # one level for each factor
+Row = dict[str, Any]  # factor -> level
 
 
 def pairwise(possible: Iterable[Row]) -> list[Row]:
-    """Returns rows that hold every pair of levels that any possible row holds; the fullest come first.
+    """Returns rows that cover every pair of levels in any possible row, most new pairs first.
 
-    Greedy: of all possible rows, each time the (first) one with the most pairs not yet seen.
+    Greedy: each time the first possible row with the most pairs that are not covered yet.
     """
     rows = list(possible)
     if not rows:
         return []
-    numbers = {name: {} for name in rows[0]}  # of each factor's levels, in order of appearance
-    coded = [
-        [levels.setdefault(row[name], len(levels)) for name, levels in numbers.items()]
+    level_numbers = {name: {} for name in rows[0]}  # factor -> level -> number
+    numbered = [
+        [levels.setdefault(row[name], len(levels)) for name, levels in level_numbers.items()]
         for row in rows
     ]
-    pairs = _pairs_of(np.array(coded), [len(levels) for levels in numbers.values()])
-    unseen = np.zeros(pairs.max() + 1, bool)
-    unseen[pairs] = True
+    pairs = _pairs_of(np.array(numbered), [len(levels) for levels in level_numbers.values()])
+    uncovered = np.zeros(pairs.max() + 1, bool)
+    uncovered[pairs] = True
     chosen = []
-    while unseen.any():
-        best = unseen[pairs].sum(axis=1).argmax()
-        unseen[pairs[best]] = False
+    while uncovered.any():
+        best = uncovered[pairs].sum(axis=1).argmax()
+        uncovered[pairs[best]] = False
         chosen.append(rows[best])
     return chosen
 
 
 def _pairs_of(rows: np.ndarray, sizes: list[int]) -> np.ndarray:
-    """Returns (rows, pairs of factors) numbers: one for each pair of levels of each two factors."""
+    """Returns (rows, pairs of factors): a number for the pair of levels, unique over all pairs."""
     columns, first = [], 0
     for a, b in itertools.combinations(range(len(sizes)), 2):
         columns.append(first + rows[:, a] * sizes[b] + rows[:, b])

@@ -1,4 +1,4 @@
-"""Which layouts `verify` chooses from: an axis or a schedule that is new joins by itself."""
+"""The layouts that `verify` chooses from. New axes and schedules are included automatically."""
 
 import itertools
 import math
@@ -14,40 +14,40 @@ from meshtrain.verify.subject import Subject
 
 
 def possible(subject: Subject, without: Iterable[str] = ()) -> Iterator[Row]:
-    """Yields every layout of the devices that there are, with everything that it may vary."""
-    num = jax.device_count()
+    """Yields every layout of all devices, in every variant of remat, packing, token weights and so on."""
+    num_devices = jax.device_count()
     axes = [axis for axis in AXES if axis not in checks.UNSUPPORTED_AXES]
-    divisors = [size for size in range(1, num + 1) if num % size == 0]
+    divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
 
-    def yes_no(possible: bool, name: str = "") -> list[bool]:
-        return [True, False] if possible and name not in without else [False]
+    def levels(supported: bool, name: str = "") -> list[bool]:
+        return [True, False] if supported and name not in without else [False]
 
     variants = {
         "remat": ["none", "full", "dots", "names:attention,mlp"],
-        "packing": yes_no(subject.rows is not None, "packing"),
-        "masks": yes_no(subject.is_text, "masks"),
-        "sequence_parallel": yes_no(
+        "packing": levels(subject.rows is not None, "packing"),
+        "masks": levels(subject.is_text, "masks"),
+        "sequence_parallel": levels(
             any(name == "residual_seq" for name, _ in subject.raw["rules"])
         ),
-        "loss_scale": yes_no(True),
+        "loss_scale": levels(True),
     }
     variants = [
         dict(zip(variants, row, strict=True)) for row in itertools.product(*variants.values())
     ]
     for row in itertools.product(*[divisors] * len(axes)):
         sizes = dict(zip(axes, row, strict=True))
-        if math.prod(row) != num:
+        if math.prod(row) != num_devices:
             continue
-        # ZeRO is only about what fsdp cuts.
+        # ZeRO stages differ only in what they shard over fsdp.
         for zero_stage in [3, 0, 1, 2] if sizes["fsdp"] > 1 else [3]:
-            for parts, stages in itertools.product([1, 2, 4, 8], _pipelines(subject, sizes)):
-                layout = {**sizes, "zero_stage": zero_stage, "num_microbatches": parts, **stages}
+            for num, pipeline in itertools.product([1, 2, 4, 8], _pipelines(subject, sizes)):
+                layout = {**sizes, "zero_stage": zero_stage, "num_microbatches": num, **pipeline}
                 if not _faults(subject, layout):
                     yield from ({**layout, **variant} for variant in variants)
 
 
 def _pipelines(subject: Subject, sizes: Mapping[str, int]) -> list[Row]:
-    """Returns what a pipeline of this many stages may vary."""
+    """Returns every supported combination of the settings of a pipeline with these axis sizes."""
     keys = ("schedule", "num_chunks", "keep")
     if sizes["pipeline"] == 1:
         return [dict.fromkeys(keys)]

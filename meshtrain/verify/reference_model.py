@@ -1,7 +1,7 @@
-"""The package's own model, optimizer and schedules once more, in plain maths: what theirs must equal.
+"""Reference implementation of the package's model, AdamW and learning-rate schedules, in plain maths.
 
-Layouts are compared with the very model that they train, so what it computes wrongly on one device
-too shows only here. Written after the papers, and without a call into the code that it judges.
+A comparison of layouts uses the trained model on both sides, so an error that it also makes on one
+device shows only here. Written from the papers; it does not call the code under test.
 """
 
 import math
@@ -15,23 +15,23 @@ import numpy as np
 from meshtrain.data.source import Batch
 from meshtrain.models.base import Params
 
-# B batch, S sequence, D model, H heads, G key/value heads, K head dim, V vocabulary
+# B batch, S sequence, D model, H heads, G key/value heads, K head dim, k = K/2, V vocabulary
 
-Section = Mapping[str, Any]  # of a config
+Section = Mapping[str, Any]  # a section of a config
 
 
 def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
-    """Returns the weighted sum over tokens that a decoder of this `model` section is trained on."""
+    """Returns the training loss of a decoder with this `model` section: a weighted sum over tokens."""
     x_BSD = params["tokens"]["embedding"][batch.tokens] * c["embed_scale"]
     if c["positions"] == "learned":
         x_BSD = x_BSD + params["positions"]["embedding"][: batch.tokens.shape[1]][None]
     for number in range(c["num_layers"]):
         layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
         local = c["attention"][number % len(c["attention"])] == "l"
-        new = attention(_norm(x_BSD, layer["attention_norm"], c), layer["attention"], c, local)
-        x_BSD += _norm(new, layer["attention_post_norm"], c) if c["post_norm"] else new
-        new = _mlp(_norm(x_BSD, layer["mlp_norm"], c), layer["mlp"], c)
-        x_BSD += _norm(new, layer["mlp_post_norm"], c) if c["post_norm"] else new
+        update = attention(_norm(x_BSD, layer["attention_norm"], c), layer["attention"], c, local)
+        x_BSD += _norm(update, layer["attention_post_norm"], c) if c["post_norm"] else update
+        update = _mlp(_norm(x_BSD, layer["mlp_norm"], c), layer["mlp"], c)
+        x_BSD += _norm(update, layer["mlp_post_norm"], c) if c["post_norm"] else update
     x_BSD = _norm(x_BSD, params["final_norm"], c)
     tied = c["tie_embeddings"]
     head_DV = params["tokens"]["embedding"].T if tied else params["output"]["kernel"]
@@ -42,24 +42,25 @@ def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
 
 
 def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool) -> jax.Array:
-    """Returns softmax(q k scale) v over the positions up to each one, with keys and values repeated.
+    """Returns causal attention, softmax(q k scale) v; keys and values are repeated for grouped queries.
 
-    A `local` layer sees no more than the last `window` of them.
+    In a `local` layer a position attends only to the last `window` positions.
     """
     q_BSHK, k_BSGK, v_BSGK = (_linear(x_BSD, p[name], 1) for name in ("query", "key", "value"))
     if c["qk_norm"]:
         q_BSHK, k_BSGK = _norm(q_BSHK, p["query_norm"], c), _norm(k_BSGK, p["key_norm"], c)
     if c["positions"] == "rope":
         q_BSHK, k_BSGK = _rope(q_BSHK, c, local), _rope(k_BSGK, c, local)
-    shared = c["num_heads"] // c["num_kv_heads"]  # query heads that follow one another
-    k_BSHK, v_BSHK = (jnp.repeat(x, shared, axis=2) for x in (k_BSGK, v_BSGK))
-    place_S = jnp.arange(x_BSD.shape[1])
-    seen_SS = place_S[None, :] <= place_S[:, None]
+    # Query heads are grouped in order: the first `group` heads use the first key/value head.
+    group = c["num_heads"] // c["num_kv_heads"]
+    k_BSHK, v_BSHK = (jnp.repeat(x, group, axis=2) for x in (k_BSGK, v_BSGK))
+    position_S = jnp.arange(x_BSD.shape[1])
+    mask_SS = position_S[None, :] <= position_S[:, None]
     if local:
-        seen_SS &= place_S[:, None] < place_S[None, :] + c["window"]
+        mask_SS &= position_S[:, None] < position_S[None, :] + c["window"]
     scale = c["query_scale"] or 1 / math.sqrt(q_BSHK.shape[-1])
     scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK) * scale
-    scores_BHST = jnp.exp(_capped(scores_BHST, c["attention_softcap"])) * seen_SS[None, None]
+    scores_BHST = jnp.exp(_capped(scores_BHST, c["attention_softcap"])) * mask_SS[None, None]
     probs_BHST = scores_BHST / scores_BHST.sum(-1, keepdims=True)
     return _linear(jnp.einsum("bhst,bthk->bshk", probs_BHST, v_BSHK), p["out"], 2)
 
@@ -69,20 +70,20 @@ def _capped(scores: jax.Array, cap: float) -> jax.Array:
 
 
 def _rope(x_BSHK: jax.Array, c: Section, local: bool) -> jax.Array:
-    """Turns each pair (k, k + K/2), as a complex number, by position * frequency."""
+    """Rotates each pair (k, k + K/2), as a complex number, by the angle position * frequency."""
     S, K = x_BSHK.shape[1], x_BSHK.shape[3]
-    own = local and c["rope_theta_local"]
-    theta, scaling = (own, ()) if own else (c["rope_theta"], c["rope_scaling"])
+    local_theta = local and c["rope_theta_local"]
+    theta, scaling = (local_theta, ()) if local_theta else (c["rope_theta"], c["rope_scaling"])
     angle_Sk = np.arange(S)[:, None] * [
-        _turn(theta ** (-2 * k / K), *scaling) for k in range(K // 2)
+        _scaled_frequency(theta ** (-2 * k / K), *scaling) for k in range(K // 2)
     ]
-    turned = jax.lax.complex(x_BSHK[..., : K // 2], x_BSHK[..., K // 2 :])
-    turned = turned * np.exp(1j * angle_Sk)[None, :, None, :]
-    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+    z_BSHk = jax.lax.complex(x_BSHK[..., : K // 2], x_BSHK[..., K // 2 :])
+    z_BSHk = z_BSHk * np.exp(1j * angle_Sk)[None, :, None, :]
+    return jnp.concatenate([z_BSHk.real, z_BSHk.imag], axis=-1)
 
 
-def _turn(frequency: float, kind: str = "", factor: float = 1, *llama: float) -> float:
-    """Returns what scaling makes of one frequency, in radians per position."""
+def _scaled_frequency(frequency: float, kind: str = "", factor: float = 1, *llama: float) -> float:
+    """Returns a frequency after `rope_scaling`, in radians per position."""
     if kind != "llama3":
         return frequency / factor
     low, high, length = llama
@@ -114,7 +115,7 @@ def _linear(x: jax.Array, p: Params, num_in: int) -> jax.Array:
 
 
 def _norm(x: jax.Array, p: Params, c: Section) -> jax.Array:
-    """Of the last dim."""
+    """Normalises the last dim."""
     if c["norm"] == "layer":
         x = x - x.mean(-1, keepdims=True)
     x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + c["norm_epsilon"])
@@ -123,30 +124,33 @@ def _norm(x: jax.Array, p: Params, c: Section) -> jax.Array:
 
 
 def initial_stddevs(c: Section) -> dict[str, float]:
-    """Returns the standard deviation that each parameter of a `model` section starts with, by its path."""
-    inward, outward = c["d_model"] ** -0.5, (2 * c["num_layers"]) ** -0.5
+    """Returns the standard deviation of the initial values of each parameter of a `model` section, by path."""
+    from_residual, to_residual = c["d_model"] ** -0.5, (2 * c["num_layers"]) ** -0.5
     heads = c["num_heads"] * c["head_dim"] if c["head_dim"] else c["d_model"]
-    qkv = {f"layers/attention/{name}/kernel": inward for name in ("query", "key", "value")}
-    found = {**qkv, "layers/mlp/up/kernel": inward}
-    found |= {"layers/attention/out/kernel": heads**-0.5 * outward}
-    found |= {"layers/mlp/gate/kernel": inward} if c["mlp"] != "gelu" else {}
-    found |= {"layers/mlp/down/kernel": c["d_ff"] ** -0.5 * outward}
+    qkv = {f"layers/attention/{name}/kernel": from_residual for name in ("query", "key", "value")}
+    stddevs = {**qkv, "layers/mlp/up/kernel": from_residual}
+    stddevs |= {"layers/attention/out/kernel": heads**-0.5 * to_residual}
+    stddevs |= {"layers/mlp/gate/kernel": from_residual} if c["mlp"] != "gelu" else {}
+    stddevs |= {"layers/mlp/down/kernel": c["d_ff"] ** -0.5 * to_residual}
     norms = ("layers/attention_norm", "layers/mlp_norm", "final_norm")
     if c["post_norm"]:
         norms += ("layers/attention_post_norm", "layers/mlp_post_norm")
-    biased = found if c["bias"] else qkv if c["qkv_bias"] else {}
-    found |= {name.replace("kernel", "bias"): 0.0 for name in biased}
+    biased = stddevs if c["bias"] else qkv if c["qkv_bias"] else {}
+    stddevs |= {name.replace("kernel", "bias"): 0.0 for name in biased}
     if c["bias"] and c["norm"] == "layer":
-        found |= {f"{name}/bias": 0.0 for name in norms}
+        stddevs |= {f"{name}/bias": 0.0 for name in norms}
     if c["qk_norm"]:
         norms += ("layers/attention/query_norm", "layers/attention/key_norm")
-    found |= {f"{name}/scale": 0.0 for name in norms} | {"tokens/embedding": 0.02}
-    found |= {"positions/embedding": 0.02} if c["positions"] == "learned" else {}
-    return found if c["tie_embeddings"] else found | {"output/kernel": inward}
+    stddevs |= {f"{name}/scale": 0.0 for name in norms} | {"tokens/embedding": 0.02}
+    stddevs |= {"positions/embedding": 0.02} if c["positions"] == "learned" else {}
+    return stddevs if c["tie_embeddings"] else stddevs | {"output/kernel": from_residual}
 
 
 def adamw(params: dict, grads: list[dict], rates: list[float], c: Section) -> dict:
-    """Returns what AdamW (arXiv 1711.05101) of this `optim` section makes of flat dicts, path -> array."""
+    """Returns the parameters after AdamW (arXiv 1711.05101) with this `optim` section.
+
+    `params` and each of `grads`, one per step, are flat dicts path -> array.
+    """
     b1, b2 = c["b1"], c["b2"]
     first, second = ({path: 0.0 for path in params} for _ in range(2))
     for number, (grad, rate) in enumerate(zip(grads, rates, strict=True), 1):
@@ -161,18 +165,18 @@ def adamw(params: dict, grads: list[dict], rates: list[float], c: Section) -> di
 
 
 def learning_rate(step: int, c: Section, steps: int) -> float:
-    """Returns that of one step of a run of so many, by an `optim` section."""
+    """Returns the learning rate at `step` of a run of `steps` steps, by an `optim` section."""
     peak, end, warmup = c["learning_rate"], c["final_fraction"], c["warmup_steps"]
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     length = max(1, steps - warmup)
-    done = min(1.0, (step - warmup) / length)
+    progress = min(1.0, (step - warmup) / length)
     if c["schedule"] == "cosine":
-        return peak * (end + (1 - end) * (1 + math.cos(math.pi * done)) / 2)
+        return peak * (end + (1 - end) * (1 + math.cos(math.pi * progress)) / 2)
     if c["schedule"] == "linear":
-        return peak * (1 + (end - 1) * done)
+        return peak * (1 + (end - 1) * progress)
     if c["schedule"] == "wsd":
         decay = min(length, max(1, round(steps * c["decay_fraction"])))
-        down = min(1.0, max(0.0, (step - warmup - (length - decay)) / decay))
-        return peak * (1 + (end - 1) * down)
+        decayed = min(1.0, max(0.0, (step - warmup - (length - decay)) / decay))
+        return peak * (1 + (end - 1) * decayed)
     return peak

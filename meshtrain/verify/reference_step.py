@@ -1,7 +1,7 @@
-"""The plain maths of training, on one device: what every layout, schedule and micro-batch must equal.
+"""Reference implementation of a training step in plain maths, on one device: the expected values.
 
-Nothing here goes through the trainer: no mesh, no rules, no scan, no micro-batches, no remat, no
-masks between documents. Every document is a row of its own.
+It does not use the trainer: no mesh, no rules, no scan, no micro-batches, no remat, no masks between
+documents. Every document is a separate row.
 """
 
 from collections.abc import Callable
@@ -20,23 +20,23 @@ from meshtrain.models.base import Model, Params
 
 
 class Step(NamedTuple):
-    """One optimizer step, as it should be."""
+    """The expected values of one optimizer step."""
 
-    means: dict[str, jax.Array]  # loss and what is reported beside it
+    means: dict[str, jax.Array]  # loss and the extras of Metrics
     learning_rate: jax.Array | float
-    norm: jax.Array  # () of the gradients, before clipping
-    grads: Params  # as the optimizer gets them: means, clipped
+    norm: jax.Array  # () of the gradients before clipping
+    grads: Params  # means, clipped
     params: Params
     opt_state: Any
 
 
-def run(function: Callable, *args: Any) -> Any:
-    """Returns what the compiled function makes of these arguments, as numpy arrays."""
+def run_compiled(function: Callable, *args: Any) -> Any:
+    """Compiles and calls a function; returns its result as numpy arrays."""
     return jax.device_get(jax.jit(function)(*args))
 
 
-def blocks(model: Model, params: Params, batch: Any) -> jax.Array:
-    """Returns what the layers make of the embedded batch, one after the other."""
+def apply_blocks(model: Model, params: Params, batch: Any) -> jax.Array:
+    """Returns the output of the last block, (B, S, D) for the transformer."""
     x = model.embed(params, batch)
     for number in range(len(jax.tree.leaves(params["layers"])[0])):
         stack = {**params["layers"], **model.constants}
@@ -46,10 +46,10 @@ def blocks(model: Model, params: Params, batch: Any) -> jax.Array:
 
 
 def loss(model: Model, params: Params, batch: Any) -> Metrics:
-    """Returns the model's own sums over the batch."""
+    """Returns the model's Metrics of the batch."""
     if model.block is None:
         return model.loss(params, batch, None)
-    return model.head(params, blocks(model, params, batch), batch)
+    return model.head(params, apply_blocks(model, params, batch), batch)
 
 
 def make_step(
@@ -73,37 +73,42 @@ def make_step(
     return step
 
 
-def alone(rows: np.ndarray, weights: np.ndarray, separator: int | None, num_rows: int) -> Batch:
-    """Returns every document of (B, S + 1) tokens as a row of its own, filled up with weightless ones.
+def unpack_documents(
+    rows: np.ndarray, weights: np.ndarray, separator: int | None, num_rows: int
+) -> Batch:
+    """Returns (num_rows, S): every document of `rows` (B, S + 1) in a separate row.
 
-    A document ends with `separator`, whose target counts nothing; None: each row is one document.
-    `weights` (B, S) are those of the targets.
+    A document ends with `separator`, whose target has weight 0; None: each row is one document.
+    `weights` (B, S) belong to the targets. Padding has weight 0.
     """
     S = rows.shape[1] - 1
     tokens, targets = np.zeros((2, num_rows, S), np.int32)
-    counted = np.zeros((num_rows, S), np.float32)
+    target_weights = np.zeros((num_rows, S), np.float32)
     number = 0
     for row, weight in zip(rows, weights, strict=True):
         start = 0
         for end in sorted({*(np.flatnonzero(row[:S] == separator) + 1), S}):
             tokens[number, : end - start] = row[start:end]
             targets[number, : end - start] = row[start + 1 : end + 1]
-            counted[number, : end - start] = weight[start:end] * (row[start:end] != separator)
+            target_weights[number, : end - start] = weight[start:end] * (
+                row[start:end] != separator
+            )
             number, start = number + 1, end
-    return Batch(tokens, targets, counted)
+    return Batch(tokens, targets, target_weights)
 
 
-def broken_laws(model: Model, params: Params, batch: Batch, vocab_size: int | None) -> list[str]:
-    """Returns what a language model has to obey whatever the layout, and does not, a line for each.
+def violations(model: Model, params: Params, batch: Batch, vocab_size: int | None) -> list[str]:
+    """Returns a line for each law of language models that `model` violates.
 
-    Weights: losses of parts of the weights add up to that of all. Causality (of models with logits):
-    what comes later changes no earlier loss. Cross-entropy (where `vocab_size` is known): it is
-    -log softmax(logits)[target] over the vocabulary, without what pads it.
+    Weights: the loss is additive in the token weights. Causality (models with `logits` only): later
+    tokens do not change earlier losses. Cross-entropy (only with a `vocab_size`): it equals
+    -log softmax(logits)[target] over the vocabulary without padding.
     """
-    place_S = np.arange(batch.tokens.shape[1])
-    third = batch.weights * (place_S % 3 == 0)
-    early = batch.weights * (place_S < place_S.size // 2)
-    changed = np.where(place_S < place_S.size // 2, batch.tokens, np.roll(batch.tokens, 1, axis=0))
+    position_S = np.arange(batch.tokens.shape[1])
+    is_early_S = position_S < position_S.size // 2
+    third = batch.weights * (position_S % 3 == 0)
+    early = batch.weights * is_early_S
+    changed = np.where(is_early_S, batch.tokens, np.roll(batch.tokens, 1, axis=0))
     variants = {
         "all": batch,
         "third": batch._replace(weights=third),
@@ -113,31 +118,36 @@ def broken_laws(model: Model, params: Params, batch: Batch, vocab_size: int | No
     }
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *variants.values())
 
-    def each(params, many):
-        return jax.lax.map(lambda one: loss(model, params, one), many)
+    def metrics_of_each(params, batches):
+        return jax.lax.map(lambda one: loss(model, params, one), batches)
 
-    sums = run(each, params, stacked)
-    of = dict(zip(variants, sums.loss, strict=True))
+    sums = run_compiled(metrics_of_each, params, stacked)
+    losses = dict(zip(variants, sums.loss, strict=True))
     pairs = {
-        "weights: parts of the loss add up to it": (of["third"] + of["rest"], of["all"]),
-        "weights: their sum is the weight": (sums.weight[0], batch.weights.sum()),
+        "weights: the loss is additive": (losses["third"] + losses["rest"], losses["all"]),
+        "weights: their sum is the weight of Metrics": (sums.weight[0], batch.weights.sum()),
     }
     if model.logits is not None:
-        pairs["causality: later tokens change no earlier loss"] = (of["changed"], of["early"])
+        pairs["causality: later tokens do not change earlier losses"] = (
+            losses["changed"],
+            losses["early"],
+        )
         if vocab_size:
-            seen = sums.extra.get("cross_entropy", sums.loss)[0]
-            due = cross_entropy(model, params, batch, vocab_size)
-            pairs["cross-entropy: that of the logits in numpy"] = (seen, due)
+            actual = sums.extra.get("cross_entropy", sums.loss)[0]
+            expected = cross_entropy(model, params, batch, vocab_size)
+            pairs["cross-entropy: equals that of the logits in numpy"] = (actual, expected)
     return [
-        f"{law}: {float(seen):.16g} is not {float(due):.16g}"
-        for law, (seen, due) in pairs.items()
-        if not abs(seen - due) <= 1e-10 * abs(due)
+        f"{law}: {float(actual):.16g} is not {float(expected):.16g}"
+        for law, (actual, expected) in pairs.items()
+        if not abs(actual - expected) <= 1e-10 * abs(expected)
     ]
 
 
 def cross_entropy(model: Model, params: Params, batch: Batch, vocab_size: int) -> float:
     """Returns the weighted sum of -log softmax(logits)[target] over the first `vocab_size` logits."""
-    logits = run(lambda params: model.logits(params, blocks(model, params, batch)), params)
+    logits = run_compiled(
+        lambda params: model.logits(params, apply_blocks(model, params, batch)), params
+    )
     logits_BSV = logits[..., :vocab_size]
     log_z_BS = np.log(np.exp(logits_BSV).sum(-1))
     at_target_BS = np.take_along_axis(logits_BSV, batch.targets[..., None], axis=-1)[..., 0]

@@ -1,4 +1,4 @@
-"""What `verify` works on: a small enough model, samples for it, and the steps that one device takes."""
+"""The subject of `verify`: a small model, its samples, and the expected steps on one device."""
 
 import copy
 import dataclasses
@@ -15,20 +15,19 @@ from meshtrain.config.build import Parts, build, build_model
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, MeshConfig
 from meshtrain.data import synthetic
-from meshtrain.data.source import Batch, Source
-from meshtrain.data.tokens import to_batch
+from meshtrain.data.source import Batch, Source, to_batch
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
 from meshtrain.program import assemble
-from meshtrain.verify import reference_step as reference
+from meshtrain.verify import reference_step
 
-LAYERS = 4  # two chunks on each of two stages, or one on each of four
-STEPS = 2  # the second one starts from an optimizer state that is not zero
-SEPARATOR = 0  # token that ends a document, where rows are packed
+NUM_LAYERS = 4  # enough for two chunks on each of two stages, or one on each of four
+STEPS = 2  # the second starts from an optimizer state that is not zero
+SEPARATOR = 0  # token that ends a document in packed rows
 
 
 class Subject:
-    """A model in float64 with its first state, samples, and what training makes of them on one device."""
+    """A model in float64, its initial state, samples, and the expected steps on one device."""
 
     def __init__(
         self,
@@ -42,18 +41,17 @@ class Subject:
         _check_unchanged(raw, model)
         if not keep_sizes and model is None:
             shrink(raw)
-        prepare(raw, jax.device_count())
+        adjust_settings(raw, jax.device_count())
         cfg = parse(raw, num_devices=jax.device_count())
         parts = build(cfg, model=model, data=data)
         self.raw, self.global_batch = raw, cfg.train.global_batch
         self.name = "your model" if model else raw["model"]["build"]
         self.model = without_dropout(parts.model)
-        self.samples = read(parts.train_data, STEPS * self.global_batch)
+        self.samples = read_samples(parts.train_data, STEPS * self.global_batch)
         self.rows = _rows_of(self.samples)
-        ours = data is None and raw["data"]["build"].startswith("meshtrain.data.")
-        self.is_shifted_by_us = (
-            ours and self.is_text
-        )  # so that each target has to be the next token
+        # Our own data: each target has to be the next token.
+        own_data = data is None and raw["data"]["build"].startswith("meshtrain.data.")
+        self.must_predict_next_token = own_data and self.is_text
         schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
         optimizer = parts.make_optimizer(schedule)
         program = assemble(
@@ -63,20 +61,20 @@ class Subject:
         )
         with program.active():
             self.start = jax.device_get(program.start(cfg.train.seed))
-        self._step = jax.jit(reference.make_step(self.model, optimizer, schedule))
-        self._steps: dict[tuple[bool, bool], list[reference.Step]] = {}
-        # Half of what the first gradients need, so that clipping has something to do.
+        self._step = jax.jit(reference_step.make_step(self.model, optimizer, schedule))
+        self._steps: dict[tuple[bool, bool], list[reference_step.Step]] = {}
+        # Half of the first gradient norm, so that clipping has an effect.
         self.clip_norm = np.inf
         self.clip_norm = float(self.steps(packing=False, masks=False)[0].norm) / 2
         self._steps.clear()
 
     @property
     def is_text(self) -> bool:
-        """Whether samples are token sequences, so that weights and packing can be varied."""
+        """Whether samples are token sequences, whose weights and packing can be varied."""
         return isinstance(self.samples, Batch)
 
-    def steps(self, *, packing: bool, masks: bool) -> list[reference.Step]:
-        """Returns the steps that one device takes, each document alone."""
+    def steps(self, *, packing: bool, masks: bool) -> list[reference_step.Step]:
+        """Returns the expected steps on one device, with each document in a separate row."""
         if (packing, masks) not in self._steps:
             params, opt_state, steps = self.start.params, self.start.opt_state[1], []
             for number, batch in enumerate(self.batches(packing=packing, masks=masks)[1]):
@@ -87,18 +85,18 @@ class Subject:
         return self._steps[packing, masks]
 
     def batches(self, *, packing: bool, masks: bool) -> tuple[Any, list[Any]]:
-        """Returns the samples of all steps, and each step's batch anew, with each document alone."""
+        """Returns the samples of all steps, and for each step its batch with one document per row."""
         random = np.random.default_rng(0)
         weights = self.samples.weights if self.is_text else None
-        if masks:  # uneven over rows, so over devices and micro-batches; one row counts nothing
+        # Uneven over rows, hence over devices and micro-batches; one row has weight 0.
+        if masks:
             share = random.permutation(np.linspace(0, 1, len(weights)))[:, None]
-            drawn = random.choice([0.25, 1.0], weights.shape) * (
-                random.random(weights.shape) < share
-            )
-            weights = (weights * drawn).astype(np.float32)
+            factors = random.choice([0.25, 1.0], weights.shape)
+            factors *= random.random(weights.shape) < share
+            weights = (weights * factors).astype(np.float32)
         if self.rows is None:
             samples = self.samples._replace(weights=weights) if self.is_text else self.samples
-            return samples, self._cut(samples)
+            return samples, self._split(samples)
         rows = self.rows
         if packing:
             rows = np.where(rows == SEPARATOR, SEPARATOR + 1, rows)
@@ -106,14 +104,14 @@ class Subject:
                 row[random.integers(0, rows.shape[1] - 1, 2)] = SEPARATOR
         separator = SEPARATOR if packing else None
         packed = to_batch(rows, SEPARATOR if packing else -1)
-        alone = [
-            reference.alone(part, weight, separator, 3 * self.global_batch)
-            for part, weight in zip(self._cut(rows), self._cut(weights), strict=True)
+        unpacked = [
+            reference_step.unpack_documents(part, weight, separator, 3 * self.global_batch)
+            for part, weight in zip(self._split(rows), self._split(weights), strict=True)
         ]
-        return packed._replace(weights=packed.weights * weights), alone
+        return packed._replace(weights=packed.weights * weights), unpacked
 
-    def _cut(self, samples: Any) -> list[Any]:
-        """Returns the part of each step."""
+    def _split(self, samples: Any) -> list[Any]:
+        """Returns the batch of each step."""
         size = self.global_batch
         return [
             jax.tree.map(lambda leaf, n=n: leaf[n * size : (n + 1) * size], samples)
@@ -122,17 +120,17 @@ class Subject:
 
 
 def _check_unchanged(raw: dict[str, Any], model: Model | None) -> None:
-    """Raises ConfigError for faults of the config as the user wrote it, whatever devices there are."""
+    """Raises ConfigError for faults of the unchanged config, whatever the number of devices."""
     cfg = parse(raw)
     if model is None:
         build_model(cfg)
 
 
 def shrink(raw: dict[str, Any]) -> None:
-    """Makes the model small by the keys that models have in common; its structure stays.
+    """Reduces the model's sizes, by the usual names of their keys; its structure is unchanged.
 
-    A fault of parallel code shows at any size; heads keep their ratio, and the vocabulary becomes
-    one that has to be padded.
+    Bugs of parallel code show at any size. The ratio of query to key/value heads is kept; the
+    vocabulary becomes one that needs padding.
     """
     model, data = raw["model"], raw["data"]
     if {"num_heads", "num_kv_heads", "d_model"} <= model.keys():
@@ -143,17 +141,17 @@ def shrink(raw: dict[str, Any]) -> None:
         if model.get("head_dim"):
             model["head_dim"] = min(model["head_dim"], 16)
     if "num_layers" in model:
-        model["num_layers"] = LAYERS
+        model["num_layers"] = NUM_LAYERS
     small = {"d_ff": 64, "vocab_size": 125, "max_seq_len": 16, "seq_len": 16, "window": 5}
     for section in (model, data):
         section.update({key: min(n, section[key]) for key, n in small.items() if key in section})
 
 
-def prepare(raw: dict[str, Any], num_devices: int) -> None:
-    """Sets what a proof needs: float64, a batch that every layout divides, tokens without a file."""
+def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
+    """Sets float64, a batch that every layout can divide, and synthetic tokens instead of files."""
     if raw["data"]["build"] == synthetic.FILES_BUILD:
         raw["data"].update(build=synthetic.SYNTHETIC_BUILD, separator=-1)
-    if raw["model"].get("attention_impl") == "cudnn":  # which has no float64
+    if raw["model"].get("attention_impl") == "cudnn":  # does not support float64
         raw["model"].update(attention_impl="auto")
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}
     raw["train"].update(
@@ -166,32 +164,33 @@ def prepare(raw: dict[str, Any], num_devices: int) -> None:
     )
     raw["optim"].update(warmup_steps=0, moment_dtype="float64")
     if "epsilon" in raw["optim"]:
-        raw["optim"].update(epsilon=1e-6)  # where Adam has only rounding noise, it divides by this
+        # Where the gradient is only rounding noise, Adam divides by epsilon: this keeps the noise small.
+        raw["optim"].update(epsilon=1e-6)
     raw["eval"].update(batches=0)
 
 
-def read(data: Source | Iterable[Any], num: int) -> Any:
+def read_samples(data: Source | Iterable[Any], num: int) -> Any:
     """Returns the first `num` samples as one pytree of arrays."""
     if isinstance(data, Source):
         return data.read(np.arange(num))
-    batches, found = [], 0
+    batches, count = [], 0
     for batch in data:
         batches.append(batch)
-        found += len(jax.tree.leaves(batch)[0])
-        if found >= num:
+        count += len(jax.tree.leaves(batch)[0])
+        if count >= num:
             return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:num], *batches)
-    raise ConfigError(f"data: the iterable ended after {found} samples; verifying takes {num}")
+    raise ConfigError(f"data: the iterable ended after {count} samples; verify needs {num}")
 
 
 def without_dropout(model: Model) -> Model:
-    """Returns the model with dropout off: each layout draws its own."""
+    """Returns the model without dropout, which is random in each layout."""
     if model.loss is None:
         return model
     return dataclasses.replace(model, loss=lambda params, batch, _: model.loss(params, batch, None))
 
 
 def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Makes the optimizer's state hold, first, the gradients that it was last given."""
+    """Returns the optimizer with the last gradients as the first entry of its state."""
     keep = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, *_: (grads, grads)
     )
@@ -199,7 +198,7 @@ def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTra
 
 
 def _rows_of(samples: Any) -> np.ndarray | None:
-    """Returns (B, S + 1) tokens, where each target is the next token; None for anything else."""
+    """Returns tokens (B, S + 1) if each target is the next token, else None."""
     if not isinstance(samples, Batch) or samples.segments is not None:
         return None
     if not np.array_equal(samples.tokens[:, 1:], samples.targets[:, :-1]):

@@ -5,7 +5,7 @@ import pytest
 from conftest import tiny_config
 
 from meshtrain import cli
-from meshtrain.analysis import audit
+from meshtrain.analysis.audit import audit
 from meshtrain.ops import losses
 from meshtrain.parallel import sharding
 

@@ -8,8 +8,7 @@ import pytest
 from conftest import tiny_config
 
 from meshtrain import cli
-from meshtrain.analysis import profile
-from meshtrain.analysis.profile import label, text, trace
+from meshtrain.analysis.profile import label, profile, text, trace
 
 # A program as XLA prints it; one of its kernels is in a CUDA graph.
 PROGRAM = """\

@@ -1,4 +1,4 @@
-"""Checkpoints: what makes a good one, what is done with a bad one, and which meshes they fit."""
+"""Checkpoints: manifests, corrupt checkpoints, failed saves, retention, and restores on other meshes."""
 
 import json
 import random
@@ -12,14 +12,14 @@ import numpy as np
 import optax
 import pytest
 from conftest import ROOT
-from test_divergence import line_fit, squares
 from test_train import assert_bit_equal, losses, quick, rows
 
 import meshtrain
 from meshtrain import __main__, checkpoint, cli
 from meshtrain.checkpoint import arrays, lock, manifest, saver
-from meshtrain.checkpoint.manifest import BadCheckpoint
+from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.train import train
+from tests.monitor.test_divergence import line_fit, squares
 
 slow = pytest.mark.slow
 
@@ -31,17 +31,17 @@ def saving(steps, every=2, **settings):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run of six steps, with checkpoints of steps 2, 4 and 6; not to be changed."""
-    workdir = tmp_path_factory.mktemp("whole")
+def finished_run(tmp_path_factory):
+    """The workdir of a run of six steps with checkpoints of steps 2, 4 and 6; read-only."""
+    workdir = tmp_path_factory.mktemp("finished_run")
     train(saving(6), workdir=workdir)
     return workdir
 
 
 @pytest.fixture
-def workdir(whole, tmp_path):
-    """A copy of it."""
-    return shutil.copytree(whole, tmp_path / "run")
+def workdir(finished_run, tmp_path):
+    """A copy of `finished_run` that a test may change."""
+    return shutil.copytree(finished_run, tmp_path / "run")
 
 
 def checkpoints(workdir):
@@ -62,25 +62,25 @@ def events(workdir, name):
     return [row for row in rows(workdir, "events.jsonl") if row["event"] == name]
 
 
-def test_a_manifest_says_what_a_checkpoint_holds(whole):
-    one = manifest.verify(checkpoints(whole) / "4")
+def test_a_manifest_describes_its_checkpoint(finished_run):
+    one = manifest.verify(checkpoints(finished_run) / "4")
     assert (one.step, one.position, one.processes, one.mesh["data"]) == (4, 64, 1, 8)
-    assert one.metrics["loss"] == losses(whole)[3]
+    assert one.metrics["loss"] == losses(finished_run)[3]
     assert one.config["model"]["d_model"] == 32 and one.versions["jax"] == jax.__version__
     assert one.arrays["params/final_norm/scale"] == "(32,) float32"
     on_disk = {
-        p.relative_to(checkpoints(whole) / "4").as_posix()
-        for p in (checkpoints(whole) / "4").rglob("*")
+        p.relative_to(checkpoints(finished_run) / "4").as_posix()
+        for p in (checkpoints(finished_run) / "4").rglob("*")
         if p.is_file()
     }
     assert on_disk == {*one.files, manifest.NAME}
-    told = events(whole, "save")
-    assert [row["step"] for row in told] == [2, 4, 6]
-    assert all(0 < row["blocked_seconds"] <= row["seconds"] for row in told)
+    saves = events(finished_run, "save")
+    assert [row["step"] for row in saves] == [2, 4, 6]
+    assert all(0 < row["blocked_seconds"] <= row["seconds"] for row in saves)
 
 
 def mutate(directory, draw):
-    """Damages a checkpoint in one place, and says how."""
+    """Corrupts one file of a checkpoint; returns the kind of corruption and the file."""
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     path, kind = draw.choice(files), draw.choice(["flip", "truncate", "delete", "swap", "append"])
     if kind == "flip" and path.stat().st_size:
@@ -99,23 +99,24 @@ def mutate(directory, draw):
     return kind, path.relative_to(directory)
 
 
-def test_no_damage_of_300_goes_unnoticed(whole, tmp_path):
+def test_300_random_corruptions_are_all_detected(finished_run, tmp_path):
     draw = random.Random(0)
-    good = checkpoints(whole) / "4"
+    valid = checkpoints(finished_run) / "4"
     for trial in range(300):
-        directory = shutil.copytree(good, tmp_path / str(trial) / "4")
-        done = mutate(directory, draw)
+        directory = shutil.copytree(valid, tmp_path / str(trial) / "4")
+        corruption = mutate(directory, draw)
         try:
             found = manifest.verify(directory)
-        except BadCheckpoint:
+        except CorruptCheckpoint:
             continue
-        assert found == manifest.read(good), done  # such as a space at the end of the manifest
+        # Harmless only if all content is equal, as with a space at the end of the manifest.
+        assert found == manifest.read(valid), corruption
         for path in found.files:
-            assert (directory / path).read_bytes() == (good / path).read_bytes(), done
+            assert (directory / path).read_bytes() == (valid / path).read_bytes(), corruption
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda d: (d / "extra").write_text(""), "extra is not in the manifest"),
         (lambda d: (d / "link").symlink_to("/etc/passwd"), "link is neither a file nor a folder"),
@@ -123,30 +124,44 @@ def test_no_damage_of_300_goes_unnoticed(whole, tmp_path):
         (lambda d: (d / manifest.NAME).write_text("{}"), "MANIFEST.json is damaged"),
         (lambda d: (d / manifest.NAME).write_text("[" * 10**5), "MANIFEST.json is damaged"),
         (lambda d: shutil.rmtree(d / "arrays"), "is missing"),
-        (lambda d: rewrite(d, step=7), "MANIFEST.json is that of step 7"),
+        (lambda d: rewrite(d, step=7), "MANIFEST.json belongs to step 7"),
         (lambda d: rewrite(d, format=2), "format 2 is not 1"),
-        (lambda d: rewrite(d, files={"../../../LOCK": [1, "0"]}), "points out of the checkpoint"),
-        (lambda d: rewrite(d, files={"/etc/passwd": [1, "0"]}), "points out of the checkpoint"),
+        (lambda d: rewrite(d, files={"../../../LOCK": [1, "0"]}), "points outside the checkpoint"),
+        (lambda d: rewrite(d, files={"/etc/passwd": [1, "0"]}), "points outside the checkpoint"),
         (lambda d: rewrite(d, files={"a": 1}), "MANIFEST.json is damaged"),
         (lambda d: rewrite(d, position="x"), "MANIFEST.json is damaged"),
     ],
 )
-def test_what_cannot_be_trusted_is_refused(workdir, change, told):
+def test_a_corrupt_checkpoint_is_rejected_with_the_reason(workdir, change, message):
     directory = checkpoints(workdir) / "4"
     change(directory)
-    with pytest.raises(BadCheckpoint, match=told):
+    with pytest.raises(CorruptCheckpoint, match=message):
         manifest.verify(directory)
 
 
 def rewrite(directory, **fields):
-    """A manifest that lies, with a checksum of its own that is right."""
+    """Changes fields of a manifest and updates its checksum."""
     path = directory / manifest.NAME
-    lying = {**json.loads(path.read_text()), **fields}
-    del lying["crc32"]
-    path.write_text(json.dumps({**lying, "crc32": manifest.checksum(lying)}))
+    changed = {**json.loads(path.read_text()), **fields}
+    del changed["crc32"]
+    path.write_text(json.dumps({**changed, "crc32": manifest.checksum(changed)}))
 
 
-def test_a_run_goes_on_from_the_newest_good_one_and_sets_the_bad_aside(workdir, whole, capsys):
+def test_a_manifest_of_an_older_version_is_read(workdir):
+    """Manifests had a field `config_crc32` until it was removed, without a new format number."""
+    directory = checkpoints(workdir) / "6"
+    expected = manifest.verify(directory)
+    assert "config_crc32" not in json.loads((directory / manifest.NAME).read_text())
+    rewrite(directory, config_crc32=manifest.checksum(expected.config))
+    assert "config_crc32" in json.loads((directory / manifest.NAME).read_text())
+    assert manifest.verify(directory) == expected
+    assert train(saving(6), workdir=workdir).step == 6
+    assert events(workdir, "restore")[-1]["step"] == 6 and not events(workdir, "quarantine")
+
+
+def test_a_run_resumes_from_the_newest_valid_checkpoint_and_quarantines_corrupt_ones(
+    workdir, finished_run, capsys
+):
     flip(largest_file(checkpoints(workdir) / "6"))
     result = train(saving(6), workdir=workdir)
     line = next(
@@ -155,12 +170,12 @@ def test_a_run_goes_on_from_the_newest_good_one_and_sets_the_bad_aside(workdir, 
     assert line.startswith("checkpoint of step 6: ") and line.endswith("quarantine/6")
     assert (checkpoints(workdir) / "quarantine" / "6").is_dir()
     assert events(workdir, "restore")[-1]["step"] == 4 and result.step == 6
-    directory, saved = checkpoint.find(whole)
-    there, here = arrays.as_numpy(directory), arrays.as_numpy(checkpoints(workdir) / "6")
-    assert_bit_equal(there, here)
+    directory, _ = checkpoint.find_valid(finished_run)
+    expected, actual = arrays.as_numpy(directory), arrays.as_numpy(checkpoints(workdir) / "6")
+    assert_bit_equal(expected, actual)
 
 
-def test_no_good_one_is_no_new_start_unless_told(workdir, capsys):
+def test_without_a_valid_checkpoint_a_run_starts_only_with_from_scratch(workdir, capsys):
     for step in (2, 4, 6):
         flip(largest_file(checkpoints(workdir) / str(step)))
     for _ in range(2):
@@ -169,55 +184,55 @@ def test_no_good_one_is_no_new_start_unless_told(workdir, capsys):
         assert len(error.value.faults) == 4 and manifest.steps(checkpoints(workdir)) == [6, 4, 2]
     result = train(saving(2), workdir=workdir, from_scratch=True)
     assert result.step == 2 and events(workdir, "start")[-1]["step"] == 0
-    aside = {path.name for path in (checkpoints(workdir) / "quarantine").iterdir()}
-    assert aside == {"2", "4", "6"}
+    quarantined = {path.name for path in (checkpoints(workdir) / "quarantine").iterdir()}
+    assert quarantined == {"2", "4", "6"}
     shutil.rmtree(checkpoints(workdir) / "2")
-    with pytest.raises(meshtrain.ConfigError, match="set aside before"):
+    with pytest.raises(meshtrain.ConfigError, match="quarantined before"):
         train(saving(2), workdir=workdir)
 
 
-def test_what_a_killed_save_left_is_no_checkpoint_and_is_removed(workdir):
-    left = checkpoints(workdir) / "8.partial" / "arrays.orbax-checkpoint-tmp"
-    shutil.copytree(checkpoints(workdir) / "6", left)
+def test_leftovers_of_an_interrupted_save_are_ignored_and_removed(workdir):
+    leftover = checkpoints(workdir) / "8.partial" / "arrays.orbax-checkpoint-tmp"
+    shutil.copytree(checkpoints(workdir) / "6", leftover)
     (checkpoints(workdir) / "9.partial").write_text("")
-    mine = [checkpoints(workdir) / name for name in ("notes.partial.txt", "007", "old.partial")]
-    for path in mine:
+    others = [checkpoints(workdir) / name for name in ("notes.partial.txt", "007", "old.partial")]
+    for path in others:
         path.mkdir()
     assert manifest.steps(checkpoints(workdir)) == [6, 4, 2]
     train(saving(6), workdir=workdir)
     assert not [*checkpoints(workdir).glob("[0-9].partial")] and not events(workdir, "quarantine")
-    assert all(path.is_dir() for path in mine)
+    assert all(path.is_dir() for path in others)
 
 
-def test_reading_beside_a_run_changes_nothing(workdir):
+def test_finding_a_checkpoint_changes_nothing_on_disk(workdir):
     flip(largest_file(checkpoints(workdir) / "6"))
     (checkpoints(workdir) / "8.partial").mkdir()
     before = sorted(workdir.rglob("*"))
-    told = []
-    directory, found = checkpoint.find(workdir, tell=told.append)
+    lines = []
+    directory, found = checkpoint.find_valid(workdir, log=lines.append)
     assert found.step == 4 and sorted(workdir.rglob("*")) == before
-    assert len(told) == 1 and told[0].endswith("fails its checksum; step 4 is used")
+    assert len(lines) == 1 and lines[0].endswith("fails its checksum; step 4 is used")
 
 
-def test_a_workdir_may_be_named_by_a_number_as_a_checkpoint_is(workdir):
+def test_a_workdir_with_a_number_as_its_name_is_not_taken_for_a_checkpoint(workdir):
     job = workdir.rename(workdir.with_name("12345"))
-    assert checkpoint.find(job)[0] == checkpoints(job) / "6"
-    assert checkpoint.find(checkpoints(job) / "4")[1].step == 4
+    assert checkpoint.find_valid(job)[0] == checkpoints(job) / "6"
+    assert checkpoint.find_valid(checkpoints(job) / "4")[1].step == 4
 
 
-def test_a_data_source_that_fails_loses_no_step(tmp_path):
+def test_a_failing_data_source_loses_no_step(tmp_path):
     source = [{"x": np.ones((16, 4), "f"), "y": np.ones((16, 1), "f")}] * 5
 
-    def once():
+    def five_batches():
         yield from source
 
     model = meshtrain.from_nnx(line_fit, squares)
     with pytest.raises(meshtrain.ConfigError, match="the iterable ended"):
-        train(quick(steps=20), workdir=tmp_path, model=model, data=once())
+        train(quick(steps=20), workdir=tmp_path, model=model, data=five_batches())
     assert manifest.steps(checkpoints(tmp_path)) == [5] and len(losses(tmp_path)) == 5
 
 
-def test_an_optimizer_whose_state_cannot_be_kept_is_refused(tmp_path):
+def test_an_optimizer_whose_state_cannot_be_stored_is_rejected(tmp_path):
     c = quick(steps=1)
     with c.unlocked():
         c.optim.build = "test_checkpoint:noisy"
@@ -231,10 +246,14 @@ def noisy(learning_rate):
     return optax.noisy_sgd(learning_rate, key=jax.random.key(0))
 
 
-def test_retention_keeps_the_newest_every_nth_and_the_best(whole):
+def test_retention_keeps_the_newest_every_nth_and_the_best(finished_run):
     found = [
         manifest.Manifest(
-            **{**vars(manifest.read(checkpoints(whole) / "2")), "step": step, "metrics": metrics}
+            **{
+                **vars(manifest.read(checkpoints(finished_run) / "2")),
+                "step": step,
+                "metrics": metrics,
+            }
         )
         for step, metrics in [
             (1, {"e": 0.1}),
@@ -245,17 +264,17 @@ def test_retention_keeps_the_newest_every_nth_and_the_best(whole):
         ]
     ]
 
-    def kept(keep, keep_every=0, keep_best=0):
-        return manifest.retained(
+    def steps(keep, keep_every=0, keep_best=0):
+        return manifest.steps_to_keep(
             found, keep=keep, keep_every=keep_every, keep_best=keep_best, best_by="e"
         )
 
-    assert kept(1) == {5} and kept(2) == {4, 5}
-    assert kept(1, keep_every=2) == {2, 4, 5}
-    assert kept(1, keep_best=1) == {1, 5} and kept(1, keep_best=2) == {1, 4, 5}
+    assert steps(1) == {5} and steps(2) == {4, 5}
+    assert steps(1, keep_every=2) == {2, 4, 5}
+    assert steps(1, keep_best=1) == {1, 5} and steps(1, keep_best=2) == {1, 4, 5}
 
 
-def test_a_run_keeps_what_it_is_told_to_and_saves_by_the_clock(tmp_path):
+def test_a_run_applies_retention_and_saves_every_few_minutes(tmp_path):
     c = saving(7, every=1, keep_every=3)
     c.checkpoint.keep = 1
     train(c, workdir=tmp_path / "a")
@@ -263,24 +282,29 @@ def test_a_run_keeps_what_it_is_told_to_and_saves_by_the_clock(tmp_path):
     train(saving(3, every=0, every_minutes=1e-9), workdir=tmp_path / "b")
     assert manifest.steps(checkpoints(tmp_path / "b")) == [3, 2, 1, 0]
     c = saving(6, every=1, keep_best=1)
-    c.checkpoint.keep, c.optim.learning_rate = 1, 0.3  # the held-out loss goes up and down
+    c.checkpoint.keep, c.optim.learning_rate = (
+        1,
+        0.3,
+    )  # so high that the held-out loss rises and falls
     c.eval.update(every=1, batches=1)
     result = train(c, workdir=tmp_path / "c")
     measured = {row["step"]: row["eval_loss"] for row in rows(tmp_path / "c") if "eval_loss" in row}
     measured[6] = result.eval_loss
     best = min(measured, key=measured.get)
     assert {*manifest.steps(checkpoints(tmp_path / "c"))} == {6, best}
-    kept = manifest.read(checkpoints(tmp_path / "c") / str(best))
-    assert kept.metrics["eval_loss"] == measured[best]
+    saved = manifest.read(checkpoints(tmp_path / "c") / str(best))
+    assert saved.metrics["eval_loss"] == measured[best]
 
 
-def test_a_save_that_fails_is_told_tried_again_and_stops_nothing(tmp_path, monkeypatch, capsys):
-    """The disk is full from the second save on, until the third try."""
-    right, asked = shutil.disk_usage, []
+def test_a_failed_save_is_logged_and_retried_while_training_continues(
+    tmp_path, monkeypatch, capsys
+):
+    """The disk is full for the second save and its first retry."""
+    original, calls = shutil.disk_usage, []
 
     def full(path):
-        asked.append(path)
-        return right(path)._replace(free=10 if len(asked) in (3, 4) else 10**12)
+        calls.append(path)
+        return original(path)._replace(free=10 if len(calls) in (3, 4) else 10**12)
 
     monkeypatch.setattr(shutil, "disk_usage", full)
     monkeypatch.setattr(saver, "FIRST_WAIT", 1e-3)
@@ -294,14 +318,14 @@ def test_a_save_that_fails_is_told_tried_again_and_stops_nothing(tmp_path, monke
     assert not list(checkpoints(tmp_path).glob("*.partial"))
 
 
-def test_an_error_while_writing_is_noticed_and_the_newest_good_one_stays(tmp_path, monkeypatch):
-    right, calls = manifest.commit, []
+def test_after_a_write_error_the_newest_valid_checkpoint_is_kept(tmp_path, monkeypatch):
+    original, calls = manifest.commit, []
 
-    def commit(folder, step, **facts):
+    def commit(folder, step, **fields):
         calls.append((step, manifest.steps(folder)))
         if step == 4:
             raise OSError(28, "No space left on device")
-        return right(folder, step, **facts)
+        return original(folder, step, **fields)
 
     monkeypatch.setattr(manifest, "commit", commit)
     c = saving(8, every=4)
@@ -313,11 +337,13 @@ def test_an_error_while_writing_is_noticed_and_the_newest_good_one_stays(tmp_pat
     assert calls == [(2, []), (4, [2]), (5, [2])] and manifest.steps(checkpoints(tmp_path)) == [5]
 
 
-def test_a_last_save_that_never_works_is_told_and_loses_nothing(workdir, monkeypatch):
+def test_a_final_save_that_always_fails_is_an_error_and_keeps_earlier_checkpoints(
+    workdir, monkeypatch
+):
     monkeypatch.setattr(saver, "LAST_TRIES", 2)
     monkeypatch.setattr(saver.time, "sleep", lambda seconds: None)
 
-    def commit(*args, **facts):
+    def commit(*args, **fields):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(manifest, "commit", commit)
@@ -326,7 +352,7 @@ def test_a_last_save_that_never_works_is_told_and_loses_nothing(workdir, monkeyp
     assert manifest.steps(checkpoints(workdir)) == [6, 4, 2]
 
 
-def test_a_folder_that_cannot_be_used_is_told_before_anything_runs(tmp_path, monkeypatch):
+def test_an_unusable_folder_is_an_error_before_training(tmp_path, monkeypatch):
     (tmp_path / checkpoint.FOLDER).symlink_to(tmp_path / "nowhere" / "at all")
     with pytest.raises(meshtrain.ConfigError, match="--workdir: .*checkpoints: .*exist"):
         train(quick(), workdir=tmp_path)
@@ -346,7 +372,7 @@ with lock.held(Path(sys.argv[1])):
 """
 
 
-def test_a_second_run_in_a_workdir_is_refused_until_the_first_is_dead(tmp_path):
+def test_a_second_run_in_a_workdir_is_rejected_while_the_first_is_alive(tmp_path):
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -361,26 +387,28 @@ def test_a_second_run_in_a_workdir_is_refused_until_the_first_is_dead(tmp_path):
         first.send_signal(signal.SIGKILL)
         first.wait()
         first.stdout.close()
-    with lock.held(tmp_path):  # of a dead process it is taken over
+    with lock.held(tmp_path):  # the lock of a dead process is free
         pass
 
 
-def test_another_model_is_told_array_by_array(workdir):
+def test_a_checkpoint_of_another_model_is_rejected_with_a_table_of_arrays(workdir):
     c = saving(8)
     c.model.d_ff = 128
     with pytest.raises(meshtrain.ConfigError) as error:
         train(c, workdir=workdir)
     head, *table = error.value.faults
     assert head.endswith(
-        "9 arrays are not those of this model and optimizer; use its config, or another --workdir"
+        "9 arrays do not match this model and optimizer; use its config, or another --workdir"
     )
     assert (
         "params/layers/mlp/down/kernel" in table[0]
-        and "(2, 64, 32) float32 there, (2, 128, 32) float32 here" in table[0]
+        and "(2, 64, 32) float32 in the checkpoint, (2, 128, 32) float32 here" in table[0]
     )
 
 
-def test_another_optimizer_is_told_and_parameters_alone_can_be_taken(workdir, tmp_path, capsys):
+def test_a_checkpoint_of_another_optimizer_is_rejected_but_can_initialise_parameters(
+    workdir, tmp_path, capsys
+):
     c = saving(7)
     with c.unlocked():
         c.optim.build = "test_checkpoint:momentum"
@@ -404,20 +432,20 @@ def flat(params):
 
 def params_of(directory):
     prefix = "params/"
-    there = arrays.as_numpy(directory)
-    return {p.removeprefix(prefix): x for p, x in there.items() if p.startswith(prefix)}
+    saved = arrays.as_numpy(directory)
+    return {p.removeprefix(prefix): x for p, x in saved.items() if p.startswith(prefix)}
 
 
-def test_parameters_can_be_taken_by_pattern_and_the_rest_is_named(workdir, tmp_path, capsys):
+def test_parameters_are_initialised_by_pattern_and_the_others_are_logged(workdir, tmp_path, capsys):
     c = quick(steps=0)
     c.checkpoint.update(
         init_from=str(checkpoints(workdir) / "4"), init_only="layers/*,final_norm/*"
     )
-    c.model.vocab_size = 32  # other tables
-    taken = flat(train(c, workdir=tmp_path / "new").state.params)
-    there = params_of(checkpoints(workdir) / "4")
-    for path, value in taken.items():
-        assert np.array_equal(value, there[path]) == path.startswith(("layers", "final_norm")), path
+    c.model.vocab_size = 32  # another shape of the embedding
+    params = flat(train(c, workdir=tmp_path / "new").state.params)
+    saved = params_of(checkpoints(workdir) / "4")
+    for path, value in params.items():
+        assert np.array_equal(value, saved[path]) == path.startswith(("layers", "final_norm")), path
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("parameters of"))
     assert "new here: output/kernel, tokens/embedding" in line and "not used: output/kernel" in line
     c.checkpoint.init_only = "layers/*, nothing"
@@ -425,36 +453,38 @@ def test_parameters_can_be_taken_by_pattern_and_the_rest_is_named(workdir, tmp_p
         train(c, workdir=tmp_path / "other")
     c.checkpoint.init_from, c.checkpoint.init_only = str(tmp_path), "*"
     with pytest.raises(
-        meshtrain.ConfigError, match="checkpoint.init_from=.*no good checkpoint there"
+        meshtrain.ConfigError, match="checkpoint.init_from=.*no valid checkpoint there"
     ):
         train(c, workdir=tmp_path / "third")
 
 
-def test_another_dtype_is_refused_unless_allowed(workdir, whole):
-    directory, saved = checkpoint.find(whole)
+def test_another_dtype_is_rejected_without_allow_cast(workdir, finished_run):
+    directory, saved = checkpoint.find_valid(finished_run)
     state = train(saving(6), workdir=workdir).state
-    narrow = jax.tree.map(
+    in_bfloat16 = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, "bfloat16" if x.dtype == "float32" else x.dtype, sharding=x.sharding
         ),
         state,
     )
     with pytest.raises(meshtrain.ConfigError, match="checkpoint.allow_cast=True"):
-        arrays.restore(directory, saved.arrays, narrow)
-    read = arrays.restore(directory, saved.arrays, narrow, allow_cast=True)
-    assert_bit_equal(read, jax.tree.map(lambda x, to: x.astype(to.dtype), state, narrow))
+        arrays.restore(directory, saved.arrays, in_bfloat16)
+    read = arrays.restore(directory, saved.arrays, in_bfloat16, allow_cast=True)
+    assert_bit_equal(read, jax.tree.map(lambda x, to: x.astype(to.dtype), state, in_bfloat16))
     with jax.enable_x64(True):
         c = saving(6)
         c.train.param_dtype = "float64"
         with pytest.raises(meshtrain.ConfigError, match="checkpoint.allow_cast=True"):
             train(c, workdir=workdir)
         c.checkpoint.allow_cast = True
-        wide = train(c, workdir=workdir).state.params
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(wide)} == {"float64"}
-    assert_bit_equal(wide, jax.tree.map(lambda x: np.float64(x), jax.device_get(state.params)))
+        in_float64 = train(c, workdir=workdir).state.params
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(in_float64)} == {"float64"}
+    assert_bit_equal(
+        in_float64, jax.tree.map(lambda x: np.float64(x), jax.device_get(state.params))
+    )
     c = saving(7)
-    c.train.param_dtype = "bfloat16"  # and the optimizer keeps other arrays
-    with pytest.raises(meshtrain.ConfigError, match="take the parameters alone"):
+    c.train.param_dtype = "bfloat16"  # and so the optimizer state has other arrays
+    with pytest.raises(meshtrain.ConfigError, match="load only the parameters"):
         train(c, workdir=workdir)
 
 
@@ -468,7 +498,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_checkpoint_fits_any_mesh_and_comes_back_bit_equal(tmp_path, layout, monkeypatch):
+def test_a_checkpoint_is_restored_bit_equal_on_any_mesh(tmp_path, layout, monkeypatch):
     def run(workdir, steps, **sizes):
         c = quick(steps=steps)
         c.model.num_layers = 4
@@ -483,39 +513,42 @@ def test_a_checkpoint_fits_any_mesh_and_comes_back_bit_equal(tmp_path, layout, m
 
     first = run(tmp_path / "a", 2, data=8)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    there = run(tmp_path / "b", 2, **layout)  # restored, nothing done
-    assert_bit_equal(there.state, first.state)
-    run(tmp_path / "b", 3, **layout)  # saved there, back again
+    restored = run(tmp_path / "b", 2, **layout)  # no step is trained
+    assert_bit_equal(restored.state, first.state)
+    run(tmp_path / "b", 3, **layout)  # saved on this mesh, then restored on the first
     back = run(tmp_path / "b", 3, data=8)
     assert_bit_equal(flat(back.state.params), params_of(checkpoints(tmp_path / "b") / "3"))
     run(tmp_path / "a", 4, data=8)
     run(tmp_path / "b", 4, data=8)
-    ours, theirs = losses(tmp_path / "b"), losses(tmp_path / "a")
-    np.testing.assert_allclose(ours[2], theirs[2], rtol=1e-6)
-    np.testing.assert_allclose(ours[3], theirs[3], rtol=1e-5)
+    actual, expected = losses(tmp_path / "b"), losses(tmp_path / "a")
+    np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
+    np.testing.assert_allclose(actual[3], expected[3], rtol=1e-5)
 
 
-def test_the_verb_lists_verifies_compares_and_prunes(workdir, capsys, monkeypatch):
+def test_the_command_lists_verifies_compares_and_prunes(workdir, capsys, monkeypatch):
     def run(*arguments):
         code = cli.main("checkpoint", [*map(str, arguments)])
         return code, capsys.readouterr()
 
     monkeypatch.setattr(sys, "argv", ["meshtrain", "checkpoint", "ls", str(workdir)])
-    code, told = __main__.main(), capsys.readouterr()
-    assert code == 0 and [line.split()[:2] for line in told.out.splitlines()] == [
-        [s, "good"] for s in "246"
+    code, output = __main__.main(), capsys.readouterr()
+    assert code == 0 and [line.split()[:2] for line in output.out.splitlines()] == [
+        [s, "valid"] for s in "246"
     ]
-    assert "data 8" in told.out and "loss" in told.out and "sample 96" in told.out
-    code, told = run("diff", checkpoints(workdir) / "6", workdir)
-    assert code == 0 and told.out.startswith("0 of ")
-    code, told = run("diff", checkpoints(workdir) / "4", workdir)
-    assert code == 1 and "params/final_norm/scale: 32 of 32 differ, by" in told.out
+    assert "data 8" in output.out and "loss" in output.out and "sample 96" in output.out
+    code, output = run("diff", checkpoints(workdir) / "6", workdir)
+    assert code == 0 and output.out.startswith("0 of ")
+    code, output = run("diff", checkpoints(workdir) / "4", workdir)
+    assert code == 1 and "params/final_norm/scale: 32 of 32 differ, by" in output.out
     flip(largest_file(checkpoints(workdir) / "4"))
-    code, told = run("verify", workdir)
-    assert code == 1 and "4  BAD   arrays/" in told.out
+    code, output = run("verify", workdir)
+    assert code == 1 and "4  corrupt  arrays/" in output.out
     assert run("ls", workdir)[0] == 0
-    code, told = run("prune", workdir, "--keep=1")
-    assert code == 0 and manifest.steps(checkpoints(workdir)) == [6, 4]  # what is bad is evidence
+    code, output = run("prune", workdir, "--keep=1")
+    assert code == 0 and manifest.steps(checkpoints(workdir)) == [
+        6,
+        4,
+    ]  # corrupt checkpoints are not removed
     for wrong in (
         ["prune", workdir],
         ["ls", workdir / "x"],
@@ -523,21 +556,25 @@ def test_the_verb_lists_verifies_compares_and_prunes(workdir, capsys, monkeypatc
         ["sl", workdir],
         ["prune", workdir, "--keep=0"],
     ):
-        code, told = run(*wrong)
-        assert code == 2 and told.err.count("\n") == 1, wrong
+        code, output = run(*wrong)
+        assert code == 2 and output.err.count("\n") == 1, wrong
 
 
 @slow
-def test_a_run_that_is_killed_in_every_stage_of_a_save_ends_as_if_it_had_not_been():
+def test_a_run_killed_in_every_stage_of_a_save_ends_bit_equal_to_an_undisturbed_run():
     script = [sys.executable, ROOT / "benchmarks" / "crashes.py", "--kills=8"]
     done = subprocess.run(script, capture_output=True, text=True)
     assert done.returncode == 0 and "bit-equal to the undisturbed run" in done.stdout, done.stderr
 
 
 @slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's own tasks
-def test_a_disk_that_is_full_for_real(tmp_path, monkeypatch, capsys):
-    """A small file system of our own; what is written beyond it fails in the middle of a save."""
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # raised by Orbax's tasks
+def test_a_save_to_a_full_disk_fails_and_keeps_the_newest_valid_checkpoint(
+    tmp_path, monkeypatch, capsys
+):
+    """Mounts a small file system, which gets full in the middle of a save."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = subprocess.run(
@@ -546,17 +583,17 @@ def test_a_disk_that_is_full_for_real(tmp_path, monkeypatch, capsys):
     if mount.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mount.stderr.decode().strip()}")
     try:
-        monkeypatch.setattr(saver, "MARGIN", 0.0)  # so that it is noticed by writing alone
+        monkeypatch.setattr(saver, "SPACE_FACTOR", 0.0)  # so that only the write itself fails
         monkeypatch.setattr(saver.time, "sleep", lambda seconds: None)
         train(saving(1, every=1), workdir=disk / "run")
-        other = disk / "other"  # leaves less room than a save needs: 321 kB of random floats
+        other = disk / "other"  # leaves less space than a save needs: 321 kB of random floats
         other.write_bytes(bytes(shutil.disk_usage(disk).free - 150_000))
         with pytest.raises(meshtrain.ConfigError, match="step 30 could not be saved"):
             train(saving(30, every=1), workdir=disk / "run")
         assert "could not be saved: ValueError: RESOURCE_EXHAUSTED" in capsys.readouterr().out
-        found, bad = checkpoint.newest_good(checkpoints(disk / "run"))
-        assert found.step == 1 and not bad
-        other.unlink()  # room again: it goes on
+        newest, corrupt = checkpoint.newest_valid(checkpoints(disk / "run"))
+        assert newest.step == 1 and not corrupt
+        other.unlink()  # free space again: the run resumes
         assert train(saving(31, every=0), workdir=disk / "run").step == 31
     finally:
         subprocess.run(["umount", disk], check=True)

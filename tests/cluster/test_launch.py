@@ -148,7 +148,7 @@ from meshtrain import ConfigError
 from meshtrain.train import train
 from meshtrain.cluster import distributed
 from meshtrain.checkpoint import lock
-lock.VISIBLE = 1.0
+lock.VISIBLE_WITHIN = 1.0
 distributed.initialize("127.0.0.1:{port}", 2, {number})
 try:
     train(tiny_config(), workdir="run")

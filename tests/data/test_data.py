@@ -12,7 +12,7 @@ from meshtrain.config import build as builders
 from meshtrain.config.parse import parse
 from meshtrain.data import loader, synthetic, tokens
 from meshtrain.data.permute import permute
-from meshtrain.data.source import Source
+from meshtrain.data.source import Source, to_batch
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import mesh
 
@@ -164,7 +164,7 @@ def test_tokens_beyond_position_2_to_the_31_are_read(tmp_path, monkeypatch):
 
 
 def test_a_separator_ends_a_document():
-    batch = tokens.to_batch(np.int32([[5, 0, 7, 8, 0, 0, 9], [0, 1, 2, 3, 4, 5, 0]]), separator=0)
+    batch = to_batch(np.int32([[5, 0, 7, 8, 0, 0, 9], [0, 1, 2, 3, 4, 5, 0]]), separator=0)
     assert batch.tokens.tolist() == [[5, 0, 7, 8, 0, 0], [0, 1, 2, 3, 4, 5]]
     assert batch.targets.tolist() == [[0, 7, 8, 0, 0, 9], [1, 2, 3, 4, 5, 0]]
     assert batch.weights.tolist() == [[1, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]]

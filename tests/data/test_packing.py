@@ -13,7 +13,7 @@ from conftest import tiny_config
 from meshtrain.config import build as builders
 from meshtrain.config.parse import parse
 from meshtrain.data import corpus, indexed, mixture, packing, tokens
-from meshtrain.data.source import Source
+from meshtrain.data.source import Source, to_batch
 from meshtrain.errors import ConfigError
 from meshtrain.program import assemble
 from meshtrain.train import train
@@ -352,7 +352,7 @@ def test_gradients_of_packed_rows_equal_those_of_their_documents_one_by_one(tmp_
 def numbered(which, size):
     def read(indices):
         one = np.asarray(indices)[:, None].astype(np.int32)
-        return tokens.to_batch(np.concatenate([one, one * 0 + which, one], axis=1))
+        return to_batch(np.concatenate([one, one * 0 + which, one], axis=1))
 
     return Source(read, size=size)
 

@@ -1,10 +1,10 @@
-"""Makes the folders in huggingface/: a tiny random model of each family, and its logits by transformers.
+"""Writes the folders in golden/: a tiny random model of each family, and its logits by transformers.
 
   python tests/huggingface/make_golden.py        # torch 2.13.0, transformers 5.23.0
 
-logits.npz has `tokens` (2, S) and their `logits` (2, S, V); `lengths` (2,), and the logits of the rows
-cut off there (`padded`, 0 elsewhere); `documents` (3,), lengths whose sum is S, and the logits of the first
-row with each document by itself (`packed`, (S, V)).
+logits.npz has `tokens` (2, S) and their `logits` (2, S, V); `lengths` (2,), and the logits with each row
+truncated to its length (`padded`, 0 elsewhere); `documents` (3,), lengths whose sum is S, and the logits of
+the first row with each document computed separately (`packed`, (S, V)).
 """
 
 import shutil
@@ -74,8 +74,8 @@ FAMILIES = {
 
 
 def model_of(config: transformers.PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
-    """Returns a model with random parameters, large enough that no two logits are alike."""
-    config._attn_implementation = "eager"  # the only one that knows soft caps
+    """Returns a model with random parameters, large enough that all logits differ."""
+    config._attn_implementation = "eager"  # the only implementation with soft caps
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def model_of(config: transformers.PreTrainedConfig, seed: int = 0) -> torch.nn.M
 
 
 def logits_of(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns what logits.npz holds."""
+    """Returns the arrays of logits.npz."""
 
     def run(rows, **options):
         with torch.no_grad():
@@ -95,7 +95,7 @@ def logits_of(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarra
     mask = np.arange(SEQ_LEN)[None] < np.array(LENGTHS)[:, None]
     padded = run(tokens, attention_mask=torch.tensor(mask.astype(np.int64)))
     ends = np.cumsum(DOCUMENTS)[:-1]
-    packed = np.concatenate([run(part[None])[0] for part in np.split(tokens[0], ends)])
+    packed = np.concatenate([run(document[None])[0] for document in np.split(tokens[0], ends)])
     return dict(
         tokens=tokens,
         logits=run(tokens),

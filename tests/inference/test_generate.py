@@ -1,4 +1,4 @@
-"""`meshtrain generate` and `meshtrain evaluate`, on a run that learned to count."""
+"""The verbs `generate` and `evaluate`, on a run that learned to count."""
 
 import dataclasses
 import json
@@ -17,15 +17,14 @@ from conftest import ROOT, tiny_config
 from meshtrain import cli
 from meshtrain.config.build import build_data, build_model
 from meshtrain.config.parse import parse
-from meshtrain.inference import evaluate, generate
-from meshtrain.inference import restore as trained
+from meshtrain.inference import generate, restore
 from meshtrain.train import train
-from meshtrain.verify import reference_step as reference
+from meshtrain.verify import reference_step
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Bytes 32, 33, 34, ... 126, over and over, at another place in each window."""
+    """Bytes 32, 33, 34, ... 126, repeated, at a different offset in each window."""
     file = tmp_path_factory.mktemp("text") / "count.bin"
     (np.arange(95 * 40) % 95 + 32).astype(np.uint8).tofile(file)
     return file
@@ -44,76 +43,78 @@ def workdir(tmp_path_factory, text):
     return folder
 
 
-def ran(verb, *arguments, capsys):
+def run_verb(verb, *arguments, capsys):
     code = cli.main(verb, [*map(str, arguments)])
-    told = capsys.readouterr()
-    return code, told.out, told.err
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
-def test_a_text_goes_on_past_the_context(workdir, capsys):
+def test_a_text_continues_past_the_context(workdir, capsys):
     options = [f"--workdir={workdir}", "--temperature=0", "--prompt=ABC", "--length=40"]
-    code, out, _ = ran("generate", *options, capsys=capsys)
+    code, out, _ = run_verb("generate", *options, capsys=capsys)
     assert (code, out) == (0, "".join(map(chr, range(65, 65 + 43))) + "\n")
 
 
-def test_several_prompts_on_a_mesh_are_those_on_one_device(workdir, tmp_path, capsys):
+def test_several_prompts_give_the_same_text_on_every_mesh(workdir, tmp_path, capsys):
     (tmp_path / "prompts").write_text("XYZ\n0\n")
     options = [f"--workdir={workdir}", "--temperature=0.5", "--prompt=!", "--length=5"]
     options += [f"--prompt_file={tmp_path / 'prompts'}"]
-    sharded = ran("generate", *options, capsys=capsys)
-    wide = ran(
+    default = run_verb("generate", *options, capsys=capsys)
+    sharded = run_verb(
         "generate", *options, "--config.mesh.tensor=2", "--config.mesh.data=4", capsys=capsys
     )
-    assert sharded == wide
+    assert sharded == default
     assert sharded[1].splitlines() == ["--- 0", '!"#$%&', "--- 1", "XYZ[\\]^_", "--- 2", "012345"]
 
 
-def test_a_stop_token_ends_the_text_and_is_not_shown(workdir, capsys):
+def test_a_stop_token_ends_the_text_and_is_not_printed(workdir, capsys):
     options = [f"--workdir={workdir}", "--temperature=0", "--prompt=A", "--length=20"]
-    assert ran("generate", *options, "--stop=F", capsys=capsys)[1] == "ABCDE\n"
-    assert ran("generate", *options, "--stop=70", capsys=capsys)[1] == "ABCDE\n"
+    assert run_verb("generate", *options, "--stop=F", capsys=capsys)[1] == "ABCDE\n"
+    assert run_verb("generate", *options, "--stop=70", capsys=capsys)[1] == "ABCDE\n"
 
 
-def test_a_character_of_several_bytes_is_printed_when_it_is_whole():
-    words = generate.tokenizer.load("bytes")
-    spoken = [*"né €".encode(), 0x82, None, 65]
-    told = list(generate.pieces(words, [65], spoken))
-    assert told == ["n", "é", " ", "€", "\ufffd"]
+def test_a_multibyte_character_is_printed_once_it_is_complete():
+    tokenizer = generate.tokenizers.load("bytes")
+    tokens = [*"né €".encode(), 0x82, None, 65]
+    texts = list(generate.stream_text(tokenizer, [65], tokens))
+    assert texts == ["n", "é", " ", "€", "\ufffd"]
 
 
-def test_a_space_that_its_vocabulary_shows_only_within_a_text_is_printed():
+def test_a_leading_space_that_decode_drops_at_the_start_is_printed():
     def decode(ids):  # as SentencePiece does
-        return "".join([" a", " b", "c"][one] for one in ids).removeprefix(" ")
+        return "".join([" a", " b", "c"][token] for token in ids).removeprefix(" ")
 
-    words = types.SimpleNamespace(decode=decode)
-    assert list(generate.pieces(words, [0], [1, 2, 0])) == [" b", "c", " a", ""]
-    long = [0, 1] * generate.BEFORE
-    assert "".join(generate.pieces(words, long, [1, *long])) == " b" + decode(long).join([" ", ""])
+    tokenizer = types.SimpleNamespace(decode=decode)
+    assert list(generate.stream_text(tokenizer, [0], [1, 2, 0])) == [" b", "c", " a", ""]
+    long = [0, 1] * generate.DECODE_CONTEXT
+    assert "".join(generate.stream_text(tokenizer, long, [1, *long])) == " b" + decode(long).join(
+        [" ", ""]
+    )
 
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """Lists the prompts that are gone on from, as ids."""
-    found = []
-    generated = generate.sampling.generate
+    """Records the prompts that are continued, as token ids."""
+    recorded = []
+    original = generate.sampling.generate
 
-    def listen(program, params, prompts, **options):
-        found.extend(prompts)
-        return generated(program, params, prompts, **options)
+    def record(program, params, prompts, **options):
+        recorded.extend(prompts)
+        return original(program, params, prompts, **options)
 
-    monkeypatch.setattr(generate.sampling, "generate", listen)
-    return found
+    monkeypatch.setattr(generate.sampling, "generate", record)
+    return recorded
 
 
-def learned_from(folder, *flags):
-    """A run of no steps on prepared text, of a tokenizer that has a token to begin documents with."""
+def run_on_prepared_text(folder, *flags):
+    """Makes a run of 0 steps on prepared text, with a tokenizer that has a bos; returns flags for generate."""
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     vocabulary = {chr(number): number for number in range(32, 127)} | {"<s>": 0, "</s>": 1}
-    words = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    words.decoder = tokenizers.decoders.Fuse()
-    words.add_special_tokens(["<s>", "</s>"])
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
     folder.mkdir()
-    words.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "a.txt").write_text("abc " * 100)
     out = [str(folder / "a.txt"), f"--output={folder / 'out'}", "--num_workers=1"]
     assert cli.main("prepare", [*out, f"--tokenizer={folder / 'tokenizer.json'}", *flags]) == 0
@@ -124,35 +125,33 @@ def learned_from(folder, *flags):
     return [f"--workdir={folder / 'run'}", "--length=1"]
 
 
-def test_a_prompt_begins_as_the_documents_of_the_run_do_or_as_a_flag_says(
-    tmp_path, encoded, capsys
-):
+def test_a_prompt_starts_with_bos_if_the_data_or_the_flag_says_so(tmp_path, encoded, capsys):
     for name, flags, default in (("with", ["--bos"], [0]), ("without", [], [])):
-        run = learned_from(tmp_path / name, *flags)
-        for flag, first in ((None, default), ("--bos", [0]), ("--no-bos", [])):
+        run = run_on_prepared_text(tmp_path / name, *flags)
+        for flag, prefix in ((None, default), ("--bos", [0]), ("--no-bos", [])):
             encoded.clear()
-            code, out, _ = ran(
+            code, out, _ = run_verb(
                 "generate", *run, "--prompt=ab", *filter(None, [flag]), capsys=capsys
             )
-            assert (code, encoded) == (0, [[*first, 97, 98]]) and out.splitlines()[-1].startswith(
+            assert (code, encoded) == (0, [[*prefix, 97, 98]]) and out.splitlines()[-1].startswith(
                 "ab"
             )
-        assert ran("generate", *run, "--prompt=", "--bos", capsys=capsys)[0] == 0
+        assert run_verb("generate", *run, "--prompt=", "--bos", capsys=capsys)[0] == 0
         assert encoded[-1] == [0]
 
 
-def test_prompts_of_a_file_from_windows_are_its_lines(workdir, tmp_path, encoded, capsys):
+def test_a_prompt_file_may_have_a_byte_order_mark_and_crlf(workdir, tmp_path, encoded, capsys):
     (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbfXYZ\r\n0 1\r\n")
     flags = [f"--workdir={workdir}", f"--prompt_file={tmp_path / 'prompts'}", "--length=1"]
-    assert ran("generate", *flags, capsys=capsys)[0] == 0
+    assert run_verb("generate", *flags, capsys=capsys)[0] == 0
     assert encoded == [[*b"XYZ"], [*b"0 1"]]
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
-        (["--bos"], "--bos: tokenizer bytes has no token"),
-        (["--prompt=\udcff"], "--prompt='\\udcff': is no valid UTF-8"),
+        (["--bos"], "--bos: tokenizer bytes has no begin-of-document token"),
+        (["--prompt=\udcff"], "--prompt='\\udcff': is not valid UTF-8"),
         (["--seed=4294967296"], "--seed=4294967296: use a number below 2^32"),
         (["--length=0"], "--length=0"),
         (["--temperature=-1"], "--temperature=-1"),
@@ -161,7 +160,7 @@ def test_prompts_of_a_file_from_windows_are_its_lines(workdir, tmp_path, encoded
         (["--stop=AB"], "--stop='AB'"),
         (["--prompt_file=nowhere"], "--prompt_file=nowhere"),
         (["--prompt_file=LICENSE"], "line 1 is empty"),
-        (["--prompt=é"], "holds token 195, and model.vocab_size=128"),
+        (["--prompt=é"], "holds token 195, but model.vocab_size=128"),
         (["--stop=<|endoftext|>"], "--stop='<|endoftext|>'"),
         (["--tokenizer=nowhere"], "nowhere"),
         (["--config.mesh.tensr=2"], "did you mean"),
@@ -169,29 +168,32 @@ def test_prompts_of_a_file_from_windows_are_its_lines(workdir, tmp_path, encoded
         (["--lenght=3"], "--lenght"),
     ],
 )
-def test_what_cannot_be_generated_is_told_in_a_line(workdir, flags, told, capsys):
-    code, out, err = ran("generate", f"--workdir={workdir}", *flags, capsys=capsys)
+def test_invalid_generate_flags_are_reported_in_one_line(workdir, flags, message, capsys):
+    code, out, err = run_verb("generate", f"--workdir={workdir}", *flags, capsys=capsys)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert told in err
+    assert message in err
 
 
-def test_a_folder_without_a_run_is_told(tmp_path, capsys):
-    for verb in (generate, evaluate):
-        code, _, err = ran(verb, f"--workdir={tmp_path}", capsys=capsys)
-        assert code == 2 and "no run there" in err and err.count("\n") == 1
+def test_a_folder_without_a_run_is_reported(tmp_path, capsys):
+    for verb in ("generate", "evaluate"):
+        code, _, err = run_verb(verb, f"--workdir={tmp_path}", capsys=capsys)
+        assert code == 2 and "not a run" in err and err.count("\n") == 1
 
 
-def test_positions_that_no_row_of_a_table_has_are_refused(tmp_path, text, capsys):
+def test_positions_beyond_the_learned_table_are_rejected(tmp_path, text, capsys):
     c = tiny_config()
     c.train.steps, c.eval.batches, c.model.positions, c.model.vocab_size = 0, 0, "learned", 128
     c.data.update(build="meshtrain.data.tokens:build", path=str(text))
     train(c, workdir=tmp_path)
     flags = [f"--workdir={tmp_path}"]
-    code, _, err = ran("generate", *flags, "--context=17", capsys=capsys)
+    code, _, err = run_verb("generate", *flags, "--context=17", capsys=capsys)
     assert (code, err.count("\n")) == (2, 1) and "model.max_seq_len=16" in err
-    code, _, err = ran("evaluate", *flags, "--config.data.seq_len=17", capsys=capsys)
+    code, _, err = run_verb("evaluate", *flags, "--config.data.seq_len=17", capsys=capsys)
     assert (code, err.count("\n")) == (2, 1) and "model.max_seq_len=16" in err
-    assert ran("generate", *flags, "--length=20", "--config.data.seq_len=17", capsys=capsys)[0] == 0
+    assert (
+        run_verb("generate", *flags, "--length=20", "--config.data.seq_len=17", capsys=capsys)[0]
+        == 0
+    )
 
 
 # ---- evaluate ----
@@ -202,39 +204,41 @@ def numbers(out):
 
 
 @pytest.fixture(scope="module")
-def due(workdir, text):
-    """Loss, tokens and bytes by plain maths, of all windows of the split."""
+def expected(workdir, text):
+    """Returns loss and tokens of each split by the reference step, over all its samples."""
     raw = json.loads((workdir / "config.json").read_text())
     cfg = parse(raw, num_devices=8)
     model = build_model(cfg)
-    params = jax.device_get(trained.restore(cfg, workdir)[1])
-    found = {}
+    params = jax.device_get(restore.restore(cfg, workdir)[1])
+    expected = {}
     for split, heldout in {"heldout": 0.25, "train": 0.25, "all": 0.0}.items():
         options = {**cfg.data.options, "heldout": heldout}
         section = dataclasses.replace(cfg.data, options=options)
         source = build_data(section, "train" if split == "all" else split)
         batch = source.read(np.arange(source.size))
-        sums = reference.run(lambda params, b=batch: reference.loss(model, params, b), params)
-        found[split] = float(sums.loss / sums.weight), int(sums.weight)
-    return found
+        sums = reference_step.run_compiled(
+            lambda params, b=batch: reference_step.loss(model, params, b), params
+        )
+        expected[split] = float(sums.loss / sums.weight), int(sums.weight)
+    return expected
 
 
-def test_data_of_another_tokenizer_is_told(workdir, tmp_path, capsys):
+def test_data_of_another_tokenizer_is_reported(workdir, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("abc " * 100)
     flags = [f"--workdir={workdir}", "--split=all", f"--config.data.path={tmp_path / 'out'}"]
     assert cli.main("prepare", [str(tmp_path / "a.txt"), f"--output={tmp_path / 'out'}"]) == 0
     flags.append("--config.data.vocab_size=256")
     shutil.copytree(workdir, tmp_path / "run")
-    for content, told in (("", False), ("{}", True)):
+    for content, reported in (("", False), ("{}", True)):
         if content:
             (tmp_path / "run" / "tokenizer.json").write_text(content)
         flags[0] = f"--workdir={tmp_path / 'run'}"
-        _, _, err = ran("evaluate", *flags, capsys=capsys)
-        assert ("another tokenizer" in err) == told
+        _, _, err = run_verb("evaluate", *flags, capsys=capsys)
+        assert ("another tokenizer" in err) == reported
 
 
-def test_data_of_another_tokenizer_than_that_of_a_mixture_is_told(workdir, tmp_path, capsys):
-    folders = [tmp_path / name for name in ("learned from", "measured on")]
+def test_data_of_another_tokenizer_than_the_runs_mixture_is_reported(workdir, tmp_path, capsys):
+    folders = [tmp_path / name for name in ("trained on", "evaluated on")]
     (tmp_path / "a.txt").write_text("abc " * 100)
     for folder in folders:
         out = [str(tmp_path / "a.txt"), f"--output={folder}", "--num_workers=1"]
@@ -245,41 +249,41 @@ def test_data_of_another_tokenizer_than_that_of_a_mixture_is_told(workdir, tmp_p
     (tmp_path / "run" / "config.json").write_text(json.dumps(raw))
     flags = [f"--workdir={tmp_path / 'run'}", "--split=all", "--config.data.mixture=()"]
     flags += [f"--config.data.path={folders[1]}", "--config.data.vocab_size=256"]
-    for digest, told in (("bytes", False), ("of another", True)):
+    for digest, reported in (("bytes", False), ("of another", True)):
         text = (folders[0] / "manifest.json").read_text().replace('"bytes"', f'"{digest}"')
         (folders[0] / "manifest.json").write_text(text)
-        code, _, err = ran("evaluate", *flags, capsys=capsys)
-        assert code == 0 and ("another tokenizer" in err) == told
+        code, _, err = run_verb("evaluate", *flags, capsys=capsys)
+        assert code == 0 and ("another tokenizer" in err) == reported
 
 
 @pytest.mark.parametrize("split", ["heldout", "train", "all"])
-def test_every_token_of_a_split_counts_once_on_any_mesh(workdir, due, split, capsys):
+def test_every_token_of_a_split_counts_once_on_every_mesh(workdir, expected, split, capsys):
     flags = [f"--workdir={workdir}", f"--split={split}"]
     layouts = [[]] if split != "heldout" else [[], ["--config.mesh.tensor=2", "--batch=12"]]
     for layout in layouts:
-        _, out, _ = ran("evaluate", *flags, *layout, capsys=capsys)
-        told, (loss, weight) = numbers(out), due[split]
-        assert int(told["tokens"].replace(",", "")) == weight
-        assert float(told["loss"]) == pytest.approx(loss, abs=2e-6)
-        assert float(told["perplexity"]) == pytest.approx(math.exp(loss), abs=2e-4)
+        _, out, _ = run_verb("evaluate", *flags, *layout, capsys=capsys)
+        printed, (loss, weight) = numbers(out), expected[split]
+        assert int(printed["tokens"].replace(",", "")) == weight
+        assert float(printed["loss"]) == pytest.approx(loss, abs=2e-6)
+        assert float(printed["perplexity"]) == pytest.approx(math.exp(loss), abs=2e-4)
 
 
 def test_bits_per_byte_count_the_bytes_that_tokens_stand_for(workdir, tmp_path, capsys):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(bytes(range(32, 128)) * 3)
     flags = [f"--workdir={workdir}", "--split=all", f"--config.data.path={tmp_path / 'text'}"]
-    _, out, _ = ran("evaluate", *flags, capsys=capsys)
-    told = numbers(out)
-    weight = int(told["tokens"].replace(",", ""))
-    expected = float(told["loss"]) * weight / math.log(2)
+    _, out, _ = run_verb("evaluate", *flags, capsys=capsys)
+    printed = numbers(out)
+    weight = int(printed["tokens"].replace(",", ""))
+    bits = float(printed["loss"]) * weight / math.log(2)
     line = next(line for line in out.splitlines() if line.startswith("bits per byte"))
     num_bytes = int(line.split()[-2].replace(",", ""))
-    assert num_bytes == weight - 1  # the byte that ends the file is none of the text
-    assert float(told["bits per byte"]) == pytest.approx(expected / num_bytes, abs=1e-5)
+    assert num_bytes == weight - 1  # the end-of-document token has no bytes
+    assert float(printed["bits per byte"]) == pytest.approx(bits / num_bytes, abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--batch=3"], "--batch=3"),
         (["--batch=0"], "--batch=0"),
@@ -289,15 +293,15 @@ def test_bits_per_byte_count_the_bytes_that_tokens_stand_for(workdir, tmp_path, 
         (["--config.data.build=meshtrain.data.synthetic:build"], "no size"),
     ],
 )
-def test_what_cannot_be_evaluated_is_told_in_a_line(workdir, flags, told, capsys):
-    code, out, err = ran("evaluate", f"--workdir={workdir}", *flags, capsys=capsys)
+def test_invalid_evaluate_flags_are_reported_in_one_line(workdir, flags, message, capsys):
+    code, out, err = run_verb("evaluate", f"--workdir={workdir}", *flags, capsys=capsys)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert told in err
+    assert message in err
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_say_what_one_does(workdir, capsys):
+def test_two_processes_print_the_same_as_one(workdir, capsys):
     def launched(*arguments):
         command = [sys.executable, "-m", "meshtrain", "launch", "--nproc=2", "--simulate_devices=2"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -312,10 +316,10 @@ def test_two_processes_say_what_one_does(workdir, capsys):
         return [line[4:] for line in done.stdout.splitlines() if line.startswith("[0] ")]
 
     flags = [f"--workdir={workdir}", "--temperature=0.5", "--prompt=!", "--prompt=0", "--length=40"]
-    alone = ran("generate", *flags, capsys=capsys)[1].splitlines()
+    alone = run_verb("generate", *flags, capsys=capsys)[1].splitlines()
     assert alone == [line for line in launched("generate", *flags) if line in alone]
     flags = [f"--workdir={workdir}", "--config.mesh.tensor=2", "--batch=16"]
-    told = numbers("\n".join(launched("evaluate", *flags)))
-    alone = numbers(ran("evaluate", *flags, capsys=capsys)[1])
+    printed = numbers("\n".join(launched("evaluate", *flags)))
+    alone = numbers(run_verb("evaluate", *flags, capsys=capsys)[1])
     for name in ("tokens", "loss", "perplexity"):
-        assert told[name] == alone[name]
+        assert printed[name] == alone[name]

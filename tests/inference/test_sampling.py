@@ -1,10 +1,9 @@
-"""Tokens drawn with keys and values kept are those of the whole text run anew for each."""
+"""Cached sampling draws the same tokens as a full forward pass over the text for each token."""
 
 import jax
 import numpy as np
 import pytest
 from conftest import tiny_config
-from test_families import FAMILIES
 
 from meshtrain import ConfigError
 from meshtrain.config.build import build
@@ -13,15 +12,16 @@ from meshtrain.data.source import Batch
 from meshtrain.inference.sampling import Sampling, generate
 from meshtrain.models import transformer
 from meshtrain.program import assemble
-from meshtrain.verify import reference_step as reference
+from meshtrain.verify import reference_step
+from tests.models.test_families import FAMILIES
 
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [60, 3, 60, 3]]
 GREEDY = Sampling(temperature=0.0)
 MIXED = FAMILIES["gemma 2"]
 
 
-def made(model, **layout):
-    """A program on a mesh, and parameters so large that its logits are far from flat."""
+def build_program(model, **layout):
+    """Returns a program on a mesh, and parameters so large that its logits are far from uniform."""
     c = tiny_config()
     c.model.update({"max_seq_len": 64, **model})
     c.mesh.update({"data": 1, **layout})
@@ -31,25 +31,27 @@ def made(model, **layout):
     program = assemble(cfg, parts, devices=jax.devices()[:num_devices])
     with program.active():
         params = program.start(0).params
-        places = jax.tree.map(lambda leaf: leaf.sharding, params)
-        grow = jax.jit(lambda p: jax.tree.map(lambda leaf: 4 * leaf, p), out_shardings=places)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+        grow = jax.jit(lambda p: jax.tree.map(lambda leaf: 4 * leaf, p), out_shardings=shardings)
         return program, grow(params)
 
 
-def rows_of(program, params, prompts=PROMPTS, *, length=12, context=64, sampling=GREEDY, stop=()):
+def sampled_rows(
+    program, params, prompts=PROMPTS, *, length=12, context=64, sampling=GREEDY, stop=()
+):
     options = dict(length=length, context=context, dtype="float32", sampling=sampling, stop=stop)
     steps = generate(program, params, prompts, **options)
     return [list(row) for row in zip(*steps, strict=True)]
 
 
-def recomputed(program, params, prompt, length, width=64):
-    """The likeliest tokens one after the other, each of a full run over the text so far."""
+def greedy_uncached(program, params, prompt, length, width=64):
+    """Returns the most likely tokens, each from a full forward pass over the text so far."""
     params = jax.device_get(params)
 
     @jax.jit
     def logits(params, tokens, last):
         batch = Batch(tokens, tokens, np.ones(tokens.shape, np.float32))
-        x = reference.blocks(program.model, params, batch)
+        x = reference_step.apply_blocks(program.model, params, batch)
         return program.model.logits(params, x)[0, last]
 
     text = list(prompt)
@@ -62,24 +64,24 @@ def recomputed(program, params, prompt, length, width=64):
 
 @pytest.mark.parametrize("family", ["llama 3", "gemma 3", "gpt-2", "mistral"])
 @pytest.mark.parametrize("attention_impl", ["xla", "blockwise"])
-def test_cached_tokens_are_those_of_the_whole_text_run_anew(family, attention_impl):
-    program, params = made({**FAMILIES[family], "attention_impl": attention_impl})
-    due = [recomputed(program, params, prompt, 12) for prompt in PROMPTS]
-    assert rows_of(program, params) == due
-    assert len({*due[0], *due[1], *due[2]}) > 4  # no model that says one thing alone
+def test_cached_sampling_matches_full_forward_passes(family, attention_impl):
+    program, params = build_program({**FAMILIES[family], "attention_impl": attention_impl})
+    due = [greedy_uncached(program, params, prompt, 12) for prompt in PROMPTS]
+    assert sampled_rows(program, params) == due
+    assert len({*due[0], *due[1], *due[2]}) > 4  # the model does not repeat a single token
 
 
-def test_a_prompt_is_read_by_the_attention_of_the_config_and_tokens_by_the_plain_one(monkeypatch):
-    program, params = made({"attention_impl": "blockwise"})
-    taken, real = set(), transformer.attention
+def test_prefill_uses_the_configured_attention_and_decoding_uses_xla(monkeypatch):
+    program, params = build_program({"attention_impl": "blockwise"})
+    calls, real = set(), transformer.attention
 
     def recorded(q_BSHK, *args, implementation="xla", **options):
-        taken.add((q_BSHK.shape[1] > 1, implementation))
+        calls.add((q_BSHK.shape[1] > 1, implementation))
         return real(q_BSHK, *args, implementation=implementation, **options)
 
     monkeypatch.setattr(transformer, "attention", recorded)
-    rows_of(program, params, length=2)
-    assert taken == {(True, "blockwise"), (False, "xla")}
+    sampled_rows(program, params, length=2)
+    assert calls == {(True, "blockwise"), (False, "xla")}
 
 
 @pytest.mark.parametrize(
@@ -91,47 +93,47 @@ def test_a_prompt_is_read_by_the_attention_of_the_config_and_tokens_by_the_plain
     ],
     ids=str,
 )
-def test_any_mesh_draws_the_same_tokens(layout, sampling):
-    program, params = made(MIXED)
-    alone = rows_of(program, params, sampling=sampling)
+def test_every_mesh_samples_the_same_tokens(layout, sampling):
+    program, params = build_program(MIXED)
+    alone = sampled_rows(program, params, sampling=sampling)
     if sampling == GREEDY:
-        assert alone == [recomputed(program, params, prompt, 12) for prompt in PROMPTS]
-    assert rows_of(*made(MIXED, **layout), sampling=sampling) == alone
+        assert alone == [greedy_uncached(program, params, prompt, 12) for prompt in PROMPTS]
+    assert sampled_rows(*build_program(MIXED, **layout), sampling=sampling) == alone
 
 
-def test_where_the_context_is_used_up_the_newer_half_is_read_anew():
-    program, params = made({}, tensor=2)
+def test_a_full_context_is_replaced_by_its_newer_half():
+    program, params = build_program({}, tensor=2)
     prompt = list(range(20))
-    first = recomputed(program, params, prompt, 13)  # 20 + 12 fill a context of 32
-    second = recomputed(program, params, [*prompt, *first][-16:], 17)
-    third = recomputed(program, params, [*prompt, *first, *second][-16:], 4)
-    (row,) = rows_of(program, params, [prompt], length=34, context=32)
+    first = greedy_uncached(program, params, prompt, 13)  # 20 + 12 fill a context of 32
+    second = greedy_uncached(program, params, [*prompt, *first][-16:], 17)
+    third = greedy_uncached(program, params, [*prompt, *first, *second][-16:], 4)
+    (row,) = sampled_rows(program, params, [prompt], length=34, context=32)
     assert row == [*first, *second, *third]
-    (long,) = rows_of(program, params, [list(range(50))], length=1, context=32)
-    assert long == recomputed(program, params, list(range(50))[-32:], 1)
+    (long,) = sampled_rows(program, params, [list(range(50))], length=1, context=32)
+    assert long == greedy_uncached(program, params, list(range(50))[-32:], 1)
 
 
-def test_a_row_ends_with_a_stop_token_and_the_others_go_on():
-    program, params = made(MIXED)
-    free = rows_of(program, params)
-    stop = next(token for token in free[1] if token not in free[0])
-    rows = rows_of(program, params, stop=[stop])
-    end = free[1].index(stop)
-    assert rows[0] == free[0]
-    assert rows[1] == free[1][:end] + [None] * (12 - end)
-    (alone,) = rows_of(program, params, PROMPTS[1:2], stop=[stop])
-    assert alone == free[1][:end] + [None]
+def test_a_stop_token_ends_its_row_only():
+    program, params = build_program(MIXED)
+    unstopped = sampled_rows(program, params)
+    stop = next(token for token in unstopped[1] if token not in unstopped[0])
+    rows = sampled_rows(program, params, stop=[stop])
+    end = unstopped[1].index(stop)
+    assert rows[0] == unstopped[0]
+    assert rows[1] == unstopped[1][:end] + [None] * (12 - end)
+    (alone,) = sampled_rows(program, params, PROMPTS[1:2], stop=[stop])
+    assert alone == unstopped[1][:end] + [None]
 
 
-def test_a_row_draws_the_same_whatever_stands_beside_it_and_a_seed_changes_it():
-    program, params = made({})
-    hot = Sampling(temperature=3.0, seed=1)
-    (alone,) = rows_of(program, params, PROMPTS[:1], sampling=hot)
-    assert rows_of(program, params, sampling=hot)[0] == alone
-    assert rows_of(program, params, PROMPTS[:1], sampling=Sampling(3.0, seed=2)) != [alone]
+def test_a_row_depends_on_the_seed_but_not_on_other_rows():
+    program, params = build_program({})
+    settings = Sampling(temperature=3.0, seed=1)
+    (alone,) = sampled_rows(program, params, PROMPTS[:1], sampling=settings)
+    assert sampled_rows(program, params, sampling=settings)[0] == alone
+    assert sampled_rows(program, params, PROMPTS[:1], sampling=Sampling(3.0, seed=2)) != [alone]
 
 
-# ---- what is drawn ----
+# ---- the sampling distribution ----
 
 
 LOGITS = np.log([[0.5, 0.3, 0.15, 0.05]]).astype(np.float32)
@@ -146,7 +148,7 @@ LOGITS = np.log([[0.5, 0.3, 0.15, 0.05]]).astype(np.float32)
         (Sampling(top_p=0.79), [0.625, 0.375, 0, 0]),
         (Sampling(top_p=0.81), [10 / 19, 6 / 19, 3 / 19, 0]),
         (Sampling(top_p=0.01), [1, 0, 0, 0]),
-        (Sampling(top_k=3, top_p=0.5), [1, 0, 0, 0]),  # 0.526 of what top_k leaves
+        (Sampling(top_k=3, top_p=0.5), [1, 0, 0, 0]),  # 0.526 of the probability after top_k
         (Sampling(temperature=0.5), [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
         (Sampling(temperature=0), [1, 0, 0, 0]),
         (Sampling(temperature=1e-40), [1, 0, 0, 0]),
@@ -154,7 +156,7 @@ LOGITS = np.log([[0.5, 0.3, 0.15, 0.05]]).astype(np.float32)
     ],
     ids=str,
 )
-def test_tokens_come_as_often_as_they_should(sampling, due):
+def test_token_frequencies_match_the_probabilities(sampling, due):
     draw = jax.jit(jax.vmap(lambda number: sampling.draw(LOGITS, number)[0]))
     drawn = np.bincount(draw(np.arange(20_000)), minlength=4) / 20_000
     np.testing.assert_allclose(drawn, due, atol=0.02)
@@ -162,7 +164,7 @@ def test_tokens_come_as_often_as_they_should(sampling, due):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (dict(temperature=-1.0), "--temperature=-1.0"),
         (dict(temperature=np.inf), "--temperature=inf"),
@@ -171,6 +173,6 @@ def test_tokens_come_as_often_as_they_should(sampling, due):
         (dict(top_p=1.1), "--top_p=1.1"),
     ],
 )
-def test_what_cannot_be_drawn_by_is_told(options, told):
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_sampling_options_are_rejected(options, message):
+    with pytest.raises(ConfigError, match=message):
         Sampling(**options)

@@ -1,4 +1,4 @@
-"""Copies of the state that differ, and processes that hold a run up, are named."""
+"""Replica divergence (silent data corruption) and slow processes are detected and named."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from meshtrain.train import train
 
 
 def flipped(array, device, bit):
-    """Returns the array with one bit of one device's copy changed."""
+    """Returns the array with one bit flipped in one device's replica."""
     parts = []
     for shard in array.addressable_shards:
         data = np.array(shard.data)
@@ -26,14 +26,14 @@ def flipped(array, device, bit):
 
 
 @pytest.mark.parametrize(
-    ("layout", "device", "told"),
+    ("layout", "device", "message"),
     [
-        ({"data": 8}, 5, "on device 5 of process 0 from 7 other copies"),
-        ({"data": 4, "tensor": 2}, 3, "on device 3 of process 0 from 3 other copies"),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, 6, "between device .* none is in the majority"),
+        ({"data": 8}, 5, "on device 5 of process 0 from 7 other replicas"),
+        ({"data": 4, "tensor": 2}, 3, "on device 3 of process 0 from 3 other replicas"),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 6, "between device .* without a majority"),
     ],
 )
-def test_one_flipped_bit_of_one_copy_names_the_device(tiny, layout, device, told):
+def test_one_flipped_bit_in_a_replica_names_the_device(tiny, layout, device, message):
     tiny.mesh.update(**layout)
     cfg = parse(tiny, num_devices=8)
     parts = build(cfg)
@@ -43,7 +43,7 @@ def test_one_flipped_bit_of_one_copy_names_the_device(tiny, layout, device, told
         digest = health.make_digest(state, one.mesh)
 
         def faults(state):
-            return health.differing(state, [health.local_digests(digest(state))])
+            return health.replica_faults(state, [health.local_digests(digest(state))])
 
         assert faults(state) == []
         for bit in (0, 31, 1000):
@@ -52,16 +52,16 @@ def test_one_flipped_bit_of_one_copy_names_the_device(tiny, layout, device, told
             index = int(np.argmax(sizes))
             leaves[index] = flipped(leaves[index], device, bit)
             (fault,) = faults(tree.unflatten(leaves))
-            assert "differs" in fault and re.search(told, fault), fault
+            assert "differs" in fault and re.search(message, fault), fault
 
 
-def test_a_copy_that_goes_astray_ends_the_run_and_is_not_saved(tiny, tmp_path, monkeypatch):
+def test_a_diverged_replica_ends_the_run_and_is_not_saved(tiny, tmp_path, monkeypatch):
     tiny.mesh.data = 8
     tiny.train.steps, tiny.checkpoint.every, tiny.health.every = 8, 2, 3
-    compile = program.Program.compile
+    original = program.Program.compile
 
-    def broken(self, batch):
-        step = compile(self, batch)
+    def compile_with_fault(self, batch):
+        step = original(self, batch)
 
         def run(state, batch):
             state, report = step(state, batch)
@@ -73,7 +73,7 @@ def test_a_copy_that_goes_astray_ends_the_run_and_is_not_saved(tiny, tmp_path, m
 
         return run
 
-    monkeypatch.setattr(program.Program, "compile", broken)
+    monkeypatch.setattr(program.Program, "compile", compile_with_fault)
     with pytest.raises(health.CorruptState, match="step 6: .* differs on device 2"):
         train(tiny, workdir=tmp_path)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -81,42 +81,42 @@ def test_a_copy_that_goes_astray_ends_the_run_and_is_not_saved(tiny, tmp_path, m
     assert [row["step"] for row in events if row["event"] == "corrupt"] == [6]
 
 
-def test_scores_are_parts_of_the_median_speed():
-    # Seconds that a step waits for data, the rest of a step, a probe.
+def test_speeds_are_fractions_of_the_median():
+    # Seconds: the wait for data in a step, the rest of the step, a matrix product.
     even = [(0.0, 1.0, 0.1)] * 4
-    assert health.scores(even) == [1.0] * 4
+    assert health.relative_speeds(even) == [1.0] * 4
     late_data = [(0.0, 1.5, 0.1), (0.0, 1.5, 0.1), (0.5, 1.0, 0.1)]
-    assert health.scores(late_data) == pytest.approx([1, 1, 2 / 3])
+    assert health.relative_speeds(late_data) == pytest.approx([1, 1, 2 / 3])
     slow_device = [(0.0, 2.0, 0.1), (0.0, 2.0, 0.2), (0.0, 2.0, 0.1)]
-    assert health.scores(slow_device) == pytest.approx([1, 0.5, 1])
-    assert health.scores(slow_device[:2]) == pytest.approx([1, 0.5])
-    assert health.probe() > 0
+    assert health.relative_speeds(slow_device) == pytest.approx([1, 0.5, 1])
+    assert health.relative_speeds(slow_device[:2]) == pytest.approx([1, 0.5])
+    assert health.time_product() > 0
 
 
-def test_one_who_is_slow_three_times_in_a_row_is_told(monkeypatch):
-    told, events = [], []
+def test_a_process_that_is_slow_three_times_in_a_row_is_logged(monkeypatch):
+    lines, events = [], []
     page = {"data": 0.0, "step": 0.0}
     check = health.Check(
         type("", (), {"every": 10}),
         None,
         page,
         event=lambda name, **fields: events.append((name, fields)),
-        line=told.append,
+        log=lines.append,
     )
-    monkeypatch.setattr(health, "probe", lambda: 0.01)
-    slow = [1.0]
+    monkeypatch.setattr(health, "time_product", lambda: 0.01)
+    data_wait = [1.0]  # of the other process
 
     def gather(mine):
-        return [mine, [slow[0], mine[1], mine[2], "other"]]
+        return [mine, [data_wait[0], mine[1], mine[2], "other"]]
 
     monkeypatch.setattr(health.distributed, "gather", gather)
     for step in range(0, 60, 10):
         page["step"] += 1.0
-        slow[0] = 0.0 if step == 30 else 1.0
+        data_wait[0] = 0.0 if step == 30 else 1.0
         check._compare_speeds(step)
-    assert told == [] and events == []
+    assert lines == [] and events == []
     page["step"] += 1.0
     check._compare_speeds(60)
     ((name, fields),) = events
     assert name == "straggler" and (fields["process"], fields["host"]) == (1, "other")
-    assert "process 1 on other is slow: 0.09 of the median speed" in told[0]
+    assert "process 1 on other is slow: 0.09 of the median speed" in lines[0]

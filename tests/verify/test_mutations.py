@@ -1,4 +1,4 @@
-"""Bugs that parallel training is known for, planted one at a time: `verify` has to see each of them."""
+"""Typical bugs of parallel training, planted one at a time: `verify` must find each of them."""
 
 import functools
 import re
@@ -10,12 +10,13 @@ import optax
 import pytest
 from conftest import LAYOUT, tiny_config
 
-from meshtrain import grads, metrics, optim, program, step, verify
+from meshtrain import grads, metrics, optim, program, step
 from meshtrain.data.loader import Loader
 from meshtrain.models import transformer
 from meshtrain.ops import losses
 from meshtrain.parallel import sync
 from meshtrain.parallel.pipeline import executor, ring, stages
+from meshtrain.verify import laws, verify
 from meshtrain.verify.subject import Subject
 
 pytestmark = pytest.mark.slow
@@ -30,20 +31,20 @@ def subject():
     c = tiny_config()
     c.model.update(GPT2)
     with jax.enable_x64(True):
-        made = Subject(c, None, None, keep_sizes=False)
+        subject = Subject(c, None, None, keep_sizes=False)
         for packing in (True, False):
-            made.steps(packing=packing, masks=True)  # before any bug is planted
-        yield made
+            subject.steps(packing=packing, masks=True)  # cached, before any bug is planted
+        yield subject
 
 
-def found(subject, row):
-    """Returns what `verify` says of the model and of one layout."""
+def fault_found(subject, row):
+    """Returns the first fault that `verify` finds on one layout or on one device, else None."""
     return verify.check_layout(subject, row).fault or next(iter(laws.violations(subject)), None)
 
 
 @pytest.mark.parametrize("row", [FULL, ONE_BATCH], ids=["two micro-batches", "one"])
 def test_without_a_bug_nothing_is_found(subject, row):
-    assert found(subject, row) is None
+    assert fault_found(subject, row) is None
 
 
 MUTANTS = {}
@@ -55,9 +56,9 @@ def mutant(function):
 
 
 def of_gradients(change):
-    """A `synchronise` that changes the gradients and leaves the metrics right."""
-    right = sync.synchronise
-    return lambda sums, places: (change(sums[0]), right(sums, places)[1])
+    """Returns a `synchronise` with changed gradients and correct metrics."""
+    original = sync.synchronise
+    return lambda sums, places: (change(sums[0]), original(sums, places)[1])
 
 
 @mutant
@@ -91,7 +92,7 @@ def a_forgotten_reduction_of_biases(patch, subject):
 @mutant
 def a_mean_of_means(patch, subject):
     def make_loss(model, **options):
-        loss = right(model, **options)
+        loss = original(model, **options)
 
         def mean(*args):
             sums = loss(*args)
@@ -99,7 +100,7 @@ def a_mean_of_means(patch, subject):
 
         return mean
 
-    right = grads.make_loss
+    original = grads.make_loss
     patch.setattr(grads, "make_loss", make_loss)
 
 
@@ -122,11 +123,11 @@ def a_missing_token_weight(patch, subject):
 
 
 @mutant
-def a_weight_of_one_slice_for_all(patch, subject):
-    right = sync.synchronise
+def a_weight_of_one_shard_for_all(patch, subject):
+    original = sync.synchronise
 
     def synchronise(sums, places):
-        gradients, total = right(sums, places)
+        gradients, total = original(sums, places)
         return gradients, metrics.Metrics(total.loss, sums[1].weight[0] * len(sums[1].weight))
 
     patch.setattr(sync, "synchronise", synchronise)
@@ -134,9 +135,9 @@ def a_weight_of_one_slice_for_all(patch, subject):
 
 @mutant
 def a_micro_batch_taken_twice(patch, subject):
-    right = grads.split
+    original = grads.split
     again = functools.partial(jax.tree.map, lambda leaf: leaf.at[0].set(leaf[1]))
-    patch.setattr(grads, "split", lambda batch, num: again(right(batch, num)))
+    patch.setattr(grads, "split", lambda batch, num: again(original(batch, num)))
 
 
 @mutant
@@ -163,31 +164,31 @@ def no_clipping(patch, subject):
 
 @mutant
 def positions_off_by_one_in_the_second_half(patch, subject):
-    right = transformer.positions_of
+    original = transformer.positions_of
 
     def positions_of(batch):
         length = batch.tokens.shape[1]
-        return right(batch) - (jnp.arange(length) == length // 2)[None, :]
+        return original(batch) - (jnp.arange(length) == length // 2)[None, :]
 
     patch.setattr(transformer, "positions_of", positions_of)
 
 
 @mutant
 def a_lost_mask_between_documents(patch, subject):
-    right = transformer.attention
+    original = transformer.attention
 
     def unmasked(*qkv, segments_BS, **options):
-        return right(*qkv, None, **options)
+        return original(*qkv, None, **options)
 
     patch.setattr(transformer, "attention", unmasked)
 
 
 @mutant
 def a_lost_causal_mask(patch, subject):
-    right = transformer.attention
+    original = transformer.attention
 
     def all_seen(q, *kv, **options):
-        return right(q, *kv, **options, start=q.shape[1])  # as if all keys were earlier ones
+        return original(q, *kv, **options, start=q.shape[1])  # as if all keys were earlier ones
 
     patch.setattr(transformer, "attention", all_seen)
 
@@ -198,13 +199,13 @@ def padded_logits_that_count(patch, subject):
 
 
 @mutant
-def a_gradient_of_the_last_chunk_alone(patch, subject):
+def a_gradient_of_only_the_last_chunk(patch, subject):
     def forward(loss, kernel, parts):
-        metrics, (_, grad_x) = right(loss, kernel, parts)
+        metrics, (_, grad_x) = original(loss, kernel, parts)
         last = jax.tree.map(lambda leaf: leaf[-1:], parts)
-        return metrics, (right(loss, kernel, last)[1][0], grad_x)
+        return metrics, (original(loss, kernel, last)[1][0], grad_x)
 
-    right = losses._forward
+    original = losses._forward
     patch.setattr(losses, "MIB", 1)
     patch.setattr(losses._sum_over_chunks, "fwd", forward)
 
@@ -239,7 +240,7 @@ def a_gradient_taken_with_check_vma_off(patch, subject):
 
 @mutant
 def optimizer_state_of_another_shard(patch, subject):
-    right = program.make_train_step
+    original = program.make_train_step
 
     def make_train_step(grad_fn, optimizer, *args, **options):
         def update(tree, state, params):
@@ -249,17 +250,17 @@ def optimizer_state_of_another_shard(patch, subject):
             return optimizer.update(tree, moved, params)
 
         moving = optax.GradientTransformation(optimizer.init, update)
-        return right(grad_fn, moving, *args, **options)
+        return original(grad_fn, moving, *args, **options)
 
     patch.setattr(program, "make_train_step", make_train_step)
 
 
 @mutant
 def tokens_of_another_device(patch, subject):
-    right = Loader.read
+    original = Loader.read
 
     def read(self, position):
-        batch = right(self, position)
+        batch = original(self, position)
         return batch._replace(tokens=jnp.roll(batch.tokens, 4, axis=0))
 
     patch.setattr(Loader, "read", read)
@@ -267,20 +268,20 @@ def tokens_of_another_device(patch, subject):
 
 @mutant
 def a_layer_left_out(patch, subject):
-    right = grads.run_blocks
+    original = grads.run_blocks
 
     def run_blocks(block, stack, *args):
-        return right(block, jax.tree.map(lambda leaf: leaf[:-1], stack), *args)
+        return original(block, jax.tree.map(lambda leaf: leaf[:-1], stack), *args)
 
     patch.setattr(grads, "run_blocks", run_blocks)
 
 
 @mutant
-def parameters_left_whole_at_stage_3(patch, subject):
-    right = program.states.plan
+def parameters_left_replicated_at_stage_3(patch, subject):
+    original = program.states.plan
 
     def plan(*args, zero_stage):
-        return right(*args, zero_stage=min(zero_stage, 2))
+        return original(*args, zero_stage=min(zero_stage, 2))
 
     patch.setattr(program.states, "plan", plan)
 
@@ -288,99 +289,105 @@ def parameters_left_whole_at_stage_3(patch, subject):
 @mutant
 def a_learning_rate_of_the_step_before(patch, subject):
     def make_schedule(*args, **options):
-        schedule = right(*args, **options)
+        schedule = original(*args, **options)
         return lambda number: schedule(jnp.maximum(number - 1, 0))
 
-    right = optim.make_schedule
+    original = optim.make_schedule
     patch.setattr(optim, "make_schedule", make_schedule)
 
 
 @mutant
 def a_result_rounded_to_float32(patch, subject):
-    right = grads.accumulate
+    original = grads.accumulate
     patch.setattr(
-        grads, "accumulate", lambda loss, **options: right(loss, **options | {"dtype": "float32"})
+        grads,
+        "accumulate",
+        lambda loss, **options: original(loss, **options | {"dtype": "float32"}),
     )
 
 
-# ---- wrong on one device as well: layouts agree, so only plain maths tells ----
+# ---- also wrong on one device: layouts agree, so only laws.py finds it ----
 
 
 @mutant
 def scores_not_scaled(patch, subject):
-    right = transformer.attention
-    patch.setattr(transformer, "attention", lambda q, *kv, **options: right(2 * q, *kv, **options))
-
-
-@mutant
-def a_gradient_that_stops(patch, subject):
-    right = transformer.attention
-    stop = jax.lax.stop_gradient
+    original = transformer.attention
     patch.setattr(
-        transformer, "attention", lambda q, k, v, **options: right(q, stop(k), v, **options)
+        transformer, "attention", lambda q, *kv, **options: original(2 * q, *kv, **options)
     )
 
 
 @mutant
-def decay_of_every_parameter(patch, subject):
-    right = optim.adamw
+def a_stopped_gradient_of_the_keys(patch, subject):
+    original = transformer.attention
+    stop = jax.lax.stop_gradient
+    patch.setattr(
+        transformer, "attention", lambda q, k, v, **options: original(q, stop(k), v, **options)
+    )
 
-    @functools.wraps(right)  # whose parameters are the keys of a config
+
+@mutant
+def weight_decay_of_every_parameter(patch, subject):
+    original = optim.adamw
+
+    @functools.wraps(original)  # whose parameters are the keys of a config
     def adamw(learning_rate, **keys):
-        return right(learning_rate, **keys | {"no_decay": ()})
+        return original(learning_rate, **keys | {"no_decay": ()})
 
     patch.setattr(optim, "adamw", adamw)
 
 
 @mutant
 def a_warm_up_from_zero(patch, subject):
-    right = optim.optax.linear_schedule
+    original = optim.optax.linear_schedule
 
     def schedule(start, *others, **options):
-        return right(0.0 if start < others[0] else start, *others, **options)
+        return original(0.0 if start < others[0] else start, *others, **options)
 
     patch.setattr(optim.optax, "linear_schedule", schedule)
 
 
 @mutant
-def a_batch_that_is_passed_over(patch, subject):
-    right = Loader.__next__
+def a_skipped_batch(patch, subject):
+    original = Loader.__next__
 
-    def passing_over(self):
-        right(self)
-        return right(self)
+    def skip_one(self):
+        original(self)
+        return original(self)
 
-    patch.setattr(Loader, "__next__", passing_over)
+    patch.setattr(Loader, "__next__", skip_one)
 
 
 @mutant
 def gradients_left_scaled(patch, subject):
-    right = program.make_train_step
+    original = program.make_train_step
 
     def make_train_step(grad_fn, *args, **options):
         def scaled(params, batch, key, scale=1.0):
             gradients, sums = grad_fn(params, batch, key, scale)
             return jax.tree.map(lambda leaf: leaf * scale, gradients), sums
 
-        return right(scaled, *args, **options)
+        return original(scaled, *args, **options)
 
     patch.setattr(program, "make_train_step", make_train_step)
 
 
-# ---- of pipelines ----
+# ---- in pipelines ----
 
 
 @mutant
-def pipeline_messages_that_stay(patch, subject):
+def pipeline_messages_not_sent(patch, subject):
     patch.setattr(ring, "send", lambda x, by: x)
 
 
 @mutant
-def pipeline_stages_that_count_while_idle(patch, subject):
-    right = ring.add
+def pipeline_idle_stages_not_masked(patch, subject):
+    original = ring.add
     patch.setattr(executor, "_masked", lambda active, x: x)
     patch.setattr(
-        ring, "add", lambda tree, index, new, active: right(tree, index, new, jnp.ones_like(active))
+        ring,
+        "add",
+        lambda tree, index, new, active: original(tree, index, new, jnp.ones_like(active)),
     )
 
 
@@ -394,11 +401,11 @@ def pipeline_chunks_on_another_stage(patch, subject):
 
 
 def of_ticks(change):
-    """Returns the table's rows with a column changed."""
-    right = executor.ticks_of
+    """Returns an `executor.ticks_of` whose result is changed by `change(ticks, table)`."""
+    original = executor.ticks_of
 
     def ticks_of(table):
-        return change(right(table), table)
+        return change(original(table), table)
 
     return ticks_of
 
@@ -416,16 +423,18 @@ def pipeline_backward_of_another_input(patch, subject):
 def pipeline_head_of_another_microbatch(patch, subject):
     def change(ticks, table):
         return ticks._replace(
-            last_backward=np.where(ticks.last_backward < 0, -1, (ticks.last_backward + 1) % table.num_microbatches)
+            last_backward=np.where(
+                ticks.last_backward < 0, -1, (ticks.last_backward + 1) % table.num_microbatches
+            )
         )
 
     patch.setattr(executor, "ticks_of", of_ticks(change))
 
 
 @mutant
-def pipeline_embedding_that_does_not_learn(patch, subject):
-    right = stages.Stages.embed
-    patch.setattr(stages.Stages, "embed", lambda *args: jax.lax.stop_gradient(right(*args)))
+def pipeline_embedding_without_gradient(patch, subject):
+    original = stages.Stages.embed
+    patch.setattr(stages.Stages, "embed", lambda *args: jax.lax.stop_gradient(original(*args)))
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -433,12 +442,12 @@ def test_a_planted_bug_is_found(name, subject, monkeypatch, kill_table):
     row = ONE_BATCH if "check vma" in name else PIPELINE if "pipeline" in name else FULL
     with monkeypatch.context() as patch:
         MUTANTS[name](patch, subject)
-        jax.clear_caches()  # what was traced of the model without the bug
-        kill_table[name] = found(subject, {**row, "loss_scale": "scaled" in name})
+        jax.clear_caches()  # which hold traces of the model without the bug
+        kill_table[name] = fault_found(subject, {**row, "loss_scale": "scaled" in name})
     jax.clear_caches()
     assert kill_table[name], f"{name}: survived"
     crash = re.search(r"\b\w+Error\b", kill_table[name])
-    assert not crash, f"{name}: found by its own crash alone: {kill_table[name]}"
+    assert not crash, f"{name}: found only because it crashed: {kill_table[name]}"
 
 
 def test_all_planted_bugs_were_tried(kill_table, request):

@@ -13,8 +13,6 @@ collective that the layout does not need is a warning.
 import argparse
 from typing import Any
 
-from meshtrain.analysis.audit import audit, text
-
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """This command adds no flags."""
@@ -22,5 +20,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: Any) -> int:
     """Returns the exit code."""
-    print(*text.lines(audit(config)), sep="\n")
+    from meshtrain.analysis.audit import audit, text
+
+    print(*text.lines(audit.audit(config)), sep="\n")
     return 0

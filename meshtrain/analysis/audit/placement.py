@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.config.schema import Config
+from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
-from meshtrain.program import Program
 
 Axes = tuple[str, ...]  # mesh axes, in the order of the mesh
 Spec = tuple[Axes, ...]  # for each dim of an array, the mesh axes larger than 1 that shard it
@@ -109,15 +109,17 @@ class Placement:
         return [size // num for size, num in zip(leaf.shape, num_shards, strict=True)]
 
 
-def placement_of(cfg: Config, program: Program, batch: Any) -> Placement:
-    """Returns the placement of a program, for batches like this one (arrays, or their shapes)."""
-    mesh, c = dict(program.mesh.shape), cfg.train
+def placement_of(
+    cfg: Config, mesh: jax.sharding.Mesh, model: Model, params: Params, batch: Any
+) -> Placement:
+    """Returns the placement of a run. `params` and `batch` are arrays, or their shapes."""
+    mesh, c = dict(mesh.shape), cfg.train
     batch_spec = sharding.spec_for(("batch",), (c.global_batch,), cfg.rules, mesh)
     batch_axes = {axis for dim in _spec(batch_spec, mesh) for axis in dim}
     batch_axes = tuple(axis for axis in mesh if axis in batch_axes)
-    used_by, x = _users(cfg, program, batch)
-    dim_names = jax.tree.leaves(program.model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    flat = jax.tree_util.tree_leaves_with_path(program.abstract_state.params)
+    used_by, x = _users(cfg, model, params, batch)
+    dim_names = jax.tree.leaves(model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    flat = jax.tree_util.tree_leaves_with_path(params)
     num_chunks, num_ticks, keep = 1, c.num_microbatches, ""
     if mesh["pipeline"] > 1:
         num_chunks, keep = cfg.pipeline.num_chunks, cfg.pipeline.keep
@@ -176,14 +178,13 @@ def _leaf(cfg: Config, mesh: Mapping[str, int], flat: Any, dim_names: Any, used_
     )
 
 
-def _users(cfg: Config, program: Program, batch: Any) -> tuple[list[Axes], Any]:
+def _users(cfg: Config, model: Model, params: Params, batch: Any) -> tuple[list[Axes], Any]:
     """Returns which functions read each parameter, and the shape of the activations between blocks."""
 
     def like(leaf, dtype=None, num_parts=1):
         shape = (leaf.shape[0] // num_parts, *leaf.shape[1:]) if leaf.ndim else ()
         return jax.ShapeDtypeStruct(shape, dtype or leaf.dtype)
 
-    model, params = program.model, program.abstract_state.params
     if model.block is None:
         return [()] * len(jax.tree.leaves(params)), None
     params = jax.tree.map(

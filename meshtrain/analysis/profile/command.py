@@ -14,10 +14,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from meshtrain.analysis.profile import profile, text
-from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError, minimum_faults
 
 
@@ -42,11 +38,16 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: Any) -> int:
     """Returns the exit code."""
+    import jax
+
+    from meshtrain.analysis.profile import profile, text
+    from meshtrain.cluster import distributed
+
     with distributed.raise_on_all_processes():
         if faults := minimum_faults(1, {"--top": args.top}):
             raise ConfigError(*faults)
         steps = _steps(args.steps)
-    found = profile(config, steps=steps, output=args.output)
+    found = profile.profile(config, steps=steps, output=args.output)
     if jax.process_index() == 0:
         print(*text.lines(found, top=args.top), sep="\n")
     return 0

@@ -230,15 +230,15 @@ class _Step:
 
 
 def _stages(model, table, params, batch, dtype, remat, unroll, partial_over, keep) -> Stages:
+    block, unroll = grads.rematerialised(model.block, remat), unroll if remat == "none" else 1
     return Stages(
         model,
-        grads.rematerialised(model.block, remat),
+        functools.partial(grads.run_blocks, block, unroll=unroll),
         grads.cast(params, dtype),
         batch,
         num_microbatches=table.num_microbatches,
         num_chunks=table.num_chunks,
         partial_over=partial_over,
-        unroll=unroll if remat == "none" else 1,
         keep=keep,
     )
 

@@ -14,7 +14,6 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshtrain import grads
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding
@@ -30,23 +29,22 @@ class Stages:
 
     `layers` is (P, V, N, K, ...), and so is `constants`, which is not trained; `outer` (N, ...) has all
     other parameters. The dim N gives each batch shard gradients of its own. It is sharded, so no device
-    holds more than one copy.
+    holds more than one copy. `run_layers(layers, x, part)` applies stacked layers (K, ...).
     """
 
     def __init__(
         self,
         model: Model,
-        block: Callable,
+        run_layers: Callable[[Params, jax.Array, Any], jax.Array],
         params: Params,
         batch: Any,
         *,
         num_microbatches: int,
         num_chunks: int,
         partial_over: tuple[str, ...],
-        unroll: int,
         keep: str,
     ):
-        self.model, self.block, self.unroll, self.keep = model, block, unroll, keep
+        self.model, self.run_layers, self.keep = model, run_layers, keep
         self._vjp: ChunkVjp | None = None
         self.axes, self.num_slices = sharding.batch_slices(partial_over)
         layers = ring.to_stages(params["layers"], num_chunks)
@@ -149,7 +147,7 @@ class Stages:
     def _chunk(self, layers, x, part):
         trained, constants = layers
         stack = {**trained, **constants} if constants else trained
-        return grads.run_blocks(self.block, stack, x, part, self.unroll)
+        return self.run_layers(stack, x, part)
 
     def _run_with_residuals(self, layers, x, parts) -> tuple[jax.Array, list[jax.Array]]:
         """Returns what `run` returns, and the residuals of the chunk's vjp, each (P, N, ...)."""

@@ -1,0 +1,151 @@
+"""Compiles the train step of a config and compares the bytes that its collectives send with the minimum."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtrain import state as states
+from meshtrain.analysis import collective_ops, hlo
+from meshtrain.analysis.audit import minimum, warn
+from meshtrain.analysis.audit.explain import explain
+from meshtrain.analysis.audit.ledger import Explanation, Ledger
+from meshtrain.analysis.audit.placement import placement_of
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import Config
+from meshtrain.data import synthetic
+from meshtrain.data.loader import from_iterable
+from meshtrain.data.source import Source
+from meshtrain.models.base import Model
+from meshtrain.parallel import sharding
+from meshtrain.program import Program, assemble
+
+
+@dataclass(frozen=True)
+class Total:
+    """Bytes that each device sends per step over one axis, or over several axes together."""
+
+    name: str
+    bytes: float
+    minimum: float | None  # None if unknown
+
+    @property
+    def ratio(self) -> float | None:
+        return self.bytes / self.minimum if self.minimum else None
+
+
+@dataclass(frozen=True)
+class Audit:
+    mesh: dict[str, int]
+    device: str
+    platform: str
+    param_bytes: int  # on each device
+    axes: list[Total]
+    explanations: list[Explanation]
+    extra_bytes: list[tuple[str, str, str, float]]  # axes, label, reason, bytes above the minimum
+    unsent_bytes: list[tuple[str, str, float]]  # axes, role, bytes that the layout may send
+    warnings: list[str]
+
+    def total(self, *axes: str) -> Total:
+        """Returns the total of these axes together."""
+        name = warn.axes_label(axes)
+        return next((total for total in self.axes if total.name == name), Total(name, 0, 0))
+
+    def bytes_for(self, label: str, *axes: str) -> float:
+        """Returns the bytes that are sent over these axes for one purpose."""
+        found = [one.collective for one in self.explanations if one.label == label]
+        return sum(c.bytes for c in found if c.axes == axes)
+
+
+def audit(
+    config: Mapping[str, Any],
+    *,
+    model: Model | None = None,
+    data: Source | Iterable[Any] | None = None,
+    devices: list[jax.Device] | None = None,
+) -> Audit:
+    """Compiles the step that `train` would run with these arguments, and analyses its collectives.
+
+    `devices` (default: all) may come from a topology (`jax.experimental.topologies`).
+    """
+    devices = devices or jax.devices()
+    cfg = parse(config, num_devices=len(devices))
+    if data is None:  # only shapes matter, so no file is read
+        section = dataclasses.replace(cfg.data, build=synthetic.without_files(cfg.data.build))
+        cfg = dataclasses.replace(cfg, data=section)
+    parts = build(cfg, model=model, data=data)
+    program = assemble(cfg, parts, devices=devices)
+    batch = _batch_like(cfg, program, parts.train_data)
+    with program.active():
+        compiled = program.compile(batch)
+        placement = placement_of(
+            cfg, program.mesh, parts.model, program.abstract_state.params, batch
+        )
+    device, state = program.mesh.devices.flat[0], program.abstract_state
+    found = collective_ops.find(hlo.parse(compiled.as_text()), placement.mesh, device.platform)
+    explanations, ledger = explain(placement, found)
+    return Audit(
+        mesh=placement.mesh,
+        device=f"{program.mesh.size} {device.device_kind}",
+        platform=f"{device.platform} by jax {jax.__version__}",
+        param_bytes=states.bytes_per_device(state.params),
+        axes=_totals(explanations, () if placement.has_blocks else placement.model_axes),
+        explanations=explanations,
+        extra_bytes=_extra_bytes(explanations),
+        unsent_bytes=_unsent_bytes(ledger),
+        warnings=warn.warnings(placement, cfg.rules, state, explanations),
+    )
+
+
+def _batch_like(cfg: Config, program: Program, data: Any) -> Any:
+    """Returns the shapes of a global batch, with the sharding that the loader gives them."""
+    size = cfg.train.global_batch
+    source = data if isinstance(data, Source) else from_iterable(data, global_batch=size)
+    spec = sharding.spec_for(("batch",), (size,), cfg.rules, program.mesh.shape)
+    batch_sharding = jax.sharding.NamedSharding(program.mesh, spec)
+
+    def like(leaf):
+        dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
+        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=batch_sharding)
+
+    return jax.tree.map(like, source.read(np.arange(size)))
+
+
+def _totals(explanations: list[Explanation], unknown: Iterable[str]) -> list[Total]:
+    """Returns bytes and minimum by axes; the minimum leaves out needs that the program avoids.
+
+    The minimum over `unknown` axes is None.
+    """
+    sent, needed = Counter(), Counter()
+    for explanation in explanations:
+        name = warn.axes_label(explanation.collective.axes)
+        sent[name] += explanation.collective.bytes
+        needed[name] += explanation.needed_bytes
+    return [
+        Total(name, sent[name], None if {*name.split(" x ")} & {*unknown} else needed[name])
+        for name in sorted(sent)
+    ]
+
+
+def _extra_bytes(explanations: list[Explanation]) -> list[tuple[str, str, str, float]]:
+    merged = Counter()
+    for explanation in explanations:
+        axes = warn.axes_label(explanation.collective.axes)
+        for reason, fraction in (explanation.fractions or {explanation.reason: 1}).items():
+            merged[axes, explanation.label, reason] += fraction * explanation.extra_bytes
+    return [(*key, num_bytes) for key, num_bytes in merged.most_common() if num_bytes > 0.5]
+
+
+def _unsent_bytes(ledger: Ledger) -> list[tuple[str, str, float]]:
+    """Returns the needs of the layout that no collective met: the program avoids them."""
+    axes = {need.key: warn.axes_label(need.axes) for need in ledger.needs}
+    merged = Counter()
+    for key, num_bytes in ledger.unclaimed.items():
+        if key[0] != minimum.SEPARATE_INPUT_GRADIENTS:
+            merged[axes[key], key[0]] += num_bytes
+    return [(*key, num_bytes) for key, num_bytes in merged.most_common() if num_bytes > 0.5]

@@ -1,0 +1,23 @@
+"""The unit in which a run counts its samples and its throughput."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshtrain.data.source import Batch
+from meshtrain.models.base import Model
+
+
+@dataclass(frozen=True)
+class Units:
+    """The unit of throughput: tokens for a language model, else examples."""
+
+    name: str
+    per_sample: int
+    flops: float | None  # per unit, forward and backward
+
+
+def units_of(batch: Any, model: Model) -> Units:
+    if not isinstance(batch, Batch):
+        return Units("examples", 1, None)
+    seq_len = batch.tokens.shape[1]
+    return Units("tokens", seq_len, model.flops_per_token and model.flops_per_token(seq_len))

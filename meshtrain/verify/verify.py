@@ -1,0 +1,200 @@
+"""Proves a model's parallelism: in float64, every layout computes the same steps as one device."""
+
+import copy
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+from meshtrain import state as states
+from meshtrain.config.build import Parts, optimizer_builder
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import AXES
+from meshtrain.data.loader import Loader
+from meshtrain.data.source import Source
+from meshtrain.errors import ConfigError, choice_faults
+from meshtrain.models.base import Model
+from meshtrain.parallel import sharding
+from meshtrain.program import Program, assemble
+from meshtrain.state import TrainState
+from meshtrain.step import Scalars
+from meshtrain.verify import OPTIONAL, QUICK_LAYOUTS, certificate, laws, layouts, reference_step
+from meshtrain.verify.certificate import Certificate, Result
+from meshtrain.verify.covering import Row, pairwise
+from meshtrain.verify.subject import STEPS, Subject, keep_gradients
+
+TOLERANCE = 1e-10
+INITIAL_TOLERANCE = 1e-6  # of initial parameters: a user's model may draw them in float32
+
+
+def verify(
+    settings: Mapping[str, Any],
+    *,
+    model: Model | None = None,
+    data: Source | Iterable[Any] | None = None,
+    quick: bool = False,
+    keep_sizes: bool = False,
+    without: Iterable[str] = (),
+    log: Callable[[str], None] = print,
+) -> Certificate:
+    """Compares every layout of a config with one device; `model` and `data` are those of `train`.
+
+    `quick` tries only the QUICK_LAYOUTS layouts that cover the most pairs. `keep_sizes` does not shrink
+    the `model` section. `without` names checks of OPTIONAL that the model does not support, such as
+    "packing" if it ignores `batch.segments`. Raises ConfigError for mistakes of the user.
+    """
+    if faults := [fault for name in without for fault in choice_faults("without", name, OPTIONAL)]:
+        raise ConfigError(*faults)
+    with jax.enable_x64(True):
+        subject = Subject(settings, model, data, keep_sizes=keep_sizes)
+        rows = pairwise(layouts.possible(subject, without))
+        rows = rows[:QUICK_LAYOUTS] if quick else rows
+        rows.sort(key=lambda row: sum(row.get(axis, 1) > 1 for axis in AXES))
+        log(f"{subject.name}: {states.count(subject.start.params):,} parameters, float64")
+        log(
+            f"{len(rows)} layouts of {jax.device_count()} devices, {STEPS} steps each, "
+            f"compared with one device"
+        )
+        violations = [
+            fault for fault in laws.violations(subject) if not fault.startswith(tuple(without))
+        ]
+        for fault in violations:
+            log(f"FAILED on one device: {fault}")
+        results = []
+        for row in rows:
+            results.append(check_layout(subject, row))
+            log(certificate.summary_line(results[-1]))
+    return Certificate(subject.name, TOLERANCE, tuple(violations), tuple(results))
+
+
+def check_layout(subject: Subject, row: Row) -> Result:
+    """Runs the steps on one layout and compares them with the steps on one device."""
+    began, differences = time.perf_counter(), {}
+    try:
+        program = _program(subject, row)
+        fault = _sharding_fault(program, row["zero_stage"]) or _compare(
+            subject, row, program, differences
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # XLA raises many types; each of them is a failure of the layout
+        fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return Result(row, differences, fault, time.perf_counter() - began)
+
+
+def _program(subject: Subject, row: Row) -> Program:
+    """Returns the trainer's program for a layout; its optimizer state also holds the gradients."""
+    raw = copy.deepcopy(subject.raw)
+    raw["mesh"] = {axis: row.get(axis, 1) for axis in AXES}
+    raw["optim"]["clip_norm"] = subject.clip_norm
+    raw["train"].update({key: row[key] for key in ("zero_stage", "num_microbatches", "remat")})
+    if row.get("schedule"):
+        raw["pipeline"].update({key: row[key] for key in ("schedule", "num_chunks", "keep")})
+    if row["sequence_parallel"]:
+        raw["rules"] = (("residual_seq", ("context", "tensor")), *raw["rules"])
+    cfg = parse(raw, num_devices=jax.device_count())
+    make_optimizer = optimizer_builder(cfg)
+    parts = Parts(subject.model, lambda schedule: keep_gradients(make_optimizer(schedule)))
+    return assemble(cfg, parts)
+
+
+def _compare(
+    subject: Subject, row: Row, program: Program, differences: dict[str, float]
+) -> str | None:
+    """Fills `differences` with the largest of each kind of value; returns the first that is too large."""
+    variant = {key: row[key] for key in ("packing", "masks")}
+    expected_steps, (samples, _) = subject.steps(**variant), subject.batches(**variant)
+    source = Source(lambda indices: jax.tree.map(lambda leaf: leaf[indices], samples))
+    size = subject.global_batch
+    loader = Loader(source, program.mesh, program.rules, global_batch=size)
+    batches = [loader.read(number * size) for number in range(STEPS)]
+    loader.close()
+    zero = certificate.zero_gradient_names(expected_steps[0].grads)
+
+    def record(actual, expected, tolerance=TOLERANCE):
+        largest, fault = certificate.compare(actual, expected, tolerance=tolerance, zero=zero)
+        for kind, difference in largest.items():
+            differences[kind] = max(difference, differences.get(kind, 0.0))
+        return fault
+
+    start, step_program = subject.start, program
+    if row.get("loss_scale"):  # as for float16; a power of two, so the results must not change
+        start = start._replace(loss_scale=states.start_loss_scale())
+        step_program = _with_loss_scale(program)
+    with program.active():
+        evaluate = jax.jit(program.eval_step)
+        evaluate = evaluate.lower(program.abstract_state.params, batches[0]).compile()
+        step = step_program.compile(batches[0])
+        initial = jax.device_get(program.start(subject.raw["train"]["seed"]).params)
+        fault = record({"start": initial}, {"start": subject.start.params}, INITIAL_TOLERANCE)
+        state = jax.device_put(start, states.shardings_of(step_program.abstract_state))
+        means = evaluate(state.params, batches[0]).mean()
+        fault = fault or record({"evaluation": means}, {"evaluation": expected_steps[0].means})
+        for number, (batch, expected) in enumerate(zip(batches, expected_steps, strict=True)):
+            if fault:
+                break
+            state, scalars = step(state, batch)
+            trees = _values(number, *jax.device_get((state, scalars)), expected)
+            if fault := record(*trees):
+                fault = f"step {number}: {fault}"
+    return fault
+
+
+def _with_loss_scale(program: Program) -> Program:
+    """Returns the program for a state with a loss scale."""
+    state = program.abstract_state
+    scale = jax.eval_shape(states.start_loss_scale)
+    scale = jax.tree.map(lambda leaf: leaf.update(sharding=state.step.sharding), scale)
+    return dataclasses.replace(program, abstract_state=state._replace(loss_scale=scale))
+
+
+def _values(
+    number: int, state: TrainState, scalars: Scalars, expected: reference_step.Step
+) -> tuple[certificate.Trees, certificate.Trees]:
+    """Returns the actual and the expected values of a step, by kind."""
+    grads, opt_state = state.opt_state
+    return {
+        "schedule": {"step": state.step, "learning_rate": scalars["learning_rate"]},
+        "loss": {name: scalars[name] for name in expected.means},
+        "norm": scalars["grad_norm"],
+        "gradients": grads,
+        "parameters": state.params,
+        "optimizer state": opt_state,
+    }, {
+        "schedule": {"step": number + 1, "learning_rate": expected.learning_rate},
+        "loss": expected.means,
+        "norm": expected.norm,
+        "gradients": expected.grads,
+        "parameters": expected.params,
+        "optimizer state": expected.opt_state,
+    }
+
+
+def _sharding_fault(program: Program, zero_stage: int) -> str | None:
+    """Returns what is sharded otherwise than the layout says: the batch, or a tree that ZeRO shards."""
+    sizes, fsdp = program.mesh.shape, program.mesh.shape["fsdp"]
+    (batch_axes,) = sharding.spec_for(("batch",), (program.mesh.size,), program.rules, sizes)
+    if math.prod(sizes[axis] for axis in sharding.axes_of(batch_axes)) != sizes["data"] * fsdp:
+        return f"rows of the batch are sharded over {batch_axes}, not over data and fsdp"
+    state, first_rule = program.abstract_state, dict(reversed(program.rules))
+    trees = {
+        "parameters": (3, states.shardings_of(state.params)),
+        "gradients": (2, program.grad_shardings),
+        "moments": (1, states.shardings_of(state.opt_state[0])),
+    }
+    names = jax.tree.leaves(program.model.axes, is_leaf=lambda node: isinstance(node, tuple))
+    leaves = jax.tree.leaves_with_path(state.params)
+    for kind, (first_stage, shardings) in trees.items():
+        for (path, leaf), dims, one in zip(leaves, names, jax.tree.leaves(shardings), strict=True):
+            sized = zip(dims, leaf.shape, strict=True)
+            divisible = any(
+                first_rule.get(name) == "fsdp" and size % fsdp == 0 for name, size in sized
+            )
+            is_sharded = any("fsdp" in sharding.axes_of(axes) for axes in one.spec)
+            if fsdp > 1 and divisible and is_sharded != (zero_stage >= first_stage):
+                how = "sharded" if is_sharded else "replicated"
+                return f"{kind} {certificate.name_of(path)}: {how} over fsdp at ZeRO stage {zero_stage}"
+    return None

@@ -1,0 +1,78 @@
+"""The command line: which verbs there are, and that mistakes are reported before jax is loaded."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import meshtrain
+from meshtrain import cli
+
+HEAVY = ("jax", "flax", "orbax", "optax")
+QUICKSTART = "--config=configs/quickstart.py"
+PROGRAM = f"""
+import sys
+try:
+    from meshtrain import __main__
+    code = __main__.main()
+except SystemExit as error:  # --help
+    code = error.code
+print("loaded:", code, [name for name in {HEAVY} if name in sys.modules])
+"""
+
+
+def run(*arguments):
+    """Returns the exit code of `meshtrain ARGUMENTS...`, the HEAVY modules it loaded, and its errors."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    line = next(line for line in done.stdout.splitlines() if line.startswith("loaded: "))
+    code, _, loaded = line.removeprefix("loaded: ").partition(" ")
+    return int(code), ast.literal_eval(loaded), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--help"], 0, ""),
+        (["launch", "--help"], 0, ""),
+        (["schedule", "--schedule=1f1b", "--stages=2", "--microbatches=4"], 0, ""),
+        (["trian"], 2, "trian: unknown verb; use one of train, launch"),
+        ([QUICKSTART, "--config.train.stepz=3"], 2, 'did you mean "train.steps"?'),
+        ([QUICKSTART, "--config.train.dtype=int8"], 2, "train.dtype='int8': use one of"),
+        ([QUICKSTART, "--config.mesh.fsdp=3", "--simulate_devices=4"], 2, "mesh.fsdp=3 needs"),
+        (["verify", "--config=configs/nope.py"], 2, "configs/nope.py: no such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_needs_no_devices_does_not_load_jax(arguments, code, message):
+    found, loaded, errors = run(*arguments)
+    assert (found, loaded) == (code, [])
+    assert message in errors
+
+
+def test_the_package_loads_jax_when_a_name_needs_it():
+    program = "import sys, meshtrain; assert 'jax' not in sys.modules; meshtrain.Metrics; assert 'jax' in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("name", meshtrain.__all__)
+def test_every_public_name_is_there_and_shadows_no_module(name):
+    assert getattr(meshtrain, name).__name__ == name
+    assert not (ROOT / "meshtrain" / name).exists()
+    assert not (ROOT / "meshtrain" / f"{name}.py").exists()
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'trainn'"):
+        meshtrain.trainn  # noqa: B018
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_has_a_help_text(verb, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(verb, ["--help"])
+    assert end.value.code == 0
+    assert f"usage: meshtrain {verb}" in capsys.readouterr().out
