@@ -5,8 +5,8 @@
 #   NPROC=2 DEVICES=4 launch/local.sh --config=... --workdir=...            2 processes of 4 CPU devices
 #   launch/local.sh --nproc=2 --max_restarts=10 -- --config=... --workdir=...
 #
-# The arguments are those of `meshtrain train`; with a --, those before it are for `meshtrain launch`.
-# Exit codes: those of `meshtrain launch`. PYTHON and VENV: see launch/setup.sh.
+# Arguments go to `meshtrain train`; with a --, arguments before it go to `meshtrain launch`.
+# Exit codes: as of `meshtrain launch`. PYTHON and VENV: see launch/setup.sh.
 #
 # Open MPI can start the processes as well, on its hosts, but without a supervisor that restarts them:
 #   mpirun -n 2 .venv/bin/python -m meshtrain.main --config=... --workdir=...

@@ -3,7 +3,7 @@
 #
 #   launch/quickstart.sh [--config.KEY=VALUE ...]     for example --config.train.steps=1200
 #
-# Ctrl-C saves the state; the same command resumes. Exit codes are those of meshtrain.main; for PYTHON and
+# Ctrl-C saves the state; the same command resumes. Exit codes: as of `meshtrain train`; for PYTHON and
 # VENV see launch/setup.sh.
 set -euo pipefail
 

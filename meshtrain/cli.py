@@ -174,7 +174,7 @@ def _faults_of(config: Any, num_devices: int | None) -> tuple[str, ...]:
 
 
 def _is_alone(args: argparse.Namespace) -> bool:
-    """Whether this process is the whole run, so that no other waits for what it reports."""
+    """Whether this process is the only one of the run: no other process waits for it."""
     given = (args.coordinator, args.num_processes, args.process_id)
     return environment.process_info(os.environ, given) is None
 

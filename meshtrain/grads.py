@@ -95,7 +95,7 @@ def accumulate(
 
     Parameters are cast to `dtype` once, for all layers and micro-batches.
 
-    By itself XLA would all-reduce the gradients of every micro-batch. So each batch shard along the mesh
+    Without partial sums XLA would all-reduce the gradients of every micro-batch. So each batch shard along the mesh
     axes `partial_over` keeps partial sums, and `synchronise` adds them once, after the last micro-batch.
     """
 

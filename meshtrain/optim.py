@@ -133,7 +133,7 @@ def round_to(x: jax.Array, dtype: jax.typing.DTypeLike, seed: jax.Array) -> jax.
 
 
 def _positions(shape: tuple[int, ...]) -> jax.Array:
-    """Returns 0, 1, 2, ... modulo 2^32 in this shape; each device computes those of its shard."""
+    """Returns 0, 1, 2, ... modulo 2^32 in this shape; each device computes its own shard."""
     positions = jnp.zeros(shape, jnp.uint32)
     for dim, size in enumerate(shape):
         positions = positions * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)

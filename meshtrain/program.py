@@ -44,7 +44,7 @@ class Program:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Sets the mesh and the rules. Trace, compile and run the functions inside of it."""
+        """Sets the mesh and the rules. Trace, compile and run the functions inside this context."""
         with jax.set_mesh(self.mesh), sharding.use_rules(self.rules):
             yield
 

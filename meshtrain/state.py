@@ -13,8 +13,8 @@ from meshtrain.errors import ConfigError
 from meshtrain.models.base import Axes, Model, Params
 from meshtrain.parallel import sharding
 
-# Gradients here are of sums over tokens, thousands of times larger than those of means, for which other
-# trainers start at 2^16. With 4,096 tokens per micro-batch they fit in float16 up to a scale of 2^3, with
+# Gradients here are of sums over tokens, thousands of times larger than gradients of means, for
+# which other trainers start at 2^16. With 4,096 tokens per micro-batch they fit in float16 up to a scale of 2^3, with
 # 256 tokens up to 2^8. A scale that is too high costs one skipped step per halving. Scales are powers of
 # two, so that dividing by one is exact.
 FIRST_LOSS_SCALE = 2.0**4

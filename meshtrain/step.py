@@ -24,8 +24,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, Scalars]]:
     """Returns the train step: (state, batch) -> (new state, scalars to log).
 
-    `loss` is the loss before the update, `grad_norm` the norm before clipping, `learning_rate` that of
-    the schedule at `step`. The optimizer counts updates, so it lags behind by the number of skipped steps.
+    `loss` is the loss before the update, `grad_norm` the norm before clipping, `learning_rate` the
+    schedule's value at `step`. The optimizer counts updates, so it lags behind by the number of skipped steps.
     """
     clip = optax.clip_by_global_norm(clip_norm)
 

@@ -68,7 +68,7 @@ def tiny_run(folder, *, steps):
 
 
 def assert_losses_equal_uninterrupted(folder, *, steps):
-    """Compares the losses with those of one uninterrupted process."""
+    """Compares the losses with one uninterrupted process."""
     overrides = [
         f"--config.train.steps={steps}",
         "--config.data.build=meshtrain.data.synthetic:build",
@@ -211,7 +211,7 @@ def test_both_manifests_start_the_same_pods():
 
 
 def action_of(job, code):
-    """Returns the action of Kubernetes for a pod with this exit code: that of the first matching rule."""
+    """Returns the action of Kubernetes for a pod with this exit code: from the first matching rule."""
     for rule in job["podFailurePolicy"]["rules"]:
         on = rule.get("onExitCodes")
         if on and on["operator"] == "In" and code in on["values"]:

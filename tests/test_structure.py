@@ -21,7 +21,7 @@ from meshtrain.config.schema import AXES
 from meshtrain.parallel import sharding
 
 ROOT = Path(__file__).resolve().parent.parent
-# A folder, or a file beside them, imports only what stands before it: on a line above, or to its left.
+# A folder or root module imports only names before its own: on a line above, or to its left.
 LAYERS = """
 errors parallel.pipeline.schedules config
 metrics cluster parallel

@@ -5,7 +5,7 @@
 After -- come the arguments of `meshtrain train`, or another verb and its arguments. On several hosts,
 run the same command on each one; the rank of a host is read from SLURM, Open MPI, torchrun or JAX_*
 variables, or from --nnodes, --node_rank and --coordinator. After a restart the run resumes from its
-newest valid checkpoint. Exit codes are those of the run; 18 if it hung too often.
+newest valid checkpoint. The exit code is the run's; 18 if it hung too often.
 """
 
 import argparse

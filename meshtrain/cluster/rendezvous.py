@@ -52,7 +52,7 @@ def wait_for_all(process: ProcessInfo, *, seconds: float) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a server socket: on loopback if `host` is a name of it, otherwise on all addresses."""
+    """Returns a server socket: on loopback if `host` is a name for loopback, otherwise on all addresses."""
     if host not in LOCALHOST and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     if host == LOOPBACK_IPV6:

@@ -263,7 +263,7 @@ def _x64_faults(dtypes: Mapping[str, str]) -> list[str]:
 
 
 def _x64_enabled() -> bool:
-    """jax's own answer where it is loaded; else that of the variable from which jax will take it."""
+    """Whether jax computes in 64 bits: its setting if it is loaded, else the variable that it will read."""
     if "jax" in sys.modules:
         return sys.modules["jax"].config.jax_enable_x64
     return os.environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true", "t", "yes", "y", "on")

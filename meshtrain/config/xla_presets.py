@@ -1,7 +1,7 @@
 """Compiler options for GPUs, by name of `train.xla_preset`."""
 
-# Options of each preset. An option goes to the compiler by name, which refuses one that it does not
-# know with an error; in XLA_FLAGS the same would abort the process.
+# Options of each preset. An option goes to the compiler by name, which rejects an unknown
+# one with an error; in XLA_FLAGS an unknown option would abort the process.
 PRESETS: dict[str, dict[str, bool | int | str]] = {
     "none": {},
     # Collectives run behind computation.

@@ -1,4 +1,4 @@
-"""Pack whole documents into rows of a fixed length with little padding: best fit, longest first.
+"""Packs complete documents into rows of a fixed length with little padding: best fit, longest first.
 
 The packing is computed once, from the document lengths, and cached in a file next to the data.
 A row holds documents of one file only, so that it is read from one file.

@@ -1,4 +1,4 @@
-"""Where a text can be split so that its pieces are guaranteed to have the same tokens as the whole text."""
+"""Where a text can be split so that its pieces are guaranteed to have the same tokens as the full text."""
 
 import re
 import unicodedata

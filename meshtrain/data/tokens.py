@@ -1,4 +1,4 @@
-"""Rows of tokens from files: windows of a long stream, or whole documents packed; corpus.py reads the files."""
+"""Rows of tokens from files: windows of a long stream, or complete documents packed; corpus.py reads the files."""
 
 import functools
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def build(
 
     Packing "windows": the stream is split into rows of `seq_len` tokens, also within documents; a last
     row that is too short is dropped. The last target of a row is the token after the row. "best_fit":
-    rows of whole documents; only documents longer than `seq_len` are split. With both, attention stays
+    rows of complete documents; only documents longer than `seq_len` are split. With both, attention stays
     within a document, and each token of a document but the first is a target once.
     `mixture` ((path, weight), ...) replaces `path`: samples of each path in proportion to its weight.
     """
@@ -147,7 +147,7 @@ def _window_source(
 
 
 def _packed_source(split: Split, *, seq_len: int, vocab_size: int, seed: int) -> Source:
-    """Returns rows of whole documents."""
+    """Returns the source of rows of complete documents."""
     num_tokens = split.last - split.first
     if split.corpus.document_starts is None:
         raise ConfigError(

@@ -41,7 +41,7 @@ def dense(
 ) -> nnx.LinearGeneral:
     """Returns a linear map from the trailing `dims_in` to `dims_out`.
 
-    Initialised so that the variance of its output is that of its input times `scale`^2.
+    Initialised so that the variance of the output is `scale`^2 times the variance of the input.
     """
     num_in = len(dims_in) if isinstance(dims_in, tuple) else 1
     return nnx.LinearGeneral(

@@ -97,7 +97,7 @@ def describe_attention(c: TransformerConfig, seq_len: int, dtype: str) -> str:
 
 
 def positions_of(batch: Batch) -> jax.Array:
-    """Returns (B or 1, S) positions: those of the batch if its rows are packed, else 0, 1, 2, ..."""
+    """Returns (B or 1, S) positions: `batch.positions` if rows are packed, else 0, 1, 2, ..."""
     if batch.positions is not None:
         return batch.positions
     return jnp.arange(batch.tokens.shape[1])[None, :]

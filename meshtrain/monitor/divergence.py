@@ -81,7 +81,7 @@ class LossMonitor:
                 f"the running mean {self._losses.mean:.4f}"
             )
             self.spike = step if self._settings.rollback else None
-        # A spike must not raise the mean and so hide the next spike.
+        # A spike must not raise the mean: that would hide the next spike.
         self._losses.add(numbers["loss"] if deviations <= limit else self._losses.mean)
 
     def roll_back(self, step: int | None, position: int) -> None:

@@ -139,7 +139,7 @@ def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
 
 
 def adamw(c: Mapping[str, Any]) -> str | None:
-    """Law: the AdamW of optim.py computes the same parameters as that of reference_model.py."""
+    """Law: the AdamW of optim.py computes the same parameters as reference_model.py."""
     random, rates = np.random.default_rng(0), [1e-2, 3e-2, 2e-2]
     params = {name: random.normal(size=64) for name in ("kernel", *c["no_decay"])}
     grads = [

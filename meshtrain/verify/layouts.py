@@ -14,7 +14,7 @@ from meshtrain.verify.subject import Subject
 
 
 def possible(subject: Subject, without: Iterable[str] = ()) -> Iterator[Row]:
-    """Yields every layout of all devices, in every variant of remat, packing, token weights and so on."""
+    """Yields every layout of all devices, in every variant of remat, packing, token weights and loss scale."""
     num_devices = jax.device_count()
     axes = [axis for axis in AXES if axis not in checks.UNSUPPORTED_AXES]
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]

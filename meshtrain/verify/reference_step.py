@@ -135,7 +135,7 @@ def violations(model: Model, params: Params, batch: Batch, vocab_size: int | Non
         if vocab_size:
             actual = sums.extra.get("cross_entropy", sums.loss)[0]
             expected = cross_entropy(model, params, batch, vocab_size)
-            pairs["cross-entropy: equals that of the logits in numpy"] = (actual, expected)
+            pairs["cross-entropy: equals numpy's, from the logits"] = (actual, expected)
     return [
         f"{law}: {float(actual):.16g} is not {float(expected):.16g}"
         for law, (actual, expected) in pairs.items()

@@ -40,7 +40,7 @@ def verify(
     without: Iterable[str] = (),
     log: Callable[[str], None] = print,
 ) -> Certificate:
-    """Compares every layout of a config with one device; `model` and `data` are those of `train`.
+    """Compares every layout of a config with one device; `model` and `data` as for `train`.
 
     `quick` tries only the QUICK_LAYOUTS layouts that cover the most pairs. `keep_sizes` does not shrink
     the `model` section. `without` names checks of OPTIONAL that the model does not support, such as

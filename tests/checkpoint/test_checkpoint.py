@@ -483,7 +483,7 @@ def test_another_dtype_is_rejected_without_allow_cast(workdir, finished_run):
         in_float64, jax.tree.map(lambda x: np.float64(x), jax.device_get(state.params))
     )
     c = saving(7)
-    c.train.param_dtype = "bfloat16"  # and so the optimizer state has other arrays
+    c.train.param_dtype = "bfloat16"  # the optimizer state then has other arrays
     with pytest.raises(meshtrain.ConfigError, match="load only the parameters"):
         train(c, workdir=workdir)
 

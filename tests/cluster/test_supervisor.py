@@ -194,7 +194,7 @@ def test_processes_that_do_not_save_in_time_are_killed(supervise):
 
 
 def test_a_second_signal_aborts(supervise):
-    # In a shell's background job this process ignores Ctrl-C, and so would the supervisor.
+    # In a shell's background job this process ignores Ctrl-C; the supervisor would inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for seconds in (0.5, 1.0):
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -1,4 +1,4 @@
-"""Every fault of a config is told at once, in a line that names the key, the value and the way out."""
+"""Every fault of a config is reported at once, in a line that names the key, the value and what to do."""
 
 import dataclasses
 
@@ -58,7 +58,7 @@ def faults_of(c, num_devices=1):
         ("rules", ("batch",), "config.rules: 'batch' is not (logical name, mesh axis"),
     ],
 )
-def test_a_wrong_value_is_told_with_its_key_and_the_way_out(tiny, key, value, line):
+def test_an_invalid_value_is_reported_with_its_key_and_what_to_do(tiny, key, value, line):
     section, _, name = key.rpartition(".")
     (tiny[section] if section else tiny)[name] = value
     (fault,) = faults_of(tiny)
@@ -73,7 +73,7 @@ def test_tensor_must_divide_heads_and_feed_forward(tiny):
     assert "model.d_ff=60 is not divisible by mesh.tensor=8; use 56 or 64" in width
 
 
-def test_learned_positions_must_reach_as_far_as_a_sequence(tiny):
+def test_learned_positions_must_cover_a_sequence(tiny):
     tiny.model.positions = "learned"
     tiny.data.seq_len = 17
     (fault,) = faults_of(tiny, num_devices=8)
@@ -81,13 +81,13 @@ def test_learned_positions_must_reach_as_far_as_a_sequence(tiny):
 
 
 @pytest.mark.parametrize("axis", ["expert", "context"])
-def test_an_axis_that_is_not_there_yet_is_refused(tiny, axis):
+def test_an_axis_that_is_not_supported_yet_is_rejected(tiny, axis):
     tiny.mesh[axis] = 2
     (fault,) = faults_of(tiny, num_devices=2)
     assert f"mesh.{axis}=2: this version cannot use more than 1" in fault
 
 
-def test_faults_of_all_sections_come_together(tiny):
+def test_faults_of_all_sections_are_reported_together(tiny):
     tiny.mesh.fsdp = 3
     tiny.train.dtype = "int8"
     tiny.model.mlp = "relu"
@@ -98,7 +98,7 @@ def test_faults_of_all_sections_come_together(tiny):
     assert sorted(named) == sorted(wanted.split())
 
 
-def test_faults_of_all_that_is_built_come_together(tiny):
+def test_faults_of_everything_that_is_built_are_reported_together(tiny):
     tiny.mesh.update(data=1, tensor=8)
     tiny.model.mlp = "relu"
     tiny.data.build = "meshtrain.data.tokens:build"
@@ -112,7 +112,7 @@ def test_faults_of_all_that_is_built_come_together(tiny):
 @pytest.mark.parametrize(
     "section", ["mesh", "train", "model", "data", "optim", "eval", "checkpoint", "divergence"]
 )
-def test_an_unknown_key_in_a_file_is_told_with_the_nearest(tiny, section):
+def test_an_unknown_key_in_a_file_is_reported_with_the_most_similar_one(tiny, section):
     tiny.data.build = "meshtrain.data.tokens:build"  # the synthetic builder takes any key
     known = [key for key in tiny[section] if key != "build"][0]
     with tiny.unlocked():
@@ -123,7 +123,7 @@ def test_an_unknown_key_in_a_file_is_told_with_the_nearest(tiny, section):
     )
 
 
-def test_missing_keys_sections_and_wrong_types_are_told(tiny):
+def test_missing_keys_sections_and_wrong_types_are_reported(tiny):
     raw = tiny.to_dict()
     del raw["train"]["seed"], raw["model"]["bias"]
     raw["optim"]["b1"] = "0.9"
@@ -148,7 +148,7 @@ def test_sections_become_frozen(tiny):
         settings.train.steps = 5
 
 
-def test_what_the_caller_brings_is_not_read_from_the_config(tiny):
+def test_what_the_caller_passes_is_not_built_from_the_config(tiny):
     tiny.model.build = "no.such:model"
     tiny.data.build = "no.such:data"
     parts = build(parse(tiny, num_devices=1), model="a model", data="batches")
@@ -193,7 +193,7 @@ def test_overrides_keep_the_types_and_references_of_the_file():
     assert c.data.exclude == ("a", "b") and c.rules == (("batch", "data"), ("embed", None))
 
 
-def test_every_override_that_does_not_fit_is_told():
+def test_every_invalid_override_is_reported():
     overrides = {
         "--config.trian.steps=3": '--config.trian.steps: unknown key (did you mean "train.steps"?)',
         "--config.train.steps=many": "--config.train.steps=many: not of type int, like 600",
@@ -212,7 +212,7 @@ def test_the_configs_of_the_package_are_found_from_any_folder(tmp_path, monkeypa
     assert configfile.load_config(QUICKSTART).train.steps == 600
 
 
-def test_a_config_file_that_is_missing_or_broken_is_told_in_one_line(tmp_path):
+def test_a_config_file_that_is_missing_or_broken_is_reported_in_one_line(tmp_path):
     with pytest.raises(meshtrain.ConfigError, match="nope.py: no such file"):
         configfile.load_config("configs/nope.py")
     for text in ("def get_config(:", "import nonsense_module", "x = 1"):
@@ -221,7 +221,7 @@ def test_a_config_file_that_is_missing_or_broken_is_told_in_one_line(tmp_path):
             configfile.load_config(str(tmp_path / "broken.py"))
 
 
-def test_a_model_that_is_no_model_is_told_what_to_do(tiny):
+def test_something_else_in_place_of_a_model_is_reported_with_what_to_do(tiny):
     with pytest.raises(
         meshtrain.ConfigError, match="model=function: make a Model of it with meshtrain.from_nnx"
     ):

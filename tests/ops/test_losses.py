@@ -147,7 +147,7 @@ def test_gradients_of_chunks_are_summed_in_float32(monkeypatch):
 
 
 def test_the_memory_of_chunks_does_not_grow_with_the_vocabulary():
-    """Apart from the gradient of the kernel, which is as large as the kernel."""
+    """Besides the gradient of the kernel, which is as large as the kernel."""
 
     def temporary_bytes(vocab, mib):
         def loss(kernel, x, targets):

@@ -265,7 +265,7 @@ def check_interleaved_devices(me):
 
 
 def check_while_another_program_runs(me):
-    """Checks that messages of a running step are not mixed with those of a collective."""
+    """Checks that messages of a running step are not mixed with messages of a collective."""
     mesh = make_mesh(data=2, tensor=2)
     sharding, ones = (
         jax.NamedSharding(mesh, jax.P("data", "tensor")),

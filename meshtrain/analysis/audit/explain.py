@@ -15,7 +15,7 @@ def explain(placement: Placement, found: list[Collective]) -> tuple[list[Explana
     ledger = Ledger(placement)
 
     def order(c: Collective) -> tuple:
-        # Known origin first, then the largest: so a whole stack is not mistaken for one layer of
+        # Known origin first, then the largest: so a stack of layers is not mistaken for one layer of
         # another parameter. Over model axes the forward pass first: extra bytes are then reported
         # for the backward pass, where they arise.
         late = c.phase == "backward" and not {*(c.axes or ())} & {*placement.batch_axes}

@@ -41,7 +41,7 @@ class Need:
 
 
 def needs(placement: Placement) -> list[Need]:
-    """Returns all needs, parameter by parameter; those of activations only for a model with blocks."""
+    """Returns all needs, parameter by parameter; needs of activations only for a model with blocks."""
     found = [need for leaf in placement.leaves for need in _parameter_needs(placement, leaf)]
     if placement.has_blocks:
         for axis in placement.model_axes:
@@ -72,7 +72,7 @@ def _parameter_needs(placement: Placement, leaf: Leaf) -> Iterator[Need]:
     yield Need(PARAMETER_GATHER, gathered, leaf, key, once, 2 * M, 2 * idle, recompute)
 
     # Sharded gradients are scattered after each micro-batch. The rest of the sum can wait for the
-    # last micro-batch, and is then in float32. Sharded optimizer state needs only its slice of it.
+    # last micro-batch, and is then in float32. Sharded optimizer state needs only its slice.
     deferred = placement.deferred_axes
     immediate = tuple(axis for axis in batch_axes if axis not in deferred)
     spec = leaf.grad_spec if placement.zero_stage >= 2 else leaf.moment_spec

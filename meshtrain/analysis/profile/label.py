@@ -75,7 +75,7 @@ class Labels:
         kind, main = self._kind(instruction)
         body, combined = self._module.computations[computation], ""
         if kind in KINDS and len(instruction.operands) > 1:
-            # XLA combines several tensors: the label is that of the largest.
+            # XLA combines several tensors: the label names the largest.
             instruction = max((body[one] for one in instruction.operands), key=_size)
             main, combined = self._kind(instruction)[1], ", combined"
         described, is_own = self._with_source_line(computation, main, instruction)

@@ -267,7 +267,7 @@ def _forward(stages: Stages, rows: Tick, arrived: jax.Array, row: Tick, run: Cal
 
 
 def _if_ever_active(ever: np.ndarray, now: jax.Array, make: Callable) -> Any:
-    """Returns make(), or zeros in ticks where `now` is IDLE; `ever` has the values of `now` in the whole phase.
+    """Returns make(), or zeros in ticks where `now` is IDLE; `ever` has the values of `now` in all ticks of the phase.
 
     `now` comes from the table, so all devices take the same branch. A branch on the stage index could
     leave devices waiting for each other.

@@ -136,7 +136,7 @@ def _move(tree: Any, V: int, *, inward: bool) -> Any:
 
 
 def rounds(P: int, V: int, *, inward: bool):
-    """Yields the V exchanges that move chunks from the model's order to that of the stages, or back.
+    """Yields the V exchanges that move chunks from the model's order to the stages' order, or back.
 
     The state holds chunks i V ... i V + V - 1 on stage i; the schedule needs chunk c on stage c % P.
     In round k stage i sends its chunk j = (k + i gcd(P, V) // P) % V, so each stage sends and receives

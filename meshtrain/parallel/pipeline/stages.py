@@ -27,7 +27,7 @@ FREE = PartitionSpec.UNCONSTRAINED
 class Stages:
     """The parameters and the batch of one step, arranged by stage, and the functions computed with them.
 
-    `layers` is (P, V, N, K, ...), and so is `constants`, which is not trained; `outer` (N, ...) has all
+    `layers` and `constants` (not trained) are (P, V, N, K, ...); `outer` (N, ...) has all
     other parameters. The dim N gives each batch shard gradients of its own. It is sharded, so no device
     holds more than one copy. `run_layers(layers, x, part)` applies stacked layers (K, ...).
     """
@@ -195,7 +195,7 @@ def trace_vjp(chunk: Callable, layers: Any, x: jax.ShapeDtypeStruct, part: Any) 
 
 
 def _depends(run: Callable, layers: Any, x: jax.ShapeDtypeStruct, part: Any) -> list[bool]:
-    """Returns, for each output of `run`, whether it depends on x: whether a batch of x makes a batch of it."""
+    """Returns, for each output of `run`, whether it depends on x: whether it is batched when x is."""
     batched: list[bool] = []
     leaves = jax.tree.leaves((layers, x, part))
     of_x = len(jax.tree.leaves(layers))

@@ -1,4 +1,4 @@
-"""Pipelines train like one device, keep little, and send no more than messages; schedules: test_schedules.py."""
+"""Pipelines compute what one device computes, keep few activations, and send only messages."""
 
 import dataclasses
 import functools
@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_config
-from test_parity import Run, alone, assert_same, packed
+from test_parity import Run, assert_same, one_device, packed
 
 from meshtrain import ConfigError
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
-from meshtrain.parallel.pipeline import executor, ring
+from meshtrain.parallel.pipeline import executor, ring, stages
 from meshtrain.program import assemble
 
-LAYERS = dict(num_layers=8, attention="llg", window=3)  # kinds that no chunk begins anew
-# The layout; schedule, chunks a stage, what is kept; and settings of `train`.
+LAYERS = dict(
+    num_layers=8, attention="llg", window=3
+)  # the pattern of kinds is not aligned with chunks
+# Mesh axes; schedule, chunks per stage, `keep`; settings of `train`.
 CASES = [
     ({"pipeline": 4}, ("interleaved", 2, "inputs"), {"num_microbatches": 2}),  # less than stages
     (
@@ -52,7 +54,7 @@ def x64():
 
 def with_pipeline(c, pipeline, train):
     c.pipeline.update(dict(zip(("schedule", "num_chunks", "keep"), pipeline, strict=True)))
-    c.train.update(train, unroll=1)  # a loop over layers compiles sooner
+    c.train.update(train, unroll=1)  # a loop over layers compiles faster
     return c
 
 
@@ -61,20 +63,20 @@ def with_pipeline(c, pipeline, train):
     [*CASES, *(pytest.param(*case, marks=slow) for case in MORE)],
     ids=str,
 )
-def test_gradients_and_updates_are_those_of_one_device_in_float64(layout, pipeline, train, x64):
+def test_gradients_and_updates_equal_one_device_in_float64(layout, pipeline, train, x64):
     c = with_pipeline(packed(**LAYERS), pipeline, train)
-    assert_same(Run(c, "float64", **layout).one_step(), alone(**LAYERS), rtol=1e-10)
+    assert_same(Run(c, "float64", **layout).one_step(), one_device(**LAYERS), rtol=1e-10)
 
 
 @slow
-def test_gradients_and_updates_are_those_of_one_device_in_float32():
+def test_gradients_and_updates_equal_one_device_in_float32():
     c = with_pipeline(packed(), ("1f1b", 1, "residuals"), {"num_microbatches": 4})
     ours = Run(c, pipeline=2, data=2, tensor=2).one_step()
     assert_same(ours[::2], Run(packed()).one_step()[::2], rtol=1e-5)
 
 
 @slow
-def test_bfloat16_is_as_near_as_it_is_without_a_pipeline():
+def test_bfloat16_is_as_accurate_as_without_a_pipeline():
     def gradients(c, **layout):
         c.train.dtype = "bfloat16"
         return Run(c, **layout).one_step()[0]
@@ -91,15 +93,15 @@ def test_bfloat16_is_as_near_as_it_is_without_a_pipeline():
 
 
 @pytest.mark.parametrize("keep", ["inputs", pytest.param("residuals", marks=slow)])
-def test_what_idle_stages_work_on_changes_nothing(keep, x64, monkeypatch):
+def test_inputs_of_idle_stages_change_no_result(keep, x64, monkeypatch):
     monkeypatch.setattr(executor, "IDLE_INPUT", np.nan)
     pipeline = ("interleaved", 2, keep)
     c = with_pipeline(packed(**LAYERS), pipeline, {"num_microbatches": 2})
     ours = Run(c, "float64", pipeline=4).one_step()
-    assert_same(ours, alone(**LAYERS), rtol=1e-10)
+    assert_same(ours, one_device(**LAYERS), rtol=1e-10)
 
 
-def test_evaluation_is_that_of_one_device(x64):
+def test_evaluation_equals_one_device(x64):
     def sums(c, **layout):
         run = Run(c, "float64", **layout)
         with run.program.active():
@@ -113,7 +115,7 @@ def test_evaluation_is_that_of_one_device(x64):
 
 
 @slow
-def test_blocks_may_gather_whatever_the_layout(x64):
+def test_blocks_may_contain_gathers_on_any_layout(x64):
     def gathering(model):
         def block(layer, x, batch):
             order = jnp.argsort(batch.tokens, axis=-1)
@@ -176,7 +178,7 @@ def test_memory_of_gpipe_grows_by_each_microbatch():
 
 
 @slow
-def test_kept_residuals_spare_the_second_forward_and_hold_no_weights(monkeypatch):
+def test_kept_residuals_avoid_the_second_forward_and_hold_no_weights(monkeypatch):
     kept, right = [], ring.put
 
     def put(tree, index, value):
@@ -191,6 +193,25 @@ def test_kept_residuals_spare_the_second_forward_and_hold_no_weights(monkeypatch
     assert products("residuals") < products("inputs")
     weights = {(32, 4, 8), (32, 2, 8), (4, 8, 32), (32, 64), (64, 32)}
     assert kept and not {shape[-n:] for shape in kept for n in (2, 3)} & weights
+
+
+def test_a_residual_is_kept_if_and_only_if_it_depends_on_the_input():
+    def chunk(layers, x, part):  # the second factor depends on the batch alone
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ jnp.exp(w)), None), x, layers[0])[
+            0
+        ] * jnp.exp(part)
+
+    shapes = jax.eval_shape(lambda: (jnp.ones((2, 4, 4)), jnp.ones((3, 4)), jnp.ones((1, 4))))
+    vjp = stages.trace_vjp(chunk, (shapes[0], {}), *shapes[1:])
+    weights, x, part = jnp.full((2, 4, 4), -2.0), jnp.ones((3, 4)), jnp.arange(4.0)[None]
+    y, *residuals = vjp.run(weights, x, part)
+    _, *of_zeros = vjp.run(weights, 0 * x, part)
+    assert 0 < sum(vjp.depends_on_x) < len(vjp.depends_on_x)
+    for depends, ours, theirs in zip(vjp.depends_on_x, residuals, of_zeros, strict=True):
+        assert depends or jnp.array_equal(ours, theirs)
+        assert not depends or ours.shape[-2:] == x.shape  # no weights
+    _, pull = jax.vjp(lambda weights, x: chunk((weights, {}), x, part), weights, x)
+    jax.tree.map(np.testing.assert_array_equal, vjp.pull(residuals)(y), pull(y))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +233,7 @@ def fault_of(c, **mesh):
     return fault
 
 
-def test_layers_that_the_stages_cannot_share_are_told():
+def test_layers_that_stages_cannot_share_evenly_are_reported():
     c = tiny_config()
     c.model.num_layers = 10
     c.pipeline.update(schedule="interleaved", num_chunks=2)
@@ -230,18 +251,18 @@ def test_chunks_need_the_schedule_that_has_them():
     )
 
 
-def test_a_model_that_is_no_stack_is_told_so():
+def test_a_model_that_is_not_a_stack_is_reported():
     c = tiny_config()
     c.mesh.update(data=1, pipeline=2)
     cfg = parse(c, num_devices=2)
     parts = build(cfg)
     model = dataclasses.replace(parts.model, block=None, loss=lambda params, batch, key: None)
-    with pytest.raises(ConfigError, match="mesh.pipeline=2: the model is no stack of blocks"):
+    with pytest.raises(ConfigError, match="mesh.pipeline=2: the model is not a stack of blocks"):
         assemble(cfg, parts._replace(model=model), devices=jax.devices()[:2])
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3), (3, 4), (6, 4), (8, 4)])
-def test_moving_chunks_to_their_stages_takes_each_once_and_back(stages, chunks):
+def test_each_chunk_moves_once_to_its_stage_and_back(stages, chunks):
     state = np.arange(stages * chunks).reshape(stages, chunks)  # stage i holds those in order
     for inward, due in [(True, state.reshape(chunks, stages).T), (False, state)]:
         moved = np.full_like(state, -1)

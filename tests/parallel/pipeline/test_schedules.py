@@ -18,7 +18,7 @@ STAGES, MICROBATCHES = range(1, 9), range(1, 33)
 
 
 def grid(M, P):
-    """Micro-batch and stage of each piece of work of a schedule with one chunk a stage."""
+    """Returns micro-batch and stage of each forward of a schedule with one chunk per stage."""
     m, _, i = np.meshgrid(np.arange(M), [0], np.arange(P), indexing="ij")
     return m, i
 
@@ -45,7 +45,7 @@ def span(P: int, M: int, V: int) -> int:
 
 @pytest.mark.parametrize("V", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_table_is_right_and_its_counts_are_the_closed_forms(name, V):
+def test_every_table_is_valid_and_its_counts_equal_the_closed_forms(name, V):
     if V > 1 and name != "interleaved":
         with pytest.raises(ValueError, match="1 chunk per stage"):
             SCHEDULES[name](4, 8, V)
@@ -61,7 +61,7 @@ def test_every_table_is_right_and_its_counts_are_the_closed_forms(name, V):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_figures_follow_from_what_the_stages_do(name):
+def test_figures_are_counted_from_the_table(name):
     P, M, V = 4, 10, 3 if name == "interleaved" else 1
     table = SCHEDULES[name](P, M, V)
     forward, backward = table.forward.active, table.backward.active
@@ -88,11 +88,11 @@ def test_figures_follow_from_what_the_stages_do(name):
         ("interleaved", 1, 5, 2, 0),
     ],
 )
-def test_the_bubble_is_that_of_the_papers(name, P, M, V, bubble):
+def test_the_bubble_equals_the_papers(name, P, M, V, bubble):
     assert SCHEDULES[name](P, M, V).bubble == pytest.approx(bubble, abs=1e-12)
 
 
-def test_more_chunks_leave_less_idle_and_1f1b_keeps_no_more_with_more_microbatches():
+def test_more_chunks_shrink_the_bubble_and_1f1b_memory_is_independent_of_microbatches():
     bubbles = [interleaved(4, 16, V).bubble for V in (1, 2, 4)]
     assert bubbles == sorted(bubbles, reverse=True) and len(set(bubbles)) == 3
     assert {SCHEDULES["1f1b"](4, M, 1).num_live for M in (7, 8, 32)} == {7}
@@ -120,7 +120,7 @@ def test_a_small_table_by_hand():
     table = SCHEDULES["1f1b"](2, 2, 1)
     assert table.forward.microbatch.tolist() == [[0, x], [1, 0], [x, 1], [x, x]]
     assert table.backward.microbatch.tolist() == [[x, x], [x, 0], [0, 1], [1, x]]
-    # chunk 1 of stage 0 takes over from chunk 0 of stage 1
+    # chunk 1 of stage 0 follows chunk 0 of stage 1
     table = interleaved(2, 2, 2)
     assert table.forward.chunk[:5].tolist() == [[0, x], [0, 0], [1, 0], [1, 1], [x, 1]]
 
@@ -166,7 +166,7 @@ def no_slot(table):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (erase, "backward of micro-batch 7, chunk 0 on stage 0 is missing"),
         (repeat, "forward of 0, 0 is unknown or repeated"),
@@ -178,18 +178,18 @@ def no_slot(table):
         (no_slot, "tick 0, stage 0: no slot to write to"),
     ],
 )
-def test_a_damaged_table_is_refused(damage, told):
+def test_an_invalid_table_is_rejected(damage, message):
     table = copy.deepcopy(SCHEDULES["1f1b"](4, 8, 1))
     check(table)
     damage(table)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         check(table)
 
 
 @pytest.mark.parametrize(
-    ("forward", "backward", "told"),
+    ("forward", "backward", "message"),
     [
-        # as gpipe, but for one thing each
+        # gpipe with one change each
         (lambda m, i: m + 2 * i, lambda m, i: 20 + m - i, "forward of .* 2 ticks between"),
         (lambda m, i: m - i + 3, lambda m, i: 20 + m - i, "forward of .* -1 ticks between"),
         (lambda m, i: m + i, lambda m, i: 20 + m - 2 * i, "backward of .* 2 ticks between"),
@@ -197,14 +197,14 @@ def test_a_damaged_table_is_refused(damage, told):
         (lambda m, i: m + i, lambda m, i: m + 5 - i, "backward starts before the forward"),
     ],
 )
-def test_a_message_that_waits_or_comes_from_the_future_is_refused(forward, backward, told):
+def test_a_message_that_waits_or_is_used_too_early_is_rejected(forward, backward, message):
     m, i = grid(8, 4)
     check(tabulate(m + i, 20 + m - i))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         check(tabulate(forward(m, i), backward(m, i)))
 
 
-def test_two_pieces_of_work_in_one_place_are_refused():
+def test_two_chunks_in_one_slot_are_rejected():
     m, i = grid(8, 4)
     with pytest.raises(ValueError, match="is missing"):
         check(tabulate(m // 2 + i, 20 + m - i))
