@@ -114,7 +114,7 @@ def alternative_section(c: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
 
 
 def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
-    """Law: initial values, loss and gradients of a transformer equal those of reference_model.py."""
+    """Law: initial values, loss and gradients of a transformer equal the reference model's."""
     model, random = transformer.build(**c), np.random.default_rng(0)
     initial = reference_step.run_compiled(model.init, jax.random.key(0))
     leaves = {certificate.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(initial)}
