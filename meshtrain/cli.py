@@ -104,15 +104,17 @@ def _with_config(
     if hasattr(module, "prepare"):
         module.prepare(args, config)
     alone = _is_alone(args)
-    faults += _faults_of(config, args.simulate_devices if alone else None)
-    if faults and alone:
+    if alone and (faults := [*faults, *_faults_of(config, args.simulate_devices)]):
         raise ConfigError(*faults)
     from meshtrain.cluster import distributed, runtime
 
     runtime.start(args)
-    with distributed.raise_on_all_processes():
-        if any(distributed.gather(bool(faults))):
-            raise ConfigError(*faults)
+    if not alone:  # the others must not wait for a process that fails
+        with distributed.raise_on_all_processes():
+            import jax
+
+            if faults := [*faults, *_faults_of(config, jax.device_count())]:
+                raise ConfigError(*faults)
     return args, config
 
 
