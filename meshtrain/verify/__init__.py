@@ -1,5 +1,5 @@
-"""Proof that every layout computes what one device computes; see verify.py."""
+"""Checks that layouts compute what one device computes; see verify.py."""
 
 QUICK_LAYOUTS = 5  # number of layouts that `quick` tries
-# Checks that `--without` leaves out, for a model that they do not apply to.
+# Checks that `--without` can leave out, for models that they do not apply to.
 OPTIONAL = ("packing", "masks", "weights", "causality", "cross-entropy", "gradient")

@@ -24,7 +24,7 @@ class Result:
 
     row: Row
     differences: dict[str, float]  # largest relative difference of each kind of value
-    fault: str | None  # the first difference above the tolerance, or an error
+    fault: str | None  # describes the first difference above the tolerance, or an error
     seconds: float
 
 
@@ -34,7 +34,7 @@ class Certificate:
 
     subject: str
     tolerance: float
-    broken_laws: tuple[str, ...]  # faults that show on one device already
+    broken_laws: tuple[str, ...]  # errors of the model on one device, see laws.py
     results: tuple[Result, ...]
 
     @property
@@ -68,8 +68,8 @@ class Certificate:
             [
                 f"# {self.subject}: {verdict}",
                 "",
-                f"{len(self.results)} layouts against one device, in float64. Each figure is the largest relative",
-                f"difference; {self.tolerance:g} is allowed. {used_versions}",
+                f"{len(self.results)} layouts compared with one device, in float64. Each figure is the largest",
+                f"relative difference; {self.tolerance:g} is allowed. {used_versions}",
                 "",
                 *(f"- FAILED on one device: {fault}" for fault in self.broken_laws),
                 *("| " + " | ".join(cells) + " |" for cells in table),
@@ -88,7 +88,7 @@ def versions() -> dict[str, str]:
 
 
 def describe(row: Row) -> str:
-    """Returns a layout as text: 'data 2 x fsdp 4 · zero 3 · 2 micro-batches · remat full · packed'."""
+    """Describes a layout: 'data 2 x fsdp 4 · zero 3 · 2 micro-batches · remat full · packed'."""
     sizes = [f"{axis} {row[axis]}" for axis in AXES if row.get(axis, 1) > 1]
     words = {"packing": "packed", "masks": "masked", "sequence_parallel": "sequence-sharded"}
     words["loss_scale"] = "loss scaled"
@@ -112,42 +112,42 @@ def summary_line(result: Result) -> str:
 
 
 def compare(
-    actual: Trees, expected: Trees, *, tolerance: float, zero: Collection[str] = ()
+    actual: Trees, expected: Trees, *, tolerance: float, zero_gradients: Collection[str] = ()
 ) -> tuple[dict[str, float], str | None]:
-    """Returns the largest relative difference of each kind, and the first leaf that exceeds `tolerance`.
+    """Returns the largest relative difference by kind, and a message about the first above `tolerance`.
 
-    Differences are relative to the largest value of a leaf. Parameters named in `zero` have a gradient
-    that is zero but for rounding noise: its difference is relative to 1 % of the largest gradient, and
-    their other values, which the optimizer computes from the noise, are not compared.
+    Differences are relative to the largest value of a leaf. The parameters in `zero_gradients` have a
+    gradient that is zero except for rounding noise. Its difference is relative to 1 % of the largest
+    gradient. Their other values are not compared: the optimizer computes them from the noise.
     """
     differences, fault = {}, None
     for kind, tree in actual.items():
         leaves = jax.tree.leaves_with_path(expected[kind])
         largest = max(np.abs(leaf).max() for _, leaf in leaves)
         differences[kind] = 0.0
-        for (path, right), here in zip(leaves, jax.tree.leaves(tree), strict=True):
-            name, here, right = name_of(path), np.asarray(here), np.asarray(right)
-            is_noise = name.endswith(tuple(zero))
+        for (path, wanted), found in zip(leaves, jax.tree.leaves(tree), strict=True):
+            name, found, wanted = name_of(path), np.asarray(found), np.asarray(wanted)
+            is_noise = name.endswith(tuple(zero_gradients))
             if is_noise and kind != "gradients":
                 continue
-            scale = max(np.abs(right).max(), 0.01 * largest if is_noise else 0.0) or 1.0
-            errors = np.nan_to_num(np.abs(here - right), nan=math.inf)
+            scale = max(np.abs(wanted).max(), 0.01 * largest if is_noise else 0.0) or 1.0
+            errors = np.nan_to_num(np.abs(found - wanted), nan=math.inf)
             worst = np.unravel_index(errors.argmax(), errors.shape)
             differences[kind] = max(differences[kind], float(errors[worst] / scale))
             if fault is None and not errors[worst] <= tolerance * scale:
                 index = str([int(n) for n in worst]) if worst else ""
                 leaf = f"{kind} {name}".strip() + index
-                fault = f"{leaf}: {here[worst]:.12g} here, {right[worst]:.12g} on one device"
+                fault = f"{leaf}: {found[worst]:.12g} here, {wanted[worst]:.12g} on one device"
     return differences, fault
 
 
 def zero_gradient_names(grads: Any) -> list[str]:
-    """Returns the names of gradients that are zero but for rounding noise."""
+    """Returns the names of the gradients that are zero except for rounding noise."""
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(grads))
     leaves = jax.tree.leaves_with_path(grads)
     return [name_of(path) for path, leaf in leaves if np.abs(leaf).max() < 1e-12 * largest]
 
 
 def name_of(path: tuple) -> str:
-    """Returns a leaf's path as 'layers/mlp/up/kernel'."""
+    """Returns the path of a leaf as text, for example 'layers/mlp/up/kernel'."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,12 +1,13 @@
-"""Proves a model's parallelism: in float64, every layout computes the same steps as one device.
+"""Verifies a model's parallelism: each layout must compute the same steps as one device, in float64.
 
   meshtrain verify --config=configs/quickstart.py --simulate_devices=8
 
-The layouts cover every pair of: sizes of mesh axes, ZeRO stages, numbers of micro-batches, remat,
-pipeline schedules, packed rows, token weights, sequence-sharded residuals, a loss scale. Each layout
+The layouts are a pairwise (all-pairs) selection: each possible pair of two settings occurs in at least
+one of them. The settings are the sizes of mesh axes, ZeRO stage, number of micro-batches, remat,
+pipeline schedule, packed rows, token weights, sequence-sharded residuals and loss scale. Each layout
 runs the trainer's own step. Loss, gradients, gradient norm, parameters and optimizer state are compared
-with a plain step on one device (meshtrain/verify/reference_step.py). The model's sizes are reduced,
-its structure is unchanged. Exit code 1: a layout differs; the line says where.
+with a plain step on one device (meshtrain/verify/reference_step.py). The model is made smaller; its
+structure is unchanged. The exit code is 1 if a layout differs; its line says where.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace, config: Any) -> None:
-    """Sets XLA's flags, which the backend reads when it starts."""
+    """Sets XLA flags that shorten compilation; the backend reads them when it starts."""
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE_FLAGS}"
 
 

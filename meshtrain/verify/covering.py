@@ -10,9 +10,9 @@ Row = dict[str, Any]  # factor -> level
 
 
 def pairwise(possible: Iterable[Row]) -> list[Row]:
-    """Returns rows that cover every pair of levels in any possible row, most new pairs first.
+    """Returns some of the possible rows; every pair of levels in a possible row is in one of them.
 
-    Greedy: each time the first possible row with the most pairs that are not covered yet.
+    A greedy search: it repeatedly chooses the first row with the most pairs that are not covered yet.
     """
     rows = list(possible)
     if not rows:
@@ -34,7 +34,7 @@ def pairwise(possible: Iterable[Row]) -> list[Row]:
 
 
 def _pairs_of(rows: np.ndarray, sizes: list[int]) -> np.ndarray:
-    """Returns (rows, pairs of factors): a number for the pair of levels, unique over all pairs."""
+    """Returns a unique number for each pair of levels in each row, (rows, pairs of factors)."""
     columns, first = [], 0
     for a, b in itertools.combinations(range(len(sizes)), 2):
         columns.append(first + rows[:, a] * sizes[b] + rows[:, b])

@@ -1,4 +1,7 @@
-"""Laws that must hold on one device: a comparison of layouts cannot find what is wrong on both sides."""
+"""Laws that a model must satisfy on one device.
+
+A comparison of layouts with one device cannot find an error that both make.
+"""
 
 import contextlib
 import copy
@@ -22,7 +25,7 @@ from meshtrain.verify import certificate, reference_model, reference_step
 from meshtrain.verify.subject import STEPS, Subject
 
 TOLERANCE = 1e-10
-ALTERNATIVES = {  # choice in the `model` section -> another one
+ALTERNATIVES = {  # key of the `model` section -> its value -> another value
     "norm": {"rms": "layer", "layer": "rms", "rms_1p": "rms"},
     "positions": {"rope": "learned", "learned": "rope"},
     "mlp": {"swiglu": "gelu", "gelu": "geglu", "geglu": "swiglu"},
@@ -30,7 +33,7 @@ ALTERNATIVES = {  # choice in the `model` section -> another one
 
 
 def violations(subject: Subject) -> list[str]:
-    """Returns a line for each law that a subject violates; it starts with the name of the law."""
+    """Returns a line for each law that the subject violates, starting with the name of the law."""
     raw = subject.raw
     samples, _ = subject.batches(packing=False, masks=subject.is_text)
     batch = jax.tree.map(lambda leaf: leaf[: subject.global_batch], samples)
@@ -42,7 +45,7 @@ def violations(subject: Subject) -> list[str]:
     if subject.name == "meshtrain.models.transformer:build":
         section = {key: value for key, value in raw["model"].items() if key != "build"}
         section["num_layers"] = 2
-        unpacked = batch._replace(positions=None, segments=None)  # each row one document
+        unpacked = batch._replace(positions=None, segments=None)  # each row is one document
         for c in (section, alternative_section(section, batch.tokens.shape[1])):
             choices = ", ".join(c[key] for key in ALTERNATIVES)
             laws[f"transformer of {choices}"] = lambda c=c: decoder(c, unpacked)
@@ -92,7 +95,7 @@ def gradient(model: Model, params: Params, batch: Any) -> str | None:
     for name, grad, direction, slope in zip(names, grads, directions, slopes, strict=True):
         actual = (grad * direction).sum()
         if not abs(actual - slope) <= 1e-6 * norm:
-            return f"{name}: {actual:.9g} along a direction in which the loss has the slope {slope:.9g}"
+            return f"{name}: directional derivative {actual:.9g}, but {slope:.9g} by central differences"
     return None
 
 
@@ -114,7 +117,7 @@ def alternative_section(c: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
 
 
 def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
-    """Law: initial values, loss and gradients of a transformer equal the reference model's."""
+    """Law: a transformer has the initial standard deviations, loss and gradients of the reference model."""
     model, random = transformer.build(**c), np.random.default_rng(0)
     initial = reference_step.run_compiled(model.init, jax.random.key(0))
     leaves = {certificate.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(initial)}
@@ -123,19 +126,19 @@ def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
         return f"{wrong[0]} is {'missing' if wrong[0] in stddevs else 'not expected'}"
     for name, leaf in leaves.items():
         if abs(leaf.std() - stddevs[name]) > 4 * stddevs[name] / leaf.size**0.5:
-            return f"{name} starts with a deviation of {leaf.std():.3g}, not {stddevs[name]:.3g}"
+            return f"{name}: initial standard deviation {leaf.std():.3g}, not {stddevs[name]:.3g}"
         if stddevs[name] and np.unique(leaf).size < leaf.size / 2:
-            return f"{name} starts with repeated values"
-    # Perturbed, because initial scales are one and biases zero.
+            return f"{name}: initial values are repeated"
+    # Perturbed, because an error in a scale of one or a bias of zero would not show.
     params = jax.tree.map(lambda leaf: leaf + 0.1 * random.normal(size=leaf.shape), initial)
 
-    def both(params):
-        ours = jax.value_and_grad(lambda params: reference_step.loss(model, params, batch).loss)
-        return ours(params), jax.value_and_grad(reference_model.loss)(params, batch, c)
+    def losses_and_gradients(params):
+        of_model = jax.value_and_grad(lambda params: reference_step.loss(model, params, batch).loss)
+        return of_model(params), jax.value_and_grad(reference_model.loss)(params, batch, c)
 
-    ours, reference = reference_step.run_compiled(both, params)
-    actual, expected = ({"loss": loss, "gradients": grads} for loss, grads in (ours, reference))
-    return _differ(actual, expected, zero=certificate.zero_gradient_names(reference[1]))
+    results = reference_step.run_compiled(losses_and_gradients, params)
+    actual, expected = ({"loss": loss, "gradients": grads} for loss, grads in results)
+    return _difference(actual, expected, certificate.zero_gradient_names(expected["gradients"]))
 
 
 def adamw(c: Mapping[str, Any]) -> str | None:
@@ -153,7 +156,7 @@ def adamw(c: Mapping[str, Any]) -> str | None:
     for grad in grads:
         updates, state = optimizer.update(grad, state, actual)
         actual = jax.tree.map(lambda leaf, update: leaf + np.asarray(update), actual, updates)
-    return _differ({"parameters": actual}, {"parameters": expected})
+    return _difference({"parameters": actual}, {"parameters": expected})
 
 
 def schedule(c: Mapping[str, Any]) -> str | None:
@@ -173,7 +176,7 @@ def schedule(c: Mapping[str, Any]) -> str | None:
 
 
 def trainer(subject: Subject) -> str | None:
-    """Law: `train` computes the expected steps in the order of the data, then the held-out loss."""
+    """Law: `train` computes the expected steps, in the order of the data, and the held-out loss."""
     raw, variant = copy.deepcopy(subject.raw), {"packing": False, "masks": True}
     raw["optim"]["clip_norm"] = subject.clip_norm
     raw["eval"]["batches"] = STEPS
@@ -186,13 +189,15 @@ def trainer(subject: Subject) -> str | None:
     loss = jax.jit(partial(reference_step.loss, subject.model))
     sums = [loss(last, batch) for batch in unpacked]
     total = sum(one.extra.get("cross_entropy", one.loss) for one in sums)
-    return _differ(
+    return _difference(
         {"parameters": jax.device_get(result.state.params), "evaluation": result.eval_loss},
         {"parameters": last, "evaluation": total / sum(one.weight for one in sums)},
-        zero=certificate.zero_gradient_names(steps[0].grads),
+        certificate.zero_gradient_names(steps[0].grads),
     )
 
 
-def _differ(actual: dict, expected: dict, zero: list[str] = ()) -> str | None:
-    _, fault = certificate.compare(actual, expected, tolerance=TOLERANCE, zero=zero)
+def _difference(actual: dict, expected: dict, zero_gradients: list[str] = ()) -> str | None:
+    _, fault = certificate.compare(
+        actual, expected, tolerance=TOLERANCE, zero_gradients=zero_gradients
+    )
     return fault and fault.removesuffix("on one device") + "in the reference"

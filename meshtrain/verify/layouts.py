@@ -1,4 +1,4 @@
-"""The layouts that `verify` chooses from. New axes and schedules are included automatically."""
+"""Lists the layouts that `verify` chooses from; new axes and schedules are included automatically."""
 
 import itertools
 import math
@@ -14,7 +14,10 @@ from meshtrain.verify.subject import Subject
 
 
 def possible(subject: Subject, without: Iterable[str] = ()) -> Iterator[Row]:
-    """Yields every layout of all devices, in every variant of remat, packing, token weights and loss scale."""
+    """Yields every layout of all devices, with every combination of the other settings of a step.
+
+    These are remat, packing, token weights, sequence-sharded residuals and the loss scale.
+    """
     num_devices = jax.device_count()
     axes = [axis for axis in AXES if axis not in checks.UNSUPPORTED_AXES]
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
@@ -47,7 +50,7 @@ def possible(subject: Subject, without: Iterable[str] = ()) -> Iterator[Row]:
 
 
 def _pipelines(subject: Subject, sizes: Mapping[str, int]) -> list[Row]:
-    """Returns every supported combination of the settings of a pipeline with these axis sizes."""
+    """Returns every supported combination of pipeline settings for these axis sizes."""
     keys = ("schedule", "num_chunks", "keep")
     if sizes["pipeline"] == 1:
         return [dict.fromkeys(keys)]

@@ -1,7 +1,8 @@
-"""Reference implementation of the package's model, AdamW and learning-rate schedules, in plain maths.
+"""Reference implementation of the package's transformer, AdamW and learning-rate schedules.
 
-A comparison of layouts uses the trained model on both sides, so an error that it also makes on one
-device shows only here. Written from the papers; it does not call the code under test.
+A comparison of layouts runs the package's model on both sides, so it cannot find an error that also
+occurs on one device; a comparison with this file does. It was written from the papers and does not
+call the code under test.
 """
 
 import math
@@ -42,9 +43,10 @@ def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
 
 
 def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool) -> jax.Array:
-    """Returns causal attention, softmax(q k scale) v; keys and values are repeated for grouped queries.
+    """Returns the output of a causal attention layer: softmax(q k^T * scale) v, and its projections.
 
-    In a `local` layer a position attends only to the last `window` positions.
+    Keys and values are repeated for grouped-query attention. In a `local` layer a position attends only
+    to the last `window` positions.
     """
     q_BSHK, k_BSGK, v_BSGK = (_linear(x_BSD, p[name], 1) for name in ("query", "key", "value"))
     if c["qk_norm"]:
@@ -124,7 +126,7 @@ def _norm(x: jax.Array, p: Params, c: Section) -> jax.Array:
 
 
 def initial_stddevs(c: Section) -> dict[str, float]:
-    """Returns the standard deviation of the initial values of each parameter of a `model` section, by path."""
+    """Returns the standard deviation of each parameter's initial values, by path, for a `model` section."""
     from_residual, to_residual = c["d_model"] ** -0.5, (2 * c["num_layers"]) ** -0.5
     heads = c["num_heads"] * c["head_dim"] if c["head_dim"] else c["d_model"]
     qkv = {f"layers/attention/{name}/kernel": from_residual for name in ("query", "key", "value")}

@@ -1,7 +1,7 @@
-"""Reference implementation of a training step in plain maths, on one device: the expected values.
+"""Reference implementation of a training step in plain maths on one device.
 
-It does not use the trainer: no mesh, no rules, no scan, no micro-batches, no remat, no masks between
-documents. Every document is a separate row.
+It computes the expected values without the trainer: no mesh, no rules, no scan, no micro-batches, no
+remat, no masks between documents. Every document is a separate row.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ class Step(NamedTuple):
 
     means: dict[str, jax.Array]  # loss and the extras of Metrics
     learning_rate: jax.Array | float
-    norm: jax.Array  # () of the gradients before clipping
-    grads: Params  # means, clipped
+    norm: jax.Array  # (), global norm of the gradients before clipping
+    grads: Params  # of the mean loss, clipped
     params: Params
     opt_state: Any
 
@@ -78,8 +78,8 @@ def unpack_documents(
 ) -> Batch:
     """Returns (num_rows, S): every document of `rows` (B, S + 1) in a separate row.
 
-    A document ends with `separator`, whose target has weight 0; None: each row is one document.
-    `weights` (B, S) belong to the targets. Padding has weight 0.
+    A document ends with `separator`, and the target after it has weight 0. If `separator` is None, each
+    row is one document. `weights` (B, S) are the weights of the targets. Padding has weight 0.
     """
     S = rows.shape[1] - 1
     tokens, targets = np.zeros((2, num_rows, S), np.int32)
@@ -100,8 +100,8 @@ def unpack_documents(
 def violations(model: Model, params: Params, batch: Batch, vocab_size: int | None) -> list[str]:
     """Returns a line for each law of language models that `model` violates.
 
-    Weights: the loss is additive in the token weights. Causality (models with `logits` only): later
-    tokens do not change earlier losses. Cross-entropy (only with a `vocab_size`): it equals
+    Weights: the loss is additive in the token weights. Causality (only for models with `logits`): later
+    tokens do not change earlier losses. Cross-entropy (also needs a `vocab_size`): the loss is
     -log softmax(logits)[target] over the vocabulary without padding.
     """
     position_S = np.arange(batch.tokens.shape[1])

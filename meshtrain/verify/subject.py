@@ -49,7 +49,7 @@ class Subject:
         self.model = without_dropout(parts.model)
         self.samples = read_samples(parts.train_data, STEPS * self.global_batch)
         self.rows = _rows_of(self.samples)
-        # Our own data: each target has to be the next token.
+        # In data of this package each target has to be the next token.
         own_data = data is None and raw["data"]["build"].startswith("meshtrain.data.")
         self.must_predict_next_token = own_data and self.is_text
         schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
@@ -88,7 +88,7 @@ class Subject:
         """Returns the samples of all steps, and for each step its batch with one document per row."""
         random = np.random.default_rng(0)
         weights = self.samples.weights if self.is_text else None
-        # Uneven over rows, hence over devices and micro-batches; one row has weight 0.
+        # Weights differ between rows, hence between devices and micro-batches; one row has weight 0.
         if masks:
             share = random.permutation(np.linspace(0, 1, len(weights)))[:, None]
             factors = random.choice([0.25, 1.0], weights.shape)
@@ -120,17 +120,17 @@ class Subject:
 
 
 def _check_unchanged(raw: dict[str, Any], model: Model | None) -> None:
-    """Raises ConfigError for faults of the unchanged config, whatever the number of devices."""
+    """Raises ConfigError for mistakes in the user's config that do not depend on the number of devices."""
     cfg = parse(raw)
     if model is None:
         build_model(cfg)
 
 
 def shrink(raw: dict[str, Any]) -> None:
-    """Reduces the model's sizes, by the usual names of their keys; its structure is unchanged.
+    """Reduces the sizes of the model, which it recognises by their usual keys.
 
-    Bugs of parallel code show at any size. The ratio of query to key/value heads is kept; the
-    vocabulary becomes one that needs padding.
+    Bugs of parallel code show at any size. The structure and the ratio of query to key/value heads stay
+    the same; the new size of the vocabulary needs padding.
     """
     model, data = raw["model"], raw["data"]
     if {"num_heads", "num_kv_heads", "d_model"} <= model.keys():
@@ -148,7 +148,7 @@ def shrink(raw: dict[str, Any]) -> None:
 
 
 def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
-    """Sets float64, a batch that every layout can divide, and synthetic tokens instead of files."""
+    """Sets float64, a batch of 4 rows per device, and synthetic tokens instead of files."""
     if raw["data"]["build"] == synthetic.FILES_BUILD:
         raw["data"].update(build=synthetic.SYNTHETIC_BUILD, separator=-1)
     if raw["model"].get("attention_impl") == "cudnn":  # does not support float64
@@ -164,7 +164,7 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
     )
     raw["optim"].update(warmup_steps=0, moment_dtype="float64")
     if "epsilon" in raw["optim"]:
-        # Where the gradient is only rounding noise, Adam divides by epsilon: this keeps the noise small.
+        # Adam divides a gradient of rounding noise by epsilon; a larger epsilon keeps the update small.
         raw["optim"].update(epsilon=1e-6)
     raw["eval"].update(batches=0)
 
@@ -183,14 +183,14 @@ def read_samples(data: Source | Iterable[Any], num: int) -> Any:
 
 
 def without_dropout(model: Model) -> Model:
-    """Returns the model without dropout, which is random in each layout."""
+    """Returns the model without dropout, whose masks differ between layouts."""
     if model.loss is None:
         return model
     return dataclasses.replace(model, loss=lambda params, batch, _: model.loss(params, batch, None))
 
 
 def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the optimizer with the last gradients as the first entry of its state."""
+    """Returns the optimizer with the latest gradients as the first entry of its state."""
     keep = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, *_: (grads, grads)
     )

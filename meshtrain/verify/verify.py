@@ -1,4 +1,4 @@
-"""Proves a model's parallelism: in float64, every layout computes the same steps as one device."""
+"""Verifies a model's parallelism: each layout must compute the same steps as one device, in float64."""
 
 import copy
 import dataclasses
@@ -27,7 +27,7 @@ from meshtrain.verify.covering import Row, pairwise
 from meshtrain.verify.subject import STEPS, Subject, keep_gradients
 
 TOLERANCE = 1e-10
-INITIAL_TOLERANCE = 1e-6  # of initial parameters: a user's model may draw them in float32
+INITIAL_TOLERANCE = 1e-6  # for initial parameters: a user's model may draw them in float32
 
 
 def verify(
@@ -40,11 +40,12 @@ def verify(
     without: Iterable[str] = (),
     log: Callable[[str], None] = print,
 ) -> Certificate:
-    """Compares every layout of a config with one device; `model` and `data` as for `train`.
+    """Compares layouts in which every possible pair of settings occurs with one device.
 
-    `quick` tries only the QUICK_LAYOUTS layouts that cover the most pairs. `keep_sizes` does not shrink
-    the `model` section. `without` names checks of OPTIONAL that the model does not support, such as
-    "packing" if it ignores `batch.segments`. Raises ConfigError for mistakes of the user.
+    `model` and `data` are as for `train`. `quick` tries only the QUICK_LAYOUTS layouts that cover the
+    most pairs. `keep_sizes` leaves the sizes of the model unchanged. `without` lists checks of OPTIONAL
+    that do not apply, such as "packing" for a model that ignores `batch.segments`. Raises ConfigError
+    for mistakes of the user.
     """
     if faults := [fault for name in without for fault in choice_faults("without", name, OPTIONAL)]:
         raise ConfigError(*faults)
@@ -104,7 +105,7 @@ def _program(subject: Subject, row: Row) -> Program:
 def _compare(
     subject: Subject, row: Row, program: Program, differences: dict[str, float]
 ) -> str | None:
-    """Fills `differences` with the largest of each kind of value; returns the first that is too large."""
+    """Adds the largest difference of each kind to `differences`; returns a message if one is too large."""
     variant = {key: row[key] for key in ("packing", "masks")}
     expected_steps, (samples, _) = subject.steps(**variant), subject.batches(**variant)
     source = Source(lambda indices: jax.tree.map(lambda leaf: leaf[indices], samples))
@@ -115,7 +116,9 @@ def _compare(
     zero = certificate.zero_gradient_names(expected_steps[0].grads)
 
     def record(actual, expected, tolerance=TOLERANCE):
-        largest, fault = certificate.compare(actual, expected, tolerance=tolerance, zero=zero)
+        largest, fault = certificate.compare(
+            actual, expected, tolerance=tolerance, zero_gradients=zero
+        )
         for kind, difference in largest.items():
             differences[kind] = max(difference, differences.get(kind, 0.0))
         return fault
@@ -174,7 +177,7 @@ def _values(
 
 
 def _sharding_fault(program: Program, zero_stage: int) -> str | None:
-    """Returns what is sharded otherwise than the layout says: the batch, or a tree that ZeRO shards."""
+    """Returns a message if the batch, or a tree that ZeRO shards, is not sharded as the layout says."""
     sizes, fsdp = program.mesh.shape, program.mesh.shape["fsdp"]
     (batch_axes,) = sharding.spec_for(("batch",), (program.mesh.size,), program.rules, sizes)
     if math.prod(sizes[axis] for axis in sharding.axes_of(batch_axes)) != sizes["data"] * fsdp:
@@ -188,12 +191,14 @@ def _sharding_fault(program: Program, zero_stage: int) -> str | None:
     names = jax.tree.leaves(program.model.axes, is_leaf=lambda node: isinstance(node, tuple))
     leaves = jax.tree.leaves_with_path(state.params)
     for kind, (first_stage, shardings) in trees.items():
-        for (path, leaf), dims, one in zip(leaves, names, jax.tree.leaves(shardings), strict=True):
+        for (path, leaf), dims, placed in zip(
+            leaves, names, jax.tree.leaves(shardings), strict=True
+        ):
             sized = zip(dims, leaf.shape, strict=True)
             divisible = any(
                 first_rule.get(name) == "fsdp" and size % fsdp == 0 for name, size in sized
             )
-            is_sharded = any("fsdp" in sharding.axes_of(axes) for axes in one.spec)
+            is_sharded = any("fsdp" in sharding.axes_of(axes) for axes in placed.spec)
             if fsdp > 1 and divisible and is_sharded != (zero_stage >= first_stage):
                 how = "sharded" if is_sharded else "replicated"
                 return f"{kind} {certificate.name_of(path)}: {how} over fsdp at ZeRO stage {zero_stage}"

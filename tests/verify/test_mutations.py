@@ -43,7 +43,7 @@ def fault_found(subject, row):
 
 
 @pytest.mark.parametrize("row", [FULL, ONE_BATCH], ids=["two micro-batches", "one"])
-def test_without_a_bug_nothing_is_found(subject, row):
+def test_without_a_bug_no_fault_is_found(subject, row):
     assert fault_found(subject, row) is None
 
 
@@ -56,7 +56,7 @@ def mutant(function):
 
 
 def of_gradients(change):
-    """Returns a `synchronise` with changed gradients and correct metrics."""
+    """Returns a `synchronise` that applies `change` to the gradients; its metrics are correct."""
     original = sync.synchronise
     return lambda sums, places: (change(sums[0]), original(sums, places)[1])
 
@@ -134,7 +134,7 @@ def a_weight_of_one_shard_for_all(patch, subject):
 
 
 @mutant
-def a_micro_batch_taken_twice(patch, subject):
+def a_micro_batch_used_twice(patch, subject):
     original = grads.split
     again = functools.partial(jax.tree.map, lambda leaf: leaf.at[0].set(leaf[1]))
     patch.setattr(grads, "split", lambda batch, num: again(original(batch, num)))
@@ -188,7 +188,9 @@ def a_lost_causal_mask(patch, subject):
     original = transformer.attention
 
     def all_seen(q, *kv, **options):
-        return original(q, *kv, **options, start=q.shape[1])  # as if all keys were earlier ones
+        return original(
+            q, *kv, **options, start=q.shape[1]
+        )  # as if all keys came before all queries
 
     patch.setattr(transformer, "attention", all_seen)
 
@@ -306,7 +308,7 @@ def a_result_rounded_to_float32(patch, subject):
     )
 
 
-# ---- also wrong on one device: layouts agree, so only laws.py finds it ----
+# ---- bugs that also occur on one device: layouts agree with it, so only laws.py finds them ----
 
 
 @mutant
@@ -330,7 +332,7 @@ def a_stopped_gradient_of_the_keys(patch, subject):
 def weight_decay_of_every_parameter(patch, subject):
     original = optim.adamw
 
-    @functools.wraps(original)  # whose parameters are the keys of a config
+    @functools.wraps(original)  # its parameters are the keys of the `optim` section
     def adamw(learning_rate, **keys):
         return original(learning_rate, **keys | {"no_decay": ()})
 
@@ -372,7 +374,7 @@ def gradients_left_scaled(patch, subject):
     patch.setattr(program, "make_train_step", make_train_step)
 
 
-# ---- in pipelines ----
+# ---- bugs of pipelines ----
 
 
 @mutant
@@ -442,7 +444,7 @@ def test_a_planted_bug_is_found(name, subject, monkeypatch, kill_table):
     row = ONE_BATCH if "check vma" in name else PIPELINE if "pipeline" in name else FULL
     with monkeypatch.context() as patch:
         MUTANTS[name](patch, subject)
-        jax.clear_caches()  # which hold traces of the model without the bug
+        jax.clear_caches()  # they hold traces of the model without the bug
         kill_table[name] = fault_found(subject, {**row, "loss_scale": "scaled" in name})
     jax.clear_caches()
     assert kill_table[name], f"{name}: survived"

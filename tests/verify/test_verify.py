@@ -50,11 +50,11 @@ def test_packed_documents_are_unpacked_to_separate_rows():
 def test_a_difference_is_reported_with_leaf_index_and_both_values():
     expected = {"gradients": {"w": np.array([[1.0, 2.0], [3.0, 4.0]]), "b": np.array([1e-17, 0])}}
     actual = {"gradients": {"w": np.array([[1.0, 2.0], [3.5, 4.0]]), "b": np.array([0, 1e-17])}}
-    differences, fault = compare(actual, expected, tolerance=1e-10, zero=["b"])
+    differences, fault = compare(actual, expected, tolerance=1e-10, zero_gradients=["b"])
     assert fault == "gradients w[1, 0]: 3.5 here, 3 on one device"
     assert differences == {"gradients": 0.125}
     not_finite = {"gradients": {"w": np.full((2, 2), np.nan), "b": np.zeros(2)}}
-    assert "nan here" in compare(not_finite, expected, tolerance=1e-10, zero=["b"])[1]
+    assert "nan here" in compare(not_finite, expected, tolerance=1e-10, zero_gradients=["b"])[1]
 
 
 def test_a_quick_verification_of_the_quickstart_passes_and_is_written(tmp_path, capsys):
