@@ -22,7 +22,7 @@ LIBRARY = re.compile(
     r"/(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|chex|einops|equinox|haiku)/"
     r"|/lib/python3\.\d+/(?!(?:site|dist)-packages/)"
 )
-# Functions of this package of which the caller's line is shown.
+# Functions of this package for which the line of the caller is shown.
 HELPERS = ("constrain", "_flat_dot_general", "embedding_table")
 REDUCE_SCATTER_NOTE = "all-reduce + slice on CPU, a reduce-scatter on GPU and TPU"
 BITS_NOTE = "sent in 32 bits on CPU; counted in the 16 bits that GPU and TPU send"
@@ -34,12 +34,12 @@ class Collective:
     """One tensor that a collective moves; a combined collective has one entry for each tensor."""
 
     name: str  # of the instruction
-    kind: str
-    axes: tuple[str, ...] | None  # that its groups span; None: not along mesh axes
+    kind: str  # one of KINDS
+    axes: tuple[str, ...] | None  # mesh axes that its groups span; None if none fit
     group_size: int
     array: Array  # the full tensor: output of a gather, input of a reduction or permutation
-    itemsize: float  # bytes of an element as GPU and TPU send it
-    count: float  # per step, multiplied by loop iterations
+    itemsize: float  # bytes per element, as GPU and TPU send it
+    count: float  # runs per step, loop iterations included
     count_known: bool  # False: a loop of unknown length is counted as one iteration
     op_name: str
     source: str  # file:line function
@@ -74,7 +74,8 @@ def bytes_sent(kind: str, tensor_bytes: float, group_size: int) -> float:
 def find(module: Module, mesh: Mapping[str, int], platform: str = "cpu") -> list[Collective]:
     """Returns the collectives of a step on a mesh of these axes, in the order of the text.
 
-    XLA on CPU has neither reduce-scatter nor bfloat16 collectives: those are listed as GPU and TPU run them.
+    Compiled for CPU, a step has no reduce-scatter and no bfloat16 collective; these are listed as GPU and
+    TPU run them.
     """
     found, fragments = [], set()
     for computation, body in module.computations.items():
@@ -94,7 +95,7 @@ def find(module: Module, mesh: Mapping[str, int], platform: str = "cpu") -> list
 
 
 def _tensors(module, computation, instruction, kind, mesh, times, platform) -> Iterator[Collective]:
-    """Yields the tensors of one instruction."""
+    """Yields a Collective for each tensor of one instruction."""
     if kind == "collective-permute":
         axes, size = groups.axes_between(groups.pairs_of(instruction.attributes), mesh), 2
     else:
@@ -138,7 +139,10 @@ def _tensors(module, computation, instruction, kind, mesh, times, platform) -> I
 
 
 def _arrays(module, computation, instruction, kind, group_size) -> list[Array]:
-    """Returns the full tensors that it moves, from its operands: a -start has additional results."""
+    """Returns the full tensors that an instruction moves.
+
+    Taken from its operands, because a -start instruction has additional results.
+    """
     body = module.computations[computation]
     arrays = [a for name in instruction.operands if name in body for a in body[name].results]
     arrays = arrays or list(hlo.arrays(instruction.operand_text))
@@ -152,7 +156,7 @@ def _arrays(module, computation, instruction, kind, group_size) -> list[Array]:
 
 
 def _element(module, computation, instruction, element) -> Instruction:
-    """Returns the instruction with the metadata of one tensor of a combined collective."""
+    """Returns the instruction that has the metadata of one tensor of a combined collective."""
     if len(instruction.results) == 1:
         return instruction
     for user in module.users[computation, instruction.name]:

@@ -1,4 +1,4 @@
-"""Draws a pipeline schedule as text for a terminal, and as an SVG timeline in lock-step time."""
+"""Draws a pipeline schedule as text for a terminal, and as an SVG timeline."""
 
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
@@ -7,7 +7,7 @@ import numpy as np
 
 from meshtrain.parallel.pipeline.schedules import IDLE, Table, Work
 
-FORWARD, BACKWARD = 1, 2  # time of one stage for a micro-batch
+FORWARD, BACKWARD = 1, 2  # assumed times of a stage for one micro-batch
 TICKS_PER_NUMBER = 5  # every fifth column of the text is numbered
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # One colour per micro-batch, dark enough for white numbers.
@@ -48,7 +48,7 @@ def text_lines(table: Table, columns: int) -> list[str]:
 
 
 def cell(microbatch: int, chunk: int, num_chunks: int) -> str:
-    """Returns '3' for micro-batch 3, '3b' for its chunk 1 of several, '·' if the stage is idle."""
+    """Returns '3' for micro-batch 3, '3b' for micro-batch 3 in chunk 1 of several, '·' for an idle stage."""
     if microbatch == IDLE:
         return "·"
     if num_chunks == 1:
@@ -61,7 +61,7 @@ def _microbatches_and_chunks(work: Work) -> list[list[tuple[int, int]]]:
 
 
 def svg(name: str, table: Table) -> str:
-    """Returns the timeline: a row per stage, a box per forward or backward, its width the time."""
+    """Returns the timeline: a row per stage, a box per forward or backward; its width is the time."""
     P, M, V = table.num_stages, table.num_microbatches, table.num_chunks
     unit = BOX_WIDTH + DIGIT_WIDTH * len(str(M - 1))  # width of one chunk's forward
     length = unit * table.cost(FORWARD, BACKWARD) * V
@@ -89,7 +89,7 @@ def svg(name: str, table: Table) -> str:
 
 
 def _rows(P: int, length: float) -> Iterator[str]:
-    """Yields the rows in the idle colour; boxes cover all of it but the bubble."""
+    """Yields the rows in the idle colour, which stays visible only in the bubble."""
     for stage in range(P):
         y = TOP + stage * (ROW + GAP)
         yield _label(LEFT - 8, y + ROW / 2 + 4, f"stage {stage}", anchor="end")
@@ -97,9 +97,10 @@ def _rows(P: int, length: float) -> Iterator[str]:
 
 
 def start_times(table: Table) -> dict[str, np.ndarray]:
-    """Returns when the forwards and the backwards of each tick start, (T,), in forwards of one chunk.
+    """Returns the start times of the forwards and of the backwards by tick, (T,).
 
-    A tick lasts as long as the longest work of any stage; forwards come before backwards.
+    The unit is the time of one chunk's forward. A tick has time for a forward if any stage has one, then
+    for a backward if any stage has one.
     """
     forward = table.forward.active.any(1) * FORWARD
     both = forward + table.backward.active.any(1) * BACKWARD

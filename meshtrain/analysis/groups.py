@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-Groups = tuple[tuple[int, ...], ...]  # of device numbers, in the order of the mesh
+Groups = tuple[tuple[int, ...], ...]  # device numbers, counted in the order of the mesh
 
 
 def groups_of(attributes: str, num_devices: int) -> Groups:
@@ -37,9 +37,9 @@ def pairs_of(attributes: str) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the mesh axes that these groups span, or the one axis that they divide into parts.
+    """Returns the mesh axes that these groups span, or the one axis that they divide into subgroups.
 
-    Returns None if the groups are neither.
+    Returns None if neither is the case.
     """
     used = [axis for axis, size in mesh.items() if size > 1]
     wanted = {frozenset(group) for group in groups}
@@ -57,7 +57,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
 
 
 def axes_between(pairs: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes along which the two devices of some pair differ."""
+    """Returns the mesh axes along which the two devices of any pair differ."""
     sizes = list(mesh.values())
     ends = np.array(pairs, int).reshape(-1, 2).T
     differ = [

@@ -1,6 +1,6 @@
 """Parses the HLO text of a compiled program: instructions, how often each runs, and their source lines.
 
-Needs no devices. The text is `jax.jit(f).lower(...).compile().as_text()` of any backend.
+No devices are needed. The text is `jax.jit(f).lower(...).compile().as_text()` of any backend.
 """
 
 import math
@@ -38,7 +38,7 @@ class Instruction:
 
     @cached_property
     def called(self) -> list[str]:
-        """Names of the computations that it runs: loop bodies, branches, fused or wrapped ones."""
+        """Names of the computations that it runs: loop bodies, branches, fused or wrapped computations."""
         if self.opcode.endswith(("-done", "-update")):
             return []  # counted at the matching -start
         found = re.findall(
@@ -55,7 +55,10 @@ class Instruction:
 
     @cached_property
     def fraction_taken(self) -> float:
-        """How often a `conditional` runs a branch, if its name says so (`3_of_4_ticks`); else 1."""
+        """The fraction of runs in which a `conditional` takes its branch with collectives; 1 if unknown.
+
+        The pipeline names its conditionals for it, for example `3_of_4_ticks`.
+        """
         found = re.search(r"/(\d+)_of_(\d+)_ticks/", self.op_name)
         return int(found[1]) / int(found[2]) if found and self.opcode == "conditional" else 1
 
@@ -91,7 +94,7 @@ class Module:
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[str, Instruction]]]:
-        """For each computation, who runs it: the calling computation and instruction."""
+        """For each computation, the computations and instructions that call it."""
         callers = defaultdict(list)
         for name, body in self.computations.items():
             for instruction in body.values():
@@ -144,7 +147,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Returns the program in HLO text."""
+    """Parses the HLO text of a program."""
     header = text.partition("\n")[0]
     counts = [int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)]
     module = Module(num_devices=math.prod(counts))
@@ -220,7 +223,7 @@ def _frames(text: str) -> dict[int, tuple[Frame, int]]:
         locations[location_id] = Frame(file, function, int(ids.get("line", 0)))
     for frame_id, row in table("StackFrames").items():
         ids = fields(row)
-        # parent_frame_id is the parent's id plus 1 (0: none): frame 2 with 2 was called by frame 1.
+        # parent_frame_id is the id of the caller's frame plus 1, or 0 if there is no caller.
         parent = int(ids.get("parent_frame_id", 0)) - 1
         frames[int(frame_id)] = (locations[ids["file_location_id"]], parent)
     return frames

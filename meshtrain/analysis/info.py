@@ -1,9 +1,10 @@
-"""Prints versions, processes, devices and settings, and tests an all-reduce over all devices.
+"""Prints versions, processes, devices and settings, and tests an all-reduce.
 
   meshtrain info                       # with several processes, process 0 prints
   meshtrain info --simulate_devices=8
 
-The exit code is 1 if the all-reduce gave a wrong result.
+The all-reduce runs over all devices and, with several processes, over the processes. The exit code is 1
+if a result is wrong.
 """
 
 import argparse
@@ -24,7 +25,7 @@ NUM_VALUES = 1 << 18  # float32 values per device or process: 1 MiB
 
 
 def describe_process() -> dict[str, str]:
-    """Returns this process's host and devices (key ""), and its settings."""
+    """Returns this process's settings by name, and its host and devices under the key ""."""
     kinds: dict[str, int] = {}
     for device in jax.local_devices():
         limit = (device.memory_stats() or {}).get("bytes_limit", 0)
@@ -42,7 +43,7 @@ def print_row(name: str, text: str) -> None:
 
 
 def check_all_reduce(name: str, values: np.ndarray, expected: float, **members: Any) -> bool:
-    """Runs all_reduce, prints its time, and returns whether it was right on all processes."""
+    """Times an all-reduce, prints the result, and returns whether it was right on all processes."""
     seconds, is_right = [], True
     for _ in range(6):  # the first call compiles; the fastest of the others is printed
         start = time.perf_counter()
@@ -51,7 +52,7 @@ def check_all_reduce(name: str, values: np.ndarray, expected: float, **members: 
         is_right &= bool((result == expected).all())
     wrong = [process for process, ok in enumerate(distributed.gather(is_right)) if not ok]
     verdict = f"WRONG on processes {wrong}: not {expected}" if wrong else "right"
-    duration = f"{min(seconds[1:]) * 1e3:.2f} ms for 1 MiB of each"
+    duration = f"{min(seconds[1:]) * 1e3:.2f} ms for 1 MiB each"
     print_row("all_reduce", f"over {name}: {verdict}, {duration}")
     return not wrong
 
@@ -61,7 +62,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
+    """Prints the report; returns the exit code."""
     runtime.start(args)
     flags = (args.coordinator, args.num_processes, args.process_id)
     processes = distributed.gather(describe_process())

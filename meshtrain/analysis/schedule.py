@@ -48,7 +48,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
+    """Prints the schedule; returns the exit code."""
     if faults := _faults(args):
         raise ConfigError(*faults)
     table = SCHEDULES[args.schedule](args.stages, args.microbatches, args.chunks)

@@ -69,7 +69,7 @@ def test_fsdp_gathers_twice_and_scatters_once():
 
 @pytest.mark.parametrize("layout", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}], ids=str)
 def test_loss_chunks_send_no_extra_bytes(layout, monkeypatch):
-    """Each device adds up the chunks of its rows; the sums are all-reduced once."""
+    """Each device sums the chunks of its rows; one all-reduce then adds the sums of all devices."""
     monkeypatch.setattr(losses, "MIB", 1024)
     unchunked, chunked = (audited(dict(loss_chunk_mib=mib), **layout) for mib in (0, 1))
     assert [total.bytes for total in chunked.axes] == [total.bytes for total in unchunked.axes]

@@ -1,4 +1,4 @@
-"""The bytes that pipeline stages send: messages, both end stages' activations, and sums over other axes."""
+"""The bytes that pipeline stages send: messages, broadcasts by the first and last stage, and other sums."""
 
 import jax
 import pytest
@@ -46,7 +46,7 @@ def test_one_message_per_tick_in_each_direction(results, M):
 
 @pytest.mark.parametrize("M", [4, 8])
 def test_embedding_and_head_run_once_per_microbatch(results, M):
-    # Also if they are in a branch that some ticks of a loop skip.
+    # This also holds if they are in a branch that some ticks of a loop skip.
     result, A = results[M], 64 // 2 // M * 16 * 32 * 4
     assert result.bytes_for("activations", "pipeline") == 2 * M * 1.5 * A
     assert result.bytes_for(END_BROADCAST, "pipeline") == 2 * M * 1.5 * A
@@ -67,7 +67,7 @@ def test_interleaved_stages_receive_their_layers_and_gather_them_in_every_tick()
     assert_explained(result)
     # The layers of a stage: without embedding, head and the final norm's scale.
     layers = 2 * result.param_bytes - (2 * 64 + 1) * 32 * 4
-    # Half of the chunks run on the stage that stores them. Of the others, weights and gradients move.
+    # Half of the chunks run on the stage that stores them. The weights and gradients of the others move.
     assert result.bytes_for(LAYER_TRANSFER, "pipeline") == 2 * layers / 2 / 2
     # 9 ticks of one layer in each direction, 8 with work; recomputed chunks are gathered once more.
     assert lock_step_bytes(result, "gradients summed", "fsdp") == layers / 2 / 2

@@ -174,11 +174,8 @@ SLICE = """
     [
         ("%number", "", "reduce-scatter"),
         ("%zero", "", "all-reduce"),  # every device keeps the same slice
-        (
-            "%number",
-            "\n  %n = f32[8,4]{1,0} negate(%c)",
-            "all-reduce",
-        ),  # the full result is used too
+        # The full result is used too.
+        ("%number", "\n  %n = f32[8,4]{1,0} negate(%c)", "all-reduce"),
     ],
 )
 def test_an_all_reduce_of_which_each_device_uses_its_slice_is_a_reduce_scatter(offset, also, kind):

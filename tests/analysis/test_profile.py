@@ -257,10 +257,8 @@ def test_the_text_shows_the_costliest_rows_and_sums_up_the_rest(two_devices):
         ("--steps=5..3", "--steps=5..3: use N"),
         ("--top=0", "--top=0: use 1 or more"),
         ("--output={}/config.json/trace", "use a folder that can be written"),
-        (
-            "--output=/proc/self",
-            "use a folder that can be written",
-        ),  # exists, but no file can be created in it
+        # This folder exists, but no file can be created in it.
+        ("--output=/proc/self", "use a folder that can be written"),
     ],
 )
 def test_a_wrong_flag_is_reported_in_one_line_before_compiling(

@@ -74,9 +74,8 @@ def test_a_wide_table_is_wrapped_and_complete(columns):
     assert sum(rows, []) == expected
     heads = [line for line in lines if line.startswith("tick")]
     assert [*map(int, " ".join(heads).replace("tick", "").split())] == [*range(0, 126, 5)]
-    for head, block in zip(
-        heads, rows, strict=True
-    ):  # numbers end at the same position as their columns
+    # A number ends at the same position as its column.
+    for head, block in zip(heads, rows, strict=True):
         ends = {len(head[: head.index(number) + len(number)]) for number in head.split()[1:]}
         assert ends == {9 + 4 * column for column in range(1, len(block) + 1, 5)}
 
@@ -170,7 +169,7 @@ def test_the_drawing_has_a_box_for_each_forward_and_backward(tmp_path, capsys, n
         assert part in words
 
 
-def test_a_tick_lasts_as_long_as_its_longest_stage():
+def test_a_tick_has_time_for_a_forward_and_a_backward_if_any_stage_has_one():
     table = SCHEDULES["1f1b"](2, 2, 1)  # F, FB, FB, B
     start_times = drawing.start_times(table)
     assert start_times["forward"].tolist() == [0, 1, 4, 7]

@@ -48,11 +48,11 @@ class Audit:
     axes: list[Total]
     explanations: list[Explanation]
     extra_bytes: list[tuple[str, str, str, float]]  # axes, label, reason, bytes above the minimum
-    unsent_bytes: list[tuple[str, str, float]]  # axes, role, bytes that the layout may send
+    unsent_bytes: list[tuple[str, str, float]]  # axes, role, bytes of needs that the program avoids
     warnings: list[str]
 
     def total(self, *axes: str) -> Total:
-        """Returns the total of these axes together."""
+        """Returns the total of the collectives over exactly these axes."""
         name = warn.axes_label(axes)
         return next((total for total in self.axes if total.name == name), Total(name, 0, 0))
 
@@ -117,9 +117,9 @@ def _batch_like(cfg: Config, program: Program, data: Any) -> Any:
 
 
 def _totals(explanations: list[Explanation], unknown: Iterable[str]) -> list[Total]:
-    """Returns bytes and minimum by axes; the minimum leaves out needs that the program avoids.
+    """Returns the bytes and the minimum by axes; the minimum is None for the axes in `unknown`.
 
-    The minimum over `unknown` axes is None.
+    The minimum leaves out needs that the program avoids.
     """
     sent, needed = Counter(), Counter()
     for explanation in explanations:
@@ -142,7 +142,7 @@ def _extra_bytes(explanations: list[Explanation]) -> list[tuple[str, str, str, f
 
 
 def _unsent_bytes(ledger: Ledger) -> list[tuple[str, str, float]]:
-    """Returns the needs of the layout that no collective met: the program avoids them."""
+    """Returns the needs of the layout that no collective meets, because the program avoids them."""
     axes = {need.key: warn.axes_label(need.axes) for need in ledger.needs}
     merged = Counter()
     for key, num_bytes in ledger.unclaimed.items():

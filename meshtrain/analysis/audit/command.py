@@ -3,11 +3,11 @@
   meshtrain audit --config=configs/quickstart.py --simulate_devices=8 --config.mesh.data=8
 
 Nothing is trained, and the token file is not read. All config keys can be set, as for training. The
-minimum is what the layout needs: along data, each gradient is summed once; along fsdp, parameters
-are gathered for each pass of a micro-batch and gradients are scattered; along tensor, partial
-products are summed between matrices. The minimum leaves out gathers that the program avoids by
-keeping parameters gathered; a note lists them. Each line above the minimum has a reason. A
-collective that the layout does not need is a warning.
+minimum is what the layout needs: along data, each gradient is summed once; along fsdp, parameters are
+gathered for the forward and the backward pass of each micro-batch, and gradients are reduce-scattered;
+along tensor, the partial products of row-parallel matrices are all-reduced. The program may avoid
+gathers by keeping parameters gathered; the minimum leaves these out, and a note lists them. All bytes
+above the minimum are listed with a reason. A collective that the layout does not need is a warning.
 """
 
 import argparse
@@ -19,7 +19,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, config: Any) -> int:
-    """Returns the exit code."""
+    """Prints the audit; returns the exit code."""
     from meshtrain.analysis.audit import audit, text
 
     print(*text.lines(audit.audit(config)), sep="\n")

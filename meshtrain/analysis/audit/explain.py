@@ -15,9 +15,9 @@ def explain(placement: Placement, found: list[Collective]) -> tuple[list[Explana
     ledger = Ledger(placement)
 
     def order(c: Collective) -> tuple:
-        # Known origin first, then the largest: so a stack of layers is not mistaken for one layer of
-        # another parameter. Over model axes the forward pass first: extra bytes are then reported
-        # for the backward pass, where they arise.
+        # Collectives of known origin come first, then the largest, so that a stack of layers is not
+        # mistaken for one layer of another parameter. Over model axes the forward pass comes first:
+        # extra bytes are then reported for the backward pass, where they arise.
         late = c.phase == "backward" and not {*(c.axes or ())} & {*placement.batch_axes}
         return late, c.origin == "", -c.bytes
 
@@ -35,7 +35,7 @@ def explain(placement: Placement, found: list[Collective]) -> tuple[list[Explana
         _loss_function,
     )
     by_shape = [_first(rules, ledger, c) for c in ordered]
-    # A match by number of elements only comes after every match by shape.
+    # A match by the number of elements alone is tried after every match by shape.
     return [
         explanation or _first((_gradient_sum_by_size, _not_needed), ledger, c)
         for c, explanation in zip(ordered, by_shape, strict=True)
@@ -54,7 +54,7 @@ def _scalar(ledger: Ledger, c: Collective) -> Explanation | None:
 
 
 def _parameter_gather(ledger: Ledger, c: Collective) -> Explanation | None:
-    """A parameter that is sharded over batch axes, gathered to compute with it."""
+    """Explains a gather of a parameter that is sharded over batch axes, for computing with it."""
     placement, label, claimed = ledger.placement, minimum.PARAMETER_GATHER, 0.0
     fits = _parameter_candidates(ledger, c, label)
     fits = [fit for fit in fits if c.origin in ("", fit[0].leaf.argument)]
@@ -82,7 +82,7 @@ def _parameter_gather(ledger: Ledger, c: Collective) -> Explanation | None:
 
 
 def _update_gather(ledger: Ledger, c: Collective) -> Explanation | None:
-    """A parameter whose shards were updated on different devices, gathered afterwards."""
+    """Explains a gather of a parameter whose shards were updated on different devices."""
     if c.origin or c.phase:
         return None
     for need, fraction in _parameter_candidates(ledger, c, minimum.UPDATE_GATHER):
@@ -92,7 +92,7 @@ def _update_gather(ledger: Ledger, c: Collective) -> Explanation | None:
 
 
 def _parameter_candidates(ledger: Ledger, c: Collective, role: str) -> Iterable[tuple[Need, float]]:
-    """Yields the needs that a gather may serve by its size, and which fraction of each."""
+    """Yields the needs that a gather of this size may serve, and the fraction of each."""
     for need in ledger.needs:
         if c.kind == "all-gather" and need.role == role and {*(c.axes or "-")} <= {*need.axes}:
             is_gather = role == minimum.PARAMETER_GATHER
@@ -112,10 +112,10 @@ def _fraction(c: Collective, shape: list[int], num_pieces: int) -> float:
 
 
 def _gradient_sum(ledger: Ledger, c: Collective) -> Explanation | None:
-    """The gradient of a parameter, summed over devices with different batch rows."""
+    """Explains a sum of a parameter's gradient over devices with different batch rows."""
     candidates = [fit for fit in _gradient_candidates(ledger, c) if fit[0]]
     if not {*(c.axes or ())} <= {*ledger.placement.deferred_axes}:
-        # Immediate sums are of one layer rather than of a stack.
+        # A sum in each micro-batch is of one layer rather than of a stack.
         candidates.sort(key=lambda fit: fit[1])
     if found := _claim_gradient_sum(ledger, c, candidates):
         return found
@@ -127,7 +127,7 @@ def _gradient_sum(ledger: Ledger, c: Collective) -> Explanation | None:
 
 
 def _gradient_sum_by_size(ledger: Ledger, c: Collective) -> Explanation | None:
-    """A gradient sum of another shape, or one that is repeated too often."""
+    """Explains a gradient sum of another shape, or one that is repeated too often."""
     candidates = _gradient_candidates(ledger, c)
     if found := _claim_gradient_sum(ledger, c, candidates):
         return found
@@ -174,7 +174,7 @@ def _claim_gradient_sum(ledger: Ledger, c: Collective, candidates: list) -> Expl
 
 
 def _too_often(leaf: Leaf) -> str:
-    return f"{leaf.name} or one like it is summed more often than necessary"
+    return f"{leaf.name}, or a parameter of the same shape, is summed more often than necessary"
 
 
 def _reason_for_larger_sum(placement: Placement, leaf: Leaf, c: Collective, claimed: float) -> str:
@@ -195,7 +195,7 @@ def _wide_dtype(c: Collective) -> str:
 
 
 def _activation(ledger: Ledger, c: Collective) -> Explanation | None:
-    """Activations between blocks, or one statistic for each position."""
+    """Explains sums or gathers of activations between blocks, or of one statistic for each position."""
     placement, axes = ledger.placement, c.axes or ()
     if not placement.has_blocks or not axes or c.origin or not {*axes} <= {*placement.model_axes}:
         return None
@@ -234,8 +234,8 @@ def _claim_activation(ledger: Ledger, c: Collective, needs: dict[str, Need]) -> 
             _, leaves = minimum.row_and_column_parallel(ledger.placement, *c.axes)
             names = [leaf.name.removesuffix("/kernel").split("/")[-1] for leaf in leaves]
             reason = (
-                f"of {', '.join(names)}, those with the same input all-reduce its gradient "
-                "separately; added up first, one all-reduce would suffice (XLA does so on TPU, not on CPU)"
+                f"matrices with the same input ({', '.join(names)}) all-reduce its gradient separately; "
+                "one all-reduce of the sum would suffice (XLA does so on TPU, not on CPU)"
             )
             return Explanation(c, label, claimed, reason)
         if extra := ledger.explain_extra(c, label, [need], claimed + separate):
@@ -247,7 +247,7 @@ def _claim_activation(ledger: Ledger, c: Collective, needs: dict[str, Need]) -> 
 
 
 def _replicated_parameter(ledger: Ledger, c: Collective) -> Explanation | None:
-    """What a parameter that is replicated over a model axis costs in the backward pass."""
+    """Explains what a parameter replicated over a model axis sends in the backward pass."""
     placement, axes = ledger.placement, {*(c.axes or "-")}
     if c.phase != "backward" or c.origin:
         return None
@@ -271,7 +271,7 @@ def _replicated_parameter(ledger: Ledger, c: Collective) -> Explanation | None:
 
 
 def _loss_function(ledger: Ledger, c: Collective) -> Explanation | None:
-    """What a model that is only a loss function moves over the axes that shard its parameters."""
+    """Explains what a model that is only a loss function sends over the axes that shard its parameters."""
     placement = ledger.placement
     if placement.has_blocks or c.origin or not {*(c.axes or "-")} <= {*placement.model_axes}:
         return None
@@ -280,7 +280,7 @@ def _loss_function(ledger: Ledger, c: Collective) -> Explanation | None:
 
 
 def _not_needed(ledger: Ledger, c: Collective) -> Explanation:
-    """A tensor that the layout does not need, described by its origin or its shape."""
+    """Describes a tensor that the layout does not need, by its origin or its shape."""
     leaves = ledger.placement.leaves
     origins = [leaf.name for leaf in leaves if leaf.argument == c.origin]
     same_shape = [leaf.name for leaf in leaves if _has_shape(c, [*leaf.shape], leaf)]

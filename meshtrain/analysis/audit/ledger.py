@@ -1,4 +1,4 @@
-"""Accounts for the bytes of collectives: what each is for, and which needs none has met yet."""
+"""Accounts for the bytes of collectives: what each is for, and which needs are not met yet."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ class Explanation:
     label: str  # its purpose
     needed_bytes: float = 0  # the part of its bytes that is in the minimum
     reason: str = ""  # for its other bytes
-    is_needed: bool = True  # False: nothing in the layout asks for it, which is a warning
+    is_needed: bool = True  # False: the layout does not need it, which is a warning
     # If there are several reasons: each one's fraction of the bytes above the minimum.
     fractions: Mapping[str, float] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""The minimum that a layout needs: the bytes that each device has to send per step, by purpose."""
+"""Computes the minimum that a layout needs: the bytes that each device must send per step, by purpose."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SOFTMAX_STATISTICS = "softmax statistics"
 STAGE_MESSAGES = "messages from stage to stage"
 END_BROADCAST = "last stage's output or first stage's gradient, for all stages"
 LAYER_TRANSFER = "layers sent to the stage that runs them, gradients sent back"
-# No layout needs these; compilers may send them all the same.
+# No layout needs these bytes, but compilers may send them.
 SEPARATE_INPUT_GRADIENTS = "input gradients summed one by one"
 
 
@@ -71,8 +71,9 @@ def _parameter_needs(placement: Placement, leaf: Leaf) -> Iterator[Need]:
     key = (PARAMETER_GATHER, leaf.name)
     yield Need(PARAMETER_GATHER, gathered, leaf, key, once, 2 * M, 2 * idle, recompute)
 
-    # Sharded gradients are scattered after each micro-batch. The rest of the sum can wait for the
-    # last micro-batch, and is then in float32. Sharded optimizer state needs only its slice.
+    # Sharded gradients are reduce-scattered after each micro-batch. The sum over the other axes can wait
+    # for the last micro-batch, and is then in float32. Where the optimizer state is sharded, a device
+    # needs only its slice of the sum.
     deferred = placement.deferred_axes
     immediate = tuple(axis for axis in batch_axes if axis not in deferred)
     spec = leaf.grad_spec if placement.zero_stage >= 2 else leaf.moment_spec
@@ -97,7 +98,7 @@ def _gradient_sum(
     times: int,
     idle_times: float = 0,
 ) -> Need:
-    """A sum of `size` bytes over `axes`; each device keeps only its slice along `scattered`."""
+    """Returns the need of a sum of `size` bytes over `axes`, reduce-scattered over the axes `scattered`."""
     others = placement.num_devices(tuple(axis for axis in axes if axis not in scattered))
     num_slices = placement.num_devices(scattered)
     once = bytes_sent("reduce-scatter", size, num_slices)
@@ -111,9 +112,9 @@ def _gradient_sum(
 def _activation_needs(placement: Placement, axis: str) -> Iterator[Need]:
     """Yields what a model axis sends between blocks, after Megatron (arXiv 1909.08053, 2205.05198).
 
-    Each row-parallel matrix of a block makes a sum of partial products, and the column-parallel
-    matrices in front of it need one more in the backward pass. One all-reduce equals an all-gather
-    and a reduce-scatter, which replace it if the axis shards the sequence between blocks.
+    Each row-parallel matrix of a block needs an all-reduce of partial products in the forward pass; the
+    column-parallel matrices before it need one in the backward pass. If the axis shards the sequence
+    between blocks, a reduce-scatter and an all-gather replace an all-reduce; they send as many bytes.
     Recomputation (for remat, or for a pipeline that keeps only inputs) is not counted.
     """
 
@@ -129,7 +130,7 @@ def _activation_needs(placement: Placement, axis: str) -> Iterator[Need]:
 
 
 def _embed_and_head_needs(placement: Placement) -> Iterator[Need]:
-    """Yields the sums of a sharded embedding and a sharded head, over all axes that shard each."""
+    """Yields the sums that a sharded embedding and a sharded head need, over the axes that shard each."""
     M = placement.num_microbatches
     for user in ("embed", "head"):
         leaves = [leaf for leaf in placement.leaves if user in leaf.used_by]
@@ -168,9 +169,10 @@ def _stage_needs(placement: Placement) -> Iterator[Need]:
 
 
 def row_and_column_parallel(placement: Placement, axis: str) -> tuple[list[Leaf], list[Leaf]]:
-    """Returns the matrices of a block that an axis shards along their input, and along their output.
+    """Returns the row-parallel and the column-parallel matrices of a block over an axis.
 
-    Row-parallel matrices end in d_model, column-parallel matrices start from it.
+    The axis shards the input dim of a row-parallel matrix, whose output is d_model, and the output dim of
+    a column-parallel matrix, whose input is d_model.
     """
     d_model = placement.d_model
     sharded = [

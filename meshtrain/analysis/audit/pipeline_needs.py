@@ -1,4 +1,4 @@
-"""Recognizes the collectives that a pipeline sends between its stages."""
+"""Explains the collectives that a pipeline runs between its stages."""
 
 import math
 
@@ -8,7 +8,7 @@ from meshtrain.analysis.collective_ops import Collective
 
 
 def stage_message(ledger: Ledger, c: Collective) -> Explanation | None:
-    """A chunk's output, or the gradient of its input, sent to the stage that needs it next."""
+    """Explains the transfer of a chunk's output, or its input's gradient, to the stage that uses it next."""
     if not _is_activation_between_stages(ledger, c, "collective-permute"):
         return None
     needs = _needs(ledger, STAGE_MESSAGES)
@@ -19,7 +19,7 @@ def stage_message(ledger: Ledger, c: Collective) -> Explanation | None:
 
 
 def layer_transfer(ledger: Ledger, c: Collective) -> Explanation | None:
-    """Layers, or their gradients, sent between the stage that stores them and the stage that runs them."""
+    """Explains the transfer of layers or gradients between the stage that stores and the one that runs them."""
     if c.kind != "collective-permute" or c.axes != ("pipeline",):
         return None
     placement = ledger.placement
@@ -36,7 +36,7 @@ def layer_transfer(ledger: Ledger, c: Collective) -> Explanation | None:
 
 
 def end_broadcast(ledger: Ledger, c: Collective) -> Explanation | None:
-    """The last chunk's output for the head, or the gradient of the first chunk's input for the embedding."""
+    """Explains the broadcast of the last chunk's output, or of the gradient of the first chunk's input."""
     is_activation = _is_activation_between_stages(ledger, c, "all-reduce")
     if not is_activation or "/share/" not in c.op_name:
         return None

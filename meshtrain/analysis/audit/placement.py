@@ -1,4 +1,4 @@
-"""Which device holds which part of each parameter, gradient and activation, from the settings of a run."""
+"""Describes which device holds which part of each parameter, gradient and activation of a run."""
 
 import math
 from collections.abc import Mapping
@@ -60,7 +60,9 @@ class Placement:
     d_model: int  # elements per token between blocks; 0 without blocks
     num_microbatches: int
     num_chunks: int  # of layers on each stage; 1 without a pipeline
-    num_ticks: int  # with a forward (as many have a backward); without a pipeline: micro-batches
+    num_ticks: (
+        int  # that have a forward, and as many a backward; num_microbatches without a pipeline
+    )
     pipeline_keep: str  # pipeline.keep; empty without a pipeline
     zero_stage: int
     remat: str
@@ -68,7 +70,7 @@ class Placement:
 
     @property
     def model_axes(self) -> Axes:
-        """Axes that shard parameters but not the batch: tensor, and pipeline for instance."""
+        """Axes that shard parameters but not the batch, for example tensor and pipeline."""
         sharding_axes = {axis for leaf in self.leaves for axis in leaf.axes}
         return tuple(
             axis for axis in self.mesh if axis in sharding_axes and axis not in self.batch_axes
@@ -81,19 +83,19 @@ class Placement:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes between two blocks, of a micro-batch on one device."""
+        """Bytes of the activations between two blocks, for a micro-batch on one device."""
         return self.num_tokens * self.d_model * self.compute_itemsize
 
     @property
     def num_recomputes(self) -> int:
-        """How often a stage recomputes a chunk in the backward pass: from its input, and for remat."""
+        """How often a backward recomputes its chunk: once if only inputs are kept, once more for remat."""
         return (self.pipeline_keep == "inputs") + (
             self.pipeline_keep != "" and self.remat != "none"
         )
 
     @property
     def idle_microbatches(self) -> float:
-        """Ticks in which a stage has no work but computes in lock step, in units of a micro-batch."""
+        """Ticks in which a stage computes only to stay in lock step, in units of a micro-batch."""
         return self.num_ticks / self.num_chunks - self.num_microbatches
 
     def num_devices(self, axes: Axes) -> int:
@@ -101,7 +103,7 @@ class Placement:
         return math.prod(self.mesh[axis] for axis in axes)
 
     def local_shape(self, leaf: Leaf, spec: Spec, replicated_over: Axes) -> list[int]:
-        """Returns the shape of a leaf on one device: sharded by `spec`, except over some axes."""
+        """Returns the shape of a leaf on one device: sharded by `spec`, except over `replicated_over`."""
         num_shards = (
             self.num_devices(tuple(axis for axis in dim if axis not in replicated_over))
             for dim in spec

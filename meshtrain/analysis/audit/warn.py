@@ -11,7 +11,7 @@ from meshtrain.parallel import sharding
 from meshtrain.parallel.sharding import Rules
 from meshtrain.state import TrainState, bytes_per_device
 
-# An array is large from this fraction of all parameters on, or from this many bytes on each device.
+# An array is large if a device holds this many bytes of it, or this fraction of all parameter bytes.
 LARGE_FRACTION = 0.05
 LARGE_BYTES = 64 << 20
 
@@ -82,7 +82,7 @@ def _why_replicated(leaf: Leaf, axis: str, placement: Placement, rules: Rules) -
 
 
 def _replicated_moments(placement: Placement, state: TrainState) -> Iterator[str]:
-    """Optimizer state that is not sharded like its parameter, for example a factored moment."""
+    """Warns about optimizer state that is not sharded like its parameter, such as a factored moment."""
     size = placement.mesh["fsdp"]
     if size == 1 or placement.zero_stage == 0:
         return

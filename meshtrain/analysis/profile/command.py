@@ -2,10 +2,10 @@
 
   meshtrain profile --config=configs/quickstart.py --steps=3..5
 
-Runs the train step on the config's data up to the last traced step. Saves only the trace, for xprof,
-TensorBoard or Perfetto. Prints for each device the share of time in which it is busy, in which it
-runs collectives, and in which collectives are exposed (nothing else runs). Then prints the costliest
-operations, grouped by kind, pass and source line, by their own time without nested operations. With
+It runs the train step on the config's data up to the last traced step, and saves only the trace, for
+xprof, TensorBoard or Perfetto. It prints for each device the share of time in which it is busy, in which it
+runs collectives, and in which collectives are exposed (nothing else runs). Then it prints the costliest
+operations, grouped by kind, pass and source line; their time excludes nested operations. With
 several processes, each writes its trace to DIR/rank-N, and process 0 prints its own devices.
 """
 
@@ -37,7 +37,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, config: Any) -> int:
-    """Returns the exit code."""
+    """Prints the profile; returns the exit code."""
     import jax
 
     from meshtrain.analysis.profile import profile, text

@@ -51,7 +51,7 @@ class Labels:
         self._labels: dict[tuple[str, str], Label] = {}
 
     def label_of(self, path: str, kernel: str) -> Label:
-        """Returns the label for `path` and `name` of a `trace.Operation`."""
+        """Returns the label of a `trace.Operation` with this `path`, and `kernel` as its name."""
         if (path, kernel) not in self._labels:
             name = self._instruction(path, kernel)
             label = self._label(name) if name else _label_from_name(kernel or path)
@@ -64,7 +64,7 @@ class Labels:
         For a kernel in a CUDA graph, `path` names only the call of the graph; the kernel of a fusion has
         the fusion's name.
         """
-        kernel = kernel.partition(" = ")[0].lstrip("%")  # on TPU the name is a line of the program
+        kernel = kernel.partition(" = ")[0].lstrip("%")  # on TPU the name is a line of HLO text
         for name in (*reversed(path.split("/")), kernel):
             if name in self._found and self._found[name][1].opcode not in CONTAINERS:
                 return name
@@ -112,10 +112,10 @@ class Labels:
         Some instructions that XLA creates have no source line; their users or operands often have one.
         """
         body = self._module.computations[computation]
-        near = [main, instruction, *reversed([*self._with_nested(instruction)])]  # the root first
+        near = [main, instruction, *reversed([*self._with_nested(instruction)])]  # its root first
         for distance in range(MAX_DISTANCE):
             for one in near:
-                # Without an op_name, the line is only that of the call it was inlined from.
+                # Without an op_name, the line is only the call that the instruction was inlined from.
                 if one.op_name and source_of(self._module.traceback(one)):
                     return one, distance == 0 or one.opcode == "bitcast"
             users = [
@@ -148,7 +148,7 @@ def _label_from_name(kernel: str) -> Label:
         kind = "copy"
     else:
         kind = "dot" if MATMUL_KERNEL.search(kernel) else "kernel"
-    return Label(kind, "other", kernel[:60], kernel[:60])  # names of templates are long
+    return Label(kind, "other", kernel[:60], kernel[:60])  # C++ template names are long
 
 
 def _kernel_name(name: str) -> str:

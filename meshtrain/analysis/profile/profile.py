@@ -27,7 +27,7 @@ from meshtrain.state import TrainState
 
 @dataclass(frozen=True)
 class Usage:
-    """What a device, or one of its streams, does, as fractions of the time."""
+    """How a device, or one of its streams, spends the time, as fractions of it."""
 
     name: str
     busy: float
@@ -53,7 +53,7 @@ class Timing:
     """Seconds per step."""
 
     traced: float
-    untraced: float | None  # in the steps between the first and the traced ones; None: no such step
+    untraced: float | None  # steps between step 0 and the traced steps; None: there are none
     waited: float  # for data, included in `traced`
 
 
@@ -77,7 +77,8 @@ def profile(
 ) -> Profile:
     """Traces `steps` (1 or later: step 0 warms up) of what `train` would run with these arguments.
 
-    Raises ConfigError if the trace cannot be written, or has no operation of this process's devices.
+    Raises ConfigError if the folder cannot be written to, or if the trace has no operation of this
+    process's devices.
     """
     with distributed.raise_on_all_processes():
         cfg = parse(config, num_devices=jax.device_count())
@@ -118,10 +119,7 @@ class _StepRunner:
     state: TrainState
 
     def run_steps(self, steps: range) -> tuple[float, float]:
-        """Runs these steps like the trainer.
-
-        Returns the seconds per step, and how many of them it waited for data.
-        """
+        """Runs these steps like the trainer; returns seconds per step, and seconds of waiting for data."""
         start, waited, previous = time.perf_counter(), 0.0, None
         for step in steps:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):

@@ -1,4 +1,4 @@
-"""Reads a trace of jax.profiler: operations by device, with the time that each has to itself."""
+"""Reads a trace of jax.profiler: operations by device, each with its time outside nested operations."""
 
 import math
 import re
@@ -27,7 +27,7 @@ class Operation:
     name: str  # of the kernel; on CPU, of the instruction
     start: float
     end: float
-    own: list[Interval] = field(default_factory=list)  # when no nested operation ran
+    own: list[Interval] = field(default_factory=list)  # without nested operations
 
     @property
     def seconds(self) -> float:
