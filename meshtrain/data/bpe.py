@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer on the inputs."""
+"""Train a byte-level BPE tokenizer on the inputs of `meshtrain prepare`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ MIN_VOCAB_SIZE = 257  # all bytes, and EOS
 
 
 def train(files: list[Path], options: ReadOptions, vocab_size: int, output: Path) -> None:
-    """Write a tokenizer.json with `vocab_size` tokens; equal inputs give an equal file.
+    """Write a tokenizer.json with `vocab_size` tokens; the same inputs give the same file.
 
     Raises ConfigError if the text is too short for `vocab_size` tokens.
     """

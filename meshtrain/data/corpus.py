@@ -17,19 +17,18 @@ END_OF_FILE = 0  # the byte put after each file of a folder
 
 
 class Corpus(NamedTuple):
-    """The tokens of one or more files, concatenated to a stream."""
+    """The tokens of one or more files, concatenated to one stream."""
 
     path: str  # data.path
     files: list[str]  # names, for messages
     file_tokens: list[np.ndarray]  # tokens of each file (T,)
-    file_offsets: (
-        np.ndarray
-    )  # (files + 1,) int64: start of each file in the stream, then its length
-    # (documents + 1,) int64: start of each document in the stream, then its length; None: unknown
+    # (files + 1,) int64: start of each file in the stream, then the length of the stream
+    file_offsets: np.ndarray
+    # (documents + 1,) int64: start of each document, then the length of the stream; None: unknown
     document_starts: np.ndarray | None = None
     tokenizer: str = ""  # digest of the tokenizer; "": unknown
     vocab_size: int = 0  # 0: unknown
-    token_bytes: np.ndarray | None = None  # (vocab_size,) bytes of text of each token
+    token_bytes: np.ndarray | None = None  # (vocab_size,) number of text bytes of each token
     cache_prefix: str = ""  # path prefix of the files that cache computed results
 
     @property
@@ -38,9 +37,9 @@ class Corpus(NamedTuple):
 
 
 def load(path: str, *, dtype: str, pattern: str, exclude: tuple) -> Corpus:
-    """Returns the corpus at `path`, a file, a folder or a prefix of Megatron-LM files.
+    """Returns the corpus at `path`: a file, a folder, or the prefix of Megatron-LM files.
 
-    Raises ConfigError if there is none, or if it is incomplete or corrupt.
+    Raises ConfigError if `path` does not exist, or if the data is incomplete or corrupt.
     """
     if prefix := indexed.prefix_of(path):
         shard = indexed.load(prefix)
@@ -63,7 +62,7 @@ def load(path: str, *, dtype: str, pattern: str, exclude: tuple) -> Corpus:
 
 
 def read_windows(corpus: Corpus, starts_B: np.ndarray, width: int, vocab_size: int) -> np.ndarray:
-    """Returns the windows (B, W) int32 of the stream that begin at `starts_B`; one gather per file.
+    """Returns the windows (B, W) int32 that begin at `starts_B` in the stream; one gather per file.
 
     Raises ConfigError for a token outside the vocabulary.
     """
@@ -121,7 +120,7 @@ def token_range(corpus: Corpus, first: int, last: int) -> np.ndarray:
 
 
 def check_ids(corpus: Corpus, found: np.ndarray, vocab_size: int) -> None:
-    """Raises ConfigError for a token outside the vocabulary, which jax would clamp into it silently."""
+    """Raises ConfigError for a token outside the vocabulary, which JAX would clamp silently."""
     if found.size and (found.max() >= vocab_size or found.min() < 0):
         wrong = found[(found >= vocab_size) | (found < 0)].flat[0]
         raise ConfigError(
@@ -132,7 +131,7 @@ def check_ids(corpus: Corpus, found: np.ndarray, vocab_size: int) -> None:
 
 
 def _location_of(corpus: Corpus, token: np.integer) -> str:
-    """Returns where a token occurs first, as text for a message."""
+    """Returns where a token first occurs, for an error message."""
     for file, tokens in zip(corpus.files, corpus.file_tokens, strict=True):
         for start in range(0, len(tokens), 1 << 24):
             if (hits := np.flatnonzero(tokens[start : start + (1 << 24)] == token)).size:
@@ -205,7 +204,7 @@ def _read_folder(path: str, pattern: str, exclude: tuple) -> np.ndarray:
     )
     if not files:
         raise ConfigError(f"data.path={path}: no files match data.pattern={pattern!r}")
-    # A shuffle with a fixed seed: the held-out end is a fair sample, the same on every machine.
+    # Shuffle with a fixed seed: the held-out end is a fair sample, and the same on every machine.
     order = np.random.default_rng(0).permutation(len(files))
     end = bytes([END_OF_FILE])
     return np.frombuffer(b"".join(files[i].read_bytes() + end for i in order), np.uint8)

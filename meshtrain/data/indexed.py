@@ -1,9 +1,9 @@
 """Megatron-LM's token files: PREFIX.bin holds the tokens, PREFIX.idx the boundaries of the documents.
 
 An .idx is little-endian: the magic, u64 version, u8 dtype, u64 number of sequences, u64 number of
-documents + 1; then int32 lengths (tokens) and int64 pointers (bytes) of the sequences; then the int64
-indices of the sequences that begin a document, and last the number of sequences. Most documents are
-one sequence.
+documents + 1; then the int32 lengths (tokens) and int64 pointers (bytes) of the sequences; then the
+int64 indices of the sequences that begin a document, followed by the number of sequences. Most
+documents are one sequence.
 """
 
 import os
@@ -17,7 +17,7 @@ from meshtrain.errors import ConfigError
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-# Tokens of a sequence: lengths are int32. A longer document is stored as several sequences.
+# Tokens; lengths are int32. A longer document is stored as several sequences.
 MAX_SEQUENCE_LENGTH = 2**31 - 1
 
 
@@ -57,7 +57,7 @@ def prefix_of(path: str) -> str | None:
 
 
 def load(prefix: str) -> Shard:
-    """Returns the documents of PREFIX.bin; raises ConfigError with file and offset for a corrupt index."""
+    """Returns the documents of PREFIX.bin. If the index is corrupt, raises ConfigError with its name and the offset."""
     name = prefix + ".idx"
     size, size_bin = os.path.getsize(name), os.path.getsize(prefix + ".bin")
     with open(name, "rb") as file:
@@ -89,7 +89,7 @@ def load(prefix: str) -> Shard:
     wrong = np.flatnonzero(np.diff(documents, prepend=0, append=num_sequences) < 0)
     if wrong.size or documents[0] != 0 or documents[-1] != num_sequences:
         offset = HEADER.size + 12 * num_sequences + 8 * (wrong[0] if wrong.size else 0)
-        what = f"documents do not go from sequence 0 to {num_sequences} in order"
+        what = f"document indices do not increase from 0 to {num_sequences}"
         raise _corrupt(name, offset, what)
     expected = int(ends[-1]) if num_sequences else 0
     if expected != size_bin or not expected:

@@ -1,4 +1,4 @@
-"""Read documents from text, JSON lines and Parquet, in order, from any position on."""
+"""Read documents from text, JSON lines and Parquet, in order, starting at any position."""
 
 import codecs
 import contextlib
@@ -18,7 +18,7 @@ from meshtrain.data.tokenizer import import_optional
 from meshtrain.errors import ConfigError
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # one document per line
-# The files of a folder that are read; all but .parquet also with .gz appended.
+# Files with these extensions are read from a folder; all but .parquet may end in .gz.
 EXTENSIONS = (".txt", *JSON_LINES, ".parquet")
 CHUNK = 1 << 20  # bytes read at a time
 PARQUET_ROWS = 256  # rows read at a time
@@ -28,7 +28,7 @@ class Position(NamedTuple):
     """The start of a document in the inputs. The journal of a prepared folder stores the three numbers."""
 
     file: int = 0  # index in the list of inputs
-    offset: int = 0  # uncompressed bytes; rows of a Parquet file
+    offset: int = 0  # bytes after decompression; rows of a Parquet file
     number: int = 0  # lines, documents or rows before it
 
 
@@ -38,12 +38,13 @@ START = Position()
 class Record(NamedTuple):
     """A document, or a piece of a long one, as read from a file."""
 
-    data: Any  # JSON lines: the line as bytes; other files: the text
-    next_position: Position  # of the next document; its number is this document's, counted from 1
-    bytes_read: int  # compressed bytes read from the file so far
+    data: Any  # JSON lines: the line as bytes; Parquet: the text, or None; other files: the text
+    # Where the next document begins. Its `number` is the number of this document, counted from 1.
+    next_position: Position
+    bytes_read: int  # read from the file so far, before decompression
     starts_document: bool = True  # False for a piece after the first
     ends_document: bool = True  # False for a piece before the last
-    fault: str = ""
+    fault: str = ""  # why the record cannot be used; "": it can
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class ReadOptions:
 def find_files(inputs: list[str], pattern: str, output: Path) -> list[Path]:
     """Returns the input files, including those in input folders but not those in `output`.
 
-    The order is shuffled with a fixed seed, so that the end, which may be held out, is a fair sample.
+    The order is shuffled with a fixed seed: training may hold out the end, which is then a fair sample.
     Raises ConfigError for an input that does not exist, or a folder without matching files.
     """
     files, faults, known = [], [], ", ".join(EXTENSIONS)
@@ -79,7 +80,7 @@ def find_files(inputs: list[str], pattern: str, output: Path) -> list[Path]:
 
 
 def num_unknown_files(inputs: list[str]) -> int:
-    """Returns the number of files in the input folders with an unknown extension, without hidden ones."""
+    """Returns how many files in the input folders have an unknown extension; hidden files do not count."""
     inside = ((path, Path(name)) for name in inputs for path in Path(name).rglob("*"))
     visible = [path for path, root in inside if _is_input(path, root, pattern="*")]
     return sum(extension_of(path) not in EXTENSIONS for path in visible)
@@ -97,7 +98,7 @@ def extension_of(path: Path) -> str:
 
 
 def fingerprint(files: list[Path]) -> str:
-    """Returns a hash of the names, sizes and modification times of the files."""
+    """Returns a hash of the paths, sizes and modification times of the files."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
 
@@ -108,9 +109,9 @@ def read_records(
     last_split_point: Callable[[str], int],
     start: Position = START,
 ) -> Iterator[Record]:
-    """Yields the records of the files from `start` on.
+    """Yields the records of the files, starting at `start`.
 
-    `last_split_point` returns where a long text can be split, see tokenizer.py. Raises ConfigError for
+    `last_split_point` returns where a long text can be split; see tokenizer.py. Raises ConfigError for
     a file that cannot be read.
     """
     for number in range(start.file, len(files)):
@@ -132,7 +133,7 @@ def read_records(
 
 @contextlib.contextmanager
 def _open_at(path: Path, offset: int) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Yields the uncompressed file at an offset, and a function that returns the compressed bytes read."""
+    """Yields the decompressed file at an offset, and a function: the bytes read so far, before decompression."""
     with open(path, "rb") as raw:
         is_gzip = path.suffix == ".gz"
         file = io.BufferedReader(igzip.IGzipFile(fileobj=raw), CHUNK) if is_gzip else raw
@@ -143,7 +144,7 @@ def _open_at(path: Path, offset: int) -> Iterator[tuple[BinaryIO, Callable[[], i
 
 
 def _read_lines(path: Path, begin: Position) -> Iterator[Record]:
-    """Yields the lines of a file, without blank ones."""
+    """Yields the lines of a file, except blank ones."""
     with _open_at(path, begin.offset) as (file, bytes_read):
         offset, number = file.tell(), begin.number
         for line in file:
@@ -178,7 +179,7 @@ def _read_parquet(path: Path, options: ReadOptions, begin: Position) -> Iterator
 
 
 def _read_separated(path: Path, options: ReadOptions, begin: Position) -> Iterator[Record]:
-    """Yields the documents between separators, without blank ones."""
+    """Yields the documents between separators, except blank ones."""
     separator = options.separator.encode()
     with _open_at(path, begin.offset) as (file, bytes_read):
         offset, number, pending = file.tell(), begin.number, [b""]

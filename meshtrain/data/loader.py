@@ -1,4 +1,4 @@
-"""Load the batches of a source onto devices: each process reads only its own rows, ahead of the step."""
+"""Load the batches of a source onto devices: each process reads only its own rows, before the step needs them."""
 
 import collections
 import itertools
@@ -17,7 +17,7 @@ AHEAD = 2  # batches read and sent to the devices before they are needed
 
 
 class Loader:
-    """Iterates over the global batches of a source, from sample `position` on. Close it when done."""
+    """Iterates over the global batches of a source, starting at sample `position`. Close it when done."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Loader:
         self._sharding = jax.sharding.NamedSharding(mesh, spec)
         slices = self._sharding.addressable_devices_indices_map((global_batch,)).values()
         # The rows of the global batch that this process reads, in order, and their local indices.
-        self._rows = np.unique(np.concatenate([np.arange(global_batch)[one] for one in slices]))
+        self._rows = np.unique(np.concatenate([np.arange(global_batch)[rows] for rows in slices]))
         self._local_index = {int(row): local for local, row in enumerate(self._rows)}
         self._next = position
         self._reader = ThreadPoolExecutor(1, "loader")
@@ -43,7 +43,7 @@ class Loader:
         return self
 
     def __next__(self) -> Any:
-        """Returns the next batch as jax arrays; raises what the source raised while it read the batch."""
+        """Returns the next batch as jax arrays; re-raises an error of the source that read it."""
         self._fill()
         return self._ahead.popleft().result()
 
@@ -84,16 +84,16 @@ class Loader:
 
 
 def from_iterable(batches: Iterable[Any], *, global_batch: int, position: int = 0) -> Source:
-    """Returns a Source of your iterable of global batches: pytrees of numpy arrays with a leading dim.
+    """Returns a Source that reads `batches`: pytrees of arrays, each with a leading dim of `global_batch`.
 
-    Batches are read in order; at the end, a list or another re-iterable starts again.
+    Batches are read in order. At the end, a list or another object with `__iter__` starts again.
     A resumed run skips the first `position` samples, so the iterable must yield the same batches in
     the same order on every iteration and on every process.
     """
     if position % global_batch:
         raise ConfigError(
             f"train.global_batch={global_batch} does not divide the {position} samples seen so far; "
-            f"use the global_batch of the run so far"
+            f"resume with the global_batch that the run used"
         )
     stream = itertools.islice(_epochs(batches), position // global_batch, None)
     expected = position

@@ -12,7 +12,7 @@ BLOCK = 1 << 16  # samples; each source has exactly its share of every block
 
 
 def block_counts(weights: Sequence[float]) -> np.ndarray:
-    """Returns the number of samples of a block from each source; the largest remainders are rounded up."""
+    """Returns how many samples of a block each source gives; the largest remainders are rounded up."""
     exact = BLOCK * np.asarray(weights, np.float64) / np.sum(weights)
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: BLOCK - counts.sum()]] += 1
@@ -41,7 +41,7 @@ def mix(
     counts = block_counts(weights)
     if (counts == 0).any():
         raise ConfigError(
-            f"data.mixture: a weight is less than one sample in {BLOCK}; leave it out"
+            f"data.mixture: a weight is less than one sample in {BLOCK}; remove that path"
         )
 
     def read(indices: np.ndarray) -> Batch:
@@ -62,7 +62,7 @@ def mix(
 
 
 def _with_segments(batch: Batch) -> Batch:
-    """Adds positions and segments to rows of one document each, which packed rows have."""
+    """Adds the positions and segments that packed rows have; each row is one document."""
     if batch.segments is not None:
         return batch
     shape = batch.tokens.shape

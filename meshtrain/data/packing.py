@@ -1,7 +1,7 @@
-"""Packs complete documents into rows of a fixed length with little padding: best fit, longest first.
+"""Pack complete documents into rows of a fixed length with little padding: best fit, longest first.
 
 The packing is computed once, from the document lengths, and cached in a file next to the data.
-A row holds documents of one file only, so that it is read from one file.
+All documents of a row lie in the same file, so that reading a row reads one file.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from isal import isal_zlib
 from meshtrain.data.corpus import Corpus, check_ids, concatenate_ranges
 from meshtrain.data.source import Batch
 
-# B rows of a batch, S tokens of a row, R rows in all
+# B rows of a batch, S tokens of a row, R rows in total
 # N pieces: documents, or parts of the documents longer than S
 
 
@@ -109,7 +109,7 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]
 def load_or_pack(corpus: Corpus, first: int, last: int, seq_len: int) -> Packing:
     """Returns the packing of a split from its cache file; writes the file if it is missing or corrupt.
 
-    Several processes may do this at once. If the folder is not writable, the packing stays in memory.
+    Several processes may call this at the same time. Without a writable folder, the packing stays in memory.
     """
     digest = hashlib.blake2b(corpus.document_starts, digest_size=8)
     digest.update(corpus.file_offsets)
@@ -152,7 +152,7 @@ def _read_cache(name: str) -> Packing | None:
 def read_rows(
     corpus: Corpus, packing: Packing, rows_B: np.ndarray, seq_len: int, vocab_size: int
 ) -> Batch:
-    """Returns rows of the packing. Each piece is a segment; the padding is one too, with weight 0.
+    """Returns rows of the packing. Each piece is a segment; padding is a segment with weight 0.
 
     The last token of a document has no target and weight 0. The last token of a piece whose document
     continues has the next token of the document as its target.

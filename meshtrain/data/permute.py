@@ -1,4 +1,4 @@
-"""A shuffle without memory: a keyed permutation of range(n), computed for each index on its own."""
+"""A shuffle in constant memory: a keyed permutation of range(n), computed one index at a time."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
 
 
 def _hash(x: np.ndarray, key: int) -> np.ndarray:
-    """A 64-bit hash (splitmix64's finaliser; Steele et al., OOPSLA 2014)."""
+    """Returns a 64-bit hash (splitmix64's finaliser; Steele et al., OOPSLA 2014)."""
     x = x + np.uint64((key * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,13 +1,13 @@
-"""Tokenize text once, for data.path: shards on disk that training maps into memory.
+"""Tokenize text once, into shards on disk that training maps into memory (data.path).
 
   meshtrain prepare INPUT... --output=DIR                        bytes, without a tokenizer
   meshtrain prepare INPUT... --output=DIR --tokenizer=PATH       tokenizer.json, or SentencePiece's .model
   meshtrain prepare INPUT... --output=DIR --train_bpe=8192       a tokenizer trained on the text
   meshtrain prepare --verify DIR                                 check every token
 
-INPUT is text, JSON lines (.jsonl), either with .gz, Parquet, or a folder of them. Blank lines of JSON
-lines are ignored. If the command is killed or stopped, the same command resumes. The output is the same,
-byte for byte, for any number of workers.
+INPUT is a text file, JSON lines (.jsonl) or Parquet, or a folder of them; text and JSON lines may be
+compressed (.gz). Blank JSON lines are ignored. If the command is killed or stopped, run it again to
+resume. The output is the same, byte for byte, for any number of workers.
 """
 
 import argparse
@@ -38,7 +38,7 @@ MAX_FAULTS_SHOWN = 5
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
+    """Prepares or verifies a folder; returns the exit code."""
     try:
         return _prepare_or_verify(args)
     except KeyboardInterrupt:
@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_PREEMPTED
     except BrokenProcessPool:
         print(
-            "a worker was killed, perhaps because memory ran out; the same command resumes, "
-            "with fewer --num_workers if that is the reason",
+            "a worker was killed, perhaps because memory ran out; the same command resumes; "
+            "if memory ran out, use fewer --num_workers",
             file=sys.stderr,
         )
         return EXIT_FAILED
@@ -138,7 +138,7 @@ def _write_folder(
         writer.close()
     summary = shards.summary(journal.shards)
     if not summary["documents"]:
-        raise ConfigError(f"--output={args.output}: the inputs contain no document; give more")
+        raise ConfigError(f"--output={args.output}: the inputs contain no document; give others")
     name = loaded.file.name if loaded.file else None
     entry = {"kind": loaded.kind, "file": name, "sha256": job.sha256}
     entry |= {"vocab_size": loaded.vocab_size, "eos": loaded.eos, "bos": job.bos}
@@ -164,7 +164,7 @@ def _store_tokenizer(args: argparse.Namespace, files: list[Path]) -> Tokenizer:
     if loaded.eos is None:
         raise ConfigError(
             f"--tokenizer={args.tokenizer}: none of its special tokens is known to end a document; "
-            f"name one, --eos=TEXT"
+            f"name one with --eos=TEXT"
         )
     if args.bos and loaded.bos is None:
         raise ConfigError(
@@ -193,9 +193,9 @@ def _write_unit(
         start += result.num_tokens
     if faults and not skip_bad:
         num_more = len(faults) - MAX_FAULTS_SHOWN
-        more = [f"and {num_more} more nearby"] if num_more > 0 else []
+        more = [f"and at least {num_more} more"] if num_more > 0 else []
         shown = faults[:MAX_FAULTS_SHOWN]
-        raise ConfigError(*shown, *more, "repair them, or leave them out: --skip_bad")
+        raise ConfigError(*shown, *more, "repair them, or skip them with --skip_bad")
     for fault in faults:
         print(f"skipped {fault}", file=sys.stderr)
 
@@ -249,19 +249,49 @@ def _print_summary(output: Path, manifest: dict, seconds: float) -> None:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     add = flags.add_argument
-    add("inputs", nargs="*", metavar="INPUT")
+    add("inputs", nargs="*", metavar="INPUT", help="files or folders of text")
     add("--output", type=Path, metavar="DIR", help="a new folder, or one to resume")
     add(
-        "--tokenizer", default="bytes", metavar="PATH", help='a file, a folder with one, or "bytes"'
+        "--tokenizer",
+        default="bytes",
+        metavar="PATH",
+        help='a tokenizer file, a folder with one, or "bytes" (default)',
     )
-    add("--train_bpe", type=int, default=0, metavar="N", help="train one with N tokens instead")
-    add("--eos", default="", metavar="TOKEN", help="ends each document (default: detected)")
+    add("--train_bpe", type=int, default=0, metavar="N", help="train a BPE tokenizer of N tokens")
+    add(
+        "--eos",
+        default="",
+        metavar="TOKEN",
+        help="token that ends each document (default: detected)",
+    )
     add("--bos", action="store_true", help="begin each document with the tokenizer's BOS token")
-    add("--field", default="text", metavar="NAME", help="with the text, in JSON lines and Parquet")
-    add("--separator", default="", metavar="TEXT", help="between documents of a text file")
-    add("--pattern", default="", metavar="GLOB", help="files of the folders, such as *.py")
-    add("--shard_tokens", type=int, default=100_000_000, metavar="N", help="of a shard, about")
-    add("--num_workers", type=int, default=_num_cores(), metavar="N", help="default: %(default)s")
+    add(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="field (JSON lines) or column (Parquet) of the text",
+    )
+    add(
+        "--separator",
+        default="",
+        metavar="TEXT",
+        help="text between the documents of a text file (default: one document per file)",
+    )
+    add("--pattern", default="", metavar="GLOB", help="files to read in folders, such as *.py")
+    add(
+        "--shard_tokens",
+        type=int,
+        default=100_000_000,
+        metavar="N",
+        help="approximate tokens per shard",
+    )
+    add(
+        "--num_workers",
+        type=int,
+        default=_num_cores(),
+        metavar="N",
+        help="processes (default: %(default)s)",
+    )
     add("--skip_bad", action="store_true", help="skip faulty documents")
     add("--verify", type=Path, metavar="DIR", help="check a prepared folder instead")
 

@@ -11,13 +11,13 @@ from meshtrain.errors import ConfigError
 
 MANIFEST = "manifest.json"
 TOKEN_BYTES = "token_bytes.npy"
-JOURNAL = "progress.jsonl"  # of a folder that is not finished; see shards.py
+JOURNAL = "progress.jsonl"  # of an unfinished folder; see shards.py
 VERSION = 1
 KEYS = {"version", "tokenizer", "settings", "dtype", "shards", "documents", "tokens", "text_bytes"}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest; raises ConfigError if it is corrupt, or a file in it has another size."""
+    """Returns the manifest; raises ConfigError if it is corrupt, or if a file that it lists has another size."""
     name = folder / MANIFEST
     try:
         manifest = json.loads(name.read_text())
@@ -26,7 +26,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{name} cannot be read: {error}; prepare the folder again") from None
     if version != VERSION:
         raise ConfigError(
-            f"{name}: version {version}, this meshtrain reads {VERSION}; prepare the folder again"
+            f"{name}: version {version}, but this meshtrain reads {VERSION}; prepare the folder again"
         )
     if missing := KEYS - manifest.keys():
         raise ConfigError(f"{name}: no {', '.join(sorted(missing))}; prepare the folder again")
@@ -37,14 +37,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             size = path.stat().st_size if path.is_file() else -1
             if size != file["size"]:
                 state = f"has {size} bytes" if size >= 0 else "is missing"
-                faults.append(f"{path} {state}, {MANIFEST} lists {file['size']}; copy it again")
+                faults.append(f"{path} {state}, but {MANIFEST} lists {file['size']}; copy it again")
     if faults:
         raise ConfigError(*faults[:10])
     return manifest
 
 
 def read_token_bytes(folder: Path, manifest: dict[str, Any]) -> np.ndarray:
-    """Returns (vocab_size,) the bytes of text of each token; raises ConfigError."""
+    """Returns the number of text bytes of each token (vocab_size,); raises ConfigError if the file is corrupt."""
     path, vocab_size = folder / TOKEN_BYTES, manifest["tokenizer"]["vocab_size"]
     try:
         sizes_V = np.load(path, allow_pickle=False)

@@ -1,8 +1,8 @@
-"""Write documents as shards, so that a run that was killed resumes after its last complete shard.
+"""Write documents as shards; a run that was killed resumes after its last complete shard.
 
-progress.jsonl in the folder is the journal: the first line holds the settings, every other line a
-complete shard with the position in the inputs where the next one begins. At the end the manifest
-replaces it.
+The journal is progress.jsonl in the folder. Its first line holds the settings. Every other line
+describes a complete shard, and the position in the inputs where the next one begins. At the end,
+the manifest replaces the journal.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ class Journal:
         if len(lines) < 2:  # no complete shard, so there is nothing to resume
             self._file.truncate(0)
             if lines != [{"settings": settings}]:
-                # It may have been trained with other settings.
+                # The old tokenizer may have been trained with other settings.
                 (folder / "tokenizer.json").unlink(missing_ok=True)
             self._append({"settings": settings})
             prepared.sync_folder(folder)
@@ -141,13 +141,13 @@ class ShardWriter:
         self._hash = hashlib.sha256()
 
     @property
-    def _new(self) -> Path:
+    def _partial_path(self) -> Path:
         return self._folder / f"{self._name}.bin.new"
 
     def write(self, tokens: np.ndarray, text_bytes: int) -> None:
         """Append tokens to the current document."""
         if self._file is None:
-            self._file = open(self._new, "wb")
+            self._file = open(self._partial_path, "wb")
         data = tokens.astype(self._dtype, copy=False).tobytes()
         self._file.write(data)
         self._hash.update(data)
@@ -175,7 +175,7 @@ class ShardWriter:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
-            os.replace(self._new, self._folder / f"{self._name}.bin")
+            os.replace(self._partial_path, self._folder / f"{self._name}.bin")
             index = indexed.pack_index(np.array(self._lengths, np.int64), self._dtype)
             prepared.write_durably(self._folder / f"{self._name}.idx", index)
             size = self._tokens * self._dtype.itemsize
@@ -207,7 +207,7 @@ class ShardWriter:
 
 
 def summary(shards: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the manifest's entries for the shards, and their totals."""
+    """Returns the entries of the shards in the manifest, and their totals."""
     keys = ("name", "documents", "tokens", "text_bytes", "files")
     totals = {
         key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "text_bytes")

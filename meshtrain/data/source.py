@@ -18,24 +18,24 @@ class Batch(NamedTuple):
     targets: np.ndarray  # (B, S) int32, the next token
     weights: np.ndarray  # (B, S) float32, 0 where the target does not count
     positions: np.ndarray | None = None  # (B, S) int32, from 0 within each segment
-    segments: np.ndarray | None = None  # (B, S) int32, attention stays within equal numbers
+    segments: np.ndarray | None = None  # (B, S) int32, a token attends only to its own segment
 
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset. `read` must depend on its argument only: that makes a run resumable.
+    """A dataset. The result of `read` must depend only on its argument; this makes runs resumable.
 
     Sample i is the i-th of the run, over all epochs and processes; the source itself handles
-    the seed, the shuffle and the epochs. `read` accepts an int64 array of n indices and returns any
+    seed, shuffle and epochs. `read` accepts an int64 array of n indices and returns any
     pytree of arrays with a leading dim of n. It is called from a background thread.
     """
 
     read: Callable[[np.ndarray], Any]
     description: str = ""
-    # Nats per token of the best guess without context: the loss to compare with.
+    # Loss of the best guess without context (the unigram entropy), in nats per token; None: unknown.
     baseline: float | None = None
-    size: int | None = None  # samples of an epoch: 0 ... size - 1 visit each sample once
-    token_bytes: np.ndarray | None = None  # (V,) bytes of text of each token
+    size: int | None = None  # samples per epoch; None: there are no epochs
+    token_bytes: np.ndarray | None = None  # (V,) number of text bytes of each token
 
 
 def check_sizes(seq_len: int, vocab_size: int, seed: int) -> None:
@@ -46,9 +46,9 @@ def check_sizes(seq_len: int, vocab_size: int, seed: int) -> None:
 
 
 def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
-    """Returns a Batch of (B, S + 1) tokens; a `separator` >= 0 ends documents, each its own segment.
+    """Returns a Batch of (B, S + 1) tokens. If `separator` >= 0, this token ends documents: one segment each.
 
-    The target after a separator belongs to another document and has weight 0.
+    The target of a separator belongs to the next document and has weight 0.
     """
     if separator < 0:
         tokens, targets = rows[:, :-1], rows[:, 1:]
@@ -59,7 +59,7 @@ def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
 
 
 def to_segmented_batch(rows: np.ndarray, is_start: np.ndarray) -> Batch:
-    """Returns a Batch of (B, S + 1) tokens, with each document as its own segment.
+    """Returns a Batch of (B, S + 1) tokens; each document is a segment.
 
     `is_start` (B, S + 1) is True for the first token of each document.
     """

@@ -56,7 +56,7 @@ def can_split(tokenizer_json: dict) -> bool:
 def last_split_point(text: str) -> int:
     """Returns the last index with a letter before and a newline at it; 0 if there is none."""
     for index in range(len(text) - 1, 0, -1):
-        # A letter both today and in Unicode 3.2 is one in every version the tokenizer may be built with.
+        # A letter both today and in Unicode 3.2 is a letter in every version that a tokenizer may use.
         if text[index] in "\r\n" and text[index - 1].isalpha():
             if unicodedata.ucd_3_2_0.category(text[index - 1]).startswith("L"):
                 return index

@@ -15,8 +15,7 @@ def without_files(build: str) -> str:
 def build(
     *, seq_len: int, vocab_size: int, separator: int, seed: int, split: str, **unused
 ) -> Source:
-    """Returns arithmetic progressions modulo `vocab_size`, each with a random start and stride."""
-
+    """Returns a source of arithmetic progressions modulo `vocab_size`, each with a random start and stride."""
     check_sizes(seq_len, vocab_size, seed)
 
     def read(indices: np.ndarray) -> Batch:

@@ -18,8 +18,8 @@ from meshtrain.data import tokenizer
 from meshtrain.data.inputs import Position, ReadOptions, Record, text_of
 from meshtrain.data.tokenizer import Tokenizer
 
-UNIT_BYTES = 1 << 20  # of input in a work unit: small, so that the processes share the work evenly
-UNITS_AHEAD = 3  # units per process that are read before their results are needed
+UNIT_BYTES = 1 << 20  # of input per work unit: small, so that all processes get equal work
+UNITS_AHEAD = 3  # units per process that are submitted before their results are needed
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Job:
 
 
 class RecordResult(NamedTuple):
-    """The result for one record; see inputs.Record for the fields with equal names."""
+    """The result for one record; inputs.Record describes the fields that both have."""
 
     num_tokens: int
     text_bytes: int
@@ -70,11 +70,11 @@ def tokenize_unit(job: Job, unit: list[Record]) -> tuple[np.ndarray, list[Record
         except ValueError as error:
             texts.append(None)
             faults.append(str(error))
-    pieces = [loaded.pieces(text) if text else [] for text in texts]
-    encoded = iter(loaded.encode_batch([piece for of_text in pieces for piece in of_text]))
+    pieces_of = [loaded.pieces(text) if text else [] for text in texts]
+    encoded = iter(loaded.encode_batch([piece for pieces in pieces_of for piece in pieces]))
     all_tokens, results = [], []
-    for record, text, of_text, fault in zip(unit, texts, pieces, faults, strict=True):
-        tokens = [next(encoded) for _ in of_text]
+    for record, text, pieces, fault in zip(unit, texts, pieces_of, faults, strict=True):
+        tokens = [next(encoded) for _ in pieces]
         if text is not None:
             if record.starts_document and job.bos is not None:
                 tokens.insert(0, np.array([job.bos]))

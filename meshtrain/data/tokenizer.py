@@ -19,7 +19,7 @@ from meshtrain.errors import ConfigError
 
 PIECE_CHARS = 1 << 20  # a long text is tokenized in pieces of about this size, if it can be split
 FILES = ("tokenizer.json", "tokenizer.model")  # file names of a tokenizer in a folder
-# The token that ends a document is the first of these in a tokenizer.json; --eos names another.
+# The first of these in a tokenizer.json ends documents; --eos selects another token.
 EOS_TOKENS = (
     "<|endoftext|>",
     "</s>",
@@ -37,7 +37,7 @@ class Tokenizer:
 
     Special tokens spelled in a text are encoded as text. `encode_batch` returns an int32 array per text,
     without special tokens; `decode` skips special tokens, and writes U+FFFD for invalid UTF-8.
-    `token_bytes` returns (V,) the bytes of text of each token: 0 for special tokens.
+    `token_bytes` returns the number of text bytes of each token (V,): 0 for special tokens.
     """
 
     kind: str  # "bytes", "huggingface" or "sentencepiece"
@@ -47,7 +47,7 @@ class Tokenizer:
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[Iterable[int]], str]
     token_bytes: Callable[[], np.ndarray]
-    # Returns the last index at which a split does not change the tokens of a text; 0: none.
+    # text -> the last index at which a split does not change its tokens; 0: there is none
     last_split_point: Callable[[str], int]
     file: Path | None = None
 
@@ -63,13 +63,13 @@ class Tokenizer:
             if split:
                 pieces.append(text[start : start + split])
                 start += split
-            # Without a split point, double the range, so that the search takes linear time.
+            # Without a split point, double the range: the search takes linear time.
             end = start + PIECE_CHARS if split else start + 2 * (end - start)
         return [*pieces, text[start:]]
 
 
 def load(path: str | Path, eos: str = "") -> Tokenizer:
-    """Returns the tokenizer "bytes", of a file, or of a folder that contains one (or is prepared).
+    """Returns the tokenizer "bytes", or the one in a file, in a folder with such a file, or in a prepared folder.
 
     `eos` overrides the token that ends documents. Raises ConfigError if there is no such tokenizer.
     """
@@ -134,7 +134,9 @@ def _manifest_entry(folder: Path) -> dict[str, Any]:
 def _bytes() -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
         if any("\0" in text for text in texts):
-            raise ConfigError("the text holds a NUL character, which ends documents of bytes")
+            raise ConfigError(
+                "the text holds a NUL character, which the tokenizer `bytes` uses to end documents"
+            )
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
     def decode(ids: Iterable[int]) -> str:
@@ -178,7 +180,9 @@ def _huggingface(path: Path, eos: str) -> Tokenizer:
             for group in _group_texts(texts)
             for encoding in model.encode_batch_fast(group, add_special_tokens=False)
         ],
-        decode=lambda tokens: model.decode([int(one) for one in tokens], skip_special_tokens=True),
+        decode=lambda tokens: model.decode(
+            [int(token) for token in tokens], skip_special_tokens=True
+        ),
         token_bytes=lambda: _token_bytes(ids, tokenizer_json),
         last_split_point=split_points.last_split_point if can_split else lambda text: 0,
         file=path,
@@ -187,7 +191,7 @@ def _huggingface(path: Path, eos: str) -> Tokenizer:
 
 
 def _group_texts(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the texts in lists of about PIECE_CHARS: the package's encodings need much memory."""
+    """Yields lists of texts, of about PIECE_CHARS in total: larger batches would need much memory."""
     group: list[str] = []
     for text in texts:
         group.append(text)
@@ -206,7 +210,7 @@ def _with_eos(tokenizer: Tokenizer, eos: str, ids: dict[str, int]) -> Tokenizer:
 
 
 def _token_bytes(ids: dict[str, int], tokenizer_json: dict) -> np.ndarray:
-    """Returns (V,) bytes of text of each token.
+    """Returns the number of text bytes of each token (V,).
 
     Exact for byte-level vocabularies, and for vocabularies with a byte fallback.
     """
@@ -224,7 +228,7 @@ def _token_bytes(ids: dict[str, int], tokenizer_json: dict) -> np.ndarray:
 
 
 def _piece_bytes(piece: str) -> int:
-    """Returns the bytes of text of a vocabulary entry: 1 for <0x0A>, and for the marker of a space."""
+    """Returns the number of text bytes of a vocabulary entry: 1 for <0x0A>, and for the space marker."""
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):
         return 1
     return len(piece.replace("\u2581", " ").encode())
@@ -259,7 +263,7 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
         eos=model.eos_id() if model.eos_id() >= 0 else None,
         bos=model.bos_id() if model.bos_id() >= 0 else None,
         encode_batch=lambda texts: [np.array(model.encode(text), np.int32) for text in texts],
-        decode=lambda tokens: model.decode([int(one) for one in tokens]),
+        decode=lambda tokens: model.decode([int(token) for token in tokens]),
         token_bytes=token_bytes,
         last_split_point=lambda text: 0,
         file=path,

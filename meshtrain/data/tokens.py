@@ -1,4 +1,4 @@
-"""Rows of tokens from files: windows of a long stream, or complete documents packed; corpus.py reads the files."""
+"""Rows of tokens from files: windows of a long stream, or packed complete documents. corpus.py reads the files."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from meshtrain.errors import ConfigError, choice_faults
 # B batch, S sequence
 
 ENTROPY_TOKENS = 1 << 26  # the unigram entropy is estimated from at most this many tokens
-BLOCK = 1 << 10  # samples whose rows are computed together: most are read one after the other
+BLOCK = 1 << 10  # samples whose rows are computed together: most samples are read in order
 PACKINGS = ("windows", "best_fit")
 
 
@@ -37,17 +37,18 @@ def build(
     """Returns the "train" or "heldout" split of `path`; raises ConfigError if the data is unusable.
 
     A file is memory-mapped: `.npy`, raw numbers of `dtype` ("uint8" for any text), or Megatron-LM's
-    PREFIX.bin with its PREFIX.idx. A folder written by `meshtrain prepare` is mapped as its shards. Of
-    any other folder the bytes of the files that match `pattern` are read into memory, without the
+    PREFIX.bin with its PREFIX.idx. The shards of a folder written by `meshtrain prepare` are mapped too.
+    Any other folder is read into memory: the bytes of all files that match `pattern`, except those in
     subfolders named in `exclude`.
     The last `heldout` fraction of the tokens is held out; the files of a folder are shuffled first.
     Each epoch visits each row once, in a new random order; sample i is the i-th over all epochs.
 
-    Packing "windows": the stream is split into rows of `seq_len` tokens, also within documents; a last
+    Packing "windows": the stream is split into rows of `seq_len` tokens, even within documents; a last
     row that is too short is dropped. The last target of a row is the token after the row. "best_fit":
     rows of complete documents; only documents longer than `seq_len` are split. With both, attention stays
-    within a document, and each token of a document but the first is a target once.
-    `mixture` ((path, weight), ...) replaces `path`: samples of each path in proportion to its weight.
+    within a document, and each token of a document except the first is a target once.
+    If the files do not mark documents, the token `separator` ends them; -1: each row is one document.
+    `mixture` ((path, weight), ...) replaces `path`: samples come from each path in proportion to its weight.
     """
     check_sizes(seq_len, vocab_size, seed)
     faults = choice_faults("data.packing", packing, PACKINGS)
@@ -88,12 +89,12 @@ class Split(NamedTuple):
 
 
 def _parse_mixture(path: str, mixture: tuple) -> tuple[list[str], list[float]]:
-    """Returns the paths and their weights; raises ConfigError."""
+    """Returns the paths and their weights; raises ConfigError if they are invalid."""
     if not mixture:
         return [path], [1.0]
     if path:
         raise ConfigError(
-            f"data.path={path} and data.mixture={mixture}: give one of them, data.path=''"
+            f"data.path={path} and data.mixture={mixture}: give one of them; a mixture needs data.path=''"
         )
     for pair in mixture:
         match pair:
@@ -152,7 +153,7 @@ def _packed_source(split: Split, *, seq_len: int, vocab_size: int, seed: int) ->
     if split.corpus.document_starts is None:
         raise ConfigError(
             f"data.packing=best_fit: data.path={split.corpus.path} does not mark where documents begin; "
-            f"convert it with `meshtrain prepare`, or use data.packing=windows"
+            f"prepare the text with `meshtrain prepare`, or use data.packing=windows"
         )
     if not num_tokens:
         raise ConfigError(
@@ -197,7 +198,7 @@ def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
 
 
 def _epoch_order(size: int, seed: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns the function from samples to rows; each epoch of `size` samples has its own shuffle."""
+    """Returns a function from sample indices to rows; each epoch of `size` samples has its own shuffle."""
 
     @functools.lru_cache(maxsize=8)
     def rows_of_block(block: int) -> np.ndarray:

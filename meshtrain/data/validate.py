@@ -13,7 +13,7 @@ CHUNK = 1 << 24  # tokens read at a time
 
 
 def validate(path: Path) -> list[str]:
-    """Returns lines that describe the data; raises ConfigError with a line for each fault.
+    """Returns lines to print about the data; raises ConfigError with a line for each fault.
 
     The files of a prepared folder must have the hashes in its manifest, all tokens must be in the
     vocabulary, and each document must end with the end-of-document token. For Megatron-LM files only
@@ -22,7 +22,7 @@ def validate(path: Path) -> list[str]:
     if prefix := indexed.prefix_of(str(path)):
         shard = indexed.load(prefix)
         largest = max(int(chunk.max()) for chunk in _chunks(shard.tokens))
-        return [f"{shard.path}: {_describe(shard)}, the largest {largest}; the index is valid"]
+        return [f"{shard.path}: {_describe(shard)}, largest token {largest}; the index is valid"]
     if not (path / prepared.MANIFEST).is_file():
         raise ConfigError(f"--verify={path}: no {prepared.MANIFEST} there; give a prepared folder")
     manifest = prepared.read_manifest(path)
@@ -71,11 +71,11 @@ def _hash_faults(path: Path, sha256: str) -> list[str]:
 
 
 def _shard_faults(shard: Shard, entry: dict, tokenizer: dict) -> list[str]:
-    """Returns the faults of a shard, given its and the tokenizer's manifest entry."""
+    """Returns the faults of a shard; `entry` and `tokenizer` are the entries in the manifest."""
     faults = []
     counts = {"tokens": len(shard.tokens), "documents": len(shard.starts) - 1}
     faults += [
-        f"{shard.path}: {count} {key}, {prepared.MANIFEST} lists {entry[key]}"
+        f"{shard.path}: {count} {key}, but {prepared.MANIFEST} lists {entry[key]}"
         for key, count in counts.items()
         if count != entry[key]
     ]
@@ -85,7 +85,7 @@ def _shard_faults(shard: Shard, entry: dict, tokenizer: dict) -> list[str]:
         if wrong.size:
             offset = (number * CHUNK + wrong[0]) * chunk.itemsize
             token = chunk[wrong[0]]
-            faults.append(f"{shard.path}: at byte {offset}: token {token}, vocabulary {vocab_size}")
+            faults.append(f"{shard.path}: at byte {offset}: token {token}, vocab_size {vocab_size}")
             break
     ends = shard.tokens[shard.starts[1:] - 1]
     wrong = np.flatnonzero(ends != tokenizer["eos"])

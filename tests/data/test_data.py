@@ -90,11 +90,11 @@ def test_another_seed_gives_another_order(counting, seed):
     assert starts(build(counting, seed=seed), 0, 25) != starts(build(counting), 0, 25)
 
 
-def test_samples_of_several_order_blocks_are_the_same_read_together_or_one_by_one(counting):
+def test_samples_read_together_or_one_by_one_are_the_same_in_all_blocks_of_the_order(counting):
     indices = np.arange(tokens.BLOCK - 40, tokens.BLOCK + 40)
     together = build(counting).read(indices).tokens[:, 0].tolist()
     assert together == [starts(build(counting), i, i + 1)[0] for i in indices]
-    first = -(-indices[0] // 25) * 25  # of an epoch
+    first = -(-indices[0] // 25) * 25  # the first sample of an epoch
     assert sorted(starts(build(counting), first, first + 25)) == list(range(0, 100, 4))
     large = 10**12 + 7
     assert starts(build(counting), large, large + 3) == [
@@ -192,9 +192,8 @@ def test_raw_and_npy_files_hold_the_same_tokens(tmp_path, dtype):
 
 
 def test_a_folder_is_the_concatenation_of_its_matching_files_each_followed_by_a_zero(tmp_path):
-    root = (
-        tmp_path / "skip"
-    )  # `exclude` applies to subfolders, not to the folder itself or its parents
+    # `exclude` applies to subfolders, not to the folder itself or its parents.
+    root = tmp_path / "skip"
     texts = {
         "a.txt": b"first",
         "deep/b.txt": b"",
@@ -336,12 +335,12 @@ def test_peek_does_not_consume_the_batch():
 def test_each_device_holds_its_rows(sizes):
     with loading(Source(numbered), global_batch=16, **sizes) as batches:
         x = next(batches)["x"]
-    of_device = {shard.device: shard.data for shard in x.addressable_shards}
+    rows_of = {shard.device: shard.data for shard in x.addressable_shards}
     grid = mesh.make_mesh(**sizes).devices  # pipeline, data, fsdp, expert, context, tensor
     grid = np.moveaxis(grid, (1, 2), (0, 1)).reshape(grid.shape[1] * grid.shape[2], -1)
     for devices, rows in zip(grid, np.split(numbered(np.arange(16))["x"], len(grid)), strict=True):
         for device in devices:
-            np.testing.assert_array_equal(of_device[device], rows)
+            np.testing.assert_array_equal(rows_of[device], rows)
 
 
 def test_an_error_of_the_source_is_raised_at_its_batch():
@@ -377,7 +376,7 @@ def test_a_list_starts_again_and_a_resumed_run_continues_in_it(position):
     assert take(three_batches(), 7, position=position) == expected
 
 
-def test_an_exhausted_generator_raises_an_error_with_the_way_out():
+def test_the_error_for_an_exhausted_generator_says_what_to_do():
     assert take(iter(three_batches()), 3) == [100, 200, 300]
     assert take(iter(three_batches()), 1, position=16) == [300]
     with pytest.raises(ConfigError, match="iterable ended.*a list.*fewer train.steps"):

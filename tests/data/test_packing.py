@@ -1,4 +1,4 @@
-"""Packed documents: each token once, no attention across documents, the same gradients as one by one."""
+"""Packed documents: each token once, no attention across documents, the gradients of one document per row."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ SIZES = (3, 40, 1, 7, 8, 9, 16, 2, 25, 6, 5, 1, 33, 8, 4)
 
 
 def documents(sizes=SIZES):
-    """Returns documents with tokens 1, 2, 3 ...: each token is its position in the stream."""
+    """Returns documents with the tokens 1, 2, 3, ...: each token is its position in the stream."""
     ends = np.cumsum(sizes)
     return [np.arange(1 + end - size, 1 + end) for size, end in zip(sizes, ends, strict=True)]
 
@@ -59,8 +59,8 @@ def read_epoch(source):
     return source.read(np.arange(source.size))
 
 
-def check_rows(batch, docs, weighed):
-    """Checks all guarantees of packing with plain loops; `weighed` lists the targets with weight 1."""
+def check_rows(batch, docs, targets):
+    """Checks all guarantees of packing with plain loops; `targets` lists the targets with weight 1."""
     document_of = {int(token): number for number, doc in enumerate(docs) for token in doc}
     ends = {int(doc[-1]) for doc in docs}
     counted = []
@@ -82,7 +82,7 @@ def check_rows(batch, docs, weighed):
             if token not in ends:
                 assert batch.targets[row, i] == token + 1
                 counted.append(token + 1)
-    assert sorted(counted) == sorted(weighed)
+    assert sorted(counted) == sorted(targets)
     assert [x.dtype for x in batch] == ["int32", "int32", "float32", "int32", "int32"]
 
 
@@ -94,7 +94,7 @@ def test_windows_separate_documents_and_predict_each_token_once(stream):
     batch = read_epoch(build(stream))
     seen = np.arange(1, 1 + 8 * ((sum(SIZES) - 1) // 8) + 1)
     first = {int(doc[0]) for doc in docs}
-    check_rows(batch, docs, weighed=[token for token in seen if token not in first])
+    check_rows(batch, docs, targets=[token for token in seen if token not in first])
     assert sorted(batch.tokens.ravel()) == list(seen[:-1])
 
 
@@ -114,7 +114,7 @@ def test_best_fit_splits_only_documents_longer_than_a_row(stream):
     docs = documents()
     batch = read_epoch(build(stream, packing="best_fit"))
     predicted = [int(token) for doc in docs for token in doc[1:]]
-    check_rows(batch, docs, weighed=predicted)
+    check_rows(batch, docs, targets=predicted)
     assert sorted(batch.tokens[batch.tokens > 0]) == list(range(1, 1 + sum(SIZES)))
     for doc in docs:
         segments = {
@@ -233,7 +233,7 @@ def test_each_epoch_visits_each_row_once_in_a_different_order_and_a_sample_depen
         jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b[0]), together, alone)
 
 
-def test_best_fit_without_document_boundaries_is_rejected_with_the_way_out(tmp_path):
+def test_best_fit_without_document_boundaries_is_rejected(tmp_path):
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "raw.bin")
     with pytest.raises(ConfigError, match="data.packing=best_fit.*meshtrain prepare"):
         build(tmp_path / "raw.bin", dtype="uint16", packing="best_fit")
@@ -295,7 +295,7 @@ def x64():
         yield
 
 
-def one_by_one(docs, first, last, seq_len):
+def one_document_per_row(docs, first, last, seq_len):
     """Returns a batch with one document per row, from tokens first ... last - 1 of documents()."""
     rows = []
     for doc in docs:
@@ -311,8 +311,8 @@ def one_by_one(docs, first, last, seq_len):
 
 
 @pytest.mark.parametrize("kind", ["windows", "best_fit"])
-def test_gradients_of_packed_rows_equal_those_of_their_documents_one_by_one(tmp_path, x64, kind):
-    # Documents that windows of 16 do not split: after a split, the second part does not see the first.
+def test_packed_rows_have_the_gradients_of_one_document_per_row(tmp_path, x64, kind):
+    # Windows of 16 must not split these documents: the second part would not see the first.
     sizes = (5, 11, 16, 3, 6, 7, 15, 1, 30) if kind == "best_fit" else (5, 11, 16, 3, 6, 7, 15, 1)
     docs = documents(sizes)
     extra = [] if kind == "best_fit" else [np.array([63])]  # the target of the last window
@@ -337,7 +337,7 @@ def test_gradients_of_packed_rows_equal_those_of_their_documents_one_by_one(tmp_
             return {"loss": loss, "weight": weight, "grads": grads}
 
         packed = gradients(read_epoch(source))
-        separate = gradients(one_by_one(docs, 0, sum(sizes), 16))
+        separate = gradients(one_document_per_row(docs, 0, sum(sizes), 16))
     assert packed["weight"] == sum(sizes) - len(sizes)
 
     def compare(a, b):
@@ -363,14 +363,12 @@ def block_key(block):
 
 def test_each_block_of_a_mixture_has_the_exact_shares_and_no_sample_twice():
     counts = mixture.block_counts([0.7, 0.2, 0.1])
-    assert (
-        counts.sum() == mixture.BLOCK
-        and np.abs(counts / mixture.BLOCK - [0.7, 0.2, 0.1]).max() < 1e-5
-    )
+    assert counts.sum() == mixture.BLOCK
+    assert np.abs(counts / mixture.BLOCK - [0.7, 0.2, 0.1]).max() < 1e-5
     sources, numbers = mixture.assign(np.arange(3 * mixture.BLOCK), counts, block_key)
     for block in np.split(sources, 3):
         assert np.bincount(block).tolist() == counts.tolist()
-        assert abs((block[:2000] == 0).mean() - 0.7) < 0.05  # well mixed within
+        assert abs((block[:2000] == 0).mean() - 0.7) < 0.05  # well mixed within a block
     for one, count in enumerate(counts):
         assert sorted(numbers[sources == one]) == list(range(3 * count))
 
@@ -412,10 +410,8 @@ def test_a_mixture_of_packed_files_reads_all_tokens_of_a_file(tmp_path):
     source = build("", mixture=((a, 3), [b, 1.0]), packing="best_fit")
     batch = source.read(np.arange(400))
     from_b = (batch.tokens >= 1000).any(axis=1)
-    assert (
-        0.15 < from_b.mean() < 0.35
-        and not ((batch.tokens < 1000) & (batch.tokens > 0))[from_b].any()
-    )
+    assert 0.15 < from_b.mean() < 0.35
+    assert not ((batch.tokens < 1000) & (batch.tokens > 0))[from_b].any()
     assert set(range(1, 1 + sum(SIZES))) <= set(batch.tokens.ravel())
     assert "75.00% " in source.description and source.size is None
 
@@ -451,26 +447,26 @@ def test_an_index_equals_megatrons_byte_for_byte(tmp_path):
     assert found == head + lengths + pointers + b"".join(n.to_bytes(8, "little") for n in range(4))
 
 
-MEGATRON = os.environ.get("MEGATRON")  # a Python with torch and megatron-core 0.16
+MEGATRON = os.environ.get("MEGATRON")  # path of a Python with torch and megatron-core 0.16
 
 
-@pytest.mark.skipif(not MEGATRON, reason="needs MEGATRON=PYTHON, one with megatron-core")
+@pytest.mark.skipif(not MEGATRON, reason="needs MEGATRON=PATH, a Python with megatron-core")
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
-def test_megatrons_own_reader_reads_our_files_and_we_read_its(tmp_path, dtype):
-    write(tmp_path / "ours", documents(), dtype)
+def test_megatron_reads_our_files_and_writes_the_same_bytes(tmp_path, dtype):
+    write(tmp_path / "meshtrain", documents(), dtype)
     program = f"""
 import numpy
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-ours = IndexedDataset({str(tmp_path / "ours")!r})
-builder = IndexedDatasetBuilder({str(tmp_path / "theirs.bin")!r}, dtype=numpy.{dtype})
-for i in range(len(ours)):
-    builder.add_document(ours[i].tolist(), [len(ours[i])])
-builder.finalize({str(tmp_path / "theirs.idx")!r})
+dataset = IndexedDataset({str(tmp_path / "meshtrain")!r})
+builder = IndexedDatasetBuilder({str(tmp_path / "megatron.bin")!r}, dtype=numpy.{dtype})
+for i in range(len(dataset)):
+    builder.add_document(dataset[i].tolist(), [len(dataset[i])])
+builder.finalize({str(tmp_path / "megatron.idx")!r})
 """
     subprocess.run([MEGATRON, "-c", program], check=True, capture_output=True)
     for kind in ("bin", "idx"):
-        ours, theirs = (tmp_path / f"{name}.{kind}" for name in ("ours", "theirs"))
-        assert ours.read_bytes() == theirs.read_bytes()
+        written, expected = (tmp_path / f"{name}.{kind}" for name in ("meshtrain", "megatron"))
+        assert written.read_bytes() == expected.read_bytes()
 
 
 def test_a_document_longer_than_the_longest_sequence_is_stored_as_several(tmp_path, monkeypatch):
@@ -488,7 +484,7 @@ def test_the_dtype_is_the_smallest_that_holds_the_vocabulary():
 
 
 @pytest.mark.parametrize("name", ["a", "a.bin", "a.idx"])
-def test_prefix_and_both_files_name_the_same_data(tmp_path, name):
+def test_a_prefix_and_both_of_its_files_name_the_same_data(tmp_path, name):
     write(tmp_path / "a", documents())
     assert build(tmp_path / name).size == (sum(SIZES) - 1) // 8
 
@@ -504,8 +500,8 @@ def test_prefix_and_both_files_name_the_same_data(tmp_path, name):
         (34 + 8 + 3, b"\x80", "at byte 42: length -2147483647"),
         (34 + 4, b"\x29", "at byte 110: pointer 86 is not where sequence 2"),
         (34 + 60 + 8, b"\x00", "at byte 102: pointer 0"),
-        (34 + 60 + 120 + 16, b"\x77", "documents do not go from sequence 0 to 15"),
-        (34 + 60 + 120 + 120, b"\x01", "documents do not go"),
+        (34 + 60 + 120 + 16, b"\x77", "document indices do not increase from 0 to 15"),
+        (34 + 60 + 120 + 120, b"\x01", "document indices do not increase"),
         (None, b"", "at byte 18"),  # the last byte is missing
     ],
 )

@@ -1,4 +1,4 @@
-"""`meshtrain prepare`: the same output for any number of workers, also after a kill and a resume."""
+"""`meshtrain prepare`: the same output for any number of workers, also if it is killed and resumed."""
 
 import gzip
 import hashlib
@@ -29,9 +29,8 @@ from meshtrain.data import (
 from meshtrain.errors import ConfigError
 
 TEXTS = ["first\n", "zweitens: äöü\n\n  x", "third 3", "日本語\n", "a" * 300, "last\r\nline\r\n"]
-WORDS = "the of and to in is it that was for über straße naïve 東京 123 4567 don't I'll (x) # -- \t".split(
-    " "
-)
+WORDS = "the of and to in is it that was for über straße naïve 東京 123 4567 don't I'll (x) # -- \t"
+WORDS = WORDS.split(" ")
 
 
 def run(*arguments):
@@ -76,7 +75,7 @@ def content(folder):
 
 def hugging_face(path, text=None, eos="<|endoftext|>"):
     """Writes a small byte-level tokenizer.json."""
-    pytest.importorskip("tokenizers", reason="needs the extra `data`")
+    pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     write_jsonl(path, [text or prose(0, 3000)])
     files = [path / "a.jsonl"]
     bpe.train(files, inputs.ReadOptions("text", "", ""), 320, path / "tokenizer.json")
@@ -88,7 +87,7 @@ def hugging_face(path, text=None, eos="<|endoftext|>"):
 
 def sentence_piece(path, **options):
     """Writes a small SentencePiece model with a byte fallback and without normalization."""
-    spm = pytest.importorskip("sentencepiece", reason="needs the extra `data`")
+    spm = pytest.importorskip("sentencepiece", reason="needs the extra `tokenizers`")
     path.mkdir(exist_ok=True)
     with open(path / "tokenizer.model", "wb") as file:
         spm.SentencePieceTrainer.train(
@@ -122,8 +121,8 @@ def test_prepared_tokens_decode_to_the_text_and_the_manifest_has_the_counts(tmp_
 
 
 def write_parquet(path, texts):
-    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `data`")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra `data`")
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `parquet`")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra `parquet`")
     parquet.write_table(
         pyarrow.table({"n": range(len(texts)), "text": texts}), path, row_group_size=4
     )
@@ -218,12 +217,8 @@ def large(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
     write_jsonl(folder / "in", [prose(seed, 40 + seed % 900) for seed in range(400)])
     (folder / "in" / "long.txt").write_text(prose(1, 400_000), newline="")
-    docs = "<|sep|>".join(prose(seed, 300) for seed in range(500))
-    (folder / "in" / "b.jsonl.gz").write_bytes(
-        gzip.compress(
-            "".join(json.dumps({"text": one}) + "\n" for one in docs.split("<|sep|>")).encode()
-        )
-    )
+    lines = [json.dumps({"text": prose(seed, 300)}) + "\n" for seed in range(500)]
+    (folder / "in" / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
     return folder
 
 
@@ -259,8 +254,8 @@ def test_two_workers_write_the_same_files_as_one_and_a_killed_run_resumes_to_the
     assert before == {path: path.stat().st_mtime_ns for path in before}  # not written again
 
 
-def interrupted(monkeypatch, *flags):
-    """Runs until just before the manifest is written."""
+def run_interrupted(monkeypatch, *flags):
+    """Runs `meshtrain prepare`, and interrupts it just before it writes the manifest."""
     write = prepared.write_durably
 
     def stop(path, data):
@@ -277,12 +272,12 @@ def interrupted(monkeypatch, *flags):
 def test_a_run_resumes_from_a_truncated_journal(tmp_path, monkeypatch, missing):
     flags = (write_jsonl(tmp_path / "in"), "--shard_tokens=9")
     assert run(*flags, f"--output={tmp_path / 'reference'}") == 0
-    interrupted(monkeypatch, *flags, f"--output={tmp_path / 'out'}")
+    run_interrupted(monkeypatch, *flags, f"--output={tmp_path / 'out'}")
     journal = tmp_path / "out" / prepared.JOURNAL
     journal.write_bytes(journal.read_bytes()[: -missing or None])
     with pytest.raises(ConfigError, match="preparation is not finished"):
         build(tmp_path / "out")
-    interrupted(monkeypatch, *flags, f"--output={tmp_path / 'out'}")
+    run_interrupted(monkeypatch, *flags, f"--output={tmp_path / 'out'}")
     assert run(*flags, f"--output={tmp_path / 'out'}") == 0
     assert content(tmp_path / "out") == content(tmp_path / "reference")
 
@@ -324,7 +319,7 @@ def test_other_settings_or_inputs_are_rejected(
     if done:
         assert run(*flags) == 0
     else:
-        interrupted(monkeypatch, *flags)
+        run_interrupted(monkeypatch, *flags)
     if change == "inputs":
         write_jsonl(tmp_path / "in", TEXTS[:-1])
     else:
@@ -335,7 +330,7 @@ def test_other_settings_or_inputs_are_rejected(
 
 
 def test_a_trained_tokenizer_is_not_reused_for_other_settings(tmp_path, monkeypatch):
-    pytest.importorskip("tokenizers", reason="needs the extra `data`")
+    pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     flags = [write_jsonl(tmp_path / "in", [prose(0, 3000)]), f"--output={tmp_path / 'out'}"]
     with monkeypatch.context() as patched:
         patched.setattr(tokenize, "tokenize_unit", None)
@@ -363,10 +358,10 @@ def test_a_second_run_in_the_same_folder_is_rejected(tmp_path, capsys):
 
 def test_a_folder_with_other_files_is_rejected_and_unchanged(tmp_path, capsys):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
+    (tmp_path / "out" / "other.txt").write_text("text")
     assert run(write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}") == 2
     assert "holds other files" in capsys.readouterr().err
-    assert content(tmp_path / "out") == {"mine.txt": b"mine"}
+    assert content(tmp_path / "out") == {"other.txt": b"text"}
 
 
 @pytest.mark.multiprocess
@@ -395,7 +390,7 @@ def descendants(pid):
 
 # ---- faulty documents ----
 
-BAD = [
+FAULTY_LINES = [
     b'{"text": "good"}',
     b"no json",
     b'{"body": 1}',
@@ -419,13 +414,13 @@ FAULTS = [
 
 
 def test_faulty_lines_are_reported_and_stop_the_run_or_are_skipped(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(BAD))
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(FAULTY_LINES))
     flags = [tmp_path / "a.jsonl", f"--output={tmp_path / 'out'}"]
     assert run(*flags) == 2
     lines = capsys.readouterr().err.splitlines()
     for line, expected in zip(lines[:5], FAULTS, strict=False):
         assert line.startswith(f"{tmp_path / 'a.jsonl'}:{expected}")
-    assert lines[5:] == ["and 5 more nearby", "repair them, or leave them out: --skip_bad"]
+    assert lines[5:] == ["and at least 5 more", "repair them, or skip them with --skip_bad"]
     assert run(*flags, "--skip_bad") == 0
     printed = capsys.readouterr()
     for expected in FAULTS:
@@ -466,13 +461,13 @@ def test_the_error_for_a_row_of_parquet_names_its_number(tmp_path, capsys):
 
 
 def test_a_truncated_or_mislabelled_file_is_rejected_in_one_line(tmp_path, capsys):
-    packed = gzip.compress(write_jsonl(tmp_path / "in", [prose(0, 9000)]).read_bytes())
-    (tmp_path / "cut.jsonl.gz").write_bytes(packed[:-2000])
-    (tmp_path / "text.txt.gz").write_text("not packed")
-    write_parquet(tmp_path / "cut.parquet", ["a"])
-    with open(tmp_path / "cut.parquet", "r+b") as file:
+    compressed = gzip.compress(write_jsonl(tmp_path / "in", [prose(0, 9000)]).read_bytes())
+    (tmp_path / "truncated.jsonl.gz").write_bytes(compressed[:-2000])
+    (tmp_path / "text.txt.gz").write_text("not compressed")
+    write_parquet(tmp_path / "truncated.parquet", ["a"])
+    with open(tmp_path / "truncated.parquet", "r+b") as file:
         file.truncate(50)
-    for name in ("cut.jsonl.gz", "text.txt.gz", "cut.parquet"):
+    for name in ("truncated.jsonl.gz", "text.txt.gz", "truncated.parquet"):
         assert run(tmp_path / name, f"--output={tmp_path / (name + '-out')}", "--skip_bad") == 2
         error = capsys.readouterr().err
         assert name in error and len(error.splitlines()) == 1
@@ -509,8 +504,8 @@ def test_a_truncated_or_mislabelled_file_is_rejected_in_one_line(tmp_path, capsy
 )
 def test_the_error_for_a_wrong_flag_names_it(tmp_path, capsys, monkeypatch, flags, expected):
     if "x.txt is not" in expected[0] or "bad.json" in expected[0]:
-        pytest.importorskip("tokenizers", reason="needs the extra `data`")
-        pytest.importorskip("sentencepiece", reason="needs the extra `data`")
+        pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
+        pytest.importorskip("sentencepiece", reason="needs the extra `tokenizers`")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.txt").write_text("hello")
     (tmp_path / "bad.json").write_text('{"a": 1}')
@@ -550,7 +545,7 @@ def test_a_text_survives_a_round_trip_and_token_bytes_add_up_to_its_size(tmp_pat
         ids = loaded.encode(text)
         assert ids.dtype == np.int32 and ids.max() < loaded.vocab_size
         assert loaded.eos not in ids and loaded.bos not in ids.tolist()
-        # SentencePiece puts a space before the text.
+        # SentencePiece adds a space before the text.
         assert sizes[ids].sum() == len(text.encode()) + (kind == "sentencepiece")
         assert loaded.decode(ids) == text
         assert loaded.decode([*ids, loaded.eos]) == text
@@ -701,7 +696,7 @@ def test_a_text_of_one_line_is_not_split(tmp_path, monkeypatch):
 
 
 def test_a_trained_tokenizer_is_stored_used_and_reproducible(tmp_path):
-    pytest.importorskip("tokenizers", reason="needs the extra `data`")
+    pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     path = write_jsonl(tmp_path / "in", [prose(seed, 300) for seed in range(40)])
     for name in ("a", "b"):
         assert run(path, f"--output={tmp_path / name}", "--train_bpe=360") == 0
@@ -711,17 +706,14 @@ def test_a_trained_tokenizer_is_stored_used_and_reproducible(tmp_path):
     assert texts(tmp_path / "a") == [prose(seed, 300) for seed in range(40)]
     found = prepared.read_manifest(tmp_path / "a")
     assert found["dtype"] == "uint16"
-    assert (
-        found["tokenizer"]["sha256"]
-        == hashlib.sha256((tmp_path / "a/tokenizer.json").read_bytes()).hexdigest()
-    )
+    digest = hashlib.sha256((tmp_path / "a" / "tokenizer.json").read_bytes()).hexdigest()
+    assert found["tokenizer"]["sha256"] == digest
 
 
 def test_a_text_too_short_for_the_vocabulary_is_rejected(tmp_path, capsys):
-    pytest.importorskip("tokenizers", reason="needs the extra `data`")
-    assert (
-        run(write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}", "--train_bpe=5000") == 2
-    )
+    pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
+    path = write_jsonl(tmp_path / "in")
+    assert run(path, f"--output={tmp_path / 'out'}", "--train_bpe=5000") == 2
     assert "--train_bpe=5000: the text is enough for only" in capsys.readouterr().err
 
 
@@ -742,9 +734,8 @@ def test_documents_begin_with_bos_if_requested(tmp_path):
 
 
 def test_a_prepared_folder_is_a_source_with_token_bytes(tmp_path):
-    assert (
-        run(write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}", "--shard_tokens=20") == 0
-    )
+    path = write_jsonl(tmp_path / "in")
+    assert run(path, f"--output={tmp_path / 'out'}", "--shard_tokens=20") == 0
     source = build(tmp_path / "out")
     assert len(prepared.read_manifest(tmp_path / "out")["shards"]) > 2
     assert source.token_bytes.tolist() == [0] + [1] * 255 and "6 documents" in source.description
@@ -758,9 +749,8 @@ def test_a_prepared_folder_is_a_source_with_token_bytes(tmp_path):
 def test_a_small_vocabulary_and_different_tokenizers_are_rejected_at_once(tmp_path):
     path = write_jsonl(tmp_path / "in", [prose(1, 2000)])
     assert run(path, f"--output={tmp_path / 'a'}") == 0
-    assert (
-        run(path, f"--output={tmp_path / 'b'}", f"--tokenizer={hugging_face(tmp_path / 't')}") == 0
-    )
+    file = hugging_face(tmp_path / "t")
+    assert run(path, f"--output={tmp_path / 'b'}", f"--tokenizer={file}") == 0
     with pytest.raises(
         ConfigError, match="data.vocab_size=256 is less than the 320.*model.vocab_size=320"
     ):
@@ -811,14 +801,8 @@ def test_an_empty_tokenizer_json_is_not_read_as_a_sentencepiece_model(tmp_path):
 
 def test_verify_finds_another_tokenizer(tmp_path, capsys):
     out = tmp_path / "out"
-    assert (
-        run(
-            write_jsonl(tmp_path / "in"),
-            f"--output={out}",
-            f"--tokenizer={hugging_face(tmp_path / 't')}",
-        )
-        == 0
-    )
+    path, file = write_jsonl(tmp_path / "in"), hugging_face(tmp_path / "t")
+    assert run(path, f"--output={out}", f"--tokenizer={file}") == 0
     assert run(f"--verify={out}") == 0
     (out / "tokenizer.json").write_text((out / "tokenizer.json").read_text() + " ")
     assert run(f"--verify={out}") == 2 and "tokenizer.json: was changed" in capsys.readouterr().err
@@ -842,7 +826,7 @@ def test_verify_checks_tokens_and_the_ends_of_documents(tmp_path, capsys):
     error = capsys.readouterr().err
     for part in (
         "00000.bin: at byte 37: token 230",
-        "vocabulary 200",
+        "vocab_size 200",
         "document 0 ends with 0, not 3",
         "tokens=",
     ):
