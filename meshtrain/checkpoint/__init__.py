@@ -1,8 +1,8 @@
 """Checkpoints that can be restored on any mesh; every byte is verified before it is used.
 
-Orbax writes the arrays (arrays.py), our manifest commits them as a checkpoint (manifest.py), a Saver
-saves in the background of the training (saver.py), one run at a time (lock.py). This module selects
-the checkpoint to read.
+Orbax writes the arrays (arrays.py), and a manifest commits them as a checkpoint (manifest.py). A Saver
+saves in the background (saver.py). A lock admits one run at a time (lock.py). This module selects the
+checkpoint to read.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ FOLDER = "checkpoints"  # in a workdir
 
 
 def newest_valid(folder: Path) -> tuple[Manifest | None, dict[int, str]]:
-    """Returns the newest valid checkpoint (every byte verified), and by step why newer ones are corrupt.
+    """Returns the newest valid checkpoint, and by step the reasons why newer checkpoints are corrupt.
 
-    It only reads, so it is safe while a run writes to the folder.
+    Every byte is verified. The function only reads, so it is safe while a run writes to the folder.
     """
     corrupt: dict[int, str] = {}
     steps = manifest.steps(folder)
@@ -27,7 +27,7 @@ def newest_valid(folder: Path) -> tuple[Manifest | None, dict[int, str]]:
             return manifest.verify(folder / str(step)), corrupt
         except CorruptCheckpoint as error:
             corrupt[step] = str(error)
-    # A run may have saved a newer checkpoint and removed the one being read: look again.
+    # A run may have saved a newer checkpoint and removed the one that was read here, so look again.
     return newest_valid(folder) if manifest.steps(folder) != steps else (None, corrupt)
 
 
@@ -38,9 +38,9 @@ def workdir_of(path: Path) -> Path:
 
 
 def find_valid(path: Path, *, log: Callable[[str], None] = print) -> tuple[Path, Manifest]:
-    """Returns folder and manifest of a checkpoint: `path` itself, or the newest valid one of a workdir.
+    """Returns folder and manifest of `path`, or of its newest valid checkpoint if `path` is a workdir.
 
-    Logs newer checkpoints that are corrupt. Raises ConfigError if there is none or `path` is corrupt.
+    Logs newer checkpoints that are corrupt. Raises ConfigError if no checkpoint is valid.
     """
     try:
         if path.name.isdecimal() and not (path / FOLDER).is_dir():

@@ -1,4 +1,4 @@
-"""Arrays of a state, through Orbax: each process writes its own shards and reads the shards it needs."""
+"""Saves and restores arrays with Orbax: each process writes its shards and reads the shards it needs."""
 
 import fnmatch
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from meshtrain.models.base import Params
 from meshtrain.state import LossScale, TrainState, start_loss_scale
 
 FOLDER = "arrays"  # in a checkpoint
-MAX_LISTED = 20  # mismatched arrays in an error message
+MAX_LISTED = 20  # mismatched arrays that an error message lists
 
 
 class AsyncWriter:
@@ -24,7 +24,7 @@ class AsyncWriter:
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
 
     def save(self, directory: Path, state: TrainState) -> None:
-        """Returns when the arrays are copied to the host: the state may then be donated."""
+        """Starts a save; returns after the copy to the host, when the state may be donated."""
         args = ocp.args.PyTreeSave(_fields(state))
         self._orbax.save((directory / FOLDER).absolute(), args=args, force=True)
 
@@ -42,8 +42,8 @@ def restore(
     """Returns the state in a checkpoint, with the shardings of `abstract`.
 
     `saved` is the manifest's `arrays`. A run may switch to or from float16: a loss scale that was not
-    saved is initialised, one that is not needed is dropped. Raises ConfigError if another array is
-    missing or has another shape or, without `allow_cast`, another dtype.
+    saved is initialised, and a loss scale that is not needed is dropped. Raises ConfigError if any other
+    array is missing, has another shape or, without `allow_cast`, has another dtype.
     """
     replicated = abstract.step.sharding
     init_loss_scale = jax.jit(start_loss_scale, out_shardings=LossScale(replicated, replicated))
@@ -59,11 +59,12 @@ def restore(
 def restore_params(
     directory: Path, saved: Mapping[str, str], params: Params, patterns: Sequence[str] = ("*",)
 ) -> tuple[Params, list[str], list[str]]:
-    """Returns `params` with those that match a pattern read from a checkpoint, cast to their dtype here.
+    """Returns `params` after reading the parameters that match a pattern from a checkpoint.
 
-    Also returns the paths of the parameters left unchanged, and of those in the checkpoint not used.
-    A pattern is a glob over paths such as layers/attention/*. The optimizer of the checkpoint does not
-    matter. Raises ConfigError if a matching parameter is missing or has another shape.
+    Also returns the paths of the parameters left unchanged, and the paths in the checkpoint not used.
+    Values are cast to the dtypes of `params`. A pattern is a glob over paths such as layers/attention/*.
+    The checkpoint may have another optimizer. Raises ConfigError if a matching parameter is missing or
+    has another shape.
     """
     flat = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     wanted = {
@@ -119,7 +120,7 @@ def as_numpy(directory: Path) -> dict[str, np.ndarray]:
 
 
 def shapes(tree: Any) -> dict[str, str]:
-    """Returns "(shape) dtype" by path. Paths hold plain names: Orbax turns every container into a dict."""
+    """Returns "(shape) dtype" by path, with the paths of Orbax, which turns every container into a dict."""
     return {
         _name(path): f"{tuple(leaf.shape)} {leaf.dtype}"
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -148,7 +149,7 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any) -> Any:
 
 
 def _fields(state: TrainState) -> dict[str, Any]:
-    """Returns the fields of a state that are not None, which Orbax would save too."""
+    """Returns the fields of a state except None, which Orbax would save too."""
     return {name: value for name, value in state._asdict().items() if value is not None}
 
 
@@ -182,9 +183,9 @@ def _check_same(
         path for path in differing if _shape(saved.get(path, "")) != _shape(wanted.get(path, ""))
     ]
     if not other_shape:
-        advice = "only dtypes differ: allow it with checkpoint.allow_cast=True, or keep them"
+        advice = "only dtypes differ: set checkpoint.allow_cast=True, or use the saved dtypes"
     elif not any(path.startswith("params") for path in other_shape):
-        advice = "keep the optimizer, or load only the parameters: another --workdir, with checkpoint.init_from"
+        advice = "use its optimizer, or load only the parameters: use another --workdir, with checkpoint.init_from"
     else:
         advice = "use its config, or another --workdir"
     raise ConfigError(

@@ -2,10 +2,10 @@
 
   meshtrain checkpoint ls WORKDIR                 list all checkpoints, valid or corrupt
   meshtrain checkpoint verify WORKDIR             the same; exit code 1 if one is corrupt
-  meshtrain checkpoint diff PATH PATH             largest difference of two checkpoints, array by array
-  meshtrain checkpoint prune WORKDIR --keep=N     remove all but the N newest valid checkpoints
+  meshtrain checkpoint diff PATH PATH             list the arrays that differ; exit code 1 if any does
+  meshtrain checkpoint prune WORKDIR --keep=N     remove valid checkpoints except the N newest
 
-PATH is a checkpoint (WORKDIR/checkpoints/STEP), or a workdir: its newest valid checkpoint.
+PATH is a checkpoint (WORKDIR/checkpoints/STEP), or a workdir, which stands for its newest valid checkpoint.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from meshtrain.errors import ConfigError, minimum_faults
 
 
 def listing(folder: Path) -> tuple[list[str], bool]:
-    """Returns a line for each checkpoint, oldest first, and whether all are valid."""
+    """Returns a line for each checkpoint, oldest first, then quarantined ones, and whether all are valid."""
     lines, all_valid = [], True
     for step in reversed(manifest.steps(folder)):
         try:
@@ -52,7 +52,7 @@ def _described(one: Manifest) -> str:
 
 
 def differences(a: Path, b: Path) -> tuple[list[str], bool]:
-    """Returns a line for each array that is not bit-equal in two checkpoints, and whether none is."""
+    """Returns a line for each array that is not bit-equal, a summary, and whether all are bit-equal."""
     directory_a, saved_a = checkpoint.find_valid(a)
     directory_b, saved_b = checkpoint.find_valid(b)
     old, new = arrays.as_numpy(directory_a), arrays.as_numpy(directory_b)

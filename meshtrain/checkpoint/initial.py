@@ -1,4 +1,4 @@
-"""Initial parameters of a new run from another run's checkpoint: `checkpoint.init_from`, `init_only`."""
+"""Initialises a new run from another run's checkpoint: `checkpoint.init_from`, `init_only`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,8 @@ def load_params(
 ) -> Params:
     """Returns `params` with the parameters that match `only` read from a checkpoint.
 
-    `only` holds comma-separated patterns. Logs which parameters stay new and which are not used.
+    `only` holds comma-separated patterns. Logs which parameters keep their new initial values, and which
+    parameters of the checkpoint are not used.
     """
     patterns = [pattern.strip() for pattern in only.split(",")]
     params, fresh, unused = arrays.restore_params(directory, saved.arrays, params, patterns)

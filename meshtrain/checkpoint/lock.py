@@ -1,4 +1,4 @@
-"""A lock on the workdir: one run at a time."""
+"""Locks a workdir, so that one run at a time uses it."""
 
 import contextlib
 import fcntl
@@ -13,12 +13,12 @@ from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError
 
 NAME = "LOCK"  # in the workdir
-VISIBLE_WITHIN = 15.0  # seconds for a file that one host wrote to be seen by the others
+VISIBLE_WITHIN = 15.0  # seconds until a file written on one host must be visible on the others
 
 
 @contextlib.contextmanager
 def held(workdir: Path) -> Iterator[None]:
-    """Holds the lock of a workdir until the context exits or the process dies, however it died.
+    """Holds the lock of a workdir until the context exits or the process dies, even by SIGKILL.
 
     Raises ConfigError if another run holds it, or if processes see different folders.
     """
@@ -72,7 +72,7 @@ def _acquire(handle: int, workdir: Path) -> str:
             holder = f"pid {fields['pid']} on {fields['host']}"
         except (ValueError, KeyError, TypeError):
             holder = "its pid is unknown"
-        return f"--workdir={workdir}: another run is in it, {holder}; stop that one, or use another --workdir"
+        return f"--workdir={workdir}: another run is in it, {holder}; stop that run, or use another --workdir"
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
     os.ftruncate(handle, 0)
     os.pwrite(handle, (json.dumps(record) + "\n").encode(), 0)

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: written last, verified first.
 
-A checkpoint is the folder `STEP`. It is written in four stages, and a crash in any of them is harmless:
-arrays are written to `STEP.partial/`, all files are flushed to disk (fsync), MANIFEST.json lists every
-file with size and CRC-32, the folder is renamed to `STEP`. Nothing here needs jax.
+A checkpoint is the folder `STEP`. It is written in four stages: the arrays go to `STEP.partial/`; all
+files are flushed to disk (fsync); MANIFEST.json is written, which lists size and CRC-32 of every file;
+the folder is renamed to `STEP`. A crash in any stage is harmless. Nothing here needs jax.
 """
 
 import json
@@ -35,13 +35,13 @@ class CorruptCheckpoint(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes a checkpoint: its position in training, its arrays and its files."""
+    """Describes a checkpoint: the progress of training, the arrays and the files."""
 
-    step: int  # batches seen
+    step: int  # steps taken, skipped steps included
     position: int  # index of the next sample to train on
     time: float  # seconds since 1970
     metrics: dict[str, float]  # of the last step; plus eval_loss if the held-out data was evaluated
-    watch: dict[str, float]  # running statistics of the loss, see monitor/divergence.py
+    watch: dict[str, float]  # `LossMonitor.statistics`, see monitor/divergence.py
     mesh: dict[str, int]
     processes: int
     versions: dict[str, str]
@@ -79,7 +79,7 @@ def commit(folder: Path, step: int, **fields: Any) -> Manifest:
         os.fsync(file.fileno())
     for directory in {written, *(path.parent for path in written.rglob("*"))}:
         _sync_folder(directory)
-    if (folder / str(step)).exists():  # corrupt: a valid one would not be written again
+    if (folder / str(step)).exists():  # it is corrupt: a valid checkpoint is not written again
         quarantine(folder, step)
     os.rename(written, folder / str(step))
     _sync_folder(folder)
@@ -98,7 +98,7 @@ def read(directory: Path) -> Manifest:
             raise CorruptCheckpoint(f"{NAME} fails its checksum")
         if fields["format"] != FORMAT:
             raise CorruptCheckpoint(
-                f"format {fields['format']} is not {FORMAT}, the only one supported"
+                f"format {fields['format']} is not {FORMAT}, the only supported format"
             )
         fields.pop("config_crc32", None)  # in older manifests; nothing reads it
         files = {name: (size, crc) for name, (size, crc) in fields.pop("files").items()}
@@ -162,7 +162,7 @@ def remove_partial(folder: Path) -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint; it is renamed first, so that a partly removed one is not a checkpoint."""
+    """Removes a checkpoint. Renames it first, so that a partly removed folder is not a checkpoint."""
     if not path.name.endswith(PARTIAL):
         path = path.rename(path.with_name(path.name + PARTIAL))
     if path.is_symlink() or path.is_file():
@@ -186,9 +186,9 @@ def quarantine(folder: Path, step: int) -> Path:
 def steps_to_keep(
     manifests: Iterable[Manifest], *, keep: int, keep_every: int, keep_best: int, best_by: str
 ) -> set[int]:
-    """Returns the steps to keep: the `keep` newest, multiples of `keep_every`, the `keep_best` lowest.
+    """Returns the steps to keep: the `keep` newest, the multiples of `keep_every`, the `keep_best` best.
 
-    `keep_best` ranks by the metric `best_by`; values that are not finite are ignored.
+    The best have the lowest metric `best_by`; values that are not finite are ignored.
     """
     manifests = sorted(manifests, key=lambda manifest: -manifest.step)
     selected = {manifest.step for manifest in manifests[:keep]}
@@ -223,7 +223,7 @@ def _measure(directory: Path, names: Iterable[str], *, sync: bool) -> dict[str, 
                 size, crc = size + count, isal_zlib.crc32(buffer[:count], crc)
         return size, f"{crc:08x}"
 
-    # Largest first: otherwise one thread may still read it after all others have finished.
+    # Largest first: otherwise one thread may still read a large file after all others have finished.
     names = sorted(names, key=lambda name: -(directory / name).stat().st_size)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         return dict(zip(names, threads.map(measure, names), strict=True))

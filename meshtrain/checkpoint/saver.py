@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background of the training, and finds the one to resume from."""
+"""Saves checkpoints in the background, and finds the checkpoint to resume from."""
 
 import contextlib
 import json
@@ -28,8 +28,8 @@ class _Save:
 
     step: int
     began: float
-    blocked: float = 0.0  # seconds that the training waited
-    seconds: float = 0.0  # until it was committed
+    blocked: float = 0.0  # seconds that the training loop waited
+    seconds: float = 0.0  # from the start to the commit
     manifest: Manifest | None = None
     error: Exception | None = None
 
@@ -67,8 +67,8 @@ class Saver:
     def prepare(self, abstract: TrainState) -> None:
         """Creates the folder, removes unfinished saves, and checks that states like `abstract` can be saved.
 
-        Raises ConfigError if the folder is not writable, has no space for one state, or if the state
-        holds an array that checkpoints do not support.
+        Raises ConfigError if the folder is not writable or has no space for a state, or if checkpoints
+        do not support an array of the state.
         """
         fault = ""
         for path, kind in arrays.shapes_of(abstract).items():
@@ -80,7 +80,7 @@ class Saver:
         if distributed.process_id() == 0:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                # Test that the folder is writable; the next line removes this again.
+                # A test that the folder is writable; the next line removes the new folder.
                 manifest.partial_folder(self._folder, 0).mkdir(exist_ok=True)
                 manifest.remove_partial(self._folder)
                 if space_fault := self._space_fault(bytes_of(abstract)):
@@ -91,7 +91,7 @@ class Saver:
             raise ConfigError(f"--workdir: {self._folder}: {fault}")
 
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
-        """Returns the newest valid checkpoint to resume from, or None to start; quarantines corrupt ones.
+        """Returns the newest valid checkpoint, or None if there is none; quarantines newer, corrupt ones.
 
         Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`.
         """
@@ -127,17 +127,18 @@ class Saver:
         return arrays.restore(directory, saved.arrays, abstract, allow_cast=cast)
 
     def due(self, step: int, start: int) -> bool:
-        """Returns whether a save is due; process 0 decides for all, because clocks and disks differ."""
+        """Returns whether a save is due. Processes may disagree; use the answer of process 0."""
         self._handle_finished_save()
         s, now = self._settings, time.monotonic()
-        due = s.every > 0 and step % s.every == 0 and step > start
-        due |= s.every_minutes > 0 and now - self._saved_at >= 60 * s.every_minutes
-        return now >= self._retry_at if self._failures else due
+        is_due = s.every > 0 and step % s.every == 0 and step > start
+        is_due |= s.every_minutes > 0 and now - self._saved_at >= 60 * s.every_minutes
+        return now >= self._retry_at if self._failures else is_due
 
     def save(self, step: int, state: TrainState, **fields: Any) -> None:
-        """Starts a save; blocks only for the previous save and for the copy to the host.
+        """Starts a save; waits only for the previous save and for the copy to the host.
 
-        `fields` are `position`, `metrics` and `watch` of the manifest. A failure is logged and retried.
+        `fields` are `position`, `metrics` and `watch` of the manifest. A failed save is logged, and `due`
+        asks for another.
         """
         began = time.perf_counter()
         self._wait()
@@ -160,7 +161,7 @@ class Saver:
         job.blocked = time.perf_counter() - began
 
     def _create_folder(self, folder: Path, size: int) -> str:
-        """Creates the folder for a state of `size` bytes; returns an error message, or nothing."""
+        """Creates the folder for a state of `size` bytes; returns an error message, or an empty string."""
         if distributed.process_id() > 0:
             return ""
         try:
@@ -171,7 +172,7 @@ class Saver:
             return f"{error.strerror}: {error.filename}"
 
     def _space_fault(self, size: int) -> str:
-        """Returns an error message if the disk has no space for a state of `size` bytes."""
+        """Returns an error message if the disk has no space for a state of `size` bytes, else an empty string."""
         needed, free = SPACE_FACTOR * size, shutil.disk_usage(self._folder).free
         return f"{needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free" if free < needed else ""
 
@@ -199,7 +200,7 @@ class Saver:
         )
         for one in found:
             if one.step not in keep:
-                with contextlib.suppress(OSError):  # retried after the next save
+                with contextlib.suppress(OSError):  # the next save tries again
                     manifest.remove(self._folder / str(one.step))
 
     def _handle_finished_save(self) -> None:
@@ -229,7 +230,7 @@ class Saver:
         self._handle_finished_save()
 
     def finish(self, step: int, state: TrainState, **fields: Any) -> None:
-        """Saves and waits until it is committed; raises ConfigError after LAST_TRIES failures."""
+        """Saves, and waits for the commit; raises ConfigError after LAST_TRIES failures."""
         for attempt in range(LAST_TRIES):
             self.save(step, state, **fields)
             self._wait()

@@ -13,7 +13,7 @@ from meshtrain.config.schema import DivergenceConfig
 
 DECAY = 0.99  # of the running mean and variance, per step
 WARMUP_STEPS = 50  # until the running mean and variance are used
-MAX_ROLLBACKS = 3  # to the same step
+MAX_ROLLBACKS = 3  # to the same step, one after the other; the last of them ends the run
 MIN_DEVIATION = 0.01  # lower bound of the standard deviation, as a fraction of the mean
 
 
@@ -32,7 +32,7 @@ class RunningLoss:
 
     def add(self, loss: float) -> None:
         self.count += 1
-        weight = max(1 / self.count, 1 - DECAY)  # the arithmetic mean at first
+        weight = max(1 / self.count, 1 - DECAY)  # 1 / count at first: the arithmetic mean
         change = loss - self.mean
         self.mean += weight * change
         self.variance = (1 - weight) * (self.variance + weight * change**2)
@@ -49,15 +49,15 @@ class LossMonitor:
         event: Callable[..., None],
         log: Callable[[str], None],
     ):
-        """`statistics` is the property of that name as saved in the checkpoint to resume from, or empty."""
+        """`statistics` is a saved `LossMonitor.statistics` of the run to resume, or empty."""
         self._settings, self._event, self._log = settings, event, log
         self._losses, self._skips = RunningLoss(**statistics), 0
-        self._rollbacks: list[int] = []  # the last steps that the run returned to
+        self._rollbacks: list[int] = []  # steps of the latest MAX_ROLLBACKS rollbacks
         self.spike: int | None = None  # step of a spike to roll back
 
     @property
     def statistics(self) -> dict[str, float]:
-        """Statistics to save in a checkpoint, so that a resumed run finds the same spikes."""
+        """The running statistics to save in a checkpoint: a resumed run then finds the same spikes."""
         return asdict(self._losses)
 
     def observe(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -87,7 +87,7 @@ class LossMonitor:
     def roll_back(self, step: int | None, position: int) -> None:
         """Records that the run returns to `step` (None: no checkpoint) and continues at sample `position`.
 
-        Raises FloatingPointError after MAX_ROLLBACKS rollbacks to the same step.
+        Raises FloatingPointError at the last of MAX_ROLLBACKS successive rollbacks to the same step.
         """
         spike, self.spike = self.spike, None
         if step is None:

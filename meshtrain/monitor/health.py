@@ -1,8 +1,8 @@
 """Detects replica divergence (silent data corruption) and stragglers.
 
 A faulty device can compute wrong values without an error; its replica of the parameters then differs
-from the others. Every `health.every` steps, and before each save, a digest compares all replicas bit
-for bit. Every `health.every` steps the speeds of all processes are compared, too.
+from the others. Every `health.every` steps, and before each save, digests of all replicas are compared:
+one changed bit changes the digest. Every `health.every` steps the speeds of all processes are compared, too.
 """
 
 import collections
@@ -20,10 +20,10 @@ from meshtrain.cluster import distributed
 from meshtrain.cluster.progress import ProgressPage
 from meshtrain.config.schema import AXES, HealthConfig
 
-# Fraction of the median speed; slower processes are logged (as in NVIDIA's resiliency extension).
-SLOW = 0.75
-IN_A_ROW = 3  # slow checks before a process is logged; a single one may be noise
-NUM_TIMINGS = 5  # of the matrix product; the fastest counts
+# A process below this fraction of the median speed is slow (as in NVIDIA's resiliency extension).
+SLOW_SPEED = 0.75
+MIN_SLOW_CHECKS = 3  # in a row before a process is logged; a single slow check may be noise
+NUM_TIMINGS = 5  # of the test matrix product; the fastest is used
 # Rows of the square matrices: their product takes milliseconds.
 PRODUCT_SIZE = collections.defaultdict(lambda: 4096, cpu=1024)
 
@@ -48,7 +48,7 @@ class Check:
         self._event, self._log = event, log
         self._digest: Callable | None = None
         self._slow_checks = collections.Counter()  # process -> slow checks in a row
-        # At the last check: step, total seconds of waiting for data, total seconds of steps.
+        # At the last check: step, total seconds of waiting for data, total seconds in the phase "step".
         self._previous: np.ndarray | None = None
 
     def due(self, step: int, *, saving: bool) -> bool:
@@ -77,8 +77,8 @@ class Check:
         _, data, rest = (current - previous) / (step - previous[0])
         processes = distributed.gather([data, rest, time_product(), socket.gethostname()])
         for number, speed in enumerate(relative_speeds([timing[:3] for timing in processes])):
-            self._slow_checks[number] = self._slow_checks[number] + 1 if speed < SLOW else 0
-            if self._slow_checks[number] < IN_A_ROW:
+            self._slow_checks[number] = self._slow_checks[number] + 1 if speed < SLOW_SPEED else 0
+            if self._slow_checks[number] < MIN_SLOW_CHECKS:
                 continue
             data, _, product, host = processes[number]
             fields = {"process": number, "host": host, "score": speed}
@@ -112,7 +112,7 @@ def _time_product(device: jax.Device) -> float:
     size, seconds = PRODUCT_SIZE[device.platform], []
     with jax.set_mesh(jax.sharding.Mesh([device], "device")):
         x = jnp.ones((size, size), jnp.float32)
-        for _ in range(NUM_TIMINGS + 1):  # the first one compiles
+        for _ in range(NUM_TIMINGS + 1):  # the first call compiles
             began = time.perf_counter()
             _product(x).block_until_ready()
             seconds.append(time.perf_counter() - began)
@@ -139,7 +139,7 @@ def make_digest(state: Any, mesh: jax.sharding.Mesh) -> Callable[[Any], jax.Arra
 
 
 def _digest(x: jax.Array) -> jax.Array:
-    """Returns the sum of all words, each times a different odd number: any single changed word shows."""
+    """Returns the sum of all words, each times another odd number: one changed word changes the sum."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == bool:
@@ -151,7 +151,7 @@ def _digest(x: jax.Array) -> jax.Array:
 
 
 def local_digests(rows: jax.Array) -> dict[int, list[int]]:
-    """Returns the rows of this process's devices, by device id."""
+    """Returns the digests of this process's devices by device id, from the result of `make_digest`."""
     return {
         shard.device.id: np.asarray(shard.data)[0].tolist() for shard in rows.addressable_shards
     }
@@ -160,7 +160,7 @@ def local_digests(rows: jax.Array) -> dict[int, list[int]]:
 def replica_faults(state: Any, digests: list[dict[str, list[int]]]) -> list[str]:
     """Returns a line for each array whose replicas differ, naming the devices in the minority.
 
-    `digests` holds the `local_digests` of each process, keys as JSON strings.
+    `digests` holds the `local_digests` of each process; JSON has made their keys strings.
     """
     rows = {int(device): row for local in digests for device, row in local.items()}
     faults = []

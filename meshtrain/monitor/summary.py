@@ -1,4 +1,4 @@
-"""The lines that a run logs before it compiles, and its last line."""
+"""Formats the lines that a run logs before it compiles, and its last line."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The unit in which a run counts its samples and its throughput."""
+"""The unit in which a run counts samples and throughput: tokens or examples."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from meshtrain.models.base import Model
 
 @dataclass(frozen=True)
 class Units:
-    """The unit of throughput: tokens for a language model, else examples."""
+    """Tokens for a language model, else examples."""
 
     name: str
     per_sample: int

@@ -1,4 +1,4 @@
-"""A run's output: metrics.jsonl, events.jsonl, config.json in its workdir; lines or a bar on the console."""
+"""Writes metrics.jsonl, events.jsonl and config.json of a run, and lines or a progress bar to the console."""
 
 import contextlib
 import datetime
@@ -58,7 +58,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 class Writer:
-    """Writes the output of process 0; does nothing on other processes. Close it to remove the bar."""
+    """Writes the output of process 0; does nothing on other processes. Close it to remove the progress bar."""
 
     def __init__(self, workdir: Path | None, *, leader: bool):
         self._folder = workdir if leader else None
@@ -66,8 +66,8 @@ class Writer:
             quiet=not leader, highlight=False, soft_wrap=True, markup=False
         )
         self._bar: rich.progress.Progress | None = None
-        self._pending: tuple | None = None
-        self._unwritten: dict[str, list[str]] = {}  # file -> lines still to be written
+        self._pending: tuple | None = None  # the report of the latest step, see `step`
+        self._unwritten: dict[str, list[str]] = {}  # file name -> lines still to be written
         self.newest: dict[str, float] = {}  # metrics of the newest finished step
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -89,12 +89,11 @@ class Writer:
         """
         self._start, self._steps, self._units = start, cfg.train.steps, units
         self._observe = observe
-        self._units_before, self._units_per_step = (
-            samples * units.per_sample,
-            cfg.train.global_batch * units.per_sample,
-        )
+        self._units_before = samples * units.per_sample
+        self._units_per_step = cfg.train.global_batch * units.per_sample
         peak = peak_flops(jax.devices()[0].device_kind)
-        self._share_of_peak = (
+        # Times units per second: the model FLOPs utilization (MFU).
+        self._seconds_at_peak = (
             units.flops / (peak * jax.device_count()) if units.flops and peak else None
         )
         if self._folder and (metrics := self._folder / "metrics.jsonl").exists():
@@ -127,10 +126,10 @@ class Writer:
         waited: float,
         log: bool,
     ) -> None:
-        """Stores the report of a step just dispatched, and writes the previous one.
+        """Stores the report of the step just dispatched, and writes the report of the previous step.
 
-        So the device always has work while the host waits for a report. `waited` is the total of all
-        seconds spent waiting for data. With `log` the step gets a row and a line.
+        Thus the device always has work while the host waits for a report. `waited` is the total of all
+        seconds spent waiting for data. With `log` the step gets a row in metrics.jsonl and a line.
         """
         # Simulated devices dispatch synchronously: the step has already ended.
         ended = time.perf_counter() if report["loss"].is_ready() else None
@@ -169,7 +168,7 @@ class Writer:
             "step_time": step_time,
             "data_wait": (waited - self._waited_before) / self._steps_since,
             "tokens_per_second": per_second,
-            "mfu": self._share_of_peak and self._share_of_peak * per_second,
+            "mfu": self._seconds_at_peak and self._seconds_at_peak * per_second,
         }
         if eval_loss is not None:
             row["eval_loss"] = eval_loss
@@ -178,7 +177,7 @@ class Writer:
         self._since, self._steps_since, self._waited_before = ended, 0, waited
 
     def _show(self, row: dict[str, Any]) -> None:
-        """Logs a row as a line; with a bar the row goes there, and only evaluations are also logged."""
+        """Logs a row as a line; with a progress bar, updates it and logs only rows with an evaluation."""
         left = datetime.timedelta(seconds=round((self._steps - row["step"] - 1) * row["step_time"]))
         speed = f"{row['tokens_per_second']:,.0f} {self._units.name}/s"
         speed += f" · mfu {row['mfu']:.1%}" if row["mfu"] else ""
@@ -212,7 +211,7 @@ class Writer:
             _replace(self._folder / "config.json", text)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        """Appends a line to a file; if that fails, the line is written together with the next one."""
+        """Appends a line to a file; if that fails, writes the line together with the next line."""
         if not self._folder:
             return
         finite = {

@@ -109,7 +109,7 @@ def test_300_random_corruptions_are_all_detected(finished_run, tmp_path):
             found = manifest.verify(directory)
         except CorruptCheckpoint:
             continue
-        # Harmless only if all content is equal, as with a space at the end of the manifest.
+        # An undetected change is harmless only if all content is equal, as after adding a final space.
         assert found == manifest.read(valid), corruption
         for path in found.files:
             assert (directory / path).read_bytes() == (valid / path).read_bytes(), corruption
@@ -214,7 +214,7 @@ def test_finding_a_checkpoint_changes_nothing_on_disk(workdir):
     assert len(lines) == 1 and lines[0].endswith("fails its checksum; step 4 is used")
 
 
-def test_a_workdir_with_a_number_as_its_name_is_not_taken_for_a_checkpoint(workdir):
+def test_a_workdir_whose_name_is_a_number_is_not_a_checkpoint(workdir):
     job = workdir.rename(workdir.with_name("12345"))
     assert checkpoint.find_valid(job)[0] == checkpoints(job) / "6"
     assert checkpoint.find_valid(checkpoints(job) / "4")[1].step == 4
@@ -282,10 +282,8 @@ def test_a_run_applies_retention_and_saves_every_few_minutes(tmp_path):
     train(saving(3, every=0, every_minutes=1e-9), workdir=tmp_path / "b")
     assert manifest.steps(checkpoints(tmp_path / "b")) == [3, 2, 1, 0]
     c = saving(6, every=1, keep_best=1)
-    c.checkpoint.keep, c.optim.learning_rate = (
-        1,
-        0.3,
-    )  # so high that the held-out loss rises and falls
+    c.checkpoint.keep = 1
+    c.optim.learning_rate = 0.3  # so high that the held-out loss rises and falls
     c.eval.update(every=1, batches=1)
     result = train(c, workdir=tmp_path / "c")
     measured = {row["step"]: row["eval_loss"] for row in rows(tmp_path / "c") if "eval_loss" in row}
@@ -387,7 +385,7 @@ def test_a_second_run_in_a_workdir_is_rejected_while_the_first_is_alive(tmp_path
         first.send_signal(signal.SIGKILL)
         first.wait()
         first.stdout.close()
-    with lock.held(tmp_path):  # the lock of a dead process is free
+    with lock.held(tmp_path):  # the lock of a dead process is released
         pass
 
 
@@ -545,10 +543,8 @@ def test_the_command_lists_verifies_compares_and_prunes(workdir, capsys, monkeyp
     assert code == 1 and "4  corrupt  arrays/" in output.out
     assert run("ls", workdir)[0] == 0
     code, output = run("prune", workdir, "--keep=1")
-    assert code == 0 and manifest.steps(checkpoints(workdir)) == [
-        6,
-        4,
-    ]  # corrupt checkpoints are not removed
+    # Checkpoint 4 is corrupt, so it is not removed.
+    assert code == 0 and manifest.steps(checkpoints(workdir)) == [6, 4]
     for wrong in (
         ["prune", workdir],
         ["ls", workdir / "x"],
@@ -561,16 +557,15 @@ def test_the_command_lists_verifies_compares_and_prunes(workdir, capsys, monkeyp
 
 
 @slow
-def test_a_run_killed_in_every_stage_of_a_save_ends_bit_equal_to_an_undisturbed_run():
+def test_a_run_killed_in_every_stage_of_a_save_ends_bit_equal_to_an_uninterrupted_run():
     script = [sys.executable, ROOT / "benchmarks" / "crashes.py", "--kills=8"]
     done = subprocess.run(script, capture_output=True, text=True)
-    assert done.returncode == 0 and "bit-equal to the undisturbed run" in done.stdout, done.stderr
+    assert done.returncode == 0 and "bit-equal to the uninterrupted run" in done.stdout, done.stderr
 
 
 @slow
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # raised by Orbax's tasks
+# Tasks of Orbax raise this warning.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_save_to_a_full_disk_fails_and_keeps_the_newest_valid_checkpoint(
     tmp_path, monkeypatch, capsys
 ):
@@ -586,7 +581,7 @@ def test_a_save_to_a_full_disk_fails_and_keeps_the_newest_valid_checkpoint(
         monkeypatch.setattr(saver, "SPACE_FACTOR", 0.0)  # so that only the write itself fails
         monkeypatch.setattr(saver.time, "sleep", lambda seconds: None)
         train(saving(1, every=1), workdir=disk / "run")
-        other = disk / "other"  # leaves less space than a save needs: 321 kB of random floats
+        other = disk / "other"  # leaves less space than a save needs, 321 kB of random floats
         other.write_bytes(bytes(shutil.disk_usage(disk).free - 150_000))
         with pytest.raises(meshtrain.ConfigError, match="step 30 could not be saved"):
             train(saving(30, every=1), workdir=disk / "run")

@@ -183,7 +183,7 @@ def test_a_resumed_monitor_finds_the_same_spikes():
 
 def test_parameters_stay_finite_on_every_device():
     data = batches(4)
-    data[2]["y"][5] = np.nan  # of one device
+    data[2]["y"][5] = np.nan  # in the rows of one device
     state = run(data).state
     assert all(
         np.isfinite(shard.data).all()

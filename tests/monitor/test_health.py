@@ -1,4 +1,4 @@
-"""Replica divergence (silent data corruption) and slow processes are detected and named."""
+"""Replica divergence (silent data corruption) and slow processes are detected, and the message names them."""
 
 import json
 import re
@@ -106,8 +106,8 @@ def test_a_process_that_is_slow_three_times_in_a_row_is_logged(monkeypatch):
     monkeypatch.setattr(health, "time_product", lambda: 0.01)
     data_wait = [1.0]  # of the other process
 
-    def gather(mine):
-        return [mine, [data_wait[0], mine[1], mine[2], "other"]]
+    def gather(timing):
+        return [timing, [data_wait[0], timing[1], timing[2], "other"]]
 
     monkeypatch.setattr(health.distributed, "gather", gather)
     for step in range(0, 60, 10):
