@@ -5,8 +5,8 @@
 
 Each process is pinned to a core and has one XLA thread and one device. Two times are measured: `device` is
 the compiled collective on float32 arrays that are on the devices already, `host` a complete call of
-meshtrain.parallel.collectives, from numpy to numpy. Each time is the median over calls, without the first ones,
-on the slowest process. The size S is the larger of a member's input and output, and bus bandwidth is S/t times
+meshtrain.parallel.collectives, from numpy to numpy. Each time is the median over calls after warm-up, on the
+slowest process. The size S is the larger of a member's input and output, and bus bandwidth is S/t times
 a factor that depends on the collective, both as in nccl-tests:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 Between simulated devices this measures copies within one process. collectives.py counts the bytes that a

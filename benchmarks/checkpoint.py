@@ -3,9 +3,8 @@
   python benchmarks/checkpoint.py [--rounds=7] [--folder=DIR] [--output=PATH]
 
 A Llama-style model with AdamW, 305 MB of state on one CPU device, is saved by the trainer's Saver while nothing
-else runs. `blocked` is the time for which a save holds up the training, `raw write` one file with the same
-bytes, `check` the verification of all checksums. Each round measures everything once; the results are ratios
-of medians.
+else runs. `blocked` is the time for which training waits for a save; `raw write` writes one file with the same
+bytes; `check` verifies all checksums. Each round measures everything once; the results are ratios of medians.
 """
 
 import os

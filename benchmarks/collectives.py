@@ -3,9 +3,9 @@
   python benchmarks/collectives.py [--layouts NAME ...] [--output=PATH]
 
 A float32 Llama-style model (8.0 M parameters) on eight simulated devices. Nothing is run: the compiled step is
-audited as by `meshtrain audit --config=...`, which defines the minimum and explains every excess line by line.
-Compilers differ: on CPU, XLA replaces a reduce-scatter by an all-reduce and a slice; the audit counts it as a
-reduce-scatter, with a note. bandwidth.py measures latency and bandwidth of the collectives themselves.
+audited by the code of `meshtrain audit --config=...`, which defines the minimum and explains every excess line by
+line. Compilers differ: on CPU, XLA replaces a reduce-scatter by an all-reduce and a slice; the audit counts it as
+a reduce-scatter, with a note. bandwidth.py measures latency and bandwidth of the collectives themselves.
 """
 
 import os
@@ -47,7 +47,7 @@ def measure(args, layout: dict[str, int]):
 
 
 def rows_of(name: str, audited) -> list[dict]:
-    """Returns a row for each axis, or group of axes, over which bytes are sent or have to be."""
+    """Returns a row for each axis, or group of axes, over which bytes are sent or must be sent."""
     rows = []
     for total in audited.axes:
         minimum = None if total.minimum is None else total.minimum / 1e6
@@ -78,7 +78,7 @@ def main():
     llama.add_numbers(parser, rows=16, microbatches=4)  # rows per micro-batch
     parser.add_argument("--layouts", nargs="+", default=[*LAYOUTS], choices=LAYOUTS, metavar="NAME")
     args = parser.parse_args()
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {llama.QUICK}".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {llama.QUICK_FLAGS}".strip()
     runtime.simulate(DEVICES)
     results, audits = {**record.about(args), "layouts": {}}, {}
     for name in args.layouts:

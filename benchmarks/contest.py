@@ -1,7 +1,7 @@
 """Times training steps of several implementations alternately on one machine, each in its own process.
 
-An implementation is a contestant (contestant.py). In one process, the threads and memory of one would disturb
-another. Losses are compared step by step: the time of a step with other maths says nothing.
+The process of an implementation is called a contestant (contestant.py). In a single process, implementations would
+compete for threads and memory. The losses of all are compared step by step, so that all compute the same maths.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Failed(Exception):
 
 
 class Contestant:
-    """A process that has done its first step, or the other task that its name stands for."""
+    """A process that runs contestant.py with a name; once created, it has done its first step or its task."""
 
     def __init__(self, name: str, folder: Path):
         caches = folder / re.sub(r"\W+", "-", name)
@@ -61,7 +61,7 @@ class Contestant:
 
 class Results(NamedTuple):
     facts: dict[str, dict[str, Any]]  # by contestant
-    # Contestants that were timed alternately, each with its seconds per step, by round, and all its losses.
+    # For each group that was timed alternately: contestant -> seconds per step in each round, and all losses.
     groups: list[dict[str, dict[str, list]]]
     failed: dict[str, str]  # contestant -> error
 
@@ -84,10 +84,10 @@ def available(names: Sequence[str]) -> list[str]:
 def run(
     config: Mapping[str, Any], names: Sequence[str], *, rounds: int, steps: int, pairs: bool
 ) -> Results:
-    """Times `rounds` times `steps` steps of each contestant, alternately.
+    """Times each contestant for `rounds` rounds of `steps` steps, alternately.
 
-    With `pairs` each other contestant is timed in a group with only the first one. The first start of each has
-    empty compile caches; its later starts use the caches that the first one filled.
+    With `pairs`, each of the others is timed only together with the first contestant. The first start of each
+    has empty compile caches; its later starts use the caches that the first start filled.
     """
     results = Results({}, [], {})
     first, *others = names
@@ -135,7 +135,7 @@ def _start(results: Results, name: str, folder: Path) -> Contestant:
 
 @contextlib.contextmanager
 def _recording(failed: dict[str, str], name: str) -> Iterator[None]:
-    """Records that a contestant failed, so that the others continue."""
+    """Records the failure of a contestant, so that the others continue."""
     try:
         yield
     except Failed as error:
@@ -171,7 +171,7 @@ def table(results: Results) -> list[dict[str, Any]]:
 
 
 def faults(results: Results, *, rtol: float) -> list[str]:
-    """Returns a line if the first contestant failed, and one for each whose first five losses differ from its."""
+    """Returns a line if the first contestant failed, and one for each other whose first five losses differ."""
     first = next(iter(results.groups[0]))
     if first in results.failed:
         return [f"{first} failed: {results.failed[first]}"]

@@ -2,7 +2,7 @@
 
   python benchmarks/contestant.py NAME FOLDER
 
-Started by contest.py. FOLDER has config.json and, for bare jax and torch, initial.npz, which the NAME "initial"
+contest.py starts it. FOLDER has config.json and, for bare jax and torch, initial.npz, which the NAME "initial"
 writes. After its first step the process prints a line of JSON; then it reads numbers of steps from stdin, runs
 them, and prints a line of JSON for each. The NAME "ceiling" measures the rates of the device instead.
 """

@@ -3,9 +3,9 @@
   python benchmarks/cpu_step.py [--rounds=10] [--steps=3] [--layers=4] [--vocab=4096] [--output=PATH]
 
 A float32 Llama-style model (6.3 M parameters); all implementations have the same initial parameters, tokens and
-number of threads. Each is a process, and the processes run a few steps alternately; the result is the ratio of
-the median step times. Torch is included if it is installed. The time to the first step is measured from the
-start of the process, once with empty compile caches (cold) and once with caches that the first start filled
+number of threads. Each runs in its own process, and the processes alternate every few steps; the result is the
+ratio of the median step times. Torch is included if it is installed. The time to the first step is measured from
+the start of the process, once with empty compile caches (cold) and once with caches that the first start filled
 (warm); bare jax and torch read the initial parameters from a file, meshtrain generates them.
 """
 
@@ -25,12 +25,13 @@ def main():
     numbers |= {"rows": 8, "seq-len": 256, "threads": len(os.sched_getaffinity(0))}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    quick = [name for name in CONTESTANTS if "max-autotune" not in name]  # which compiles slowly
+    # max-autotune compiles slowly
+    quick = [name for name in CONTESTANTS if "max-autotune" not in name]
     parser.add_argument("--only", nargs="+", default=quick, choices=CONTESTANTS, metavar="NAME",
                         help=f"implementations to time: {', '.join(CONTESTANTS)}")  # fmt: skip
     args = parser.parse_args()
     about = record.about(args, devices=["cpu"])
-    # The processes of the contestants inherit both.
+    # The processes of the contestants inherit the variable and the cores.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     c = llama.settings(

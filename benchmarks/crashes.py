@@ -3,7 +3,7 @@
   python benchmarks/crashes.py [--kills=30] [--seed=0] [--output=PATH]
 
 A tiny model on two simulated devices, with a checkpoint every ten steps. The final parameters, the optimizer
-state and all recorded losses must equal an undisturbed run bit for bit.
+state and all recorded losses must be bit-equal to an uninterrupted run.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def schedule_kill(kill_point: str, rng: random.Random) -> None:
     elif kill_point == "commit":
         on_call(manifest, "commit", before)
     elif kill_point == "manifest":
-        # The manifest is written, and the folder not renamed yet.
+        # The manifest is written, but the folder is not renamed yet.
         on_call(manifest, "_sync_folder", before)
     elif kill_point == "rename":
         on_call(manifest.os, "rename", before)
@@ -110,7 +110,7 @@ def work(args) -> None:
 
 def launch(workdir: Path, *options: str) -> int:
     command = [sys.executable, __file__, "--worker", f"--workdir={workdir}", *options]
-    env = {**os.environ, "XLA_FLAGS": llama.QUICK}
+    env = {**os.environ, "XLA_FLAGS": llama.QUICK_FLAGS}
     return subprocess.run(command, env=env, stdout=subprocess.DEVNULL).returncode
 
 
@@ -128,34 +128,34 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     about = record.about(args)
     folder, rng, began = Path(tempfile.mkdtemp()), random.Random(args.seed), time.perf_counter()
-    undisturbed, disturbed = folder / "undisturbed", folder / "disturbed"
-    assert launch(undisturbed) == 0
+    uninterrupted, interrupted = folder / "uninterrupted", folder / "interrupted"
+    assert launch(uninterrupted) == 0
     killed = collections.Counter()
     while sum(killed.values()) < args.kills:
         kill_point = KILL_POINTS[sum(killed.values()) % len(KILL_POINTS)]
-        code = launch(disturbed, f"--kill_point={kill_point}", f"--seed={rng.randrange(10**9)}")
+        code = launch(interrupted, f"--kill_point={kill_point}", f"--seed={rng.randrange(10**9)}")
         assert code in (0, -signal.SIGKILL), f"killed at {kill_point}: exit code {code}"
         assert code, f"the run ended after {dict(killed)}: raise STEPS"
         killed[kill_point] += 1
-        saved = manifest.steps(disturbed / checkpoint.FOLDER)
+        saved = manifest.steps(interrupted / checkpoint.FOLDER)
         print(
             f"killed {sum(killed.values()):2}: {kill_point:8} · newest checkpoint {saved[:1]}",
             flush=True,
         )
-    assert launch(disturbed) == 0
+    assert launch(interrupted) == 0
 
     def final_state(workdir: Path):
         saved = arrays.as_numpy(workdir / checkpoint.FOLDER / str(STEPS))
         rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
         return saved, {row["step"]: row["loss"] for row in rows}
 
-    (a, losses_a), (b, losses_b) = final_state(undisturbed), final_state(disturbed)
+    (a, losses_a), (b, losses_b) = final_state(uninterrupted), final_state(interrupted)
     same = losses_a == losses_b and a.keys() == b.keys()
     same = same and all(np.array_equal(a[path], b[path]) for path in a)
-    events = (disturbed / "events.jsonl").read_text()
+    events = (interrupted / "events.jsonl").read_text()
     print(f"{dict(killed)}; {events.count('quarantine')} corrupt checkpoints quarantined")
     relation = "bit-equal to" if same else "DIFFERENT from"
-    print(f"{len(a)} arrays and {len(losses_a)} losses: {relation} the undisturbed run")
+    print(f"{len(a)} arrays and {len(losses_a)} losses: {relation} the uninterrupted run")
     about |= {"killed": killed, "losses": len(losses_a), "arrays": len(a), "same": same}
     about |= {"quarantined": events.count("quarantine"), "seconds": time.perf_counter() - began}
     print(f"{about['seconds']:.0f} s")

@@ -1,4 +1,4 @@
-"""Speed of the data path: reading rows, the loader onto devices, and `meshtrain prepare` compared with its tokenizer.
+"""Speed of the data pipeline: reading rows, loading onto devices, `meshtrain prepare` compared with its tokenizer.
 
   python benchmarks/data.py [--seconds=2] [--megabytes=30] [--output=PATH]
 
@@ -99,8 +99,8 @@ def tokens_per_second(batch, seconds: float) -> float:
 
 def main() -> None:
     flags = record.parser(__doc__)
-    flags.add_argument("--seconds", type=float, default=2.0, help="of each rate")
-    flags.add_argument("--megabytes", type=int, default=30, help="of text")
+    flags.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement")
+    flags.add_argument("--megabytes", type=int, default=30, help="size of the text")
     args = flags.parse_args()
     jax.config.update("jax_platforms", "cpu")
     results = record.about(args)

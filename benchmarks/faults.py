@@ -3,10 +3,10 @@
   python benchmarks/faults.py recovery [--runs=10] [--output=PATH]
   python benchmarks/faults.py soak [--minutes=15] [--every=60] [--seed=0] [--output=PATH]
 
-A tiny model on two processes with a CPU device each, under `meshtrain launch`. `recovery` kills a worker
-(rank 1 and rank 0 alternately) in a step; the restarted run compiles again each time. `soak` draws a random
-fault every minute: kill, stop, SIGTERM, a sleep before the next batch, abort, or segmentation fault of a worker.
-Nobody intervenes. The final parameters, optimizer state and losses must equal an undisturbed run bit for bit.
+A tiny model on two processes with a CPU device each, under `meshtrain launch`. `recovery` kills a worker (rank 1
+and rank 0 alternately) in a step; the restarted run compiles again each time. `soak` draws a random fault every
+minute: kill, stop, SIGTERM, a sleep before the next batch, abort, or segmentation fault of a worker. The final
+parameters, optimizer state and losses must be bit-equal to an uninterrupted run.
 """
 
 import json
@@ -40,7 +40,7 @@ SIGNALS |= {"abort": signal.SIGABRT, "segfault": signal.SIGSEGV}
 
 
 def build(*, split: str, workdir: str, pace: float, **section) -> Source:
-    """Returns synthetic data, `pace` seconds a batch; the rank that SLEEP_FILE names never gets its next batch."""
+    """Returns synthetic data: a batch takes `pace` seconds, and never arrives on the rank that SLEEP_FILE names."""
     source, sleep_file = synthetic.build(split=split, **section), Path(workdir) / SLEEP_FILE
 
     def read(indices):
@@ -112,7 +112,7 @@ def newest_step(workdir: Path) -> int:
 
 
 def wait_for(condition, seconds: float, run: subprocess.Popen) -> None:
-    """Waits until `condition()` holds; ends this script if the run ends or `seconds` pass before."""
+    """Waits until `condition()` holds; ends this script if the run ends first, or after `seconds`."""
     deadline = time.time() + seconds
     while not condition():
         if run.poll() is not None:
@@ -165,35 +165,35 @@ def inject(kind: str, rank: int, workdir: Path) -> None:
 
 def soak(args, folder: Path) -> dict:
     rng, remaining, injected = random.Random(args.seed), [], []
-    disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
-    run = start(disturbed, 10**9, 0.05, "--max_restarts=1000", "--stall_seconds=5")
-    wait_for(lambda: newest_step(disturbed) > 5, 120, run)
+    interrupted, uninterrupted = folder / "interrupted", folder / "uninterrupted"
+    run = start(interrupted, 10**9, 0.05, "--max_restarts=1000", "--stall_seconds=5")
+    wait_for(lambda: newest_step(interrupted) > 5, 120, run)
     began, end = time.time(), time.time() + 60 * args.minutes
     while time.time() < end:
-        due = began + (len(injected) + 0.5 + rng.uniform(-0.3, 0.3)) * args.every
-        time.sleep(max(0.1, min(due, end) - time.time()))
+        next_fault = began + (len(injected) + 0.5 + rng.uniform(-0.3, 0.3)) * args.every
+        time.sleep(max(0.1, min(next_fault, end) - time.time()))
         if run.poll() is not None:
             raise SystemExit(f"the supervisor ended with exit code {run.poll()}")
-        if time.time() < min(due, end):
+        if time.time() < min(next_fault, end):
             continue
         remaining = remaining or rng.sample(FAULTS, len(FAULTS))  # each kind once, in random order
         rank = rng.randrange(2)
         try:
-            inject(remaining[0], rank, disturbed)
+            inject(remaining[0], rank, interrupted)
         except (KeyError, ProcessLookupError):
             continue  # the worker is being restarted
         injected.append(remaining.pop(0))
         at = f"{time.time() - began:6.0f} s"
-        print(f"{at}: {injected[-1]} rank {rank} at step {newest_step(disturbed)}", flush=True)
+        print(f"{at}: {injected[-1]} rank {rank} at step {newest_step(interrupted)}", flush=True)
     run.terminate()
-    code, minutes, steps = run.wait(120), (time.time() - began) / 60, newest_step(disturbed) + 1
+    code, minutes, steps = run.wait(120), (time.time() - began) / 60, newest_step(interrupted) + 1
     print(f"{steps} steps, {len(injected)} faults, {minutes:.1f} minutes, exit code {code}")
-    print(Path(f"{disturbed}.log").read_text().splitlines()[-1], flush=True)
-    assert start(undisturbed, steps, 0.0).wait() == 0
-    same = final_state(disturbed) == final_state(undisturbed)
+    print(Path(f"{interrupted}.log").read_text().splitlines()[-1], flush=True)
+    assert start(uninterrupted, steps, 0.0).wait() == 0
+    same = final_state(interrupted) == final_state(uninterrupted)
     relation = "bit-equal to" if same else "DIFFERENT from"
-    print(f"parameters, optimizer state and {steps} losses: {relation} an undisturbed run")
-    events = read_jsonl(disturbed, "events.jsonl")
+    print(f"parameters, optimizer state and {steps} losses: {relation} an uninterrupted run")
+    events = read_jsonl(interrupted, "events.jsonl")
     goodput = [row for row in events if row["event"] == "goodput"][-1]
     return {"faults": injected, "minutes": minutes, "same": same, "goodput": goodput}
 

@@ -3,13 +3,13 @@
   python benchmarks/gpu_step.py --models gpt2-124m [--only NAME ...] [--output=PATH]
   JAX_PLATFORMS=cpu python benchmarks/gpu_step.py --toy
 
-All implementations have the same maths, initial parameters and tokens. Each is a process, and the processes run a
-few steps alternately; on a GPU two at a time, meshtrain and one other. The result is the ratio of the median step
-times. One model takes some minutes: with a time limit per call, run one model per call. Model FLOPs are counted
-in two ways: by PaLM's rule, with full attention, and with half the attention FLOPs, because of the causal mask.
-MFU is relative to the data sheet's peak; the rates of a large matrix product and of a copy, measured in the same
-run, show how much of that peak is attainable. On a GPU the run fails if the compiled step does not call fused
-attention.
+All implementations have the same maths, initial parameters and tokens. Each runs in its own process, and the
+processes alternate every few steps; on a GPU two at a time, meshtrain and one other. The result is the ratio of
+the median step times. One model takes some minutes: with a time limit per call, run one model per call. Model
+FLOPs are counted in two ways: by PaLM's rule, with full attention; and with half the attention FLOPs, because of
+the causal mask. MFU is relative to the data sheet's peak; the rates of a large matrix product and of a copy,
+measured in the same run, show how much of that peak is attainable. On a GPU the run fails if the compiled step
+does not call fused attention.
 
 It needs jax, flax, optax, orbax, ml-collections, isal and rich. Torch is included if it is installed; its
 max-autotune mode, which compiles slowly, runs for gpt2-124m only, unless --only names it. Memory is the compiler's
@@ -69,7 +69,7 @@ def contestants(model: str, only: list[str] | None) -> list[str]:
 
 
 def model_flops(model: str) -> dict[str, float]:
-    """Returns the FLOPs per token, forward and backward, by rule of counting."""
+    """Returns the FLOPs per token, forward and backward, under each counting rule."""
     section = settings(model).model.to_dict()
     c = TransformerConfig(**{key: value for key, value in section.items() if key != "build"})
     length = (SHAPES | TOY)[model][6]
@@ -117,7 +117,7 @@ def main():
                         help=", ".join(models))  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=10, help="of a turn")
+    parser.add_argument("--steps", type=int, default=10, help="steps per turn")
     parser.add_argument("--toy", action="store_true", help="tiny models, for any device")
     args = parser.parse_args()
     models = args.models or list(TOY if args.toy else SHAPES)
@@ -125,9 +125,10 @@ def main():
         parser.error("--only must name meshtrain, with which the others are compared")
     if args.output and not args.output.is_dir() and len(models) > 1:
         parser.error(f"--output={args.output} is one file for several models; name a folder")
-    # Two contestants share the memory: each allocates what it needs, out of nearly all memory.
+    # Two processes share the GPU: each allocates only what it needs, up to nearly all of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    fraction = os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")  # its old name
+    # The first variable is the old name of the second.
+    fraction = os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", fraction)
     ceiling = contest.ceiling()
     print(f"{ceiling['device']}: matrix product {ceiling['matmul_flops'] / 1e12:.4g} TFLOP/s, "

@@ -1,11 +1,11 @@
-"""Bytes per device of the compiled train step, compared with arithmetic, on simulated devices.
+"""Bytes per device of the compiled train step, compared with a formula, on simulated devices.
 
   python benchmarks/memory.py [--sweeps zero remat schedule] [--output=PATH]
 
 A float32 Llama-style model (8.0 M parameters). Nothing is run: `memory_analysis()` of the step gives
 argument + output - alias + temporary bytes of one device. This is XLA's plan for CPU; for an accelerator XLA
-fuses and orders operations differently. The arithmetic is the minimum, in values of 4 bytes, for P parameters (of
-one stage) and n devices along fsdp:
+fuses and orders operations differently. The formula (`arithmetic`) gives the minimum, in values of 4 bytes, for P
+parameters (of one stage) and n devices along fsdp:
 
   state        3 P: parameters (/ n in zero stage 3), two moments (/ n from stage 1 on); and the batch
   gradients    P (/ n from stage 2 on); twice that if gradients of micro-batches are accumulated
@@ -18,7 +18,7 @@ one stage) and n devices along fsdp:
 
 With remat none more than the minimum is stored: autodiff saves the masked scores and exponentials of a softmax in
 addition to its probabilities, and three values within a silu. For each pipeline a line is fitted to its temporary
-bytes by number of micro-batches: only gpipe's grow. (The batch is an argument, and grows.)
+bytes over the number of micro-batches: only those for gpipe grow. (The batch grows too, but as an argument.)
 """
 
 import os
@@ -83,8 +83,8 @@ def arithmetic(cfg, program) -> dict[str, float]:
     shards = [mesh.fsdp if train.zero_stage >= first else 1 for first in (1, 2, 3)]
 
     keys_and_values = 2 * D * G / H
-    everything = 6 * D + keys_and_values + 3 * F + H * S
-    stored = {"none": everything, "dots": 3 * D + keys_and_values + 2 * F, "full": D}[train.remat]
+    residuals = 6 * D + keys_and_values + 3 * F + H * S
+    stored = {"none": residuals, "dots": 3 * D + keys_and_values + 2 * F, "full": D}[train.remat]
     tokens = rows // parts * S
     if stages == 1:
         chunks = L * stored
@@ -92,9 +92,9 @@ def arithmetic(cfg, program) -> dict[str, float]:
         schedule = cfg.pipeline
         table = SCHEDULES[schedule.schedule](stages, parts, schedule.num_chunks)
         layers = L / stages / schedule.num_chunks
-        chunk = D if schedule.keep == "inputs" else layers * everything
-        chunks = table.num_slots * chunk + layers * everything
-    backward = everything + (everything - stored)
+        chunk = D if schedule.keep == "inputs" else layers * residuals
+        chunks = table.num_slots * chunk + layers * residuals
+    backward = residuals + (residuals - stored)
     return {
         "state": 4 * (P / shards[2] + 2 * P / shards[0] + 3 * rows * S),
         "gradients": 4 * P / shards[1] * (1 + (parts > 1)),
@@ -154,7 +154,7 @@ def main():
     sweeps = ("zero", "remat", "schedule")
     parser.add_argument("--sweeps", nargs="+", default=sweeps, choices=sweeps)
     args = parser.parse_args()
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {llama.QUICK}".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {llama.QUICK_FLAGS}".strip()
     runtime.simulate(DEVICES)
     results = record.about(args)
     results["rows"] = measure(args)

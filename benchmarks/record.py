@@ -71,7 +71,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def save(output: Path | None, record: Mapping[str, Any], *, model: str) -> None:
-    """Writes the record to the file `output`, or to a file named by `name_of` in the folder `output`, if given."""
+    """Writes the record to `output`: a file, a folder (the file gets the name from `name_of`), or None (nowhere)."""
     if output is None:
         return
     if output.is_dir():

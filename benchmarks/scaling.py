@@ -6,10 +6,10 @@
 A float32 Llama-style model (8.0 M parameters), with the same global batch and the same rows per micro-batch and
 device everywhere; Linux only. Each process is pinned to a core and has one XLA thread; all processes stay alive
 and run alternately, and their losses must agree. A round is a few steps of a run of all processes, of one process
-alone (on another core each round), and of independent processes on all cores at once. The last shows how much busy
-cores slow each other down, which parallelism cannot avoid. Efficiency is the speed-up divided by the number of
-processes. The ideal speed-up of a pipeline is what its bubble leaves, times 3/4 if the backward pass runs the
-forward pass again (1f1b-inputs).
+alone (on another core each round), and of independent processes on all cores at once. The last kind shows how
+much busy cores slow each other down, which parallelism cannot avoid. Efficiency is the speed-up divided by the
+number of processes. The ideal speed-up of a pipeline is what its bubble leaves, times 3/4 if the backward pass
+runs the forward pass again (1f1b-inputs).
 
 `--simulate` does not measure scaling: 1, 2, 4 and 8 simulated devices of one process share one core and one
 thread, and each has the same number of rows. T(n) / (n T(1)), the work-normalized overhead, is the cost of

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def work(args) -> dict[str, float]:
-    """Runs this new process up to its first step; returns the seconds of each part."""
+    """Runs this new process to the end of its first step; returns the seconds of each part."""
     import jax
 
     from benchmarks import llama

@@ -18,7 +18,7 @@ import numpy as np
 
 from meshtrain.cluster import distributed, environment, runtime
 
-ALONE, BUSY, TOGETHER = "one process", "one process on each core", "all processes"  # who runs
+ALONE, BUSY, TOGETHER = "one process", "one process on each core", "all processes"  # kinds of run
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
@@ -46,7 +46,7 @@ def run_steps(workers: list[subprocess.Popen], count: int) -> list[dict]:
 
 
 def seconds_waiting_for_core() -> float:
-    """Returns for how long threads of this process were runnable while others had the core."""
+    """Returns for how long threads of this process were runnable but waited for the core."""
     files = Path("/proc/self/task").glob("*/schedstat")
     return sum(int(file.read_text().split()[1]) for file in files) / 1e9
 
@@ -67,7 +67,7 @@ def timed_steps(compiled, carry, batch, count: int):
 
 def serve(prepare: Callable) -> None:
     """Runs this process as a worker: prints the facts that `prepare` returns, then runs the requested steps."""
-    # As in train(): gloo mixes the messages of two programs in flight, here of initialization and a step.
+    # As in train(): gloo mixes up the messages of programs that run at once, here initialization and a step.
     distributed.initialize()
     runtime.setup()
     compiled, carry, batch, reply = prepare()
@@ -87,7 +87,7 @@ def stop(workers: list[subprocess.Popen]) -> None:
 def measure(script: str, cores: list[int], *options: str, rounds: int, steps: int) -> dict:
     """Times a run of all processes (TOGETHER), one process (ALONE), and a process on each core (BUSY).
 
-    Returns the facts of all workers, the replies by who ran, and the losses of each worker.
+    Returns the facts of all workers, the replies by kind of run, and the losses of each worker.
     """
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -114,7 +114,7 @@ def measure(script: str, cores: list[int], *options: str, rounds: int, steps: in
 
 
 def seconds_of(measured: dict) -> dict[str, np.ndarray]:
-    """Returns the seconds of all steps by who ran; raises AssertionError if the losses of two workers differ.
+    """Returns the seconds of all steps by kind of run; raises AssertionError if the losses of two workers differ.
 
     A step of a run of all processes takes as long as its slowest process.
     """

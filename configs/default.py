@@ -20,12 +20,12 @@ def get_config() -> ConfigDict:
     # devices along `tensor`, which shards attention heads, feed-forward and vocabulary; -1: all remaining devices
     mesh.tensor = 1
 
-    # Sharding of each logical dim: (name, mesh axis or axes or None). For a dim, the first rule with its name
-    # applies whose axes do not yet shard another dim of the array and divide this one. If none applies, the dim
-    # is not sharded.
+    # Sharding of each logical dim: (name, mesh axis or axes or None). For each dim of an array, the rules with its
+    # name are tried in order. A rule applies if its axes shard no other dim of the array yet, and their sizes
+    # divide the dim. If none applies, the dim is not sharded.
     config.rules = (
         ("batch", ("data", "fsdp")),
-        # Embedding and head belong to no stage: all stages share them.
+        # All pipeline stages share embedding and head.
         ("vocab", ("pipeline", "tensor")),
         ("vocab", "tensor"),
         ("heads", "tensor"),
@@ -65,10 +65,11 @@ def get_config() -> ConfigDict:
     config.pipeline = pipeline = ConfigDict()
     # pipeline schedule: "gpipe", "1f1b" or "interleaved"; `meshtrain schedule` prints them
     pipeline.schedule = "1f1b"
-    # chunks of layers on each stage, which alternate; more than 1 only with schedule "interleaved"
+    # chunks of layers per stage: consecutive chunks are on consecutive stages; more than 1 only with schedule
+    # "interleaved"
     pipeline.num_chunks = 1
-    # what a chunk stores for its backward pass: "inputs", from which its forward pass is run again, or
-    # "residuals", everything that the backward pass needs, so that nothing is run twice
+    # what a chunk stores for its backward pass: "inputs", its input, from which the forward pass is recomputed;
+    # "residuals", everything that the backward pass needs, so that nothing is recomputed
     pipeline.keep = "inputs"
 
     config.model = model = ConfigDict()
@@ -156,7 +157,8 @@ def get_config() -> ConfigDict:
 
     config.eval = evaluation = ConfigDict()
     evaluation.every = 0  # steps between evaluations; 0: only at the end
-    evaluation.batches = 8  # batches per evaluation, global_batch held-out sequences each; 0: never
+    # batches per evaluation, global_batch held-out sequences each; 0: no evaluation
+    evaluation.batches = 8
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every = 0  # steps between saves; 0: only at the end
@@ -165,7 +167,7 @@ def get_config() -> ConfigDict:
     checkpoint.keep = 2  # number of newest checkpoints to keep
     checkpoint.keep_every = 0  # checkpoints whose step is a multiple of this are kept too; 0: none
     checkpoint.keep_best = 0  # number of checkpoints with the lowest best_by that are kept too
-    # metric for keep_best: "eval_loss", of evaluations that are due in the step of a save, "loss" or "grad_norm"
+    # metric for keep_best: "eval_loss" (only checkpoints of steps with an evaluation have it), "loss" or "grad_norm"
     checkpoint.best_by = "eval_loss"
     # whether to resume from arrays of another dtype, cast to the present one, which may lose precision
     checkpoint.allow_cast = False
@@ -181,7 +183,7 @@ def get_config() -> ConfigDict:
     divergence.max_skips = 25
     # standard deviations above the running mean beyond which a loss is logged as a spike; inf: never
     divergence.spike = 8.0
-    # whether a spike is undone: the run returns to the newest checkpoint and skips the data since
+    # whether the run, after a spike, returns to the newest checkpoint and skips the data since then
     divergence.rollback = False
 
     config.health = health = ConfigDict()

@@ -1,4 +1,4 @@
-"""Gemma 2 2B (arXiv 2408.00118), for 2 GPUs with 80 GB.
+"""Gemma 2 2B (arXiv 2408.00118), for 2 GPUs with 80 GB each.
 
   meshtrain convert MODEL_FOLDER runs/gemma2-start          # if you have Hugging Face's files
   meshtrain prepare my_text/ --output=data/gemma2 --tokenizer=MODEL_FOLDER
@@ -7,7 +7,7 @@
 
 Without `init_from` it trains from random parameters, with the learning rate below. Compiled for CPU, which has
 no fused attention, the step needs 32 GB on each of 2 devices for state, gradients and activations.
-The tests check its parameter count, and a tiny model of the family against transformers; it was not trained at
+The tests check its parameter count, and compare a tiny model of the family with transformers; it was not trained at
 this size.
 """
 

@@ -7,7 +7,7 @@
 
 Without `init_from` it trains from random parameters, with the learning rate below. Compiled for CPU, which has
 no fused attention, the step needs 18 GB on one device for state, gradients and activations.
-The tests check its parameter count, and a tiny model of the family against transformers; it was not trained at
+The tests check its parameter count, and compare a tiny model of the family with transformers; it was not trained at
 this size.
 """
 

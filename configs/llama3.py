@@ -1,4 +1,4 @@
-"""Llama 3.1 8B (arXiv 2407.21783), for one host of 8 GPUs with 80 GB.
+"""Llama 3.1 8B (arXiv 2407.21783), for one host of 8 GPUs with 80 GB each.
 
   meshtrain convert MODEL_FOLDER runs/llama3-start          # if you have Hugging Face's files
   meshtrain prepare my_text/ --output=data/llama3 --tokenizer=MODEL_FOLDER
@@ -7,7 +7,7 @@
 
 Without `init_from` it trains from random parameters, with the learning rate below. Compiled for CPU, which has
 no fused attention, the step needs 31 GB on each of 8 devices for state, gradients and activations.
-The tests check its parameter count, and a tiny model of the family against transformers; it was not trained at
+The tests check its parameter count, and compare a tiny model of the family with transformers; it was not trained at
 this size.
 """
 

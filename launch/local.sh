@@ -6,7 +6,7 @@
 #   launch/local.sh --nproc=2 --max_restarts=10 -- --config=... --workdir=...
 #
 # Arguments go to `meshtrain train`; with a --, arguments before it go to `meshtrain launch`.
-# Exit codes: as of `meshtrain launch`. PYTHON and VENV: see launch/setup.sh.
+# The exit codes are the same as for `meshtrain launch`. For PYTHON and VENV see launch/setup.sh.
 #
 # Open MPI can start the processes as well, on its hosts, but without a supervisor that restarts them:
 #   mpirun -n 2 .venv/bin/python -m meshtrain.main --config=... --workdir=...

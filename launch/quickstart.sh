@@ -3,8 +3,8 @@
 #
 #   launch/quickstart.sh [--config.KEY=VALUE ...]     for example --config.train.steps=1200
 #
-# Ctrl-C saves the state; the same command resumes. Exit codes: as of `meshtrain train`; for PYTHON and
-# VENV see launch/setup.sh.
+# Ctrl-C saves the state; the same command resumes. The exit codes are the same as for
+# `meshtrain train`. For PYTHON and VENV see launch/setup.sh.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)

