@@ -1,4 +1,4 @@
-"""Parsing of HLO text: every form that XLA writes, without compiling anything."""
+"""HLO text is parsed in every form that XLA writes; nothing is compiled."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def metadata(op_name, file, line):
 
 
 def collectives_in(body, before="", platform="cpu"):
-    """Returns the collectives of a program with this entry computation, and others before it."""
+    """Returns the collectives of a program with this entry computation after the computations `before`."""
     text = f"{HEADER}{before}\nENTRY %main (p: f32[8,4]) -> f32[8,4] {{\n  %p = f32[8,4]{{1,0}} parameter(0)"
     module = hlo.parse(text + f"{body}\n}}\n")
     return collective_ops.find(module, MESH, platform)
@@ -159,12 +159,12 @@ def test_a_branch_counts_as_often_as_its_name_says(name, count):
 
 
 SLICE = """
-%own (whole: f32[8,4], id: u32[]) -> f32[4,4] {
-  %whole = f32[8,4]{1,0} parameter(0)
+%own (full: f32[8,4], id: u32[]) -> f32[4,4] {
+  %full = f32[8,4]{1,0} parameter(0)
   %id = u32[] parameter(1)
   %number = s32[] convert(%id)
   %zero = s32[] constant(0)
-  ROOT %part = f32[4,4]{1,0} dynamic-slice(%whole, OFFSET, %zero), dynamic_slice_sizes={4,4}
+  ROOT %part = f32[4,4]{1,0} dynamic-slice(%full, OFFSET, %zero), dynamic_slice_sizes={4,4}
 }
 """
 
@@ -215,7 +215,7 @@ def test_a_collective_that_only_cpu_runs_in_float32_counts_as_bfloat16(
 
 
 TRACED = """
-%cut (a: f32[2,8,4], i: s32[]) -> f32[8,4] {
+%one_layer (a: f32[2,8,4], i: s32[]) -> f32[8,4] {
   %a = f32[2,8,4]{2,1,0} parameter(0)
   %i = s32[] parameter(1)
   %s = f32[1,8,4]{2,1,0} dynamic-slice(%a, %i, %i, %i), dynamic_slice_sizes={1,8,4}
@@ -228,7 +228,7 @@ TRACED = """
   %t = (s32[], f32[2,8,4]{2,1,0}) parameter(0)
   %i = s32[] get-tuple-element(%t), index=0
   %v = f32[2,8,4]{2,1,0} get-tuple-element(%t), index=1
-  %f = f32[8,4]{1,0} fusion(%v, %i), kind=kLoop, calls=%cut
+  %f = f32[8,4]{1,0} fusion(%v, %i), kind=kLoop, calls=%one_layer
   INSIDE
   %n = f32[2,8,4]{2,1,0} negate(%v)
   ROOT %r = (s32[], f32[2,8,4]{2,1,0}) tuple(%i, RESULT)

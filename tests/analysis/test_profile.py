@@ -84,7 +84,7 @@ KERNELS = [
     ),
     ("XLA Ops", "custom-call.2", "custom-call.2", 0, 40),  # a repeated event
 ]
-ROUNDING = 1e-9  # in sums of fractions
+ROUNDING = 1e-9  # rounding error of sums of fractions
 
 
 def trace_of(kernels):
@@ -136,7 +136,7 @@ def test_gpu_kernels_are_labelled_from_the_program(gpu):
     assert len(gpu) == 4
     where = "home/me/model.py:7 Net.__call__"
     assert labels["nvjet_hsh_128x128"] == ("dot", "forward", where, "custom-call.2")
-    # By its own name, because XLA names only the graph that contains it.
+    # Found by the kernel's own name, because XLA names only the graph that contains it.
     assert labels["loop_add_fusion_1"] == ("fusion", "backward", where, "loop_add_fusion.1")
     reduce = labels["ncclDevKernel_AllReduce_Sum_f32_RING_LL"]
     assert reduce == ("all-reduce", "other", where, "all-reduce-start.3") and reduce.is_collective
@@ -168,16 +168,13 @@ def test_an_operation_has_the_kind_of_its_main_nested_instruction(name, kind, ph
 
 def test_a_combined_collective_is_labelled_by_its_largest_tensor():
     found = label.Labels(PROGRAM).label_of("all-reduce.8", "")
-    assert found[:2] == ("all-reduce", "forward")  # like gemm_fusion.6
+    assert found[:2] == ("all-reduce", "forward")  # the pass of gemm_fusion.6
     assert found.source == "home/me/model.py:7 Net.__call__, combined"
 
 
-def test_an_operation_without_its_own_line_is_near_another(gpu):
-    assert (
-        label.Labels(PROGRAM)
-        .label_of("copy.4", "copy.4")
-        .source.startswith("near home/me/model.py:7")
-    )
+def test_an_operation_without_a_source_line_is_near_another():
+    found = label.Labels(PROGRAM).label_of("copy.4", "copy.4")
+    assert found.source.startswith("near home/me/model.py:7")
 
 
 def test_collectives_are_exposed_where_nothing_else_runs(gpu):
@@ -192,8 +189,8 @@ def test_collectives_are_exposed_where_nothing_else_runs(gpu):
 
 
 @pytest.fixture(scope="module")
-def two_devices(tmp_path_factory):
-    """A real trace of 8 simulated devices, two along fsdp, with a loop over micro-batches."""
+def traced_run(tmp_path_factory):
+    """The profile of a run on 8 simulated devices, two along fsdp, with two micro-batches; its folder."""
     c = tiny_config()
     c.mesh.data, c.mesh.fsdp = 4, 2
     c.train.num_microbatches = 2
@@ -201,8 +198,8 @@ def two_devices(tmp_path_factory):
     return profile.profile(c, steps=range(2, 4), output=folder), folder
 
 
-def test_every_moment_of_a_trace_is_counted_once(two_devices):
-    found, folder = two_devices
+def test_every_moment_of_a_trace_is_counted_once(traced_run):
+    found, folder = traced_run
     assert found.file.is_relative_to(folder)
     operations = trace.read(found.file)
     lines = defaultdict(list)
@@ -211,14 +208,14 @@ def test_every_moment_of_a_trace_is_counted_once(two_devices):
     for line in lines.values():
         own = sum(one.seconds for one in line)
         assert own == pytest.approx(trace.covered_seconds((one.start, one.end) for one in line))
-    # On 8 devices, in 2 steps.
+    # A row counts per device and step: there are 8 devices and 2 steps.
     own = sum(one.seconds for one in operations)
     assert sum(row.seconds for row in found.rows) * 16 == pytest.approx(own)
     assert sum(row.calls for row in found.rows) * 16 == pytest.approx(len(operations))
 
 
-def test_devices_are_busy_with_collectives_and_other_work(two_devices):
-    found, _ = two_devices
+def test_devices_are_busy_with_collectives_and_other_work(traced_run):
+    found, _ = traced_run
     assert [device.name for device in found.devices] == [f"CPU {n}" for n in range(8)]
     for device in found.devices:
         assert 0 <= device.exposed <= device.collective + ROUNDING
@@ -227,17 +224,17 @@ def test_devices_are_busy_with_collectives_and_other_work(two_devices):
     assert 0 <= timing.waited < timing.traced and timing.untraced > 0
 
 
-def test_operations_have_a_source_line(two_devices):
-    found, _ = two_devices
+def test_operations_have_a_source_line(traced_run):
+    found, _ = traced_run
     in_layers = {(row.kind, row.phase) for row in found.rows if "models/layers.py" in row.source}
     assert {("dot", "forward"), ("dot", "backward"), ("all-gather", "forward")} <= in_layers
     unknown = [row for row in found.rows if ".py:" not in row.source]
-    # By number, not time: any of them may wait for another device.
+    # Counted by number, not by time, because any operation may wait for another device.
     assert sum(row.calls for row in unknown) < 0.1 * sum(row.calls for row in found.rows)
 
 
-def test_the_text_shows_the_costliest_rows_and_sums_up_the_rest(two_devices):
-    found, _ = two_devices
+def test_the_text_shows_the_costliest_rows_and_sums_up_the_rest(traced_run):
+    found, _ = traced_run
     lines = list(text.lines(found, top=3))
     (head,) = [number for number, line in enumerate(lines) if line.split()[:2] == ["ms", "%"]]
     rows = [line.split() for line in lines[head + 1 : head + 5]]
