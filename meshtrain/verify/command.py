@@ -41,7 +41,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("certificate"),
         metavar="DIR",
-        help="folder for verify.json and verify.md",
+        help="folder for verify.json and verify.md (default: %(default)s)",
     )
 
 
