@@ -60,29 +60,29 @@ class LossMonitor:
         """The running statistics to save in a checkpoint: a resumed run then finds the same spikes."""
         return asdict(self._losses)
 
-    def observe(self, step: int, numbers: Mapping[str, float]) -> None:
+    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Checks the metrics of a step; raises FloatingPointError after `max_skips` skipped steps in a row."""
-        self._skips = self._skips + 1 if numbers["skipped"] else 0
+        self._skips = self._skips + 1 if metrics["skipped"] else 0
         if self._skips:
-            scale = {key: numbers[key] for key in ("loss_scale",) if key in numbers}
+            scale = {key: metrics[key] for key in ("loss_scale",) if key in metrics}
             self._event(
-                "skip", step=step, loss=numbers["loss"], grad_norm=numbers["grad_norm"], **scale
+                "skip", step=step, loss=metrics["loss"], grad_norm=metrics["grad_norm"], **scale
             )
             if self._skips >= self._settings.max_skips:
-                self._end(step, numbers)
+                self._end(step, metrics)
             return
-        deviations = self._losses.deviations_above_mean(numbers["loss"])
+        deviations = self._losses.deviations_above_mean(metrics["loss"])
         limit = self._settings.spike
         if deviations > limit:
-            fields = {"loss": numbers["loss"], "mean": self._losses.mean, "deviations": deviations}
+            fields = {"loss": metrics["loss"], "mean": self._losses.mean, "deviations": deviations}
             self._event("spike", step=step, **fields)
             self._log(
-                f"step {step}: loss {numbers['loss']:.4f} is {deviations:.1f} standard deviations above "
+                f"step {step}: loss {metrics['loss']:.4f} is {deviations:.1f} standard deviations above "
                 f"the running mean {self._losses.mean:.4f}"
             )
             self.spike = step if self._settings.rollback else None
         # A spike must not raise the mean: that would hide the next spike.
-        self._losses.add(numbers["loss"] if deviations <= limit else self._losses.mean)
+        self._losses.add(metrics["loss"] if deviations <= limit else self._losses.mean)
 
     def roll_back(self, step: int | None, position: int) -> None:
         """Records that the run returns to `step` (None: no checkpoint) and continues at sample `position`.
@@ -103,25 +103,25 @@ class LossMonitor:
                 f"Try a lower optim.learning_rate"
             )
 
-    def check_final(self, step: int, numbers: Mapping[str, float]) -> None:
+    def check_final(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raises FloatingPointError if the last loss or gradient of a run was not finite."""
         # With a loss scale (float16) an occasional skipped step is normal.
-        skipped = numbers.get("skipped") and "loss_scale" not in numbers
-        if numbers and (skipped or not math.isfinite(numbers["loss"])):
-            self._end(step, numbers)
+        skipped = metrics.get("skipped") and "loss_scale" not in metrics
+        if metrics and (skipped or not math.isfinite(metrics["loss"])):
+            self._end(step, metrics)
 
-    def _end(self, step: int, numbers: Mapping[str, float]) -> None:
-        fields = {**numbers, "step": step, "skipped_in_a_row": self._skips}
+    def _end(self, step: int, metrics: Mapping[str, float]) -> None:
+        fields = {**metrics, "step": step, "skipped_in_a_row": self._skips}
         self._event("end", reason="not finite", **fields)
         fault = (
-            f"step {step}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}: not finite"
+            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite"
         )
         fault += f" for {self._skips} steps in a row" if self._skips > 1 else ""
         scale = (
-            f"; the loss scale was {numbers['loss_scale']:.1e}" if "loss_scale" in numbers else ""
+            f"; the loss scale was {metrics['loss_scale']:.1e}" if "loss_scale" in metrics else ""
         )
-        more = ", or train.dtype=bfloat16" if "loss_scale" in numbers else ""
+        more = ", or train.dtype=bfloat16" if "loss_scale" in metrics else ""
         raise FloatingPointError(
             f"{fault}; the parameters were not changed{scale}. Try a lower optim.learning_rate "
-            f"(here {numbers['learning_rate']:.1e}){more}"
+            f"(here {metrics['learning_rate']:.1e}){more}"
         )

@@ -106,16 +106,17 @@ class Writer:
             self._bar = rich.progress.Progress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=self._steps, completed=start)
             self._bar.start()
-        self._since, self._steps_since, self._waited_before = time.perf_counter(), 0, waited
+        self._last_row_time = time.perf_counter()
+        self._steps_since_row, self._waited_at_row = 0, waited
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time inside, of an evaluation for example, from the step time."""
+        """Excludes the time in the context, for example of an evaluation, from the step time."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self._since += time.perf_counter() - began
+            self._last_row_time += time.perf_counter() - began
 
     def step(
         self,
@@ -143,7 +144,7 @@ class Writer:
         (step, report, ended, waited, log, eval_loss), self._pending = self._pending, None
         metrics = {name: float(value) for name, value in jax.device_get(report).items()}
         ended = ended or time.perf_counter()
-        self._steps_since += 1
+        self._steps_since_row += 1
         self.newest = metrics
         if log:
             self._write(step, metrics, ended, waited, eval_loss)
@@ -158,7 +159,7 @@ class Writer:
         eval_loss: float | None,
     ) -> None:
         # At least 1 us: a very short step may have ended before the previous one was recorded.
-        step_time = max(ended - self._since, 1e-6) / self._steps_since
+        step_time = max(ended - self._last_row_time, 1e-6) / self._steps_since_row
         per_second = self._units_per_step / step_time
         row = {
             "step": step,
@@ -166,7 +167,7 @@ class Writer:
             **{name: value for name, value in metrics.items() if name != "step"},
             "tokens": self._units_before + (step - self._start + 1) * self._units_per_step,
             "step_time": step_time,
-            "data_wait": (waited - self._waited_before) / self._steps_since,
+            "data_wait": (waited - self._waited_at_row) / self._steps_since_row,
             "tokens_per_second": per_second,
             "mfu": self._seconds_at_peak and self._seconds_at_peak * per_second,
         }
@@ -174,7 +175,7 @@ class Writer:
             row["eval_loss"] = eval_loss
         self._append("metrics.jsonl", row)
         self._show(row)
-        self._since, self._steps_since, self._waited_before = ended, 0, waited
+        self._last_row_time, self._steps_since_row, self._waited_at_row = ended, 0, waited
 
     def _show(self, row: dict[str, Any]) -> None:
         """Logs a row as a line; with a progress bar, updates it and logs only rows with an evaluation."""
