@@ -6,7 +6,7 @@ from meshtrain import cli
 
 
 def main() -> int:
-    """Returns the exit code of the verb."""
+    """Runs the verb and returns its exit code."""
     arguments = sys.argv[1:]
     verb = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "train"
     if verb not in cli.VERBS:

@@ -1,7 +1,7 @@
-"""The command line: verbs, the flags that they share, and a user's mistakes as lines with exit code 2.
+"""The command line: verbs, shared flags, and errors in flags and configs, one per line, with exit code 2.
 
-jax is imported after the flags and the config have been checked, so that `--help`, a misspelt key and
-verbs that need no devices are quick.
+A process that runs alone imports jax only after it has checked the flags and the config, so that
+`--help`, a misspelt key and verbs that need no devices are quick.
 """
 
 import argparse
@@ -26,11 +26,12 @@ from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError
 
 
 class Verb(NamedTuple):
-    """Where a verb is, and what it reads.
+    """The module of a verb, and what it reads.
 
-    The module has a docstring, which `--help` prints, `add_flags(parser)`, and `run`, which returns the
-    exit code: `run(args)`, or `run(args, settings)` for a verb that reads a config or a run. It may
-    have `prepare(args, config)`, which is called before the config is checked and jax is started.
+    The module defines `add_flags(parser)` and `run(args)`, or `run(args, config)` if the verb reads a
+    config or a run; `run` returns the exit code. `--help` prints the module's docstring. A verb that
+    reads a config may define `prepare(args, config)`, called before the config is checked and jax is
+    started.
     """
 
     module: str
@@ -93,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
 def _with_config(
     module: ModuleType, flags: argparse.ArgumentParser, argv: list[str]
 ) -> tuple[argparse.Namespace, Any]:
-    """Returns the flags and the config with its overrides; jax has joined all processes by then."""
+    """Returns the flags and the config with its overrides, after joining the other processes."""
     flags.add_argument(
         "--config", required=True, metavar="FILE", help="a Python file with get_config()"
     )
@@ -109,7 +110,7 @@ def _with_config(
     from meshtrain.cluster import distributed, runtime
 
     runtime.start(args)
-    if not alone:  # the others must not wait for a process that fails
+    if not alone:  # a fault of one process ends all, so that none waits for it
         with distributed.raise_on_all_processes():
             import jax
 
@@ -119,13 +120,13 @@ def _with_config(
 
 
 def _with_run(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Returns the flags and the settings of the run in --workdir, changed to use all devices on `fsdp`."""
+    """Returns the flags and the settings of the run in --workdir, with all devices on the axis `fsdp`."""
     flags.add_argument(
         "--workdir",
         type=Path,
         required=True,
         metavar="DIR",
-        help="of a run, or one checkpoint: WORKDIR/checkpoints/STEP",
+        help="folder of a run, or of one checkpoint: WORKDIR/checkpoints/STEP",
     )
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of its config")
     environment.add_flags(flags)
@@ -156,18 +157,18 @@ def _with_run(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse
 
 
 def _use_all_devices(config: Any) -> None:
-    """Replaces the mesh and the batch size that a run was trained with: there may be other devices now."""
+    """Changes the mesh and the batch size to fit the devices of now, not of the training run."""
     import jax
 
     config.mesh.update({**dict.fromkeys(AXES, 1), "fsdp": -1})
-    rows = jax.device_count()
-    config.train.update(
-        global_batch=-(-config.train.global_batch // rows) * rows, num_microbatches=1
-    )
+    # Round the batch up to a multiple of the number of devices.
+    num_devices = jax.device_count()
+    global_batch = -(-config.train.global_batch // num_devices) * num_devices
+    config.train.update(global_batch=global_batch, num_microbatches=1)
 
 
 def _faults_of(config: Any, num_devices: int | None) -> tuple[str, ...]:
-    """Returns the faults of a config, of the mesh too where the number of devices is known."""
+    """Returns the faults of a config; with `num_devices`, also checks that the mesh fits them."""
     try:
         parse(config, num_devices=num_devices)
         return ()
@@ -182,11 +183,11 @@ def _is_alone(args: argparse.Namespace) -> bool:
 
 
 def report_errors(run: Callable[[], int]) -> int:
-    """Returns the exit code of `run`; prints what the user has to change to stderr, a line for each fault.
+    """Calls `run` and returns its exit code; prints a ConfigError to stderr, one line per fault.
 
-    Of several processes, one that crashes does not wait for the others.
+    With several processes, a process that crashes exits at once, without waiting for the others.
     """
-    # Writes all stacks to stderr, also of a process that is stuck: its supervisor asks for them.
+    # On SIGUSR1, print the stacks of all threads, even in a stuck process: the supervisor sends it.
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     try:
         code = run()
@@ -197,20 +198,19 @@ def report_errors(run: Callable[[], int]) -> int:
     except Exception:
         if _num_processes() > 1:
             traceback.print_exc()
-            _leave(EXIT_FAILED, together=False)
+            _exit_if_failed(EXIT_FAILED, wait_for_others=False)
         raise
-    _leave(code, together=True)
+    _exit_if_failed(code, wait_for_others=True)
     return code
 
 
 def _num_processes() -> int:
-    """Returns the number of processes that have been joined; only cluster.distributed joins any."""
+    """Returns the number of joined processes: 1 unless cluster.distributed has been imported."""
     distributed = sys.modules.get("meshtrain.cluster.distributed")
     return distributed.num_processes() if distributed else 1
 
 
-def _leave(code: int, *, together: bool) -> None:
+def _exit_if_failed(code: int, *, wait_for_others: bool) -> None:
     if _num_processes() > 1:
-        sys.modules["meshtrain.cluster.distributed"].exit_failed_process(
-            code, wait_for_others=together
-        )
+        distributed = sys.modules["meshtrain.cluster.distributed"]
+        distributed.exit_failed_process(code, wait_for_others=wait_for_others)

@@ -46,6 +46,6 @@ def seed_faults(key: str, seed: int) -> list[str]:
 
 
 def nearest_multiples(value: int, step: int) -> str:
-    """Returns the multiples of `step` next to a value that is not one: '24 or 32'."""
+    """Returns the positive multiples of `step` below and above `value`, as text: '24 or 32'."""
     down, up = value // step * step, (value // step + 1) * step
     return f"{down} or {up}" if down > 0 else f"{max(up, step)}"

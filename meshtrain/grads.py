@@ -11,22 +11,22 @@ from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding, sync
 
-LossFn = Callable[
-    [Params, Any, jax.Array | None], Metrics
-]  # (params, batch, key); no key: evaluation
-# The type that a train step needs, however the work is split: (params, batch, key, scale=1.0) -> gradients
-# of `scale` times the summed loss, in float32 or float64, and the unscaled Metrics.
+# (params, batch, key) -> Metrics; in evaluation the key is None.
+LossFn = Callable[[Params, Any, jax.Array | None], Metrics]
+# What a train step calls, with or without a pipeline: (params, batch, key, scale=1.0) -> gradients of
+# `scale` times the summed loss, in float32 or float64, and the unscaled Metrics.
 GradFn = Callable[..., tuple[Params, Metrics]]
 
 
 def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:
     """Returns the model's loss, computed in the dtype of the parameters.
 
-    `remat` selects what the backward pass keeps of each block: "none" keeps everything, "full" only
-    the block's input, "dots" the results of matrix products, "names:a,b" the values that the model
+    `remat` selects what is saved of each block for the backward pass: "none" saves everything, "full"
+    only the block's input, "dots" the results of matrix products, "names:a,b" the values that the model
     marked with `checkpoint_name`. A model that is not a stack counts as one block.
-    `unroll` is the largest number of layers per iteration of the loop over the stack. It is 1 with
-    remat: without a loop between them, XLA merges the recomputation with the original and keeps both.
+    `unroll` is the largest number of layers per iteration of the loop over the stack. With remat it is
+    always 1: in unrolled layers XLA would merge the recomputation with the forward pass, and save its
+    results.
     """
     unroll = unroll if remat == "none" else 1
 
@@ -95,8 +95,9 @@ def accumulate(
 
     Parameters are cast to `dtype` once, for all layers and micro-batches.
 
-    Without partial sums XLA would all-reduce the gradients of every micro-batch. So each batch shard along the mesh
-    axes `partial_over` keeps partial sums, and `synchronise` adds them once, after the last micro-batch.
+    Without partial sums XLA would all-reduce the gradients of every micro-batch. So each batch shard along
+    the mesh axes `partial_over` keeps partial sums, and `synchronise` adds them once, after the last
+    micro-batch.
     """
 
     def grads_of(params, batch, key, scale):
@@ -105,7 +106,7 @@ def accumulate(
             return metrics.loss * scale, metrics
 
         grads, metrics = jax.grad(total, has_aux=True)(params)
-        # Before they are added up: bfloat16 would lose the sums of many micro-batches.
+        # Cast before the sum over micro-batches: bfloat16 would lose small terms.
         return jax.tree.map(
             lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads
         ), metrics
@@ -118,24 +119,25 @@ def accumulate(
             return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics
         shardings = jax.tree.map(lambda one: sharding.without_axes(one, axes), grad_shardings)
 
-        def grads_of_shard(params, part, key):
+        def grads_of_shard(params, batch, key):
             with sharding.partial_axes(axes):
-                grads, metrics = grads_of(params, part, key, scale)
+                grads, metrics = grads_of(params, batch, key, scale)
             return jax.lax.with_sharding_constraint(grads, shardings), metrics
 
-        def grads_of_microbatch(number, part):
+        def grads_of_microbatch(number, microbatch):
             keys = jax.random.split(jax.random.fold_in(key, number), num_shards)
             of_shards = jax.vmap(grads_of_shard, in_axes=(None, 0, 0), spmd_axis_name=axes or None)
-            return of_shards(params, part, keys)
+            return of_shards(params, microbatch, keys)
 
         def add(sums, numbered):
             return jax.tree.map(jnp.add, sums, grads_of_microbatch(*numbered)), None
 
         shards = jax.tree.map(lambda leaf: leaf.reshape(num_shards, -1, *leaf.shape[1:]), batch)
-        parts = jax.vmap(split, in_axes=(0, None), out_axes=1)(shards, num_microbatches)
-        shapes = jax.eval_shape(grads_of_microbatch, 0, jax.tree.map(lambda leaf: leaf[0], parts))
+        microbatches = jax.vmap(split, in_axes=(0, None), out_axes=1)(shards, num_microbatches)
+        first = jax.tree.map(lambda leaf: leaf[0], microbatches)
+        shapes = jax.eval_shape(grads_of_microbatch, 0, first)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        sums, _ = jax.lax.scan(add, zeros, (jnp.arange(num_microbatches), parts))
+        sums, _ = jax.lax.scan(add, zeros, (jnp.arange(num_microbatches), microbatches))
         return sync.synchronise(sums, grad_shardings)
 
     return grad_fn
@@ -148,7 +150,8 @@ def evaluate(
 
     def metrics_of(params, batch):
         params = cast(params, dtype)
-        sums = jax.lax.map(lambda part: loss(params, part, None), split(batch, num_microbatches))
+        microbatches = split(batch, num_microbatches)
+        sums = jax.lax.map(lambda microbatch: loss(params, microbatch, None), microbatches)
         return jax.tree.map(lambda values: values.sum(0), sums)
 
     return metrics_of
@@ -161,7 +164,7 @@ def split(batch: Any, num_microbatches: int) -> Any:
     """
 
     def split_leaf(leaf):
-        parts = leaf.reshape(leaf.shape[0] // num_microbatches, num_microbatches, *leaf.shape[1:])
-        return jnp.moveaxis(parts, 1, 0)
+        rows = leaf.reshape(leaf.shape[0] // num_microbatches, num_microbatches, *leaf.shape[1:])
+        return jnp.moveaxis(rows, 1, 0)
 
     return jax.tree.map(split_leaf, batch)

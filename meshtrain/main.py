@@ -1,9 +1,12 @@
 """Trains a model.
 
-  python -m meshtrain.main --config=configs/quickstart.py --workdir=runs/quickstart
+  meshtrain train --config=configs/quickstart.py --workdir=runs/quickstart
 
 Every key of configs/default.py can be set: --config.train.steps=1000 --config.mesh.fsdp=4 ...
-A run whose workdir holds a checkpoint resumes from it.
+If the workdir has a checkpoint, the run resumes from it.
+
+Other verbs: launch, info, prepare, convert, generate, evaluate, verify, audit, profile, schedule,
+checkpoint. `meshtrain VERB --help` describes them; without a verb, meshtrain trains.
 """
 
 import argparse
@@ -23,12 +26,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--from_scratch",
         action="store_true",
-        help="start from step 0 where all checkpoints in the workdir are corrupt, instead of stopping",
+        help="start from step 0 if all checkpoints in the workdir are corrupt, instead of stopping",
     )
     flags.add_argument(
         "--elastic",
         action="store_true",
-        help="let mesh.data use all devices that the other axes leave, whatever the config says",
+        help="set mesh.data to -1, all remaining devices, unless another axis is -1 already",
     )
 
 
@@ -41,7 +44,7 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
 
 
 def run(args: argparse.Namespace, config: Any) -> int:
-    """Returns the exit code."""
+    """Trains and returns the exit code."""
     from meshtrain.monitor.health import CorruptState
     from meshtrain.train import train
 

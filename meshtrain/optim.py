@@ -116,7 +116,7 @@ def store_moments(
 
 
 def is_masked(leaf: Any) -> bool:
-    """Whether a leaf replaces a parameter that this part of an optimizer does not update."""
+    """Whether a leaf is optax's placeholder for a parameter that a masked optimizer does not update."""
     return isinstance(leaf, optax.MaskedNode)
 
 
@@ -141,7 +141,7 @@ def _positions(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _hash(x: jax.Array) -> jax.Array:
-    """Hashes 32 bits (lowbias32 of Chris Wellons), which is random enough for rounding.
+    """Hashes 32 bits (lowbias32 by Chris Wellons), which is random enough for rounding.
 
     With `jax.random.bits` a step on CPU took 1.5 times as long, and compiling it 3 times as long.
     """

@@ -34,9 +34,8 @@ class Program:
     optimizer: optax.GradientTransformation
     abstract_state: TrainState  # shapes, dtypes, shardings
     grad_shardings: Any
-    init: Callable[
-        [jax.Array], TrainState
-    ]  # PRNG key -> state; not compiled, as all functions here
+    # PRNG key -> state. None of these functions is compiled.
+    init: Callable[[jax.Array], TrainState]
     grad_fn: grads.GradFn
     train_step: Callable[[TrainState, Any], tuple[TrainState, Scalars]]
     eval_step: Callable[[Params, Any], Metrics]
@@ -77,8 +76,8 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         param_dtype=c.param_dtype,
     )
     init = states.initializer(model, optimizer, param_dtype=c.param_dtype, dtype=c.dtype)
-    # Only the abstract mesh: optax computes its counters here, and the devices may be those of a
-    # topology, which can be compiled for but cannot run anything.
+    # Only the abstract mesh: optax computes its counters here, and the devices may be a topology
+    # description for ahead-of-time compilation, which cannot run anything.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         abstract_state, grad_shardings = states.plan(
             init, model.axes, optimizer, cfg.rules, mesh, zero_stage=c.zero_stage

@@ -13,22 +13,22 @@ from meshtrain.errors import ConfigError
 from meshtrain.models.base import Axes, Model, Params
 from meshtrain.parallel import sharding
 
-# Gradients here are of sums over tokens, thousands of times larger than gradients of means, for
-# which other trainers start at 2^16. With 4,096 tokens per micro-batch they fit in float16 up to a scale of 2^3, with
-# 256 tokens up to 2^8. A scale that is too high costs one skipped step per halving. Scales are powers of
-# two, so that dividing by one is exact.
+# Other trainers start at 2^16, for the gradients of a mean. Here the loss is a sum over tokens, and its
+# gradients are thousands of times larger: with 4,096 tokens per micro-batch they fit in float16 up to a
+# scale of 2^3, with 256 tokens up to 2^8. A scale that is too high costs one skipped step per halving.
+# Scales are powers of two, so that dividing by them is exact.
 FIRST_LOSS_SCALE = 2.0**4
 GROWTH_INTERVAL = 2000  # finite steps before the loss scale doubles, as in PyTorch's GradScaler
 
 
 class LossScale(NamedTuple):
-    """The factor of float16 gradients: small ones do not vanish, large ones do not overflow."""
+    """The factor that keeps float16 gradients from underflow and overflow."""
 
     scale: jax.Array  # () float32, may be below 1
     good_steps: jax.Array  # () int32, finite steps since the scale last changed
 
     def after(self, finite: jax.Array) -> "LossScale":
-        """Returns the next loss scale: halved if the gradients were not `finite`, doubled every GROWTH_INTERVAL."""
+        """Returns the next loss scale: halved if not `finite`, doubled after GROWTH_INTERVAL finite steps."""
         good_steps = jnp.where(finite, self.good_steps + 1, 0)
         grow = good_steps >= GROWTH_INTERVAL
         factor = jnp.where(finite, jnp.where(grow, 2.0, 1.0), 0.5).astype(jnp.float32)
@@ -86,7 +86,9 @@ def plan(
 
     replicated = NamedSharding(mesh, PartitionSpec())
 
-    def is_masked(leaf):  # in place of a parameter that a part of an optimizer does not update
+    def is_masked(
+        leaf,
+    ):  # optax's placeholder for a parameter that a masked optimizer does not update
         return isinstance(leaf, optax.MaskedNode)
 
     def like_its_parameter(leaf, of_parameter, parameter):
@@ -111,7 +113,7 @@ def plan(
 
 
 def _check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:
-    """Raises ConfigError unless each parameter names its dims, at least one of them if fsdp or tensor is used."""
+    """Raises ConfigError unless each parameter has a name or None per dim; fsdp and tensor need a name."""
 
     def is_names(node):
         return node is None or isinstance(node, tuple)

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients, clipping, update. A step that is not finite has no effect."""
+"""One optimizer step: gradients, clipping, update. The update is skipped if it would not be finite."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def make_train_step(
     """Returns the train step: (state, batch) -> (new state, scalars to log).
 
     `loss` is the loss before the update, `grad_norm` the norm before clipping, `learning_rate` the
-    schedule's value at `step`. The optimizer counts updates, so it lags behind by the number of skipped steps.
+    schedule's value at `step`. The optimizer counts updates only: its count lacks the skipped steps.
     """
     clip = optax.clip_by_global_norm(clip_norm)
 
@@ -33,7 +33,7 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
         grads, metrics = grad_fn(state.params, batch, key, scale)
-        # Here sums become means, once, by the weight of the global batch.
+        # The only division: sums become means over the weight of the global batch.
         means = metrics.mean()
         weight = jnp.where(metrics.weight == 0, 1, metrics.weight) * scale
         grads = jax.tree.map(lambda grad: (grad / weight).astype(grad.dtype), grads)

@@ -51,8 +51,8 @@ def train(
     If there are checkpoints and all are corrupt, it raises ConfigError, or starts at step 0 with
     `from_scratch`. `model` and `data` replace those that the config names; an iterable yields global
     batches (see `data.loader.from_iterable`). Without `workdir` nothing is saved.
-    Raises ConfigError for mistakes of the user, before anything is compiled, and FloatingPointError
-    after `divergence.max_skips` steps in a row whose loss or gradient is not finite.
+    Raises ConfigError for mistakes of the user; FloatingPointError after `divergence.max_skips` steps in
+    a row whose loss or gradient is not finite; `health.CorruptState` if replicas of the state differ.
     """
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(signals.stop_event())
@@ -70,9 +70,8 @@ def train(
         distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
         model, data, eval_data = parts.model, parts.train_data, eval_data or parts.heldout_data
         if eval_data is not None and not isinstance(eval_data, Source):
-            eval_data = list(
-                itertools.islice(eval_data, cfg.eval.batches)
-            )  # the same at each evaluation
+            # Each evaluation uses the same batches.
+            eval_data = list(itertools.islice(eval_data, cfg.eval.batches))
         stack.enter_context(program.active())
         heldout_loss = _heldout_loss(program, eval_data, cfg)
 
@@ -117,7 +116,7 @@ def train(
             began = time.perf_counter()
             train_step = program.compile(loader.peek())
             writer.log(f"compiled in {time.perf_counter() - began:.1f} s")
-            distributed.barrier("compiled")  # else the first collective waits for a slow compiler
+            distributed.barrier("compiled")  # no collective waits for a slow compiler
             state, step = _loop(run, state, start, train_step, heldout_loss)
         finished = step >= cfg.train.steps
         clock.enter("eval")
@@ -153,7 +152,7 @@ class Run:
     stop: threading.Event  # set by a signal
 
     def stop_requested(self) -> bool:
-        """Whether any process was asked to stop. Only process 0 knows; it decides for all."""
+        """Whether any process was asked to stop, on process 0, which decides for all; on others False."""
         return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.stop_requested)
 
     def facts(self, eval_loss: float | None) -> dict[str, Any]:
@@ -167,7 +166,7 @@ class Run:
         }
 
     def begin(self, step: int, position: int) -> None:
-        """Tells the writer where the loop starts, at first or after a rollback."""
+        """Starts the writer at `step`, at the start of the run or after a rollback."""
         so_far = dict(samples=position, waited=self.clock.page["data"])
         self.writer.begin(step, self.cfg, self.units, **so_far, observe=self.loss_monitor.observe)
 
@@ -226,14 +225,14 @@ def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]
     """Returns state and step of the newest checkpoint, to undo a spike; without one, the given state and step."""
     run.clock.enter("restore")
     run.writer.flush()
-    back = run.saver.recover(from_scratch=True) if run.saver else None
-    run.loss_monitor.roll_back(back.step if back else None, run.loader.position)
-    if back is None:
+    saved = run.saver.recover(from_scratch=True) if run.saver else None
+    run.loss_monitor.roll_back(saved.step if saved else None, run.loader.position)
+    if saved is None:
         return state, step
     jax.tree.map(lambda leaf: leaf.delete(), state)  # frees the memory for the restored state
-    state = run.saver.restore(back, run.program.abstract_state)
-    run.begin(back.step, run.loader.position)
-    return state, back.step
+    state = run.saver.restore(saved, run.program.abstract_state)
+    run.begin(saved.step, run.loader.position)
+    return state, saved.step
 
 
 def _check_model(model: Any) -> None:
@@ -248,10 +247,10 @@ def _check_model(model: Any) -> None:
 def _open_loader(
     source: Any, cfg: Config, mesh: jax.sharding.Mesh, position: int
 ) -> contextlib.closing:
-    where = dict(global_batch=cfg.train.global_batch, position=position)
+    options = dict(global_batch=cfg.train.global_batch, position=position)
     if not isinstance(source, Source):
-        source = from_iterable(source, **where)
-    return contextlib.closing(Loader(source, mesh, cfg.rules, **where))
+        source = from_iterable(source, **options)
+    return contextlib.closing(Loader(source, mesh, cfg.rules, **options))
 
 
 def _heldout_loss(program: Program, data: Any, cfg: Config) -> Callable[[Params], float | None]:
@@ -267,8 +266,8 @@ def _heldout_loss(program: Program, data: Any, cfg: Config) -> Callable[[Params]
                 compiled.append(jax.jit(program.eval_step).lower(*example).compile())
                 distributed.barrier("evaluation compiled")
             (eval_step,) = compiled
-            # One batch at a time: on CPU, two programs in flight mix up their messages between processes
-            # and hang.
+            # One batch at a time: on CPU, processes confuse the messages of two programs in flight, and
+            # hang.
             sums = [
                 jax.device_get(eval_step(params, next(heldout))) for _ in range(cfg.eval.batches)
             ]
