@@ -21,7 +21,7 @@ def bind(
     """Returns `target` with the values as keyword arguments, and the faults: a line for each.
 
     Faults are unknown and missing keys and values of the wrong type. `given` are parameters that the
-    caller passes later; `known` are further keys of the section, to suggest where one is misspelt.
+    caller passes later; `known` are further keys of the section, to suggest for a misspelt one.
     """
     parameters = inspect.signature(target).parameters
     required = [name for name, p in parameters.items() if _is_required(p)]
@@ -39,7 +39,7 @@ def bind(
 
 
 def has_type(value: Any, annotation: Any) -> bool:
-    """Whether a value fits a parameter's annotation; an int fits float, a bool fits neither number."""
+    """Whether a value fits a parameter's annotation; an int fits float, a bool fits neither."""
     if isinstance(value, bool) and annotation in (int, float):
         return False
     return isinstance(value, TYPES.get(annotation, object))

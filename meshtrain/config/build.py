@@ -1,4 +1,4 @@
-"""From settings to what they name: the functions in `model.build`, `optim.build` and `data.build`."""
+"""Builds model, optimizer and data with the functions that the keys `build` of their sections name."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ class Parts(NamedTuple):
     model: Any  # models.base.Model
     make_optimizer: Callable[[Any], Any]  # learning-rate schedule -> optax.GradientTransformation
     train_data: Any = None  # data.source.Source, or what the caller passed
-    heldout_data: Any = None  # the same; None where eval.batches is 0
+    heldout_data: Any = None  # a Source; None if eval.batches is 0 or the caller passed data
 
 
 def build(cfg: Config, *, model: Any = None, data: Any = None) -> Parts:
@@ -83,7 +83,7 @@ def _bound(
 
 
 def resolve(path: str, *, key: str) -> Callable:
-    """Returns the function that "package.module:function" points to; `key` is where it was written."""
+    """Returns the function that "package.module:function" names; `key` is its config key, for errors."""
     module, _, name = str(path).partition(":")
     try:
         function = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Checks between sections: what must divide what. Each returns a list of faults, a line for each."""
+"""Checks across sections, mostly of divisibility. Each returns a list of faults, one line each."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ UNSUPPORTED_AXES = ("expert", "context")
 
 
 def axis_faults(mesh: MeshConfig) -> list[str]:
-    """Faults of axes that this version cannot use."""
+    """Returns the faults of axes that this version cannot use."""
     return [
         f"mesh.{axis}={size}: this version cannot use more than 1; put the devices on data or fsdp"
         for axis in UNSUPPORTED_AXES
@@ -20,7 +20,7 @@ def axis_faults(mesh: MeshConfig) -> list[str]:
 
 
 def batch_faults(mesh: MeshConfig, *, global_batch: int, num_microbatches: int) -> list[str]:
-    """A fault where the batch cannot be split evenly. An axis that is still -1 counts as 1."""
+    """Returns a fault if the batch cannot be split evenly. An axis that is still -1 counts as 1."""
     data, fsdp = max(1, mesh.data), max(1, mesh.fsdp)
     multiple = data * fsdp * num_microbatches
     if global_batch >= 1 and global_batch % multiple == 0:
@@ -32,7 +32,7 @@ def batch_faults(mesh: MeshConfig, *, global_batch: int, num_microbatches: int) 
 
 
 def model_faults(cfg: Config) -> list[str]:
-    """Faults of a `model` section that does not fit the mesh or the pipeline."""
+    """Returns the faults of a `model` section that does not fit the mesh or the pipeline."""
     options = cfg.model.options
     faults = tensor_faults(options, max(1, cfg.mesh.tensor))
     layers = options.get("num_layers")
@@ -42,7 +42,7 @@ def model_faults(cfg: Config) -> list[str]:
 
 
 def tensor_faults(model: Mapping[str, Any], tensor: int) -> list[str]:
-    """Faults where `mesh.tensor` does not divide what it shards."""
+    """Returns a fault for each size that `mesh.tensor` shards and does not divide."""
     return [
         f"model.{key}={value} is not divisible by mesh.tensor={tensor}; "
         f"use {nearest_multiples(value, tensor)}, or another mesh.tensor"
@@ -52,7 +52,7 @@ def tensor_faults(model: Mapping[str, Any], tensor: int) -> list[str]:
 
 
 def layer_faults(num_layers: int, num_stages: int, num_chunks: int) -> list[str]:
-    """A fault where chunks would differ in length: all other stages would wait for the longest."""
+    """Returns a fault if chunks would differ in length: all stages would wait for the longest one."""
     pieces = num_stages * num_chunks
     if num_layers % pieces == 0:
         return []
@@ -63,7 +63,7 @@ def layer_faults(num_layers: int, num_stages: int, num_chunks: int) -> list[str]
 
 
 def position_faults(cfg: Config) -> list[str]:
-    """A fault where sequences are longer than the table of learned positions: jax would clamp the index."""
+    """Returns a fault if sequences are longer than the table of learned positions: jax would clamp the index."""
     rows, seq_len = cfg.model.options.get("max_seq_len"), cfg.data.options.get("seq_len")
     if cfg.model.options.get("positions") != "learned":
         return []
@@ -75,7 +75,7 @@ def position_faults(cfg: Config) -> list[str]:
 
 
 def rule_faults(rules: Any) -> list[str]:
-    """Faults of `config.rules`."""
+    """Returns the faults of `config.rules`."""
     faults = []
     for rule in rules if isinstance(rules, (tuple, list)) else [rules]:
         axes = rule[1] if isinstance(rule, (tuple, list)) and len(rule) == 2 else 0
@@ -96,6 +96,6 @@ def rule_faults(rules: Any) -> list[str]:
 
 
 def train_faults(mesh: MeshConfig, train: TrainConfig) -> list[str]:
-    """Faults of the mesh and the batch together."""
+    """Returns the faults of the mesh, and of the batch on this mesh."""
     sizes = dict(global_batch=train.global_batch, num_microbatches=train.num_microbatches)
     return axis_faults(mesh) + batch_faults(mesh, **sizes)

@@ -50,7 +50,7 @@ def read(
 
 
 def reject_huggingface(folder: Path) -> None:
-    """Raises ConfigError where the config.json in a folder is one of Hugging Face's transformers."""
+    """Raises ConfigError if the config.json in a folder was written by Hugging Face transformers."""
     try:
         found = "architectures" in json.loads((folder / "config.json").read_text())
     except (OSError, ValueError, TypeError):
@@ -86,13 +86,10 @@ def _read_file(path: str) -> ConfigDict:
 
 
 def _find(name: str) -> Path | None:
-    """Returns the file; for configs/NAME.py, outside of a checkout, the one that the wheel installed."""
+    """Returns the path of a config file; outside a checkout, configs/NAME.py of the installed package."""
     installed = importlib.util.find_spec("configs")
-    roots = (
-        [Path(folder).parent for folder in installed.submodule_search_locations or ()]
-        if installed
-        else []
-    )
+    folders = installed.submodule_search_locations if installed else None
+    roots = [Path(folder).parent for folder in folders or ()]
     paths = [Path(name), *(root / name for root in roots if name.startswith("configs/"))]
     return next((path.resolve() for path in paths if path.is_file()), None)
 
@@ -101,21 +98,21 @@ def _read_json(file: Path) -> ConfigDict:
     try:
         raw = json.loads(file.read_text())
         if not isinstance(raw, dict):
-            raise ValueError("it has no sections of keys")
+            raise ValueError("it is not an object of sections")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config={file} cannot be read: {error}") from error
     return ConfigDict(_with_tuples(raw)).lock()
 
 
 def _with_tuples(value: Any) -> Any:
-    """Returns the value with lists, which JSON has, replaced by tuples, which configs have."""
+    """Returns the value with JSON lists replaced by tuples, as configs have them."""
     if isinstance(value, dict):
         return {key: _with_tuples(one) for key, one in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
-    """Returns a copy with the overrides applied; references between keys are resolved after them."""
+    """Returns a copy with the overrides applied; then resolves references between keys."""
     values = flags.FlagValues()
     arguments = ["meshtrain", *overrides]
     changed = copy.deepcopy(config)
@@ -145,9 +142,8 @@ def _fault_of(config: ConfigDict, override: str) -> str | None:
     except Exception as error:
         name, _, value = override.partition("=")
         if not name.removeprefix("--no").removeprefix("--").startswith("config."):
-            others = [
-                argument for argument in ARGUMENTS if argument != name
-            ]  # it may be another verb's
+            # An argument of another verb is unknown here, but must not be suggested for itself.
+            others = [argument for argument in ARGUMENTS if argument != name]
             return f"{name}: unknown argument{did_you_mean(name, others)}"
         key = name.removeprefix("--no").removeprefix("--").removeprefix("config.")
         if key not in (known := _keys(config.to_dict())):

@@ -1,7 +1,7 @@
-"""From what the user wrote to typed settings: every fault is found and reported at once.
+"""Turns a config into typed settings; reports all faults at once.
 
-A config is sections of keys (see configs/default.py). `parse` returns one frozen tree of settings; it
-imports no model, no data and no jax. `config.build` makes what the settings name.
+A config consists of sections of keys (see configs/default.py). `parse` returns one frozen tree of
+settings; it imports no model, no data and no jax. `config.build` builds what the settings name.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from meshtrain.errors import ConfigError, did_you_mean
 def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
     """Returns the settings, or raises ConfigError with every fault found.
 
-    `config` is a ConfigDict or a dict of sections. With `num_devices` the mesh is resolved: its sizes
-    must use all of them. Without, a -1 stays.
+    `config` is a ConfigDict or a dict of sections. With `num_devices`, a -1 in the mesh is resolved, and
+    the mesh must use all devices. Without it, a -1 stays.
     """
     raw = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     reader = _Reader(raw)
@@ -61,13 +61,13 @@ class _Reader:
         self.faults += [
             f"config.{key}: missing section; copy it from configs/default.py" for key in missing
         ]
-        flat = [
+        not_sections = [
             key
             for key in SECTIONS
             if key in raw and key != "rules" and not isinstance(raw[key], Mapping)
         ]
-        self.faults += [f"config.{key}={raw[key]!r}: not a section of keys" for key in flat]
-        if missing or flat:
+        self.faults += [f"config.{key}={raw[key]!r}: not a section of keys" for key in not_sections]
+        if missing or not_sections:
             raise ConfigError(*self.faults)
 
     def attempt(self, make: Callable, *args: Any) -> Any:
@@ -79,7 +79,7 @@ class _Reader:
             return None
 
     def section(self, name: str, target: type) -> Any:
-        """Returns the dataclass of a section; keys that `optim` shares with its builder are skipped."""
+        """Returns the dataclass of a section; of `optim`, without the keys of the optimizer's builder."""
         values = self.raw[name]
         if target is OptimConfig:
             values = {key: value for key, value in values.items() if key in _names(OptimConfig)}

@@ -14,9 +14,9 @@ from meshtrain.config import xla_presets
 from meshtrain.errors import ConfigError, choice_faults, minimum_faults, seed_faults
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 
-# Slowest link outermost: neighbours along `tensor` exchange the most and sit closest together.
+# From the slowest links to the fastest: neighbours along `tensor` exchange the most data.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-DTYPES = ("float32", "bfloat16", "float16", "float64")  # to compute in
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # compute dtypes
 STORED_DTYPES = ("float32", "bfloat16", "float64")  # float16 would lose most updates
 REMAT = ("none", "full", "dots", "names:NAME,NAME")
 LEARNING_RATE_SCHEDULES = ("constant", "cosine", "linear", "wsd")
@@ -114,7 +114,7 @@ class PipelineConfig:
         faults += minimum_faults(1, {"pipeline.num_chunks": self.num_chunks})
         if not faults and self.num_chunks > 1 and self.schedule != "interleaved":
             faults.append(
-                f"pipeline.num_chunks={self.num_chunks}: {self.schedule} has one chunk a stage; "
+                f"pipeline.num_chunks={self.num_chunks}: {self.schedule} has one chunk per stage; "
                 f"use pipeline.schedule='interleaved', or num_chunks=1"
             )
         if faults:
@@ -197,7 +197,9 @@ class DivergenceConfig:
     def __post_init__(self):
         faults = minimum_faults(1, {"divergence.max_skips": self.max_skips})
         if not self.spike > 0:
-            faults.append(f"divergence.spike={self.spike}: use a positive number; inf sees none")
+            faults.append(
+                f"divergence.spike={self.spike}: use a positive number; inf detects no spikes"
+            )
         if faults:
             raise ConfigError(*faults)
 
@@ -221,7 +223,7 @@ class BuildConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of a run. What they build is made by `config.build`."""
+    """The settings of a run. `config.build` builds what they name."""
 
     mesh: MeshConfig
     rules: tuple  # ((logical name, mesh axes), ...)
@@ -263,7 +265,7 @@ def _x64_faults(dtypes: Mapping[str, str]) -> list[str]:
 
 
 def _x64_enabled() -> bool:
-    """Whether jax computes in 64 bits: its setting if it is loaded, else the variable that it will read."""
+    """Whether jax computes in 64 bits: its setting if it is imported, else its environment variable."""
     if "jax" in sys.modules:
         return sys.modules["jax"].config.jax_enable_x64
     return os.environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true", "t", "yes", "y", "on")

@@ -1,10 +1,10 @@
 """Compiler options for GPUs, by name of `train.xla_preset`."""
 
-# Options of each preset. An option goes to the compiler by name, which rejects an unknown
-# one with an error; in XLA_FLAGS an unknown option would abort the process.
+# The options are passed to the compiler by name: for an unknown one it raises an error. In XLA_FLAGS an
+# unknown option would abort the process.
 PRESETS: dict[str, dict[str, bool | int | str]] = {
     "none": {},
-    # Collectives run behind computation.
+    # Collectives overlap with computation.
     "overlap": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_enable_highest_priority_async_stream": True,
@@ -14,7 +14,7 @@ PRESETS: dict[str, dict[str, bool | int | str]] = {
         "xla_gpu_enable_pipelined_all_reduce": True,
         "xla_gpu_enable_pipelined_p2p": True,
     },
-    # Kernels are started many at a time, as CUDA graphs.
+    # Kernels are launched in groups, as CUDA graphs.
     "cuda_graphs": {
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN",
         "xla_gpu_graph_min_graph_size": 1,

@@ -15,7 +15,7 @@ QUICKSTART = "configs/quickstart.py"
 
 
 def faults_of(c, num_devices=1):
-    """What parsing finds, or else building."""
+    """Returns the faults that parsing finds or, if it finds none, building."""
     with pytest.raises(meshtrain.ConfigError) as error:
         build(parse(c, num_devices=num_devices))
     return list(error.value.faults)
