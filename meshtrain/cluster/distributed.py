@@ -1,6 +1,6 @@
 """Join the processes of a run, and exchange small values between them.
 
-Nothing here is a collective: the devices keep running, and the supervisor can name a stuck process.
+Nothing here uses the devices: they keep running, and the supervisor can name a stuck process.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from meshtrain.errors import EXIT_PREEMPTED, ConfigError
 
 TIMEOUT = 3600  # seconds to wait for another process, which may have a large program to compile
 MAX_STORED_VALUES = 1000  # broadcasts that others may not have read yet; older ones are deleted
-EXIT_TIMEOUT = 3.0  # seconds that a process with an error waits for the others to print theirs
+EXIT_TIMEOUT = 3.0  # seconds that a failed process waits for the others to print their errors
 PACKAGES = ("meshtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 STOP_KEYS = "meshtrain/stop"
 
@@ -207,7 +207,8 @@ def exit_failed_process(code: int, *, wait_for_others: bool) -> None:
     """Ends this process at once if it is one of several and has failed; otherwise does nothing.
 
     At a normal exit jax waits for all other processes, and they may be waiting for this one. With
-    `wait_for_others`, waits EXIT_TIMEOUT for them to fail too: the first exit cuts off their messages.
+    `wait_for_others`, waits up to EXIT_TIMEOUT for them to fail too: otherwise jax may abort them before
+    they print their errors.
     """
     if num_processes() == 1 or code in (0, EXIT_PREEMPTED):
         return

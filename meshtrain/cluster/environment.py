@@ -31,8 +31,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "multiple processes", "by default read from the launcher's environment variables"
     )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument("--num_processes", type=int, metavar="N")
-    group.add_argument("--process_id", type=int, metavar="I")
+    group.add_argument("--num_processes", type=int, metavar="N", help="number of processes")
+    group.add_argument("--process_id", type=int, metavar="I", help="rank of this process")
     group.add_argument(
         "--join_seconds",
         type=float,
@@ -50,8 +50,8 @@ class ProcessInfo:
     port: int  # of process 0
     num_processes: int
     process_id: int
-    local_id: int = 0  # rank among the processes of this host
-    num_local: int = 1  # processes on this host
+    local_id: int = 0  # rank among the processes on this host
+    num_local: int = 1  # number of processes on this host
     source: str = "flags"  # where this information comes from, for error messages
 
     @property
@@ -201,7 +201,7 @@ def _parse_port(port: Any, address: str) -> int:
 
 
 def _derived_port(*names: str) -> int:
-    """Returns a port computed from the job's id: the same for all its processes, rarely another job's."""
+    """Returns a port computed from the job's id: all its processes get the same, other jobs rarely do."""
     return FIRST_PORT + zlib.crc32("/".join(names).encode()) % NUM_PORTS
 
 
@@ -229,11 +229,11 @@ def local_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> list[int] | 
         return None  # the launcher has already divided the node's GPUs among the processes
     if visible % process.num_local:
         raise ConfigError(
-            f"{visible} GPUs on this host and {process.num_local} processes: use a divisor, such as "
-            f"one process for all GPUs, or one for each"
+            f"{visible} GPUs on this host and {process.num_local} processes: use a number of "
+            f"processes that divides the GPUs, such as one for all GPUs, or one for each"
         )
-    each = visible // process.num_local
-    return list(range(each * process.local_id, each * (process.local_id + 1)))
+    num_each = visible // process.num_local
+    return list(range(num_each * process.local_id, num_each * (process.local_id + 1)))
 
 
 def num_allotted_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> int:
@@ -241,8 +241,8 @@ def num_allotted_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> int:
     visible, allotted = _num_gpus(environ)
     if not allotted and not environ.get("CUDA_VISIBLE_DEVICES"):
         return 0
-    ours = local_gpus(process, environ)
-    return visible if ours is None else len(ours)
+    indices = local_gpus(process, environ)
+    return visible if indices is None else len(indices)
 
 
 def _num_gpus(environ: Mapping[str, str]) -> tuple[int, int]:

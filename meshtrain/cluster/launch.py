@@ -30,13 +30,13 @@ def launch(arguments: Sequence[str], **settings) -> int:
         raise ConfigError(
             "nothing to launch: give the arguments of a run after --, such as --config=FILE"
         )
-    trains = arguments[0].startswith("-") or arguments[0] == "train"
-    workdir = _workdir(arguments) if trains else None
+    is_training = arguments[0].startswith("-") or arguments[0] == "train"
+    workdir = _workdir(arguments) if is_training else None
     process = environment.process_info(os.environ)  # of this supervisor
     command = [sys.executable, "-m", "meshtrain", *arguments]
     if s.simulate_devices:
         command.append(f"--simulate_devices={s.simulate_devices}")
-    if s.min_nproc and trains:
+    if s.min_nproc and is_training:
         command.append("--elastic")
     logs, cache = _make_folders(workdir) if workdir else (None, None)
     return Supervisor(s, workdir=workdir).run(
@@ -72,7 +72,7 @@ def _make_folders(workdir: Path) -> tuple[Path, Path | None]:
 
 
 def _environment(cache: Path | None) -> dict[str, str]:
-    """Returns the variables for the processes, with a compile cache so that a restart need not recompile."""
+    """Returns the environment of the processes, with a compile cache: a restart does not recompile."""
     environ = dict(os.environ)
     if cache and "JAX_COMPILATION_CACHE_DIR" not in environ:
         environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
@@ -90,22 +90,29 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "nproc": (int, "processes on this host"),
         "simulate_devices": (int, "CPU devices of each process"),
         "max_restarts": (int, "restarts after a crash or a stall, within --window"),
-        "window": (float, "seconds in which --max_restarts are counted"),
-        "min_nproc": (int, "continue with this many processes, over all hosts, if one is lost"),
-        "stall_seconds": (float, "seconds without a step after which a process counts as stuck"),
-        "grace": (float, "seconds to save in when asked to stop"),
+        "window": (float, "time over which --max_restarts limits the restarts"),
+        "min_nproc": (
+            int,
+            "smallest number of processes, over all hosts, to continue with if some are lost",
+        ),
+        "stall_seconds": (
+            float,
+            "seconds without a step after which a process is considered stuck",
+        ),
+        "grace": (float, "seconds that processes have to save when asked to stop"),
         "nnodes": (int, "number of hosts"),
         "node_rank": (int, "rank of this host"),
-        "coordinator": (str, "HOST:PORT where node 0 listens"),
+        "coordinator": (str, "address where node 0 listens"),
         "join_seconds": (float, "seconds to wait for all hosts"),
     }
     for name, (kind, text) in settings.items():
         default = getattr(defaults, name)
         text += "" if default is None else f" (default: {default})"
-        flags.add_argument(f"--{name}", type=kind, default=default, help=text)
+        metavar = {int: "N", float: "SECONDS", str: "HOST:PORT"}[kind]
+        flags.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
+    """Launches the run and returns its exit code."""
     settings = dict(vars(args))
     return launch(settings.pop("rest"), **settings)

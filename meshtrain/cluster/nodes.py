@@ -1,4 +1,4 @@
-"""The supervisors of several hosts: node 0 decides, the others execute its commands, as lines of JSON.
+"""The supervisors of several hosts: node 0 decides, the others execute its commands, sent as lines of JSON.
 
 Messages contain ranks, commands (start, stop, kill ...) and the status of processes; never code.
 """
@@ -20,7 +20,7 @@ from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError
 MAX_READS = 100  # of 64 KiB at a time: a peer that sends without pause must not block the others
 RETRY = 0.5  # seconds between attempts to reach node 0
 REPORT_EVERY = 0.5  # seconds between status messages, which are also heartbeats
-REPLACE_AFTER = 5.0  # seconds of silence after which another host may take the rank of a host
+REPLACE_AFTER = 5.0  # seconds of silence after which another host may take over a rank
 LOST_AFTER = 30.0  # seconds of silence after which a host counts as lost
 TICK = 0.1
 EXIT_NOT_SAVED = 128 + signal.SIGTERM  # of a host that was asked to stop and could not save
@@ -112,7 +112,7 @@ class RemoteWorkers:
         self.link.send(do="dump")
 
     def kill(self) -> None:
-        """Returns when all processes of that host are dead, or when it cannot be reached."""
+        """Kills the processes of that host; returns when they are dead or the host cannot be reached."""
         self.link.send(do="kill")
         while self.link.open and not self._dead:
             time.sleep(TICK)
@@ -136,7 +136,7 @@ class Server:
         self._server.setblocking(False)
         self._nnodes = nnodes
         self.remotes: dict[int, RemoteWorkers] = {}
-        self._pending: list[Link] = []  # connections that have not said who they are
+        self._pending: list[Link] = []  # connections that have not sent their rank
         self._heartbeat_at = 0.0
 
     def poll(self) -> list[str]:
@@ -240,7 +240,10 @@ def _connect(
 def _execute_commands(
     workers: Workers, link: Link, num_signals: Callable[[], int], grace: float
 ) -> int | None:
-    """Returns the exit code; None if the connection is lost. Raises ConfigError if node 0 rejects us."""
+    """Executes commands until node 0 ends the run; returns the exit code, or None if the connection is lost.
+
+    Raises ConfigError if node 0 rejects this host.
+    """
     sent_at, stop_requested_at, codes = 0.0, 0.0, [EXIT_PREEMPTED]
     with selectors.DefaultSelector() as ready:
         ready.register(link.connection, selectors.EVENT_READ)
@@ -278,7 +281,7 @@ def _execute_commands(
                     statuses=[dataclasses.asdict(status) for status in statuses],
                 )
             if num_signals() and not statuses:
-                # This host is asked to stop, even if the others continue.
+                # Only this host was asked to stop: the others may continue.
                 return EXIT_NOT_SAVED if min(codes) < 0 else max(codes)
     return None
 

@@ -13,13 +13,15 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-VARIABLE = "MESHTRAIN_PROGRESS"  # path of the file, set by the supervisor
+VARIABLE = (
+    "MESHTRAIN_PROGRESS"  # environment variable with the path of the file; the supervisor sets it
+)
 PHASES = ("start", "restore", "compile", "data", "step", "save", "eval", "check", "end")
 FIELDS = (
     "heartbeat",  # time of the last one
     "phase",  # index in PHASES
     "phase_start",
-    "first_step",  # -1 before it
+    "first_step",  # -1 until then
     "current_step",
     "step_seconds",  # median of the latest steps; 0 before there are enough
     "stop_requested",

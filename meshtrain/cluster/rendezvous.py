@@ -35,7 +35,8 @@ class RendezvousError(ConfigError):
 def wait_for_all(process: ProcessInfo, *, seconds: float) -> None:
     """Returns when all processes have connected and agree on their number.
 
-    Raises ConfigError on every process that has connected, if they do not within `seconds`.
+    Raises ConfigError on every process that has connected if others are missing after `seconds`, or if
+    they disagree.
     """
     deadline = time.monotonic() + seconds
     hello = {"meshtrain": 1, "id": process.process_id, "count": process.num_processes}
@@ -71,7 +72,7 @@ def _listen(process: ProcessInfo) -> socket.socket:
 
 
 def _serve(server: socket.socket, own: dict, deadline: float, count: int) -> list[str]:
-    """Waits as process 0 for the others, checks what they send, and answers all of them."""
+    """On process 0: waits for the others, checks what they send, and answers all of them."""
     arrived, faults, logged_at = {0: own}, [], time.monotonic()
     pending: dict[socket.socket, bytes] = {}  # connections and the part of a line received so far
     members: list[socket.socket] = []
@@ -153,7 +154,7 @@ def _describe_missing(arrived: dict[int, dict], count: int) -> str:
 
 
 def _connect(process: ProcessInfo, hello: dict, deadline: float, seconds: float) -> list[str]:
-    """Sends `hello` to process 0, as one of the other processes, and returns its answer."""
+    """On the other processes: sends `hello` to process 0 and returns its answer."""
     logged_at = time.monotonic()
     while True:
         try:

@@ -28,10 +28,10 @@ PHASE_LIMITS = {
     "check": 5,
     "end": 10,
 }
-# The other phases, before the median duration of a step is known: connections are made then.
+# For the other phases until the median duration of a step is known: the first steps open connections.
 FIRST_STEPS_LIMIT = 10
-STEP_LIMIT = 5  # a step's limit is also this multiple of the median duration
-STOPPED_LIMIT = 10.0  # seconds after which a process that a signal stopped counts as stuck
+STEP_LIMIT = 5  # later: this multiple of the median duration, at least `stall_seconds`
+STOPPED_LIMIT = 10.0  # seconds after which a process stopped by a signal counts as stuck
 # The order of the phases of a step; the process that is furthest behind holds up the others.
 PHASE_ORDER = ("start", "restore", "compile", "data", "step", "check", "eval", "save", "end")
 # What jax and gloo print in a process that has lost another.
@@ -51,9 +51,11 @@ class Settings:
     simulate_devices: int | None = None  # CPU devices of each process
     max_restarts: int = 3  # within `window`
     window: float = 3600.0  # seconds
-    min_nproc: int | None = None  # over all hosts: continue with this many processes if one is lost
+    min_nproc: int | None = (
+        None  # over all hosts: fewest processes to continue with if some are lost
+    )
     stall_seconds: float = 60.0  # without a step
-    grace: float = 60.0  # seconds to save in when asked to stop
+    grace: float = 60.0  # seconds that processes have to save when asked to stop
     nnodes: int = 1
     node_rank: int = 0
     coordinator: str | None = None  # HOST:PORT of node 0
@@ -110,8 +112,8 @@ def first_failure(exits: Iterable[Exit]) -> Exit | None:
     """Returns the exit that caused the others, among processes that ended at about the same time.
 
     The other processes fail because they lose a peer: jax aborts them, or a collective raises an error.
-    Order of precedence: exit codes that name the cause (2, 17), other failures, aborts, and last the
-    processes that print a lost peer. Ties: the first in `exits`.
+    Order of precedence: exit codes that name the cause (2, 17), other failures, aborts, and last processes
+    whose output reports a lost peer. Ties: the first in `exits`.
     """
 
     def precedence(one: Exit) -> int:
@@ -233,7 +235,7 @@ class TimeAccount:
     def close_attempt(
         self, seconds: dict[str, float], status: ProcessStatus | None, stalled: float
     ) -> None:
-        """Adds an attempt: `seconds` by phase, of which `stalled` in the last one were a hang."""
+        """Adds an attempt: `seconds` by phase; the last `stalled` seconds of its last phase were a hang."""
         seconds = dict(seconds)
         if status and stalled:
             stalled = min(stalled, seconds[status.phase])

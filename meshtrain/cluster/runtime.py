@@ -73,8 +73,8 @@ def _keep_memory() -> None:
 def _use_cache() -> None:
     """Turns on jax's persistent compile cache, in a private folder unless the user has chosen one.
 
-    Not for several CPU devices, in one process or more: a program that is read from the cache has lost
-    the order of its collectives and hangs (jax 0.10.2 and 0.12.0.1).
+    With several CPU devices, in one process or more, turns it off: a program that is read from the cache
+    has lost the order of its collectives and hangs (jax 0.10.2 and 0.12.0.1).
     """
     if not jax.config.jax_enable_compilation_cache:
         return
@@ -109,7 +109,7 @@ def _cache_folder() -> Path | None:
 
 
 def _make_private(folder: Path, *, others: int) -> None:
-    """Creates the folder if necessary; raises OSError unless it is ours, with no permissions beyond `others`."""
+    """Creates the folder if necessary; raises OSError unless this user owns it and its mode fits `others`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     mode = stat.S_IMODE(found.st_mode)

@@ -16,7 +16,7 @@ _stop_requested: threading.Event | None = None  # of the current run
 
 @contextlib.contextmanager
 def stop_event() -> Iterator[threading.Event]:
-    """Returns an event that the first signal sets; the second signal has its previous effect."""
+    """Yields an event that the first signal sets; the second signal has the effect it had before."""
     global _stop_requested
     event = threading.Event()
     # Only the main thread can set handlers; `handled_in_thread` has set its own.
@@ -76,8 +76,7 @@ def _handle_signals(receiver: socket.socket) -> None:
             if _stop_requested is not None and not _stop_requested.is_set():
                 _stop_requested.set()
                 continue
+            message = b"aborted: everything since the last save is lost\n"
             with contextlib.suppress(OSError, ValueError):
-                os.write(
-                    sys.__stderr__.fileno(), b"aborted: everything since the last save is lost\n"
-                )
+                os.write(sys.__stderr__.fileno(), message)
             os._exit(128 + number)

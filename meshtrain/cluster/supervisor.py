@@ -18,13 +18,13 @@ from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USE
 
 TICK = 0.1  # seconds between checks
 END_TIMEOUT = 60.0  # seconds within which all processes have to end once one has ended normally
-DUMP_SECONDS = 1.0  # to print the stacks
+DUMP_SECONDS = 1.0  # that processes have to print their stacks
 PORTS = range(20000, 32000)  # below the ports that systems give to outgoing connections
 HIDDEN_PREFIX = "[Gloo]"  # lines without information for the user
 
 
 class Supervisor:
-    """One runs on each host; the supervisor of node 0 decides."""
+    """Runs on each host; the one on node 0 makes the decisions."""
 
     def __init__(self, settings: Settings, *, workdir: Path | None):
         """Events are appended to `events.jsonl` in `workdir`."""
@@ -109,7 +109,7 @@ class Supervisor:
             message += f", without {num_left_out} of {s.nproc * s.nnodes} processes"
         if not self._workdir:
             message += ", from the beginning: there is no --workdir"
-        self._log(f"{outcome.why or 'stopped from outside'}; {message}")
+        self._log(f"{outcome.why or 'preempted'}; {message}")
         where = {}
         if status:
             where = {"rank": status.rank, "step": status.current_step, "phase": status.phase}
@@ -167,7 +167,7 @@ class Supervisor:
                 self._failed_at = time.monotonic()
 
     def _watch(self, groups: list, count: int) -> Outcome:
-        """Waits until an attempt of `count` processes has ended; returns how."""
+        """Waits until an attempt of `count` processes has ended; returns its outcome."""
         ended, first_end_at, stop_requested_at = [], 0.0, None
         while True:
             self._poll()
@@ -273,7 +273,7 @@ def _remove_processes(counts: list[int], num_removed: int) -> list[int]:
 
 
 def _free_port() -> int:
-    """Returns another port for each attempt: a process of the last one may still hold its port."""
+    """Returns a random free port: a process of the last attempt may still hold the last port."""
     while True:
         port = random.choice(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):

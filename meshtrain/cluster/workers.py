@@ -1,4 +1,4 @@
-"""The processes of a run on one host: starts, observes and kills them, with all their subprocesses."""
+"""Starts, observes and kills the processes of a run on one host, with all their subprocesses."""
 
 import collections
 import contextlib
@@ -19,8 +19,8 @@ MAX_FINAL_READS = 100  # of 64 KiB, from a process that has ended
 KILL_TIMEOUT = 30.0  # seconds; a process may be blocked in the kernel
 MAX_LINE = 1 << 16  # bytes; a longer line is split
 TAIL = 30  # last lines of each process, shown if it fails
-# Executes the command that follows, after asking Linux to kill it when the thread that started it dies
-# (1: PR_SET_PDEATHSIG). A preexec_fn, between fork and exec, would not be safe with jax's threads.
+# Executes a command after asking Linux to kill it when the thread that started it dies (1:
+# PR_SET_PDEATHSIG). A preexec_fn, between fork and exec, would not be safe with jax's threads.
 DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 parent, *command = sys.argv[1:]
@@ -78,7 +78,7 @@ class _Child:
 
 
 class Workers:
-    """Close it to kill the processes that still run. `show(rank, line)` gets each line of output."""
+    """The processes on one host. `show(rank, line)` gets each line of output; `close` kills them."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class Workers:
         return self._children[0].page.seconds() if self._children else {}
 
     def request_stop(self) -> None:
-        """Asks all processes to save and stop; without a signal, as the cluster may send one as well."""
+        """Asks all processes to save and stop, without a signal: a second one, from the cluster, would abort."""
         for child in self._children:
             child.page["stop_requested"] = 1
 
@@ -248,7 +248,7 @@ class Workers:
             if not child.ended:
                 self._drain(child)
             child.path.unlink(missing_ok=True)
-        self._children = []  # the system may reuse their pids from now on
+        self._children = []  # from now on the system may reuse their pids
 
     def close(self) -> None:
         self.kill()

@@ -112,13 +112,8 @@ def test_an_incomplete_description_is_one_fault(environ, message):
         (1, 0, {"SLURM_GPUS_ON_NODE": "8"}, None, 8),  # jax would use only GPU 0
         (8, 3, {"SLURM_GPUS_ON_NODE": "8"}, [3], 1),
         (2, 1, {"SLURM_GPUS_ON_NODE": "8"}, [4, 5, 6, 7], 4),
-        (
-            8,
-            3,
-            {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"},
-            None,
-            1,
-        ),  # divided by the launcher
+        # The launcher has divided the GPUs.
+        (8, 3, {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"}, None, 1),
         (2, 1, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, [2, 3], 2),
         (2, 1, {"CUDA_VISIBLE_DEVICES": ""}, None, 0),
         (1, 0, {"CUDA_VISIBLE_DEVICES": "-1"}, None, 0),

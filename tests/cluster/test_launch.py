@@ -30,15 +30,15 @@ def test_after_every_fault_the_run_resumes_and_ends_like_an_uninterrupted_one(tm
         for number, (kind, rank) in enumerate(
             [("kill", 1), ("kill", 0), ("stop", 1), ("sleep", 0), ("terminate", 1)]
         ):
-            aim = faults.newest_step(workdir) + 25
-            faults.wait_for(lambda aim=aim: faults.newest_step(workdir) >= aim, 120, run)
+            target = faults.newest_step(workdir) + 25
+            faults.wait_for(lambda target=target: faults.newest_step(workdir) >= target, 120, run)
             faults.inject(kind, rank, workdir)
 
-            def is_back(count=number + 1):
+            def has_recovered(count=number + 1):
                 events = [row["event"] for row in faults.read_jsonl(workdir, "events.jsonl")]
                 return events.count("recovered") == count
 
-            faults.wait_for(is_back, 120, run)
+            faults.wait_for(has_recovered, 120, run)
         assert run.wait(300) == 0
     finally:
         run.kill()
@@ -76,7 +76,7 @@ def losses(workdir):
 
 def test_two_processes_with_four_devices_each_give_the_losses_of_one_with_eight(tmp_path):
     config = tiny_config()
-    # Several evaluation batches used to hang while they were in flight together.
+    # Several evaluation batches: in flight at the same time they would hang.
     config.train.steps, config.eval.batches = 10, 8
     train(config, workdir=tmp_path / "one")
     arguments = settings(tmp_path / "two", **{"train.steps": 10, "eval.batches": 8})
@@ -86,10 +86,10 @@ def test_two_processes_with_four_devices_each_give_the_losses_of_one_with_eight(
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-6)
 
 
-def start_two(*arguments, others=None):
-    """Starts two processes without a supervisor; the second one may get other arguments."""
+def start_two(*arguments, second=None):
+    """Starts two processes without a supervisor; `second` are the arguments of the second, if others."""
     port, found = free_port(), []
-    for number, own in enumerate([arguments, others or arguments]):
+    for number, own in enumerate([arguments, second or arguments]):
         flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={number}"]
         command = [sys.executable, "-m", "meshtrain.main", *flags, "--simulate_devices=1", *own]
         pipe = subprocess.PIPE
@@ -119,16 +119,16 @@ def test_a_signal_to_one_process_saves_on_all_in_the_same_step(tmp_path, rank):
 
 
 def test_processes_with_different_configs_report_the_difference(tmp_path):
-    ours, others = (settings(tmp_path, **{"optim.learning_rate": rate}) for rate in (1e-3, 2e-3))
-    codes, stderr = wait_for(start_two(*ours, others=others))
+    first, second = (settings(tmp_path, **{"optim.learning_rate": rate}) for rate in (1e-3, 2e-3))
+    codes, stderr = wait_for(start_two(*first, second=second))
     assert codes == [2, 2]
     line = "config.optim.learning_rate differs between processes: 0.001 on process 0, 0.002 on process 1"
     assert all(text.splitlines() == [f"{line}; use the same"] for text in stderr)
 
 
 def test_a_config_error_of_one_process_ends_all(tmp_path):
-    ours, others = (settings(tmp_path, **{"mesh.fsdp": size}) for size in (1, 3))
-    codes, stderr = wait_for(start_two(*ours, others=others))
+    first, second = (settings(tmp_path, **{"mesh.fsdp": size}) for size in (1, 3))
+    codes, stderr = wait_for(start_two(*first, second=second))
     assert codes == [2, 2]
     assert all(text.startswith("process 1: mesh.") for text in stderr)
 
@@ -197,8 +197,8 @@ def test_fewer_processes_continue_with_the_same_batches(tmp_path):
             return [row["mesh"]["data"] for row in events if row["event"] == "start"]
 
         faults.wait_for(lambda: len(starts()) == 2, 60, run)
-        aim = faults.newest_step(workdir) + 30
-        faults.wait_for(lambda: faults.newest_step(workdir) > aim, 60, run)
+        target = faults.newest_step(workdir) + 30
+        faults.wait_for(lambda: faults.newest_step(workdir) > target, 60, run)
         assert list(faults.worker_pids(workdir)) == [0]
         os.kill(faults.worker_pids(workdir)[0], signal.SIGKILL)
         faults.wait_for(lambda: len(starts()) == 3, 60, run)

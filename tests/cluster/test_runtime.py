@@ -1,4 +1,4 @@
-"""The cache of compiled programs."""
+"""The persistent compile cache."""
 
 import os
 import pwd
@@ -77,10 +77,10 @@ from conftest import tiny_config
 jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 from meshtrain.train import train
-hits = []
-jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
 result = train(tiny_config())
-print(sum("cache_hits" in name for name in hits), jax.tree.leaves(result.state.params)[0].sum())
+print(sum("cache_hits" in name for name in events), jax.tree.leaves(result.state.params)[0].sum())
 """
 
 

@@ -1,4 +1,4 @@
-"""The unchanged launch/slurm.sbatch, under a real SLURM of two nodes on this machine."""
+"""Runs launch/slurm.sbatch as it is, under a real SLURM with two nodes on this machine."""
 
 import os
 import re
@@ -58,9 +58,8 @@ class Job:
     """A run that was submitted in `folder`."""
 
     def __init__(self, cluster, folder, *arguments, steps):
-        bin_folder = (
-            folder / "venv" / "bin"
-        )  # a stand-in for a virtual environment: runs this Python
+        # In place of a virtual environment: runs this Python.
+        bin_folder = folder / "venv" / "bin"
         bin_folder.mkdir(parents=True)
         (bin_folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
         (bin_folder / "python").chmod(0o755)

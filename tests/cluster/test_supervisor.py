@@ -126,11 +126,8 @@ step(5 if rank == 0 else 4)
 if number == 1:
     while True: put("heartbeat", time.monotonic()); time.sleep(0.1)
 """)
-    assert (
-        code == 0
-        and "rank 1" in output
-        and "made no progress for 1 s, in phase step of step 4" in output
-    )
+    assert code == 0 and "rank 1" in output
+    assert "made no progress for 1 s, in phase step of step 4" in output
 
 
 def test_subprocesses_die_with_their_process(supervise, tmp_path):
@@ -194,7 +191,7 @@ def test_processes_that_do_not_save_in_time_are_killed(supervise):
 
 
 def test_a_second_signal_aborts(supervise):
-    # In a shell's background job this process ignores Ctrl-C; the supervisor would inherit that.
+    # In a background job of a shell, Ctrl-C is ignored, and the supervisor would keep ignoring it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for seconds in (0.5, 1.0):
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -252,8 +249,8 @@ def test_a_process_preempted_before_its_first_step_is_not_left_out(supervise, tm
 
 def test_a_process_that_prints_without_pause_does_not_block_the_supervisor(supervise):
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    chatty = "step(1)\nwhile not stop_requested(): os.write(1, b'x\\n' * 1000)\nsys.exit(75)"
-    assert supervise(chatty, stall_seconds=60)[0] == 75
+    code = "step(1)\nwhile not stop_requested(): os.write(1, b'x\\n' * 1000)\nsys.exit(75)"
+    assert supervise(code, stall_seconds=60)[0] == 75
 
 
 @pytest.mark.parametrize(
@@ -349,11 +346,9 @@ def test_only_restarts_within_the_window_count():
 
 
 def test_processes_are_removed_from_the_last_hosts_first():
-    assert (
-        _remove_processes([2, 2], 0) == [2, 2]
-        and _remove_processes([2, 2], 1) == [2, 1]
-        and _remove_processes([2, 2], 3) == [1, 0]
-    )
+    assert _remove_processes([2, 2], 0) == [2, 2]
+    assert _remove_processes([2, 2], 1) == [2, 1]
+    assert _remove_processes([2, 2], 3) == [1, 0]
 
 
 @pytest.mark.parametrize(
