@@ -11,7 +11,7 @@ positions if there is one process). Processes that share a position must pass th
 defaults to the mesh of `jax.set_mesh`. Raises ConfigError for invalid arguments.
 
 All processes must make the same calls in the same order. They compare shapes and dtypes only when these
-are new: a process that later switches alone to shapes that it has used before hangs.
+are new: if later one process alone returns to shapes that it has used before, the call hangs.
 """
 
 import functools
@@ -135,7 +135,7 @@ def _fault(rows: np.ndarray, op: str | None, num_rows: int, num_slices: int) -> 
 def _check_same(mesh: jax.sharding.Mesh, call: tuple[str, ...], faults: tuple[str, ...]) -> None:
     """Raises ConfigError for faults of any process, and for calls that differ between processes.
 
-    Checks only this process if the mesh has no devices of some process.
+    If the mesh leaves out all devices of some process, checks only this process.
     """
     all_in_mesh = len({device.process_index for device in mesh.devices.flat}) == jax.process_count()
     calls = distributed.gather([call, faults]) if all_in_mesh else [[call, faults]]

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.errors import ConfigError, did_you_mean
 
-# (logical name, mesh axis, several axes or None), in order of preference; a name may appear repeatedly.
+# (logical name, mesh axis or axes or None), in order of preference; a name may have several rules.
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 Names = Sequence[str | None]  # one logical name per dim, None for a dim that is never sharded
 
@@ -66,7 +66,7 @@ def axes_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def shardings(axes, shapes, rules: Rules, mesh: jax.sharding.Mesh):
-    """Returns a tree of NamedShardings for two equal trees, of leaves with a shape and of their names."""
+    """Returns the tree of NamedShardings; `axes` has the names of the dims of each leaf of `shapes`."""
     return jax.tree.map(
         lambda leaf, names: NamedSharding(mesh, spec_for(names, leaf.shape, rules, mesh.shape)),
         shapes,
@@ -94,7 +94,7 @@ def batch_slices(axes: Sequence[str]) -> tuple[tuple[str, ...], int]:
     mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.get() or ()
     if mesh.empty or all(name != "batch" for name, _ in rules):
         return (), 1
-    # Of a batch of mesh.size rows, which every product of axes divides.
+    # With mesh.size rows, which every product of axis sizes divides.
     (batch_axes,) = spec_for(("batch",), (mesh.size,), rules, mesh.shape)
     axes = tuple(axis for axis in axes if axis in axes_of(batch_axes))
     return axes, math.prod(mesh.shape[axis] for axis in axes)
@@ -111,7 +111,7 @@ def num_shards(name: str, size: int) -> int:
 
 @contextlib.contextmanager
 def partial_axes(axes: Sequence[str]) -> Iterator[None]:
-    """Context in which `constrain` ignores these mesh axes, so that their slices keep partial sums."""
+    """Makes `constrain` ignore these mesh axes, so that each shard along them keeps partial sums."""
     rules = _active_rules.get()
     with use_rules(rules and rules_without(rules, *axes)):
         yield

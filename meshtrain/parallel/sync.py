@@ -1,4 +1,4 @@
-"""How gradients meet: partial sums of the batch shards become the gradients of the global batch."""
+"""Reduces the partial sums of the batch shards to the gradients of the global batch."""
 
 from typing import Any
 

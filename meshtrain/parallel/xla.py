@@ -27,7 +27,7 @@ def options(preset: str, mesh: jax.sharding.Mesh) -> dict[str, bool | int | str]
 
 
 def quick_compile_options(mesh: jax.sharding.Mesh) -> dict[str, int]:
-    """Returns options for a program that runs once: a low LLVM level on CPUs, unless XLA_FLAGS sets one.
+    """Returns options for a program that runs once: on CPUs optimization level 1, unless XLA_FLAGS sets it.
 
     The program that initialises configs/quickstart.py then compiles in a sixth of the time, and runs as
     fast.

@@ -30,7 +30,7 @@ MESHES = {
 
 
 def rows_of(num, dtype, shape=(), seed=0):
-    """Returns small integers, for floats halves of them, so that sums and means are exact."""
+    """Returns small integers, or for floats half-integers, so that sums and means are exact."""
     rows = np.random.default_rng(seed).integers(-3, 4, (num, *shape))
     rows = rows / 2 if jax.dtypes.issubdtype(dtype, np.inexact) else abs(rows)
     return (rows > 1 if dtype is bool else rows).astype(dtype)
@@ -56,7 +56,7 @@ def numpy_result(name, option, rows):
 
 def check(result, expected):
     assert result.dtype == expected.dtype and result.shape == expected.shape
-    if expected.dtype == jnp.bfloat16:  # in which numpy does not recognise NaN
+    if expected.dtype == jnp.bfloat16:  # numpy does not recognise its NaN
         result, expected = result.astype(np.float32), expected.astype(np.float32)
     np.testing.assert_array_equal(result, expected)
 
@@ -267,10 +267,8 @@ def check_interleaved_devices(me):
 def check_while_another_program_runs(me):
     """Checks that messages of a running step are not mixed with messages of a collective."""
     mesh = make_mesh(data=2, tensor=2)
-    sharding, ones = (
-        jax.NamedSharding(mesh, jax.P("data", "tensor")),
-        np.ones((16, 512), np.float32),
-    )
+    sharding = jax.NamedSharding(mesh, jax.P("data", "tensor"))
+    ones = np.ones((16, 512), np.float32)
     x = jax.make_array_from_callback(ones.shape, sharding, lambda index: ones[index])
     step = jax.jit(lambda x: x - 1e-3 * (x @ (x.T @ x)) / jnp.sum(x * x))
     for i in range(30):

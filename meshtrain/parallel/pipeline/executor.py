@@ -1,7 +1,7 @@
 """Runs any pipeline schedule as a GradFn, so that the train step does not know about pipelines.
 
-In a tick every stage runs one forward and one backward of a chunk of its layers, as its column of the
-table says, and sends the results to its neighbours. Embedding and head belong to no stage: all stages
+In a tick every stage runs at most one forward and one backward of a chunk of its layers, as its column
+of the table says, and sends the results to its neighbours. Embedding and head belong to no stage: all stages
 compute them together, for the micro-batch that is at the first or last chunk in that tick. With the
 rule `("vocab", ("pipeline", "tensor"))` they are sharded over the stages.
 
@@ -12,8 +12,8 @@ rule `("vocab", ("pipeline", "tensor"))` they are sharded over the stages.
              its layers; send the gradient of its input to the previous stage; backpropagate the
              gradient of the first chunk's input through the embedding
 
-An idle stage computes too, on zeros or on an old slot. In lock step that costs no time. Its results go
-to a free slot and are not used.
+An idle stage computes too, on zeros or on an old slot. This costs no time, because all stages work in
+lock step. Its results go to a free slot and are not used.
 """
 
 import functools
@@ -38,14 +38,14 @@ IDLE_INPUT = 0.0  # input of an idle stage; no result depends on it
 
 
 class Tick(NamedTuple):
-    """A row of the table; stacked, the rows of a phase. The last four hold a micro-batch, or IDLE: ()."""
+    """A row of the table, or several rows, stacked. The last four fields are a micro-batch or IDLE: ()."""
 
     forward: Work  # of (P,) arrays
     backward: Work
-    first_forward: Any  # its forward starts, in the first chunk
-    last_forward: Any  # its forward ends, in the last chunk
-    last_backward: Any  # its backward starts, in the last chunk
-    first_backward: Any  # its backward ends, in the first chunk
+    first_forward: Any  # micro-batch whose forward starts, in the first chunk
+    last_forward: Any  # micro-batch whose forward ends, in the last chunk
+    last_backward: Any  # micro-batch whose backward starts, in the last chunk
+    first_backward: Any  # micro-batch whose backward ends, in the first chunk
 
 
 class Carry(NamedTuple):
@@ -105,7 +105,8 @@ def evaluate(
             y = _forward(stages, rows, arrived, row, stages.run)
 
             def head():
-                return stages.head(stages.outer, ring.share(y, -1), stages.part(row.last_forward))
+                microbatch = stages.microbatch(row.last_forward)
+                return stages.head(stages.outer, ring.share(y, -1), microbatch)
 
             new = _if_ever_active(rows.last_forward, row.last_forward, head)
             return (ring.send(y, 1), jax.tree.map(jnp.add, metrics, new)), None
@@ -149,8 +150,8 @@ class _Step:
         idle = jnp.zeros(self.table.num_stages, jnp.int32)
 
         def kept():
-            layers, parts = self.stages.layers_of(idle), self.stages.parts(idle)
-            return self.stages.forward(layers, x, parts)[1]
+            layers, batch = self.stages.layers_of(idle), self.stages.microbatches(idle)
+            return self.stages.forward(layers, x, batch)[1]
 
         def slots(leaf):
             lead = (self.table.num_stages, self.table.num_slots)
@@ -183,11 +184,11 @@ class _Step:
         number, chunk, slot = _indices(row.backward)
         kept = jax.tree.map(lambda leaf: stages.pin(leaf, "pipeline"), ring.pick(carry.kept, slot))
         layers = stages.layers_of(chunk)
-        y, pull = stages.backward(layers, kept, stages.parts(number))
+        y, vjp = stages.backward(layers, kept, stages.microbatches(number))
 
         def head():
             def loss(outer, y):
-                metrics = stages.head(outer, y, stages.part(row.last_backward))
+                metrics = stages.head(outer, y, stages.microbatch(row.last_backward))
                 return metrics.loss.sum() * self.scale, metrics
 
             y_last = stages.pin(ring.share(y, -1))
@@ -196,13 +197,12 @@ class _Step:
         (head_grads, y_grad), metrics = _if_ever_active(rows.last_backward, row.last_backward, head)
         is_last = (jnp.arange(len(chunk)) == len(chunk) - 1) & (chunk == self.table.num_chunks - 1)
         grad = jnp.where(_broadcast_mask(is_last, carry.grad), y_grad[None], carry.grad)
-        layer_grads, grad = stages.pull(pull, stages.pin(_masked(active, grad), "pipeline"))
+        layer_grads, grad = stages.apply_vjp(vjp, stages.pin(_masked(active, grad), "pipeline"))
 
         def embed():
-            _, pull = jax.vjp(
-                lambda outer: stages.embed(outer, stages.part(row.first_backward)), stages.outer
-            )
-            return pull(stages.pin(ring.share(grad, 0)))[0]
+            microbatch = stages.microbatch(row.first_backward)
+            _, vjp = jax.vjp(lambda outer: stages.embed(outer, microbatch), stages.outer)
+            return vjp(stages.pin(ring.share(grad, 0)))[0]
 
         outer_grads = carry.outer_grads
         for new in (head_grads, _if_ever_active(rows.first_backward, row.first_backward, embed)):
@@ -245,9 +245,9 @@ def _stages(model, table, params, batch, dtype, remat, unroll, partial_over, kee
 
 def _zeros(stages: Stages, num_stages: int) -> tuple[jax.Array, Metrics]:
     """Returns a message (P, N, ...) and Metrics (N,) of zeros."""
-    part = stages.part(jnp.int32(0))
-    x = jax.eval_shape(stages.embed, stages.outer, part)
-    metrics = jax.eval_shape(stages.head, stages.outer, x, part)
+    microbatch = stages.microbatch(jnp.int32(0))
+    x = jax.eval_shape(stages.embed, stages.outer, microbatch)
+    metrics = jax.eval_shape(stages.head, stages.outer, x, microbatch)
     message = stages.pin(jnp.zeros((num_stages, *x.shape), x.dtype), "pipeline")
     return message, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), metrics)
 
@@ -257,17 +257,17 @@ def _forward(stages: Stages, rows: Tick, arrived: jax.Array, row: Tick, run: Cal
     number, chunk, _ = _indices(row.forward)
 
     def embed():
-        return stages.embed(stages.outer, stages.part(row.first_forward))
+        return stages.embed(stages.outer, stages.microbatch(row.first_forward))
 
     entering = _if_ever_active(rows.first_forward, row.first_forward, embed)
     is_first = (jnp.arange(len(chunk)) == 0) & (chunk == 0)
     x = jnp.where(_broadcast_mask(is_first, arrived), entering[None], arrived)
     x = stages.pin(_masked(row.forward.active, x), "pipeline")
-    return run(stages.layers_of(chunk), x, stages.parts(number))
+    return run(stages.layers_of(chunk), x, stages.microbatches(number))
 
 
 def _if_ever_active(ever: np.ndarray, now: jax.Array, make: Callable) -> Any:
-    """Returns make(), or zeros in ticks where `now` is IDLE; `ever` has the values of `now` in all ticks of the phase.
+    """Returns make(), or zeros if `now` is IDLE; `ever` has the values of `now` in all ticks of the loop.
 
     `now` comes from the table, so all devices take the same branch. A branch on the stage index could
     leave devices waiting for each other.

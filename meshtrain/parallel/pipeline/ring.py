@@ -105,7 +105,7 @@ def from_stages(chunks: Any) -> Any:
 
 
 def constants_of_stages(layers: Any, num_chunks: int) -> Any:
-    """Returns what `to_stages` returns, for arrays that are known to all stages: nothing is sent."""
+    """Returns what `to_stages` returns, for arrays that every stage has: nothing is sent."""
     size = jax.sharding.get_abstract_mesh().shape[AXIS]
 
     def split(leaf):

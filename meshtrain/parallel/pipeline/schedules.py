@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule written out; its figures are counted from it."""
+    """A schedule as arrays; its properties are counted from them."""
 
     num_stages: int
     num_microbatches: int
@@ -52,15 +52,15 @@ class Table:
 
     @property
     def num_slots(self) -> int:
-        """Number of buffers for them: one more if a stage is idle while all others are in use."""
+        """Number of buffers for chunk inputs: `num_live`, plus one if a stage with that many is idle."""
         return int(self.forward.slot.max()) + 1
 
     @property
     def phases(self) -> list[slice]:
         """Ranges of ticks with forwards only, with both, and with backwards only: one loop each."""
         kinds = self.forward.active.any(1) + 2 * self.backward.active.any(1)
-        cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), self.num_ticks]
-        return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        bounds = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), self.num_ticks]
+        return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
 
     def cost(self, forward: float = 1.0, backward: float = 2.0) -> float:
         """Time of a step in lock step, if one stage's layers take these times for a micro-batch."""
@@ -74,7 +74,7 @@ class Table:
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Table:
-    """All forwards, then all backwards (arXiv 1811.06965). Keeps every micro-batch; one chunk per stage."""
+    """All forwards, then all backwards (arXiv 1811.06965). Keeps all inputs; one chunk per stage."""
     P, M = num_stages, num_microbatches
     if num_chunks != 1:
         raise ValueError(f"gpipe has 1 chunk per stage, not {num_chunks}")
@@ -131,9 +131,9 @@ def tabulate(forward: np.ndarray, backward: np.ndarray) -> Table:
 def check(table: Table) -> None:
     """Raises ValueError unless the table does all work exactly once, in an order that the executor can run.
 
-    The stage of the previous chunk must compute a forward's input exactly one tick earlier, the stage of
-    the next chunk a backward's. No slot may be overwritten while its content is still needed, not even
-    by an idle forward.
+    The input of a forward must be computed exactly one tick earlier, on the stage of the previous chunk,
+    and the input of a backward on the stage of the next chunk. No slot may be overwritten while its content
+    is still needed, not even by an idle forward.
     """
     P, M, V = table.num_stages, table.num_microbatches, table.num_chunks
     ticks = [np.full((M, V * P), IDLE) for _ in range(2)]  # of each micro-batch and chunk

@@ -1,4 +1,4 @@
-"""A model split into pipeline stages: its pieces, run on all stages and batch shards at once.
+"""A model split into pipeline stages, which run on all stages and batch shards at once.
 
 The maths of a stage is the model's own, under `jax.vmap` over the dim of stages, which is sharded over
 the mesh axis `pipeline`. XLA shards the rest over the other axes by the rules, as without a pipeline.
@@ -19,7 +19,8 @@ from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding
 from meshtrain.parallel.pipeline import ring
 
-# P stages, V chunks per stage, K layers per chunk, N batch shards, b rows per micro-batch and shard, M micro-batches
+# P stages, V chunks per stage, K layers per chunk, N batch shards, M micro-batches,
+# b rows per micro-batch and shard
 
 FREE = PartitionSpec.UNCONSTRAINED
 
@@ -27,9 +28,9 @@ FREE = PartitionSpec.UNCONSTRAINED
 class Stages:
     """The parameters and the batch of one step, arranged by stage, and the functions computed with them.
 
-    `layers` and `constants` (not trained) are (P, V, N, K, ...); `outer` (N, ...) has all
-    other parameters. The dim N gives each batch shard gradients of its own. It is sharded, so no device
-    holds more than one copy. `run_layers(layers, x, part)` applies stacked layers (K, ...).
+    `layers` and `constants` (not trained) are (P, V, N, K, ...); `outer` (N, ...) has all other
+    parameters. With the dim N, each batch shard has its own gradients. It is sharded, so no device holds
+    more than one copy. `run_layers(layers, x, microbatch)` applies stacked layers (K, ...).
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Stages:
     ):
         self.model, self.run_layers, self.keep = model, run_layers, keep
         self._vjp: ChunkVjp | None = None
-        self.axes, self.num_slices = sharding.batch_slices(partial_over)
+        self.axes, self.num_shards = sharding.batch_slices(partial_over)
         layers = ring.to_stages(params["layers"], num_chunks)
         constants = ring.constants_of_stages(model.constants, num_chunks)
         outer = {name: tree for name, tree in params.items() if name != "layers"}
@@ -56,15 +57,16 @@ class Stages:
         )
         self.outer = jax.tree.map(self._broadcast, outer)
 
-        def split(leaf):  # rows m, m + M, ... form micro-batch m, as in grads.split: (N, b, M, ...)
-            rows = leaf.shape[0] // self.num_slices // num_microbatches
-            return leaf.reshape(self.num_slices, rows, num_microbatches, *leaf.shape[1:])
+        # (N, b, M, ...): as in grads.split, rows m, m + M, ... form micro-batch m.
+        def split(leaf):
+            rows = leaf.shape[0] // self.num_shards // num_microbatches
+            return leaf.reshape(self.num_shards, rows, num_microbatches, *leaf.shape[1:])
 
         self.batch = jax.tree.map(split, batch)
 
     def _broadcast(self, leaf: jax.Array, *lead: str | None) -> jax.Array:
         dim = len(lead)
-        shape = (*leaf.shape[:dim], self.num_slices, *leaf.shape[dim:])
+        shape = (*leaf.shape[:dim], self.num_shards, *leaf.shape[dim:])
         return self.pin(jnp.broadcast_to(jnp.expand_dims(leaf, dim), shape), *lead)
 
     def layers_of(self, chunk: jax.Array) -> tuple[Params, Params]:
@@ -76,14 +78,14 @@ class Stages:
         rest = (FREE,) * (x.ndim - len(lead) - 1) if rest is None else rest
         return jax.lax.with_sharding_constraint(x, jax.P(*lead, self.axes or None, *rest))
 
-    def part(self, number: jax.Array) -> Any:
+    def microbatch(self, number: jax.Array) -> Any:
         """Returns micro-batch `number`: (N, b, ...)."""
         return jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, axis=2, keepdims=False),
             self.batch,
         )
 
-    def parts(self, numbers: jax.Array) -> Any:
+    def microbatches(self, numbers: jax.Array) -> Any:
         """Returns micro-batch `numbers` (P,) of each stage: (P, N, b, ...)."""
         return ring.choose(self.batch, numbers, axis=2)
 
@@ -105,61 +107,62 @@ class Stages:
 
         return jax.vmap(self._per_shard(on_stage), spmd_axis_name="pipeline")
 
-    def embed(self, outer: Params, part: Any) -> jax.Array:
+    def embed(self, outer: Params, microbatch: Any) -> jax.Array:
         """Returns the embedded micro-batch: (N, b, ...)."""
-        return self.pin(self._per_shard(self.model.embed)(outer, part))
+        return self.pin(self._per_shard(self.model.embed)(outer, microbatch))
 
-    def head(self, outer: Params, x: jax.Array, part: Any) -> Metrics:
-        """Returns the sums of each batch shard: (N,)."""
-        return self._per_shard(self.model.head)(outer, x, part)
+    def head(self, outer: Params, x: jax.Array, microbatch: Any) -> Metrics:
+        """Returns the Metrics of each batch shard: (N,)."""
+        return self._per_shard(self.model.head)(outer, x, microbatch)
 
-    def run(self, layers: tuple[Params, Params], x: jax.Array, parts: Any) -> jax.Array:
+    def run(self, layers: tuple[Params, Params], x: jax.Array, microbatches: Any) -> jax.Array:
         """Runs a chunk on each stage: layers (P, N, K, ...), x (P, N, b, ...) -> (P, N, b, ...)."""
-        return self.pin(self._per_stage(self._chunk)(layers, x, parts), "pipeline")
+        return self.pin(self._per_stage(self._chunk)(layers, x, microbatches), "pipeline")
 
-    def forward(self, layers: tuple[Params, Params], x: jax.Array, parts: Any):
-        """Returns what `run` returns, and what `backward` needs of it later: a pytree of (P, N, ...)."""
+    def forward(self, layers: tuple[Params, Params], x: jax.Array, microbatches: Any):
+        """Returns what `run` returns, and what `backward` needs later: a pytree of (P, N, ...)."""
         if self.keep == "inputs":
-            return self.run(layers, x, parts), x
-        y, residuals = self._run_with_residuals(layers, x, parts)
-        depends = self._chunk_vjp(layers, x, parts).depends_on_x
+            return self.run(layers, x, microbatches), x
+        y, residuals = self._run_with_residuals(layers, x, microbatches)
+        depends = self._chunk_vjp(layers, x, microbatches).depends_on_x
         return y, [y, *itertools.compress(residuals, depends)]
 
-    def backward(self, layers: tuple[Params, Params], kept: Any, parts: Any):
-        """Returns the output of the chunk that `forward` kept this of, and its vjp, for `pull`."""
+    def backward(self, layers: tuple[Params, Params], kept: Any, microbatches: Any):
+        """Returns the output of the chunk and its vjp, for `apply_vjp`; `kept` comes from `forward`."""
         if self.keep == "inputs":
-            y, residuals = self._run_with_residuals(layers, kept, parts)
-            return y, self._chunk_vjp(layers, kept, parts).pull(residuals)
-        y, *residuals = kept
-        # Residuals that do not depend on x are computed again from the weights; XLA removes the rest.
-        _, again = self._run_with_residuals(layers, jnp.zeros_like(y), parts)
-        vjp, of_x = self._chunk_vjp(layers, y, parts), iter(residuals)
-        return y, vjp.pull(
-            next(of_x) if depends else residual
-            for depends, residual in zip(vjp.depends_on_x, again, strict=True)
+            y, residuals = self._run_with_residuals(layers, kept, microbatches)
+            return y, self._chunk_vjp(layers, kept, microbatches).vjp_from(residuals)
+        y, *saved = kept
+        # Residuals that do not depend on x are recomputed from the weights; XLA removes the rest.
+        _, recomputed = self._run_with_residuals(layers, jnp.zeros_like(y), microbatches)
+        chunk_vjp, saved = self._chunk_vjp(layers, y, microbatches), iter(saved)
+        return y, chunk_vjp.vjp_from(
+            next(saved) if depends else residual
+            for depends, residual in zip(chunk_vjp.depends_on_x, recomputed, strict=True)
         )
 
-    def pull(self, pull: Any, grad: jax.Array) -> tuple[Params, jax.Array]:
-        """Returns the gradients of each stage's chunk and of its input."""
-        layer_grads, grad = self._per_stage(lambda pull, grad: pull(grad))(pull, grad)
+    def apply_vjp(self, vjp: Any, grad: jax.Array) -> tuple[Params, jax.Array]:
+        """Returns the gradients of each stage's chunk and of its input, from `grad` of its output."""
+        layer_grads, grad = self._per_stage(lambda vjp, grad: vjp(grad))(vjp, grad)
         return layer_grads, self.pin(grad, "pipeline")
 
-    def _chunk(self, layers, x, part):
+    def _chunk(self, layers, x, microbatch):
         trained, constants = layers
         stack = {**trained, **constants} if constants else trained
-        return self.run_layers(stack, x, part)
+        return self.run_layers(stack, x, microbatch)
 
-    def _run_with_residuals(self, layers, x, parts) -> tuple[jax.Array, list[jax.Array]]:
+    def _run_with_residuals(self, layers, x, microbatches) -> tuple[jax.Array, list[jax.Array]]:
         """Returns what `run` returns, and the residuals of the chunk's vjp, each (P, N, ...)."""
-        run = self._chunk_vjp(layers, x, parts).run
-        y, *residuals = self._per_stage(lambda *args: run(*jax.tree.leaves(args)))(layers, x, parts)
+        args = layers, x, microbatches
+        run = self._chunk_vjp(*args).run
+        y, *residuals = self._per_stage(lambda *args: run(*jax.tree.leaves(args)))(*args)
         return self.pin(y, "pipeline"), residuals
 
-    def _chunk_vjp(self, layers, x, parts) -> "ChunkVjp":
-        """Returns the vjp of a chunk of one stage and slice; arguments have leading dims (P, N)."""
+    def _chunk_vjp(self, *args) -> "ChunkVjp":
+        """Returns the vjp of a chunk of one stage and batch shard; `args` have leading dims (P, N)."""
         if self._vjp is None:
             shapes = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), (layers, x, parts)
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), args
             )
             with sharding.partial_axes((*self.axes, "pipeline")):
                 self._vjp = trace_vjp(self._chunk, *shapes)
@@ -173,32 +176,34 @@ class ChunkVjp(NamedTuple):
     carry of the loop in between. They have to mean the same in both; one trace for both ensures it.
     """
 
-    run: Callable[..., list[jax.Array]]  # leaves of (layers, x, part) -> [y, *residuals]
+    run: Callable[..., list[jax.Array]]  # leaves of (layers, x, microbatch) -> [y, *residuals]
     tree: Any  # of the function that `jax.vjp` returns: its leaves are the residuals
     depends_on_x: list[bool]  # of each residual; the others follow from the weights and the batch
 
-    def pull(self, residuals: Iterable[jax.Array]) -> Callable:
+    def vjp_from(self, residuals: Iterable[jax.Array]) -> Callable:
         """Returns the function gradient of y -> gradients of (layers, x)."""
         return jax.tree.unflatten(self.tree, residuals)
 
 
-def trace_vjp(chunk: Callable, layers: Any, x: jax.ShapeDtypeStruct, part: Any) -> ChunkVjp:
-    """Traces the vjp of `chunk((trained, constants), x, part)` with respect to `trained` and `x`."""
+def trace_vjp(chunk: Callable, layers: Any, x: jax.ShapeDtypeStruct, microbatch: Any) -> ChunkVjp:
+    """Traces the vjp of `chunk((trained, constants), x, microbatch)` with respect to `trained` and `x`."""
 
-    def output_and_vjp(layers, x, part):
+    def output_and_vjp(layers, x, microbatch):
         trained, constants = layers
-        return jax.vjp(lambda trained, x: chunk((trained, constants), x, part), trained, x)
+        return jax.vjp(lambda trained, x: chunk((trained, constants), x, microbatch), trained, x)
 
-    jaxpr, (_, pull) = jax.make_jaxpr(output_and_vjp, return_shape=True)(layers, x, part)
+    jaxpr, (_, vjp) = jax.make_jaxpr(output_and_vjp, return_shape=True)(layers, x, microbatch)
     run = jax.extend.core.jaxpr_as_fun(jaxpr)
-    return ChunkVjp(run, jax.tree.structure(pull), _depends(run, layers, x, part)[1:])
+    return ChunkVjp(run, jax.tree.structure(vjp), _depends_on_x(run, layers, x, microbatch)[1:])
 
 
-def _depends(run: Callable, layers: Any, x: jax.ShapeDtypeStruct, part: Any) -> list[bool]:
+def _depends_on_x(
+    run: Callable, layers: Any, x: jax.ShapeDtypeStruct, microbatch: Any
+) -> list[bool]:
     """Returns, for each output of `run`, whether it depends on x: whether it is batched when x is."""
     batched: list[bool] = []
-    leaves = jax.tree.leaves((layers, x, part))
-    of_x = len(jax.tree.leaves(layers))
+    leaves = jax.tree.leaves((layers, x, microbatch))
+    x_index = len(jax.tree.leaves(layers))
 
     @jax.custom_batching.custom_vmap
     def observe(*outputs):
@@ -210,9 +215,9 @@ def _depends(run: Callable, layers: Any, x: jax.ShapeDtypeStruct, part: Any) -> 
         return outputs, tuple(in_batched)
 
     def outputs(x, others):
-        return observe(*run(*others[:of_x], x, *others[of_x:]))
+        return observe(*run(*others[:x_index], x, *others[x_index:]))
 
-    others = [*leaves[:of_x], *leaves[of_x + 1 :]]
+    others = [*leaves[:x_index], *leaves[x_index + 1 :]]
     xs = jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
     jax.eval_shape(jax.vmap(outputs, in_axes=(0, None)), xs, others)
     return batched

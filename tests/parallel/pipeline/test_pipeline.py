@@ -17,12 +17,12 @@ from meshtrain.config.parse import parse
 from meshtrain.parallel.pipeline import executor, ring, stages
 from meshtrain.program import assemble
 
-LAYERS = dict(
-    num_layers=8, attention="llg", window=3
-)  # the pattern of kinds is not aligned with chunks
+# The pattern of attention kinds is not aligned with the chunks.
+LAYERS = dict(num_layers=8, attention="llg", window=3)
 # Mesh axes; schedule, chunks per stage, `keep`; settings of `train`.
 CASES = [
-    ({"pipeline": 4}, ("interleaved", 2, "inputs"), {"num_microbatches": 2}),  # less than stages
+    # fewer micro-batches than stages
+    ({"pipeline": 4}, ("interleaved", 2, "inputs"), {"num_microbatches": 2}),
     (
         {"pipeline": 2, "data": 2, "tensor": 2},
         ("interleaved", 4, "residuals"),
@@ -71,8 +71,8 @@ def test_gradients_and_updates_equal_one_device_in_float64(layout, pipeline, tra
 @slow
 def test_gradients_and_updates_equal_one_device_in_float32():
     c = with_pipeline(packed(), ("1f1b", 1, "residuals"), {"num_microbatches": 4})
-    ours = Run(c, pipeline=2, data=2, tensor=2).one_step()
-    assert_same(ours[::2], Run(packed()).one_step()[::2], rtol=1e-5)
+    found = Run(c, pipeline=2, data=2, tensor=2).one_step()
+    assert_same(found[::2], Run(packed()).one_step()[::2], rtol=1e-5)
 
 
 @slow
@@ -83,13 +83,13 @@ def test_bfloat16_is_as_accurate_as_without_a_pipeline():
 
     exact, plain = Run(packed()).one_step()[0], gradients(packed())
     c = with_pipeline(packed(), ("1f1b", 1, "inputs"), {"num_microbatches": 4})
-    piped = gradients(c, pipeline=2, fsdp=2)
+    pipelined = gradients(c, pipeline=2, fsdp=2)
 
-    def far(some):
-        gaps = jax.tree.map(lambda a, b: np.sum((a - b) ** 2), some, exact)
-        return sum(jax.tree.leaves(gaps)) ** 0.5
+    def error(found):
+        squares = jax.tree.map(lambda a, b: np.sum((a - b) ** 2), found, exact)
+        return sum(jax.tree.leaves(squares)) ** 0.5
 
-    assert far(piped) < 2 * far(plain)
+    assert error(pipelined) < 2 * error(plain)
 
 
 @pytest.mark.parametrize("keep", ["inputs", pytest.param("residuals", marks=slow)])
@@ -97,8 +97,8 @@ def test_inputs_of_idle_stages_change_no_result(keep, x64, monkeypatch):
     monkeypatch.setattr(executor, "IDLE_INPUT", np.nan)
     pipeline = ("interleaved", 2, keep)
     c = with_pipeline(packed(**LAYERS), pipeline, {"num_microbatches": 2})
-    ours = Run(c, "float64", pipeline=4).one_step()
-    assert_same(ours, one_device(**LAYERS), rtol=1e-10)
+    found = Run(c, "float64", pipeline=4).one_step()
+    assert_same(found, one_device(**LAYERS), rtol=1e-10)
 
 
 def test_evaluation_equals_one_device(x64):
@@ -108,10 +108,10 @@ def test_evaluation_equals_one_device(x64):
             return jax.jit(run.program.eval_step)(run.start().params, run.batch())
 
     c = packed(num_layers=4, z_loss=1e-3)
-    theirs = sums(c.copy_and_resolve_references())
+    expected = sums(c.copy_and_resolve_references())
     with_pipeline(c, ("interleaved", 2, "inputs"), {"num_microbatches": 4})
-    ours = sums(c, pipeline=2, fsdp=2, tensor=2)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), ours, theirs)
+    found = sums(c, pipeline=2, fsdp=2, tensor=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
 
 
 @slow
@@ -133,18 +133,16 @@ def test_blocks_may_contain_gathers_on_any_layout(x64):
             return jax.device_get(jax.jit(program.grad_fn)(*args))
 
     c = with_pipeline(packed(), ("1f1b", 1, "inputs"), {"num_microbatches": 2})
-    ours = gradients(c, pipeline=2, fsdp=2, tensor=2)
-    assert_same(ours, gradients(packed()), rtol=1e-10)
+    found = gradients(c, pipeline=2, fsdp=2, tensor=2)
+    assert_same(found, gradients(packed()), rtol=1e-10)
 
 
 @functools.cache
 def compiled(schedule, num_chunks, keep, num_microbatches):
-    """A step's gradients on two stages, with micro-batches of two rows."""
+    """Returns the compiled gradients of a step on two stages, with micro-batches of two rows."""
     c = tiny_config()
-    c.model.num_layers, c.data.seq_len = (
-        4,
-        24,
-    )  # rows of weights and of activations differ in number
+    # No dim of a weight is 24, so shapes tell activations from weights.
+    c.model.num_layers, c.data.seq_len = 4, 24
     train = {"num_microbatches": num_microbatches, "global_batch": 2 * num_microbatches}
     run = Run(with_pipeline(c, (schedule, num_chunks, keep), train), pipeline=2)
     with run.program.active():
@@ -179,11 +177,11 @@ def test_memory_of_gpipe_grows_by_each_microbatch():
 
 @slow
 def test_kept_residuals_avoid_the_second_forward_and_hold_no_weights(monkeypatch):
-    kept, right = [], ring.put
+    kept, original = [], ring.put
 
     def put(tree, index, value):
         kept.extend(leaf.shape for leaf in jax.tree.leaves(value))
-        return right(tree, index, value)
+        return original(tree, index, value)
 
     def products(keep):
         return len(re.findall(r" dot\(", compiled("1f1b", 1, keep, 8).as_text()))
@@ -196,22 +194,21 @@ def test_kept_residuals_avoid_the_second_forward_and_hold_no_weights(monkeypatch
 
 
 def test_a_residual_is_kept_if_and_only_if_it_depends_on_the_input():
-    def chunk(layers, x, part):  # the second factor depends on the batch alone
-        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ jnp.exp(w)), None), x, layers[0])[
-            0
-        ] * jnp.exp(part)
+    def chunk(layers, x, microbatch):
+        y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ jnp.exp(w)), None), x, layers[0])
+        return y * jnp.exp(microbatch)  # the second factor depends on the batch alone
 
     shapes = jax.eval_shape(lambda: (jnp.ones((2, 4, 4)), jnp.ones((3, 4)), jnp.ones((1, 4))))
     vjp = stages.trace_vjp(chunk, (shapes[0], {}), *shapes[1:])
-    weights, x, part = jnp.full((2, 4, 4), -2.0), jnp.ones((3, 4)), jnp.arange(4.0)[None]
-    y, *residuals = vjp.run(weights, x, part)
-    _, *of_zeros = vjp.run(weights, 0 * x, part)
+    weights, x, microbatch = jnp.full((2, 4, 4), -2.0), jnp.ones((3, 4)), jnp.arange(4.0)[None]
+    y, *residuals = vjp.run(weights, x, microbatch)
+    _, *with_zeros = vjp.run(weights, 0 * x, microbatch)
     assert 0 < sum(vjp.depends_on_x) < len(vjp.depends_on_x)
-    for depends, ours, theirs in zip(vjp.depends_on_x, residuals, of_zeros, strict=True):
-        assert depends or jnp.array_equal(ours, theirs)
-        assert not depends or ours.shape[-2:] == x.shape  # no weights
-    _, pull = jax.vjp(lambda weights, x: chunk((weights, {}), x, part), weights, x)
-    jax.tree.map(np.testing.assert_array_equal, vjp.pull(residuals)(y), pull(y))
+    for depends, residual, with_zero in zip(vjp.depends_on_x, residuals, with_zeros, strict=True):
+        assert depends or jnp.array_equal(residual, with_zero)
+        assert not depends or residual.shape[-2:] == x.shape  # no weights
+    _, expected = jax.vjp(lambda weights, x: chunk((weights, {}), x, microbatch), weights, x)
+    jax.tree.map(np.testing.assert_array_equal, vjp.vjp_from(residuals)(y), expected(y))
 
 
 @pytest.mark.parametrize(
@@ -243,11 +240,11 @@ def test_layers_that_stages_cannot_share_evenly_are_reported():
     )
 
 
-def test_chunks_need_the_schedule_that_has_them():
+def test_several_chunks_need_the_interleaved_schedule():
     c = tiny_config()
     c.model.num_layers, c.pipeline.num_chunks = 4, 2
     assert fault_of(c, pipeline=2).startswith(
-        "pipeline.num_chunks=2: 1f1b has one chunk a stage; use"
+        "pipeline.num_chunks=2: 1f1b has one chunk per stage; use"
     )
 
 
@@ -264,11 +261,11 @@ def test_a_model_that_is_not_a_stack_is_reported():
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3), (3, 4), (6, 4), (8, 4)])
 def test_each_chunk_moves_once_to_its_stage_and_back(stages, chunks):
     state = np.arange(stages * chunks).reshape(stages, chunks)  # stage i holds those in order
-    for inward, due in [(True, state.reshape(chunks, stages).T), (False, state)]:
+    for inward, expected in [(True, state.reshape(chunks, stages).T), (False, state)]:
         moved = np.full_like(state, -1)
         for pairs, outgoing, incoming in ring.rounds(stages, chunks, inward=inward):
             assert sorted(a for a, _ in pairs) == sorted(b for _, b in pairs) == [*range(stages)]
             for source, target in pairs:
                 moved[target, incoming[target]] = state[source, outgoing[source]]
-        np.testing.assert_array_equal(moved, due)
+        np.testing.assert_array_equal(moved, expected)
         state = moved
