@@ -24,8 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
 # No persistent compile cache: on CPU a program for several devices that is read from the cache runs its
 # collectives in a different order on each device, and hangs (jax 0.10.2 and 0.12.0.1).
 
@@ -61,7 +59,7 @@ def free_port():
         return free.getsockname()[1]
 
 
-# A layout as `meshtrain verify` checks them, for tests that change single entries.
+# A layout of `meshtrain verify`, for tests that change single entries.
 LAYOUT = {
     "data": 2,
     "fsdp": 2,

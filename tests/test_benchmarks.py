@@ -1,4 +1,4 @@
-"""The records of benchmarks, and at toy size the scripts that count bytes; measured times are not tested."""
+"""Records of benchmarks, and the scripts that count bytes, at toy size; measured times are not tested."""
 
 import json
 import math
@@ -154,7 +154,7 @@ def test_scaling_at_toy_size(tmp_path):
     assert [row["ideal"] for row in results["figures"]] == [2, pytest.approx(2 * 8 / 9)]
 
 
-# A stand-in for contestant.py, which computes nothing. It lists its starts in a file; some contestants fail.
+# Replaces contestant.py: it computes nothing and appends its name to a file; some contestants fail.
 FAKE = """
 import json, pathlib, sys
 name = sys.argv[1]

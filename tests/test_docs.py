@@ -7,7 +7,8 @@ comment directly above a block changes that:
   <!-- slow -->                                it runs with the slow tests
   <!-- slow, on 8 simulated devices -->        the same; a command for 8 GPUs runs on CPU devices
   <!-- run as part of docs/PAGE.md -->         that page runs the same commands
-  <!-- output of the block above -->           of a block without a language: compared; a line ... stands for any
+  <!-- output of the block above -->           for a block without a language, which must equal the output;
+                                               a line `...` stands for any lines
 """
 
 import argparse
@@ -34,7 +35,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path for path in (README, *sorted(ROOT.glob("docs/**/*.md")))
 }
 BIN = Path(sys.executable).parent
-SECONDS = 600  # that a block may take
+SECONDS = 600  # time limit of a block
 OUTPUT = "output of the block above"
 MARKER = re.compile(r"not run: .{10,}|slow(, on 8 simulated devices)?|run as part of \S+|" + OUTPUT)
 # The left column of the glossary, as far as it can be searched for.
@@ -107,12 +108,12 @@ def prose_of(page: str) -> str:
 # ---- the commands ----
 
 
-def like_the_repository(folder: Path) -> None:
-    """Links what the repository has into a folder, except what runs write."""
+def link_repository(folder: Path) -> None:
+    """Links the files of the repository into a folder, except what runs write."""
     for path in ROOT.iterdir():
         if not path.name.startswith(".") and path.name not in ("runs", "data", "models"):
             (folder / path.name).symlink_to(path)
-    texts = folder / "my_text"  # which docs/guides/text.md speaks of
+    texts = folder / "my_text"  # used in docs/guides/text.md
     texts.mkdir()
     for path in (*ROOT.glob("*.md"), *ROOT.glob("meshtrain/**/*.py"), *ROOT.glob("tests/**/*.py")):
         name = path.relative_to(ROOT).as_posix().replace("/", "-")
@@ -145,7 +146,7 @@ def run(block: Block, folder: Path) -> str:
 
 
 def run_page(page: str, folder: Path, *, slow: bool) -> None:
-    like_the_repository(folder)
+    link_repository(folder)
     output = None
     for block in BLOCKS[page]:
         if block.marker == OUTPUT and output is not None:
@@ -154,8 +155,8 @@ def run_page(page: str, folder: Path, *, slow: bool) -> None:
             printed = "\n".join(line.rstrip() for line in output.splitlines())
             assert re.fullmatch(pattern, printed), f"{block.where}: it printed\n{output}"
         elif block.language:
-            is_due = block.is_slow if slow else block.is_run
-            skipped = block.marker.startswith(SKIPPED) or not is_due
+            is_selected = block.is_slow if slow else block.is_run
+            skipped = block.marker.startswith(SKIPPED) or not is_selected
             output = None if skipped else run(block, folder)
 
 
@@ -236,7 +237,7 @@ def test_files_and_config_keys_that_a_page_names_exist(page):
     text = text.replace("configs/NAME.py", "")
     names = re.findall(rf"(?<![\w/.])(?:{folders})/[\w/.-]+\.(?:py|sh|md|json|txt|yaml)\b", text)
     names += [f"benchmarks/results/{name}" for name in re.findall(r"[\w-]+_cpu-[\w-]+\.\w+", text)]
-    lost = [
+    missing = [
         name
         for name in names
         if not (ROOT / name).exists() and not (ROOT / "meshtrain" / name).exists()
@@ -244,13 +245,13 @@ def test_files_and_config_keys_that_a_page_names_exist(page):
     sections = "|".join(config)
     pattern = rf"(?:`|--config\.|\bconfig\.)({sections})\.(\w+)\b(?!\()"
     keys = re.findall(pattern, text)
-    lost += [
+    missing += [
         f"{section}.{key}" for section, key in keys if key not in config[section] and key != "py"
     ]
-    assert not lost
+    assert not missing
 
 
-def test_the_picture_of_the_layers_is_the_one_that_is_tested():
+def test_the_layers_in_the_readme_are_the_tested_ones():
     block = next(block for block in BLOCKS["README.md"] if block.text.startswith("cli "))
     lines = [re.split(r"\s{2,}", line)[0].split() for line in reversed(block.text.splitlines())]
     assert [name for line in lines for name in line] == LAYERS
@@ -314,8 +315,8 @@ def generator():
 
 
 def test_the_page_of_config_keys_is_what_the_generator_prints(generator):
-    fresh = "run: python docs/config_reference.py > docs/reference/config.md"
-    assert generator.page() == PAGES["docs/reference/config.md"].read_text(), fresh
+    remedy = "run: python docs/config_reference.py > docs/reference/config.md"
+    assert generator.page() == PAGES["docs/reference/config.md"].read_text(), remedy
 
 
 def test_every_config_key_has_a_row_with_its_meaning(generator):

@@ -30,7 +30,7 @@ MANIFESTS = sorted(ROOT.glob("launch/kubernetes/*.yaml"))
 KUBERNETES = "1.34"  # job.yaml must match the schemas of this version
 LONGEST_BACKOFF = 360  # seconds until Kubernetes replaces a pod that failed repeatedly
 
-# A run that learns, slow enough to be interrupted.
+# A run whose loss falls; SLOW_DATA makes it slow enough to interrupt.
 TINY = [
     "--config=configs/default.py",
     "--config.train.global_batch=16",
@@ -68,17 +68,17 @@ def tiny_run(folder, *, steps):
 
 
 def assert_losses_equal_uninterrupted(folder, *, steps):
-    """Compares the losses with one uninterrupted process."""
+    """Asserts that the losses equal a run of one process without interruption."""
     overrides = [
         f"--config.train.steps={steps}",
         "--config.data.build=meshtrain.data.synthetic:build",
     ]
     config = configfile.load_config(str(ROOT / "configs" / "default.py"), [*TINY[1:], *overrides])
     train(config, workdir=folder / "uninterrupted")
-    ours, expected = losses(folder / "run"), losses(folder / "uninterrupted")
-    assert list(ours) == list(expected) == list(range(steps))
+    found, expected = losses(folder / "run"), losses(folder / "uninterrupted")
+    assert list(found) == list(expected) == list(range(steps))
     assert expected[steps - 1] < expected[0]
-    np.testing.assert_allclose(list(ours.values()), list(expected.values()), rtol=1e-5)
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
 
 
 def newest_step(workdir):

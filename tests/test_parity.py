@@ -56,26 +56,26 @@ class Run:
             loader.close()
 
     def one_step(self):
-        """Returns the gradients of one step, the state after it, and its report."""
+        """Returns the gradients of one step, the state after it, and its scalars."""
         with self.program.active():
             start, batch = self.start(), self.batch()
-            state, report = self.program.compile(batch)(start, batch)
-            return jax.device_get((state.opt_state[0], state, report))
+            state, scalars = self.program.compile(batch)(start, batch)
+            return jax.device_get((state.opt_state[0], state, scalars))
 
 
-def assert_same(ours, theirs, rtol):
+def assert_same(found, expected, rtol):
     """Compares each leaf relative to its largest value, but at least 1 % of the largest value of all.
 
-    (The exact gradient of a key's bias is zero, so what is computed is rounding noise.)
+    The minimum is for the gradient of a key's bias: its exact value is zero, so all of it is rounding noise.
     """
-    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(theirs[0]))
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[0]))
 
     def compare(path, a, b):
         scale = max(np.abs(b).max(), 0.01 * largest)
         name = jax.tree_util.keystr(path)
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * scale, err_msg=name)
 
-    jax.tree_util.tree_map_with_path(compare, ours, theirs)
+    jax.tree_util.tree_map_with_path(compare, found, expected)
 
 
 @pytest.fixture
@@ -95,21 +95,21 @@ def packed(**model):
 
 @functools.cache
 def one_device(**model):
-    """Returns gradients, next state and report of one step on one device, in float64."""
+    """Returns gradients, next state and scalars of one step on one device, in float64."""
     return Run(packed(**model), dtype="float64").one_step()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_same_seed_gives_bit_equal_parameters_on_every_mesh(layout):
-    ours, theirs = Run(tiny_config(), **layout).start(), Run(tiny_config()).start()
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), jax.device_get(theirs))
+    found, expected = Run(tiny_config(), **layout).start(), Run(tiny_config()).start()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(expected))
 
 
 @pytest.mark.parametrize("model", [{}, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_gradients_and_updates_equal_those_of_one_device_in_float64(layout, model, x64):
-    ours = Run(packed(**model), dtype="float64", **layout).one_step()
-    assert_same(ours, one_device(**model), rtol=1e-10)
+def test_gradients_and_updates_equal_one_device_in_float64(layout, model, x64):
+    found = Run(packed(**model), dtype="float64", **layout).one_step()
+    assert_same(found, one_device(**model), rtol=1e-10)
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4])
@@ -126,14 +126,14 @@ def test_zero_stages_change_only_shardings(zero_stage, x64):
     c.train.zero_stage = zero_stage
     run = Run(c, dtype="float64", data=2, fsdp=4)
     assert_same(run.one_step(), one_device(), rtol=1e-10)
-    ours = run.program.abstract_state
+    sharded = run.program.abstract_state
     unsharded = Run(packed(), dtype="float64").program.abstract_state
-    ours, unsharded = (
+    sharded, unsharded = (
         [state.bytes_per_device(tree) for tree in (each.params, each.opt_state)]
-        for each in (ours, unsharded)
+        for each in (sharded, unsharded)
     )
-    assert ours[0] == unsharded[0]
-    assert ours[1] == pytest.approx(unsharded[1] / (4 if zero_stage else 1), rel=0.01)
+    assert sharded[0] == unsharded[0]
+    assert sharded[1] == pytest.approx(unsharded[1] / (4 if zero_stage else 1), rel=0.01)
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "names:attention,mlp"])

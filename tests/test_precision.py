@@ -68,9 +68,8 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_float32():
 
 
 def test_stochastic_rounding_gives_a_neighbour_and_is_unbiased():
-    nan = jax.lax.bitcast_convert_type(
-        jnp.uint32(0x7FFFFFFF), jnp.float32
-    )  # all bits of its payload set
+    # A NaN with all bits of its payload set.
+    nan = jax.lax.bitcast_convert_type(jnp.uint32(0x7FFFFFFF), jnp.float32)
     x = jnp.float32([1 + 2**-10, -3.001, 1e-20, 0.0, 1.5, jnp.inf, -jnp.inf, nan])
     seeds = jax.random.bits(jax.random.key(0), 20_000)
     drawn = jax.vmap(lambda seed: optim.round_to(x, jnp.bfloat16, seed))(seeds)
@@ -108,11 +107,12 @@ def descend(dtype, num_steps=1000):
 
 def test_bfloat16_moments_follow_float32_where_nearest_rounding_stalls(monkeypatch):
     params, nu = descend("float32")
-    ours, ours_nu = descend("bfloat16")
-    assert (nu.dtype, ours_nu.dtype) == (jnp.float32, jnp.bfloat16)
-    ratio = np.asarray(ours_nu, np.float32) / nu
+    stochastic, stochastic_nu = descend("bfloat16")
+    assert (nu.dtype, stochastic_nu.dtype) == (jnp.float32, jnp.bfloat16)
+    ratio = np.asarray(stochastic_nu, np.float32) / nu
     assert abs(ratio.mean() - 1) < 0.01 and ratio.std() < 0.08
-    assert jnp.linalg.norm(ours - params) < 0.02 * jnp.linalg.norm(params)
+    error = jnp.linalg.norm(stochastic - params)
+    assert error < 0.02 * jnp.linalg.norm(params)
 
     monkeypatch.setattr(optim, "round_to", lambda x, dtype, seed: x.astype(dtype))
     descend.clear_cache()
@@ -120,7 +120,7 @@ def test_bfloat16_moments_follow_float32_where_nearest_rounding_stalls(monkeypat
     descend.clear_cache()
     # nu falls by 0.1 % per step, less than half the distance between bfloat16 numbers.
     assert (np.asarray(nearest_nu, np.float32) / nu).mean() > 1.5
-    assert jnp.linalg.norm(nearest - params) > 2 * jnp.linalg.norm(ours - params)
+    assert jnp.linalg.norm(nearest - params) > 2 * error
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -131,10 +131,10 @@ def test_with_moments_in_the_dtype_of_parameters_the_optimizer_is_unchanged(dtyp
 
 def test_bfloat16_parameters_are_updated_in_float32():
     exact = optax.adam(1e-2, eps=1e-4)
-    ours = optim.store_moments(exact, moment_dtype="float32", param_dtype="bfloat16")
+    wrapped = optim.store_moments(exact, moment_dtype="float32", param_dtype="bfloat16")
     params = {"w": jnp.bfloat16([1.0, -2.0, 0.5])}
     grad = {"w": jnp.float32([1 + 2**-12, 1e-4, -3.0])}
-    updates, opt_state = ours.update(grad, ours.init(params), params)
+    updates, opt_state = wrapped.update(grad, wrapped.init(params), params)
     in_float32 = {"w": params["w"].astype(jnp.float32)}
     expected, expected_state = exact.update(grad, exact.init(in_float32), in_float32)
     assert dtypes(updates) == {"float32"}
@@ -215,7 +215,7 @@ def test_a_run_with_bfloat16_moments_and_parameters_resumes_bit_equal(tmp_path):
     assert losses[-1] < losses[0] - 0.2
 
 
-def test_the_dtype_of_moments_defaults_to_that_of_parameters():
+def test_moments_default_to_the_dtype_of_parameters():
     def load(*overrides):
         c = configfile.load_config("configs/default.py", [f"--config.{o}" for o in overrides])
         return c.train.param_dtype, c.optim.moment_dtype
@@ -332,11 +332,11 @@ def test_unscaled_float16_gradients_are_near_float32(float16_run):
 
 def test_the_scale_does_not_change_norm_and_update(float16_run):
     _, start, batch, step = float16_run
-    (unscaled, expected), (ours, report) = (
+    (unscaled, expected), (scaled, report) = (
         step(with_scale(start, scale), batch) for scale in (1.0, 2.0**6)
     )
     np.testing.assert_allclose(report["grad_norm"], expected["grad_norm"], rtol=1e-2)
-    expected_mu, mu = (optax.tree.get(s.opt_state, "mu") for s in (unscaled, ours))
+    expected_mu, mu = (optax.tree.get(s.opt_state, "mu") for s in (unscaled, scaled))
     assert_same([jax.device_get(mu)], [jax.device_get(expected_mu)], rtol=1e-2)
 
 

@@ -1,4 +1,4 @@
-"""The shape of the package itself: imports flow one way, files and functions stay short."""
+"""The structure of the package: imports go in one direction, files and functions are short."""
 
 import ast
 import functools
@@ -77,7 +77,7 @@ def importers_of(library):
 
 
 def layer_of(module):
-    """The name in LAYERS that a module belongs to: the longest that it starts with."""
+    """Returns the name in LAYERS that a module belongs to: the longest prefix of its own name."""
     names = [name for name in LAYERS if f"{module}.".startswith(f"{name}.")]
     assert names, f"meshtrain/{module} has no layer"
     return max(names, key=len)
@@ -91,17 +91,17 @@ def test_a_folder_imports_only_from_lower_layers(file):
         package, _, other = imported.partition(".")
         if package != "meshtrain" or not other:
             continue
-        ours, theirs = layer_of(module), layer_of(other)
-        assert LAYERS.index(theirs) <= LAYERS.index(ours), f"{file} imports {imported}"
+        layer, imported_layer = layer_of(module), layer_of(other)
+        assert LAYERS.index(imported_layer) <= LAYERS.index(layer), f"{file} imports {imported}"
 
 
 def test_no_chain_of_imports_is_longer_than_eight():
-    """Of imports at the top of a module: what is imported within a function is loaded when it is used."""
+    """Counts only imports at the top of a module; an import within a function runs when it is used."""
     graph = {}
     for file, path in FILES.items():
         names = (name for node in parsed(path).body for name in imports_of_node(node, path))
-        ours = (name.removeprefix("meshtrain.") for name in names if name.startswith("meshtrain."))
-        graph[module_of(file)] = {*ours} - {module_of(file)}
+        own = {n.removeprefix("meshtrain.") for n in names if n.startswith("meshtrain.")}
+        graph[module_of(file)] = own - {module_of(file)}
 
     @functools.cache
     def longest(module):
@@ -113,7 +113,7 @@ def test_no_chain_of_imports_is_longer_than_eight():
     assert len(chain) <= 8, " -> ".join(chain)
 
 
-# Private names of jax that the package uses, why, and what breaks without them. Elsewhere there are none.
+# The private names of jax that the package uses: why, and what breaks without them. No other file uses any.
 PRIVATE_API = {
     "meshtrain/cluster/distributed.py": {
         # The key-value store and the barriers of jax.distributed have no public name. Without them processes
@@ -156,13 +156,13 @@ state.client.wait_at_barrier("d", 1000)
         ("ml_collections", ("meshtrain/config/files.py", "configs/")),
     ],
 )
-def test_a_library_stays_behind_one_door(library, files):
+def test_a_library_is_imported_in_one_place_only(library, files):
     importers = importers_of(library)
     assert importers and {file for file in importers if not file.startswith(files)} == set()
 
 
-def test_nothing_that_is_read_can_run_code():
-    """A config is code, from a file that the user names; checkpoints and data never are."""
+def test_checkpoints_and_data_cannot_run_code():
+    """A config file is code, which the user chooses to run; checkpoints and data never are."""
     risky = re.compile(
         r"allow_pickle=True|(?<!allow_)pickle|marshal|\bdill\b|joblib|torch\.load|yaml\.load"
         r"|(?<![\w.])(?:eval|exec)\("

@@ -54,7 +54,7 @@ def assert_bit_equal(a, b):
     [{"data": 8}, {"fsdp": 8}, {"data": 1, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}],
     ids=str,
 )
-def test_losses_of_steps_0_to_10_equal_those_of_one_device(tmp_path, layout, monkeypatch):
+def test_losses_of_steps_0_to_10_equal_one_device(tmp_path, layout, monkeypatch):
     def run(folder, **sizes):
         num_devices = int(np.prod(list(sizes.values())))
         with monkeypatch.context() as patch:
@@ -66,9 +66,9 @@ def test_losses_of_steps_0_to_10_equal_those_of_one_device(tmp_path, layout, mon
             train(c, workdir=tmp_path / folder)
         return np.array(list(losses(tmp_path / folder).values()))
 
-    ours, expected = run("ours", **layout), run("one device", data=1)
-    assert len(ours) == 11 and expected[-1] < expected[0]
-    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+    found, expected = run("layout", **layout), run("one device", data=1)
+    assert len(found) == 11 and expected[-1] < expected[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_a_run_writes_its_config_metrics_and_events(tmp_path, capsys):
