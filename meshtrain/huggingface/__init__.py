@@ -1,7 +1,7 @@
 """Reads and writes models in the format of Hugging Face's transformers, bit for bit.
 
 config_json.py converts config.json, for the architectures in families.py; names.py maps tensors to
-parameters; files.py reads and writes safetensors. Here: load parameters from files and write them.
+parameters; files.py reads and writes safetensors. This file reads and writes the parameters of a model.
 """
 
 import math
@@ -21,8 +21,8 @@ from meshtrain.huggingface.names import Row
 from meshtrain.models.base import Params
 
 MAX_LISTED = 20  # tensors that an error message lists
-COPY_BYTES = 1 << 18  # bytes copied at once: small enough to be transposed in a core's cache
-# Tensors in some files that are not parameters: causal masks, and the frequencies of rope.
+COPY_BYTES = 1 << 18  # bytes copied at once: small enough to be transposed within a core's cache
+# Some files also hold tensors that are not parameters: causal masks, and rope frequencies.
 NOT_PARAMETERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
 
@@ -39,7 +39,7 @@ def model_section(folder: Path) -> Section:
 def check_sizes(folder: Path) -> None:
     """Raises ConfigError if config.json has more layers than there are tensors, or a dim larger than any tensor.
 
-    Call it before anything is allocated: absurd numbers would take all memory.
+    Call it before anything is allocated: absurd sizes would use up all memory.
     """
     family, found = _parameter_tensors(folder)
     path = folder / config_json.NAME
@@ -78,7 +78,7 @@ def read(folder: Path, abstract_params: Params, section: Section) -> Params:
 
     `section` is the `model` section of the same model. Each device reads its shard from the files; a
     process holds extra host memory only for its shards of one parameter. Raises ConfigError, before
-    anything is allocated, if files are damaged or their tensors do not match `section`.
+    anything is allocated, if a file is damaged or a tensor does not match `section`.
     """
     checked = check(folder, abstract_params, section)
     leaves, tree = jax.tree.flatten(abstract_params)
@@ -91,7 +91,7 @@ def read(folder: Path, abstract_params: Params, section: Section) -> Params:
 def check(
     folder: Path, abstract_params: Params, section: Section
 ) -> list[tuple[Row, list[files.Tensor]]]:
-    """Returns the tensors of each parameter; reads only headers. Raises ConfigError as `read` does."""
+    """Returns the tensors of each parameter; reads only headers. Raises the same errors as `read`."""
     family, found = _parameter_tensors(folder)
     rows = _rows(family, paths(abstract_params), section)
     _check_tensors(folder, family, found, rows)
@@ -108,10 +108,10 @@ def write(
     dtype: np.dtype,
     shard_bytes: int,
 ) -> None:
-    """Writes the files of a model, in `dtype`, in shards of at most `shard_bytes`.
+    """Writes the tensors of a model, in `dtype`, to files of at most `shard_bytes`.
 
     `parameters` are the paths of the parameters. `load` returns a parameter by its path; it is called
-    once for each, and only the parameters of one tensor are held in memory at a time.
+    once for each. Memory holds only the parameters of one tensor at a time.
     """
     tensors: dict[str, list[Row]] = {}  # by name; a fused tensor of GPT-2 holds three parameters
     for row in _rows(family, parameters, section):
@@ -149,7 +149,7 @@ def _rows(family: Family, parameters: Iterable[str], section: Section) -> list[R
 
 
 def _parameter_tensors(folder: Path) -> tuple[Family, dict[str, files.Tensor]]:
-    """Returns the family of a folder, and its tensors that may be parameters, by their name in names.py."""
+    """Returns the family of a folder, and the tensors that may be parameters, by their names in names.py."""
     family, found = family_in(folder), {}
     for name, tensor in files.tensors(folder).items():
         if not NOT_PARAMETERS.search(name) and not name.startswith(family.ignored_prefixes):
@@ -193,7 +193,7 @@ def _check_tensors(
 
 
 def _read_parameter(tensors: list[files.Tensor], row: Row, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a parameter; each shard is read once, also if several devices hold it."""
+    """Returns a parameter; each shard is read once, even if several devices hold it."""
     shards: dict[str, np.ndarray] = {}
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:

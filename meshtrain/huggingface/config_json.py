@@ -10,9 +10,9 @@ from meshtrain.huggingface import families
 from meshtrain.huggingface.families import Family
 
 NAME = "config.json"
-# Written as null: transformers would otherwise assume the token ids of the family's original models.
+# Written as null, because the defaults in transformers are the token ids of the original models.
 NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-NULLABLE = ("num_kv_heads", "head_dim", *families.SOFTCAP_KEYS)  # keys of a section
+NULLABLE = ("num_kv_heads", "head_dim", *families.SOFTCAP_KEYS)  # keys of a section: may be null
 Config = dict[str, Any]  # a config.json
 Section = dict[str, Any]  # the `model` section of a config
 
@@ -121,7 +121,7 @@ def _rope_section(config: Config, family: Family) -> Section:
 
 
 def _parse_rope(config: Config, layer_type: str) -> tuple[float, tuple]:
-    """Returns theta and rope_scaling of one layer type, from the keys of transformers 5 or earlier ones."""
+    """Returns theta and rope_scaling of one layer type, in the keys of transformers 5 or earlier."""
     rope: Config = {}
     for key in ("rope_scaling", "rope_parameters"):
         parameters = config.get(key) or {}
@@ -179,7 +179,7 @@ def _parse_layer_types(types: Any, num_layers: int) -> str:
 
 
 def repeat_to(num_layers: int, letters: str) -> str:
-    """Returns the letter of every layer, from a pattern that repeats."""
+    """Returns the letter of every layer: the pattern `letters`, repeated."""
     return (letters * -(-num_layers // len(letters)))[:num_layers]
 
 
@@ -187,7 +187,7 @@ def to_config(section: Section, original: Config | None = None) -> Config:
     """Returns the config.json of a `model` section, for the first family that converts back to the same model.
 
     `original` is the config.json that the model came from: its family is tried first, and its other keys,
-    such as token ids, are kept. Raises ConfigError if no family matches.
+    such as token ids, are copied. Raises ConfigError if no family matches.
     """
     original, nearest = original or {}, None
     preferred = family_of(original) if original else None
@@ -208,7 +208,7 @@ def to_config(section: Section, original: Config | None = None) -> Config:
 
 
 def differences(expected: Section, actual: Section) -> list[str]:
-    """Returns a line for each key in which two sections describe different models."""
+    """Returns a line for each key that makes two sections different models."""
     expected, actual = normalize(expected), normalize(actual)
     return [
         f"model.{key} is {actual.get(key)!r}, not {value!r}"
@@ -218,7 +218,7 @@ def differences(expected: Section, actual: Section) -> list[str]:
 
 
 def _config_for(section: Section, family: Family) -> Config:
-    """Returns a section as a config.json of `family`, which may lack some of its values."""
+    """Returns the config.json of a section for `family`, without the values that the family cannot express."""
     s = families.SECTION_DEFAULTS | section
     s |= {"head_dim": head_dim(s)}
     config = {"architectures": [family.architecture], "model_type": family.model_type}
@@ -270,7 +270,7 @@ def _attention_config(s: Section, family: Family) -> Config:
         first_local = (letters + "l").index("l")
         config |= {"use_sliding_window": "l" in letters, "max_window_layers": first_local}
         return config | {"sliding_window": window}
-    # These families reject null, also if no layer uses the window.
+    # These families reject null, even if no layer uses the window.
     return config | {"sliding_window": window or family.defaults["sliding_window"]}
 
 
@@ -279,7 +279,7 @@ def head_dim(section: Section) -> int:
 
 
 def normalize(section: Section) -> Section:
-    """Returns a section with all implied values explicit, so that equal models have equal sections."""
+    """Returns a section with all defaults filled in, so that equal models have equal sections."""
     s = families.SECTION_DEFAULTS | section | {"head_dim": head_dim(section)}
     letters = repeat_to(s["num_layers"], s["attention"])
     s["attention"], s["window"] = letters, s["window"] if "l" in letters else 0
@@ -294,6 +294,6 @@ def normalize(section: Section) -> Section:
         s["rope_theta_local"] = s["rope_theta_local"], ()
     if s["positions"] != "rope" or "g" not in letters:
         del s["rope_theta"], s["rope_scaling"]
-    for key in ("z_loss", "attention_impl", "loss_chunk_mib"):  # do not change the function
+    for key in ("z_loss", "attention_impl", "loss_chunk_mib"):  # do not change the logits
         del s[key]
     return s

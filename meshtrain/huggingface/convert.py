@@ -1,7 +1,7 @@
 """Converts a Hugging Face folder to a workdir, or a run's newest checkpoint to a Hugging Face folder.
 
-  meshtrain convert HF_FOLDER WORKDIR       from config.json and safetensors: parameters at step 0
-  meshtrain convert WORKDIR HF_FOLDER       WORKDIR or one checkpoint, WORKDIR/checkpoints/STEP
+  meshtrain convert HF_FOLDER WORKDIR       reads config.json and safetensors; writes a checkpoint of step 0
+  meshtrain convert WORKDIR HF_FOLDER       WORKDIR, or one checkpoint: WORKDIR/checkpoints/STEP
 
 Parameters are copied bit for bit unless --dtype changes them. TARGET must not exist; it appears only when
 it is complete.
@@ -43,11 +43,11 @@ TOKENIZER_FILES = (*tokenizer.FILES, "tokenizer_config.json", "generation_config
 TOKENIZER_FILES += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 TOKENIZER_FILES += ("chat_template.jinja",)
 ORIGINAL = "huggingface.json"  # in a workdir: the config.json of the imported model
-PREFIX = "params/"  # of the parameters' paths in a checkpoint
+PREFIX = "params/"  # of parameter paths in a checkpoint
 
 
 def model_of(section: dict[str, Any]) -> Model:
-    """Returns the model of a section; raises ConfigError with all its errors."""
+    """Returns the model of a section; raises ConfigError with a line for each fault."""
     if section.get("build") != BUILD:
         raise ConfigError(f"model.build={section.get('build')}: only {BUILD} can be converted")
     options = {key: value for key, value in section.items() if key != "build"}
@@ -58,10 +58,10 @@ def model_of(section: dict[str, Any]) -> Model:
 
 
 def abstract_params(model: Model, dtype: np.dtype, rules: sharding.Rules, mesh: Any) -> Params:
-    """Returns the shapes and shardings of a model's parameters, in one dtype."""
+    """Returns the shapes and shardings of a model's parameters, all with dtype `dtype`."""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     shardings = sharding.shardings(model.axes, shapes, rules, mesh)
-    return jax.tree.map(lambda leaf, to: leaf.update(dtype=dtype, sharding=to), shapes, shardings)
+    return jax.tree.map(lambda x, s: x.update(dtype=dtype, sharding=s), shapes, shardings)
 
 
 def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
@@ -198,7 +198,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
+    """Converts a folder; returns the exit code."""
     source, target = args.source.resolve(), args.target.absolute()
     if os.path.lexists(target):
         raise ConfigError(f"{args.target}: exists already; use another TARGET, or remove it")
@@ -225,10 +225,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument("source", type=Path, metavar="SOURCE")
-    flags.add_argument("target", type=Path, metavar="TARGET")
+    flags.add_argument("source", type=Path, metavar="SOURCE", help="folder to convert")
+    flags.add_argument("target", type=Path, metavar="TARGET", help="new folder")
     dtypes = ("float32", "bfloat16", "float16")
-    flags.add_argument("--dtype", choices=dtypes, help="of the parameters (default: unchanged)")
+    flags.add_argument(
+        "--dtype", choices=dtypes, help="dtype of the parameters (default: unchanged)"
+    )
     flags.add_argument(
         "--max_shard_gb",
         type=float,
@@ -240,6 +242,6 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--config",
         default="configs/default.py",
         metavar="FILE",
-        help="config of the new workdir, other than the model (default: %(default)s)",
+        help="config of the new workdir, except its model section (default: %(default)s)",
     )
     environment.add_flags(flags)

@@ -1,4 +1,4 @@
-"""The supported model families of transformers: how config.json describes them, and its defaults."""
+"""The supported model families of transformers: the keys of their config.json, and its defaults."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -49,9 +49,9 @@ SOFTCAP_KEYS = {
     "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
 }
-# Types of the values of a `model` section; int where a key is not listed.
+# Types of values in a `model` section; keys that are not listed are int.
 VALUE_TYPES = {"norm_epsilon": float, "tie_embeddings": bool} | dict.fromkeys(SOFTCAP_KEYS, float)
-# Keys of a multimodal config.json that stand next to `text_config`, but apply to the language model.
+# Keys next to `text_config` in a multimodal config.json that apply to the language model.
 TOP_LEVEL_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 TOP_LEVEL_KEYS += ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -102,9 +102,9 @@ class Family:
     architecture: str
     model_type: str
     names: Mapping[str, str]  # tensor names and dims, see names.py
-    section: Mapping[str, Any]  # values of the `model` section that all models of the family share
-    defaults: Mapping[str, Any]  # of the keys that config.json may omit, as in transformers
-    supported_values: Mapping[str, tuple]  # by key of config.json; others are rejected
+    section: Mapping[str, Any]  # values in the `model` section of all models of the family
+    defaults: Mapping[str, Any]  # the values in transformers of keys that config.json may omit
+    supported_values: Mapping[str, tuple]  # by key of config.json; other values are rejected
     keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
     # The letter of each layer (see LAYER_LETTERS) if config.json has no layer_types.
     default_layers: Callable[[Mapping], str] = _all_global
@@ -273,5 +273,5 @@ FAMILIES = (
         prefixes=(("transformer.", "transformer."), ("lm_head.", "lm_head."), ("", "transformer.")),
     ),
 )
-# Multimodal architectures of which the language model, under `text_config`, is used.
+# Multimodal architectures: only the language model, under `text_config`, is converted.
 TEXT_ARCHITECTURES = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}

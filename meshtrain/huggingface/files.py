@@ -1,8 +1,8 @@
 """Reads and writes safetensors files.
 
 A file holds the length of its header (8 bytes, little endian), the header in JSON, and the bytes of the
-tensors without gaps. Reading verifies the header of every file first, then maps tensors into memory, so
-only the bytes that are used are read. Writing streams one tensor at a time.
+tensors without gaps. Reading first verifies the header of every file, then maps tensors into memory:
+only bytes that are used are read. Writing streams one tensor at a time.
 """
 
 import json
@@ -27,7 +27,7 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# The other dtypes are only measured: no parameter has one of them.
+# Only the size of the other dtypes matters: no parameter has one of them.
 ITEM_BYTES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
 ITEM_BYTES |= dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
 ITEM_BYTES |= dict.fromkeys(("I16", "U16"), 2) | dict.fromkeys(("I32", "U32"), 4)
@@ -44,7 +44,7 @@ class Tensor:
     start: int  # offset of its first byte in the file
 
     def read(self) -> np.ndarray:
-        """Returns the values, memory-mapped: the file is read when they are used."""
+        """Returns the values, memory-mapped: bytes are read when they are used."""
         return np.memmap(self.path, DTYPES[self.code], "r", self.start, self.shape)
 
 
@@ -107,7 +107,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        raise ValueError("its header has a name twice")
+        raise ValueError("a name occurs twice in its header")
     return entries
 
 
@@ -124,7 +124,7 @@ def _tensor(
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors are bit-identical."""
+    """Returns True if two tensors are bit-identical."""
     if (a.code, a.shape) != (b.code, b.shape) or a.code not in DTYPES:
         return False
     return all(x.tobytes() == y.tobytes() for x, y in zip(a.read(), b.read(), strict=True))

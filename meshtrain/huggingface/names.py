@@ -1,8 +1,8 @@
 """Names and dim order of each parameter in the files of transformers.
 
-A table maps a parameter's path to "TENSOR DIM DIM ...": the tensor's name and its dims in the file, in
-order. A dim of several letters is one dim in the file and several here. A digit is the index (query, key,
-value) into a fused tensor.
+A table maps the path of a parameter to "TENSOR DIM DIM ...": the name of the tensor, and its dims in
+the file. "HK" is one dim in the file and two dims, H and K, in this package. A digit is an index into a
+fused tensor: 0 query, 1 key, 2 value.
 """
 
 import math
@@ -71,7 +71,7 @@ LLAMA = {
     "layers/mlp/down/bias": "model.layers.*.mlp.down_proj.bias D",
 }
 
-# Two more norms; post_attention_layernorm is another norm than in Llama.
+# Two more norms; post_attention_layernorm is not the norm that Llama calls so.
 GEMMA = LLAMA | {
     "layers/attention_post_norm/scale": "model.layers.*.post_attention_layernorm.weight D",
     "layers/mlp_norm/scale": "model.layers.*.pre_feedforward_layernorm.weight D",
@@ -106,12 +106,12 @@ GPT2 = {
 
 @dataclass(frozen=True)
 class Row:
-    """The tensors of a parameter in the files: one, or one per layer."""
+    """A parameter, and its tensors in the files: one, or one per layer."""
 
     path: str  # of the parameter
-    name: str  # of the tensor; * is the number of the layer
+    name: str  # of the tensor; * stands for the index of the layer
     dims: tuple[str, ...]  # of the tensor
-    sizes: Mapping[str, int]  # by letter
+    sizes: Mapping[str, int]  # by letter of a dim
 
     @property
     def stacked(self) -> bool:
@@ -139,7 +139,7 @@ class Row:
         return values.transpose([order.index(letter) for letter in DIMS[self.path]])
 
     def _size(self, letter: str) -> int:
-        return self.sizes.get(letter, 3)
+        return self.sizes.get(letter, 3)  # a digit: the dim of query, key and value
 
 
 def rows(table: Mapping[str, str], paths: Iterable[str], section: Mapping[str, Any]) -> list[Row]:

@@ -119,7 +119,7 @@ def assert_same_logits(folder, model, params, atol):
     assert_close(packed[0, :, :vocabulary], golden["packed"])
 
 
-# ---- values ----
+# ---- logits and bits ----
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -129,7 +129,7 @@ def test_logits_match_transformers(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_in_shards_restores_every_bit(family, tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface, "COPY_BYTES", 200)  # so that tensors take several copies
+    monkeypatch.setattr(huggingface, "COPY_BYTES", 200)  # so that a tensor needs several copies
     run(GOLDEN / family, tmp_path / "run")
     run(tmp_path / "run", tmp_path / "back", "--max_shard_gb=14e-6")
     shards = sorted((tmp_path / "back").glob("*.safetensors"))
@@ -220,7 +220,7 @@ def test_a_value_beyond_the_range_of_the_dtype_is_rejected(tmp_path, folder_of):
 # ---- config.json ----
 
 LLAMA = dict(hidden_act="silu", rms_norm_eps=1e-5, vocab_size=32000)
-HUB = {  # model keys of config.json of well-known models on the hub, and their number of parameters
+HUB = {  # config.json of well-known models (the keys of the model), and their number of parameters
     "gpt2": (
         dict(
             architectures=["GPT2LMHeadModel"],
@@ -819,7 +819,7 @@ def test_a_failed_conversion_leaves_nothing_and_a_killed_one_can_be_repeated(tmp
     ]
 
 
-def test_the_tokenizer_is_copied_also_by_a_run_that_started_from_the_import(tmp_path, folder_of):
+def test_an_export_has_the_tokenizer_even_if_the_run_started_from_an_import(tmp_path, folder_of):
     folder = folder_of("llama3", bos_token_id=7)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"a": 1}')

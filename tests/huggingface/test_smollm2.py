@@ -71,7 +71,7 @@ def test_the_loss_of_a_text_matches_transformers(folder, workdir):
     assert float(output.split("loss")[1].split()[0]) == pytest.approx(LOSS, abs=1e-4)
 
 
-@pytest.mark.parametrize("devices", [1, 3])  # divisors of its 9 heads and 3 key/value heads
+@pytest.mark.parametrize("devices", [1, 3])  # divisors of the 9 heads and 3 key/value heads
 def test_greedy_text_matches_transformers(workdir, devices):
     layout = [f"--simulate_devices={devices}", "--config.mesh.fsdp=1"]
     layout += [f"--config.mesh.tensor={devices}", "--temperature=0", "--length=32"]
@@ -80,7 +80,7 @@ def test_greedy_text_matches_transformers(workdir, devices):
     assert run_verb("generate", f"--workdir={workdir}", *prompts, *layout) == expected
 
 
-def test_it_is_fine_tuned_and_exported(folder, workdir):
+def test_the_model_is_fine_tuned_and_exported(folder, workdir):
     text = prepare_text(folder, (ROOT / "README.md").read_text(), "readme")
     tuned, back = folder.parent / "tuned", folder.parent / "back"
     settings = {
