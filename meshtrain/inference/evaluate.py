@@ -1,9 +1,9 @@
 """Evaluates a trained or converted model: loss, perplexity and bits per byte, each sample counted once.
 
-python -m meshtrain.inference.evaluate --workdir=runs/quickstart
-python -m meshtrain.inference.evaluate --workdir=runs/llama --split=all --config.data.path=prepared/text
+  meshtrain evaluate --workdir=runs/quickstart
+  meshtrain evaluate --workdir=runs/llama --split=all --config.data.path=prepared/text
 
-The data is `config.data` of the run; change it with --config.data.KEY=VALUE.
+It uses the data of the run; change it with --config.data.KEY=VALUE.
 """
 
 import argparse
@@ -36,10 +36,11 @@ from meshtrain.program import Program
 
 class Evaluation(NamedTuple):
     loss: float  # nats per token, weighted mean
-    tokens: float  # sum of their weights
-    num_bytes: float | None  # of the text of these tokens; None: unknown
+    tokens: float  # sum of the weights of all tokens
+    num_bytes: float | None  # of text in these tokens; None: unknown
 
     def lines(self) -> list[str]:
+        """Returns the lines to print."""
         bits = self.loss * self.tokens / math.log(2)
         values = {
             "tokens": f"{self.tokens:,.0f}",
@@ -64,7 +65,7 @@ def evaluate(
 
     def measure(params: Params, batch: Batch):
         metrics = program.eval_step(params, batch)
-        nats = metrics.extra.get("cross_entropy", metrics.loss)  # without the z-loss
+        nats = metrics.extra.get("cross_entropy", metrics.loss)  # the loss without z-loss
         num_bytes = jnp.float32(0) if bytes_V is None else _num_bytes(batch, bytes_V)
         return nats, metrics.weight, num_bytes
 
@@ -102,15 +103,18 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         help="part of the data to evaluate; data.heldout sets its size (default: %(default)s)",
     )
     flags.add_argument(
-        "--batch", type=int, metavar="N", help="sequences per batch, over all devices"
+        "--batch",
+        type=int,
+        metavar="N",
+        help="sequences per batch, over all devices (default: train.global_batch)",
     )
     flags.add_argument(
-        "--max_batches", type=int, default=0, metavar="N", help="limit; 0: all batches"
+        "--max_batches", type=int, default=0, metavar="N", help="evaluate at most N batches; 0: all"
     )
 
 
 def run(args: argparse.Namespace, cfg: Config) -> int:
-    """Returns the exit code."""
+    """Prints the evaluation of a run; returns the exit code."""
     divisor = cfg.mesh.data * cfg.mesh.fsdp * cfg.train.num_microbatches
     global_batch = cfg.train.global_batch if args.batch is None else args.batch
     faults = minimum_faults(1, {"--batch": global_batch}) + minimum_faults(
@@ -139,12 +143,12 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
 
 
 def _tokenizers_differ(cfg: Config, workdir: Path) -> bool:
-    """Returns whether the data and the run are known to use different tokenizers."""
+    """Returns True if the data and the run are known to use different tokenizers."""
     raw = json.loads((workdir / "config.json").read_text())
     digests = map(tokenizer.digest_of, convert.tokenizer_folders(workdir, raw))
-    of_run = next(filter(None, digests), "")
-    of_data = tokenizer.digest_of(Path(cfg.data.options.get("path") or workdir))
-    return bool(of_run and of_data) and of_run != of_data
+    run_digest = next(filter(None, digests), "")
+    data_digest = tokenizer.digest_of(Path(cfg.data.options.get("path") or workdir))
+    return bool(run_digest and data_digest) and run_digest != data_digest
 
 
 def _source(cfg: Config, split: str) -> Source:
@@ -156,7 +160,7 @@ def _source(cfg: Config, split: str) -> Source:
     source = build_data(section, split)
     if source.size is None:
         raise ConfigError(
-            f"data.build={section.build}: this data has no size, so an epoch never ends; evaluate the parts of "
+            f"data.build={section.build}: this data has no size, so it has no epochs; evaluate the parts of "
             f"a mixture one at a time: --config.data.mixture='()' --config.data.path=PATH"
         )
     return source

@@ -1,6 +1,6 @@
 """Generates text with a trained or converted model.
 
-python -m meshtrain.inference.generate --workdir=runs/quickstart --prompt="def "
+meshtrain generate --workdir=runs/quickstart --prompt="def "
 """
 
 import argparse
@@ -24,28 +24,35 @@ DECODE_CONTEXT = 16  # earlier tokens that are decoded together with a new one
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue (default: a newline); may be repeated",
     )
     flags.add_argument(
         "--prompt_file", type=Path, metavar="FILE", help="file with one prompt per line"
     )
     flags.add_argument("--length", type=int, default=400, metavar="N", help="tokens to generate")
     flags.add_argument(
-        "--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest token"
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="T",
+        help="divides the logits; 0: always the most likely token",
     )
     flags.add_argument(
         "--top_k",
         type=int,
         default=0,
         metavar="K",
-        help="sample from the K likeliest tokens; 0: all",
+        help="sample from the K most likely tokens; 0: all",
     )
     flags.add_argument(
         "--top_p",
         type=float,
         default=1.0,
         metavar="P",
-        help="sample from the likeliest tokens whose probabilities add up to P",
+        help="sample from the most likely tokens whose probabilities add up to P",
     )
     flags.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the samples")
     flags.add_argument(
@@ -70,7 +77,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, cfg: Config) -> int:
-    """Returns the exit code."""
+    """Prints the continued prompts; returns the exit code."""
     settings = sampling.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     model = cfg.model.options
     max_positions = model["max_seq_len"] if model.get("positions") == "learned" else None
@@ -108,7 +115,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
 def print_texts(
     tokenizer: Tokenizer, prompts: Sequence[list[int]], steps: Iterable[Sequence[int | None]]
 ) -> None:
-    """Prints a single text token by token; prints several texts once all are complete."""
+    """Prints a single text token by token, or several texts once all are complete."""
     if len(prompts) == 1:
         (ids,) = prompts
         print(tokenizer.decode(ids), end="", flush=True)
@@ -126,7 +133,7 @@ def stream_text(
 ) -> Iterator[str]:
     """Yields the text that each token adds to `ids`, up to the first None; holds back incomplete characters.
 
-    A token is decoded together with earlier ones, because in some vocabularies its space depends on them.
+    A token is decoded together with earlier ones: some decoders drop a space at the start of the text.
     """
     ids = list(ids)[-DECODE_CONTEXT:]
     printed = tokenizer.decode(ids)
@@ -156,7 +163,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _prompt_prefix(args: argparse.Namespace, cfg: Config, tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens before each prompt: the tokenizer's bos, or none."""
+    """Returns the tokens to put before each prompt: the tokenizer's bos, or none."""
     use_bos = args.bos
     if use_bos is None:
         folders = convert.tokenizer_folders(checkpoint.workdir_of(args.workdir), cfg.to_dict())
@@ -201,7 +208,7 @@ def _token_id(tokenizer: Tokenizer, text: str) -> int:
 
 
 def _load_tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
-    """Returns the tokenizer of --tokenizer, else of the run (see convert.tokenizer_folders), else bytes."""
+    """Returns the tokenizer of --tokenizer, or of the run (see convert.tokenizer_folders), or bytes."""
     size = cfg.model.options.get("vocab_size", 0)
     folders = convert.tokenizer_folders(workdir, cfg.to_dict())
     found = path or next(map(str, filter(tokenizers.has_tokenizer, folders)), None)

@@ -15,7 +15,7 @@ from meshtrain.program import Program, assemble
 def restore(cfg: Config, path: Path) -> tuple[Program, Params]:
     """Returns the program of a config, and the parameters of the newest valid checkpoint of a run.
 
-    `path` is the run's workdir, or one checkpoint in it. Parameters are restored to the program's shardings.
+    `path` is the workdir of the run, or one of its checkpoints. The parameters get the program's shardings.
     """
     program = assemble(cfg, Parts(build_model(cfg), optimizer_builder(cfg)))
     directory, found = checkpoint.find_valid(path, log=partial(print, file=sys.stderr))

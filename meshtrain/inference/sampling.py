@@ -1,4 +1,4 @@
-"""Samples tokens autoregressively from a model, with a key-value cache."""
+"""Samples tokens autoregressively from a model, with a key/value cache."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,11 @@ from meshtrain.program import Program
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample a token from logits. Temperature 0 takes the likeliest token."""
+    """How to sample a token from logits. Temperature 0 selects the most likely token."""
 
     temperature: float = 1.0
-    top_k: int = 0  # sample from the k likeliest tokens; 0: all
-    # Nucleus sampling: from the fewest likeliest tokens whose probabilities add up to this (arXiv 1904.09751).
+    top_k: int = 0  # sample from the k most likely tokens; 0: all
+    # Nucleus sampling (arXiv 1904.09751): the smallest set of most likely tokens with this total probability.
     top_p: float = 1.0
     seed: int = 0
     vocab_size: int = 0  # of the tokenizer, if smaller than the model's; 0: the model's
@@ -42,7 +42,7 @@ class Sampling:
             raise ConfigError(*faults)
 
     def draw(self, logits_BV: jax.Array, number: jax.Array) -> jax.Array:
-        """Returns the token at step `number` of each row (B,); a row's token does not depend on other rows."""
+        """Returns the token of each row (B,) at step `number`; a row does not depend on the other rows."""
         logits_BV = jnp.asarray(logits_BV, jnp.float32)
         if self.vocab_size:
             is_token_V = jnp.arange(logits_BV.shape[-1]) < self.vocab_size
@@ -84,8 +84,8 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Yields the next token of each row, up to `length` times; None from the row's first `stop` token on.
 
-    Prompts are lists of 1 or more tokens, of any lengths. The model sees at most the last `context` tokens:
-    when the cache is full, its newer half is recomputed as a new prompt.
+    Each prompt has 1 or more tokens; lengths may differ. The model sees at most the last `context` tokens:
+    when the cache is full, a new one is computed from the newer half of the tokens.
     """
     model = program.model
     if model.cached_block is None:
@@ -116,9 +116,9 @@ def generate(
             # Wait for this step before the next starts: see `train._heldout_loss`.
             for row, token in zip(rows, np.asarray(sampled).tolist(), strict=True):
                 row.append(token)
-            active = [on and row[-1] not in stop for on, row in zip(active, rows, strict=True)]
+            active = [a and row[-1] not in stop for a, row in zip(active, rows, strict=True)]
             number += 1
-            newest = [row[-1] if on else None for row, on in zip(rows, active, strict=True)]
+            newest = [row[-1] if a else None for a, row in zip(active, rows, strict=True)]
             yield newest[: len(prompts)]
             if number == length or not any(active):
                 return
@@ -142,7 +142,7 @@ def _decode(
     size,
     dtype,
 ) -> tuple[jax.Array, Any]:
-    """Returns the next token (B,) after `tokens` (B, S), written to the cache from `start` on, and the cache.
+    """Appends `tokens` (B, S) to the cache at `start`; returns the next token (B,) and the cache.
 
     The first `num_pads` (B,) positions of a row are padding. If `cache` is None, a new one of T = `size` is used.
     """

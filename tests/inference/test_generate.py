@@ -1,4 +1,4 @@
-"""The verbs `generate` and `evaluate`, on a run that learned to count."""
+"""The verbs `generate` and `evaluate`, on a run whose model learned to count."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory, text):
-    """A run that learned to count."""
+    """A run whose model learned to count."""
     folder = tmp_path_factory.mktemp("count")
     c = tiny_config()
     c.train.steps, c.optim.learning_rate, c.eval.batches = 150, 1e-2, 0
@@ -87,14 +87,13 @@ def test_a_leading_space_that_decode_drops_at_the_start_is_printed():
     tokenizer = types.SimpleNamespace(decode=decode)
     assert list(generate.stream_text(tokenizer, [0], [1, 2, 0])) == [" b", "c", " a", ""]
     long = [0, 1] * generate.DECODE_CONTEXT
-    assert "".join(generate.stream_text(tokenizer, long, [1, *long])) == " b" + decode(long).join(
-        [" ", ""]
-    )
+    # The text of `long` alone lacks its first space.
+    assert "".join(generate.stream_text(tokenizer, long, [1, *long])) == f" b {decode(long)}"
 
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """Records the prompts that are continued, as token ids."""
+    """Records the prompts as token ids."""
     recorded = []
     original = generate.sampling.generate
 
@@ -133,9 +132,8 @@ def test_a_prompt_starts_with_bos_if_the_data_or_the_flag_says_so(tmp_path, enco
             code, out, _ = run_verb(
                 "generate", *run, "--prompt=ab", *filter(None, [flag]), capsys=capsys
             )
-            assert (code, encoded) == (0, [[*prefix, 97, 98]]) and out.splitlines()[-1].startswith(
-                "ab"
-            )
+            assert (code, encoded) == (0, [[*prefix, 97, 98]])
+            assert out.splitlines()[-1].startswith("ab")
         assert run_verb("generate", *run, "--prompt=", "--bos", capsys=capsys)[0] == 0
         assert encoded[-1] == [0]
 
@@ -190,10 +188,8 @@ def test_positions_beyond_the_learned_table_are_rejected(tmp_path, text, capsys)
     assert (code, err.count("\n")) == (2, 1) and "model.max_seq_len=16" in err
     code, _, err = run_verb("evaluate", *flags, "--config.data.seq_len=17", capsys=capsys)
     assert (code, err.count("\n")) == (2, 1) and "model.max_seq_len=16" in err
-    assert (
-        run_verb("generate", *flags, "--length=20", "--config.data.seq_len=17", capsys=capsys)[0]
-        == 0
-    )
+    flags += ["--length=20", "--config.data.seq_len=17"]
+    assert run_verb("generate", *flags, capsys=capsys)[0] == 0
 
 
 # ---- evaluate ----
@@ -205,7 +201,7 @@ def numbers(out):
 
 @pytest.fixture(scope="module")
 def expected(workdir, text):
-    """Returns loss and tokens of each split by the reference step, over all its samples."""
+    """Returns the loss and the number of tokens of each split, computed by the reference step."""
     raw = json.loads((workdir / "config.json").read_text())
     cfg = parse(raw, num_devices=8)
     model = build_model(cfg)
@@ -268,7 +264,7 @@ def test_every_token_of_a_split_counts_once_on_every_mesh(workdir, expected, spl
         assert float(printed["perplexity"]) == pytest.approx(math.exp(loss), abs=2e-4)
 
 
-def test_bits_per_byte_count_the_bytes_that_tokens_stand_for(workdir, tmp_path, capsys):
+def test_bits_per_byte_count_the_text_bytes_of_tokens(workdir, tmp_path, capsys):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(bytes(range(32, 128)) * 3)
     flags = [f"--workdir={workdir}", "--split=all", f"--config.data.path={tmp_path / 'text'}"]

@@ -66,9 +66,11 @@ def greedy_uncached(program, params, prompt, length, width=64):
 @pytest.mark.parametrize("attention_impl", ["xla", "blockwise"])
 def test_cached_sampling_matches_full_forward_passes(family, attention_impl):
     program, params = build_program({**FAMILIES[family], "attention_impl": attention_impl})
-    due = [greedy_uncached(program, params, prompt, 12) for prompt in PROMPTS]
-    assert sampled_rows(program, params) == due
-    assert len({*due[0], *due[1], *due[2]}) > 4  # the model does not repeat a single token
+    expected = [greedy_uncached(program, params, prompt, 12) for prompt in PROMPTS]
+    assert sampled_rows(program, params) == expected
+    assert (
+        len({*expected[0], *expected[1], *expected[2]}) > 4
+    )  # the model does not repeat a single token
 
 
 def test_prefill_uses_the_configured_attention_and_decoding_uses_xla(monkeypatch):
@@ -140,7 +142,7 @@ LOGITS = np.log([[0.5, 0.3, 0.15, 0.05]]).astype(np.float32)
 
 
 @pytest.mark.parametrize(
-    ("sampling", "due"),
+    ("sampling", "expected"),
     [
         (Sampling(), [0.5, 0.3, 0.15, 0.05]),
         (Sampling(top_k=2), [0.625, 0.375, 0, 0]),
@@ -156,11 +158,11 @@ LOGITS = np.log([[0.5, 0.3, 0.15, 0.05]]).astype(np.float32)
     ],
     ids=str,
 )
-def test_token_frequencies_match_the_probabilities(sampling, due):
+def test_token_frequencies_match_the_probabilities(sampling, expected):
     draw = jax.jit(jax.vmap(lambda number: sampling.draw(LOGITS, number)[0]))
     drawn = np.bincount(draw(np.arange(20_000)), minlength=4) / 20_000
-    np.testing.assert_allclose(drawn, due, atol=0.02)
-    assert not drawn[np.array(due) == 0].any()
+    np.testing.assert_allclose(drawn, expected, atol=0.02)
+    assert not drawn[np.array(expected) == 0].any()
 
 
 @pytest.mark.parametrize(
