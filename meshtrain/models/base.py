@@ -1,7 +1,7 @@
 """The model interface: pure functions over a nested dict of arrays, whose dims have logical names.
 
-The only file that splits Flax modules into functions and arrays. Everything else sees plain functions
-and dicts, so a checkpoint stores no library's classes, and a step uses only `jax.*` transforms.
+Only this file splits Flax modules into functions and arrays. All other code sees plain functions and
+dicts, so checkpoints contain no Flax classes, and a step uses only `jax.*` transforms.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ class Past(NamedTuple):
     """The state of a key/value cache of T positions before a call."""
 
     start: jax.Array  # () int32, number of positions that earlier calls filled
-    segments_BT: jax.Array  # (B, T) int32, attention stays within positions of equal number
+    segments_BT: jax.Array  # (B, T) int32, a token attends only to its own segment
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as pure functions: a stack of blocks defines embed, block and head; any other, loss.
+    """A model as pure functions. A stack of blocks defines embed, block and head; any other model, loss.
 
     In a stack, `params["layers"]` holds the parameters of all blocks with a leading `layers` dim, and
     `block` gets the slice of one layer. The trainer runs the stack, so models need no code for remat or
-    pipelines. `constants` are untrained arrays, also with a leading `layers` dim, that differ between
-    layers; `block` gets their slices along with its parameters.
+    pipelines. `constants` are untrained arrays that differ between layers, also with a leading `layers`
+    dim; `block` gets their slices together with its parameters.
     """
 
     init: Callable[[jax.Array], Params]  # PRNG key -> params
@@ -52,7 +52,7 @@ class Model:
     cached_block: Callable[[Params, jax.Array, Any, Any, Past], tuple[jax.Array, Any]] | None = None
     # sequence length -> FLOPs, forward and backward
     flops_per_token: Callable[[int], float] | None = None
-    # (sequence length, dtype) -> the attention implementation, to log; ConfigError if it is unsupported.
+    # (sequence length, dtype) -> text to log: the attention implementation. ConfigError if unsupported.
     attention: Callable[[int, str], str] | None = None
 
     def stack(self, layers: Params) -> Params:
@@ -77,14 +77,14 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
     """
 
     def split(key):
-        # Otherwise Flax would shard each variable at once, as if its logical names were mesh axes.
+        # Otherwise Flax would shard each variable immediately, as if its logical names were mesh axes.
         with nnx.use_eager_sharding(False):
             return nnx.split(build(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
 
     graph, params, streams, rest = jax.eval_shape(split, jax.random.key(0))
     for path, variable in nnx.to_flat_state(rest):
         raise ConfigError(
-            f"model state {'/'.join(map(str, path))} is a {type(variable).__name__}: meshtrain keeps parameters "
+            f"model state {'/'.join(map(str, path))} is a {type(variable).__name__}: meshtrain trains parameters "
             f"only; use a layer without running state (LayerNorm or GroupNorm instead of BatchNorm)"
         )
 
@@ -96,7 +96,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         nnx.replace_by_pure_dict(state, {name: values[name] for name in nnx.to_pure_dict(params)})
         leaves, tree = jax.tree.flatten(streams)
         base = jax.random.key(0) if key is None else key
-        # One key per stream, or all layers would drop the same units.
+        # Each stream needs its own key, or all layers would drop the same units.
         stream_leaves = [
             jax.random.fold_in(base, n) if _is_key(leaf) else jax.numpy.uint32(0)
             for n, leaf in enumerate(leaves)
@@ -148,7 +148,7 @@ def from_linen(
     boxed = jax.eval_shape(variables, jax.random.key(0))
     for collection in boxed.keys() - {"params"}:
         raise ConfigError(
-            f"model state {collection!r}: meshtrain keeps parameters only; use a layer without running state "
+            f"model state {collection!r}: meshtrain trains parameters only; use a layer without running state "
             f"(LayerNorm or GroupNorm instead of BatchNorm)"
         )
     specs = linen.get_partition_spec(boxed)["params"]
@@ -176,7 +176,7 @@ def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) ->
 
 
 def _axes_tree(shapes: Any, names: dict) -> Axes:
-    """Returns the names as a tree like `shapes`; a parameter without names is never sharded."""
+    """Returns the names as a tree like `shapes`; a parameter without names stays replicated."""
     return jax.tree.map_with_path(
         lambda path, leaf: tuple(names[tuple(entry.key for entry in path)] or (None,) * leaf.ndim),
         shapes,

@@ -23,9 +23,9 @@ def normal_initializer(std: float) -> nnx.Initializer:
 
     It adds four 16-bit uniform integers and multiplies once. No rounding depends on how XLA compiles
     this, so the same key gives the same bits on every mesh. (`jax.random.normal` differs in the last
-    place between shards of different shapes, jax 0.12.)
+    bit between shards of different shapes, jax 0.12.)
     """
-    # Of the sum: four times the variance (2^32 - 1) / 12.
+    # The variance of the sum is four times (2^32 - 1) / 12.
     sum_std = ((2**32 - 1) / 3) ** 0.5
 
     def init(key, shape, dtype=jnp.float32):
@@ -60,7 +60,7 @@ def dense(
 
 
 def flat_dot_general(x, kernel, dimension_numbers, **options):
-    """Returns `lax.dot_general` of `x`, its batch dims flattened into one, and `kernel`.
+    """Returns `lax.dot_general(x, kernel)`, computed with the batch dims of `x` flattened into one.
 
     The gradient of the kernel then contracts one dim. With two, XLA transposes both operands first,
     which on CPU made the backward pass of a feed-forward layer 2.5 times slower.
@@ -121,10 +121,10 @@ def norm(
 def frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> np.ndarray:
     """Returns the rope frequencies (K / 2,), in radians per position: theta^(-2k/K), K = `head_dim`.
 
-    (RoFormer, arXiv 2104.09864.) `scaling` divides them by a factor for longer sequences. ("linear",
-    factor): all of them (arXiv 2306.15595). ("llama3", factor, low, high, length): those with fewer than
-    `low` rotations in `length` positions; none with more than `high`; linear interpolation in between
-    (Llama 3.1, arXiv 2407.21783).
+    (RoFormer, arXiv 2104.09864.) `scaling` changes them for longer sequences. ("linear", factor) divides
+    all of them by the factor (arXiv 2306.15595). ("llama3", factor, low, high, length) divides those with
+    fewer than `low` rotations in `length` positions, keeps those with more than `high`, and interpolates
+    linearly in between (Llama 3.1, arXiv 2407.21783).
     """
     frequency_k = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if not scaling:
@@ -153,7 +153,7 @@ def rope(x_BSHK: jax.Array, positions_BS: jax.Array, frequency_k: jax.Array) -> 
 
 
 # (q_BSHK, k_BSGK, v_BSGK, scale=, softcap=, window=) -> out_BSHK. The caller of the layers chooses it:
-# attention within the same row in training, over the key/value cache in generation.
+# attention within a row in training, attention over the key/value cache in generation.
 Attend = Callable[..., jax.Array]
 UNLIMITED_WINDOW = 2**30  # positions; more than any sequence has
 
@@ -200,7 +200,7 @@ def _select(condition: jax.Array | bool, if_true, if_false):
 
 
 class MLP(nnx.Module):
-    """Feed-forward: SwiGLU or GeGLU (arXiv 2002.05202), or GELU as in GPT-2; GELU by its tanh formula."""
+    """Feed-forward: SwiGLU, GeGLU (arXiv 2002.05202), or GELU as in GPT-2. GELU is the tanh approximation."""
 
     def __init__(self, c, rngs: nnx.Rngs):
         up_axes = ("embed", "mlp")
@@ -224,7 +224,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    With post_norm, the output of each branch is normalised too before it is added (Gemma 2).
+    With post_norm, the output of each branch is also normalised before it is added (Gemma 2).
     """
 
     def __init__(self, c, rngs: nnx.Rngs):

@@ -40,7 +40,7 @@ class EmbeddingAndHead(nnx.Module):
         )
 
     def embed(self, batch: Batch) -> jax.Array:
-        # Unsharded sequences first: for sharded ones, XLA would all-gather an embedding sharded in V.
+        # The lookup is unsharded in S: if S were sharded, XLA would all-gather a table sharded in V.
         x_BSD = embedding_table(self.tokens, "vocab")[batch.tokens]
         x_BSD = constrain(x_BSD, "batch", "seq", "residual")
         if self.c.embed_scale != 1:
@@ -91,7 +91,7 @@ def embedding_table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
 
 
 def describe_attention(c: TransformerConfig, seq_len: int, dtype: str) -> str:
-    """Returns the attention implementation, as text to log; ConfigError if it is unsupported."""
+    """Returns text to log: the attention implementation; raises ConfigError if it is unsupported."""
     shapes = dict(seq_len=seq_len, head_dim=c.head_size, dtype=dtype)
     return choose_implementation(c.attention_impl, **shapes, softcap=c.attention_softcap)[1]
 
@@ -110,7 +110,7 @@ def build(**config) -> base.Model:
     block = base.functional(lambda rngs: Block(c, rngs))
     init_layers, layer_axes = base.stack(block, c.num_layers)
 
-    # If all layers are of one kind, `is_local` is static, else a constant per layer.
+    # `is_local` is static if all layers are of one kind; otherwise it is a constant per layer.
     is_local_layers = c.is_local
     mixed = bool(is_local_layers.any() and not is_local_layers.all())
 
@@ -165,5 +165,5 @@ def build(**config) -> base.Model:
     )
 
 
-# With this signature the keys of a config are checked by name and type before the build.
+# This signature lets the config check the names and types of its keys before the build.
 build.__signature__ = inspect.signature(TransformerConfig)

@@ -8,8 +8,8 @@ from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 from meshtrain.models.layers import frequencies
 from meshtrain.ops import attention
 
-VOCAB_MULTIPLE = 128  # any usual mesh.tensor divides the padded vocabulary
-NUM_SCALING_PARAMETERS = {"linear": 1, "llama3": 4}  # by kind of rope scaling
+VOCAB_MULTIPLE = 128  # every usual mesh.tensor divides a multiple of it
+NUM_SCALING_PARAMETERS = {"linear": 1, "llama3": 4}  # of each kind of rope scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +76,12 @@ class TransformerConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding and the output head; equal on every mesh, so that checkpoints fit."""
+        """Size of V in the embedding and the output head; equal on every mesh, so that checkpoints fit."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def residual_scale(self) -> float:
-        """1/sqrt(2 L), for the two residual branches per layer: keeps the variance of their sum (GPT-2)."""
+        """1/sqrt(2 L): the variance of the sum of the 2 L branches does not grow with depth (GPT-2)."""
         return (2 * self.num_layers) ** -0.5
 
 
@@ -160,9 +160,9 @@ def _rope_scaling_faults(scaling: tuple) -> list[str]:
 def flops_per_token(c: TransformerConfig, seq_len: int) -> float:
     """Returns 6 N + 12 L d S, forward and backward (PaLM, arXiv 2204.02311, appendix B).
 
-    N counts the weights of matrix products, the output head included: not embeddings, norm scales or
-    biases. d = heads x head dim. Attention counts in full, not halved for causality; in local layers the
-    window replaces S.
+    N is the number of weights in matrix products, including the output head, but not embeddings, norm scales
+    or biases. d = heads x head dim. Attention counts in full, not halved for causality. In local layers
+    the window replaces S.
     """
     projections = c.d_model * c.head_size * (2 * c.num_heads + 2 * c.num_kv_heads)
     mlp = (3 if c.gated else 2) * c.d_model * c.d_ff

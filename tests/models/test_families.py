@@ -1,4 +1,4 @@
-"""Every model family is one transformer with a config; equal to the reference of meshtrain verify.
+"""Each model family is a config of one transformer, and equals the reference of meshtrain verify.
 
 test_convert.py checks converted weights.
 """

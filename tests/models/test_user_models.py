@@ -1,4 +1,4 @@
-"""Training of users' own Flax models on their own data."""
+"""Train users' own Flax models on their own data."""
 
 import jax
 import numpy as np
@@ -120,9 +120,9 @@ def test_each_dropout_layer_has_its_own_mask():
         def __init__(self, rngs):
             self.one, self.two = (nnx.Dropout(0.5, rngs=rngs) for _ in range(2))
 
-    drops = base.functional(Twice).bind({}, jax.random.key(0))
+    module = base.functional(Twice).bind({}, jax.random.key(0))
     x = np.ones((64,), np.float32)
-    assert not np.array_equal(drops.one(x), drops.two(x))
+    assert not np.array_equal(module.one(x), module.two(x))
 
 
 def test_a_loss_function_that_returns_no_metrics_is_rejected():
