@@ -14,7 +14,7 @@ from meshtrain.parallel import sharding
 NAMES = ("auto", "xla", "cudnn", "blockwise")
 MAX_XLA_TOKENS = 2048  # longer sequences are computed blockwise if no fused kernel supports them
 HOPPER = 9.0  # compute capability
-# Of the XLA implementation.
+# The XLA implementation splits queries into blocks.
 MAX_QUERY_BLOCKS = 4
 MIN_QUERIES_PER_BLOCK = 64
 
@@ -36,7 +36,7 @@ def attention(
 
     H is a multiple of G: each key/value head serves R = H / G query heads (grouped-query attention,
     arXiv 2305.13245). If `segments_BS` is None, each row is one segment. With a key/value cache, query s
-    has the position of key `start` + s, and `segments_BT` are the segments of the keys.
+    has the position of key `start` + s, and `segments_BT` has the segments of the keys.
     `scale` 0: 1/sqrt(K). `softcap` c > 0: scores become c tanh(score / c) (Gemma 2, arXiv 2408.00118).
     `window`: the number of positions that a query sees, its own included (Mistral, arXiv 2310.06825).
     The softmax is in float32 or wider. Raises ConfigError if `implementation` does not support the inputs.
@@ -54,10 +54,10 @@ def attention(
 def choose_implementation(
     name: str, *, seq_len: int, head_dim: int, dtype: jax.typing.DTypeLike, softcap: float
 ) -> tuple[str, str]:
-    """Returns the implementation that `name` selects for these shapes, and a text about it to log.
+    """Returns the implementation that `name` selects for these shapes, and text to log about it.
 
-    "auto" is cuDNN if it supports them; else XLA up to MAX_XLA_TOKENS tokens, which stores the S x S
-    scores; else blockwise. Raises ConfigError if `name` is "cudnn" and cuDNN does not support them.
+    "auto" selects cuDNN if it supports them; otherwise XLA, which stores the S x S scores, up to
+    MAX_XLA_TOKENS tokens, and blockwise above. Raises ConfigError if `name` is "cudnn" and cuDNN does not support them.
     """
     if name not in ("auto", "cudnn"):
         return name, name
@@ -97,7 +97,7 @@ def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float) -
 
 
 def _platform() -> str:
-    """Returns the platform of the active mesh; with ahead-of-time compilation, this host may lack it."""
+    """Returns the platform of the active mesh; ahead-of-time compilation is for devices that this host may lack."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
 
@@ -108,11 +108,11 @@ def _capability() -> str:
 
 
 def _xla(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window) -> jax.Array:
-    """Computes the formula itself: `jax.nn.dot_product_attention` casts float64 down, which rules out exact tests.
+    """Computes the formula directly: `jax.nn.dot_product_attention` casts float64 down, so tests would not be exact.
 
-    Queries are split into a few blocks; each gets only the keys that its queries may see, which skips 6 of
-    16 parts of the causal S x S square. The slices are static, so a window that differs between layers
-    skips no keys.
+    Queries are split into a few blocks. Each block gets only the keys that its queries may see, which
+    skips 6 of 16 parts of the causal S x S square. The slices are static, so a window that differs between
+    layers, and is therefore traced, skips no keys.
     """
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
@@ -138,7 +138,7 @@ def _xla(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window) -> ja
 def _attention_mask(
     queries: slice, keys: slice, segments_BS, segments_BT, start, window
 ) -> jax.Array:
-    """Returns whether each of these queries sees each of these keys, (B or 1, s, t) bool."""
+    """Returns which of these queries see which of these keys, (B or 1, s, t) bool."""
     query_s, key_t = jnp.arange(queries.start, queries.stop), jnp.arange(keys.start, keys.stop)
     distance_st = start + query_s[:, None] - key_t[None, :]
     mask_st = distance_st >= 0
@@ -156,7 +156,7 @@ def _attend_block(scale, softcap, q_BGQK, k_BGTK, v_BGTK, mask_BST) -> jax.Array
 
 
 def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTK, mask_BST):
-    """Stores one number per score as residual, the exponential; autodiff would store three."""
+    """Stores one number per score as residual, its exponential (two with a soft cap); autodiff would store three."""
     dtype = jnp.promote_types(q_BGQK.dtype, jnp.float32)
     dot = partial(jnp.einsum, preferred_element_type=dtype)
     scores_BGQT = dot("bgqk,bgtk->bgqt", q_BGQK * scale, k_BGTK)
@@ -164,7 +164,7 @@ def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTK, mask_BST):
     if softcap:
         tanh_BGQT = jnp.tanh(scores_BGQT / softcap)
         scores_BGQT, softcap_slope = softcap * tanh_BGQT, (1 - tanh_BGQT**2).astype(q_BGQK.dtype)
-    # Not -inf: a row whose keys are all masked stays finite.
+    # Not -inf: the result of a query that sees no key must be finite.
     scores_BGRST = scores_BGQT.reshape(*scores_BGQT.shape[:2], -1, *mask_BST.shape[1:])
     scores_BGRST = jnp.where(mask_BST[:, None, None], scores_BGRST, jnp.finfo(dtype).min)
     scores_BGQT = scores_BGRST.reshape(scores_BGQT.shape)
@@ -204,7 +204,7 @@ _attend_block.defvjp(_forward, _backward)
 
 def _cudnn(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window) -> jax.Array:
     """Calls cuDNN's flash attention; segments and per-layer windows need a mask of all scores."""
-    # Only generation has another start, and choose_for_generation never returns "cudnn".
+    # Only generation sets another start, and choose_for_generation never returns "cudnn".
     assert not softcap and isinstance(start, int) and start == 0
     (B, S, H, _), G = q_BSHK.shape, k_BTGK.shape[2]
     if sharding.num_shards("heads", H) != sharding.num_shards("kv_heads", G):
@@ -214,10 +214,10 @@ def _cudnn(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window) -> 
             for x in (k_BTGK, v_BTGK)
         )
     static = window is None or isinstance(window, int)
-    mask, padding = None, S % 2  # its backward pass supports even lengths only
+    mask, padding = None, S % 2  # cuDNN's backward pass supports only even lengths
     if segments[0] is not None or not static:
         mask_BSS = _attention_mask(slice(0, S), slice(0, S), *segments, start, window)
-        # For all heads: jax's rule for vmap requires it.
+        # The mask has a dim of all heads: jax's vmap rule requires it.
         mask = jnp.broadcast_to(mask_BSS[:, None], (B, H, S, S))
         mask = jnp.pad(mask, [(0, 0), (0, 0), (0, padding), (0, padding)])
     padded = (jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)]) for x in (q_BSHK, k_BTGK, v_BTGK))

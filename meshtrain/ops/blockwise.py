@@ -18,7 +18,7 @@ BLOCK = 256
 def attention(
     q_BSHK, k_BTGK, v_BTGK, segments_BS, segments_BT, *, start, scale, softcap, window, block=0
 ) -> jax.Array:
-    """Returns the attention (B, S, H, K), defined as in `ops.attention.attention`; `scale` has no default."""
+    """Returns the attention (B, S, H, K) that `ops.attention.attention` defines; `scale` has no default."""
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
     if segments_BS is None:
@@ -48,7 +48,7 @@ def _attention(scale, softcap, q, k, v, visibility):
 
 
 def _forward(scale, softcap, q, k, v, visibility):
-    """q is (N, B, G, R s, K), k and v (N, B, G, t, K); `visibility` is start, window, blocks of segments."""
+    """q is (N, B, G, R s, K), k and v (N, B, G, t, K); `visibility` has start, window and blocks of segments."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     dot = partial(jnp.einsum, preferred_element_type=dtype)
 
@@ -126,7 +126,7 @@ def _scores(scale, softcap, q, k, visibility, i, j) -> tuple[jax.Array, jax.Arra
     mask = ((distance >= 0) & (distance < window))[None]
     mask = mask & (segments_s[i][:, :, None] == segments_t[j][:, None, :])
     # exp(masked - max) is 0 once the query has seen a key. Before that it is 1, and `rescale` cancels it
-    # at the first key that the query sees.
+    # when the query sees its first key.
     scores_BGRst = scores.reshape(*scores.shape[:2], -1, s, t)
     scores_BGRst = jnp.where(mask[:, None, None], scores_BGRst, jnp.finfo(dtype).min / 2)
     return scores_BGRst.reshape(scores.shape), softcap_slope

@@ -1,4 +1,4 @@
-"""Losses, returned as sums, so that micro-batches and masks add up exactly."""
+"""Losses, returned as weighted sums: sums of micro-batches add up, and are divided once by the total weight."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,8 +25,8 @@ def cross_entropy(
     """
     logits_BSV = logits_BSV.astype(jnp.promote_types(logits_BSV.dtype, jnp.float32))
     log_z_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
-    # A comparison instead of a gather: XLA partitions it over a sharded vocabulary and fuses it into one
-    # pass; a gather from sharded operands can abort the process.
+    # Compare instead of gather: XLA partitions the comparison over a sharded vocabulary and fuses it into
+    # one pass; a gather from sharded operands can abort the process.
     vocab_V = jnp.arange(logits_BSV.shape[-1], dtype=targets_BS.dtype)
     is_target_BSV = vocab_V[None, None, :] == targets_BS[..., None]
     nll_BS = log_z_BS - jnp.sum(jnp.where(is_target_BSV, logits_BSV, 0), axis=-1)
@@ -47,7 +47,7 @@ def chunked_cross_entropy(
 ) -> Metrics:
     """Returns the `cross_entropy` of the logits `project(kernel, x)`, computed in chunks of tokens.
 
-    A chunk has at most `mib` MiB of float32 logits on each device. One chunk if `mib` is 0, or in
+    A chunk has at most `mib` MiB of float32 logits on each device. There is one chunk if `mib` is 0, or in
     float16, where the loss must be scaled before its gradient is computed. The gradients of a chunk are
     computed together with its loss, so logits are neither stored nor recomputed. Only Metrics.loss has
     a gradient. `project` must not close over arrays.
@@ -76,7 +76,7 @@ def chunked_cross_entropy(
 
 
 def _num_chunks(num_tokens: int, vocab: int, mib: int) -> int:
-    """Returns the least number of chunks that fit in `mib`, or up to twice that if it divides the tokens."""
+    """Returns the smallest number of chunks that fit in `mib`, or a divisor of the tokens up to twice as large."""
     size = num_tokens * vocab * 4 // sharding.num_shards("vocab", vocab)
     fewest = min(num_tokens, -(-size // (mib * MIB))) if mib else 1
     return next((n for n in range(fewest, 2 * fewest) if num_tokens % n == 0), fewest)
@@ -95,7 +95,7 @@ def _sum_over_chunks(loss: Callable, kernel_DV: jax.Array, chunks: tuple) -> Met
 
 
 def _forward(loss, kernel_DV, chunks):
-    """Returns the sums; the residuals are the gradients of `loss` for kernel and x."""
+    """Returns the sums; the residuals are the gradients of the loss with respect to kernel and x."""
     dtype = jnp.promote_types(kernel_DV.dtype, jnp.float32)
 
     def add_chunk(sums, chunk):

@@ -67,7 +67,7 @@ def test_gradients_are_zero_at_positions_that_a_query_must_not_see(segments):
         return attention(q, k, v, segments).sum((0, 2))  # (S, K); rows of a batch are independent
 
     jacobians = jax.jit(jax.jacrev(summed, argnums=(0, 1, 2)))(*inputs(2, 1))
-    # Dims: output position, head dim, then B, S, H, K of the input. The largest per pair of positions.
+    # Dims: S and K of the output, then B, S, H, K of the input. Keep the maximum of each pair of positions.
     grad_q, grad_k, grad_v = (
         np.moveaxis(np.abs(jacobian).max((1, 4, 5)), 0, 1) for jacobian in jacobians
     )
@@ -138,8 +138,8 @@ def test_results_and_gradients_of_blocks_equal_the_formula(case, num_kv_heads, m
             found.append(run(compute))
             if window:  # traced, as with alternating local and global layers
                 found.append(jax.jit(partial(run, compute))(window))
-    for ours in found:
-        for a, b in zip(ours, expected, strict=True):
+    for result in found:
+        for a, b in zip(result, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
@@ -186,10 +186,7 @@ def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **ch
         ({"softcap": 50.0}, "model.attention_softcap is 50.0"),
         ({"head_dim": 100}, "the head dim is 100"),
         ({"head_dim": 512}, "up to 256 on this GPU, in multiples of 8, and the head dim is 512"),
-        (
-            {"head_dim": 256, "capability": "8.6"},
-            "up to 128 on this GPU, in multiples of 8, and the",
-        ),
+        ({"head_dim": 256, "capability": "8.6"}, "up to 128 on this GPU, in multiples of 8, and"),
     ],
 )
 def test_without_cudnn_support_cudnn_is_rejected_and_auto_falls_back(changes, reason, monkeypatch):
@@ -220,7 +217,7 @@ def test_long_prompts_use_blockwise_attention(name):
 
 @pytest.fixture
 def simulated_gpu(monkeypatch):
-    """Lowers programs for a GPU on a host without one; skips the checks for the cuDNN library."""
+    """Lets a host without a GPU lower programs for one; skips the checks for the cuDNN library."""
     monkeypatch.setattr(attention_module, "_platform", lambda: "gpu")
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)

@@ -1,4 +1,4 @@
-"""Cross-entropy against its formula, at once and in chunks."""
+"""Cross-entropy against its formula, in one piece and in chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +128,7 @@ def test_in_float16_the_loss_is_scaled_before_its_gradient(monkeypatch):
 
 
 def test_gradients_of_chunks_are_summed_in_float32(monkeypatch):
-    """In bfloat16 a sum of 1,024 equal terms stops at 256 of them."""
+    """In bfloat16, a sum of 1,024 equal terms stops growing after 256 of them."""
     monkeypatch.setattr(losses, "MIB", 4 * V)
     x, targets = jnp.ones((1, 1024, D), jnp.bfloat16), jnp.zeros((1, 1024), jnp.int32)
 
@@ -147,7 +147,7 @@ def test_gradients_of_chunks_are_summed_in_float32(monkeypatch):
 
 
 def test_the_memory_of_chunks_does_not_grow_with_the_vocabulary():
-    """Besides the gradient of the kernel, which is as large as the kernel."""
+    """Except for the gradient of the kernel, which is as large as the kernel."""
 
     def temporary_bytes(vocab, mib):
         def loss(kernel, x, targets):
