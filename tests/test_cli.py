@@ -39,6 +39,7 @@ def run(*arguments):
         (["--help"], 0, ""),
         (["launch", "--help"], 0, ""),
         (["schedule", "--schedule=1f1b", "--stages=2", "--microbatches=4"], 0, ""),
+        (["launch", "--", "--config=configs/nope.py"], 2, "rank 0"),
         (["trian"], 2, "trian: unknown verb; use one of train, launch"),
         ([QUICKSTART, "--config.train.stepz=3"], 2, 'did you mean "train.steps"?'),
         ([QUICKSTART, "--config.train.dtype=int8"], 2, "train.dtype='int8': use one of"),
