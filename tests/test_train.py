@@ -250,7 +250,8 @@ def test_the_command_trains_and_rejects_invalid_configs_with_exit_code_2(tmp_pat
     assert trained.returncode == 0 and "done: 2 steps" in trained.stdout, trained.stderr
     assert "data 2 · 2 cpu" in trained.stdout
 
-    rejected = command(config, "--config.train.stepz=1", "--config.mesh.fsdp=3", *small)
+    wrong = ["--config.train.stepz=1", "--config.mesh.fsdp=3"]
+    rejected = command(config, "--simulate_devices=2", *wrong, *small)
     assert rejected.returncode == 2 and rejected.stdout == ""
     assert len(rejected.stderr.splitlines()) == 3
     assert 'did you mean "train.steps"?' in rejected.stderr

@@ -1,7 +1,8 @@
 """The pipelined step compiles ahead of time for TPU and GPU, on a host without them (and for CPU).
 
 XLA partitions differently for each platform, and aborts the process on some programs. So each case
-compiles in its own process: this file, run as `python tests/parallel/test_aot.py PLATFORM SCHEDULE KEEP`.
+compiles in its own process: this file, run as `python tests/parallel/test_aot.py PLATFORM SCHEDULE KEEP`
+with PYTHONPATH=.:tests.
 """
 
 import collections
@@ -55,7 +56,11 @@ def run(platform, *arguments):
     done = subprocess.run(
         [sys.executable, __file__, platform, *arguments],
         cwd=ROOT,
-        env={**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            **SETTINGS,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        },
         capture_output=True,
         text=True,
         timeout=300,

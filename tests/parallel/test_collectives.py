@@ -297,11 +297,11 @@ def check_faults(me):
 def test_collectives_of_two_processes_equal_numpy():
     program = """
 import sys, jax
-jax.config.update("jax_num_cpu_devices", 2)
 sys.path[:0] = ["tests/parallel", "tests", "."]
+import test_collectives  # first: conftest.py sets another number of devices
 from meshtrain.cluster import distributed
+jax.config.update("jax_num_cpu_devices", 2)
 distributed.initialize()
-import test_collectives
 test_collectives.check_on_each_process()
 """
     with socket.socket() as free:
