@@ -22,12 +22,12 @@ import jax
 import numpy as np
 
 from benchmarks import record
-from configs import default
 from meshtrain import state
 from meshtrain.checkpoint import manifest
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
+from meshtrain.configs import default
 from meshtrain.program import assemble
 
 

@@ -26,10 +26,10 @@ import jax
 import numpy as np
 
 from benchmarks import llama, record
-from configs import default
 from meshtrain import checkpoint
 from meshtrain.checkpoint import arrays, manifest
 from meshtrain.checkpoint.saver import Saver
+from meshtrain.configs import default
 from meshtrain.train import train
 
 STEPS, EVERY = 3000, 10

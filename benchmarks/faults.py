@@ -76,7 +76,7 @@ def command(workdir: Path, steps: int, pace: float, *flags: str) -> list[str]:
 
 def get_config():
     """Returns the config of these runs: the default one with two more keys for `build`."""
-    from configs import default
+    from meshtrain.configs import default
 
     config = default.get_config()
     with config.data.unlocked():

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import contest, record
 from benchmarks.contestant import CONTESTANTS
-from configs import default
+from meshtrain.configs import default
 from meshtrain.models.transformer_config import TransformerConfig, flops_per_token
 from meshtrain.monitor.writer import peak_flops
 

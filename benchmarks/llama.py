@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from configs import default
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import Config
+from meshtrain.configs import default
 from meshtrain.data.loader import Loader
 from meshtrain.program import Program, assemble
 

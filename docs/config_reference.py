@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configs import default
+from meshtrain.configs import default
 
 SOURCE = Path(__file__).resolve().parent.parent / "configs" / "default.py"
 HEAD = """\

@@ -96,12 +96,16 @@ def _with_config(
 ) -> tuple[argparse.Namespace, Any]:
     """Returns the flags and the config with its overrides, after joining the other processes."""
     flags.add_argument(
-        "--config", required=True, metavar="FILE", help="a Python file with get_config()"
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="a Python file with get_config(), the name of a config of the package, such as quickstart, or a "
+        "run's config.json",
     )
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
-    environment.add_flags(flags)
+    _add_common_flags(flags)
     args, overrides = flags.parse_known_args(argv)
-    config, faults = files.read(args.config, overrides)
+    config, faults = files.read(args.config, overrides, trust_code=args.trust_code)
     if hasattr(module, "prepare"):
         module.prepare(args, config)
     alone = _is_alone(args)
@@ -129,7 +133,7 @@ def _with_run(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse
         help="folder of a run, or of one checkpoint: WORKDIR/checkpoints/STEP",
     )
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of its config")
-    environment.add_flags(flags)
+    _add_common_flags(flags)
     args, overrides = flags.parse_known_args(argv)
     from meshtrain import checkpoint
 
@@ -145,7 +149,8 @@ def _with_run(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse
     runtime.start(args)
     import jax
 
-    config, faults = files.read(str(file), overrides, change=_use_all_devices)
+    options = dict(change=_use_all_devices, trust_code=args.trust_code)
+    config, faults = files.read(str(file), overrides, **options)
     with distributed.raise_on_all_processes():
         try:
             settings = parse(config, num_devices=jax.device_count())
@@ -154,6 +159,15 @@ def _with_run(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse
         if faults:
             raise ConfigError(*faults)
         return args, settings
+
+
+def _add_common_flags(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument(
+        "--trust_code",
+        action="store_true",
+        help="run functions outside meshtrain that a config.json names",
+    )
+    environment.add_flags(flags)
 
 
 def _use_all_devices(config: Any) -> None:

@@ -16,7 +16,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 
-from configs import default
+from meshtrain.configs import default
 
 ROOT = Path(__file__).resolve().parent.parent
 

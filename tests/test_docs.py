@@ -25,9 +25,9 @@ from typing import NamedTuple
 import pytest
 from test_structure import LAYERS
 
-from configs import default
 from meshtrain import cli, errors
 from meshtrain.cluster import environment
+from meshtrain.configs import default
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

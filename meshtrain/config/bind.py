@@ -23,7 +23,12 @@ def bind(
     Faults are unknown and missing keys and values of the wrong type. `given` are parameters that the
     caller passes later; `known` are further keys of the section, to suggest for a misspelt one.
     """
-    parameters = inspect.signature(target).parameters
+    try:
+        parameters = inspect.signature(target).parameters
+    except (ValueError, TypeError):  # of some builtins
+        return target, [
+            f"{section}.build: {target!r} does not say which keys it takes; use another"
+        ]
     required = [name for name, p in parameters.items() if _is_required(p)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     faults = [

@@ -9,6 +9,9 @@ from meshtrain.config.bind import bind
 from meshtrain.config.schema import BuildConfig, Config, OptimConfig
 from meshtrain.errors import ConfigError
 
+# What the function of each section returns; by name, because this module imports no jax.
+KINDS = {"model": "Model", "data": "Source", "optim": "GradientTransformation"}
+
 
 class Parts(NamedTuple):
     """What a run consists of besides its settings."""
@@ -46,7 +49,7 @@ def build_model(cfg: Config) -> Any:
     faults = checks.model_faults(cfg)
     bound, found = _bound("model", cfg.model)
     try:
-        model = None if found else bound()
+        model = None if found else _checked("model", cfg.model, bound())
     except ConfigError as error:
         found += error.faults
     if faults or found:
@@ -64,22 +67,43 @@ def optimizer_builder(cfg: Config) -> Callable[[Any], Any]:
     )
     if faults:
         raise ConfigError(*faults)
-    return bound
+    return lambda learning_rate: _checked("optim", cfg.optimizer, bound(learning_rate))
 
 
 def build_data(section: BuildConfig, split: str) -> Any:
-    """Returns the Source of one split, "train" or "heldout"; raises ConfigError with every fault."""
+    """Returns the Source of one split, "train" or "heldout"; raises ConfigError with every fault.
+
+    A function of the user may return None for "heldout": there is no such data.
+    """
     bound, faults = _bound("data", section, given=["split"])
     if faults:
         raise ConfigError(*faults)
-    return bound(split=split)
+    source = bound(split=split)
+    if source is None and split == "heldout":
+        return None
+    return _checked("data", section, source)
 
 
 def _bound(
     name: str, section: BuildConfig, *, given: Iterable[str] = (), known: Iterable[str] = ()
 ) -> tuple[Callable, list[str]]:
-    function = resolve(section.build, key=f"{name}.build")
+    key = f"{name}.build"
+    function = resolve(section.build, key=key)
+    # Of this package only builders are called, because a config that is data may name them.
+    if section.build.startswith("meshtrain."):
+        returns = getattr(function, "__annotations__", {}).get("return")
+        if getattr(returns, "__name__", returns) != KINDS[name]:
+            message = f"{key}={section.build}: is not a function that returns a {KINDS[name]}"
+            raise ConfigError(message)
     return bind(name, section.options, function, given=given, known=known)
+
+
+def _checked(name: str, section: BuildConfig, value: Any) -> Any:
+    """Returns what a function built; raises ConfigError if it is something else than its section needs."""
+    if KINDS[name] not in [kind.__name__ for kind in type(value).__mro__]:
+        kind = type(value).__name__
+        raise ConfigError(f"{name}.build={section.build}: returned a {kind}, not a {KINDS[name]}")
+    return value
 
 
 def resolve(path: str, *, key: str) -> Callable:

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,17 +12,23 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from meshtrain import configs
 from meshtrain.errors import ConfigError, did_you_mean
 
 ARGUMENTS = ("--config", "--workdir", "--simulate_devices", "--output", "--help")
+CONFIGS = Path(configs.__file__).parent  # of the package: --config=NAME
 
 
-def load_config(path: str, overrides: Iterable[str] = ()) -> ConfigDict:
+def load_config(
+    path: str, overrides: Iterable[str] = (), *, trust_code: bool = False
+) -> ConfigDict:
     """Returns the config of a Python file with `get_config()`, with `--config.KEY=VALUE` overrides applied.
 
-    `path` may also be a run's `config.json`. Raises ConfigError with every invalid override.
+    `path` may also be the name of a config of the package, such as "quickstart", or a run's `config.json`,
+    which may name functions outside meshtrain only with `trust_code`. Raises ConfigError with every invalid
+    override.
     """
-    config, faults = read(path, overrides)
+    config, faults = read(path, overrides, trust_code=trust_code)
     if faults:
         raise ConfigError(*faults)
     return config
@@ -32,12 +39,13 @@ def read(
     overrides: Iterable[str] = (),
     *,
     change: Callable[[ConfigDict], None] = lambda config: None,
+    trust_code: bool = False,
 ) -> tuple[ConfigDict, list[str]]:
     """Returns the config with the valid overrides applied, and a line for each invalid one.
 
-    `change` may set keys before the overrides are applied.
+    `change` may set keys before the overrides are applied. See `load_config` for the other arguments.
     """
-    config = _read_file(path)
+    config = _read_file(path, trust_code)
     change(config)
     overrides = _join_values(overrides)
     try:
@@ -61,47 +69,70 @@ def reject_huggingface(folder: Path) -> None:
         )
 
 
-def _read_file(path: str) -> ConfigDict:
+def _read_file(path: str, trust_code: bool) -> ConfigDict:
     name, _, argument = path.partition(":")
     file = _find(name)
     if file is None:
-        raise ConfigError(f"--config={path}: no such file")
+        names = sorted(found.stem for found in CONFIGS.glob("[!_]*.py"))
+        raise ConfigError(
+            f"--config={path}: no such file, and none of the package's configs"
+            f"{did_you_mean(name, names)}; use a path, or one of {', '.join(names)}"
+        )
     if file.suffix == ".json":
-        return _read_json(file)
-    # A config file imports others as `configs.default`, whatever the current folder is, and may name a
-    # model in its own folder.
-    if (root := str(file.parent.parent)) not in sys.path:
-        sys.path.insert(0, root)
+        return _read_json(file, trust_code)
+    # A config file may name a model in its own folder. The folder comes last: its files must not replace
+    # installed modules.
     if (folder := str(file.parent)) not in sys.path:
         sys.path.append(folder)
     try:
         spec = importlib.util.spec_from_file_location("config_file", file)
+        if spec is None:
+            raise ImportError("use a .py file with get_config(), or a run's config.json")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         config = module.get_config(argument) if argument else module.get_config()
         return config if isinstance(config, ConfigDict) else ConfigDict(config)
     except Exception as error:
         kind = type(error).__name__
-        raise ConfigError(f"--config={path} cannot be read: {kind}: {error}") from error
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == "configs":
+            hint = "; write `from meshtrain.configs import default`"
+        raise ConfigError(f"--config={path} cannot be read: {kind}: {error}{hint}") from error
 
 
 def _find(name: str) -> Path | None:
-    """Returns the path of a config file; outside a checkout, configs/NAME.py of the installed package."""
-    installed = importlib.util.find_spec("configs")
-    folders = installed.submodule_search_locations if installed else None
-    roots = [Path(folder).parent for folder in folders or ()]
-    paths = [Path(name), *(root / name for root in roots if name.startswith("configs/"))]
+    """Returns the path of a config file. NAME and configs/NAME.py also mean a config of the package."""
+    paths = [Path(name)]
+    if re.fullmatch(r"\w+", name):
+        paths = [CONFIGS / f"{name}.py"]
+    elif name.startswith("configs/"):
+        paths.append(CONFIGS / name.removeprefix("configs/"))
     return next((path.resolve() for path in paths if path.is_file()), None)
 
 
-def _read_json(file: Path) -> ConfigDict:
+def _read_json(file: Path, trust_code: bool) -> ConfigDict:
     try:
         raw = json.loads(file.read_text())
         if not isinstance(raw, dict):
             raise ValueError("it is not an object of sections")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config={file} cannot be read: {error}") from error
+    if not trust_code:
+        _reject_foreign_code(file, raw)
     return ConfigDict(_with_tuples(raw)).lock()
+
+
+def _reject_foreign_code(file: Path, raw: dict[str, Any]) -> None:
+    """Raises ConfigError if a config that is data names a function outside this package."""
+    faults = [
+        f"{file}: {name}.build={section['build']}: is code outside meshtrain, which a {file.name} may not run; "
+        f"if you trust it, add --trust_code"
+        for name, section in raw.items()
+        if isinstance(section, dict)
+        and not str(section.get("build", "meshtrain.")).startswith("meshtrain.")
+    ]
+    if faults:
+        raise ConfigError(*faults)
 
 
 def _with_tuples(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Every fault of a config is reported at once, in a line that names the key, the value and what to do."""
 
 import dataclasses
+import sys
 
 import pytest
 from ml_collections import ConfigDict
@@ -210,11 +211,31 @@ def test_every_invalid_override_is_reported():
 def test_the_configs_of_the_package_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert configfile.load_config(QUICKSTART).train.steps == 600
+    assert configfile.load_config("quickstart").train.steps == 600
+    (tmp_path / "quickstart").mkdir()  # a folder of that name, such as a workdir, does not matter
+    assert configfile.load_config("quickstart").train.steps == 600
+
+
+def test_a_config_file_does_not_change_which_modules_are_found_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "folder").mkdir()
+    for name in ("folder/c.py", "d.py"):
+        (tmp_path / name).write_text(
+            "from meshtrain.configs import default\nget_config = default.get_config\n"
+        )
+    before = list(sys.path)
+    configfile.load_config(str(tmp_path / "folder" / "c.py"))
+    assert sys.path == [*before, str(tmp_path / "folder")]  # its own models are found, last
+    configfile.load_config("default")
+    configfile.load_config("configs/default.py")
+    assert sys.path[: len(before)] == before
 
 
 def test_a_config_file_that_is_missing_or_broken_is_reported_in_one_line(tmp_path):
     with pytest.raises(meshtrain.ConfigError, match="nope.py: no such file"):
         configfile.load_config("configs/nope.py")
+    with pytest.raises(meshtrain.ConfigError, match='did you mean "quickstart"'):
+        configfile.load_config("quikstart")
     for text in ("def get_config(:", "import nonsense_module", "x = 1"):
         (tmp_path / "broken.py").write_text(text)
         with pytest.raises(meshtrain.ConfigError, match="broken.py cannot be read: "):

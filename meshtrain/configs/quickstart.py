@@ -2,7 +2,7 @@
 
 import sysconfig
 
-from configs import default
+from meshtrain.configs import default
 
 
 def get_config():

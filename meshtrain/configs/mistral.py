@@ -11,7 +11,7 @@ The tests check its parameter count, and compare a tiny model of the family with
 this size.
 """
 
-from configs import default
+from meshtrain.configs import default
 
 
 def get_config():

@@ -1,17 +1,17 @@
-"""Qwen 3 0.6B (arXiv 2505.09388), for one GPU.
+"""Qwen 2.5 0.5B (arXiv 2412.15115), for one GPU.
 
-  meshtrain convert MODEL_FOLDER runs/qwen3-start          # if you have Hugging Face's files
-  meshtrain prepare my_text/ --output=data/qwen3 --tokenizer=MODEL_FOLDER
-  meshtrain train --config=configs/qwen3.py --workdir=runs/qwen3 \\
-      --config.checkpoint.init_from=runs/qwen3-start --config.optim.learning_rate=2e-5
+  meshtrain convert MODEL_FOLDER runs/qwen2-start          # if you have Hugging Face's files
+  meshtrain prepare my_text/ --output=data/qwen2 --tokenizer=MODEL_FOLDER
+  meshtrain train --config=configs/qwen2.py --workdir=runs/qwen2 \\
+      --config.checkpoint.init_from=runs/qwen2-start --config.optim.learning_rate=2e-5
 
 Without `init_from` it trains from random parameters, with the learning rate below. Compiled for CPU, which has
-no fused attention, the step needs 11 GB on one device for state, gradients and activations.
+no fused attention, the step needs 9 GB on one device for state, gradients and activations.
 The tests check its parameter count, and compare a tiny model of the family with transformers; it was not trained at
 this size.
 """
 
-from configs import default
+from meshtrain.configs import default
 
 
 def get_config():
@@ -21,19 +21,18 @@ def get_config():
     config.train.global_batch = 32
     config.train.num_microbatches = 16
     config.train.dtype = "bfloat16"
-    config.model.num_layers = 28
-    config.model.d_model = 1024
-    config.model.num_heads = 16
-    config.model.num_kv_heads = 8
-    config.model.head_dim = 128
-    config.model.d_ff = 3072
+    config.model.num_layers = 24
+    config.model.d_model = 896
+    config.model.num_heads = 14
+    config.model.num_kv_heads = 2
+    config.model.d_ff = 4864
     config.model.vocab_size = 151936
-    config.model.max_seq_len = 40960
+    config.model.max_seq_len = 32768
     config.model.norm_epsilon = 1e-6
     config.model.rope_theta = 1000000.0
-    config.model.qk_norm = True
+    config.model.qkv_bias = True
     config.model.tie_embeddings = True
-    config.data.path = "data/qwen3"
+    config.data.path = "data/qwen2"
     config.data.packing = "best_fit"
     config.data.seq_len = 2048
     config.optim.learning_rate = 3e-4

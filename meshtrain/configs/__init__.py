@@ -1,0 +1,1 @@
+"""Configurations of the package: `--config=NAME`; `default` documents every key."""
