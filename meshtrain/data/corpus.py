@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data import indexed, prepared
+from meshtrain.data import identity, indexed, prepared
 from meshtrain.errors import ConfigError
 
 # B windows, W tokens of a window, T tokens of a file
@@ -26,6 +26,7 @@ class Corpus(NamedTuple):
     file_offsets: np.ndarray
     # (documents + 1,) int64: start of each document, then the length of the stream; None: unknown
     document_starts: np.ndarray | None = None
+    digest: str = ""  # of the tokens; see identity.py
     tokenizer: str = ""  # digest of the tokenizer; "": unknown
     vocab_size: int = 0  # 0: unknown
     token_bytes: np.ndarray | None = None  # (vocab_size,) number of text bytes of each token
@@ -43,7 +44,8 @@ def load(path: str, *, dtype: str, pattern: str, exclude: tuple) -> Corpus:
     """
     if prefix := indexed.prefix_of(path):
         shard = indexed.load(prefix)
-        return _join_shards(path, [shard])._replace(cache_prefix=prefix)
+        digest = identity.of_tokens(shard.tokens, shard.starts)
+        return _join_shards(path, [shard])._replace(cache_prefix=prefix, digest=digest)
     if not os.path.exists(path):
         raise ConfigError(
             f"data.path={path}: no such file or folder; give a token file or a folder of text"
@@ -51,14 +53,16 @@ def load(path: str, *, dtype: str, pattern: str, exclude: tuple) -> Corpus:
     if os.path.isfile(os.path.join(path, prepared.MANIFEST)):
         return _load_prepared(path)
     if not os.path.isdir(path):
-        return _concatenate(path, [path], [_map_file(path, dtype)])
+        tokens = _map_file(path, dtype)
+        return _concatenate(path, [path], [tokens])._replace(digest=identity.of_tokens(tokens))
     if os.path.exists(os.path.join(path, prepared.JOURNAL)):
         raise ConfigError(
             f"data.path={path}: preparation is not finished; run the same `meshtrain prepare` again"
         )
     token_bytes = (np.arange(256) != END_OF_FILE).astype(np.int32)
-    text = _concatenate(path, [path], [_read_folder(path, pattern, tuple(exclude))])
-    return text._replace(tokenizer="bytes", token_bytes=token_bytes)
+    tokens, digest = _read_folder(path, pattern, tuple(exclude))
+    text = _concatenate(path, [path], [tokens])
+    return text._replace(tokenizer="bytes", token_bytes=token_bytes, digest=digest)
 
 
 def read_windows(corpus: Corpus, starts_B: np.ndarray, width: int, vocab_size: int) -> np.ndarray:
@@ -163,6 +167,7 @@ def _load_prepared(path: str) -> Corpus:
                 f"{shard.path} does not hold the tokens that {prepared.MANIFEST} lists; copy it again"
             )
     return _join_shards(path, shards)._replace(
+        digest=identity.of_manifest(manifest),
         tokenizer=manifest["tokenizer"]["sha256"],
         vocab_size=manifest["tokenizer"]["vocab_size"],
         token_bytes=prepared.read_token_bytes(folder, manifest),
@@ -193,7 +198,8 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1)  # both splits read the same folder
-def _read_folder(path: str, pattern: str, exclude: tuple) -> np.ndarray:
+def _read_folder(path: str, pattern: str, exclude: tuple) -> tuple[np.ndarray, str]:
+    """Returns the bytes of all files, and their digest."""
     if Path(pattern).is_absolute() or not pattern:
         raise ConfigError(f"data.pattern={pattern!r}: use a pattern of names, such as *.txt")
     root, excluded = Path(path), frozenset(exclude)
@@ -207,4 +213,5 @@ def _read_folder(path: str, pattern: str, exclude: tuple) -> np.ndarray:
     # Shuffle with a fixed seed: the held-out end is a fair sample, and the same on every machine.
     order = np.random.default_rng(0).permutation(len(files))
     end = bytes([END_OF_FILE])
-    return np.frombuffer(b"".join(files[i].read_bytes() + end for i in order), np.uint8)
+    tokens = np.frombuffer(b"".join(files[i].read_bytes() + end for i in order), np.uint8)
+    return tokens, identity.of_tokens(tokens, full=True)

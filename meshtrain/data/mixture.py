@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from meshtrain.data import identity
 from meshtrain.data.permute import permute
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError
@@ -58,7 +59,17 @@ def mix(
         f"{count / BLOCK:.2%} {source.description}"
         for count, source in zip(counts, sources, strict=True)
     )
-    return Source(read, description=description, token_bytes=sources[0].token_bytes)
+    digests = [one.identity.get("data", "") for one in sources]
+    tokenizers = [one.identity.get("tokenizer", "") for one in sources]
+    return Source(
+        read,
+        description=description,
+        token_bytes=sources[0].token_bytes,
+        identity={
+            "data": identity.of_parts([digests, counts.tolist()]),
+            "tokenizer": next(filter(None, tokenizers), ""),
+        },
+    )
 
 
 def _with_segments(batch: Batch) -> Batch:

@@ -1,7 +1,7 @@
 """The interface of a dataset: a pure function from global sample indices to a batch."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,9 @@ class Source:
     baseline: float | None = None
     size: int | None = None  # samples per epoch; None: there are no epochs
     token_bytes: np.ndarray | None = None  # (V,) number of text bytes of each token
+    # What the samples are made of, wherever it is stored: "data", a digest of all tokens, and "tokenizer", the
+    # digest of their tokenizer, or "". Empty: unknown.
+    identity: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_sizes(seq_len: int, vocab_size: int, seed: int) -> None:

@@ -27,7 +27,9 @@ def build(
         )
         return to_batch(rows.astype(np.int32), separator)
 
-    return Source(read, description=f"synthetic progressions modulo {vocab_size}")
+    description = f"synthetic progressions modulo {vocab_size}"
+    # As with files, the seed and the length of a row do not belong to the identity of the data.
+    return Source(read, description=description, identity={"data": description, "tokenizer": ""})
 
 
 def _progression(index: int, length: int, modulus: int, seed: tuple) -> np.ndarray:

@@ -184,6 +184,7 @@ def _make_source(split: Split, read: Callable, vocab_size: int, size: int, kind:
         baseline=unigram_entropy(sample, vocab_size),
         size=size,
         token_bytes=split.corpus.token_bytes,
+        identity={"data": split.corpus.digest, "tokenizer": split.corpus.tokenizer},
     )
 
 
