@@ -5,7 +5,9 @@ import pytest
 from conftest import tiny_config
 
 from meshtrain import cli
+from meshtrain.analysis import collective_ops
 from meshtrain.analysis.audit import audit
+from meshtrain.models import layers, transformer
 from meshtrain.ops import losses
 from meshtrain.parallel import sharding
 
@@ -65,6 +67,12 @@ def test_fsdp_gathers_twice_and_scatters_once():
     collectives = [one.collective for one in result.explanations]
     of_layers = [c for c in collectives if "layers/" in c.origin]
     assert all("meshtrain/models/layers.py" in c.source for c in of_layers)
+    # The line of the caller is shown: all projections go through one helper.
+    functions = {c.source.split()[-1] for c in collectives if c.source}
+    assert {"Attention.__call__", "MLP.__call__"} <= functions
+    assert not functions & {*collective_ops.HELPERS}
+    names = [layers, sharding, transformer]
+    assert all(any(hasattr(m, name) for m in names) for name in collective_ops.HELPERS)
 
 
 @pytest.mark.parametrize("layout", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}], ids=str)
