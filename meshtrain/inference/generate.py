@@ -90,10 +90,6 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
         faults.append(
             f"--context={context}: is more than model.max_seq_len={max_positions} positions; use less"
         )
-    if cfg.mesh.pipeline > 1:
-        faults.append(
-            f"mesh.pipeline={cfg.mesh.pipeline}: generation does not support it; use mesh.fsdp or mesh.tensor"
-        )
     if faults:
         raise ConfigError(*faults)
     tokenizer = _load_tokenizer(args.tokenizer, cfg, checkpoint.workdir_of(args.workdir))
@@ -102,7 +98,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     prompts = [_encode_prompt(tokenizer, text, prefix, size) for text in _read_prompts(args)]
     stop = [_token_id(tokenizer, text) for text in args.stop] or [tokenizer.eos]
     settings = dataclasses.replace(settings, vocab_size=tokenizer.vocab_size)
-    program, params = restore.restore(cfg, args.workdir)
+    program, params = restore.restore(_without_stages(cfg), args.workdir)
     options = dict(length=args.length, context=context, dtype=cfg.train.dtype)
     steps = sampling.generate(program, params, prompts, sampling=settings, stop=stop, **options)
     if jax.process_index() == 0:
@@ -110,6 +106,19 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     else:
         all(True for _ in steps)  # every process runs every step
     return 0
+
+
+def _without_stages(cfg: Config) -> Config:
+    """Returns the settings with the devices of the pipeline's stages as further shards of the parameters.
+
+    A token passes all stages one after the other, so stages would only wait for each other. No device needs
+    more memory than with mesh.fsdp.
+    """
+    if cfg.mesh.pipeline == 1:
+        return cfg
+    mesh = dataclasses.replace(cfg.mesh, pipeline=1, fsdp=cfg.mesh.fsdp * cfg.mesh.pipeline)
+    # Below stage 3 of ZeRO, fsdp would replicate the parameters that the stages shard.
+    return dataclasses.replace(cfg, mesh=mesh, train=dataclasses.replace(cfg.train, zero_stage=3))
 
 
 def print_texts(

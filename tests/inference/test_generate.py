@@ -15,6 +15,7 @@ import pytest
 from conftest import ROOT, tiny_config
 
 from meshtrain import cli
+from meshtrain import state as states
 from meshtrain.config.build import build_data, build_model
 from meshtrain.config.parse import parse
 from meshtrain.inference import generate, restore
@@ -65,6 +66,38 @@ def test_several_prompts_give_the_same_text_on_every_mesh(workdir, tmp_path, cap
     )
     assert sharded == default
     assert sharded[1].splitlines() == ["--- 0", '!"#$%&', "--- 1", "XYZ[\\]^_", "--- 2", "012345"]
+
+
+def test_a_pipeline_mesh_gives_the_text_of_one_device(tmp_path, capsys, monkeypatch):
+    c = tiny_config()
+    c.train.steps, c.eval.batches, c.model.num_layers = 0, 0, 4
+    c.model.vocab_size = c.data.vocab_size = 128
+    train(c, workdir=tmp_path)
+    capsys.readouterr()
+    bytes_of = []
+
+    def record(cfg, path, real=restore.restore):
+        program, params = real(cfg, path)
+        bytes_of.append(states.bytes_per_device(params))
+        return program, params
+
+    monkeypatch.setattr(restore, "restore", record)
+    options = [f"--workdir={tmp_path}", "--temperature=0.9", "--prompt=abc", "--length=7"]
+    layouts = [
+        ["mesh.data=8", "mesh.fsdp=1"],
+        ["mesh.fsdp=8"],
+        ["mesh.pipeline=2"],
+        ["mesh.pipeline=2", "pipeline.schedule=interleaved", "pipeline.num_chunks=2"],
+        ["mesh.pipeline=2", "mesh.tensor=2", "train.zero_stage=0"],
+    ]
+    one, *others = [
+        run_verb("generate", *options, *(f"--config.{flag}" for flag in layout), capsys=capsys)
+        for layout in layouts
+    ]
+    assert one[0] == 0 and others == [one] * 4
+    # No device needs more memory than with mesh.fsdp alone; norms are not sharded over tensor.
+    assert bytes_of[2] == bytes_of[3] == bytes_of[1] < bytes_of[0] / 7
+    assert bytes_of[4] <= 1.1 * bytes_of[1]
 
 
 def test_a_stop_token_ends_the_text_and_is_not_printed(workdir, capsys):
@@ -162,7 +195,7 @@ def test_a_prompt_file_may_have_a_byte_order_mark_and_crlf(workdir, tmp_path, en
         (["--stop=<|endoftext|>"], "--stop='<|endoftext|>'"),
         (["--tokenizer=nowhere"], "nowhere"),
         (["--config.mesh.tensr=2"], "did you mean"),
-        (["--config.mesh.pipeline=2"], "mesh.pipeline=2"),
+        (["--config.mesh.pipeline=3"], "mesh.pipeline=3"),
         (["--lenght=3"], "--lenght"),
     ],
 )
