@@ -2,17 +2,18 @@
 
 import sys
 
-from meshtrain import cli
+from meshtrain import console
+from meshtrain.cluster import signals
 
 
 def main() -> int:
     """Runs the verb and returns its exit code."""
-    arguments = sys.argv[1:]
-    verb = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "train"
-    if verb not in cli.VERBS:
-        print(f"{verb}: unknown verb; use one of {', '.join(cli.VERBS)}", file=sys.stderr)
-        return 2
-    return cli.main(verb, arguments)
+    # Before the imports, which take a while, and before a new file becomes a closed stdout.
+    console.guard()
+    with signals.handled_in_thread():
+        from meshtrain import cli
+
+        return cli.command(sys.argv[1:])
 
 
 if __name__ == "__main__":

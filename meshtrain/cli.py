@@ -5,7 +5,7 @@ A process that runs alone imports jax only after it has checked the flags and th
 """
 
 import argparse
-import contextlib
+import errno
 import faulthandler
 import importlib
 import os
@@ -17,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from meshtrain.cluster import environment, progress, signals
+from meshtrain import console
+from meshtrain.cluster import environment, progress
 from meshtrain.cluster.rendezvous import RendezvousError
 from meshtrain.config import files
 from meshtrain.config.parse import parse
@@ -55,11 +56,30 @@ VERBS = {
 }
 
 
+def command(arguments: list[str]) -> int:
+    """Runs `meshtrain ARGUMENTS...` and returns the exit code."""
+    verb = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "train"
+    if verb not in VERBS:
+        print(f"{verb}: unknown verb; use one of {', '.join(VERBS)}", file=sys.stderr)
+        return EXIT_USER
+    return main(verb, arguments)
+
+
 def main(verb: str, argv: list[str] | None = None) -> int:
     """Runs a verb and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    with signals.handled_in_thread() if verb == "train" else contextlib.nullcontext():
-        return report_errors(lambda: _run(verb, argv))
+    is_run = verb in ("train", "launch")
+    try:
+        code = report_errors(lambda: _run(verb, argv))
+    except SystemExit as end:  # after --help
+        code, is_run = end.code, False
+    sys.stdout.flush()
+    error = console.faults.get("stdout")
+    # A run logs to its workdir instead. A reader that has ended, such as `head`, has what it wants.
+    if error and error.errno != errno.EPIPE and not is_run and not code:
+        print(f"stdout: {error.strerror}: the output is incomplete", file=sys.stderr)
+        return EXIT_FAILED
+    return code
 
 
 def _run(verb: str, argv: list[str]) -> int:

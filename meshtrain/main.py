@@ -13,7 +13,8 @@ import argparse
 import sys
 from typing import Any
 
-from meshtrain import cli
+from meshtrain import console
+from meshtrain.cluster import signals
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, ConfigError
 
 
@@ -57,4 +58,8 @@ def run(args: argparse.Namespace, config: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.main("train"))
+    console.guard()
+    with signals.handled_in_thread():
+        from meshtrain import cli
+
+        sys.exit(cli.main("train"))

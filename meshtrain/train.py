@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain import checkpoint
+from meshtrain import checkpoint, console
 from meshtrain.checkpoint import initial, lock
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cluster import distributed, progress, runtime, signals
@@ -34,7 +34,7 @@ class Result(NamedTuple):
     state: TrainState
     step: int  # batches seen
     eval_loss: float | None  # held-out loss at the end; None without held-out data
-    interrupted: bool  # by Ctrl-C or SIGTERM; the state was saved
+    interrupted: bool  # by Ctrl-C, SIGTERM or SIGHUP; the state was saved
 
 
 def train(
@@ -55,6 +55,7 @@ def train(
     a row whose loss or gradient is not finite; `health.CorruptState` if replicas of the state differ.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(console.guarded())
         stop = stack.enter_context(signals.stop_event())
         clock = stack.enter_context(contextlib.closing(progress.Clock()))
         distributed.reset_stop_requests()

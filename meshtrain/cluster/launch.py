@@ -9,6 +9,7 @@ newest valid checkpoint. The exit code is the run's; 18 if it hung too often.
 """
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ def launch(arguments: Sequence[str], **settings) -> int:
         )
     is_training = arguments[0].startswith("-") or arguments[0] == "train"
     workdir = _workdir(arguments) if is_training else None
+    if not is_training:
+        s = dataclasses.replace(s, grace=0.1)  # nothing to save
     process = environment.process_info(os.environ)  # of this supervisor
     command = [sys.executable, "-m", "meshtrain", *arguments]
     if s.simulate_devices:

@@ -1,59 +1,88 @@
-"""Ctrl-C and SIGTERM: the first one asks a run to save and stop, the second one ends it at once."""
+"""Ctrl-C, SIGTERM and a closed terminal: the first signal asks a run to save and stop, the second ends it.
 
+SIGHUP never counts as the second signal: a terminal that is closed may send it more than once. A process
+that is started with SIGHUP ignored (nohup) ignores it.
+"""
+
+import atexit
 import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+from meshtrain import console
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _thread_active = False  # whether `handled_in_thread` is in effect
-_stop_requested: threading.Event | None = None  # of the current run
+_receive: Callable[[int], None] | None = None  # of the innermost `received_by`
+
+
+def _handled() -> list[int]:
+    """Returns the signals to handle."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOPPING if number != signal.SIGHUP or not ignored]
+
+
+@contextlib.contextmanager
+def received_by(receive: Callable[[int], None]) -> Iterator[Mapping[int, Any]]:
+    """Within the context each signal calls `receive(number)`. Yields the handlers that it has replaced.
+
+    Outside the main thread `receive` is called only if `handled_in_thread` is in effect: only the main
+    thread can set handlers.
+    """
+    global _receive
+    if _thread_active or threading.current_thread() is not threading.main_thread():
+        before, _receive = _receive, receive
+        try:
+            yield {}
+        finally:
+            _receive = before
+        return
+    handlers = {number: signal.getsignal(number) for number in _handled()}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: receive(number))
+    try:
+        yield handlers
+    finally:
+        for number, previous in handlers.items():
+            signal.signal(number, previous or signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def stop_event() -> Iterator[threading.Event]:
     """Yields an event that the first signal sets; the second signal has the effect it had before."""
-    global _stop_requested
     event = threading.Event()
-    # Only the main thread can set handlers; `handled_in_thread` has set its own.
-    if _thread_active or threading.current_thread() is not threading.main_thread():
-        _stop_requested = event
-        try:
-            yield event
-        finally:
-            _stop_requested = None
-        return
 
-    def handler(signum, frame):
-        event.set()
-        for number in STOPPING:
-            signal.signal(number, before[number])
+    def receive(number: int) -> None:
+        if not event.is_set():
+            event.set()
+        elif number == signal.SIGHUP:
+            return
+        elif number in handlers:
+            signal.signal(number, handlers[number])
+            signal.raise_signal(number)
+        else:
+            _end("aborted: everything since the last save is lost", number)
 
-    before = {number: signal.getsignal(number) for number in STOPPING}
-    for number in STOPPING:
-        signal.signal(number, handler)
-    try:
+    with received_by(receive) as handlers:
         yield event
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 @contextlib.contextmanager
 def handled_in_thread() -> Iterator[None]:
-    """Handles signals in a thread: the main thread may wait in native code for another process.
+    """Handles signals in a thread: the main thread may be in native code, or wait for another process.
 
-    The first signal during a run sets its `stop_event`. Any other signal logs a line and ends this
-    process at once. Enter this context in the main thread.
+    A signal that no `received_by` receives logs a line and ends this process at once, in any state: all
+    that it writes is safe against SIGKILL too. Enter this context in the main thread.
     """
     global _thread_active
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    before = {number: signal.signal(number, lambda *args: None) for number in STOPPING}
+    before = {number: signal.signal(number, lambda *args: None) for number in _handled()}
     previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_handle_signals, args=(receiver,), name="signals", daemon=True).start()
     _thread_active = True
@@ -63,8 +92,10 @@ def handled_in_thread() -> Iterator[None]:
         _thread_active = False
         signal.set_wakeup_fd(previous_fd)
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
         sender.close()  # ends the thread
+        # While Python exits, KeyboardInterrupt would print a traceback.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 def _handle_signals(receiver: socket.socket) -> None:
@@ -73,10 +104,12 @@ def _handle_signals(receiver: socket.socket) -> None:
             number = received[0]
             if number not in STOPPING:
                 continue
-            if _stop_requested is not None and not _stop_requested.is_set():
-                _stop_requested.set()
-                continue
-            message = b"aborted: everything since the last save is lost\n"
-            with contextlib.suppress(OSError, ValueError):
-                os.write(sys.__stderr__.fileno(), message)
-            os._exit(128 + number)
+            if _receive is not None:
+                _receive(number)
+            else:
+                _end("interrupted", number)
+
+
+def _end(message: str, number: int) -> None:
+    console.write_now(f"{message}\n")
+    os._exit(128 + number)

@@ -5,12 +5,11 @@ import json
 import random
 import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshtrain import console
 from meshtrain.cluster import environment, nodes, restart_policy, signals
 from meshtrain.cluster.restart_policy import Outcome, RestartBudget, Settings, TimeAccount
 from meshtrain.cluster.workers import RankAssignment, Workers
@@ -40,7 +39,9 @@ class Supervisor:
         """Returns the exit code of the run; `host_options` are the keyword arguments of `Workers`."""
         s = self._settings
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._recorded_signals())
+            stack.enter_context(console.guarded())
+            console.log_to(self._workdir and self._workdir / console.LOG)
+            stack.enter_context(signals.received_by(self._record_signal))
             self._workers = Workers(command, show=self._show, **host_options)
             stack.enter_context(contextlib.closing(self._workers))
             if s.nnodes == 1:
@@ -197,6 +198,7 @@ class Supervisor:
             late = stop_requested_at and time.monotonic() - stop_requested_at > grace
             if late or len(self._signals) > 1:
                 why = f"not saved within {grace:.0f} s" if late else "aborted"
+                why = why if grace >= 1 else "interrupted"
                 self._log(why, error=True)
                 return restart_policy.failed(why, None)
             statuses = [status for group in groups for status in group.statuses()]
@@ -232,28 +234,22 @@ class Supervisor:
         while time.monotonic() < until and not self._signals:
             self._poll()
 
-    @contextlib.contextmanager
-    def _recorded_signals(self):
-        """Records the signals that ask to stop, except those that are ignored already (nohup)."""
-        numbers = [*signals.STOPPING, signal.SIGHUP]
-        if threading.current_thread() is not threading.main_thread():
-            numbers = []  # only the main thread can set handlers
-        before = {n: signal.getsignal(n) for n in numbers}
-        replaced = {n: old for n, old in before.items() if old is not signal.SIG_IGN}
-        for number in replaced:
-            signal.signal(number, lambda signum, frame: self._signals.append(signum))
-        try:
-            yield
-        finally:
-            for number, handler in replaced.items():
-                signal.signal(number, handler or signal.SIG_DFL)
+    def _record_signal(self, number: int) -> None:
+        # A closed terminal sends SIGHUP more than once; a second signal aborts.
+        if number != signal.SIGHUP or not self._signals:
+            self._signals.append(number)
 
     def _show(self, rank: int, line: str) -> None:
         if not line.startswith(HIDDEN_PREFIX):
-            _print(f"[{rank}] {line}", sys.stdout)
+            self._print(f"[{rank}] {line}")
 
     def _log(self, line: str, *, error: bool = False) -> None:
-        _print(f"launch: {line}", sys.stderr if error else sys.stdout)
+        self._print(f"launch: {line}", stream="stderr" if error else "stdout")
+
+    def _print(self, line: str, *, stream: str = "stdout") -> None:
+        console.say(line, stream=stream)
+        for fields in console.new_faults():
+            self._event("output_lost", **fields)
 
     def _event(self, event: str, **fields) -> None:
         if self._workdir and self._workdir.is_dir() and self._settings.node_rank == 0:
@@ -279,9 +275,3 @@ def _free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
-
-
-def _print(line: str, stream) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a closed stream must not stop the training
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        print(line.encode(encoding, "replace").decode(encoding), file=stream, flush=True)

@@ -1,20 +1,17 @@
 """Writes metrics.jsonl, events.jsonl and config.json of a run, and lines or a progress bar to the console."""
 
 import contextlib
-import datetime
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import rich.console
-import rich.progress
 
+from meshtrain import console
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
 from meshtrain.monitor.units import Units
@@ -45,6 +42,14 @@ def _step_of(row: str) -> float:
         return math.inf
 
 
+def _short(number: float) -> str:
+    """Returns a number with three digits: 123k."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
+
+
 def _replace(path: Path, text: str) -> None:
     """Replaces a file atomically. Raises ConfigError if it cannot be written."""
     new = path.with_name(path.name + ".new")
@@ -62,15 +67,14 @@ class Writer:
 
     def __init__(self, workdir: Path | None, *, leader: bool):
         self._folder = workdir if leader else None
-        self._console = rich.console.Console(
-            quiet=not leader, highlight=False, soft_wrap=True, markup=False
-        )
-        self._bar: rich.progress.Progress | None = None
+        self._leader = leader
+        self._bar: console.Bar | None = None
         self._pending: tuple | None = None  # the report of the latest step, see `step`
         self._unwritten: dict[str, list[str]] = {}  # file name -> lines still to be written
         self.newest: dict[str, float] = {}  # metrics of the newest finished step
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
+        console.log_to(workdir and workdir / console.LOG)
 
     def begin(
         self,
@@ -101,11 +105,9 @@ class Writer:
             earlier = [row for row in rows if _step_of(row) < start]
             if earlier != rows:
                 _replace(metrics, "".join(row + "\n" for row in earlier))
-        if self._console.is_terminal and not self._bar:
-            columns = rich.progress.BarColumn(20), rich.progress.TextColumn("{task.description}")
-            self._bar = rich.progress.Progress(*columns, console=self._console)
-            self._task = self._bar.add_task("", total=self._steps, completed=start)
-            self._bar.start()
+        if self._leader and not self._bar:
+            self._bar = console.Bar(self._steps, stream="stdout")
+            self._bar.show(start, f"{start}/{self._steps}")
         self._last_row_time = time.perf_counter()
         self._steps_since_row, self._waited_at_row = 0, waited
 
@@ -146,6 +148,9 @@ class Writer:
         ended = ended or time.perf_counter()
         self._steps_since_row += 1
         self.newest = metrics
+        if self._bar and self._bar.due():
+            self._draw(step, metrics, (ended - self._last_row_time) / self._steps_since_row)
+        self._report_lost_output()
         if log:
             self._write(step, metrics, ended, waited, eval_loss)
         self._observe(step, metrics)
@@ -178,17 +183,10 @@ class Writer:
         self._last_row_time, self._steps_since_row, self._waited_at_row = ended, 0, waited
 
     def _show(self, row: dict[str, Any]) -> None:
-        """Logs a row as a line; with a progress bar, updates it and logs only rows with an evaluation."""
-        left = datetime.timedelta(seconds=round((self._steps - row["step"] - 1) * row["step_time"]))
+        """Logs a row as a line."""
+        left = console.duration((self._steps - row["step"] - 1) * row["step_time"])
         speed = f"{row['tokens_per_second']:,.0f} {self._units.name}/s"
         speed += f" · mfu {row['mfu']:.1%}" if row["mfu"] else ""
-        if self._bar:
-            text = (
-                f"{row['step'] + 1}/{self._steps} · loss {row['loss']:.4f} · {speed} · {left} left"
-            )
-            self._bar.update(self._task, completed=row["step"] + 1, description=text)
-            if "eval_loss" not in row:
-                return
         more = " · skipped" if row.get("skipped") else ""
         more += f" · held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
         self.log(
@@ -196,10 +194,31 @@ class Writer:
             f"grad norm {row['grad_norm']:.3f} · lr {row['learning_rate']:.2e} · {speed} · {left} left{more}"
         )
 
+    def _draw(self, step: int, metrics: dict[str, float], step_time: float) -> None:
+        """Shows a step in the bar."""
+        step_time = max(step_time, 1e-6)
+        per_second = self._units_per_step / step_time
+        parts = [
+            f"{step + 1}/{self._steps}",
+            f"loss {metrics['loss']:.4f}",
+            f"grad norm {metrics['grad_norm']:.3f}",
+            f"lr {metrics['learning_rate']:.1e}",
+            f"{_short(per_second)} {self._units.name}/s",
+            f"{console.duration((self._steps - step - 1) * step_time)} left",
+        ]
+        if self._seconds_at_peak:
+            parts.append(f"mfu {self._seconds_at_peak * per_second:.1%}")
+        self._bar.show(step + 1, *parts)
+
     def log(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
-        self._console.print(text)
-        sys.stdout.flush()
+        if self._leader:
+            console.say(text)
+            self._report_lost_output()
+
+    def _report_lost_output(self) -> None:
+        for fields in console.new_faults():
+            self.event("output_lost", **fields)
 
     def event(self, event: str, **fields: Any) -> None:
         """Appends a line to events.jsonl."""
@@ -239,5 +258,5 @@ class Writer:
     def close(self) -> None:
         """Removes the bar; `log` and `event` still work."""
         if self._bar:
-            self._bar.stop()
+            self._bar.close()
             self._bar = None
