@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 from meshtrain import console
 from meshtrain.cluster import environment, progress
-from meshtrain.cluster.rendezvous import RendezvousError
 from meshtrain.config import files
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
-from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError
+from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError
 
 
 class Verb(NamedTuple):
@@ -227,8 +226,8 @@ def report_errors(run: Callable[[], int]) -> int:
         code = run()
     except ConfigError as error:
         print(error, file=sys.stderr)
-        peer_missing = isinstance(error, RendezvousError) and progress.VARIABLE in os.environ
-        code = EXIT_FAILED if peer_missing else EXIT_USER
+        may_pass = isinstance(error, TransientError) and progress.VARIABLE in os.environ
+        code = EXIT_FAILED if may_pass else EXIT_USER
     except Exception:
         if _num_processes() > 1:
             traceback.print_exc()

@@ -20,6 +20,10 @@ class ConfigError(ValueError):
         self.faults = faults
 
 
+class TransientError(ConfigError):
+    """A fault of the machines that may pass: if a supervisor started the run, it is worth a restart."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ' (did you mean "x"?)' with the most similar known name, or ''."""
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)

@@ -27,7 +27,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--from_scratch",
         action="store_true",
-        help="start from step 0 if all checkpoints in the workdir are corrupt, instead of stopping",
+        help="if all checkpoints in the workdir are corrupt, quarantine them and start from step 0",
     )
     flags.add_argument(
         "--elastic",

@@ -1,7 +1,9 @@
 """Saves and restores arrays with Orbax: each process writes its shards and reads the shards it needs."""
 
+import contextlib
 import fnmatch
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from meshtrain.checkpoint import manifest, strays
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Params
 from meshtrain.state import LossScale, TrainState, start_loss_scale
@@ -111,8 +114,7 @@ def _only(tree: Params, wanted: Mapping[str, Any], prefix: str = "") -> Params:
 
 def as_numpy(directory: Path) -> dict[str, np.ndarray]:
     """Returns all arrays of a checkpoint by path, on the host."""
-    path = (directory / FOLDER).absolute()
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+    with _listed_files(directory) as path, ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
         saved = orbax.metadata(path).item_metadata.tree
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
         tree = orbax.restore(path, args=ocp.args.PyTreeRestore(restore_args=on_host))
@@ -141,11 +143,25 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any) -> Any:
         restore_args=ocp.checkpoint_utils.construct_restore_args(target),
         partial_restore=True,
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        read = orbax.restore((directory / FOLDER).absolute(), args=args)
+    with _listed_files(directory) as path, ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+        read = orbax.restore(path, args=args)
     return jax.tree.map(
         lambda new, leaf: new if new.dtype == leaf.dtype else new.astype(leaf.dtype), read, wanted
     )
+
+
+@contextlib.contextmanager
+def _listed_files(directory: Path) -> Iterator[Path]:
+    """Yields a folder with only the arrays' files that the manifest lists: Orbax would read others too."""
+    found = manifest.read(directory)
+    if not strays.find(directory, found):
+        yield (directory / FOLDER).absolute()
+        return
+    with tempfile.TemporaryDirectory() as links:
+        for name in found.files:
+            (link := Path(links) / name).parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to((directory / name).absolute())
+        yield Path(links) / FOLDER
 
 
 def _fields(state: TrainState) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Lists, verifies, compares and removes the checkpoints of a run.
 
   meshtrain checkpoint ls WORKDIR                 list all checkpoints, valid or corrupt
-  meshtrain checkpoint verify WORKDIR             the same; exit code 1 if one is corrupt
+  meshtrain checkpoint verify WORKDIR             the same; exit code 1 if one is corrupt or unreadable
   meshtrain checkpoint diff PATH PATH             list the arrays that differ; exit code 1 if any does
   meshtrain checkpoint prune WORKDIR --keep=N     remove valid checkpoints except the N newest
 
@@ -9,7 +9,6 @@ PATH is a checkpoint (WORKDIR/checkpoints/STEP), or a workdir, which stands for 
 """
 
 import argparse
-import contextlib
 import datetime
 import shutil
 from pathlib import Path
@@ -18,25 +17,32 @@ import jax
 import numpy as np
 
 from meshtrain import checkpoint
-from meshtrain.checkpoint import arrays, lock, manifest
+from meshtrain.checkpoint import arrays, lock, manifest, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.errors import ConfigError, minimum_faults
 
 
 def listing(folder: Path) -> tuple[list[str], bool]:
-    """Returns a line for each checkpoint, oldest first, then quarantined ones, and whether all are valid."""
+    """Returns a line for each checkpoint, oldest first, then quarantined ones, and whether all are valid.
+
+    A checkpoint that cannot be read (another format, no permission) is neither valid nor corrupt.
+    """
     lines, all_valid = [], True
     for step in reversed(manifest.steps(folder)):
         try:
-            lines.append(f"{step:>9}  valid    {_described(manifest.verify(folder / str(step)))}")
+            one = manifest.verify(folder / str(step))
+            parts = filter(None, (_described(one), strays.note(folder / str(step), one)))
+            lines.append(f"{step:>9}  valid    {' · '.join(parts)}")
+        except ConfigError as error:
+            lines.append(f"{step:>9}  unreadable  {error}")
+            all_valid = False
         except CorruptCheckpoint as error:
             if not (folder / str(step)).exists():
                 continue  # removed by a run in the meantime
             lines.append(f"{step:>9}  corrupt  {error}")
             all_valid = False
-    quarantine = folder / manifest.QUARANTINE
     lines += [
-        f"{path.name:>9}  quarantined in {quarantine}" for path in sorted(quarantine.glob("*"))
+        f"{path.name:>9}  quarantined in {path.parent}" for path in manifest.quarantined(folder)
     ]
     return lines, all_valid
 
@@ -76,10 +82,12 @@ def differences(a: Path, b: Path) -> tuple[list[str], bool]:
 
 def prune(workdir: Path, args: argparse.Namespace) -> list[str]:
     """Removes the checkpoints that the flags do not keep, and returns a line for each."""
-    folder, valid = workdir / checkpoint.FOLDER, []
+    folder, valid, kept = workdir / checkpoint.FOLDER, [], []
     for step in manifest.steps(folder):
-        with contextlib.suppress(CorruptCheckpoint):  # neither counted nor removed
+        try:
             valid.append(manifest.verify(folder / str(step)))
+        except (CorruptCheckpoint, ConfigError) as error:
+            kept.append(f"neither counted nor removed: step {step}: {error}")
     if args.keep_best and not any(args.best_by in one.metrics for one in valid):
         raise ConfigError(f"--best_by={args.best_by}: no checkpoint has such a metric")
     counts = dict(keep=args.keep, keep_every=args.keep_every, keep_best=args.keep_best)
@@ -90,7 +98,7 @@ def prune(workdir: Path, args: argparse.Namespace) -> list[str]:
     if args.quarantine and (quarantine := folder / manifest.QUARANTINE).is_dir():
         shutil.rmtree(quarantine)
         removed.append(quarantine)
-    return [f"removed {path}" for path in removed] or ["nothing to remove"]
+    return kept + ([f"removed {path}" for path in removed] or ["nothing to remove"])
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -130,7 +138,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _run(args)
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+        raise ConfigError(
+            f"{error.filename or args.paths[0]}: {error.strerror or error}"
+        ) from error
 
 
 def _run(args: argparse.Namespace) -> int:

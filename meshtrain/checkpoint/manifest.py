@@ -14,11 +14,13 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from isal import isal_zlib  # CRC-32 at the speed of memory
+
+from meshtrain.errors import ConfigError, TransientError
 
 NAME = "MANIFEST.json"
 PARTIAL = ".partial"
@@ -27,10 +29,16 @@ FORMAT = 1
 STEP_NAME = re.compile("0|[1-9][0-9]*")  # name of a checkpoint folder
 BLOCK_BYTES = 256 << 10  # read at once; fits in a core's cache
 MAX_BYTES = 256 << 20  # of a manifest; a larger file is not read
+# Files of NFS and macOS that come and go: a manifest that lists one would make its checkpoint corrupt.
+TRANSIENT_FILES = (".nfs", "._", ".DS_Store")
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint that must not be used; the message says why."""
+    """A checkpoint that must not be used; the message says why.
+
+    Only a checkpoint that is certainly corrupt may be quarantined. A checkpoint that cannot be read here
+    and now (another format, an error of the disk or the network) may be valid: that is a ConfigError.
+    """
 
 
 @dataclass(frozen=True)
@@ -79,74 +87,112 @@ def commit(folder: Path, step: int, **fields: Any) -> Manifest:
         os.fsync(file.fileno())
     for directory in {written, *(path.parent for path in written.rglob("*"))}:
         _sync_folder(directory)
-    if (folder / str(step)).exists():  # it is corrupt: a valid checkpoint is not written again
-        quarantine(folder, step)
     os.rename(written, folder / str(step))
     _sync_folder(folder)
     return manifest
 
 
 def read(directory: Path) -> Manifest:
-    """Returns the manifest of a checkpoint; raises CorruptCheckpoint if it is invalid."""
+    """Returns the manifest of a checkpoint.
+
+    Raises CorruptCheckpoint if it is invalid, and ConfigError if it may be valid but cannot be read.
+    """
     try:
         status = (directory / NAME).lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
             raise CorruptCheckpoint(f"{NAME} is not a file, or larger than {MAX_BYTES} bytes")
-        fields = json.loads((directory / NAME).read_text())
-        crc32 = fields.pop("crc32")
-        if checksum(fields) != crc32:
-            raise CorruptCheckpoint(f"{NAME} fails its checksum")
-        if fields["format"] != FORMAT:
-            raise CorruptCheckpoint(
-                f"format {fields['format']} is not {FORMAT}, the only supported format"
+        record = json.loads((directory / NAME).read_bytes())
+        # First: another version may also have another checksum.
+        if isinstance(number := record.get("format"), int) and number != FORMAT:
+            raise ConfigError(
+                f"{directory}: format {number} is not {FORMAT}, the only one that this version reads; "
+                f"use the version of meshtrain that wrote it"
             )
-        fields.pop("config_crc32", None)  # in older manifests; nothing reads it
-        files = {name: (size, crc) for name, (size, crc) in fields.pop("files").items()}
-        manifest = Manifest(files=files, **fields)
+        crc32 = record.pop("crc32")
+        if checksum(record) != crc32:
+            raise CorruptCheckpoint(f"{NAME} fails its checksum")
+        # Other versions may write fields that this one does not know.
+        known = {
+            field.name: record[field.name] for field in fields(Manifest) if field.name in record
+        }
+        known["files"] = {name: (size, crc) for name, (size, crc) in known["files"].items()}
+        manifest = Manifest(**known)
         if not isinstance(manifest.step, int) or not 0 <= operator.index(manifest.position):
             raise TypeError
         for numbers in (manifest.metrics, manifest.watch, manifest.mesh, {"": manifest.time}):
             if not all(isinstance(number, int | float) for number in numbers.values()):
                 raise TypeError
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        if directory.is_symlink() and not directory.exists():
+            raise TransientError(
+                f"{directory}: links to {os.readlink(directory)}, which does not exist; mount its disk, "
+                f"or remove the link"
+            ) from None
         raise CorruptCheckpoint(f"{NAME} is missing") from None
     except OSError as error:
-        raise CorruptCheckpoint(f"{NAME}: {error.strerror}") from error
+        raise _unreadable(directory / NAME, error) from error
+    except ConfigError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{NAME} is damaged") from error
     if str(manifest.step) != directory.name:
-        raise CorruptCheckpoint(f"{NAME} belongs to step {manifest.step}")
+        raise ConfigError(
+            f"{directory}: {NAME} belongs to step {manifest.step}; rename the folder, or move it away"
+        )
     return manifest
 
 
 def verify(directory: Path) -> Manifest:
-    """Returns the manifest after verifying every byte of the files; raises CorruptCheckpoint."""
+    """Returns the manifest after verifying every byte of the files that it lists; see `unlisted` for others.
+
+    Raises CorruptCheckpoint, and ConfigError if the checkpoint may be valid but cannot be read.
+    """
     manifest = read(directory)
-    for name in manifest.files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\0" in name:
-            raise CorruptCheckpoint(f"{name!r} points outside the checkpoint")
     try:
-        found = {*_files(directory)} - {NAME}
-        if missing := sorted(manifest.files.keys() - found):
-            raise CorruptCheckpoint(f"{missing[0]} is missing")
-        if extra := sorted(found - manifest.files.keys()):
-            raise CorruptCheckpoint(f"{extra[0]} is not in the manifest")
         for name, (size, _) in manifest.files.items():
-            if (actual := (directory / name).stat().st_size) != size:
-                raise CorruptCheckpoint(f"{name} has {actual} bytes of {size}")
+            _check_file(directory, name, size)
         for name, measured in _measure(directory, manifest.files, sync=False).items():
             if measured != manifest.files[name]:
                 raise CorruptCheckpoint(f"{name} fails its checksum")
     except OSError as error:
-        raise CorruptCheckpoint(f"{error.filename}: {error.strerror}") from error
+        raise _unreadable(directory, error) from error
     return manifest
+
+
+def _check_file(directory: Path, name: str, size: int) -> None:
+    """Raises CorruptCheckpoint unless `name` is a file of this size in the folder, and not behind a link."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise CorruptCheckpoint(f"{name!r} points outside the checkpoint")
+    try:
+        for parent in path.parents[:-1]:
+            if not stat.S_ISDIR((directory / parent).lstat().st_mode):
+                raise CorruptCheckpoint(f"{parent} is not a folder")
+        status = (directory / name).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CorruptCheckpoint(f"{name} is missing") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptCheckpoint(f"{name} is not a file")
+    if status.st_size != size:
+        raise CorruptCheckpoint(f"{name} has {status.st_size} bytes of {size}")
+
+
+def _unreadable(path: Path, error: OSError) -> TransientError:
+    return TransientError(
+        f"{error.filename or path}: {error.strerror or error}; the checkpoint may be valid: repair the disk, "
+        f"the network or the permissions, or move it away"
+    )
 
 
 def steps(folder: Path) -> list[int]:
     """Returns the steps of all checkpoint folders, valid or not, newest first."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted((int(name) for name in names if STEP_NAME.fullmatch(name)), reverse=True)
+    try:
+        names = [name for name in os.listdir(folder) if STEP_NAME.fullmatch(name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    return sorted((int(name) for name in names if not (folder / name).is_file()), reverse=True)
 
 
 def remove_partial(folder: Path) -> list[str]:
@@ -164,7 +210,9 @@ def remove_partial(folder: Path) -> list[str]:
 def remove(path: Path) -> None:
     """Removes a checkpoint. Renames it first, so that a partly removed folder is not a checkpoint."""
     if not path.name.endswith(PARTIAL):
-        path = path.rename(path.with_name(path.name + PARTIAL))
+        leftover = path.with_name(path.name + PARTIAL)
+        shutil.rmtree(leftover, ignore_errors=True)  # a folder can only replace an empty one
+        path = path.rename(leftover)
     if path.is_symlink() or path.is_file():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
@@ -177,10 +225,19 @@ def quarantine(folder: Path, step: int) -> Path:
         folder / QUARANTINE / f"{step}{suffix}"
         for suffix in ("", *map(".{}".format, range(1, 10**6)))
     )
-    target = next(path for path in names if not path.exists())
+    target = next(path for path in names if not os.path.lexists(path))
     os.rename(folder / str(step), target)
     _sync_folder(folder)
     return target
+
+
+def quarantined(folder: Path) -> list[Path]:
+    """Returns the checkpoints in the quarantine folder."""
+    return sorted(
+        path
+        for path in (folder / QUARANTINE).glob("*")
+        if STEP_NAME.fullmatch(path.name.partition(".")[0])
+    )
 
 
 def steps_to_keep(
@@ -200,14 +257,10 @@ def steps_to_keep(
 
 
 def _files(directory: Path) -> Iterator[str]:
-    """Yields the paths of all files; raises CorruptCheckpoint for anything else, such as a link."""
+    """Yields the paths of the files to list in a manifest."""
     for path in directory.rglob("*"):
-        mode = path.lstat().st_mode
-        name = path.relative_to(directory).as_posix()
-        if stat.S_ISREG(mode):
-            yield name
-        elif not stat.S_ISDIR(mode):
-            raise CorruptCheckpoint(f"{name} is neither a file nor a folder")
+        if not path.name.startswith(TRANSIENT_FILES) and stat.S_ISREG(path.lstat().st_mode):
+            yield path.relative_to(directory).as_posix()
 
 
 def _measure(directory: Path, names: Iterable[str], *, sync: bool) -> dict[str, tuple[int, str]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import threading
 import time
@@ -10,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint import arrays, manifest, newest_valid
+from meshtrain.checkpoint import arrays, manifest, newest_valid, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import CheckpointConfig
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, TransientError
 from meshtrain.state import TrainState, bytes_of
 
 SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the state's bytes
@@ -93,32 +94,54 @@ class Saver:
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
         """Returns the newest valid checkpoint, or None if there is none; quarantines newer, corrupt ones.
 
-        Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`.
+        Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`, and if the
+        newest may be valid but cannot be read.
         """
         self._wait()
-        step, faults = None, []
+        step, faults, may_pass = None, [], False
         if distributed.process_id() == 0:
-            newest, corrupt = newest_valid(self._folder)
-            step = newest.step if newest else None
-            quarantine = self._folder / manifest.QUARANTINE
-            if newest or from_scratch:
-                for corrupt_step, why in corrupt.items():
-                    target = manifest.quarantine(self._folder, corrupt_step)
-                    self._event("quarantine", step=corrupt_step, why=why, place=str(target))
-                    self._log(f"checkpoint of step {corrupt_step}: {why}; moved to {target}")
-            elif corrupt or quarantine.is_dir():
+            try:
+                step, faults = self._newest(from_scratch)
+            except ConfigError as error:
+                faults, may_pass = error.faults, isinstance(error, TransientError)
+            except OSError as error:  # of the quarantine
                 faults = [
-                    f"{self._folder}: no checkpoint is valid; use --from_scratch to start at step 0"
+                    f"{error.filename}: {error.strerror}; corrupt checkpoints cannot be moved there"
                 ]
-                faults += [f"  step {corrupt_step}: {why}" for corrupt_step, why in corrupt.items()]
-                faults += [f"  {path}: quarantined before" for path in sorted(quarantine.glob("*"))]
-        step, faults = distributed.broadcast((step, faults))
+        step, faults, may_pass = distributed.broadcast((step, faults, may_pass))
         if faults:
-            raise ConfigError(*faults)
+            raise (TransientError if may_pass else ConfigError)(*faults)
         if step is None:
             return None
         self._newest_step, self._failures = step, 0
         return manifest.read(self._folder / str(step))
+
+    def _newest(self, from_scratch: bool) -> tuple[int | None, list[str]]:
+        """Returns the step of the newest valid checkpoint after quarantining newer ones, and the faults."""
+        newest, corrupt = newest_valid(self._folder)
+        if newest or from_scratch:
+            for step, why in corrupt.items():
+                self._quarantine(step, why)
+        elif corrupt or manifest.quarantined(self._folder):
+            faults = [
+                f"{self._folder}: no checkpoint is valid; --from_scratch quarantines them and starts at step 0"
+            ]
+            faults += [f"  step {step}: {why}" for step, why in corrupt.items()]
+            quarantined = manifest.quarantined(self._folder)
+            return None, [*faults, *(f"  {path}: quarantined before" for path in quarantined)]
+        if newest is None:
+            return None, []
+        directory = self._folder / str(newest.step)
+        if text := strays.note(directory, newest):
+            found = strays.find(directory, newest)
+            self._event("stray_files", step=newest.step, files=found[:20])
+            self._log(f"checkpoint of step {newest.step}: {text}")
+        return newest.step, []
+
+    def _quarantine(self, step: int, why: str) -> None:
+        target = manifest.quarantine(self._folder, step)
+        self._event("quarantine", step=step, why=why, place=str(target))
+        self._log(f"checkpoint of step {step}: {why}; moved to {target}")
 
     def restore(self, saved: Manifest, abstract: TrainState) -> TrainState:
         """Returns the state of a checkpoint with the shardings of `abstract`; see `arrays.restore`."""
@@ -166,7 +189,9 @@ class Saver:
             return ""
         try:
             manifest.remove(folder)
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(folder.with_suffix("")):  # a valid checkpoint is not written again
+                self._quarantine(int(folder.stem), "appeared during the run")
             return self._space_fault(size)
         except OSError as error:
             return f"{error.strerror}: {error.filename}"
@@ -193,8 +218,8 @@ class Saver:
         for step in manifest.steps(self._folder):
             try:
                 found.append(manifest.read(self._folder / str(step)))
-            except CorruptCheckpoint:
-                continue  # left as evidence; the next start reports it
+            except (CorruptCheckpoint, ConfigError):
+                continue  # left as it is; the next start reports it
         keep = manifest.steps_to_keep(
             found, keep=s.keep, keep_every=s.keep_every, keep_best=s.keep_best, best_by=s.best_by
         )

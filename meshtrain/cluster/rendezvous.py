@@ -19,7 +19,7 @@ from meshtrain.cluster.environment import (
     LOOPBACK_IPV6,
     ProcessInfo,
 )
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, TransientError
 
 RETRY = 0.2  # seconds between attempts to reach process 0
 LOG_EVERY = 10.0  # seconds between log lines that name the missing processes
@@ -28,7 +28,7 @@ MAX_LINE = 100_000  # bytes
 MISSING = "missing"  # marks a fault that is not a user's mistake
 
 
-class RendezvousError(ConfigError):
+class RendezvousError(TransientError):
     """A process is missing, or the port is taken: not the user's mistake if a supervisor started the run."""
 
 

@@ -1,11 +1,16 @@
 """Checkpoints: manifests, corrupt checkpoints, failed saves, retention, and restores on other meshes."""
 
+import builtins
+import errno
+import io
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,7 +20,7 @@ from conftest import ROOT
 from test_train import assert_bit_equal, losses, quick, rows
 
 import meshtrain
-from meshtrain import __main__, checkpoint, cli
+from meshtrain import __main__, checkpoint, cli, errors
 from meshtrain.checkpoint import arrays, lock, manifest, saver
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.train import train
@@ -118,14 +123,13 @@ def test_300_random_corruptions_are_all_detected(finished_run, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: (d / "extra").write_text(""), "extra is not in the manifest"),
-        (lambda d: (d / "link").symlink_to("/etc/passwd"), "link is neither a file nor a folder"),
+        (lambda d: replace_by_link(largest_file(d)), "arrays/.* is not a file"),
+        (lambda d: replace_by_link(d / manifest.NAME), "MANIFEST.json is not a file"),
+        (lambda d: replace_by_link(d / "arrays" / "d"), "arrays/d is not a folder"),
         (lambda d: (d / manifest.NAME).unlink(), "MANIFEST.json is missing"),
         (lambda d: (d / manifest.NAME).write_text("{}"), "MANIFEST.json is damaged"),
         (lambda d: (d / manifest.NAME).write_text("[" * 10**5), "MANIFEST.json is damaged"),
         (lambda d: shutil.rmtree(d / "arrays"), "is missing"),
-        (lambda d: rewrite(d, step=7), "MANIFEST.json belongs to step 7"),
-        (lambda d: rewrite(d, format=2), "format 2 is not 1"),
         (lambda d: rewrite(d, files={"../../../LOCK": [1, "0"]}), "points outside the checkpoint"),
         (lambda d: rewrite(d, files={"/etc/passwd": [1, "0"]}), "points outside the checkpoint"),
         (lambda d: rewrite(d, files={"a": 1}), "MANIFEST.json is damaged"),
@@ -139,6 +143,136 @@ def test_a_corrupt_checkpoint_is_rejected_with_the_reason(workdir, change, messa
         manifest.verify(directory)
 
 
+def replace_by_link(path):
+    """Moves a file or folder elsewhere, and leaves a link to it."""
+    path.symlink_to(path.rename(path.parents[3] / f"moved {path.name}"))
+
+
+STRAYS = ".DS_Store ._{} .nfs000000000012 {}~ .{}.swp {}.bak Thumbs.db #{}# process_1 ocdbt.process_7".split()
+
+
+def add_strays(directory):
+    """Leaves junk of all kinds in each folder of a checkpoint, named after each of its files."""
+    folders = [directory, *(path for path in directory.rglob("*") if path.is_dir())]
+    for folder in folders:
+        names = [path.name for path in folder.iterdir()]
+        for stray in {stray.format(name) for stray in STRAYS for name in names}:
+            if not (folder / stray).exists():
+                (folder / stray).write_text("junk")
+        (folder / "empty").mkdir()
+        (folder / "folder" / "inner").mkdir(parents=True)
+        (folder / "folder" / "inner" / "file").write_text("junk")
+        (folder / "link").symlink_to("/etc/passwd")
+        (folder / "dangling").symlink_to(folder / "nowhere")
+        (folder / "loop").symlink_to("loop")
+        (folder / "up").symlink_to("..")
+
+
+def test_stray_files_do_not_make_a_checkpoint_corrupt_and_are_reported_once(
+    workdir, finished_run, capsys
+):
+    for step in (2, 4, 6):
+        add_strays(checkpoints(workdir) / str(step))
+    for stray in (".DS_Store", "6~", "._6", "12", ".nfs000000000034", "quarantine"):
+        (checkpoints(workdir) / stray).write_text("junk")
+    assert cli.main("checkpoint", ["verify", str(workdir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and all("valid" in x and "ignores #MANIFEST.json#" in x for x in lines)
+    assert cli.main("checkpoint", ["diff", str(workdir), str(finished_run)]) == 0
+    assert capsys.readouterr().out.count(": not in the manifest\n") == 1
+    result = train(saving(8), workdir=workdir)
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if "not in the manifest" in x)
+    assert line.startswith("checkpoint of step 6: ignores #MANIFEST.json#, ")
+    assert result.step == 8 and not events(workdir, "quarantine")
+    (stray_files,) = events(workdir, "stray_files")
+    assert stray_files["step"] == 6 and ".DS_Store" in stray_files["files"]
+    assert_bit_equal(
+        params_of(checkpoints(finished_run) / "6"), params_of(checkpoints(workdir) / "6")
+    )
+    assert cli.main("checkpoint", ["prune", str(workdir), "--keep=1"]) == 0
+    assert manifest.steps(checkpoints(workdir)) == [8] and (checkpoints(workdir) / "6~").exists()
+    assert not (checkpoints(workdir) / "6").exists()
+
+
+def test_a_save_lists_no_files_that_come_and_go_and_writes_where_something_stands(
+    workdir, monkeypatch
+):
+    """A file system may leave .nfs files in a folder that is removed, and put them in a new one."""
+    (checkpoints(workdir) / "8").write_text("a note of the user")
+    partial, original = checkpoints(workdir) / "8.partial", arrays.AsyncWriter.wait
+
+    def wait(self):
+        original(self)
+        for name in (".nfs000000000012", "arrays/.nfs000000000034", "arrays/._d"):
+            (partial / name).write_text("junk")
+        (partial / "link").symlink_to("/etc/passwd")
+
+    monkeypatch.setattr(arrays.AsyncWriter, "wait", wait)
+    train(saving(8, every=0), workdir=workdir)
+    files = manifest.verify(checkpoints(workdir) / "8").files
+    assert not {name for name in files if ".nfs" in name or "._" in name or name == "link"}
+    (moved,) = events(workdir, "quarantine")
+    assert moved["step"] == 8 and "appeared" in moved["why"]
+
+
+def foreign(directory, **fields):
+    """Writes the manifest of another format, which has another checksum too."""
+    path = directory / manifest.NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: rewrite(d, format=2), "format 2 is not 1, .* use the version"),
+        (lambda d: foreign(d, format=0, crc32="?"), "format 0 is not 1"),
+        (lambda d: rewrite(d, step=7), "MANIFEST.json belongs to step 7; rename"),
+        (
+            lambda d: shutil.move(d, d.parent.parent / "disk") and d.symlink_to("away"),
+            "does not exist",
+        ),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_never_quarantined(workdir, change, message, capsys):
+    directory = checkpoints(workdir) / "6"
+    change(directory)
+    flip(largest_file(checkpoints(workdir) / "4"))
+    before = sorted(checkpoints(workdir).rglob("*"))
+    for from_scratch in (False, True):
+        with pytest.raises(meshtrain.ConfigError, match=message):
+            train(saving(8), workdir=workdir, from_scratch=from_scratch)
+    with pytest.raises(meshtrain.ConfigError, match=message):
+        checkpoint.find_valid(workdir)
+    assert cli.main("checkpoint", ["verify", str(workdir)]) == 1
+    output = capsys.readouterr().out
+    assert "6  unreadable  " in output and "4  corrupt  " in output and "2  valid" in output
+    assert cli.main("checkpoint", ["prune", str(workdir), "--keep=1"]) == 0
+    assert "neither counted nor removed: step 6: " in capsys.readouterr().out
+    assert sorted(checkpoints(workdir).rglob("*")) == before and not events(workdir, "quarantine")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize("where", ["MANIFEST.json", "manifest.ocdbt", "checkpoints"])
+def test_an_error_of_the_disk_is_not_corruption(workdir, monkeypatch, where, code):
+    def failing(original):
+        def call(path, *args, **options):
+            if not isinstance(path, int) and Path(path).name == where:
+                raise OSError(code, os.strerror(code), str(path))
+            return original(path, *args, **options)
+
+        return call
+
+    for module, name in ((io, "open"), (builtins, "open"), (os, "listdir"), (os, "scandir")):
+        monkeypatch.setattr(module, name, failing(getattr(module, name)))
+    with pytest.raises(errors.TransientError, match=f"{where}: {os.strerror(code)}; .* valid"):
+        checkpoint.find_valid(workdir)
+    with pytest.raises(meshtrain.ConfigError, match=os.strerror(code)):
+        train(saving(8), workdir=workdir, from_scratch=True)
+    monkeypatch.undo()
+    assert manifest.steps(checkpoints(workdir)) == [6, 4, 2] and not events(workdir, "quarantine")
+    assert checkpoint.find_valid(workdir)[1].step == 6
+
+
 def rewrite(directory, **fields):
     """Changes fields of a manifest and updates its checksum."""
     path = directory / manifest.NAME
@@ -147,12 +281,12 @@ def rewrite(directory, **fields):
     path.write_text(json.dumps({**changed, "crc32": manifest.checksum(changed)}))
 
 
-def test_a_manifest_of_an_older_version_is_read(workdir):
+def test_a_manifest_of_an_older_or_newer_version_is_read(workdir):
     """Manifests had a field `config_crc32` until it was removed, without a new format number."""
     directory = checkpoints(workdir) / "6"
     expected = manifest.verify(directory)
     assert "config_crc32" not in json.loads((directory / manifest.NAME).read_text())
-    rewrite(directory, config_crc32=manifest.checksum(expected.config))
+    rewrite(directory, config_crc32=manifest.checksum(expected.config), a_field_of_the_future=[1])
     assert "config_crc32" in json.loads((directory / manifest.NAME).read_text())
     assert manifest.verify(directory) == expected
     assert train(saving(6), workdir=workdir).step == 6
