@@ -13,7 +13,7 @@ from meshtrain.errors import ConfigError
 # B windows, W tokens of a window, T tokens of a file
 
 DTYPES = ("uint8", "uint16", "uint32", "int32")  # of raw files
-END_OF_FILE = 0  # the byte put after each file of a folder
+END_OF_FILE = 0  # the byte put after each file of a folder, which is a document
 
 
 class Corpus(NamedTuple):
@@ -30,7 +30,9 @@ class Corpus(NamedTuple):
     tokenizer: str = ""  # digest of the tokenizer; "": unknown
     vocab_size: int = 0  # 0: unknown
     token_bytes: np.ndarray | None = None  # (vocab_size,) number of text bytes of each token
-    cache_prefix: str = ""  # path prefix of the files that cache computed results
+    cache_prefix: str = (
+        ""  # path prefix of the files that cache computed results; "": none are written
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -60,9 +62,9 @@ def load(path: str, *, dtype: str, pattern: str, exclude: tuple) -> Corpus:
             f"data.path={path}: preparation is not finished; run the same `meshtrain prepare` again"
         )
     token_bytes = (np.arange(256) != END_OF_FILE).astype(np.int32)
-    tokens, digest = _read_folder(path, pattern, tuple(exclude))
-    text = _concatenate(path, [path], [tokens])
-    return text._replace(tokenizer="bytes", token_bytes=token_bytes, digest=digest)
+    tokens, starts, digest = _read_folder(path, pattern, tuple(exclude))
+    text = _concatenate(path, [path], [tokens])._replace(document_starts=starts, digest=digest)
+    return text._replace(tokenizer="bytes", token_bytes=token_bytes)
 
 
 def read_windows(corpus: Corpus, starts_B: np.ndarray, width: int, vocab_size: int) -> np.ndarray:
@@ -198,8 +200,8 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1)  # both splits read the same folder
-def _read_folder(path: str, pattern: str, exclude: tuple) -> tuple[np.ndarray, str]:
-    """Returns the bytes of all files, and their digest."""
+def _read_folder(path: str, pattern: str, exclude: tuple) -> tuple[np.ndarray, np.ndarray, str]:
+    """Returns the bytes of all files, where each file begins (files + 1,), and a digest of both."""
     if Path(pattern).is_absolute() or not pattern:
         raise ConfigError(f"data.pattern={pattern!r}: use a pattern of names, such as *.txt")
     root, excluded = Path(path), frozenset(exclude)
@@ -213,5 +215,7 @@ def _read_folder(path: str, pattern: str, exclude: tuple) -> tuple[np.ndarray, s
     # Shuffle with a fixed seed: the held-out end is a fair sample, and the same on every machine.
     order = np.random.default_rng(0).permutation(len(files))
     end = bytes([END_OF_FILE])
-    tokens = np.frombuffer(b"".join(files[i].read_bytes() + end for i in order), np.uint8)
-    return tokens, identity.of_tokens(tokens, full=True)
+    documents = [files[i].read_bytes() + end for i in order]
+    starts = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    tokens = np.frombuffer(b"".join(documents), np.uint8)
+    return tokens, starts, identity.of_tokens(tokens, starts, full=True)

@@ -109,8 +109,11 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]
 def load_or_pack(corpus: Corpus, first: int, last: int, seq_len: int) -> Packing:
     """Returns the packing of a split from its cache file; writes the file if it is missing or corrupt.
 
-    Several processes may call this at the same time. Without a writable folder, the packing stays in memory.
+    Several processes may call this at the same time. Without a writable folder, or for text that is in memory
+    itself, the packing stays in memory.
     """
+    if not corpus.cache_prefix:
+        return pack(corpus, first, last, seq_len)
     digest = hashlib.blake2b(corpus.document_starts, digest_size=8)
     digest.update(corpus.file_offsets)
     name = f"{corpus.cache_prefix}.best_fit-{seq_len}-{first}-{last}-{digest.hexdigest()}.npy"

@@ -41,24 +41,23 @@ class Source:
     identity: Mapping[str, str] = field(default_factory=dict)
 
 
-def check_sizes(seq_len: int, vocab_size: int, seed: int) -> None:
-    """Raises ConfigError for a size below 1 or a negative seed."""
+def check_sizes(seq_len: int, vocab_size: int, seed: int, separator: int = -1) -> None:
+    """Raises ConfigError for a size below 1, a negative seed, or a separator that is no token."""
     faults = minimum_faults(1, {"data.seq_len": seq_len, "data.vocab_size": vocab_size})
-    if faults := faults + minimum_faults(0, {"data.seed": seed}):
+    faults += minimum_faults(0, {"data.seed": seed})
+    if not -1 <= separator < vocab_size:
+        faults.append(
+            f"data.separator={separator}: no token below data.vocab_size={vocab_size}; use the token that ends "
+            f"documents, or -1"
+        )
+    if faults:
         raise ConfigError(*faults)
 
 
 def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
-    """Returns a Batch of (B, S + 1) tokens. If `separator` >= 0, this token ends documents: one segment each.
-
-    The target of a separator belongs to the next document and has weight 0.
-    """
-    if separator < 0:
-        tokens, targets = rows[:, :-1], rows[:, 1:]
-        return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
-    is_start = np.zeros(rows.shape, bool)
-    is_start[:, 1:] = rows[:, :-1] == separator
-    return to_segmented_batch(rows, is_start)
+    """Returns a Batch of (B, S + 1) tokens. Each row is one document, unless `separator` splits it."""
+    tokens, targets = rows[:, :-1], rows[:, 1:]
+    return split_documents(Batch(tokens, targets, np.ones(tokens.shape, np.float32)), separator)
 
 
 def to_segmented_batch(rows: np.ndarray, is_start: np.ndarray) -> Batch:
@@ -68,13 +67,31 @@ def to_segmented_batch(rows: np.ndarray, is_start: np.ndarray) -> Batch:
     """
     tokens, targets = rows[:, :-1], rows[:, 1:]
     weights = (~is_start[:, 1:]).astype(np.float32)
-    starts = is_start[:, :-1].copy()
+    return Batch(tokens, targets, weights, *_positions_and_segments(is_start[:, :-1]))
+
+
+def split_documents(batch: Batch, separator: int) -> Batch:
+    """Returns the batch with one more segment after each token `separator` within a document; -1: as it is.
+
+    The target of a separator belongs to the next document and has weight 0.
+    """
+    if separator < 0:
+        return batch
+    ends = (batch.tokens == separator) & (batch.weights > 0)
+    starts = np.zeros(ends.shape, bool) if batch.positions is None else batch.positions == 0
+    starts[:, 1:] |= ends[:, :-1]
+    weights = np.where(ends, np.float32(0), batch.weights)
+    return Batch(batch.tokens, batch.targets, weights, *_positions_and_segments(starts))
+
+
+def _positions_and_segments(is_start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns both (B, S) int32; `is_start` (B, S) is True for the first token of each segment."""
+    starts, S = is_start.copy(), is_start.shape[1]
     starts[:, 0] = True
-    S = tokens.shape[1]
     # There are few segments and many tokens, so compute each number once and repeat it.
     at = np.flatnonzero(starts)
-    lengths = np.diff(at, append=tokens.size)
+    lengths = np.diff(at, append=starts.size)
     numbers = np.arange(at.size) - np.searchsorted(at, at - at % S)
-    positions = np.arange(tokens.size, dtype=np.int32) - np.repeat(at.astype(np.int32), lengths)
+    positions = np.arange(starts.size, dtype=np.int32) - np.repeat(at.astype(np.int32), lengths)
     segments = np.repeat(numbers.astype(np.int32), lengths)
-    return Batch(tokens, targets, weights, positions.reshape(-1, S), segments.reshape(-1, S))
+    return positions.reshape(-1, S), segments.reshape(-1, S)

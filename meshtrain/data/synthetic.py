@@ -16,7 +16,7 @@ def build(
     *, seq_len: int, vocab_size: int, separator: int, seed: int, split: str, **unused
 ) -> Source:
     """Returns a source of arithmetic progressions modulo `vocab_size`, each with a random start and stride."""
-    check_sizes(seq_len, vocab_size, seed)
+    check_sizes(seq_len, vocab_size, seed, separator)
 
     def read(indices: np.ndarray) -> Batch:
         rows = np.stack(

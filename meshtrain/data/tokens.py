@@ -9,7 +9,14 @@ import numpy as np
 from meshtrain.data import corpus, mixture, packing
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.permute import permute
-from meshtrain.data.source import Batch, Source, check_sizes, to_batch, to_segmented_batch
+from meshtrain.data.source import (
+    Batch,
+    Source,
+    check_sizes,
+    split_documents,
+    to_batch,
+    to_segmented_batch,
+)
 from meshtrain.errors import ConfigError, choice_faults
 
 # B batch, S sequence
@@ -47,10 +54,11 @@ def build(
     row that is too short is dropped. The last target of a row is the token after the row. "best_fit":
     rows of complete documents; only documents longer than `seq_len` are split. With both, attention stays
     within a document, and each token of a document except the first is a target once.
-    If the files do not mark documents, the token `separator` ends them; -1: each row is one document.
+    Each file of a folder of text is a document. A raw file does not mark documents: each row is one, and
+    "best_fit" is an error. The token `separator` ends documents as well, in any data; -1: no token does.
     `mixture` ((path, weight), ...) replaces `path`: samples come from each path in proportion to its weight.
     """
-    check_sizes(seq_len, vocab_size, seed)
+    check_sizes(seq_len, vocab_size, seed, separator)
     faults = choice_faults("data.packing", packing, PACKINGS)
     if not 0 <= heldout < 1:
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
@@ -66,12 +74,9 @@ def build(
         border = one.num_tokens - int(one.num_tokens * heldout)
         first, last = (0, border) if split == "train" else (border, one.num_tokens)
         part = Split(one, first, last, f"the {split} split of data.heldout={heldout}")
+        make = _packed_source if packing == "best_fit" else _window_source
         sizes = dict(seq_len=seq_len, vocab_size=vocab_size, seed=seed)
-        sources.append(
-            _packed_source(part, **sizes)
-            if packing == "best_fit"
-            else _window_source(part, separator=separator, **sizes)
-        )
+        sources.append(make(part, separator=separator, **sizes))
     return _mix(sources, weights, seed) if mixture else sources[0]
 
 
@@ -140,14 +145,16 @@ def _window_source(
         starts = split.first + seq_len * order(indices)
         rows = corpus.read_windows(split.corpus, starts, seq_len + 1, vocab_size)
         if split.corpus.document_starts is None:
-            return to_batch(rows, separator)
+            return to_batch(rows)
         is_start = corpus.is_document_start(split.corpus, starts, seq_len + 1)
         return to_segmented_batch(rows, is_start)
 
-    return _make_source(split, read, vocab_size, num_windows, f"windows of {seq_len}")
+    return _make_source(split, read, separator, vocab_size, num_windows, f"windows of {seq_len}")
 
 
-def _packed_source(split: Split, *, seq_len: int, vocab_size: int, seed: int) -> Source:
+def _packed_source(
+    split: Split, *, separator: int, seq_len: int, vocab_size: int, seed: int
+) -> Source:
     """Returns the source of rows of complete documents."""
     num_tokens = split.last - split.first
     if split.corpus.document_starts is None:
@@ -168,18 +175,22 @@ def _packed_source(split: Split, *, seq_len: int, vocab_size: int, seed: int) ->
 
     filled = num_tokens / (num_rows * seq_len)
     kind = f"rows of {seq_len}, {filled:.2%} filled"
-    return _make_source(split, read, vocab_size, num_rows, kind)
+    return _make_source(split, read, separator, vocab_size, num_rows, kind)
 
 
-def _make_source(split: Split, read: Callable, vocab_size: int, size: int, kind: str) -> Source:
+def _make_source(
+    split: Split, read: Callable, separator: int, vocab_size: int, size: int, kind: str
+) -> Source:
     first, last = split.first, split.last
-    documents = ""
+    documents = "" if separator >= 0 else "no document boundaries, "
     if split.corpus.document_starts is not None:
         ends = np.searchsorted(split.corpus.document_starts, (first, last - 1), side="right")
         documents = f"{ends[1] - ends[0] + 1:,} documents, "
+    if separator >= 0:
+        documents += f"token {separator} ends documents, "
     sample = corpus.token_range(split.corpus, first, min(last, first + ENTROPY_TOKENS))
     return Source(
-        read,
+        lambda indices: split_documents(read(indices), separator),
         description=f"{split.corpus.path}: {documents}{last - first:,} tokens, {size:,} {kind}",
         baseline=unigram_entropy(sample, vocab_size),
         size=size,

@@ -3,14 +3,16 @@
 import contextlib
 import itertools
 import math
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from meshtrain import cli
 from meshtrain.config import build as builders
 from meshtrain.config.parse import parse
-from meshtrain.data import loader, synthetic, tokens
+from meshtrain.data import indexed, loader, synthetic, tokens
 from meshtrain.data.permute import permute
 from meshtrain.data.source import Source, to_batch
 from meshtrain.errors import ConfigError
@@ -177,6 +179,85 @@ def test_the_separator_of_a_config_reaches_the_batch(counting):
     batch = build(counting, separator=50).read(np.arange(25))
     assert batch.weights.sum() == batch.weights.size - 1
     assert batch.tokens[batch.weights == 0] == [50]
+
+
+TEXTS = {"a.txt": "first one\n", "b.txt": "second", "c.txt": "3\n3\n", "d.txt": "the last file"}
+
+
+def write_texts(folder):
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("packing", ["windows", "best_fit"])
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_the_files_of_a_folder_are_documents_as_in_a_prepared_folder(tmp_path, packing, split):
+    folder, prepared = write_texts(tmp_path / "in"), tmp_path / "out"
+    assert cli.main("prepare", ["--num_workers=1", str(folder), f"--output={prepared}"]) == 0
+    settings = dict(seq_len=8, vocab_size=256, packing=packing, split=split, heldout=0.6)
+    sources = [build(path, **settings) for path in (folder, prepared)]
+    batches = [source.read(np.arange(sources[1].size)) for source in sources]
+    jax.tree.map(np.testing.assert_array_equal, *batches)
+    assert batches[0].segments.max() > 0
+    assert sources[0].size == sources[1].size and sources[0].baseline == sources[1].baseline
+    assert sorted(path.name for path in folder.iterdir()) == list(TEXTS)  # no cache in it
+    assert not list(Path().glob("*.best_fit-*"))
+
+
+def write_megatron(prefix, *documents):
+    joined = np.concatenate(documents).astype(np.uint16)
+    joined.tofile(prefix.with_suffix(".bin"))
+    lengths = np.array([len(one) for one in documents])
+    prefix.with_suffix(".idx").write_bytes(indexed.pack_index(lengths, joined.dtype))
+    return prefix
+
+
+def documents_of(batch):
+    """Returns the tokens of each segment of each row, without the padding."""
+    rows = zip(batch.tokens.tolist(), batch.segments.tolist(), strict=True)
+    pairs = [
+        itertools.groupby(zip(row, numbers, strict=True), lambda p: p[1]) for row, numbers in rows
+    ]
+    found = [[token for token, _ in group] for row in pairs for _, group in row]
+    return sorted(one for one in found if any(one))
+
+
+@pytest.mark.parametrize("packing", ["windows", "best_fit"])
+def test_a_separator_ends_documents_besides_the_marks_of_the_files(tmp_path, packing):
+    path = write_megatron(tmp_path / "marked", [1, 2, 9, 3, 4], [5, 6, 9], [7, 9, 9], [8])
+    source = build(path, seq_len=11, separator=9, packing=packing)
+    batch = source.read(np.arange(source.size))
+    last = [] if packing == "windows" else [[8]]  # in windows, only a target
+    assert documents_of(batch) == sorted([[1, 2, 9], [3, 4], [5, 6, 9], [7, 9], [9], *last])
+    ends = [9, 4, 9, 9, 9, *sum(last, [])]
+    real = batch.tokens > 0
+    assert sorted(batch.tokens[real & (batch.weights == 0)]) == sorted(ends)
+    starts = batch.positions == 0
+    assert (np.diff(batch.segments) == starts[:, 1:]).all() and starts[:, 0].all()
+
+
+def test_a_separator_ends_documents_within_the_files_of_a_folder(tmp_path):
+    folder = write_texts(tmp_path / "in")
+    source = build(folder, seq_len=20, vocab_size=256, separator=ord("\n"), packing="best_fit")
+    found = documents_of(source.read(np.arange(source.size)))
+    expected = [b"first one\n", b"\0", b"second\0", b"3\n", b"3\n", b"\0", b"the last file\0"]
+    assert found == sorted(list(one) for one in expected if any(one))
+
+
+def test_a_raw_file_is_one_document_until_a_separator_is_set_and_its_description_says_so(counting):
+    alone, split = build(counting), build(counting, separator=50)
+    assert alone.read(np.arange(25)).segments is None
+    assert "no document boundaries" in alone.description
+    assert "token 50 ends documents" in split.description
+    assert split.read(np.arange(25)).segments.max() == 1
+
+
+@pytest.mark.parametrize("separator", [256, 50256, -2])
+def test_a_separator_that_is_no_token_is_rejected(counting, separator):
+    with pytest.raises(ConfigError, match=f"data.separator={separator}: .*vocab_size"):
+        build(counting, separator=separator, vocab_size=256)
 
 
 # ---- formats ----
