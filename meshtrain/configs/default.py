@@ -123,14 +123,16 @@ def get_config() -> ConfigDict:
     # how rows are filled: "windows", the stream of tokens is split every seq_len tokens; "best_fit", rows hold
     # complete documents, and only documents longer than seq_len are split
     data.packing = "windows"
-    # dtype of a raw token file: "uint8" (any text, as bytes), "uint16", "uint32" or "int32"
-    data.dtype = "uint8"
+    # dtype of a raw token file: "uint8", "uint16" (nanoGPT's .bin), "uint32" or "int32"; "": the bytes of a text,
+    # if vocab_size is at most 256
+    data.dtype = ""
     data.pattern = "*.txt"  # pattern of the file names to read in a folder of text
     data.exclude = ()  # names of subfolders to skip in a folder of text
     data.seq_len = 256  # tokens per sequence
     # size of the vocabulary: every token must be below it; default: model.vocab_size
     data.vocab_size = model.get_oneway_ref("vocab_size")
-    # token that ends a document, which attention does not cross; -1: none
+    # token that ends a document, which attention does not cross, in addition to the documents that the files
+    # mark; -1: none. A raw file marks none: without a separator it is one stream
     data.separator = -1
     data.heldout = 0.05  # fraction of the data that is held out for evaluation
     data.seed = train.get_oneway_ref("seed")  # seed of the sample order; default: train.seed

@@ -39,9 +39,10 @@ class Corpus(NamedTuple):
         return int(self.file_offsets[-1])
 
 
-def load(path: str, *, dtype: str, pattern: str, exclude: tuple) -> Corpus:
+def load(path: str, *, dtype: str, vocab_size: int, pattern: str, exclude: tuple) -> Corpus:
     """Returns the corpus at `path`: a file, a folder, or the prefix of Megatron-LM files.
 
+    `dtype` is that of a raw file; "": uint8, if the file is text and the vocabulary is that of bytes.
     Raises ConfigError if `path` does not exist, or if the data is incomplete or corrupt.
     """
     if prefix := indexed.prefix_of(path):
@@ -55,11 +56,16 @@ def load(path: str, *, dtype: str, pattern: str, exclude: tuple) -> Corpus:
     if os.path.isfile(os.path.join(path, prepared.MANIFEST)):
         return _load_prepared(path)
     if not os.path.isdir(path):
-        tokens = _map_file(path, dtype)
+        tokens = _map_file(path, dtype or _default_dtype(path, vocab_size))
         return _concatenate(path, [path], [tokens])._replace(digest=identity.of_tokens(tokens))
     if os.path.exists(os.path.join(path, prepared.JOURNAL)):
         raise ConfigError(
             f"data.path={path}: preparation is not finished; run the same `meshtrain prepare` again"
+        )
+    if vocab_size > 256 and not dtype:
+        raise ConfigError(
+            f"data.path={path}: a folder of text is read as bytes, of which there are 256, but "
+            f"data.vocab_size={vocab_size}; tokenize it with `meshtrain prepare`, or set data.dtype=uint8 for bytes"
         )
     token_bytes = (np.arange(256) != END_OF_FILE).astype(np.int32)
     tokens, starts, digest = _read_folder(path, pattern, tuple(exclude))
@@ -174,6 +180,26 @@ def _load_prepared(path: str) -> Corpus:
         vocab_size=manifest["tokenizer"]["vocab_size"],
         token_bytes=prepared.read_token_bytes(folder, manifest),
         cache_prefix=str(folder / "all"),
+    )
+
+
+def _default_dtype(path: str, vocab_size: int) -> str:
+    """Returns "uint8" if a raw file holds text; raises ConfigError if its tokens are probably no bytes."""
+    if path.endswith(".npy"):
+        return ""
+    with open(path, "rb") as file:
+        sample = file.read(1 << 16)
+    # Numbers of 16 bits or more are invalid UTF-8, or every second byte is zero. Text may hold a few faults.
+    size, num_valid = len(sample), len(sample.decode(errors="ignore").encode())
+    is_text = num_valid >= 0.9 * size and sample.count(0) <= 0.4 * size
+    if is_text and vocab_size <= 256:
+        return "uint8"
+    reason = "it is not text"
+    if vocab_size > 256:
+        reason = f"with data.vocab_size={vocab_size}, its tokens are not bytes"
+    raise ConfigError(
+        f"data.path={path}: {reason}; set data.dtype to that of its tokens: uint16 (nanoGPT's .bin), uint32, "
+        f"int32, or uint8 for bytes"
     )
 
 

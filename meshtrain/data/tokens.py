@@ -43,7 +43,7 @@ def build(
 ) -> Source:
     """Returns the "train" or "heldout" split of `path`; raises ConfigError if the data is unusable.
 
-    A file is memory-mapped: `.npy`, raw numbers of `dtype` ("uint8" for any text), or Megatron-LM's
+    A file is memory-mapped: `.npy`, raw numbers of `dtype` ("": the bytes of a text), or Megatron-LM's
     PREFIX.bin with its PREFIX.idx. The shards of a folder written by `meshtrain prepare` are mapped too.
     Any other folder is read into memory: the bytes of all files that match `pattern`, except those in
     subfolders named in `exclude`.
@@ -66,7 +66,10 @@ def build(
     if faults:
         raise ConfigError(*faults)
     found = [
-        corpus.load(one, dtype=dtype, pattern=pattern, exclude=tuple(exclude)) for one in paths
+        corpus.load(
+            one, dtype=dtype, vocab_size=vocab_size, pattern=pattern, exclude=tuple(exclude)
+        )
+        for one in paths
     ]
     _check_tokenizers(found, vocab_size)
     sources = []

@@ -290,6 +290,60 @@ def test_a_folder_is_the_concatenation_of_its_matching_files_each_followed_by_a_
     assert b"no" in bytes(all_tokens(root, 24))
 
 
+TEXT = "Un café, s'il vous plaît! 東京\n" * 3000
+GPT2 = np.random.default_rng(0).integers(0, 50257, 5000).astype(np.uint16)  # nanoGPT's format
+
+
+@pytest.mark.parametrize(
+    ("content", "vocab_size", "expected"),
+    [
+        (TEXT.encode(), 256, ""),
+        (TEXT.encode("latin-1", errors="ignore"), 256, ""),
+        (b"one\0two\0three", 256, ""),
+        (TEXT.encode(), 257, "data.vocab_size=257"),
+        (GPT2.tobytes(), 50257, "data.vocab_size=50257"),
+        (GPT2.tobytes(), 256, "it is not text"),
+        (np.frombuffer(b"shakespeare" * 90, np.uint8).astype(np.uint16).tobytes(), 256, "not text"),
+        (GPT2.astype(np.int32).tobytes(), 256, "not text"),
+        (TEXT.encode("utf-16"), 256, "not text"),
+        (b"", 256, "0 bytes"),
+    ],
+)
+@pytest.mark.parametrize("name", ["train.bin", "train.txt"])
+def test_without_a_dtype_only_text_is_read_and_only_with_a_vocabulary_of_bytes(
+    tmp_path, content, vocab_size, expected, name
+):
+    (tmp_path / name).write_bytes(content)
+    if not expected:
+        settings = dict(dtype="", vocab_size=vocab_size)
+        assert bytes(all_tokens(tmp_path / name, len(content), **settings)) == content
+        return
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path / name, dtype="", vocab_size=vocab_size)
+    found = str(error.value)
+    assert expected in found and "\n" not in found and found.startswith("data.path=")
+    if content:
+        assert "set data.dtype" in found and "uint16" in found
+        # A dtype that is given is used: older config.json files have "uint8" written.
+        assert build(tmp_path / name, dtype="uint8", vocab_size=vocab_size).read(np.array([0]))
+
+
+def test_a_folder_of_text_is_not_read_as_bytes_with_a_larger_vocabulary_unless_it_is_asked_for(
+    tmp_path,
+):
+    write_texts(tmp_path / "in")
+    with pytest.raises(ConfigError, match="data.vocab_size=50257.*meshtrain prepare.*dtype=uint8"):
+        build(tmp_path / "in", dtype="", vocab_size=50257)
+    assert build(tmp_path / "in", dtype="uint8", vocab_size=50257).size > 3
+
+
+def test_files_that_know_their_dtype_need_none_for_any_vocabulary(tmp_path):
+    np.save(tmp_path / "array.npy", GPT2)
+    assert build(tmp_path / "array.npy", dtype="", vocab_size=50257).size > 3
+    path = write_megatron(tmp_path / "marked", GPT2)
+    assert build(path, dtype="", vocab_size=50257).size > 3
+
+
 # ---- faults ----
 
 
