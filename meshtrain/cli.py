@@ -7,6 +7,7 @@ A process that runs alone imports jax only after it has checked the flags and th
 import argparse
 import errno
 import faulthandler
+import functools
 import importlib
 import os
 import signal
@@ -15,74 +16,78 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
+import meshtrain
 from meshtrain import console
 from meshtrain.cluster import environment, progress
+from meshtrain.commands import VERBS
 from meshtrain.config import files
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError
 
 
-class Verb(NamedTuple):
-    """The module of a verb, and what it reads.
-
-    The module defines `add_flags(parser)` and `run(args)`, or `run(args, config)` if the verb reads a
-    config or a run; `run` returns the exit code. `--help` prints the module's docstring. A verb that
-    reads a config may define `prepare(args, config)`, called before the config is checked and jax is
-    started.
-    """
-
-    module: str
-    reads: str = "flags"  # "config": --config=FILE; "run": --workdir=DIR of a run
-    forwards: bool = False  # passes on the arguments after --
-
-
-VERBS = {
-    "train": Verb("meshtrain.main", "config"),
-    "launch": Verb("meshtrain.cluster.launch", forwards=True),
-    "info": Verb("meshtrain.analysis.info"),
-    "prepare": Verb("meshtrain.data.prepare"),
-    "convert": Verb("meshtrain.huggingface.convert"),
-    "generate": Verb("meshtrain.inference.generate", "run"),
-    "evaluate": Verb("meshtrain.inference.evaluate", "run"),
-    "verify": Verb("meshtrain.verify.command", "config"),
-    "audit": Verb("meshtrain.analysis.audit.command", "config"),
-    "profile": Verb("meshtrain.analysis.profile.command", "config"),
-    "schedule": Verb("meshtrain.analysis.schedule"),
-    "checkpoint": Verb("meshtrain.checkpoint.command"),
-}
+HELP = ("help", "--help", "-h")
 
 
 def command(arguments: list[str]) -> int:
     """Runs `meshtrain ARGUMENTS...` and returns the exit code."""
-    verb = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "train"
-    if verb not in VERBS:
-        print(f"{verb}: unknown verb; use one of {', '.join(VERBS)}", file=sys.stderr)
+    first, *rest = arguments or ["train"]
+    if first == "help" and rest:
+        first, rest = rest[0], ["--help"]
+    if first in HELP:
+        return _with_complete_output(lambda: _print_lines(_overview()))
+    if first == "--version":
+        return _with_complete_output(lambda: _print_lines([f"meshtrain {meshtrain.__version__}"]))
+    if first.startswith("-"):
+        first, rest = "train", arguments
+    if first not in VERBS:
+        print(f"{first}: unknown verb; use one of {', '.join(VERBS)}", file=sys.stderr)
         return EXIT_USER
-    return main(verb, arguments)
+    return main(first, rest)
+
+
+def _overview() -> list[str]:
+    return [
+        "usage: meshtrain VERB [FLAGS]; without a verb it trains",
+        "",
+        *(f"  {name:12}{verb.summary}" for name, verb in VERBS.items()),
+        "",
+        "meshtrain VERB --help describes a verb; meshtrain --version prints the version.",
+    ]
+
+
+def _print_lines(lines: list[str]) -> int:
+    print(*lines, sep="\n")
+    return 0
 
 
 def main(verb: str, argv: list[str] | None = None) -> int:
     """Runs a verb and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    is_run = verb in ("train", "launch")
     try:
-        code = report_errors(lambda: _run(verb, argv))
+        run = functools.partial(report_errors, lambda: _run(verb, argv))
+        # A run logs to its workdir what stdout does not accept; of the other verbs, the output is the result.
+        return run() if verb in ("train", "launch") else _with_complete_output(run)
     except SystemExit as end:  # after --help
-        code, is_run = end.code, False
+        code = end.code
+    return _with_complete_output(lambda: code)
+
+
+def _with_complete_output(run: Callable[[], int]) -> int:
+    """Returns the exit code of `run`; EXIT_FAILED if stdout broke, except by a reader that has ended, such as head."""
+    code = run()
     sys.stdout.flush()
     error = console.faults.get("stdout")
-    # A run logs to its workdir instead. A reader that has ended, such as `head`, has what it wants.
-    if error and error.errno != errno.EPIPE and not is_run and not code:
-        print(f"stdout: {error.strerror}: the output is incomplete", file=sys.stderr)
+    if error and getattr(error, "errno", None) != errno.EPIPE and not code:
+        print(f"stdout: {console.describe(error)}: the output is incomplete", file=sys.stderr)
         return EXIT_FAILED
     return code
 
 
 def _run(verb: str, argv: list[str]) -> int:
-    module, reads, forwards = VERBS[verb]
+    module, _, reads, forwards = VERBS[verb]
     module = importlib.import_module(module)
     flags = _Parser(
         prog=f"meshtrain {verb}",

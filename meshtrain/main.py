@@ -5,8 +5,7 @@
 Every key of configs/default.py can be set: --config.train.steps=1000 --config.mesh.fsdp=4 ...
 If the workdir has a checkpoint, the run resumes from it.
 
-Other verbs: launch, info, prepare, convert, generate, evaluate, verify, audit, profile, schedule,
-checkpoint. `meshtrain VERB --help` describes them; without a verb, meshtrain trains.
+`meshtrain help` lists the other verbs; without a verb, meshtrain trains.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from conftest import ROOT
 import meshtrain
 from meshtrain import cli
 
-HEAVY = ("jax", "flax", "orbax", "optax")
+HEAVY = ("jax", "flax", "orbax", "optax", "rich", "tokenizers", "pyarrow")
 QUICKSTART = "--config=configs/quickstart.py"
 PROGRAM = f"""
 import sys
@@ -37,7 +37,9 @@ def run(*arguments):
     ("arguments", "code", "message"),
     [
         (["--help"], 0, ""),
-        (["launch", "--help"], 0, ""),
+        (["help"], 0, ""),
+        (["--version"], 0, ""),
+        *(([verb, "--help"], 0, "") for verb in cli.VERBS),
         (["schedule", "--schedule=1f1b", "--stages=2", "--microbatches=4"], 0, ""),
         (["launch", "--", "--config=configs/nope.py"], 2, "rank 0"),
         (["trian"], 2, "trian: unknown verb; use one of train, launch"),
@@ -69,6 +71,24 @@ def test_every_public_name_is_there_and_shadows_no_module(name):
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'trainn'"):
         meshtrain.trainn  # noqa: B018
+
+
+def test_help_lists_the_verbs_and_describes_one(capsys):
+    def printed(*arguments):
+        assert cli.command([*arguments]) == 0
+        return capsys.readouterr().out
+
+    overview = printed("--help")
+    assert printed("help") == printed("-h") == overview
+    listed = {line.split()[0]: line for line in overview.splitlines() if line.startswith("  ")}
+    assert [*listed] == [*cli.VERBS] and max(map(len, overview.splitlines())) < 80
+    assert all(cli.VERBS[verb].summary in line for verb, line in listed.items())
+    for arguments in (["help", "audit"], ["audit", "--help"], ["audit", "-h"]):
+        assert printed(*arguments).startswith("usage: meshtrain audit")
+    assert printed("--config=x.py", "--help").startswith("usage: meshtrain train")
+    assert printed("--version") == f"meshtrain {meshtrain.__version__}\n"
+    assert cli.command(["help", "trian"]) == 2
+    assert "trian: unknown verb" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

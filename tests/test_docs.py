@@ -252,7 +252,7 @@ def test_files_and_config_keys_that_a_page_names_exist(page):
 
 
 def test_the_layers_in_the_readme_are_the_tested_ones():
-    block = next(block for block in BLOCKS["README.md"] if block.text.startswith("cli "))
+    block = next(block for block in BLOCKS["README.md"] if block.text.startswith("commands "))
     lines = [re.split(r"\s{2,}", line)[0].split() for line in reversed(block.text.splitlines())]
     assert [name for line in lines for name in line] == LAYERS
 

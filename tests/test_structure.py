@@ -30,7 +30,7 @@ models optim
 grads state parallel.pipeline checkpoint
 step program monitor train
 huggingface inference verify analysis
-cli main __main__
+commands cli main __main__
 """.split()
 FILES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "meshtrain").rglob("*.py")}
 CONFIGS = sorted((ROOT / "meshtrain" / "configs").glob("[!_]*.py"))

@@ -1,11 +1,4 @@
-"""Prints versions, processes, devices and settings, and tests an all-reduce.
-
-  meshtrain info                       # with several processes, process 0 prints
-  meshtrain info --simulate_devices=8
-
-The all-reduce runs over all devices and, with several processes, over the processes. The exit code is 1
-if a result is wrong.
-"""
+"""Prints versions, processes, devices and settings, and tests an all-reduce over devices and processes."""
 
 import argparse
 import os
@@ -55,10 +48,6 @@ def check_all_reduce(name: str, values: np.ndarray, expected: float, **members: 
     duration = f"{min(seconds[1:]) * 1e3:.2f} ms for 1 MiB each"
     print_row("all_reduce", f"over {name}: {verdict}, {duration}")
     return not wrong
-
-
-def add_flags(flags: argparse.ArgumentParser) -> None:
-    environment.add_flags(flags)
 
 
 def run(args: argparse.Namespace) -> int:

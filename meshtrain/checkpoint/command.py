@@ -13,11 +13,8 @@ import datetime
 import shutil
 from pathlib import Path
 
-import jax
-import numpy as np
-
 from meshtrain import checkpoint
-from meshtrain.checkpoint import arrays, lock, manifest, strays
+from meshtrain.checkpoint import manifest, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.errors import ConfigError, minimum_faults
 
@@ -59,6 +56,12 @@ def _described(one: Manifest) -> str:
 
 def differences(a: Path, b: Path) -> tuple[list[str], bool]:
     """Returns a line for each array that is not bit-equal, a summary, and whether all are bit-equal."""
+    import jax
+    import numpy as np
+
+    from meshtrain.checkpoint import arrays
+
+    jax.config.update("jax_platforms", "cpu")
     directory_a, saved_a = checkpoint.find_valid(a)
     directory_b, saved_b = checkpoint.find_valid(b)
     old, new = arrays.as_numpy(directory_a), arrays.as_numpy(directory_b)
@@ -134,7 +137,6 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code: 1 if `verify` found a corrupt checkpoint, or `diff` a difference."""
-    jax.config.update("jax_platforms", "cpu")
     try:
         return _run(args)
     except OSError as error:
@@ -162,6 +164,8 @@ def _run(args: argparse.Namespace) -> int:
         counts = {"--keep_every": args.keep_every, "--keep_best": args.keep_best}
         if faults := minimum_faults(1, {"--keep": args.keep}) + minimum_faults(0, counts):
             raise ConfigError(*faults)
+        from meshtrain.checkpoint import lock
+
         with lock.held(workdir):
             print(*prune(workdir, args), sep="\n")
         return 0

@@ -1,10 +1,4 @@
-"""Evaluates a trained or converted model: loss, perplexity and bits per byte, each sample counted once.
-
-  meshtrain evaluate --workdir=runs/quickstart
-  meshtrain evaluate --workdir=runs/llama --split=all --config.data.path=prepared/text
-
-It uses the data of the run; change it with --config.data.KEY=VALUE.
-"""
+"""Evaluates a model on one epoch of its data: loss, perplexity and bits per byte, each sample counted once."""
 
 import argparse
 import contextlib
@@ -93,24 +87,6 @@ def _one_epoch(source: Source) -> Source:
         return batch._replace(weights=batch.weights * (indices < source.size)[:, None])
 
     return dataclasses.replace(source, read=read)
-
-
-def add_flags(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument(
-        "--split",
-        choices=("heldout", "train", "all"),
-        default="heldout",
-        help="part of the data to evaluate; data.heldout sets its size (default: %(default)s)",
-    )
-    flags.add_argument(
-        "--batch",
-        type=int,
-        metavar="N",
-        help="sequences per batch, over all devices (default: train.global_batch)",
-    )
-    flags.add_argument(
-        "--max_batches", type=int, default=0, metavar="N", help="evaluate at most N batches; 0: all"
-    )
 
 
 def run(args: argparse.Namespace, cfg: Config) -> int:

@@ -1,7 +1,4 @@
-"""Generates text with a trained or converted model.
-
-meshtrain generate --workdir=runs/quickstart --prompt="def "
-"""
+"""Generates text: encodes the prompts, runs the model, and prints what it continues."""
 
 import argparse
 import dataclasses
@@ -20,60 +17,6 @@ from meshtrain.huggingface import convert
 from meshtrain.inference import restore, sampling
 
 DECODE_CONTEXT = 16  # earlier tokens that are decoded together with a new one
-
-
-def add_flags(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="text to continue (default: a newline); may be repeated",
-    )
-    flags.add_argument(
-        "--prompt_file", type=Path, metavar="FILE", help="file with one prompt per line"
-    )
-    flags.add_argument("--length", type=int, default=400, metavar="N", help="tokens to generate")
-    flags.add_argument(
-        "--temperature",
-        type=float,
-        default=0.7,
-        metavar="T",
-        help="divides the logits; 0: always the most likely token",
-    )
-    flags.add_argument(
-        "--top_k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="sample from the K most likely tokens; 0: all",
-    )
-    flags.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the most likely tokens whose probabilities add up to P",
-    )
-    flags.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the samples")
-    flags.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TOKEN",
-        help="stop at this token, its id or its text (default: the tokenizer's end-of-document token)",
-    )
-    flags.add_argument(
-        "--context",
-        type=int,
-        metavar="N",
-        help="tokens that the model sees (default: data.seq_len)",
-    )
-    flags.add_argument("--tokenizer", metavar="PATH", help="default: the run's tokenizer, or bytes")
-    flags.add_argument(
-        "--bos",
-        action=argparse.BooleanOptionalAction,
-        help="begin each prompt with the begin-of-document token (default: as in the run's data)",
-    )
 
 
 def run(args: argparse.Namespace, cfg: Config) -> int:

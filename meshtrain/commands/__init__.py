@@ -1,0 +1,40 @@
+"""The verbs. This folder has the flags and help of those whose own module loads jax, which takes seconds."""
+
+from typing import NamedTuple
+
+
+class Verb(NamedTuple):
+    """The module of a verb, what it does, and what it reads.
+
+    The module defines `add_flags(parser)` and `run(args)`, or `run(args, config)` if the verb reads a
+    config or a run; `run` returns the exit code. `--help` prints the module's docstring, so the module
+    loads jax only in `run`. A verb that reads a config may define `prepare(args, config)`, called before
+    the config is checked and jax is started.
+    """
+
+    module: str
+    summary: str
+    reads: str = "flags"  # "config": --config=FILE; "run": --workdir=DIR of a run
+    forwards: bool = False  # passes on the arguments after --
+
+
+VERBS = {
+    "train": Verb("meshtrain.main", "train a model, or resume a run", "config"),
+    "launch": Verb(
+        "meshtrain.cluster.launch", "start the processes of a run, and restart them", forwards=True
+    ),
+    "info": Verb("meshtrain.commands.info", "print versions and devices, and test an all-reduce"),
+    "prepare": Verb("meshtrain.data.prepare", "tokenize text, JSON lines or Parquet"),
+    "convert": Verb("meshtrain.commands.convert", "convert from and to Hugging Face folders"),
+    "generate": Verb("meshtrain.commands.generate", "generate text with a model", "run"),
+    "evaluate": Verb("meshtrain.commands.evaluate", "measure loss and bits per byte", "run"),
+    "verify": Verb("meshtrain.verify.command", "compare layouts with one device", "config"),
+    "audit": Verb(
+        "meshtrain.analysis.audit.command", "count the bytes that a step sends", "config"
+    ),
+    "profile": Verb(
+        "meshtrain.analysis.profile.command", "show where a step's time goes", "config"
+    ),
+    "schedule": Verb("meshtrain.analysis.schedule", "print and draw a pipeline schedule"),
+    "checkpoint": Verb("meshtrain.checkpoint.command", "list, verify, compare, remove checkpoints"),
+}

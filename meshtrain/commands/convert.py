@@ -1,0 +1,43 @@
+"""Converts a Hugging Face folder to a workdir, or a run's newest checkpoint to a Hugging Face folder.
+
+  meshtrain convert HF_FOLDER WORKDIR       reads config.json and safetensors; writes a checkpoint of step 0
+  meshtrain convert WORKDIR HF_FOLDER       WORKDIR, or one checkpoint: WORKDIR/checkpoints/STEP
+
+Parameters are copied bit for bit unless --dtype changes them. TARGET must not exist; it appears only when
+it is complete.
+"""
+
+import argparse
+from pathlib import Path
+
+from meshtrain.cluster import environment
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("source", type=Path, metavar="SOURCE", help="folder to convert")
+    flags.add_argument("target", type=Path, metavar="TARGET", help="new folder")
+    dtypes = ("float32", "bfloat16", "float16")
+    flags.add_argument(
+        "--dtype", choices=dtypes, help="dtype of the parameters (default: unchanged)"
+    )
+    flags.add_argument(
+        "--max_shard_gb",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="size limit of each file (default: 5)",
+    )
+    flags.add_argument(
+        "--config",
+        default="configs/default.py",
+        metavar="FILE",
+        help="config of the new workdir, except its model section (default: %(default)s)",
+    )
+    environment.add_flags(flags)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Converts a folder; returns the exit code."""
+    from meshtrain.huggingface import convert
+
+    return convert.run(args)
