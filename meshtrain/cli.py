@@ -27,7 +27,6 @@ from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError
 
-
 HELP = ("help", "--help", "-h")
 
 

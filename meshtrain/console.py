@@ -184,6 +184,11 @@ class Bar:
         self._output = output if output and output.is_terminal else None
         self._next = 0.0
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self._output is not None
+
     def due(self) -> bool:
         """Whether `show` draws: it does not, within DRAW_SECONDS of the last time."""
         return self._output is not None and time.monotonic() >= self._next

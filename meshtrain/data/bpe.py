@@ -1,5 +1,6 @@
 """Train a byte-level BPE tokenizer on the inputs of `meshtrain prepare`."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def train(files: list[Path], options: ReadOptions, vocab_size: int, output: Path
         vocab_size=vocab_size,
         special_tokens=[EOS],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(_sample_texts(files, options), trainer)
     if tokenizer.get_vocab_size() < vocab_size:

@@ -25,9 +25,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
-import rich.console
-import rich.progress
 
+from meshtrain import console
 from meshtrain.data import bpe, indexed, inputs, prepared, shards, tokenize, tokenizer, validate
 from meshtrain.data.inputs import ReadOptions
 from meshtrain.data.tokenizer import Tokenizer
@@ -207,29 +206,22 @@ def _progress(
     """Yields a function that shows the progress: a bar on a terminal, else a line every LOG_EVERY."""
     sizes = [path.stat().st_size for path in files]
     offsets, total = np.cumsum([0, *sizes]), sum(sizes)
-    console = rich.console.Console(stderr=True)
     began, last_line = time.monotonic(), time.monotonic()
     first = int(offsets[min(start.file, len(files))])
-    columns = (
-        rich.progress.BarColumn(20),
-        rich.progress.TaskProgressColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.TimeRemainingColumn(),
-    )
-    with rich.progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=max(1, total), completed=first)
+    bar = console.Bar(total)
 
-        def show(result: tokenize.RecordResult) -> None:
-            nonlocal last_line
-            done = int(offsets[result.next_position.file]) + result.bytes_read
-            now = time.monotonic()
-            speed = (done - first) / max(now - began, 1e-3)
-            line = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {speed / 1e6:.1f} MB/s"
-            bar.update(task, completed=done, description=line)
-            if not console.is_terminal and now > last_line + LOG_EVERY:
-                last_line = now
-                print(f"prepare: {done / max(1, total):.0%} · {line}", file=sys.stderr, flush=True)
+    def show(result: tokenize.RecordResult) -> None:
+        nonlocal last_line
+        done = int(offsets[result.next_position.file]) + result.bytes_read
+        now = time.monotonic()
+        speed = (done - first) / max(now - began, 1e-3)
+        line = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {speed / 1e6:.1f} MB/s"
+        bar.show(done, line, f"{console.duration((total - done) / max(speed, 1))} left")
+        if not bar.is_shown and now > last_line + LOG_EVERY:
+            last_line = now
+            print(f"prepare: {done / max(1, total):.0%} · {line}", file=sys.stderr, flush=True)
 
+    with closing(bar):
         yield show
 
 

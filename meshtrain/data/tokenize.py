@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import NamedTuple
 
 import numpy as np
@@ -107,6 +108,12 @@ def map_in_order(function: Callable, items: Iterable, num_workers: int) -> Itera
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    # Ctrl-C is for this process: its children must not print a traceback, not even while they start.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_exit_with_parent)
     ahead: deque = deque()
     try:
@@ -122,7 +129,6 @@ def map_in_order(function: Callable, items: Iterable, num_workers: int) -> Itera
 
 def _exit_with_parent() -> None:
     """Make this process exit when its parent does, even if the parent is killed by SIGKILL."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
