@@ -110,6 +110,12 @@ def _run(verb: str, argv: list[str]) -> int:
 class _Parser(argparse.ArgumentParser):
     """Raises ConfigError where argparse would print its usage and exit."""
 
+    def parse_known_args(self, args=None, namespace=None):
+        found, rest = super().parse_known_args(args, namespace)
+        if hasattr(found, "process_id"):  # has the flags of `environment.add_flags`
+            environment.check_flags(found, os.environ)
+        return found, rest
+
     def error(self, message: str) -> None:
         raise ConfigError(message)
 
@@ -232,7 +238,10 @@ def report_errors(run: Callable[[], int]) -> int:
         print(error, file=sys.stderr)
         may_pass = isinstance(error, TransientError) and progress.VARIABLE in os.environ
         code = EXIT_FAILED if may_pass else EXIT_USER
-    except Exception:
+    except Exception as error:
+        if fault := environment.jax_variable_fault(error, os.environ):
+            print(fault, file=sys.stderr)
+            return EXIT_USER
         if _num_processes() > 1:
             traceback.print_exc()
             _exit_if_failed(EXIT_FAILED, wait_for_others=False)

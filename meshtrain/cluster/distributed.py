@@ -10,18 +10,20 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax._src import distributed as jax_distributed  # its key-value store has no public name
 
-from meshtrain.cluster import environment, rendezvous
+from meshtrain.cluster import environment, launchers, rendezvous
 from meshtrain.errors import EXIT_PREEMPTED, ConfigError
 
 TIMEOUT = 3600  # seconds to wait for another process, which may have a large program to compile
 MAX_STORED_VALUES = 1000  # broadcasts that others may not have read yet; older ones are deleted
 EXIT_TIMEOUT = 3.0  # seconds that a failed process waits for the others to print their errors
+EXIT_DELAY = 0.5  # seconds that process 0 waits longer than the others
 PACKAGES = ("meshtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 STOP_KEYS = "meshtrain/stop"
 
@@ -46,7 +48,7 @@ def initialize(
     rendezvous.wait_for_all(process, seconds=join_seconds)
     loopback = None
     if process.on_one_host:
-        loopback = process.address.replace("localhost", environment.LOOPBACK)
+        loopback = process.address.replace("localhost", launchers.LOOPBACK)
     on_cpu = "cpu" in (jax.config.jax_platforms or "")
     # jax's own SIGTERM handler would replace ours; see `any_asked_to_stop`.
     jax.config.update("jax_enable_preemption_service", False)
@@ -61,7 +63,22 @@ def initialize(
     )
     with raise_on_all_processes():
         if not on_cpu:
+            start_backend()
             _check_gpus(process)
+
+
+def start_backend() -> None:
+    """Starts jax's backend; raises ConfigError if there are no devices of the kind that a variable names."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # jax asserts that there is one
+        name = "JAX_PLATFORMS" if jax.config.jax_platforms else "JAX_PLATFORM_NAME"
+        if not os.environ.get(name):
+            raise
+        reason = str(error).partition("\n")[0] or "jax finds no such devices"
+        raise ConfigError(
+            f"{name}={os.environ[name]}: {reason}; set JAX_PLATFORMS=cpu, or unset it to use what there is"
+        ) from error
 
 
 def num_processes() -> int:
@@ -218,4 +235,6 @@ def exit_failed_process(code: int, *, wait_for_others: bool) -> None:
         if wait_for_others:
             client = jax_distributed.global_state.client
             client.wait_at_barrier("meshtrain/exit", int(EXIT_TIMEOUT * 1000))
+            if process_id() == 0:
+                time.sleep(EXIT_DELAY)  # jax aborts the others, with a C++ stack, once it is gone
     os._exit(code)

@@ -1,31 +1,33 @@
 """Find out the rank of this process and the address of process 0, from flags or environment variables.
 
 The first complete description is used, in this order: flags, JAX_* variables (Kubeflow sets these too),
-torchrun, SLURM, Open MPI, an Indexed Job of Kubernetes.
+torchrun, SLURM, Open MPI, an Indexed Job of Kubernetes. If there is only a part of one, that is a fault.
 """
 
 import argparse
 import re
-import zlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshtrain.cluster import launchers, limits
+from meshtrain.cluster.launchers import FLAGS, JAX_VARIABLES, LOOPBACK, ProcessInfo
 from meshtrain.errors import ConfigError
 
-JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-LOOPBACK = "127.0.0.1"
-LOOPBACK_IPV6 = "::1"
-LOCALHOST = (LOOPBACK, "localhost", LOOPBACK_IPV6)
+MAX_SECONDS = 1e8
 JOIN_SECONDS = 120.0  # timeout for all processes to connect
-FIRST_PORT, NUM_PORTS = 61440, 4096  # for launchers that give a job id but no port
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Adds the flags that `cluster.runtime.start` reads."""
     flags.add_argument(
         "--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices"
+    )
+    flags.add_argument(
+        "--force",
+        action="store_true",
+        help="simulate more devices than this machine is likely to have the cores and memory for",
     )
     group = flags.add_argument_group(
         "multiple processes", "by default read from the launcher's environment variables"
@@ -42,179 +44,120 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class ProcessInfo:
-    """The rank of one process of a run, and where process 0 listens."""
+def check_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError if a flag of `add_flags`, or a variable in its place, is wrong; without loading jax."""
+    if faults := seconds_faults({"join_seconds": args.join_seconds}):
+        raise ConfigError(*faults)
+    limits.check_devices(args.simulate_devices, environ, force=args.force)
+    process_info(environ, (args.coordinator, args.num_processes, args.process_id))
 
-    host: str  # of process 0
-    port: int  # of process 0
-    num_processes: int
-    process_id: int
-    local_id: int = 0  # rank among the processes on this host
-    num_local: int = 1  # number of processes on this host
-    source: str = "flags"  # where this information comes from, for error messages
 
-    @property
-    def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def on_one_host(self) -> bool:
-        return self.host in LOCALHOST
+def seconds_faults(flags: Mapping[str, float]) -> list[str]:
+    """Returns a fault for each number of seconds that is not positive, or too large for a timeout."""
+    return [
+        f"--{name}={value}: use a positive number of seconds, up to {MAX_SECONDS:.0f}"
+        for name, value in flags.items()
+        if not 0 < value <= MAX_SECONDS
+    ]
 
 
 def process_info(
-    environ: Mapping[str, str], flags: Sequence[Any] = (None, None, None)
+    environ: Mapping[str, str],
+    flags: Sequence[Any] = (None, None, None),
+    flag_names: Sequence[str] = FLAGS,
 ) -> ProcessInfo | None:
     """Returns the rank and address of this process; None if it is the only one of its run.
 
     `flags` override the variables in JAX_VARIABLES unless they are None. Raises ConfigError if the
-    description is incomplete.
+    description is incomplete or a value is out of range; it names the launcher's own variable.
     """
-    given = dict(zip(JAX_VARIABLES, flags, strict=True))
-    given = {name: environ.get(name) if flag is None else flag for name, flag in given.items()}
-    given = {name: str(value) for name, value in given.items() if value not in (None, "")}
-    address, count, number = (given.get(name) for name in JAX_VARIABLES)
-    if count and number:
-        source, fields = "JAX_*", {"count_and_id": (count, number)}
-        fields |= _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    else:
-        source, fields = _from_launcher(environ)
-    if not fields:
-        if missing := [name for name in JAX_VARIABLES if given and name not in given]:
-            raise ConfigError(
-                f"{', '.join(given)} set and {', '.join(missing)} not; set all three, or none"
-            )
+    given = {name: str(v) for name, v in zip(JAX_VARIABLES, flags, strict=True) if v is not None}
+    environ, labels = {**environ, **given}, dict(zip(JAX_VARIABLES, flag_names, strict=True))
+
+    def label(name: str) -> str:
+        # A missing one is named as the flag if there are flags.
+        is_flag = name in given or name in labels and given and not environ.get(name)
+        return labels[name] if is_flag else name
+
+    if any(not environ[name] for name in given):
+        raise ConfigError(*(f"{label(name)}=: is empty" for name in given if not environ[name]))
+    address = environ.get(JAX_VARIABLES[0])
+    host, port = _split_address(address, label(JAX_VARIABLES[0])) if address else ("", "")
+    if launchers.is_one(environ.get(JAX_VARIABLES[1])) and not environ.get(JAX_VARIABLES[2]):
         return None
-    num_processes, process_id = _parse_count_and_id(*fields.pop("count_and_id"), source)
+    launcher = launchers.complete(environ)
+    if launcher is None:
+        if fault := launchers.half_set_fault(environ, label):
+            raise ConfigError(fault)
+        return None
+    num_processes, process_id = launchers.count_and_number(launcher, environ, label)
+    count_name = launcher.count_name(environ)
+    for name, own in ((JAX_VARIABLES[1], num_processes), (JAX_VARIABLES[2], process_id)):
+        if environ.get(name, str(own)) not in ("", str(own)):
+            # Half of jax's variables: the launcher would silently win.
+            raise ConfigError(
+                f"{label(name)}={environ[name]}: differs from {own} of {launcher.name}; "
+                f"set {label(JAX_VARIABLES[1])} and {label(JAX_VARIABLES[2])}, or neither"
+            )
     if num_processes == 1:
         return None
-    host, port = fields.pop("host", ""), fields.pop("port", "")
-    if address:
-        host, port = _split_address(address)
-    elif fields.get("num_local") == num_processes:
-        host = LOOPBACK  # all on one host: no other host needs to reach process 0
-    if not host or not port:
-        raise ConfigError(
-            f"{source} describes {num_processes} processes but not where process 0 listens; "
-            f"set {JAX_VARIABLES[0]}=HOST:PORT"
-        )
-    port = _parse_port(port, f"{host}:{port}")
-    return ProcessInfo(host, port, num_processes, process_id, source=source, **fields)
-
-
-def _from_launcher(environ: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
-    for source, read in LAUNCHERS.items():
-        if fields := read(environ):
-            return source, fields
-    return "", {}
-
-
-def _torchrun(environ: Mapping[str, str]) -> dict[str, Any]:
-    if not (environ.get("WORLD_SIZE") and environ.get("RANK")):
-        return {}
-    port = environ.get("MASTER_PORT", "")
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and port.isdigit():
-        port = int(port) + 1  # torchrun's own store listens on MASTER_PORT
-    return {
-        "count_and_id": (environ["WORLD_SIZE"], environ["RANK"]),
-        "host": environ.get("MASTER_ADDR", ""),
-        "port": port,
-        **_local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    }
-
-
-def _slurm(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Only within `srun`: the batch script itself is one process, however many tasks the job has."""
-    if not (environ.get("SLURM_STEP_NODELIST") and environ.get("SLURM_PROCID")):
-        return {}
-    count = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "")
-    tasks = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    node = int(environ.get("SLURM_NODEID", 0))
-    return {
-        "count_and_id": (count, environ["SLURM_PROCID"]),
-        "host": _first_host(environ["SLURM_STEP_NODELIST"]),
-        "port": _derived_port(environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")),
-        "local_id": int(environ.get("SLURM_LOCALID", 0)),
-        "num_local": tasks[node] if node < len(tasks) else 1,
-    }
-
-
-def _open_mpi(environ: Mapping[str, str]) -> dict[str, Any]:
-    prefix = "OMPI_COMM_WORLD_"
-    if not (environ.get(prefix + "SIZE") and environ.get(prefix + "RANK")):
-        return {}
-    # Open MPI 4 gives the job and the host of mpirun, "JOB.0;tcp://FIRST,SECOND:PORT"; Open MPI 5 does not.
-    job, _, rest = environ.get("OMPI_MCA_orte_hnp_uri", "").partition(".")
-    found = re.search(r"tcp://\[?([^],:]+)", rest)
-    return {
-        "count_and_id": (environ[prefix + "SIZE"], environ[prefix + "RANK"]),
-        "host": found[1] if found else "",
-        "port": _derived_port(job or environ.get("PMIX_NAMESPACE", "")),
-        **_local(environ, prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE"),
-    }
-
-
-def _indexed_job(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Kubernetes sets the index of a pod; the manifest of the Job has to set the number of processes."""
-    count, number = environ.get(JAX_VARIABLES[1]), environ.get("JOB_COMPLETION_INDEX")
-    return {"count_and_id": (count, number)} if count and number else {}
-
-
-LAUNCHERS: dict[str, Callable[[Mapping[str, str]], dict[str, Any]]] = {
-    "torchrun": _torchrun,
-    "SLURM": _slurm,
-    "Open MPI": _open_mpi,
-    "Indexed Job": _indexed_job,
-}
-
-
-def _local(environ: Mapping[str, str], number: str, count: str) -> dict[str, int]:
-    """Returns the rank among the processes of this host and their number, if both variables are set."""
-    if not (environ.get(number, "").isdigit() and environ.get(count, "").isdigit()):
-        return {}
-    return {"local_id": int(environ[number]), "num_local": int(environ[count])}
-
-
-def _parse_count_and_id(count: str, number: str, source: str) -> tuple[int, int]:
-    if str(count).isdigit() and str(number).isdigit() and int(number) < int(count):
-        return int(count), int(number)
-    raise ConfigError(
-        f"{source}: {JAX_VARIABLES[1]}={count} {JAX_VARIABLES[2]}={number}: "
-        f"use a number of processes, and an id from 0 to that number - 1"
+    fields = launcher.read(environ)
+    own_host, own_port = fields.pop("host", ""), fields.pop("port", "")
+    address_name = label(JAX_VARIABLES[0])
+    if not address:
+        address_name = ":".join(launcher.address)
+        host = LOOPBACK if fields.get("num_local") == num_processes else own_host
+        port = own_port
+        if not host or not port:
+            raise ConfigError(_address_fault(environ, launcher, label, needs_host=not host))
+        _check_host(host, f"{launcher.address[0]}={environ.get(launcher.address[0], host)}")
+        port = _parse_port(port, f"{launcher.address[-1]}={environ.get(launcher.address[-1])}")
+    names = (address_name, label(count_name), label(launcher.number))
+    return ProcessInfo(
+        host, int(port), num_processes, process_id, source=launcher.name, names=names, **fields
     )
 
 
-def _split_address(address: str) -> tuple[str, str]:
+def _address_fault(
+    environ: Mapping[str, str],
+    launcher: launchers.Launcher,
+    label: Callable[[str], str],
+    *,
+    needs_host: bool,
+) -> str:
+    names = (launcher.count_name(environ), launcher.number)
+    given = " ".join(f"{label(name)}={environ[name]}" for name in names)
+    missing = [name for name in launcher.address if not environ.get(name)]
+    if not needs_host:
+        missing = [name for name in missing if name == launcher.address[-1]]
+    return (
+        f"{given}: {launcher.name} describes several processes but not where process 0 listens: "
+        f"{', '.join(missing)} not set; set {JAX_VARIABLES[0]}=HOST:PORT"
+    )
+
+
+def _split_address(address: str, label: str) -> tuple[str, int]:
+    """Returns the host and the port of HOST:PORT or [IPV6]:PORT."""
     host, _, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host:
-        raise ConfigError(f"{JAX_VARIABLES[0]}={address}: use HOST:PORT")
-    return host.strip("[]"), port
+        raise ConfigError(f"{label}={address}: use HOST:PORT")
+    _check_host(host, f"{label}={address}")
+    return host, _parse_port(port, f"{label}={address}")
 
 
-def _parse_port(port: Any, address: str) -> int:
-    if not (str(port).isdigit() and 0 < int(port) < 65536):
-        raise ConfigError(
-            f"{JAX_VARIABLES[0]}={address}: use HOST:PORT, with a port from 1 to 65535"
-        )
+def _check_host(host: str, given: str) -> None:
+    is_name = re.fullmatch(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?", host, re.ASCII) and len(host) < 254
+    if not is_name and not re.fullmatch(
+        r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?", host, re.ASCII
+    ):
+        raise ConfigError(f"{given}: use a host name or an IP address")
+
+
+def _parse_port(port: str, given: str) -> int:
+    if not (launchers.is_number(port) and 0 < int(port) < 65536):
+        raise ConfigError(f"{given}: use HOST:PORT, with a port from 1 to 65535")
     return int(port)
-
-
-def _derived_port(*names: str) -> int:
-    """Returns a port computed from the job's id: all its processes get the same, other jobs rarely do."""
-    return FIRST_PORT + zlib.crc32("/".join(names).encode()) % NUM_PORTS
-
-
-def _first_host(nodes: str) -> str:
-    """Returns the first host of a SLURM node list: node[07-09,12],login -> node07."""
-    first = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
-    return "".join(part or "" for part in first.groups())
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """Returns the number of tasks of each node: 2(x3),1 -> [2, 2, 2, 1]."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
 def local_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> list[int] | None:
@@ -243,6 +186,27 @@ def num_allotted_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> int:
         return 0
     indices = local_gpus(process, environ)
     return visible if indices is None else len(indices)
+
+
+def num_gpus(environ: Mapping[str, str]) -> int:
+    """Returns the number of NVIDIA GPUs that this process may use."""
+    return _num_gpus(environ)[0]
+
+
+def jax_variable_fault(error: Exception, environ: Mapping[str, str]) -> str:
+    """Returns a fault if jax cannot be imported because of one of its environment variables, or ""."""
+    if (
+        not isinstance(error, ValueError) or "jax" in sys.modules
+    ):  # an import that fails is removed there
+        return ""
+    found = (
+        f"{name}={value}: {error}; unset it, or correct it"
+        for name, value in environ.items()
+        if name.startswith("JAX_")
+        and value
+        and re.search(f"['\"]{re.escape(value)}['\"]", str(error))
+    )
+    return next(found, "")
 
 
 def _num_gpus(environ: Mapping[str, str]) -> tuple[int, int]:

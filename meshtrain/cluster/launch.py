@@ -9,16 +9,21 @@ newest valid checkpoint. The exit code is the run's; 18 if it hung too often.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from meshtrain.cluster import environment
+from meshtrain.cluster import environment, launchers
 from meshtrain.cluster.restart_policy import Settings
 from meshtrain.cluster.supervisor import Supervisor
-from meshtrain.errors import ConfigError
+from meshtrain.errors import EXIT_USER, ConfigError
+
+CLUSTER = ("coordinator", "nnodes", "node_rank")  # flags in place of the launcher's variables
 
 
 def launch(arguments: Sequence[str], **settings) -> int:
@@ -26,52 +31,130 @@ def launch(arguments: Sequence[str], **settings) -> int:
 
     `settings` are the fields of `Settings`. Raises ConfigError if one of them is invalid.
     """
-    s, arguments = Settings(**settings), list(arguments)
+    arguments, process = list(arguments), _place(settings)
+    s = Settings(**settings)
     if not arguments:
         raise ConfigError(
             "nothing to launch: give the arguments of a run after --, such as --config=FILE"
         )
     is_training = arguments[0].startswith("-") or arguments[0] == "train"
-    workdir = _workdir(arguments) if is_training else None
+    flags = _flags(arguments)
+    workdir = Path(flags.workdir) if is_training and flags.workdir else None
     if not is_training:
         s = dataclasses.replace(s, grace=0.1)  # nothing to save
-    process = environment.process_info(os.environ)  # of this supervisor
     command = [sys.executable, "-m", "meshtrain", *arguments]
     if s.simulate_devices:
+        if flags.simulate_devices:
+            raise ConfigError(
+                f"--simulate_devices={s.simulate_devices} and, after --, "
+                f"--simulate_devices={flags.simulate_devices}: give it once"
+            )
         command.append(f"--simulate_devices={s.simulate_devices}")
+        command += ["--force"] * s.force
     if s.min_nproc and is_training:
         command.append("--elastic")
-    logs, cache = _make_folders(workdir) if workdir else (None, None)
-    return Supervisor(s, workdir=workdir).run(
-        command,
-        logs=logs,
-        environ=_environment(cache),
-        local_id=process.local_id if process else 0,
-        num_supervisors=process.num_local if process else 1,
-    )
-
-
-def _workdir(arguments: list[str]) -> Path | None:
-    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    flags.add_argument("--workdir", nargs="?", default="")
-    found = flags.parse_known_args(arguments)[0].workdir
-    return Path(found) if found else None
-
-
-def _make_folders(workdir: Path) -> tuple[Path, Path | None]:
-    """Returns the folders of logs and of compiled programs; the second is None if it is not safe to use."""
-    logs, cache = workdir / "logs", (workdir / "compiled").absolute()
+    folders = Folders(workdir)
+    logs, cache = folders.make() if workdir else (None, None)
+    code = EXIT_USER
     try:
-        logs.mkdir(parents=True, exist_ok=True)
-        cache.mkdir(mode=0o700, exist_ok=True)
-        found = cache.stat()
-    except OSError as error:
-        raise ConfigError(
-            f"--workdir={workdir}: {error.filename}: {error.strerror}; use a folder that can be written"
-        ) from error
-    # The programs in it are executed, so no other user may be able to write there.
-    is_private = found.st_uid == os.getuid() and not found.st_mode & 0o022
-    return logs, cache if is_private else None
+        code = Supervisor(s, workdir=workdir).run(
+            command,
+            logs=logs,
+            environ=_environment(cache),
+            local_id=process.local_id if process else 0,
+            num_supervisors=process.num_local if process else 1,
+        )
+        return code
+    finally:
+        folders.remove_if_unused(code)
+
+
+def _place(settings: dict[str, Any]) -> environment.ProcessInfo | None:
+    """Returns the rank and address of this supervisor, None if it is alone, and sets them in `settings`.
+
+    Flags override the launcher's variables. Raises ConfigError for a flag that would be ignored.
+    """
+    address, nnodes, node_rank = given = [settings.pop(name, None) for name in CLUSTER]
+    if address and nnodes and node_rank is None and not launchers.complete(os.environ):
+        given[2] = 0
+    names = [f"--{name}" for name in CLUSTER]
+    process = environment.process_info(os.environ, given, names)
+    if process:
+        found = (process.address, process.num_processes, process.process_id)
+        settings |= dict(zip(CLUSTER, found, strict=True))
+    elif nnodes is None and (address or node_rank):
+        ignored = f"--coordinator={address}" if address else f"--node_rank={node_rank}"
+        raise ConfigError(f"{ignored}: there is only one host; give --nnodes too, or omit it")
+    elif line := launchers.batch_script_line(os.environ):
+        print(f"launch: {line}", file=sys.stderr)
+    return process
+
+
+def _flags(arguments: list[str]) -> argparse.Namespace:
+    """Returns the flags of a run that matter to the supervisor."""
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--workdir", "--simulate_devices", *environment.FLAGS):
+        flags.add_argument(name, nargs="?", default="")
+    found = flags.parse_known_args(arguments)[0]
+    for name in environment.FLAGS:
+        if value := getattr(found, name.removeprefix("--")):
+            raise ConfigError(
+                f"{name}={value}: launch sets it for each process; give --nproc, or on several hosts --nnodes, "
+                f"--node_rank and --coordinator, before --"
+            )
+    return found
+
+
+class Folders:
+    """The folders of logs and of compiled programs in a workdir."""
+
+    def __init__(self, workdir: Path | None):
+        self._workdir, self._made = workdir, []  # outermost first
+
+    def make(self) -> tuple[Path, Path | None]:
+        """Returns the two folders; the second is None if it is not safe to use."""
+        workdir = self._workdir
+        logs, cache = workdir / "logs", (workdir / "compiled").absolute()
+        try:
+            for folder in (*reversed(workdir.parents), workdir, logs):
+                self._mkdir(folder)
+            self._mkdir(cache, mode=0o700)
+            found = cache.stat()
+        except OSError as error:
+            self.remove_if_unused(EXIT_USER)
+            raise ConfigError(
+                f"--workdir={workdir}: {error.filename}: {error.strerror}; use a folder that can be written"
+            ) from error
+        # The programs in it are executed, so no other user may be able to write there.
+        is_private = found.st_uid == os.getuid() and not found.st_mode & 0o022
+        return logs, cache if is_private else None
+
+    def _mkdir(self, folder: Path, mode: int = 0o777) -> None:
+        try:
+            folder.mkdir(mode=mode)
+            self._made.append(folder)
+        except FileExistsError:
+            if not folder.is_dir():
+                raise
+
+    def remove_if_unused(self, code: int) -> None:
+        """Removes what `make` made if a mistake of the user has ended the run before it wrote anything else.
+
+        Also if nothing was started. The logs of a crash stay.
+        """
+        if not self._made:
+            return
+        own = {"logs", "compiled"}
+        with contextlib.suppress(OSError):
+            if any(one.name not in own for one in self._workdir.iterdir()):
+                return
+            if code != EXIT_USER and any((self._workdir / "logs").iterdir()):
+                return
+        for folder in reversed(self._made):
+            if folder.name in own and folder.parent.resolve() == self._workdir.resolve():
+                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only if it is empty
 
 
 def _environment(cache: Path | None) -> dict[str, str]:
@@ -84,11 +167,8 @@ def _environment(cache: Path | None) -> dict[str, str]:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Adds a flag for each setting; the launcher's variables, if there are any, set the defaults."""
+    """Adds a flag for each setting."""
     defaults = Settings()
-    if process := environment.process_info(os.environ):
-        cluster = {"nnodes": process.num_processes, "node_rank": process.process_id}
-        defaults = Settings(**cluster, coordinator=process.address)
     settings = {
         "nproc": (int, "processes on this host"),
         "simulate_devices": (int, "CPU devices of each process"),
@@ -103,16 +183,24 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
             "seconds without a step after which a process is considered stuck",
         ),
         "grace": (float, "seconds that processes have to save when asked to stop"),
-        "nnodes": (int, "number of hosts"),
-        "node_rank": (int, "rank of this host"),
-        "coordinator": (str, "address where node 0 listens"),
+        "nnodes": (int, "number of hosts, by default from the launcher's variables, or 1"),
+        "node_rank": (int, "rank of this host, by default from the launcher's variables, or 0"),
+        "coordinator": (
+            str,
+            "address where node 0 listens, by default from the launcher's variables",
+        ),
         "join_seconds": (float, "seconds to wait for all hosts"),
     }
     for name, (kind, text) in settings.items():
-        default = getattr(defaults, name)
+        default = None if name in CLUSTER else getattr(defaults, name)
         text += "" if default is None else f" (default: {default})"
         metavar = {int: "N", float: "SECONDS", str: "HOST:PORT"}[kind]
         flags.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+    flags.add_argument(
+        "--force",
+        action="store_true",
+        help="start more processes and devices than this machine is likely to have the cores and memory for",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,6 +4,8 @@ Process 0 listens on the address that jax will use. Each other process sends it 
 all get the same answer: a list of faults, empty if all is well.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import selectors
@@ -12,11 +14,13 @@ import sys
 import time
 from typing import Any
 
-from meshtrain.cluster.environment import (
+from meshtrain.cluster.launchers import (
+    FLAGS,
     JAX_VARIABLES,
     LOCALHOST,
     LOOPBACK,
     LOOPBACK_IPV6,
+    MAX_PROCESSES,
     ProcessInfo,
 )
 from meshtrain.errors import ConfigError, TransientError
@@ -24,7 +28,13 @@ from meshtrain.errors import ConfigError, TransientError
 RETRY = 0.2  # seconds between attempts to reach process 0
 LOG_EVERY = 10.0  # seconds between log lines that name the missing processes
 ANSWER_TIMEOUT = 5.0  # seconds after the deadline until process 0 must have answered
-MAX_LINE = 100_000  # bytes
+MAX_LINE = 1000  # bytes
+MAX_PENDING = (
+    100  # connections that have not sent their line; if there are more, the oldest is closed
+)
+MAX_ANSWER = 100_000  # bytes
+MAX_WHO = 300  # characters of the name of a process
+MAX_SHOWN = 20  # missing processes
 MISSING = "missing"  # marks a fault that is not a user's mistake
 
 
@@ -45,7 +55,7 @@ def wait_for_all(process: ProcessInfo, *, seconds: float) -> None:
         faults = _connect(process, hello, deadline, seconds)
     else:
         with _listen(process) as server:
-            faults = _serve(server, hello, deadline, process.num_processes)
+            faults = _serve(server, hello, deadline, process)
     if any(MISSING in fault for fault in faults):
         raise RendezvousError(*faults)
     if faults:
@@ -66,55 +76,73 @@ def _listen(process: ProcessInfo) -> socket.socket:
         return listen(process.host, process.port)
     except OSError as error:
         raise RendezvousError(
-            f"{JAX_VARIABLES[0]}={process.address}: process 0 cannot listen there: {error.strerror}; "
-            f"use a free port, or stop the program that uses it"
+            f"{process.names[0]}={process.address}: process 0 cannot listen there: {error.strerror}; "
+            f"use a free port{_with_address(process)}, or stop the program that uses it"
         ) from error
 
 
-def _serve(server: socket.socket, own: dict, deadline: float, count: int) -> list[str]:
+def _serve(server: socket.socket, own: dict, deadline: float, process: ProcessInfo) -> list[str]:
     """On process 0: waits for the others, checks what they send, and answers all of them."""
-    arrived, faults, logged_at = {0: own}, [], time.monotonic()
+    count, arrived, faults, logged_at = process.num_processes, {0: own}, [], time.monotonic()
+    server.setblocking(False)
     pending: dict[socket.socket, bytes] = {}  # connections and the part of a line received so far
     members: list[socket.socket] = []
     with selectors.DefaultSelector() as ready:
         ready.register(server, selectors.EVENT_READ)
+
+        def forget(connection: socket.socket) -> bytes:
+            ready.unregister(connection)
+            return pending.pop(connection)
+
         while len(arrived) < count and not faults and time.monotonic() < deadline:
             for key, _ in ready.select(timeout=min(0.5, max(0, deadline - time.monotonic()))):
                 if key.fileobj is server:
-                    connection, _ = server.accept()
-                    connection.setblocking(False)
-                    pending[connection] = b""
-                    ready.register(connection, selectors.EVENT_READ)
-                    continue
-                connection = key.fileobj
-                received = pending[connection] + _read(connection)
-                pending[connection] = received
-                if received and not received.endswith(b"\n") and len(received) < MAX_LINE:
-                    continue  # an incomplete line
-                ready.unregister(connection)
-                del pending[connection]
-                if hello := _parse_hello(received):
-                    faults += _hello_faults(hello, arrived, count)
-                    arrived.setdefault(hello["id"], hello)
-                    members.append(connection)
-                else:
-                    connection.close()  # not a meshtrain process: a port scan, a health check
+                    if connection := _accept(server):
+                        pending[connection] = b""
+                        ready.register(connection, selectors.EVENT_READ)
+                elif (connection := key.fileobj) in pending:  # else closed in this round
+                    received = pending[connection] + (new := _read(connection))
+                    pending[connection] = received
+                    if new and b"\n" not in received and len(received) < MAX_LINE:
+                        continue  # an incomplete line
+                    forget(connection)
+                    if hello := _parse_hello(received):
+                        faults += _hello_faults(hello, arrived, process)
+                        arrived.setdefault(hello["id"], hello)
+                        members.append(connection)
+                    else:
+                        connection.close()  # not a meshtrain process: a port scan, a health check
+                if len(pending) > MAX_PENDING:
+                    forget(oldest := next(iter(pending)))
+                    oldest.close()
             if time.monotonic() - logged_at > LOG_EVERY:
                 logged_at = time.monotonic()
                 print(f"waiting: {_describe_missing(arrived, count)}", file=sys.stderr, flush=True)
     if not faults and len(arrived) < count:
         missing = _describe_missing(arrived, count)
         faults = [f"{missing}; start those too, or set a lower number of processes"]
-    for connection in members:
-        with connection:
-            connection.setblocking(True)
-            try:
-                connection.sendall(json.dumps(faults).encode() + b"\n")
-            except OSError:
-                continue  # it died in the meantime; the others will notice
+    _answer(members, faults)
     for connection in pending:
         connection.close()
     return faults
+
+
+def _accept(server: socket.socket) -> socket.socket | None:
+    try:
+        connection, _ = server.accept()
+    except OSError:
+        time.sleep(0.01)  # for example too many open files: others may be closed in the meantime
+        return None
+    connection.setblocking(False)
+    return connection
+
+
+def _answer(members: list[socket.socket], faults: list[str]) -> None:
+    for connection in members:
+        with connection:
+            connection.settimeout(ANSWER_TIMEOUT)
+            with contextlib.suppress(OSError):  # it died in the meantime; the others will notice
+                connection.sendall(json.dumps(faults).encode() + b"\n")
 
 
 def _read(connection: socket.socket) -> bytes:
@@ -124,33 +152,55 @@ def _read(connection: socket.socket) -> bytes:
         return b""
 
 
-def _parse_hello(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Returns the JSON object in a line; None if there is something else."""
     try:
-        hello = json.loads(line)
-        valid = hello["meshtrain"] == 1 and isinstance(hello["id"], int)
-        return hello if valid and isinstance(hello["count"], int) else None
-    except (ValueError, KeyError, TypeError):
+        message = json.loads(line)
+    except (ValueError, RecursionError):
         return None
+    return message if isinstance(message, dict) else None
 
 
-def _hello_faults(hello: dict, arrived: dict[int, dict], count: int) -> list[str]:
-    number, who = hello["id"], hello.get("who")
+def is_integer(value: Any, low: int, high: int) -> bool:
+    """Whether a value from JSON is an integer from `low` to `high`."""
+    return type(value) is int and low <= value <= high
+
+
+def _parse_hello(line: bytes) -> dict[str, Any] | None:
+    hello = parse_line(line) or {}
+    number, count, who = hello.get("id"), hello.get("count"), hello.get("who")
+    if hello.get("meshtrain") != 1 or not is_integer(count, 2, MAX_PROCESSES):
+        return None
+    named = isinstance(who, str) and len(who) < MAX_WHO and who.isprintable()
+    return hello if named and is_integer(number, 1, count - 1) else None
+
+
+def _hello_faults(hello: dict, arrived: dict[int, dict], process: ProcessInfo) -> list[str]:
+    number, who, count = hello["id"], hello["who"], process.num_processes
     if hello["count"] != count:
         return [
             f"process 0 ({arrived[0]['who']}) is one of {count} processes and process {number} ({who}) "
-            f"one of {hello['count']}; set {JAX_VARIABLES[1]} to the same on all"
+            f"one of {hello['count']}; set {process.names[1]} to the same on all"
         ]
     if number in arrived:
         return [
             f"two processes have number {number}: {arrived[number]['who']} and {who}; "
-            f"give each its own {JAX_VARIABLES[2]}"
+            f"give each its own {process.names[2]}"
         ]
     return []
 
 
 def _describe_missing(arrived: dict[int, dict], count: int) -> str:
-    missing = [number for number in range(count) if number not in arrived]
-    return f"{len(arrived)} of {count} processes arrived, {MISSING} {missing}"
+    missing = (number for number in range(count) if number not in arrived)
+    shown = [str(number) for number in itertools.islice(missing, MAX_SHOWN + 1)]
+    shown = shown[:MAX_SHOWN] + ["..."] * (len(shown) > MAX_SHOWN)
+    return f"{len(arrived)} of {count} processes arrived, {MISSING} [{', '.join(shown)}]"
+
+
+def _with_address(process: ProcessInfo) -> str:
+    """Returns how to choose the address, for launchers that do not let the user choose it."""
+    ours = process.names[0] in (JAX_VARIABLES[0], FLAGS[0])
+    return "" if ours else f", with {JAX_VARIABLES[0]}=HOST:PORT"
 
 
 def _connect(process: ProcessInfo, hello: dict, deadline: float, seconds: float) -> list[str]:
@@ -168,7 +218,7 @@ def _connect(process: ProcessInfo, hello: dict, deadline: float, seconds: float)
             why = error.strerror or "no answer in time"
         if time.monotonic() >= deadline:
             return [
-                f"{JAX_VARIABLES[0]}={process.address}: {MISSING} process 0, not reached within {seconds:.0f} s: "
+                f"{process.names[0]}={process.address}: {MISSING} process 0, not reached within {seconds:.0f} s: "
                 f"{why}; use its address, and start it on that host"
             ]
         if time.monotonic() - logged_at > LOG_EVERY:
@@ -179,13 +229,14 @@ def _connect(process: ProcessInfo, hello: dict, deadline: float, seconds: float)
 
 def _read_answer(connection: socket.socket, process: ProcessInfo) -> list[str]:
     with connection.makefile("rb") as lines:
-        answer = lines.readline(MAX_LINE)
+        answer = lines.readline(MAX_ANSWER)
     if not answer:
         raise ConnectionResetError(0, "it closed the connection")
-    try:
-        return [str(fault) for fault in list(json.loads(answer))]
-    except (ValueError, TypeError):
-        return [
-            f"{JAX_VARIABLES[0]}={process.address}: the program that answers there is not a process of this run; "
-            f"use a free port"
-        ]
+    with contextlib.suppress(ValueError, RecursionError):
+        faults = json.loads(answer)
+        if isinstance(faults, list) and all(isinstance(fault, str) for fault in faults):
+            return faults
+    return [
+        f"{process.names[0]}={process.address}: the program that answers there is not a process of this run; "
+        f"use a free port{_with_address(process)}"
+    ]

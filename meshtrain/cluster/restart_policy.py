@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshtrain.cluster import progress
+from meshtrain.cluster import environment, limits, progress
 from meshtrain.cluster.workers import Exit, ProcessStatus
 from meshtrain.errors import (
     EXIT_FAILED,
@@ -49,6 +49,7 @@ class Settings:
 
     nproc: int = 1  # processes on this host
     simulate_devices: int | None = None  # CPU devices of each process
+    force: bool = False  # more processes and devices than this machine is likely to have room for
     max_restarts: int = 3  # within `window`
     window: float = 3600.0  # seconds
     min_nproc: int | None = (
@@ -67,15 +68,22 @@ class Settings:
             for name, value in (
                 ("nproc", self.nproc),
                 ("nnodes", self.nnodes),
-                ("min_nproc", self.min_nproc or 1),
+                ("min_nproc", 1 if self.min_nproc is None else self.min_nproc),
             )
             if value < 1
         ]
         if self.max_restarts < 0:
             faults.append(f"--max_restarts={self.max_restarts}: use 0 or more")
-        for name in ("window", "stall_seconds", "grace", "join_seconds"):
-            if not getattr(self, name) > 0:
-                faults.append(f"--{name}={getattr(self, name)}: use a positive number of seconds")
+        names = ("window", "stall_seconds", "grace", "join_seconds")
+        faults += environment.seconds_faults({name: getattr(self, name) for name in names})
+        faults += limits.process_faults(self.nproc, force=self.force)
+        if self.simulate_devices is not None:
+            faults += limits.device_faults(
+                "--simulate_devices",
+                self.simulate_devices,
+                num_processes=self.nproc,
+                force=self.force,
+            )
         if self.min_nproc and self.min_nproc > self.nproc * self.nnodes:
             faults.append(
                 f"--min_nproc={self.min_nproc}: there are {self.nproc * self.nnodes} processes in all"
@@ -220,7 +228,8 @@ class RestartBudget:
 
     def backoff(self) -> float:
         """Returns the seconds until the next attempt; 0 after an attempt that made progress."""
-        return min(2.0**self._num_without_progress - 1, MAX_BACKOFF)
+        # A run that is preempted again and again may have any number of attempts.
+        return min(2.0 ** min(self._num_without_progress, 10) - 1, MAX_BACKOFF)
 
 
 class TimeAccount:

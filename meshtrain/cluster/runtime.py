@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import errno
+import functools
 import hashlib
 import logging
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from meshtrain.cluster import distributed
+from meshtrain.cluster import distributed, environment, launchers
 from meshtrain.errors import ConfigError
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from malloc.h
@@ -33,6 +34,8 @@ def start(args: argparse.Namespace) -> None:
     distributed.initialize(
         args.coordinator, args.num_processes, args.process_id, join_seconds=args.join_seconds
     )
+    if line := launchers.batch_script_line(os.environ):
+        print(line, file=sys.stderr)
     setup()
 
 
@@ -52,9 +55,29 @@ def setup() -> None:
     On CPU, programs run in the thread that dispatches them, so that all memory of a step is on one heap
     (see `_keep_memory`). This has to be set before the backend starts; other devices ignore it.
     """
+    if jax.config.jax_disable_jit:
+        raise ConfigError(
+            "JAX_DISABLE_JIT=1: a step runs only as a compiled program; unset it, or set it to 0"
+        )
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # see `_log_unused_gpus`
+    distributed.start_backend()
+    _log_unused_gpus()
     _use_cache()
     _keep_memory()
+
+
+@functools.cache  # logs it once
+def _log_unused_gpus() -> None:
+    """Logs if this machine has NVIDIA GPUs, and jax uses the CPU although nobody has asked for that."""
+    chosen = jax.config.jax_platforms or os.environ.get("JAX_PLATFORM_NAME")
+    num_gpus = 0 if chosen or jax.default_backend() != "cpu" else environment.num_gpus(os.environ)
+    if num_gpus and distributed.process_id() == 0:
+        print(
+            f"this machine has {num_gpus} NVIDIA GPUs and jax uses only the CPU; install meshtrain[cuda12] or "
+            f"[cuda13], or set JAX_PLATFORMS=cpu",
+            file=sys.stderr,
+        )
 
 
 def _keep_memory() -> None:
@@ -96,8 +119,13 @@ def _cache_folder() -> Path | None:
     """
     folder, name = Path("~/.cache/meshtrain"), f"{jax.default_backend()}-{_cpu_features()}"
     try:
-        caches = os.environ.get("XDG_CACHE_HOME")
-        folder = Path(caches, "meshtrain") if caches else folder.expanduser()
+        caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if caches.is_absolute():  # others are to be ignored: XDG Base Directory Specification
+            folder = caches / "meshtrain"
+        elif not Path(os.environ.get("HOME", "/")).is_absolute():
+            raise RuntimeError(f"HOME={os.environ['HOME']}: not an absolute path")
+        else:
+            folder = folder.expanduser()
         _make_private(folder, others=0o055)
         folder /= name
         _make_private(folder, others=0)

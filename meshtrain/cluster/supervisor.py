@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import re
 import signal
 import socket
 import time
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.cluster import environment, nodes, restart_policy, signals
+from meshtrain.cluster import launchers, nodes, restart_policy, signals
 from meshtrain.cluster.restart_policy import Outcome, RestartBudget, Settings, TimeAccount
 from meshtrain.cluster.workers import RankAssignment, Workers
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
@@ -19,7 +20,14 @@ TICK = 0.1  # seconds between checks
 END_TIMEOUT = 60.0  # seconds within which all processes have to end once one has ended normally
 DUMP_SECONDS = 1.0  # that processes have to print their stacks
 PORTS = range(20000, 32000)  # below the ports that systems give to outgoing connections
-HIDDEN_PREFIX = "[Gloo]"  # lines without information for the user
+# Lines that are only logged. The second kind, with C++ details, only says that another process has ended:
+# the supervisor itself says which, and why.
+HIDDEN = re.compile(
+    r"\[Gloo\]"
+    r"|[EF]\d{4} [\d:.]+ +\d+ (coordination_service_agent\.cc|client\.h):"
+    r"|Additional GRPC error information from remote target coordination_service"
+    r"|:UNKNOWN:Error received from peer"
+)
 
 
 class Supervisor:
@@ -146,7 +154,7 @@ class Supervisor:
             self._poll()
 
     def _run_attempt(self, groups: list, counts: list[int]) -> Outcome:
-        host = environment.LOOPBACK
+        host = launchers.LOOPBACK
         if self._server:
             host = self._settings.coordinator.rsplit(":", 1)[0]
         address, first_rank = f"{host}:{_free_port()}", 0
@@ -240,7 +248,7 @@ class Supervisor:
             self._signals.append(number)
 
     def _show(self, rank: int, line: str) -> None:
-        if not line.startswith(HIDDEN_PREFIX):
+        if not HIDDEN.match(line):
             self._print(f"[{rank}] {line}")
 
     def _log(self, line: str, *, error: bool = False) -> None:

@@ -10,7 +10,7 @@ import zlib
 import pytest
 from conftest import free_port
 
-from meshtrain.cluster import environment, rendezvous
+from meshtrain.cluster import environment, launchers, rendezvous
 from meshtrain.cluster.environment import ProcessInfo
 from meshtrain.errors import ConfigError
 
@@ -33,6 +33,9 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }
+
+# The variables of a batch script and of a shell of `salloc`: no step.
+BATCH_SCRIPT = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_NTASKS": "8"}
 
 
 def described(environ, flags=(None, None, None)):
@@ -66,9 +69,24 @@ def described(environ, flags=(None, None, None)):
         ),
         # A single process: a step of one task, a shell of salloc, the batch script of a job with many tasks.
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
+        (BATCH_SCRIPT, None),
+        ({**BATCH_SCRIPT, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}, None),
         ({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
-        ({"MASTER_ADDR": "set by an image", "WORLD_SIZE": "4"}, None),
+        ({"JAX_NUM_PROCESSES": "1", **TORCH}, None),
+        ({"JAX_NUM_PROCESSES": "1", "JOB_COMPLETION_INDEX": "3"}, None),
+        ({"JAX_NUM_PROCESSES": "1", "PMI_SIZE": "2", "PMI_RANK": "0"}, None),
+        ({"WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "set by an image"}, None),
+        ({"SLURM_NTASKS": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
+        ({"MASTER_ADDR": "set by an image", "MASTER_PORT": "1", "LOCAL_RANK": ""}, None),
+        ({"WORLD_SIZE": "", "RANK": "", "TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        # Half of a launcher next to a complete one.
+        (
+            {"WORLD_SIZE": "7", "PMI_RANK": "2", **SLURM},
+            ("gpu-07", 61440 + zlib.crc32(b"4100/0") % 4096, 5, 2, "SLURM"),
+        ),
     ],
 )
 def test_the_first_complete_description_is_used(environ, expected):
@@ -88,22 +106,118 @@ def test_processes_on_one_host_use_loopback():
     assert process.on_one_host and process.num_local == 5
 
 
+MORE_TORCH = "MASTER_ADDR, MASTER_PORT"
+JAX_TOO = "not enough to join a run; set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID"
+
+
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES set and .*JAX_PROCESS_ID not"),
-        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "set JAX_COORDINATOR_ADDRESS="),
-        ({**JAX, "JAX_PROCESS_ID": "4"}, "an id from 0 to that number - 1"),
-        ({**JAX, "JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two"),
-        ({**JAX, "JAX_COORDINATOR_ADDRESS": "head"}, "use HOST:PORT"),
-        ({**JAX, "JAX_COORDINATOR_ADDRESS": "head:99999"}, "from 1 to 65535"),
-        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""}, "Open MPI describes 2 processes but not where"),
+        # Only a part of a launcher: this process would train alone, next to the others.
+        ("JAX_NUM_PROCESSES=2", "JAX_NUM_PROCESSES=2: JAX_PROCESS_ID, JAX_COORDINATOR_ADDRESS are"),
+        (
+            "JAX_PROCESS_ID=0",
+            "JAX_PROCESS_ID=0: JAX_NUM_PROCESSES, JAX_COORDINATOR_ADDRESS are not",
+        ),
+        ("JAX_COORDINATOR_ADDRESS=a:1", "=a:1: JAX_NUM_PROCESSES, JAX_PROCESS_ID are not set"),
+        ("JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID is not set"),
+        ("JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0", "JAX_COORDINATOR_ADDRESS not set; set JAX_COORD"),
+        ("WORLD_SIZE=2", f"WORLD_SIZE=2: RANK, {MORE_TORCH} are not set; set all, or to run alone"),
+        ("RANK=0", f"RANK=0: WORLD_SIZE, {MORE_TORCH} are not set"),
+        ("RANK=1 LOCAL_RANK=1", f"RANK=1: WORLD_SIZE, {MORE_TORCH} are not set"),
+        ("WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "MASTER_PORT=1: RANK is not set"),
+        ("WORLD_SIZE=2 JAX_COORDINATOR_ADDRESS=a:1", "WORLD_SIZE=2: RANK is not set"),
+        ("WORLD_SIZE=2 RANK=0", f"WORLD_SIZE=2 RANK=0: torchrun .*: {MORE_TORCH} not set"),
+        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=a", "MASTER_PORT not set"),
+        (
+            "SLURM_NTASKS=2",
+            "SLURM_NTASKS=2: SLURM_PROCID, SLURM_STEP_NODELIST are not set; start it",
+        ),
+        ("SLURM_NPROCS=2", "SLURM_NPROCS=2: SLURM_PROCID, "),
+        ("SLURM_PROCID=1", "SLURM_PROCID=1: SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST are not set"),
+        ("SLURM_JOB_ID=1 SLURM_NTASKS=2 SLURM_PROCID=0", "SLURM_STEP_NODELIST is not set"),
+        (
+            "SLURM_JOB_ID=1 SLURM_JOB_NODELIST=a SLURM_NTASKS=2 SLURM_PROCID=1",
+            "STEP_NODELIST is not",
+        ),
+        ("SLURM_STEP_NODELIST=a SLURM_STEP_NUM_TASKS=2", "SLURM_PROCID is not set; start it with"),
+        ("OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2: OMPI_COMM_WORLD_RANK, JAX_COORDINATOR"),
+        ("OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_RANK=1: OMPI_COMM_WORLD_SIZE, JAX_COORDINATOR"),
+        (
+            "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1",
+            "Open MPI describes .* JAX_COORDINATOR_A",
+        ),
+        (
+            "JOB_COMPLETION_INDEX=1",
+            "JOB_COMPLETION_INDEX=1: JAX_NUM_PROCESSES, JAX_COORDINATOR_ADD",
+        ),
+        ("JOB_COMPLETION_INDEX=0 WORLD_SIZE=1", "JOB_COMPLETION_INDEX=0: JAX_NUM_PROCESSES, "),
+        ("PMI_SIZE=2 PMI_RANK=0", f"PMI_SIZE=2 PMI_RANK=0: {JAX_TOO}"),
+        ("PMIX_RANK=0", f"PMIX_RANK=0: {JAX_TOO}"),
+        ("MV2_COMM_WORLD_SIZE=4", f"MV2_COMM_WORLD_SIZE=4: {JAX_TOO}"),
+        ("TPU_WORKER_HOSTNAMES=a,b TPU_WORKER_ID=0", "TPU_WORKER_HOSTNAMES=a,b: several hosts"),
+        # Halves of two descriptions that contradict each other.
+        ("*SLURM JAX_NUM_PROCESSES=2", "JAX_NUM_PROCESSES=2: differs from 5 of SLURM"),
+        ("*TORCH JAX_PROCESS_ID=3", "JAX_PROCESS_ID=3: differs from 1 of torchrun"),
+        # Values that are no numbers, or out of range: the launcher's own variable is named.
+        ("*JAX JAX_PROCESS_ID=4", "JAX_PROCESS_ID=4: use an id from 0 to 3, below JAX_NUM_PROC"),
+        ("*JAX JAX_NUM_PROCESSES=two", "JAX_NUM_PROCESSES=two: use a number of processes from 1"),
+        ("*JAX JAX_COORDINATOR_ADDRESS=head", "JAX_COORDINATOR_ADDRESS=head: use HOST:PORT"),
+        ("*JAX JAX_COORDINATOR_ADDRESS=head:99999", "=head:99999: use HOST:PORT, .* to 65535"),
+        ("*JAX JAX_COORDINATOR_ADDRESS=a/b:1", "=a/b:1: use a host name or an IP address"),
+        ("*JAX LOCAL_RANK=1", "LOCAL_RANK=1: use a number, below LOCAL_WORLD_SIZE="),
+        ("*TORCH WORLD_SIZE=-4", "WORLD_SIZE=-4: use a number of processes"),
+        ("*TORCH WORLD_SIZE=0", "WORLD_SIZE=0: use a number of processes"),
+        ("*TORCH WORLD_SIZE=99999999999999999999", "WORLD_SIZE=9+: use a number of processes"),
+        ("*TORCH RANK=4", "^RANK=4: use an id from 0 to 3, below WORLD_SIZE=4"),
+        ("*TORCH RANK=\N{SUPERSCRIPT TWO}", "^RANK=.: use an id from 0 to 3"),
+        ("*TORCH MASTER_PORT=http", "MASTER_PORT=http: use HOST:PORT"),
+        ("*TORCH MASTER_PORT=65535 TORCHELASTIC_USE_AGENT_STORE=True", "MASTER_PORT=65535: use"),
+        ("*TORCH MASTER_ADDR=http://a", "MASTER_ADDR=http://a: use a host name"),
+        ("*TORCH LOCAL_RANK=0 LOCAL_WORLD_SIZE=0", "LOCAL_WORLD_SIZE=0: use"),
+        ("*TORCH LOCAL_WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2: LOCAL_RANK is not set"),
+        ("*TORCH LOCAL_RANK=x LOCAL_WORLD_SIZE=2", "LOCAL_RANK=x: use a number"),
+        ("*SLURM SLURM_PROCID=5", "SLURM_PROCID=5: use an id from 0 to 4, below SLURM_STEP_NUM_T"),
+        ("*SLURM SLURM_NODEID=one", "SLURM_NODEID=one: use a number"),
+        ("*SLURM SLURM_NODEID=5", "SLURM_NODEID=5: SLURM_STEP_TASKS_PER_NODE=1.x5. has 5 nodes"),
+        ("*SLURM SLURM_LOCALID=1", "SLURM_LOCALID=1: use a number, below SLURM_STEP_TASKS_PER"),
+        ("*SLURM SLURM_STEP_TASKS_PER_NODE=1(x999999999)", "SLURM_STEP_TASKS_PER_NODE=1.*: use"),
+        ("*OPEN_MPI OMPI_COMM_WORLD_LOCAL_RANK=1", "OMPI_COMM_WORLD_LOCAL_RANK=1: use a number"),
+        ("*OPEN_MPI OMPI_MCA_orte_hnp_uri=", "Open MPI describes several processes but not where"),
     ],
 )
 def test_an_incomplete_description_is_one_fault(environ, message):
+    words, variables = environ.split(), {}
+    if words[0].startswith("*"):
+        variables |= globals()[words.pop(0)[1:]]
+    variables |= dict(word.split("=", 1) for word in words)
     with pytest.raises(ConfigError, match=message) as error:
-        environment.process_info(environ)
-    assert len(error.value.faults) == 1
+        environment.process_info(variables)
+    (fault,) = error.value.faults
+    assert "\n" not in fault
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "message"),
+    [
+        ({}, ("a:1", None, None), "--coordinator=a:1: --num_processes, --process_id are not set"),
+        ({}, (None, 2, None), "--num_processes=2: --process_id, --coordinator are not set"),
+        ({}, ("a:1", 2, 2), "--process_id=2: use an id from 0 to 1, below --num_processes=2"),
+        ({}, ("a:1", 0, 0), "--num_processes=0: use a number of processes"),
+        ({}, ("foo", 2, 0), "--coordinator=foo: use HOST:PORT"),
+        ({}, ("", 2, 0), "--coordinator=: is empty"),
+        (SLURM, (None, 2, None), "--num_processes=2: differs from 5 of SLURM; set --num_processes"),
+    ],
+)
+def test_faults_in_flags_name_the_flags(environ, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        environment.process_info(environ, flags)
+
+
+def test_a_batch_script_of_a_job_with_many_tasks_is_reported():
+    assert "SLURM_NTASKS=8: this process runs alone" in launchers.batch_script_line(BATCH_SCRIPT)
+    for environ in ({}, SLURM, {**BATCH_SCRIPT, "SLURM_NTASKS": "1"}):
+        assert launchers.batch_script_line(environ) == ""
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,26 @@ def test_a_missing_home_folder_is_logged_and_there_is_no_cache(monkeypatch, caps
     assert "no compile cache in ~/.cache/meshtrain: Could not" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("home", "xdg", "expected"),
+    [
+        ("", "", None),  # `~` would be the root folder
+        ("relative", "", None),
+        ("HERE", "", ".cache/meshtrain"),
+        ("HERE", "relative", ".cache/meshtrain"),
+        ("", "HERE/cache", "cache/meshtrain"),
+    ],
+)
+def test_the_cache_folder_is_an_absolute_path(home, xdg, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runtime, "_make_private", lambda folder, others: None)
+    monkeypatch.setenv("HOME", home.replace("HERE", str(tmp_path)))
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg.replace("HERE", str(tmp_path)))
+    folder = runtime._cache_folder()
+    assert (folder and folder.parent) == (expected and tmp_path / expected)
+    assert bool(capsys.readouterr().err) == (expected is None)
+
+
 @pytest.mark.parametrize("num_local", [8, 1])
 def test_programs_of_several_cpu_devices_are_not_cached(num_local, tmp_path, monkeypatch):
     """A program that is read from the cache would hang."""

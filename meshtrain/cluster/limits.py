@@ -1,0 +1,99 @@
+"""How many simulated devices and processes a machine can run; without a limit they take all of its memory."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshtrain.errors import ConfigError
+
+MAX_DEVICES = 2048  # of one process: jax's ids of CPU devices have 11 bits for them
+# A device is two threads. A step of configs/quickstart.py on 64 of them takes 4.3 GB.
+DEVICES_PER_CORE, DEVICE_BYTES = 128, 64 << 20
+# A process that has imported jax takes 0.2 GB.
+PROCESSES_PER_CORE, PROCESS_BYTES = 16, 256 << 20
+MAX_PROCESSES = 10_000  # on a host
+ALWAYS = 8  # devices or processes that are allowed on any machine
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def check_devices(num_devices: int | None, environ: Mapping[str, str], *, force: bool) -> None:
+    """Raises ConfigError if --simulate_devices or jax's own variables ask for too many CPU devices.
+
+    Called before jax is imported: starting the devices could no longer be stopped.
+    """
+    if num_devices is not None:
+        faults = device_faults("--simulate_devices", num_devices, force=force)
+    else:
+        found = re.findall(
+            r"--xla_force_host_platform_device_count=(\S+)", environ.get("XLA_FLAGS", "")
+        )
+        given = {"XLA_FLAGS=--xla_force_host_platform_device_count": found[-1] if found else ""}
+        given["JAX_NUM_CPU_DEVICES"] = environ.get("JAX_NUM_CPU_DEVICES", "")
+        faults = []
+        for name, text in given.items():
+            if re.fullmatch("[0-9]{1,9}", text):
+                faults += device_faults(name, int(text), force=force)
+            elif text not in ("", "-1"):  # -1: jax's default
+                faults.append(f"{name}={text[:99]}: use a number of devices")
+    if faults:
+        raise ConfigError(*faults)
+
+
+def device_faults(name: str, num_devices: int, *, num_processes: int = 1, force: bool) -> list[str]:
+    """Returns a fault if `num_processes` processes cannot simulate `num_devices` each, or []."""
+    if num_devices < 1:
+        return [f"{name}={num_devices}: use 1 or more"]
+    if num_devices > MAX_DEVICES:
+        return [f"{name}={num_devices}: jax has at most {MAX_DEVICES} CPU devices in a process"]
+    limit = _limit(DEVICES_PER_CORE, DEVICE_BYTES)
+    if force or num_devices * num_processes <= max(limit, num_processes):
+        return []
+    each = f" in each of {num_processes} processes" if num_processes > 1 else ""
+    return [f"{name}={num_devices}{each}: {_enough_for(limit)} devices; use fewer, or --force"]
+
+
+def process_faults(num_processes: int, *, force: bool) -> list[str]:
+    """Returns a fault if this machine cannot run `num_processes` processes, or []."""
+    limit = _limit(PROCESSES_PER_CORE, PROCESS_BYTES)
+    if num_processes > MAX_PROCESSES:
+        return [f"--nproc={num_processes}: use {MAX_PROCESSES} or fewer"]
+    if force or num_processes <= limit:
+        return []
+    return [f"--nproc={num_processes}: {_enough_for(limit)} processes; use fewer, or --force"]
+
+
+def _enough_for(limit: int) -> str:
+    memory = available_memory() / (1 << 30)
+    return f"this machine has {_num_cores()} cores and {memory:.1f} GiB of free memory, for {limit}"
+
+
+def _limit(per_core: int, num_bytes: int) -> int:
+    return max(ALWAYS, int(min(per_core * _num_cores(), available_memory() / num_bytes)))
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_memory() -> float:
+    """Returns the bytes that this process can still allocate; infinite if the system does not say."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
+    free = [float(found[1]) * 1024] if found else []
+    for limit, used in CGROUP_FILES:
+        limit, used = _read(limit).strip(), _read(used).strip()
+        if limit.isdecimal() and used.isdecimal():
+            free.append(float(limit) - float(used))
+    return max(0.0, min(free, default=float("inf")))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
