@@ -5,13 +5,13 @@ dicts, so checkpoints contain no Flax classes, and a step uses only `jax.*` tran
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import linen, nnx
+from flax import errors, linen, nnx
 
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
@@ -62,11 +62,31 @@ class Model:
 
 @dataclass(frozen=True)
 class Functional:
-    """An NNX module as pure functions: init, the logical names of its parameters, and bind."""
+    """An NNX module as pure functions: init, the logical names of its parameters, and bind.
+
+    `bind(params, key)` returns the module; dropout is off if the key is None. `bind(params)` is for the
+    parts of a stack, which get no key: the use of a random number in them raises ConfigError.
+    """
 
     init: Callable[[jax.Array], Params]
     axes: Axes
-    bind: Callable[..., nnx.Module]  # (params, key=None) -> module; dropout is off if key is None
+    bind: Callable[..., nnx.Module]
+    dropouts: tuple[str, ...] = ()  # paths of the dropout layers that are on
+
+
+class _NoKeys(nnx.RngStream):
+    """The random stream of a module in a stack."""
+
+    def __call__(self) -> jax.Array:
+        raise ConfigError(
+            f"model: a layer of a stack draws from the random stream {self.tag!r}, and {NO_KEYS}"
+        )
+
+
+NO_KEYS = (
+    "embed, block and head get no random keys in this version; use dropout rate 0, "
+    "or make the model with meshtrain.from_nnx or from_linen"
+)
 
 
 def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
@@ -76,10 +96,14 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
     ConfigError if the module has state other than parameters and random streams, such as BatchNorm's.
     """
 
+    dropouts: list[str] = []
+
     def split(key):
         # Otherwise Flax would shard each variable immediately, as if its logical names were mesh axes.
         with nnx.use_eager_sharding(False):
-            return nnx.split(build(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
+            module = build(nnx.Rngs(key))
+            dropouts[:] = _active_dropouts(module)
+            return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
     graph, params, streams, rest = jax.eval_shape(split, jax.random.key(0))
     for path, variable in nnx.to_flat_state(rest):
@@ -91,19 +115,24 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
     def init(key):
         return nnx.to_pure_dict(split(key)[1])
 
-    def bind(values, key=None):
+    def bind(values, *keys):
+        """`keys` is empty in a stack, else the key, or None in evaluation."""
         state = jax.tree.map(lambda leaf: leaf, params)  # a copy: the next line overwrites it
         nnx.replace_by_pure_dict(state, {name: values[name] for name in nnx.to_pure_dict(params)})
         leaves, tree = jax.tree.flatten(streams)
-        base = jax.random.key(0) if key is None else key
+        base = keys[0] if keys and keys[0] is not None else jax.random.key(0)
         # Each stream needs its own key, or all layers would drop the same units.
-        stream_leaves = [
-            jax.random.fold_in(base, n) if _is_key(leaf) else jax.numpy.uint32(0)
-            for n, leaf in enumerate(leaves)
-        ]
+        stream_leaves = [_stream_leaf(leaf, base, n) for n, leaf in enumerate(leaves)]
         module = nnx.merge(graph, state, jax.tree.unflatten(tree, stream_leaves))
-        if key is None and leaves:
+        if not keys and leaves:
+            for _, node in nnx.iter_graph(module):
+                if isinstance(node, nnx.RngStream):
+                    node.__class__ = _NoKeys
+        if keys == (None,):
             module.eval()
+            for _, layer in nnx.iter_modules(module):
+                if isinstance(layer, nnx.Dropout):
+                    layer.rate = 0.0  # even if its caller passes deterministic=False
         return module
 
     names = {
@@ -111,11 +140,22 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         for path, variable in nnx.to_flat_state(params)
     }
     axes = _axes_tree(nnx.to_pure_dict(params), names)
-    return Functional(init, axes, bind)
+    return Functional(init, axes, bind, tuple(dropouts))
+
+
+def _active_dropouts(module: nnx.Module) -> Iterator[str]:
+    """Yields the paths of dropout layers and attention with dropout, except where it is off."""
+    for path, layer in nnx.iter_modules(module):
+        rate = layer.rate if isinstance(layer, nnx.Dropout) else getattr(layer, "dropout_rate", 0.0)
+        if rate and getattr(layer, "deterministic", None) is not True:
+            name = "/".join(map(str, path)) or "the module"
+            yield f"{name}, a {type(layer).__name__} with rate {rate}"
 
 
 def stack(block: Functional, num_layers: int) -> tuple[Callable[[jax.Array], Params], Axes]:
     """Returns init and axes of `num_layers` blocks, stacked on a leading `layers` dim."""
+    if block.dropouts:
+        raise ConfigError(f"model: {block.dropouts[0]}, is inside a stack: {NO_KEYS}")
     axes = jax.tree.map(
         lambda names: ("layers", *names), block.axes, is_leaf=lambda x: isinstance(x, tuple)
     )
@@ -161,14 +201,32 @@ def from_linen(
             rngs = {} if key is None else {"dropout": key}
             return module.apply({"params": params}, *inputs, rngs=rngs, **options)
 
-        with linen.intercept_methods(_without_dropout) if key is None else contextlib.nullcontext():
-            return loss(apply, batch)
+        try:
+            with (
+                linen.intercept_methods(_without_dropout)
+                if key is None
+                else contextlib.nullcontext()
+            ):
+                return loss(apply, batch)
+        except errors.InvalidRngError as error:
+            raise ConfigError(
+                f"model: {str(error).partition(' (http')[0]}; a Linen model gets only the stream 'dropout', none in "
+                f"evaluation, where linen.Dropout is off"
+            ) from error
 
     return Model(lambda key: linen.unbox(variables(key))["params"], axes, loss=run)
 
 
 def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _stream_leaf(leaf: Any, base: jax.Array, number: int) -> jax.Array:
+    """Returns the key or the count of a random stream; those of layers stacked by nnx.vmap have a leading dim."""
+    if not _is_key(leaf):
+        return jax.numpy.zeros(leaf.shape, leaf.dtype)
+    key = jax.random.fold_in(base, number)
+    return jax.random.split(key, leaf.shape) if leaf.shape else key
 
 
 def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) -> Any:

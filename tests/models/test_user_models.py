@@ -125,6 +125,125 @@ def test_each_dropout_layer_has_its_own_mask():
     assert not np.array_equal(module.one(x), module.two(x))
 
 
+class DropoutBlock(nnx.Module):
+    """A residual layer of width 64; `dropout` returns its last layer."""
+
+    def __init__(self, rngs, dropout=lambda rngs: nnx.Dropout(0.5, rngs=rngs)):
+        self.linear, self.last = nnx.Linear(64, 64, rngs=rngs), dropout(rngs)
+
+    def __call__(self, x, **options):
+        return x + self.last(self.linear(x), **options)
+
+
+class Noise(nnx.Module):
+    def __init__(self, rngs):
+        self.rngs = rngs
+
+    def __call__(self, x):
+        return x + jax.random.normal(self.rngs.noise(), x.shape)
+
+
+ON = {
+    "Dropout": lambda rngs: nnx.Dropout(0.5, rngs=rngs),
+    "Dropout with rate 0.1": lambda rngs: nnx.Dropout(0.1, deterministic=None, rngs=rngs),
+    "MultiHeadAttention": lambda rngs: nnx.MultiHeadAttention(
+        2, 64, dropout_rate=0.5, decode=False, rngs=rngs
+    ),
+}
+OFF = {
+    "rate 0": lambda rngs: nnx.Dropout(0.0, rngs=rngs),
+    "deterministic": lambda rngs: nnx.Dropout(0.5, deterministic=True, rngs=rngs),
+    "unused": lambda rngs: nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), lambda x: x, Keep(rngs)),
+}
+
+
+class Keep(nnx.Module):
+    def __init__(self, rngs):
+        self.rngs = rngs
+
+    def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize("name", ON)
+def test_dropout_inside_a_stack_is_rejected(name):
+    """Blocks get no key, so it would be off in training."""
+    block = base.functional(lambda rngs: DropoutBlock(rngs, ON[name]))
+    with pytest.raises(meshtrain.ConfigError, match=f"^model: last, a {name}.*stack.* rate 0"):
+        base.stack(block, 2)
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_dropout_that_is_off_may_be_inside_a_stack(name):
+    block = base.functional(lambda rngs: DropoutBlock(rngs, OFF[name]))
+    init, _ = base.stack(block, 2)
+    layer = jax.tree.map(lambda leaf: leaf[0], init(jax.random.key(0)))
+    assert block.bind(layer)(np.ones((2, 64), np.float32)).shape == (2, 64)
+
+
+@pytest.mark.parametrize("build", [Noise, DropoutBlock])
+def test_a_random_number_in_any_part_of_a_stack_is_an_error(build):
+    """The embedding and the head of a stack get no key either."""
+    part = base.functional(build)
+    with pytest.raises(meshtrain.ConfigError, match="a layer of a stack draws from .*no random"):
+        jax.eval_shape(lambda params, x: part.bind(params)(x), *shapes_of(part))
+    jax.eval_shape(lambda params, x: part.bind(params, jax.random.key(0))(x), *shapes_of(part))
+
+
+def shapes_of(part):
+    x = jax.ShapeDtypeStruct((2, 64), np.float32)
+    return jax.eval_shape(part.init, jax.random.key(0)), x
+
+
+def test_dropout_is_off_in_evaluation_whatever_its_caller_says():
+    for options in ({"deterministic": False}, {"rngs": nnx.Rngs(0), "deterministic": False}):
+        part = base.functional(DropoutBlock)
+        params = part.init(jax.random.key(0))
+        x = np.ones((2, 64), np.float32)
+        expected = x + part.bind(params, None).linear(x)
+        np.testing.assert_array_equal(part.bind(params, None)(x, **options), expected)
+
+
+def test_layers_that_a_module_stacks_itself_have_their_own_dropout_masks():
+    class Scanned(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs))
+            self.layers = make(rngs.split(2))
+
+        def __call__(self, x):
+            scan = nnx.scan(lambda carry, layer: (carry, layer(x)), in_axes=(nnx.Carry, 0))
+            return scan(0, self.layers)[1]
+
+    part = base.functional(Scanned)
+    x = np.ones((64,), np.float32)
+    one, two = part.bind({}, jax.random.key(0))(x)
+    assert not np.array_equal(one, two) and {*one.tolist()} == {*two.tolist()} == {0.0, 2.0}
+    np.testing.assert_array_equal(part.bind({}, None)(x), [x, x])
+
+
+def test_a_linen_module_that_needs_another_random_stream_is_rejected():
+    class Noisy(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(10)(x) + jax.random.normal(self.make_rng("noise"), (1, 10))
+
+    class Attention(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            attention = linen.MultiHeadDotProductAttention(2, dropout_rate=0.5, deterministic=False)
+            x = attention(x[:, None])
+            return linen.Dense(10)(x[:, 0])
+
+    batch = digits(train=True)[0]
+    for module, key in ((Noisy(), jax.random.key(0)), (Attention(), None)):
+        model = meshtrain.from_linen(module, classify, example=LINEN_INPUT)
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        with pytest.raises(
+            meshtrain.ConfigError, match="model: .* needs PRNG .*only the stream 'dropout'"
+        ):
+            jax.eval_shape(model.loss, params, batch, key)
+
+
 def test_a_loss_function_that_returns_no_metrics_is_rejected():
     model = meshtrain.from_nnx(MLP, lambda module, batch: module(batch["image"]).sum())
     with pytest.raises(meshtrain.ConfigError, match="its loss returned .*meshtrain.weighted"):
