@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from meshtrain.huggingface.families import Family
 from meshtrain.huggingface.names import Row
 from meshtrain.models.base import Params
 
+T = TypeVar("T")
 MAX_LISTED = 20  # tensors that an error message lists
 COPY_BYTES = 1 << 18  # bytes copied at once: small enough to be transposed within a core's cache
 # Some files also hold tensors that are not parameters: causal masks, and rope frequencies.
@@ -28,12 +30,7 @@ NOT_PARAMETERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
 def model_section(folder: Path) -> Section:
     """Returns the `model` section of a folder's config.json; raises ConfigError with all unsupported keys."""
-    path = folder / config_json.NAME
-    config = config_json.read(path)
-    try:
-        return config_json.to_section(config)
-    except ConfigError as error:
-        raise ConfigError(*(f"{path}: {fault}" for fault in error.faults)) from error
+    return _of_config(folder, config_json.to_section)
 
 
 def check_sizes(folder: Path) -> None:
@@ -62,7 +59,17 @@ def check_sizes(folder: Path) -> None:
 
 def family_in(folder: Path) -> Family:
     """Returns the family of a folder's config.json."""
-    return config_json.family_of(config_json.read(folder / config_json.NAME))
+    return _of_config(folder, config_json.family_of)
+
+
+def _of_config(folder: Path, function: Callable[[config_json.Config], T]) -> T:
+    """Returns the result of a function of a folder's config.json; its errors name the file."""
+    path = folder / config_json.NAME
+    config = config_json.read(path)
+    try:
+        return function(config)
+    except ConfigError as error:
+        raise ConfigError(*(f"{path}: {fault}" for fault in error.faults)) from error
 
 
 def dtype_of(folder: Path) -> np.dtype:

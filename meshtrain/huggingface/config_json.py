@@ -1,12 +1,11 @@
 """Converts between a config.json of transformers and the `model` section of a config."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import families
+from meshtrain.huggingface import families, rope
 from meshtrain.huggingface.families import Family
 
 NAME = "config.json"
@@ -25,32 +24,45 @@ def read(path: Path) -> Config:
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if isinstance(text := config.get("text_config"), dict):
+    text, model_type = config.get("text_config"), config.get("model_type")
+    is_multimodal = families.TEXT_ARCHITECTURES.keys() & {*_architectures(config)}
+    is_multimodal = is_multimodal or model_type in [*families.TEXT_MODEL_TYPES]
+    if is_multimodal and isinstance(text, dict):
         shared = {key: config[key] for key in families.TOP_LEVEL_KEYS if key in config}
-        config = {"architectures": config.get("architectures")} | shared | text
+        text = {key: value for key, value in text.items() if key not in families.IGNORED_TEXT_KEYS}
+        default = {"model_type": families.TEXT_MODEL_TYPES.get(model_type, model_type)}
+        config = {"architectures": config.get("architectures")} | default | shared | text
     return config
+
+
+def _architectures(config: Config) -> list[str]:
+    named = config.get("architectures") or []
+    return [*map(str, named)] if isinstance(named, list) else [str(named)]
 
 
 def family_of(config: Config) -> Family:
     """Returns the family of a config.json; raises ConfigError if it is not supported."""
-    named = config.get("architectures") or []
-    named = named if isinstance(named, list) else [named]
-    wanted = {
-        families.TEXT_ARCHITECTURES.get(name, name) for name in named if isinstance(name, str)
-    }
+    named, model_type = _architectures(config), config.get("model_type")
+    wanted = {families.TEXT_ARCHITECTURES.get(name, name) for name in named}
     for family in families.FAMILIES:
-        if family.architecture in wanted or (
-            not named and family.model_type == config.get("model_type")
-        ):
+        if family.architecture in wanted or (not named and family.model_type == model_type):
+            if model_type not in (None, family.model_type):
+                raise ConfigError(
+                    f"model_type={model_type!r}: transformers uses this model, not that of "
+                    f"architectures={named}; make them agree"
+                )
             return family
     supported = ", ".join(family.architecture for family in families.FAMILIES)
-    raise ConfigError(f"architectures={named}: not supported; use a model of {supported}")
+    raise ConfigError(
+        f"architectures={config.get('architectures')}: not supported; use a model of {supported}"
+    )
 
 
 def to_section(config: Config) -> Section:
     """Returns the `model` section of a config.json; raises ConfigError with all unsupported keys."""
     family = family_of(config)
     config = family.defaults | config
+    config |= {name: config[alias] for alias, name in family.aliases.items() if alias in config}
     faults = _faults(config, family)
     if faults:
         raise ConfigError(*faults)
@@ -67,7 +79,7 @@ def to_section(config: Config) -> Section:
         section["embed_scale"] = section["d_model"] ** 0.5
         section["query_scale"] = config["query_pre_attn_scalar"] ** -0.5
     if section["positions"] == "rope":
-        section |= _rope_section(config, family) | _attention_section(config, family)
+        section |= rope.to_section(config, family) | _attention_section(config, family)
     return section
 
 
@@ -85,68 +97,27 @@ def _faults(config: Config, family: Family) -> list[str]:
             faults.append(
                 f"{hf_key}={value!r}: is of type {type(value).__name__}, not {type_.__name__}"
             )
-        elif type_ is not bool and not 0 < value < math.inf:
+        elif type_ is not bool and not (families.is_number(value) and value > 0):
             faults.append(f"{hf_key}={value!r}: is not a number above 0")
     for key, values in (families.SUPPORTED_VALUES | family.supported_values).items():
-        if config.get(key) not in values:
+        if key in config and config[key] not in values:
             supported = " or ".join("null" if value is None else repr(value) for value in values)
             faults.append(f"{key}={config[key]!r}: not supported; only {supported} is")
     for key, minimum in families.MINIMUMS.items():
-        if key in family.defaults and not (_is_number(config[key]) and config[key] >= minimum):
-            faults.append(f"{key}={config[key]!r}: is not a number of at least {minimum}")
+        if key in family.defaults and not families.is_count(config[key], minimum):
+            faults.append(f"{key}={config[key]!r}: is not an integer of at least {minimum}")
+    window = config["sliding_window"] if "sliding_window" in family.defaults else None
+    if window is not None and not families.is_count(window):
+        faults.append(f"sliding_window={window!r}: is not an integer of at least 1, nor null")
+    heads, size = (config.get(family.keys[key]) for key in ("num_heads", "d_model"))
+    if not faults and family.heads_divide_hidden_size and size % heads:
+        faults.append(f"hidden_size={size}: is not a multiple of num_attention_heads={heads}")
     if "mlp_bias" in family.defaults and bool(config["attention_bias"]) != bool(config["mlp_bias"]):
         faults.append(
             f"attention_bias={config['attention_bias']}, mlp_bias={config['mlp_bias']}: "
             f"only the same value for both is supported"
         )
     return faults
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-
-
-def _rope_section(config: Config, family: Family) -> Section:
-    theta, scaling = _parse_rope(config, "full_attention")
-    section = {"rope_theta": theta, "rope_scaling": scaling}
-    if "rope_local_base_freq" in family.defaults:
-        local = {"rope_theta": config["rope_local_base_freq"]}
-        local["rope_parameters"] = config.get("rope_parameters")
-        section["rope_theta_local"], scaling = _parse_rope(local, "sliding_attention")
-        if scaling:
-            raise ConfigError(
-                f"rope_parameters: rope_type={scaling[0]} in sliding_attention: only default is supported"
-            )
-    return section
-
-
-def _parse_rope(config: Config, layer_type: str) -> tuple[float, tuple]:
-    """Returns theta and rope_scaling of one layer type, in the keys of transformers 5 or earlier."""
-    rope: Config = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        parameters = config.get(key) or {}
-        if isinstance(parameters, dict) and families.LAYER_LETTERS.keys() & parameters.keys():
-            parameters = parameters.get(layer_type) or {}
-        if not isinstance(parameters, dict):
-            raise ConfigError(f"{key}={parameters!r}: is not a JSON object")
-        rope |= parameters
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if (
-        not isinstance(rope_type, str)
-        or rope_type not in families.ROPE_SCALINGS
-        or rope.get("partial_rotary_factor", 1.0) != 1.0
-    ):
-        shown = {key: value for key, value in rope.items() if key != "rope_theta"}
-        raise ConfigError(
-            f"rope {shown}: not supported; only {', '.join(families.ROPE_SCALINGS)} is, on all dims of a head"
-        )
-    numbers = {key: rope.get(key) for key in families.ROPE_SCALINGS[rope_type]}
-    numbers["rope_theta"] = rope.get("rope_theta", config["rope_theta"])
-    for key, value in numbers.items():
-        if not (_is_number(value) and value > 0):
-            raise ConfigError(f"{key}={value!r} of {rope_type} rope: is not a number above 0")
-    theta = float(numbers.pop("rope_theta"))
-    return theta, (rope_type, *map(float, numbers.values())) if numbers else ()
 
 
 def _attention_section(config: Config, family: Family) -> Section:
@@ -158,10 +129,12 @@ def _attention_section(config: Config, family: Family) -> Section:
         if not family.uses_layer_types and letters != default:
             only = families.LAYER_TYPES[default[0]]
             raise ConfigError(f"layer_types={types}: {family.architecture} supports only {only}")
-    window = config.get("sliding_window") if "l" in letters else 0
-    if "l" in letters and not (isinstance(window, int) and _is_number(window) and window >= 1):
+    is_used = config["use_sliding_window"] if "use_sliding_window" in family.defaults else True
+    window = config.get("sliding_window") if is_used and "l" in letters else 0
+    if "l" in letters and not window:
+        used = "" if is_used else ", use_sliding_window=False"
         raise ConfigError(
-            f"sliding_window={window!r}: {letters.count('l')} local layers need 1 or more"
+            f"sliding_window={config.get('sliding_window')!r}{used}: {letters.count('l')} local layers need 1 or more"
         )
     period = next(
         n for n in range(1, num_layers + 1) if repeat_to(num_layers, letters[:n]) == letters
@@ -189,21 +162,24 @@ def to_config(section: Section, original: Config | None = None) -> Config:
     `original` is the config.json that the model came from: its family is tried first, and its other keys,
     such as token ids, are copied. Raises ConfigError if no family matches.
     """
-    original, nearest = original or {}, None
+    original, nearest = dict(original or {}), None
     preferred = family_of(original) if original else None
     for family in sorted(families.FAMILIES, key=lambda family: family is not preferred):
         config = _config_for(section, family)
         if family is preferred:
-            config = original | config
+            config = {k: v for k, v in original.items() if k not in family.aliases} | config
         config = NULL_TOKEN_IDS | config
-        differing = differences(section, to_section(config))
+        try:
+            differing = differences(section, to_section(config))
+        except ConfigError as error:
+            differing = list(error.faults)
         if not differing:
             return config
         if nearest is None or len(differing) < len(nearest[1]):
             nearest = family, differing
     raise ConfigError(
-        f"no supported architecture has this model; the nearest is {nearest[0].architecture}, where",
-        *(f"  {difference}" for difference in nearest[1]),
+        f"no supported architecture of transformers computes this model; the nearest is "
+        f"{nearest[0].architecture}, where {', '.join(nearest[1])}"
     )
 
 
@@ -226,7 +202,7 @@ def _config_for(section: Section, family: Family) -> Config:
         key: values[0] for key, values in family.supported_values.items() if values[0] is not None
     }
     config |= {
-        hf_key: s[key] or None if key in families.SOFTCAP_KEYS else s[key]
+        hf_key: (s[key] or None) if key in families.SOFTCAP_KEYS else s[key]
         for key, hf_key in family.keys.items()
     }
     if "mlp_bias" in family.defaults:
@@ -234,27 +210,7 @@ def _config_for(section: Section, family: Family) -> Config:
     if "query_pre_attn_scalar" in family.defaults:
         config["query_pre_attn_scalar"] = round((s["query_scale"] or s["head_dim"] ** -0.5) ** -2)
     if family.section.get("positions", "rope") == "rope":
-        config |= _rope_config(s, family) | _attention_config(s, family)
-    return config
-
-
-def _rope_config(s: Section, family: Family) -> Config:
-    """Returns the rope keys of config.json, both of transformers 5 and of earlier versions."""
-    rope_type, *numbers = s["rope_scaling"] or ("default",)
-    rope = {"rope_type": rope_type} | dict(
-        zip(families.ROPE_SCALINGS[rope_type], numbers, strict=True)
-    )
-    if "original_max_position_embeddings" in rope:
-        rope["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
-    config = {"rope_theta": s["rope_theta"], "rope_scaling": rope if numbers else None}
-    config["rope_parameters"] = rope | {"rope_theta": s["rope_theta"]}
-    if "rope_local_base_freq" in family.defaults:
-        local = s["rope_theta_local"] or s["rope_theta"]
-        config["rope_local_base_freq"] = local
-        config["rope_parameters"] = {
-            "full_attention": config["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        }
+        config |= rope.to_config(s, family) | _attention_config(s, family)
     return config
 
 

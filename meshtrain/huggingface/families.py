@@ -1,6 +1,7 @@
 """The supported model families of transformers: the keys of their config.json, and its defaults."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,25 +56,26 @@ VALUE_TYPES = {"norm_epsilon": float, "tie_embeddings": bool} | dict.fromkeys(SO
 TOP_LEVEL_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 TOP_LEVEL_KEYS += ("bos_token_id", "eos_token_id", "pad_token_id")
 
-ROPE_SCALINGS = {  # rope type: the numbers that follow it in a section's rope_scaling
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
-MINIMUMS = {"sliding_window_pattern": 1, "query_pre_attn_scalar": 1, "max_window_layers": 0}
+MINIMUMS = {"sliding_window_pattern": 1, "query_pre_attn_scalar": 1, "max_window_layers": 0}  # int
 LAYER_LETTERS = {"full_attention": "g", "sliding_attention": "l"}
 LAYER_TYPES = {letter: name for name, letter in LAYER_LETTERS.items()}
-SUPPORTED_VALUES = {  # for every family; see Family.supported_values
+SUPPORTED_VALUES = {  # of keys that any config.json may have; see Family.supported_values
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1.0),
     "use_bidirectional_attention": (None, False),
-    "is_causal": (None, True),
+    "is_causal": (True,),  # null is bidirectional
+    "per_layer_config": (None,),
 }
+
+
+def is_number(value: Any) -> bool:
+    """Returns True for a number that a float can represent."""
+    is_plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_plain and abs(value) <= sys.float_info.max
+
+
+def is_count(value: Any, minimum: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _all_global(config: Mapping) -> str:
@@ -81,13 +83,17 @@ def _all_global(config: Mapping) -> str:
 
 
 def _all_local(config: Mapping) -> str:
-    return "l" if config["sliding_window"] else "g"
+    return "g" if config["sliding_window"] is None else "l"
 
 
 def _last_layers_local(config: Mapping) -> str:
-    used = config["use_sliding_window"] and config["sliding_window"]
+    used = config["use_sliding_window"] and config["sliding_window"] is not None
     first_local = config["max_window_layers"] if used else math.inf
     return "".join("l" if i >= first_local else "g" for i in range(config["num_hidden_layers"]))
+
+
+def _every_second_global(config: Mapping) -> str:
+    return "lg"
 
 
 def _every_nth_global(config: Mapping) -> str:
@@ -112,9 +118,14 @@ class Family:
     # (prefix in some files, prefix in names.py): the first that matches is replaced.
     prefixes: tuple[tuple[str, str], ...] = ()
     ignored_prefixes: tuple[str, ...] = ()  # of tensors outside the language model
+    # Other names of keys, which have priority in transformers.
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    # transformers rejects a hidden size that is not a multiple of the number of heads, even with head_dim.
+    heads_divide_hidden_size: bool = False
 
 
 SILU_ONLY = {"hidden_act": ("silu", "swish")}
+QWEN_SUPPORTED = SILU_ONLY | {"use_sliding_window": (True, False)}
 QWEN_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 COMMON_DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -152,6 +163,7 @@ FAMILIES = (
         },
         supported_values=SILU_ONLY,
         uses_layer_types=False,
+        heads_divide_hidden_size=True,
     ),
     Family(
         "MistralForCausalLM",
@@ -177,7 +189,7 @@ FAMILIES = (
         defaults=COMMON_DEFAULTS
         | QWEN_DEFAULTS
         | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "hidden_act": "silu"},
-        supported_values=SILU_ONLY,
+        supported_values=QWEN_SUPPORTED,
         default_layers=_last_layers_local,
     ),
     Family(
@@ -194,7 +206,7 @@ FAMILIES = (
             "hidden_act": "silu",
             "attention_bias": False,
         },
-        supported_values=SILU_ONLY | {"attention_bias": (False, None)},
+        supported_values=QWEN_SUPPORTED | {"attention_bias": (False, None)},
         default_layers=_last_layers_local,
     ),
     Family(
@@ -208,11 +220,11 @@ FAMILIES = (
             "rope_theta": 10000.0,
             "final_logit_softcapping": 30.0,
             "attn_logit_softcapping": 50.0,
-            "sliding_window_pattern": 2,
         },
         supported_values=GEMMA_SUPPORTED,
         keys=CONFIG_KEYS | SOFTCAP_KEYS,
-        default_layers=_every_nth_global,
+        default_layers=_every_second_global,
+        heads_divide_hidden_size=True,
     ),
     Family(
         "Gemma3ForCausalLM",
@@ -226,12 +238,13 @@ FAMILIES = (
             "rope_theta": 1e6,
             "rope_local_base_freq": 10000.0,
             "final_logit_softcapping": None,
-            "attn_logit_softcapping": None,
             "sliding_window_pattern": 6,
         },
         supported_values=GEMMA_SUPPORTED,
-        keys=CONFIG_KEYS | SOFTCAP_KEYS,
+        # transformers ignores attn_logit_softcapping.
+        keys=CONFIG_KEYS | {"logit_softcap": SOFTCAP_KEYS["logit_softcap"]},
         default_layers=_every_nth_global,
+        heads_divide_hidden_size=True,
         prefixes=(
             ("language_model.model.", "model."),
             ("model.language_model.", "model."),
@@ -271,7 +284,16 @@ FAMILIES = (
             "tie_embeddings": "tie_word_embeddings",
         },
         prefixes=(("transformer.", "transformer."), ("lm_head.", "lm_head."), ("", "transformer.")),
+        aliases={
+            "num_hidden_layers": "n_layer",
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        },
     ),
 )
 # Multimodal architectures: only the language model, under `text_config`, is converted.
 TEXT_ARCHITECTURES = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+TEXT_MODEL_TYPES = {"gemma3": "gemma3_text"}
+# transformers ignores these keys in the language model of a multimodal architecture.
+IGNORED_TEXT_KEYS = ("final_logit_softcapping",)

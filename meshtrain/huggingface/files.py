@@ -54,10 +54,10 @@ def tensors(folder: Path) -> dict[str, Tensor]:
         return read_header(folder / SINGLE_FILE)
     if not (folder / INDEX).is_file():
         bin_files = sorted(path.name for path in folder.glob("*.bin"))
-        why = f"; {bin_files[0]} can run code and is never read: save the model as safetensors"
-        raise ConfigError(
-            f"{folder}: has neither {SINGLE_FILE} nor {INDEX}{why if bin_files else ''}"
-        )
+        advice = "download the model's files again"
+        if bin_files:
+            advice = f"{bin_files[0]} can run code and is never read: save the model as safetensors"
+        raise ConfigError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX}; {advice}")
     try:
         file_of = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):

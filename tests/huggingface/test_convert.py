@@ -546,7 +546,7 @@ def test_a_model_without_a_family_is_reported_with_the_nearest_one(tiny):
         ("llama3", dict(hidden_size=True), ["hidden_size=True", "bool"]),
         ("llama3", dict(num_hidden_layers=None), ["num_hidden_layers=None"]),
         ("llama3", dict(is_causal=False), ["is_causal=False"]),
-        ("llama3", dict(architectures=7), ["architectures=[7]"]),
+        ("llama3", dict(architectures=7), ["architectures=7"]),
         ("llama3", dict(layer_types=["sliding_attention"] * 3), ["layer_types=", "full_attention"]),
         ("mistral", dict(layer_types=["full_attention"] * 3), ["layer_types=", "sliding_att"]),
         ("mistral", dict(layer_types=["sliding_attention"] * 2), ["layer_types="]),

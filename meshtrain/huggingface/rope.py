@@ -1,0 +1,101 @@
+"""Converts between the rope keys of a config.json, of transformers 5 or earlier, and those of a section."""
+
+from typing import Any
+
+from meshtrain.errors import ConfigError
+from meshtrain.huggingface import families
+from meshtrain.huggingface.families import Family
+
+Config = dict[str, Any]  # a config.json
+Section = dict[str, Any]  # the `model` section of a config
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+ROPE_SCALINGS = {  # rope type: the numbers that follow it in a section's rope_scaling
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        ORIGINAL_LENGTH,
+    ),
+}
+
+
+def to_section(config: Config, family: Family) -> Section:
+    """Returns the rope keys of a section; raises ConfigError if transformers would compute anything else."""
+    scaling, parameters = (_object(config, key) for key in ("rope_scaling", "rope_parameters"))
+    by_layer_type = families.LAYER_LETTERS.keys() & parameters.keys()
+    if "rope_local_base_freq" not in family.defaults:
+        # A rope_scaling replaces rope_parameters, and its theta.
+        rope = scaling or parameters
+        if families.LAYER_LETTERS.keys() & rope.keys():
+            raise ConfigError(
+                f"rope {rope}: {family.architecture} has the same rope in all layers; use one for all"
+            )
+        # transformers reads this key also next to the others; there, it has priority.
+        outer = {key: config[key] for key in (ORIGINAL_LENGTH,) if key in config}
+        theta, numbers = _parse(rope | outer, config, config["rope_theta"])
+        return {"rope_theta": theta, "rope_scaling": numbers}
+    if parameters and not by_layer_type:
+        raise ConfigError(
+            f"rope_parameters={parameters}: {family.architecture} reads only those of "
+            f"{' and '.join(families.LAYER_LETTERS)}; put them there"
+        )
+    full, local = (
+        _object(parameters, layer_type) for layer_type in ("full_attention", "sliding_attention")
+    )
+    theta, numbers = _parse(full | scaling, config, config["rope_theta"])
+    local_theta, local_numbers = _parse(local, config, config["rope_local_base_freq"])
+    if local_numbers:
+        raise ConfigError(
+            f"rope_parameters: rope_type={local_numbers[0]} in sliding_attention: only default is supported"
+        )
+    return {"rope_theta": theta, "rope_scaling": numbers, "rope_theta_local": local_theta}
+
+
+def _object(config: Config, key: str) -> Config:
+    """Returns a JSON object in a config.json; {} if it is missing or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{key}={value!r}: is not a JSON object")
+    return value or {}
+
+
+def _parse(rope: Config, config: Config, default_theta: Any) -> tuple[float, tuple]:
+    """Returns theta and rope_scaling."""
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if (
+        not isinstance(rope_type, str)
+        or rope_type not in ROPE_SCALINGS
+        or rope.get("partial_rotary_factor", 1.0) != 1.0
+    ):
+        shown = {key: value for key, value in rope.items() if key != "rope_theta"}
+        raise ConfigError(
+            f"rope {shown}: not supported; only {', '.join(ROPE_SCALINGS)} is, on all dims of a head"
+        )
+    rope = {ORIGINAL_LENGTH: config.get("max_position_embeddings")} | rope
+    numbers = {key: rope.get(key) for key in ROPE_SCALINGS[rope_type]}
+    numbers["rope_theta"] = rope.get("rope_theta", default_theta)
+    for key, value in numbers.items():
+        if not (families.is_number(value) and value > 0):
+            raise ConfigError(f"{key}={value!r} of {rope_type} rope: is not a number above 0")
+    theta = float(numbers.pop("rope_theta"))
+    return theta, (rope_type, *map(float, numbers.values())) if numbers else ()
+
+
+def to_config(s: Section, family: Family) -> Config:
+    """Returns the rope keys of config.json, both of transformers 5 and of earlier versions."""
+    rope_type, *numbers = s["rope_scaling"] or ("default",)
+    rope = {"rope_type": rope_type} | dict(zip(ROPE_SCALINGS[rope_type], numbers, strict=True))
+    if ORIGINAL_LENGTH in rope:
+        rope[ORIGINAL_LENGTH] = int(rope[ORIGINAL_LENGTH])
+    config = {"rope_theta": s["rope_theta"], "rope_scaling": rope if numbers else None}
+    config["rope_parameters"] = rope | {"rope_theta": s["rope_theta"]}
+    if "rope_local_base_freq" in family.defaults:
+        local = s["rope_theta_local"] or s["rope_theta"]
+        config["rope_local_base_freq"] = local
+        config["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    return config

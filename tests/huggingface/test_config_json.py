@@ -1,0 +1,191 @@
+"""config.json: what transformers computes is imported, anything else is rejected, in both directions."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from meshtrain import huggingface
+from meshtrain.errors import ConfigError
+from meshtrain.huggingface import config_json
+from tests.huggingface.test_convert import GOLDEN, assert_same_logits, load
+
+FULL, LOCAL = "full_attention", "sliding_attention"
+LINEAR = dict(rope_type="linear", factor=3.0, rope_theta=77.0)
+LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(rope_theta=100.0)
+REMOVED = "removed"
+FLAT = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "gemma2")  # one rope for all layers
+
+# (family, changed keys of config.json, changed keys of the section, or a part of the error)
+ROWS = [
+    # Gemma 3 has no cap in its attention; Gemma 2 has.
+    ("gemma3", dict(attn_logit_softcapping=2.0), {}),
+    ("gemma3", dict(final_logit_softcapping=2.0), dict(logit_softcap=2.0)),
+    ("gemma2", dict(attn_logit_softcapping=2.0), dict(attention_softcap=2.0)),
+    ("gemma2", dict(attn_logit_softcapping=None), dict(attention_softcap=0.0)),
+    ("llama3", dict(attn_logit_softcapping=2.0, final_logit_softcapping=2.0), {}),
+    # The pattern is that of Gemma 3; Gemma 2 alternates.
+    ("gemma2", dict(layer_types=REMOVED, sliding_window_pattern=3), {}),
+    ("gemma3", dict(layer_types=REMOVED, sliding_window_pattern=3), dict(attention="llg")),
+    ("gemma3", dict(layer_types=REMOVED, sliding_window_pattern=2.5), "sliding_window_pattern=2.5"),
+    # The window, and the keys that switch it on.
+    ("mistral", dict(sliding_window=None), dict(attention="g", window=0)),
+    ("mistral", dict(sliding_window=0), "sliding_window=0"),
+    ("mistral", dict(sliding_window=-1), "sliding_window=-1"),
+    ("mistral", dict(use_sliding_window=False), {}),
+    ("qwen2", dict(layer_types=None, sliding_window=0), "sliding_window=0"),
+    ("qwen2", dict(layer_types=None, max_window_layers=1), dict(attention="gll")),
+    ("qwen2", dict(use_sliding_window=False), "use_sliding_window=False"),
+    ("qwen2", dict(use_sliding_window="true"), "use_sliding_window='true'"),
+    ("qwen2", dict(max_window_layers=1.5), "max_window_layers=1.5"),
+    ("qwen3", dict(layer_types=[LOCAL] * 3, sliding_window=4), "use_sliding_window=False"),
+    ("gemma2", dict(sliding_window="5"), "sliding_window='5'"),
+    # A rope_scaling replaces rope_parameters and their theta, except in Gemma 3.
+    *((f, dict(rope_scaling=LINEAR), dict(rope_theta=77.0, rope_scaling=("linear", 3.0))) for f in FLAT),
+    ("llama3", dict(rope_scaling=dict(type="linear", factor=3.0)), dict(rope_theta=1e4, rope_scaling=("linear", 3.0))),
+    ("llama3", dict(rope_scaling=dict(factor=3.0), rope_theta=9), dict(rope_theta=9.0, rope_scaling=())),
+    ("llama3", dict(rope_scaling={}), {}),
+    ("llama3", dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "yarn"),
+    ("llama3", dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "dynamic"),
+    ("gemma3", dict(rope_scaling=LINEAR), dict(rope_theta=77.0, rope_scaling=("linear", 3.0))),
+    # Only Gemma 3 has ropes by layer type, and nothing else.
+    *((f, dict(rope_parameters={FULL: LINEAR, LOCAL: dict(rope_theta=5.0)}), "same rope in all layers") for f in FLAT),
+    ("gemma3", dict(rope_parameters=LINEAR), "put them there"),
+    (
+        "gemma3",
+        dict(
+            rope_parameters={FULL: dict(rope_theta=12.0), LOCAL: dict(rope_theta=13.0)},
+            rope_theta=7.0,
+            rope_local_base_freq=8.0,
+        ),
+        dict(rope_theta=12.0, rope_scaling=(), rope_theta_local=13.0),
+    ),
+    (
+        "gemma3",
+        dict(rope_parameters={FULL: {}, LOCAL: None}, rope_theta=7.0, rope_local_base_freq=8.0),
+        dict(rope_theta=7.0, rope_scaling=(), rope_theta_local=8.0),
+    ),
+    ("gemma3", dict(rope_parameters={FULL: {}, LOCAL: LINEAR}), "in sliding_attention"),
+    # llama3's original length: next to rope_parameters, in them, or max_position_embeddings.
+    ("llama3", dict(original_max_position_embeddings=8), dict(rope_scaling=("llama3", 8.0, 1.0, 4.0, 8.0))),
+    ("llama3", dict(rope_parameters=LLAMA3), dict(rope_scaling=("llama3", 4.0, 1.0, 4.0, 64.0))),
+    ("llama3", dict(original_max_position_embeddings=None), "original_max_position_embeddings=None"),
+    # transformers chooses the model by model_type, and reads text_config only in a multimodal one.
+    ("mistral", dict(model_type="llama"), "model_type='llama'"),
+    ("llama3", dict(architectures=["MistralForCausalLM"]), "model_type='llama'"),
+    ("llama3", dict(architectures=None), {}),
+    ("llama3", dict(model_type=["llama"]), "model_type=['llama']"),
+    ("llama3", dict(text_config=dict(rms_norm_eps=0.5)), {}),
+    # GPT-2's other names of its sizes have priority.
+    ("gpt2", dict(num_attention_heads=4), dict(num_heads=4, num_kv_heads=4, head_dim=4)),
+    ("gpt2", dict(n_head=REMOVED, num_attention_heads=2), {}),
+    # A null is_causal is not causal.
+    *((family, dict(is_causal=None), "is_causal=None") for family in (*FLAT, "gemma3")),
+    ("qwen3", dict(per_layer_config={"0": dict(sliding_window=3)}), "per_layer_config="),
+    # transformers rejects these, too.
+    ("gemma2", dict(query_pre_attn_scalar=6.5), "query_pre_attn_scalar=6.5"),
+    ("llama3", dict(num_attention_heads=3, num_key_value_heads=1), "hidden_size=16: is not a multiple"),
+    # Every number: its type and range.
+    *(
+        ("llama3", {key: value}, f"{key}=")
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
+        for value in (None, "7", -1, 0, True, [], float("nan"), float("inf"), -(10**400))
+    ),
+    *(
+        ("llama3", {"rope_parameters": None, "rope_theta": value}, "rope_theta=")
+        for value in (None, "7", -1, 0, True, [], float("nan"), float("inf"), 10**400)
+    ),
+    ("llama3", dict(rms_norm_eps=10**400), "rms_norm_eps="),
+]  # fmt: skip
+
+
+def changed_config(family, keys):
+    config = json.loads((GOLDEN / family / "config.json").read_text()) | keys
+    return {key: value for key, value in config.items() if value != REMOVED}
+
+
+def row_id(value):
+    return value if isinstance(value, str) else str(value)[:60]
+
+
+@pytest.mark.parametrize(("family", "keys", "expected"), ROWS, ids=row_id)
+def test_a_key_has_the_effect_that_it_has_in_transformers(family, keys, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(changed_config(family, keys)))
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError) as error:
+            huggingface.model_section(tmp_path)
+        assert [fault for fault in error.value.faults if "config.json: " not in fault] == []
+        assert any(expected in fault for fault in error.value.faults)
+        return
+    original = huggingface.model_section(GOLDEN / family)
+    found = huggingface.model_section(tmp_path)
+    assert config_json.differences(original | expected, found) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "keys"), [row[:2] for row in ROWS if not isinstance(row[2], str)], ids=row_id
+)
+def test_a_changed_key_gives_the_logits_of_transformers(family, keys, tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+    from tests.huggingface import make_golden
+
+    folder = shutil.copytree(GOLDEN / family, tmp_path / "changed")
+    (folder / "config.json").write_text(json.dumps(changed_config(family, keys)))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    tokens = np.load(GOLDEN / family / "logits.npz")["tokens"]
+    np.savez(folder / "logits.npz", **make_golden.logits_of(model.float().eval(), tokens))
+    assert_same_logits(folder, *load(folder), 1e-4)
+
+
+def test_the_final_cap_of_a_multimodal_gemma3_is_ignored(tmp_path):
+    text = changed_config("gemma3", dict(architectures=REMOVED, final_logit_softcapping=2.0))
+    config = dict(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3")
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(text_config=text)))
+    assert huggingface.model_section(tmp_path)["logit_softcap"] == 0.0
+
+
+# (family, changed keys of its section, the key that no family has)
+NOT_EXPORTED = [
+    ("gemma3", dict(attention_softcap=3.0), "model.attention_softcap is 0.0, not 3.0"),
+    ("gemma2", dict(rope_theta_local=9.0), "model.rope_theta_local"),
+    ("gemma2", dict(attention="llg", qk_norm=True), "model."),
+    ("gemma2", dict(query_scale=0.3), "model.query_scale"),
+    ("gemma3", dict(embed_scale=1.0), "model.embed_scale"),
+    ("llama3", dict(attention_softcap=3.0), "model.attention_softcap is 0.0, not 3.0"),
+    ("llama3", dict(logit_softcap=3.0), "model.logit_softcap is 0.0, not 3.0"),
+    ("llama3", dict(post_norm=True), "model.post_norm"),
+    ("llama3", dict(mlp="geglu"), "model.mlp"),
+    ("llama3", dict(rope_theta_local=7.0, attention="lg", window=3), "model.rope_theta_local"),
+    ("llama3", dict(qk_norm=True, qkv_bias=True), "model.q"),
+    ("mistral", dict(qk_norm=True, bias=True), "model."),
+    ("gpt2", dict(attention="l", window=3), "model.attention"),
+    ("gpt2", dict(head_dim=6), "model.head_dim is 8, not 6"),
+    ("gpt2", dict(num_kv_heads=1), "model.num_kv_heads is 2, not 1"),
+    ("gpt2", dict(bias=False), "model.bias"),
+    ("llama2", dict(num_heads=3, num_kv_heads=3), "hidden_size=16: is not a multiple"),
+    ("gemma2", dict(num_heads=3, num_kv_heads=3), "hidden_size=16: is not a multiple"),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "part"), NOT_EXPORTED, ids=row_id)
+def test_a_model_that_transformers_computes_otherwise_is_not_exported(family, keys, part):
+    section = huggingface.model_section(GOLDEN / family) | keys
+    original = config_json.read(GOLDEN / family / "config.json")
+    for known in (None, original):
+        with pytest.raises(ConfigError) as error:
+            config_json.to_config(section, known)
+        (line,) = error.value.faults
+        assert "no supported architecture of transformers computes this model" in line
+        assert part in line
+
+
+def test_the_other_names_of_gpt2_in_the_original_do_not_override_the_export():
+    section = huggingface.model_section(GOLDEN / "gpt2")
+    original = config_json.read(GOLDEN / "gpt2" / "config.json") | dict(num_attention_heads=4)
+    config = config_json.to_config(section, original)
+    assert config["n_head"] == 2 and "num_attention_heads" not in config
