@@ -1,11 +1,10 @@
 """The supervisors of several hosts: node 0 decides, the others execute its commands, sent as lines of JSON.
 
-Messages contain ranks, commands (start, stop, kill ...) and the status of processes; never code.
+`cluster.messages` checks each of them. They contain ranks, commands and the status of processes; never code.
 """
 
 import contextlib
 import dataclasses
-import json
 import selectors
 import signal
 import socket
@@ -13,62 +12,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from meshtrain.cluster import rendezvous
+from meshtrain.cluster import messages, rendezvous
+from meshtrain.cluster.messages import Link
 from meshtrain.cluster.workers import Exit, ProcessStatus, RankAssignment, Workers
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError
 
-MAX_READS = 100  # of 64 KiB at a time: a peer that sends without pause must not block the others
 RETRY = 0.5  # seconds between attempts to reach node 0
 REPORT_EVERY = 0.5  # seconds between status messages, which are also heartbeats
 REPLACE_AFTER = 5.0  # seconds of silence after which another host may take over a rank
-LOST_AFTER = 30.0  # seconds of silence after which a host counts as lost
+MAX_PENDING = (
+    100  # connections that have not sent their rank; if there are more, the oldest is closed
+)
+MAX_REPORTED = 1000  # faults that are logged; each once
 TICK = 0.1
 EXIT_NOT_SAVED = 128 + signal.SIGTERM  # of a host that was asked to stop and could not save
-
-
-class Link:
-    """Lines of JSON over a connection."""
-
-    def __init__(self, connection: socket.socket):
-        connection.setblocking(False)
-        self.connection, self.open, self.received_at = connection, True, time.monotonic()
-        self._partial_line = b""
-
-    def send(self, **message: Any) -> None:
-        try:
-            self.connection.setblocking(True)
-            self.connection.settimeout(LOST_AFTER)
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-            self.connection.setblocking(False)
-        except OSError:
-            self.open = False
-
-    def receive(self) -> list[dict[str, Any]]:
-        """Returns the messages that have arrived, without waiting."""
-        try:
-            for _ in range(MAX_READS):
-                received = self.connection.recv(1 << 16)
-                if not received:
-                    self.open = False
-                    break
-                self.received_at = time.monotonic()
-                self._partial_line += received
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.open = False
-        *lines, self._partial_line = self._partial_line.split(b"\n")
-        if time.monotonic() - self.received_at > LOST_AFTER:
-            self.open = False
-        try:
-            return [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):
-            self.open = False  # not a meshtrain supervisor
-            return []
-
-    def close(self) -> None:
-        self.open = False
-        self.connection.close()
 
 
 class RemoteWorkers:
@@ -78,24 +35,35 @@ class RemoteWorkers:
         self.link, self.node, self.num_local = link, node, num_local
         self._exits: list[Exit] = []
         self._statuses: list[ProcessStatus] = []
-        self._dead, self._num_running = True, 0
+        self._dead, self._ranks, self._running = True, range(0), set()
 
     @property
     def lost(self) -> bool:
         """Whether the connection was lost while processes were running on that host."""
-        return not self.link.open and self._num_running > 0
+        return not self.link.open and bool(self._running)
 
     def poll(self) -> None:
         for message in self.link.receive():
-            exits = [_parse_exit(fields) for fields in message.get("exits", ())]
+            try:
+                exits, statuses, dead = messages.parse_report(message, self._ranks)
+                self._count(exits)
+            except messages.InvalidMessage as error:
+                self.link.reject(str(error))
+                return
             self._exits += exits
-            self._num_running -= len(exits)
-            self._statuses = [ProcessStatus(**fields) for fields in message.get("statuses", ())]
-            self._dead = message.get("dead", self._dead)
+            self._statuses = self._statuses if statuses is None else statuses
+            self._dead = self._dead if dead is None else dead
+
+    def _count(self, exits: list[Exit]) -> None:
+        for one in exits:
+            if one.rank not in self._running:
+                raise messages.InvalidMessage(f"a second exit of rank {one.rank}")
+            self._running.remove(one.rank)
 
     def start(self, ranks: RankAssignment) -> None:
-        self._exits, self._statuses = [], []
-        self._dead, self._num_running = False, ranks.num_local
+        self._exits, self._statuses, self._dead = [], [], False
+        self._ranks = range(ranks.first_rank, ranks.first_rank + ranks.num_local)
+        self._running = set(self._ranks)
         self.link.send(do="start", ranks=dataclasses.asdict(ranks))
 
     def new_exits(self) -> list[Exit]:
@@ -138,36 +106,64 @@ class Server:
         self.remotes: dict[int, RemoteWorkers] = {}
         self._pending: list[Link] = []  # connections that have not sent their rank
         self._heartbeat_at = 0.0
+        self._reported: set[str] = set()
 
     def poll(self) -> list[str]:
-        """Accepts connections and reads messages; returns the faults of rejected connections."""
-        with contextlib.suppress(BlockingIOError):
-            self._pending.append(Link(self._server.accept()[0]))
+        """Accepts connections and reads messages; returns the faults of rejected peers, each fault once."""
+        self._accept()
         faults = []
         for link in list(self._pending):
             for message in link.receive()[:1]:
                 self._pending.remove(link)
-                node, nnodes = message.get("node"), message.get("nnodes")
-                if fault := self._join_fault(node, nnodes, message):
-                    link.send(do="reject", fault=fault)
-                    link.close()
-                    faults.append(fault)
-                else:
-                    self.remotes[node] = RemoteWorkers(link, node, message["nproc"])
+                faults += self._admit(link, message)
         heartbeat_due = time.monotonic() - self._heartbeat_at > REPORT_EVERY
         for remote in self.remotes.values():
             remote.poll()
             if heartbeat_due:
                 remote.link.send(do="nothing")
                 self._heartbeat_at = time.monotonic()
+        faults += [link.fault for link in self._pending if link.fault]
+        faults += [
+            f"node {one.node}: {one.link.fault}" for one in self.remotes.values() if one.link.fault
+        ]
+        for link in self._pending:
+            if not link.open:
+                link.close()
         self._pending = [link for link in self._pending if link.open]
-        return faults
+        while len(self._pending) > MAX_PENDING:
+            self._pending.pop(0).close()
+        new = [one for one in dict.fromkeys(faults) if one not in self._reported]
+        new = new[: MAX_REPORTED - len(self._reported)]
+        self._reported.update(new)
+        return new
 
-    def _join_fault(self, node: Any, nnodes: Any, message: dict[str, Any]) -> str:
+    def _accept(self) -> None:
+        # BlockingIOError: no more; other errors: too many open files, or the peer has already left.
+        with contextlib.suppress(OSError):
+            for _ in range(MAX_PENDING):
+                connection, address = self._server.accept()
+                self._pending.append(Link(connection, str(address[0]), accepted=False))
+
+    def _admit(self, link: Link, message: dict[str, Any]) -> list[str]:
+        """Adds the node that has sent this first message; returns the faults if it cannot join."""
+        try:
+            node, nnodes, nproc = messages.parse_hello(message)
+        except messages.InvalidMessage as error:
+            link.reject(str(error))
+            return [link.fault]
+        if fault := self._join_fault(node, nnodes):
+            link.send(do="reject", fault=fault)
+            link.close()
+            return [fault]
+        link.accepted = True
+        self.remotes[node] = RemoteWorkers(link, node, nproc)
+        return []
+
+    def _join_fault(self, node: int, nnodes: int) -> str:
         """Returns why a supervisor cannot join, or "". Closes the connection that it replaces."""
         if nnodes != self._nnodes:
             return f"node 0 is one of {self._nnodes} nodes and node {node} one of {nnodes}; set the same --nnodes"
-        if not isinstance(node, int) or not 0 < node < nnodes or "nproc" not in message:
+        if not 0 < node < nnodes:
             return f"node {node}: use --node_rank from 0 to {nnodes - 1}"
         old = self.remotes.get(node)
         if old and old.link.open and time.monotonic() - old.link.received_at < REPLACE_AFTER:
@@ -183,6 +179,8 @@ class Server:
     def close(self, code: int) -> None:
         for remote in self.connected():
             remote.end(code)
+        for link in self._pending:
+            link.close()
         self._server.close()
 
 
@@ -205,16 +203,20 @@ def follow_node_0(
     stop; after the second they are killed.
     """
     hello = {"node": node, "nnodes": nnodes, "nproc": nproc}
-    while (link := _connect(host, port, hello, seconds, num_signals)) is not None:
+    deadline = time.monotonic() + seconds
+    while (link := _connect(host, port, hello, deadline, num_signals)) is not None:
         log(f"node {node} of {nnodes}: connected to node 0 at {host}:{port}")
         with contextlib.closing(link):
-            code = _execute_commands(workers, link, num_signals, grace)
+            code = _execute_commands(workers, link, nproc, num_signals, grace)
             workers.kill()
         if code is not None:
             return code
         if num_signals():
             return EXIT_NOT_SAVED
-        log("lost the connection to node 0; reconnecting")
+        log(f"{link.fault or 'lost the connection to node 0'}; reconnecting")
+        if link.answered:  # else another program may answer there
+            deadline = time.monotonic() + seconds
+        time.sleep(RETRY)
     if num_signals():
         return EXIT_PREEMPTED  # nothing was running
     log(f"--coordinator={host}:{port}: node 0 not reached within {seconds:.0f} s")
@@ -222,23 +224,23 @@ def follow_node_0(
 
 
 def _connect(
-    host: str, port: int, hello: dict, seconds: float, num_signals: Callable[[], int]
+    host: str, port: int, hello: dict, deadline: float, num_signals: Callable[[], int]
 ) -> Link | None:
-    """Returns a connection to node 0; None after `seconds` or a signal."""
-    deadline = time.monotonic() + seconds
+    """Returns a connection to node 0; None after `deadline` or a signal."""
     while time.monotonic() < deadline and not num_signals():
         try:
-            link = Link(socket.create_connection((host, port), timeout=RETRY * 10))
+            connection = socket.create_connection((host, port), timeout=RETRY * 10)
         except OSError:
             time.sleep(RETRY)
             continue
+        link = Link(connection, f"{host}:{port}")
         link.send(**hello)
         return link
     return None
 
 
 def _execute_commands(
-    workers: Workers, link: Link, num_signals: Callable[[], int], grace: float
+    workers: Workers, link: Link, nproc: int, num_signals: Callable[[], int], grace: float
 ) -> int | None:
     """Executes commands until node 0 ends the run; returns the exit code, or None if the connection is lost.
 
@@ -251,9 +253,15 @@ def _execute_commands(
             workers.poll(TICK / 2)
             ready.select(TICK / 2)
             for message in link.receive():
-                match message.get("do"):
+                try:
+                    message = messages.parse_command(message, nproc)
+                except messages.InvalidMessage as error:
+                    link.reject(str(error))
+                    return None
+                link.answered = True
+                match message["do"]:
                     case "start":
-                        workers.start(ranks := RankAssignment(**message["ranks"]))
+                        workers.start(ranks := message["ranks"])
                         codes = [0] if ranks.num_local else [EXIT_PREEMPTED]
                     case "stop":
                         workers.request_stop()
@@ -277,14 +285,10 @@ def _execute_commands(
             if exits or time.monotonic() - sent_at > REPORT_EVERY:
                 sent_at = time.monotonic()
                 link.send(
-                    exits=[dataclasses.asdict(one) for one in exits],
+                    exits=[messages.exit_message(one) for one in exits],
                     statuses=[dataclasses.asdict(status) for status in statuses],
                 )
             if num_signals() and not statuses:
                 # Only this host was asked to stop: the others may continue.
                 return EXIT_NOT_SAVED if min(codes) < 0 else max(codes)
     return None
-
-
-def _parse_exit(fields: dict[str, Any]) -> Exit:
-    return Exit(**{**fields, "status": ProcessStatus(**fields["status"])})

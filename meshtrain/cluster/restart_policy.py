@@ -136,7 +136,9 @@ def first_failure(exits: Iterable[Exit]) -> Exit | None:
 
 def describe_exit(one: Exit) -> str:
     if one.code < 0:
-        how = f"killed by signal {-one.code} ({signal.Signals(-one.code).name})"
+        known = -one.code in set(signal.Signals)  # most real-time signals have no name
+        name = f" ({signal.Signals(-one.code).name})" if known else ""
+        how = f"killed by signal {-one.code}{name}"
     else:
         how = f"ended with exit code {one.code}"
     return f"rank {one.rank} (pid {one.status.pid}) {how} {_describe_phase(one.status)}"

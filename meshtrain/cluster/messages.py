@@ -1,0 +1,204 @@
+"""Messages between supervisors: lines of JSON over a connection, each field checked before it is used.
+
+Anybody who reaches the port can send anything: a wrong message ends its connection and nothing else.
+"""
+
+import dataclasses
+import json
+import math
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meshtrain.cluster import progress
+from meshtrain.cluster.limits import MAX_PROCESSES as MAX_LOCAL
+from meshtrain.cluster.rendezvous import is_integer, parse_line
+from meshtrain.cluster.workers import Exit, ProcessStatus, RankAssignment
+
+MAX_READS = 100  # of 64 KiB at a time: a peer that sends without pause must not block the others
+LOST_AFTER = 30.0  # seconds of silence after which a host counts as lost
+MAX_HELLO = 1000  # bytes of the first line
+MAX_MESSAGE = 64 << 20  # bytes of a later line: the last output of all processes of a host
+MAX_TAIL_LINE = 2000  # characters of a line of output in a message
+MAX_NODES = 100_000
+COMMANDS = ("start", "stop", "dump", "kill", "reject", "end", "nothing")  # of node 0
+
+
+class InvalidMessage(ValueError):
+    """A message that no supervisor of this version sends."""
+
+
+class Link:
+    """Lines of JSON over a connection. Until `accepted`, a line may have only MAX_HELLO bytes."""
+
+    def __init__(self, connection: socket.socket, peer: str = "", *, accepted: bool = True):
+        connection.setblocking(False)
+        self.connection, self.open, self.received_at = connection, True, time.monotonic()
+        self.peer, self.accepted, self.fault = peer, accepted, ""
+        self.answered = False  # whether a valid message has arrived
+        self._partial_line = b""
+
+    def send(self, **message: Any) -> None:
+        try:
+            self.connection.setblocking(True)
+            self.connection.settimeout(LOST_AFTER)
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+            self.connection.setblocking(False)
+        except OSError:
+            self.open = False
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the messages that have arrived, without waiting; closes the connection of a stranger."""
+        limit = MAX_MESSAGE if self.accepted else MAX_HELLO
+        try:
+            for _ in range(MAX_READS):
+                received = self.connection.recv(1 << 16)
+                if not received:
+                    self.open = False
+                    break
+                self.received_at = time.monotonic()
+                self._partial_line += received
+                if len(self._partial_line) > limit:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.open = False
+        *lines, self._partial_line = self._partial_line.split(b"\n")
+        if time.monotonic() - self.received_at > LOST_AFTER:
+            self.open = False
+        if len(self._partial_line) > limit:
+            self.reject("a line that is too long")
+        messages = [parse_line(line) for line in lines]
+        if None in messages:
+            self.reject("a line that is not a JSON object")
+            return []
+        return messages
+
+    def reject(self, why: str) -> None:
+        """Closes the connection because of what the peer has sent."""
+        self.fault = f"{self.peer} has sent {why}: not a supervisor of this run; connection closed"
+        self.close()
+
+    def close(self) -> None:
+        self.open = False
+        self.connection.close()
+
+
+def exit_message(one: Exit) -> dict[str, Any]:
+    fields = dataclasses.asdict(one)
+    return {**fields, "tail": [line[:MAX_TAIL_LINE] for line in one.tail]}
+
+
+def parse_hello(message: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Returns the rank of a node, the number of nodes it knows, and its number of processes."""
+    checks = {
+        "node": _integer(0, MAX_NODES),
+        "nnodes": _integer(1, MAX_NODES),
+        "nproc": _integer(1, MAX_LOCAL),
+    }
+    _check(message, checks)
+    return message["node"], message["nnodes"], message["nproc"]
+
+
+def parse_report(
+    message: Mapping[str, Any], ranks: range
+) -> tuple[list[Exit], list[ProcessStatus] | None, bool | None]:
+    """Returns the exits, the statuses and the field `dead` of a report about processes with these ranks.
+
+    The last two are None if the report does not have them.
+    """
+    if unknown := set(message) - {"exits", "statuses", "dead"}:
+        raise InvalidMessage(f"field {min(unknown)[:99]!r}")
+    exits = [_parse_exit(fields, ranks) for fields in _list(message, "exits", len(ranks))]
+    statuses = None
+    if "statuses" in message:
+        found = _list(message, "statuses", len(ranks))
+        statuses = [_parse_status(fields, ranks) for fields in found]
+    dead = message.get("dead")
+    if dead not in (None, True, False) or isinstance(dead, int) and type(dead) is not bool:
+        raise InvalidMessage(f"dead={dead!r}"[:99])
+    return exits, statuses, dead
+
+
+def parse_command(message: Mapping[str, Any], num_local: int) -> dict[str, Any]:
+    """Returns a command of node 0 to a host of `num_local` processes; `ranks` are a RankAssignment."""
+    do = message.get("do")
+    if not isinstance(do, str) or do not in COMMANDS:
+        raise InvalidMessage(f"do={do!r}"[:99])
+    checks: dict[str, Callable[[Any], bool]] = {"do": lambda value: True}
+    if do == "start":
+        checks["ranks"] = lambda value: isinstance(value, dict)
+    elif do == "reject":
+        checks["fault"] = lambda value: _is_text(value, MAX_HELLO)
+    elif do == "end":
+        checks["code"] = _integer(-255, 255)
+    _check(message, checks)
+    if do != "start":
+        return dict(message)
+    ranks = message["ranks"]
+    checks = {
+        "address": lambda value: _is_text(value, 300),
+        "num_processes": _integer(1, MAX_NODES * MAX_LOCAL),
+        "first_rank": _integer(0, MAX_NODES * MAX_LOCAL),
+        "num_local": _integer(0, num_local),
+    }
+    _check(ranks, checks)
+    if ranks["first_rank"] + ranks["num_local"] > ranks["num_processes"]:
+        raise InvalidMessage("more ranks than processes")
+    return {"do": do, "ranks": RankAssignment(**ranks)}
+
+
+def _parse_exit(fields: Any, ranks: range) -> Exit:
+    checks = {
+        "rank": lambda value: is_integer(value, ranks.start, ranks.stop - 1),
+        "code": _integer(-255, 255),
+        "status": lambda value: True,
+        "tail": lambda value: (
+            isinstance(value, list) and all(isinstance(one, str) for one in value)
+        ),
+    }
+    _check(fields, checks)
+    return Exit(**{**fields, "status": _parse_status(fields["status"], ranks)})
+
+
+def _parse_status(fields: Any, ranks: range) -> ProcessStatus:
+    checks = {
+        "rank": lambda value: is_integer(value, ranks.start, ranks.stop - 1),
+        "pid": _integer(1, 2**31),
+        "phase": lambda value: isinstance(value, str) and value in progress.PHASES,
+        "current_step": _integer(-1, 2**53),
+        "first_step": _integer(-1, 2**53),
+    }
+    names = ("phase_age", "heartbeat_age", "stopped_for", "step_seconds")
+    _check(fields, checks | dict.fromkeys(names, _is_finite))
+    return ProcessStatus(**fields)
+
+
+def _check(fields: Any, checks: Mapping[str, Callable[[Any], bool]]) -> None:
+    """Raises InvalidMessage unless `fields` has exactly these names, with values that pass."""
+    if not isinstance(fields, dict) or set(fields) != set(checks):
+        raise InvalidMessage("other fields than " + ", ".join(checks))
+    for name, is_valid in checks.items():
+        if not is_valid(fields[name]):
+            raise InvalidMessage(f"{name}={fields[name]!r}"[:99])
+
+
+def _list(message: Mapping[str, Any], name: str, length: int) -> list[Any]:
+    found = message.get(name, [])
+    if not isinstance(found, list) or len(found) > length:
+        raise InvalidMessage(f"{name}={found!r}"[:99])
+    return found
+
+
+def _integer(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda value: is_integer(value, low, high)
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
+
+
+def _is_text(value: Any, length: int) -> bool:
+    return isinstance(value, str) and len(value) <= length and value.isprintable()
