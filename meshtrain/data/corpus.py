@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data import identity, indexed, prepared
+from meshtrain.data import files, identity, indexed, prepared
 from meshtrain.errors import ConfigError
 
 # B windows, W tokens of a window, T tokens of a file
@@ -45,14 +45,17 @@ def load(path: str, *, dtype: str, vocab_size: int, pattern: str, exclude: tuple
     `dtype` is that of a raw file; "": uint8, if the file is text and the vocabulary is that of bytes.
     Raises ConfigError if `path` does not exist, or if the data is incomplete or corrupt.
     """
+    with files.report_errors(f"data.path={path}"):
+        return _load(path, dtype, vocab_size, pattern, tuple(exclude))
+
+
+def _load(path: str, dtype: str, vocab_size: int, pattern: str, exclude: tuple) -> Corpus:
     if prefix := indexed.prefix_of(path):
         shard = indexed.load(prefix)
         digest = identity.of_tokens(shard.tokens, shard.starts)
         return _join_shards(path, [shard])._replace(cache_prefix=prefix, digest=digest)
-    if not os.path.exists(path):
-        raise ConfigError(
-            f"data.path={path}: no such file or folder; give a token file or a folder of text"
-        )
+    if fault := files.path_fault(path):
+        raise ConfigError(f"data.path={path}: {fault}; give a token file or a folder of text")
     if os.path.isfile(os.path.join(path, prepared.MANIFEST)):
         return _load_prepared(path)
     if not os.path.isdir(path):
@@ -68,7 +71,7 @@ def load(path: str, *, dtype: str, vocab_size: int, pattern: str, exclude: tuple
             f"data.vocab_size={vocab_size}; tokenize it with `meshtrain prepare`, or set data.dtype=uint8 for bytes"
         )
     token_bytes = (np.arange(256) != END_OF_FILE).astype(np.int32)
-    tokens, starts, digest = _read_folder(path, pattern, tuple(exclude))
+    tokens, starts, digest = _read_folder(path, pattern, exclude)
     text = _concatenate(path, [path], [tokens])._replace(document_starts=starts, digest=digest)
     return text._replace(tokenizer="bytes", token_bytes=token_bytes)
 
@@ -185,8 +188,8 @@ def _load_prepared(path: str) -> Corpus:
 
 def _default_dtype(path: str, vocab_size: int) -> str:
     """Returns "uint8" if a raw file holds text; raises ConfigError if its tokens are probably no bytes."""
-    if path.endswith(".npy"):
-        return ""
+    if path.endswith(".npy") or not os.path.getsize(path):
+        return "uint8"  # not used
     with open(path, "rb") as file:
         sample = file.read(1 << 16)
     # Numbers of 16 bits or more are invalid UTF-8, or every second byte is zero. Text may hold a few faults.
@@ -208,7 +211,8 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
-            raise ConfigError(f"data.path={path} is not a .npy file: {error}") from error
+            reason = str(error).partition(".")[0]  # without numpy's unsafe advice
+            raise ConfigError(f"data.path={path} is not a .npy file: {reason}") from error
         if tokens.ndim != 1 or tokens.dtype.name not in DTYPES:
             raise ConfigError(
                 f"data.path={path} holds {tokens.dtype.name}{list(tokens.shape)}; use one dim of {', '.join(DTYPES)}"
@@ -228,20 +232,32 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
 @functools.lru_cache(maxsize=1)  # both splits read the same folder
 def _read_folder(path: str, pattern: str, exclude: tuple) -> tuple[np.ndarray, np.ndarray, str]:
     """Returns the bytes of all files, where each file begins (files + 1,), and a digest of both."""
-    if Path(pattern).is_absolute() or not pattern:
-        raise ConfigError(f"data.pattern={pattern!r}: use a pattern of names, such as *.txt")
-    root, excluded = Path(path), frozenset(exclude)
-    files = sorted(
-        file
-        for file in root.rglob(pattern)
-        if excluded.isdisjoint(file.parts[len(root.parts) : -1]) and file.is_file()
+    if not pattern:
+        raise ConfigError("data.pattern='': use a pattern of names, such as *.txt")
+    found, written = files.find(
+        Path(path), pattern, key="data.pattern", skip=frozenset(exclude).__contains__
     )
-    if not files:
+    if written:
+        raise ConfigError(
+            f"data.path={path}: `meshtrain prepare` wrote {written[0]}, whose files match data.pattern={pattern}; "
+            f"set data.path={written[0]}, or data.exclude=('{written[0].name}',)"
+        )
+    if not found:
         raise ConfigError(f"data.path={path}: no files match data.pattern={pattern!r}")
+    # A file of size 0 is not opened: those of /proc may wait for ever.
+    sizes = [file.stat().st_size for file in found]
+    if not sum(sizes):
+        raise ConfigError(f"data.path={path}: all files that match {pattern!r} are empty")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if 2 * sum(sizes) > memory:  # the files, and then all of them as one array
+        raise ConfigError(
+            f"data.path={path}: {sum(sizes) / 1e9:,.1f} GB of text do not fit in {memory / 1e9:,.1f} GB of memory; "
+            f"tokenize them with `meshtrain prepare`"
+        )
     # Shuffle with a fixed seed: the held-out end is a fair sample, and the same on every machine.
-    order = np.random.default_rng(0).permutation(len(files))
+    order = np.random.default_rng(0).permutation(len(found))
     end = bytes([END_OF_FILE])
-    documents = [files[i].read_bytes() + end for i in order]
+    documents = [(files.read(found[i]) if sizes[i] else b"") + end for i in order]
     starts = np.cumsum([0, *map(len, documents)], dtype=np.int64)
     tokens = np.frombuffer(b"".join(documents), np.uint8)
     return tokens, starts, identity.of_tokens(tokens, starts, full=True)

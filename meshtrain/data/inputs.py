@@ -14,14 +14,13 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from isal import igzip
 
-from meshtrain.data.tokenizer import import_optional
+from meshtrain.data import files, parquet, prepared
 from meshtrain.errors import ConfigError
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # one document per line
 # Files with these extensions are read from a folder; all but .parquet may end in .gz.
 EXTENSIONS = (".txt", *JSON_LINES, ".parquet")
 CHUNK = 1 << 20  # bytes read at a time
-PARQUET_ROWS = 256  # rows read at a time
 
 
 class Position(NamedTuple):
@@ -54,42 +53,51 @@ class ReadOptions:
     forbidden: str  # a character that documents must not contain; "": none
 
 
-def find_files(inputs: list[str], pattern: str, output: Path) -> list[Path]:
-    """Returns the input files, including those in input folders but not those in `output`.
+def find_files(inputs: list[str], pattern: str, output: Path) -> tuple[list[Path], list[str]]:
+    """Returns the input files, including those in input folders, and lines about what is left out.
 
+    Hidden files in folders are left out, and what `meshtrain prepare` wrote: to `output`, or before.
     The order is shuffled with a fixed seed: training may hold out the end, which is then a fair sample.
-    Raises ConfigError for an input that does not exist, or a folder without matching files.
+    Raises ConfigError for an input that cannot be read, or a folder without matching files.
     """
-    files, faults, known = [], [], ", ".join(EXTENSIONS)
+    found: list[Path] = []
+    faults, skipped, num_unknown = [], set(), 0
     for name in inputs:
         path = Path(name)
-        if path.is_file():
-            files.append(path)
-        elif path.is_dir():
-            inside = (file for file in path.rglob(pattern or "*") if _is_input(file, path, pattern))
-            inside = [file for file in inside if output.resolve() not in file.resolve().parents]
-            files += sorted(inside)
-            if not inside:
-                kinds = f"match --pattern={pattern}" if pattern else f"end in {known}"
-                faults.append(f"{name}: no files in it {kinds}; give another folder or --pattern")
+        if fault := files.path_fault(path):
+            faults.append(f"{name}: {fault}; give files or folders of text")
+            continue
+        if path.is_dir():
+            with files.report_errors(name):
+                inside, written = files.find(
+                    path, pattern or "*", key="--pattern", skip=lambda name: name.startswith(".")
+                )
+            visible = [file for file in inside if not file.name.startswith(".")]
+            inside = [file for file in visible if pattern or extension_of(file) in EXTENSIONS]
+            num_unknown += len(visible) - len(inside)
         else:
-            faults.append(f"{name}: no such file or folder")
+            inside = [path]
+            written = [path.parent] if prepared.is_prepared(path.parent) else []
+        # An output that was killed at once is prepared too, with an empty journal.
+        own = [file for file in inside if output.resolve() in file.resolve().parents]
+        skipped.update([*written, *(file.parent for file in own)])
+        if own and not ((output / prepared.JOURNAL).exists() or prepared.is_prepared(output)):
+            faults.append(f"--output={output}: holds {own[0]}, an input; use another folder")
+        elif not (inside or written):
+            kinds = f"match --pattern={pattern}" if pattern else f"end in {', '.join(EXTENSIONS)}"
+            faults.append(f"{name}: no files in it {kinds}; give another folder or --pattern")
+        found += [file for file in inside if file.parent not in skipped]
+    if not found and not faults:
+        faults.append(f"{', '.join(inputs)}: written by `meshtrain prepare`; give the text itself")
     if faults:
         raise ConfigError(*faults)
-    return [files[i] for i in np.random.default_rng(0).permutation(len(files))]
-
-
-def num_unknown_files(inputs: list[str]) -> int:
-    """Returns how many files in the input folders have an unknown extension; hidden files do not count."""
-    inside = ((path, Path(name)) for name in inputs for path in Path(name).rglob("*"))
-    visible = [path for path, root in inside if _is_input(path, root, pattern="*")]
-    return sum(extension_of(path) not in EXTENSIONS for path in visible)
-
-
-def _is_input(path: Path, root: Path, pattern: str) -> bool:
-    """Returns True for a file that is not hidden; without a pattern, only for a known extension."""
-    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-    return path.is_file() and not hidden and bool(pattern or extension_of(path) in EXTENSIONS)
+    notes = [f"ignored: {folder}, which `meshtrain prepare` wrote" for folder in sorted(skipped)]
+    if num_unknown:
+        kinds = ", ".join(EXTENSIONS)
+        notes.append(
+            f"ignored: {num_unknown:,} files that do not end in {kinds}; --pattern=GLOB selects others"
+        )
+    return [found[i] for i in np.random.default_rng(0).permutation(len(found))], notes
 
 
 def extension_of(path: Path) -> str:
@@ -120,6 +128,8 @@ def read_records(
         try:
             if extension_of(path) == ".parquet":
                 yield from _read_parquet(path, options, begin)
+            elif not path.stat().st_size:
+                continue  # not opened: a file of /proc may wait for ever
             elif extension_of(path) in JSON_LINES:
                 yield from _read_lines(path, begin)
             elif options.separator:
@@ -154,28 +164,10 @@ def _read_lines(path: Path, begin: Position) -> Iterator[Record]:
 
 
 def _read_parquet(path: Path, options: ReadOptions, begin: Position) -> Iterator[Record]:
-    parquet, pyarrow = (import_optional(name, "parquet") for name in ("pyarrow.parquet", "pyarrow"))
-    field = options.field
-    try:
-        table = parquet.ParquetFile(path)
-        column = table.schema_arrow.field(field).type
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"{path}: not a Parquet file with a column {field!r}: {error}") from None
-    if column not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise ConfigError(f"{path}: column {field!r} holds {column}, not strings; set --field")
-    size, row = path.stat().st_size, 0
-    for group in range(table.num_row_groups):
-        num_rows = table.metadata.row_group(group).num_rows
-        if row + num_rows <= begin.offset:
-            row += num_rows
-            continue
-        for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group], columns=[field]):
-            for value in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                row += 1
-                if row > begin.offset:
-                    text, fault = (None, "") if value is None else _decode(value, 0)
-                    bytes_read = size * row // table.metadata.num_rows
-                    yield Record(text, Position(begin.file, row, row), bytes_read, fault=fault)
+    for row, num_rows, value in parquet.read_column(path, options.field, begin.offset):
+        text, fault = (None, "") if value is None else _decode(value, 0)
+        bytes_read = path.stat().st_size * row // num_rows
+        yield Record(text, Position(begin.file, row, row), bytes_read, fault=fault)
 
 
 def _read_separated(path: Path, options: ReadOptions, begin: Position) -> Iterator[Record]:

@@ -59,7 +59,7 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         print(*validate.validate(args.verify), sep="\n")
         return 0
     _check_flags(args)
-    files = inputs.find_files(args.inputs, args.pattern, args.output)
+    files, notes = inputs.find_files(args.inputs, args.pattern, args.output)
     settings = {
         "inputs": inputs.fingerprint(files),
         "tokenizer": f"bpe {args.train_bpe}"
@@ -67,9 +67,7 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         else _digest(tokenizer.load(args.tokenizer)),
         **{key: getattr(args, key) for key in ("eos", "bos", "field", "separator", "shard_tokens")},
     }
-    if not args.pattern and (num := inputs.num_unknown_files(args.inputs)):
-        kinds = ", ".join(inputs.EXTENSIONS)
-        print(f"ignored: {num:,} files that do not end in {kinds}; --pattern=GLOB selects others")
+    print(*notes, sep="\n", end="\n" if notes else "")
     with closing(shards.Journal(args.output, settings)) as journal:
         if journal.is_done:
             print(f"{args.output} is already prepared")

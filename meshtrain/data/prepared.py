@@ -16,6 +16,19 @@ VERSION = 1
 KEYS = {"version", "tokenizer", "settings", "dtype", "shards", "documents", "tokens", "text_bytes"}
 
 
+def is_prepared(folder: Path) -> bool:
+    """Returns True if `meshtrain prepare` wrote the folder, even if it is not finished."""
+    try:
+        if (folder / MANIFEST).is_file():
+            return KEYS <= set(json.loads((folder / MANIFEST).read_text()))
+        if (folder / JOURNAL).is_file():
+            with open(folder / JOURNAL, "rb") as file:
+                return set(json.loads(file.readline())) == {"settings"}
+    except (OSError, ValueError, TypeError):  # a file of somebody else with that name
+        pass
+    return False
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns the manifest; raises ConfigError if it is corrupt, or if a file that it lists has another size."""
     name = folder / MANIFEST
@@ -30,17 +43,37 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if missing := KEYS - manifest.keys():
         raise ConfigError(f"{name}: no {', '.join(sorted(missing))}; prepare the folder again")
+    try:
+        sizes = _listed_sizes(manifest)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{name}: is corrupt: {error!r}; prepare the folder again") from None
     faults = []
-    for shard in manifest["shards"]:
-        for kind, file in shard["files"].items():
-            path = folder / f"{shard['name']}.{kind}"
-            size = path.stat().st_size if path.is_file() else -1
-            if size != file["size"]:
-                state = f"has {size} bytes" if size >= 0 else "is missing"
-                faults.append(f"{path} {state}, but {MANIFEST} lists {file['size']}; copy it again")
+    for file, listed in sizes.items():
+        path = folder / file
+        size = path.stat().st_size if path.is_file() else -1
+        if size != listed:
+            state = f"has {size} bytes" if size >= 0 else "is missing"
+            faults.append(f"{path} {state}, but {MANIFEST} lists {listed}; copy it again")
     if faults:
         raise ConfigError(*faults[:10])
     return manifest
+
+
+def _listed_sizes(manifest: dict[str, Any]) -> dict[str, int]:
+    """Returns the size of each file; raises KeyError, TypeError or AttributeError for a corrupt manifest."""
+    sizes, tokenizer = {}, manifest["tokenizer"]
+    texts = [tokenizer["kind"], tokenizer["sha256"], manifest["dtype"]]
+    numbers = [tokenizer["vocab_size"], tokenizer["eos"], manifest["tokens"]]
+    for shard in manifest["shards"]:
+        for kind, file in shard["files"].items():
+            sizes[f"{shard['name']}.{kind}"] = file["size"]
+            texts += [file["sha256"]]
+        numbers += [shard["tokens"], shard["documents"], shard["text_bytes"]]
+    if not (sizes and all(isinstance(number, int) for number in [*numbers, *sizes.values()])):
+        raise TypeError("a count is not an integer")
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a hash is not a text")
+    return sizes
 
 
 def read_token_bytes(folder: Path, manifest: dict[str, Any]) -> np.ndarray:

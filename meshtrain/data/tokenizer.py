@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.data import prepared, split_points
+from meshtrain.data import files, prepared, split_points
 from meshtrain.errors import ConfigError
 
 # V vocabulary
@@ -76,6 +76,9 @@ def load(path: str | Path, eos: str = "") -> Tokenizer:
     if str(path) == "bytes":
         return _with_eos(_bytes(), eos, {})
     path, entry = Path(path), {}
+    accepted = "use bytes, a tokenizer.json, a SentencePiece .model, or a folder with one"
+    if fault := files.path_fault(path):
+        raise ConfigError(f"tokenizer {path}: {fault}; {accepted}")
     if path.is_dir():
         entry = _manifest_entry(path)
         if entry.get("kind") == "bytes":
@@ -89,10 +92,7 @@ def load(path: str | Path, eos: str = "") -> Tokenizer:
         with open(path, "rb") as file:
             is_json = path.suffix == ".json" or file.read(64).lstrip()[:1] == b"{"
     except OSError as error:
-        raise ConfigError(
-            f"tokenizer {path}: {error.strerror}; use bytes, a tokenizer.json, a SentencePiece .model, "
-            f"or a folder with one"
-        ) from None
+        raise ConfigError(f"tokenizer {path}: {error.strerror}; {accepted}") from None
     tokenizer = (_huggingface if is_json else _sentencepiece)(path, eos)
     if entry and not eos:
         return dataclasses.replace(tokenizer, eos=entry["eos"])
@@ -121,7 +121,7 @@ def digest_of(folder: Path) -> str:
 def _manifest_entry(folder: Path) -> dict[str, Any]:
     """Returns the tokenizer's entry in the manifest of a prepared folder; {} if there is no manifest."""
     try:
-        return json.loads((folder / prepared.MANIFEST).read_text())["tokenizer"]
+        return {**json.loads((folder / prepared.MANIFEST).read_text())["tokenizer"]}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:

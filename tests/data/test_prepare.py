@@ -446,6 +446,20 @@ def test_the_error_for_invalid_utf_8_names_the_byte(tmp_path, capsys, size, wron
     assert run(*flags, "--skip_bad") == 0 and texts(tmp_path / "out") == ["fine"]
 
 
+@pytest.mark.parametrize("values", ["string", "large_string"])
+@pytest.mark.parametrize("index", ["int8", "int64"])
+def test_a_dictionary_column_of_parquet_is_read_like_its_strings(tmp_path, values, index):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `parquet`")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra `parquet`")
+    (tmp_path / "in").mkdir()
+    repeated = [TEXTS[i] for i in (0, 1, 0, 2, 2, 2, 3, 1, 4)]
+    kind = pyarrow.dictionary(getattr(pyarrow, index)(), getattr(pyarrow, values)())
+    table = pyarrow.table({"text": pyarrow.array(repeated).cast(kind)})
+    parquet.write_table(table, tmp_path / "in" / "a.parquet", row_group_size=4)
+    assert run(tmp_path / "in", f"--output={tmp_path / 'out'}", "--shard_tokens=20") == 0
+    assert texts(tmp_path / "out") == repeated
+
+
 def test_the_error_for_a_row_of_parquet_names_its_number(tmp_path, capsys):
     write_parquet(tmp_path / "a.parquet", ["one", None, "", "four", "five", None])
     flags = [tmp_path / "a.parquet", f"--output={tmp_path / 'out'}"]
@@ -482,7 +496,7 @@ def test_a_truncated_or_mislabelled_file_is_rejected_in_one_line(tmp_path, capsy
         (["x.txt", "--output=o", "--shard_tokens=0"], ["--shard_tokens=0: use 1 or more"]),
         (["x.txt", "--output=o", "--num_workers=0"], ["--num_workers=0"]),
         (["x.txt", "--output=o", "--train_bpe=10"], ["--train_bpe=10: use 257 or more"]),
-        (["x.txt", "--output=o", "--tokenizer=nope.json"], ["tokenizer nope.json: No such file"]),
+        (["x.txt", "--output=o", "--tokenizer=nope.json"], ["tokenizer nope.json: no such file"]),
         (["x.txt", "--output=o", "--train_bpe=300", "--tokenizer=t"], ["give one of them"]),
         (["x.txt", "--output=o", "--eos=<s>"], ["--eos=<s>: tokenizer bytes has no such token"]),
         (["x.txt", "--output=o", "--bos"], ["--bos: --tokenizer=bytes has no token"]),

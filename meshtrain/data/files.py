@@ -1,0 +1,80 @@
+"""Find the files of a folder; report what cannot be read, instead of waiting for it or leaving it out."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from meshtrain.data.prepared import JOURNAL, MANIFEST, is_prepared
+from meshtrain.errors import ConfigError
+
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def path_fault(path: str | Path) -> str:
+    """Returns why nothing can be read from a path; "" for a file or a folder."""
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
+        return "no such file or folder"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return ""
+    return f"is {KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file or folder"
+
+
+@contextlib.contextmanager
+def report_errors(name: str) -> Iterator[None]:
+    """Turns an error of the file system into a ConfigError that begins with `name`."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise ConfigError(
+            f"{name}: {where}{error.strerror or error}; make it readable, or leave it out"
+        ) from error
+
+
+def find(
+    root: Path, pattern: str, *, key: str, skip: Callable[[str], bool]
+) -> tuple[list[Path], list[Path]]:
+    """Returns the files in a folder that match `pattern`, sorted, and the prepared folders that hold others.
+
+    Nothing in a prepared folder is returned, nor in a subfolder whose name `skip` accepts. Symbolic links to
+    folders are not followed. Raises OSError for a folder that cannot be read, ConfigError for an invalid
+    pattern; `key` is its config key or flag.
+    """
+    searched, written = set(), []
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
+        if {MANIFEST, JOURNAL} & set(names) and is_prepared(Path(folder)):
+            written.append(Path(folder))
+            subfolders.clear()
+            continue
+        searched.add(Path(folder))
+        subfolders[:] = [name for name in subfolders if not skip(name)]
+    try:
+        matching = list(root.rglob(pattern))
+    except (ValueError, NotImplementedError):  # "**.txt", "/a/*.txt"
+        raise ConfigError(f"{key}={pattern!r}: use a pattern of names, such as *.txt") from None
+    found = [path for path in matching if path.parent in searched and path.is_file()]
+    others = {parent for path in matching for parent in path.parents} & set(written)
+    return sorted(found), sorted(others)
+
+
+def read(path: Path) -> bytes:
+    """Returns the content of a file; an error names the file, also one that occurs after it was opened."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _raise(error: OSError) -> None:
+    raise error
