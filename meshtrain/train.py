@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 import jax
 
 from meshtrain import checkpoint, console
-from meshtrain.checkpoint import initial, lock
+from meshtrain.checkpoint import initial, lock, run_tokenizer
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cluster import distributed, progress, runtime, signals
+from meshtrain.config import checks
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import Config
-from meshtrain.data.loader import Loader, from_iterable
+from meshtrain.data.loader import Loader, opened
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model, Params
-from meshtrain.monitor import health, summary
+from meshtrain.monitor import health, heldout, summary
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.units import Units, units_of
 from meshtrain.monitor.writer import Writer
@@ -65,6 +66,7 @@ def train(
         with distributed.raise_on_all_processes():
             _check_model(model)
             cfg = parse(config, num_devices=jax.device_count())
+            checks.check_place(workdir, cfg)
             parts = build(cfg, model=model, data=data)
             program = assemble(cfg, parts)
         workdir = Path(workdir) if workdir else None
@@ -74,15 +76,18 @@ def train(
             # Each evaluation uses the same batches.
             eval_data = list(itertools.islice(eval_data, cfg.eval.batches))
         stack.enter_context(program.active())
-        heldout_loss = _heldout_loss(program, eval_data, cfg)
+        heldout_loss = heldout.heldout_loss(program.eval_step, eval_data, cfg, program.mesh)
 
         # ---- open files and data, and log what the run is about to do ----
-        writer = stack.enter_context(contextlib.closing(_open_writer(workdir)))
-        saver = saved = None
-        clock.enter("restore")
         if workdir:
             stack.enter_context(lock.held(workdir))
-            saver = stack.enter_context(_open_saver(workdir, cfg, program, writer))
+        leader = distributed.process_id() == 0
+        writer = stack.enter_context(contextlib.closing(Writer(workdir, leader=leader)))
+        saver = saved = None
+        identity = getattr(data, "identity", {})
+        clock.enter("restore")
+        if workdir:
+            saver = stack.enter_context(_open_saver(workdir, cfg, identity, writer))
             saver.prepare(program.abstract_state)
             saved = saver.recover(from_scratch=from_scratch)
         start, position = (saved.step, saved.position) if saved else (0, 0)
@@ -90,7 +95,7 @@ def train(
         callbacks = dict(event=writer.event, log=writer.log)
         loss_monitor = LossMonitor(cfg.divergence, saved.watch if saved else {}, **callbacks)
         check = health.Check(cfg.health, program.mesh, clock.page, **callbacks)
-        loader = stack.enter_context(_open_loader(data, cfg, program.mesh, position))
+        loader = stack.enter_context(opened(data, cfg, program.mesh, position))
         units = units_of(loader.peek(), model)
         for line in summary.start_lines(cfg, model, program.abstract_state, units, data):
             writer.log(line)
@@ -107,6 +112,8 @@ def train(
                 only = cfg.checkpoint.init_only
                 params = initial.load_params(state.params, *source, only, **callbacks)
                 state = state._replace(params=params)
+        if workdir and leader:
+            run_tokenizer.keep(workdir, cfg.to_dict(), identity.get("tokenizer", ""))
         writer.config(cfg.to_dict())
         writer.event("start", step=start, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
@@ -245,55 +252,16 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _open_loader(
-    source: Any, cfg: Config, mesh: jax.sharding.Mesh, position: int
+def _open_saver(
+    workdir: Path, cfg: Config, identity: Mapping[str, str], writer: Writer
 ) -> contextlib.closing:
-    options = dict(global_batch=cfg.train.global_batch, position=position)
-    if not isinstance(source, Source):
-        source = from_iterable(source, **options)
-    return contextlib.closing(Loader(source, mesh, cfg.rules, **options))
-
-
-def _heldout_loss(program: Program, data: Any, cfg: Config) -> Callable[[Params], float | None]:
-    """Returns the function params -> loss on the first `eval.batches` held-out batches."""
-    compiled: list[jax.stages.Compiled] = []
-
-    def loss(params: Params) -> float | None:
-        if data is None or not cfg.eval.batches:
-            return None
-        with _open_loader(data, cfg, program.mesh, 0) as heldout:
-            if not compiled:
-                example = params, heldout.peek()
-                compiled.append(jax.jit(program.eval_step).lower(*example).compile())
-                distributed.barrier("evaluation compiled")
-            (eval_step,) = compiled
-            # One batch at a time: on CPU, processes confuse the messages of two programs in flight, and
-            # hang.
-            sums = [
-                jax.device_get(eval_step(params, next(heldout))) for _ in range(cfg.eval.batches)
-            ]
-        means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
-        return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
-
-    return loss
-
-
-def _open_saver(workdir: Path, cfg: Config, program: Program, writer: Writer) -> contextlib.closing:
     saver = Saver(
         workdir / checkpoint.FOLDER,
         cfg.checkpoint,
         config=cfg.to_dict(),
         mesh=asdict(cfg.mesh),
+        identity=identity,
         event=writer.event,
         log=writer.log,
     )
     return contextlib.closing(saver)
-
-
-def _open_writer(workdir: Path | None) -> Writer:
-    try:
-        return Writer(workdir, leader=distributed.process_id() == 0)
-    except OSError as error:
-        raise ConfigError(
-            f"--workdir={workdir}: {error.strerror}; use a folder that can be written"
-        ) from error

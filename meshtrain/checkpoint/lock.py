@@ -1,4 +1,4 @@
-"""Locks a workdir, so that one run at a time uses it."""
+"""Creates the workdir of a run, and locks it, so that one run at a time uses it."""
 
 import contextlib
 import fcntl
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshtrain.checkpoint import FOLDER
 from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError
 
@@ -20,25 +21,44 @@ VISIBLE_WITHIN = 15.0  # seconds until a file written on one host must be visibl
 def held(workdir: Path) -> Iterator[None]:
     """Holds the lock of a workdir until the context exits or the process dies, even by SIGKILL.
 
-    Raises ConfigError if another run holds it, or if processes see different folders.
+    Creates the folder. If the context fails before the run has written its config.json, removes what was
+    created. Raises ConfigError if another run holds the lock, or if processes see different folders.
     """
-    handle, fault = None, ""
+    handle, fault, created = None, "", []
     try:
         if distributed.process_id() == 0:
+            created = [path for path in _contents(workdir) if not path.exists()]
             try:
+                workdir.mkdir(parents=True, exist_ok=True)
                 handle = os.open(workdir / NAME, os.O_RDWR | os.O_CREAT, 0o644)
                 fault = _acquire(handle, workdir)
             except OSError as error:
-                fault = f"--workdir={workdir}: {NAME}: {error.strerror}; use a folder that can be written"
+                fault = f"--workdir={workdir}: {error.strerror}; use a folder that can be written"
         if fault := distributed.broadcast(fault):
             raise ConfigError(fault)
         _check_shared(workdir)
         yield
+    except BaseException:
+        if not (workdir / "config.json").exists():
+            _remove(created)
+        raise
     finally:
         if handle is not None:
             # Closing alone is not enough: a forked child holds the file open too.
             fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
+
+
+def _contents(workdir: Path) -> list[Path]:
+    """Returns the paths that the start of a run creates, the innermost first."""
+    names = (NAME, FOLDER, "events.jsonl")
+    return [*(workdir / name for name in names), workdir, *workdir.parents]
+
+
+def _remove(created: list[Path]) -> None:
+    for path in created:
+        with contextlib.suppress(OSError):  # a folder that holds something else stays
+            path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _check_shared(workdir: Path) -> None:

@@ -14,7 +14,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -56,6 +56,7 @@ class Manifest:
     config: dict[str, Any]
     arrays: dict[str, str]  # path in the state -> "(shape) dtype"
     files: dict[str, tuple[int, str]]  # path in the folder -> size in bytes, CRC-32
+    identity: dict[str, str] = field(default_factory=dict)  # digests of data and tokenizer
     format: int = FORMAT
 
     @property
@@ -112,12 +113,13 @@ def read(directory: Path) -> Manifest:
         if checksum(record) != crc32:
             raise CorruptCheckpoint(f"{NAME} fails its checksum")
         # Other versions may write fields that this one does not know.
-        known = {
-            field.name: record[field.name] for field in fields(Manifest) if field.name in record
-        }
+        names = [field.name for field in fields(Manifest)]
+        known = {name: record[name] for name in names if name in record}
         known["files"] = {name: (size, crc) for name, (size, crc) in known["files"].items()}
         manifest = Manifest(**known)
         if not isinstance(manifest.step, int) or not 0 <= operator.index(manifest.position):
+            raise TypeError
+        if not all(isinstance(one, dict) for one in (manifest.config, manifest.identity)):
             raise TypeError
         for numbers in (manifest.metrics, manifest.watch, manifest.mesh, {"": manifest.time}):
             if not all(isinstance(number, int | float) for number in numbers.values()):

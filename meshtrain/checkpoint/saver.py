@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint import arrays, manifest, newest_valid, strays
+from meshtrain.checkpoint import arrays, manifest, newest_valid, resume, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import CheckpointConfig
@@ -48,6 +48,7 @@ class Saver:
         *,
         config: Mapping[str, Any],
         mesh: Mapping[str, int],
+        identity: Mapping[str, str],
         event: Callable[..., None],
         log: Callable[[str], None],
     ):
@@ -56,10 +57,12 @@ class Saver:
         self._run_fields = {
             "config": json.loads(json.dumps(dict(config), default=str)),
             "mesh": dict(mesh),
+            "identity": dict(identity),
             "versions": distributed.versions(),
             "processes": distributed.num_processes(),
         }
         self._arrays = arrays.AsyncWriter()
+        self._changed: dict[str, list] = {}  # settings, since the checkpoint to resume from
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
         self._failures, self._retry_at = 0, 0.0
@@ -94,8 +97,8 @@ class Saver:
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
         """Returns the newest valid checkpoint, or None if there is none; quarantines newer, corrupt ones.
 
-        Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`, and if the
-        newest may be valid but cannot be read.
+        Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`; if the newest may
+        be valid but cannot be read; and if its settings may not change to the present ones (`resume.check`).
         """
         self._wait()
         step, faults, may_pass = None, [], False
@@ -114,7 +117,10 @@ class Saver:
         if step is None:
             return None
         self._newest_step, self._failures = step, 0
-        return manifest.read(self._folder / str(step))
+        directory, now = self._folder / str(step), self._run_fields
+        saved = manifest.read(directory)
+        self._changed = resume.check(saved, now["config"], now["identity"], source=directory)
+        return saved
 
     def _newest(self, from_scratch: bool) -> tuple[int | None, list[str]]:
         """Returns the step of the newest valid checkpoint after quarantining newer ones, and the faults."""
@@ -144,10 +150,18 @@ class Saver:
         self._log(f"checkpoint of step {step}: {why}; moved to {target}")
 
     def restore(self, saved: Manifest, abstract: TrainState) -> TrainState:
-        """Returns the state of a checkpoint with the shardings of `abstract`; see `arrays.restore`."""
+        """Returns the state of a checkpoint with the shardings of `abstract`; see `arrays.restore`.
+
+        Reports which settings have changed since then.
+        """
         directory = self._folder / str(saved.step)
         cast = self._settings.allow_cast
-        return arrays.restore(directory, saved.arrays, abstract, allow_cast=cast)
+        state = arrays.restore(directory, saved.arrays, abstract, allow_cast=cast)
+        if self._changed:
+            self._event("changed", step=saved.step, settings=self._changed)
+        for line in resume.lines(self._changed):
+            self._log(line)
+        return state
 
     def due(self, step: int, start: int) -> bool:
         """Returns whether a save is due. Processes may disagree; use the answer of process 0."""

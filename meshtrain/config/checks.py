@@ -1,11 +1,13 @@
 """Checks across sections, mostly of divisibility. Each returns a list of faults, one line each."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from meshtrain.config.bind import has_type
 from meshtrain.config.schema import AXES, Config, MeshConfig, TrainConfig
-from meshtrain.errors import did_you_mean, nearest_multiples
+from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
 UNSUPPORTED_AXES = ("expert", "context")
 
@@ -17,6 +19,34 @@ def axis_faults(mesh: MeshConfig) -> list[str]:
         for axis in UNSUPPORTED_AXES
         if (size := getattr(mesh, axis)) > 1
     ]
+
+
+def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:
+    """Returns the faults of a workdir's place: a URL, the root, or a folder in or around one of `data`."""
+    if found := re.match(r"(\w{2,}):/", workdir):
+        return [
+            f"--workdir={workdir}: this version cannot write to {found[1]} storage; use a folder, such as one "
+            f"of a mounted file system"
+        ]
+    place = Path(workdir).resolve()
+    if place == Path(place.root):
+        return [f"--workdir={workdir}: use a folder of its own, such as runs/NAME"]
+    for path in filter(None, data):
+        other = Path(path).resolve()
+        if place == other or place in other.parents or other in place.parents:
+            relation = "contains" if place in other.parents else "is in"
+            return [
+                f"--workdir={workdir}: {relation} data.path={path}; keep the run and its data in separate folders"
+            ]
+    return []
+
+
+def check_place(workdir: str | Path | None, cfg: Config) -> None:
+    """Raises ConfigError if `workdir_faults` finds a fault of a run's workdir."""
+    options = cfg.data.options
+    data = [options.get("path", ""), *(path for path, _ in options.get("mixture", ()))]
+    if workdir and (faults := workdir_faults(str(workdir), data)):
+        raise ConfigError(*faults)
 
 
 def batch_faults(mesh: MeshConfig, *, global_batch: int, num_microbatches: int) -> list[str]:

@@ -172,6 +172,7 @@ class CheckpointConfig:
     keep_best: int
     best_by: str
     allow_cast: bool
+    allow_change: str
     init_from: str
     init_only: str
 
@@ -239,7 +240,7 @@ class Config:
     health: HealthConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the sections as a config file has them, the mesh with resolved sizes."""
+        """Returns the sections as a config file has them: mesh sizes resolved, paths absolute."""
         raw: dict[str, Any] = {}
         for name in SECTIONS:
             section = getattr(self, name)
@@ -249,11 +250,24 @@ class Config:
                 raw[name] = {"build": section.build, **section.options}
             else:
                 raw[name] = asdict(section)
+        raw["data"] = {key: _absolute(key, value) for key, value in raw["data"].items()}
+        raw["checkpoint"]["init_from"] = _absolute("path", raw["checkpoint"]["init_from"])
         raw["optim"] = {"build": self.optimizer.build, **raw["optim"], **self.optimizer.options}
         return raw
 
 
 SECTIONS = tuple(field.name for field in fields(Config) if field.name != "optimizer")
+
+
+def _absolute(key: str, value: Any) -> Any:
+    """Returns a path, or the paths of a mixture, so that it can be used from any folder."""
+    if key == "mixture":
+        return tuple(
+            (_absolute("path", one[0]), *one[1:]) if isinstance(one, tuple) and one else one
+            for one in value
+        )
+    is_path = key.endswith("path") and isinstance(value, str) and value
+    return os.path.abspath(value) if is_path and "://" not in value else value
 
 
 def _x64_faults(dtypes: Mapping[str, str]) -> list[str]:

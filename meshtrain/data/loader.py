@@ -1,6 +1,7 @@
 """Load the batches of a source onto devices: each process reads only its own rows, before the step needs them."""
 
 import collections
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshtrain.config.schema import Config
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.parallel.sharding import Rules, spec_for
@@ -126,3 +128,11 @@ def _epochs(batches: Iterable[Any]) -> Iterator[Any]:
                 f"data: the iterable ended (in epoch {epoch}); give one that starts again (a list, or an object "
                 f"with __iter__), or set fewer train.steps"
             )
+
+
+def opened(source: Any, cfg: Config, mesh: jax.sharding.Mesh, position: int) -> contextlib.closing:
+    """Returns a context with the Loader of a run's Source, or of an iterable of global batches."""
+    options = dict(global_batch=cfg.train.global_batch, position=position)
+    if not isinstance(source, Source):
+        source = from_iterable(source, **options)
+    return contextlib.closing(Loader(source, mesh, cfg.rules, **options))

@@ -13,7 +13,6 @@ resume. The output is the same, byte for byte, for any number of workers.
 import argparse
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -64,7 +63,7 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         "inputs": inputs.fingerprint(files),
         "tokenizer": f"bpe {args.train_bpe}"
         if args.train_bpe
-        else _digest(tokenizer.load(args.tokenizer)),
+        else tokenizer.digest(tokenizer.load(args.tokenizer)),
         **{key: getattr(args, key) for key in ("eos", "bos", "field", "separator", "shard_tokens")},
     }
     print(*notes, sep="\n", end="\n" if notes else "")
@@ -97,12 +96,6 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(*faults)
 
 
-def _digest(loaded: Tokenizer) -> str:
-    """Returns the hash of a tokenizer's file, or "bytes"."""
-    file = loaded.file
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file else "bytes"
-
-
 def _write_folder(
     args: argparse.Namespace, files: list[Path], settings: dict, journal: shards.Journal
 ) -> None:
@@ -113,7 +106,7 @@ def _write_folder(
     options = ReadOptions(field=args.field, separator=args.separator, forbidden=forbidden)
     job = tokenize.Job(
         tokenizer=str(loaded.file or "bytes"),
-        sha256=_digest(loaded),
+        sha256=tokenizer.digest(loaded),
         eos=loaded.eos,
         bos=loaded.bos if args.bos else None,
         dtype=dtype.str,

@@ -28,6 +28,15 @@ EOS_TOKENS = (
     "<|im_end|>",
     "<eos>",
 )
+BYTES = "bytes"  # kind and digest of the tokenizer of bytes
+BYTES_ENTRY = {
+    "kind": BYTES,
+    "file": None,
+    "sha256": BYTES,
+    "vocab_size": 256,
+    "eos": 0,
+    "bos": None,
+}
 BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>")
 
 
@@ -80,7 +89,7 @@ def load(path: str | Path, eos: str = "") -> Tokenizer:
     if fault := files.path_fault(path):
         raise ConfigError(f"tokenizer {path}: {fault}; {accepted}")
     if path.is_dir():
-        entry = _manifest_entry(path)
+        entry = entry_of(path)
         if entry.get("kind") == "bytes":
             return _with_eos(_bytes(), eos, {})
         names = [entry["file"]] if entry else FILES
@@ -106,19 +115,25 @@ def has_tokenizer(folder: Path) -> bool:
 
 def has_bos(folder: Path) -> bool:
     """Returns True if `folder` is a prepared folder whose documents begin with `bos`."""
-    return folder.is_dir() and _manifest_entry(folder).get("bos") is not None
+    return folder.is_dir() and entry_of(folder).get("bos") is not None
 
 
 def digest_of(folder: Path) -> str:
     """Returns the digest of a folder's tokenizer as manifests store it; "" if there is no tokenizer."""
-    if folder.is_dir() and (entry := _manifest_entry(folder)):
+    if folder.is_dir() and (entry := entry_of(folder)):
         return entry["sha256"]
     files = (folder / name for name in FILES)
     file = next((file for file in files if file.is_file()), None)
     return hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
 
 
-def _manifest_entry(folder: Path) -> dict[str, Any]:
+def digest(tokenizer: Tokenizer) -> str:
+    """Returns the digest of a tokenizer: of its file, or BYTES."""
+    file = tokenizer.file
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file else BYTES
+
+
+def entry_of(folder: Path) -> dict[str, Any]:
     """Returns the tokenizer's entry in the manifest of a prepared folder; {} if there is no manifest."""
     try:
         return {**json.loads((folder / prepared.MANIFEST).read_text())["tokenizer"]}

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain import checkpoint, huggingface
-from meshtrain.checkpoint import arrays, manifest
+from meshtrain.checkpoint import arrays, manifest, run_tokenizer
 from meshtrain.cluster import distributed, runtime
 from meshtrain.config import files as configfile
 from meshtrain.config.bind import bind
@@ -32,10 +32,7 @@ from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.state import TrainState, bytes_of, count
 
-TOKENIZER_FILES = (*tokenizer.FILES, "tokenizer_config.json", "generation_config.json")
-TOKENIZER_FILES += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
-TOKENIZER_FILES += ("chat_template.jinja",)
-ORIGINAL = "huggingface.json"  # in a workdir: the config.json of the imported model
+ORIGINAL = run_tokenizer.HUGGINGFACE_CONFIG
 PREFIX = "params/"  # of parameter paths in a checkpoint
 
 
@@ -81,7 +78,7 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     with atomic_folder(target) as workdir, contextlib.closing(arrays.AsyncWriter()) as writer:
         folder = workdir / checkpoint.FOLDER
         if distributed.process_id() == 0:
-            copy_tokenizer_files([source], workdir)
+            run_tokenizer.copy_files([source], workdir, run_tokenizer.FILES)
             shutil.copyfile(source / config_json.NAME, workdir / ORIGINAL)
             write_json(workdir / config_json.NAME, config)
             manifest.partial_folder(folder, 0).mkdir(parents=True)
@@ -92,6 +89,7 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
             facts = dict(config=config, mesh=dict(mesh.shape), arrays=arrays.shapes_of(state))
             facts |= dict(processes=distributed.num_processes(), versions=distributed.versions())
             facts |= dict(position=0, time=time.time(), metrics={}, watch={})
+            facts |= dict(identity={"tokenizer": tokenizer.digest_of(source)})
             manifest.commit(folder, 0, **facts)
     return f"step 0, a {huggingface.family_in(source).architecture} in {dtype}"
 
@@ -113,7 +111,7 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     directory, saved = checkpoint.find_valid(source, log=functools.partial(print, file=sys.stderr))
     section = saved.config["model"]
     model = model_of(section)
-    folders = tokenizer_folders(checkpoint.workdir_of(directory), saved.config)
+    folders = run_tokenizer.folders(checkpoint.workdir_of(directory), saved.config)
     original = next(
         (folder / ORIGINAL for folder in folders if (folder / ORIGINAL).is_file()), None
     )
@@ -131,7 +129,7 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
         return np.asarray(functools.reduce(lambda tree, key: tree[key], path.split("/"), restored))
 
     with atomic_folder(target) as folder:
-        copy_tokenizer_files(folders, folder)
+        run_tokenizer.copy_files(folders, folder, run_tokenizer.FILES)
         write_json(folder / config_json.NAME, config)
         huggingface.write(
             folder,
@@ -143,21 +141,6 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
             shard_bytes=round(args.max_shard_gb * 1e9),
         )
     return f"step {saved.step}, a {config['architectures'][0]} in {dtype}"
-
-
-def tokenizer_folders(workdir: Path, config: dict[str, Any]) -> list[Path]:
-    """Returns the folders that may hold a run's tokenizer: the workdir, the source of its parameters, its data."""
-    init_from, data = config["checkpoint"]["init_from"], config["data"].get("path")
-    initial = [checkpoint.workdir_of(Path(init_from))] if init_from else []
-    mixture = [Path(path) for path, _ in config["data"].get("mixture", ())]
-    return [workdir, *initial, *([Path(data)] if data else []), *mixture]
-
-
-def copy_tokenizer_files(folders: list[Path], target: Path) -> None:
-    """Copies each of TOKENIZER_FILES from the first folder that has it."""
-    for name in TOKENIZER_FILES:
-        if found := next((folder / name for folder in folders if (folder / name).is_file()), None):
-            shutil.copyfile(found, target / name)
 
 
 def write_json(path: Path, value: Any) -> None:

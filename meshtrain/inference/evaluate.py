@@ -3,26 +3,20 @@
 import argparse
 import contextlib
 import dataclasses
-import json
 import math
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import checkpoint
 from meshtrain.cluster import distributed
 from meshtrain.config import checks
 from meshtrain.config.build import build_data
 from meshtrain.config.schema import Config
-from meshtrain.data import tokenizer
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError, minimum_faults
-from meshtrain.huggingface import convert
 from meshtrain.inference import restore
 from meshtrain.models.base import Params
 from meshtrain.program import Program
@@ -105,26 +99,13 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     if faults:
         raise ConfigError(*faults)
     source = _source(cfg, args.split)
-    if jax.process_index() == 0 and _tokenizers_differ(cfg, checkpoint.workdir_of(args.workdir)):
-        warning = (
-            "was prepared with another tokenizer than the model's; the results are meaningless"
-        )
-        print(f"data.path={cfg.data.options['path']}: {warning}", file=sys.stderr)
-    program, params = restore.restore(cfg, args.workdir)
+    used = source.identity.get("tokenizer", "")
+    program, params = restore.restore(cfg, args.workdir, tokenizer=used)
     sizes = dict(global_batch=global_batch, max_batches=args.max_batches)
     evaluation = evaluate(program, params, source, **sizes)
     if jax.process_index() == 0:
         print(f"{'data':14}{source.description}", *evaluation.lines(), sep="\n")
     return 0
-
-
-def _tokenizers_differ(cfg: Config, workdir: Path) -> bool:
-    """Returns True if the data and the run are known to use different tokenizers."""
-    raw = json.loads((workdir / "config.json").read_text())
-    digests = map(tokenizer.digest_of, convert.tokenizer_folders(workdir, raw))
-    run_digest = next(filter(None, digests), "")
-    data_digest = tokenizer.digest_of(Path(cfg.data.options.get("path") or workdir))
-    return bool(run_digest and data_digest) and run_digest != data_digest
 
 
 def _source(cfg: Config, split: str) -> Source:

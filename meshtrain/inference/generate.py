@@ -9,11 +9,11 @@ from pathlib import Path
 import jax
 
 from meshtrain import checkpoint
+from meshtrain.checkpoint import run_tokenizer
 from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, minimum_faults
-from meshtrain.huggingface import convert
 from meshtrain.inference import restore, sampling
 
 DECODE_CONTEXT = 16  # earlier tokens that are decoded together with a new one
@@ -41,7 +41,8 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     prompts = [_encode_prompt(tokenizer, text, prefix, size) for text in _read_prompts(args)]
     stop = [_token_id(tokenizer, text) for text in args.stop] or [tokenizer.eos]
     settings = dataclasses.replace(settings, vocab_size=tokenizer.vocab_size)
-    program, params = restore.restore(_without_stages(cfg), args.workdir)
+    used = tokenizers.digest(tokenizer)
+    program, params = restore.restore(_without_stages(cfg), args.workdir, tokenizer=used)
     options = dict(length=args.length, context=context, dtype=cfg.train.dtype)
     steps = sampling.generate(program, params, prompts, sampling=settings, stop=stop, **options)
     if jax.process_index() == 0:
@@ -118,7 +119,7 @@ def _prompt_prefix(args: argparse.Namespace, cfg: Config, tokenizer: Tokenizer) 
     """Returns the tokens to put before each prompt: the tokenizer's bos, or none."""
     use_bos = args.bos
     if use_bos is None:
-        folders = convert.tokenizer_folders(checkpoint.workdir_of(args.workdir), cfg.to_dict())
+        folders = run_tokenizer.folders(checkpoint.workdir_of(args.workdir), cfg.to_dict())
         use_bos = any(map(tokenizers.has_bos, folders))
     if use_bos and tokenizer.bos is None:
         raise ConfigError(
@@ -160,9 +161,9 @@ def _token_id(tokenizer: Tokenizer, text: str) -> int:
 
 
 def _load_tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
-    """Returns the tokenizer of --tokenizer, or of the run (see convert.tokenizer_folders), or bytes."""
+    """Returns the tokenizer of --tokenizer, or of the run (see checkpoint.run_tokenizer), or bytes."""
     size = cfg.model.options.get("vocab_size", 0)
-    folders = convert.tokenizer_folders(workdir, cfg.to_dict())
+    folders = run_tokenizer.folders(workdir, cfg.to_dict())
     found = path or next(map(str, filter(tokenizers.has_tokenizer, folders)), None)
     if found is None and size > 256:
         raise ConfigError(

@@ -225,10 +225,17 @@ class Writer:
         self._append("events.jsonl", {"event": event, "time": time.time(), **fields})
 
     def config(self, config: dict[str, Any]) -> None:
-        """Writes config.json, the resolved config of the latest start."""
-        if self._folder:
-            text = json.dumps(config, indent=2, default=str) + "\n"
-            _replace(self._folder / "config.json", text)
+        """Writes config.json, the resolved config of the latest start; keeps the one before if it differs."""
+        if not self._folder:
+            return
+        path, text = self._folder / "config.json", json.dumps(config, indent=2, default=str) + "\n"
+        previous = path.read_text(errors="replace") if path.is_file() else text
+        if previous != text:
+            history = self._folder / "config_history"
+            history.mkdir(exist_ok=True)
+            number = 1 + max((int(p.stem) for p in history.glob("[0-9]*.json")), default=0)
+            _replace(history / f"{number:04}.json", previous)
+        _replace(path, text)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to a file; if that fails, writes the line together with the next line."""

@@ -1,0 +1,93 @@
+"""What may differ between the run that wrote a checkpoint and the run that resumes from it."""
+
+import fnmatch
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.configs import default
+from meshtrain.errors import ConfigError
+
+IDENTITY = {"data": "other tokens", "tokenizer": "another tokenizer"}  # keys of Manifest.identity
+# What the model computes, and what it is trained on; all other keys may change, and are reported.
+FIXED = ("model.*", "data.build", "data.separator", "data.heldout", *IDENTITY)
+ALLOW = "checkpoint.allow_change"
+FREE = ("model.attention_impl", "model.loss_chunk_mib")  # how it is computed
+
+
+def changes(saved: Manifest, config: Mapping[str, Any]) -> dict[str, list]:
+    """Returns the keys of the config that differ from those of the checkpoint: key -> [then, now].
+
+    A key that a config of another version lacks has its default value. The request to allow changes is none.
+    """
+    defaults = _flatten(default.get_config().copy_and_resolve_references().to_dict())
+    then, now = ({**defaults, **_flatten(one)} for one in (saved.config, config))
+    found = {key: [then.get(key), now.get(key)] for key in {**then, **now} if key != ALLOW}
+    return {key: pair for key, pair in found.items() if pair[0] != pair[1]}
+
+
+def identity_changes(saved: Manifest, identity: Mapping[str, str]) -> dict[str, list]:
+    """Returns the digests that differ from those of the checkpoint; an unknown digest, "", does not."""
+    pairs = {key: [saved.identity.get(key), now] for key, now in identity.items()}
+    return {key: pair for key, pair in pairs.items() if all(pair) and pair[0] != pair[1]}
+
+
+def check(
+    saved: Manifest,
+    config: Mapping[str, Any],
+    identity: Mapping[str, str],
+    *,
+    source: Path,
+    only: str = "*",
+) -> dict[str, list]:
+    """Returns `changes` and those of the identity (see `data.source.Source`), for keys that match `only`.
+
+    `source` is the folder of the checkpoint. Raises ConfigError if a key in FIXED has changed, unless
+    checkpoint.allow_change names it.
+    """
+    found = {key: pair for key, pair in changes(saved, config).items() if _matches(key, [only])}
+    found |= identity_changes(saved, identity)
+    allowed = config["checkpoint"].get("allow_change", "").split(",")
+    faults = [
+        _fault(key, *pair, source)
+        for key, pair in found.items()
+        if _matches(key, FIXED) and not _matches(key, [*FREE, *allowed])
+    ]
+    if faults:
+        raise ConfigError(*faults)
+    return found
+
+
+def lines(found: Mapping[str, list]) -> list[str]:
+    """Returns a line for each change."""
+    return [f"changed     {key}: {then!r} -> {now!r}" for key, (then, now) in found.items()]
+
+
+def _fault(key: str, then: Any, now: Any, source: Path) -> str:
+    if key in IDENTITY:
+        fault = (
+            f"{key}: {IDENTITY[key]} than those of {source} (digest {now[:12]}, then {then[:12]})"
+        )
+        remedy = f"use the {key} of that run"
+    else:
+        fault = f"{key}={now!r}: {source} was trained with {then!r}"
+        remedy = "restore the value"
+    return (
+        f"{fault}; {remedy}, start a new run with --config.checkpoint.init_from, or allow it with "
+        f"--config.{ALLOW}={key}"
+    )
+
+
+def _matches(key: str, patterns: Any) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern.strip()) for pattern in patterns)
+
+
+def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values by "section.key", as JSON has them; `rules` is one value."""
+    flat: dict[str, Any] = {}
+    for name, section in json.loads(json.dumps(dict(config), default=str)).items():
+        items = section.items() if isinstance(section, dict) else [(None, section)]
+        flat |= {f"{name}.{key}" if key else name: value for key, value in items}
+    return flat

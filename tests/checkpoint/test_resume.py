@@ -1,0 +1,293 @@
+"""A run resumes with the model, data and tokenizer of its checkpoint; other changes are reported."""
+
+import dataclasses
+import json
+import os
+
+import numpy as np
+import pytest
+from conftest import tiny_config
+
+from meshtrain import cli
+from meshtrain.checkpoint import manifest, resume
+from meshtrain.config.parse import parse
+from meshtrain.data import tokenizer
+from meshtrain.errors import ConfigError
+from meshtrain.inference import restore
+from meshtrain.train import train
+
+
+def events(workdir):
+    return [json.loads(line) for line in (workdir / "events.jsonl").read_text().splitlines()]
+
+
+def text_config(folder, **data):
+    """A config of three steps on the bytes of a folder of text."""
+    config = tiny_config()
+    config.model.vocab_size = 256
+    config.eval.batches = 0
+    config.data = {**config.data, "build": "meshtrain.data.tokens:build", **data}
+    config.data.update(path=str(folder), seed=0, vocab_size=256)
+    return config
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "text"
+    folder.mkdir()
+    letters = np.random.default_rng(0).integers(97, 123, (4, 2000)).astype(np.uint8)
+    for number, row in enumerate(letters):
+        (folder / f"{number}.txt").write_bytes(row.tobytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    """The workdir of a run of three steps; tests only read it."""
+    workdir = tmp_path_factory.mktemp("run") / "run"
+    train(text_config(text), workdir=workdir)
+    return workdir
+
+
+def saved_of(workdir):
+    return manifest.read(workdir / "checkpoints" / "3")
+
+
+def changed(workdir, config, identity=None):
+    saved = saved_of(workdir)
+    settings = parse(config, num_devices=8).to_dict()
+    return resume.check(saved, settings, identity or saved.identity, source=workdir)
+
+
+# One changed key of each section, and a few more; None: the change is rejected.
+CHANGES = {
+    "mesh.fsdp": (-1, "mesh.fsdp"),
+    "rules": ((("batch", ("data", "fsdp")), ("embed", None)), "rules"),
+    "train.seed": (7, "train.seed"),
+    "train.steps": (9, "train.steps"),
+    "train.remat": ("full", "train.remat"),
+    "train.dtype": ("bfloat16", "train.dtype"),
+    "pipeline.keep": ("residuals", "pipeline.keep"),
+    "model.rope_theta": (5.0, None),
+    "model.num_layers": (4, None),
+    "model.attention": ("l", None),
+    "model.z_loss": (1e-4, None),
+    "model.build": ("meshtrain.models.other:build", None),
+    "model.attention_impl": ("blockwise", "model.attention_impl"),
+    "model.loss_chunk_mib": (1, "model.loss_chunk_mib"),
+    "data.build": ("meshtrain.data.synthetic:build", None),
+    "data.heldout": (0.5, None),
+    "data.separator": (10, None),
+    "data.seq_len": (8, "data.seq_len"),
+    "data.path": ("/elsewhere", "data.path"),  # the digest counts
+    "optim.learning_rate": (5.0, "optim.learning_rate"),
+    "optim.b1": (0.5, "optim.b1"),
+    "optim.build": ("my.own:optimizer", "optim.build"),
+    "eval.every": (2, "eval.every"),
+    "checkpoint.every": (2, "checkpoint.every"),
+    "divergence.spike": (float("inf"), "divergence.spike"),
+    "health.every": (3, "health.every"),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_changed_key_is_reported_or_rejected_with_the_way_out(finished, text, key):
+    value, reported = CHANGES[key]
+    config = text_config(text)
+    section, _, name = key.partition(".")
+    if key == "mesh.fsdp":
+        config.mesh.data = 1
+    if name:
+        config[section][name] = value
+    else:
+        config[section] = value
+    if reported:
+        assert reported in changed(finished, config)
+        return
+    with pytest.raises(ConfigError, match=rf"^{key}=.*allow_change={key}$"):
+        changed(finished, config)
+    for allowed in (key, f"optim.b1, {section}.*"):
+        config.checkpoint.allow_change = allowed
+        then, now = changed(finished, config)[key]
+        assert now == value and then != value
+
+
+def test_nothing_is_reported_if_nothing_changed(finished, text):
+    assert changed(finished, text_config(text)) == {}
+
+
+def test_keys_that_another_version_did_not_have_count_as_their_defaults(finished, text):
+    saved = saved_of(finished)
+    config = json.loads(json.dumps(saved.config))
+    del config["model"]["window"], config["checkpoint"]["allow_change"], config["health"]
+    config["train"]["an_old_key"] = 3
+    old = dataclasses.replace(saved, config=config, identity={})
+    settings = parse(text_config(text), num_devices=8).to_dict()
+    found = resume.check(old, settings, saved.identity, source=finished)
+    assert found == {"train.an_old_key": [3, None]}
+
+
+def test_other_tokens_or_another_tokenizer_are_rejected(finished, text):
+    identity = dict(saved_of(finished).identity)
+    assert identity["data"] and identity["tokenizer"] == tokenizer.BYTES
+    config = text_config(text)
+    for key in identity:
+        with pytest.raises(ConfigError, match=rf"^{key}: .* than those of .*allow_change={key}$"):
+            changed(finished, config, identity | {key: "0123456789abcdef"})
+    config.checkpoint.allow_change = "data,tokenizer"
+    assert changed(finished, config, {"data": "a", "tokenizer": "b"}).keys() == {*identity}
+    assert changed(finished, config, {"data": "", "tokenizer": ""}) == {}  # unknown
+
+
+def test_a_resumed_run_reports_its_changes_and_keeps_the_config_before(text, tmp_path, capsys):
+    workdir, config = tmp_path / "run", text_config(text)
+    train(config, workdir=workdir)
+    first = (workdir / "config.json").read_text()
+    capsys.readouterr()
+
+    config.model.rope_theta, config.optim.learning_rate, config.train.steps = 5.0, 5.0, 4
+    with pytest.raises(ConfigError, match="^model.rope_theta=5.0: .*trained with 10000.0"):
+        train(config, workdir=workdir)
+    assert (workdir / "config.json").read_text() == first  # nothing was lost
+    assert not (workdir / "config_history").exists()
+
+    config.model.rope_theta = 10000.0
+    assert train(config, workdir=workdir).step == 4
+    out = capsys.readouterr().out
+    assert "changed     optim.learning_rate: 0.0003 -> 5.0\n" in out
+    assert "changed     train.steps: 3 -> 4\n" in out
+    event = next(event for event in events(workdir) if event["event"] == "changed")
+    assert event["settings"]["optim.learning_rate"] == [0.0003, 5.0] and event["step"] == 3
+    assert (workdir / "config_history" / "0001.json").read_text() == first
+    assert json.loads((workdir / "config.json").read_text())["optim"]["learning_rate"] == 5.0
+
+    moved = text.parent / "moved"
+    os.symlink(text, moved)
+    config.data.path, config.train.steps = str(moved), 5
+    assert train(config, workdir=workdir).step == 5  # the same tokens at another place
+    (tmp_path / "other.txt").write_text("another text " * 1000)
+    config.data.path = str(tmp_path / "other.txt")
+    with pytest.raises(ConfigError, match="^data: other tokens"):
+        train(config, workdir=workdir)
+
+
+def test_a_checkpoint_is_read_with_the_model_and_tokenizer_that_it_has(finished, text):
+    cfg = parse(text_config(text), num_devices=8)
+    restore.restore(cfg, finished, tokenizer=tokenizer.BYTES)
+    with pytest.raises(ConfigError, match="^tokenizer: another tokenizer"):
+        restore.restore(cfg, finished, tokenizer="0123456789abcdef")
+    other = dataclasses.replace(
+        cfg, model=dataclasses.replace(cfg.model, options={**cfg.model.options, "rope_theta": 5.0})
+    )
+    with pytest.raises(ConfigError, match="^model.rope_theta=5.0"):
+        restore.restore(other, finished)
+
+
+# ---- a run is self-contained ----
+
+
+def test_a_run_is_used_from_any_folder_after_its_data_has_moved(tmp_path, monkeypatch, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+    )
+    bpe.train_from_iterator(["some words and some more words"] * 10, trainer)
+    bpe.save(str(tmp_path / "my-words.json"))
+    (tmp_path / "input.txt").write_text("some words and some more words\n" * 300)
+    monkeypatch.chdir(tmp_path)
+    prepare = "input.txt --output=tokens --tokenizer=my-words.json --num_workers=1"
+    assert cli.main("prepare", prepare.split()) == 0
+
+    config = text_config("tokens")
+    size = tokenizer.load(tmp_path / "tokens").vocab_size
+    config.model.vocab_size = config.data.vocab_size = size
+    train(config, workdir="run")
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["data"]["path"] == str(tmp_path / "tokens")
+    copy = tmp_path / "run" / "tokenizer"
+    assert tokenizer.digest_of(copy) == tokenizer.digest_of(tmp_path / "tokens")
+    assert tokenizer.load(copy).eos == tokenizer.load(tmp_path / "tokens").eos
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "tokens").rename(elsewhere / "moved")
+    monkeypatch.chdir(elsewhere)
+    run = f"--workdir={tmp_path / 'run'}"
+    capsys.readouterr()
+    assert cli.main("generate", [run, "--prompt=some words", "--length=4"]) == 0
+    assert capsys.readouterr().out.startswith("some words")
+    assert cli.main("evaluate", [run]) == 2
+    assert "data.path=" in capsys.readouterr().err
+    assert cli.main("evaluate", [run, "--config.data.path=moved", "--split=all"]) == 0
+    (elsewhere / "bytes").mkdir()
+    (elsewhere / "bytes" / "a.txt").write_text("other words " * 1000)
+    assert cli.main("evaluate", [run, "--config.data.path=bytes", "--split=all"]) == 2
+    assert "tokenizer: another tokenizer" in capsys.readouterr().err
+    assert cli.main("generate", [run, "--tokenizer=bytes"]) == 2
+    assert "--config.checkpoint.allow_change=tokenizer" in capsys.readouterr().err
+
+
+def test_paths_in_a_config_json_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config()
+    config.data = {
+        **config.data,
+        "path": "text",
+        "mixture": (("a", 1.0), ("/b", 2)),
+        "cache_path": "../c",
+    }
+    config.checkpoint.init_from = "runs/x"
+    found = parse(config, num_devices=8).to_dict()
+    assert found["data"]["path"] == str(tmp_path / "text")
+    assert found["data"]["mixture"] == ((str(tmp_path / "a"), 1.0), ("/b", 2))
+    assert found["data"]["cache_path"] == str(tmp_path.parent / "c")
+    assert found["data"]["build"] == config.data.build
+    assert found["checkpoint"]["init_from"] == str(tmp_path / "runs" / "x")
+
+
+# ---- where a workdir may be ----
+
+
+def test_a_workdir_that_cannot_be_used_is_rejected_before_anything_is_written(
+    text, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    places = {
+        "gs://bucket/run": "cannot write to gs storage",
+        "s3://bucket/run": "cannot write to s3 storage",
+        "/": "use a folder of its own",
+        "//": "use a folder of its own",
+        str(text): "is in data.path",
+        str(text / "runs" / "x"): "is in data.path",
+        str(text.parent): "contains data.path",
+        f"{text.parent}/none/..": "contains data.path",
+    }
+    before = sorted(text.parent.rglob("*"))
+    for place, message in places.items():
+        with pytest.raises(ConfigError, match=message):
+            train(text_config(text), workdir=place)
+    config = text_config(text)
+    config.data.path, config.data.mixture = "", ((str(text), 1.0),)
+    with pytest.raises(ConfigError, match="is in data.path"):
+        train(config, workdir=text / "run")
+    assert sorted(text.parent.rglob("*")) == before and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+def test_a_fault_at_start_leaves_no_workdir(text, tmp_path, there_before):
+    workdir = tmp_path / "new" / "run"
+    if there_before:
+        workdir.mkdir(parents=True)
+    faults = {"checkpoint.init_from": "/nowhere", "data.path": "/nowhere", "train.steps": -1}
+    for key, value in faults.items():
+        config = text_config(text)
+        section, name = key.split(".")
+        config[section][name] = value
+        with pytest.raises(ConfigError):
+            train(config, workdir=workdir)
+        assert workdir.exists() == there_before and not list(workdir.rglob("*"))
+        assert there_before or not workdir.parent.exists()
