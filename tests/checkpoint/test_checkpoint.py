@@ -525,7 +525,7 @@ def test_a_second_run_in_a_workdir_is_rejected_while_the_first_is_alive(tmp_path
 
 def test_a_checkpoint_of_another_model_is_rejected_with_a_table_of_arrays(workdir):
     c = saving(8)
-    c.model.d_ff = 128
+    c.model.d_ff, c.checkpoint.allow_change = 128, "model.d_ff"
     with pytest.raises(meshtrain.ConfigError) as error:
         train(c, workdir=workdir)
     head, *table = error.value.faults

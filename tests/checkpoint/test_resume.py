@@ -9,7 +9,7 @@ import pytest
 from conftest import tiny_config
 
 from meshtrain import cli
-from meshtrain.checkpoint import manifest, resume
+from meshtrain.checkpoint import manifest, resume, run_tokenizer
 from meshtrain.config.parse import parse
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
@@ -211,6 +211,9 @@ def test_a_run_is_used_from_any_folder_after_its_data_has_moved(tmp_path, monkey
     copy = tmp_path / "run" / "tokenizer"
     assert tokenizer.digest_of(copy) == tokenizer.digest_of(tmp_path / "tokens")
     assert tokenizer.load(copy).eos == tokenizer.load(tmp_path / "tokens").eos
+
+    mixture = {"checkpoint": {}, "data": {"mixture": [[str(tmp_path / "tokens"), 1.0]]}}
+    assert run_tokenizer.digest(tmp_path, mixture) == tokenizer.digest_of(copy)  # of an older run
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
