@@ -228,7 +228,8 @@ def test_a_run_is_used_from_any_folder_after_its_data_has_moved(tmp_path, monkey
     assert cli.main("evaluate", [run, "--config.data.path=moved", "--split=all"]) == 0
     (elsewhere / "bytes").mkdir()
     (elsewhere / "bytes" / "a.txt").write_text("other words " * 1000)
-    assert cli.main("evaluate", [run, "--config.data.path=bytes", "--split=all"]) == 2
+    as_bytes = ["--config.data.path=bytes", "--config.data.dtype=uint8", "--split=all"]
+    assert cli.main("evaluate", [run, *as_bytes]) == 2
     assert "tokenizer: another tokenizer" in capsys.readouterr().err
     assert cli.main("generate", [run, "--tokenizer=bytes"]) == 2
     assert "--config.checkpoint.allow_change=tokenizer" in capsys.readouterr().err
