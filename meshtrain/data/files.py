@@ -64,7 +64,7 @@ def find(
     except (ValueError, NotImplementedError):  # "**.txt", "/a/*.txt"
         raise ConfigError(f"{key}={pattern!r}: use a pattern of names, such as *.txt") from None
     found = [path for path in matching if path.parent in searched and path.is_file()]
-    others = {parent for path in matching for parent in path.parents} & set(written)
+    others = [one for one in written if any(one in path.parents for path in matching)]
     return sorted(found), sorted(others)
 
 
