@@ -25,7 +25,7 @@ from meshtrain.commands import VERBS
 from meshtrain.config import files
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
-from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError
+from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError, memory_fault
 
 HELP = ("help", "--help", "-h")
 
@@ -66,7 +66,7 @@ def main(verb: str, argv: list[str] | None = None) -> int:
     """Runs a verb and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        run = functools.partial(report_errors, lambda: _run(verb, argv))
+        run = functools.partial(report_errors, lambda: _run(verb, argv), verb)
         # A run logs to its workdir what stdout does not accept; of the other verbs, the output is the result.
         return run() if verb in ("train", "launch") else _with_complete_output(run)
     except SystemExit as end:  # after --help
@@ -225,9 +225,10 @@ def _is_alone(args: argparse.Namespace) -> bool:
     return environment.process_info(os.environ, given) is None
 
 
-def report_errors(run: Callable[[], int]) -> int:
+def report_errors(run: Callable[[], int], verb: str) -> int:
     """Calls `run` and returns its exit code; prints a ConfigError to stderr, one line per fault.
 
+    So does a lack of memory, in one line; the verb decides what it advises to lower.
     With several processes, a process that crashes exits at once, without waiting for the others.
     """
     # On SIGUSR1, print the stacks of all threads, even in a stuck process: the supervisor sends it.
@@ -241,6 +242,10 @@ def report_errors(run: Callable[[], int]) -> int:
     except Exception as error:
         if fault := environment.jax_variable_fault(error, os.environ):
             print(fault, file=sys.stderr)
+            return EXIT_USER
+        if fault := memory_fault(error, verb):
+            print(fault, file=sys.stderr)
+            _exit_if_failed(EXIT_USER, wait_for_others=False)
             return EXIT_USER
         if _num_processes() > 1:
             traceback.print_exc()

@@ -1,6 +1,7 @@
 """Exit codes, and ConfigError: one line per fault, with the key, its value and what to do."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +23,41 @@ class ConfigError(ValueError):
 
 class TransientError(ConfigError):
     """A fault of the machines that may pass: if a supervisor started the run, it is worth a restart."""
+
+
+def memory_fault(error: BaseException, verb: str = "train") -> str | None:
+    """Returns a line if memory ran out, of a device or of the machine, and what to lower; else None."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause)
+        # jax.errors.JaxRuntimeError, by name: nothing here imports jax.
+        of_device = type(cause).__name__ == "JaxRuntimeError" and OUT_OF_MEMORY.search(text)
+        if of_device or isinstance(cause, MemoryError):
+            size = re.search(r"allocat\w+ (\d+) bytes", text)
+            first_line = text.strip().partition("\n")[0][:200].rstrip(". ")
+            what = f"{int(size[1]) / 1e9:,.3f} GB could not be allocated" if size else first_line
+            return f"out of memory{': ' if what else ''}{what}; {LOWER.get(verb, LOWER_OTHERS)}"
+        cause = cause.__cause__
+    return None
+
+
+# What XLA and its libraries say, on CPU, GPU and TPU. (RESOURCE_EXHAUSTED alone may also be a full disk.)
+OUT_OF_MEMORY = re.compile(
+    "(?i)out.of.memory|memory space|(failed|trying|unable) to allocate|attempting to (reserve|allocate)|alloc_failed"
+)
+LOWER_TRAIN = (
+    "raise train.num_microbatches, set train.remat=full, lower train.global_batch or the model's sizes, "
+    "or shard over more devices with mesh.fsdp"
+)
+LOWER = {
+    "train": LOWER_TRAIN,
+    "profile": LOWER_TRAIN,
+    "audit": LOWER_TRAIN,
+    "verify": LOWER_TRAIN,
+    "evaluate": "lower --batch, or use more devices",
+    "generate": "use fewer prompts or samples, a lower --length, or more devices",
+}
+LOWER_OTHERS = "use smaller inputs, or a machine with more memory"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

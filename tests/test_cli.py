@@ -1,14 +1,16 @@
 """The command line: which verbs there are, and that mistakes are reported before jax is loaded."""
 
 import ast
+import os
 import subprocess
 import sys
 
+import jax
 import pytest
 from conftest import ROOT
 
 import meshtrain
-from meshtrain import cli
+from meshtrain import cli, errors
 
 HEAVY = ("jax", "flax", "orbax", "optax", "rich", "tokenizers", "pyarrow")
 QUICKSTART = "--config=configs/quickstart.py"
@@ -95,3 +97,63 @@ def test_help_lists_the_verbs_and_describes_one(capsys):
 def test_every_verb_has_a_help_text(verb, capsys):
     assert cli.main(verb, ["--help"]) == 0
     assert f"usage: meshtrain {verb}" in capsys.readouterr().out
+
+
+DEVICE_MESSAGES = {
+    "RESOURCE_EXHAUSTED: Out of memory allocating 256000000000000 bytes.": "256,000.000 GB could not be",
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes.\nStats:": "4.770 GB could",
+    "RESOURCE_EXHAUSTED: Failed to allocate request for 2.99GiB (3206250496B) on device ordinal 0": "2.99GiB",
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21G": "hbm",
+    "RESOURCE_EXHAUSTED: Attempting to reserve 13.50G at the bottom of memory.": "13.50G",
+    "INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory": "CUDA_ERROR",
+    "INTERNAL: cuBLAS: CUBLAS_STATUS_ALLOC_FAILED": "ALLOC_FAILED",
+}
+
+
+@pytest.mark.parametrize("message", DEVICE_MESSAGES)
+def test_out_of_memory_on_a_device_is_one_line_that_says_what_to_lower(message, capsys):
+    def run():
+        raise jax.errors.JaxRuntimeError(message)
+
+    assert cli.report_errors(run, "train") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("out of memory: ") and DEVICE_MESSAGES[message] in line
+    assert "train.num_microbatches" in line and "train.remat=full" in line and "mesh.fsdp" in line
+
+
+def test_out_of_memory_on_the_host_is_one_line_too(capsys):
+    def wrapped():
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise RuntimeError("reading failed") from error
+
+    assert cli.report_errors(wrapped, "evaluate") == 2
+    assert capsys.readouterr().err == "out of memory; lower --batch, or use more devices\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Received message larger than max"),
+        jax.errors.JaxRuntimeError("INTERNAL: an all-reduce failed"),
+    ],
+    ids=str,
+)
+def test_other_errors_are_not_taken_for_a_lack_of_memory(error):
+    assert errors.memory_fault(error) is None
+
+
+def test_a_model_that_no_machine_can_hold_ends_with_exit_code_2():
+    sizes = {"model.d_ff": 10**12, "data.build": "meshtrain.data.synthetic:build", "train.steps": 1}
+    flags = [f"--config.{key}={value}" for key, value in sizes.items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "meshtrain", "train", "--config=configs/default.py", *flags],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "out of memory: " in done.stderr.splitlines()[-1] and "GB could not" in done.stderr
