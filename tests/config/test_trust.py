@@ -95,6 +95,19 @@ def test_what_a_function_of_the_user_returns_is_checked(section):
         build.build(parse(config)).make_optimizer(optax.constant_schedule(0.1))
 
 
+def test_a_function_that_has_nothing_to_do_with_a_section_is_reported_in_a_line():
+    config = tiny_config().to_dict()
+    for section in HOSTILE:
+        config[section]["build"] = "os:system"
+    with pytest.raises(ConfigError) as error:
+        build.build(parse(config))
+    assert [fault.partition(":")[0] for fault in error.value.faults] == [
+        "model.build",
+        "optim.build",
+        "data.build",
+    ]
+
+
 def test_a_function_that_does_not_say_its_keys_is_reported():
     config = tiny_config().to_dict()
     config["optim"]["build"] = "builtins:dict"
