@@ -113,11 +113,11 @@ def newest_step(workdir: Path) -> int:
 
 def wait_for(condition, seconds: float, run: subprocess.Popen) -> None:
     """Waits until `condition()` holds; ends this script if the run ends first, or after `seconds`."""
-    deadline = time.time() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
         if run.poll() is not None:
             raise SystemExit(f"the run ended with exit code {run.returncode}")
-        if time.time() > deadline:
+        if time.monotonic() > deadline:
             raise SystemExit(f"the run made no progress in {seconds:.0f} s")
         time.sleep(0.02)
 
@@ -168,13 +168,16 @@ def soak(args, folder: Path) -> dict:
     interrupted, uninterrupted = folder / "interrupted", folder / "uninterrupted"
     run = start(interrupted, 10**9, 0.05, "--max_restarts=1000", "--stall_seconds=5")
     wait_for(lambda: newest_step(interrupted) > 5, 120, run)
-    began, end = time.time(), time.time() + 60 * args.minutes
-    while time.time() < end:
+    began, end = time.monotonic(), time.monotonic() + 60 * args.minutes
+    while True:
         next_fault = began + (len(injected) + 0.5 + rng.uniform(-0.3, 0.3)) * args.every
-        time.sleep(max(0.1, min(next_fault, end) - time.time()))
+        time.sleep(max(0.1, min(next_fault, end) - time.monotonic()))
         if run.poll() is not None:
             raise SystemExit(f"the supervisor ended with exit code {run.poll()}")
-        if time.time() < min(next_fault, end):
+        now = time.monotonic()
+        if now >= end:
+            break  # a fault now would meet the SIGTERM below
+        if now < next_fault:
             continue
         remaining = remaining or rng.sample(FAULTS, len(FAULTS))  # each kind once, in random order
         rank = rng.randrange(2)
@@ -183,10 +186,14 @@ def soak(args, folder: Path) -> dict:
         except (KeyError, ProcessLookupError):
             continue  # the worker is being restarted
         injected.append(remaining.pop(0))
-        at = f"{time.time() - began:6.0f} s"
+        at = f"{time.monotonic() - began:6.0f} s"
         print(f"{at}: {injected[-1]} rank {rank} at step {newest_step(interrupted)}", flush=True)
     run.terminate()
-    code, minutes, steps = run.wait(120), (time.time() - began) / 60, newest_step(interrupted) + 1
+    code, minutes, steps = (
+        run.wait(120),
+        (time.monotonic() - began) / 60,
+        newest_step(interrupted) + 1,
+    )
     print(f"{steps} steps, {len(injected)} faults, {minutes:.1f} minutes, exit code {code}")
     print(Path(f"{interrupted}.log").read_text().splitlines()[-1], flush=True)
     assert start(uninterrupted, steps, 0.0).wait() == 0
@@ -195,7 +202,8 @@ def soak(args, folder: Path) -> dict:
     print(f"parameters, optimizer state and {steps} losses: {relation} an uninterrupted run")
     events = read_jsonl(interrupted, "events.jsonl")
     goodput = [row for row in events if row["event"] == "goodput"][-1]
-    return {"faults": injected, "minutes": minutes, "same": same, "goodput": goodput}
+    counts = {"steps": steps, "minutes": minutes}
+    return {"faults": injected, **counts, "same": same, "goodput": goodput}
 
 
 def final_state(workdir: Path) -> tuple:

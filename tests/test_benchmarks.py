@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from benchmarks import collectives, contest, gpu_step, memory, record
+from benchmarks import collectives, contest, faults, gpu_step, memory, record
 from meshtrain.analysis.audit import minimum
 
 FOLDER = Path(record.__file__).parent
@@ -255,3 +255,24 @@ def test_contestants_at_toy_size_have_the_same_losses(tmp_path):
         assert len({facts["parameters"] for facts in saved["raw"]["facts"].values()}) == 1
         assert saved["raw"]["facts"]["meshtrain"]["bytes"] > 0
         assert 0 < saved["rules"]["causal"] < saved["rules"]["PaLM"]
+
+
+def test_a_soak_injects_nothing_after_its_end_and_records_its_steps(tmp_path, monkeypatch):
+    """On a machine under load, a sleep can take until after the end."""
+    clock, injected = [0.0], []
+
+    def sleep(seconds):
+        clock[0] += seconds + 40.0
+
+    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    process = SimpleNamespace(poll=lambda: None, wait=lambda *_: 0, terminate=lambda: None)
+    monkeypatch.setattr(faults, "start", lambda *_: process)
+    monkeypatch.setattr(faults, "wait_for", lambda *_: None)
+    monkeypatch.setattr(faults, "inject", lambda *_: injected.append(clock[0]))
+    monkeypatch.setattr(faults, "newest_step", lambda workdir: 99)
+    monkeypatch.setattr(faults, "final_state", lambda workdir: 1)
+    monkeypatch.setattr(faults, "read_jsonl", lambda *_: [{"event": "goodput"}])
+    (tmp_path / "interrupted.log").write_text("launch: goodput")
+    results = faults.soak(SimpleNamespace(seed=0, minutes=2, every=60), tmp_path)
+    assert clock[0] > 120 and injected and max(injected) < 120
+    assert results["steps"] == 100 and len(results["faults"]) == len(injected)

@@ -75,6 +75,14 @@ class _Child:
         self.partial_line = b""
         self.stopped_since = 0.0
         self.ended = False
+        # When this supervisor has last seen a change: the clock of a process may differ from its own, or jump.
+        self._seen: dict[str, tuple[tuple, float]] = {}
+
+    def changed_at(self, name: str, value: tuple) -> float:
+        """Returns the time, by this supervisor's clock, at which `value` had last changed."""
+        if self._seen.get(name, (None, 0.0))[0] != value:
+            self._seen[name] = value, time.monotonic()
+        return self._seen[name][1]
 
 
 class Workers:
@@ -202,15 +210,19 @@ class Workers:
             child.stopped_since = 0.0
         elif not child.stopped_since:
             child.stopped_since = now
-        heartbeat = page["heartbeat"] and max(page["heartbeat"], self._resumed_at)
+        heartbeat = child.changed_at("heartbeat", (page["heartbeat"],))
+        phase = (page.phase, page["phase_start"], page["current_step"])
+        phase_start = child.changed_at("phase", phase)
         return ProcessStatus(
             rank=child.rank,
             pid=child.process.pid,
             phase=page.phase,
             current_step=int(page["current_step"]),
             first_step=int(page["first_step"]),
-            phase_age=now - max(page["phase_start"], self._resumed_at),
-            heartbeat_age=now - heartbeat if heartbeat else 0.0,
+            phase_age=max(0.0, now - max(phase_start, self._resumed_at)),
+            heartbeat_age=max(0.0, now - max(heartbeat, self._resumed_at))
+            if page["heartbeat"]
+            else 0.0,
             stopped_for=now - child.stopped_since if child.stopped_since else 0.0,
             step_seconds=page["step_seconds"],
         )

@@ -2,7 +2,8 @@
 
 A faulty device can compute wrong values without an error; its replica of the parameters then differs
 from the others. Every `health.every` steps, and before each save, digests of all replicas are compared:
-one changed bit changes the digest. Every `health.every` steps the speeds of all processes are compared, too.
+one changed bit changes the digest. Every `health.every` steps, and a few times before that, the speeds of all
+processes are compared, too.
 """
 
 import collections
@@ -23,6 +24,9 @@ from meshtrain.config.schema import AXES, HealthConfig
 # A process below this fraction of the median speed is slow (as in NVIDIA's resiliency extension).
 SLOW_SPEED = 0.75
 MIN_SLOW_CHECKS = 3  # in a row before a process is logged; a single slow check may be noise
+# Steps of a run after which speeds are compared too: a slow process is logged at the last one, not only
+# after several times `health.every` steps.
+EARLY_STEPS = (10, 20, 40, 80)
 NUM_TIMINGS = 5  # of the test matrix product; the fastest is used
 # Rows of the square matrices: their product takes milliseconds.
 PRODUCT_SIZE = collections.defaultdict(lambda: 4096, cpu=1024)
@@ -52,7 +56,13 @@ class Check:
         self._previous: np.ndarray | None = None
 
     def due(self, step: int, *, saving: bool) -> bool:
-        return self._every > 0 and step > 0 and (saving or step % self._every == 0)
+        return self._every > 0 and step > 0 and (saving or self._speeds_due(step))
+
+    def _speeds_due(self, step: int) -> bool:
+        if step % self._every == 0:
+            return True
+        since = step - self._page["first_step"]
+        return distributed.num_processes() > 1 and since < self._every and since in EARLY_STEPS
 
     def run(self, step: int, state: Any) -> None:
         """Raises CorruptState, on all processes, if replicas differ; logs slow processes."""
@@ -66,7 +76,7 @@ class Check:
                 f"step {step}: {faults[0]}. Results since the last checkpoint may be wrong; "
                 f"if the same device is named again, remove it"
             )
-        if step % self._every == 0 and distributed.num_processes() > 1:
+        if distributed.num_processes() > 1 and self._speeds_due(step):
             self._compare_speeds(step)
 
     def _compare_speeds(self, step: int) -> None:

@@ -113,11 +113,32 @@ def test_after_any_failure_of_a_process_all_restart(supervise, tmp_path, failure
     code, output = supervise(f"""
 step(3)
 if number == 1 and rank == 1: {failure}
-while number == 1: put("heartbeat", time.monotonic()); time.sleep(0.1)
+while number == 1: step(3); time.sleep(0.1)
 """)
     assert code == 0
     assert attempts_of(tmp_path, 0) == attempts_of(tmp_path, 1) == 2
     assert re.search(message + ".*; restart 1 of 3", output)
+
+
+@pytest.mark.parametrize("jump", [1e6, -1e6])
+def test_a_clock_of_a_process_that_jumps_neither_causes_nor_hides_a_stall(supervise, jump):
+    """The times that a process writes are compared only with each other."""
+    code, output = supervise(
+        f"""
+real, began = time.monotonic, time.monotonic()
+def jumping(): return real() + ({jump} if real() > began + 0.3 else 0)
+time.monotonic = jumping
+for i in range(12):
+    step(i); time.sleep(0.05)
+if number == 1 and rank == 1: time.sleep(20)
+if number == 1: [(step(12), time.sleep(0.1)) for _ in range(200)]
+""",
+        stall_seconds=2.0,
+    )
+    assert code == 0 and "restart 1 of 3" in output
+    assert re.search(
+        "rank 1 .* (sent no heartbeat|no progress) .* in phase step of step 11", output
+    )
 
 
 def test_the_process_furthest_behind_is_named_when_all_wait(supervise):

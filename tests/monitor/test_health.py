@@ -93,6 +93,31 @@ def test_speeds_are_fractions_of_the_median():
     assert health.time_product() > 0
 
 
+def test_a_slow_process_is_logged_soon_after_the_start(monkeypatch):
+    page, logged = {"data": 0.0, "step": 0.0, "first_step": 1003.0}, []
+    check = health.Check(
+        type("", (), {"every": 500}), None, page, event=lambda *_, **fields: None, log=logged.append
+    )
+    monkeypatch.setattr(health, "time_product", lambda: 0.01)
+    monkeypatch.setattr(health, "make_digest", lambda state, mesh: lambda state: None)
+    monkeypatch.setattr(health, "local_digests", lambda rows: None)
+    monkeypatch.setattr(health, "replica_faults", lambda state, digests: [])
+    monkeypatch.setattr(health.distributed, "num_processes", lambda: 2)
+    monkeypatch.setattr(
+        health.distributed, "gather", lambda timing: [timing, timing and [50.0, *timing[1:]]]
+    )
+    steps = []
+    for step in range(1003, 3001):
+        if check.due(step, saving=False):
+            steps.append(step)
+            check.run(step, None)
+            assert bool(logged) == (step >= 1083)
+        page["step"] += 1.0
+    assert steps == [1013, 1023, 1043, 1083, 1500, 2000, 2500, 3000]
+    monkeypatch.setattr(health.distributed, "num_processes", lambda: 1)
+    assert not check.due(1013, saving=False)  # nothing to compare with
+
+
 def test_a_process_that_is_slow_three_times_in_a_row_is_logged(monkeypatch):
     lines, events = [], []
     page = {"data": 0.0, "step": 0.0}
