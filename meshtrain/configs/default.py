@@ -123,8 +123,8 @@ def get_config() -> ConfigDict:
     # how rows are filled: "windows", the stream of tokens is split every seq_len tokens; "best_fit", rows hold
     # complete documents, and only documents longer than seq_len are split
     data.packing = "windows"
-    # dtype of a raw token file: "uint8", "uint16" (nanoGPT's .bin), "uint32" or "int32"; "": the bytes of a text,
-    # if vocab_size is at most 256
+    # dtype of a raw token file: "uint8", "uint16" (nanoGPT's .bin), "uint32" or "int32"; "": bytes,
+    # which is an error if vocab_size is above 256 or the bytes look like wider numbers
     data.dtype = ""
     data.pattern = "*.txt"  # pattern of the file names to read in a folder of text
     data.exclude = ()  # names of subfolders to skip in a folder of text

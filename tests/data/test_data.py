@@ -300,17 +300,24 @@ GPT2 = np.random.default_rng(0).integers(0, 50257, 5000).astype(np.uint16)  # na
         (TEXT.encode(), 256, ""),
         (TEXT.encode("latin-1", errors="ignore"), 256, ""),
         (b"one\0two\0three", 256, ""),
+        (np.random.default_rng(0).bytes(3000), 256, ""),
+        (np.random.default_rng(0).bytes(40), 256, ""),
+        (bytes(range(256)) * 4, 256, ""),
         (TEXT.encode(), 257, "data.vocab_size=257"),
         (GPT2.tobytes(), 50257, "data.vocab_size=50257"),
-        (GPT2.tobytes(), 256, "it is not text"),
-        (np.frombuffer(b"shakespeare" * 90, np.uint8).astype(np.uint16).tobytes(), 256, "not text"),
-        (GPT2.astype(np.int32).tobytes(), 256, "not text"),
-        (TEXT.encode("utf-16"), 256, "not text"),
+        (GPT2.tobytes(), 256, "16 bits or more"),
+        (
+            np.frombuffer(b"shakespeare" * 90, np.uint8).astype(np.uint16).tobytes(),
+            256,
+            "16 bits or more",
+        ),
+        (GPT2.astype(np.int32).tobytes(), 256, "16 bits or more"),
+        (TEXT.encode("utf-16"), 256, "16 bits or more"),
         (b"", 256, "0 bytes"),
     ],
 )
 @pytest.mark.parametrize("name", ["train.bin", "train.txt"])
-def test_without_a_dtype_only_text_is_read_and_only_with_a_vocabulary_of_bytes(
+def test_without_a_dtype_only_bytes_are_read_and_only_with_their_vocabulary(
     tmp_path, content, vocab_size, expected, name
 ):
     (tmp_path / name).write_bytes(content)
