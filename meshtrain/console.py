@@ -245,7 +245,8 @@ def progress(label: str, total: float, *, stream: str = "stderr") -> Iterator[Ca
         if bar.due():
             part = min(done / max(total, 1e-9), 1.0)
             left = (time.monotonic() - began) * (1 - part) / max(part, 1e-9)
-            bar.show(done, label, f"{part:.0%}", *([f"{duration(left)} left"] if done else []))
+            known = [f"{part:.0%}"] if total else []  # else nothing measures it
+            bar.show(done, label, *known, *([f"{duration(left)} left"] if done else []))
 
     advance(0)
     try:

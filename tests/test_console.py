@@ -1,5 +1,6 @@
 """Streams that break, Ctrl-C and other signals at any time, and the progress bar: nothing is lost, no traceback."""
 
+import contextlib
 import json
 import os
 import pty
@@ -8,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -20,6 +22,9 @@ SMALL = [
     "--config.model.num_layers=1",
     "--config.model.d_model=32",
     "--config.model.d_ff=32",
+    "--config.model.vocab_size=64",
+    "--config.data.seq_len=16",
+    "--config.train.global_batch=2",
     "--config.eval.batches=0",
 ]
 COMMAND = [sys.executable, "-m", "meshtrain"]
@@ -31,8 +36,11 @@ def shell(script, **options):
     done = subprocess.run(
         ["bash", "-c", script], cwd=ROOT, env=environ, capture_output=True, text=True, **options
     )
-    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
-    return done.returncode, done.stdout + done.stderr
+    output = done.stdout + done.stderr
+    assert not {word for word in ("Traceback", "Exception ignored", "\x1b") if word in output}, (
+        output
+    )
+    return done.returncode, output
 
 
 def events(workdir):
@@ -104,6 +112,29 @@ def test_the_api_survives_a_stream_that_its_caller_has_replaced(tmp_path, monkey
 
 
 # ---- signals ----
+
+
+def on_terminal(arguments, *, until=None, columns=0):
+    """Runs a command on a terminal, and presses Ctrl-C when it shows `until`; returns exit code and output."""
+    leader, follower = pty.openpty()
+    os.set_inheritable(follower, True)
+    if columns:
+        termios.tcsetwinsize(follower, (24, columns))
+    # Makes the terminal its own, so that Ctrl-C goes to all its processes.
+    own = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    terminal = dict(stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
+    command = [sys.executable, "-c", own, *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, **terminal)
+    os.close(follower)
+    shown = ""
+    if until:
+        shown = read_until(leader, until)
+        os.write(leader, b"\x03")
+    with contextlib.suppress(OSError):  # closed by the last process
+        while output := os.read(leader, 1 << 16):
+            shown += output.decode()
+    os.close(leader)
+    return process.wait(60), shown
 
 
 def start(arguments, **options):
@@ -196,3 +227,83 @@ def test_ctrl_c_ends_every_verb_at_once_with_one_line(arguments, tmp_path):
         assert process.returncode == 130, (seconds, output, errors)
         assert "Traceback" not in errors and errors.endswith("interrupted\n"), errors
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+# ---- the progress bar ----
+
+
+def history(shown):
+    """Returns the lines that stay on a terminal, and all that the bar showed."""
+    lines = [line.split("\r\x1b[K") for line in shown.split("\r\n")]
+    return [line[-1] for line in lines], [frame for line in lines for frame in line[:-1] if frame]
+
+
+LINES_AND_BAR = """if True:
+    import sys, time
+    from meshtrain import console
+    console.guard()
+    with console.progress("working", 10) as advance:
+        for number in range(10):
+            time.sleep(console.DRAW_SECONDS)
+            advance()
+            if number == 4:
+                print("a line", flush=True)
+                print("part", end=" ", flush=True)
+                advance(0)
+                print("of a line", file=sys.stderr)
+"""
+
+
+def test_lines_stay_above_the_bar_and_the_bar_is_removed():
+    code, shown = on_terminal([sys.executable, "-c", LINES_AND_BAR], columns=60)
+    lines, frames = history(shown)
+    assert code == 0 and lines == ["a line", "part of a line", ""], shown
+    done = [int(re.search(r"(\d+)%", frame)[1]) for frame in frames]
+    assert done == sorted(done) and {10, 50, 60, 100} <= {*done}
+    assert all(len(frame) < 60 for frame in frames)
+    assert "[==========          ] working · 50%" in frames[done.index(50)]
+    assert on_terminal(["/usr/bin/env", "TERM=dumb", sys.executable, "-c", LINES_AND_BAR]) == (
+        0,
+        "a line\r\npart of a line\r\n",
+    )
+
+
+def test_the_bar_of_a_run_moves_between_the_logged_lines(tmp_path):
+    arguments = [*COMMAND, "train", *SMALL, f"--workdir={tmp_path}"]
+    arguments += ["--config.train.steps=400", "--config.train.log_every=100"]
+    code, shown = on_terminal(arguments)
+    lines, frames = history(shown)
+    logged = [re.match(r"step +(\d+)/400 · loss ", line) for line in lines]
+    assert code == 0 and [int(found[1]) for found in logged if found] == [0, 100, 200, 300, 399]
+    form = r"(\[=* *\] )?(\d+)/400 loss [\d.]+ grad norm [\d.]+ lr \S+ [\d.]+[kMG]? tokens/s [\d:]+ left"
+    steps = [int(re.fullmatch(form, frame.replace(" ·", ""))[2]) for frame in frames[1:]]
+    assert steps == sorted(steps) and len({*steps} - {1, 101, 201, 301, 400}) > 1, steps
+    assert lines[-1] == "" and lines[-2].startswith("done: 400 steps")
+
+
+def test_long_verbs_show_their_progress_and_ctrl_c_interrupts_all_their_processes(tmp_path, tiny):
+    tiny.model.vocab_size = 259
+    from meshtrain.train import train
+
+    train(tiny, workdir=tmp_path / "run")
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        words = (f"word{i * i % 9973}x{i + number}" for i in range(30_000))
+        (tmp_path / "text" / f"{number}.txt").write_text(" ".join(words))
+    prepare = (
+        f"prepare {tmp_path}/text --output={tmp_path}/out --num_workers=2 --shard_tokens=100000"
+    )
+    for arguments, until, code, expected in (
+        (f"checkpoint verify {tmp_path}/run", None, 0, ["checking"]),
+        (f"convert {tmp_path}/run {tmp_path}/hf", None, 0, ["checking", "writing"]),
+        (f"convert {tmp_path}/hf {tmp_path}/back", None, 0, ["reading", "saving"]),
+        (f"{prepare} --train_bpe=3000", "Compute merges", 130, ["Pre-processing"]),
+        (f"{prepare} --train_bpe=3000", "MB/s", 130, ["left"]),
+        (f"{prepare} --train_bpe=3000", None, 0, ["left"]),
+    ):
+        found, shown = on_terminal([*COMMAND, *arguments.split()], until=until, columns=120)
+        assert found == code and "Traceback" not in shown, (arguments, shown)
+        assert all(word in shown for word in [*expected, *["interrupted"] * (code == 130)]), shown
+        assert (tmp_path / "out" / "manifest.json").exists() == (
+            until is None and "out" in arguments
+        )

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
@@ -20,6 +20,7 @@ from typing import Any
 
 from isal import isal_zlib  # CRC-32 at the speed of memory
 
+from meshtrain import console
 from meshtrain.errors import ConfigError, TransientError
 
 NAME = "MANIFEST.json"
@@ -153,7 +154,9 @@ def verify(directory: Path) -> Manifest:
     try:
         for name, (size, _) in manifest.files.items():
             _check_file(directory, name, size)
-        for name, measured in _measure(directory, manifest.files, sync=False).items():
+        with console.progress(f"checking {directory}", manifest.bytes) as advance:
+            found = _measure(directory, manifest.files, sync=False, advance=advance)
+        for name, measured in found.items():
             if measured != manifest.files[name]:
                 raise CorruptCheckpoint(f"{name} fails its checksum")
     except OSError as error:
@@ -265,8 +268,10 @@ def _files(directory: Path) -> Iterator[str]:
             yield path.relative_to(directory).as_posix()
 
 
-def _measure(directory: Path, names: Iterable[str], *, sync: bool) -> dict[str, tuple[int, str]]:
-    """Returns size and CRC-32 of each file, read in parallel; `sync` flushes the files to disk first."""
+def _measure(
+    directory: Path, names: Iterable[str], *, sync: bool, advance: Callable = lambda size: None
+) -> dict[str, tuple[int, str]]:
+    """Returns size and CRC-32 of each file; `sync` flushes it to disk first; `advance` gets each block's size."""
 
     def measure(name: str) -> tuple[int, str]:
         size = crc = 0
@@ -276,6 +281,7 @@ def _measure(directory: Path, names: Iterable[str], *, sync: bool) -> dict[str, 
             buffer = memoryview(bytearray(BLOCK_BYTES))
             while count := file.readinto(buffer):
                 size, crc = size + count, isal_zlib.crc32(buffer[:count], crc)
+                advance(count)
         return size, f"{crc:08x}"
 
     # Largest first: otherwise one thread may still read a large file after all others have finished.

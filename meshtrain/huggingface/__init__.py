@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshtrain import console
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json, files, names
 from meshtrain.huggingface.config_json import Section
 from meshtrain.huggingface.families import Family
 from meshtrain.huggingface.names import Row
 from meshtrain.models.base import Params
+from meshtrain.state import bytes_of
 
 T = TypeVar("T")
 MAX_LISTED = 20  # tensors that an error message lists
@@ -89,10 +91,11 @@ def read(folder: Path, abstract_params: Params, section: Section) -> Params:
     """
     checked = check(folder, abstract_params, section)
     leaves, tree = jax.tree.flatten(abstract_params)
-    return tree.unflatten(
-        _read_parameter(tensors, row, leaf)
-        for (row, tensors), leaf in zip(checked, leaves, strict=True)
-    )
+    with console.progress("reading", bytes_of(leaves)) as advance:
+        return tree.unflatten(
+            _read_parameter(tensors, row, leaf, advance)
+            for (row, tensors), leaf in zip(checked, leaves, strict=True)
+        )
 
 
 def check(
@@ -138,9 +141,11 @@ def write(
                     view = row.parameter_view(tensor)
                     _copy_values(stack[layer][tuple(map(slice, view.shape))], view, name)
                 yield tensor
+                advance(1)
             del loaded, stack  # free the memory before the next load
 
-    files.write(folder, specs, values(), shard_bytes=shard_bytes)
+    with console.progress("writing", len(specs)) as advance:
+        files.write(folder, specs, values(), shard_bytes=shard_bytes)
 
 
 def paths(params: Params) -> list[str]:
@@ -199,8 +204,16 @@ def _check_tensors(
         )
 
 
-def _read_parameter(tensors: list[files.Tensor], row: Row, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a parameter; each shard is read once, even if several devices hold it."""
+def _read_parameter(
+    tensors: list[files.Tensor],
+    row: Row,
+    leaf: jax.ShapeDtypeStruct,
+    advance: Callable[[int], None],
+) -> jax.Array:
+    """Returns a parameter; each shard is read once, even if several devices hold it.
+
+    `advance` is called with the bytes of each tensor.
+    """
     shards: dict[str, np.ndarray] = {}
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
@@ -215,6 +228,7 @@ def _read_parameter(tensors: list[files.Tensor], row: Row, leaf: jax.ShapeDtypeS
             for target, tensor in zip(targets, layers, strict=True):
                 values = row.parameter_view(tensor.read())[index[row.stacked :]]
                 _copy_values(values, target[tuple(map(slice, values.shape))], row.path)
+                advance(target.nbytes)
         return shards[key]
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)

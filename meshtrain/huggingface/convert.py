@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain import checkpoint, huggingface
+from meshtrain import checkpoint, console, huggingface
 from meshtrain.checkpoint import arrays, manifest, run_tokenizer
 from meshtrain.cluster import distributed, runtime
 from meshtrain.config import files as configfile
@@ -83,8 +83,9 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
             write_json(workdir / config_json.NAME, config)
             manifest.partial_folder(folder, 0).mkdir(parents=True)
         distributed.barrier("convert")
-        writer.save(manifest.partial_folder(folder, 0), state)
-        writer.wait()
+        with console.progress("saving", 0):
+            writer.save(manifest.partial_folder(folder, 0), state)
+            writer.wait()
         if distributed.process_id() == 0:
             facts = dict(config=config, mesh=dict(mesh.shape), arrays=arrays.shapes_of(state))
             facts |= dict(processes=distributed.num_processes(), versions=distributed.versions())

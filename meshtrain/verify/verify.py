@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from meshtrain import console
 from meshtrain import state as states
 from meshtrain.config.build import Parts, optimizer_builder
 from meshtrain.config.parse import parse
@@ -59,15 +60,17 @@ def verify(
             f"{len(rows)} layouts of {jax.device_count()} devices, {STEPS} steps each, "
             f"compared with one device"
         )
-        violations = [
-            fault for fault in laws.violations(subject) if not fault.startswith(tuple(without))
-        ]
-        for fault in violations:
-            log(f"FAILED on one device: {fault}")
         results = []
-        for row in rows:
-            results.append(check_layout(subject, row))
-            log(certificate.summary_line(results[-1]))
+        with console.progress("verifying", len(rows), stream="stdout") as advance:
+            violations = [
+                fault for fault in laws.violations(subject) if not fault.startswith(tuple(without))
+            ]
+            for fault in violations:
+                log(f"FAILED on one device: {fault}")
+            for row in rows:
+                results.append(check_layout(subject, row))
+                log(certificate.summary_line(results[-1]))
+                advance(1)
     return Certificate(subject.name, TOLERANCE, tuple(violations), tuple(results))
 
 
