@@ -111,6 +111,7 @@ def guarded() -> Iterator[None]:
     try:
         yield
     finally:
+        faults.clear()  # the caller's next command starts anew
         for name in {*_outputs} - guarded_before:
             getattr(sys, f"__{name}__").flush()
             del _outputs[name]

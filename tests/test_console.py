@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from meshtrain import console
+
 SMALL = [
     "--config=meshtrain/configs/default.py",
     "--config.data.build=meshtrain.data.synthetic:build",
@@ -105,6 +107,7 @@ def test_the_api_survives_a_stream_that_its_caller_has_replaced(tmp_path, monkey
         full.truncate = None  # its buffer cannot be flushed
         with pytest.raises(OSError, match="No space"):
             full.close()
+    assert not console.faults
     assert "done: 3 steps" in (tmp_path / "log.txt").read_text()
     assert [one["stream"] for one in events(tmp_path) if one["event"] == "output_lost"] == [
         "stdout"
