@@ -8,8 +8,9 @@ from pathlib import Path
 from meshtrain.errors import ConfigError
 
 MAX_DEVICES = 2048  # of one process: jax's ids of CPU devices have 11 bits for them
-# A device is two threads. A step of configs/quickstart.py on 64 of them takes 4.3 GB.
-DEVICES_PER_CORE, DEVICE_BYTES = 128, 64 << 20
+# A device is two threads and 0.2 MB; what a step takes depends on the model (quickstart replicated on each
+# device: 60 MB). The bound is for numbers that no model could run with.
+DEVICES_PER_CORE, DEVICE_BYTES = 128, 16 << 20
 # A process that has imported jax takes 0.2 GB.
 PROCESSES_PER_CORE, PROCESS_BYTES = 16, 256 << 20
 MAX_PROCESSES = 10_000  # on a host

@@ -28,7 +28,9 @@ def machine(monkeypatch):
         (2, 16, 64, True),
         (2, 16, 256, True),
         (2, 16, 257, False),
-        (2, 1, 17, False),  # memory
+        (2, 4, 256, True),
+        (2, 1, 64, True),
+        (2, 1, 65, False),  # memory
         (64, 512, 2048, True),
         (1, float("inf"), 128, True),
     ],
