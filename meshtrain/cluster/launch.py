@@ -192,8 +192,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "join_seconds": (float, "seconds to wait for all hosts"),
     }
     for name, (kind, text) in settings.items():
-        default = None if name in CLUSTER else getattr(defaults, name)
-        text += "" if default is None else f" (default: {default})"
+        # Whether these are given matters: see `_place`.
+        default = argparse.SUPPRESS if name in CLUSTER else getattr(defaults, name)
+        text += "" if default in (None, argparse.SUPPRESS) else f" (default: {default})"
         metavar = {int: "N", float: "SECONDS", str: "HOST:PORT"}[kind]
         flags.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     flags.add_argument(

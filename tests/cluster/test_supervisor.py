@@ -94,6 +94,20 @@ def test_output_is_prefixed_with_the_rank_and_logged(supervise, tmp_path):
     assert "[Gloo] noise\nhello\nno end" in (tmp_path / "rank-1.log").read_text()
 
 
+def test_lines_that_only_say_that_another_process_has_ended_are_logged_and_not_shown(
+    supervise, tmp_path
+):
+    lines = """E1123 04:40:01.048467    9768 coordination_service_agent.cc:289] Polled an error from coordination
+F1123 04:40:01.048498    9768 client.h:80] Terminating process because the JAX distributed service detected
+Additional GRPC error information from remote target coordination_service while calling /xla.coordination
+:UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}
+F1123 04:36:12.977217    3156 parse_flags_from_env.cc:234] Unknown flag in XLA_FLAGS: --nonsense"""
+    code, output = supervise(f"print({lines!r})")
+    shown = [line for line in output.splitlines() if line.startswith("[0]")]
+    assert code == 0 and len(shown) == 1 and "Unknown flag" in shown[0]
+    assert lines in (tmp_path / "rank-0.log").read_text()
+
+
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
