@@ -42,7 +42,7 @@ def check(
     source: Path,
     only: str = "*",
 ) -> dict[str, list]:
-    """Returns `changes` and those of the identity (see `data.source.Source`), for keys that match `only`.
+    """Returns `changes` and `identity_changes` for keys that match `only`.
 
     `source` is the folder of the checkpoint. Raises ConfigError if a key in FIXED has changed, unless
     checkpoint.allow_change names it.
@@ -67,9 +67,7 @@ def lines(found: Mapping[str, list]) -> list[str]:
 
 def _fault(key: str, then: Any, now: Any, source: Path) -> str:
     if key in IDENTITY:
-        fault = (
-            f"{key}: {IDENTITY[key]} than those of {source} (digest {now[:12]}, then {then[:12]})"
-        )
+        fault = f"{key}: {IDENTITY[key]} than {source} has (digest {now[:12]}, then {then[:12]})"
         remedy = f"use the {key} of that run"
     else:
         fault = f"{key}={now!r}: {source} was trained with {then!r}"

@@ -173,8 +173,8 @@ def get_config() -> ConfigDict:
     checkpoint.best_by = "eval_loss"
     # whether to resume from arrays of another dtype, cast to the present one, which may lose precision
     checkpoint.allow_cast = False
-    # keys, separated by commas, that may differ from those of the checkpoint to resume from, though they change
-    # the model, the data or the tokenizer, such as "model.rope_theta,data,tokenizer"
+    # keys, separated by commas, that may change when a run resumes although they define the model, the data or the
+    # tokenizer, such as "model.rope_theta,data,tokenizer"
     checkpoint.allow_change = ""
     # workdir of another run, or one of its checkpoints, from which a new run takes its parameters; "": none
     checkpoint.init_from = ""
