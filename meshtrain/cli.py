@@ -5,6 +5,7 @@ A process that runs alone imports jax only after it has checked the flags and th
 """
 
 import argparse
+import contextlib
 import errno
 import faulthandler
 import functools
@@ -203,11 +204,14 @@ def _use_all_devices(config: Any) -> None:
     """Changes the mesh and the batch size to fit the devices of now, not of the training run."""
     import jax
 
-    config.mesh.update({**dict.fromkeys(AXES, 1), "fsdp": -1})
-    # Round the batch up to a multiple of the number of devices.
-    num_devices = jax.device_count()
-    global_batch = -(-config.train.global_batch // num_devices) * num_devices
-    config.train.update(global_batch=global_batch, num_microbatches=1)
+    with contextlib.suppress(
+        AttributeError, KeyError, TypeError
+    ):  # parse() reports what is not a section
+        config.mesh.update({**dict.fromkeys(AXES, 1), "fsdp": -1})
+        # Round the batch up to a multiple of the number of devices.
+        num_devices = jax.device_count()
+        global_batch = -(-config.train.global_batch // num_devices) * num_devices
+        config.train.update(global_batch=global_batch, num_microbatches=1)
 
 
 def _faults_of(config: Any, num_devices: int | None) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
     reader = _Reader(raw)
     settings = {
         "mesh": reader.section("mesh", schema.MeshConfig),
-        "rules": tuple(raw["rules"]),
+        "rules": raw["rules"],
         "train": reader.section("train", schema.TrainConfig),
         "pipeline": reader.section("pipeline", schema.PipelineConfig),
         "model": reader.build_section("model"),

@@ -6,12 +6,11 @@ parameters; files.py reads and writes safetensors. This file reads and writes th
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meshtrain import console
@@ -74,12 +73,14 @@ def _of_config(folder: Path, function: Callable[[config_json.Config], T]) -> T:
         raise ConfigError(*(f"{path}: {fault}" for fault in error.faults)) from error
 
 
-def dtype_of(folder: Path) -> np.dtype:
-    """Returns the smallest dtype that represents every parameter in a folder's files exactly."""
-    codes = {tensor.code for tensor in _parameter_tensors(folder)[1].values()} & files.DTYPES.keys()
-    return (
-        jnp.result_type(*(files.DTYPES[code] for code in codes)) if codes else np.dtype("float32")
-    )
+def dtypes_in(folder: Path) -> dict[str, np.dtype]:
+    """Returns the dtype of each parameter's tensor in a folder, by the name in names.py."""
+    tensors = _parameter_tensors(folder)[1]
+    return {
+        name: files.DTYPES[tensor.code]
+        for name, tensor in tensors.items()
+        if tensor.code in files.DTYPES
+    }
 
 
 def read(folder: Path, abstract_params: Params, section: Section) -> Params:
@@ -116,10 +117,12 @@ def write(
     *,
     parameters: Iterable[str],
     dtype: np.dtype,
+    dtypes: Mapping[str, np.dtype],
     shard_bytes: int,
 ) -> None:
-    """Writes the tensors of a model, in `dtype`, to files of at most `shard_bytes`.
+    """Writes the tensors of a model to files of at most `shard_bytes`.
 
+    Their dtype is `dtype`, except those in `dtypes`, by name, which must represent the values exactly.
     `parameters` are the paths of the parameters. `load` returns a parameter by its path; it is called
     once for each. Memory holds only the parameters of one tensor at a time.
     """
@@ -127,7 +130,7 @@ def write(
     for row in _rows(family, parameters, section):
         tensors.setdefault(row.name, []).append(row)
     specs = [
-        files.TensorSpec(name, rows[0].shape, dtype)
+        files.TensorSpec(name, rows[0].shape, dtypes.get(name, dtype))
         for rows in tensors.values()
         for name in rows[0].tensors
     ]
@@ -136,10 +139,15 @@ def write(
         for rows in tensors.values():
             loaded = [load(row.path) if row.stacked else load(row.path)[None] for row in rows]
             for layer, name in enumerate(rows[0].tensors):
-                tensor = np.empty(rows[0].shape, dtype)
+                tensor = np.empty(rows[0].shape, dtypes.get(name, dtype))
                 for row, stack in zip(rows, loaded, strict=True):
                     view = row.parameter_view(tensor)
-                    _copy_values(stack[layer][tuple(map(slice, view.shape))], view, name)
+                    values = stack[layer][tuple(map(slice, view.shape))]
+                    _copy_values(values, view, name, advice="export an earlier checkpoint")
+                    if name in dtypes and not _equal_values(values, view):
+                        raise ConfigError(
+                            f"{name}: {view.dtype} does not represent its values; use --dtype={dtype}"
+                        )
                 yield tensor
                 advance(1)
             del loaded, stack  # free the memory before the next load
@@ -225,25 +233,35 @@ def _read_parameter(
             shards[key] = np.zeros(shape, leaf.dtype)  # rows that pad the vocabulary stay 0
             layers = tensors[index[0]] if row.stacked else tensors
             targets = shards[key] if row.stacked else shards[key][None]
-            for target, tensor in zip(targets, layers, strict=True):
+            names = row.tensors[index[0]] if row.stacked else row.tensors
+            for name, target, tensor in zip(names, targets, layers, strict=True):
                 values = row.parameter_view(tensor.read())[index[row.stacked :]]
-                _copy_values(values, target[tuple(map(slice, values.shape))], row.path)
+                part = target[tuple(map(slice, values.shape))]
+                _copy_values(values, part, f"{tensor.path}: {name}", advice="download it again")
                 advance(target.nbytes)
         return shards[key]
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
 
 
-def _copy_values(values: np.ndarray, target: np.ndarray, name: str) -> None:
-    """Copies values into an array of any dtype; raises ConfigError if a value overflows it."""
+def _copy_values(values: np.ndarray, target: np.ndarray, name: str, *, advice: str) -> None:
+    """Copies values into an array of any dtype; raises ConfigError for a value that is not finite or overflows."""
     outer = int(np.argmax(values.strides))
     step = max(1, COPY_BYTES // values.strides[outer])
+    is_finite = True
     with np.errstate(over="ignore"):
         for start in range(0, values.shape[outer], step):
             block = (slice(None),) * outer + (slice(start, start + step),)
             target[block] = values[block]
-    if jnp.promote_types(values.dtype, target.dtype) != target.dtype:
-        if np.count_nonzero(np.isinf(target)) > np.count_nonzero(np.isinf(values)):
-            raise ConfigError(
-                f"--dtype={target.dtype}: {name} has values beyond its range; use float32"
-            )
+            is_finite = is_finite and bool(np.isfinite(target[block]).all())
+    if is_finite:
+        return
+    if np.isfinite(values).all():
+        raise ConfigError(
+            f"--dtype={target.dtype}: {name} has values beyond its range; use float32"
+        )
+    raise ConfigError(f"{name} has values that are NaN or infinite; {advice}")
+
+
+def _equal_values(values: np.ndarray, copy: np.ndarray) -> bool:
+    return all(np.array_equal(a, b.astype(a.dtype)) for a, b in zip(values, copy, strict=True))

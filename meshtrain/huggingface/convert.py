@@ -5,10 +5,11 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from meshtrain.parallel.mesh import make_mesh
 from meshtrain.state import TrainState, bytes_of, count
 
 ORIGINAL = run_tokenizer.HUGGINGFACE_CONFIG
+DTYPES = "huggingface_dtypes.json"  # in a workdir: the dtypes of the tensors that the run stores in another one
 PREFIX = "params/"  # of parameter paths in a checkpoint
 
 
@@ -58,13 +60,8 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     """Converts a Hugging Face folder to a workdir with a checkpoint of the parameters; returns a summary."""
     huggingface.check_sizes(source)
     section = huggingface.model_section(source)
-    dtype = np.dtype(args.dtype or huggingface.dtype_of(source))
-    if dtype == np.float16:
-        if args.dtype:
-            raise ConfigError(
-                "--dtype=float16: a run stores parameters in float32 or bfloat16; use one of them"
-            )
-        dtype = np.dtype(np.float32)  # represents every float16 exactly
+    dtypes = huggingface.dtypes_in(source)
+    dtype = stored_dtype(args.dtype, dtypes.values())
     config = run_config(args.config, section, dtype)
     mesh = make_mesh(fsdp=-1)
     abstract = abstract_params(model_of(section), dtype, config["rules"], mesh)
@@ -80,6 +77,9 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
         if distributed.process_id() == 0:
             run_tokenizer.copy_files([source], workdir, run_tokenizer.FILES)
             shutil.copyfile(source / config_json.NAME, workdir / ORIGINAL)
+            changed = {name: str(one) for name, one in dtypes.items() if one != dtype}
+            if changed and not args.dtype:
+                write_json(workdir / DTYPES, changed)
             write_json(workdir / config_json.NAME, config)
             manifest.partial_folder(folder, 0).mkdir(parents=True)
         distributed.barrier("convert")
@@ -93,6 +93,34 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
             facts |= dict(identity={"tokenizer": tokenizer.digest_of(source)})
             manifest.commit(folder, 0, **facts)
     return f"step 0, a {huggingface.family_in(source).architecture} in {dtype}"
+
+
+def stored_dtype(flag: str | None, dtypes: Iterable[np.dtype]) -> np.dtype:
+    """Returns the dtype of an imported run's parameters: the smallest that represents every tensor exactly."""
+    if flag == "float16":
+        raise ConfigError(
+            "--dtype=float16: a run stores parameters in float32 or bfloat16; use one of them"
+        )
+    if flag:
+        return np.dtype(flag)
+    found = {*dtypes}
+    if np.dtype(np.float64) in found:
+        raise ConfigError("--dtype: some tensors are float64; set --dtype=float32 to round them")
+    dtype = np.dtype(jnp.result_type(*found) if found else np.float32)
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
+
+
+def original_dtypes(workdir: Path) -> dict[str, np.dtype]:
+    """Returns the dtypes of the imported tensors that the run stores in another dtype."""
+    path = workdir / DTYPES
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+        known = {str(dtype): dtype for dtype in huggingface.files.DTYPES.values()}
+        return {tensor: known[name] for tensor, name in names.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: is damaged: {error!r}; use --dtype") from error
 
 
 def run_config(path: str, section: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
@@ -110,9 +138,12 @@ def run_config(path: str, section: dict[str, Any], dtype: np.dtype) -> dict[str,
 def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     """Converts a checkpoint to a Hugging Face folder, one parameter at a time; returns a summary."""
     directory, saved = checkpoint.find_valid(source, log=functools.partial(print, file=sys.stderr))
-    section = saved.config["model"]
-    model = model_of(section)
-    folders = run_tokenizer.folders(checkpoint.workdir_of(directory), saved.config)
+    try:
+        section, rules = saved.config["model"], saved.config["rules"]
+        model = model_of(section)
+        folders = run_tokenizer.folders(checkpoint.workdir_of(directory), saved.config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{directory}: the config in its manifest lacks {error!r}") from error
     original = next(
         (folder / ORIGINAL for folder in folders if (folder / ORIGINAL).is_file()), None
     )
@@ -120,9 +151,13 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     dtypes = {path: entry.rpartition(" ")[2] for path, entry in saved.arrays.items()}
     stored = jnp.result_type(*{name for path, name in dtypes.items() if path.startswith(PREFIX)})
     dtype = np.dtype(args.dtype or stored)
-    config |= {"dtype": dtype.name, "torch_dtype": dtype.name}
+    # Trained parameters keep the dtype of the run.
+    is_import = saved.step == 0 and not args.dtype
+    dtypes = original_dtypes(checkpoint.workdir_of(directory)) if is_import else {}
+    if not dtypes:
+        config |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     mesh = make_mesh(devices=jax.devices()[:1])
-    abstract = abstract_params(model, stored, saved.config["rules"], mesh)
+    abstract = abstract_params(model, stored, rules, mesh)
     check_free_space(target, count(abstract) * dtype.itemsize)
 
     def load(path: str) -> np.ndarray:
@@ -139,9 +174,11 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
             load,
             parameters=huggingface.paths(abstract),
             dtype=dtype,
+            dtypes=dtypes,
             shard_bytes=round(args.max_shard_gb * 1e9),
         )
-    return f"step {saved.step}, a {config['architectures'][0]} in {dtype}"
+    written = "the imported dtypes" if dtypes else dtype
+    return f"step {saved.step}, a {config['architectures'][0]} in {written}"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -151,7 +188,7 @@ def write_json(path: Path, value: Any) -> None:
 def check_free_space(target: Path, size: int) -> None:
     existing = next(folder for folder in target.parents if folder.is_dir())
     if (free := shutil.disk_usage(existing).free) < size:
-        raise ConfigError(f"{target}: {size / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free")
+        raise ConfigError(f"{target}: {size:,} bytes needed, {free:,} bytes free")
 
 
 @contextlib.contextmanager
@@ -186,6 +223,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.source}: neither a workdir ({checkpoint.FOLDER}/) nor a Hugging Face folder (config.json)"
         )
+    if target.parent.resolve().is_relative_to(source):
+        raise ConfigError(f"{args.target}: is inside {args.source}; use a TARGET outside of it")
     if is_export:
         jax.config.update("jax_platforms", "cpu")  # an export computes nothing
     runtime.start(args)
@@ -196,6 +235,11 @@ def run(args: argparse.Namespace) -> int:
         summary = convert(source, target, args)
     except OSError as error:
         raise ConfigError(f"{error.filename or args.target}: {error.strerror or error}") from error
+    except ValueError as error:
+        # What TensorStore raises where Python raises an OSError, for example on a full disk.
+        if found := re.search(r"([^:]+) \[os_error_code=", str(error)):
+            raise ConfigError(f"{args.target}: {found[1].strip()}") from error
+        raise
     if distributed.process_id() == 0:
         print(f"{args.target}: {summary}")
     return 0

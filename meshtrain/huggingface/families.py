@@ -65,6 +65,7 @@ SUPPORTED_VALUES = {  # of keys that any config.json may have; see Family.suppor
     "use_bidirectional_attention": (None, False),
     "is_causal": (True,),  # null is bidirectional
     "per_layer_config": (None,),
+    "text_config": (None,),  # of a multimodal architecture; see config_json.read
 }
 
 

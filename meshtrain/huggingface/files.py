@@ -77,6 +77,8 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 def read_header(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of one file; raises ConfigError unless they fill it without gaps or overlaps."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: is not a file")  # a FIFO would block
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

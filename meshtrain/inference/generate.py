@@ -26,7 +26,9 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     max_positions = model["max_seq_len"] if model.get("positions") == "learned" else None
     context = args.context
     if context is None:
-        seq_len = cfg.data.options["seq_len"]
+        seq_len = cfg.data.options.get("seq_len", max_positions)
+        if seq_len is None:
+            raise ConfigError("--context: the run's data has no data.seq_len; set --context=N")
         context = min(seq_len, max_positions or seq_len)
     faults = minimum_faults(1, {"--length": args.length, "--context": context})
     if max_positions and context > max_positions:

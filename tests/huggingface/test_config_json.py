@@ -77,7 +77,7 @@ ROWS = [
     ("llama3", dict(architectures=["MistralForCausalLM"]), "model_type='llama'"),
     ("llama3", dict(architectures=None), {}),
     ("llama3", dict(model_type=["llama"]), "model_type=['llama']"),
-    ("llama3", dict(text_config=dict(rms_norm_eps=0.5)), {}),
+    ("llama3", dict(text_config=dict(rms_norm_eps=0.5)), "text_config="),
     # GPT-2's other names of its sizes have priority.
     ("gpt2", dict(num_attention_heads=4), dict(num_heads=4, num_kv_heads=4, head_dim=4)),
     ("gpt2", dict(n_head=REMOVED, num_attention_heads=2), {}),

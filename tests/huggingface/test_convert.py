@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -176,7 +177,7 @@ def test_each_byte_is_read_once_on_every_mesh(family, sizes, monkeypatch):
     monkeypatch.setattr(
         huggingface,
         "_copy_values",
-        lambda *args: (copied.append(args[0].nbytes), copy_values(*args)),
+        lambda *args, **keys: (copied.append(args[0].nbytes), copy_values(*args, **keys)),
     )
     load(GOLDEN / family, **sizes)
     assert sum(copied) == sum(len(data) for data, _, _ in tensor_bytes(GOLDEN / family).values())
@@ -187,7 +188,6 @@ def test_each_byte_is_read_once_on_every_mesh(family, sizes, monkeypatch):
     [
         ("float32", "bfloat16", "bfloat16"),
         ("bfloat16", "float32", "float32"),
-        ("float16", None, "float32"),
         ("float64", "float32", "float32"),
     ],
 )
@@ -205,6 +205,86 @@ def test_a_dtype_is_converted_by_rounding(stored, flag, imported, tmp_path, fold
         assert found[name].dtype == x.dtype and found[name].tobytes() == x.tobytes()
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == imported
+
+
+MIXES = {
+    "float16": ["float16"],
+    "norms in float32": ["float16", "float32"],
+    "three dtypes": ["float16", "bfloat16", "float32"],
+    "bfloat16 and float32": ["bfloat16", "float32"],
+}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_each_tensor_keeps_its_dtype(mix, family, tmp_path, folder_of):
+    def change(tensors):
+        for number, name in enumerate(tensors):
+            dtype = MIXES[mix][number % len(MIXES[mix])]
+            tensors[name] = tensors[name].astype(dtype)
+
+    source = folder_of(family, change=change, dtype="float16")
+    run(source, tmp_path / "run")
+    run(tmp_path / "run", tmp_path / "back")
+    assert tensor_bytes(tmp_path / "back") == tensor_bytes(source)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float16"
+    run(tmp_path / "run", tmp_path / "wide", "--dtype=float32")
+    assert {x.dtype for x in arrays(tmp_path / "wide").values()} == {np.dtype("float32")}
+
+
+def test_trained_parameters_have_the_dtype_of_the_run(tmp_path, folder_of):
+    def change(tensors):
+        tensors.update({name: x.astype("float16") for name, x in tensors.items()})
+
+    run(folder_of("qwen3", change=change), tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    saved = checkpoint.manifest.read(checkpoints / "0")
+    (checkpoints / "0").rename(checkpoints / "5.partial")
+    (checkpoints / "5.partial" / "MANIFEST.json").unlink()
+    facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
+    facts |= dict(processes=1, versions={}, config=saved.config, arrays=saved.arrays)
+    checkpoint.manifest.commit(checkpoints, 5, **facts)
+    run(tmp_path / "run", tmp_path / "back")
+    assert {x.dtype for x in arrays(tmp_path / "back").values()} == {np.dtype("float32")}
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"model.norm.weight": "int8"}', '{"a": []}', "7"])
+def test_a_damaged_list_of_dtypes_is_reported(text, tmp_path):
+    run(GOLDEN / "qwen3", tmp_path / "run")
+    (tmp_path / "run" / "huggingface_dtypes.json").write_text(text)
+    with pytest.raises(ConfigError, match="exit code 2: .*huggingface_dtypes.json: is damaged"):
+        run(tmp_path / "run", tmp_path / "back")
+    (tmp_path / "run" / "huggingface_dtypes.json").write_text('{"model.norm.weight": "float16"}')
+    with pytest.raises(ConfigError, match="model.norm.weight: float16 does not represent its val"):
+        run(tmp_path / "run", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_rejected(dtype, value, tmp_path, folder_of):
+    def change(tensors):
+        tensors.update({name: x.astype(dtype) for name, x in tensors.items()})
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 2] = value
+
+    name = "model.layers.1.mlp.up_proj.weight has values that are NaN or infinite; download"
+    with pytest.raises(ConfigError, match=f"exit code 2: .*model.safetensors: {name}"):
+        run(folder_of("llama3", change=change), tmp_path / "run")
+    assert not (tmp_path / "run").exists() and not (tmp_path / "run.partial").exists()
+
+
+def test_a_run_with_values_that_are_not_finite_is_not_exported(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface.np, "isfinite", lambda x: np.ones(x.shape, bool))
+        folder = shutil.copytree(GOLDEN / "gpt2", tmp_path / "nan")
+        tensors = arrays(folder)
+        tensors["transformer.h.1.attn.c_attn.bias"][0] = np.nan
+        save(folder, tensors)
+        run(folder, tmp_path / "run")
+    with pytest.raises(ConfigError, match="h.1.attn.c_attn.bias has values .* earlier checkpoint"):
+        run(tmp_path / "run", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_value_beyond_the_range_of_the_dtype_is_rejected(tmp_path, folder_of):
@@ -759,6 +839,35 @@ def test_a_damaged_index_is_reported_by_name(case, folder_of):
         load(folder)
 
 
+def test_a_fifo_is_not_waited_for(folder_of):
+    folder = folder_of("llama3")
+    (folder / files.SINGLE_FILE).unlink()
+    os.mkfifo(folder / "x.safetensors")
+    (folder / files.INDEX).write_text('{"weight_map": {"a": "x.safetensors"}}')
+    with pytest.raises(ConfigError, match="x.safetensors: is not a file"):
+        load(folder)
+
+
+@pytest.mark.parametrize("left", ["nothing", "a folder", "a link to nowhere", "a link to itself"])
+def test_a_folder_without_parameters_is_reported(left, folder_of, tmp_path):
+    path = folder_of("llama3") / files.SINGLE_FILE
+    path.unlink()
+    if left == "a folder":
+        path.mkdir()
+    elif left != "nothing":
+        path.symlink_to(path if "itself" in left else "nowhere")
+    with pytest.raises(ConfigError, match="exit code 2: .*has neither model.safetensors nor"):
+        run(path.parent, tmp_path / "run")
+
+
+def test_a_link_to_a_file_elsewhere_is_followed_as_in_the_cache_of_the_hub(folder_of, tmp_path):
+    path = folder_of("llama3") / files.SINGLE_FILE
+    path.rename(tmp_path / "blob")
+    path.symlink_to("../blob")
+    _, params = load(path.parent)
+    jax.tree.map(np.testing.assert_array_equal, params, load(GOLDEN / "llama3")[1])
+
+
 def test_pickled_parameters_are_not_read(folder_of):
     folder = folder_of("llama3")
     (folder / files.SINGLE_FILE).rename(folder / "pytorch_model.bin")
@@ -767,6 +876,66 @@ def test_pickled_parameters_are_not_read(folder_of):
 
 
 # ---- folders ----
+
+
+def test_a_target_inside_the_source_is_rejected(tmp_path, folder_of):
+    source = folder_of("gpt2")
+    run(source, tmp_path / "run")
+    (tmp_path / "link").symlink_to(source)
+    before = sorted(tmp_path.rglob("*"))
+    for folder, target in [
+        (source, source / "run"),
+        (source, tmp_path / "link" / "deep" / "run"),
+        (tmp_path / "run", tmp_path / "run" / "checkpoints" / "7"),
+        (tmp_path / "run" / "checkpoints" / "0", tmp_path / "run" / "checkpoints" / "0" / "hf"),
+    ]:
+        with pytest.raises(ConfigError, match="exit code 2: .*: is inside .*; use a TARGET"):
+            run(folder, target)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+TENSORSTORE = (
+    "RESOURCE_EXHAUSTED: Error writing local file: Failed writing: Failed to write 5307 bytes to "
+    "file 4: No space left on device [os_error_code='28']"
+)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), ValueError(TENSORSTORE)], ids=type
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(error, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise error
+
+    run(GOLDEN / "gpt2", tmp_path / "run")
+    monkeypatch.setattr(convert.arrays.AsyncWriter, "wait", full)
+    monkeypatch.setattr(huggingface, "write", full)
+    for source in (GOLDEN / "gpt2", tmp_path / "run"):
+        with pytest.raises(ConfigError, match="exit code 2: .*new: No space left on device\\n$"):
+            run(source, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_float64_is_rounded_only_if_the_flag_says_so(tmp_path, folder_of):
+    def change(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype("float64")
+
+    with pytest.raises(ConfigError, match="exit code 2: .*float64; set --dtype=float32"):
+        run(folder_of("qwen3", change=change), tmp_path / "run")
+
+
+@pytest.mark.parametrize("config", [{}, [], None, {"model": {}}, {"model": 7, "rules": ()}])
+def test_a_manifest_without_a_config_is_reported(config, tmp_path):
+    run(GOLDEN / "gpt2", tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    saved = checkpoint.manifest.read(checkpoints / "0")
+    (checkpoints / "0").rename(checkpoints / "1.partial")
+    (checkpoints / "1.partial" / "MANIFEST.json").unlink()
+    facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
+    facts |= dict(processes=1, versions={}, config=config, arrays=saved.arrays)
+    checkpoint.manifest.commit(checkpoints, 1, **facts)
+    with pytest.raises(ConfigError, match="exit code 2: "):
+        run(tmp_path / "run", tmp_path / "back")
 
 
 def test_an_existing_target_is_not_changed(tmp_path):

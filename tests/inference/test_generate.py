@@ -211,6 +211,21 @@ def test_a_folder_without_a_run_is_reported(tmp_path, capsys):
         assert code == 2 and "not a run" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "config",
+    ["", "{}", "[]", "7", '{"mesh": []}', '{"mesh": {}, "train": {}}', '{"model": 7, "data": null}']
+    + [{"data": {}}, {"data": []}, {"train": {}}, {"mesh": None}, {"model": []}, {"rules": 7}],
+    ids=str,
+)
+def test_a_damaged_config_of_a_run_is_reported(config, workdir, tmp_path, capsys):
+    if isinstance(config, dict):  # one section damaged
+        config = json.dumps(json.loads((workdir / "config.json").read_text()) | config)
+    (tmp_path / "config.json").write_text(config)
+    for verb in ("generate", "evaluate"):
+        code, out, err = run_verb(verb, f"--workdir={tmp_path}", capsys=capsys)
+        assert (code, out) == (2, "") and err.strip() and "Traceback" not in err
+
+
 def test_positions_beyond_the_learned_table_are_rejected(tmp_path, text, capsys):
     c = tiny_config()
     c.train.steps, c.eval.batches, c.model.positions, c.model.vocab_size = 0, 0, "learned", 128
