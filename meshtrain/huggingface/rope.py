@@ -41,6 +41,10 @@ def to_section(config: Config, family: Family) -> Section:
             f"rope_parameters={parameters}: {family.architecture} reads only those of "
             f"{' and '.join(families.LAYER_LETTERS)}; put them there"
         )
+    if "type" in scaling and "rope_type" not in scaling and not parameters:
+        raise ConfigError(
+            f"rope_scaling={scaling}: {family.architecture} in transformers ignores its type; name it rope_type"
+        )
     full, local = (
         _object(parameters, layer_type) for layer_type in ("full_attention", "sliding_attention")
     )

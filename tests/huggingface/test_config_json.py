@@ -50,6 +50,7 @@ ROWS = [
     ("llama3", dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "yarn"),
     ("llama3", dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "dynamic"),
     ("gemma3", dict(rope_scaling=LINEAR), dict(rope_theta=77.0, rope_scaling=("linear", 3.0))),
+    ("gemma3", dict(rope_parameters=REMOVED, rope_scaling=dict(type="linear", factor=2.0)), "name it rope_type"),
     # Only Gemma 3 has ropes by layer type, and nothing else.
     *((f, dict(rope_parameters={FULL: LINEAR, LOCAL: dict(rope_theta=5.0)}), "same rope in all layers") for f in FLAT),
     ("gemma3", dict(rope_parameters=LINEAR), "put them there"),
