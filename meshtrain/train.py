@@ -61,6 +61,7 @@ def train(
         clock = stack.enter_context(contextlib.closing(progress.Clock()))
         distributed.reset_stop_requests()
         runtime.setup()
+        runtime.check_joined()
 
         # ---- check and build, on all processes or on none: nothing is computed yet ----
         with distributed.raise_on_all_processes():

@@ -39,6 +39,16 @@ def start(args: argparse.Namespace) -> None:
     setup()
 
 
+def check_joined() -> None:
+    """Raises ConfigError if a launcher has started several processes and this one has joined no other."""
+    process = environment.process_info(os.environ) if jax.process_count() == 1 else None
+    if process:
+        raise ConfigError(
+            f"{process.names[1]}={process.num_processes}: this process has not joined the others and would train alone; "
+            f"start it with `meshtrain train`, or call jax.distributed.initialize() before meshtrain.train"
+        )
+
+
 def simulate(num_devices: int) -> None:
     """Makes this process use simulated CPU devices. Call it before anything starts a backend."""
     if num_devices < 1:

@@ -1,4 +1,4 @@
-"""The persistent compile cache."""
+"""How jax is set up in a process: the compile cache, and whether it has joined the other processes."""
 
 import os
 import pwd
@@ -11,6 +11,8 @@ import pytest
 from conftest import ROOT
 
 from meshtrain.cluster import runtime
+from meshtrain.errors import ConfigError
+from meshtrain.train import train
 
 
 def test_the_cache_folder_is_private(tmp_path, monkeypatch, capsys):
@@ -118,3 +120,12 @@ def test_a_second_run_reads_the_cached_programs_and_computes_the_same(tmp_path):
 
     (first_hits, first), (second_hits, second) = run(), run()
     assert second_hits > first_hits and first == second
+
+
+def test_a_process_of_several_that_has_joined_none_does_not_train_alone(tiny, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    with pytest.raises(ConfigError, match="^WORLD_SIZE=2: this process has not joined"):
+        train(tiny)
