@@ -44,8 +44,8 @@ def check_joined() -> None:
     process = environment.process_info(os.environ) if jax.process_count() == 1 else None
     if process:
         raise ConfigError(
-            f"{process.names[1]}={process.num_processes}: this process has not joined the others and would train alone; "
-            f"start it with `meshtrain train`, or call jax.distributed.initialize() before meshtrain.train"
+            f"{process.names[1]}={process.num_processes}: this process has not joined the others and would train "
+            f"alone; start it with `meshtrain train`, or call jax.distributed.initialize() before meshtrain.train"
         )
 
 
