@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -228,6 +229,7 @@ def run(args: argparse.Namespace) -> int:
     if is_export:
         jax.config.update("jax_platforms", "cpu")  # an export computes nothing
     runtime.start(args)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also logs what it raises
     if is_export and distributed.num_processes() > 1:
         raise ConfigError(f"{args.source}: an export runs in one process; start only one")
     try:
