@@ -24,6 +24,7 @@ from meshtrain import console
 from meshtrain.cluster import environment, progress
 from meshtrain.commands import VERBS
 from meshtrain.config import files
+from meshtrain.config.bind import flag_faults
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError, memory_fault
@@ -113,6 +114,9 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         found, rest = super().parse_known_args(args, namespace)
+        items = vars(found).items()
+        if faults := [fault for name, value in items for fault in flag_faults(name, value)]:
+            raise ConfigError(*faults)
         if hasattr(found, "process_id"):  # has the flags of `environment.add_flags`
             environment.check_flags(found, os.environ)
         return found, rest

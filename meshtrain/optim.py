@@ -115,6 +115,16 @@ def store_moments(
     return optax.GradientTransformation(init, update)
 
 
+def updates_done(opt_state: Any, *, otherwise: jax.Array) -> jax.Array:
+    """Returns the count that optax passes to a learning-rate schedule, or `otherwise` if the state has none."""
+
+    def has_count(node):
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    nodes = jax.tree.leaves(opt_state, is_leaf=has_count)
+    return next((node.count for node in nodes if has_count(node)), otherwise)
+
+
 def is_masked(leaf: Any) -> bool:
     """Whether a leaf is optax's placeholder for a parameter that a masked optimizer does not update."""
     return isinstance(leaf, optax.MaskedNode)

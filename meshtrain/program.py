@@ -13,7 +13,7 @@ from meshtrain import state as states
 from meshtrain.config.build import Parts
 from meshtrain.config.checks import layer_faults
 from meshtrain.config.schema import Config
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding, xla
@@ -86,6 +86,7 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
     partial_over = ("data",) if c.zero_stage >= 2 else ("data", "fsdp")
     if model.block is None and c.num_microbatches == 1:
         partial_over = ()  # a user's loss may mix rows, for example a contrastive loss
+    check_saved_names(c.remat, model.saved_names)
     run = {"remat": c.remat, "unroll": c.unroll}
     sync = {"grad_shardings": grad_shardings, "partial_over": partial_over}
     if cfg.mesh.pipeline > 1:
@@ -115,6 +116,16 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         eval_step=eval_step,
         compiler_options=xla.options(c.xla_preset, mesh),
     )
+
+
+def check_saved_names(remat: str, known: tuple[str, ...]) -> None:
+    """Raises ConfigError if `remat` names a value that no layer marks: nothing would be saved for it."""
+    names = remat.removeprefix("names:").split(",") if remat.startswith("names:") else []
+    if unknown := [name for name in names if known and name not in known]:
+        raise ConfigError(
+            f"train.remat={remat}: no layer of the model has the name {unknown[0]!r}{did_you_mean(unknown[0], known)}; "
+            f"it has {', '.join(known)}"
+        )
 
 
 def _table_of(cfg: Config, model: Model, params: Params) -> Table:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.grads import GradFn
-from meshtrain.optim import Schedule
+from meshtrain.optim import Schedule, updates_done
 from meshtrain.state import TrainState
 
 Scalars = dict[str, jax.Array]  # of one step, to be logged
@@ -24,8 +24,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, Scalars]]:
     """Returns the train step: (state, batch) -> (new state, scalars to log).
 
-    `loss` is the loss before the update, `grad_norm` the norm before clipping, `learning_rate` the
-    schedule's value at `step`. The optimizer counts updates only: its count lacks the skipped steps.
+    `loss` is the loss before the update, `grad_norm` the norm before clipping, `learning_rate` the one
+    that the update applies: the optimizer counts updates only, so its count lacks the skipped steps.
     """
     clip = optax.clip_by_global_norm(clip_norm)
 
@@ -39,11 +39,12 @@ def make_train_step(
         grads = jax.tree.map(lambda grad: (grad / weight).astype(grad.dtype), grads)
         norm = optax.tree.norm(grads)
         grads, _ = clip.update(grads, clip.init(None))
+        count = updates_done(state.opt_state, otherwise=state.step)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         # An overflow in the forward pass shows in the loss, one in the backward pass in the norm.
         finite = jnp.isfinite(means["loss"] + norm)
-        scalars = {**means, "grad_norm": norm, "learning_rate": schedule(state.step)}
+        scalars = {**means, "grad_norm": norm, "learning_rate": schedule(count)}
         scalars |= {"skipped": ~finite}
         if state.loss_scale is not None:
             scalars |= {"loss_scale": scale}

@@ -1,7 +1,6 @@
 """The trainer. Read `train` (check, build, restore or initialise, compile), then `_loop` (step by step)."""
 
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -72,10 +71,8 @@ def train(
             program = assemble(cfg, parts)
         workdir = Path(workdir) if workdir else None
         distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
-        model, data, eval_data = parts.model, parts.train_data, eval_data or parts.heldout_data
-        if eval_data is not None and not isinstance(eval_data, Source):
-            # Each evaluation uses the same batches.
-            eval_data = list(itertools.islice(eval_data, cfg.eval.batches))
+        model, data, eval_data = parts.model, parts.train_data, eval_data
+        eval_data = parts.heldout_data if eval_data is None else heldout.kept(eval_data, cfg)
         stack.enter_context(program.active())
         heldout_loss = heldout.heldout_loss(program.eval_step, eval_data, cfg, program.mesh)
 

@@ -146,7 +146,12 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(error):
 
 
 def test_a_model_that_no_machine_can_hold_ends_with_exit_code_2():
-    sizes = {"model.d_ff": 10**12, "data.build": "meshtrain.data.synthetic:build", "train.steps": 1}
+    sizes = {
+        "model.d_model": 2**20,
+        "model.d_ff": 2**30,
+        "data.build": "meshtrain.data.synthetic:build",
+        "train.steps": 1,
+    }
     flags = [f"--config.{key}={value}" for key, value in sizes.items()]
     done = subprocess.run(
         [sys.executable, "-m", "meshtrain", "train", "--config=configs/default.py", *flags],
@@ -157,3 +162,21 @@ def test_a_model_that_no_machine_can_hold_ends_with_exit_code_2():
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "out of memory: " in done.stderr.splitlines()[-1] and "GB could not" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", QUICKSTART, f"--simulate_devices={10**30}"],
+        ["train", QUICKSTART, f"--config.train.steps={10**30}"],
+        ["train", QUICKSTART, "--config.optim.learning_rate=1e400"],
+        ["schedule", "--schedule=1f1b", f"--stages={2**64}", "--microbatches=4"],
+        ["checkpoint", "prune", ".", f"--keep={2**64}"],
+        ["launch", f"--max_restarts={2**64}", "--", QUICKSTART],
+    ],
+    ids=lambda arguments: arguments[-1][:40],
+)
+def test_numbers_that_are_too_large_are_one_line_for_every_verb(arguments, capsys):
+    assert cli.main(arguments[0], arguments[1:]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("--") or line.startswith(("train.", "optim."))

@@ -10,6 +10,9 @@ import pytest
 
 from meshtrain import optim
 from meshtrain.config.schema import OptimConfig
+from meshtrain.metrics import weighted
+from meshtrain.state import TrainState
+from meshtrain.step import make_train_step
 
 PEAK, FINAL = 0.5, 0.05
 
@@ -117,3 +120,29 @@ def test_adamw_equals_its_formula_and_decays_only_the_selected_parameters():
         *grads,
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, expected)
+
+
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+def test_the_logged_learning_rate_is_the_one_that_the_step_applied(moment_dtype):
+    """A skipped step changes nothing in the optimizer: the next step has its learning rate again."""
+
+    def rates(step):
+        return jnp.array([1.0, 0.5, 0.25, 0.125])[step]
+
+    def grad_fn(params, batch, key, scale):
+        return {"w": jnp.float32([1.0]) * batch}, weighted(batch[None])
+
+    optimizer = optim.store_moments(
+        optax.sgd(rates), moment_dtype=moment_dtype, param_dtype="float32"
+    )
+    step = make_train_step(grad_fn, optimizer, rates, clip_norm=math.inf, seed=0)
+    params = {"w": jnp.float32([0.0])}
+    state = TrainState(jnp.int32(0), params, optimizer.init(params))
+    logged, applied = [], []
+    for batch in (1.0, math.nan, math.nan, 1.0):
+        before = state
+        state, scalars = step(state, jnp.float32(batch))
+        if not scalars["skipped"]:
+            logged.append(float(scalars["learning_rate"]))
+            applied.append(float(before.params["w"][0] - state.params["w"][0]))
+    assert logged == applied == [1.0, 0.5]

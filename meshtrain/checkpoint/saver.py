@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class Saver:
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
         self._failures, self._retry_at = 0, 0.0
+        self._last_waits: Iterator[float] | None = None  # in `finish`: seconds between its tries
         self._saved_at, self._newest_step = time.monotonic(), -1
 
     def prepare(self, abstract: TrainState) -> None:
@@ -139,8 +140,7 @@ class Saver:
             return None, []
         directory = self._folder / str(newest.step)
         if text := strays.note(directory, newest):
-            found = strays.find(directory, newest)
-            self._event("stray_files", step=newest.step, files=found[:20])
+            self._event("stray_files", step=newest.step, files=strays.find(directory, newest)[:20])
             self._log(f"checkpoint of step {newest.step}: {text}")
         return newest.step, []
 
@@ -257,11 +257,15 @@ class Saver:
         if distributed.process_id() == 0:
             manifest.remove(manifest.partial_folder(self._folder, job.step))
         wait = min(FIRST_WAIT * 2 ** min(self._failures, 20), LONGEST_WAIT)
+        when = f"next try at the first step after {wait:.0f} s, or when the run ends"
+        if self._last_waits is not None:  # the run has ended
+            wait = next(self._last_waits, None)
+            when = "no more tries" if wait is None else f"next try in {wait:.0f} s"
         self._failures += 1
-        self._retry_at = time.monotonic() + wait
+        self._retry_at = time.monotonic() + (wait or 0)
         why = _first_line(job.error)
         self._event("save_failed", step=job.step, error=why, retry_seconds=wait)
-        self._log(f"step {job.step} could not be saved: {why}; next try in {wait:.0f} s")
+        self._log(f"step {job.step} could not be saved: {why}; {when}")
 
     def _wait(self) -> None:
         if self._thread:
@@ -270,13 +274,15 @@ class Saver:
 
     def finish(self, step: int, state: TrainState, **fields: Any) -> None:
         """Saves, and waits for the commit; raises ConfigError after LAST_TRIES failures."""
-        for attempt in range(LAST_TRIES):
+        self._wait()  # for a save of the training loop, whose outcome is not one of the last tries
+        self._last_waits = iter(waits := [2.0**attempt for attempt in range(LAST_TRIES - 1)])
+        for wait in (*waits, 0.0):
             self.save(step, state, **fields)
             self._wait()
             if not distributed.broadcast(self._failures):
+                self._last_waits = None
                 return
-            if attempt + 1 < LAST_TRIES:
-                time.sleep(2**attempt)
+            time.sleep(wait)
         raise ConfigError(
             f"{self._folder}: step {step} could not be saved in {LAST_TRIES} tries, see events.jsonl; "
             f"make room or repair the disk, and run again: the run resumes from the newest checkpoint"

@@ -2,11 +2,13 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from meshtrain.errors import did_you_mean
 
+MAY_BE_INF = ("optim.clip_norm", "divergence.spike")
 TYPES = {float: (float, int), int: int, bool: bool, str: str, tuple: (tuple, list)}
 
 
@@ -36,6 +38,12 @@ def bind(
         for key, value in values.items()
         if key in parameters and not has_type(value, parameters[key].annotation)
     ]
+    own = target.__module__.partition(".")[0] == "meshtrain"
+    faults += [
+        fault
+        for key, value in values.items()
+        for fault in number_faults(f"{section}.{key}", value, own)
+    ]
     faults += [f"{section}.{key}: missing" for key in required if key not in (*values, *given)]
     names = {*parameters} - {*given} | {*known}
     unknown = [key for key in values if key not in parameters and not takes_all]
@@ -43,6 +51,35 @@ def bind(
         return target, [f"{section}.build: the function takes none of the keys of this section"]
     faults += [f"{section}.{key}: unknown key{did_you_mean(key, names)}" for key in unknown]
     return functools.partial(target, **values), faults
+
+
+def number_faults(name: str, value: Any, own: bool = True) -> list[str]:
+    """Returns the faults of the numbers in a value: NaN, and integers that the program cannot count to.
+
+    `own`: whether the value is read by meshtrain, whose steps, sizes and positions are int32 and whose
+    only numbers that may be inf are in MAY_BE_INF; other programs may use 64 bits.
+    """
+    if isinstance(value, (tuple, list)):
+        return [fault for one in value for fault in number_faults(name, one, own)]
+    if isinstance(value, float) and (math.isnan(value) or (own and math.isinf(value))):
+        return [] if name in MAY_BE_INF and value > 0 else [f"{name}={value}: use a finite number"]
+    bits = 63 if not own or name.endswith("seed") else 31
+    if isinstance(value, int) and not -(2**bits) <= value < 2**bits:
+        return [f"{name}={_short(value)}: use a number below 2^{bits}"]
+    return []
+
+
+def flag_faults(name: str, value: Any) -> list[str]:
+    """Returns the faults of the number that a flag is set to; inf is left to the verb."""
+    return [] if value == math.inf else number_faults(f"--{name}", value)
+
+
+def _short(value: int) -> str:
+    return (
+        str(value)
+        if abs(value) < 10**40
+        else f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}..."
+    )
 
 
 def has_type(value: Any, annotation: Any) -> bool:

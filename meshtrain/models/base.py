@@ -50,6 +50,8 @@ class Model:
     empty_cache: Callable[[int, int, Any], Any] | None = None
     # (layer, x, batch, cache of the layer, past) -> (x, updated cache)
     cached_block: Callable[[Params, jax.Array, Any, Any, Past], tuple[jax.Array, Any]] | None = None
+    # names that the blocks mark with `checkpoint_name`, for train.remat="names:..."; (): unknown
+    saved_names: tuple[str, ...] = ()
     # sequence length -> FLOPs, forward and backward
     flops_per_token: Callable[[int], float] | None = None
     # (sequence length, dtype) -> text to log: the attention implementation. ConfigError if unsupported.

@@ -134,11 +134,10 @@ def build(**config) -> base.Model:
                 )
                 for old, x in zip(cache, new, strict=True)
             )
-            segments = batch.segments, past.segments_BT
             num_queries, num_keys = q_BSHK.shape[1], cache[0].shape[1]
             name = choose_for_generation(c.attention_impl, num_queries, num_keys)
             options |= dict(start=past.start, implementation=name)
-            return attention(q_BSHK, *cache, *segments, **options)
+            return attention(q_BSHK, *cache, batch.segments, past.segments_BT, **options)
 
         return run_block(layer, x_BSD, batch, attend), cache
 
@@ -162,6 +161,7 @@ def build(**config) -> base.Model:
         logits=lambda params, x_BSD: outer.bind(params).logits(x_BSD),
         flops_per_token=lambda seq_len: flops_per_token(c, seq_len),
         attention=partial(describe_attention, c),
+        saved_names=("attention", "mlp"),
     )
 
 

@@ -1,5 +1,6 @@
 """The held-out loss during training."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,24 @@ import jax
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import opened
+from meshtrain.data.source import Source
+from meshtrain.errors import ConfigError
 from meshtrain.models.base import Params
+
+
+def kept(data: Any, cfg: Config) -> Any:
+    """Returns `data` if it is a Source, else a list of its first `eval.batches` batches.
+
+    Each evaluation uses the same batches, also those of an iterator, which can be read only once.
+    """
+    if isinstance(data, Source) or not cfg.eval.batches:
+        return data
+    batches = list(itertools.islice(data, cfg.eval.batches))
+    if not batches:
+        raise ConfigError(
+            "eval_data: it yields no batch; an iterator can be used only once: give a list, or a new iterator"
+        )
+    return batches
 
 
 def heldout_loss(
@@ -16,6 +34,8 @@ def heldout_loss(
 ) -> Callable[[Params], float | None]:
     """Returns the function params -> loss on the first `eval.batches` held-out batches."""
     compiled: list[jax.stages.Compiled] = []
+    # An iterable may have fewer: none counts twice.
+    num_batches = min(cfg.eval.batches, len(data)) if isinstance(data, list) else cfg.eval.batches
 
     def loss(params: Params) -> float | None:
         if data is None or not cfg.eval.batches:
@@ -28,9 +48,7 @@ def heldout_loss(
             (evaluate,) = compiled
             # One batch at a time: on CPU, processes confuse the messages of two programs in flight, and
             # hang.
-            sums = [
-                jax.device_get(evaluate(params, next(heldout))) for _ in range(cfg.eval.batches)
-            ]
+            sums = [jax.device_get(evaluate(params, next(heldout))) for _ in range(num_batches)]
         means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
         return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
 

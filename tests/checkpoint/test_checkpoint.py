@@ -726,3 +726,22 @@ def test_a_save_to_a_full_disk_fails_and_keeps_the_newest_valid_checkpoint(
         assert train(saving(31, every=0), workdir=disk / "run").step == 31
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_the_line_of_a_failed_save_tells_when_it_is_tried_again(workdir, monkeypatch, capsys):
+    waits = []
+    monkeypatch.setattr(saver, "LAST_TRIES", 3)
+    monkeypatch.setattr(saver.time, "sleep", waits.append)
+
+    def commit(*args, **fields):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "commit", commit)
+    with pytest.raises(meshtrain.ConfigError, match="step 9 could not be saved in 3 tries"):
+        train(saving(9, every=8), workdir=workdir)
+    lines = capsys.readouterr().out.splitlines()
+    ends = [line.rpartition("; ")[2] for line in lines if "could not be saved" in line]
+    in_training, *last = ends
+    assert in_training == "next try at the first step after 5 s, or when the run ends"
+    assert last == ["next try in 1 s", "next try in 2 s", "no more tries"] and waits[:2] == [1, 2]
+    assert [row["retry_seconds"] for row in events(workdir, "save_failed")] == [5, 1, 2, None]

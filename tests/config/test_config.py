@@ -1,6 +1,7 @@
 """Every fault of a config is reported at once, in a line that names the key, the value and what to do."""
 
 import dataclasses
+import math
 import sys
 
 import pytest
@@ -10,6 +11,8 @@ import meshtrain
 from meshtrain.config import files as configfile
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
+from meshtrain.configs import default
+from meshtrain.program import assemble
 from meshtrain.train import train
 
 QUICKSTART = "configs/quickstart.py"
@@ -51,7 +54,7 @@ def faults_of(c, num_devices=1):
         ),
         ("train.dtype", "float64", "train.dtype=float64: jax computes it in float32; set JAX"),
         ("train.remat", "names:", "train.remat='names:': use one of"),
-        ("optim.learning_rate", float("nan"), "optim.learning_rate=nan: use 0 or more"),
+        ("optim.learning_rate", float("nan"), "optim.learning_rate=nan: use a finite number"),
         ("model.build", "jax:__version__", "model.build=jax:__version__: is a str, not a function"),
         ("data.seq_len", 0, "data.seq_len=0: use 1 or more"),
         ("train.global_batch", -4, "train.num_microbatches=1; use 1"),
@@ -247,3 +250,65 @@ def test_something_else_in_place_of_a_model_is_reported_with_what_to_do(tiny):
         meshtrain.ConfigError, match="model=function: make a Model of it with meshtrain.from_nnx"
     ):
         train(tiny, model=lambda rngs: None)
+
+
+FLOATS = [
+    f"{section}.{key}"
+    for section, values in default.get_config().to_dict().items()
+    if isinstance(values, dict)
+    for key, value in values.items()
+    if isinstance(value, float)
+]
+
+
+@pytest.mark.parametrize(
+    "key",
+    "train.steps train.global_batch train.log_every train.num_microbatches mesh.fsdp model.d_ff "
+    "model.num_layers data.seq_len optim.warmup_steps checkpoint.every eval.batches health.every".split(),
+)
+@pytest.mark.parametrize(
+    "value", [2**31, 2**63, -(2**80), 10**5000], ids=["31", "63", "-80", "5000"]
+)
+def test_integers_that_the_program_cannot_count_to_are_rejected(tiny, key, value):
+    section, _, name = key.partition(".")
+    tiny[section][name] = value
+    with pytest.raises(meshtrain.ConfigError) as error:
+        build(parse(tiny))
+    assert any(x.startswith(f"{key}=") and "2^31" in x for x in error.value.faults)
+    assert all(len(fault) < 200 for fault in error.value.faults)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, math.nan) for key in FLOATS),
+        *((key, math.inf) for key in FLOATS if key not in ("optim.clip_norm", "divergence.spike")),
+        *((key, -math.inf) for key in FLOATS),
+        ("model.rope_scaling", ("linear", math.nan)),
+        ("train.seed", 2**80),
+        ("data.seed", 2**80),
+    ],
+)
+def test_numbers_without_a_meaning_are_rejected(tiny, key, value):
+    section, _, name = key.partition(".")
+    tiny[section][name] = value
+    with pytest.raises(meshtrain.ConfigError, match=f"{key}="):
+        build(parse(tiny))
+
+
+def test_infinite_numbers_with_a_meaning_are_accepted(tiny):
+    tiny.optim.clip_norm = tiny.divergence.spike = math.inf
+    tiny.optim.learning_rate = tiny.checkpoint.every_minutes = -0.0
+    build(parse(tiny))
+
+
+def test_a_name_for_remat_that_no_layer_has_is_rejected(tiny):
+    tiny.train.remat = "names:attention,mpl"
+    cfg = parse(tiny, num_devices=8)
+    with pytest.raises(
+        meshtrain.ConfigError, match="'mpl' .did you mean \"mlp\".*it has attention, mlp"
+    ):
+        assemble(cfg, build(cfg))
+    tiny.train.remat = "names:attention,mlp"
+    cfg = parse(tiny, num_devices=8)
+    assemble(cfg, build(cfg))

@@ -1,5 +1,7 @@
 """Train users' own Flax models on their own data."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import optax
@@ -9,6 +11,8 @@ from flax import linen, nnx
 from sklearn.datasets import load_digits
 
 import meshtrain
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.models import base
 from meshtrain.train import train
 
@@ -275,3 +279,26 @@ def test_a_model_with_running_state_is_rejected():
         meshtrain.from_linen(Normed(), classify, example=LINEN_INPUT)
     with pytest.raises(meshtrain.ConfigError, match="mean.*BatchStat.*LayerNorm"):
         meshtrain.from_nnx(lambda rngs: nnx.BatchNorm(4, rngs=rngs), classify)
+
+
+def test_evaluation_data_may_be_an_iterator_of_any_length():
+    """Each evaluation uses the same batches, and none of them counts twice."""
+    c = digits_config()
+    c.train.steps, c.eval.every, c.eval.batches = 4, 2, 9
+    evaluation = digits(train=True)[:3]
+    run = partial(train, c, model=MODELS["nnx"](), data=digits(train=True))
+    as_list, as_iterator = run(eval_data=evaluation), run(eval_data=iter(evaluation))
+    c.eval.batches = 3
+    assert as_list.eval_loss == as_iterator.eval_loss == run(eval_data=evaluation).eval_loss
+    with pytest.raises(meshtrain.ConfigError, match="eval_data: it yields no batch"):
+        run(eval_data=iter([]))
+    c.eval.batches = 0
+    assert run(eval_data=iter([])).eval_loss is None
+
+
+def test_an_iterator_of_evaluation_data_replaces_that_of_the_config():
+    c = tiny_config()
+    c.eval.update(every=1, batches=2)
+    source = build(parse(c, num_devices=8)).heldout_data
+    batches = [source.read(np.arange(16) + 16 * n) for n in range(2)]
+    assert train(c, eval_data=iter(batches)).eval_loss == train(c).eval_loss

@@ -1,0 +1,57 @@
+"""The peak FLOP/s by which the MFU divides, and the lines that a run logs before it compiles."""
+
+import pytest
+from conftest import tiny_config
+
+from meshtrain.monitor.writer import peak_flops
+from meshtrain.train import train
+
+
+@pytest.mark.parametrize(
+    ("kind", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("TPU v5 lite", 197),
+        ("TPU v5", 459),
+    ],
+)
+def test_the_peak_is_that_of_the_variant(kind, tera):
+    assert peak_flops(kind) == pytest.approx(tera * 1e12)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "cpu",
+        "NVIDIA H100",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA A100X",
+        "NVIDIA A10G",
+        "NVIDIA H20",
+        "NVIDIA H200 NVL",
+        "TPU v4 lite",
+        "TPU v5 something",
+    ],
+)
+def test_an_unknown_variant_has_no_peak(kind):
+    """No MFU is better than a wrong one."""
+    assert peak_flops(kind) is None
+
+
+def test_a_warm_up_longer_than_the_run_is_logged(capsys):
+    def warm_up_lines(steps):
+        c = tiny_config()
+        c.train.steps, c.optim.warmup_steps, c.eval.batches = steps, 2, 0
+        train(c)
+        return [x for x in capsys.readouterr().out.splitlines() if x.startswith("warm-up ")]
+
+    (line,) = warm_up_lines(2)
+    assert "optim.warmup_steps=2 is not below train.steps=2" in line and "0.0003" in line
+    assert warm_up_lines(3) == []
