@@ -11,7 +11,7 @@ the causal mask. MFU is relative to the data sheet's peak; the rates of a large 
 measured in the same run, show how much of that peak is attainable. On a GPU the run fails if the compiled step
 does not call fused attention.
 
-It needs jax, flax, optax, orbax, ml-collections, isal and rich. Torch is included if it is installed; its
+It needs jax, flax, optax, orbax, ml-collections and isal. Torch is included if it is installed; its
 max-autotune mode, which compiles slowly, runs for gpt2-124m only, unless --only names it. Memory is the compiler's
 figure for a jax step, and the peak allocation for torch. llama3-8b, with bfloat16 moments and all layers
 recomputed, runs with meshtrain only: the other implementations have float32 moments, which hardly fit. Its losses

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -222,6 +223,17 @@ def test_a_workdir_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(meshtrain.ConfigError, match="--workdir="):
         train(quick(), workdir=tmp_path / "file")
+
+
+def test_outputs_of_a_workdir_that_are_no_files_are_reported(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    os.mkfifo(tmp_path / "events.jsonl")
+    (tmp_path / "config.json").symlink_to("/nowhere")
+    with pytest.raises(meshtrain.ConfigError) as error:
+        train(quick(), workdir=tmp_path)
+    names = [re.search(r"(\w+)\.json", fault)[1] for fault in error.value.faults]
+    assert names == ["metrics", "events", "config"]
+    assert all("is not a file; move it away" in fault for fault in error.value.faults)
 
 
 def command(*arguments, **environment):

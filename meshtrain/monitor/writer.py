@@ -1,6 +1,7 @@
 """Writes metrics.jsonl, events.jsonl and config.json of a run, and lines or a progress bar to the console."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -62,6 +63,23 @@ def _short(number: float) -> str:
     return f"{number:.0f}"
 
 
+def _check_files(folder: Path) -> None:
+    """Raises ConfigError with a line for each output of an earlier run that this run cannot continue."""
+    faults = []
+    for path in (folder / name for name in ("metrics.jsonl", "events.jsonl", "config.json")):
+        try:
+            if not os.path.lexists(path):
+                continue
+            if not path.is_file():  # opening a pipe would wait for its other end
+                raise OSError(errno.EINVAL, "is not a file")
+            with open(path, "ab"):
+                pass
+        except OSError as error:
+            faults.append(f"{path}: {error.strerror}; move it away, or use another --workdir")
+    if faults:
+        raise ConfigError(*faults)
+
+
 def _replace(path: Path, text: str) -> None:
     """Replaces a file atomically. Raises ConfigError if it cannot be written."""
     new = path.with_name(path.name + ".new")
@@ -86,6 +104,7 @@ class Writer:
         self.newest: dict[str, float] = {}  # metrics of the newest finished step
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
+            _check_files(self._folder)
         console.log_to(workdir and workdir / console.LOG)
 
     def begin(
