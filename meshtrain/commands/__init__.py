@@ -1,4 +1,4 @@
-"""The verbs. This folder has the flags and help of those whose own module loads jax, which takes seconds."""
+"""The verbs. This folder has the flags and help of those whose work needs jax, which takes seconds to load."""
 
 from typing import NamedTuple
 
@@ -28,13 +28,9 @@ VERBS = {
     "convert": Verb("meshtrain.commands.convert", "convert from and to Hugging Face folders"),
     "generate": Verb("meshtrain.commands.generate", "generate text with a model", "run"),
     "evaluate": Verb("meshtrain.commands.evaluate", "measure loss and bits per byte", "run"),
-    "verify": Verb("meshtrain.verify.command", "compare layouts with one device", "config"),
-    "audit": Verb(
-        "meshtrain.analysis.audit.command", "count the bytes that a step sends", "config"
-    ),
-    "profile": Verb(
-        "meshtrain.analysis.profile.command", "show where a step's time goes", "config"
-    ),
+    "verify": Verb("meshtrain.commands.verify", "compare layouts with one device", "config"),
+    "audit": Verb("meshtrain.commands.audit", "count the bytes that a step sends", "config"),
+    "profile": Verb("meshtrain.commands.profile", "show where a step's time goes", "config"),
     "schedule": Verb("meshtrain.analysis.schedule", "print and draw a pipeline schedule"),
     "checkpoint": Verb("meshtrain.checkpoint.command", "list, verify, compare, remove checkpoints"),
 }
