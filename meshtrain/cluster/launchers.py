@@ -148,6 +148,13 @@ NOT_READ = (
     ("PMIX_SIZE", "PMIX_RANK"),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     ("PALS_SIZE", "PALS_RANKID"),
+    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
+)
+# Number of processes on this host and rank among them: there are others if one of them says so.
+LOCAL = (
+    ("LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 
 
@@ -172,8 +179,14 @@ def half_set_fault(environ: Environ, label: Callable[[str], str]) -> str:
         return _missing(environ, names, label)
     if environ.get(JAX_VARIABLES[0]) and not any(map(environ.get, JAX_VARIABLES[1:])):
         return _missing(environ, JAX_VARIABLES, label)
-    for count, number in NOT_READ:
-        if (environ.get(count) or environ.get(number)) and not is_one(environ.get(count)):
+    pairs = [pair for pair in NOT_READ if environ.get(pair[0]) or environ.get(pair[1])]
+    pairs += [
+        pair
+        for pair in LOCAL
+        if environ.get(pair[0]) or environ.get(pair[1], "0") not in ("", "0")
+    ]
+    for count, number in pairs:
+        if not is_one(environ.get(count)):
             given = " ".join(f"{n}={environ[n]}" for n in (count, number) if environ.get(n))
             return (
                 f"{given}: not enough to join a run; set {', '.join(JAX_VARIABLES)} too, or {ALONE}"

@@ -155,6 +155,11 @@ JAX_TOO = "not enough to join a run; set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCES
         ("PMI_SIZE=2 PMI_RANK=0", f"PMI_SIZE=2 PMI_RANK=0: {JAX_TOO}"),
         ("PMIX_RANK=0", f"PMIX_RANK=0: {JAX_TOO}"),
         ("MV2_COMM_WORLD_SIZE=4", f"MV2_COMM_WORLD_SIZE=4: {JAX_TOO}"),
+        ("FLUX_TASK_RANK=1", f"FLUX_TASK_RANK=1: {JAX_TOO}"),
+        ("MEGASCALE_NUM_SLICES=2", f"MEGASCALE_NUM_SLICES=2: {JAX_TOO}"),
+        ("LOCAL_RANK=1", f"LOCAL_RANK=1: {JAX_TOO}"),
+        ("LOCAL_WORLD_SIZE=2", f"LOCAL_WORLD_SIZE=2: {JAX_TOO}"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE=2", f"OMPI_COMM_WORLD_LOCAL_SIZE=2: {JAX_TOO}"),
         ("TPU_WORKER_HOSTNAMES=a,b TPU_WORKER_ID=0", "TPU_WORKER_HOSTNAMES=a,b: several hosts"),
         # Halves of two descriptions that contradict each other.
         ("*SLURM JAX_NUM_PROCESSES=2", "JAX_NUM_PROCESSES=2: differs from 5 of SLURM"),
