@@ -10,6 +10,8 @@ from meshtrain.config.schema import AXES, Config, MeshConfig, TrainConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
 UNSUPPORTED_AXES = ("expert", "context")
+# What a run itself writes and removes in its workdir.
+RUN_FOLDERS = ("checkpoints", "tokenizer", "config_history", "logs", "compiled")
 
 
 def axis_faults(mesh: MeshConfig) -> list[str]:
@@ -22,7 +24,11 @@ def axis_faults(mesh: MeshConfig) -> list[str]:
 
 
 def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:
-    """Returns the faults of a workdir's place: a URL, the root, or a folder in or around one of `data`."""
+    """Returns the faults of a workdir's place.
+
+    Faults are a URL, the root, a folder of another run, such as one of its checkpoints, and a folder in or
+    around one of `data`.
+    """
     if found := re.match(r"(\w{2,}):/", workdir):
         return [
             f"--workdir={workdir}: this version cannot write to {found[1]} storage; use a folder, such as one "
@@ -31,6 +37,12 @@ def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:
     place = Path(workdir).resolve()
     if place == Path(place.root):
         return [f"--workdir={workdir}: use a folder of its own, such as runs/NAME"]
+    for folder in (place, *place.parents):
+        if folder.name in RUN_FOLDERS and (folder.parent / "config.json").is_file():
+            return [
+                f"--workdir={workdir}: belongs to the run in {folder.parent}; use --workdir={folder.parent} to "
+                f"resume it, or another folder"
+            ]
     for path in filter(None, data):
         other = Path(path).resolve()
         if place == other or place in other.parents or other in place.parents:
