@@ -84,6 +84,7 @@ def _replace(path: Path, text: str) -> None:
     """Replaces a file atomically. Raises ConfigError if it cannot be written."""
     new = path.with_name(path.name + ".new")
     try:
+        path.parent.mkdir(exist_ok=True)
         new.write_text(text)
         os.replace(new, path)
     except OSError as error:
@@ -263,9 +264,8 @@ class Writer:
         previous = path.read_text(errors="replace") if path.is_file() else text
         if previous != text:
             history = self._folder / "config_history"
-            history.mkdir(exist_ok=True)
-            number = 1 + max((int(p.stem) for p in history.glob("[0-9]*.json")), default=0)
-            _replace(history / f"{number:04}.json", previous)
+            numbers = [int(p.stem) for p in history.glob("*.json") if p.stem.isdecimal()]
+            _replace(history / f"{1 + max(numbers, default=0):04}.json", previous)
         _replace(path, text)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:

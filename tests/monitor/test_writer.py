@@ -3,7 +3,8 @@
 import pytest
 from conftest import tiny_config
 
-from meshtrain.monitor.writer import peak_flops
+from meshtrain.errors import ConfigError
+from meshtrain.monitor.writer import Writer, peak_flops
 from meshtrain.train import train
 
 
@@ -55,3 +56,21 @@ def test_a_warm_up_longer_than_the_run_is_logged(capsys):
     (line,) = warm_up_lines(2)
     assert "optim.warmup_steps=2 is not below train.steps=2" in line and "0.0003" in line
     assert warm_up_lines(3) == []
+
+
+def test_the_history_of_configs_bears_files_of_others(tmp_path):
+    writer = Writer(tmp_path, leader=True)
+    (tmp_path / "config_history").mkdir()
+    (tmp_path / "config_history" / "0001 copy.json").touch()
+    for seed in range(3):
+        writer.config({"seed": seed})
+    names = {"0001 copy.json", "0001.json", "0002.json"}
+    assert {path.name for path in (tmp_path / "config_history").iterdir()} == names
+
+
+def test_a_history_of_configs_that_is_no_folder_is_one_fault(tmp_path):
+    writer = Writer(tmp_path, leader=True)
+    (tmp_path / "config_history").touch()
+    writer.config({})
+    with pytest.raises(ConfigError, match="config_history/0001.json: File exists"):
+        writer.config({"seed": 1})
