@@ -19,6 +19,7 @@ from meshtrain.data import indexed, prepared
 from meshtrain.data.inputs import Position
 from meshtrain.errors import ConfigError
 
+FIRST_LINE = b'{"settings": {'  # of a journal
 MAX_FAULTS = 20  # messages stored per shard, and in the manifest; further faults are only counted
 
 
@@ -33,7 +34,7 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             present = {path.name for path in folder.iterdir()}
-            if present and not present & {prepared.MANIFEST, prepared.JOURNAL}:
+            if present and prepared.MANIFEST not in present and not _is_own(self.path):
                 raise ConfigError(
                     f"--output={folder}: holds other files; use an empty or new folder"
                 )
@@ -69,13 +70,25 @@ class Journal:
             return
         _check_settings(folder, lines[0]["settings"], settings)
         self.shards = lines[1:]
-        for shard in self.shards:
-            for kind, file in shard["files"].items():
-                path = folder / f"{shard['name']}.{kind}"
-                if not path.is_file() or path.stat().st_size != file["size"]:
-                    raise ConfigError(
-                        f"{path}: changed since it was written; remove {folder} and start again"
-                    )
+        try:
+            files = [
+                (folder / f"{shard['name']}.{kind}", file["size"])
+                for shard in self.shards
+                for kind, file in shard["files"].items()
+            ]
+            Position(*self.shards[-1]["next"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise self._damaged(error) from error
+        for path, size in files:
+            if not path.is_file() or path.stat().st_size != size:
+                raise ConfigError(
+                    f"{path}: changed since it was written; remove {folder} and start again"
+                )
+
+    def _damaged(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: is damaged: {error!r}; remove {self.path.parent} and start again"
+        )
 
     def _read_complete_lines(self) -> list[dict[str, Any]]:
         """Returns the lines; removes an incomplete last line from the file."""
@@ -83,7 +96,10 @@ class Journal:
         text = self._file.read()
         complete = text[: text.rfind(b"\n") + 1]
         self._file.truncate(len(complete))
-        return [json.loads(line) for line in complete.splitlines()]
+        try:
+            return [json.loads(line) for line in complete.splitlines()]
+        except ValueError as error:
+            raise self._damaged(error) from error
 
     def _append(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
@@ -108,8 +124,19 @@ class Journal:
         self._file.close()
 
 
+def _is_own(journal: Path) -> bool:
+    """Whether `meshtrain prepare` has written a journal, which may be empty or cut within its first line."""
+    if not journal.is_file():
+        return False
+    with open(journal, "rb") as file:
+        start = file.readline()
+    is_cut = not start.endswith(b"\n") and start.startswith(FIRST_LINE[: len(start)])
+    return is_cut or prepared.is_prepared(journal.parent)
+
+
 def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raises ConfigError if the folder was started with different settings."""
+    old = old if isinstance(old, dict) else {}
     changed = [key for key in new.keys() | old.keys() if new.get(key) != old.get(key)]
     changes = [
         "the inputs have changed (files, sizes or times)"

@@ -237,3 +237,40 @@ def test_a_folder_of_text_with_a_prepared_folder_in_it_is_read_only_without(fold
     with pytest.raises(ConfigError, match="wrote texts/out, .*set data.path=texts/out, or data.ex"):
         build("texts", pattern="*")
     assert build("texts", pattern="*", exclude=("out",)).size == 22
+
+
+# ---- prepare does not touch what it has not written ----
+
+
+def write_text(folder):
+    (folder / "in.txt").write_text("text\n")
+    return folder / "in.txt"
+
+
+def test_prepare_leaves_a_journal_of_somebody_else_alone(tmp_path, capsys):
+    text, output = write_text(tmp_path), tmp_path / "out"
+    output.mkdir()
+    (output / "progress.jsonl").write_text('{"epoch": 1}\n')
+    for name in ("", "tokenizer.json"):
+        if name:
+            (output / name).write_text("mine")
+        before = {path.name: path.read_bytes() for path in output.iterdir()}
+        assert prepare(text, f"--output={output}") == 2
+        assert "holds other files" in capsys.readouterr().err
+        assert before == {path.name: path.read_bytes() for path in output.iterdir()}
+
+
+@pytest.mark.parametrize("line", ["garbage", "[1]", "{}", '{"files": [], "next": [0, 0, 0]}'])
+def test_a_damaged_journal_or_settings_are_one_line(tmp_path, capsys, line):
+    arguments = write_text(tmp_path), f"--output={tmp_path / 'out'}"
+    assert prepare(*arguments) == 0
+    manifest = tmp_path / "out" / "manifest.json"
+    found = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**found, "settings": [1]}))
+    assert prepare(*arguments) == 2
+    assert "was started with different settings" in capsys.readouterr().err
+    manifest.unlink()
+    settings = json.dumps({"settings": found["settings"]})
+    (tmp_path / "out" / "progress.jsonl").write_text(f"{settings}\n{line}\n")
+    assert prepare(*arguments) == 2
+    assert "progress.jsonl: is damaged: " in capsys.readouterr().err
