@@ -23,7 +23,7 @@ import meshtrain
 from meshtrain import console
 from meshtrain.cluster import environment, progress
 from meshtrain.commands import VERBS
-from meshtrain.config import files
+from meshtrain.config import checks, files
 from meshtrain.config.bind import flag_faults
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
@@ -115,7 +115,12 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         found, rest = super().parse_known_args(args, namespace)
         items = vars(found).items()
-        if faults := [fault for name, value in items for fault in flag_faults(name, value)]:
+        faults = [fault for name, value in items for fault in flag_faults(name, value)]
+        keys = {one.dest: "=".join([*one.option_strings[:1], ""]) for one in self._actions}
+        for name, value in items:
+            paths = [one for one in _as_list(value) if isinstance(one, Path) or name == "workdir"]
+            faults += filter(None, (checks.url_fault(keys.get(name, ""), path) for path in paths))
+        if faults:
             raise ConfigError(*faults)
         if hasattr(found, "process_id"):  # has the flags of `environment.add_flags`
             environment.check_flags(found, os.environ)
@@ -123,6 +128,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         raise ConfigError(message)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _with_config(

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 
@@ -180,3 +181,26 @@ def test_numbers_that_are_too_large_are_one_line_for_every_verb(arguments, capsy
     assert cli.main(arguments[0], arguments[1:]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("--") or line.startswith(("train.", "optim."))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train --config=quickstart --workdir=gs://b/run",
+        "convert s3://b/model out",
+        "convert model hf://b/run",
+        "verify --config=quickstart --output=gs://b/x",
+        "prepare text --output=az://b/x",
+        "checkpoint ls s3://b/run",
+        "generate --workdir=gs://b/run --prompt=http://x",
+        "schedule --stages=2 --microbatches=2 --schedule=gpipe --output=gs://b/x.svg",
+    ],
+)
+def test_a_url_is_not_taken_for_a_folder(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.command(line.split()) == 2
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert re.match(
+        r"(--\w+=)?\w+:/.*: this version does not read or write \w+ storage; use a folder", fault
+    )
+    assert not list(tmp_path.iterdir())

@@ -23,17 +23,25 @@ def axis_faults(mesh: MeshConfig) -> list[str]:
     ]
 
 
+def url_fault(key: str, path: Any) -> str:
+    """Returns the fault of a path that is a URL, such as gs://BUCKET/RUN; it would be a local folder `gs:`."""
+    found = re.match(r"(\w{2,}):/", str(path))
+    if not found:
+        return ""
+    return (
+        f"{key}{path}: this version does not read or write {found[1]} storage; use a folder, such as one of a "
+        f"mounted file system"
+    )
+
+
 def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:
     """Returns the faults of a workdir's place.
 
     Faults are a URL, the root, a folder of another run, such as one of its checkpoints, and a folder in or
     around one of `data`.
     """
-    if found := re.match(r"(\w{2,}):/", workdir):
-        return [
-            f"--workdir={workdir}: this version cannot write to {found[1]} storage; use a folder, such as one "
-            f"of a mounted file system"
-        ]
+    if fault := url_fault("--workdir=", workdir):
+        return [fault]
     place = Path(workdir).resolve()
     if place == Path(place.root):
         return [f"--workdir={workdir}: use a folder of its own, such as runs/NAME"]
