@@ -23,8 +23,8 @@ import meshtrain
 from meshtrain import console
 from meshtrain.cluster import environment, progress
 from meshtrain.commands import VERBS
-from meshtrain.config import checks, files
-from meshtrain.config.bind import flag_faults
+from meshtrain.commands.parser import Parser
+from meshtrain.config import files
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError, memory_fault
@@ -90,7 +90,7 @@ def _with_complete_output(run: Callable[[], int]) -> int:
 def _run(verb: str, argv: list[str]) -> int:
     module, _, reads, forwards = VERBS[verb]
     module = importlib.import_module(module)
-    flags = _Parser(
+    flags = Parser(
         prog=f"meshtrain {verb}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -102,6 +102,8 @@ def _run(verb: str, argv: list[str]) -> int:
     if reads == "run":
         return module.run(*_with_run(flags, argv))
     rest: list[str] = []
+    if forwards:
+        flags.remedy = "; the arguments of the run come after --"
     if forwards and "--" in argv:
         argv, rest = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     args = flags.parse_args(argv)
@@ -109,33 +111,8 @@ def _run(verb: str, argv: list[str]) -> int:
     return module.run(args)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print its usage and exit."""
-
-    def parse_known_args(self, args=None, namespace=None):
-        found, rest = super().parse_known_args(args, namespace)
-        items = vars(found).items()
-        faults = [fault for name, value in items for fault in flag_faults(name, value)]
-        keys = {one.dest: "=".join([*one.option_strings[:1], ""]) for one in self._actions}
-        for name, value in items:
-            paths = [one for one in _as_list(value) if isinstance(one, Path) or name == "workdir"]
-            faults += filter(None, (checks.url_fault(keys.get(name, ""), path) for path in paths))
-        if faults:
-            raise ConfigError(*faults)
-        if hasattr(found, "process_id"):  # has the flags of `environment.add_flags`
-            environment.check_flags(found, os.environ)
-        return found, rest
-
-    def error(self, message: str) -> None:
-        raise ConfigError(message)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 def _with_config(
-    module: ModuleType, flags: argparse.ArgumentParser, argv: list[str]
+    module: ModuleType, flags: Parser, argv: list[str]
 ) -> tuple[argparse.Namespace, Any]:
     """Returns the flags and the config with its overrides, after joining the other processes."""
     flags.add_argument(
@@ -148,7 +125,9 @@ def _with_config(
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
     _add_common_flags(flags)
     args, overrides = flags.parse_known_args(argv)
-    config, faults = files.read(args.config, overrides, trust_code=args.trust_code)
+    config, faults = files.read(
+        args.config, overrides, trust_code=args.trust_code, known=flags.known()
+    )
     if hasattr(module, "prepare"):
         module.prepare(args, config)
     alone = _is_alone(args)
@@ -166,7 +145,7 @@ def _with_config(
     return args, config
 
 
-def _with_run(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, Config]:
+def _with_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """Returns the flags and the settings of the run in --workdir, with all devices on the axis `fsdp`."""
     flags.add_argument(
         "--workdir",
@@ -182,7 +161,9 @@ def _with_run(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse
 
     file = checkpoint.workdir_of(args.workdir) / "config.json"
     if not file.is_file():
-        raise ConfigError(f"--workdir={args.workdir}: not a run (config.json is missing)")
+        raise ConfigError(
+            f"--workdir={args.workdir}: not a run (config.json is missing); give the workdir of a run"
+        )
     try:
         files.reject_huggingface(file.parent)
     except ConfigError as error:
@@ -192,7 +173,7 @@ def _with_run(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse
     runtime.start(args)
     import jax
 
-    options = dict(change=_use_all_devices, trust_code=args.trust_code)
+    options = dict(change=_use_all_devices, trust_code=args.trust_code, known=flags.known())
     config, faults = files.read(str(file), overrides, **options)
     with distributed.raise_on_all_processes():
         try:

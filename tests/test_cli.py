@@ -48,6 +48,18 @@ def run(*arguments):
         (["trian"], 2, "trian: unknown verb; use one of train, launch"),
         ([QUICKSTART, "--config.train.stepz=3"], 2, 'did you mean "train.steps"?'),
         ([QUICKSTART, "--config.train.dtype=int8"], 2, "train.dtype='int8': use one of"),
+        (["generate", "--wrkdir=x"], 2, '--wrkdir: unknown argument (did you mean "--workdir"?)\n'),
+        (["evaluate", "--max_batchs=2", "--workdir=x"], 2, "x: not a run"),
+        (
+            ["verify", QUICKSTART, "--quik"],
+            2,
+            '--quik: unknown argument (did you mean "--quick"?)\n',
+        ),
+        (
+            ["launch", QUICKSTART],
+            2,
+            "--config: unknown argument; the arguments of the run come after --\n",
+        ),
         ([QUICKSTART, "--config.mesh.fsdp=3", "--simulate_devices=4"], 2, "mesh.fsdp=3 needs"),
         (["verify", "--config=configs/nope.py"], 2, "configs/nope.py: no such file"),
     ],

@@ -113,6 +113,8 @@ def resolve(path: str, *, key: str) -> Callable:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         message = f"{key}={path}: no package.module:function that can be imported ({error})"
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            message += f"; if {error.name} is a module of yours, add its folder to PYTHONPATH"
         raise ConfigError(message) from error
     if not callable(function):
         raise ConfigError(f"{key}={path}: is a {type(function).__name__}, not a function")

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,12 @@ def read(
     *,
     change: Callable[[ConfigDict], None] = lambda config: None,
     trust_code: bool = False,
+    known: Iterable[str] = ARGUMENTS,
 ) -> tuple[ConfigDict, list[str]]:
     """Returns the config with the valid overrides applied, and a line for each invalid one.
 
-    `change` may set keys before the overrides are applied. See `load_config` for the other arguments.
+    `change` may set keys before the overrides are applied. `known` are the flags of the verb, to suggest one
+    for a misspelt flag. See `load_config` for the other arguments.
     """
     config = _read_file(path, trust_code)
     change(config)
@@ -52,7 +55,7 @@ def read(
         return _override(config, overrides), []
     except Exception:
         # absl stops at the first mistake, so try the overrides one by one.
-        faults = {override: _fault_of(config, override) for override in overrides}
+        faults = {override: _fault_of(config, override, known) for override in overrides}
         valid = [override for override, fault in faults.items() if not fault]
         return _override(config, valid), [fault for fault in faults.values() if fault]
 
@@ -87,17 +90,41 @@ def _read_file(path: str, trust_code: bool) -> ConfigDict:
     try:
         spec = importlib.util.spec_from_file_location("config_file", file)
         if spec is None:
-            raise ImportError("use a .py file with get_config(), or a run's config.json")
+            raise ConfigError(
+                f"--config={path}: use a .py file with get_config(), or a run's config.json"
+            )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise ConfigError(f"--config={path} cannot be read: it has no function get_config()")
         config = module.get_config(argument) if argument else module.get_config()
+        if config is None:
+            raise ConfigError(f"--config={path}: get_config() returned None; return the config")
         return config if isinstance(config, ConfigDict) else ConfigDict(config)
+    except ConfigError:
+        raise
     except Exception as error:
-        kind = type(error).__name__
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name == "configs":
             hint = "; write `from meshtrain.configs import default`"
-        raise ConfigError(f"--config={path} cannot be read: {kind}: {error}{hint}") from error
+        raise ConfigError(
+            f"--config={path} cannot be read: {_describe(error, file)}{hint}"
+        ) from error
+
+
+def _describe(error: Exception, file: Path) -> str:
+    """Returns what an exception in a config file says, with the line of the file."""
+    numbers = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(file)
+    ]
+    line = f"line {numbers[-1]}: " if numbers else ""
+    # ml_collections lists every key and its value.
+    if key := re.search(r'Key "(\w+)" does not exist and cannot be added', str(error)):
+        near = re.search(r'Did you mean "(\w+)"', str(error))
+        return f"{line}{key[1]}: unknown key" + (f' (did you mean "{near[1]}"?)' if near else "")
+    return f"{line}{type(error).__name__}: {error}"
 
 
 def _find(name: str) -> Path | None:
@@ -166,7 +193,7 @@ def _join_values(arguments: Iterable[str]) -> list[str]:
     return joined
 
 
-def _fault_of(config: ConfigDict, override: str) -> str | None:
+def _fault_of(config: ConfigDict, override: str, known_flags: Iterable[str]) -> str | None:
     try:
         _override(config, [override])
         return None
@@ -174,7 +201,7 @@ def _fault_of(config: ConfigDict, override: str) -> str | None:
         name, _, value = override.partition("=")
         if not name.removeprefix("--no").removeprefix("--").startswith("config."):
             # An argument of another verb is unknown here, but must not be suggested for itself.
-            others = [argument for argument in ARGUMENTS if argument != name]
+            others = [argument for argument in known_flags if argument != name]
             return f"{name}: unknown argument{did_you_mean(name, others)}"
         key = name.removeprefix("--no").removeprefix("--").removeprefix("config.")
         if key not in (known := _keys(config.to_dict())):

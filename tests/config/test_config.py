@@ -245,6 +245,30 @@ def test_a_config_file_that_is_missing_or_broken_is_reported_in_one_line(tmp_pat
             configfile.load_config(str(tmp_path / "broken.py"))
 
 
+START = (
+    "from meshtrain.configs import default\ndef get_config():\n    config = default.get_config()\n"
+)
+
+
+@pytest.mark.parametrize(
+    "text, fault",
+    {
+        START
+        + "    config.train.stps = 3\n    return config": " cannot be read: line 4: stps: unknown key "
+        '(did you mean "steps"?)',
+        START + "    config.train.steps = 3": ": get_config() returned None; return the config",
+        "import nonsense": " cannot be read: line 1: ModuleNotFoundError: No module named 'nonsense'",
+        "config = 1": " cannot be read: it has no function get_config()",
+    }.items(),
+)
+def test_a_mistake_in_a_config_file_is_one_line_with_its_place(tmp_path, text, fault):
+    file = tmp_path / "own.py"
+    file.write_text(text)
+    with pytest.raises(meshtrain.ConfigError) as error:
+        configfile.load_config(str(file))
+    assert str(error.value) == f"--config={file}{fault}"
+
+
 def test_something_else_in_place_of_a_model_is_reported_with_what_to_do(tiny):
     with pytest.raises(
         meshtrain.ConfigError, match="model=function: make a Model of it with meshtrain.from_nnx"

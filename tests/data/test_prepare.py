@@ -512,7 +512,7 @@ def test_a_truncated_or_mislabelled_file_is_rejected_in_one_line(tmp_path, capsy
             ["x.txt", "--output=o", "--tokenizer=bad.json"],
             ["tokenizer bad.json is not a tokenizer.json"],
         ),
-        (["x.txt", "--output=o", "--what=1"], ["unrecognized arguments: --what=1"]),
+        (["x.txt", "--output=o", "--what=1"], ["--what: unknown argument"]),
         (["--verify=empty"], ["--verify=empty: no manifest.json there"]),
     ],
 )
