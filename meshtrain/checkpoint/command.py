@@ -156,7 +156,7 @@ def _run(args: argparse.Namespace) -> int:
     (workdir,) = args.paths
     if not (workdir / checkpoint.FOLDER).is_dir():
         raise ConfigError(
-            f"{workdir}: no folder {checkpoint.FOLDER} there; give the workdir of a run"
+            f"{workdir}: has no folder {checkpoint.FOLDER}; give the workdir of a run"
         )
     if args.verb == "prune":
         if args.keep is None:

@@ -67,7 +67,9 @@ def lines(found: Mapping[str, list]) -> list[str]:
 
 def _fault(key: str, then: Any, now: Any, source: Path) -> str:
     if key in IDENTITY:
-        fault = f"{key}: {IDENTITY[key]} than {source} has (digest {now[:12]}, then {then[:12]})"
+        fault = (
+            f"{key}: {IDENTITY[key]} than {source} has (digest {now[:12]} instead of {then[:12]})"
+        )
         remedy = f"use the {key} of that run"
     else:
         fault = f"{key}={now!r}: {source} was trained with {then!r}"

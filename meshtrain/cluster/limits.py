@@ -69,7 +69,7 @@ def process_faults(num_processes: int, *, force: bool) -> list[str]:
 
 def _enough_for(limit: int) -> str:
     memory = available_memory() / (1 << 30)
-    return f"this machine has {_num_cores()} cores and {memory:.1f} GiB of free memory, for {limit}"
+    return f"this machine has {_num_cores()} cores and {memory:.1f} GiB of free memory, enough for {limit}"
 
 
 def _limit(per_core: int, num_bytes: int) -> int:
