@@ -46,7 +46,8 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message: str) -> None:
-        raise ConfigError(message)
+        missing = "arguments are required" in message
+        raise ConfigError(message + (f"; see {self.prog} --help" if missing else ""))
 
     def _unknown(self, arguments: list[str]) -> list[str]:
         """Returns a fault for each argument that is no flag and no key of the config."""
