@@ -89,7 +89,7 @@ def train(
             saver.prepare(program.abstract_state)
             saved = saver.recover(from_scratch=from_scratch)
         start, position = (saved.step, saved.position) if saved else (0, 0)
-        source = None if saved else initial.find_source(cfg.checkpoint, log=writer.log)
+        source = None if saved else initial.find_source(cfg.checkpoint, identity, log=writer.log)
         callbacks = dict(event=writer.event, log=writer.log)
         loss_monitor = LossMonitor(cfg.divergence, saved.watch if saved else {}, **callbacks)
         check = health.Check(cfg.health, program.mesh, clock.page, **callbacks)

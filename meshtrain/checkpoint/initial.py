@@ -1,10 +1,10 @@
 """Initialises a new run from another run's checkpoint: `checkpoint.init_from`, `init_only`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from meshtrain import checkpoint
-from meshtrain.checkpoint import arrays
+from meshtrain.checkpoint import arrays, resume
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import files
 from meshtrain.config.schema import CheckpointConfig
@@ -13,17 +13,26 @@ from meshtrain.models.base import Params
 
 
 def find_source(
-    settings: CheckpointConfig, *, log: Callable[[str], None]
+    settings: CheckpointConfig, identity: Mapping[str, str], *, log: Callable[[str], None]
 ) -> tuple[Path, Manifest] | None:
-    """Returns the checkpoint named by `checkpoint.init_from`, or None if that is empty."""
+    """Returns the checkpoint named by `checkpoint.init_from`, or None if that is empty.
+
+    Logs if its run had another tokenizer than the data of this run; `identity` has their digests.
+    """
     path = Path(settings.init_from)
     try:
         if not settings.init_from:
             return None
         files.reject_huggingface(path)
-        return checkpoint.find_valid(path, log=log)
+        directory, saved = checkpoint.find_valid(path, log=log)
     except ConfigError as error:
         raise ConfigError(f"checkpoint.init_from={error}") from error
+    if pair := resume.identity_changes(saved, identity).get("tokenizer"):
+        log(
+            f"tokenizer   another one than {directory} has (digest {pair[1][:12]}, then {pair[0][:12]}): its "
+            f"embeddings are of other tokens"
+        )
+    return directory, saved
 
 
 def load_params(

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import os
+import types
 
 import numpy as np
 import pytest
 from conftest import tiny_config
 
 from meshtrain import cli
-from meshtrain.checkpoint import manifest, resume, run_tokenizer
+from meshtrain.checkpoint import initial, manifest, resume, run_tokenizer
 from meshtrain.config.parse import parse
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
@@ -251,6 +252,14 @@ def test_paths_in_a_config_json_are_absolute(tmp_path, monkeypatch):
     assert found["data"]["cache_path"] == str(tmp_path.parent / "c")
     assert found["data"]["build"] == config.data.build
     assert found["checkpoint"]["init_from"] == str(tmp_path / "runs" / "x")
+
+
+def test_init_from_a_run_with_another_tokenizer_is_logged(finished):
+    settings = types.SimpleNamespace(init_from=str(finished))
+    for digest, found in (("bytes", 0), ("", 0), ("0123456789abcdef", 1)):
+        lines = []
+        initial.find_source(settings, {"tokenizer": digest}, log=lines.append)
+        assert sum("tokenizer   another one than" in line for line in lines) == found
 
 
 # ---- where a workdir may be ----
