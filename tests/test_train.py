@@ -236,6 +236,16 @@ def test_outputs_of_a_workdir_that_are_no_files_are_reported(tmp_path):
     assert all("is not a file; move it away" in fault for fault in error.value.faults)
 
 
+@pytest.mark.parametrize("name", ["LOCK", "metrics.jsonl", "config.json", "log.txt"])
+def test_a_link_in_a_workdir_does_not_change_the_file_at_its_end(tmp_path, name):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(meshtrain.ConfigError, match=name):
+        train(quick(), workdir=tmp_path / "run")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 def command(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "meshtrain.main", *arguments],

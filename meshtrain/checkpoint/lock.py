@@ -30,10 +30,13 @@ def held(workdir: Path) -> Iterator[None]:
             created = [path for path in _contents(workdir) if not path.exists()]
             try:
                 workdir.mkdir(parents=True, exist_ok=True)
-                handle = os.open(workdir / NAME, os.O_RDWR | os.O_CREAT, 0o644)
+                # Not through a link: the file at its end would be overwritten.
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+                handle = os.open(workdir / NAME, flags, 0o644)
                 fault = _acquire(handle, workdir)
             except OSError as error:
-                fault = f"--workdir={workdir}: {error.strerror}; use a folder that can be written"
+                where = f"{error.filename}: " if error.filename else ""
+                fault = f"--workdir={workdir}: {where}{error.strerror}; use a folder that can be written"
         if fault := distributed.broadcast(fault):
             raise ConfigError(fault)
         _check_shared(workdir)

@@ -21,6 +21,7 @@ from typing import Any
 from meshtrain.cluster import environment, launchers
 from meshtrain.cluster.restart_policy import Settings
 from meshtrain.cluster.supervisor import Supervisor
+from meshtrain.config import checks
 from meshtrain.errors import EXIT_USER, ConfigError
 
 CLUSTER = ("coordinator", "nnodes", "node_rank")  # flags in place of the launcher's variables
@@ -40,6 +41,8 @@ def launch(arguments: Sequence[str], **settings) -> int:
     is_training = arguments[0].startswith("-") or arguments[0] == "train"
     flags = _flags(arguments)
     workdir = Path(flags.workdir) if is_training and flags.workdir else None
+    if workdir and (faults := checks.workdir_faults(flags.workdir)):
+        raise ConfigError(*faults)
     if not is_training:
         s = dataclasses.replace(s, grace=0.1)  # nothing to save
     command = [sys.executable, "-m", "meshtrain", *arguments]
@@ -110,14 +113,17 @@ class Folders:
 
     def __init__(self, workdir: Path | None):
         self._workdir, self._made = workdir, []  # outermost first
+        self._before: set[str] = set()  # what else the workdir held
 
     def make(self) -> tuple[Path, Path | None]:
         """Returns the two folders; the second is None if it is not safe to use."""
         workdir = self._workdir
         logs, cache = workdir / "logs", (workdir / "compiled").absolute()
         try:
-            for folder in (*reversed(workdir.parents), workdir, logs):
+            for folder in (*reversed(workdir.parents), workdir):
                 self._mkdir(folder)
+            self._before = set(os.listdir(workdir))
+            self._mkdir(logs)
             self._mkdir(cache, mode=0o700)
             found = cache.stat()
         except OSError as error:
@@ -146,7 +152,8 @@ class Folders:
             return
         own = {"logs", "compiled"}
         with contextlib.suppress(OSError):
-            if any(one.name not in own for one in self._workdir.iterdir()):
+            is_run = "config.json" in self._before
+            if is_run or {*os.listdir(self._workdir)} - own - self._before:
                 return
             if code != EXIT_USER and any((self._workdir / "logs").iterdir()):
                 return

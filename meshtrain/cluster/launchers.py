@@ -181,9 +181,7 @@ def half_set_fault(environ: Environ, label: Callable[[str], str]) -> str:
         return _missing(environ, JAX_VARIABLES, label)
     pairs = [pair for pair in NOT_READ if environ.get(pair[0]) or environ.get(pair[1])]
     pairs += [
-        pair
-        for pair in LOCAL
-        if environ.get(pair[0]) or environ.get(pair[1], "0") not in ("", "0")
+        pair for pair in LOCAL if environ.get(pair[0]) or environ.get(pair[1], "0") not in ("", "0")
     ]
     for count, number in pairs:
         if not is_one(environ.get(count)):

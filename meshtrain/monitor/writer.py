@@ -66,14 +66,13 @@ def _short(number: float) -> str:
 def _check_files(folder: Path) -> None:
     """Raises ConfigError with a line for each output of an earlier run that this run cannot continue."""
     faults = []
-    for path in (folder / name for name in ("metrics.jsonl", "events.jsonl", "config.json")):
+    names = ("metrics.jsonl", "events.jsonl", "config.json", console.LOG)
+    for path in filter(os.path.lexists, (folder / name for name in names)):
         try:
-            if not os.path.lexists(path):
-                continue
-            if not path.is_file():  # opening a pipe would wait for its other end
+            # Opening a pipe would wait for its other end; a link may lead out of the workdir.
+            if path.is_symlink() or not path.is_file():
                 raise OSError(errno.EINVAL, "is not a file")
-            with open(path, "ab"):
-                pass
+            open(path, "ab").close()
         except OSError as error:
             faults.append(f"{path}: {error.strerror}; move it away, or use another --workdir")
     if faults:
@@ -85,6 +84,7 @@ def _replace(path: Path, text: str) -> None:
     new = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(exist_ok=True)
+        new.unlink(missing_ok=True)  # it may be a link
         new.write_text(text)
         os.replace(new, path)
     except OSError as error:

@@ -175,6 +175,24 @@ def test_folders_that_were_there_before_stay(workdir):
     ]
 
 
+@pytest.mark.parametrize(("name", "left"), [("notes.txt", 1), ("config.json", 4)])
+def test_a_folder_with_other_files_is_left_as_it_was(workdir, name, left):
+    workdir.mkdir(parents=True)
+    (workdir / name).write_text("x")
+    folders = launch_module.Folders(workdir)
+    folders.make()
+    (workdir / "logs" / "rank-0.log").write_text("a fault")
+    folders.remove_if_unused(2)
+    assert len([*workdir.rglob("*")]) == left  # a run keeps its logs
+
+
+@pytest.mark.parametrize("place", ["/", "gs://bucket/run"])
+def test_nothing_is_made_in_a_place_that_is_rejected(place, monkeypatch):
+    monkeypatch.setattr(launch_module.Folders, "_mkdir", lambda *args, **options: 1 / 0)
+    with pytest.raises(ConfigError, match=f"--workdir={place}: "):
+        launch(["--config=x", f"--workdir={place}"])
+
+
 def test_a_workdir_that_cannot_be_made_leaves_no_part_of_it(tmp_path):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "run").write_text("a file")

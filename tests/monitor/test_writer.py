@@ -74,3 +74,11 @@ def test_a_history_of_configs_that_is_no_folder_is_one_fault(tmp_path):
     writer.config({})
     with pytest.raises(ConfigError, match="config_history/0001.json: File exists"):
         writer.config({"seed": 1})
+
+
+def test_a_file_is_not_replaced_through_a_link(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "config.json.new").symlink_to(tmp_path / "mine")
+    Writer(tmp_path, leader=True).config({"seed": 0})
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not (tmp_path / "config.json").is_symlink()
