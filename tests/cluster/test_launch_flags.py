@@ -65,7 +65,7 @@ def run(arguments, capsys):
         ({}, "--nproc=2 --min_nproc=0", "--min_nproc=0: use 1 or more"),
         ({}, "--nproc=2 --min_nproc=-1", "--min_nproc=-1: use 1 or more"),
         ({}, "--nproc=2 --min_nproc=3", "--min_nproc=3: there are 2 processes in all"),
-        ({}, "--grace=nan", "--grace=nan: use a positive number of seconds"),
+        ({}, "--grace=nan", "--grace=nan: use a finite number"),
         ({}, "--join_seconds=inf", "--join_seconds=inf: use a positive number of seconds, up to"),
         ({}, "--nproc=100000", "--nproc=100000: "),
         ({}, "--simulate_devices=0", "--simulate_devices=0: use 1 or more"),
