@@ -117,6 +117,8 @@ def train(
 
         # ---- compile, loop, save the last state ----
         step = start
+        if saved and start >= cfg.train.steps:
+            writer.log(f"train.steps={cfg.train.steps}: the run is at step {start} already")
         if start < cfg.train.steps and not distributed.broadcast(run.stop_requested()):
             clock.enter("compile")
             began = time.perf_counter()

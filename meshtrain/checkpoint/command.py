@@ -149,6 +149,11 @@ def _run(args: argparse.Namespace) -> int:
     num_paths = 2 if args.verb == "diff" else 1
     if len(args.paths) != num_paths:
         raise ConfigError(f"checkpoint {args.verb}: give {num_paths} paths, not {len(args.paths)}")
+    given = (args.keep, args.keep_every, args.keep_best, args.quarantine)
+    if args.verb != "prune" and any(one not in (None, 0) for one in given):
+        raise ConfigError(
+            f"checkpoint {args.verb}: --keep, --keep_every, --keep_best and --quarantine are of prune"
+        )
     if args.verb == "diff":
         lines, same = differences(*args.paths)
         print(*lines, sep="\n")

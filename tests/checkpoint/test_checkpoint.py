@@ -685,6 +685,7 @@ def test_the_command_lists_verifies_compares_and_prunes(workdir, capsys, monkeyp
         ["diff", workdir],
         ["sl", workdir],
         ["prune", workdir, "--keep=0"],
+        ["ls", workdir, "--keep=3"],
     ):
         code, output = run(*wrong)
         assert code == 2 and output.err.count("\n") == 1, wrong

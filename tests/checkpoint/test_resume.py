@@ -162,6 +162,9 @@ def test_a_resumed_run_reports_its_changes_and_keeps_the_config_before(text, tmp
     assert (workdir / "config_history" / "0001.json").read_text() == first
     assert json.loads((workdir / "config.json").read_text())["optim"]["learning_rate"] == 5.0
 
+    train(config, workdir=workdir)  # there is nothing left to do
+    assert "train.steps=4: the run is at step 4 already\n" in capsys.readouterr().out
+
     moved = text.parent / "moved"
     os.symlink(text, moved)
     config.data.path, config.train.steps = str(moved), 5
