@@ -1,5 +1,6 @@
 """The tokenizer of a run: copied into its workdir, so that it is there when the data has moved."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -35,6 +36,9 @@ def keep(workdir: Path, config: Mapping[str, Any], known: str) -> None:
     source = next(filter(tokenizer.has_tokenizer, sources), None)
     if (source is None and known != tokenizer.BYTES) or source in (workdir, target):
         return
+    with contextlib.suppress(ConfigError):  # a damaged copy is replaced
+        if tokenizer.digest_of(target) == (tokenizer.digest_of(source) if source else known):
+            return
     entry = tokenizer.entry_of(source) if source else tokenizer.BYTES_ENTRY
     names = [Path(entry["file"]).name] if entry.get("file") else []
     new = target.with_name(target.name + ".new")

@@ -57,13 +57,13 @@ def launch(arguments: Sequence[str], **settings) -> int:
     if s.min_nproc and is_training:
         command.append("--elastic")
     folders = Folders(workdir)
-    logs, cache = folders.make() if workdir else (None, None)
+    logs = folders.make() if workdir else None
     code = EXIT_USER
     try:
         code = Supervisor(s, workdir=workdir).run(
             command,
             logs=logs,
-            environ=_environment(cache),
+            environ=_environment(),
             local_id=process.local_id if process else 0,
             num_supervisors=process.num_local if process else 1,
         )
@@ -109,35 +109,32 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
 
 
 class Folders:
-    """The folders of logs and of compiled programs in a workdir."""
+    """The workdir of a run and its folder of logs."""
 
     def __init__(self, workdir: Path | None):
         self._workdir, self._made = workdir, []  # outermost first
         self._before: set[str] = set()  # what else the workdir held
 
-    def make(self) -> tuple[Path, Path | None]:
-        """Returns the two folders; the second is None if it is not safe to use."""
-        workdir = self._workdir
-        logs, cache = workdir / "logs", (workdir / "compiled").absolute()
+    def make(self) -> Path:
+        """Returns the folder of logs."""
+        workdir, logs = self._workdir, self._workdir / "logs"
+        if logs.is_symlink():
+            raise ConfigError(f"{logs}: is a link; logs are not written through links, remove it")
         try:
             for folder in (*reversed(workdir.parents), workdir):
                 self._mkdir(folder)
             self._before = set(os.listdir(workdir))
             self._mkdir(logs)
-            self._mkdir(cache, mode=0o700)
-            found = cache.stat()
         except OSError as error:
             self.remove_if_unused(EXIT_USER)
             raise ConfigError(
                 f"--workdir={workdir}: {error.filename}: {error.strerror}; use a folder that can be written"
             ) from error
-        # The programs in it are executed, so no other user may be able to write there.
-        is_private = found.st_uid == os.getuid() and not found.st_mode & 0o022
-        return logs, cache if is_private else None
+        return logs
 
-    def _mkdir(self, folder: Path, mode: int = 0o777) -> None:
+    def _mkdir(self, folder: Path) -> None:
         try:
-            folder.mkdir(mode=mode)
+            folder.mkdir()
             self._made.append(folder)
         except FileExistsError:
             if not folder.is_dir():
@@ -150,27 +147,22 @@ class Folders:
         """
         if not self._made:
             return
-        own = {"logs", "compiled"}
         with contextlib.suppress(OSError):
             is_run = "config.json" in self._before
-            if is_run or {*os.listdir(self._workdir)} - own - self._before:
+            if is_run or {*os.listdir(self._workdir)} - {"logs"} - self._before:
                 return
             if code != EXIT_USER and any((self._workdir / "logs").iterdir()):
                 return
         for folder in reversed(self._made):
-            if folder.name in own and folder.parent.resolve() == self._workdir.resolve():
+            if folder.name == "logs" and folder.parent.resolve() == self._workdir.resolve():
                 shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):
                 folder.rmdir()  # only if it is empty
 
 
-def _environment(cache: Path | None) -> dict[str, str]:
-    """Returns the environment of the processes, with a compile cache: a restart does not recompile."""
-    environ = dict(os.environ)
-    if cache and "JAX_COMPILATION_CACHE_DIR" not in environ:
-        environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-        environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    return environ
+def _environment() -> dict[str, str]:
+    """Returns the environment of the processes; also short compilations are cached, for the next restart."""
+    return {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ}
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """Builds model, optimizer and data with the functions that the keys `build` of their sections name."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -76,6 +77,10 @@ def build_data(section: BuildConfig, split: str) -> Any:
     A function of the user may return None for "heldout": there is no such data.
     """
     bound, faults = _bound("data", section, given=["split"])
+    if not faults and not {"split", "kwargs"} & _parameters(bound):
+        faults = [
+            f"data.build={section.build}: has no parameter `split`, which is train or heldout"
+        ]
     if faults:
         raise ConfigError(*faults)
     source = bound(split=split)
@@ -96,6 +101,12 @@ def _bound(
             message = f"{key}={section.build}: is not a function that returns a {KINDS[name]}"
             raise ConfigError(message)
     return bind(name, section.options, function, given=given, known=known)
+
+
+def _parameters(function: Callable) -> set[str]:
+    """Returns the names of a function's parameters, and "kwargs" if it accepts any name."""
+    found = inspect.signature(function).parameters.values()
+    return {"kwargs" if one.kind is one.VAR_KEYWORD else one.name for one in found}
 
 
 def _checked(name: str, section: BuildConfig, value: Any) -> Any:

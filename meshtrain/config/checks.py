@@ -11,7 +11,7 @@ from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
 UNSUPPORTED_AXES = ("expert", "context")
 # What a run itself writes and removes in its workdir.
-RUN_FOLDERS = ("checkpoints", "tokenizer", "config_history", "logs", "compiled")
+RUN_FOLDERS = ("checkpoints", "tokenizer", "config_history", "logs")
 
 
 def axis_faults(mesh: MeshConfig) -> list[str]:

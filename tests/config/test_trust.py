@@ -108,6 +108,19 @@ def test_a_function_that_has_nothing_to_do_with_a_section_is_reported_in_a_line(
     ]
 
 
+def no_key_split(*, seq_len, vocab_size, separator, seed, heldout=0, path="", mixture=()):
+    return 3
+
+
+def test_a_data_function_without_a_split_is_reported():
+    config = tiny_config().to_dict()
+    keys = ("seq_len", "vocab_size", "separator", "seed")
+    config["data"] = {key: config["data"][key] for key in keys}
+    config["data"]["build"] = f"{__name__}:no_key_split"
+    with pytest.raises(ConfigError, match="^data.build=.*no_key_split: has no parameter `split`"):
+        build.build_data(parse(config).data, "train")
+
+
 def test_a_function_that_does_not_say_its_keys_is_reported():
     config = tiny_config().to_dict()
     config["optim"]["build"] = "builtins:dict"
