@@ -127,7 +127,8 @@ def on_terminal(arguments, *, until=None, columns=0):
     own = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     terminal = dict(stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
     command = [sys.executable, "-c", own, *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, **terminal)
+    environ = {"TERM": "xterm", **os.environ}  # without TERM, the tokenizers package shows nothing
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, **terminal)
     os.close(follower)
     shown = ""
     if until:

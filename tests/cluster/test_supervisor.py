@@ -221,7 +221,7 @@ def test_a_signal_asks_all_processes_to_save(supervise, tmp_path):
 
 def test_processes_that_do_not_save_in_time_are_killed(supervise):
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    code, output = supervise("while True: step(1); time.sleep(0.1)", grace=0.5)
+    code, output = supervise("while True: step(1); time.sleep(0.1)", grace=1.0)
     assert code == 128 + signal.SIGTERM and "not saved within" in output
 
 
