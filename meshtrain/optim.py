@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.config.schema import OptimConfig
+from meshtrain.errors import ConfigError
 
 Schedule = Callable[[jax.Array | int], jax.Array | float]  # step -> learning rate
 
@@ -47,8 +48,21 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW with decoupled weight decay (arXiv 1711.05101), except for parameters named in `no_decay`.
 
-    A parameter's name is the last key of its path, such as "kernel", "bias" or "scale".
+    A parameter's name is the last key of its path, such as "kernel", "bias" or "scale". Raises ConfigError
+    if a number is out of range.
     """
+    rates = {"b1": b1, "b2": b2}
+    faults = [
+        f"optim.{name}={rate}: must be at least 0 and below 1"
+        for name, rate in rates.items()
+        if not 0 <= rate < 1
+    ]
+    if epsilon <= 0:
+        faults.append(f"optim.epsilon={epsilon}: must be above 0")
+    if weight_decay < 0:
+        faults.append(f"optim.weight_decay={weight_decay}: must be at least 0")
+    if faults:
+        raise ConfigError(*faults)
 
     def decayed(params):
         return jax.tree.map_with_path(lambda path, _: path[-1].key not in no_decay, params)

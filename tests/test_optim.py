@@ -10,6 +10,7 @@ import pytest
 
 from meshtrain import optim
 from meshtrain.config.schema import OptimConfig
+from meshtrain.errors import ConfigError
 from meshtrain.metrics import weighted
 from meshtrain.state import TrainState
 from meshtrain.step import make_train_step
@@ -120,6 +121,16 @@ def test_adamw_equals_its_formula_and_decays_only_the_selected_parameters():
         *grads,
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("b1", 1.0), ("b1", -0.1), ("b2", 1.5), ("epsilon", 0.0), ("weight_decay", -0.1)],
+)
+def test_adamw_rejects_a_number_out_of_range(key, value):
+    hyper = {"b1": 0.9, "b2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "no_decay": ()}
+    with pytest.raises(ConfigError, match=f"optim.{key}={value}: must be"):
+        optim.adamw(lambda step: 0.1, **hyper | {key: value})
 
 
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])

@@ -48,7 +48,8 @@ def bind(
     names = {*parameters} - {*given} | {*known}
     unknown = [key for key in values if key not in parameters and not takes_all]
     if len(unknown) == len(values) > 3:
-        return target, [f"{section}.build: the function takes none of the keys of this section"]
+        name = getattr(target, "__name__", target)
+        return target, [f"{section}.build: {name} takes none of the keys of section {section}"]
     faults += [f"{section}.{key}: unknown key{did_you_mean(key, names)}" for key in unknown]
     return functools.partial(target, **values), faults
 
