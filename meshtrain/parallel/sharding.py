@@ -1,7 +1,6 @@
 """Sharding rules: models give each dim a logical name, one table maps these names to mesh axes."""
 
 import contextlib
-import contextvars
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,17 +13,17 @@ from meshtrain.errors import ConfigError, did_you_mean
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 Names = Sequence[str | None]  # one logical name per dim, None for a dim that is never sharded
 
-_active_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("rules", default=None)
+# jax keys its caches of traces by this context; with a context variable, functions that jax traces once
+# (jit, checkpoint, custom_vjp) would keep the constraints of the first rules.
+_active_rules = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
 def use_rules(rules: Rules | None) -> Iterator[None]:
     """Sets the rules that `constrain` applies; set once, together with `jax.set_mesh`."""
-    token = _active_rules.set(rules)
-    try:
+    hashable = rules and tuple((name, axes_of(axes)) for name, axes in rules)
+    with _active_rules(hashable):
         yield
-    finally:
-        _active_rules.reset(token)
 
 
 def spec_for(
@@ -76,7 +75,7 @@ def shardings(axes, shapes, rules: Rules, mesh: jax.sharding.Mesh):
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Shards `x` by the active rules for these names; returns `x` if there are no active rules or no mesh."""
-    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.get()
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
     if mesh.empty or rules is None:
         return x
     return jax.lax.with_sharding_constraint(x, spec_for(names, x.shape, rules, mesh.shape))
@@ -91,7 +90,7 @@ def rules_without(rules: Rules, *removed: str) -> Rules:
 
 def batch_slices(axes: Sequence[str]) -> tuple[tuple[str, ...], int]:
     """Returns which of these mesh axes shard the batch by the active rules, and the product of their sizes."""
-    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.get() or ()
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value or ()
     if mesh.empty or all(name != "batch" for name, _ in rules):
         return (), 1
     # With mesh.size rows, which every product of axis sizes divides.
@@ -102,7 +101,7 @@ def batch_slices(axes: Sequence[str]) -> tuple[tuple[str, ...], int]:
 
 def num_shards(name: str, size: int) -> int:
     """Returns into how many shards the active rules split a dim of this name and size."""
-    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.get()
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
     if mesh.empty or rules is None:
         return 1
     (axes,) = spec_for((name,), (size,), rules, mesh.shape)
@@ -112,7 +111,7 @@ def num_shards(name: str, size: int) -> int:
 @contextlib.contextmanager
 def partial_axes(axes: Sequence[str]) -> Iterator[None]:
     """Makes `constrain` ignore these mesh axes, so that each shard along them keeps partial sums."""
-    rules = _active_rules.get()
+    rules = _active_rules.value
     with use_rules(rules and rules_without(rules, *axes)):
         yield
 

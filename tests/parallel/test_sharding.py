@@ -1,12 +1,17 @@
 """From logical names to mesh axes: which rule wins, and what happens if none fits."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from meshtrain import grads
+from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
+from meshtrain.models import transformer
 from meshtrain.parallel import mesh, sharding
 
 SIZES = {"data": 2, "fsdp": 4, "context": 1, "tensor": 2}
@@ -117,3 +122,42 @@ def test_constrain_follows_the_innermost_rules():
             inner = sharding.constrain(jnp.ones(8), "a")
         outer = sharding.constrain(jnp.ones(8), "a")
     assert (inner.sharding.spec, outer.sharding.spec) == (P("tensor"), P("fsdp"))
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=lambda f: f.__name__)
+def test_a_function_that_was_traced_with_other_rules_is_traced_again(wrap):
+    """jax keeps traces by function object and by its own context, which has to include the rules."""
+
+    def constrained(x):
+        return sharding.constrain(x, "a") * 2
+
+    function = wrap(constrained)
+
+    def axes_in_trace(rules):
+        with jax.set_mesh(mesh.make_mesh(fsdp=4, tensor=2)), sharding.use_rules(rules):
+            text = str(jax.make_jaxpr(jax.grad(lambda x: function(x).sum()))(jnp.ones(8)))
+        return set(re.findall(r"spec=P\('(\w+)'", text.replace("PartitionSpec", "P")))
+
+    assert axes_in_trace([("a", "fsdp")]) == {"fsdp"}
+    assert axes_in_trace([("a", "tensor")]) == {"tensor"}
+    assert axes_in_trace([("a", ["fsdp"])]) == {"fsdp"}
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+def test_a_second_program_with_other_rules_gets_its_own_constraints(tiny, remat):
+    section = {key: value for key, value in tiny.model.to_dict().items() if key != "build"}
+    model = transformer.build(**section)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    batch = Batch(*np.zeros((2, 4, 16), np.int32), np.ones((4, 16), np.float32), None, None)
+    loss = grads.make_loss(model, remat=remat)
+    with_residuals = (("residual_seq", ("context", "tensor")), *map(tuple, tiny.rules))
+
+    def trace(rules):
+        with jax.set_mesh(mesh.make_mesh(data=2, tensor=4)), sharding.use_rules(rules):
+            gradient = jax.grad(lambda params: loss(params, batch, None).loss)
+            return str(jax.make_jaxpr(gradient)(params))
+
+    fresh = trace(with_residuals)
+    jax.clear_caches()
+    other, name = trace(tiny.rules), "('context', 'tensor')"
+    assert other.count(name) < trace(with_residuals).count(name) == fresh.count(name)
