@@ -109,10 +109,10 @@ def get_config() -> ConfigDict:
     model.tie_embeddings = False  # whether the output head is the embedding table
     model.z_loss = 0.0  # weight of logsumexp(logits)^2 in the loss; 1e-4 if the logits drift
     # implementation of attention: "xla"; "cudnn", fused, on NVIDIA GPUs; "blockwise", whose memory is linear in
-    # seq_len; "auto" chooses one and logs which
+    # seq_len; "auto" chooses one and logs which; "xla:N" and "blockwise:N" compute blocks of N tokens
     model.attention_impl = "auto"
     # MiB of logits that a device holds at a time while it computes the loss; 0 or float16: all at once
-    model.loss_chunk_mib = 256
+    model.loss_chunk_mib = 256.0
 
     config.data = data = ConfigDict()
     # function, "package.module:name", that builds a Source from the keys below and the name of the split

@@ -44,7 +44,7 @@ class TransformerConfig:
     tie_embeddings: bool
     z_loss: float
     attention_impl: str
-    loss_chunk_mib: int
+    loss_chunk_mib: float
 
     def __post_init__(self):
         if faults := _value_faults(self) or _combination_faults(self):
@@ -91,7 +91,6 @@ def _value_faults(c: TransformerConfig) -> list[str]:
         "norm": ("rms", "layer", "rms_1p"),
         "positions": ("rope", "learned"),
         "mlp": ("swiglu", "gelu", "geglu"),
-        "attention_impl": attention.NAMES,
     }
     counts = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
     non_negative = ("z_loss", "head_dim", "window", "rope_theta_local", "query_scale")
@@ -99,6 +98,7 @@ def _value_faults(c: TransformerConfig) -> list[str]:
     faults = []
     for key, names in choices.items():
         faults += choice_faults(f"model.{key}", getattr(c, key), names)
+    faults += attention.name_faults("model.attention_impl", c.attention_impl)
     faults += minimum_faults(
         1, {f"model.{key}": getattr(c, key) for key in (*counts, "max_seq_len")}
     )

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, choice_faults
 from meshtrain.ops import blockwise
 from meshtrain.parallel import sharding
 
@@ -14,9 +14,10 @@ from meshtrain.parallel import sharding
 NAMES = ("auto", "xla", "cudnn", "blockwise")
 MAX_XLA_TOKENS = 2048  # longer sequences are computed blockwise if no fused kernel supports them
 HOPPER = 9.0  # compute capability
-# The XLA implementation splits queries into blocks.
+# The XLA implementation splits queries into blocks, unless its name gives their size.
 MAX_QUERY_BLOCKS = 4
 MIN_QUERIES_PER_BLOCK = 64
+WITH_BLOCKS = ("xla", "blockwise")  # implementations whose name may end with a block size, "xla:64"
 
 
 def attention(
@@ -39,16 +40,30 @@ def attention(
     has the position of key `start` + s, and `segments_BT` has the segments of the keys.
     `scale` 0: 1/sqrt(K). `softcap` c > 0: scores become c tanh(score / c) (Gemma 2, arXiv 2408.00118).
     `window`: the number of positions that a query sees, its own included (Mistral, arXiv 2310.06825).
+    `implementation` is one of NAMES; "xla:N" and "blockwise:N" compute blocks of N positions.
     The softmax is in float32 or wider. Raises ConfigError if `implementation` does not support the inputs.
     """
     dtype, (_, S, _, K) = q_BSHK.dtype, q_BSHK.shape
+    implementation, _, block = implementation.partition(":")
     name, _ = choose_implementation(
         implementation, seq_len=S, head_dim=K, dtype=dtype, softcap=softcap
     )
     segments = segments_BS, segments_BS if segments_BT is None else segments_BT
     compute = {"xla": _xla, "cudnn": _cudnn, "blockwise": blockwise.attention}[name]
     options = dict(start=start, scale=scale or K**-0.5, softcap=softcap, window=window)
+    if block:
+        options |= {"block": int(block)}
     return compute(q_BSHK, k_BTGK, v_BTGK, *segments, **options)
+
+
+def name_faults(key: str, value: str) -> list[str]:
+    """Returns a fault if a config value does not name an implementation."""
+    name, colon, block = value.partition(":")
+    if not colon:
+        return choice_faults(key, value, NAMES)
+    if name in WITH_BLOCKS and block.isdecimal() and int(block) > 0:
+        return []
+    return [f"{key}={value!r}: use a name and a block size in tokens, such as 'blockwise:256'"]
 
 
 def choose_implementation(
@@ -74,8 +89,11 @@ def choose_implementation(
 
 def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
     """Returns the implementation to use with a key/value cache, which cuDNN's kernels do not support."""
-    is_long = name == "blockwise" or (name != "xla" and num_keys > MAX_XLA_TOKENS)
-    return "blockwise" if is_long and num_queries > 1 else "xla"
+    kind = name.partition(":")[0]
+    is_long = kind == "blockwise" or (kind != "xla" and num_keys > MAX_XLA_TOKENS)
+    if not is_long or num_queries == 1:
+        return "xla"
+    return name if kind == "blockwise" else "blockwise"
 
 
 def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float) -> str:
@@ -107,7 +125,7 @@ def _capability() -> str:
     return getattr(jax.local_devices()[0], "compute_capability", "")
 
 
-def _xla(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window) -> jax.Array:
+def _xla(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window, block=0) -> jax.Array:
     """Computes the formula directly: `jax.nn.dot_product_attention` casts float64 down, so tests would not be exact.
 
     Queries are split into a few blocks. Each block gets only the keys that its queries may see, which
@@ -119,7 +137,8 @@ def _xla(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window) -> ja
     q_BGRSK = jnp.einsum("bsgrk->bgrsk", q_BSHK.reshape(B, S, G, H // G, K))
     k_BGTK, v_BGTK = (jnp.einsum("btgk->bgtk", x) for x in (k_BTGK, v_BTGK))
     aligned = isinstance(start, int) and start == 0 and S == T
-    block_size = max(MIN_QUERIES_PER_BLOCK, -(-S // MAX_QUERY_BLOCKS)) if aligned else S
+    block = block or max(MIN_QUERIES_PER_BLOCK, -(-S // MAX_QUERY_BLOCKS))
+    block_size = block if aligned else S
     blocks = []
     for low in range(0, S, block_size):
         queries = slice(low, min(low + block_size, S))

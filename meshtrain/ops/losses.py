@@ -1,5 +1,6 @@
 """Losses, returned as weighted sums: sums of micro-batches add up, and are divided once by the total weight."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -43,7 +44,7 @@ def chunked_cross_entropy(
     weights_BS: jax.Array,
     *,
     z_loss: float,
-    mib: int,
+    mib: float,
 ) -> Metrics:
     """Returns the `cross_entropy` of the logits `project(kernel, x)`, computed in chunks of tokens.
 
@@ -75,11 +76,13 @@ def chunked_cross_entropy(
     return jax.tree.map(lambda values: values.sum(0), metrics)
 
 
-def _num_chunks(num_tokens: int, vocab: int, mib: int) -> int:
-    """Returns the smallest number of chunks that fit in `mib`, or a divisor of the tokens up to twice as large."""
+def _num_chunks(num_tokens: int, vocab: int, mib: float) -> int:
+    """Returns the smallest number of chunks that fit in `mib`, or a divisor of the tokens up to 25 % larger."""
     size = num_tokens * vocab * 4 // sharding.num_shards("vocab", vocab)
-    fewest = min(num_tokens, -(-size // (mib * MIB))) if mib else 1
-    return next((n for n in range(fewest, 2 * fewest) if num_tokens % n == 0), fewest)
+    fewest = min(num_tokens, math.ceil(size / (mib * MIB))) if mib else 1
+    # Each chunk reads and writes the kernel's gradient, which costs more than padding the tokens.
+    divisors = (n for n in range(fewest, fewest * 5 // 4 + 1) if num_tokens % n == 0)
+    return next(divisors, fewest)
 
 
 def _chunk_loss(project: Callable, z_loss: float, kernel_DV: jax.Array, chunk: tuple) -> Metrics:

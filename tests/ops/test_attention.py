@@ -9,6 +9,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from test_parity import Run, packed
 
+from meshtrain.config.build import build_model
+from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
 from meshtrain.ops import attention as attention_module
 from meshtrain.ops import blockwise
@@ -112,7 +114,7 @@ def formula(q, k, v, segments, *, window=None, softcap=0.0, scale=K**-0.5):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-def test_results_and_gradients_of_blocks_equal_the_formula(case, num_kv_heads, monkeypatch):
+def test_results_and_gradients_of_blocks_equal_the_formula(case, num_kv_heads):
     length, block, options = CASES[case]
     options = dict(options)
     rng = np.random.default_rng(0)
@@ -120,8 +122,6 @@ def test_results_and_gradients_of_blocks_equal_the_formula(case, num_kv_heads, m
     *inputs, weights = (rng.normal(size=shape) for shape in shapes)
     segments = np.sort(rng.integers(0, 3, (B, length)), 1) if options.pop("segments", 0) else None
     window = options.pop("window", None)
-    monkeypatch.setattr(blockwise, "BLOCK", block)
-    monkeypatch.setattr(attention_module, "MIN_QUERIES_PER_BLOCK", block)
 
     def run(compute, window=window):
         def summed(q, k, v):
@@ -134,7 +134,7 @@ def test_results_and_gradients_of_blocks_equal_the_formula(case, num_kv_heads, m
     with jax.enable_x64(True):
         expected, found = run(formula), []
         for name in ("xla", "blockwise"):
-            compute = partial(attention, implementation=name)
+            compute = partial(attention, implementation=f"{name}:{block}")
             found.append(run(compute))
             if window:  # traced, as with alternating local and global layers
                 found.append(jax.jit(partial(run, compute))(window))
@@ -152,6 +152,14 @@ def test_blockwise_attention_with_a_cache_equals_xla():
         found = blockwise.attention(q, k, v, *segments, block=4, **options)
         expected = attention(q, k, v, *segments, **options)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["flash", "xla:", "xla:0", "blockwise:-1", "blockwise:x", "cudnn:64"]
+)
+def test_an_unknown_implementation_or_block_size_is_rejected(name):
+    with pytest.raises(ConfigError, match=f"model.attention_impl='{name}': use"):
+        build_model(parse(packed(attention_impl=name)))
 
 
 def test_memory_of_blockwise_attention_is_linear_in_the_sequence():
@@ -213,6 +221,8 @@ def test_long_prompts_use_blockwise_attention(name):
         "blockwise" if is_auto else name
     )
     assert attention_module.choose_for_generation(name, 9, 2048) == ("xla" if is_auto else name)
+    blocks = {"xla:4": "xla", "blockwise:4": "blockwise:4"}.get(f"{name}:4")
+    assert is_auto or attention_module.choose_for_generation(f"{name}:4", 9, 2048) == blocks
 
 
 @pytest.fixture

@@ -79,6 +79,11 @@ def project(kernel, x):
     return 3 * jnp.tanh(x @ kernel / 3)  # with a soft cap
 
 
+def mib_of(num_tokens):
+    """Returns the MiB of a chunk's logits."""
+    return 4 * V * num_tokens / losses.MIB
+
+
 def loss_and_grads(mib, dtype="float64", scale=1.0, shape=(ROWS, LENGTH)):
     """Returns the Metrics of a loss, and the gradients of `scale` times the loss."""
     rng = np.random.default_rng(0)
@@ -96,46 +101,43 @@ def loss_and_grads(mib, dtype="float64", scale=1.0, shape=(ROWS, LENGTH)):
 
 # The largest divisor of 48 up to `max_tokens` is the size of a chunk.
 @pytest.mark.parametrize("max_tokens", [1, 5, 7, 30, 47])
-def test_loss_and_gradients_do_not_depend_on_the_chunks(max_tokens, monkeypatch):
-    monkeypatch.setattr(losses, "MIB", 4 * V * max_tokens)
+def test_loss_and_gradients_do_not_depend_on_the_chunks(max_tokens):
+    mib = mib_of(max_tokens)
     with jax.enable_x64(True):
-        found, expected = loss_and_grads(1, scale=0.25), loss_and_grads(0, scale=0.25)
+        found, expected = loss_and_grads(mib, scale=0.25), loss_and_grads(0, scale=0.25)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected
         )
-    text = str(jax.make_jaxpr(lambda: loss_and_grads(1, "float32"))())
+    text = str(jax.make_jaxpr(lambda: loss_and_grads(mib, "float32"))())
     assert f"[1,{max(n for n in range(1, max_tokens + 1) if 48 % n == 0)},{V}]" in text
 
 
-def test_chunks_of_a_prime_number_of_tokens_are_padded(monkeypatch):
-    monkeypatch.setattr(losses, "MIB", 4 * V * 10)
-    shape = (1, 47)
+def test_chunks_of_a_number_of_tokens_that_they_do_not_divide_are_padded():
+    mib, shape = mib_of(10), (1, 47)
     with jax.enable_x64(True):
-        found, expected = (loss_and_grads(mib, scale=0.25, shape=shape) for mib in (1, 0))
+        found, expected = (loss_and_grads(mib, scale=0.25, shape=shape) for mib in (mib, 0))
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected
         )
-    text = str(jax.make_jaxpr(lambda: loss_and_grads(1, "float32", shape=shape))())
+    text = str(jax.make_jaxpr(lambda: loss_and_grads(mib, "float32", shape=shape))())
     assert f"[1,10,{V}]" in text and "length=5" in text
 
 
-def test_in_float16_the_loss_is_scaled_before_its_gradient(monkeypatch):
+def test_in_float16_the_loss_is_scaled_before_its_gradient():
     """Chunks compute the gradient of the unscaled loss, which underflows in float16."""
-    monkeypatch.setattr(losses, "MIB", 4 * V)
-    _, (_, grad_x) = loss_and_grads(1, "float16", scale=2.0**-24)
+    _, (_, grad_x) = loss_and_grads(mib_of(1), "float16", scale=2.0**-24)
     _, (_, exact) = loss_and_grads(0, "float16", scale=2.0**-24)
     np.testing.assert_array_equal(grad_x, exact)
 
 
-def test_gradients_of_chunks_are_summed_in_float32(monkeypatch):
+def test_gradients_of_chunks_are_summed_in_float32():
     """In bfloat16, a sum of 1,024 equal terms stops growing after 256 of them."""
-    monkeypatch.setattr(losses, "MIB", 4 * V)
     x, targets = jnp.ones((1, 1024, D), jnp.bfloat16), jnp.zeros((1, 1024), jnp.int32)
 
     def grad_of(num_tokens):
         def loss(kernel):
             given = x[:, :num_tokens], targets[:, :num_tokens], jnp.ones((1, num_tokens))
-            metrics = chunked_cross_entropy(project, kernel, *given, z_loss=0.0, mib=1)
+            metrics = chunked_cross_entropy(project, kernel, *given, z_loss=0.0, mib=mib_of(1))
             assert metrics.loss.dtype == jnp.float32
             return metrics.loss
 
