@@ -130,8 +130,9 @@ def _with_config(
     )
     if hasattr(module, "prepare"):
         module.prepare(args, config)
-    alone = _is_alone(args)
-    if alone and (faults := [*faults, *_faults_of(config, args.simulate_devices)]):
+    alone, fits_devices = _is_alone(args), getattr(module, "FITS_DEVICES", False)
+    num_devices = None if fits_devices else args.simulate_devices
+    if alone and (faults := [*faults, *_faults_of(config, num_devices)]):
         raise ConfigError(*faults)
     from meshtrain.cluster import distributed, runtime
 
@@ -140,7 +141,8 @@ def _with_config(
         with distributed.raise_on_all_processes():
             import jax
 
-            if faults := [*faults, *_faults_of(config, jax.device_count())]:
+            num_devices = None if fits_devices else jax.device_count()
+            if faults := [*faults, *_faults_of(config, num_devices)]:
                 raise ConfigError(*faults)
     return args, config
 

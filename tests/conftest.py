@@ -4,14 +4,10 @@ import os
 import socket
 from pathlib import Path
 
+from meshtrain.commands.verify import QUICK_COMPILE_FLAGS
+
 # Tests spend most of their time compiling; these flags halve it. Child processes inherit them.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    ]
-)
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE_FLAGS}"
 
 import jax
 import pytest

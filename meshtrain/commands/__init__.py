@@ -9,7 +9,8 @@ class Verb(NamedTuple):
     The module defines `add_flags(parser)` and `run(args)`, or `run(args, config)` if the verb reads a
     config or a run; `run` returns the exit code. `--help` prints the module's docstring, so the module
     loads jax only in `run`. A verb that reads a config may define `prepare(args, config)`, called before
-    the config is checked and jax is started.
+    the config is checked and jax is started, and `FITS_DEVICES = True` if it sets the mesh and the batch
+    itself, so that those of the config need not fit the devices.
     """
 
     module: str

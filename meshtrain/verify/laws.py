@@ -21,43 +21,59 @@ from meshtrain.data.source import Batch, Source
 from meshtrain.models import transformer
 from meshtrain.models.base import Model, Params
 from meshtrain.train import train
-from meshtrain.verify import certificate, reference_model, reference_step
+from meshtrain.verify import certificate, keys, reference_model, reference_step, sections
 from meshtrain.verify.subject import STEPS, Subject
 
 TOLERANCE = 1e-10
-ALTERNATIVES = {  # key of the `model` section -> its value -> another value
-    "norm": {"rms": "layer", "layer": "rms", "rms_1p": "rms"},
-    "positions": {"rope": "learned", "learned": "rope"},
-    "mlp": {"swiglu": "gelu", "gelu": "geglu", "geglu": "swiglu"},
-}
 
 
-def violations(subject: Subject) -> list[str]:
-    """Returns a line for each law that the subject violates, starting with the name of the law."""
-    raw = subject.raw
-    samples, _ = subject.batches(packing=False, masks=subject.is_text)
-    batch = jax.tree.map(lambda leaf: leaf[: subject.global_batch], samples)
-    laws: dict[str, Callable[[], str | None]] = {"schedule": lambda: schedule(raw["optim"])}
+def laws(subject: Subject, *, quick: bool = False) -> dict[str, Callable[[], list[str]]]:
+    """Returns the laws that apply to the subject, by name: functions that return a line per violation."""
+    raw, found = subject.raw, {}
+
+    def add(name: str, law: Callable[[], str | None]) -> None:
+        found[name] = lambda: [f"{name}: {fault}"] if (fault := _fault_of(law)) else []
+
+    def batch() -> Any:
+        samples, _ = subject.batches(packing=False, masks=subject.is_text)
+        return jax.tree.map(lambda leaf: leaf[: subject.global_batch], samples)
+
+    if subject.is_text:
+        add("trainer", lambda: trainer(subject))
+    add("schedule", lambda: schedule(raw["optim"]))
+    add("keys", lambda: keys.repeated(raw))
     if raw["optim"]["build"] == "meshtrain.optim:adamw":
-        laws["adamw"] = lambda: adamw(raw["optim"])
-    if subject.is_text:
-        laws["trainer"] = lambda: trainer(subject)
-    if subject.name == "meshtrain.models.transformer:build":
+        add("adamw", lambda: adamw(raw["optim"]))
+    if subject.is_transformer:
         section = {key: value for key, value in raw["model"].items() if key != "build"}
-        section["num_layers"] = 2
-        unpacked = batch._replace(positions=None, segments=None)  # each row is one document
-        for c in (section, alternative_section(section, batch.tokens.shape[1])):
-            choices = ", ".join(c[key] for key in ALTERNATIVES)
-            laws[f"transformer of {choices}"] = lambda c=c: decoder(c, unpacked)
+        for number, c in enumerate(sections.select(section, quick=quick)):
+            add(f"transformer {number}", lambda c=c: decoder_of(c, _rows(batch(), 5)))
     else:
-        laws["gradient"] = lambda: gradient(subject.model, subject.start.params, batch)
+        add("gradient", lambda: gradient(subject.model, subject.start.params, batch()))
     if subject.must_predict_next_token:
-        laws["targets"] = lambda: "not the next tokens" if subject.rows is None else None
-    found = [f"{name}: {fault}" for name, law in laws.items() if (fault := _fault_of(law))]
+        add("targets", lambda: "not the next tokens" if subject.rows is None else None)
     if subject.is_text:
-        size = raw["model"].get("vocab_size")
-        found += reference_step.violations(subject.model, subject.start.params, batch, size)
+        size, model = raw["model"].get("vocab_size"), subject.model
+        found["language model"] = lambda: reference_step.violations(
+            model, subject.start.params, batch(), size
+        )
     return found
+
+
+def check(subject: Subject, name: str) -> list[str]:
+    """Returns a line for each violation of the law of this name, starting with the name."""
+    return laws(subject)[name]()
+
+
+def violations(subject: Subject, *, quick: bool = False) -> list[str]:
+    """Returns a line for each law that the subject violates."""
+    return [fault for law in laws(subject, quick=quick).values() for fault in law()]
+
+
+def _rows(batch: Batch, num: int) -> Batch:
+    """Returns the first rows of a batch, as one document each."""
+    parts = (leaf[:num] for leaf in (batch.tokens, batch.targets, batch.weights))
+    return Batch(*parts, None, None)
 
 
 def _fault_of(law: Callable[[], str | None]) -> str | None:
@@ -99,21 +115,10 @@ def gradient(model: Model, params: Params, batch: Any) -> str | None:
     return None
 
 
-def alternative_section(c: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
-    """Returns the `model` section with another value for every choice."""
-    switched = {key: choice[c[key]] for key, choice in ALTERNATIVES.items()}
-    switched |= {key: not c[key] for key in ("bias", "tie_embeddings", "qk_norm", "post_norm")}
-    local = {"attention": "l", "window": max(1, seq_len // 3)}
-    switched |= {"attention": "g", "window": 0} if "l" in c["attention"] else local
-    switched |= {key: 0.0 if c[key] else 3.0 for key in ("attention_softcap", "logit_softcap")}
-    switched |= {"embed_scale": 1.0 if c["embed_scale"] != 1 else 2.0}
-    return {
-        **c,
-        **switched,
-        "num_layers": 1,
-        "z_loss": 0.0 if c["z_loss"] else 1e-3,
-        "max_seq_len": seq_len,
-    }
+def decoder_of(c: Mapping[str, Any], batch: Batch) -> str | None:
+    """Returns the fault of `decoder`, with the section."""
+    fault = decoder(c, batch)
+    return fault and f"{fault} ({sections.describe(c)})"
 
 
 def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
@@ -144,19 +149,31 @@ def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
 def adamw(c: Mapping[str, Any]) -> str | None:
     """Law: the AdamW of optim.py computes the same parameters as reference_model.py."""
     random, rates = np.random.default_rng(0), [1e-2, 3e-2, 2e-2]
-    params = {name: random.normal(size=64) for name in ("kernel", *c["no_decay"])}
+    # Whether a parameter decays depends on the last key of its path, not on the others.
+    names = ("kernel", *c["no_decay"])
+    params = {f"{outer}/{name}": random.normal(size=64) for outer in names for name in names}
     grads = [
-        {name: random.normal(size=64) * 10 ** random.uniform(-9, 1, 64) for name in params}
+        {path: random.normal(size=64) * 10 ** random.uniform(-9, 1, 64) for path in params}
         for _ in rates
     ]
     keys = ("b1", "b2", "epsilon", "weight_decay", "no_decay")
     optimizer = optim.adamw(lambda n: jnp.array(rates)[n], **{key: c[key] for key in keys})
     expected = reference_model.adamw(params, grads, rates, c)
-    actual, state = params, optimizer.init(params)
+    actual = _nested(params)
+    state = optimizer.init(actual)
     for grad in grads:
-        updates, state = optimizer.update(grad, state, actual)
+        updates, state = optimizer.update(_nested(grad), state, actual)
         actual = jax.tree.map(lambda leaf, update: leaf + np.asarray(update), actual, updates)
-    return _difference({"parameters": actual}, {"parameters": expected})
+    return _difference({"parameters": actual}, {"parameters": _nested(expected)})
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns a dict of dicts from paths of two names."""
+    nested: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        outer, name = path.split("/")
+        nested.setdefault(outer, {})[name] = value
+    return nested
 
 
 def schedule(c: Mapping[str, Any]) -> str | None:

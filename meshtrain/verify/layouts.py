@@ -1,52 +1,72 @@
-"""Lists the layouts that `verify` chooses from; new axes and schedules are included automatically."""
+"""Selects the layouts that `verify` tries; new axes and schedules are included automatically."""
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 
 from meshtrain.config import checks
 from meshtrain.config.schema import AXES, KEEP, MeshConfig
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
-from meshtrain.verify.covering import Row
+from meshtrain.verify.covering import Row, pairwise
 from meshtrain.verify.subject import Subject
 
+NUM_MICROBATCHES = (1, 3, 6, 12)  # multiples of the number of stages, and not
+NUM_CHUNKS = (2, 3)  # of interleaved schedules, on each stage
+UNROLL = (1, 3)  # 3 divides the 24 layers of a subject, but not the layers of every chunk
+# Several blocks at the sequence length of a subject, the last one shorter.
+ATTENTION_IMPLS = ("xla", "xla:6", "blockwise:5")
+LOSS_CHUNKS = (0, 3)
+REMAT = ("full", "dots", "names:attention,mlp")
 
-def possible(subject: Subject, without: Iterable[str] = ()) -> Iterator[Row]:
-    """Yields every layout of all devices, with every combination of the other settings of a step.
 
-    These are remat, packing, token weights, sequence-sharded residuals and the loss scale.
-    """
+def select(subject: Subject, without: Iterable[str] = ()) -> list[Row]:
+    """Returns layouts of all devices in which every possible pair of two settings occurs."""
+    return pairwise(_bases(subject), _factors(subject, without))
+
+
+def _factors(subject: Subject, without: Iterable[str]) -> list[list[Row]]:
+    """Returns the settings that combine with every mesh: for each, a row of each of its values."""
+    raw, model = subject.raw, subject.raw["model"]
+
+    def switch(name: str, supported: bool = True) -> list[Row]:
+        return [{name: value} for value in ([True, False] if supported else [False])]
+
+    # With remat, layers are never unrolled.
+    recompute = [{"remat": "none", "unroll": number} for number in UNROLL]
+    recompute += [{"remat": name, "unroll": 1} for name in REMAT]
+    factors = [
+        recompute,
+        switch("packing", subject.rows is not None and "packing" not in without),
+        switch("masks", subject.is_text and "masks" not in without),
+        switch("sequence_parallel", any(name == "residual_seq" for name, _ in raw["rules"])),
+        switch("loss_scale"),
+    ]
+    if subject.is_transformer and "attention_impl" in model:
+        factors.append([{"attention_impl": name} for name in ATTENTION_IMPLS])
+        factors.append([{"loss_chunks": number} for number in LOSS_CHUNKS])
+    return factors
+
+
+def _bases(subject: Subject) -> list[Row]:
+    """Returns every layout of all devices: sizes of axes, ZeRO stage, micro-batches, pipeline settings."""
     num_devices = jax.device_count()
     axes = [axis for axis in AXES if axis not in checks.UNSUPPORTED_AXES]
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
-
-    def levels(supported: bool, name: str = "") -> list[bool]:
-        return [True, False] if supported and name not in without else [False]
-
-    variants = {
-        "remat": ["none", "full", "dots", "names:attention,mlp"],
-        "packing": levels(subject.rows is not None, "packing"),
-        "masks": levels(subject.is_text, "masks"),
-        "sequence_parallel": levels(
-            any(name == "residual_seq" for name, _ in subject.raw["rules"])
-        ),
-        "loss_scale": levels(True),
-    }
-    variants = [
-        dict(zip(variants, row, strict=True)) for row in itertools.product(*variants.values())
-    ]
+    found = []
     for row in itertools.product(*[divisors] * len(axes)):
         sizes = dict(zip(axes, row, strict=True))
         if math.prod(row) != num_devices:
             continue
         # ZeRO stages differ only in what they shard over fsdp.
-        for zero_stage in [3, 0, 1, 2] if sizes["fsdp"] > 1 else [3]:
-            for num, pipeline in itertools.product([1, 2, 4, 8], _pipelines(subject, sizes)):
-                layout = {**sizes, "zero_stage": zero_stage, "num_microbatches": num, **pipeline}
-                if not _faults(subject, layout):
-                    yield from ({**layout, **variant} for variant in variants)
+        stages = [3, 0, 1, 2] if sizes["fsdp"] > 1 else [3]
+        combinations = itertools.product(stages, NUM_MICROBATCHES, _pipelines(subject, sizes))
+        for zero_stage, num, pipeline in combinations:
+            layout = {**sizes, "zero_stage": zero_stage, "num_microbatches": num, **pipeline}
+            if not _faults(subject, layout):
+                found.append(layout)
+    return found
 
 
 def _pipelines(subject: Subject, sizes: Mapping[str, int]) -> list[Row]:
@@ -56,12 +76,14 @@ def _pipelines(subject: Subject, sizes: Mapping[str, int]) -> list[Row]:
         return [dict.fromkeys(keys)]
     if subject.model.block is None:
         return []
-    num_layers = len(jax.tree.leaves(subject.start.params["layers"])[0])
+    # With one layer in a chunk, the order of its layers could not be wrong.
+    least = 2 if subject.is_shrunk else 1
     return [
         dict(zip(keys, (schedule, chunks, keep), strict=True))
         for schedule, keep in itertools.product(SCHEDULES, KEEP)
-        for chunks in ([2] if schedule == "interleaved" else [1])
-        if not checks.layer_faults(num_layers, sizes["pipeline"], chunks)
+        for chunks in (NUM_CHUNKS if schedule == "interleaved" else [1])
+        if not checks.layer_faults(subject.num_layers, sizes["pipeline"], chunks)
+        and subject.num_layers >= least * sizes["pipeline"] * chunks
     ]
 
 

@@ -1,7 +1,7 @@
 """Reference implementation of a training step in plain maths on one device.
 
-It computes the expected values without the trainer: no mesh, no rules, no scan, no micro-batches, no
-remat, no masks between documents. Every document is a separate row.
+It computes the expected values without the trainer: no mesh, no rules, no micro-batches, no remat, no
+masks between documents. Every document is a separate row.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from meshtrain.models.base import Model, Params
 class Step(NamedTuple):
     """The expected values of one optimizer step."""
 
-    means: dict[str, jax.Array]  # loss and the extras of Metrics
+    sums: dict[str, jax.Array]  # loss, weight and the extras of Metrics, before the update
+    means: dict[str, jax.Array]  # loss and the extras, divided by the weight
     learning_rate: jax.Array | float
     norm: jax.Array  # (), global norm of the gradients before clipping
     grads: Params  # of the mean loss, clipped
@@ -37,12 +38,8 @@ def run_compiled(function: Callable, *args: Any) -> Any:
 
 def apply_blocks(model: Model, params: Params, batch: Any) -> jax.Array:
     """Returns the output of the last block, (B, S, D) for the transformer."""
-    x = model.embed(params, batch)
-    for number in range(len(jax.tree.leaves(params["layers"])[0])):
-        stack = {**params["layers"], **model.constants}
-        layer = jax.tree.map(lambda leaf, number=number: leaf[number], stack)
-        x = model.block(layer, x, batch)
-    return x
+    x, stack = model.embed(params, batch), {**params["layers"], **model.constants}
+    return jax.lax.scan(lambda x, layer: (model.block(layer, x, batch), None), x, stack)[0]
 
 
 def loss(model: Model, params: Params, batch: Any) -> Metrics:
@@ -60,15 +57,15 @@ def make_step(
     def step(number, params, opt_state, batch, clip_norm):
         def mean(params):
             sums = loss(model, params, batch)
-            means = {"loss": sums.loss / sums.weight}
-            return means["loss"], means | {k: v / sums.weight for k, v in sums.extra.items()}
+            return sums.loss / sums.weight, {"loss": sums.loss, "weight": sums.weight, **sums.extra}
 
-        grads, means = jax.grad(mean, has_aux=True)(params)
+        grads, sums = jax.grad(mean, has_aux=True)(params)
+        means = {name: total / sums["weight"] for name, total in sums.items() if name != "weight"}
         norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1, clip_norm / norm), grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = jax.tree.map(jnp.add, params, updates)
-        return Step(means, schedule(number), norm, grads, params, opt_state)
+        return Step(sums, means, schedule(number), norm, grads, params, opt_state)
 
     return step
 

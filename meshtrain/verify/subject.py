@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -21,7 +23,10 @@ from meshtrain.models.base import Model
 from meshtrain.program import assemble
 from meshtrain.verify import reference_step
 
-NUM_LAYERS = 4  # enough for two chunks on each of two stages, or one on each of four
+# At least two layers in each of three chunks on each of four stages; also a multiple of the length of the
+# attention pattern.
+NUM_LAYERS = 24
+ROWS_PER_DEVICE = 6
 STEPS = 2  # the second starts from an optimizer state that is not zero
 SEPARATOR = 0  # token that ends a document in packed rows
 
@@ -38,35 +43,51 @@ class Subject:
         keep_sizes: bool,
     ):
         raw = copy.deepcopy(settings.to_dict() if hasattr(settings, "to_dict") else dict(settings))
+        self.settings, self.keep_sizes = copy.deepcopy(raw), keep_sizes
         _check_unchanged(raw, model)
-        if not keep_sizes and model is None:
+        self.is_shrunk = not keep_sizes and model is None
+        if self.is_shrunk:
             shrink(raw)
         adjust_settings(raw, jax.device_count())
         cfg = parse(raw, num_devices=jax.device_count())
         parts = build(cfg, model=model, data=data)
-        self.raw, self.global_batch = raw, cfg.train.global_batch
+        self.raw, self.cfg, self.global_batch = raw, cfg, cfg.train.global_batch
         self.name = "your model" if model else raw["model"]["build"]
+        self.is_transformer = self.name == "meshtrain.models.transformer:build"
         self.model = without_dropout(parts.model)
         self.samples = read_samples(parts.train_data, STEPS * self.global_batch)
         self.rows = _rows_of(self.samples)
         # In data of this package each target has to be the next token.
         own_data = data is None and raw["data"]["build"].startswith("meshtrain.data.")
         self.must_predict_next_token = own_data and self.is_text
-        schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
-        optimizer = parts.make_optimizer(schedule)
+        self.schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
+        self.optimizer = parts.make_optimizer(self.schedule)
+        self._steps: dict[tuple[bool, bool], list[reference_step.Step]] = {}
+
+    @cached_property
+    def start(self) -> Any:
+        """The TrainState before the first step; its optimizer state also holds the gradients."""
         program = assemble(
-            dataclasses.replace(cfg, mesh=MeshConfig()),
-            Parts(self.model, lambda _: keep_gradients(optimizer)),
+            dataclasses.replace(self.cfg, mesh=MeshConfig()),
+            Parts(self.model, lambda _: keep_gradients(self.optimizer)),
             devices=jax.devices()[:1],
         )
         with program.active():
-            self.start = jax.device_get(program.start(cfg.train.seed))
-        self._step = jax.jit(reference_step.make_step(self.model, optimizer, schedule))
-        self._steps: dict[tuple[bool, bool], list[reference_step.Step]] = {}
-        # Half of the first gradient norm, so that clipping has an effect.
-        self.clip_norm = np.inf
-        self.clip_norm = float(self.steps(packing=False, masks=False)[0].norm) / 2
-        self._steps.clear()
+            return jax.device_get(program.start(self.cfg.train.seed))
+
+    @cached_property
+    def clip_norm(self) -> float:
+        """Half of the first gradient norm, so that clipping has an effect."""
+        batch = self.batches(packing=False, masks=False)[1][0]
+        return float(self._step(0, self.start.params, self.start.opt_state[1], batch).norm) / 2
+
+    @cached_property
+    def abstract_params(self) -> Any:
+        return jax.eval_shape(self.model.init, jax.random.key(0))
+
+    @property
+    def num_layers(self) -> int:
+        return jax.tree.leaves(self.abstract_params["layers"])[0].shape[0]
 
     @property
     def is_text(self) -> bool:
@@ -78,11 +99,18 @@ class Subject:
         if (packing, masks) not in self._steps:
             params, opt_state, steps = self.start.params, self.start.opt_state[1], []
             for number, batch in enumerate(self.batches(packing=packing, masks=masks)[1]):
-                step = self._step(np.int32(number), params, opt_state, batch, self.clip_norm)
-                steps.append(jax.device_get(step))
+                steps.append(self._step(number, params, opt_state, batch, self.clip_norm))
                 params, opt_state = steps[-1].params, steps[-1].opt_state
             self._steps[packing, masks] = steps
         return self._steps[packing, masks]
+
+    @cached_property
+    def _compiled_step(self) -> Any:
+        return jax.jit(reference_step.make_step(self.model, self.optimizer, self.schedule))
+
+    def _step(self, number, params, opt_state, batch, clip_norm=np.inf) -> reference_step.Step:
+        step = self._compiled_step(np.int32(number), params, opt_state, batch, clip_norm)
+        return jax.device_get(step)
 
     def batches(self, *, packing: bool, masks: bool) -> tuple[Any, list[Any]]:
         """Returns the samples of all steps, and for each step its batch with one document per row."""
@@ -129,8 +157,8 @@ def _check_unchanged(raw: dict[str, Any], model: Model | None) -> None:
 def shrink(raw: dict[str, Any]) -> None:
     """Reduces the sizes of the model, which it recognises by their usual keys.
 
-    Bugs of parallel code show at any size. The structure and the ratio of query to key/value heads stay
-    the same; the new size of the vocabulary needs padding.
+    The structure stays the same: the ratio of query to key/value heads, and the pattern of the layers. The
+    new size of the vocabulary needs padding.
     """
     model, data = raw["model"], raw["data"]
     if {"num_heads", "num_kv_heads", "d_model"} <= model.keys():
@@ -141,24 +169,27 @@ def shrink(raw: dict[str, Any]) -> None:
         if model.get("head_dim"):
             model["head_dim"] = min(model["head_dim"], 16)
     if "num_layers" in model:
-        model["num_layers"] = NUM_LAYERS
+        model["num_layers"] = math.lcm(NUM_LAYERS, len(model.get("attention") or "g"))
     small = {"d_ff": 64, "vocab_size": 125, "max_seq_len": 16, "seq_len": 16, "window": 5}
     for section in (model, data):
         section.update({key: min(n, section[key]) for key, n in small.items() if key in section})
 
 
 def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
-    """Sets float64, a batch of 4 rows per device, and synthetic tokens instead of files."""
+    """Sets float64, a batch that fits the devices, and synthetic tokens instead of files.
+
+    Attention and loss are computed in one block; the layouts vary that.
+    """
     if raw["data"]["build"] == synthetic.FILES_BUILD:
         raw["data"].update(build=synthetic.SYNTHETIC_BUILD, separator=-1)
-    if raw["model"].get("attention_impl") == "cudnn":  # does not support float64
-        raw["model"].update(attention_impl="auto")
+    plain = {"attention_impl": "xla", "loss_chunk_mib": 0.0}
+    raw["model"].update({key: value for key, value in plain.items() if key in raw["model"]})
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}
     raw["train"].update(
         steps=STEPS,
         dtype="float64",
         param_dtype="float64",
-        global_batch=4 * num_devices,
+        global_batch=ROWS_PER_DEVICE * num_devices,
         num_microbatches=1,
         unroll=1,
     )

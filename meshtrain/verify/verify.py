@@ -11,20 +11,23 @@ import jax
 
 from meshtrain import console
 from meshtrain import state as states
-from meshtrain.config.build import Parts, optimizer_builder
+from meshtrain.config.build import Parts, build_model, optimizer_builder
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError, choice_faults
 from meshtrain.models.base import Model
+from meshtrain.models.transformer_config import VOCAB_MULTIPLE
+from meshtrain.ops.losses import MIB
 from meshtrain.parallel import sharding
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
 from meshtrain.step import Scalars
 from meshtrain.verify import OPTIONAL, QUICK_LAYOUTS, certificate, laws, layouts, reference_step
 from meshtrain.verify.certificate import Certificate, Result
-from meshtrain.verify.covering import Row, pairwise
+from meshtrain.verify.covering import Row
+from meshtrain.verify.jobs import Task, run_tasks
 from meshtrain.verify.subject import STEPS, Subject, keep_gradients
 
 TOLERANCE = 1e-10
@@ -39,38 +42,44 @@ def verify(
     quick: bool = False,
     keep_sizes: bool = False,
     without: Iterable[str] = (),
+    jobs: int = 1,
     log: Callable[[str], None] = print,
 ) -> Certificate:
     """Compares layouts in which every possible pair of settings occurs with one device.
 
     `model` and `data` are as for `train`. `quick` tries only the QUICK_LAYOUTS layouts that cover the
     most pairs. `keep_sizes` leaves the sizes of the model unchanged. `without` lists checks of OPTIONAL
-    that do not apply, such as "packing" for a model that ignores `batch.segments`. Raises ConfigError
-    for mistakes of the user.
+    that do not apply, such as "packing" for a model that ignores `batch.segments`. `jobs` processes share
+    the work on simulated devices; with `model` or `data` there is one. Raises ConfigError for mistakes
+    of the user.
     """
     if faults := [fault for name in without for fault in choice_faults("without", name, OPTIONAL)]:
         raise ConfigError(*faults)
     with jax.enable_x64(True):
         subject = Subject(settings, model, data, keep_sizes=keep_sizes)
-        rows = pairwise(layouts.possible(subject, without))
+        rows = layouts.select(subject, without)
         rows = rows[:QUICK_LAYOUTS] if quick else rows
         rows.sort(key=lambda row: sum(row.get(axis, 1) > 1 for axis in AXES))
-        log(f"{subject.name}: {states.count(subject.start.params):,} parameters, float64")
+        log(f"{subject.name}: {states.count(subject.abstract_params):,} parameters, float64")
         log(
-            f"{len(rows)} layouts of {jax.device_count()} devices, {STEPS} steps each, "
-            f"compared with one device"
+            f"{len(rows)} layouts of {jax.device_count()} devices, {STEPS} steps each on "
+            f"{subject.global_batch} rows, compared with one device"
         )
-        results = []
-        with console.progress("verifying", len(rows), stream="stdout") as advance:
-            violations = [
-                fault for fault in laws.violations(subject) if not fault.startswith(tuple(without))
-            ]
-            for fault in violations:
-                log(f"FAILED on one device: {fault}")
-            for row in rows:
-                results.append(check_layout(subject, row))
-                log(certificate.summary_line(results[-1]))
+        tasks = [Task(laws.check, name) for name in laws.laws(subject, quick=quick)]
+        tasks += [Task(check_layout, row) for row in rows]
+        results, violations = [], []
+        with console.progress("verifying", len(tasks), stream="stdout") as advance:
+            for found in run_tasks(subject, tasks, 1 if model or data else jobs):
+                if isinstance(found, Result):
+                    results.append(found)
+                    log(certificate.summary_line(found))
+                else:
+                    found = [fault for fault in found if not fault.startswith(tuple(without))]
+                    for fault in found:
+                        log(f"FAILED on one device: {fault}")
+                    violations += found
                 advance(1)
+    results.sort(key=lambda result: rows.index(result.row))
     return Certificate(subject.name, TOLERANCE, tuple(violations), tuple(results))
 
 
@@ -94,15 +103,31 @@ def _program(subject: Subject, row: Row) -> Program:
     raw = copy.deepcopy(subject.raw)
     raw["mesh"] = {axis: row.get(axis, 1) for axis in AXES}
     raw["optim"]["clip_norm"] = subject.clip_norm
-    raw["train"].update({key: row[key] for key in ("zero_stage", "num_microbatches", "remat")})
+    keys = ("zero_stage", "num_microbatches", "remat", "unroll")
+    raw["train"].update({key: row[key] for key in keys if key in row})
     if row.get("schedule"):
         raw["pipeline"].update({key: row[key] for key in ("schedule", "num_chunks", "keep")})
     if row["sequence_parallel"]:
         raw["rules"] = (("residual_seq", ("context", "tensor")), *raw["rules"])
+    if "attention_impl" in row:
+        raw["model"].update(attention_impl=row["attention_impl"])
+    if row.get("loss_chunks"):
+        raw["model"].update(loss_chunk_mib=_loss_chunk_mib(subject, raw, row["loss_chunks"]))
     cfg = parse(raw, num_devices=jax.device_count())
     make_optimizer = optimizer_builder(cfg)
-    parts = Parts(subject.model, lambda schedule: keep_gradients(make_optimizer(schedule)))
+    model = subject.model if raw["model"] == subject.raw["model"] else build_model(cfg)
+    parts = Parts(model, lambda schedule: keep_gradients(make_optimizer(schedule)))
     return assemble(cfg, parts)
+
+
+def _loss_chunk_mib(subject: Subject, raw: Mapping[str, Any], num_chunks: int) -> float:
+    """Returns the `loss_chunk_mib` with which each device computes its loss in `num_chunks` chunks."""
+    mesh, vocab = raw["mesh"], -(-raw["model"]["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    slices = mesh["data"] * mesh["fsdp"] * raw["train"]["num_microbatches"]
+    num_tokens = subject.samples.tokens[: subject.global_batch].size // slices
+    (axes,) = sharding.spec_for(("vocab",), (vocab,), raw["rules"], mesh)
+    size = num_tokens * vocab * 4 / math.prod(mesh[axis] for axis in sharding.axes_of(axes))
+    return size / MIB / (num_chunks - 0.5)
 
 
 def _compare(
@@ -137,8 +162,9 @@ def _compare(
         initial = jax.device_get(program.start(subject.raw["train"]["seed"]).params)
         fault = record({"start": initial}, {"start": subject.start.params}, INITIAL_TOLERANCE)
         state = jax.device_put(start, states.shardings_of(step_program.abstract_state))
-        means = evaluate(state.params, batches[0]).mean()
-        fault = fault or record({"evaluation": means}, {"evaluation": expected_steps[0].means})
+        metrics = evaluate(state.params, batches[0])
+        sums = {"loss": metrics.loss, "weight": metrics.weight, **metrics.extra}
+        fault = fault or record({"evaluation": sums}, {"evaluation": expected_steps[0].sums})
         for number, (batch, expected) in enumerate(zip(batches, expected_steps, strict=True)):
             if fault:
                 break
@@ -180,12 +206,12 @@ def _values(
 
 
 def _sharding_fault(program: Program, zero_stage: int) -> str | None:
-    """Returns a message if the batch, or a tree that ZeRO shards, is not sharded as the layout says."""
+    """Returns a message if the batch, or a tree of parameters, is not sharded as the layout says."""
     sizes, fsdp = program.mesh.shape, program.mesh.shape["fsdp"]
     (batch_axes,) = sharding.spec_for(("batch",), (program.mesh.size,), program.rules, sizes)
     if math.prod(sizes[axis] for axis in sharding.axes_of(batch_axes)) != sizes["data"] * fsdp:
         return f"rows of the batch are sharded over {batch_axes}, not over data and fsdp"
-    state, first_rule = program.abstract_state, dict(reversed(program.rules))
+    state = program.abstract_state
     trees = {
         "parameters": (3, states.shardings_of(state.params)),
         "gradients": (2, program.grad_shardings),
@@ -197,12 +223,28 @@ def _sharding_fault(program: Program, zero_stage: int) -> str | None:
         for (path, leaf), dims, placed in zip(
             leaves, names, jax.tree.leaves(shardings), strict=True
         ):
-            sized = zip(dims, leaf.shape, strict=True)
-            divisible = any(
-                first_rule.get(name) == "fsdp" and size % fsdp == 0 for name, size in sized
-            )
-            is_sharded = any("fsdp" in sharding.axes_of(axes) for axes in placed.spec)
-            if fsdp > 1 and divisible and is_sharded != (zero_stage >= first_stage):
-                how = "sharded" if is_sharded else "replicated"
-                return f"{kind} {certificate.name_of(path)}: {how} over fsdp at ZeRO stage {zero_stage}"
+            expected = _expected_axes(dims, leaf.shape, program.rules, sizes)
+            if zero_stage < first_stage:
+                expected -= {"fsdp"}
+            found = {axis for axes in placed.spec for axis in sharding.axes_of(axes)}
+            found = {axis for axis in found if sizes[axis] > 1}
+            if wrong := sorted(expected ^ found):
+                how = "sharded" if wrong[0] in found else "replicated"
+                name = certificate.name_of(path)
+                return f"{kind} {name}: {how} over {wrong[0]} at ZeRO stage {zero_stage}"
     return None
+
+
+def _expected_axes(
+    dims: tuple, shape: tuple[int, ...], rules: sharding.Rules, sizes: Mapping[str, int]
+) -> set[str]:
+    """Returns the mesh axes that shard an array: for each dim, those of the first rule that divides it."""
+    expected: set[str] = set()
+    for rule, axes in rules:
+        axes = {axis for axis in sharding.axes_of(axes) if sizes[axis] > 1}
+        sized = [size for name, size in zip(dims, shape, strict=True) if name == rule]
+        if not axes & expected and any(
+            size % math.prod(sizes[axis] for axis in axes) == 0 for size in sized
+        ):
+            expected |= axes
+    return expected

@@ -11,28 +11,41 @@ from flax import nnx
 
 import meshtrain
 from meshtrain import cli
+from meshtrain.config import files
 from meshtrain.data.source import Source
+from meshtrain.models import transformer
+from meshtrain.ops import blockwise, losses
 from meshtrain.train import train
-from meshtrain.verify import laws, reference_step, subject, verify
+from meshtrain.verify import keys, laws, layouts, reference_step, sections, subject, verify
 from meshtrain.verify.certificate import compare
 from meshtrain.verify.covering import pairwise
 
 
-def test_pairwise_covers_every_possible_pair_of_levels():
-    factors = {"a": [1, 2, 4], "b": [1, 2, 4], "c": ["x", None], "d": [True, False]}
-
-    def possible(row):
-        return row["a"] * row["b"] <= 4 and (row["c"] == "x" or not row["d"])
+def test_pairwise_covers_every_possible_pair_of_values():
+    settings = {"a": [1, 2, 4], "b": [1, 2, 4], "c": ["x", None]}
+    rows = [dict(zip(settings, row, strict=True)) for row in itertools.product(*settings.values())]
+    bases = [row for row in rows if row["a"] * row["b"] <= 4]
+    factors = [
+        [{"d": True}, {"d": False}],
+        [{"e": 1, "f": 1}, {"e": 2, "f": 1}, {"e": 1, "f": 2}],  # not all pairs of e and f
+        [{"g": n} for n in range(9)],
+    ]
 
     def pairs(rows):
         return {pair for row in rows for pair in itertools.combinations(row.items(), 2)}
 
-    rows = [dict(zip(factors, row, strict=True)) for row in itertools.product(*factors.values())]
-    chosen = pairwise(filter(possible, rows))
-    assert all(map(possible, chosen))
-    assert pairs(chosen) == pairs(filter(possible, rows))
-    assert len(chosen) < len(list(filter(possible, rows)))
-    assert pairwise([]) == []
+    possible = [
+        {**base, **levels[0], **levels[1], **levels[2]}
+        for base in bases
+        for levels in itertools.product(*factors)
+    ]
+    chosen = pairwise(bases, factors)
+    assert pairs(chosen) == pairs(possible) and all(row in possible for row in chosen)
+    assert 27 <= len(chosen) < 60 < len(possible)
+    assert pairwise([], factors) == []
+    assert pairs(pairwise([{}], factors)) == pairs(
+        [{**x, **y, **z} for x, y, z in itertools.product(*factors)]
+    )
 
 
 def test_packed_documents_are_unpacked_to_separate_rows():
@@ -152,21 +165,117 @@ def test_shrinking_keeps_the_structure():
     raw["model"].update(vocab_size=128256)
     subject.shrink(raw)
     model = raw["model"]
-    assert (model["num_layers"], model["num_heads"], model["num_kv_heads"]) == (
-        subject.NUM_LAYERS,
-        8,
-        2,
-    )
-    assert (model["d_model"], model["d_ff"], model["vocab_size"]) == (64, 64, 125)
+    sizes = ("num_layers", "num_heads", "num_kv_heads", "d_model", "d_ff", "vocab_size")
+    assert [model[size] for size in sizes] == [24, 8, 2, 64, 64, 125]
+    model.update(attention="llg", window=512, num_layers=26)
+    subject.shrink(raw)
+    assert (model["num_layers"], model["window"]) == (24, 5)
+    model.update(attention="llllg")
+    subject.shrink(raw)
+    assert model["num_layers"] == 120  # a multiple of the pattern and of the chunks
 
 
-def test_cudnn_is_replaced_by_an_implementation_with_float64():
+@pytest.fixture(scope="module")
+def quickstart():
+    with jax.enable_x64(True):
+        yield subject.Subject(files.read("quickstart", [])[0], None, None, keep_sizes=False)
+
+
+def test_layouts_vary_what_a_run_can_choose(quickstart):
+    rows = layouts.select(quickstart)
+
+    def values(key):
+        return {row[key] for row in rows}
+
+    assert values("attention_impl") == set(layouts.ATTENTION_IMPLS)
+    assert values("loss_chunks") == {0, 3} and values("unroll") == {1, 3}
+    assert values("remat") == {"none", "full", "dots", "names:attention,mlp"}
+    assert values("keep") == {None, "inputs", "residuals"} and values("zero_stage") == {0, 1, 2, 3}
+    pipelines = {(row["pipeline"], row["num_chunks"], row["num_microbatches"]) for row in rows}
+    assert {(P, V) for P, V, _ in pipelines} >= {(2, 3), (4, 2), (4, 3), (8, 1)}
+    assert any(M % P for P, _, M in pipelines) and any(P > 1 and M > P for P, _, M in pipelines)
+    for P, V, _ in pipelines:
+        assert quickstart.num_layers >= 2 * P * (V or 1)
+    quick = rows[: verify.QUICK_LAYOUTS]
+    for key in (
+        "attention_impl",
+        "loss_chunks",
+        "unroll",
+        "keep",
+        "packing",
+        "masks",
+        "zero_stage",
+    ):
+        assert {row[key] for row in quick} == values(key), key
+
+
+def test_a_model_without_choices_of_attention_has_no_layouts_of_them():
+    model = meshtrain.from_nnx(Digits, squares)
+    own = subject.Subject(tiny_config(), model, Source(samples), keep_sizes=False)
+    rows = layouts.select(own, without=["packing"])
+    assert not {"attention_impl", "loss_chunks"} & rows[0].keys()
+    assert {(row["pipeline"], row["packing"]) for row in rows} == {(1, False)}
+
+
+def test_the_forced_sizes_reach_attention_and_loss(quickstart, monkeypatch):
+    """At the size of the proof there are several blocks and chunks, also where the vocabulary is sharded."""
+    seen = {}
+    for module, name in ((blockwise, "_attention"), (losses, "_sum_over_chunks")):
+        original = getattr(module, name)
+
+        def spy(*args, original=original, name=name):
+            seen.setdefault(name, args)
+            return original(*args)
+
+        monkeypatch.setattr(module, name, spy)
+    row = LAYOUT | {"data": 1, "tensor": 4, "attention_impl": "blockwise:5", "loss_chunks": 3}
+    with jax.enable_x64(True):
+        program = verify._program(quickstart, row)
+        samples = jax.tree.map(lambda leaf: leaf[:48], quickstart.samples)
+        with program.active():
+            jax.eval_shape(program.train_step, program.abstract_state, samples)
+    q, k = seen["_attention"][2:4]
+    assert len(q) == len(k) == 4 and q.shape[-2] % 5 == 0
+    assert len(jax.tree.leaves(seen["_sum_over_chunks"][2])[0]) == 3
+
+
+def test_the_users_choice_of_attention_does_not_matter():
     c = tiny_config()
     c.model.attention_impl = "cudnn"
     with jax.enable_x64(True):
         own = subject.Subject(c, None, None, keep_sizes=False)
-        assert verify.check_layout(own, LAYOUT).fault is None
-    assert own.raw["model"]["attention_impl"] == "auto"  # also for the models of laws.py
+    assert (own.raw["model"]["attention_impl"], own.raw["model"]["loss_chunk_mib"]) == ("xla", 0)
+
+
+def test_choices_of_the_model_are_varied_in_pairs(quickstart):
+    section = {key: value for key, value in quickstart.raw["model"].items() if key != "build"}
+    own, *others = sections.select(section)
+    assert own == section | {"num_layers": 2}
+    assert any(c["positions"] == "rope" and c["qk_norm"] and c["attention"] == "lg" for c in others)
+    for c in others:
+        transformer.build(**c)
+    assert sections.select(section, quick=True) == [own, *others[: sections.NUM_QUICK]]
+    gemma = sections.select({**section, "attention": "lllllg", "window": 5})
+    assert gemma[0]["num_layers"] == 6
+
+
+@pytest.mark.parametrize("bug", [None, "step", "micro-batch", "shard"])
+def test_random_keys_that_repeat_are_found(quickstart, bug, monkeypatch):
+    fold_in, split = jax.random.fold_in, jax.random.split
+    if bug == "shard":
+        monkeypatch.setattr(jax.random, "split", lambda key, num: split(key, 1)[np.zeros(num, int)])
+    elif bug:
+        calls = []
+
+        def constant(key, number):
+            calls.append(number)
+            kind = "step" if len(calls) == 1 else "micro-batch"
+            return fold_in(key, 0 if kind == bug else number)
+
+        monkeypatch.setattr(jax.random, "fold_in", constant)
+    with jax.enable_x64(True):
+        fault = keys.repeated(quickstart.raw)
+    assert (fault is None) == (bug is None) and (bug is None or "the same random key" in fault)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""Runs the checks of a verification, in this process or in several; each process has its own devices."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, NamedTuple
+
+import jax
+
+from meshtrain.verify.subject import Subject
+
+_subject: Subject | None = None  # of a worker process
+
+
+class Task(NamedTuple):
+    """A check: `function(subject, argument)`."""
+
+    function: Callable[[Subject, Any], Any]
+    argument: Any
+
+
+def run_tasks(subject: Subject, tasks: Sequence[Task], num_jobs: int) -> Iterator[Any]:
+    """Yields the result of each task, in the order in which they end."""
+    num_jobs = min(num_jobs, len(tasks))
+    if num_jobs <= 1:
+        for task in tasks:
+            yield task.function(subject, task.argument)
+        return
+    workers = ProcessPoolExecutor(
+        num_jobs,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start,
+        initargs=(subject.settings, subject.keep_sizes, jax.device_count()),
+    )
+    try:
+        for done in as_completed([workers.submit(_run, task) for task in tasks]):
+            yield done.result()
+    finally:
+        # After an error or Ctrl-C, the checks that are still running must not delay the end.
+        workers.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            child.kill()
+
+
+def _start(settings: dict[str, Any], keep_sizes: bool, num_devices: int) -> None:
+    """Prepares a worker process."""
+    global _subject
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes; the parent acts on it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    jax.config.update("jax_enable_x64", True)
+    _subject = Subject(settings, None, None, keep_sizes=keep_sizes)
+
+
+def _run(task: Task) -> Any:
+    return task.function(_subject, task.argument)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)

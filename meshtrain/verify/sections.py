@@ -1,0 +1,69 @@
+"""Varies the `model` section of a transformer, for the comparison with the reference model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshtrain.verify.covering import Row, pairwise
+
+NUM_QUICK = 2  # sections besides the subject's own
+LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 8)
+
+
+def select(section: Mapping[str, Any], *, quick: bool = False) -> list[dict[str, Any]]:
+    """Returns the given section, and sections in which every pair of two choices occurs.
+
+    The layers are as few as the pattern of attention has, but at least two.
+    """
+    own = {**section, "num_layers": max(2, len(section["attention"]))}
+    rows = pairwise([{}], _choices(section))
+    others = [{**section, "num_layers": 2, **row} for row in rows]
+    return [own, *(others[:NUM_QUICK] if quick else others)]
+
+
+def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
+    """Returns the choices: for each, a row of each of its values. All combinations are valid models."""
+
+    def choice(key: str, *values: Any) -> list[Row]:
+        return [{key: value} for value in values]
+
+    local = {"window": max(1, c["window"] or 5)}
+    return [
+        choice("norm", "rms", "layer", "rms_1p"),
+        [
+            {"positions": "rope", "rope_scaling": ()},
+            {"positions": "rope", "rope_scaling": ("linear", 2.0)},
+            {"positions": "rope", "rope_scaling": LLAMA3},
+            {"positions": "learned", "rope_scaling": ()},
+        ],
+        choice("mlp", "swiglu", "gelu", "geglu"),
+        [
+            {"bias": False, "qkv_bias": False},
+            {"bias": False, "qkv_bias": True},
+            {"bias": True, "qkv_bias": False},
+        ],
+        choice("qk_norm", False, True),
+        choice("post_norm", False, True),
+        choice("tie_embeddings", False, True),
+        [{"attention": "g", "window": 0}, *({"attention": kind, **local} for kind in ("l", "lg"))],
+        choice("rope_theta_local", 0.0, 100.0),
+        choice("attention_softcap", 0.0, 3.0),
+        choice("logit_softcap", 0.0, 3.0),
+        choice("embed_scale", 1.0, 2.0),
+        choice("query_scale", 0.0, 0.3),
+        choice("z_loss", 0.0, 1e-3),
+        [{"num_heads": 4, "num_kv_heads": number} for number in (4, 2, 1)],
+        choice("head_dim", 0, 6),
+        choice("attention_impl", "xla", "xla:5", "blockwise:5"),
+        choice("loss_chunk_mib", 0.0, _mib(tokens=30)),
+    ]
+
+
+def _mib(*, tokens: int) -> float:
+    """Returns the MiB of the logits of this number of tokens, for a vocabulary of up to 128."""
+    return tokens * 128 * 4 / 2**20
+
+
+def describe(c: Mapping[str, Any]) -> str:
+    """Returns the choices of a section, for a message."""
+    keys = {key for factor in _choices(c) for row in factor for key in row}
+    return ", ".join(f"{key}={c[key]}" for key in sorted(keys))
