@@ -22,7 +22,7 @@ from meshtrain.data.loader import Loader, opened
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model, Params
-from meshtrain.monitor import health, heldout, summary
+from meshtrain.monitor import health, heldout, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.units import Units, units_of
 from meshtrain.monitor.writer import Writer
@@ -97,6 +97,8 @@ def train(
         units = units_of(loader.peek(), model)
         for line in summary.start_lines(cfg, model, program.abstract_state, units, data):
             writer.log(line)
+        params = program.abstract_state.params
+        warnings.report(cfg, model, program.mesh, params, loader.peek(), data, **callbacks)
         run = Run(cfg, program, clock, writer, saver, loss_monitor, check, loader, units, stop)
 
         # ---- restore, or initialise: each device its own shards ----

@@ -1,6 +1,6 @@
 """The interface of a dataset: a pure function from global sample indices to a batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class Source:
     # What the samples are made of, wherever it is stored: "data", a digest of all tokens, and "tokenizer", the
     # digest of their tokenizer, or "". Empty: unknown.
     identity: Mapping[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()  # lines to log before a run trains on it
 
 
 def check_sizes(seq_len: int, vocab_size: int, seed: int, separator: int = -1) -> None:

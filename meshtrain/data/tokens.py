@@ -1,5 +1,6 @@
 """Rows of tokens from files: windows of a long stream, or packed complete documents. corpus.py reads the files."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -80,11 +81,22 @@ def build(
         make = _packed_source if packing == "best_fit" else _window_source
         sizes = dict(seq_len=seq_len, vocab_size=vocab_size, seed=seed)
         sources.append(make(part, separator=separator, **sizes))
-    return _mix(sources, weights, seed) if mixture else sources[0]
+    source = _mix(sources, weights, seed) if mixture else sources[0]
+    return dataclasses.replace(source, warnings=_warnings(found, dtype, separator))
 
 
 def _mix(sources: list[Source], weights: list[float], seed: int) -> Source:
     return mixture.mix(sources, weights, lambda block: _shuffle_key(seed, block, 1))
+
+
+def _warnings(found: list[Corpus], dtype: str, separator: int) -> list[str]:
+    """Returns a line for each file of tokens that are one stream; a file of text may well be one document."""
+    return [
+        f"data.path={one.path}: nothing marks the documents of these tokens, so attention crosses them; set "
+        f"data.separator to the token that ends a document"
+        for one in found
+        if one.document_starts is None and separator < 0 and (dtype or one.path.endswith(".npy"))
+    ]
 
 
 class Split(NamedTuple):

@@ -37,11 +37,6 @@ def start_lines(
         yield f"attention   {model.attention(units.per_sample, cfg.train.dtype)}"
     if units.flops:
         yield f"FLOPs       {units.flops:,.0f} per token: 6 N + 12 L d S, N without embedding tables"
-    if cfg.optim.warmup_steps >= cfg.train.steps > 0:
-        yield (
-            f"warm-up     optim.warmup_steps={cfg.optim.warmup_steps} is not below train.steps={cfg.train.steps}: "
-            f"the run ends before optim.learning_rate={cfg.optim.learning_rate:g} is reached"
-        )
     if isinstance(data, Source):
         yield f"data        {data.description}"
 

@@ -59,6 +59,27 @@ def spec_for(
     return PartitionSpec(*(axes or None for axes in assigned))
 
 
+def not_divisible(
+    names: Names, shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]
+) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Returns the mesh axes that leave this array replicated because they do not divide the dim of their rule.
+
+    Each with the number of the dim and the axes of the rule. Not among them are axes that shard another dim,
+    and axes of rules that are not tried, because an earlier rule fits or another dim uses an axis of theirs.
+    """
+    spec = [axes_of(entry) for entry in spec_for(names, shape, rules, sizes)]
+    found = {}
+    for dim, name in enumerate(names):
+        of_other_dims = {axis for other in {*range(len(spec))} - {dim} for axis in spec[other]}
+        for axes in (axes_of(axes) for rule_name, axes in rules if rule_name == name):
+            if axes == spec[dim]:
+                break
+            if not of_other_dims & {*axes}:
+                replicated = [axis for axis in axes if sizes[axis] > 1 and axis not in spec[dim]]
+                found |= dict.fromkeys(replicated, (dim, axes))
+    return found
+
+
 def axes_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     """Returns the mesh axes of one entry of a rule or a PartitionSpec, as a tuple."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())

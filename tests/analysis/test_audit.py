@@ -137,6 +137,11 @@ def test_a_replicated_embedding_and_an_idle_axis_are_reported():
     assert "data" not in {total.name for total in result.axes}
 
 
+def test_the_audit_warns_of_what_train_warns_of():
+    (warning,) = audited(train=dict(global_batch=10), fsdp=5).warnings
+    assert warning.startswith("mesh.fsdp=5 does not divide model.d_model=32: 0.11 MB of parameters")
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -1,11 +1,9 @@
-"""The peak FLOP/s by which the MFU divides, and the lines that a run logs before it compiles."""
+"""The peak FLOP/s by which the MFU divides, and the files of a workdir."""
 
 import pytest
-from conftest import tiny_config
 
 from meshtrain.errors import ConfigError
 from meshtrain.monitor.writer import Writer, peak_flops
-from meshtrain.train import train
 
 
 @pytest.mark.parametrize(
@@ -44,18 +42,6 @@ def test_the_peak_is_that_of_the_variant(kind, tera):
 def test_an_unknown_variant_has_no_peak(kind):
     """No MFU is better than a wrong one."""
     assert peak_flops(kind) is None
-
-
-def test_a_warm_up_longer_than_the_run_is_logged(capsys):
-    def warm_up_lines(steps):
-        c = tiny_config()
-        c.train.steps, c.optim.warmup_steps, c.eval.batches = steps, 2, 0
-        train(c)
-        return [x for x in capsys.readouterr().out.splitlines() if x.startswith("warm-up ")]
-
-    (line,) = warm_up_lines(2)
-    assert "optim.warmup_steps=2 is not below train.steps=2" in line and "0.0003" in line
-    assert warm_up_lines(3) == []
 
 
 def test_the_history_of_configs_bears_files_of_others(tmp_path):

@@ -22,6 +22,7 @@ from meshtrain.data import synthetic
 from meshtrain.data.loader import from_iterable
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
+from meshtrain.monitor.warnings import layout_warnings
 from meshtrain.parallel import sharding
 from meshtrain.program import Program, assemble
 
@@ -83,9 +84,9 @@ def audit(
     batch = _batch_like(cfg, program, parts.train_data)
     with program.active():
         compiled = program.compile(batch)
-        placement = placement_of(
-            cfg, program.mesh, parts.model, program.abstract_state.params, batch
-        )
+        run = cfg, parts.model, program.mesh, program.abstract_state.params, batch
+        placement = placement_of(*run)
+        before_compiling = [one.text for one in layout_warnings(*run)]
     device, state = program.mesh.devices.flat[0], program.abstract_state
     found = collective_ops.find(hlo.parse(compiled.as_text()), placement.mesh, device.platform)
     explanations, ledger = explain(placement, found)
@@ -98,7 +99,7 @@ def audit(
         explanations=explanations,
         extra_bytes=_extra_bytes(explanations),
         unsent_bytes=_unsent_bytes(ledger),
-        warnings=warn.warnings(placement, cfg.rules, state, explanations),
+        warnings=before_compiling + warn.warnings(placement, cfg.rules, state, explanations),
     )
 
 

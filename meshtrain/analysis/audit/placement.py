@@ -112,7 +112,7 @@ class Placement:
 
 
 def placement_of(
-    cfg: Config, mesh: jax.sharding.Mesh, model: Model, params: Params, batch: Any
+    cfg: Config, model: Model, mesh: jax.sharding.Mesh, params: Params, batch: Any
 ) -> Placement:
     """Returns the placement of a run. `params` and `batch` are arrays, or their shapes."""
     mesh, c = dict(mesh.shape), cfg.train

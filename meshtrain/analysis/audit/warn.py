@@ -1,4 +1,7 @@
-"""Warns about large replicated arrays, idle mesh axes, unneeded collectives and loops of unknown length."""
+"""Warns about large replicated arrays, idle mesh axes, unneeded collectives and loops of unknown length.
+
+What `train` warns about before it compiles is in meshtrain/monitor/warnings.py, and part of an audit too.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -53,14 +56,18 @@ def _replicated_parameters(placement: Placement, rules: Rules) -> Iterator[str]:
         num_bytes = leaf.size * leaf.itemsize / placement.num_devices(leaf.axes)
         for axis, size in placement.mesh.items():
             is_replicated = size > 1 and axis in axes - {*leaf.axes}
-            if is_replicated and _is_large(placement, num_bytes):
+            # Sizes that do not divide are warned about by meshtrain/monitor/warnings.py.
+            is_fitting = axis not in sharding.not_divisible(
+                leaf.dim_names, leaf.shape, rules, placement.mesh
+            )
+            if is_replicated and is_fitting and _is_large(placement, num_bytes):
                 yield (
                     f"{leaf.name} {leaf.shape}, {num_bytes:,.0f} bytes on each device, is replicated "
-                    f"over {axis}={size}: {_why_replicated(leaf, axis, placement, rules)}"
+                    f"over {axis}={size}: {_why_replicated(leaf, axis, rules)}"
                 )
 
 
-def _why_replicated(leaf: Leaf, axis: str, placement: Placement, rules: Rules) -> str:
+def _why_replicated(leaf: Leaf, axis: str, rules: Rules) -> str:
     names = [name for name in leaf.dim_names if name]
     if not names:
         return "its dims have no logical names; give them names such as ('embed', 'mlp')"
@@ -68,9 +75,6 @@ def _why_replicated(leaf: Leaf, axis: str, placement: Placement, rules: Rules) -
         axes = sharding.axes_of(target)
         if name not in names or axis not in axes:
             continue
-        size, num_devices = leaf.shape[leaf.dim_names.index(name)], placement.num_devices(axes)
-        if size % num_devices:
-            return f"{name!r} is {size}, which is not divisible by {num_devices}"
         first = next(rule for rule in rules if rule[0] == name)
         if first != (name, target):
             return f"the rule {(name, target)} is not used, because {first} comes first"

@@ -1,0 +1,196 @@
+"""Warns, before a run compiles, about settings that do not have the effect that they are set for."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from meshtrain import grads
+from meshtrain import state as states
+from meshtrain.config.schema import AXES, Config
+from meshtrain.data.source import Source
+from meshtrain.errors import nearest_multiples
+from meshtrain.models.base import Model, Params
+from meshtrain.models.transformer_config import VOCAB_MULTIPLE
+from meshtrain.parallel import sharding
+
+# Axes along which every layer communicates, from the outermost to the innermost.
+LAYER_AXES = ("expert", "context", "tensor")
+# Replicated parameters are reported from this fraction of the parameter bytes on a device, or these bytes.
+MIN_FRACTION, MIN_BYTES = 0.01, 64 << 20
+# The key of section `model` that sets the size of a dim of meshtrain's own models.
+MODEL_KEYS = {
+    "embed": "d_model",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "mlp": "d_ff",
+    "vocab": "vocab_size",
+}
+
+
+class RunWarning(NamedTuple):
+    text: str
+    fields: Mapping[str, Any]  # of the event
+
+
+def report(
+    cfg: Config,
+    model: Model,
+    mesh: jax.sharding.Mesh,
+    params: Params,
+    batch: Any,
+    data: Any,
+    *,
+    event: Callable[..., None],
+    log: Callable[[str], None],
+) -> None:
+    """Writes each warning of a run to `event(name, **fields)` and `log(text)`."""
+    for warning in (
+        *layout_warnings(cfg, model, mesh, params, batch),
+        *setting_warnings(cfg, data),
+    ):
+        log(f"warning     {warning.text}")
+        event("warning", **warning.fields, text=warning.text)
+
+
+def layout_warnings(
+    cfg: Config, model: Model, mesh: jax.sharding.Mesh, params: Params, batch: Any
+) -> Iterator[RunWarning]:
+    """Yields the warnings that need only shapes, while mesh and rules are active; `params` has shardings."""
+    yield from unsharded(cfg, model, mesh, params)
+    yield from crossing(mesh)
+    yield from _unmarked_names(cfg, model, params, batch)
+
+
+def unsharded(
+    cfg: Config, model: Model, mesh: jax.sharding.Mesh, params: Params
+) -> Iterator[RunWarning]:
+    """Warns about parameters that stay replicated because no size of an axis divides a dim of theirs.
+
+    One warning for each axis and dim. At ZeRO stage 1 and 2, `fsdp` shards optimizer state, at stage 0 nothing.
+    """
+    stage, sizes = cfg.train.zero_stage, mesh.shape
+    rules = cfg.rules if stage else sharding.rules_without(cfg.rules, "fsdp")
+    names = jax.tree.leaves(model.axes, is_leaf=lambda node: isinstance(node, tuple))
+    groups = defaultdict(list)
+    for (path, leaf), dims in zip(jax.tree.leaves_with_path(params), names, strict=True):
+        for axis, (dim, axes) in sharding.not_divisible(dims, leaf.shape, rules, sizes).items():
+            axes = tuple(axis for axis in axes if sizes[axis] > 1)
+            groups[axis, dims[dim], leaf.shape[dim], axes].append((path, leaf))
+    enough = min(MIN_FRACTION * states.bytes_per_device(params), MIN_BYTES)
+    for (axis, name, size, axes), leaves in groups.items():
+        num_bytes = states.bytes_per_device([leaf for _, leaf in leaves])
+        if num_bytes < enough:
+            continue
+        largest = max(leaves, key=lambda item: states.bytes_per_device(item[1]))[0]
+        key = MODEL_KEYS.get(name) if model.attention else None
+        is_key_size = key and cfg.model.options.get(key) == size  # a vocabulary may be padded
+        what = f"model.{key}={size}" if is_key_size else f"dim {name!r} of {size}"
+        replicated = "are" if stage == 3 or axis != "fsdp" else "have their optimizer state"
+        replicated += " by design" if name == "kv_heads" else ""
+        yield RunWarning(
+            f"{' x '.join(f'mesh.{one}={sizes[one]}' for one in axes)} does not divide {what}: "
+            f"{num_bytes / 1e6:,.2f} MB of parameters on each device, such as "
+            f"{jax.tree_util.keystr(largest, simple=True, separator='/')}, {replicated} replicated over {axis}; "
+            f"use {_sizes_that_divide(axis, axes, sizes, name, size, key)}",
+            dict(about="unsharded", axis=axis, dim=name, size=size, bytes=num_bytes),
+        )
+
+
+def _sizes_that_divide(
+    axis: str,
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+    name: str,
+    size: int,
+    key: str | None,
+) -> str:
+    """Returns the nearest sizes of the axis, and of the dim, with which the product of `axes` divides the dim."""
+    product = math.prod(sizes[one] for one in axes)
+    others = product // sizes[axis]
+    fits = [n for n in range(1, size // others + 1) if size % (n * others) == 0]
+    below = [n for n in fits if n < sizes[axis]][-1:]
+    above = [n for n in fits if n > sizes[axis]][:1]
+    of_axis = " or ".join(map(str, below + above))
+    step = math.lcm(product, VOCAB_MULTIPLE) if key == "vocab_size" else product
+    of_dim = f"{f'model.{key}=' if key else f'{name!r} of '}{nearest_multiples(size, step)}"
+    return f"mesh.{axis}={of_axis}, or {of_dim}" if of_axis else of_dim
+
+
+def crossing(mesh: jax.sharding.Mesh) -> Iterator[RunWarning]:
+    """Warns about axes of LAYER_AXES whose groups of devices are not within one fast network.
+
+    That is a TPU slice, or a host of GPUs or an NVLink domain of several hosts; for CPUs a process.
+    """
+    first = mesh.devices.flat[0]
+    has_slices = hasattr(first, "slice_index")
+    networks = np.vectorize(
+        lambda device: device.slice_index if has_slices else device.process_index, otypes=[int]
+    )(mesh.devices)
+    num_inside = int(np.unique(networks, return_counts=True)[1].min())
+    kind = "processes" if not has_slices else "slices" if first.platform == "tpu" else "hosts"
+    for axis in LAYER_AXES:
+        number, size = AXES.index(axis), mesh.shape[axis]
+        if (networks == networks.take([0], number)).all():
+            continue
+        inner = math.prod(mesh.shape[one] for one in AXES[number + 1 :])
+        fits = math.gcd(size, max(1, num_inside // inner))
+        yield RunWarning(
+            f"mesh.{axis}={size} crosses {kind}, and every layer communicates along {axis}: "
+            f"mesh.{axis}={fits} stays within each of them",
+            dict(about="crossing", axis=axis, size=size, inside=fits),
+        )
+
+
+def _unmarked_names(cfg: Config, model: Model, params: Params, batch: Any) -> Iterator[RunWarning]:
+    """Warns about names in `train.remat` that a model which declares no `saved_names` does not mark."""
+    remat = cfg.train.remat
+    if model.saved_names or not remat.startswith("names:"):
+        return
+    marked = marked_names(model, params, batch, cfg.train.dtype)
+    for name in remat.removeprefix("names:").split(","):
+        if name not in marked:
+            known = f"; it marks {', '.join(sorted(marked))}" if marked else " with checkpoint_name"
+            yield RunWarning(
+                f"train.remat={remat}: nothing is saved for {name!r}, because the model marks no value of that "
+                f"name{known}",
+                dict(about="remat", name=name, marked=sorted(marked)),
+            )
+
+
+def marked_names(model: Model, params: Params, batch: Any, dtype: str) -> set[str]:
+    """Returns the names of `checkpoint_name` in a block, or in the loss of a model without blocks."""
+    found: set[str] = set()
+
+    def policy(primitive, *_, **parameters):
+        if primitive.name == "name":
+            found.add(parameters["name"])
+        return False
+
+    def trace(params, batch):
+        params = grads.cast(params, dtype)
+        if model.block is None:
+            run, args = lambda *args: model.loss(*args, batch, jax.random.key(0)), (params,)
+        else:
+            layer = jax.tree.map(lambda stacked: stacked[0], model.stack(params["layers"]))
+            run, args = lambda *args: model.block(*args, batch), (layer, model.embed(params, batch))
+        # The policy sees what `train.remat` may save, the forward passes of custom gradients too.
+        return jax.vjp(jax.checkpoint(run, policy=policy), *args)[0]
+
+    jax.eval_shape(trace, params, batch)
+    return found
+
+
+def setting_warnings(cfg: Config, data: Any) -> Iterator[RunWarning]:
+    warmup, steps = cfg.optim.warmup_steps, cfg.train.steps
+    if warmup >= steps > 0:
+        yield RunWarning(
+            f"optim.warmup_steps={warmup} is not below train.steps={steps}: the run ends before "
+            f"optim.learning_rate={cfg.optim.learning_rate:g} is reached",
+            dict(about="warmup", warmup_steps=warmup, steps=steps),
+        )
+    for text in data.warnings if isinstance(data, Source) else ():
+        yield RunWarning(text, dict(about="data"))
