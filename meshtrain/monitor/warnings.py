@@ -146,9 +146,9 @@ def crossing(mesh: jax.sharding.Mesh) -> Iterator[RunWarning]:
 
 
 def _unmarked_names(cfg: Config, model: Model, params: Params, batch: Any) -> Iterator[RunWarning]:
-    """Warns about names in `train.remat` that a model which declares no `saved_names` does not mark."""
+    """Warns about names in `train.remat` that the model does not mark; program.py checks declared names."""
     remat = cfg.train.remat
-    if model.saved_names or not remat.startswith("names:"):
+    if not remat.startswith("names:"):
         return
     marked = marked_names(model, params, batch, cfg.train.dtype)
     for name in remat.removeprefix("names:").split(","):

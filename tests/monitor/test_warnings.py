@@ -92,6 +92,18 @@ KERNEL = (("embed", "mlp"), (30, 64))
             id="a model of the user's",
         ),
         pytest.param(
+            dict(
+                model=model_of(w=(("embed",), (20,))),
+                rules=[("embed", ("fsdp", "tensor")), ("embed", "tensor")],
+                fsdp=3,
+                tensor=2,
+            ),
+            4 * 10,
+            "mesh.fsdp=3 x mesh.tensor=2 does not divide dim 'embed' of 20: 0.00 MB of parameters on each device, "
+            "such as w, are replicated over fsdp; use mesh.fsdp=2 or 5, or 'embed' of 18 or 24",
+            id="sizes of one axis, given the other",
+        ),
+        pytest.param(
             dict(model=model_of(w=(("mlp",), (63,)), v=(("mlp",), (63,))), tensor=2),
             2 * 4 * 63,
             "use mesh.tensor=1 or 3, or 'mlp' of 62 or 64",
@@ -221,6 +233,7 @@ ONLY_LOSS = Model(
         (stack_of_blocks(), "names:produkt,inside,mlp", ["produkt", "mlp"]),
         (ONLY_LOSS, "names:scaled", []),
         (ONLY_LOSS, "names:product", ["product"]),
+        (stack_of_blocks(saved_names=("mlp",)), "names:mlp", ["mlp"]),
         (stack_of_blocks(), "full", []),
         (None, "names:attention,mlp", []),
     ],
@@ -248,6 +261,7 @@ def test_a_name_in_remat_that_a_users_model_does_not_mark(model, remat, names, t
         ("tokens.npy", dict(separator=0), 0),
         ("text.txt", {}, 0),  # one text
         ("", {}, 0),  # a folder: each file is a document
+        ("", dict(dtype="uint8"), 0),
     ],
 )
 def test_tokens_without_document_boundaries(name, options, num_warnings, tmp_path):
