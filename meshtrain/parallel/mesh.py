@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 
 from meshtrain.config.schema import AXES, MeshConfig
@@ -21,6 +22,10 @@ def make_mesh(
     # Auto on purpose: with jax's default, Explicit, users' models would need sharding annotations in
     # their contractions.
     types = (jax.sharding.AxisType.Auto,) * len(AXES)
+    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+        # Several hosts, or TPU slices, which jax.make_mesh rejects: neighbours in the mesh share one.
+        grid = np.array(sorted(devices, key=lambda device: device.slice_index)).reshape(sizes)
+        return jax.sharding.Mesh(grid, AXES, axis_types=types)
     try:
         return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
     except NotImplementedError:

@@ -98,3 +98,22 @@ def test_axes_split_the_sides_of_a_torus_that_do_not_match():
     # Along tensor, which is the last axis, devices are neighbours.
     pairs = built.devices.reshape(-1, 2)
     assert {int(np.abs(np.subtract(b.coords, a.coords)).sum()) for a, b in pairs} == {1}
+
+
+@dataclass(frozen=True)
+class HostDevice:
+    """A GPU of a cluster. jax numbers its hosts by `slice_index`."""
+
+    id: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H200"
+
+
+def test_neighbours_in_a_mesh_of_several_hosts_share_a_host():
+    # Processes of two hosts, numbered alternately.
+    devices = [HostDevice(id, slice_index=id % 2) for id in range(8)]
+    built = mesh.make_mesh(data=2, tensor=4, devices=devices)
+    assert built.axis_types == mesh.make_mesh(data=8).axis_types
+    ids = np.vectorize(lambda device: device.id)(built.devices)
+    assert ids.reshape(2, 4).tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
