@@ -123,15 +123,16 @@ def _sizes_that_divide(
 def crossing(mesh: jax.sharding.Mesh) -> Iterator[RunWarning]:
     """Warns about axes of LAYER_AXES whose groups of devices are not within one fast network.
 
-    That is a TPU slice, or a host of GPUs or an NVLink domain of several hosts; for CPUs a process.
+    jax numbers these networks by `slice_index`: of TPUs a slice, of GPUs a host, or several hosts that NVLink
+    connects. CPU devices share the memory of their process.
     """
-    first = mesh.devices.flat[0]
-    has_slices = hasattr(first, "slice_index")
+    platform = mesh.devices.flat[0].platform
+    kind = {"cpu": "processes", "tpu": "slices"}.get(platform, "hosts")
+    attribute = "process_index" if platform == "cpu" else "slice_index"  # only in a cluster
     networks = np.vectorize(
-        lambda device: device.slice_index if has_slices else device.process_index, otypes=[int]
+        lambda device: getattr(device, attribute, device.process_index), otypes=[int]
     )(mesh.devices)
     num_inside = int(np.unique(networks, return_counts=True)[1].min())
-    kind = "processes" if not has_slices else "slices" if first.platform == "tpu" else "hosts"
     for axis in LAYER_AXES:
         number, size = AXES.index(axis), mesh.shape[axis]
         if (networks == networks.take([0], number)).all():

@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,8 +148,10 @@ def test_no_false_alarm_about_replicated_parameters(case):
     assert unsharded(**case) == []
 
 
-class Device(SimpleNamespace):
-    """A device of process `process_index`; GPUs and TPUs have a `slice_index` too."""
+class Device(NamedTuple):
+    process_index: int
+    slice_index: int
+    platform: str
 
 
 def mesh_of(num_devices, per_network, platform="cpu", **sizes):
@@ -156,8 +159,10 @@ def mesh_of(num_devices, per_network, platform="cpu", **sizes):
     sizes = {axis: sizes.get(axis, 1) for axis in AXES}
     devices = np.empty(num_devices, object)
     for number in range(num_devices):
-        network = {"process_index" if platform == "cpu" else "slice_index": number // per_network}
-        devices[number] = Device(**{"process_index": number, **network}, platform=platform)
+        network = number // per_network
+        # CPU processes of one host; a GPU or TPU for each process
+        numbers = (network, 0) if platform == "cpu" else (number, network)
+        devices[number] = Device(numbers[0], numbers[1], platform)
     return SimpleNamespace(shape=sizes, devices=devices.reshape([*sizes.values()]))
 
 
