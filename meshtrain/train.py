@@ -98,7 +98,10 @@ def train(
         for line in summary.start_lines(cfg, model, program.abstract_state, units, data):
             writer.log(line)
         params = program.abstract_state.params
-        warnings.report(cfg, model, program.mesh, params, loader.peek(), data, **callbacks)
+        layout = warnings.layout_warnings(cfg, model, program.mesh, params, loader.peek())
+        for warning in (*layout, *warnings.setting_warnings(cfg, data)):
+            writer.log(f"warning     {warning.text}")
+            writer.event("warning", **warning.fields, text=warning.text)
         run = Run(cfg, program, clock, writer, saver, loss_monitor, check, loader, units, stop)
 
         # ---- restore, or initialise: each device its own shards ----

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -36,26 +36,6 @@ class RunWarning(NamedTuple):
     fields: Mapping[str, Any]  # of the event
 
 
-def report(
-    cfg: Config,
-    model: Model,
-    mesh: jax.sharding.Mesh,
-    params: Params,
-    batch: Any,
-    data: Any,
-    *,
-    event: Callable[..., None],
-    log: Callable[[str], None],
-) -> None:
-    """Writes each warning of a run to `event(name, **fields)` and `log(text)`."""
-    for warning in (
-        *layout_warnings(cfg, model, mesh, params, batch),
-        *setting_warnings(cfg, data),
-    ):
-        log(f"warning     {warning.text}")
-        event("warning", **warning.fields, text=warning.text)
-
-
 def layout_warnings(
     cfg: Config, model: Model, mesh: jax.sharding.Mesh, params: Params, batch: Any
 ) -> Iterator[RunWarning]:
@@ -68,7 +48,7 @@ def layout_warnings(
 def unsharded(
     cfg: Config, model: Model, mesh: jax.sharding.Mesh, params: Params
 ) -> Iterator[RunWarning]:
-    """Warns about parameters that stay replicated because no size of an axis divides a dim of theirs.
+    """Warns about parameters that stay replicated because an axis does not divide a dim of theirs.
 
     One warning for each axis and dim. At ZeRO stage 1 and 2, `fsdp` shards optimizer state, at stage 0 nothing.
     """
@@ -78,7 +58,7 @@ def unsharded(
     groups = defaultdict(list)
     for (path, leaf), dims in zip(jax.tree.leaves_with_path(params), names, strict=True):
         for axis, (dim, axes) in sharding.not_divisible(dims, leaf.shape, rules, sizes).items():
-            axes = tuple(axis for axis in axes if sizes[axis] > 1)
+            axes = tuple(one for one in axes if sizes[one] > 1)
             groups[axis, dims[dim], leaf.shape[dim], axes].append((path, leaf))
     enough = min(MIN_FRACTION * states.bytes_per_device(params), MIN_BYTES)
     for (axis, name, size, axes), leaves in groups.items():
