@@ -223,7 +223,10 @@ def _loop(
             batch = next(loader)
         except Exception:
             writer.flush()
-            if saver and distributed.num_processes() == 1:  # others may still have data
+            # Other processes may still have data. After a spike nothing is saved.
+            if saver and distributed.num_processes() == 1 and run.loss_monitor.spike is None:
+                if run.check.due(step, saving=True):
+                    run.check.run(step, state)
                 saver.finish(step, state, **run.facts(None))
             raise
         clock.enter("step", step)

@@ -46,8 +46,9 @@ class Loader:
 
     def __next__(self) -> Any:
         """Returns the next batch as jax arrays; re-raises an error of the source that read it."""
-        self._fill()
-        return self._ahead.popleft().result()
+        batch = self.peek()
+        self._ahead.popleft()  # only now: a batch that cannot be read is not consumed
+        return batch
 
     def peek(self) -> Any:
         """Returns the next batch without consuming it."""

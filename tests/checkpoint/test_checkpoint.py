@@ -23,6 +23,9 @@ import meshtrain
 from meshtrain import __main__, checkpoint, cli, errors
 from meshtrain.checkpoint import arrays, lock, manifest, saver
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
+from meshtrain.data.source import Source
 from meshtrain.train import train
 from tests.monitor.test_divergence import line_fit, squares
 
@@ -364,6 +367,21 @@ def test_a_failing_data_source_loses_no_step(tmp_path):
     with pytest.raises(meshtrain.ConfigError, match="the iterable ended"):
         train(quick(steps=20), workdir=tmp_path, model=model, data=five_batches())
     assert manifest.steps(checkpoints(tmp_path)) == [5] and len(losses(tmp_path)) == 5
+
+
+def test_after_its_data_failed_a_run_resumes_with_the_batch_that_could_not_be_read(tmp_path):
+    source = build(parse(quick(), num_devices=8)).train_data
+
+    def read(indices):
+        if indices[0] == 16 * 3:
+            raise OSError("not now")
+        return source.read(indices)
+
+    with pytest.raises(OSError, match="not now"):
+        train(quick(steps=5), workdir=tmp_path, data=Source(read))
+    assert manifest.read(checkpoints(tmp_path) / "3").position == 16 * 3
+    resumed = train(quick(steps=5), workdir=tmp_path, data=source)
+    assert_bit_equal(resumed.state, train(quick(steps=5)).state)
 
 
 def test_an_optimizer_whose_state_cannot_be_stored_is_rejected(tmp_path):
