@@ -51,14 +51,16 @@ class LossMonitor:
     ):
         """`statistics` is a saved `LossMonitor.statistics` of the run to resume, or empty."""
         self._settings, self._event, self._log = settings, event, log
-        self._losses, self._skips = RunningLoss(**statistics), 0
+        losses = dict(statistics)
+        self._skips = losses.pop("skips", 0)  # older checkpoints lack it
+        self._losses = RunningLoss(**losses)
         self._rollbacks: list[int] = []  # steps of the latest MAX_ROLLBACKS rollbacks
         self.spike: int | None = None  # step of a spike to roll back
 
     @property
     def statistics(self) -> dict[str, float]:
-        """The running statistics to save in a checkpoint: a resumed run then finds the same spikes."""
-        return asdict(self._losses)
+        """What to save in a checkpoint: the resumed run finds the same spikes and ends at the same skip."""
+        return {**asdict(self._losses), "skips": self._skips}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Checks the metrics of a step; raises FloatingPointError after `max_skips` skipped steps in a row."""

@@ -75,6 +75,15 @@ def test_max_skips_steps_in_a_row_end_the_run_and_keep_its_newest_checkpoint(tmp
     assert_bit_equal(resumed.state.params, run(data[:10]).state.params)
 
 
+def test_skips_in_a_row_are_counted_across_a_resume(tmp_path):
+    data = batches(20)
+    for batch in data[8:]:
+        batch["y"] = batch["y"] * np.inf
+    for _ in range(2):  # the second run resumes from step 10, after two skips
+        with pytest.raises(FloatingPointError, match="step 11: .* not finite for 4 steps in a row"):
+            run(data, tmp_path, max_skips=4)
+
+
 def test_a_run_whose_last_loss_is_not_finite_raises_but_is_saved(tmp_path):
     data = batches(4)
     data[3]["y"] = data[3]["y"] * np.nan
