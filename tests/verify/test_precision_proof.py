@@ -1,0 +1,226 @@
+"""The proof of low precision passes on correct layouts, and finds planted losses of precision."""
+
+import inspect
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import LAYOUT, tiny_config
+
+from meshtrain import grads, optim, state, step
+from meshtrain.models import layers, transformer
+from meshtrain.ops import blockwise, losses
+from meshtrain.parallel import sync
+from meshtrain.parallel.pipeline import executor
+from meshtrain.verify import precision, precision_laws, verify
+from meshtrain.verify.subject import Subject
+
+CUBE = LAYOUT | dict(masks=True)
+DATA = LAYOUT | dict(data=8, fsdp=1, tensor=1, remat="none", masks=True)
+ONE_BATCH = DATA | dict(num_microbatches=1)
+PIPELINE = CUBE | dict(pipeline=2, fsdp=1, schedule="1f1b", num_chunks=1, keep="residuals")
+PIPELINE |= dict(remat="none", packing=True)
+BLOCKWISE = ONE_BATCH | dict(data=4, tensor=2)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    c = tiny_config()
+    c.model.update(tie_embeddings=True, qkv_bias=True)
+    with jax.enable_x64(True):
+        subject = Subject(c, None, None, keep_sizes=True)
+        for dtype in ("bfloat16", "float16"):  # cached, before any bug is planted
+            precision.expect(subject, dtype, packing=False)
+        yield subject
+
+
+def program_of(subject, row):
+    """Returns the program, with blockwise attention in the layout BLOCKWISE."""
+    if row == BLOCKWISE:
+        section = {key: value for key, value in subject.raw["model"].items() if key != "build"}
+        subject.model = transformer.build(**section | {"attention_impl": "blockwise"})
+    return verify._program(subject, row)
+
+
+def check(subject, row, dtype):
+    return precision.check_layout(subject, row, dtype, program_of)
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype"),
+    [
+        (CUBE, "bfloat16"),
+        (PIPELINE, "float16"),
+        pytest.param(PIPELINE, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(BLOCKWISE, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(ONE_BATCH, "float16", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_correct_layout_passes(subject, row, dtype):
+    result = check(subject, row, dtype)
+    assert result.fault is None and result.row["dtype"] == dtype
+    assert result.differences.keys() == {"loss", "gradients"}
+    # Far from the limit, so that it does not depend on the machine.
+    assert result.differences["gradients"] < 1.3
+
+
+# ---- planted bugs ----
+
+
+def changed(function, old, new):
+    """Returns a function of the package with a part of its source replaced."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert old in source
+    names = {}
+    exec(
+        "from __future__ import annotations\n" + source.replace(old, new),
+        function.__globals__,
+        names,
+    )
+    return names[function.__name__]
+
+
+def changed_vjp(forward):
+    """Returns the blockwise attention with another forward pass; jax caches the traces of the original."""
+    attention = jax.custom_vjp(lambda *args: forward(*args)[0], nondiff_argnums=(0, 1))
+    attention.defvjp(forward, blockwise._backward)
+    return attention
+
+
+MUTANTS = {}
+
+
+def mutant(row, dtype, expected):
+    """Registers a planted bug, the layout that shows it, and how the fault begins."""
+
+    def register(plant):
+        MUTANTS[plant.__name__] = (plant, row, dtype, expected)
+        return plant
+
+    return register
+
+
+PROMOTED = "jnp.promote_types({}.dtype, jnp.float32)"
+SUM = "sum over micro-batches and data: gradients"
+
+
+@mutant(DATA | dict(num_microbatches=4, data=1, fsdp=8), "bfloat16", SUM)
+def micro_batches_are_added_in_bfloat16(patch):
+    bug = changed(grads.accumulate, PROMOTED.format("g"), "g.dtype")
+    patch.setattr(grads, "accumulate", bug)
+
+
+@mutant(ONE_BATCH, "bfloat16", SUM)
+def data_shards_are_added_in_bfloat16(patch):
+    original = sync.synchronise
+
+    def synchronise(sums, places):
+        added, _ = original((grads.cast(sums[0], "bfloat16"), sums[1]), places)
+        return grads.cast(added, "float32"), original(sums, places)[1]
+
+    patch.setattr(sync, "synchronise", synchronise)
+
+
+@mutant(PIPELINE | dict(data=1, fsdp=2), "bfloat16", SUM)
+def a_pipeline_adds_gradients_in_bfloat16(patch):
+    bug = changed(executor._Step.start, PROMOTED.format("leaf"), "leaf.dtype")
+    patch.setattr(executor._Step, "start", bug)
+
+
+@mutant(BLOCKWISE, "bfloat16", "dtype: the step computes exp of bfloat16")
+def softmax_in_bfloat16_on_one_path(patch):
+    old = "jnp.exp(scores - new_max[..., None])"
+    new = "jnp.exp((scores - new_max[..., None]).astype(q.dtype)).astype(dtype)"
+    bug = changed(blockwise._forward, old, new)
+    patch.setattr(blockwise, "_forward", bug)
+    patch.setattr(blockwise, "_attention", changed_vjp(bug))
+
+
+@mutant(PIPELINE | dict(packing=False), "bfloat16", "gradients/")
+def a_norm_in_bfloat16_on_one_path(patch):
+    def call(self, x):
+        normalized = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True, dtype=x.dtype))
+        return normalized * self.scale[...][(None,) * (x.ndim - 1)].astype(x.dtype)
+
+    patch.setattr(layers.nnx.RMSNorm, "__call__", call)
+
+
+@mutant(CUBE, "bfloat16", "loss: ")
+def the_loss_in_bfloat16_on_one_path(patch):
+    patch.setattr(
+        losses,
+        "cross_entropy",
+        changed(losses.cross_entropy, PROMOTED.format("logits_BSV"), "'bfloat16'"),
+    )
+
+
+@mutant(CUBE, "float16", "gradients/")
+def parameters_cast_twice(patch):
+    cast = grads.cast
+    patch.setattr(grads, "cast", lambda params, dtype: cast(cast(params, "bfloat16"), dtype))
+
+
+@mutant(ONE_BATCH, "bfloat16", "update of ")
+def parameters_in_bfloat16_are_updated(patch):
+    bug = changed(
+        step.make_train_step,
+        "apply_updates(state.params, updates)",
+        "apply_updates(jax.tree.map(lambda p: p.astype('bfloat16').astype(p.dtype), state.params), updates)",
+    )
+    patch.setattr(step, "make_train_step", bug)
+    patch.setattr("meshtrain.program.make_train_step", bug)
+
+
+@mutant(ONE_BATCH, "float16", "skip: ")
+def a_skipped_step_changes_the_moments(patch):
+    bug = changed(
+        step._unless_skipped,
+        "return TrainState(new.step, params, opt_state",
+        "return TrainState(new.step, params, new.opt_state",
+    )
+    patch.setattr(step, "_unless_skipped", bug)
+
+
+@mutant(ONE_BATCH, "float16", "skip: loss_scale")
+def a_skipped_step_keeps_its_loss_scale(patch):
+    bug = changed(state.LossScale.after, "1.0), 0.5)", "1.0), 1.0)")
+    patch.setattr(state.LossScale, "after", bug)
+
+
+DEFAULT = {"data_shards_are_added_in_bfloat16", "parameters_cast_twice"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in MUTANTS],
+)
+def test_a_planted_bug_is_found(subject, name, monkeypatch, kill_table):
+    plant, row, dtype, expected = MUTANTS[name]
+    plant(monkeypatch)
+    result = check(subject, row, dtype)
+    kill_table[name] = result.fault
+    assert result.fault is not None and result.fault.startswith(expected)
+
+
+def test_stochastic_rounding_is_unbiased_and_a_biased_one_is_found(monkeypatch):
+    assert precision_laws.stochastic_rounding() is None
+    bugs = {
+        "not rounded to a neighbour": ("& jnp.uint32(0xFFFF0000)", ""),
+        "standard errors off": (
+            "_hash(_positions(x.shape) ^ seed) >> 16",
+            "_hash(_positions(x.shape) ^ seed) >> 17",
+        ),
+        "errors of two neighbours are correlated": ("_positions(x.shape) ^ seed", "seed"),
+    }
+    original = optim.round_to
+    for message, (old, new) in bugs.items():
+        monkeypatch.setattr(optim, "round_to", changed(original, old, new))
+        assert message in precision_laws.stochastic_rounding()
+    monkeypatch.setattr(optim, "round_to", lambda x, dtype, seed: original(x, dtype, jnp.uint32(0)))
+    assert "standard errors off" in precision_laws.stochastic_rounding()
+    one_seed = changed(optim.store_moments, "seeds[number]", "seeds[0]")
+    monkeypatch.setattr(optim, "round_to", original)
+    monkeypatch.setattr(optim, "store_moments", one_seed)
+    assert "errors of two arrays are correlated" in precision_laws.stochastic_rounding()
