@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ class Result:
     """The result of one layout."""
 
     row: Row
-    differences: dict[str, float]  # largest relative difference of each kind of value
+    # of each kind of value, the largest relative difference; in low precision the largest error, as a
+    # multiple of the error on one device
+    differences: dict[str, float]
     fault: str | None  # describes the first difference above the tolerance, or an error
     seconds: float
 
@@ -36,6 +38,7 @@ class Certificate:
     tolerance: float
     broken_laws: tuple[str, ...]  # errors of the model on one device, see laws.py
     results: tuple[Result, ...]
+    not_covered: tuple[str, ...] = ()  # what the results do not show, see `not_covered`
 
     @property
     def passed(self) -> bool:
@@ -52,30 +55,97 @@ class Certificate:
         (folder / "verify.md").write_text(self._markdown())
 
     def _markdown(self) -> str:
-        kinds = list(dict.fromkeys(kind for result in self.results for kind in result.differences))
         verdict = "passed" if self.passed else "FAILED"
         used_versions = " · ".join(f"{name} {version}" for name, version in versions().items())
-        rows = [
-            [
-                describe(r.row),
-                *(f"{r.differences[k]:.1e}" if k in r.differences else "" for k in kinds),
+        exact = [result for result in self.results if not is_low_precision(result.row)]
+        low = [result for result in self.results if is_low_precision(result.row)]
+        lines = [f"# {self.subject}: {verdict}", "", used_versions, ""]
+        lines += [f"- FAILED on one device: {fault}" for fault in self.broken_laws]
+        if exact:
+            lines += [
+                f"{len(exact)} layouts compared with one device, in float64. Each figure is the largest",
+                f"relative difference; {self.tolerance:g} is allowed.",
+                "",
+                *_table(exact, "{:.1e}"),
+                "",
             ]
-            + ["FAILED: " + r.fault.replace("|", "\\|") if r.fault else "ok"]
-            for r in self.results
+        if low:
+            lines += [
+                f"{len(low)} layouts in low precision. Each figure is the largest error, compared with float64,",
+                "as a multiple of the error of one device in the same dtype.",
+                "",
+                *_table(low, "{:.2f}"),
+                "",
+            ]
+        if self.not_covered:
+            lines += ["## Not covered", "", *(f"- {line}" for line in self.not_covered), ""]
+        return "\n".join(lines)
+
+
+def _table(results: Collection[Result], number: str) -> list[str]:
+    """Returns the rows of a Markdown table: layout, difference of each kind, verdict."""
+    kinds = list(dict.fromkeys(kind for result in results for kind in result.differences))
+    table = [["layout", *kinds, ""], ["---"] * (len(kinds) + 2)]
+    for result in results:
+        values = [
+            number.format(result.differences[kind]) if kind in result.differences else ""
+            for kind in kinds
         ]
-        table = [["layout", *kinds, ""], ["---"] * (len(kinds) + 2), *rows]
-        return "\n".join(
-            [
-                f"# {self.subject}: {verdict}",
-                "",
-                f"{len(self.results)} layouts compared with one device, in float64. Each figure is the largest",
-                f"relative difference; {self.tolerance:g} is allowed. {used_versions}",
-                "",
-                *(f"- FAILED on one device: {fault}" for fault in self.broken_laws),
-                *("| " + " | ".join(cells) + " |" for cells in table),
-                "",
-            ]
+        verdict = "FAILED: " + result.fault.replace("|", "\\|") if result.fault else "ok"
+        table.append([describe(result.row), *values, verdict])
+    return ["| " + " | ".join(cells) + " |" for cells in table]
+
+
+def is_low_precision(row: Row) -> bool:
+    """Whether a layout is compared by its errors, see precision.py; rows in float64 need no "dtype"."""
+    return row.get("dtype", "float64") != "float64"
+
+
+def not_covered(
+    configured: Mapping[str, Any],
+    verified: Mapping[str, Any],
+    rows: Sequence[Row],
+    *,
+    without: Sequence[str] = (),
+    left_out: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Returns a line for everything that a verification of `rows` does not show.
+
+    `configured` are the settings of the user, `verified` those with smaller sizes. `without` are the
+    checks that the user left out; `left_out` are further lines, such as the layouts that `quick` skips.
+    """
+    lines, device = list(left_out), jax.devices()[0]
+    if without:
+        lines.append(f"checks left out with --without: {', '.join(without)}")
+    reduced = [
+        f"{section}.{key}={verified[section][key]} instead of {value}"
+        for section in ("model", "data")
+        for key, value in configured[section].items()
+        if type(value) is int and verified[section].get(key, value) != value
+    ]
+    if reduced:
+        lines.append(f"larger sizes; verified with {', '.join(reduced)}")
+    dtype = configured["train"]["dtype"]
+    if dtype not in {row.get("dtype", "float64") for row in rows}:
+        lines.append(f"train.dtype={dtype}; no layout was verified in it")
+    if device.platform != "gpu":
+        lines.append("cuDNN's attention kernels, which need a GPU")
+    kinds = {"cpu": "GPU and TPU", "gpu": "CPU and TPU", "tpu": "CPU and GPU"}
+    lines.append(
+        f"XLA's compilers for {kinds.get(device.platform, 'other devices')}; "
+        f"run verify --here on those devices"
+    )
+    if not any(is_low_precision(row) for row in rows) or device.platform == "cpu":
+        lines.append(
+            "kernels and rounding of the devices that will train; run verify --here on them"
         )
+    lines.append(
+        f"more than {jax.device_count()} devices ({device.device_kind}), more than "
+        f"{jax.process_count()} {'process' if jax.process_count() == 1 else 'processes'}"
+    )
+    used = " · ".join(f"{name} {version}" for name, version in versions().items())
+    lines.append(f"other versions than {used}")
+    return tuple(lines)
 
 
 def versions() -> dict[str, str]:
@@ -87,28 +157,46 @@ def versions() -> dict[str, str]:
     }
 
 
+# How `describe` writes the settings of a row; others appear as "name value".
+_WORDS = {
+    "packing": "packed",
+    "masks": "masked",
+    "sequence_parallel": "sequence-sharded",
+    "loss_scale": "loss scaled",
+    "attention_impl": "{} attention",
+    "loss_chunks": "{} loss chunks",
+    "unroll": "unroll {}",
+}
+
+
 def describe(row: Row) -> str:
-    """Describes a layout: 'data 2 x fsdp 4 · zero 3 · 2 micro-batches · remat full · packed'."""
+    """Describes a layout: 'data 2 x fsdp 4 · zero 3 · 2 micro-batches · remat full · packed'.
+
+    Every setting of the row appears, except those that are off (None, False, 0) or the default.
+    """
     sizes = [f"{axis} {row[axis]}" for axis in AXES if row.get(axis, 1) > 1]
-    words = {"packing": "packed", "masks": "masked", "sequence_parallel": "sequence-sharded"}
-    words["loss_scale"] = "loss scaled"
-    return " · ".join(
-        [
-            " x ".join(sizes) or "one device",
-            f"zero {row['zero_stage']}",
-            f"{row['num_microbatches']} micro-batches",
-            f"remat {row['remat']}",
-            *([f"{row['schedule']}, {row['keep']} kept"] if row.get("schedule") else []),
-            *(word for key, word in words.items() if row.get(key)),
-        ]
-    )
+    words = [" x ".join(sizes) or "one device"]
+    words += [row["dtype"]] if is_low_precision(row) else []
+    words += [f"zero {row['zero_stage']}", f"{row['num_microbatches']} micro-batches"]
+    words += [f"remat {row['remat']}"]
+    if row.get("schedule"):
+        chunks = f" of {row['num_chunks']} chunks" if row.get("num_chunks", 1) > 1 else ""
+        words.append(f"{row['schedule']}{chunks}, {row['keep']} kept")
+    described = {*AXES, "dtype", "zero_stage", "num_microbatches", "remat"}
+    described |= {"schedule", "num_chunks", "keep"}
+    for name, value in row.items():
+        if name not in described and value not in (None, False, 0):
+            default = name if value is True else f"{name} {value}"
+            words.append(_WORDS.get(name, default).format(value))
+    return " · ".join(words)
 
 
 def summary_line(result: Result) -> str:
     """Returns the line that is logged for a layout: largest difference, seconds, layout, verdict."""
     largest = max(result.differences.values(), default=math.nan)
+    figure = f"{largest:7.2f}x" if is_low_precision(result.row) else f"{largest:8.1e}"
     verdict = f"FAILED {result.fault}" if result.fault else "ok"
-    return f"{largest:8.1e}  {result.seconds:4.1f} s  {describe(result.row)}  {verdict}"
+    return f"{figure}  {result.seconds:4.1f} s  {describe(result.row)}  {verdict}"
 
 
 def compare(
