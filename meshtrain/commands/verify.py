@@ -9,6 +9,9 @@ sequence-sharded residuals and loss scale. Each layout runs the trainer's own st
 gradient norm, parameters and optimizer state are compared with a plain step on one device
 (meshtrain/verify/reference_step.py). The model is made smaller; its structure is unchanged. The batch
 and the mesh of the config do not matter. The exit code is 1 if a layout differs; its line says where.
+
+With --here the layouts run in train.dtype with the kernels of these devices, such as cuDNN's attention.
+The errors of their gradients from float64 are compared with the errors of one device.
 """
 
 import argparse
@@ -43,6 +46,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
     flags.add_argument("--keep_sizes", action="store_true", help="do not reduce the model's sizes")
     flags.add_argument(
+        "--here",
+        action="store_true",
+        help="in train.dtype, with the kernels of these devices; errors from float64 are compared",
+    )
+    flags.add_argument(
         "--without",
         default="",
         metavar="NAME,...",
@@ -65,12 +73,17 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def prepare(args: argparse.Namespace, config: Any) -> None:
     """Sets XLA flags that shorten compilation; the backend reads them when it starts."""
+    if args.here:  # verifies what the compiler makes by default
+        return
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE_FLAGS}"
 
 
 def run(args: argparse.Namespace, config: Any) -> int:
     """Verifies, writes the certificate, and returns the exit code."""
-    from meshtrain.verify.verify import verify
+    if args.here:
+        from meshtrain.verify.here import verify_here as verify
+    else:
+        from meshtrain.verify.verify import verify
 
     options = {
         "quick": args.quick,
@@ -83,7 +96,8 @@ def run(args: argparse.Namespace, config: Any) -> int:
     certificate.write(args.output)
     failed = sum(result.fault is not None for result in certificate.results)
     failed += len(certificate.broken_laws)
-    verdict = f"{failed} FAILED" if failed else "all equal to one device"
+    passed = "no layout is less precise than" if args.here else "all equal to"
+    verdict = f"{failed} FAILED" if failed else f"{passed} one device"
     print(
         f"{verdict} · {time.perf_counter() - began:.0f} s · written to {args.output}/verify.md and .json"
     )

@@ -21,7 +21,7 @@ DATA = LAYOUT | dict(data=8, fsdp=1, tensor=1, remat="none", masks=True)
 ONE_BATCH = DATA | dict(num_microbatches=1)
 PIPELINE = CUBE | dict(pipeline=2, fsdp=1, schedule="1f1b", num_chunks=1, keep="residuals")
 PIPELINE |= dict(remat="none", packing=True)
-BLOCKWISE = ONE_BATCH | dict(data=4, tensor=2)
+BLOCKWISE = ONE_BATCH | dict(data=4, tensor=2, attention_impl="blockwise")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,10 @@ def subject():
 
 
 def program_of(subject, row):
-    """Returns the program, with blockwise attention in the layout BLOCKWISE."""
-    if row == BLOCKWISE:
+    """Returns the program, with the attention implementation of the row."""
+    if "attention_impl" in row:
         section = {key: value for key, value in subject.raw["model"].items() if key != "build"}
-        subject.model = transformer.build(**section | {"attention_impl": "blockwise"})
+        subject.model = transformer.build(**section | {"attention_impl": row["attention_impl"]})
     return verify._program(subject, row)
 
 

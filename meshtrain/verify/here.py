@@ -1,0 +1,106 @@
+"""Verifies layouts in the dtype of the config, with the kernels of the devices that are there."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+from meshtrain import console
+from meshtrain.config.build import build_model
+from meshtrain.config.parse import parse
+from meshtrain.data.source import Source
+from meshtrain.errors import ConfigError
+from meshtrain.models.base import Model
+from meshtrain.verify import QUICK_LAYOUTS, certificate, layouts, precision, precision_laws, verify
+from meshtrain.verify.certificate import Certificate
+from meshtrain.verify.covering import pairwise
+from meshtrain.verify.subject import Subject, shrink
+
+HEAD_DIM = 64  # fused attention kernels need a multiple of 8
+SEQ_LEN = 64
+
+
+def verify_here(
+    settings: Mapping[str, Any],
+    *,
+    model: Model | None = None,
+    data: Source | Iterable[Any] | None = None,
+    quick: bool = False,
+    keep_sizes: bool = False,
+    without: Iterable[str] = (),
+    log: Callable[[str], None] = print,
+) -> Certificate:
+    """Compares the errors of layouts in `train.dtype` with those of one device; see precision.py.
+
+    The layouts use the attention implementation of the config, one device uses "xla". The arguments are
+    those of `verify`. Raises ConfigError for mistakes of the user.
+    """
+    configured = settings.to_dict() if hasattr(settings, "to_dict") else dict(settings)
+    if (dtype := configured["train"]["dtype"]) == "float64":
+        raise ConfigError("train.dtype=float64: verify compares float64 without --here")
+    raw, implementation = copy.deepcopy(configured), None
+    if model is None:
+        if not keep_sizes:
+            shrink_for_kernels(raw)
+        implementation = raw["model"].pop("attention_impl", None)
+        if implementation:
+            raw["model"]["attention_impl"] = "xla"
+    with jax.enable_x64(True):
+        subject = Subject(raw, model, data, keep_sizes=True)
+        used_model, fixed = subject.model, {"masks": subject.is_text, "loss_scale": False}
+        if implementation:
+            used = copy.deepcopy(subject.raw)
+            used["model"]["attention_impl"] = implementation
+            used["train"].update(dtype=dtype, param_dtype="float32")
+            used_model = build_model(parse(used, num_devices=jax.device_count()))
+            text = used_model.attention(used["data"]["seq_len"], dtype)
+            fixed["attention_impl"] = text.partition(";")[0]
+            log(f"attention {text}")
+        rows = pairwise({**row, **fixed} for row in layouts.possible(subject, without))
+        chosen = rows[:QUICK_LAYOUTS] if quick else rows
+        log(f"{len(chosen)} layouts of {jax.device_count()} devices in {dtype}")
+
+        def make_program(lower, row):
+            lower.model = used_model
+            return verify._program(lower, row)
+
+        broken = [
+            f"{name}: {fault}" for name, law in precision_laws.laws().items() if (fault := law())
+        ]
+        for fault in broken:
+            log(f"FAILED on one device: {fault}")
+        results = []
+        with console.progress("verifying", len(chosen), stream="stdout") as advance:
+            for row in chosen:
+                results.append(precision.check_layout(subject, row, dtype, make_program))
+                log(certificate.summary_line(results[-1]))
+                advance(1)
+    left_out = ["evaluation and the learning rate, which verify compares without --here"]
+    if len(rows) > len(chosen):
+        left_out.append(f"{len(rows) - len(chosen)} layouts that --quick leaves out")
+    gaps = certificate.not_covered(
+        configured,
+        subject.raw,
+        [result.row for result in results],
+        without=list(without),
+        left_out=left_out,
+    )
+    return Certificate(
+        subject.name, certificate.MAX_RATIO, tuple(broken), tuple(results), not_covered=gaps
+    )
+
+
+def shrink_for_kernels(raw: dict[str, Any]) -> None:
+    """Reduces the sizes as `shrink` does, but to heads and sequences that fused kernels support."""
+    sizes = copy.deepcopy({**raw["model"], **raw["data"]})
+    shrink(raw)
+    model, data = raw["model"], raw["data"]
+    if {"num_heads", "d_model"} <= model.keys():
+        head_dim = min(HEAD_DIM, sizes.get("head_dim") or sizes["d_model"] // sizes["num_heads"])
+        model["d_model"] = min(sizes["d_model"], head_dim * model["num_heads"])
+        if model.get("head_dim"):
+            model["head_dim"] = head_dim
+    for section in (model, data):
+        for key in {"seq_len", "max_seq_len"} & section.keys():
+            section[key] = min(SEQ_LEN, sizes[key])
