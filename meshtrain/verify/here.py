@@ -10,9 +10,17 @@ from meshtrain import console
 from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Source
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, choice_faults
 from meshtrain.models.base import Model
-from meshtrain.verify import QUICK_LAYOUTS, certificate, layouts, precision, precision_laws, verify
+from meshtrain.verify import (
+    OPTIONAL,
+    QUICK_LAYOUTS,
+    certificate,
+    layouts,
+    precision,
+    precision_laws,
+    verify,
+)
 from meshtrain.verify.certificate import Certificate
 from meshtrain.verify.covering import pairwise
 from meshtrain.verify.subject import Subject, shrink
@@ -37,6 +45,8 @@ def verify_here(
     those of `verify`. Raises ConfigError for mistakes of the user.
     """
     configured = settings.to_dict() if hasattr(settings, "to_dict") else dict(settings)
+    if faults := [fault for name in without for fault in choice_faults("without", name, OPTIONAL)]:
+        raise ConfigError(*faults)
     if (dtype := configured["train"]["dtype"]) == "float64":
         raise ConfigError("train.dtype=float64: verify compares float64 without --here")
     raw, implementation = copy.deepcopy(configured), None

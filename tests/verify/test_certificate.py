@@ -57,12 +57,14 @@ def test_not_covered_names_what_a_verification_leaves_out():
     configured = tiny_config().to_dict()
     verified = {**configured, "model": configured["model"] | {"num_layers": 4, "d_model": 16}}
     configured["model"]["num_layers"] = 32
+    verified["data"] = configured["data"] | {"separator": -1}
+    configured["data"]["separator"] = 10  # not a size
     lines = certificate.not_covered(
         configured, verified, [ROW], without=["packing"], left_out=["12 layouts (--quick)"]
     )
     page = "\n".join(lines)
     assert lines[:2] == ("12 layouts (--quick)", "checks left out with --without: packing")
-    assert "model.d_model=16 instead of 32, model.num_layers=4 instead of 32" in page
+    assert "model.d_model=16 instead of 32, model.num_layers=4 instead of 32\n" in page
     assert "train.dtype=float32; no layout was verified in it" in page
     assert "cuDNN's attention kernels, which run on NVIDIA GPUs" in page and "GPU and TPU" in page
     assert "more than 8 devices (cpu), more than 1 process" in page

@@ -27,7 +27,9 @@ def test_layouts_in_bfloat16_pass_and_the_certificate_says_what_is_missing(
     assert "no layout is less precise than one device" in out
     record = json.loads((tmp_path / "verify.json").read_text())
     rows = [result["row"] for result in record["results"]]
-    assert [(row["dtype"], row["attention_impl"]) for row in rows] == [("bfloat16", "blockwise")] * 2
+    assert [(row["dtype"], row["attention_impl"]) for row in rows] == [
+        ("bfloat16", "blockwise")
+    ] * 2
     assert all(result["differences"]["gradients"] < 1.5 for result in record["results"])
     missing = "\n".join(record["not_covered"])
     assert "layouts that --quick leaves out" in missing and "cuDNN's attention kernels" in missing
