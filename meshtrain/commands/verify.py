@@ -91,6 +91,8 @@ def run(args: argparse.Namespace, config: Any) -> int:
         "without": [name for name in args.without.split(",") if name],
         "jobs": num_jobs(args),
     }
+    if args.here:
+        del options["jobs"]  # one process uses the devices
     began = time.perf_counter()
     certificate = verify(config, **options)
     certificate.write(args.output)

@@ -22,7 +22,6 @@ from meshtrain.verify import (
     verify,
 )
 from meshtrain.verify.certificate import Certificate
-from meshtrain.verify.covering import pairwise
 from meshtrain.verify.subject import Subject, shrink
 
 HEAD_DIM = 64  # fused attention kernels need a multiple of 8
@@ -51,14 +50,12 @@ def verify_here(
         raise ConfigError("train.dtype=float64: verify compares float64 without --here")
     raw, implementation = copy.deepcopy(configured), None
     if model is None:
+        implementation = raw["model"].get("attention_impl")
         if not keep_sizes:
             shrink_for_kernels(raw)
-        implementation = raw["model"].pop("attention_impl", None)
-        if implementation:
-            raw["model"]["attention_impl"] = "xla"
     with jax.enable_x64(True):
         subject = Subject(raw, model, data, keep_sizes=True)
-        used_model, fixed = subject.model, {"masks": subject.is_text, "loss_scale": False}
+        fixed = {"masks": subject.is_text, "loss_scale": False}
         if implementation:
             used = copy.deepcopy(subject.raw)
             used["model"]["attention_impl"] = implementation
@@ -67,13 +64,9 @@ def verify_here(
             text = used_model.attention(used["data"]["seq_len"], dtype)
             fixed["attention_impl"] = text.partition(";")[0]
             log(f"attention {text}")
-        rows = pairwise({**row, **fixed} for row in layouts.possible(subject, without))
+        rows = layouts.select(subject, without, fixed)
         chosen = rows[:QUICK_LAYOUTS] if quick else rows
         log(f"{len(chosen)} layouts of {jax.device_count()} devices in {dtype}")
-
-        def make_program(lower, row):
-            lower.model = used_model
-            return verify._program(lower, row)
 
         broken = [
             f"{name}: {fault}" for name, law in precision_laws.laws().items() if (fault := law())
@@ -83,7 +76,7 @@ def verify_here(
         results = []
         with console.progress("verifying", len(chosen), stream="stdout") as advance:
             for row in chosen:
-                results.append(precision.check_layout(subject, row, dtype, make_program))
+                results.append(precision.check_layout(subject, row, dtype, verify._program))
                 log(certificate.summary_line(results[-1]))
                 advance(1)
     left_out = ["evaluation and the learning rate, which verify compares without --here"]

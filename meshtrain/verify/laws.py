@@ -21,7 +21,15 @@ from meshtrain.data.source import Batch, Source
 from meshtrain.models import transformer
 from meshtrain.models.base import Model, Params
 from meshtrain.train import train
-from meshtrain.verify import certificate, keys, reference_model, reference_step, sections
+from meshtrain.verify import (
+    certificate,
+    keys,
+    precision_laws,
+    reference_model,
+    reference_step,
+    run_laws,
+    sections,
+)
 from meshtrain.verify.subject import STEPS, Subject
 
 TOLERANCE = 1e-10
@@ -38,6 +46,14 @@ def laws(subject: Subject, *, quick: bool = False) -> dict[str, Callable[[], lis
         samples, _ = subject.batches(packing=False, masks=subject.is_text)
         return jax.tree.map(lambda leaf: leaf[: subject.global_batch], samples)
 
+    if not quick:
+        found["runs"] = lambda: [
+            f"{name}: {fault}"
+            for name, law in run_laws.laws(subject).items()
+            if (fault := _fault_of(law))
+        ]
+        for name, law in precision_laws.laws().items():
+            add(name, law)
     if subject.is_text:
         add("trainer", lambda: trainer(subject))
     add("schedule", lambda: schedule(raw["optim"]))

@@ -3,6 +3,8 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import jax
 
@@ -21,9 +23,17 @@ LOSS_CHUNKS = (0, 3)
 REMAT = ("full", "dots", "names:attention,mlp")
 
 
-def select(subject: Subject, without: Iterable[str] = ()) -> list[Row]:
-    """Returns layouts of all devices in which every possible pair of two settings occurs."""
-    return pairwise(_bases(subject), _factors(subject, without))
+def select(
+    subject: Subject, without: Iterable[str] = (), fixed: Mapping[str, Any] = MappingProxyType({})
+) -> list[Row]:
+    """Returns layouts of all devices in which every possible pair of two settings occurs.
+
+    The settings in `fixed` have the same value in all of them.
+    """
+    factors = [
+        factor for factor in _factors(subject, without) if not fixed.keys() & factor[0].keys()
+    ]
+    return pairwise(_bases(subject), [*factors, [dict(fixed)]])
 
 
 def _factors(subject: Subject, without: Iterable[str]) -> list[list[Row]]:

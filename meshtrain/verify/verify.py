@@ -24,13 +24,22 @@ from meshtrain.parallel import sharding
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
 from meshtrain.step import Scalars
-from meshtrain.verify import OPTIONAL, QUICK_LAYOUTS, certificate, laws, layouts, reference_step
+from meshtrain.verify import (
+    OPTIONAL,
+    QUICK_LAYOUTS,
+    certificate,
+    laws,
+    layouts,
+    precision,
+    reference_step,
+)
 from meshtrain.verify.certificate import Certificate, Result
 from meshtrain.verify.covering import Row
 from meshtrain.verify.jobs import Task, run_tasks
 from meshtrain.verify.subject import STEPS, Subject, keep_gradients
 
 TOLERANCE = 1e-10
+NUM_LOW_PRECISION = 4  # number of layouts that are verified in bfloat16 and float16
 INITIAL_TOLERANCE = 1e-6  # for initial parameters: a user's model may draw them in float32
 
 
@@ -57,16 +66,16 @@ def verify(
         raise ConfigError(*faults)
     with jax.enable_x64(True):
         subject = Subject(settings, model, data, keep_sizes=keep_sizes)
-        rows = layouts.select(subject, without)
-        rows = rows[:QUICK_LAYOUTS] if quick else rows
-        rows.sort(key=lambda row: sum(row.get(axis, 1) > 1 for axis in AXES))
+        rows, low, names = _plan(subject, quick, without)
         log(f"{subject.name}: {states.count(subject.abstract_params):,} parameters, float64")
         log(
             f"{len(rows)} layouts of {jax.device_count()} devices, {STEPS} steps each on "
             f"{subject.global_batch} rows, compared with one device"
         )
-        tasks = [Task(laws.check, name) for name in laws.laws(subject, quick=quick)]
-        tasks += [Task(check_layout, row) for row in rows]
+        tasks = [Task(laws.check, name) for name in names]
+        tasks += [Task(check_layout, row) for row in rows] + [
+            Task(_check_precision, r) for r in low
+        ]
         results, violations = [], []
         with console.progress("verifying", len(tasks), stream="stdout") as advance:
             for found in run_tasks(subject, tasks, 1 if model or data else jobs):
@@ -79,8 +88,33 @@ def verify(
                         log(f"FAILED on one device: {fault}")
                     violations += found
                 advance(1)
+    rows += low
     results.sort(key=lambda result: rows.index(result.row))
-    return Certificate(subject.name, TOLERANCE, tuple(violations), tuple(results))
+    left_out = ["most layouts, the laws of whole runs, and low precision: --quick leaves them out"]
+    missing = certificate.not_covered(
+        subject.settings, subject.raw, rows, without=list(without), left_out=left_out[: int(quick)]
+    )
+    return Certificate(subject.name, TOLERANCE, tuple(violations), tuple(results), missing)
+
+
+def _plan(
+    subject: Subject, quick: bool, without: Iterable[str]
+) -> tuple[list[Row], list[Row], list[str]]:
+    """Returns the layouts, those that are verified in low precision too, and the names of the laws."""
+    rows = layouts.select(subject, without)
+    low = [
+        {**row, "loss_scale": False, "dtype": dtype}
+        for row in rows[:NUM_LOW_PRECISION]
+        for dtype in ("bfloat16", "float16")
+    ]
+    if quick:
+        rows, low = rows[:QUICK_LAYOUTS], []
+    rows.sort(key=lambda row: sum(row.get(axis, 1) > 1 for axis in AXES))
+    return rows, low, list(laws.laws(subject, quick=quick))
+
+
+def _check_precision(subject: Subject, row: Row) -> Result:
+    return precision.check_layout(subject, row, row["dtype"], _program)
 
 
 def check_layout(subject: Subject, row: Row) -> Result:
