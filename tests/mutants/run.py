@@ -1,0 +1,233 @@
+"""Plants bugs one at a time and reports what finds each of them: `verify --quick`, `verify`, or the tests.
+
+  python tests/mutants/run.py                               all bugs: verify --quick, then the tests
+  python tests/mutants/run.py 'ring_*' --stages=quick,full,tests --jobs=2
+  python tests/mutants/run.py 'ring_*' --unchanged          the same stages without a bug: they must pass
+  python tests/mutants/run.py --table                       only writes README.md from results.jsonl
+
+A bug is a patch: NAME.patch, a unified diff after a header. `Bug:` says what is wrong; `Tests:` lists the test files
+that must find it if verify does not; `Config:` has the flags of verify (default: --config=configs/quickstart.py;
+"none" if verify does not run this code). The patch is applied to a copy of the repository, where the stages run one
+after the other until one of them finds the bug. A crash is not a find: it is reported, and the next stage runs.
+
+Each result is appended to results.jsonl. A stage that has a result for the same patch is not run again: to run
+all stages again, for example after a change of verify, remove that file.
+"""
+
+import argparse
+import collections
+import contextlib
+import fnmatch
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+RESULTS, TABLE = FOLDER / "results.jsonl", FOLDER / "README.md"
+STAGES = ("quick", "full", "tests")
+QUICKSTART, NONE = "--config=configs/quickstart.py", "none"
+# What a stage prints when it finds a bug.
+FOUND = {
+    "verify": re.compile(r"\bFAILED\b"),
+    "tests": re.compile(r"^(FAILED|ERROR) tests/\S+::"),
+}
+CRASH = re.compile(r"\b\w+(Error|Exception)\b")  # verify reports an exception as a failed layout
+INTRODUCTION = """# Planted bugs
+
+Written by `python tests/mutants/run.py --table` from `results.jsonl`; `run.py` explains the patches and its flags.
+The stages run from left to right until one finds the bug, so the cells after it are empty. "n/a": `verify` does not
+run this code.
+
+"""
+
+
+class Mutant(NamedTuple):
+    name: str
+    bug: str
+    tests: tuple[str, ...]  # files
+    config: str  # flags of verify, or "none"
+    patch: str  # header and diff
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.patch.encode()).hexdigest()[:12]
+
+
+def load() -> list[Mutant]:
+    """Returns the bugs of all patches, by name."""
+    return [parse(path.stem, path.read_text()) for path in sorted(FOLDER.glob("*.patch"))]
+
+
+def parse(name: str, patch: str) -> Mutant:
+    header = dict(line.split(": ", 1) for line in patch.partition("\n\n")[0].splitlines())
+    tests = tuple(header["Tests"].split())
+    return Mutant(name, header["Bug"], tests, header.get("Config", QUICKSTART), patch)
+
+
+def plant(patch: str, folder: Path, *flags: str) -> None:
+    """Applies a patch to the copy of the repository in `folder`; raises CalledProcessError if it does not apply."""
+    # git would skip all files silently if a folder above were a repository.
+    environ = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    command = ["git", "apply", *flags, "-"]
+    subprocess.run(command, input=patch, text=True, cwd=folder, env=environ, check=True)
+
+
+def copy_repository(folder: Path) -> None:
+    def skip(parent: str, names: list[str]) -> set[str]:
+        outputs = {"runs", "data", "models", "certificate", "profile", "build"}  # see .gitignore
+        hidden = {name for name in names if name.startswith(".")}
+        return {"__pycache__"} | (hidden | outputs if Path(parent) == ROOT else set())
+
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=skip, dirs_exist_ok=True)
+
+
+def command_of(mutant: Mutant, stage: str) -> list[str]:
+    if stage == "tests":
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
+        return [sys.executable, "-m", "pytest", *options, *mutant.tests]
+    quick = ["--quick"] if stage == "quick" else []
+    flags = [*mutant.config.split(), "--simulate_devices=8", "--output=certificate", *quick]
+    return [sys.executable, "-m", "meshtrain", "verify", *flags]
+
+
+def observe(command: list[str], stage: str, folder: Path, timeout: float) -> dict[str, str]:
+    """Runs a stage until it finds a bug; returns the outcome, and the line that says so."""
+    pattern = FOUND["tests" if stage == "tests" else "verify"]
+    environ = os.environ | {"PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    process = subprocess.Popen(command, cwd=folder, env=environ, start_new_session=True, **pipes)
+
+    def end() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    late = threading.Event()
+    timer = threading.Timer(timeout, lambda: (late.set(), end()))
+    timer.start()
+    line = last = ""
+    try:
+        for line in process.stdout:
+            if pattern.search(line):
+                break
+            last = line if line.strip() else last
+        else:
+            process.wait()
+    finally:
+        timer.cancel()
+        end()
+    code = process.wait()
+    if late.is_set():
+        return {"outcome": "timeout", "by": f"after {timeout:.0f} s"}
+    if pattern.search(line):
+        crashed = stage != "tests" and CRASH.search(line)
+        return {"outcome": "crashed" if crashed else "killed", "by": shorten(line)}
+    outcome, by = ("crashed", shorten(last)) if code else ("survived", "")
+    return {"outcome": outcome, "by": by}
+
+
+def shorten(line: str) -> str:
+    """Returns a line without its first figures (difference, seconds), at most 200 characters."""
+    return re.sub(r"^\s*\S+\s+[\d.]+ s\s+", "", line).strip()[:200]
+
+
+def examine(mutant: Mutant, args: argparse.Namespace, known: dict, record) -> bool:
+    """Runs the stages of one bug; returns whether one found it."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        folder = Path(name)
+        for stage in args.stages:
+            if (not mutant.tests) if stage == "tests" else mutant.config == NONE:
+                continue
+            result = known.get((mutant.name, stage, mutant.digest))
+            if result is None:
+                if not any(folder.iterdir()):
+                    copy_repository(folder)
+                    if mutant.patch:
+                        plant(mutant.patch, folder)
+                result = {"mutant": mutant.name, "stage": stage, "digest": mutant.digest}
+                result |= observe(command_of(mutant, stage), stage, folder, args.timeout)
+                record(result)
+            if result["outcome"] == "killed":
+                return True
+    return False
+
+
+def read_results() -> dict[tuple[str, str, str], dict[str, str]]:
+    """Returns the results by bug, stage and digest of the patch."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    results = [json.loads(line) for line in lines]
+    return {(one["mutant"], one["stage"], one["digest"]): one for one in results}
+
+
+def table(mutants: list[Mutant], results: dict) -> str:
+    """Returns the text of README.md."""
+    counts, rows = collections.Counter(), []
+    for mutant in mutants:
+        found = {stage: results.get((mutant.name, stage, mutant.digest)) for stage in STAGES}
+        killer = next((s for s, one in found.items() if one and one["outcome"] == "killed"), None)
+        counts[killer or ("open" if any(found.values()) else "not run")] += 1
+        cells = [one["outcome"] if one else "" for one in found.values()]
+        cells = ["n/a"] * 2 + cells[2:] if mutant.config == NONE else cells
+        by = f"`{found[killer]['by']}`".replace("|", "\\|") if killer else ""
+        rows.append([f"`{mutant.name}`", mutant.bug.replace("|", "\\|"), *cells, by])
+    total = (
+        f"{len(mutants)} bugs: {counts['quick']} found by `verify --quick`, {counts['full']} by "
+    )
+    total += f"`verify`, {counts['tests']} by the tests, {counts['open']} by nothing that was run; "
+    total += f"{counts['not run']} not run.\n"
+    heads = ["bug", "what is wrong", "verify --quick", "verify", "tests", "found by"]
+    lines = ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
+    return "\n".join([INTRODUCTION + total, *lines, ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", default=["*"], help="names of bugs, * as in a shell")
+    parser.add_argument("--stages", type=lambda text: text.split(","), default=["quick", "tests"])
+    parser.add_argument("--jobs", type=int, default=1, help="bugs to examine at the same time")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds of a stage")
+    parser.add_argument("--table", action="store_true", help="only write README.md")
+    parser.add_argument("--unchanged", action="store_true", help="run the stages without a bug")
+    args = parser.parse_args()
+    if unknown := set(args.stages) - set(STAGES):
+        parser.error(f"--stages={','.join(unknown)}: use some of {', '.join(STAGES)}")
+    mutants, known, lock, failed = load(), read_results(), threading.Lock(), []
+    chosen = [one for one in mutants if any(fnmatch.fnmatch(one.name, n) for n in args.names)]
+    if args.unchanged:
+        files = tuple(sorted({file for one in chosen for file in one.tests}))
+        configs = sorted({one.config for one in chosen} - {NONE})
+        chosen = [Mutant(f"unchanged {config}", "", (), config, "") for config in configs]
+        chosen.append(Mutant("unchanged", "", files, NONE, ""))
+
+    def record(result: dict[str, str]) -> None:
+        with lock:
+            print(f"{result['mutant']}: {result['stage']}: {result['outcome']} {result['by']}")
+            failed.extend([result] if result["outcome"] != "survived" else [])
+            if not args.unchanged:
+                with open(RESULTS, "a") as file:
+                    file.write(json.dumps(result) + "\n")
+
+    if not args.table:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            killed = list(pool.map(lambda one: examine(one, args, known, record), chosen))
+        if args.unchanged:
+            return 1 if failed else 0
+        print(f"{sum(killed)} of {len(chosen)} found")
+    TABLE.write_text(table(mutants, read_results()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
