@@ -3,7 +3,7 @@
   python tests/mutants/run.py                               all bugs: verify --quick, then the tests
   python tests/mutants/run.py 'ring_*' --stages=quick,full,tests --jobs=2
   python tests/mutants/run.py 'ring_*' --unchanged          the same stages without a bug: they must pass
-  python tests/mutants/run.py --table                       only writes README.md from results.jsonl
+  python tests/mutants/run.py --stages=                     only writes README.md from results.jsonl
 
 A bug is a patch: NAME.patch, a unified diff after a header. `Bug:` says what is wrong; `Tests:` lists the test files
 that must find it if verify does not; `Config:` has the flags of verify (default: --config=configs/quickstart.py;
@@ -37,15 +37,12 @@ ROOT = FOLDER.parents[1]
 RESULTS, TABLE = FOLDER / "results.jsonl", FOLDER / "README.md"
 STAGES = ("quick", "full", "tests")
 QUICKSTART, NONE = "--config=configs/quickstart.py", "none"
-# What a stage prints when it finds a bug.
-FOUND = {
-    "verify": re.compile(r"\bFAILED\b"),
-    "tests": re.compile(r"^(FAILED|ERROR) tests/\S+::"),
-}
+# What verify and pytest print when they find a bug.
+FOUND, FOUND_BY_TESTS = re.compile(r"\bFAILED\b"), re.compile(r"^(FAILED|ERROR) tests/\S+::")
 CRASH = re.compile(r"\b\w+(Error|Exception)\b")  # verify reports an exception as a failed layout
 INTRODUCTION = """# Planted bugs
 
-Written by `python tests/mutants/run.py --table` from `results.jsonl`; `run.py` explains the patches and its flags.
+Written by `python tests/mutants/run.py --stages=` from `results.jsonl`; `run.py` explains the patches and its flags.
 The stages run from left to right until one finds the bug, so the cells after it are empty. "n/a": `verify` does not
 run this code.
 
@@ -58,29 +55,27 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]  # files
     config: str  # flags of verify, or "none"
     patch: str  # header and diff
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.patch.encode()).hexdigest()[:12]
+    digest: str  # of the patch
 
 
 def load() -> list[Mutant]:
     """Returns the bugs of all patches, by name."""
-    return [parse(path.stem, path.read_text()) for path in sorted(FOLDER.glob("*.patch"))]
-
-
-def parse(name: str, patch: str) -> Mutant:
-    header = dict(line.split(": ", 1) for line in patch.partition("\n\n")[0].splitlines())
-    tests = tuple(header["Tests"].split())
-    return Mutant(name, header["Bug"], tests, header.get("Config", QUICKSTART), patch)
+    mutants = []
+    for path in sorted(FOLDER.glob("*.patch")):
+        patch = path.read_text()
+        header = dict(line.split(": ", 1) for line in patch.partition("\n\n")[0].splitlines())
+        tests, config = tuple(header["Tests"].split()), header.get("Config", QUICKSTART)
+        digest = hashlib.sha256(patch.encode()).hexdigest()[:12]
+        mutants.append(Mutant(path.stem, header["Bug"], tests, config, patch, digest))
+    return mutants
 
 
 def plant(patch: str, folder: Path, *flags: str) -> None:
     """Applies a patch to the copy of the repository in `folder`; raises CalledProcessError if it does not apply."""
     # git would skip all files silently if a folder above were a repository.
     environ = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
-    command = ["git", "apply", *flags, "-"]
-    subprocess.run(command, input=patch, text=True, cwd=folder, env=environ, check=True)
+    where = dict(cwd=folder, env=environ)
+    subprocess.run(["git", "apply", *flags, "-"], input=patch, text=True, check=True, **where)
 
 
 def copy_repository(folder: Path) -> None:
@@ -103,46 +98,40 @@ def command_of(mutant: Mutant, stage: str) -> list[str]:
 
 def observe(command: list[str], stage: str, folder: Path, timeout: float) -> dict[str, str]:
     """Runs a stage until it finds a bug; returns the outcome, and the line that says so."""
-    pattern = FOUND["tests" if stage == "tests" else "verify"]
+
+    def short(line: str) -> str:  # without the first figures, difference and seconds
+        return re.sub(r"^\s*\S+\s+[\d.]+ s\s+", "", line).strip()[:200]
+
+    pattern, line, last = FOUND_BY_TESTS if stage == "tests" else FOUND, "", ""
     environ = os.environ | {"PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    process = subprocess.Popen(command, cwd=folder, env=environ, start_new_session=True, **pipes)
-
-    def end() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-    late = threading.Event()
-    timer = threading.Timer(timeout, lambda: (late.set(), end()))
-    timer.start()
-    line = last = ""
-    try:
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    how |= dict(cwd=folder, env=environ, start_new_session=True)
+    with subprocess.Popen(command, **how) as process:
+        late = threading.Event()
+        timer = threading.Timer(timeout, lambda: (late.set(), end(process)))
+        timer.start()
         for line in process.stdout:
             if pattern.search(line):
+                end(process)
                 break
             last = line if line.strip() else last
-        else:
-            process.wait()
-    finally:
-        timer.cancel()
-        end()
-    code = process.wait()
-    if late.is_set():
-        return {"outcome": "timeout", "by": f"after {timeout:.0f} s"}
+    timer.cancel()
     if pattern.search(line):
         crashed = stage != "tests" and CRASH.search(line)
-        return {"outcome": "crashed" if crashed else "killed", "by": shorten(line)}
-    outcome, by = ("crashed", shorten(last)) if code else ("survived", "")
-    return {"outcome": outcome, "by": by}
+        return {"outcome": "crashed" if crashed else "killed", "by": short(line)}
+    code = process.returncode
+    outcome = "timeout" if late.is_set() else "crashed" if code else "survived"
+    return {"outcome": outcome, "by": short(last) if code else ""}
 
 
-def shorten(line: str) -> str:
-    """Returns a line without its first figures (difference, seconds), at most 200 characters."""
-    return re.sub(r"^\s*\S+\s+[\d.]+ s\s+", "", line).strip()[:200]
+def end(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its children too
 
 
-def examine(mutant: Mutant, args: argparse.Namespace, known: dict, record) -> bool:
-    """Runs the stages of one bug; returns whether one found it."""
+def examine(mutant: Mutant, args: argparse.Namespace, known: dict, record) -> set[str]:
+    """Runs the stages of one bug until one finds it; returns their outcomes."""
+    outcomes: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
         for stage in args.stages:
@@ -157,15 +146,15 @@ def examine(mutant: Mutant, args: argparse.Namespace, known: dict, record) -> bo
                 result = {"mutant": mutant.name, "stage": stage, "digest": mutant.digest}
                 result |= observe(command_of(mutant, stage), stage, folder, args.timeout)
                 record(result)
-            if result["outcome"] == "killed":
-                return True
-    return False
+            outcomes.add(result["outcome"])
+            if "killed" in outcomes:
+                break
+    return outcomes
 
 
-def read_results() -> dict[tuple[str, str, str], dict[str, str]]:
+def read_results(path: Path = RESULTS) -> dict[tuple[str, str, str], dict[str, str]]:
     """Returns the results by bug, stage and digest of the patch."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    results = [json.loads(line) for line in lines]
+    results = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return {(one["mutant"], one["stage"], one["digest"]): one for one in results}
 
 
@@ -191,41 +180,40 @@ def table(mutants: list[Mutant], results: dict) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("names", nargs="*", default=["*"], help="names of bugs, * as in a shell")
-    parser.add_argument("--stages", type=lambda text: text.split(","), default=["quick", "tests"])
+    parser.add_argument("--stages", default="quick,tests", help=f"some of {','.join(STAGES)}")
     parser.add_argument("--jobs", type=int, default=1, help="bugs to examine at the same time")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds of a stage")
-    parser.add_argument("--table", action="store_true", help="only write README.md")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where results are appended")
     parser.add_argument("--unchanged", action="store_true", help="run the stages without a bug")
     args = parser.parse_args()
+    args.stages = [stage for stage in args.stages.split(",") if stage]
     if unknown := set(args.stages) - set(STAGES):
-        parser.error(f"--stages={','.join(unknown)}: use some of {', '.join(STAGES)}")
-    mutants, known, lock, failed = load(), read_results(), threading.Lock(), []
+        parser.error(f"--stages: {unknown.pop()!r} is none of {', '.join(STAGES)}")
+    mutants, known, lock = load(), read_results(args.results), threading.Lock()
     chosen = [one for one in mutants if any(fnmatch.fnmatch(one.name, n) for n in args.names)]
     if args.unchanged:
         files = tuple(sorted({file for one in chosen for file in one.tests}))
         configs = sorted({one.config for one in chosen} - {NONE})
-        chosen = [Mutant(f"unchanged {config}", "", (), config, "") for config in configs]
-        chosen.append(Mutant("unchanged", "", files, NONE, ""))
+        chosen = [Mutant(f"unchanged {config}", "", (), config, "", "") for config in configs]
+        chosen.append(Mutant("unchanged", "", files, NONE, "", ""))
 
     def record(result: dict[str, str]) -> None:
         with lock:
-            print(f"{result['mutant']}: {result['stage']}: {result['outcome']} {result['by']}")
-            failed.extend([result] if result["outcome"] != "survived" else [])
+            print(result["mutant"], result["stage"], result["outcome"], result["by"], flush=True)
             if not args.unchanged:
-                with open(RESULTS, "a") as file:
+                with open(args.results, "a") as file:
                     file.write(json.dumps(result) + "\n")
 
-    if not args.table:
-        with ThreadPoolExecutor(args.jobs) as pool:
-            killed = list(pool.map(lambda one: examine(one, args, known, record), chosen))
-        if args.unchanged:
-            return 1 if failed else 0
-        print(f"{sum(killed)} of {len(chosen)} found")
-    TABLE.write_text(table(mutants, read_results()))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        outcomes = list(pool.map(lambda one: examine(one, args, known, record), chosen))
+    if args.unchanged:
+        return 0 if set().union(*outcomes) <= {"survived"} else 1
+    print(f"{sum('killed' in found for found in outcomes)} of {len(chosen)} found")
+    if args.results == RESULTS:
+        TABLE.write_text(table(mutants, read_results()))
     return 0
 
 

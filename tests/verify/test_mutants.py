@@ -1,0 +1,132 @@
+"""Planted bugs (tests/mutants): every patch applies, the table lists them all, and a sample of them is found."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.mutants import run
+
+MUTANTS = {mutant.name: mutant for mutant in run.load()}
+SAMPLE = """
+attention_query_heads_strided blockwise_sum_not_rescaled divergence_spike_raises_the_mean
+executor_idle_stages_not_masked grads_mean_of_means heldout_mean_of_batch_means
+loader_position_counts_prefetched_batches losses_token_weights_dropped manifest_steps_sorted_as_text
+optim_decay_of_every_parameter packing_last_token_of_a_piece_without_weight
+state_parameters_replicated_at_stage_3 step_gradients_left_scaled sync_first_shard_only
+""".split()
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("repository")
+    run.copy_repository(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_patch_applies_to_python_files_of_the_package_and_its_header_names_files(name, copy):
+    mutant = MUTANTS[name]
+    changed = [line[6:] for line in mutant.patch.splitlines() if line.startswith("+++ b/")]
+    before = {file: (copy / file).read_text() for file in changed}
+    run.plant(mutant.patch, copy)
+    after = {file: (copy / file).read_text() for file in changed}
+    run.plant(mutant.patch, copy, "--reverse")
+    assert changed and before != after
+    for file, text in after.items():
+        assert file.startswith("meshtrain/") and compile(text, file, "exec")
+    assert mutant.bug and mutant.tests and all((run.ROOT / file).is_file() for file in mutant.tests)
+    if mutant.config != run.NONE:
+        assert (run.ROOT / mutant.config.split()[0].removeprefix("--config=")).is_file()
+
+
+def test_a_patch_that_does_not_apply_is_an_error(copy, capfd):
+    for patch in ("", MUTANTS["sync_first_shard_only"].patch.replace("leaf.sum(0)", "leaf.sum(1)")):
+        with pytest.raises(subprocess.CalledProcessError):
+            run.plant(patch, copy)
+    assert "patch does not apply" in capfd.readouterr().err
+
+
+def test_the_table_is_that_of_the_patches_and_results():
+    assert run.TABLE.read_text() == run.table(run.load(), run.read_results()), (
+        "write it with: python tests/mutants/run.py --stages="
+    )
+    assert all(f"| `{name}` |" in run.TABLE.read_text() for name in MUTANTS)
+
+
+LAYOUT_LINE = "6.8e-13  4.2 s  data 8 · zero 3  "
+
+
+@pytest.mark.parametrize(
+    ("stage", "program", "outcome", "by"),
+    [
+        ("quick", f"print('{LAYOUT_LINE}ok')", "survived", ""),
+        (
+            "quick",
+            f"print('{LAYOUT_LINE}FAILED loss: 1 here, 2 on one device'); time.sleep(600)",
+            "killed",
+            "data 8 · zero 3  FAILED loss: 1 here, 2 on one device",
+        ),
+        ("full", "print('FAILED JaxRuntimeError: INTERNAL')", "crashed", "FAILED JaxRuntimeError"),
+        ("full", "raise SystemExit('config.x=1: use 2')", "crashed", "config.x=1: use 2"),
+        ("tests", "print('FAILED tests/a.py::b - ValueError')", "killed", "FAILED tests/a.py::b"),
+        ("tests", "print('FAILED on one device')", "survived", ""),
+        ("tests", "print('ERROR tests/a.py'); raise SystemExit(2)", "crashed", "ERROR tests/a.py"),
+        ("tests", "print('started'); time.sleep(600)", "timeout", "started"),
+    ],
+)
+def test_a_stage_ends_with_its_first_finding_and_a_crash_is_none(
+    stage, program, outcome, by, tmp_path
+):
+    command = [sys.executable, "-c", f"import time; {program}"]
+    result = run.observe(command, stage, tmp_path, 5.0 if outcome == "timeout" else 60.0)
+    assert (
+        result["outcome"] == outcome
+        and result["by"].startswith(by)
+        and bool(result["by"]) == bool(by)
+    )
+
+
+def test_stages_run_until_one_finds_the_bug_and_results_are_not_computed_again(monkeypatch):
+    mutant, ran = MUTANTS["sync_first_shard_only"], []
+    outcomes = {"quick": "survived", "full": "crashed", "tests": "killed"}
+    monkeypatch.setattr(run, "copy_repository", lambda folder: (folder / "copy").touch())
+    monkeypatch.setattr(run, "plant", lambda patch, folder: None)
+    monkeypatch.setattr(
+        run, "observe", lambda _, stage, *__: {"outcome": outcomes[stage], "by": ""}
+    )
+    known = {(mutant.name, "quick", mutant.digest): {"outcome": "survived"}}
+    args = SimpleNamespace(stages=run.STAGES, timeout=1.0)
+    assert run.examine(mutant, args, known, ran.append) == {"survived", "crashed", "killed"}
+    assert [result["stage"] for result in ran] == ["full", "tests"]
+    outcomes["quick"] = "killed"
+    assert run.examine(mutant, args, {}, ran.append) == {"killed"}
+    assert run.examine(mutant._replace(config=run.NONE), args, {}, ran.append) == {"killed"}
+    assert [result["stage"] for result in ran[2:]] == ["quick", "tests"]
+
+
+def test_results_are_those_of_the_newest_patch(tmp_path):
+    mutant = MUTANTS["sync_first_shard_only"]
+    result = {"mutant": mutant.name, "stage": "quick", "outcome": "killed", "by": "a | b"}
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(result | {"digest": "of an older patch"}) + "\n")
+    assert "1 not run" in run.table([mutant], run.read_results(path))
+    path.write_text(json.dumps(result | {"digest": mutant.digest}) + "\n")
+    text = run.table([mutant], run.read_results(path))
+    assert "1 bugs: 1 found by `verify --quick`" in text
+    assert f"| `{mutant.name}` | {mutant.bug} | killed |  |  | `a \\| b` |" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_planted_bug_is_found_by_the_stage_that_is_recorded_to_find_it(name, tmp_path):
+    mutant, results = MUTANTS[name], run.read_results()
+    found = {stage: results.get((name, stage, mutant.digest), {}) for stage in run.STAGES}
+    stage = next((stage for stage in found if found[stage].get("outcome") == "killed"), None)
+    assert stage, f"no stage is recorded to find it: python tests/mutants/run.py {name}"
+    run.copy_repository(tmp_path)
+    run.plant(mutant.patch, tmp_path)
+    result = run.observe(run.command_of(mutant, stage), stage, tmp_path, 1200)
+    assert result["outcome"] == "killed", result["by"]
