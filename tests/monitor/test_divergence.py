@@ -153,8 +153,11 @@ def test_a_spike_in_the_last_step_is_rolled_back(tmp_path):
 
 def test_the_running_mean_and_variance_match_their_definition():
     losses, values = RunningLoss(), np.random.default_rng(0).normal(3, 0.5, 400)
-    for value in values:
+    for number, value in enumerate(values, 1):
         losses.add(value)
+        if number <= 1 / (1 - DECAY):  # so far all values have the same weight
+            assert losses.mean == pytest.approx(values[:number].mean())
+            assert losses.variance == pytest.approx(values[:number].var())
     weights = np.array([DECAY ** (len(values) - 1 - i) for i in range(len(values))])
     mean = np.average(values, weights=weights)
     assert losses.mean == pytest.approx(mean, rel=0.02)
