@@ -6,9 +6,10 @@
   python tests/mutants/run.py --stages=                     only writes README.md from results.jsonl
 
 A bug is a patch: NAME.patch, a unified diff after a header. `Bug:` says what is wrong; `Tests:` lists the test files
-that must find it if verify does not; `Config:` has the flags of verify (default: --config=configs/quickstart.py;
-"none" if verify does not run this code). The patch is applied to a copy of the repository, where the stages run one
-after the other until one of them finds the bug. A crash is not a find: it is reported, and the next stage runs.
+(or tests, FILE::TEST, which may be slow) that must find it if verify does not; `Config:` has the flags of verify
+(default: --config=configs/quickstart.py; "none" if verify does not run this code). The patch is applied to a copy of
+the repository, where the stages run one after the other until one of them finds the bug. A crash is not a find: it
+is reported, and the next stage runs.
 
 Each result is appended to results.jsonl. A stage that has a result for the same patch is not run again: to run
 all stages again, for example after a change of verify, remove that file.
@@ -52,7 +53,7 @@ run this code.
 class Mutant(NamedTuple):
     name: str
     bug: str
-    tests: tuple[str, ...]  # files
+    tests: tuple[str, ...]  # files, or FILE::TEST
     config: str  # flags of verify, or "none"
     patch: str  # header and diff
     digest: str  # of the patch
@@ -89,7 +90,9 @@ def copy_repository(folder: Path) -> None:
 
 def command_of(mutant: Mutant, stage: str) -> list[str]:
     if stage == "tests":
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
+        options = ["-q", "-x", "-p", "no:cacheprovider"]
+        if not any("::" in name for name in mutant.tests):
+            options += ["-m", "not slow"]
         return [sys.executable, "-m", "pytest", *options, *mutant.tests]
     quick = ["--quick"] if stage == "quick" else []
     flags = [*mutant.config.split(), "--simulate_devices=8", "--output=certificate", *quick]
@@ -200,20 +203,24 @@ def main() -> int:
         chosen = [Mutant(f"unchanged {config}", "", (), config, "", "") for config in configs]
         chosen.append(Mutant("unchanged", "", files, NONE, "", ""))
 
+    def write_table() -> None:
+        text = table(mutants, read_results(args.results))
+        args.results.with_name(TABLE.name).write_text(text)
+
     def record(result: dict[str, str]) -> None:
         with lock:
             print(result["mutant"], result["stage"], result["outcome"], result["by"], flush=True)
             if not args.unchanged:
                 with open(args.results, "a") as file:
                     file.write(json.dumps(result) + "\n")
+                write_table()
 
     with ThreadPoolExecutor(args.jobs) as pool:
         outcomes = list(pool.map(lambda one: examine(one, args, known, record), chosen))
     if args.unchanged:
         return 0 if set().union(*outcomes) <= {"survived"} else 1
     print(f"{sum('killed' in found for found in outcomes)} of {len(chosen)} found")
-    if args.results == RESULTS:
-        TABLE.write_text(table(mutants, read_results()))
+    write_table()
     return 0
 
 

@@ -1,6 +1,7 @@
 """Planted bugs (tests/mutants): every patch applies, the table lists them all, and a sample of them is found."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -37,7 +38,9 @@ def test_a_patch_applies_to_python_files_of_the_package_and_its_header_names_fil
     assert changed and before != after
     for file, text in after.items():
         assert file.startswith("meshtrain/") and compile(text, file, "exec")
-    assert mutant.bug and mutant.tests and all((run.ROOT / file).is_file() for file in mutant.tests)
+    assert mutant.bug and mutant.tests
+    for file, _, test in (name.partition("::") for name in mutant.tests):
+        assert f"\ndef {test}" in (run.ROOT / file).read_text()
     if mutant.config != run.NONE:
         assert (run.ROOT / mutant.config.split()[0].removeprefix("--config=")).is_file()
 
@@ -54,6 +57,11 @@ def test_the_table_is_that_of_the_patches_and_results():
         "write it with: python tests/mutants/run.py --stages="
     )
     assert all(f"| `{name}` |" in run.TABLE.read_text() for name in MUTANTS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/verify.md"])
+def test_the_documentation_has_their_number(page):
+    assert re.search(rf"\b{len(MUTANTS)} (planted )?bugs", (run.ROOT / page).read_text())
 
 
 LAYOUT_LINE = "6.8e-13  4.2 s  data 8 · zero 3  "

@@ -1,4 +1,4 @@
-"""`meshtrain verify` on our models and on users' models; test_mutations.py shows which bugs it finds."""
+"""`meshtrain verify` on our models and on users' models; tests/mutants lists which bugs it finds."""
 
 import itertools
 import json
