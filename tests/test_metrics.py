@@ -44,6 +44,10 @@ def test_uneven_micro_batches_add_up_to_the_batch(bounds):
     assert mean == expected and mean["twice"] == 2 * mean["loss"]
 
 
+def test_the_mean_of_a_weight_below_one_is_divided_by_it():
+    assert Metrics(jnp.float32(1), jnp.float32(0.25)).mean() == {"loss": 4}
+
+
 def test_the_mean_of_zero_weight_is_zero():
     assert Metrics(jnp.float32(0), jnp.float32(0), {"x": jnp.float32(0)}).mean() == {
         "loss": 0,
