@@ -5,10 +5,14 @@ import textwrap
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import LAYOUT, tiny_config
+from flax import nnx
 
+import meshtrain
 from meshtrain import grads, optim, state, step
+from meshtrain.data.source import Source
 from meshtrain.models import layers, transformer
 from meshtrain.ops import blockwise, losses
 from meshtrain.parallel import sync
@@ -224,3 +228,19 @@ def test_stochastic_rounding_is_unbiased_and_a_biased_one_is_found(monkeypatch):
     monkeypatch.setattr(optim, "round_to", original)
     monkeypatch.setattr(optim, "store_moments", one_seed)
     assert "errors of two arrays are correlated" in precision_laws.stochastic_rounding()
+
+
+def test_a_users_own_model_that_is_not_a_language_model():
+    def build(rngs):
+        def named(*names):
+            return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+        return nnx.Linear(16, 32, rngs=rngs, kernel_init=named("embed", "mlp"))
+
+    def loss(model, batch):
+        return meshtrain.weighted((jax.nn.tanh(model(batch["x"])) ** 2).sum(-1))
+
+    data = Source(lambda rows: {"x": np.random.default_rng(0).normal(size=(256, 16))[rows]})
+    with jax.enable_x64(True):
+        own = Subject(tiny_config(), meshtrain.from_nnx(build, loss), data, keep_sizes=False)
+        assert check(own, CUBE | dict(masks=False), "bfloat16").fault is None
