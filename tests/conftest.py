@@ -65,3 +65,21 @@ LAYOUT = {
     "remat": "full",
 }
 LAYOUT |= {"packing": False, "masks": False, "sequence_parallel": False}
+
+KILLS = pytest.StashKey[dict]()
+
+
+@pytest.fixture
+def kill_table(pytestconfig):
+    """The finding for each planted bug (None: not found), printed at the end of the session."""
+    return pytestconfig.stash.setdefault(KILLS, {})
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    kills = config.stash.get(KILLS, {})
+    if not kills:
+        return
+    num_killed = sum(found is not None for found in kills.values())
+    terminalreporter.section(f"planted bugs: {num_killed} of {len(kills)} found")
+    for name, found in kills.items():
+        terminalreporter.write_line(f"{name}: {(found or 'SURVIVED')[:110]}")

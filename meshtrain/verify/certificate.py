@@ -189,7 +189,11 @@ def describe(row: Row) -> str:
     described = {*AXES, "dtype", "zero_stage", "num_microbatches", "remat"}
     described |= {"schedule", "num_chunks", "keep"}
     for name, value in row.items():
-        if name not in described and value not in (None, False, 0):
+        if (
+            name not in described
+            and value not in (None, False, 0)
+            and (name, value) != ("unroll", 1)
+        ):
             default = name if value is True else f"{name} {value}"
             words.append(_WORDS.get(name, default).format(value))
     return " · ".join(words)

@@ -41,6 +41,7 @@ QUICKSTART, NONE = "--config=configs/quickstart.py", "none"
 # What verify and pytest print when they find a bug.
 FOUND, FOUND_BY_TESTS = re.compile(r"\bFAILED\b"), re.compile(r"^(FAILED|ERROR) tests/\S+::")
 CRASH = re.compile(r"\b\w+(Error|Exception)\b")  # verify reports an exception as a failed layout
+RUNNING: set[subprocess.Popen] = set()  # Ctrl-C ends them
 INTRODUCTION = """# Planted bugs
 
 Written by `python tests/mutants/run.py --stages=` from `results.jsonl`; `run.py` explains the patches and its flags.
@@ -110,6 +111,7 @@ def observe(command: list[str], stage: str, folder: Path, timeout: float) -> dic
     how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     how |= dict(cwd=folder, env=environ, start_new_session=True)
     with subprocess.Popen(command, **how) as process:
+        RUNNING.add(process)
         late = threading.Event()
         timer = threading.Timer(timeout, lambda: (late.set(), end(process)))
         timer.start()
@@ -119,6 +121,7 @@ def observe(command: list[str], stage: str, folder: Path, timeout: float) -> dic
                 break
             last = line if line.strip() else last
     timer.cancel()
+    RUNNING.discard(process)
     if pattern.search(line):
         crashed = stage != "tests" and CRASH.search(line)
         return {"outcome": "crashed" if crashed else "killed", "by": short(line)}
@@ -195,7 +198,8 @@ def main() -> int:
     args.stages = [stage for stage in args.stages.split(",") if stage]
     if unknown := set(args.stages) - set(STAGES):
         parser.error(f"--stages: {unknown.pop()!r} is none of {', '.join(STAGES)}")
-    mutants, known, lock = load(), read_results(args.results), threading.Lock()
+    mutants, known = load(), read_results(args.results)
+    lock, interrupted = threading.Lock(), threading.Event()
     chosen = [one for one in mutants if any(fnmatch.fnmatch(one.name, n) for n in args.names)]
     if args.unchanged:
         files = tuple(sorted({file for one in chosen for file in one.tests}))
@@ -209,6 +213,8 @@ def main() -> int:
 
     def record(result: dict[str, str]) -> None:
         with lock:
+            if interrupted.is_set():
+                raise KeyboardInterrupt
             print(result["mutant"], result["stage"], result["outcome"], result["by"], flush=True)
             if not args.unchanged:
                 with open(args.results, "a") as file:
@@ -216,7 +222,13 @@ def main() -> int:
                 write_table()
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        outcomes = list(pool.map(lambda one: examine(one, args, known, record), chosen))
+        try:
+            outcomes = list(pool.map(lambda one: examine(one, args, known, record), chosen))
+        except KeyboardInterrupt:
+            interrupted.set()
+            for process in [*RUNNING]:
+                end(process)
+            raise
     if args.unchanged:
         return 0 if set().union(*outcomes) <= {"survived"} else 1
     print(f"{sum('killed' in found for found in outcomes)} of {len(chosen)} found")
