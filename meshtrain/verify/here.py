@@ -20,7 +20,6 @@ from meshtrain.verify import (
     layouts,
     precision,
     precision_laws,
-    verify,
 )
 from meshtrain.verify.certificate import Certificate
 from meshtrain.verify.subject import Subject, shrink
@@ -50,20 +49,16 @@ def verify_here(
         raise ConfigError(*faults)
     if (dtype := configured["train"]["dtype"]) == "float64":
         raise ConfigError("train.dtype=float64: verify compares float64 without --here")
-    raw, implementation = copy.deepcopy(configured), None
-    if model is None:
-        implementation = raw["model"].get("attention_impl")
-        if not keep_sizes:
-            shrink_for_kernels(raw)
+    from meshtrain.verify import verify
+
+    raw = copy.deepcopy(configured)
+    if model is None and not keep_sizes:
+        shrink_for_kernels(raw)
     with jax.enable_x64(True):
         subject = Subject(raw, model, data, keep_sizes=True)
         fixed = {"masks": subject.is_text, "loss_scale": False}
-        if implementation:
-            used = copy.deepcopy(subject.raw)
-            used["model"]["attention_impl"] = implementation
-            used["train"].update(dtype=dtype, param_dtype="float32")
-            used_model = build_model(parse(used, num_devices=jax.device_count()))
-            text = used_model.attention(used["data"]["seq_len"], dtype)
+        if model is None and "attention_impl" in raw["model"]:
+            text = _describe_attention(subject, configured["model"]["attention_impl"], dtype)
             fixed["attention_impl"] = text.partition(";")[0]
             log(f"attention {text}")
         rows = layouts.select(subject, without, fixed)
@@ -84,16 +79,20 @@ def verify_here(
     left_out = ["evaluation and the learning rate, which verify compares without --here"]
     if len(rows) > len(chosen):
         left_out.append(f"{len(rows) - len(chosen)} layouts that --quick leaves out")
-    gaps = certificate.not_covered(
-        configured,
-        subject.raw,
-        [result.row for result in results],
-        without=list(without),
-        left_out=left_out,
-    )
+    used = [result.row for result in results]
+    options = dict(without=list(without), left_out=left_out)
+    gaps = certificate.not_covered(configured, subject.raw, used, **options)
     return Certificate(
         subject.name, certificate.MAX_RATIO, tuple(broken), tuple(results), not_covered=gaps
     )
+
+
+def _describe_attention(subject: Subject, implementation: str, dtype: str) -> str:
+    """Returns the implementation that the config selects in `dtype`, and text to log about it."""
+    used = copy.deepcopy(subject.raw)
+    used["model"]["attention_impl"] = implementation
+    model = build_model(parse(used, num_devices=jax.device_count()))
+    return model.attention(used["data"]["seq_len"], dtype)
 
 
 def shrink_for_kernels(raw: dict[str, Any]) -> None:

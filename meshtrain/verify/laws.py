@@ -27,7 +27,6 @@ from meshtrain.verify import (
     precision_laws,
     reference_model,
     reference_step,
-    run_laws,
     sections,
 )
 from meshtrain.verify.subject import STEPS, Subject
@@ -47,11 +46,7 @@ def laws(subject: Subject, *, quick: bool = False) -> dict[str, Callable[[], lis
         return jax.tree.map(lambda leaf: leaf[: subject.global_batch], samples)
 
     if not quick:
-        found["runs"] = lambda: [
-            f"{name}: {fault}"
-            for name, law in run_laws.laws(subject).items()
-            if (fault := _fault_of(law))
-        ]
+        found["runs"] = lambda: runs(subject)
         for name, law in precision_laws.laws().items():
             add(name, law)
     if subject.is_text:
@@ -84,6 +79,14 @@ def check(subject: Subject, name: str) -> list[str]:
 def violations(subject: Subject, *, quick: bool = False) -> list[str]:
     """Returns a line for each law that the subject violates."""
     return [fault for law in laws(subject, quick=quick).values() for fault in law()]
+
+
+def runs(subject: Subject) -> list[str]:
+    """Returns a line for each violation of the laws of runs, which share a few runs of `train`."""
+    from meshtrain.verify import run_laws  # not needed for --quick
+
+    laws = run_laws.laws(subject)
+    return [f"{name}: {fault}" for name, law in laws.items() if (fault := _fault_of(law))]
 
 
 def _rows(batch: Batch, num: int) -> Batch:

@@ -90,7 +90,7 @@ def verify(
                 advance(1)
     rows += low
     results.sort(key=lambda result: rows.index(result.row))
-    left_out = ["most layouts, the laws of whole runs, and low precision: --quick leaves them out"]
+    left_out = ["most layouts, the laws of runs, and low precision: --quick leaves them out"]
     missing = certificate.not_covered(
         subject.settings, subject.raw, rows, without=list(without), left_out=left_out[: int(quick)]
     )
@@ -103,7 +103,7 @@ def _plan(
     """Returns the layouts, those that are verified in low precision too, and the names of the laws."""
     rows = layouts.select(subject, without)
     low = [
-        {**row, "loss_scale": False, "dtype": dtype}
+        {**row, "dtype": dtype, "masks": subject.is_text, "loss_scale": False}
         for row in rows[:NUM_LOW_PRECISION]
         for dtype in ("bfloat16", "float16")
     ]
