@@ -2,13 +2,11 @@
 
 import itertools
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
-from conftest import LAYOUT, ROOT, tiny_config
+from conftest import LAYOUT, tiny_config
 from flax import nnx
 
 import meshtrain
@@ -85,34 +83,6 @@ def test_a_quick_verification_of_the_quickstart_passes_and_is_written(tmp_path, 
     page = (tmp_path / "verify.md").read_text()
     assert page.startswith("# meshtrain.models.transformer:build: passed")
     assert page.count("\n| ") == verify.QUICK_LAYOUTS + 2
-
-
-FAMILIES = sorted(
-    path.stem
-    for path in (ROOT / "meshtrain" / "configs").glob("*.py")
-    if path.stem not in ("__init__", "default", "quickstart")
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_quick_verification_of_every_config_passes(name, tmp_path):
-    assert (
-        cli.main("verify", [f"--config=configs/{name}.py", "--quick", f"--output={tmp_path}"]) == 0
-    )
-
-
-@pytest.mark.slow
-def test_the_full_verification_of_the_quickstart_passes_in_two_processes(tmp_path):
-    options = ["--simulate_devices=8", "--jobs=2", f"--output={tmp_path}"]
-    command = [sys.executable, "-m", "meshtrain", "verify", "--config=quickstart", *options]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert "all equal to one device" in run.stdout
-    record = json.loads((tmp_path / "verify.json").read_text())
-    dtypes = [result["row"].get("dtype", "float64") for result in record["results"]]
-    assert dtypes.count("float64") > 40 and {*dtypes} == {"float64", "bfloat16", "float16"}
-    assert "## Not covered" in (tmp_path / "verify.md").read_text()
 
 
 class Digits(nnx.Module):
