@@ -198,6 +198,7 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
         # Adam divides a gradient of rounding noise by epsilon; a larger epsilon keeps the update small.
         raw["optim"].update(epsilon=1e-6)
     raw["eval"].update(batches=0)
+    raw["checkpoint"].update(init_from="")
 
 
 def read_samples(data: Source | Iterable[Any], num: int) -> Any:
