@@ -29,6 +29,9 @@ def run_tasks(subject: Subject, tasks: Sequence[Task], num_jobs: int) -> Iterato
         for task in tasks:
             yield task.function(subject, task.argument)
         return
+    # Python's process that tracks semaphores would report those that Ctrl-C leaves.
+    filters = os.environ.get("PYTHONWARNINGS", "")
+    os.environ["PYTHONWARNINGS"] = f"{filters},ignore:resource_tracker".strip(",")
     workers = ProcessPoolExecutor(
         num_jobs,
         mp_context=multiprocessing.get_context("spawn"),

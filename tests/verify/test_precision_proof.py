@@ -108,9 +108,10 @@ def mutant(row, dtype, expected):
 
 PROMOTED = "jnp.promote_types({}.dtype, jnp.float32)"
 SUM = "sum over micro-batches and data: gradients"
+NORM = "dtype: the step computes sqrt of bfloat16"  # of gradients that stay bfloat16
 
 
-@mutant(DATA | dict(num_microbatches=4, data=1, fsdp=8), "bfloat16", SUM)
+@mutant(DATA | dict(num_microbatches=6, data=1, fsdp=8), "bfloat16", (SUM, NORM))
 def micro_batches_are_added_in_bfloat16(patch):
     bug = changed(grads.accumulate, PROMOTED.format("g"), "g.dtype")
     patch.setattr(grads, "accumulate", bug)
@@ -127,7 +128,7 @@ def data_shards_are_added_in_bfloat16(patch):
     patch.setattr(sync, "synchronise", synchronise)
 
 
-@mutant(PIPELINE | dict(data=1, fsdp=2), "bfloat16", SUM)
+@mutant(PIPELINE | dict(data=1, fsdp=2), "bfloat16", (SUM, NORM))
 def a_pipeline_adds_gradients_in_bfloat16(patch):
     bug = changed(executor._Step.start, PROMOTED.format("leaf"), "leaf.dtype")
     patch.setattr(executor._Step, "start", bug)
