@@ -3,7 +3,8 @@
 import json
 import math
 import platform
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import jaxlib
 import numpy as np
 
 from meshtrain.config.schema import AXES
+from meshtrain.errors import ConfigError
 from meshtrain.verify.covering import Row
 
 # The largest error of a gradient in low precision, as a multiple of the error on one device.
@@ -31,6 +33,23 @@ class Result:
     differences: dict[str, float]
     fault: str | None  # describes the first difference above the tolerance, or an error
     seconds: float
+
+
+def result_of(row: Row, differences: dict[str, float], check: Callable[[], str | None]) -> Result:
+    """Returns the result of `check()`, which returns a fault or None; an exception is a fault too."""
+    began = time.perf_counter()
+    try:
+        fault = check()
+    except ConfigError:
+        raise
+    except Exception as error:  # XLA raises many types; each of them is a failure of the layout
+        fault = describe_error(error)
+    return Result(row, differences, fault, time.perf_counter() - began)
+
+
+def describe_error(error: Exception) -> str:
+    """Returns the type and the first line of an error."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from meshtrain.metrics import weighted
 from meshtrain.models.base import Model
 from meshtrain.program import assemble
 
-NUM_BUCKETS = 2**20  # of the hash of a key; 48 keys share one by chance with a probability of 0.1 %
+NUM_BUCKETS = 2**20  # a key selects one; two of 48 keys select the same with a probability of 0.1 %
 NUM_MICROBATCHES, STEPS = 3, 2
 
 

@@ -76,11 +76,6 @@ def check(subject: Subject, name: str) -> list[str]:
     return laws(subject)[name]()
 
 
-def violations(subject: Subject, *, quick: bool = False) -> list[str]:
-    """Returns a line for each law that the subject violates."""
-    return [fault for law in laws(subject, quick=quick).values() for fault in law()]
-
-
 def runs(subject: Subject) -> list[str]:
     """Returns a line for each violation of the laws of runs, which share a few runs of `train`."""
     from meshtrain.verify import run_laws  # not needed for --quick
@@ -99,7 +94,7 @@ def _fault_of(law: Callable[[], str | None]) -> str | None:
     try:
         return law()
     except Exception as error:  # any error of the code under test is a violation
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return certificate.describe_error(error)
 
 
 def gradient(model: Model, params: Params, batch: Any) -> str | None:

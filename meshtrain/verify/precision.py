@@ -19,7 +19,6 @@ where four of them exceed MAX_RATIO (n below 98: the loss), exp(4/sqrt(n)) is al
 import copy
 import functools
 import math
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ from meshtrain import grads as gradients
 from meshtrain import state as states
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Source
-from meshtrain.errors import ConfigError
 from meshtrain.models.base import Params
 from meshtrain.program import Program
 from meshtrain.verify import certificate, reference_step
@@ -64,18 +62,16 @@ def check_layout(subject: Subject, row: Row, dtype: str, make_program: MakeProgr
     `make_program(subject, row)` returns the trainer's program, whose optimizer state also holds the
     gradients. The differences in the Result are multiples of the errors on one device.
     """
-    began, ratios = time.perf_counter(), {}
+    ratios: dict[str, float] = {}
     # Weights always differ between tokens; float16 always has a loss scale.
     row = {**row, "dtype": dtype, "masks": subject.is_text, "loss_scale": False}
-    try:
+
+    def check() -> str | None:
         expected = expect(subject, dtype, row["packing"])
         with jax.enable_x64(False):  # the program that `train` runs
-            fault = _compare(Layout(subject, row, dtype, make_program), expected, ratios)
-    except ConfigError:
-        raise
-    except Exception as error:  # XLA raises many types; each of them is a failure of the layout
-        fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return Result(row, ratios, fault, time.perf_counter() - began)
+            return _compare(Layout(subject, row, dtype, make_program), expected, ratios)
+
+    return certificate.result_of(row, ratios, check)
 
 
 def in_dtype(subject: Subject, dtype: str) -> Subject:

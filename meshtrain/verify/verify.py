@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -119,17 +118,14 @@ def _check_precision(subject: Subject, row: Row) -> Result:
 
 def check_layout(subject: Subject, row: Row) -> Result:
     """Runs the steps on one layout and compares them with the steps on one device."""
-    began, differences = time.perf_counter(), {}
-    try:
+    differences: dict[str, float] = {}
+
+    def check() -> str | None:
         program = _program(subject, row)
-        fault = _sharding_fault(program, row["zero_stage"]) or _compare(
-            subject, row, program, differences
-        )
-    except ConfigError:
-        raise
-    except Exception as error:  # XLA raises many types; each of them is a failure of the layout
-        fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return Result(row, differences, fault, time.perf_counter() - began)
+        fault = _sharding_fault(program, row["zero_stage"])
+        return fault or _compare(subject, row, program, differences)
+
+    return certificate.result_of(row, differences, check)
 
 
 def _program(subject: Subject, row: Row) -> Program:
