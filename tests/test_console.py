@@ -233,6 +233,34 @@ def test_ctrl_c_ends_every_verb_at_once_with_one_line(arguments, tmp_path):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_ctrl_c_ends_the_processes_of_verify(tmp_path):
+    arguments = ["verify", "--config=quickstart", "--simulate_devices=2", "--jobs=2", "--quick"]
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    process = start([*arguments, f"--output={tmp_path}"], **options)
+    while "compared with one device" not in process.stdout.readline():
+        pass
+    while len(in_session(process.pid)) < 3:  # itself and its workers
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+    deadline = time.monotonic() + 20
+    while in_session(process.pid):
+        assert time.monotonic() < deadline, "workers are left"
+        time.sleep(0.1)
+
+
+def in_session(session):
+    """Returns the processes of a session; those of other programs may end meanwhile."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append(int(folder.name))
+    return found
+
+
 # ---- the progress bar ----
 
 

@@ -38,8 +38,12 @@ def run_tasks(subject: Subject, tasks: Sequence[Task], num_jobs: int) -> Iterato
         initializer=_start,
         initargs=(subject.settings, subject.keep_sizes, jax.device_count()),
     )
+    # Ctrl-C reaches all processes of a terminal. The workers inherit that it is blocked; this process acts on it.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        for done in as_completed([workers.submit(_run, task) for task in tasks]):
+        submitted = [workers.submit(_run, task) for task in tasks]
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for done in as_completed(submitted):
             yield done.result()
     finally:
         # After an error or Ctrl-C, the checks that are still running must not delay the end.

@@ -123,6 +123,12 @@ def test_chunks_of_a_number_of_tokens_that_they_do_not_divide_are_padded():
     assert f"[1,10,{V}]" in text and "length=5" in text
 
 
+def test_padding_is_avoided_only_by_up_to_a_quarter_more_chunks():
+    """Seven chunks of 22 tokens would become eleven; of 48 tokens they become eight."""
+    assert losses._num_chunks(22, V, mib_of(22 / 7)) == 7
+    assert losses._num_chunks(48, V, mib_of(48 / 7)) == 8
+
+
 def test_in_float16_the_loss_is_scaled_before_its_gradient():
     """Chunks compute the gradient of the unscaled loss, which underflows in float16."""
     _, (_, grad_x) = loss_and_grads(mib_of(1), "float16", scale=2.0**-24)
