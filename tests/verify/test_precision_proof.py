@@ -35,7 +35,7 @@ def subject():
     with jax.enable_x64(True):
         subject = Subject(c, None, None, keep_sizes=True)
         for dtype in ("bfloat16", "float16"):  # cached, before any bug is planted
-            precision.expect(subject, dtype, packing=False)
+            precision.expect(subject, dtype, False)
         yield subject
 
 
