@@ -128,12 +128,12 @@ class Subject:
         rows = self.rows
         if packing:
             rows = np.where(rows == SEPARATOR, SEPARATOR + 1, rows)
-            for row in rows:
-                row[random.integers(0, rows.shape[1] - 1, 2)] = SEPARATOR
+            for number, row in enumerate(rows):  # up to three documents in every second row
+                row[random.integers(0, rows.shape[1] - 1, 2 * (number % 2))] = SEPARATOR
         separator = SEPARATOR if packing else None
         packed = to_batch(rows, SEPARATOR if packing else -1)
         unpacked = [
-            reference_step.unpack_documents(part, weight, separator, 3 * self.global_batch)
+            reference_step.unpack_documents(part, weight, separator, 2 * self.global_batch)
             for part, weight in zip(self._split(rows), self._split(weights), strict=True)
         ]
         return packed._replace(weights=packed.weights * weights), unpacked
