@@ -14,4 +14,4 @@ cd -- "$root"
 
 "$python" -m ruff check --quiet
 "$python" -m ruff format --check
-exec "$python" -m pytest --numprocesses="$(nproc)" --maxprocesses=4 --dist=loadfile "${@:--mnot slow}"
+exec "$python" -m pytest --numprocesses="$(nproc)" --maxprocesses=4 --dist=loadfile --no-loadscope-reorder "${@:--mnot slow}"

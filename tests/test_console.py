@@ -32,6 +32,14 @@ SMALL = [
 COMMAND = [sys.executable, "-m", "meshtrain"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def sighup_ends_a_process():
+    """Otherwise the processes would inherit from `nohup bash launch/test.sh` that SIGHUP is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def shell(script, **options):
     """Runs a script in which $M is `python -m meshtrain`; returns exit code and stderr."""
     environ = {**os.environ, "M": " ".join(COMMAND), "SMALL": " ".join(SMALL)}
