@@ -11,7 +11,9 @@ from meshtrain.commands.verify import QUICK_COMPILE_FLAGS
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE_FLAGS}"
 
 import jax
+import numpy as np
 import pytest
+from jax._src import cache_key, compiler
 
 from meshtrain.configs import default
 
@@ -22,7 +24,24 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # No persistent compile cache: on CPU a program for several devices that is read from the cache runs its
-# collectives in a different order on each device, and hangs (jax 0.10.2 and 0.12.0.1).
+# collectives in a different order on each device, and hangs (jax 0.10.2 and 0.12.0.1). `compile_once` shares
+# programs in memory instead.
+
+
+compile_program, programs = compiler.backend_compile_and_load, {}
+
+
+def compile_once(backend, module, devices, options, host_callbacks):
+    """Returns the program that an earlier test of this process compiled from the same module, if any."""
+    if host_callbacks:
+        return compile_program(backend, module, devices, options, host_callbacks)
+    key = cache_key.get(module, np.array(list(devices)), options, backend)
+    if key not in programs:
+        programs[key] = compile_program(backend, module, devices, options, host_callbacks)
+    return programs[key]
+
+
+compiler.backend_compile_and_load = compile_once
 
 
 def pytest_collection_modifyitems(items):

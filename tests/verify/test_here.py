@@ -6,7 +6,7 @@ import pytest
 from conftest import tiny_config
 
 from meshtrain import ConfigError, cli
-from meshtrain.verify import here
+from meshtrain.verify import here, precision
 
 
 def test_layouts_in_bfloat16_pass_and_the_certificate_says_what_is_missing(
@@ -14,6 +14,7 @@ def test_layouts_in_bfloat16_pass_and_the_certificate_says_what_is_missing(
 ):
     for name, value in {"QUICK_LAYOUTS": 2, "HEAD_DIM": 8, "SEQ_LEN": 16}.items():
         monkeypatch.setattr(here, name, value)  # for speed
+    monkeypatch.setattr(precision, "NUM_DRAWS", 4)
     overrides = {
         "train.dtype": "bfloat16",
         "model.attention_impl": "blockwise",

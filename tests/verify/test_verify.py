@@ -70,6 +70,7 @@ def test_a_difference_is_reported_with_leaf_index_and_both_values():
     assert "nan here" in compare(not_finite, expected, tolerance=1e-10, zero_gradients=["b"])[1]
 
 
+@pytest.mark.slow
 def test_a_quick_verification_of_the_quickstart_passes_and_is_written(tmp_path, capsys):
     options = ["--config=configs/quickstart.py", "--quick", f"--output={tmp_path}"]
     assert cli.main("verify", options) == 0
