@@ -96,7 +96,13 @@ def command_of(mutant: Mutant, stage: str) -> list[str]:
             options += ["-m", "not slow"]
         return [sys.executable, "-m", "pytest", *options, *mutant.tests]
     quick = ["--quick"] if stage == "quick" else []
-    flags = [*mutant.config.split(), "--simulate_devices=8", "--output=certificate", *quick]
+    flags = [
+        *mutant.config.split(),
+        "--simulate_devices=8",
+        "--jobs=1",
+        "--output=certificate",
+        *quick,
+    ]
     return [sys.executable, "-m", "meshtrain", "verify", *flags]
 
 
