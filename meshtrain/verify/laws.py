@@ -57,7 +57,8 @@ def laws(subject: Subject, *, quick: bool = False) -> dict[str, Callable[[], lis
         add("adamw", lambda: adamw(raw["optim"]))
     if subject.is_transformer:
         section = {key: value for key, value in raw["model"].items() if key != "build"}
-        for number, c in enumerate(sections.select(section, quick=quick)):
+        chosen = sections.select(section)[: sections.NUM_QUICK if quick else None]
+        for number, c in enumerate(chosen):
             add(f"transformer {number}", lambda c=c: decoder_of(c, _rows(batch(), 5)))
     else:
         add("gradient", lambda: gradient(subject.model, subject.start.params, batch()))

@@ -16,7 +16,7 @@ from meshtrain.verify.subject import Subject
 
 NUM_MICROBATCHES = (1, 3, 6, 12)  # multiples of the number of stages, and not
 NUM_CHUNKS = (2, 3)  # of interleaved schedules, on each stage
-UNROLL = (1, 3)  # 3 divides the 24 layers of a subject, but not the layers of every chunk
+UNROLL = (1, 5)  # 5 divides the layers of no subject and no chunk: fewer layers are unrolled then
 # Several blocks at the sequence length of a subject, the last one shorter.
 ATTENTION_IMPLS = ("xla", "xla:6", "blockwise:5")
 LOSS_CHUNKS = (0, 3)

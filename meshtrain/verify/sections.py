@@ -5,19 +5,27 @@ from typing import Any
 
 from meshtrain.verify.covering import Row, pairwise
 
-NUM_QUICK = 2  # sections besides the subject's own
+BLOCKS = ("xla:5", "blockwise:5")  # implementations of attention with several blocks
+NUM_QUICK = 1 + len(BLOCKS)
+SOFTCAP = 3.0
 LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 8)
 
 
-def select(section: Mapping[str, Any], *, quick: bool = False) -> list[dict[str, Any]]:
-    """Returns the given section, and sections in which every pair of two choices occurs.
+def select(section: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the given section, one for each of BLOCKS, and sections in which every pair of two choices occurs.
 
-    The layers are as few as the pattern of attention has, but at least two.
+    The layers are as few as the pattern of attention has, but at least two. The first NUM_QUICK sections are
+    those that `--quick` tries; besides the given one they have local and global layers, and a soft cap.
     """
     own = {**section, "num_layers": max(2, len(section["attention"]))}
     rows = pairwise([{}], _choices(section))
-    others = [{**section, "num_layers": 2, **row} for row in rows]
-    return [own, *(others[:NUM_QUICK] if quick else others)]
+    hard = {"attention": "lg", "window": _window(section), "attention_softcap": SOFTCAP}
+    first = [next(row for row in rows if row["attention_impl"] == name) | hard for name in BLOCKS]
+    return [own, *({**section, "num_layers": 2, **row} for row in [*first, *rows])]
+
+
+def _window(c: Mapping[str, Any]) -> int:
+    return max(1, c["window"] or 5)
 
 
 def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
@@ -26,7 +34,7 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
     def choice(key: str, *values: Any) -> list[Row]:
         return [{key: value} for value in values]
 
-    local = {"window": max(1, c["window"] or 5)}
+    local = {"window": _window(c)}
     return [
         choice("norm", "rms", "layer", "rms_1p"),
         [
@@ -46,14 +54,14 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
         choice("tie_embeddings", False, True),
         [{"attention": "g", "window": 0}, *({"attention": kind, **local} for kind in ("l", "lg"))],
         choice("rope_theta_local", 0.0, 100.0),
-        choice("attention_softcap", 0.0, 3.0),
+        choice("attention_softcap", 0.0, SOFTCAP),
         choice("logit_softcap", 0.0, 3.0),
         choice("embed_scale", 1.0, 2.0),
         choice("query_scale", 0.0, 0.3),
         choice("z_loss", 0.0, 1e-3),
         [{"num_heads": 4, "num_kv_heads": number} for number in (4, 2, 1)],
         choice("head_dim", 0, 6),
-        choice("attention_impl", "xla", "xla:5", "blockwise:5"),
+        choice("attention_impl", "xla", *BLOCKS),
         choice("loss_chunk_mib", 0.0, _mib(tokens=30)),
     ]
 

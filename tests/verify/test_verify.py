@@ -185,7 +185,7 @@ def test_layouts_vary_what_a_run_can_choose(quickstart):
         return {row[key] for row in rows}
 
     assert values("attention_impl") == set(layouts.ATTENTION_IMPLS)
-    assert values("loss_chunks") == {0, 3} and values("unroll") == {1, 3}
+    assert values("loss_chunks") == {0, 3} and values("unroll") == {1, 5}
     assert values("remat") == {"none", "full", "dots", "names:attention,mlp"}
     assert values("keep") == {None, "inputs", "residuals"} and values("zero_stage") == {0, 1, 2, 3}
     pipelines = {(row["pipeline"], row["num_chunks"], row["num_microbatches"]) for row in rows}
@@ -206,7 +206,7 @@ def test_layouts_vary_what_a_run_can_choose(quickstart):
         assert {row[key] for row in quick} == values(key), key
 
 
-def test_a_model_without_choices_of_attention_has_no_layouts_of_them():
+def test_a_model_without_choices_of_attention_has_no_layouts_of_them(quickstart):
     model = meshtrain.from_nnx(Digits, squares)
     own = subject.Subject(tiny_config(), model, Source(samples), keep_sizes=False)
     rows = layouts.select(own, without=["packing"])
@@ -251,9 +251,19 @@ def test_choices_of_the_model_are_varied_in_pairs(quickstart):
     assert any(c["positions"] == "rope" and c["qk_norm"] and c["attention"] == "lg" for c in others)
     for c in others:
         transformer.build(**c)
-    assert sections.select(section, quick=True) == [own, *others[: sections.NUM_QUICK]]
+    quick = others[: sections.NUM_QUICK - 1]
+    assert [c["attention_impl"] for c in quick] == list(sections.BLOCKS)
+    for c in quick:
+        assert (c["attention"], c["window"], c["attention_softcap"]) == ("lg", 5, sections.SOFTCAP)
     gemma = sections.select({**section, "attention": "lllllg", "window": 5})
     assert gemma[0]["num_layers"] == 6
+
+
+def test_a_law_has_the_same_name_with_and_without_quick(quickstart, monkeypatch):
+    monkeypatch.setattr(laws, "decoder_of", lambda c, batch: c["attention_impl"])
+    names = [name for name in laws.laws(quickstart, quick=True) if name.startswith("transformer")]
+    found = [laws.check(quickstart, name)[0].split(": ")[1] for name in names]
+    assert found == ["xla", *sections.BLOCKS]
 
 
 @pytest.mark.parametrize("bug", [None, "step", "micro-batch", "shard"])
