@@ -97,14 +97,20 @@ def test_a_run_writes_its_config_metrics_and_events(tmp_path, capsys):
     assert "data 8" in output and "done: 5 steps" in output
 
 
-def test_the_time_that_steps_wait_for_data_is_recorded(tmp_path):
-    source = build(parse(quick(), num_devices=8)).train_data
+def test_the_time_that_steps_wait_for_data_and_the_mfu_are_recorded(tmp_path):
+    parts = build(parse(quick(), num_devices=8))
+    source = parts.train_data
 
     def slow(indices):
         time.sleep(0.5)
         return source.read(indices)
 
-    train(quick(steps=7), workdir=tmp_path, data=meshtrain.Source(slow))
+    c = quick(steps=7)
+    c.hardware.peak_flops = 1e9  # of each of 8 devices
+    train(c, workdir=tmp_path, data=meshtrain.Source(slow))
+    flops = parts.model.flops_per_token(c.data.seq_len)
+    for row in rows(tmp_path):
+        assert row["mfu"] == pytest.approx(flops * row["tokens_per_second"] / 8e9)
     waits = [row["data_wait"] for row in rows(tmp_path)]
     assert min(waits) >= 0 and waits[-1] > 0.1  # only the first batches are prefetched
 

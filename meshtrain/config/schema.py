@@ -215,6 +215,15 @@ class HealthConfig:
 
 
 @dataclass(frozen=True)
+class HardwareConfig:
+    peak_flops: float
+
+    def __post_init__(self):
+        if faults := minimum_faults(0, {"hardware.peak_flops": self.peak_flops}):
+            raise ConfigError(*faults)
+
+
+@dataclass(frozen=True)
 class BuildConfig:
     """A section whose `build` names a function, and the keyword arguments to call it with."""
 
@@ -238,6 +247,7 @@ class Config:
     checkpoint: CheckpointConfig
     divergence: DivergenceConfig
     health: HealthConfig
+    hardware: HardwareConfig
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the sections as a config file has them: mesh sizes resolved, paths absolute."""

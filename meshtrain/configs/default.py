@@ -196,4 +196,9 @@ def get_config() -> ConfigDict:
     # also checked before each save; 0: never
     health.every = 500
 
+    config.hardware = hardware = ConfigDict()
+    # peak FLOP/s of a device, by which the MFU divides; 0: the dense bfloat16 peak by the device's name, as in
+    # meshtrain/analysis/hardware.py
+    hardware.peak_flops = 0.0
+
     return config.lock()

@@ -13,38 +13,10 @@ from typing import Any
 import jax
 
 from meshtrain import console
+from meshtrain.analysis import hardware
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
 from meshtrain.monitor.units import Units
-
-# Dense bfloat16 FLOP/s of one device, from the vendors' data sheets, by jax's device kind. The variants of
-# a product differ, and so do parts of a device (MIG): a kind that is not listed has no MFU.
-PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA A10": 125e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA L40": 181e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA H100 80GB HBM3": 989.5e12,  # SXM
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H200": 989.5e12,  # SXM
-    "NVIDIA GH200 480GB": 989.5e12,
-    "NVIDIA B200": 2250e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Returns the peak FLOP/s of a device kind; None if it is unknown."""
-    return PEAK_FLOPS.get(device_kind)
 
 
 def _step_of(row: str) -> float:
@@ -127,7 +99,7 @@ class Writer:
         self._observe = observe
         self._units_before = samples * units.per_sample
         self._units_per_step = cfg.train.global_batch * units.per_sample
-        peak = peak_flops(jax.devices()[0].device_kind)
+        peak = hardware.peak_flops(jax.devices()[0].device_kind, cfg.hardware.peak_flops)
         # Times units per second: the model FLOPs utilization (MFU).
         self._seconds_at_peak = (
             units.flops / (peak * jax.device_count()) if units.flops and peak else None

@@ -1,47 +1,9 @@
-"""The peak FLOP/s by which the MFU divides, and the files of a workdir."""
+"""The files of a workdir."""
 
 import pytest
 
 from meshtrain.errors import ConfigError
-from meshtrain.monitor.writer import Writer, peak_flops
-
-
-@pytest.mark.parametrize(
-    ("kind", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.5),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989.5),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A10", 125),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362),
-        ("TPU v5 lite", 197),
-        ("TPU v5", 459),
-    ],
-)
-def test_the_peak_is_that_of_the_variant(kind, tera):
-    assert peak_flops(kind) == pytest.approx(tera * 1e12)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "cpu",
-        "NVIDIA H100",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA A100X",
-        "NVIDIA A10G",
-        "NVIDIA H20",
-        "NVIDIA H200 NVL",
-        "TPU v4 lite",
-        "TPU v5 something",
-    ],
-)
-def test_an_unknown_variant_has_no_peak(kind):
-    """No MFU is better than a wrong one."""
-    assert peak_flops(kind) is None
+from meshtrain.monitor.writer import Writer
 
 
 def test_the_history_of_configs_bears_files_of_others(tmp_path):
