@@ -8,19 +8,71 @@ gathered for the forward and the backward pass of each micro-batch, and gradient
 along tensor, the partial products of row-parallel matrices are all-reduced. The program may avoid
 gathers by keeping parameters gathered; the minimum leaves these out, and a note lists them. All bytes
 above the minimum are listed with a reason. A collective that the layout does not need is a warning.
+
+  meshtrain audit --config=configs/gpt2.py --target=h200:8 --config.mesh.data=8
+
+compiles for devices that this host lacks: the compiler's wheels are enough. For devices whose figures are known
+it prints the memory of the step as well, and a roofline: the least time of each kind of work, the MFU that the
+compiled program can reach at most, and the operations that move the most bytes.
 """
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
+
+from meshtrain.errors import ConfigError
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """This command adds no flags."""
+    flags.add_argument(
+        "--target",
+        metavar="NAME:SIZE",
+        help="devices to compile for, such as h200:8, h200:32x8 (hosts x devices) or v5e:4x4 (a torus)",
+    )
+    flags.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
+    flags.add_argument(
+        "--keep_hlo", type=Path, metavar="FILE", help="write the optimised HLO of the step"
+    )
+
+
+def prepare(args: argparse.Namespace, config: Any) -> None:
+    """Checks the target, and sets what the compilers read when jax is imported."""
+    if not args.target:
+        return
+    from meshtrain.analysis import target
+
+    if args.simulate_devices is not None:
+        raise ConfigError(f"--target={args.target} and --simulate_devices: use one of them")
+    target.parse(args.target)
+    target.prepare()
 
 
 def run(args: argparse.Namespace, config: Any) -> int:
     """Prints the audit; returns the exit code."""
+    from meshtrain.analysis import target
     from meshtrain.analysis.audit import audit, text
 
-    print(*text.lines(audit.audit(config)), sep="\n")
+    devices = target.devices_of(args.target) if args.target else None
+    try:
+        found = audit.audit(config, devices=devices)
+    except ConfigError as error:
+        if not args.target:
+            raise
+        name = f"--target={args.target.partition(':')[0]}:"
+        faults = (fault.replace("--simulate_devices=", name) for fault in error.faults)
+        raise ConfigError(*faults) from error
+    _write(args.keep_hlo, "--keep_hlo", found.hlo)
+    _write(args.output, "--output", json.dumps(found.to_dict(), indent=2) + "\n")
+    print(*text.lines(found), sep="\n")
     return 0
+
+
+def _write(file: Path | None, flag: str, text: str) -> None:
+    try:
+        if file:
+            file.write_text(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{flag}={file}: {error.strerror}; use a file that can be written"
+        ) from error

@@ -6,7 +6,6 @@ with PYTHONPATH=.:tests.
 """
 
 import collections
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,51 +14,32 @@ import sys
 import jax
 import pytest
 from conftest import ROOT, tiny_config
-from jax.experimental import topologies
 
-from meshtrain.analysis import collective_ops, hlo
+from meshtrain.analysis import collective_ops, hlo, target
 from meshtrain.analysis.audit import audit
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
+from meshtrain.errors import ConfigError
 from meshtrain.program import assemble
 
 LAYOUT = {"pipeline": 4, "data": 2, "fsdp": 2, "tensor": 2}
-WHEELS = {  # modules that the platform needs, and how to install them
-    "cpu": ([], ""),
-    "tpu": (["libtpu"], "libtpu is not installed: pip install 'jax[tpu]'"),
-    "cuda": (
-        ["jax_plugins.xla_cuda12", "nvidia.cuda_nvcc", "nvidia.nvjitlink"],
-        "jax-cuda12-plugin, jax-cuda12-pjrt, nvidia-cuda-nvcc-cu12 or nvidia-nvjitlink-cu12 is not "
-        "installed: pip install 'jax[cuda12]', or these four",
-    ),
-}
-SETTINGS = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",  # do not ask for the metadata of a Google Cloud host
-    "TPU_LOG_DIR": "disabled",
-    "TPU_STDERR_LOG_LEVEL": "1",  # warnings
-}
-
-
-def is_installed(module):
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is not installed
-        return False
+TARGETS = {"cpu": "", "tpu": "v5e:4x8", "cuda": "h200:4x8"}
 
 
 def run(platform, *arguments):
     """Runs this file in a process and returns what it prints; skips the test without the compiler."""
-    modules, reason = WHEELS[platform]
-    if not all(map(is_installed, modules)):
-        pytest.skip(reason)
+    if TARGETS[platform]:
+        try:
+            target.parse(TARGETS[platform])
+        except ConfigError as error:
+            pytest.skip(str(error))
     done = subprocess.run(
         [sys.executable, __file__, platform, *arguments],
         cwd=ROOT,
         env={
             **os.environ,
-            **SETTINGS,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            **target.SETTINGS,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path]),
         },
         capture_output=True,
         text=True,
@@ -72,7 +52,7 @@ def run(platform, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule, keep", [("1f1b", "inputs"), ("interleaved", "residuals")])
-@pytest.mark.parametrize("platform", WHEELS)
+@pytest.mark.parametrize("platform", TARGETS)
 def test_stages_only_permute_along_the_pipeline_axis(platform, schedule, keep):
     axes_of = collections.defaultdict(list)
     for kind, axes in run(platform, schedule, keep):
@@ -89,17 +69,13 @@ def devices_of(platform):
     if platform == "cpu":
         jax.config.update("jax_num_cpu_devices", 32)
         return jax.devices()
-    if platform == "tpu":
-        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x8").devices
-    target = (ROOT / "tests/parallel/h200.txtpb").read_text()
-    return topologies.get_topology_desc(
-        platform="cuda", topology="4x8x1", target_config=target
-    ).devices
+    return target.devices_of(TARGETS[platform])
 
 
 def main(platform, schedule, keep):
     """Compiles the step and prints its collectives, each as [kind, mesh axes]."""
-    devices = list(devices_of(platform))
+    target.prepare()  # jax is imported, but no backend has started
+    devices = devices_of(platform)
     c = tiny_config()
     c.mesh.update(LAYOUT)
     c.model.num_layers = 8

@@ -3,18 +3,19 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
 from meshtrain import state as states
-from meshtrain.analysis import collective_ops, hlo
+from meshtrain.analysis import collective_ops, hardware, hlo
 from meshtrain.analysis.audit import minimum, warn
 from meshtrain.analysis.audit.explain import explain
 from meshtrain.analysis.audit.ledger import Explanation, Ledger
 from meshtrain.analysis.audit.placement import placement_of
+from meshtrain.analysis.roofline import Roofline, roofline
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import Config
@@ -22,6 +23,8 @@ from meshtrain.data import synthetic
 from meshtrain.data.loader import from_iterable
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
+from meshtrain.monitor.memory import Memory, memory_of
+from meshtrain.monitor.units import units_of
 from meshtrain.monitor.warnings import layout_warnings
 from meshtrain.parallel import sharding
 from meshtrain.program import Program, assemble
@@ -51,6 +54,17 @@ class Audit:
     extra_bytes: list[tuple[str, str, str, float]]  # axes, label, reason, bytes above the minimum
     unsent_bytes: list[tuple[str, str, float]]  # axes, role, bytes of needs that the program avoids
     warnings: list[str]
+    memory: Memory | None
+    roofline: Roofline | None  # None for devices without a row in `analysis.hardware`
+    hlo: str = field(repr=False)  # text of the optimised program
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all figures, for JSON."""
+        return {
+            one.name: _plain(getattr(self, one.name))
+            for one in dataclasses.fields(self)
+            if one.name not in ("hlo", "explanations")
+        }
 
     def total(self, *axes: str) -> Total:
         """Returns the total of the collectives over exactly these axes."""
@@ -88,7 +102,11 @@ def audit(
         placement = placement_of(*run)
         before_compiling = [one.text for one in layout_warnings(*run)]
     device, state = program.mesh.devices.flat[0], program.abstract_state
-    found = collective_ops.find(hlo.parse(compiled.as_text()), placement.mesh, device.platform)
+    text = compiled.as_text()
+    module = hlo.parse(text)
+    found = collective_ops.find(module, placement.mesh, device.platform)
+    row = hardware.device_of(device.device_kind)
+    flops = _model_flops(cfg, parts.model, batch, program.mesh.size)
     explanations, ledger = explain(placement, found)
     return Audit(
         mesh=placement.mesh,
@@ -100,7 +118,22 @@ def audit(
         extra_bytes=_extra_bytes(explanations),
         unsent_bytes=_unsent_bytes(ledger),
         warnings=before_compiling + warn.warnings(placement, cfg.rules, state, explanations),
+        memory=memory_of(program, compiled),
+        roofline=row and roofline(module, found, row, program.mesh, model_flops=flops),
+        hlo=text,
     )
+
+
+def _model_flops(cfg: Config, model: Model, batch: Any, num_devices: int) -> float | None:
+    """Returns the FLOPs of one device in a step, as MFU counts them; None if the model does not say."""
+    units = units_of(batch, model)
+    return units.flops and units.flops * units.per_sample * cfg.train.global_batch / num_devices
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return dataclasses.asdict(value)
+    return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
 def _batch_like(cfg: Config, program: Program, data: Any) -> Any:

@@ -29,6 +29,8 @@ def lines(audit: Any) -> Iterator[str]:
         yield "  nothing: no collective, and none needed"
     yield from _collectives(audit.explanations)
     yield from _differences(audit)
+    yield from _memory(audit.memory)
+    yield from _roofline(audit.roofline)
     yield ""
     yield f"{len(audit.warnings) or 'no'} warning{'s' * (len(audit.warnings) != 1)}"
     for warning in audit.warnings[:MAX_WARNINGS]:
@@ -83,3 +85,49 @@ def _wrapped(start: str, text: str) -> list[str]:
         subsequent_indent=" " * len(start),
         break_long_words=False,
     )
+
+
+def _memory(memory: Any) -> Iterator[str]:
+    if memory is None:
+        return
+    yield ""
+    yield f"{'memory of each device, in the step':44}{'bytes':>16}"
+    names = ("parameters", "optimizer_state", "batch", "gradients", "temporaries", "peak")
+    for name in names:
+        label = {"temporaries": "activations kept and temporaries"}.get(
+            name, name.replace("_", " ")
+        )
+        yield f"  {label:42}{getattr(memory, name):>16,}"
+    if memory.capacity:
+        free = memory.capacity - memory.peak
+        verdict = (
+            f"fits: {free / 1e9:,.1f} GB free"
+            if memory.fits
+            else f"does NOT fit: {-free / 1e9:,.1f} GB too much"
+        )
+        yield f"  {'capacity':42}{memory.capacity:>16,.0f}  {verdict}"
+
+
+def _roofline(roofline: Any) -> Iterator[str]:
+    if roofline is None:
+        return
+    yield ""
+    title = f"roofline on {roofline.device}, of one step"
+    yield f"{title:32}{'TFLOPs':>12}{'GB of HBM':>12}{'ms at peak':>12}{'ms by rule':>12}"
+    for row in roofline.rows:
+        times = f"{row.seconds * 1e3:>12,.2f}{row.ceiling_seconds * 1e3:>12,.2f}"
+        yield f"  {row.name:30}{row.flops / 1e12:>12,.3f}{row.hbm_bytes / 1e9:>12,.2f}{times}"
+    for one in roofline.transfers:
+        times = f"{one.seconds * 1e3:>12,.2f}{one.exposed * 1e3:>12,.2f}"
+        link = f"{one.bytes / 1e9:,.2f} GB at {one.rate / 1e9:,.0f} GB/s"
+        yield f"  {one.kind + ' over ' + one.name:30}{link:>24}{times}"
+    total, mfu = f"{roofline.seconds * 1e3:,.2f} ms", roofline.mfu
+    ceiling = f"MFU at most {mfu:.1%}" if mfu else "no MFU: the model does not count its FLOPs"
+    yield from _wrapped("  ", f"a step takes at least {total} · {ceiling} · rule: {roofline.rule}")
+    if not roofline.has_all_counts:
+        yield "  note: a loop of unknown length counts as one iteration: the figures are too low"
+    yield ""
+    yield f"{'GB of HBM':>9}{'runs':>7}  most bytes: group, pass, source, operation"
+    for one in roofline.operations[:20]:
+        text = f"{one.group}, {one.phase}, {one.source}, {one.name}"
+        yield f"{one.hbm_bytes / 1e9:>9,.2f}{one.runs:>7,.0f}  {text}"

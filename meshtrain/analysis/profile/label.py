@@ -40,8 +40,8 @@ class Label(NamedTuple):
 class Labels:
     """Labels for the operations of one compiled program."""
 
-    def __init__(self, text: str):
-        self._module: Module = hlo.parse(text)
+    def __init__(self, program: str | Module):
+        self._module = hlo.parse(program) if isinstance(program, str) else program
         self._found = {
             name: (computation, instruction)
             for computation, body in self._module.computations.items()
@@ -54,7 +54,7 @@ class Labels:
         """Returns the label of a `trace.Operation` with this `path`, and `kernel` as its name."""
         if (path, kernel) not in self._labels:
             name = self._instruction(path, kernel)
-            label = self._label(name) if name else _label_from_name(kernel or path)
+            label = self.label(name) if name else _label_from_name(kernel or path)
             self._labels[path, kernel] = label
         return self._labels[path, kernel]
 
@@ -70,7 +70,8 @@ class Labels:
                 return name
         return self._of_kernel.get(kernel) or (kernel if kernel in self._found else None)
 
-    def _label(self, name: str) -> Label:
+    def label(self, name: str) -> Label:
+        """Returns the label of an instruction."""
         computation, instruction = self._found[name]
         kind, main = self._kind(instruction)
         body, combined = self._module.computations[computation], ""

@@ -1,0 +1,93 @@
+"""The memory that a compiled step needs on each device, compared with what the device has."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+
+from meshtrain import state as states
+from meshtrain.analysis import hardware
+from meshtrain.cluster import limits
+from meshtrain.program import Program
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each device while a step runs; the first six add up to `peak`."""
+
+    parameters: int
+    optimizer_state: int
+    batch: int  # with other small arguments
+    gradients: int
+    temporaries: (
+        int  # activations kept for the backward pass, and what operations need while they run
+    )
+    peak: int
+    capacity: float | None  # None if unknown
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.capacity is None else self.peak <= self.capacity
+
+
+def memory_of(
+    program: Program, compiled: jax.stages.Compiled, *, allocated: int = 0
+) -> Memory | None:
+    """Returns the memory of a compiled step; None if the compiler does not report it.
+
+    `allocated`: bytes of the state that each device holds already.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    state = program.abstract_state
+    arguments = stats.argument_size_in_bytes
+    all_buffers = (
+        arguments
+        + stats.temp_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+    )
+    peak = max(getattr(stats, "peak_memory_in_bytes", 0) or all_buffers, arguments)
+    gradients = jax.tree.map(
+        lambda leaf, sharding: leaf.update(sharding=sharding), state.params, program.grad_shardings
+    )
+    gradient_bytes = min(states.bytes_per_device(gradients), peak - arguments)
+    parameters, optimizer_state = map(states.bytes_per_device, (state.params, state.opt_state))
+    return Memory(
+        parameters=parameters,
+        optimizer_state=optimizer_state,
+        batch=arguments - parameters - optimizer_state,
+        gradients=gradient_bytes,
+        temporaries=peak - arguments - gradient_bytes,
+        peak=peak,
+        capacity=_capacity(program.mesh, allocated),
+    )
+
+
+def line(memory: Memory) -> str:
+    """Returns the line to log before the first step."""
+    sizes = memory.parameters + memory.optimizer_state, memory.gradients, memory.temporaries
+    state, gradients, temporaries = (f"{size / 1e9:,.3f}" for size in sizes)
+    capacity = "" if memory.capacity is None else f" of {memory.capacity / 1e9:,.1f}"
+    short = (
+        f": {(memory.peak - memory.capacity) / 1e9:,.1f} GB too much"
+        if memory.fits is False
+        else ""
+    )
+    return (
+        f"the step needs {memory.peak / 1e9:,.3f}{capacity} GB on each device{short}: state {state}, "
+        f"gradients {gradients}, activations and temporaries {temporaries}"
+    )
+
+
+def _capacity(mesh: jax.sharding.Mesh, allocated: int) -> float | None:
+    """Returns the bytes of a device; of simulated devices, their share of the host's free memory."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        free = limits.available_memory() / jax.local_device_count() + allocated
+        return free if math.isfinite(free) else None
+    is_here = device in jax.local_devices()  # else it may be of a topology, which reports nothing
+    reported = (device.memory_stats() or {}).get("bytes_limit") if is_here else None
+    row = hardware.device_of(device.device_kind)
+    return reported or (row and row.memory)

@@ -1,0 +1,192 @@
+"""FLOPs, HBM bytes and exposed collectives, counted in programs written by hand; nothing is compiled."""
+
+import math
+
+import numpy as np
+import pytest
+
+from meshtrain.analysis import collective_ops, hlo, traffic
+from meshtrain.analysis.hardware import BY_NAME
+from meshtrain.analysis.roofline import link_rate, roofline
+from meshtrain.config.schema import AXES
+
+MEGA = 1024 * 1024
+FUSIONS = """
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %plus = f32[] add(%x, %y)
+}
+%plain (a: f32[1024,1024]) -> f32[1024] {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  %zero = f32[] constant(0)
+  %double = f32[1024,1024]{1,0} add(%a, %a)
+  ROOT %r = f32[1024]{0} reduce(%double, %zero), dimensions={0}, to_apply=%sum
+}
+%read_slice (s: f32[8,1024,1024], i: s32[]) -> bf16[1024,512] {
+  %s = f32[8,1024,1024]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %o = s32[] constant(0)
+  %one = f32[1,1024,1024]{2,1,0} dynamic-slice(%s, %i, %o, %o), dynamic_slice_sizes={1,1024,1024}
+  %flat = f32[1024,1024]{1,0} bitcast(%one)
+  %half = f32[1024,512]{1,0} slice(%flat), slice={[0:1024], [0:512]}
+  ROOT %c = bf16[1024,512]{1,0} convert(%half)
+}
+%write_slice (s: f32[8,1024,1024], u: bf16[1024,1024], i: s32[]) -> f32[8,1024,1024] {
+  %s = f32[8,1024,1024]{2,1,0} parameter(0)
+  %u = bf16[1024,1024]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %o = s32[] constant(0)
+  %c = f32[1024,1024]{1,0} convert(%u)
+  %b = f32[1,1024,1024]{2,1,0} bitcast(%c)
+  ROOT %w = f32[8,1024,1024]{2,1,0} dynamic-update-slice(%s, %b, %i, %o, %o)
+}
+%rows (t: f32[8,1024], n: s32[2,1]) -> f32[2,1024] {
+  %t = f32[8,1024]{1,0} parameter(0)
+  %n = s32[2,1]{1,0} parameter(1)
+  ROOT %g = f32[2,1024]{1,0} gather(%t, %n), offset_dims={1}
+}
+"""
+ENTRY = """
+ENTRY %main (p: f32[1024,1024]) -> f32[1024] {
+  %p = f32[1024,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %s = f32[8,1024,1024]{2,1,0} parameter(2)
+  %h = bf16[1024,1024]{1,0} parameter(3)
+  %t = f32[8,1024]{1,0} parameter(4)
+  %n = s32[2,1]{1,0} parameter(5)
+"""
+
+
+def module_of(body, before=FUSIONS):
+    body = body.strip("\n")
+    return hlo.parse(f"HloModule step, num_partitions=8\n{before}{ENTRY}{body}\n}}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "num_bytes"),
+    [
+        ("%k = f32[1024]{0} fusion(%p), kind=kInput, calls=%plain", 4 * MEGA + 4096),
+        # A slice of a slice: 2 of the 32 MiB; the index is 4 bytes.
+        ("%k = bf16[1024,512]{1,0} fusion(%s, %i), kind=kLoop, calls=%read_slice", 3 * MEGA + 4),
+        # In place: 2 MiB read, 4 of 32 MiB written.
+        ("%k = f32[8,1024,1024]{2,1,0} fusion(%s, %h, %i), kind=kLoop, calls=%write_slice", 6 * MEGA + 4),
+        ("%k = f32[2,1024]{1,0} fusion(%t, %n), kind=kLoop, calls=%rows", 2 * 8192 + 8),
+        ("%k = bf16[1024,1024]{1,0} bitcast(%h)", 0),
+        ("%k = (f32[], f32[1024,1024]{1,0}) tuple(%i, %p)", 0),
+        ("%k = f32[1024,1024]{1,0} copy(%p)", 8 * MEGA),
+        ("%k = f32[1,1024,1024]{2,1,0} slice(%s), slice={[0:1], [0:1024], [0:1024]}", 8 * MEGA),
+        ("%k = bf16[1024,1024]{1,0} dot(%h, %h), lhs_contracting_dims={1}, rhs_contracting_dims={0}", 4 * MEGA),
+        ("%k = f32[1024,1024]{1,0} all-reduce(%p), channel_id=1, replica_groups={}, to_apply=%sum", 0),
+    ],
+)  # fmt: skip
+def test_bytes_of_an_operation(line, num_bytes):
+    module = module_of(f"  ROOT {line}\n")
+    assert traffic.hbm_bytes(module, "main", module.computations["main"]["k"]) == num_bytes
+    assert [name for name, _ in traffic.executed(module)] == ["main"]
+
+
+def test_a_product_is_counted_in_every_form():
+    body = """
+  %a = bf16[1024,1024]{1,0} dot(%h, %h), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %b = (bf16[1024,1024]{1,0}, s8[4194304]{0}) custom-call(%h, %h), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  ROOT %c = bf16[1024,1024]{1,0} convolution(%h, %h), dim_labels=bf_io->bf
+"""  # noqa: E501
+    module = module_of(body)
+    for name in "abc":
+        one = module.computations["main"][name]
+        assert traffic.matmul_flops(module, "main", one) == {2: 2 * 1024**3}
+        assert traffic.hbm_bytes(module, "main", one) == 4 * MEGA  # the operand once; no workspace
+
+
+LOOP = """
+%body (v: (s32[], f32[1024,1024])) -> (s32[], f32[1024,1024]) {
+  %v = (s32[], f32[1024,1024]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%v), index=0
+  %w = f32[1024,1024]{1,0} get-tuple-element(%v), index=1
+  %y = f32[1024,1024]{1,0} copy(%w)
+  ROOT %r = (s32[], f32[1024,1024]{1,0}) tuple(%n, %y)
+}
+%cond (v: (s32[], f32[1024,1024])) -> pred[] {
+  %v.1 = (s32[], f32[1024,1024]{1,0}) parameter(0)
+  ROOT %t = pred[] constant(true)
+}
+"""
+
+
+def mesh_of(**sizes):
+    devices = np.array([At(0)] * math.prod(sizes.values()), dtype=object)
+    return Mesh(devices.reshape([sizes.get(axis, 1) for axis in AXES]))
+
+
+class Mesh:
+    axis_names = AXES
+
+    def __init__(self, devices):
+        self.devices = devices
+
+
+class At:
+    def __init__(self, host):
+        self.process_index = host
+
+
+def measured(body, before="", **sizes):
+    module = module_of(body, FUSIONS + before)
+    shape = {axis: sizes.get(axis, 1) for axis in AXES}
+    found = collective_ops.find(module, shape, "gpu")
+    return roofline(module, found, BY_NAME["h200"], mesh_of(**sizes), model_flops=1e9)
+
+
+def test_the_body_of_a_loop_counts_once_for_each_iteration():
+    body = """
+  %z = (s32[], f32[1024,1024]{1,0}) tuple(%i, %p)
+  %l = (s32[], f32[1024,1024]{1,0}) while(%z), condition=%cond, body=%body, ={"known_trip_count":{"n":"7"}}
+  ROOT %o = f32[1024,1024]{1,0} get-tuple-element(%l), index=1
+"""
+    found = measured(body, LOOP, data=8)
+    assert found.operations[0].hbm_bytes == sum(row.hbm_bytes for row in found.rows) == 56 * MEGA
+    assert found.seconds == pytest.approx(56 * MEGA / 4.8e12)
+    assert found.mfu == pytest.approx(1e9 / (989.5e12 * found.seconds))
+    assert found.has_all_counts
+    unknown = measured(body.replace("known_trip_count", "other"), LOOP, data=8)
+    assert not unknown.has_all_counts and unknown.operations[0].runs == 1
+
+
+COPY = "  %c{} = f32[1024,1024]{{1,0}} copy(%p)\n"
+START = "  %g = f32[1024,1024]{1,0} all-reduce-start(%p), channel_id=1, replica_groups={}, to_apply=%sum"
+DONE = "  ROOT %d = f32[1024,1024]{1,0} all-reduce-done(%g)\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "num_copies_hiding"),
+    [
+        (START + "\n" + DONE, 0),
+        (START + "\n" + COPY.format(1) + DONE, 1),
+        (COPY.format(1) + START + "\n" + COPY.format(2) + COPY.format(3) + DONE, 2),
+        (START + ', backend_config={"is_sync":true}\n' + COPY.format(1) + DONE, 0),
+        (START + "\n" + "".join(map(COPY.format, range(20))) + DONE, 20),
+    ],
+)
+def test_work_between_start_and_end_hides_a_collective(body, num_copies_hiding):
+    (one,) = measured(body, data=8).transfers
+    assert (one.name, one.kind, one.bytes) == ("data", "all-reduce", 2 * 7 / 8 * 4 * MEGA)
+    assert one.seconds == pytest.approx(one.bytes / 450e9)
+    hidden = num_copies_hiding * 8 * MEGA / 4.8e12
+    assert one.exposed == pytest.approx(max(0, one.seconds - hidden), abs=1e-15)
+
+
+def test_two_collectives_do_not_hide_behind_the_same_work():
+    second = START.replace("%g", "%g2").replace("=1,", "=2,") + "\n"
+    end = "  %d2 = f32[1024,1024]{1,0} all-reduce-done(%g2)\n"
+    (one,) = measured(START + "\n" + second + COPY.format(1) + end + DONE, data=8).transfers
+    assert one.exposed == pytest.approx(one.seconds - 8 * MEGA / 4.8e12)
+
+
+def test_a_group_over_hosts_has_their_network_adapters():
+    h200, hosts = BY_NAME["h200"], np.array([At(n // 8) for n in range(32)], dtype=object)
+    mesh = Mesh(hosts.reshape(1, 4, 1, 1, 1, 8))
+    assert link_rate(h200, mesh, ("tensor",)) == 450e9
+    assert link_rate(h200, mesh, ("data",)) == 50e9  # one device of each host
+    assert link_rate(h200, mesh, ("data", "tensor")) == 400e9
+    assert link_rate(BY_NAME["v5p"], mesh, ("data",)) == 180e9
