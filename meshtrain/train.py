@@ -22,7 +22,7 @@ from meshtrain.data.loader import Loader, opened
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model, Params
-from meshtrain.monitor import health, heldout, summary, warnings
+from meshtrain.monitor import health, heldout, memory, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.units import Units, units_of
 from meshtrain.monitor.writer import Writer
@@ -129,6 +129,8 @@ def train(
             began = time.perf_counter()
             train_step = program.compile(loader.peek())
             writer.log(f"compiled in {time.perf_counter() - began:.1f} s")
+            if line := memory.start_line(program, train_step):
+                writer.log(f"memory      {line}")
             distributed.barrier("compiled")  # no collective waits for a slow compiler
             state, step = _loop(run, state, start, train_step, heldout_loss)
         finished = step >= cfg.train.steps

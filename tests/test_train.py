@@ -95,6 +95,10 @@ def test_a_run_writes_its_config_metrics_and_events(tmp_path, capsys):
     assert saved["mesh"]["data"] == 8 and saved["data"]["vocab_size"] == 64
     output = capsys.readouterr().out
     assert "data 8" in output and "done: 5 steps" in output
+    (memory,) = re.findall(
+        r"\nmemory +the step needs (\S+) of [\d,.]+ GB on each device: state ", output
+    )
+    assert 0 < float(memory) < 0.1
 
 
 def test_the_time_that_steps_wait_for_data_and_the_mfu_are_recorded(tmp_path):

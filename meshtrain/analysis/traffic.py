@@ -18,6 +18,7 @@ FREE = frozenset(
 )
 PASSING = ("bitcast", "reshape", "transpose", "convert", "copy")  # of each element its own
 SLICES = ("dynamic-slice", "slice", "gather")
+MATMUL = re.compile(r'custom_call_target="[^"]*(cublas|gemm)')
 ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
 
 
@@ -122,7 +123,7 @@ def matmul_flops(module: Module, computation: str, one: Instruction) -> dict[flo
                 flops[itemsize] = flops.get(itemsize, 0) + count
         return flops
     body = module.computations[computation]
-    is_library = one.opcode == "custom-call" and re.search(r"__cublas|gemm", one.attributes)
+    is_library = one.opcode == "custom-call" and MATMUL.search(one.attributes)
     if one.opcode == "dot" or is_library:
         left = body[one.operands[0]].results[0]
         dims = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)', one.attributes)

@@ -65,20 +65,26 @@ def memory_of(
     )
 
 
-def line(memory: Memory) -> str:
-    """Returns the line to log before the first step."""
-    sizes = memory.parameters + memory.optimizer_state, memory.gradients, memory.temporaries
-    state, gradients, temporaries = (f"{size / 1e9:,.3f}" for size in sizes)
-    capacity = "" if memory.capacity is None else f" of {memory.capacity / 1e9:,.1f}"
-    short = (
-        f": {(memory.peak - memory.capacity) / 1e9:,.1f} GB too much"
-        if memory.fits is False
-        else ""
+def start_line(program: Program, compiled: jax.stages.Compiled) -> str:
+    """Returns the line to log before the first step, when the state is in memory already; "" if unknown."""
+    memory = memory_of(program, compiled, allocated=states.bytes_per_device(program.abstract_state))
+    return _line(memory) if memory else ""
+
+
+def _line(memory: Memory) -> str:
+    state = memory.parameters + memory.optimizer_state
+    over = (
+        f": {_gigabytes(memory.peak - memory.capacity)} GB too much" if memory.fits is False else ""
     )
+    capacity = f" of {_gigabytes(memory.capacity)}" if memory.capacity else ""
     return (
-        f"the step needs {memory.peak / 1e9:,.3f}{capacity} GB on each device{short}: state {state}, "
-        f"gradients {gradients}, activations and temporaries {temporaries}"
+        f"the step needs {_gigabytes(memory.peak)}{capacity} GB on each device{over}: state {_gigabytes(state)}, "
+        f"gradients {_gigabytes(memory.gradients)}, activations and temporaries {_gigabytes(memory.temporaries)}"
     )
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g}" if size < 1e11 else f"{size / 1e9:,.0f}"
 
 
 def _capacity(mesh: jax.sharding.Mesh, allocated: int) -> float | None:

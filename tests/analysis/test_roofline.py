@@ -99,6 +99,22 @@ def test_a_product_is_counted_in_every_form():
         assert traffic.hbm_bytes(module, "main", one) == 4 * MEGA  # the operand once; no workspace
 
 
+@pytest.mark.parametrize(("target", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
+def test_fused_attention_has_its_products_once(target, products):
+    body = f"""
+  %q = bf16[2,64,8,32]{{3,2,1,0}} parameter(6)
+  %k = bf16[2,128,4,32]{{3,2,1,0}} parameter(7)
+  ROOT %a = (bf16[2,8,64,32]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="__cudnn${target}", \
+backend_config={{"mask_type":"NO_MASK","bmm1_grad_gemm1_dot_dimension_numbers":{{"lhs_contracting_dimensions":["2"]}}}}
+"""
+    module = module_of(body)
+    one, full = module.computations["main"]["a"], 2 * products * 2 * 8 * 64 * 128 * 32
+    assert traffic.attention_flops(module, "main", one) == full
+    assert traffic.matmul_flops(module, "main", one) == {}
+    causal = module_of(body.replace("NO_MASK", "CAUSAL"))
+    assert traffic.attention_flops(causal, "main", causal.computations["main"]["a"]) == full / 2
+
+
 LOOP = """
 %body (v: (s32[], f32[1024,1024])) -> (s32[], f32[1024,1024]) {
   %v = (s32[], f32[1024,1024]{1,0}) parameter(0)

@@ -113,9 +113,9 @@ def test_the_step_is_compiled_for_gpus_that_are_not_there(tmp_path):
 
 @pytest.mark.slow
 def test_a_mesh_that_does_not_fit_the_target_is_one_line():
-    done = audited("--target=h200:8", "--config.mesh.data=3")
+    done = audited("--target=h200:8", "--config.mesh.data=2")
     assert done.returncode == 2
     expected = (
-        "mesh.data=3 needs 3 devices and there are 8; use --target=h200:3, or set one axis to -1"
+        "mesh.data=2 needs 2 devices and there are 8; use --target=h200:2, or set one axis to -1"
     )
     assert done.stderr.splitlines()[-1] == expected
