@@ -1,12 +1,16 @@
 """The bytes that a compiled step sends, compared with the minimum of each layout."""
 
 import jax
+import numpy as np
 import pytest
 from conftest import tiny_config
 
 from meshtrain import cli
 from meshtrain.analysis import collective_ops
 from meshtrain.analysis.audit import audit
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
+from meshtrain.configs import default
 from meshtrain.models import layers, transformer
 from meshtrain.ops import losses
 from meshtrain.parallel import sharding
@@ -52,6 +56,14 @@ def test_gradients_are_summed_over_data_once_for_any_number_of_microbatches():
         gradients = result.bytes_for("gradients summed", "data")
         assert gradients == 7 / 4 * result.param_bytes
         assert result.total("data").bytes == pytest.approx(gradients, rel=1e-3)
+
+
+@pytest.mark.parametrize("packing", ["windows", "best_fit"])
+def test_a_packed_config_is_compiled_with_segments(packing):
+    c = default.get_config()
+    c.data.packing = packing
+    source = build(audit._without_files(parse(c, num_devices=1))).train_data
+    assert (source.read(np.arange(2)).segments is not None) == (packing == "best_fit")
 
 
 def test_fsdp_gathers_twice_and_scatters_once():

@@ -91,8 +91,7 @@ def audit(
     devices = devices or jax.devices()
     cfg = parse(config, num_devices=len(devices))
     if data is None:  # only shapes matter, so no file is read
-        section = dataclasses.replace(cfg.data, build=synthetic.without_files(cfg.data.build))
-        cfg = dataclasses.replace(cfg, data=section)
+        cfg = _without_files(cfg)
     parts = build(cfg, model=model, data=data)
     program = assemble(cfg, parts, devices=devices)
     batch = _batch_like(cfg, program, parts.train_data)
@@ -121,6 +120,16 @@ def audit(
         memory=memory_of(program, compiled),
         roofline=row and roofline(module, found, row, program.mesh, model_flops=flops),
         hlo=text,
+    )
+
+
+def _without_files(cfg: Config) -> Config:
+    """Returns the config with synthetic data in place of files, in rows of several documents if it packs them."""
+    build, options = synthetic.without_files(cfg.data.build), dict(cfg.data.options)
+    if build != cfg.data.build and options.get("packing") == "best_fit":
+        options["separator"] = 0
+    return dataclasses.replace(
+        cfg, data=dataclasses.replace(cfg.data, build=build, options=options)
     )
 
 
