@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from meshtrain import state as states
 from meshtrain.analysis import hardware
 from meshtrain.cluster import limits
-from meshtrain.program import Program
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,8 @@ class Memory:
         return None if self.capacity is None else self.peak <= self.capacity
 
 
-def memory_of(
-    program: Program, compiled: jax.stages.Compiled, *, allocated: int = 0
-) -> Memory | None:
-    """Returns the memory of a compiled step; None if the compiler does not report it.
+def memory_of(program: Any, compiled: jax.stages.Compiled, *, allocated: int = 0) -> Memory | None:
+    """Returns the memory of the compiled step of a `program.Program`; None if the compiler does not report it.
 
     `allocated`: bytes of the state that each device holds already.
     """
@@ -65,7 +63,7 @@ def memory_of(
     )
 
 
-def start_line(program: Program, compiled: jax.stages.Compiled) -> str:
+def start_line(program: Any, compiled: jax.stages.Compiled) -> str:
     """Returns the line to log before the first step, when the state is in memory already; "" if unknown."""
     memory = memory_of(program, compiled, allocated=states.bytes_per_device(program.abstract_state))
     return _line(memory) if memory else ""
