@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshtrain.analysis import dataflow, groups, hlo
@@ -122,7 +122,7 @@ def _tensors(module, computation, instruction, kind, mesh, times, platform) -> I
             module, uses, array.size / size
         )
         notes = (REDUCE_SCATTER_NOTE,) * is_scatter + (BITS_NOTE,) * is_promoted
-        yield Collective(
+        one = Collective(
             name=instruction.name,
             kind="reduce-scatter" if is_scatter else kind,
             axes=axes,
@@ -136,6 +136,33 @@ def _tensors(module, computation, instruction, kind, mesh, times, platform) -> I
             origin=origin,
             notes=notes + (SUBGROUP_NOTE,) * is_subgroup,
         )
+        parts = _concatenated(module, computation, instruction) if kind == "all-reduce" else []
+        for part in parts:
+            source = source_of(module.traceback(part))
+            yield replace(one, array=part.results[0], op_name=part.op_name, source=source)
+        if not parts:
+            yield one
+
+
+def _concatenated(module, computation, instruction) -> list[Instruction]:
+    """Returns the tensors that XLA on GPU concatenates to one vector for a single all-reduce; [] if it does not."""
+    body = module.computations[computation]
+    vector = body.get(instruction.operands[0])
+    if vector is None or len(instruction.operands) > 1:
+        return []
+    if vector.opcode == "fusion":
+        inner = module.computations[vector.called[0]]
+        root = next(one for one in inner.values() if one.is_root)
+        numbers = {
+            one.name: int(one.operand_text) for one in inner.values() if one.opcode == "parameter"
+        }
+        if root.opcode != "concatenate" or not {*root.operands} <= {*numbers}:
+            return []
+        names = [vector.operands[numbers[name]] for name in root.operands]
+    else:
+        names = vector.operands if vector.opcode == "concatenate" else ()
+    parts = [body[name] for name in names]
+    return [body[one.operands[0]] if one.opcode == "bitcast" else one for one in parts]
 
 
 def _arrays(module, computation, instruction, kind, group_size) -> list[Array]:

@@ -94,6 +94,34 @@ def test_each_kind_has_the_full_tensor_and_the_bytes_that_a_device_sends(line, k
     assert (c.kind, c.array.shape, c.axes, c.bytes) == (kind, shape, ("tensor",), sent)
 
 
+CONCATENATE = """
+%joined (a: f32[32], b: f32[4]) -> f32[36] {
+  %a = f32[32]{0} parameter(0)
+  %b = f32[4]{0} parameter(1)
+  ROOT %ab = f32[36]{0} concatenate(%a, %b), dimensions={0}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fusion(%flat, %bias), kind=kLoop, calls=%joined",
+        "concatenate(%flat, %bias), dimensions={0}",
+    ],
+)
+def test_tensors_that_are_concatenated_for_one_all_reduce_are_counted_apart(line):
+    body = f"""
+  %flat = f32[32]{{0}} bitcast(%p)
+  %bias = f32[4]{{0}} slice(%flat), slice={{[0:4]}}, {metadata("jit(step)/jvp(f)/add", "/a/b.py", 3)}
+  %v = f32[36]{{0}} {line}
+  %c = f32[36]{{0}} all-reduce(%v), replica_groups={{}}, to_apply=%add"""
+    first, second = collectives_in(body, ADD + CONCATENATE, platform="gpu")
+    assert (first.array.shape, second.array.shape) == ((8, 4), (4,))
+    assert first.bytes + second.bytes == 2 * 7 / 8 * 36 * 4
+    assert (second.phase, second.source) == ("forward", "/a/b.py:3")
+
+
 def test_a_permutation_counts_once_and_names_the_axes_between_its_devices():
     line = (
         "(f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start(%p), channel_id=3, "
