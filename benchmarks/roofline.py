@@ -91,7 +91,7 @@ def main():
             result["rows"].append(case)
             record.show([row_of(case)])
     print(next((case["roofline"]["rule"] for case in result["rows"] if "roofline" in case), ""))
-    record.save(args.output, result, model="roofline")
+    record.save(args.output, result, model="-".join(["roofline", *args.models]))
 
 
 if __name__ == "__main__":
