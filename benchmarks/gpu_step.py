@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import contest, record
 from benchmarks.contestant import CONTESTANTS
+from meshtrain.analysis.hardware import peak_flops
 from meshtrain.configs import default
 from meshtrain.models.transformer_config import TransformerConfig, flops_per_token
-from meshtrain.monitor.writer import peak_flops
 
 GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
 SHAPES = {  # layers, width, heads, key/value heads, feed-forward, vocabulary, tokens, rows, other keys

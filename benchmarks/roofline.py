@@ -33,16 +33,21 @@ MODELS = {
 }
 
 
-def audited(model: str, size: int, overrides: list[str]) -> dict:
-    """Returns the figures of one case, or its error."""
-    config, rows, data, sections = MODELS[model]
+def keys_of(model: str, size: int) -> list[str]:
+    """Returns the overrides of a case: all devices on fsdp."""
+    _, rows, data, sections = MODELS[model]
     train = {"global_batch": rows * size, "num_microbatches": 1}
     values = {"mesh": {"data": 1, "fsdp": size}, "train": train, "model": sections}
     values["data"] = data | {"packing": "windows"}
-    keys = [f"--config.{s}.{k}={v}" for s, section in values.items() for k, v in section.items()]
+    return [f"--config.{s}.{k}={v}" for s, section in values.items() for k, v in section.items()]
+
+
+def audited(model: str, size: int, overrides: list[str]) -> dict:
+    """Returns the figures of one case, or its error."""
+    keys = keys_of(model, size)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "audit.json")
-        flags = [f"--config={config}", f"--target=h200:{size}", f"--output={file}"]
+        flags = [f"--config={MODELS[model][0]}", f"--target=h200:{size}", f"--output={file}"]
         done = subprocess.run(
             [sys.executable, "-m", "meshtrain", "audit", *flags, *keys, *overrides],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},

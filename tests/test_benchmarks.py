@@ -11,8 +11,12 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from benchmarks import collectives, contest, faults, gpu_step, memory, record
+from benchmarks import collectives, contest, faults, gpu_step, memory, record, roofline
+from meshtrain import state
 from meshtrain.analysis.audit import minimum
+from meshtrain.config.build import build
+from meshtrain.config.files import load_config
+from meshtrain.config.parse import parse
 
 FOLDER = Path(record.__file__).parent
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "record.parser(" in path.read_text())
@@ -130,6 +134,16 @@ def test_every_layout_has_eight_devices():
     for name, layout in collectives.LAYOUTS.items():
         sizes = [size for axis, size in layout.items() if axis != "zero_stage"]
         assert math.prod(sizes) == collectives.DEVICES, name
+
+
+@pytest.mark.parametrize("model", roofline.MODELS)
+def test_the_roofline_is_of_the_models_that_it_names(model):
+    config = load_config(roofline.MODELS[model][0], roofline.keys_of(model, 8))
+    cfg = parse(config, num_devices=8)
+    params = jax.eval_shape(build(cfg, data=[]).model.init, jax.random.key(0))
+    size = float(model.split("-")[1][:-1]) * (1e9 if model.endswith("b") else 1e6)
+    assert state.count(params) == pytest.approx(size, rel=0.25)
+    assert cfg.train.dtype == "bfloat16" and cfg.mesh.fsdp == 8
 
 
 @pytest.mark.slow
