@@ -71,6 +71,7 @@ def test_a_diverged_replica_ends_the_run_and_is_not_saved(tiny, tmp_path, monkey
                 state = state._replace(params=tree.unflatten(leaves))
             return state, report
 
+        run.memory_analysis = step.memory_analysis
         return run
 
     monkeypatch.setattr(program.Program, "compile", compile_with_fault)
