@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
+from meshtrain.ops import attention
 from meshtrain.parallel import sharding, sync
 
 # (params, batch, key) -> Metrics; in evaluation the key is None.
@@ -21,12 +22,12 @@ GradFn = Callable[..., tuple[Params, Metrics]]
 def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:
     """Returns the model's loss, computed in the dtype of the parameters.
 
-    `remat` selects what is saved of each block for the backward pass: "none" saves everything, "full"
+    `remat` selects what is saved of each block for the backward pass: "none" what its gradient needs, "full"
     only the block's input, "dots" the results of matrix products, "names:a,b" the values that the model
     marked with `checkpoint_name`. A model that is not a stack counts as one block.
-    `unroll` is the largest number of layers per iteration of the loop over the stack. With remat it is
-    always 1: in unrolled layers XLA would merge the recomputation with the forward pass, and save its
-    results.
+    `unroll` is the largest number of layers per iteration of the loop over the stack; on accelerators all
+    layers are unrolled, or none. With remat it is always 1: in unrolled layers XLA would merge the
+    recomputation with the forward pass, and save its results.
     """
     unroll = unroll if remat == "none" else 1
 
@@ -65,6 +66,8 @@ def run_blocks(
     num_layers = len(jax.tree.leaves(layers)[0])
     # The largest divisor: a remainder would be compiled as a second loop.
     unroll = max(n for n in range(1, unroll + 1) if num_layers % n == 0)
+    # On accelerators a partly unrolled loop costs memory: XLA holds what it keeps of a group of layers twice.
+    unroll = unroll if unroll == num_layers or attention.active_platform() == "cpu" else 1
     return jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, layers, unroll=unroll)[
         0
     ]

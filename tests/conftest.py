@@ -14,8 +14,10 @@ import jax
 import numpy as np
 import pytest
 from jax._src import cache_key, compiler
+from jax._src.cudnn import fused_attention_stablehlo
 
 from meshtrain.configs import default
+from meshtrain.ops import attention
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -111,3 +113,14 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.section(f"planted bugs: {num_killed} of {len(kills)} found")
     for name, found in kills.items():
         terminalreporter.write_line(f"{name}: {(found or 'SURVIVED')[:110]}")
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch):
+    """Lets a host without a GPU lower programs for one; skips the checks for the cuDNN library."""
+    monkeypatch.setattr(attention, "active_platform", lambda: "gpu")
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(
+        fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False
+    )

@@ -23,7 +23,7 @@ LIBRARY = re.compile(
     r"|/lib/python3\.\d+/(?!(?:site|dist)-packages/)"
 )
 # Functions of this package for which the line of the caller is shown.
-HELPERS = ("constrain", "flat_dot_general", "embedding_table")
+HELPERS = ("constrain", "gathered", "flat_dot_general", "embedding_table")
 REDUCE_SCATTER_NOTE = "all-reduce + slice on CPU, a reduce-scatter on GPU and TPU"
 BITS_NOTE = "sent in 32 bits on CPU; counted in the 16 bits that GPU and TPU send"
 SUBGROUP_NOTE = "over groups of only some of the devices along this axis"
@@ -199,7 +199,9 @@ def _element(module, computation, instruction, element) -> Instruction:
 def source_of(traceback: list[hlo.Frame]) -> str:
     """Returns the innermost line outside libraries: 'meshtrain/models/layers.py:125 Attention.__call__'."""
     frames = [frame for frame in traceback if frame.file and not LIBRARY.search(frame.file)]
-    frames = [frame for frame in frames if frame.function not in HELPERS] or frames
+    frames = [
+        frame for frame in frames if frame.function.partition(".")[0] not in HELPERS
+    ] or frames
     if not frames:
         return ""
     path = Path(frames[0].file)

@@ -50,8 +50,9 @@ def get_config() -> ConfigDict:
     # what the backward pass recomputes: "none"; "full", all activations inside a layer; "dots", all but results
     # of matrix products; "names:attention,mlp", all but the results with these names
     train.remat = "none"
-    # largest number of layers per iteration of the loop over layers; applies if train.remat is "none"
-    train.unroll = 8
+    # largest number of layers per iteration of the loop over layers; applies if train.remat is "none". On GPU and
+    # TPU all layers are unrolled if there are no more than this, else none
+    train.unroll = 12
     # set of compiler options: "none"; "overlap", collectives overlap with computation; "cuda_graphs"; "auto",
     # which is "overlap" on several GPUs and "none" otherwise
     train.xla_preset = "auto"
@@ -111,8 +112,9 @@ def get_config() -> ConfigDict:
     # implementation of attention: "xla"; "cudnn", fused, on NVIDIA GPUs; "blockwise", whose memory is linear in
     # seq_len; "auto" chooses one and logs which; "xla:N" and "blockwise:N" compute blocks of N tokens
     model.attention_impl = "auto"
-    # MiB of logits that a device holds at a time while it computes the loss; 0 or float16: all at once
-    model.loss_chunk_mib = 256.0
+    # MiB of logits that a device holds at a time while it computes the loss; 0 or float16: all at once. Each chunk
+    # reads and writes the gradient of the output head, so small chunks are slow on GPU: use 4,096 tokens or more
+    model.loss_chunk_mib = 2048.0
 
     config.data = data = ConfigDict()
     # function, "package.module:name", that builds a Source from the keys below and the name of the split

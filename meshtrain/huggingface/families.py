@@ -31,7 +31,7 @@ SECTION_DEFAULTS = {
     "embed_scale": 1.0,
     "z_loss": 0.0,
     "attention_impl": "auto",
-    "loss_chunk_mib": 256.0,
+    "loss_chunk_mib": 2048.0,
 }
 
 CONFIG_KEYS = {  # key of a `model` section: key of config.json

@@ -6,6 +6,8 @@ and softmax compute in float32 or wider.
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.parallel.sharding import constrain
+from meshtrain.ops import attention
+from meshtrain.parallel.sharding import constrain, gathered
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, F feed-forward
 
@@ -103,8 +106,15 @@ def norm(
     `name` is the logical name of that dim.
     """
     names = {"out_sharding": (name,)}
+
+    def promote(arrays, **options):
+        # Otherwise XLA on CPU gathers the vectors once for each of their uses.
+        x, *vectors = nnx.nn.dtypes.promote_dtype(arrays, **options)
+        return x, *(v if v is None else gathered(v, (name,), (None,)) for v in vectors)
+
+    options = dict(promote_dtype=promote, rngs=rngs)
     if kind == "rms":
-        return nnx.RMSNorm(dim, epsilon=epsilon, scale_metadata=names, rngs=rngs)
+        return nnx.RMSNorm(dim, epsilon=epsilon, scale_metadata=names, **options)
     if kind == "rms_1p":
         return RMSNorm1p(dim, epsilon=epsilon, scale_metadata=names)
     return nnx.LayerNorm(
@@ -114,7 +124,7 @@ def norm(
         use_fast_variance=False,
         scale_metadata=names,
         bias_metadata=names if bias else {},
-        rngs=rngs,
+        **options,
     )
 
 
@@ -175,21 +185,40 @@ class Attention(nnx.Module):
         self.key_norm = norm(rngs, c.norm, c.head_size, **per_head) if c.qk_norm else None
 
     def __call__(
-        self, x_BSD: jax.Array, positions_BS: jax.Array, is_local: jax.Array | bool, attend: Attend
+        self,
+        norm: Callable[[jax.Array], jax.Array],
+        x_BSD: jax.Array,
+        positions_BS: jax.Array,
+        is_local: jax.Array | bool,
+        attend: Attend,
     ) -> jax.Array:
+        """Returns the attention of `norm(x)`."""
         c = self.c
+        window = None if is_local is False else _select(is_local, c.window, UNLIMITED_WINDOW)
+        options = dict(scale=c.query_scale, softcap=c.attention_softcap, window=window)
+        q_BSHK, k_BSGK, v_BSGK = recomputed(lambda x_BSD: self._project(norm(x_BSD)), x_BSD)
+        rotate = partial(self._rotate, positions_BS, is_local)
+        q_BSHK, k_BSGK = recomputed(rotate, q_BSHK, k_BSGK)
+        return recomputed(self._combine, attend(q_BSHK, k_BSGK, v_BSGK, **options))
+
+    def _project(self, x_BSD):
         q_BSHK = constrain(self.query(x_BSD), "batch", "seq", "heads", "head_dim")
         k_BSGK = constrain(self.key(x_BSD), "batch", "seq", "kv_heads", "head_dim")
         v_BSGK = constrain(self.value(x_BSD), "batch", "seq", "kv_heads", "head_dim")
+        return q_BSHK, k_BSGK, v_BSGK
+
+    def _rotate(self, positions_BS, is_local, q_BSHK, k_BSGK):
+        c = self.c
         if c.qk_norm:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if c.positions == "rope":
             frequency_k = _select(is_local, c.local_frequencies, c.frequencies)
             q_BSHK = rope(q_BSHK, positions_BS, frequency_k)
             k_BSGK = rope(k_BSGK, positions_BS, frequency_k)
-        window = None if is_local is False else _select(is_local, c.window, UNLIMITED_WINDOW)
-        options = dict(scale=c.query_scale, softcap=c.attention_softcap, window=window)
-        out_BSHK = checkpoint_name(attend(q_BSHK, k_BSGK, v_BSGK, **options), "attention")
+        return q_BSHK, k_BSGK
+
+    def _combine(self, out_BSHK):
+        out_BSHK = checkpoint_name(out_BSHK, "attention")
         return self.out(constrain(out_BSHK, "batch", "seq", "heads", "head_dim"))
 
 
@@ -211,12 +240,19 @@ class MLP(nnx.Module):
             rngs, c.d_ff, c.d_model, axes=("mlp", "embed"), bias=c.bias, scale=c.residual_scale
         )
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        up_BSF = self.up(x_BSD)
-        if self.gate is None:
+    def __call__(self, norm: Callable[[jax.Array], jax.Array], x_BSD: jax.Array) -> jax.Array:
+        """Returns the feed-forward of `norm(x)`."""
+        projected = recomputed(lambda x_BSD: self._project(norm(x_BSD)), x_BSD)
+        return recomputed(self._combine, *projected)
+
+    def _project(self, x_BSD):
+        return (self.up(x_BSD), *(() if self.gate is None else (self.gate(x_BSD),)))
+
+    def _combine(self, up_BSF, gate_BSF=None):
+        if gate_BSF is None:
             hidden_BSF = jax.nn.gelu(up_BSF)
         else:
-            hidden_BSF = self.gate_activation(self.gate(x_BSD)) * up_BSF
+            hidden_BSF = self.gate_activation(gate_BSF) * up_BSF
         hidden_BSF = checkpoint_name(constrain(hidden_BSF, "batch", "seq", "mlp"), "mlp")
         return self.down(hidden_BSF)
 
@@ -241,12 +277,24 @@ class Block(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, positions_BS: jax.Array, is_local: jax.Array | bool, attend: Attend
     ) -> jax.Array:
-        residual = ("batch", "residual_seq", "residual")
-        branch_BSD = self.attention(self.attention_norm(x_BSD), positions_BS, is_local, attend)
-        if self.attention_post_norm is not None:
-            branch_BSD = self.attention_post_norm(branch_BSD)
-        x_BSD = constrain(x_BSD + branch_BSD, *residual)
-        branch_BSD = self.mlp(self.mlp_norm(x_BSD))
-        if self.mlp_post_norm is not None:
-            branch_BSD = self.mlp_post_norm(branch_BSD)
-        return constrain(x_BSD + branch_BSD, *residual)
+        branch_BSD = self.attention(self.attention_norm, x_BSD, positions_BS, is_local, attend)
+        x_BSD = recomputed(partial(_add, self.attention_post_norm), x_BSD, branch_BSD)
+        branch_BSD = self.mlp(self.mlp_norm, x_BSD)
+        return recomputed(partial(_add, self.mlp_post_norm), x_BSD, branch_BSD)
+
+
+def _add(post_norm: nnx.Module | None, x_BSD: jax.Array, branch_BSD: jax.Array) -> jax.Array:
+    branch_BSD = branch_BSD if post_norm is None else post_norm(branch_BSD)
+    return constrain(x_BSD + branch_BSD, "batch", "residual_seq", "residual")
+
+
+def recomputed(function: Callable, *args: jax.Array) -> Any:
+    """Returns `function(*args)`; its backward pass keeps only `args` and computes what it needs again.
+
+    For cheap operations followed by a matrix product: the product's result is kept by its consumer, so no
+    product is computed twice.
+    """
+    # Without a barrier XLA merges the recomputation with the forward pass if both are in one computation,
+    # that is if all layers are unrolled. On CPU that is welcome: time is scarce there, not memory.
+    barrier = attention.active_platform() != "cpu"
+    return jax.checkpoint(function, prevent_cse=barrier)(*args)

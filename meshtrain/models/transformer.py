@@ -14,7 +14,7 @@ from meshtrain.models.layers import Block, dense, embedding, flat_dot_general, n
 from meshtrain.models.transformer_config import TransformerConfig, flops_per_token
 from meshtrain.ops.attention import attention, choose_for_generation, choose_implementation
 from meshtrain.ops.losses import chunked_cross_entropy
-from meshtrain.parallel.sharding import constrain
+from meshtrain.parallel.sharding import constrain, gathered
 
 # B batch, S sequence, T positions of the cache, D model, H heads, G key/value heads, K head dim,
 # V padded vocabulary
@@ -55,8 +55,9 @@ class EmbeddingAndHead(nnx.Module):
     def kernel(self) -> jax.Array:
         """Returns the kernel of the output head (D, V), unsharded in D."""
         if self.output is None:
-            return embedding_table(self.tokens, "vocab").T
-        return constrain(self.output.kernel[...], "residual", "vocab")
+            table = self.tokens.embedding[...]
+            return gathered(table, ("vocab", "embed"), ("vocab", "residual")).T
+        return gathered(self.output.kernel[...], ("embed", "vocab"), ("residual", "vocab"))
 
     def project(self, kernel_DV: jax.Array, x_BSD: jax.Array) -> jax.Array:
         c = self.c

@@ -102,6 +102,27 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec_for(names, x.shape, rules, mesh.shape))
 
 
+def gathered(x: jax.Array, stored: Names, used: Names) -> jax.Array:
+    """Returns the parameter `x`, stored sharded by the names `stored`, sharded by `used`.
+
+    Its gradient is sharded by `stored`; with `constrain` alone XLA would all-reduce it on GPU, not reduce-scatter.
+    """
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
+    if mesh.empty or rules is None:
+        return x
+    spec = spec_for(stored, x.shape, rules, mesh.shape)
+
+    @jax.custom_vjp
+    def gather(x):
+        return constrain(x, *used)
+
+    def backward(_, grad):
+        return (jax.lax.with_sharding_constraint(grad, spec),)
+
+    gather.defvjp(lambda x: (constrain(x, *used), None), backward)
+    return gather(x)
+
+
 def rules_without(rules: Rules, *removed: str) -> Rules:
     """Returns the rules with these mesh axes removed from each."""
     return tuple(

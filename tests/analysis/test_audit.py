@@ -72,8 +72,8 @@ def test_fsdp_gathers_twice_and_scatters_once():
     assert result.total("fsdp").ratio <= 1.005
     all_bytes = 8 * result.param_bytes
     assert result.bytes_for("gradients summed", "fsdp") == 7 / 8 * all_bytes
-    # Embedding and head are gathered once: the backward pass follows, or does not need them.
-    ends = 2 * 128 * 32 * 4
+    # Embedding, head and last norm are gathered once: the backward pass follows, or does not need them.
+    ends = 2 * 128 * 32 * 4 + 32 * 4
     assert result.unsent_bytes == [("fsdp", "parameters gathered", 7 / 8 * ends)]
     assert result.bytes_for("parameters gathered", "fsdp") == 7 / 8 * (2 * all_bytes - ends)
     collectives = [one.collective for one in result.explanations]
@@ -81,7 +81,7 @@ def test_fsdp_gathers_twice_and_scatters_once():
     assert all("meshtrain/models/layers.py" in c.source for c in of_layers)
     # The line of the caller is shown: all projections go through one helper.
     functions = {c.source.split()[-1] for c in collectives if c.source}
-    assert {"Attention.__call__", "MLP.__call__"} <= functions
+    assert {"Attention._project", "Attention._combine", "MLP._project", "MLP._combine"} <= functions
     assert not functions & {*collective_ops.HELPERS}
     names = [layers, sharding, transformer]
     assert all(any(hasattr(m, name) for m in names) for name in collective_ops.HELPERS)

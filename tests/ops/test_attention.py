@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 from test_parity import Run, packed
 
 from meshtrain.config.build import build_model
@@ -179,7 +178,7 @@ def test_memory_of_blockwise_attention_is_linear_in_the_sequence():
 
 
 def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **changes):
-    monkeypatch.setattr(attention_module, "_platform", lambda: platform)
+    monkeypatch.setattr(attention_module, "active_platform", lambda: platform)
     monkeypatch.setattr(attention_module, "_capability", lambda: capability)
     shape = dict(seq_len=1024, head_dim=64, dtype="bfloat16", softcap=0.0)
     return attention_module.choose_implementation(name, **shape | changes)
@@ -223,17 +222,6 @@ def test_long_prompts_use_blockwise_attention(name):
     assert attention_module.choose_for_generation(name, 9, 2048) == ("xla" if is_auto else name)
     blocks = {"xla:4": "xla", "blockwise:4": "blockwise:4"}.get(f"{name}:4")
     assert is_auto or attention_module.choose_for_generation(f"{name}:4", 9, 2048) == blocks
-
-
-@pytest.fixture
-def simulated_gpu(monkeypatch):
-    """Lets a host without a GPU lower programs for one; skips the checks for the cuDNN library."""
-    monkeypatch.setattr(attention_module, "_platform", lambda: "gpu")
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
-    monkeypatch.setattr(
-        fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False
-    )
 
 
 @pytest.fixture

@@ -1,0 +1,47 @@
+"""What the backward pass of a block keeps with train.remat=none, counted from the residuals of its vjp."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshtrain.config.build import build_model
+from meshtrain.config.files import load_config
+from meshtrain.config.parse import parse
+from meshtrain.data.source import Batch
+
+ROWS, LENGTH = 2, 128
+
+
+def kept_arrays(name):
+    """Returns d_model, and shape and dtype of each array per token that a bfloat16 block keeps."""
+    c = load_config(name, ["--config.train.dtype=bfloat16", f"--config.data.seq_len={LENGTH}"])
+    model = build_model(parse(c, num_devices=1))
+
+    def abstract(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape[1:], jnp.bfloat16)
+
+    layer = jax.tree.map(abstract, jax.eval_shape(model.init, jax.random.key(0))["layers"])
+    x = jax.ShapeDtypeStruct((ROWS, LENGTH, c.model.d_model), jnp.bfloat16)
+    batch = Batch(jnp.zeros((ROWS, LENGTH), jnp.int32), None, None)
+
+    def vjp(layer, x):
+        return jax.vjp(lambda layer, x: model.block(layer, x, batch), layer, x)[1]
+
+    jaxpr = jax.make_jaxpr(vjp)(layer, x).jaxpr
+    weights = {id(var) for var in jaxpr.invars[:-1]}
+    residuals = {id(var): var.aval for var in jaxpr.outvars if id(var) not in weights}
+    return c.model.d_model, [aval for aval in residuals.values() if aval.shape[:1] == (ROWS,)]
+
+
+# x, q, k, v, the result of attention, the input of the second norm, and the feed-forward's projections:
+# 2 bytes each. GPT-2: (6 + 4) x 2; Llama 3: (4 + 2 / 4 + 2 x 3.5) x 2. The softmax has 4 bytes per head.
+@pytest.mark.parametrize(("name", "num_bytes", "heads"), [("gpt2", 20, 12), ("llama3", 23, 32)])
+def test_a_block_keeps_only_the_inputs_and_results_of_its_products(
+    name, num_bytes, heads, simulated_gpu
+):
+    d_model, arrays = kept_arrays(name)
+    kept = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays) / (ROWS * LENGTH)
+    assert kept == num_bytes * d_model + 4 * heads
+    assert [one.shape for one in arrays if one.dtype == jnp.float32] == [(ROWS, heads, LENGTH)]
