@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
-from meshtrain.ops import attention
 from meshtrain.parallel import sharding, sync
 
 # (params, batch, key) -> Metrics; in evaluation the key is None.
@@ -67,7 +66,7 @@ def run_blocks(
     # The largest divisor: a remainder would be compiled as a second loop.
     unroll = max(n for n in range(1, unroll + 1) if num_layers % n == 0)
     # On accelerators a partly unrolled loop costs memory: XLA holds what it keeps of a group of layers twice.
-    unroll = unroll if unroll == num_layers or attention.active_platform() == "cpu" else 1
+    unroll = unroll if unroll == num_layers or sharding.active_platform() == "cpu" else 1
     return jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, layers, unroll=unroll)[
         0
     ]

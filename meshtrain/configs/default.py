@@ -50,8 +50,7 @@ def get_config() -> ConfigDict:
     # what the backward pass recomputes: "none"; "full", all activations inside a layer; "dots", all but results
     # of matrix products; "names:attention,mlp", all but the results with these names
     train.remat = "none"
-    # largest number of layers per iteration of the loop over layers; applies if train.remat is "none". On GPU and
-    # TPU all layers are unrolled if there are no more than this, else none
+    # largest number of layers per iteration of the loop over layers, if train.remat is "none"; GPU, TPU: all or 1
     train.unroll = 12
     # set of compiler options: "none"; "overlap", collectives overlap with computation; "cuda_graphs"; "auto",
     # which is "overlap" on several GPUs and "none" otherwise
@@ -112,8 +111,8 @@ def get_config() -> ConfigDict:
     # implementation of attention: "xla"; "cudnn", fused, on NVIDIA GPUs; "blockwise", whose memory is linear in
     # seq_len; "auto" chooses one and logs which; "xla:N" and "blockwise:N" compute blocks of N tokens
     model.attention_impl = "auto"
-    # MiB of logits that a device holds at a time while it computes the loss; 0 or float16: all at once. Each chunk
-    # reads and writes the gradient of the output head, so small chunks are slow on GPU: use 4,096 tokens or more
+    # MiB of logits that a device holds at a time while it computes the loss; 0 or float16: all at once. Small
+    # chunks are slow on GPU: each reads and writes the gradient of the output head
     model.loss_chunk_mib = 2048.0
 
     config.data = data = ConfigDict()

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.ops import attention
+from meshtrain.parallel import sharding
 from meshtrain.parallel.sharding import constrain, gathered
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, F feed-forward
@@ -296,5 +296,5 @@ def recomputed(function: Callable, *args: jax.Array) -> Any:
     """
     # Without a barrier XLA merges the recomputation with the forward pass if both are in one computation,
     # that is if all layers are unrolled. On CPU that is welcome: time is scarce there, not memory.
-    barrier = attention.active_platform() != "cpu"
+    barrier = sharding.active_platform() != "cpu"
     return jax.checkpoint(function, prevent_cse=barrier)(*args)

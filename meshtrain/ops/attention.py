@@ -98,7 +98,7 @@ def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
 
 def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float) -> str:
     """Returns why cuDNN's fused attention does not support these inputs; "" if it does."""
-    platform, capability = active_platform(), _capability()
+    platform, capability = sharding.active_platform(), _capability()
     if platform not in ("gpu", "cuda") or capability.startswith("gfx"):
         return f"it runs on NVIDIA GPUs only, and this is {capability or platform}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -112,12 +112,6 @@ def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float) -
             f"and the head dim is {head_dim}"
         )
     return ""
-
-
-def active_platform() -> str:
-    """Returns the platform of the active mesh; ahead-of-time compilation is for devices that this host may lack."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device else jax.default_backend()
 
 
 def _capability() -> str:
