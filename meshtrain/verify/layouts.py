@@ -20,6 +20,8 @@ UNROLL = (1, 5)  # 5 divides the layers of no subject and no chunk: fewer layers
 # Several blocks at the sequence length of a subject, the last one shorter.
 ATTENTION_IMPLS = ("xla", "xla:6", "blockwise:5")
 LOSS_CHUNKS = (0, 3)
+# Whether the last group of micro-batches of an interleaved schedule is shorter; covered in pairs as well.
+SHORT_GROUP = "short_group"
 REMAT = ("full", "dots", "names:attention,mlp")
 
 
@@ -33,7 +35,8 @@ def select(
     factors = [
         factor for factor in _factors(subject, without) if not fixed.keys() & factor[0].keys()
     ]
-    return pairwise(_bases(subject), [*factors, [dict(fixed)]])
+    rows = pairwise(_bases(subject), [*factors, [dict(fixed)]])
+    return [{name: row[name] for name in row if name != SHORT_GROUP} for row in rows]
 
 
 def _factors(subject: Subject, without: Iterable[str]) -> list[list[Row]]:
@@ -74,6 +77,7 @@ def _bases(subject: Subject) -> list[Row]:
         combinations = itertools.product(stages, NUM_MICROBATCHES, _pipelines(subject, sizes))
         for zero_stage, num, pipeline in combinations:
             layout = {**sizes, "zero_stage": zero_stage, "num_microbatches": num, **pipeline}
+            layout[SHORT_GROUP] = num % sizes["pipeline"] > 0
             if not _faults(subject, layout):
                 found.append(layout)
     return found

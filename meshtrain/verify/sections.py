@@ -5,23 +5,33 @@ from typing import Any
 
 from meshtrain.verify.covering import Row, pairwise
 
-BLOCKS = ("xla:5", "blockwise:5")  # implementations of attention with several blocks
+LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 8)
+# Implementations of attention with several blocks, and what `--quick` tries together with each of them.
+BLOCKS = {
+    "xla:5": {"positions": "rope", "rope_scaling": LLAMA3},
+    "blockwise:5": {"positions": "learned", "rope_scaling": (), "embed_scale": 2.0},
+}
 NUM_QUICK = 1 + len(BLOCKS)
 SOFTCAP = 3.0
-LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 8)
 
 
 def select(section: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the given section, one for each of BLOCKS, and sections in which every pair of two choices occurs.
 
-    The layers are as few as the pattern of attention has, but at least two. The first NUM_QUICK sections are
-    those that `--quick` tries; besides the given one they have local and global layers, and a soft cap.
+    The first NUM_QUICK sections are those that `--quick` tries; besides the given one they have local and
+    global layers, and a soft cap.
     """
-    own = {**section, "num_layers": max(2, len(section["attention"]))}
     rows = pairwise([{}], _choices(section))
     hard = {"attention": "lg", "window": _window(section), "attention_softcap": SOFTCAP}
-    first = [next(row for row in rows if row["attention_impl"] == name) | hard for name in BLOCKS]
-    return [own, *({**section, "num_layers": 2, **row} for row in [*first, *rows])]
+    first = [
+        next(row for row in rows if row["attention_impl"] == name) | hard | choices
+        for name, choices in BLOCKS.items()
+    ]
+    # One layer more than the pattern has, so that it repeats.
+    return [
+        {**section, **row, "num_layers": len(row.get("attention", section["attention"])) + 1}
+        for row in [{}, *first, *rows]
+    ]
 
 
 def _window(c: Mapping[str, Any]) -> int:

@@ -193,6 +193,29 @@ def test_a_resumed_monitor_finds_the_same_spikes():
     assert spikes == [99, 99] and second.statistics == uninterrupted.statistics
 
 
+def monitor(**settings):
+    quiet = {"event": lambda *_, **__: None, "log": lambda _: None}
+    settings = {"max_skips": 10, "spike": np.inf, "rollback": False} | settings
+    return LossMonitor(DivergenceConfig(**settings), {}, **quiet)
+
+
+def test_only_skips_in_a_row_end_a_run():
+    watch = monitor(max_skips=3)
+    metrics = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1}
+    for step, skipped in enumerate([1, 1, 0, 1, 1, 0, 1, 1]):
+        watch.observe(step, metrics | {"skipped": skipped})
+    with pytest.raises(FloatingPointError, match="step 8: .* for 3 steps in a row"):
+        watch.observe(8, metrics | {"skipped": 1})
+
+
+def test_only_rollbacks_to_the_same_step_end_a_run():
+    watch = monitor(rollback=True)
+    for step in (10, 10, 20, 20, 30, 40, 50, 50):
+        watch.roll_back(step, step * 8)
+    with pytest.raises(FloatingPointError, match="step 50: the loss spiked 3 times"):
+        watch.roll_back(50, 400)
+
+
 def test_parameters_stay_finite_on_every_device():
     data = batches(4)
     data[2]["y"][5] = np.nan  # in the rows of one device

@@ -193,7 +193,12 @@ def test_layouts_vary_what_a_run_can_choose(quickstart):
     assert any(M % P for P, _, M in pipelines) and any(P > 1 and M > P for P, _, M in pipelines)
     for P, V, _ in pipelines:
         assert quickstart.num_layers >= 2 * P * (V or 1)
+    assert rows[0].keys() == rows[-1].keys() and layouts.SHORT_GROUP not in rows[0]
     quick = rows[: verify.QUICK_LAYOUTS]
+    assert any(
+        row["schedule"] == "interleaved" and row["num_microbatches"] % row["pipeline"]
+        for row in quick
+    )
     for key in (
         "attention_impl",
         "loss_chunks",
@@ -248,6 +253,7 @@ def test_choices_of_the_model_are_varied_in_pairs(quickstart):
     section = {key: value for key, value in quickstart.raw["model"].items() if key != "build"}
     own, *others = sections.select(section)
     assert own == section | {"num_layers": 2}
+    assert all(c["num_layers"] > len(c["attention"]) for c in others)
     assert any(c["positions"] == "rope" and c["qk_norm"] and c["attention"] == "lg" for c in others)
     for c in others:
         transformer.build(**c)
@@ -256,7 +262,7 @@ def test_choices_of_the_model_are_varied_in_pairs(quickstart):
     for c in quick:
         assert (c["attention"], c["window"], c["attention_softcap"]) == ("lg", 5, sections.SOFTCAP)
     gemma = sections.select({**section, "attention": "lllllg", "window": 5})
-    assert gemma[0]["num_layers"] == 6
+    assert gemma[0]["num_layers"] == 7
 
 
 def test_a_law_has_the_same_name_with_and_without_quick(quickstart, monkeypatch):
