@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import jax
@@ -764,3 +765,16 @@ def test_the_line_of_a_failed_save_tells_when_it_is_tried_again(workdir, monkeyp
     assert in_training == "next try at the first step after 5 s, or when the run ends"
     assert last == ["next try in 1 s", "next try in 2 s", "no more tries"] and waits[:2] == [1, 2]
     assert [row["retry_seconds"] for row in events(workdir, "save_failed")] == [5, 1, 2, None]
+
+
+def test_a_checksum_covers_all_blocks_of_a_file(tmp_path):
+    content = random.Random(0).randbytes(2 * manifest.BLOCK_BYTES + 1)
+    (tmp_path / "a").write_bytes(content)
+    measured = manifest._measure(tmp_path, ["a"], sync=False)
+    assert measured == {"a": (len(content), f"{zlib.crc32(content):08x}")}
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    for step in (9, 10, 100, 20):
+        (tmp_path / str(step)).mkdir()
+    assert manifest.steps(tmp_path) == [100, 20, 10, 9]

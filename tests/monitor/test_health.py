@@ -10,6 +10,7 @@ import pytest
 from meshtrain import program
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
+from meshtrain.config.schema import HealthConfig
 from meshtrain.monitor import health
 from meshtrain.train import train
 
@@ -146,3 +147,12 @@ def test_a_process_that_is_slow_three_times_in_a_row_is_logged(monkeypatch):
     ((name, fields),) = events
     assert name == "straggler" and (fields["process"], fields["host"]) == (1, "other")
     assert "process 1 on other is slow: 0.09 of the median speed" in lines[0]
+
+
+def test_replicas_are_compared_before_each_save():
+    quiet = {"event": lambda *_, **__: None, "log": lambda _: None}
+    check = health.Check(HealthConfig(every=5), None, {"first_step": 0}, **quiet)
+    assert [step for step in range(11) if check.due(step, saving=False)] == [5, 10]
+    assert [step for step in range(4) if check.due(step, saving=True)] == [1, 2, 3]
+    never = health.Check(HealthConfig(every=0), None, {"first_step": 0}, **quiet)
+    assert not never.due(5, saving=True)
