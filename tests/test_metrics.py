@@ -23,6 +23,12 @@ def test_the_default_weight_is_one():
     assert (sums.loss, sums.weight, sums.extra) == (LOSS.sum(), LOSS.size, {})
 
 
+def test_low_precision_is_summed_in_float32():
+    sums = weighted(jnp.ones(1001, jnp.bfloat16), extra=jnp.ones(1001, jnp.bfloat16))
+    assert (sums.loss, sums.weight, sums.extra["extra"]) == (1001, 1001, 1001)
+    assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {jnp.dtype("float32")}
+
+
 @pytest.mark.parametrize("masked", [np.nan, np.inf, -np.inf])
 def test_a_value_of_weight_zero_may_be_nan_or_infinite(masked):
     values = jnp.array(np.where(WEIGHT == 0, np.float32(masked), LOSS))

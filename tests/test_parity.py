@@ -3,11 +3,13 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_config
+from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain import state
+from meshtrain import grads, state
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.loader import Loader
@@ -169,3 +171,16 @@ def test_blockwise_attention_and_loss_chunks_do_not_change_gradients(layout, x64
     c = packed(attention_impl="blockwise", loss_chunk_mib=1, **mixed)
     c.train.num_microbatches = 2
     assert_same(Run(c, dtype="float64", **layout).one_step(), one_device(**mixed), rtol=1e-10)
+
+
+def test_remat_by_names_saves_the_named_values_alone():
+    def function(x):
+        return jnp.sin(checkpoint_name(jnp.sin(x), "inner"))
+
+    def num_sines(remat):
+        return str(jax.make_jaxpr(jax.grad(grads.rematerialised(function, remat)))(1.0)).count(
+            " sin "
+        )
+
+    assert num_sines("names:inner") == num_sines("none") == 2
+    assert num_sines("names:another") == num_sines("full") == 3
