@@ -36,7 +36,7 @@ class Device:
     flops_8: float = 0.0  # dense 8-bit products; 0: as 16-bit
 
     def peak(self, itemsize: float) -> float:
-        """Returns the peak FLOP/s of matrix products of elements of so many bytes."""
+        """Returns the peak FLOP/s of matrix products whose elements have `itemsize` bytes."""
         if itemsize == 1 and self.flops_8:
             return self.flops_8
         return self.flops_16 if itemsize <= 2 else self.flops_32

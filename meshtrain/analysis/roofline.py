@@ -146,11 +146,7 @@ def _cost(
 def _transfers(
     module, collectives, device, mesh, seconds_of: Mapping[str, float]
 ) -> list[Transfer]:
-    work = {
-        name: WorkBetween(module, name, seconds_of)
-        for name in module.computations
-        if name in _users(module)
-    }
+    work = {name: WorkBetween(module, name, seconds_of) for name, _ in traffic.executed(module)}
     home = {one: name for name, body in module.computations.items() for one in body}
     found: dict[tuple, list[float]] = {}
     by_instruction: dict[str, list[Collective]] = defaultdict(list)
@@ -169,10 +165,6 @@ def _transfers(
             row[2] += part.bytes / rate
             row[3] += share * (seconds - hidden)
     return [Transfer(*key, *row) for key, row in sorted(found.items())]
-
-
-def _users(module: Module) -> set[str]:
-    return {name for name, _ in traffic.executed(module)}
 
 
 def link_rate(device: Device, mesh: jax.sharding.Mesh, axes: tuple[str, ...] | None) -> float:

@@ -18,6 +18,7 @@ compiled program can reach at most, and the operations that move the most bytes.
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace, config: Any) -> None:
-    """Checks the target, and sets what the compilers read when jax is imported."""
+    """Checks the files and the target, and sets what the compilers read when jax is imported."""
+    for flag in ("output", "keep_hlo"):
+        file = getattr(args, flag)
+        if file and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            raise ConfigError(f"--{flag}={file}: use a file in a folder that can be written")
     if not args.target:
         return
     from meshtrain.analysis import target
@@ -62,17 +67,9 @@ def run(args: argparse.Namespace, config: Any) -> int:
         name = f"--target={args.target.partition(':')[0]}:"
         faults = (fault.replace("--simulate_devices=", name) for fault in error.faults)
         raise ConfigError(*faults) from error
-    _write(args.keep_hlo, "--keep_hlo", found.hlo)
-    _write(args.output, "--output", json.dumps(found.to_dict(), indent=2) + "\n")
+    if args.keep_hlo:
+        args.keep_hlo.write_text(found.hlo)
+    if args.output:
+        args.output.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
     print(*text.lines(found), sep="\n")
     return 0
-
-
-def _write(file: Path | None, flag: str, text: str) -> None:
-    try:
-        if file:
-            file.write_text(text)
-    except OSError as error:
-        raise ConfigError(
-            f"{flag}={file}: {error.strerror}; use a file that can be written"
-        ) from error

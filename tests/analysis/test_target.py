@@ -62,6 +62,14 @@ def test_missing_wheels_are_one_line(monkeypatch, capsys, text, extra):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["--output", "--keep_hlo"])
+def test_a_file_that_cannot_be_written_is_found_before_compiling(flag, tmp_path, capsys):
+    for file in (tmp_path, tmp_path / "missing" / "audit.json"):
+        assert cli.main("audit", ["--config=quickstart", f"{flag}={file}"]) == 2
+        expected = f"{flag}={file}: use a file in a folder that can be written\n"
+        assert capsys.readouterr().err == expected
+
+
 def test_every_gpu_of_the_table_can_be_a_target():
     for device in hardware.DEVICES:
         if device.chip:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -43,6 +44,15 @@ def test_the_parts_add_up_to_the_peak(program, monkeypatch):
     # The eight devices share the memory of the host.
     assert found.capacity == 20e6
     assert memory.memory_of(program, step, allocated=5).capacity == 20e6 + 5
+
+
+def test_a_gpu_reports_its_peak_and_a_cpu_has_the_sum_of_the_buffers(program):
+    step = compiled(argument=3 * PARAMETERS, temp=TEMPORARIES, peak=3 * PARAMETERS + 100)
+    assert memory.memory_of(program, step).peak == 3 * PARAMETERS + TEMPORARIES
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    program.mesh = SimpleNamespace(devices=np.array([gpu]))
+    found = memory.memory_of(program, step)
+    assert (found.peak, found.capacity) == (3 * PARAMETERS + 100, 141e9)
 
 
 def test_without_a_peak_it_is_the_sum_of_the_buffers(program):
