@@ -1,6 +1,7 @@
 """Fixtures and settings of all tests, which run on eight simulated CPU devices on any machine."""
 
 import collections
+import gc
 import os
 import socket
 from pathlib import Path
@@ -44,6 +45,15 @@ def compile_once(backend, module, devices, options, host_callbacks):
 
 
 compiler.backend_compile_and_load = compile_once
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_file():
+    """Frees the programs of each test file: each maps memory, and Linux ends a process with 65,530 mappings."""
+    yield
+    programs.clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_collection_modifyitems(items):
