@@ -6,7 +6,7 @@
       --config.checkpoint.init_from=runs/gemma2-start --config.optim.learning_rate=2e-5
 
 Without `init_from` it trains from random parameters, with the learning rate below. Compiled for CPU, which has
-no fused attention, the step needs 32 GB on each of 2 devices for state, gradients and activations.
+no fused attention, the step needs 48 GB on each of 2 devices for state, gradients and activations.
 The tests check its parameter count, and compare a tiny model of the family with transformers; it was not trained at
 this size.
 """
