@@ -47,13 +47,14 @@ def compile_once(backend, module, devices, options, host_callbacks):
 compiler.backend_compile_and_load = compile_once
 
 
-@pytest.fixture(autouse=True, scope="module")
-def programs_of_one_file():
-    """Frees the programs of each test file: each maps memory, and Linux ends a process with 65,530 mappings."""
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Frees the programs when many are kept: each has about 100 memory mappings, and Linux allows a process 65,530."""
     yield
-    programs.clear()
-    jax.clear_caches()
-    gc.collect()
+    if len(programs) > 200:
+        programs.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items):
