@@ -14,4 +14,5 @@ cd -- "$root"
 
 "$python" -m ruff check --quiet
 "$python" -m ruff format --check
-exec "$python" -m pytest --numprocesses="$(nproc)" --maxprocesses=4 --dist=loadfile --no-loadscope-reorder "${@:--mnot slow}"
+exec "$python" -m pytest --numprocesses="$(nproc)" --maxprocesses=4 --dist=loadfile --no-loadscope-reorder \
+    --max-worker-restart=0 "${@:--mnot slow}"
