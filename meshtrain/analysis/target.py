@@ -23,6 +23,8 @@ WHEELS = {
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",  # this host's own GPU stays free
     "TPU_SKIP_MDS_QUERY": "1",  # do not ask for the metadata of a Google Cloud host
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any value, so that libtpu does not warn that it found none
+    "TPU_WORKER_HOSTNAMES": "localhost",  # as above
     "TPU_LOG_DIR": "disabled",
     "TPU_STDERR_LOG_LEVEL": "1",  # warnings
     "TF_CPP_MIN_LOG_LEVEL": "2",  # no lines about the missing driver
