@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
-from meshtrain.parallel import sharding, sync
+from meshtrain.parallel import accelerator, sharding, sync
+from meshtrain.parallel.remat import rematerialised
 
 # (params, batch, key) -> Metrics; in evaluation the key is None.
 LossFn = Callable[[Params, Any, jax.Array | None], Metrics]
@@ -66,23 +67,10 @@ def run_blocks(
     # The largest divisor: a remainder would be compiled as a second loop.
     unroll = max(n for n in range(1, unroll + 1) if num_layers % n == 0)
     # On accelerators a partly unrolled loop costs memory: XLA holds what it keeps of a group of layers twice.
-    unroll = unroll if unroll == num_layers or sharding.active_platform() == "cpu" else 1
+    unroll = unroll if unroll == num_layers or accelerator.platform() == "cpu" else 1
     return jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, layers, unroll=unroll)[
         0
     ]
-
-
-def rematerialised(function: Callable, remat: str) -> Callable:
-    if remat == "none":
-        return function
-    policies = jax.checkpoint_policies
-    if remat == "full":
-        policy = policies.nothing_saveable
-    elif remat == "dots":
-        policy = policies.dots_with_no_batch_dims_saveable
-    else:
-        policy = policies.save_only_these_names(*remat.removeprefix("names:").split(","))
-    return jax.checkpoint(function, policy=policy)
 
 
 def accumulate(

@@ -18,7 +18,7 @@ from jax._src import cache_key, compiler
 from jax._src.cudnn import fused_attention_stablehlo
 
 from meshtrain.configs import default
-from meshtrain.parallel import sharding
+from meshtrain.parallel import accelerator
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -129,7 +129,7 @@ def pytest_terminal_summary(terminalreporter, config):
 @pytest.fixture
 def simulated_gpu(monkeypatch):
     """Lets a host without a GPU lower programs for one; skips the checks for the cuDNN library."""
-    monkeypatch.setattr(sharding, "active_platform", lambda: "gpu")
+    monkeypatch.setattr(accelerator, "platform", lambda: "gpu")
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(

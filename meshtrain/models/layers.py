@@ -7,7 +7,6 @@ and softmax compute in float32 or wider.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.parallel import sharding
+from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, F feed-forward
@@ -286,15 +285,3 @@ class Block(nnx.Module):
 def _add(post_norm: nnx.Module | None, x_BSD: jax.Array, branch_BSD: jax.Array) -> jax.Array:
     branch_BSD = branch_BSD if post_norm is None else post_norm(branch_BSD)
     return constrain(x_BSD + branch_BSD, "batch", "residual_seq", "residual")
-
-
-def recomputed(function: Callable, *args: jax.Array) -> Any:
-    """Returns `function(*args)`; its backward pass keeps only `args` and computes what it needs again.
-
-    For cheap operations followed by a matrix product: the product's result is kept by its consumer, so no
-    product is computed twice.
-    """
-    # Without a barrier XLA merges the recomputation with the forward pass if both are in one computation,
-    # that is if all layers are unrolled. On CPU that is welcome: time is scarce there, not memory.
-    barrier = sharding.active_platform() != "cpu"
-    return jax.checkpoint(function, prevent_cse=barrier)(*args)

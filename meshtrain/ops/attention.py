@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from meshtrain.errors import ConfigError, choice_faults
 from meshtrain.ops import blockwise
-from meshtrain.parallel import sharding
+from meshtrain.parallel import accelerator, sharding
 
 # B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim
 
@@ -98,7 +98,7 @@ def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
 
 def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float) -> str:
     """Returns why cuDNN's fused attention does not support these inputs; "" if it does."""
-    platform, capability = sharding.active_platform(), _capability()
+    platform, capability = accelerator.platform(), _capability()
     if platform not in ("gpu", "cuda") or capability.startswith("gfx"):
         return f"it runs on NVIDIA GPUs only, and this is {capability or platform}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):

@@ -162,9 +162,3 @@ def without_axes(sharding: NamedSharding, axes: Sequence[str]) -> NamedSharding:
     """Returns the sharding with these mesh axes removed from its spec."""
     entries = (tuple(axis for axis in axes_of(dim) if axis not in axes) for dim in sharding.spec)
     return NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in entries)))
-
-
-def active_platform() -> str:
-    """Returns the platform of the active mesh; ahead-of-time compilation is for devices that this host may lack."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device else jax.default_backend()

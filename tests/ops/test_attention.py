@@ -178,7 +178,7 @@ def test_memory_of_blockwise_attention_is_linear_in_the_sequence():
 
 
 def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **changes):
-    monkeypatch.setattr(attention_module.sharding, "active_platform", lambda: platform)
+    monkeypatch.setattr(attention_module.accelerator, "platform", lambda: platform)
     monkeypatch.setattr(attention_module, "_capability", lambda: capability)
     shape = dict(seq_len=1024, head_dim=64, dtype="bfloat16", softcap=0.0)
     return attention_module.choose_implementation(name, **shape | changes)

@@ -31,6 +31,7 @@ from meshtrain.parallel import sharding, sync
 from meshtrain.parallel.pipeline import ring
 from meshtrain.parallel.pipeline.schedules import IDLE, Table, Work
 from meshtrain.parallel.pipeline.stages import Stages
+from meshtrain.parallel.remat import rematerialised
 
 # P stages, V chunks per stage, K layers per chunk, N batch shards
 
@@ -230,7 +231,7 @@ class _Step:
 
 
 def _stages(model, table, params, batch, dtype, remat, unroll, partial_over, keep) -> Stages:
-    block, unroll = grads.rematerialised(model.block, remat), unroll if remat == "none" else 1
+    block, unroll = rematerialised(model.block, remat), unroll if remat == "none" else 1
     return Stages(
         model,
         functools.partial(grads.run_blocks, block, unroll=unroll),
