@@ -257,7 +257,7 @@ def _cudnn(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) -> 
         )
     inputs = q_BSHK, k_BSGK, v_BSGK
     if segments[0] is not None:
-        inputs = document_code.append(*inputs, *segments, scale)
+        inputs = document_code.append(*inputs, segments[0], scale)
     padding = S % 2  # cuDNN's backward pass supports only even lengths
     inputs = (jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)]) for x in inputs)
     out_BSHK = jax.nn.dot_product_attention(
