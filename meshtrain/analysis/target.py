@@ -105,16 +105,16 @@ def devices_of(text: str) -> list[Any]:
         reason = str(error).strip().partition("\n")[0][:200]
         raise ConfigError(f"--target={text}: {reason}") from error
     if device.chip:
-        _set_capability(float(device.chip.capability))
+        _set_capability(device.chip.capability)
     return devices
 
 
-def _set_capability(capability: float) -> None:
+def _set_capability(capability: str) -> None:
     """Makes jax check fused attention for this compute capability; it would ask the local device."""
     from jax._src.cudnn import fused_attention_stablehlo as fused_attention
 
-    fused_attention.check_compute_capability = lambda least: capability >= float(least)
-    fused_attention.is_cuda_compute_capability_equal = lambda other: capability == float(other)
+    fused_attention.check_compute_capability = lambda least: float(capability) >= float(least)
+    fused_attention.is_cuda_compute_capability_equal = lambda other: capability == other
 
 
 def gpu_config(device: Device) -> str:
