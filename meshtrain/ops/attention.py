@@ -64,8 +64,19 @@ def attention(
     if window is None or isinstance(is_local, bool):
         return windowed(window if is_local else None, *qkv)
     if name == "cudnn":  # its windows are static
-        return jax.lax.cond(is_local, partial(windowed, window), partial(windowed, None), *qkv)
+        return _cond(is_local, partial(windowed, window), partial(windowed, None), *qkv)
     return windowed(jnp.where(is_local, window, UNLIMITED_WINDOW), *qkv)
+
+
+def _cond(predicate, if_true, if_false, *qkv):
+    """Is `lax.cond` of two attentions; XLA does not propagate shardings into the branches of the backward pass."""
+    names = [("batch", "seq", heads, "head_dim") for heads in ("heads", "kv_heads", "kv_heads")]
+
+    def sharded(compute, *qkv):
+        qkv = (sharding.constrain(x, *one) for x, one in zip(qkv, names, strict=True))
+        return sharding.constrain(compute(*qkv), *names[0])
+
+    return jax.lax.cond(predicate, partial(sharded, if_true), partial(sharded, if_false), *qkv)
 
 
 def name_faults(key: str, value: str) -> list[str]:
