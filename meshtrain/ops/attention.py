@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from meshtrain.analysis import hardware
 from meshtrain.errors import ConfigError, choice_faults
-from meshtrain.ops import blockwise, document_code
+from meshtrain.ops import blockwise, conditional, document_code
 from meshtrain.parallel import sharding
 
 # B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim
@@ -64,19 +64,10 @@ def attention(
     if window is None or isinstance(is_local, bool):
         return windowed(window if is_local else None, *qkv)
     if name == "cudnn":  # its windows are static
-        return _cond(is_local, partial(windowed, window), partial(windowed, None), *qkv)
+        choices = partial(windowed, window), partial(windowed, None)
+        constrain = partial(_constrain, num_heads=q_BSHK.shape[2])
+        return conditional.either(is_local, *choices, *qkv, constrain=constrain)
     return windowed(jnp.where(is_local, window, UNLIMITED_WINDOW), *qkv)
-
-
-def _cond(predicate, if_true, if_false, *qkv):
-    """Is `lax.cond` of two attentions; XLA does not propagate shardings into the branches of the backward pass."""
-    names = [("batch", "seq", heads, "head_dim") for heads in ("heads", "kv_heads", "kv_heads")]
-
-    def sharded(compute, *qkv):
-        qkv = (sharding.constrain(x, *one) for x, one in zip(qkv, names, strict=True))
-        return sharding.constrain(compute(*qkv), *names[0])
-
-    return jax.lax.cond(predicate, partial(sharded, if_true), partial(sharded, if_false), *qkv)
 
 
 def name_faults(key: str, value: str) -> list[str]:
@@ -141,12 +132,11 @@ def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float, p
         return f"it does not support a soft cap, and model.attention_softcap is {softcap}"
     # Of the backward pass: docs.nvidia.com/deeplearning/cudnn/frontend, operations, attention.
     max_head_dim = 256 if HOPPER <= version < BLACKWELL else 128
-    if head_dim % 8 or head_dim + packed * document_code.DIMS > max_head_dim:
-        code = f", and packed rows need {document_code.DIMS} more" if packed else ""
-        return (
-            f"it supports head dims up to {max_head_dim} on this GPU, in multiples of 8, "
-            f"and the head dim is {head_dim}{code}"
-        )
+    extra = document_code.DIMS if packed else 0
+    if head_dim % 8 or head_dim + extra > max_head_dim:
+        limit = f"it supports head dims up to {max_head_dim} on this GPU, in multiples of 8"
+        more = f", and packed rows need {extra} more" if packed else ""
+        return f"{limit}, and the head dim is {head_dim}{more}"
     return ""
 
 
@@ -253,6 +243,16 @@ def _backward(scale, softcap, residuals, grad_BGQK):
 
 
 _attend_block.defvjp(_forward, _backward)
+
+
+def _constrain(x: jax.Array, *, num_heads: int) -> jax.Array:
+    """Shards an input, result or residual of cuDNN's attention; the residuals of rank 3 are (B, H, S)."""
+    if x.ndim == 3:
+        return sharding.constrain(x, "batch", "heads", "seq")
+    if x.ndim == 4:
+        heads = "heads" if x.shape[2] == num_heads else "kv_heads"
+        return sharding.constrain(x, "batch", "seq", heads, "head_dim")
+    return x
 
 
 def _cudnn(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) -> jax.Array:
