@@ -100,10 +100,23 @@ def devices_of(text: str) -> list[Any]:
             options = dict(topology=topology, target_config=gpu_config(device))
         else:
             options = dict(topology_name=f"{device.name}:{size}")
-        return list(topologies.get_topology_desc(platform=platform_of(device), **options).devices)
+        devices = list(
+            topologies.get_topology_desc(platform=platform_of(device), **options).devices
+        )
     except Exception as error:  # the compilers' own kinds
         reason = str(error).strip().partition("\n")[0][:200]
         raise ConfigError(f"--target={text}: {reason}") from error
+    if device.chip:
+        _set_capability(device.chip.capability)
+    return devices
+
+
+def _set_capability(capability: str) -> None:
+    """Makes jax check fused attention for this compute capability; it would ask the local device."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused_attention
+
+    fused_attention.check_compute_capability = lambda least: float(capability) >= float(least)
+    fused_attention.is_cuda_compute_capability_equal = lambda other: capability == other
 
 
 def gpu_config(device: Device) -> str:

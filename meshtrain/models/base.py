@@ -54,8 +54,9 @@ class Model:
     saved_names: tuple[str, ...] = ()
     # sequence length -> FLOPs, forward and backward
     flops_per_token: Callable[[int], float] | None = None
-    # (sequence length, dtype) -> text to log: the attention implementation. ConfigError if unsupported.
-    attention: Callable[[int, str], str] | None = None
+    # (sequence length, dtype, whether rows hold several documents) -> text to log: the attention implementation.
+    # ConfigError if unsupported.
+    attention: Callable[[int, str, bool], str] | None = None
 
     def stack(self, layers: Params) -> Params:
         """Returns the inputs of the blocks: `layers` and the constants, each (layers, ...)."""

@@ -161,10 +161,9 @@ def rope(x_BSHK: jax.Array, positions_BS: jax.Array, frequency_k: jax.Array) -> 
     return rotated.astype(x_BSHK.dtype)
 
 
-# (q_BSHK, k_BSGK, v_BSGK, scale=, softcap=, window=) -> out_BSHK. The caller of the layers chooses it:
+# (q_BSHK, k_BSGK, v_BSGK, scale=, softcap=, window=, is_local=) -> out_BSHK. The caller of the layers chooses it:
 # attention within a row in training, attention over the key/value cache in generation.
 Attend = Callable[..., jax.Array]
-UNLIMITED_WINDOW = 2**30  # positions; more than any sequence has
 
 
 class Attention(nnx.Module):
@@ -193,8 +192,8 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Returns the attention of `norm(x)`."""
         c = self.c
-        window = None if is_local is False else _select(is_local, c.window, UNLIMITED_WINDOW)
-        options = dict(scale=c.query_scale, softcap=c.attention_softcap, window=window)
+        options = dict(scale=c.query_scale, softcap=c.attention_softcap)
+        options |= dict(window=c.window or None, is_local=is_local)
         q_BSHK, k_BSGK, v_BSGK = recomputed(lambda x_BSD: self._project(norm(x_BSD)), x_BSD)
         rotate = partial(self._rotate, positions_BS, is_local)
         q_BSHK, k_BSGK = recomputed(rotate, q_BSHK, k_BSGK)

@@ -91,9 +91,9 @@ def embedding_table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
     return constrain(embedding.embedding[...], rows, "residual")
 
 
-def describe_attention(c: TransformerConfig, seq_len: int, dtype: str) -> str:
+def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: bool) -> str:
     """Returns text to log: the attention implementation; raises ConfigError if it is unsupported."""
-    shapes = dict(seq_len=seq_len, head_dim=c.head_size, dtype=dtype)
+    shapes = dict(seq_len=seq_len, head_dim=c.head_size, dtype=dtype, packed=packed)
     return choose_implementation(c.attention_impl, **shapes, softcap=c.attention_softcap)[1]
 
 

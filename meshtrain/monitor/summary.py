@@ -34,7 +34,8 @@ def start_lines(
     if cfg.mesh.pipeline > 1:
         yield f"pipeline    {_pipeline(cfg)}"
     if units.name == "tokens" and model.attention:
-        yield f"attention   {model.attention(units.per_sample, cfg.train.dtype)}"
+        implementation = model.attention(units.per_sample, cfg.train.dtype, units.packed)
+        yield f"attention   {implementation}"
     if units.flops:
         yield f"FLOPs       {units.flops:,.0f} per token: 6 N + 12 L d S, N without embedding tables"
     if isinstance(data, Source):

@@ -14,10 +14,12 @@ class Units:
     name: str
     per_sample: int
     flops: float | None  # per unit, forward and backward
+    packed: bool = False  # rows hold several documents
 
 
 def units_of(batch: Any, model: Model) -> Units:
     if not isinstance(batch, Batch):
         return Units("examples", 1, None)
     seq_len = batch.tokens.shape[1]
-    return Units("tokens", seq_len, model.flops_per_token and model.flops_per_token(seq_len))
+    flops = model.flops_per_token and model.flops_per_token(seq_len)
+    return Units("tokens", seq_len, flops, packed=batch.segments is not None)

@@ -5,15 +5,17 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from meshtrain.analysis import hardware
 from meshtrain.errors import ConfigError, choice_faults
-from meshtrain.ops import blockwise
+from meshtrain.ops import blockwise, conditional, document_code
 from meshtrain.parallel import accelerator, sharding
 
 # B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim
 
 NAMES = ("auto", "xla", "cudnn", "blockwise")
 MAX_XLA_TOKENS = 2048  # longer sequences are computed blockwise if no fused kernel supports them
-HOPPER = 9.0  # compute capability
+AMPERE, HOPPER, BLACKWELL = 8.0, 9.0, 10.0  # compute capability
+UNLIMITED_WINDOW = 2**30  # positions; more than any sequence has
 # The XLA implementation splits queries into blocks, unless its name gives their size.
 MAX_QUERY_BLOCKS = 4
 MIN_QUERIES_PER_BLOCK = 64
@@ -31,6 +33,7 @@ def attention(
     scale: float = 0.0,
     softcap: float = 0.0,
     window: jax.Array | int | None = None,
+    is_local: jax.Array | bool = True,
     implementation: str = "xla",
 ) -> jax.Array:
     """Returns softmax(q k scale) v over the earlier positions of the same segment, (B, S, H, K).
@@ -39,21 +42,32 @@ def attention(
     arXiv 2305.13245). If `segments_BS` is None, each row is one segment. With a key/value cache, query s
     has the position of key `start` + s, and `segments_BT` has the segments of the keys.
     `scale` 0: 1/sqrt(K). `softcap` c > 0: scores become c tanh(score / c) (Gemma 2, arXiv 2408.00118).
-    `window`: the number of positions that a query sees, its own included (Mistral, arXiv 2310.06825).
+    `window`: the number of positions that a query sees, its own included (Mistral, arXiv 2310.06825). It
+    applies if `is_local`, which is an array where layers differ.
     `implementation` is one of NAMES; "xla:N" and "blockwise:N" compute blocks of N positions.
     The softmax is in float32 or wider. Raises ConfigError if `implementation` does not support the inputs.
     """
     dtype, (_, S, _, K) = q_BSHK.dtype, q_BSHK.shape
     implementation, _, block = implementation.partition(":")
-    name, _ = choose_implementation(
-        implementation, seq_len=S, head_dim=K, dtype=dtype, softcap=softcap
-    )
+    shapes = dict(seq_len=S, head_dim=K, dtype=dtype, packed=segments_BS is not None)
+    name, _ = choose_implementation(implementation, **shapes, softcap=softcap)
     segments = segments_BS, segments_BS if segments_BT is None else segments_BT
     compute = {"xla": _xla, "cudnn": _cudnn, "blockwise": blockwise.attention}[name]
-    options = dict(start=start, scale=scale or K**-0.5, softcap=softcap, window=window)
+    options = dict(start=start, scale=scale or K**-0.5, softcap=softcap)
     if block:
         options |= {"block": int(block)}
-    return compute(q_BSHK, k_BTGK, v_BTGK, *segments, **options)
+
+    def windowed(window, *qkv):
+        return compute(*qkv, *segments, window=window, **options)
+
+    qkv = q_BSHK, k_BTGK, v_BTGK
+    if window is None or isinstance(is_local, bool):
+        return windowed(window if is_local else None, *qkv)
+    if name == "cudnn":  # its windows are static
+        choices = partial(windowed, window), partial(windowed, None)
+        constrain = partial(_constrain, num_heads=q_BSHK.shape[2])
+        return conditional.either(is_local, *choices, *qkv, constrain=constrain)
+    return windowed(jnp.where(is_local, window, UNLIMITED_WINDOW), *qkv)
 
 
 def name_faults(key: str, value: str) -> list[str]:
@@ -67,16 +81,24 @@ def name_faults(key: str, value: str) -> list[str]:
 
 
 def choose_implementation(
-    name: str, *, seq_len: int, head_dim: int, dtype: jax.typing.DTypeLike, softcap: float
+    name: str,
+    *,
+    seq_len: int,
+    head_dim: int,
+    dtype: jax.typing.DTypeLike,
+    softcap: float,
+    packed: bool,
 ) -> tuple[str, str]:
     """Returns the implementation that `name` selects for these shapes, and text to log about it.
+
+    `packed`: rows hold several documents.
 
     "auto" selects cuDNN if it supports them; otherwise XLA, which stores the S x S scores, up to
     MAX_XLA_TOKENS tokens, and blockwise above. Raises ConfigError if `name` is "cudnn" and cuDNN does not support them.
     """
     if name not in ("auto", "cudnn"):
         return name, name
-    reason = _why_not_cudnn(head_dim, dtype, softcap)
+    reason = _why_not_cudnn(head_dim, dtype, softcap, packed)
     if name == "cudnn" and reason:
         raise ConfigError(
             f"model.attention_impl='cudnn': {reason}; use 'auto', 'xla' or 'blockwise'"
@@ -96,26 +118,34 @@ def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
     return name if kind == "blockwise" else "blockwise"
 
 
-def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float) -> str:
+def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float, packed: bool) -> str:
     """Returns why cuDNN's fused attention does not support these inputs; "" if it does."""
     platform, capability = accelerator.platform(), _capability()
     if platform not in ("gpu", "cuda") or capability.startswith("gfx"):
         return f"it runs on NVIDIA GPUs only, and this is {capability or platform}"
+    version = float(capability or HOPPER)
+    if version < AMPERE:
+        return f"it needs compute capability {AMPERE}, and this GPU has {capability}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, and train.dtype is {jnp.dtype(dtype)}"
     if softcap:
         return f"it does not support a soft cap, and model.attention_softcap is {softcap}"
-    max_head_dim = 128 if capability and float(capability) < HOPPER else 256
-    if head_dim % 8 or head_dim > max_head_dim:
-        return (
-            f"it supports head dims up to {max_head_dim} on this GPU, in multiples of 8, "
-            f"and the head dim is {head_dim}"
-        )
+    # Of the backward pass: docs.nvidia.com/deeplearning/cudnn/frontend, operations, attention.
+    max_head_dim = 256 if HOPPER <= version < BLACKWELL else 128
+    extra = document_code.DIMS if packed else 0
+    if head_dim % 8 or head_dim + extra > max_head_dim:
+        limit = f"it supports head dims up to {max_head_dim} on this GPU, in multiples of 8"
+        more = f", and packed rows need {extra} more" if packed else ""
+        return f"{limit}, and the head dim is {head_dim}{more}"
     return ""
 
 
 def _capability() -> str:
-    """Returns the compute capability of the local GPU ("9.0"; on AMD "gfx..."), or ""."""
+    """Returns the compute capability of the GPU that is compiled for ("9.0"; on AMD "gfx..."), or ""."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    row = device and hardware.device_of(device.device_kind)
+    if row and row.chip:
+        return row.chip.capability
     return getattr(jax.local_devices()[0], "compute_capability", "")
 
 
@@ -215,31 +245,37 @@ def _backward(scale, softcap, residuals, grad_BGQK):
 _attend_block.defvjp(_forward, _backward)
 
 
-def _cudnn(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window) -> jax.Array:
-    """Calls cuDNN's flash attention; segments and per-layer windows need a mask of all scores."""
+def _constrain(x: jax.Array, *, num_heads: int) -> jax.Array:
+    """Shards an input, result or residual of cuDNN's attention; the residuals of rank 3 are (B, H, S)."""
+    if x.ndim == 3:
+        return sharding.constrain(x, "batch", "heads", "seq")
+    if x.ndim == 4:
+        heads = "heads" if x.shape[2] == num_heads else "kv_heads"
+        return sharding.constrain(x, "batch", "seq", heads, "head_dim")
+    return x
+
+
+def _cudnn(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) -> jax.Array:
+    """Calls cuDNN's flash attention, without a mask of all scores; `window` is static."""
     # Only generation sets another start, and choose_for_generation never returns "cudnn".
     assert not softcap and isinstance(start, int) and start == 0
-    (B, S, H, _), G = q_BSHK.shape, k_BTGK.shape[2]
+    (_, S, H, K), G = q_BSHK.shape, k_BSGK.shape[2]
     if sharding.num_shards("heads", H) != sharding.num_shards("kv_heads", G):
         # cuDNN needs equal sharding of all inputs, so keys and values are repeated for each query head.
-        k_BTGK, v_BTGK = (
+        k_BSGK, v_BSGK = (
             sharding.constrain(jnp.repeat(x, H // G, 2), "batch", "seq", "heads", "head_dim")
-            for x in (k_BTGK, v_BTGK)
+            for x in (k_BSGK, v_BSGK)
         )
-    static = window is None or isinstance(window, int)
-    mask, padding = None, S % 2  # cuDNN's backward pass supports only even lengths
-    if segments[0] is not None or not static:
-        mask_BSS = _attention_mask(slice(0, S), slice(0, S), *segments, start, window)
-        # The mask has a dim of all heads: jax's vmap rule requires it.
-        mask = jnp.broadcast_to(mask_BSS[:, None], (B, H, S, S))
-        mask = jnp.pad(mask, [(0, 0), (0, 0), (0, padding), (0, padding)])
-    padded = (jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)]) for x in (q_BSHK, k_BTGK, v_BTGK))
+    inputs = q_BSHK, k_BSGK, v_BSGK
+    if segments[0] is not None:
+        inputs = document_code.append(*inputs, segments[0], scale)
+    padding = S % 2  # cuDNN's backward pass supports only even lengths
+    inputs = (jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)]) for x in inputs)
     out_BSHK = jax.nn.dot_product_attention(
-        *padded,
-        mask=mask,
+        *inputs,
         scale=scale,
         is_causal=True,
-        local_window_size=(window - 1, 0) if static and window else None,
+        local_window_size=(window - 1, 0) if window else None,
         implementation="cudnn",
     )
-    return out_BSHK[:, :S]
+    return out_BSHK[:, :S, :, :K]

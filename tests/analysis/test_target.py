@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from jax._src.cudnn import fused_attention_stablehlo
 
 from meshtrain import cli
 from meshtrain.analysis import hardware, target
@@ -51,6 +52,18 @@ def test_a_target_that_is_none_is_one_fault(wheels, text, fault):
     with pytest.raises(ConfigError) as error:
         target.parse(text)
     assert fault in str(error.value) and "\n" not in str(error.value)
+
+
+def test_jax_checks_fused_attention_for_the_target(monkeypatch):
+    for name in ("check_compute_capability", "is_cuda_compute_capability_equal"):
+        monkeypatch.setattr(
+            fused_attention_stablehlo, name, getattr(fused_attention_stablehlo, name)
+        )
+    for capability, is_hopper in (("8.6", False), ("9.0", True), ("10.0", True)):
+        target._set_capability(capability)
+        assert fused_attention_stablehlo.check_compute_capability("9.0") == is_hopper
+        assert fused_attention_stablehlo.is_cuda_compute_capability_equal(capability)
+        assert not fused_attention_stablehlo.is_cuda_compute_capability_equal("10.3")
 
 
 @pytest.mark.parametrize(("text", "extra"), [("h200:8", "aot-gpu"), ("v5e:4x4", "aot-tpu")])

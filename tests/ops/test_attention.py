@@ -1,5 +1,6 @@
-"""Attention against its formula, causality, and the choice of implementation."""
+"""Attention against its formula, causality, the code of documents, and the choice of implementation."""
 
+import re
 from functools import partial
 
 import jax
@@ -12,7 +13,7 @@ from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
 from meshtrain.ops import attention as attention_module
-from meshtrain.ops import blockwise
+from meshtrain.ops import blockwise, document_code
 from meshtrain.ops.attention import attention
 
 B, S, K = 2, 6, 4
@@ -142,6 +143,16 @@ def test_results_and_gradients_of_blocks_equal_the_formula(case, num_kv_heads):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", ["xla", "blockwise:4"])
+def test_a_window_applies_to_local_layers_only(name):
+    run = jax.jit(partial(attention, implementation=name, window=2))
+    with jax.enable_x64(True):
+        args = [*(np.float64(x) for x in inputs(2, 1)), SEGMENTS]
+        for is_local, window in ((True, 2), (False, None)):
+            found = run(*args, is_local=is_local)
+            np.testing.assert_allclose(found, formula(*args, window=window), rtol=1e-12)
+
+
 def test_blockwise_attention_with_a_cache_equals_xla():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(B, n, 2, K)) for n in (3, 21, 21))
@@ -151,6 +162,54 @@ def test_blockwise_attention_with_a_cache_equals_xla():
         found = blockwise.attention(q, k, v, *segments, block=4, **options)
         expected = attention(q, k, v, *segments, **options)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+# ---- the code of documents ----
+
+# Neighbours whose numbers differ in one digit; negative and repeated numbers, and documents that return
+NUMBERS = np.int32(
+    [[0, 0, 1, 1, 3, 3, 3, 2, 7, 7, 7], [5, -6, -6, 5, 5, 2**31 - 1, 5, -(2**31), 9, 9, 8]]
+)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_the_code_of_documents_replaces_the_mask(num_kv_heads, window):
+    rng = np.random.default_rng(0)
+    shapes = [(B, NUMBERS.shape[1], heads, K) for heads in (4, num_kv_heads, num_kv_heads, 4)]
+    *inputs, weights = (rng.normal(size=shape) for shape in shapes)
+
+    def coded(q, k, v, segments, **options):
+        qkv = document_code.append(q, k, v, segments, K**-0.5)
+        return attention(*qkv, None, scale=K**-0.5, **options)[..., :K]
+
+    def run(compute):
+        def summed(q, k, v):
+            out = compute(q, k, v, NUMBERS, window=window)
+            return (out * weights).sum(), out
+
+        (_, out), grads = jax.value_and_grad(summed, (0, 1, 2), has_aux=True)(*inputs)
+        return out, *grads
+
+    with jax.enable_x64(True):
+        for a, b in zip(run(coded), run(formula), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-11)
+    in_float32 = coded(*(np.float32(x) for x in inputs), NUMBERS, window=window)
+    np.testing.assert_allclose(in_float32, formula(*inputs, NUMBERS, window=window), atol=3e-3)
+
+
+def test_each_token_of_a_row_may_be_a_document():
+    q, k, v = (np.random.default_rng(0).normal(size=(1, 300, 1, 8)).astype("f") for _ in range(3))
+    coded = document_code.append(q, k, v, np.arange(300)[None], 8**-0.5)
+    np.testing.assert_allclose(attention(*coded, None, scale=8**-0.5)[..., :8], v, rtol=1e-6)
+
+
+def test_keys_of_other_documents_have_no_weight_even_if_their_scores_are_400_higher():
+    q, k, v = (np.ones((1, 4, 1, 8), np.float32) for _ in range(3))
+    k[:, :2], v[:, :2] = 1 + 400 / 8**0.5, 1e30
+    segments = np.int32([[6, 6, 7, 7]])
+    out = attention(*document_code.append(q, k, v, segments, 8**-0.5), None, scale=8**-0.5)
+    np.testing.assert_array_equal(out[:, 2:, :, :8], 1)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +239,7 @@ def test_memory_of_blockwise_attention_is_linear_in_the_sequence():
 def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **changes):
     monkeypatch.setattr(attention_module.accelerator, "platform", lambda: platform)
     monkeypatch.setattr(attention_module, "_capability", lambda: capability)
-    shape = dict(seq_len=1024, head_dim=64, dtype="bfloat16", softcap=0.0)
+    shape = dict(seq_len=1024, head_dim=64, dtype="bfloat16", softcap=0.0, packed=False)
     return attention_module.choose_implementation(name, **shape | changes)
 
 
@@ -194,6 +253,13 @@ def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **ch
         ({"head_dim": 100}, "the head dim is 100"),
         ({"head_dim": 512}, "up to 256 on this GPU, in multiples of 8, and the head dim is 512"),
         ({"head_dim": 256, "capability": "8.6"}, "up to 128 on this GPU, in multiples of 8, and"),
+        ({"head_dim": 256, "capability": "10.0"}, "up to 128 on this GPU, in multiples of 8, and"),
+        (
+            {"head_dim": 128, "capability": "8.0", "packed": True},
+            "128, and packed rows need 8 more",
+        ),
+        ({"head_dim": 256, "packed": True}, "the head dim is 256, and packed rows need 8 more"),
+        ({"capability": "7.0"}, "it needs compute capability 8.0, and this GPU has 7.0"),
     ],
 )
 def test_without_cudnn_support_cudnn_is_rejected_and_auto_falls_back(changes, reason, monkeypatch):
@@ -209,7 +275,22 @@ def test_without_cudnn_support_cudnn_is_rejected_and_auto_falls_back(changes, re
 def test_auto_chooses_cudnn_if_it_is_supported(monkeypatch):
     assert choice(monkeypatch=monkeypatch) == ("cudnn", "cudnn")
     assert choice(monkeypatch=monkeypatch, head_dim=256) == ("cudnn", "cudnn")
+    assert choice(monkeypatch=monkeypatch, head_dim=128, packed=True) == ("cudnn", "cudnn")
+    for capability in ("8.0", "10.0"):
+        options = dict(capability=capability, monkeypatch=monkeypatch)
+        assert choice(**options, head_dim=120, packed=True) == ("cudnn", "cudnn")
     assert choice("xla", monkeypatch=monkeypatch) == ("xla", "xla")
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability"),
+    [("NVIDIA A100-SXM4-80GB", "8.0"), ("NVIDIA B200", "10.0"), ("TPU v5p", ""), ("cpu", "")],
+)
+def test_the_capability_is_that_of_the_devices_of_the_mesh(kind, capability):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="")
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert attention_module._capability() == capability
 
 
 @pytest.mark.parametrize("name", ["auto", "xla", "blockwise", "cudnn"])
@@ -224,51 +305,129 @@ def test_long_prompts_use_blockwise_attention(name):
     assert is_auto or attention_module.choose_for_generation(f"{name}:4", 9, 2048) == blocks
 
 
+# ---- cuDNN, lowered for a simulated GPU ----
+
+
+def squares(text, length):
+    """The arrays of a lowered program whose last two dims have this length."""
+    return re.findall(rf"<(?:\d+x)*{length}x{length}x\w+>", text)
+
+
 @pytest.fixture
 def lower_for_cuda(simulated_gpu):
-    def lower(segments, window, length=S):
-        def summed(q, k, v):
-            out = attention(q, k, v, segments, window=window, implementation="cudnn")
+    def lower(segments, options, length=S):
+        def summed(q, k, v, is_local):
+            local = {"is_local": is_local} if options.get("mixed") else {}
+            out = attention(
+                *(q, k, v, segments), window=options.get("window"), **local, implementation="cudnn"
+            )
             return out.astype(jnp.float32).sum()
 
         shapes = [jax.ShapeDtypeStruct((B, length, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+        shapes.append(jax.ShapeDtypeStruct((), bool))
         traced = jax.jit(jax.grad(summed, (0, 1, 2))).trace(*shapes)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     return lower
 
 
+def calls(text):
+    return [line for line in text.splitlines() if "@__cudnn$fmha" in line]
+
+
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one segment", "segments"])
-@pytest.mark.parametrize("window", [None, 3])
-def test_cudnn_calls_its_fused_kernels(segments, window, lower_for_cuda):
-    text = lower_for_cuda(segments, window)
-    kind = "fmhaScaleBias" if segments is not None else "fmha"
-    assert f"__cudnn${kind}Softmax(" in text and f"__cudnn${kind}SoftmaxBackward(" in text
-    assert f"sliding_window_length\\22: {window or 0}" in text
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 3, "mixed": True}], ids=str)
+def test_cudnn_calls_its_fused_kernels_without_a_mask(segments, options, lower_for_cuda):
+    text = lower_for_cuda(segments, options)
+    windows = {"", options.get("window", 0) and "3"} if options.get("mixed") else {""}
+    found = calls(text)
+    assert len(found) == 2 * len(windows) and not squares(text, S)
+    for kind in ("Softmax(", "SoftmaxBackward("):
+        assert sum(f"__cudnn$fmha{kind}" in line for line in found) == len(windows)
+    lengths = {re.search(r"sliding_window_length\\22: (\d+)", line)[1] for line in found}
+    expected = {"0", "3"} if options.get("mixed") else {str(options.get("window", 0))}
+    assert lengths == expected
 
 
 def test_cudnn_gets_even_lengths_and_equally_sharded_heads(monkeypatch, lower_for_cuda):
-    def calls(text):
-        return [line for line in text.splitlines() if "@__cudnn$fmha" in line]
-
-    for segments in (None, SEGMENTS[:, :5]):
-        found = calls(lower_for_cuda(segments, None, length=5))
-        assert len(found) == 2 and all("x6x4x64xbf16" in line for line in found)
+    for segments, width in ((None, 64), (SEGMENTS[:, :5], 64 + document_code.DIMS)):
+        found = calls(lower_for_cuda(segments, {}, length=5))
+        assert len(found) == 2 and all(f"x6x4x{width}xbf16" in line for line in found)
     shards = {"heads": 4, "kv_heads": 1}
     monkeypatch.setattr(attention_module.sharding, "num_shards", lambda name, _: shards[name])
-    found = calls(lower_for_cuda(None, None))
+    found = calls(lower_for_cuda(None, {}))
     assert len(found) == 2 and not any("x2x64xbf16" in line for line in found)
+
+
+LENGTH = 22  # unlike all other sizes
 
 
 @pytest.mark.parametrize("layout", [{}, {"fsdp": 2}, {"tensor": 4}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("model", [{}, {"attention": "lg", "window": 5}], ids=["global", "mixed"])
-def test_a_train_step_with_packed_rows_calls_cudnn(layout, model, simulated_gpu):
+def test_a_train_step_with_packed_rows_calls_cudnn_without_a_mask(layout, model, simulated_gpu):
     c = packed(attention_impl="cudnn", **model)
     c.train.update(dtype="bfloat16", num_microbatches=2)
+    c.data.seq_len = c.model.max_seq_len = LENGTH
     run = Run(c, **layout)
     with run.program.active():
         step = jax.jit(run.program.train_step)
         traced = step.trace(run.program.abstract_state, run.batch())
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # On several devices the kernel gets its own name only when XLA partitions the program.
-    assert ("CustomSPMDPartitioning" if layout else "__cudnn$fmhaScaleBiasSoftmax(") in text
+    assert ("CustomSPMDPartitioning" if layout else "__cudnn$fmhaSoftmax(") in text
+    assert not squares(text, LENGTH)
+
+
+# ---- cuDNN's results ----
+
+CUDNN_CASES = {
+    "packed": {"segments": True},
+    "mixed": {"window": 3},
+    "packed, mixed": {"segments": True, "window": 3},
+    "one document": {},
+}
+
+
+def check_cudnn(case, length, head_dim):
+    """Compares values and gradients in bfloat16 with the formula in float32; the length is odd."""
+    rng = np.random.default_rng(0)
+    options = dict(CUDNN_CASES[case])
+    shapes = [(B, length, heads, head_dim) for heads in (4, 2, 2, 4)]
+    *inputs, weights = (jnp.array(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    segments = np.sort(rng.integers(0, 4, (B, length)), 1) if options.pop("segments", 0) else None
+    window = options.pop("window", None)
+
+    def run(compute, dtype):
+        def summed(q, k, v):
+            out = compute(q, k, v, segments).astype(jnp.float32)
+            return (out * weights.astype(jnp.float32)).sum(), out
+
+        args = [x.astype(dtype) for x in inputs]
+        (_, out), grads = jax.jit(jax.value_and_grad(summed, (0, 1, 2), has_aux=True))(*args)
+        return out, *grads
+
+    for is_local in (True, False) if window else (True,):
+        local = {"is_local": jnp.array(is_local)} if window else {}
+        fused = partial(attention, implementation="cudnn", window=window, **local)
+        plain = partial(formula, window=window if is_local else None, scale=head_dim**-0.5)
+        found, expected = run(fused, jnp.bfloat16), run(plain, jnp.float32)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(np.float32(a), b, atol=0.03 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("case", CUDNN_CASES)
+def test_what_cudnn_is_asked_for_equals_the_formula(case, simulated_gpu, monkeypatch):
+    plain = partial(jax.nn.dot_product_attention, implementation="xla")
+    as_plain = lambda *args, implementation, **options: plain(*args, **options)  # noqa: E731
+    monkeypatch.setattr(jax.nn, "dot_product_attention", as_plain)
+    check_cudnn(case, length=13, head_dim=8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("case", CUDNN_CASES)
+def test_cudnn_equals_the_formula(case, head_dim):
+    packed_rows = CUDNN_CASES[case].get("segments", False)
+    if reason := attention_module._why_not_cudnn(head_dim, jnp.bfloat16, 0.0, packed_rows):
+        pytest.skip(reason)
+    check_cudnn(case, length=301, head_dim=head_dim)
