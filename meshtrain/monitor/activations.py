@@ -44,7 +44,7 @@ def _kept_in(module: Module, computation: str) -> list[Array]:
     for one in body.values():
         if one.opcode == "while" and not one.phase:  # over micro-batches, or a pipeline's ticks
             loop = _loop_body(one)
-            loops.append(_kept_in(module, loop) + _slots(module.computations[loop]))
+            loops.append(_kept_in(module, loop) + _slots(module, loop))
         for operand in _operands(body, one) if one.phase == "backward" else ():
             source, index = _source(module, body, operand)
             if source.phase == "forward" and (index is not None or len(source.results) == 1):
@@ -52,10 +52,16 @@ def _kept_in(module: Module, computation: str) -> list[Array]:
     return [*kept.values(), *max(loops, key=lambda loop: sum(one.size for one in loop))]
 
 
-def _slots(body: dict[str, Instruction]) -> list[Array]:
+def _slots(module: Module, loop: str) -> list[Array]:
     """Returns a pipeline's buffers in the loop over ticks: what chunks keep until their backward."""
-    updates = [one for one in body.values() if one.op_name.endswith("/kept/dynamic_update_slice")]
-    return [one.results[0] for one in updates if len(one.results) == 1]
+    body = module.computations[loop]
+    fused = (one.called[0] for one in body.values() if one.opcode == "fusion")
+    inside = (one for name in fused for one in module.computations.get(name, {}).values())
+    return [
+        one.results[0]
+        for one in (*body.values(), *inside)
+        if one.opcode == "dynamic-update-slice" and "/kept/" in one.op_name
+    ]
 
 
 def _operands(body: dict[str, Instruction], one: Instruction) -> Iterator[Instruction]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshtrain import grads
 from meshtrain import program as programs
@@ -21,7 +22,6 @@ from meshtrain.parallel import sharding
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 
 SMALLEST = 0.01  # of what the step needs: a way that saves less is not listed
-LAST = "or a lower train.global_batch, or smaller sizes of the model"
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,6 @@ class Way:
     flags: str
     saves: float
     of: str
-
-    def __str__(self) -> str:
-        return f"{self.flags}  saves about {gigabytes(self.saves)} GB ({self.of})"
 
 
 @dataclass
@@ -81,10 +78,10 @@ class Advice:
     def remedies(self) -> Iterator[str]:
         """Yields the ways out alone."""
         ways = self.ways()
-        if ways:
-            yield "ways out, by what each saves on a device:"
-        yield from (f"  {way}" for way in ways)
-        yield f"  {LAST}" if ways else f"way out: {LAST.removeprefix('or ')}"
+        yield "ways out, by what each saves on a device:"
+        for way in ways:
+            yield f"  {way.flags}  saves about {gigabytes(way.saves)} GB ({way.of})"
+        yield f"  {'or ' if ways else ''}a lower train.global_batch, or a smaller model"
 
     def ways(self) -> list[Way]:
         """Returns the ways that apply to this run, the one that saves most first."""
@@ -109,7 +106,7 @@ class Advice:
         if self._rows() % 2 == 0:
             of = f"state and activations, on {2 * self.program.mesh.size} devices"
             way = self._state_way({"mesh.fsdp": 2 * mesh.fsdp}, of)
-            yield dataclasses.replace(way, saves=way.saves + self._now() / 2)
+            yield dataclasses.replace(way, saves=way.saves + self._of_rows() / 2)
 
     def _state_way(self, change: dict[str, Any], of: str) -> Way:
         then = self._bytes_of_state(_changed(self.cfg, change))
@@ -121,7 +118,10 @@ class Advice:
         return Way(_flags(change), saved, of)
 
     def _bytes_of_state(self, cfg: Config) -> tuple[int, int]:
-        """Returns the bytes of state and gradients on each device; the mesh may have more devices than there are."""
+        """Returns the bytes of state and gradients on each device; the mesh may have more devices than there are.
+
+        At ZeRO stage 3 the gathered parameters of one layer are included.
+        """
         sizes = tuple(getattr(cfg.mesh, axis) for axis in AXES)
         types = (jax.sharding.AxisType.Auto,) * len(AXES)
         mesh = jax.sharding.AbstractMesh(sizes, AXES, axis_types=types)
@@ -130,37 +130,51 @@ class Advice:
         gradients = jax.tree.map(
             lambda leaf, one: leaf.update(sharding=one), state.params, grad_shardings
         )
-        return states.bytes_per_device(state), states.bytes_per_device(gradients)
+        gathered = 0
+        if cfg.train.zero_stage == 3 and cfg.mesh.fsdp > 1 and self.parts.model.block:
+            layer = states.count(state.params["layers"]) // self._num_layers()
+            gathered = layer * np.dtype(cfg.train.dtype).itemsize // cfg.mesh.tensor
+        return states.bytes_per_device(state) + gathered, states.bytes_per_device(gradients)
 
     # ---- activations: as the compiled step keeps them, or as a trace of the forward pass ----
 
     def _of_activations(self) -> Iterator[Way]:
-        cfg, now, rows = self.cfg, self._now(), self._rows()
-        num_microbatches, estimated = cfg.train.num_microbatches, self._activations(cfg)
-        change, saves = {}, 0.0
+        cfg, now, rows = self.cfg, self._activations(self.cfg), self._rows()
         short = self.memory and self.memory.capacity and self.memory.peak - self.memory.capacity
-        factor = 2
+        change, saves, factor = {}, 0.0, 2
         while rows % factor == 0 and (not change or (short and saves < short)):
-            change = {"train.num_microbatches": factor * num_microbatches}
-            saves = now * (1 - self._activations(_changed(cfg, change)) / max(estimated, 1))
+            change = {"train.num_microbatches": factor * cfg.train.num_microbatches}
+            then = self._activations(_changed(cfg, change))
+            saves = self._of_rows() * (1 - then / max(now, 1)) - self._gradient_sums()
             factor *= 2
         if change:
-            yield Way(_flags(change), saves - self._gradient_sums(), "activations")
+            yield Way(_flags(change), saves, "activations and temporaries")
         if self.parts.model.block is None:
             return
+        if self.memory:  # what the compiler fuses is not kept, what it computes only once may be
+            now = max(now, self.memory.activations)
         if cfg.train.remat != "full":
             change = {"train.remat": "full"}
-            # What was kept of one layer is still needed at a time.
-            of_layer = now / self._num_layers() if cfg.train.remat == "none" else 0
-            saves = now - self._activations(_changed(cfg, change)) - of_layer
-            yield Way(_flags(change), saves, "activations, computed twice")
+            saves = now - self._activations(_changed(cfg, change))
+            # What was kept of one layer is still needed at a time, and may be where temporaries were.
+            of_layer = saves / self._num_layers()
+            if cfg.mesh.pipeline > 1:
+                saves -= of_layer * cfg.mesh.pipeline * cfg.pipeline.num_chunks
+            elif cfg.train.remat == "none":
+                saves -= max(0, of_layer - (self.memory.temporaries if self.memory else 0))
+            yield Way(_flags(change), saves, "activations, recomputed")
         if cfg.mesh.pipeline > 1 and cfg.pipeline.keep == "residuals":
             change = {"pipeline.keep": "inputs"}
             saves = now - self._activations(_changed(cfg, change))
-            yield Way(_flags(change), saves, "activations, computed twice")
+            yield Way(_flags(change), saves, "activations, recomputed")
 
-    def _now(self) -> float:
-        return self.memory.activations if self.memory else self._activations(self.cfg)
+    def _of_rows(self) -> float:
+        """Returns the bytes that are in proportion to the rows of a micro-batch."""
+        if not self.memory:
+            return self._activations(self.cfg)
+        # Besides them, temporaries are copies of parameters, cast or gathered.
+        copies = min(self.memory.temporaries, self.memory.parameters)
+        return self.memory.activations + self.memory.temporaries - copies
 
     def _gradient_sums(self) -> int:
         """Returns the bytes of the sums of gradients that a step has only if it has several micro-batches."""
@@ -229,7 +243,8 @@ class Advice:
         # The head's gradient is summed over chunks, in float32.
         sums = 4 * vocab * options["d_model"] if chunk == logits else 0
         if smaller >= 1:
-            saves = chunk - smaller * MIB - sums
+            # The gradient of the logits is in the compute dtype.
+            saves = (1 + np.dtype(c.dtype).itemsize / 4) * (chunk - smaller * MIB) - sums
             yield Way(_flags({"model.loss_chunk_mib": smaller}), saves, "logits, slower")
 
 
