@@ -96,7 +96,7 @@ def train(
         check = health.Check(cfg.health, program.mesh, clock.page, **callbacks)
         loader = stack.enter_context(opened(data, cfg, program.mesh, position))
         units = units_of(loader.peek(), model)
-        advice = Advice(cfg, parts, program, loader.peek())
+        advice = Advice(cfg, parts, program, jax.eval_shape(lambda batch: batch, loader.peek()))
         stack.enter_context(advice.when_out_of_memory())
         for line in summary.start_lines(cfg, model, program.abstract_state, units, data):
             writer.log(line)

@@ -40,7 +40,7 @@ class Advice:
     cfg: Config
     parts: Parts
     program: programs.Program
-    batch: Any  # arrays or shapes
+    batch: Any  # shapes
     memory: Memory | None = None  # of the compiled step, once it is known
     traces: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes kept, by train.remat
 
@@ -232,10 +232,11 @@ class Advice:
 
     def _of_loss(self) -> Iterator[Way]:
         options, c = self.cfg.model.options, self.cfg.train
-        if "loss_chunk_mib" not in options or c.dtype == "float16":
+        is_ours = "loss_chunk_mib" in options and self.parts.model.logits is not None
+        if not is_ours or c.dtype == "float16":
             return
         vocab, mib = options["vocab_size"], options["loss_chunk_mib"]
-        tokens = self._rows() * self.cfg.data.options["seq_len"]
+        tokens = self._rows() * self.batch.tokens.shape[1]
         with self.program.active():
             logits = 4 * tokens * vocab / sharding.num_shards("vocab", vocab)
         chunk = min(logits, mib * MIB or logits)

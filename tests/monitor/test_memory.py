@@ -136,15 +136,15 @@ STEP = """HloModule jit_step, is_scheduled=true
 ENTRY %main (p: f32[6]) -> f32[3] {
   %p = f32[6]{0} parameter(0)
   %zeros = f32[2,6]{1,0} broadcast(), metadata={op_name="jit(step)/jvp()/zeros"}
-  %half = f32[5]{0} fusion(%p), kind=kLoop, calls=%c, metadata={op_name="jit(step)/jvp()/mul"}
+  %half = f32[5]{0} fusion(%p), calls=%c, metadata={op_name="jit(step)/jvp()/mul"}
   %start = (f32[6]{0}, f32[2,6]{1,0}) tuple(%p, %zeros)
-  %while = (f32[6]{0}, f32[2,6]{1,0}) while(%start), condition=%cond, body=%forward, metadata={op_name="jit(step)/jvp()/while"}
+  %while = (f32[6]{0}, f32[2,6]{1,0}) while(%start), body=%forward, metadata={op_name="jit(step)/jvp()/while"}
   %w = f32[6]{0} get-tuple-element(%while), index=0
   %kept = f32[2,6]{1,0} get-tuple-element(%while), index=1
   %view = f32[12]{0} bitcast(%kept)
-  %head = f32[9,7]{1,0} fusion(%p), kind=kLoop, calls=%c, metadata={op_name="jit(step)/jvp()/dot"}
-  %again = f32[8]{0} fusion(%w, %half), kind=kLoop, calls=%c, metadata={op_name="jit(step)/transpose(jvp())/rematted_computation/mul"}
+  %head = f32[9,7]{1,0} fusion(%p), calls=%c, metadata={op_name="jit(step)/jvp()/dot"}
+  %again = f32[8]{0} fusion(%w, %half), calls=%c, metadata={op_name="jit(step)/transpose(jvp())/mul"}
   %both = (f32[12]{0}, f32[9,7]{1,0}) tuple(%view, %head)
-  ROOT %grad = f32[3]{0} fusion(%both, %again, %half), kind=kLoop, calls=%c, metadata={op_name="jit(step)/transpose(jvp())/dot"}
+  ROOT %grad = f32[3]{0} fusion(%both, %again, %half), calls=%c, metadata={op_name="jit(step)/transpose(jvp())/dot"}
 }
 """
