@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from meshtrain import grads
-from meshtrain import program as programs
 from meshtrain import state as states
 from meshtrain.config.build import Parts
 from meshtrain.config.schema import AXES, Config
@@ -39,7 +38,7 @@ class Advice:
 
     cfg: Config
     parts: Parts
-    program: programs.Program
+    program: Any  # program.Program
     batch: Any  # shapes
     memory: Memory | None = None  # of the compiled step, once it is known
     traces: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes kept, by train.remat
@@ -126,7 +125,7 @@ class Advice:
         types = (jax.sharding.AxisType.Auto,) * len(AXES)
         mesh = jax.sharding.AbstractMesh(sizes, AXES, axis_types=types)
         with jax.sharding.use_abstract_mesh(self.program.mesh.abstract_mesh):
-            *_, state, grad_shardings = programs.plan(cfg, self.parts, mesh)
+            *_, state, grad_shardings = self.program.plan(cfg, self.parts, mesh)
         gradients = jax.tree.map(
             lambda leaf, one: leaf.update(sharding=one), state.params, grad_shardings
         )
