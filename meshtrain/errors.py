@@ -25,18 +25,28 @@ class TransientError(ConfigError):
     """A fault of the machines that may pass: if a supervisor started the run, it is worth a restart."""
 
 
-def memory_fault(error: BaseException, verb: str = "train") -> str | None:
-    """Returns a line if memory ran out, of a device or of the machine, and what to lower; else None."""
+class OutOfMemory(MemoryError):
+    """Memory ran out; the message says what the step needs, and what each way out saves."""
+
+
+def memory_fault(error: BaseException, verb: str | None = "train") -> str | None:
+    """Returns text if memory ran out, of a device or of the machine: what, and what to lower; else None.
+
+    Without a verb it does not say what to lower.
+    """
     cause: BaseException | None = error
     while cause is not None:
         text = str(cause)
+        if isinstance(cause, OutOfMemory):
+            return text
         # jax.errors.JaxRuntimeError, by name: nothing here imports jax.
         of_device = type(cause).__name__ == "JaxRuntimeError" and OUT_OF_MEMORY.search(text)
         if of_device or isinstance(cause, MemoryError):
             size = re.search(r"allocat\w+ (\d+) bytes", text)
             first_line = text.strip().partition("\n")[0][:200].rstrip(". ")
             what = f"{int(size[1]) / 1e9:,.3f} GB could not be allocated" if size else first_line
-            return f"out of memory{': ' if what else ''}{what}; {LOWER.get(verb, LOWER_OTHERS)}"
+            remedy = f"; {LOWER.get(verb, LOWER_OTHERS)}" if verb else ""
+            return f"out of memory{': ' if what else ''}{what}{remedy}"
         cause = cause.__cause__
     return None
 

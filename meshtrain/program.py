@@ -41,6 +41,24 @@ class Program:
     eval_step: Callable[[Params, Any], Metrics]
     compiler_options: dict[str, bool | int | str]
 
+    @staticmethod
+    def plan(
+        cfg: Config, parts: Parts, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    ) -> tuple:
+        """Returns schedule, optimizer, init, abstract state and the gradients' shardings of these settings."""
+        c = cfg.train
+        schedule = optim.make_schedule(cfg.optim, steps=c.steps)
+        optimizer = optim.store_moments(
+            parts.make_optimizer(schedule),
+            moment_dtype=cfg.optim.moment_dtype,
+            param_dtype=c.param_dtype,
+        )
+        init = states.initializer(parts.model, optimizer, param_dtype=c.param_dtype, dtype=c.dtype)
+        planned = states.plan(
+            init, parts.model.axes, optimizer, cfg.rules, mesh, zero_stage=c.zero_stage
+        )
+        return schedule, optimizer, init, *planned
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Sets the mesh and the rules. Trace, compile and run the functions inside this context."""
@@ -69,19 +87,10 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
     model = parts.model
     mesh = make_mesh(cfg.mesh, devices=devices)
     c = cfg.train
-    schedule = optim.make_schedule(cfg.optim, steps=c.steps)
-    optimizer = optim.store_moments(
-        parts.make_optimizer(schedule),
-        moment_dtype=cfg.optim.moment_dtype,
-        param_dtype=c.param_dtype,
-    )
-    init = states.initializer(model, optimizer, param_dtype=c.param_dtype, dtype=c.dtype)
     # Only the abstract mesh: optax computes its counters here, and the devices may be a topology
     # description for ahead-of-time compilation, which cannot run anything.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        abstract_state, grad_shardings = states.plan(
-            init, model.axes, optimizer, cfg.rules, mesh, zero_stage=c.zero_stage
-        )
+        schedule, optimizer, init, abstract_state, grad_shardings = Program.plan(cfg, parts, mesh)
     # Where gradients are not sharded over fsdp, they are summed over it once per step as well.
     partial_over = ("data",) if c.zero_stage >= 2 else ("data", "fsdp")
     if model.block is None and c.num_microbatches == 1:

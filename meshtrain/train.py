@@ -22,9 +22,10 @@ from meshtrain.data.loader import Loader, opened
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model, Params
-from meshtrain.monitor import health, heldout, memory, summary, warnings
+from meshtrain.monitor import health, heldout, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.units import Units, units_of
+from meshtrain.monitor.ways_out import Advice
 from meshtrain.monitor.writer import Writer
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
@@ -95,6 +96,8 @@ def train(
         check = health.Check(cfg.health, program.mesh, clock.page, **callbacks)
         loader = stack.enter_context(opened(data, cfg, program.mesh, position))
         units = units_of(loader.peek(), model)
+        advice = Advice(cfg, parts, program, jax.eval_shape(lambda batch: batch, loader.peek()))
+        stack.enter_context(advice.when_out_of_memory())
         for line in summary.start_lines(cfg, model, program.abstract_state, units, data):
             writer.log(line)
         params = program.abstract_state.params
@@ -129,7 +132,7 @@ def train(
             began = time.perf_counter()
             train_step = program.compile(loader.peek())
             writer.log(f"compiled in {time.perf_counter() - began:.1f} s")
-            if line := memory.start_line(program, train_step):
+            for line in advice.start_lines(train_step):
                 writer.log(f"memory      {line}")
             distributed.barrier("compiled")  # no collective waits for a slow compiler
             state, step = _loop(run, state, start, train_step, heldout_loss)

@@ -58,9 +58,7 @@ class Collective:
     @property
     def phase(self) -> str:
         """forward or backward, from the names that JAX gives operations; empty if unknown."""
-        if "transpose(" in self.op_name:
-            return "backward"
-        return "forward" if "jvp(" in self.op_name else ""
+        return hlo.phase_of(self.op_name)
 
 
 def bytes_sent(kind: str, tensor_bytes: float, group_size: int) -> float:

@@ -72,6 +72,17 @@ class Instruction:
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1].replace("\\", "") if found else ""
 
+    @property
+    def phase(self) -> str:
+        """forward or backward, from the names that JAX gives operations; empty if unknown."""
+        return phase_of(self.op_name)
+
+
+def phase_of(op_name: str) -> str:
+    if "transpose(" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else ""
+
 
 @dataclass(frozen=True)
 class Frame:

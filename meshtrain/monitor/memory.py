@@ -7,19 +7,21 @@ from typing import Any
 import jax
 
 from meshtrain import state as states
-from meshtrain.analysis import hardware
+from meshtrain.analysis import hardware, hlo
 from meshtrain.cluster import limits
+from meshtrain.monitor import activations
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device while a step runs; the first six add up to `peak`."""
+    """Bytes on each device while a step runs; the first seven add up to `peak`."""
 
     parameters: int
     optimizer_state: int
     batch: int  # with other small arguments
-    gradients: int
-    temporaries: int  # activations kept for the backward pass, and what operations need
+    activations: int  # kept from the forward pass for the backward pass
+    gradients: int  # without those that use the memory of activations that are no longer needed
+    temporaries: int  # what operations need, and activations that are computed again
     peak: int
     capacity: float | None  # None if unknown
 
@@ -28,10 +30,16 @@ class Memory:
         return None if self.capacity is None else self.peak <= self.capacity
 
 
-def memory_of(program: Any, compiled: jax.stages.Compiled, *, allocated: int = 0) -> Memory | None:
+def memory_of(
+    program: Any,
+    compiled: jax.stages.Compiled,
+    *,
+    allocated: int = 0,
+    module: hlo.Module | None = None,
+) -> Memory | None:
     """Returns the memory of the compiled step of a `program.Program`; None if the compiler does not report it.
 
-    `allocated`: bytes of the state that each device holds already.
+    `allocated`: bytes of the state that each device holds already. `module`: the step's HLO, if it is parsed already.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -47,38 +55,45 @@ def memory_of(program: Any, compiled: jax.stages.Compiled, *, allocated: int = 0
     gradients = jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding), state.params, program.grad_shardings
     )
-    gradient_bytes = min(states.bytes_per_device(gradients), peak - arguments)
+    module = module or hlo.parse(compiled.as_text() or "")
+    free = peak - arguments
+    kept = min(activations.kept_bytes(module, state.params), free)
+    gradient_bytes = min(states.bytes_per_device(gradients), free - kept)
     parameters, optimizer_state = map(states.bytes_per_device, (state.params, state.opt_state))
     return Memory(
         parameters=parameters,
         optimizer_state=optimizer_state,
         batch=arguments - parameters - optimizer_state,
+        activations=kept,
         gradients=gradient_bytes,
-        temporaries=peak - arguments - gradient_bytes,
+        temporaries=free - kept - gradient_bytes,
         peak=peak,
         capacity=_capacity(program.mesh, allocated),
     )
 
 
-def start_line(program: Any, compiled: jax.stages.Compiled) -> str:
-    """Returns the line to log before the first step, when the state is in memory already; "" if unknown."""
-    memory = memory_of(program, compiled, allocated=states.bytes_per_device(program.abstract_state))
-    return _line(memory) if memory else ""
-
-
-def _line(memory: Memory) -> str:
+def describe(memory: Memory) -> str:
+    """Returns what a step needs and what there is, in one line."""
     state = memory.parameters + memory.optimizer_state
     over = (
-        f": {_gigabytes(memory.peak - memory.capacity)} GB too much" if memory.fits is False else ""
+        f": {gigabytes(memory.peak - memory.capacity)} GB too much" if memory.fits is False else ""
     )
-    capacity = f" of {_gigabytes(memory.capacity)}" if memory.capacity else ""
+    capacity = f" of {gigabytes(memory.capacity)}" if memory.capacity else ""
     return (
-        f"the step needs {_gigabytes(memory.peak)}{capacity} GB on each device{over}: state {_gigabytes(state)}, "
-        f"gradients {_gigabytes(memory.gradients)}, activations and temporaries {_gigabytes(memory.temporaries)}"
+        f"the step needs {gigabytes(memory.peak)}{capacity} GB on each device{over}: "
+        f"state {gigabytes(state)}, gradients {gigabytes(memory.gradients)}, "
+        f"activations {gigabytes(memory.activations)}, temporaries {gigabytes(memory.temporaries)}"
     )
 
 
-def _gigabytes(size: float) -> str:
+def peak_in_use() -> int | None:
+    """Returns the most bytes that any device of this process has held; None if they do not report it."""
+    reports = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((report.get("peak_bytes_in_use", 0) for report in reports), default=0) or None
+
+
+def gigabytes(size: float) -> str:
+    """Returns bytes in units of 10^9 bytes, with three digits."""
     return f"{size / 1e9:.3g}" if size < 1e11 else f"{size / 1e9:,.0f}"
 
 

@@ -16,6 +16,7 @@ from meshtrain import console
 from meshtrain.analysis import hardware
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
+from meshtrain.monitor import memory
 from meshtrain.monitor.units import Units
 
 
@@ -182,6 +183,8 @@ class Writer:
         }
         if eval_loss is not None:
             row["eval_loss"] = eval_loss
+        if (peak := memory.peak_in_use()) is not None:
+            row["peak_memory"] = peak
         self._append("metrics.jsonl", row)
         self._show(row)
         self._last_row_time, self._steps_since_row, self._waited_at_row = ended, 0, waited

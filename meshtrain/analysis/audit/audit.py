@@ -26,6 +26,7 @@ from meshtrain.models.base import Model
 from meshtrain.monitor.memory import Memory, memory_of
 from meshtrain.monitor.units import units_of
 from meshtrain.monitor.warnings import layout_warnings
+from meshtrain.monitor.ways_out import Advice
 from meshtrain.parallel import sharding
 from meshtrain.program import Program, assemble
 
@@ -55,6 +56,7 @@ class Audit:
     unsent_bytes: list[tuple[str, str, float]]  # axes, role, bytes of needs that the program avoids
     warnings: list[str]
     memory: Memory | None
+    ways_out: list[str]  # if the step does not fit
     roofline: Roofline | None  # None for devices without a row in `analysis.hardware`
     hlo: str = field(repr=False)  # text of the optimised program
 
@@ -95,7 +97,8 @@ def audit(
     parts = build(cfg, model=model, data=data)
     program = assemble(cfg, parts, devices=devices)
     batch = _batch_like(cfg, program, parts.train_data)
-    with program.active():
+    advice = Advice(cfg, parts, program, batch)
+    with advice.when_out_of_memory(), program.active():
         compiled = program.compile(batch)
         run = cfg, parts.model, program.mesh, program.abstract_state.params, batch
         placement = placement_of(*run)
@@ -103,6 +106,8 @@ def audit(
     device, state = program.mesh.devices.flat[0], program.abstract_state
     text = compiled.as_text()
     module = hlo.parse(text)
+    advice.memory = memory_of(program, compiled, module=module)
+    ways_out = [*advice.remedies()] if advice.memory and advice.memory.fits is False else []
     found = collective_ops.find(module, placement.mesh, device.platform)
     row = hardware.device_of(device.device_kind)
     flops = _model_flops(cfg, parts.model, batch, program.mesh.size)
@@ -117,7 +122,8 @@ def audit(
         extra_bytes=_extra_bytes(explanations),
         unsent_bytes=_unsent_bytes(ledger),
         warnings=before_compiling + warn.warnings(placement, cfg.rules, state, explanations),
-        memory=memory_of(program, compiled),
+        memory=advice.memory,
+        ways_out=ways_out,
         roofline=row and roofline(module, found, row, program.mesh, model_flops=flops),
         hlo=text,
     )

@@ -30,6 +30,7 @@ def lines(audit: Any) -> Iterator[str]:
     yield from _collectives(audit.explanations)
     yield from _differences(audit)
     yield from _memory(audit.memory)
+    yield from (f"  {line}" for line in audit.ways_out)
     yield from _roofline(audit.roofline)
     yield ""
     yield f"{len(audit.warnings) or 'no'} warning{'s' * (len(audit.warnings) != 1)}"
@@ -92,11 +93,9 @@ def _memory(memory: Any) -> Iterator[str]:
         return
     yield ""
     yield f"{'memory of each device, in the step':44}{'bytes':>16}"
-    names = ("parameters", "optimizer_state", "batch", "gradients", "temporaries", "peak")
-    for name in names:
-        label = {"temporaries": "activations kept and temporaries"}.get(
-            name, name.replace("_", " ")
-        )
+    names = ("parameters", "optimizer_state", "batch", "activations", "gradients", "temporaries")
+    for name in (*names, "peak"):
+        label = {"activations": "activations kept"}.get(name, name.replace("_", " "))
         yield f"  {label:42}{getattr(memory, name):>16,}"
     if memory.capacity:
         free = memory.capacity - memory.peak

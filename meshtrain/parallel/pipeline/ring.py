@@ -43,9 +43,10 @@ def pick(tree: Any, index: jax.Array) -> Any:
 @_each_stage
 def put(tree: Any, index: jax.Array, value: Any) -> Any:
     """Returns `tree` with entry `index` (P,) of each stage replaced by `value` (P, ...)."""
-    return jax.tree.map(
-        lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0), tree, value
-    )
+    with jax.named_scope("kept"):  # by this name `monitor.activations` finds the buffers
+        return jax.tree.map(
+            lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0), tree, value
+        )
 
 
 @_each_stage
