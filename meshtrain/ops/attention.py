@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from meshtrain.analysis import hardware
 from meshtrain.errors import ConfigError, choice_faults
 from meshtrain.ops import blockwise
 from meshtrain.parallel import sharding
@@ -13,7 +14,7 @@ from meshtrain.parallel import sharding
 
 NAMES = ("auto", "xla", "cudnn", "blockwise")
 MAX_XLA_TOKENS = 2048  # longer sequences are computed blockwise if no fused kernel supports them
-HOPPER = 9.0  # compute capability
+AMPERE, HOPPER = 8.0, 9.0  # compute capabilities
 # The XLA implementation splits queries into blocks, unless its name gives their size.
 MAX_QUERY_BLOCKS = 4
 MIN_QUERIES_PER_BLOCK = 64
@@ -105,6 +106,8 @@ def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float) -
         return f"it computes in bfloat16 or float16, and train.dtype is {jnp.dtype(dtype)}"
     if softcap:
         return f"it does not support a soft cap, and model.attention_softcap is {softcap}"
+    if capability and float(capability) < AMPERE:
+        return f"it needs compute capability {AMPERE} or later, and this GPU has {capability}"
     max_head_dim = 128 if capability and float(capability) < HOPPER else 256
     if head_dim % 8 or head_dim > max_head_dim:
         return (
@@ -115,7 +118,11 @@ def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float) -
 
 
 def _capability() -> str:
-    """Returns the compute capability of the local GPU ("9.0"; on AMD "gfx..."), or ""."""
+    """Returns the compute capability of the active mesh's or the local GPU ("9.0"; on AMD "gfx..."), or ""."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    row = device and hardware.device_of(device.device_kind)
+    if row and row.chip:  # compiled ahead of time, for a GPU that this host may lack
+        return row.chip.capability
     return getattr(jax.local_devices()[0], "compute_capability", "")
 
 
