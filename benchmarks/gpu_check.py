@@ -46,8 +46,8 @@ class Part(NamedTuple):
 
 def parts_of(found: Devices, *, toy: bool) -> list[Part]:
     """Returns all parts for these devices."""
-    count = ["--rounds=1", "--steps=2"] if toy else []
-    small = ["--toy", *count] if toy else []
+    small = ["--toy", "--rounds=1", "--steps=2"] if toy else []
+    scaling = ["benchmarks/scaling.py", *(small or ["--rounds=5", "--steps=10"])]
     simulate = [f"--simulate_devices={found.count}"] if toy else []
     verify = ["verify", "--config=quickstart", "--here", f"--config.train.dtype={found.dtype}"]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py", "-m"]
@@ -60,7 +60,7 @@ def parts_of(found: Devices, *, toy: bool) -> list[Part]:
             Part(f"gpu_step {model}", 30, [*step, model], "step.json", rows_of_steps)
             for model in (gpu_step.TOY if toy else gpu_step.SHAPES)
         ),
-        Part("scaling", 60, ["benchmarks/scaling.py", *small], "scaling.json", rows_of_scaling),
+        Part("scaling", 60, scaling, "scaling.json", rows_of_scaling),
         Part(
             "bandwidth",
             15,
@@ -134,7 +134,7 @@ def run_part(part: Part, folder: Path) -> tuple[list[dict], dict[str, Any]]:
         try:
             rows = list(part.read(text)) if part.read else []
             saved["record"] = json.loads(text) if file.suffix == ".json" else text
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, ElementTree.ParseError) as error:
             fault = fault or str(error)
     saved["seconds"] = time.monotonic() - began
     if fault:

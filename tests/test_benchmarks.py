@@ -348,7 +348,10 @@ def test_the_layouts_fit_every_number_of_gpus(count):
         assert cfg.mesh.pipeline == (num if is_pipeline else 1)
     assert {num for _, num, _ in cases} == {1, 2, 4, 8, count} - {n for n in (2, 4, 8) if n > count}
     pipelines = {num for layout, num, _ in cases if layout == "1f1b"}
-    assert pipelines == {num for num in scaling.counts_up_to(count)[1:] if 24 % num == 0}
+    several = scaling.counts_up_to(count)[1:]
+    assert pipelines == {num for num in several if 24 % num == 0}
+    sharded = {num for layout, num, _ in cases if layout == "fsdp"}
+    assert sharded == {num for num in several if 1024 % num == 0}
 
 
 def part(code, minutes=1.0, output="", read=None):

@@ -105,8 +105,8 @@ def test_a_killed_run_resumes_with_the_losses_of_an_uninterrupted_one(platform, 
     assert restore["step"] >= 10
     found, expected = losses(killed), losses(uninterrupted)
     assert list(found) == list(expected) == list(range(RESUMED_STEPS))
-    # A GPU adds the gradients of embeddings in any order.
-    rtol = 0 if platform == "cpu" else 1e-4
+    # Two processes may choose other algorithms for the same product on a GPU.
+    rtol = 0 if platform == "cpu" else 1e-3
     np.testing.assert_allclose([*found.values()], [*expected.values()], rtol=rtol)
 
 
@@ -122,6 +122,7 @@ def train(platform, workdir, *, kill=False):
     keys = [*TINY, *(f"--config.{key}={value}" for key, value in KEYS.items())]
     command = [sys.executable, "-m", "meshtrain", "train", *keys, f"--workdir={workdir}"]
     environ = environ_of(platform) | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    environ["XLA_FLAGS"] += " --xla_gpu_deterministic_ops=true"
     process, deadline = subprocess.Popen(command, cwd=ROOT, env=environ), time.monotonic() + SECONDS
     try:
         while process.poll() is None:
@@ -219,7 +220,7 @@ def losses_in(dtype):
     # Sizes that fused attention supports.
     c.model.update(d_model=128, num_heads=2, num_kv_heads=1, max_seq_len=64)
     c.data.seq_len = 64
-    c.optim.update(learning_rate=1e-2, schedule="constant")
+    c.optim.update(learning_rate=2e-3, schedule="constant")
     run = Run(c, data=jax.device_count())
     with run.program.active():
         state, found = run.start(), []
