@@ -97,11 +97,11 @@ def bytes_of_step(c: Any, *, rows: int, fused: bool, is_bare: bool = False) -> f
     embeddings = (1 if m.tie_embeddings else 2) * m.vocab_size * m.d_model
     moments = 4 if c.optim.moment_dtype == "bfloat16" else 8
     state = (10 + moments) * (m.num_layers * layer + embeddings)
-    kept = 2 if c.train.remat == "full" else 80 if is_bare else 24
+    kept = 2 if c.train.remat == "full" else 48 if is_bare else 24
     logits = (6 if is_bare else 2) * rows * length * m.vocab_size
     if fused and not is_bare:  # with float16 there are no chunks
         logits = min(logits, c.model.loss_chunk_mib * (1 << 20))
-    scores = 0 if fused else (1.5 * m.num_layers + 14) * m.num_heads * length
+    scores = 0 if fused else (4 * m.num_layers + 10) * m.num_heads * length
     return state + logits + rows * length * (m.num_layers * kept * m.d_model + scores)
 
 

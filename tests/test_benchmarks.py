@@ -25,10 +25,12 @@ from benchmarks import (
     scaling,
 )
 from meshtrain import state
+from meshtrain.analysis import target
 from meshtrain.analysis.audit import minimum
 from meshtrain.config.build import build
 from meshtrain.config.files import load_config
 from meshtrain.config.parse import parse
+from meshtrain.errors import ConfigError
 
 FOLDER = Path(record.__file__).parent
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "record.parser(" in path.read_text())
@@ -315,6 +317,30 @@ def test_the_batch_has_the_rows_that_fit_the_memory():
     assert rows("llama3-8b", 70, programs=1) == 0 and rows("llama3-8b", 130, programs=1) == 1
     unknown = devices.Devices("cpu", "cpu", 1, "", None)
     assert gpu_step.rows_that_fit("gpt2-350m", unknown) == most["gpt2-350m"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("where", ["rtx4090:1", "v100:1"])
+def test_a_compiled_step_needs_at_most_the_estimated_memory(where, tmp_path):
+    """The step that gpu_step.py would run on these GPUs; without the compiler for GPUs the test is skipped."""
+    try:
+        device, _ = target.parse(where)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    found = gpus(device.chip.capability, 0.93 * device.memory / 1e9)
+    rows = gpu_step.rows_that_fit("gpt2-124m", found, programs=2)
+    config = gpu_step.settings("gpt2-124m", rows=rows, dtype=found.dtype)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    flags = [f"--config={tmp_path}/config.json", f"--target={where}", f"--output={tmp_path}/found"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), *sys.path])}
+    command = [sys.executable, "-m", "meshtrain", "audit", *flags, f"--keep_hlo={tmp_path}/hlo"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    peak = json.loads((tmp_path / "found").read_text())["memory"]["peak"]
+    expected = devices.bytes_of_step(config, rows=rows, fused=found.has_fused_attention)
+    assert 0.7 * expected < peak < expected < found.memory
+    assert ("__cudnn$fmha" in (tmp_path / "hlo").read_text()) == found.has_fused_attention
 
 
 def test_a_step_that_runs_out_of_memory_is_tried_with_half_the_rows(monkeypatch):
