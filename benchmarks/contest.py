@@ -67,7 +67,7 @@ class Results(NamedTuple):
 
 
 def ceiling() -> dict[str, Any]:
-    """Returns the name of the device, and its measured rates of matrix products and copies."""
+    """Returns the measured rates of the device: of matrix products and of copies."""
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.closing(Contestant("ceiling", Path(folder))) as process,

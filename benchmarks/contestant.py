@@ -49,27 +49,33 @@ def prepare(name: str, folder: Path):
 def prepare_meshtrain(folder: Path, tokens: np.ndarray):
     import jax
 
+    from benchmarks import devices
     from meshtrain import state
     from meshtrain.cluster import runtime
     from meshtrain.config import files as configfile
     from meshtrain.config.build import build
     from meshtrain.config.parse import parse
     from meshtrain.data.source import Batch
+    from meshtrain.parallel import sharding
     from meshtrain.program import assemble
 
     runtime.setup()  # as train() does
-    cfg = parse(configfile.load_config(str(folder / "config.json")), num_devices=1)
+    c = configfile.load_config(str(folder / "config.json"))
+    mesh_devices = jax.devices()[: math.prod(c.mesh.values())]
+    cfg = parse(c, num_devices=len(mesh_devices))
     parts = build(cfg)
-    program = assemble(cfg, parts, devices=jax.devices()[:1])
+    program = assemble(cfg, parts, devices=mesh_devices)
     weights = np.ones((tokens.shape[0], tokens.shape[1] - 1), np.float32)
     batch = Batch(tokens[:, :-1], tokens[:, 1:], weights)
-    batch = jax.device_put(batch, jax.sharding.NamedSharding(program.mesh, jax.P()))
+    spec = sharding.spec_for(("batch",), weights.shape[:1], cfg.rules, program.mesh.shape)
+    batch = jax.device_put(batch, jax.sharding.NamedSharding(program.mesh, spec))
     with program.active():
         carry = program.start(0)
         began = time.perf_counter()
         compiled = program.compile(batch)
     facts = {"compile_seconds": time.perf_counter() - began}
     facts["parameters"] = state.count(program.abstract_state.params)
+    facts["mfu_at_most"] = devices.mfu_at_most(program, compiled, c)
 
     def step():
         nonlocal carry
@@ -175,9 +181,11 @@ def write_initial(folder: Path) -> None:
 
 
 def ceiling() -> dict[str, Any]:
-    """Returns the FLOP/s of a bfloat16 matrix product, and the bytes/s that a copy reads and writes together."""
+    """Returns the FLOP/s of a 16-bit matrix product, and the bytes/s that a copy reads and writes together."""
     import jax
     import jax.numpy as jnp
+
+    from benchmarks import devices
 
     def seconds(compute, *args):
         compute = jax.jit(compute)
@@ -189,14 +197,12 @@ def ceiling() -> dict[str, Any]:
             times.append((time.perf_counter() - began) / 10)
         return statistics.median(times)
 
-    device = jax.devices()[0]
-    side, copied = (64, 1 << 16) if device.platform == "cpu" else (8192, 1 << 30)
+    found = devices.describe()
+    side, copied = (8192, 1 << 30) if found.is_gpu else (64, 1 << 16)
     # Random numbers, because the power that a product draws, and with it the clock rate, depends on the data.
-    a, b = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
+    a, b = jax.random.normal(jax.random.key(0), (2, side, side), found.dtype)
     x = jnp.ones(copied // 4, jnp.float32)
     return {
-        "device": device.device_kind,
-        "platform": device.platform,
         "matmul_flops": 2 * side**3 / seconds(jnp.matmul, a, b),
         "copy_bytes": 2 * copied / seconds(lambda x: x + 1, x),
     }

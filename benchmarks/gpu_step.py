@@ -1,4 +1,4 @@
-"""Step time on one GPU in bfloat16: meshtrain compared with a bare jax step and a compiled torch loop.
+"""Step time on one GPU in 16 bits: meshtrain compared with a bare jax step and a compiled torch loop.
 
   python benchmarks/gpu_step.py --models gpt2-124m [--only NAME ...] [--output=PATH]
   JAX_PLATFORMS=cpu python benchmarks/gpu_step.py --toy
@@ -11,6 +11,11 @@ the causal mask. MFU is relative to the data sheet's peak; the rates of a large 
 measured in the same run, show how much of that peak is attainable. On a GPU the run fails if the compiled step
 does not call fused attention.
 
+The dtype is float16 below compute capability 8.0, for which only meshtrain scales the loss: the others do not run.
+The batch has the rows that fit the memory, and half of them after a step that runs out of it; a model that does not
+fit is left out. The last column is the MFU that the compiled program can reach at most, by the rule of
+`meshtrain audit`, on devices of meshtrain/analysis/hardware.py.
+
 It needs jax, flax, optax, orbax, ml-collections and isal. Torch is included if it is installed; its
 max-autotune mode, which compiles slowly, runs for gpt2-124m only, unless --only names it. Memory is the compiler's
 figure for a jax step, and the peak allocation for torch. llama3-8b, with bfloat16 moments and all layers
@@ -19,17 +24,21 @@ are therefore not compared.
 """
 
 import argparse
+import dataclasses
+import itertools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import contest, record
+from benchmarks import contest, devices, record
 from benchmarks.contestant import CONTESTANTS
+from benchmarks.devices import Devices
 from meshtrain.analysis.hardware import peak_flops
 from meshtrain.configs import default
-from meshtrain.models.transformer_config import TransformerConfig, flops_per_token
+from meshtrain.models.transformer_config import flops_per_token
 
 GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
 SHAPES = {  # layers, width, heads, key/value heads, feed-forward, vocabulary, tokens, rows, other keys
@@ -45,23 +54,39 @@ TOY = {
 DEFAULT_CONTESTANTS = ("meshtrain", "bare jax, unrolled", "torch compiled")
 
 
-def settings(model: str):
-    """Returns the config of a model."""
-    layers, width, heads, kv_heads, hidden, vocab, length, rows, other = (SHAPES | TOY)[model]
+class DoesNotFit(Exception):
+    """Not one row of a model's batch fits the memory."""
+
+
+def settings(model: str, *, rows: int = 0, dtype: str = "bfloat16"):
+    """Returns the config of a model; `rows` 0: as many as its row of the table has."""
+    layers, width, heads, kv_heads, hidden, vocab, length, most, other = (SHAPES | TOY)[model]
     c = default.get_config()
     c.model.update(num_layers=layers, d_model=width, num_heads=heads, num_kv_heads=kv_heads)
     c.model.update(d_ff=hidden, vocab_size=vocab, max_seq_len=length, **other)
     c.data.update(seq_len=length, build="meshtrain.data.synthetic:build")
     c.optim.update(schedule="constant", warmup_steps=0, learning_rate=1e-4)
-    c.train.update(global_batch=rows, dtype="bfloat16", unroll=layers)
+    c.train.update(global_batch=rows or most, dtype=dtype, unroll=layers)
     if model == "llama3-8b":
         c.train.remat, c.optim.moment_dtype = "full", "bfloat16"
     return c
 
 
-def contestants(model: str, only: list[str] | None) -> list[str]:
+def rows_that_fit(model: str, found: Devices, *, programs: int = 1) -> int:
+    """Returns the rows of a batch with which the step fits, with `programs` 2 next to bare jax's; 0 if no row does."""
+    rows, c = (SHAPES | TOY)[model][7], settings(model)
+    while found.memory and rows:
+        size = dict(rows=rows, fused=found.has_fused_attention)
+        needed = (devices.bytes_of_step(c, **size, is_bare=is_bare) for is_bare in (False, True))
+        if sum(itertools.islice(needed, programs)) <= devices.USABLE * found.memory:
+            break
+        rows //= 2
+    return rows
+
+
+def contestants(model: str, only: list[str] | None, dtype: str = "bfloat16") -> list[str]:
     """Returns the contestants for a model; the others are compared with the first."""
-    if model == "llama3-8b":
+    if model == "llama3-8b" or dtype == "float16":
         return ["meshtrain"]
     slow = ["torch compiled, max-autotune"] if model == "gpt2-124m" else []
     only = only or [*DEFAULT_CONTESTANTS, *slow]
@@ -70,42 +95,71 @@ def contestants(model: str, only: list[str] | None) -> list[str]:
 
 def model_flops(model: str) -> dict[str, float]:
     """Returns the FLOPs per token, forward and backward, under each counting rule."""
-    section = settings(model).model.to_dict()
-    c = TransformerConfig(**{key: value for key, value in section.items() if key != "build"})
+    c = devices.transformer_of(settings(model))
     length = (SHAPES | TOY)[model][6]
     palm = flops_per_token(c, length)
     return {"PaLM": palm, "causal": palm - 6.0 * c.num_layers * c.num_heads * c.head_size * length}
 
 
-def add_utilization(model: str, results: contest.Results, ceiling: dict) -> list[dict]:
+def add_utilization(model: str, results: contest.Results, rates: dict, c: Any) -> list[dict]:
     """Returns the table of the contest with tokens per second and utilization."""
-    length, rows = (SHAPES | TOY)[model][6:8]
-    peak, flops = peak_flops(ceiling["device"]), model_flops(model)
+    tokens = c.train.global_batch * c.data.seq_len
+    peak, flops = peak_flops(rates["kind"]), model_flops(model)
     table = []
     for row in contest.table(results):
-        rate = 1e3 * rows * length / row["ms per step"]
+        rate = 1e3 * tokens / row["ms per step"]
         utilization = {
             f"MFU %, {rule}": 100 * rate * count / peak if peak else None
             for rule, count in flops.items()
         }
-        utilization["% of matmul rate"] = 100 * rate * flops["PaLM"] / ceiling["matmul_flops"]
+        utilization["% of matmul rate"] = 100 * rate * flops["PaLM"] / rates["matmul_flops"]
+        most = results.facts[row["implementation"]].get("mfu_at_most")
+        utilization["MFU % at most"] = most and 100 * most
         table.append(row | {"tokens/s": rate} | utilization)
     return table
 
 
-def measure(args: argparse.Namespace, model: str, ceiling: dict) -> list[str]:
+def run_contest(
+    args: argparse.Namespace, model: str, found: Devices
+) -> tuple[contest.Results, Any]:
+    """Returns the results, and the config that they are of: with half the rows after memory ran out.
+
+    Raises DoesNotFit if no row does.
+    """
+    names = contestants(model, args.only, found.dtype)
+    # Two processes share a GPU. On CPU all do, and the toys are small.
+    rows = rows_that_fit(model, found, programs=min(2, len(names)))
+    counts = dict(rounds=args.rounds, steps=args.steps)
+    while rows:
+        c = settings(model, rows=rows, dtype=found.dtype)
+        results = contest.run(c.to_dict(), names, **counts, pairs=found.is_gpu)
+        if not devices.ran_out_of_memory(results.failed.get("meshtrain", "")):
+            return results, c
+        rows //= 2
+    raise DoesNotFit(f"left out, no row fits in {(found.memory or 0) / 1e9:.3g} GB")
+
+
+def measure(args: argparse.Namespace, model: str, found: Devices, rates: dict) -> list[str]:
     """Prints and saves the results of a model; returns a line for each fault."""
-    about, on_gpu = record.about(args, devices=[ceiling["device"]]), ceiling["platform"] != "cpu"
-    names, counts = contestants(model, args.only), dict(rounds=args.rounds, steps=args.steps)
-    results = contest.run(settings(model).to_dict(), names, **counts, pairs=on_gpu)
-    rows = add_utilization(model, results, ceiling)
+    fields = record.about(args, devices=[found.kind]) | {"rows": [], "ceiling": rates}
+    try:
+        results, c = run_contest(args, model, found)
+    except DoesNotFit as error:
+        print(f"\n{model}: {error}")
+        record.save(args.output, fields | {"left_out": str(error)}, model=model)
+        return []
+    rows = add_utilization(model, results, rates, c)
     if rows:
-        print(f"\n{model}: {results.facts['meshtrain']['parameters']:,} parameters")
+        count = results.facts["meshtrain"]["parameters"]
+        size = f"{c.train.global_batch} x {c.data.seq_len} tokens in {c.train.dtype}"
+        print(f"\n{model}: {count:,} parameters, {size}")
         record.show(rows)
-    fields = about | {"rows": rows, "ceiling": ceiling, "rules": model_flops(model)}
-    record.save(args.output, fields | {"raw": results._asdict()}, model=model)
+    fields |= {"rows": rows, "rules": model_flops(model), "raw": results._asdict()}
+    fields |= {"batch": c.train.global_batch, "dtype": c.train.dtype}
+    record.save(args.output, fields, model=model)
     faults = contest.faults(results, rtol=2e-2)
-    if rows and on_gpu and not args.toy and not results.facts["meshtrain"]["fused_attention"]:
+    is_plain = rows and not results.facts["meshtrain"]["fused_attention"]
+    if is_plain and found.has_fused_attention and not args.toy:
         faults.append("the compiled step does not call fused attention")
     return [f"{model}: {fault}" for fault in faults]
 
@@ -125,15 +179,12 @@ def main():
         parser.error("--only must name meshtrain, with which the others are compared")
     if args.output and not args.output.is_dir() and len(models) > 1:
         parser.error(f"--output={args.output} is one file for several models; name a folder")
-    # Two processes share the GPU: each allocates only what it needs, up to nearly all of the memory.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    # The first variable is the old name of the second.
-    fraction = os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
-    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", fraction)
-    ceiling = contest.ceiling()
-    print(f"{ceiling['device']}: matrix product {ceiling['matmul_flops'] / 1e12:.4g} TFLOP/s, "
-          f"copy {ceiling['copy_bytes'] / 1e12:.4g} TB/s")  # fmt: skip
-    faults = [fault for model in models for fault in measure(args, model, ceiling)]
+    os.environ |= devices.environment()  # two processes share the GPU
+    found, rates = devices.find(), contest.ceiling()
+    print(f"{found.kind}: matrix product {rates['matmul_flops'] / 1e12:.4g} TFLOP/s, "
+          f"copy {rates['copy_bytes'] / 1e12:.4g} TB/s")  # fmt: skip
+    about = dataclasses.asdict(found) | rates
+    faults = [fault for model in models for fault in measure(args, model, found, about)]
     sys.exit("\n".join(faults) or None)
 
 

@@ -11,12 +11,26 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from benchmarks import collectives, contest, faults, gpu_step, memory, record, roofline
+from benchmarks import (
+    bandwidth,
+    collectives,
+    contest,
+    devices,
+    faults,
+    gpu_check,
+    gpu_step,
+    memory,
+    record,
+    roofline,
+    scaling,
+)
 from meshtrain import state
+from meshtrain.analysis import target
 from meshtrain.analysis.audit import minimum
 from meshtrain.config.build import build
 from meshtrain.config.files import load_config
 from meshtrain.config.parse import parse
+from meshtrain.errors import ConfigError
 
 FOLDER = Path(record.__file__).parent
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "record.parser(" in path.read_text())
@@ -269,6 +283,170 @@ def test_contestants_at_toy_size_have_the_same_losses(tmp_path):
         assert len({facts["parameters"] for facts in saved["raw"]["facts"].values()}) == 1
         assert saved["raw"]["facts"]["meshtrain"]["bytes"] > 0
         assert 0 < saved["rules"]["causal"] < saved["rules"]["PaLM"]
+
+
+# ---- on GPUs ----
+
+
+def gpus(capability="9.0", gigabytes=70.0, count=1):
+    return devices.Devices("gpu", "NVIDIA H100 80GB HBM3", count, capability, gigabytes * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "fused"),
+    [("7.0", "float16", False), ("8.0", "bfloat16", True), ("10.0", "bfloat16", True)]
+    + [("gfx942", "bfloat16", False), ("", "bfloat16", False)],
+)
+def test_the_dtype_is_one_that_the_gpu_multiplies(capability, dtype, fused):
+    found = gpus(capability)
+    assert (found.dtype, found.has_fused_attention) == (dtype, fused)
+    names = gpu_step.contestants("gpt2-350m", None, dtype)
+    assert ("bare jax, unrolled" in names) == (dtype == "bfloat16")
+
+
+def test_the_batch_has_the_rows_that_fit_the_memory():
+    def rows(model, gigabytes, capability="9.0", programs=2):
+        return gpu_step.rows_that_fit(model, gpus(capability, gigabytes), programs=programs)
+
+    most = {model: shape[7] for model, shape in gpu_step.SHAPES.items()}
+    assert rows("gpt2-124m", 180) == most["gpt2-124m"]
+    found = [rows("gpt2-124m", gigabytes) for gigabytes in (8, 12, 20, 70)]
+    assert found == sorted({*found}) and found[0] >= 1
+    assert rows("gpt2-124m", 10) < rows("gpt2-124m", 10, programs=1)
+    assert rows("gpt2-124m", 14, "7.0") < rows("gpt2-124m", 14)  # the scores need memory
+    assert rows("llama3-8b", 70, programs=1) == 0 and rows("llama3-8b", 130, programs=1) == 1
+    unknown = devices.Devices("cpu", "cpu", 1, "", None)
+    assert gpu_step.rows_that_fit("gpt2-350m", unknown) == most["gpt2-350m"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("where", ["rtx4090:1", "v100:1"])
+def test_a_compiled_step_needs_at_most_the_estimated_memory(where, tmp_path):
+    """The step that gpu_step.py would run on these GPUs; without the compiler for GPUs the test is skipped."""
+    try:
+        device, _ = target.parse(where)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    found = gpus(device.chip.capability, 0.93 * device.memory / 1e9)
+    rows = gpu_step.rows_that_fit("gpt2-124m", found, programs=2)
+    config = gpu_step.settings("gpt2-124m", rows=rows, dtype=found.dtype)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    flags = [f"--config={tmp_path}/config.json", f"--target={where}", f"--output={tmp_path}/found"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), *sys.path])}
+    command = [sys.executable, "-m", "meshtrain", "audit", *flags, f"--keep_hlo={tmp_path}/hlo"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    peak = json.loads((tmp_path / "found").read_text())["memory"]["peak"]
+    expected = devices.bytes_of_step(config, rows=rows, fused=found.has_fused_attention)
+    assert 0.7 * expected < peak < expected < found.memory
+    assert ("__cudnn$fmha" in (tmp_path / "hlo").read_text()) == found.has_fused_attention
+
+
+def test_a_step_that_runs_out_of_memory_is_tried_with_half_the_rows(monkeypatch):
+    tried = []
+
+    def run(config, names, **options):
+        tried.append(config["train"]["global_batch"])
+        failed = {"meshtrain": "RESOURCE_EXHAUSTED: 3 GB"} if tried[-1] > limit else {}
+        return contest.Results({}, [], failed)
+
+    monkeypatch.setattr(contest, "run", run)
+    args, limit = SimpleNamespace(only=None, rounds=1, steps=1), 16
+    _, config = gpu_step.run_contest(args, "gpt2-124m", gpus(gigabytes=180))
+    assert tried == [64, 32, 16] and config.train.global_batch == 16
+    limit = 0
+    with pytest.raises(gpu_step.DoesNotFit, match="no row fits in 180 GB"):
+        gpu_step.run_contest(args, "gpt2-124m", gpus(gigabytes=180))
+    assert tried[-1] == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 7, 8])
+def test_the_layouts_fit_every_number_of_gpus(count):
+    layouts = ("data", "fsdp", "1f1b", "1f1b-inputs", "interleaved")
+    size = dict(rows=4, dtype="bfloat16")
+    cases = list(scaling.cases_on(count, "gpt2-350m", layouts, **size))
+    assert [case[:2] for case in cases].count(("data", 1)) == 1
+    for layout, num, config in cases:
+        cfg = parse(config, num_devices=num)  # raises ConfigError for what cannot be split
+        assert cfg.train.global_batch == 4 * num
+        is_pipeline = layout not in ("data", "fsdp") and num > 1
+        assert cfg.mesh.pipeline == (num if is_pipeline else 1)
+    assert {num for _, num, _ in cases} == {1, 2, 4, 8, count} - {n for n in (2, 4, 8) if n > count}
+    pipelines = {num for layout, num, _ in cases if layout == "1f1b"}
+    several = scaling.counts_up_to(count)[1:]
+    assert pipelines == {num for num in several if 24 % num == 0}
+    sharded = {num for layout, num, _ in cases if layout == "fsdp"}
+    assert sharded == {num for num in several if 1024 % num == 0}
+
+
+def part(code, minutes=1.0, output="", read=None):
+    return gpu_check.Part("part", minutes, ["-c", code], output, read)
+
+
+@pytest.mark.multiprocess
+def test_a_failed_part_is_a_row_and_a_part_has_a_time_limit(tmp_path):
+    def row(name, *arguments):
+        (row,), saved = gpu_check.run_part(part(*arguments), tmp_path / name)
+        assert list(row) == [*gpu_check.COLUMNS]
+        return row["result"], row["note"], saved
+
+    assert row("a", "print(1)")[0] == "passed"
+    result, note, saved = row("b", "import sys; print('why'); sys.exit(3)")
+    assert (result, note, saved["log"]) == ("FAILED", "exit code 3: why", "why\n")
+    # The limit also ends the children of the part.
+    sleep = "import subprocess; subprocess.run(['sleep', '99'])"
+    result, note, saved = row("c", sleep, 0.02)
+    assert (result, note) == ("FAILED", "not done after 0.02 minutes") and saved["seconds"] < 60
+    tests = "import sys; open(sys.argv[1].partition('=')[2], 'w').write({!r})"
+    counts = '<s><testsuite tests="{}" failures="0" errors="0" skipped="2"/></s>'
+    for number, expected in (
+        (2, ("FAILED", "no test passed")),
+        (5, ("passed", "3 passed, 2 skipped")),
+    ):
+        code = tests.format(counts.format(number))
+        found = row(f"d{number}", code, 1.0, "junit.xml", gpu_check.rows_of_tests)
+        assert found[:2] == expected
+
+
+@pytest.mark.multiprocess
+def test_the_exit_code_says_if_a_part_failed_and_the_table_is_saved(tmp_path, monkeypatch, capsys):
+    codes = iter(["", "raise SystemExit('no')"])
+    monkeypatch.setattr(gpu_check, "parts_of", lambda *_, **__: [part(code) for code in codes])
+    monkeypatch.setattr(devices, "find", lambda: gpus(count=2))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", f"--output={tmp_path}"])
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert gpu_check.main() == 1
+    (text,) = tmp_path.glob("*.txt")
+    assert (
+        text.name.startswith("gpu-check_nvidia-h100-80gb-hbm3-x2_")
+        and text.read_text() in capsys.readouterr().out
+    )
+    saved = json.loads(text.with_suffix(".json").read_text())
+    assert [row["result"] for row in saved["rows"]] == ["passed", "FAILED"]
+    codes = iter([""])
+    assert gpu_check.main() == 0
+    monkeypatch.setattr(devices, "find", lambda: devices.Devices("cpu", "cpu", 1, "", None))
+    assert gpu_check.main() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_measurements_on_gpus_at_toy_size(tmp_path):
+    running = [
+        run("scaling", "--toy", "--rounds=1", "--steps=1", f"--output={tmp_path}"),
+        run("bandwidth", "--toy", f"--output={tmp_path}"),
+    ]
+    for process in running:
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+    found = json.loads(next(tmp_path.glob("scaling-gpt2-toy_*.json")).read_text())
+    cases = [(row["layout"], row["devices"]) for row in found["figures"]]
+    assert cases == [("data", 1), ("data", 2), ("fsdp", 2), ("1f1b", 2)]
+    assert [round(row["ideal %"]) for row in found["figures"]] == [100, 100, 100, 89]
+    assert all(math.isfinite(loss) for case in found["cases"] for loss in case["losses"])
+    found = json.loads(next(tmp_path.glob("bandwidth-2-devices_*.json")).read_text())
+    assert {row["collective"] for row in found["table"]} == {*bandwidth.COLLECTIVES}
 
 
 def test_a_soak_injects_nothing_after_its_end_and_records_its_steps(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Files in launch/ are well-formed; the Kubernetes manifests train, with processes in place of pods."""
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -146,6 +147,32 @@ def unknown_keys(document, parsed, path=""):
         elif isinstance(value, dict | list):
             found += unknown_keys(value, parsed[key], f"{path}/{key}")
     return found
+
+
+# ---- gpu_check.sh ----
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_check_of_gpus_runs_at_toy_size(tmp_path):
+    """On two simulated devices. launch/setup.sh, which would install packages, is replaced."""
+    for path in ROOT.iterdir():
+        if path.name not in ("launch", "runs"):
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "launch").mkdir()
+    script = shutil.copy(ROOT / "launch" / "gpu_check.sh", tmp_path / "launch")
+    (tmp_path / "launch" / "setup.sh").write_text(f'test "$1" = dev\necho {sys.executable}\n')
+    output = tmp_path / "saved"
+    output.mkdir()
+    command = ["bash", script, "--toy", f"--output={output}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (file,) = output.glob("gpu-check_*.json")
+    rows = json.loads(file.read_text())["rows"]
+    checks = {row["check"].partition(" ")[0] for row in rows}
+    assert checks == {"info", "tests", "verify", "gpu_step", "scaling", "bandwidth"}
+    assert {row["result"] for row in rows} == {"passed"}
+    assert file.with_suffix(".txt").read_text() in done.stdout
 
 
 # ---- contents of the manifests ----

@@ -72,3 +72,15 @@ def test_an_option_that_xla_does_not_know_is_reported_with_a_remedy(monkeypatch)
 def test_other_compiler_errors_are_not_reported_as_unknown_options():
     with pytest.raises(jax.errors.JaxRuntimeError):
         xla.compile_with(jax.jit(lambda x: x).lower(1.0), {"xla_gpu_graph_min_graph_size": "few"})
+
+
+def test_a_step_that_xla_cannot_double_buffer_is_compiled_without(capsys):
+    def compile(compiler_options):
+        if compiler_options[xla.DOUBLE_BUFFERING]:
+            raise RuntimeError("fusion.1 is not scheduled after its control predecessor fusion.1")
+        return compiler_options
+
+    options = xla.options("overlap", fake_mesh("gpu", 8))
+    found = xla.compile_with(SimpleNamespace(compile=compile), options)
+    assert found == {**options, xla.DOUBLE_BUFFERING: False}
+    assert capsys.readouterr().err.count("\n") == 1
