@@ -123,6 +123,41 @@ class Module:
                     users[name, operand].append(instruction)
         return users
 
+    def num_trips(self, computation: str, loop: Instruction) -> int | None:
+        """Returns the number of iterations of a `while`; None if it depends on data, or is not found.
+
+        XLA does not write it down for all loops. `lax.scan` counts by one, from a constant up to a constant.
+        """
+        if loop.num_trips is not None or "known_init_step" in loop.attributes:
+            return loop.num_trips
+        condition = re.search(r"\bcondition=%?([\w.\-]+)", loop.attributes)[1]
+        inner, state = (
+            self.computations[condition],
+            self.computations[computation][loop.operands[0]],
+        )
+        counters = [one for one in inner.values() if one.opcode == "get-tuple-element"]
+        compare = self._root(condition)
+        if compare.opcode == "fusion":
+            condition = compare.called[0]
+            compare = self._root(condition)
+        is_count = compare.opcode == "compare" and "direction=LT" in compare.attributes
+        if not is_count or len(counters) != 1 or state.opcode != "tuple":
+            return None
+        start = self._constant(computation, state.operands[counters[0].int_attribute("index")])
+        limit = self._constant(condition, compare.operands[1])
+        return None if start is None or limit is None else max(limit - start, 0)
+
+    def _root(self, computation: str) -> Instruction:
+        return next(one for one in self.computations[computation].values() if one.is_root)
+
+    def _constant(self, computation: str, name: str) -> int | None:
+        """Returns the integer that a value is a copy of; None if it is not a constant."""
+        one = self.computations[computation].get(name)
+        while one and one.opcode in ("copy", "bitcast"):
+            one = self.computations[computation].get(one.operands[0])
+        is_integer = one and one.opcode == "constant" and re.fullmatch(r"-?\d+", one.operand_text)
+        return int(one.operand_text) if is_integer else None
+
     def runs(self, computation: str) -> tuple[float, bool]:
         """Returns how often a computation runs per step, and whether that count is exact.
 
@@ -138,7 +173,7 @@ class Module:
         for caller, instruction in self.callers[computation]:
             count, is_count_exact = self.runs(caller)
             if instruction.opcode == "while":
-                trips = instruction.num_trips
+                trips = self.num_trips(caller, instruction)
                 is_count_exact = is_count_exact and trips is not None
                 count *= 1 if trips is None else trips
             total += count * instruction.fraction_taken

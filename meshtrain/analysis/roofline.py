@@ -188,7 +188,7 @@ class WorkBetween:
     def __init__(self, module: Module, computation: str, seconds_of: Mapping[str, float]):
         body = module.computations[computation]
         self.position = {name: index for index, name in enumerate(body)}
-        self.left = [_span(module, one, seconds_of) for one in body.values()]
+        self.left = [_span(module, computation, one, seconds_of) for one in body.values()]
 
     def take(self, start: int, end: int, seconds: float) -> float:
         """Uses up to `seconds` of the work between two positions; returns how much there was."""
@@ -200,12 +200,15 @@ class WorkBetween:
         return taken
 
 
-def _span(module: Module, one: Instruction, seconds_of: Mapping[str, float]) -> float:
+def _span(
+    module: Module, computation: str, one: Instruction, seconds_of: Mapping[str, float]
+) -> float:
     """Returns the seconds of an instruction, with those of the loop or the branches that it runs."""
     if one.opcode not in traffic.FREE:
         return seconds_of.get(one.name, 0.0)
-    return (one.num_trips or 1) * sum(
-        _span(module, inner, seconds_of)
+    trips = module.num_trips(computation, one) if one.opcode == "while" else 1
+    return (trips or 1) * sum(
+        _span(module, name, inner, seconds_of)
         for name in one.called
         for inner in module.computations[name].values()
     )

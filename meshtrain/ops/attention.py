@@ -125,7 +125,7 @@ def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float, p
         return f"it runs on NVIDIA GPUs only, and this is {capability or platform}"
     version = float(capability or HOPPER)
     if version < AMPERE:
-        return f"it needs compute capability {AMPERE}, and this GPU has {capability}"
+        return f"it needs compute capability {AMPERE} or later, and this GPU has {capability}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, and train.dtype is {jnp.dtype(dtype)}"
     if softcap:

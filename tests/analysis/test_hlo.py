@@ -174,6 +174,35 @@ def test_counts_of_nested_loops_are_multiplied(trips, count, known):
 
 
 @pytest.mark.parametrize(
+    ("start", "compare", "count", "known"),
+    [
+        ("constant(1)", "compare(%n, %limit), direction=LT", 6, True),
+        ("constant(1)", "compare(%n, %limit), direction=GT", 1, False),
+        ("constant(1)", "compare(%limit, %n), direction=LT", 1, False),
+        ("parameter(2)", "compare(%n, %limit), direction=LT", 1, False),
+    ],
+)
+def test_a_loop_that_counts_between_constants_has_a_known_length(start, compare, count, known):
+    condition = f"""
+%count (u: (f32[8,4], s32[])) -> pred[] {{
+  %u = (f32[8,4]{{1,0}}, s32[]) parameter(0)
+  %n = s32[] get-tuple-element(%u), index=1
+  %limit = s32[] constant(7)
+  ROOT %less = pred[] {compare}
+}}
+"""
+    (c,) = collectives_in(
+        f"""
+  %one = s32[] {start}
+  %copied = s32[] copy(%one)
+  %state = (f32[8,4]{{1,0}}, s32[]) tuple(%p, %copied)
+  %w = (f32[8,4]{{1,0}}, s32[]) while(%state), condition=%count, body=%inner""",
+        ADD + LOOPS + condition,
+    )
+    assert (c.count, c.count_known) == (count, known)
+
+
+@pytest.mark.parametrize(
     ("name", "count"), [("jit(f)/cond", 1), ("jit(f)/3_of_4_ticks/cond", 3 / 4)]
 )
 def test_a_branch_counts_as_often_as_its_name_says(name, count):
