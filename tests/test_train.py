@@ -357,7 +357,7 @@ def test_the_loop_never_waits_for_the_newest_step_nor_copies_to_devices_implicit
             outputs_of_steps.append(train_step(state, batch))
             return outputs_of_steps[-1]
 
-        step.memory_analysis = train_step.memory_analysis
+        step.memory_analysis, step.as_text = train_step.memory_analysis, train_step.as_text
         return step
 
     def logged(wait):

@@ -33,7 +33,7 @@ def get_config():
     config.model.bias = True
     config.model.tie_embeddings = True
     config.data.path = "data/gpt2"
-    config.data.packing = "best_fit"
+    config.data.packing = "windows"  # as GPT-2 was trained: rows may begin within a document
     config.data.seq_len = 1024
     config.optim.learning_rate = 6e-4
     config.optim.warmup_steps = 200

@@ -72,7 +72,7 @@ def test_a_diverged_replica_ends_the_run_and_is_not_saved(tiny, tmp_path, monkey
                 state = state._replace(params=tree.unflatten(leaves))
             return state, report
 
-        run.memory_analysis = step.memory_analysis
+        run.memory_analysis, run.as_text = step.memory_analysis, step.as_text
         return run
 
     monkeypatch.setattr(program.Program, "compile", compile_with_fault)

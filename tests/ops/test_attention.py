@@ -260,7 +260,6 @@ def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **ch
             "128, and packed rows need 8 more",
         ),
         ({"head_dim": 256, "packed": True}, "the head dim is 256, and packed rows need 8 more"),
-        ({"capability": "7.0"}, "it needs compute capability 8.0, and this GPU has 7.0"),
     ],
 )
 def test_without_cudnn_support_cudnn_is_rejected_and_auto_falls_back(changes, reason, monkeypatch):
