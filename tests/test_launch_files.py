@@ -154,8 +154,8 @@ def unknown_keys(document, parsed, path=""):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_check_of_gpus_runs_at_toy_size(tmp_path):
-    """On two simulated devices. launch/setup.sh, which would install packages, is replaced."""
+def test_the_check_of_gpus_saves_its_table(tmp_path):
+    """Two parts at toy size; other tests run the others. launch/setup.sh, which would install packages, is replaced."""
     for path in ROOT.iterdir():
         if path.name not in ("launch", "runs"):
             (tmp_path / path.name).symlink_to(path)
@@ -164,13 +164,13 @@ def test_the_check_of_gpus_runs_at_toy_size(tmp_path):
     (tmp_path / "launch" / "setup.sh").write_text(f'test "$1" = dev\necho {sys.executable}\n')
     output = tmp_path / "saved"
     output.mkdir()
-    command = ["bash", script, "--toy", f"--output={output}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    command = ["bash", script, "--toy", f"--output={output}", "--parts", "info", "bandwidth"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (file,) = output.glob("gpu-check_*.json")
     rows = json.loads(file.read_text())["rows"]
     checks = {row["check"].partition(" ")[0] for row in rows}
-    assert checks == {"info", "tests", "verify", "gpu_step", "scaling", "bandwidth"}
+    assert checks == {"info", "bandwidth"}
     assert {row["result"] for row in rows} == {"passed"}
     assert file.with_suffix(".txt").read_text() in done.stdout
 
