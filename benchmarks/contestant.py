@@ -61,7 +61,8 @@ def prepare_meshtrain(folder: Path, tokens: np.ndarray):
 
     runtime.setup()  # as train() does
     c = configfile.load_config(str(folder / "config.json"))
-    mesh_devices = jax.devices()[: math.prod(c.mesh.values())]
+    # Without a mesh in the settings (data=-1), the step runs on one device, as those of the others.
+    mesh_devices = jax.devices()[: max(1, math.prod(c.mesh.values()))]
     cfg = parse(c, num_devices=len(mesh_devices))
     parts = build(cfg)
     program = assemble(cfg, parts, devices=mesh_devices)
