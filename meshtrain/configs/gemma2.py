@@ -7,7 +7,8 @@
 
 Without `init_from` it trains from random parameters, with the learning rate below.
 Sized by `meshtrain audit --config=gemma2 --target=h100:2`: the compiled step needs 41.9 of 80 GB on each GPU,
-and its MFU is at most 51.9 % by the audit's rule (a ceiling, not a measurement). On CPU, without fused attention, it needs more.
+and its MFU is at most 51.9 % by the audit's rule (a ceiling, not a measurement).
+On CPU, which has no fused attention, the step needs more memory.
 The tests check its parameter count, and compare a tiny model of the family with transformers; it was not trained at
 this size.
 """
