@@ -1,5 +1,6 @@
 """The memory that a compiled step needs on each device, compared with what the device has."""
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -55,9 +56,12 @@ def memory_of(
     gradients = jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding), state.params, program.grad_shardings
     )
-    module = module or hlo.parse(compiled.as_text() or "")
     free = peak - arguments
-    kept = min(activations.kept_bytes(module, state.params), free)
+    # The HLO of another version of XLA may have another form. No run ends for that; temporaries include them then.
+    kept = 0
+    with contextlib.suppress(LookupError, StopIteration, TypeError, ValueError):
+        module = module or hlo.parse(compiled.as_text() or "")
+        kept = min(activations.kept_bytes(module, state.params), free)
     gradient_bytes = min(states.bytes_per_device(gradients), free - kept)
     parameters, optimizer_state = map(states.bytes_per_device, (state.params, state.opt_state))
     return Memory(
@@ -79,10 +83,14 @@ def describe(memory: Memory) -> str:
         f": {gigabytes(memory.peak - memory.capacity)} GB too much" if memory.fits is False else ""
     )
     capacity = f" of {gigabytes(memory.capacity)}" if memory.capacity else ""
+    kept = (
+        f"activations {gigabytes(memory.activations)}, "
+        if memory.activations
+        else "activations and "
+    )
     return (
-        f"the step needs {gigabytes(memory.peak)}{capacity} GB on each device{over}: "
-        f"state {gigabytes(state)}, gradients {gigabytes(memory.gradients)}, "
-        f"activations {gigabytes(memory.activations)}, temporaries {gigabytes(memory.temporaries)}"
+        f"the step needs {gigabytes(memory.peak)}{capacity} GB on each device{over}: state {gigabytes(state)}, "
+        f"gradients {gigabytes(memory.gradients)}, {kept}temporaries {gigabytes(memory.temporaries)}"
     )
 
 

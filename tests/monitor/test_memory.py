@@ -78,6 +78,16 @@ def test_a_step_that_does_not_fit_says_by_how_much():
     )
 
 
+def test_a_program_of_another_form_has_activations_among_its_temporaries(program):
+    step = compiled(argument=3 * PARAMETERS, temp=TEMPORARIES, text=STEP.replace("%", "%other."))
+    backward = 'metadata={op_name="jit(step)/transpose(jvp())/add"}'
+    text = f"ENTRY %main () -> f32[3] {{\n  ROOT %a = f32[3] add(%missing), {backward}\n}}"
+    step = compiled(argument=3 * PARAMETERS, temp=TEMPORARIES, text=text)
+    found = memory.memory_of(program, step)
+    assert (found.activations, found.temporaries) == (0, TEMPORARIES - 4_000_000)
+    assert "gradients 0.004, activations and temporaries " in memory.describe(found)
+
+
 def test_a_compiler_that_reports_nothing_has_no_memory(program):
     step = SimpleNamespace(memory_analysis=lambda: None)
     assert memory.memory_of(program, step) is None
