@@ -62,7 +62,12 @@ def why_no_gpu():
     return ""
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ]
+)
 def platform(request):
     if request.param == "gpu" and (reason := why_no_gpu()):
         pytest.skip(reason)
