@@ -120,7 +120,7 @@ def rows_of_bandwidth(text: str) -> Iterator[dict]:
 
 
 def run_part(part: Part, folder: Path) -> tuple[list[dict], dict[str, Any]]:
-    """Runs a part; returns its rows of the table, and what to save of it."""
+    """Runs one check; returns its rows of the table, and its entry in the saved record."""
     folder.mkdir()
     file, log = folder / part.output, folder / "log.txt"
     flag = "--junitxml" if part.output.endswith(".xml") else "--output"

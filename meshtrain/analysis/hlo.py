@@ -47,6 +47,10 @@ class Instruction:
         )
         return re.findall(r"[\w.\-]+", " ".join(found))
 
+    def computation(self, key: str) -> str:
+        """Returns the name of a computation of a `while`: its "body" or its "condition"."""
+        return re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)[1]
+
     @cached_property
     def num_trips(self) -> int | None:
         """Number of iterations of a `while`; None if the compiler does not know it."""
@@ -130,7 +134,7 @@ class Module:
         """
         if loop.num_trips is not None or "known_init_step" in loop.attributes:
             return loop.num_trips
-        condition = re.search(r"\bcondition=%?([\w.\-]+)", loop.attributes)[1]
+        condition = loop.computation("condition")
         inner, state = (
             self.computations[condition],
             self.computations[computation][loop.operands[0]],

@@ -5,7 +5,6 @@ compute and the second read is kept: single arrays where layers are unrolled, ar
 loop writes and another reads. A pipeline's loop over ticks carries buffers of its own, named `kept`.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -43,7 +42,7 @@ def _kept_in(module: Module, computation: str) -> list[Array]:
     kept, loops = {}, [[]]
     for one in body.values():
         if one.opcode == "while" and not one.phase:  # over micro-batches, or a pipeline's ticks
-            loop = _loop_body(one)
+            loop = one.computation("body")
             loops.append(_kept_in(module, loop) + _slots(module, loop))
         for operand in _operands(body, one) if one.phase == "backward" else ():
             source, index = _source(module, body, operand)
@@ -92,12 +91,8 @@ def _is_invariant(module: Module, one: Instruction, index: int | None) -> bool:
     """Whether a loop returns the value that it was given."""
     if one.opcode != "while" or index is None:
         return False
-    body = module.computations[_loop_body(one)]
+    body = module.computations[one.computation("body")]
     root = next(each for each in body.values() if each.is_root)
     value = body[root.operands[index]]
     is_own = value.opcode == "get-tuple-element" and value.int_attribute("index") == index
     return is_own and body[value.operands[0]].opcode == "parameter"
-
-
-def _loop_body(one: Instruction) -> str:
-    return re.search(r"\bbody=%?([\w.\-]+)", one.attributes)[1]

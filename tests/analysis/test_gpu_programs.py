@@ -6,6 +6,7 @@ No GPU is needed, only the wheels of the extra aot-gpu.
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -103,12 +104,13 @@ def test_no_array_has_a_score_for_each_pair_of_tokens(case):
 @pytest.mark.parametrize("case", [GPT2_8, LLAMA_64], ids=str)
 def test_collectives_are_asynchronous_and_needed(case):
     found = compiled(*case)
-    waiting = [
-        one.name
-        for _, one, _ in kernels(found.module)
-        if one.opcode in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
-    ]
-    assert waiting == [] and found.figures["warnings"] == []
+    sizes = {"true": 0.0, "false": 0.0}  # by whether the GPU waits for the collective
+    for _, one, runs in kernels(found.module):
+        if one.opcode in ("all-gather-start", "all-reduce-start", "reduce-scatter-start"):
+            waits = re.search(r'"is_sync":\s*(true|false)', one.attributes)[1]
+            sizes[waits] += runs * max(array.size * array.itemsize for array in one.results)
+    # Where layers are recomputed in a loop, an iteration begins with the gathers of its first weights.
+    assert sizes["true"] < 0.05 * sizes["false"] and found.figures["warnings"] == []
     unexplained = [row for row in found.figures["extra_bytes"] if not row[2]]
     assert unexplained == []
 

@@ -5,11 +5,13 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from meshtrain.config.build import build_model
 from meshtrain.config.files import load_config
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
+from meshtrain.grads import make_loss
 
 ROWS, LENGTH = 2, 128
 
@@ -45,3 +47,24 @@ def test_a_block_keeps_only_the_inputs_and_results_of_its_products(
     kept = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays) / (ROWS * LENGTH)
     assert kept == num_bytes * d_model + 4 * heads
     assert [one.shape for one in arrays if one.dtype == jnp.float32] == [(ROWS, heads, LENGTH)]
+
+
+def num_checkpoints(jaxpr, depth=0):
+    """Returns how many calls of jax.checkpoint are inside each other, at most."""
+    inside = depth + 1
+    depths = [depth]
+    for equation in jaxpr.eqns:
+        deeper = inside if equation.primitive.name in ("checkpoint", "remat2", "remat") else depth
+        depths += [num_checkpoints(one, deeper) for one in jaxprs_in_params(equation.params)]
+    return max(depths)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots", "names:attention"])
+def test_no_recomputation_is_inside_another(remat):
+    c = load_config("llama3", [f"--config.data.seq_len={LENGTH}"])
+    model = build_model(parse(c, num_devices=1))
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    tokens = jnp.zeros((ROWS, LENGTH), jnp.int32)
+    loss = make_loss(model, remat=remat)
+    jaxpr = jax.make_jaxpr(loss)(params, Batch(tokens, tokens, None), None).jaxpr
+    assert num_checkpoints(jaxpr) == 1
