@@ -16,8 +16,8 @@ from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
-from meshtrain.parallel import sharding, xla
-from meshtrain.parallel.mesh import make_mesh
+from meshtrain.parallel import context, sharding, xla
+from meshtrain.parallel.mesh import crosses_networks, make_mesh
 from meshtrain.parallel.pipeline import executor
 from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
 from meshtrain.state import TrainState
@@ -40,6 +40,7 @@ class Program:
     train_step: Callable[[TrainState, Any], tuple[TrainState, Scalars]]
     eval_step: Callable[[Params, Any], Metrics]
     compiler_options: dict[str, bool | int | str]
+    context_method: str = "gather"  # see `context.choose`
 
     @staticmethod
     def plan(
@@ -62,7 +63,8 @@ class Program:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Sets the mesh and the rules. Trace, compile and run the functions inside this context."""
-        with jax.set_mesh(self.mesh), sharding.use_rules(self.rules):
+        method = context.active_method(self.context_method)
+        with jax.set_mesh(self.mesh), sharding.use_rules(self.rules), method:
             yield
 
     def start(self, seed: int) -> TrainState:
@@ -96,6 +98,7 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
     if model.block is None and c.num_microbatches == 1:
         partial_over = ()  # a user's loss may mix rows, for example a contrastive loss
     check_saved_names(c.remat, model.saved_names)
+    _check_context(cfg.mesh.context, model)
     run = {"remat": c.remat, "unroll": c.unroll}
     sync = {"grad_shardings": grad_shardings, "partial_over": partial_over}
     if cfg.mesh.pipeline > 1:
@@ -124,7 +127,23 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         train_step=train_step,
         eval_step=eval_step,
         compiler_options=xla.options(c.xla_preset, mesh),
+        context_method=_context_method(cfg, mesh),
     )
+
+
+def _check_context(size: int, model: Model) -> None:
+    if size > 1 and not model.shards_sequences:
+        raise ConfigError(
+            f"mesh.context={size}: the model does not say that its sequences may be sharded (Model.shards_sequences, "
+            f"see meshtrain/models/base.py); put the devices on data or fsdp"
+        )
+
+
+def _context_method(cfg: Config, mesh: jax.sharding.Mesh) -> str:
+    if cfg.context.method != "auto":
+        return cfg.context.method
+    # Keys of another host arrive while a ring computes; within a host gathering them is faster.
+    return "auto:ring" if crosses_networks(mesh, "context") else "auto:gather"
 
 
 def check_saved_names(remat: str, known: tuple[str, ...]) -> None:

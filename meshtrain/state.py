@@ -74,14 +74,15 @@ def plan(
 ) -> tuple[TrainState, Any]:
     """Returns the abstract state of `init`, each array with its sharding, and the gradients' shardings.
 
-    The ZeRO stage (arXiv 1910.02054) selects what is sharded over `fsdp`: nothing at stage 0, optimizer
+    The ZeRO stage (arXiv 1910.02054) selects what is sharded over ZERO_AXES: nothing at stage 0, optimizer
     state from stage 1, gradients from stage 2, parameters at stage 3.
     """
     shapes = jax.eval_shape(init, jax.random.key(0))
     _check_axes(axes, shapes.params, mesh)
 
     def shardings_from(first_stage: int):
-        active = rules if zero_stage >= first_stage else sharding.rules_without(rules, "fsdp")
+        below = sharding.rules_without(rules, *sharding.ZERO_AXES)
+        active = rules if zero_stage >= first_stage else below
         return sharding.shardings(axes, shapes.params, active, mesh)
 
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -128,7 +129,7 @@ def _check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:
             )
     if faults:
         raise ConfigError(*faults[:3])
-    used = [axis for axis in ("fsdp", "tensor") if mesh.shape[axis] > 1]
+    used = [axis for axis in (*sharding.ZERO_AXES, "tensor") if mesh.shape[axis] > 1]
     if used and not any(name for names in given.values() for name in names):
         raise ConfigError(
             f"mesh.{used[0]}={mesh.shape[used[0]]}: no parameter of the model names its dims, so nothing can be "

@@ -2,9 +2,11 @@
 
   meshtrain audit --config=configs/quickstart.py --simulate_devices=8 --config.mesh.data=8
 
-Nothing is trained, and the token file is not read. All config keys can be set, as for training. The
+Nothing is trained, and the token file is not read, except for a few batches if mesh.context shards sequences: for
+how evenly its devices share the work of attention. All config keys can be set, as for training. The
 minimum is what the layout needs: along data, each gradient is summed once; along fsdp, parameters are
 gathered for the forward and the backward pass of each micro-batch, and gradients are reduce-scattered;
+along context, parameters and gradients are sent as along fsdp, and keys and values between parts of a sequence;
 along tensor, the partial products of row-parallel matrices are all-reduced. The program may avoid
 gathers by keeping parameters gathered; the minimum leaves these out, and a note lists them. All bytes
 above the minimum are listed with a reason. A collective that the layout does not need is a warning.

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config.bind import has_type
-from meshtrain.config.schema import AXES, Config, MeshConfig, TrainConfig
+from meshtrain.config.schema import AXES, BuildConfig, Config, MeshConfig, TrainConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
-UNSUPPORTED_AXES = ("expert", "context")
+UNSUPPORTED_AXES = ("expert",)
 # What a run itself writes and removes in its workdir.
 RUN_FOLDERS = ("checkpoints", "tokenizer", "config_history", "logs")
 
@@ -121,6 +121,17 @@ def position_faults(cfg: Config) -> list[str]:
         return []
     return [
         f"data.seq_len={seq_len} is more than model.max_seq_len={rows}; use the same, or positions='rope'"
+    ]
+
+
+def sequence_faults(data: BuildConfig, num_devices: int) -> list[str]:
+    """Returns a fault if the devices along `context` cannot hold two equal chunks of each sequence."""
+    length = data.options.get("seq_len")
+    if not has_type(length, int) or num_devices <= 1 or length % (2 * num_devices) == 0:
+        return []
+    return [
+        f"data.seq_len={length} is not divisible by 2 x mesh.context={num_devices}; "
+        f"use {nearest_multiples(length, 2 * num_devices)}"
     ]
 
 

@@ -14,6 +14,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from meshtrain import configs
+from meshtrain.configs import default
 from meshtrain.errors import ConfigError, did_you_mean
 
 ARGUMENTS = ("--config", "--workdir", "--simulate_devices", "--output", "--help")
@@ -146,6 +147,8 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
         raise ConfigError(f"--config={file} cannot be read: {error}") from error
     if not trust_code:
         _reject_foreign_code(file, raw)
+    # Files of earlier versions lack this section. Any other that is missing is a mistake.
+    raw.setdefault("context", default.get_config().context.to_dict())
     return ConfigDict(_with_tuples(raw)).lock()
 
 

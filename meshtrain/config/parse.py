@@ -28,6 +28,7 @@ def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
         "rules": raw["rules"],
         "train": reader.section("train", schema.TrainConfig),
         "pipeline": reader.section("pipeline", schema.PipelineConfig),
+        "context": reader.section("context", schema.ContextConfig),
         "model": reader.build_section("model"),
         "data": reader.build_section("data"),
         "optim": reader.section("optim", OptimConfig),
@@ -43,6 +44,8 @@ def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
         settings["mesh"] = reader.attempt(mesh.resolve, num_devices) if num_devices else mesh
         if train := settings["train"]:
             reader.faults += checks.train_faults(settings["mesh"] or mesh, train)
+        if data := settings["data"]:
+            reader.faults += checks.sequence_faults(data, (settings["mesh"] or mesh).context)
     if reader.faults:
         raise ConfigError(*reader.faults)
     settings["rules"] = tuple(tuple(rule) for rule in settings["rules"])

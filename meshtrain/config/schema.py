@@ -21,6 +21,12 @@ STORED_DTYPES = ("float32", "bfloat16", "float64")  # float16 would lose most up
 REMAT = ("none", "full", "dots", "names:NAME,NAME")
 LEARNING_RATE_SCHEDULES = ("constant", "cosine", "linear", "wsd")
 KEEP = ("inputs", "residuals")
+CONTEXT_METHODS = ("auto", "ring", "gather", "ulysses")
+
+
+def _raise(faults: list[str]) -> None:
+    if faults:
+        raise ConfigError(*faults)
 
 
 @dataclass(frozen=True)
@@ -83,23 +89,20 @@ class TrainConfig:
     def __post_init__(self):
         counts = ("num_microbatches", "log_every", "unroll")
         faults = minimum_faults(1, {f"train.{key}": getattr(self, key) for key in counts})
-        faults += minimum_faults(0, {"train.steps": self.steps}) + seed_faults(
-            "train.seed", self.seed
-        )
+        faults += minimum_faults(0, {"train.steps": self.steps})
+        faults += seed_faults("train.seed", self.seed)
         faults += choice_faults("train.xla_preset", self.xla_preset, xla_presets.NAMES)
         faults += choice_faults("train.dtype", self.dtype, DTYPES)
         faults += choice_faults("train.param_dtype", self.param_dtype, STORED_DTYPES)
         faults += _x64_faults(
             {f"train.{key}": getattr(self, key) for key in ("dtype", "param_dtype")}
         )
-        if not self.remat.startswith("names:") or not all(
-            self.remat.removeprefix("names:").split(",")
-        ):
+        names = self.remat.removeprefix("names:")
+        if names == self.remat or not all(names.split(",")):
             faults += choice_faults("train.remat", self.remat, REMAT)
         if self.zero_stage not in range(4):
             faults.append(f"train.zero_stage={self.zero_stage}: use 0, 1, 2 or 3")
-        if faults:
-            raise ConfigError(*faults)
+        _raise(faults)
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,15 @@ class PipelineConfig:
                 f"pipeline.num_chunks={self.num_chunks}: {self.schedule} has one chunk per stage; "
                 f"use pipeline.schedule='interleaved', or num_chunks=1"
             )
-        if faults:
-            raise ConfigError(*faults)
+        _raise(faults)
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    method: str
+
+    def __post_init__(self):
+        _raise(choice_faults("context.method", self.method, CONTEXT_METHODS))
 
 
 @dataclass(frozen=True)
@@ -149,8 +159,7 @@ class OptimConfig:
             faults.append(
                 f"optim.clip_norm={self.clip_norm}: use a positive norm; inf does not clip"
             )
-        if faults:
-            raise ConfigError(*faults)
+        _raise(faults)
 
 
 @dataclass(frozen=True)
@@ -159,8 +168,7 @@ class EvalConfig:
     batches: int
 
     def __post_init__(self):
-        if faults := minimum_faults(0, {"eval.every": self.every, "eval.batches": self.batches}):
-            raise ConfigError(*faults)
+        _raise(minimum_faults(0, {"eval.every": self.every, "eval.batches": self.batches}))
 
 
 @dataclass(frozen=True)
@@ -185,8 +193,7 @@ class CheckpointConfig:
                 f"checkpoint.init_only={self.init_only!r}: use patterns such as layers/attention/*, "
                 f"with commas between, or * for all parameters"
             )
-        if faults:
-            raise ConfigError(*faults)
+        _raise(faults)
 
 
 @dataclass(frozen=True)
@@ -201,8 +208,7 @@ class DivergenceConfig:
             faults.append(
                 f"divergence.spike={self.spike}: use a positive number; inf detects no spikes"
             )
-        if faults:
-            raise ConfigError(*faults)
+        _raise(faults)
 
 
 @dataclass(frozen=True)
@@ -210,8 +216,7 @@ class HealthConfig:
     every: int
 
     def __post_init__(self):
-        if faults := minimum_faults(0, {"health.every": self.every}):
-            raise ConfigError(*faults)
+        _raise(minimum_faults(0, {"health.every": self.every}))
 
 
 @dataclass(frozen=True)
@@ -219,8 +224,7 @@ class HardwareConfig:
     peak_flops: float
 
     def __post_init__(self):
-        if faults := minimum_faults(0, {"hardware.peak_flops": self.peak_flops}):
-            raise ConfigError(*faults)
+        _raise(minimum_faults(0, {"hardware.peak_flops": self.peak_flops}))
 
 
 @dataclass(frozen=True)
@@ -239,6 +243,7 @@ class Config:
     rules: tuple  # ((logical name, mesh axes), ...)
     train: TrainConfig
     pipeline: PipelineConfig
+    context: ContextConfig
     model: BuildConfig
     data: BuildConfig
     optim: OptimConfig  # what the trainer itself reads
@@ -276,8 +281,8 @@ def _absolute(key: str, value: Any) -> Any:
             (_absolute("path", one[0]), *one[1:]) if isinstance(one, tuple) and one else one
             for one in value
         )
-    is_path = key.endswith("path") and isinstance(value, str) and value
-    return os.path.abspath(value) if is_path and "://" not in value else value
+    is_path = key.endswith("path") and isinstance(value, str) and value and "://" not in value
+    return os.path.abspath(value) if is_path else value
 
 
 def _x64_faults(dtypes: Mapping[str, str]) -> list[str]:

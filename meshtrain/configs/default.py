@@ -16,7 +16,9 @@ def get_config() -> ConfigDict:
     mesh.expert = 1  # devices along `expert`, for mixtures of experts; only 1 in this version
     # pipeline stages: consecutive groups of layers, through which micro-batches pass; -1: all remaining devices
     mesh.pipeline = 1
-    mesh.context = 1  # devices along `context`, which shards the sequence; only 1 in this version
+    # devices along `context`, which shards each sequence, and parameters, gradients and optimizer state as fsdp
+    # does; -1: all remaining devices
+    mesh.context = 1
     # devices along `tensor`, which shards attention heads, feed-forward and vocabulary; -1: all remaining devices
     mesh.tensor = 1
 
@@ -31,7 +33,9 @@ def get_config() -> ConfigDict:
         ("heads", "tensor"),
         ("kv_heads", "tensor"),
         ("mlp", "tensor"),
-        ("embed", "fsdp"),  # of parameters; in activations the same dim is called "residual"
+        # Of parameters; in activations the same dim is called "residual".
+        ("embed", ("fsdp", "context")),
+        ("embed", "fsdp"),
         ("residual", None),
         ("residual_seq", "context"),  # between blocks
         ("seq", "context"),  # inside attention and feed-forward
@@ -45,7 +49,7 @@ def get_config() -> ConfigDict:
     train.num_microbatches = 1  # number of micro-batches that a batch is split into, to save memory
     train.seed = 0  # seed of the initial parameters, the data order and dropout
     train.log_every = 10  # steps between log lines
-    # what is sharded over fsdp: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well
+    # what is sharded over fsdp and context: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well
     train.zero_stage = 3
     # what the backward pass recomputes: "none"; "full", all activations inside a layer; "dots", all but results
     # of matrix products; "names:attention,mlp", all but the results with these names
@@ -72,6 +76,14 @@ def get_config() -> ConfigDict:
     # "residuals", everything that the backward pass needs, so that nothing is recomputed
     pipeline.keep = "inputs"
 
+    # Used if mesh.context is more than 1.
+    config.context = context = ConfigDict()
+    # how devices that hold parts of a sequence compute its attention: "ring", keys and values travel from device to
+    # device; "gather", they are gathered once per layer; "ulysses", an all-to-all exchanges parts of the sequence for
+    # heads, which mesh.context x mesh.tensor must divide; "auto", ulysses where it can use a fused kernel or sends
+    # less, else gather, or ring between hosts
+    context.method = "auto"
+
     config.model = model = ConfigDict()
     # function, "package.module:name", that builds a Model from the keys below
     model.build = "meshtrain.models.transformer:build"
@@ -90,8 +102,8 @@ def get_config() -> ConfigDict:
     model.rope_theta = 10000.0  # base of the rope frequencies; larger for longer sequences
     # base of the rope frequencies in local layers, to which rope_scaling does not apply; 0: as in global layers
     model.rope_theta_local = 0.0
-    # scaling of the rope frequencies: () for none, ("linear", FACTOR), or
-    # ("llama3", FACTOR, LOW, HIGH, ORIGINAL_LENGTH)
+    # scaling of the rope frequencies: () for none, or a kind ("linear", "llama3", "yarn", "dynamic") and
+    # its values, such as ("linear", FACTOR); meshtrain/models/rope.py documents them
     model.rope_scaling = ()
     model.mlp = "swiglu"  # feed-forward layer: "swiglu", "gelu" or "geglu"
     model.bias = False  # whether linear layers and LayerNorm have biases

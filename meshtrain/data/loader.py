@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,15 +12,19 @@ import jax
 import numpy as np
 
 from meshtrain.config.schema import Config
-from meshtrain.data.source import Source
+from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError
-from meshtrain.parallel.sharding import Rules, spec_for
+from meshtrain.parallel import context
+from meshtrain.parallel.sharding import Rules, axes_of, spec_for
 
 AHEAD = 2  # batches read and sent to the devices before they are needed
 
 
 class Loader:
-    """Iterates over the global batches of a source, starting at sample `position`. Close it when done."""
+    """Iterates over the global batches of a source, starting at sample `position`. Close it when done.
+
+    The sequences of a `Batch` are in the order of `context.order`, sharded over the mesh axes of rule "seq".
+    """
 
     def __init__(
         self,
@@ -31,6 +36,7 @@ class Loader:
         position: int = 0,
     ):
         self._source, self._global_batch = source, global_batch
+        self._mesh, self._rules = mesh, rules
         spec = spec_for(("batch",), (global_batch,), rules, mesh.shape)
         self._sharding = jax.sharding.NamedSharding(mesh, spec)
         slices = self._sharding.addressable_devices_indices_map((global_batch,)).values()
@@ -69,18 +75,41 @@ class Loader:
         """Returns samples `position` ... `position` + global_batch - 1, sharded over the batch axes."""
         batch = self._source.read(position + self._rows)
 
-        def to_device(rows: np.ndarray) -> jax.Array:
-            rows = np.asarray(rows)
-            shape = (self._global_batch, *rows.shape[1:])
+        def to_devices(part: Any) -> Any:
+            if not isinstance(part, Batch):
+                return self._to_devices(part, self._sharding)
+            return jax.tree.map(lambda rows: self._to_devices(*self._in_order(rows)), part)
 
-            def shard(index: tuple[slice, ...]) -> np.ndarray:
-                # Each device asks for a contiguous slice of the global batch.
-                start, stop, _ = index[0].indices(self._global_batch)
-                return rows[self._local_index[start] :][: stop - start]
+        parts, tree = jax.tree.flatten(batch, is_leaf=lambda part: isinstance(part, Batch))
+        size = self._mesh.shape.get("context", 1)
+        if size > 1 and not any(isinstance(part, Batch) for part in parts):
+            raise ConfigError(
+                f"mesh.context={size}: it splits the sequences of a meshtrain.Batch, and the data yields a "
+                f"{type(batch).__name__}; yield a Batch, or put the devices on data or fsdp"
+            )
+        return jax.tree.unflatten(tree, map(to_devices, parts))
 
-            return jax.make_array_from_callback(shape, self._sharding, shard)
+    def _to_devices(self, rows: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+        rows = np.asarray(rows)
 
-        return jax.tree.map(to_device, batch)
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            # Each device asks for a contiguous slice of the global batch.
+            start, stop, _ = index[0].indices(self._global_batch)
+            return rows[self._local_index[start] :][: stop - start, *index[1:]]
+
+        shape = (self._global_batch, *rows.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, shard)
+
+    def _in_order(self, rows: np.ndarray) -> tuple[np.ndarray, jax.sharding.NamedSharding]:
+        """Returns the rows (b, S) in the order in which devices hold the sequence, and their sharding."""
+        length, sizes = rows.shape[1], self._mesh.shape
+        (axes,) = spec_for(("seq",), (length,), self._rules, sizes)
+        num_devices = math.prod(sizes[axis] for axis in axes_of(axes))
+        if num_devices == 1:
+            return rows, self._sharding
+        spec = jax.P(*self._sharding.spec, axes)
+        order = context.order(length, num_devices)
+        return rows[:, order], jax.sharding.NamedSharding(self._mesh, spec)
 
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)

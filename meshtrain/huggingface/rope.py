@@ -1,5 +1,6 @@
 """Converts between the rope keys of a config.json, of transformers 5 or earlier, and those of a section."""
 
+import math
 from typing import Any
 
 from meshtrain.errors import ConfigError
@@ -9,16 +10,15 @@ from meshtrain.huggingface.families import Family
 Config = dict[str, Any]  # a config.json
 Section = dict[str, Any]  # the `model` section of a config
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-ROPE_SCALINGS = {  # rope type: the numbers that follow it in a section's rope_scaling
+LENGTH = "max_position_embeddings"
+ROPE_SCALINGS = {  # rope type: the values that follow it in a section's rope_scaling
     "default": (),
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        ORIGINAL_LENGTH,
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH),
+    "yarn": ("factor", "beta_fast", "beta_slow", ORIGINAL_LENGTH, "attention_factor", "truncate"),
+    "dynamic": ("factor", LENGTH),  # of the model: transformers ignores original_...
 }
+YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 0.0, "truncate": True}
 
 
 def to_section(config: Config, family: Family) -> Section:
@@ -48,6 +48,8 @@ def to_section(config: Config, family: Family) -> Section:
     full, local = (
         _object(parameters, layer_type) for layer_type in ("full_attention", "sliding_attention")
     )
+    if (parameters | full | scaling).get("truncate", True) is not True:
+        raise ConfigError(f"truncate: {family.architecture} in transformers ignores it; remove it")
     theta, numbers = _parse(full | scaling, config, config["rope_theta"])
     local_theta, local_numbers = _parse(local, config, config["rope_local_base_freq"])
     if local_numbers:
@@ -77,20 +79,46 @@ def _parse(rope: Config, config: Config, default_theta: Any) -> tuple[float, tup
         raise ConfigError(
             f"rope {shown}: not supported; only {', '.join(ROPE_SCALINGS)} is, on all dims of a head"
         )
-    rope = {ORIGINAL_LENGTH: config.get("max_position_embeddings")} | rope
-    numbers = {key: rope.get(key) for key in ROPE_SCALINGS[rope_type]}
-    numbers["rope_theta"] = rope.get("rope_theta", default_theta)
-    for key, value in numbers.items():
-        if not (families.is_number(value) and value > 0):
+    length = config.get(LENGTH)
+    rope = {ORIGINAL_LENGTH: length} | rope | {LENGTH: length}
+    values = {key: rope.get(key) for key in ROPE_SCALINGS[rope_type]}
+    if rope_type == "yarn":
+        # transformers replaces null and 0 by the default; but a null truncate is false.
+        values |= {key: values[key] or YARN_DEFAULTS[key] for key in ("beta_fast", "beta_slow")}
+        values["truncate"] = bool(rope.get("truncate", True))
+    values["rope_theta"] = rope.get("rope_theta", default_theta)
+    for key, value in values.items():
+        is_default = key == "attention_factor" and value is None
+        if not (is_default or key == "truncate" or _is_positive(value)):
             raise ConfigError(f"{key}={value!r} of {rope_type} rope: is not a number above 0")
-    theta = float(numbers.pop("rope_theta"))
-    return theta, (rope_type, *map(float, numbers.values())) if numbers else ()
+    if rope_type == "yarn" and values["attention_factor"] is None:
+        values["attention_factor"] = _attention_factor(rope)
+    theta = float(values.pop("rope_theta"))
+    scaling = [value if isinstance(value, bool) else float(value) for value in values.values()]
+    return theta, (rope_type, *scaling) if scaling else ()
+
+
+def _attention_factor(rope: Config) -> float:
+    """Returns YaRN's attention factor by DeepSeek's keys; 0.0, the default, if one of them is missing or 0."""
+    mscales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
+    if not all(mscales):
+        return 0.0
+    if not all(map(_is_positive, mscales)):
+        raise ConfigError(f"mscale, mscale_all_dim={mscales} of yarn rope: are not numbers above 0")
+    own, all_dim = (0.1 * mscale * math.log(max(rope["factor"], 1)) + 1 for mscale in mscales)
+    return own / all_dim
+
+
+def _is_positive(value: Any) -> bool:
+    return families.is_number(value) and value > 0
 
 
 def to_config(s: Section, family: Family) -> Config:
     """Returns the rope keys of config.json, both of transformers 5 and of earlier versions."""
     rope_type, *numbers = s["rope_scaling"] or ("default",)
-    rope = {"rope_type": rope_type} | dict(zip(ROPE_SCALINGS[rope_type], numbers, strict=True))
+    named = dict(zip(ROPE_SCALINGS[rope_type], numbers, strict=True))
+    omitted = {LENGTH} | {key for key in YARN_DEFAULTS if named.get(key) == YARN_DEFAULTS[key]}
+    rope = {"rope_type": rope_type} | {k: v for k, v in named.items() if k not in omitted}
     if ORIGINAL_LENGTH in rope:
         rope[ORIGINAL_LENGTH] = int(rope[ORIGINAL_LENGTH])
     config = {"rope_theta": s["rope_theta"], "rope_scaling": rope if numbers else None}

@@ -57,6 +57,9 @@ class Model:
     # (sequence length, dtype, whether rows hold several documents) -> text to log: the attention implementation.
     # ConfigError if unsupported.
     attention: Callable[[int, str, bool], str] | None = None
+    # Whether `mesh.context` may shard sequences: only `ops.attention` mixes tokens, and positions are those of
+    # the batch or of `context.positions`.
+    shards_sequences: bool = False
 
     def stack(self, layers: Params) -> Params:
         """Returns the inputs of the blocks: `layers` and the constants, each (layers, ...)."""

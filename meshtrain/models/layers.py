@@ -10,12 +10,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.models.rope import rope
 from meshtrain.parallel.remat import recomputed
-from meshtrain.parallel.sharding import constrain, gathered
+from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, F feed-forward
 
@@ -65,9 +65,12 @@ def flat_dot_general(x, kernel, dimension_numbers, **options):
     """Returns `lax.dot_general(x, kernel)`, computed with the batch dims of `x` flattened into one.
 
     The gradient of the kernel then contracts one dim. With two, XLA transposes both operands first,
-    which on CPU made the backward pass of a feed-forward layer 2.5 times slower.
+    which on CPU made the backward pass of a feed-forward layer 2.5 times slower. A sharded sequence stays a dim of
+    its own: no sharding describes it once it is merged with a sharded batch, so XLA would gather it.
     """
     ((contracted, kernel_contracted), no_batch) = dimension_numbers
+    if contracted[0] > 1 and num_shards("seq", x.shape[1]) > 1:
+        return jax.lax.dot_general(x, kernel, dimension_numbers, **options)
     lead = x.shape[: contracted[0]]
     flat = x.reshape(-1, *x.shape[contracted[0] :])
     numbers = ((tuple(range(1, flat.ndim)), kernel_contracted), no_batch)
@@ -127,40 +130,6 @@ def norm(
     )
 
 
-def frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> np.ndarray:
-    """Returns the rope frequencies (K / 2,), in radians per position: theta^(-2k/K), K = `head_dim`.
-
-    (RoFormer, arXiv 2104.09864.) `scaling` changes them for longer sequences. ("linear", factor) divides
-    all of them by the factor (arXiv 2306.15595). ("llama3", factor, low, high, length) divides those with
-    fewer than `low` rotations in `length` positions, keeps those with more than `high`, and interpolates
-    linearly in between (Llama 3.1, arXiv 2407.21783).
-    """
-    frequency_k = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    if not scaling:
-        return frequency_k
-    kind, factor, *rest = scaling
-    if kind == "linear":
-        return frequency_k / factor
-    low, high, length = rest
-    rotations_k = length * frequency_k / (2 * np.pi)
-    unscaled_k = np.clip((rotations_k - low) / (high - low), 0, 1)
-    return frequency_k * (unscaled_k + (1 - unscaled_k) / factor)
-
-
-def rope(x_BSHK: jax.Array, positions_BS: jax.Array, frequency_k: jax.Array) -> jax.Array:
-    """Rotates each pair of dims (k, k + K/2) by position * frequency (RoFormer, arXiv 2104.09864)."""
-    half = x_BSHK.shape[-1] // 2
-    dtype = jnp.promote_types(x_BSHK.dtype, jnp.float32)
-    frequency_k = jnp.asarray(frequency_k, dtype)
-    angle_BS1k = positions_BS[:, :, None, None].astype(dtype) * frequency_k[None, None, None, :]
-    sin_BS1k, cos_BS1k = jnp.sin(angle_BS1k), jnp.cos(angle_BS1k)
-    a_BSHk, b_BSHk = x_BSHK[..., :half], x_BSHK[..., half:]
-    rotated = jnp.concatenate(
-        [a_BSHk * cos_BS1k - b_BSHk * sin_BS1k, b_BSHk * cos_BS1k + a_BSHk * sin_BS1k], axis=-1
-    )
-    return rotated.astype(x_BSHK.dtype)
-
-
 # (q_BSHK, k_BSGK, v_BSGK, scale=, softcap=, window=, is_local=) -> out_BSHK. The caller of the layers chooses it:
 # attention within a row in training, attention over the key/value cache in generation.
 Attend = Callable[..., jax.Array]
@@ -187,6 +156,7 @@ class Attention(nnx.Module):
         norm: Callable[[jax.Array], jax.Array],
         x_BSD: jax.Array,
         positions_BS: jax.Array,
+        row_length: int | jax.Array,
         is_local: jax.Array | bool,
         attend: Attend,
     ) -> jax.Array:
@@ -195,7 +165,7 @@ class Attention(nnx.Module):
         options = dict(scale=c.query_scale, softcap=c.attention_softcap)
         options |= dict(window=c.window or None, is_local=is_local)
         q_BSHK, k_BSGK, v_BSGK = recomputed(lambda x_BSD: self._project(norm(x_BSD)), x_BSD)
-        rotate = partial(self._rotate, positions_BS, is_local)
+        rotate = partial(self._rotate, positions_BS, row_length, is_local)
         q_BSHK, k_BSGK = recomputed(rotate, q_BSHK, k_BSGK)
         return recomputed(self._combine, attend(q_BSHK, k_BSGK, v_BSGK, **options))
 
@@ -205,14 +175,16 @@ class Attention(nnx.Module):
         v_BSGK = constrain(self.value(x_BSD), "batch", "seq", "kv_heads", "head_dim")
         return q_BSHK, k_BSGK, v_BSGK
 
-    def _rotate(self, positions_BS, is_local, q_BSHK, k_BSGK):
+    def _rotate(self, positions_BS, row_length, is_local, q_BSHK, k_BSGK):
         c = self.c
         if c.qk_norm:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if c.positions == "rope":
-            frequency_k = _select(is_local, c.local_frequencies, c.frequencies)
-            q_BSHK = rope(q_BSHK, positions_BS, frequency_k)
-            k_BSGK = rope(k_BSGK, positions_BS, frequency_k)
+            of_local, of_global = c.local_frequencies(row_length), c.frequencies(row_length)
+            frequency_k = _select(is_local, of_local, of_global)
+            factor = _select(is_local, c.local_attention_factor, c.attention_factor)
+            q_BSHK = rope(q_BSHK, positions_BS, frequency_k, factor)
+            k_BSGK = rope(k_BSGK, positions_BS, frequency_k, factor)
         return q_BSHK, k_BSGK
 
     def _combine(self, out_BSHK):
@@ -273,9 +245,15 @@ class Block(nnx.Module):
         self.mlp_post_norm = make_norm() if c.post_norm else None
 
     def __call__(
-        self, x_BSD: jax.Array, positions_BS: jax.Array, is_local: jax.Array | bool, attend: Attend
+        self,
+        x_BSD: jax.Array,
+        positions_BS: jax.Array,
+        row_length: int | jax.Array,
+        is_local: jax.Array | bool,
+        attend: Attend,
     ) -> jax.Array:
-        branch_BSD = self.attention(self.attention_norm, x_BSD, positions_BS, is_local, attend)
+        where = positions_BS, row_length, is_local
+        branch_BSD = self.attention(self.attention_norm, x_BSD, *where, attend)
         x_BSD = recomputed(partial(_add, self.attention_post_norm), x_BSD, branch_BSD)
         branch_BSD = self.mlp(self.mlp_norm, x_BSD)
         return recomputed(partial(_add, self.mlp_post_norm), x_BSD, branch_BSD)

@@ -12,9 +12,15 @@ from meshtrain.metrics import Metrics
 from meshtrain.models import base
 from meshtrain.models.layers import Block, dense, embedding, flat_dot_general, norm
 from meshtrain.models.transformer_config import TransformerConfig, flops_per_token
-from meshtrain.ops.attention import attention, choose_for_generation, choose_implementation
+from meshtrain.ops.attention import (
+    attention,
+    choose_for_context,
+    choose_for_generation,
+    choose_implementation,
+)
 from meshtrain.ops.losses import chunked_cross_entropy
-from meshtrain.parallel.sharding import constrain, gathered
+from meshtrain.parallel import context
+from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
 # B batch, S sequence, T positions of the cache, D model, H heads, G key/value heads, K head dim,
 # V padded vocabulary
@@ -94,14 +100,18 @@ def embedding_table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
 def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: bool) -> str:
     """Returns text to log: the attention implementation; raises ConfigError if it is unsupported."""
     shapes = dict(seq_len=seq_len, head_dim=c.head_size, dtype=dtype, packed=packed)
+    if num_shards("seq", seq_len) > 1:
+        heads = dict(num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
+        options = dict(**shapes, **heads, softcap=c.attention_softcap)
+        return choose_for_context(c.attention_impl, **options)[1]
     return choose_implementation(c.attention_impl, **shapes, softcap=c.attention_softcap)[1]
 
 
 def positions_of(batch: Batch) -> jax.Array:
-    """Returns (B or 1, S) positions: `batch.positions` if rows are packed, else 0, 1, 2, ..."""
+    """Returns (B or 1, S) positions: `batch.positions` if rows are packed, else those in the row."""
     if batch.positions is not None:
         return batch.positions
-    return jnp.arange(batch.tokens.shape[1])[None, :]
+    return context.positions(batch.tokens.shape[1])[None, :]
 
 
 def build(**config) -> base.Model:
@@ -115,9 +125,9 @@ def build(**config) -> base.Model:
     is_local_layers = c.is_local
     mixed = bool(is_local_layers.any() and not is_local_layers.all())
 
-    def run_block(layer, x_BSD, batch, attend):
-        is_local = layer["is_local"] if mixed else bool(is_local_layers.all())
-        return block.bind(layer)(x_BSD, positions_of(batch), is_local, attend)
+    def run_block(layer, x_BSD, batch, attend, start=0):
+        local = layer["is_local"] if mixed else bool(is_local_layers.all())
+        return block.bind(layer)(x_BSD, positions_of(batch), start + x_BSD.shape[1], local, attend)
 
     def uncached_block(layer, x_BSD, batch):
         options = dict(segments_BS=batch.segments, implementation=c.attention_impl)
@@ -135,12 +145,11 @@ def build(**config) -> base.Model:
                 )
                 for old, x in zip(cache, new, strict=True)
             )
-            num_queries, num_keys = q_BSHK.shape[1], cache[0].shape[1]
-            name = choose_for_generation(c.attention_impl, num_queries, num_keys)
+            name = choose_for_generation(c.attention_impl, q_BSHK.shape[1], cache[0].shape[1])
             options |= dict(start=past.start, implementation=name)
             return attention(q_BSHK, *cache, batch.segments, past.segments_BT, **options)
 
-        return run_block(layer, x_BSD, batch, attend), cache
+        return run_block(layer, x_BSD, batch, attend, past.start), cache
 
     def empty_cache(rows, length, dtype):
         shape = (c.num_layers, rows, length, c.num_kv_heads, c.head_size)
@@ -163,6 +172,7 @@ def build(**config) -> base.Model:
         flops_per_token=lambda seq_len: flops_per_token(c, seq_len),
         attention=partial(describe_attention, c),
         saved_names=("attention", "mlp"),
+        shards_sequences=True,
     )
 
 

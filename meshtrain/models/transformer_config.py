@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from meshtrain.errors import ConfigError, choice_faults, minimum_faults
-from meshtrain.models.layers import frequencies
+from meshtrain.models import rope
 from meshtrain.ops import attention
 
 VOCAB_MULTIPLE = 128  # every usual mesh.tensor divides a multiple of it
-NUM_SCALING_PARAMETERS = {"linear": 1, "llama3": 4}  # of each kind of rope scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +64,22 @@ class TransformerConfig:
         """Whether each layer is local: (num_layers,) bool."""
         return np.resize([kind == "l" for kind in self.attention], self.num_layers)
 
-    @property
-    def frequencies(self) -> np.ndarray:
+    def frequencies(self, row_length: int | jax.Array) -> np.ndarray | jax.Array:
         """Rope frequencies of the global layers: (head_size / 2,)."""
-        return frequencies(self.head_size, self.rope_theta, tuple(self.rope_scaling))
+        return rope.frequencies(self.head_size, self.rope_theta, self.rope_scaling, row_length)
+
+    def local_frequencies(self, row_length: int | jax.Array) -> np.ndarray | jax.Array:
+        theta = self.rope_theta_local
+        return rope.frequencies(self.head_size, theta) if theta else self.frequencies(row_length)
 
     @property
-    def local_frequencies(self) -> np.ndarray:
-        theta = self.rope_theta_local
-        return frequencies(self.head_size, theta) if theta else self.frequencies
+    def attention_factor(self) -> float:
+        """The factor of cos and sin in the global layers."""
+        return rope.attention_factor(self.rope_scaling)
+
+    @property
+    def local_attention_factor(self) -> float:
+        return 1.0 if self.rope_theta_local else self.attention_factor
 
     @property
     def padded_vocab(self) -> int:
@@ -112,7 +119,7 @@ def _value_faults(c: TransformerConfig) -> list[str]:
         faults.append(
             f"model.attention={c.attention!r}: use letters g (global) and l (local), such as 'g' or 'lllllg'"
         )
-    return faults + _rope_scaling_faults(c.rope_scaling)
+    return faults + rope.scaling_faults(c.rope_scaling)
 
 
 def _combination_faults(c: TransformerConfig) -> list[str]:
@@ -138,23 +145,16 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
             f"model.window=0, but model.attention={c.attention!r} has local layers; "
             f"set the number of tokens that they see, or use attention='g'"
         )
+    kind = c.rope_scaling[0] if c.rope_scaling else None
+    if kind == "yarn" and c.rope_theta <= 1:
+        faults.append(
+            f"model.rope_theta={c.rope_theta}: yarn needs frequencies that decrease; use more than 1"
+        )
+    if kind == "dynamic" and c.head_size < 4:
+        faults.append(
+            f"model.head_dim={c.head_size}: dynamic rope needs two frequencies or more; use 4 or more"
+        )
     return faults
-
-
-def _rope_scaling_faults(scaling: tuple) -> list[str]:
-    kind, *numbers = scaling or ("linear", 1.0)
-    if NUM_SCALING_PARAMETERS.get(kind) != len(numbers) or not all(
-        isinstance(number, int | float) and number > 0 for number in numbers
-    ):
-        return [
-            f"model.rope_scaling={tuple(scaling)}: use (), ('linear', FACTOR), or "
-            f"('llama3', FACTOR, LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_LENGTH)"
-        ]
-    if kind == "llama3" and not numbers[1] < numbers[2]:
-        return [
-            f"model.rope_scaling={tuple(scaling)}: the low factor is not below the high factor; swap them"
-        ]
-    return []
 
 
 def flops_per_token(c: TransformerConfig, seq_len: int) -> float:

@@ -16,6 +16,7 @@ from meshtrain.errors import nearest_multiples
 from meshtrain.models.base import Model, Params
 from meshtrain.models.transformer_config import VOCAB_MULTIPLE
 from meshtrain.parallel import sharding
+from meshtrain.parallel.mesh import crosses_networks, networks_of
 
 # Axes along which every layer communicates, from the outermost to the innermost.
 LAYER_AXES = ("expert", "context", "tensor")
@@ -53,7 +54,7 @@ def unsharded(
     One warning for each axis and dim. At ZeRO stage 1 and 2, `fsdp` shards optimizer state, at stage 0 nothing.
     """
     stage, sizes = cfg.train.zero_stage, mesh.shape
-    rules = cfg.rules if stage else sharding.rules_without(cfg.rules, "fsdp")
+    rules = cfg.rules if stage else sharding.rules_without(cfg.rules, *sharding.ZERO_AXES)
     names = jax.tree.leaves(model.axes, is_leaf=lambda node: isinstance(node, tuple))
     groups = defaultdict(list)
     for (path, leaf), dims in zip(jax.tree.leaves_with_path(params), names, strict=True):
@@ -69,7 +70,9 @@ def unsharded(
         key = MODEL_KEYS.get(name) if model.attention else None
         is_key_size = key and cfg.model.options.get(key) == size  # a vocabulary may be padded
         what = f"model.{key}={size}" if is_key_size else f"dim {name!r} of {size}"
-        replicated = "are" if stage == 3 or axis != "fsdp" else "have their optimizer state"
+        replicated = (
+            "are" if stage == 3 or axis not in sharding.ZERO_AXES else "have their optimizer state"
+        )
         replicated += " by design" if name == "kv_heads" else ""
         yield RunWarning(
             f"{' x '.join(f'mesh.{one}={sizes[one]}' for one in axes)} does not divide {what}: "
@@ -101,21 +104,13 @@ def _sizes_that_divide(
 
 
 def crossing(mesh: jax.sharding.Mesh) -> Iterator[RunWarning]:
-    """Warns about axes of LAYER_AXES whose groups of devices are not within one fast network.
-
-    jax numbers these networks by `slice_index`: of TPUs a slice, of GPUs a host, or several hosts that NVLink
-    connects. CPU devices share the memory of their process.
-    """
-    platform = mesh.devices.flat[0].platform
-    kind = {"cpu": "processes", "tpu": "slices"}.get(platform, "hosts")
-    attribute = "process_index" if platform == "cpu" else "slice_index"  # only in a cluster
-    networks = np.vectorize(
-        lambda device: getattr(device, attribute, device.process_index), otypes=[int]
-    )(mesh.devices)
+    """Warns about axes of LAYER_AXES whose groups of devices are not within one fast network."""
+    kind = {"cpu": "processes", "tpu": "slices"}.get(mesh.devices.flat[0].platform, "hosts")
+    networks = networks_of(mesh)
     num_inside = int(np.unique(networks, return_counts=True)[1].min())
     for axis in LAYER_AXES:
         number, size = AXES.index(axis), mesh.shape[axis]
-        if (networks == networks.take([0], number)).all():
+        if not crosses_networks(mesh, axis):
             continue
         inner = math.prod(mesh.shape[one] for one in AXES[number + 1 :])
         fits = math.gcd(size, max(1, num_inside // inner))

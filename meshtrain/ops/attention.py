@@ -1,20 +1,19 @@
 """Causal attention with three implementations: XLA, cuDNN's fused kernels, and blockwise."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshtrain.analysis import hardware
 from meshtrain.errors import ConfigError, choice_faults
-from meshtrain.ops import blockwise, conditional, document_code
-from meshtrain.parallel import accelerator, sharding
+from meshtrain.ops import between_chunks, blockwise, conditional, cudnn
+from meshtrain.parallel import context, sharding
 
 # B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim
 
 NAMES = ("auto", "xla", "cudnn", "blockwise")
 MAX_XLA_TOKENS = 2048  # longer sequences are computed blockwise if no fused kernel supports them
-AMPERE, HOPPER, BLACKWELL = 8.0, 9.0, 10.0  # compute capability
 UNLIMITED_WINDOW = 2**30  # positions; more than any sequence has
 # The XLA implementation splits queries into blocks, unless its name gives their size.
 MAX_QUERY_BLOCKS = 4
@@ -45,14 +44,21 @@ def attention(
     `window`: the number of positions that a query sees, its own included (Mistral, arXiv 2310.06825). It
     applies if `is_local`, which is an array where layers differ.
     `implementation` is one of NAMES; "xla:N" and "blockwise:N" compute blocks of N positions.
+    Without a cache, a sequence that the rules shard is in the order of `context.order`; see parallel/context.py.
     The softmax is in float32 or wider. Raises ConfigError if `implementation` does not support the inputs.
     """
     dtype, (_, S, _, K) = q_BSHK.dtype, q_BSHK.shape
+    num_devices = sharding.num_shards("seq", S) if segments_BT is None else 1
+    if num_devices > 1:
+        options = dict(scale=scale, softcap=softcap, window=window, is_local=is_local)
+        return _of_sharded_sequences(
+            q_BSHK, k_BTGK, v_BTGK, segments_BS, implementation=implementation, **options
+        )
     implementation, _, block = implementation.partition(":")
     shapes = dict(seq_len=S, head_dim=K, dtype=dtype, packed=segments_BS is not None)
     name, _ = choose_implementation(implementation, **shapes, softcap=softcap)
     segments = segments_BS, segments_BS if segments_BT is None else segments_BT
-    compute = {"xla": _xla, "cudnn": _cudnn, "blockwise": blockwise.attention}[name]
+    compute = {"xla": _xla, "cudnn": cudnn.attention, "blockwise": blockwise.attention}[name]
     options = dict(start=start, scale=scale or K**-0.5, softcap=softcap)
     if block:
         options |= {"block": int(block)}
@@ -65,9 +71,49 @@ def attention(
         return windowed(window if is_local else None, *qkv)
     if name == "cudnn":  # its windows are static
         choices = partial(windowed, window), partial(windowed, None)
-        constrain = partial(_constrain, num_heads=q_BSHK.shape[2])
+        constrain = partial(cudnn.constrain, num_heads=q_BSHK.shape[2])
         return conditional.either(is_local, *choices, *qkv, constrain=constrain)
     return windowed(jnp.where(is_local, window, UNLIMITED_WINDOW), *qkv)
+
+
+def _of_sharded_sequences(
+    q_BSHK, k_BSGK, v_BSGK, segments_BS, *, implementation, scale, window, is_local, **options
+) -> jax.Array:
+    """Computes `attention` by the method of context parallelism that is active."""
+    S, H, K = q_BSHK.shape[1:]
+    shapes = dict(seq_len=S, head_dim=K, dtype=q_BSHK.dtype, packed=segments_BS is not None)
+    heads = dict(num_heads=H, num_kv_heads=k_BSGK.shape[2], softcap=options["softcap"])
+    method, _ = choose_for_context(implementation, **shapes, **heads)
+    if method == "ulysses":
+        options |= dict(scale=scale, window=window, is_local=is_local)
+        compute = partial(attention, implementation=implementation, **options)
+        return context.ulysses(compute, q_BSHK, k_BSGK, v_BSGK, segments_BS)
+    if window is not None and is_local is not True:
+        window = jnp.where(is_local, window, UNLIMITED_WINDOW)
+    options |= dict(method=method, window=window, scale=scale or K**-0.5)
+    options["implementation"] = implementation
+    return between_chunks.attention(q_BSHK, k_BSGK, v_BSGK, segments_BS, **options)
+
+
+def choose_for_context(
+    name: str, *, num_heads: int, num_kv_heads: int, **shapes: Any
+) -> tuple[str, str]:
+    """Returns the method of context parallelism for these shapes, and text to log about it.
+
+    `shapes` as for `choose_implementation`, of full sequences.
+    """
+    num_devices = sharding.num_shards("seq", shapes["seq_len"])
+    kind, _, _ = name.partition(":")
+    inside, text = choose_implementation(kind, **shapes)
+    method = context.choose(num_heads, num_kv_heads, num_devices, fused=inside == "cudnn")
+    if method == "ulysses":
+        return method, f"{method} over {num_devices} devices, {text}"
+    if kind == "cudnn":
+        raise ConfigError(
+            f"model.attention_impl='cudnn': context.method={method!r} computes attention blockwise; use 'auto' or "
+            f"'blockwise', or context.method='ulysses'"
+        )
+    return method, f"{method} over {num_devices} devices, blockwise"
 
 
 def name_faults(key: str, value: str) -> list[str]:
@@ -98,7 +144,7 @@ def choose_implementation(
     """
     if name not in ("auto", "cudnn"):
         return name, name
-    reason = _why_not_cudnn(head_dim, dtype, softcap, packed)
+    reason = cudnn.why_not(head_dim, dtype, softcap, packed)
     if name == "cudnn" and reason:
         raise ConfigError(
             f"model.attention_impl='cudnn': {reason}; use 'auto', 'xla' or 'blockwise'"
@@ -116,37 +162,6 @@ def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
     if not is_long or num_queries == 1:
         return "xla"
     return name if kind == "blockwise" else "blockwise"
-
-
-def _why_not_cudnn(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float, packed: bool) -> str:
-    """Returns why cuDNN's fused attention does not support these inputs; "" if it does."""
-    platform, capability = accelerator.platform(), _capability()
-    if platform not in ("gpu", "cuda") or capability.startswith("gfx"):
-        return f"it runs on NVIDIA GPUs only, and this is {capability or platform}"
-    version = float(capability or HOPPER)
-    if version < AMPERE:
-        return f"it needs compute capability {AMPERE} or later, and this GPU has {capability}"
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"it computes in bfloat16 or float16, and train.dtype is {jnp.dtype(dtype)}"
-    if softcap:
-        return f"it does not support a soft cap, and model.attention_softcap is {softcap}"
-    # Of the backward pass: docs.nvidia.com/deeplearning/cudnn/frontend, operations, attention.
-    max_head_dim = 256 if HOPPER <= version < BLACKWELL else 128
-    extra = document_code.DIMS if packed else 0
-    if head_dim % 8 or head_dim + extra > max_head_dim:
-        limit = f"it supports head dims up to {max_head_dim} on this GPU, in multiples of 8"
-        more = f", and packed rows need {extra} more" if packed else ""
-        return f"{limit}, and the head dim is {head_dim}{more}"
-    return ""
-
-
-def _capability() -> str:
-    """Returns the compute capability of the GPU that is compiled for ("9.0"; on AMD "gfx..."), or ""."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    row = device and hardware.device_of(device.device_kind)
-    if row and row.chip:
-        return row.chip.capability
-    return getattr(jax.local_devices()[0], "compute_capability", "")
 
 
 def _xla(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window, block=0) -> jax.Array:
@@ -243,39 +258,3 @@ def _backward(scale, softcap, residuals, grad_BGQK):
 
 
 _attend_block.defvjp(_forward, _backward)
-
-
-def _constrain(x: jax.Array, *, num_heads: int) -> jax.Array:
-    """Shards an input, result or residual of cuDNN's attention; the residuals of rank 3 are (B, H, S)."""
-    if x.ndim == 3:
-        return sharding.constrain(x, "batch", "heads", "seq")
-    if x.ndim == 4:
-        heads = "heads" if x.shape[2] == num_heads else "kv_heads"
-        return sharding.constrain(x, "batch", "seq", heads, "head_dim")
-    return x
-
-
-def _cudnn(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) -> jax.Array:
-    """Calls cuDNN's flash attention, without a mask of all scores; `window` is static."""
-    # Only generation sets another start, and choose_for_generation never returns "cudnn".
-    assert not softcap and isinstance(start, int) and start == 0
-    (_, S, H, K), G = q_BSHK.shape, k_BSGK.shape[2]
-    if sharding.num_shards("heads", H) != sharding.num_shards("kv_heads", G):
-        # cuDNN needs equal sharding of all inputs, so keys and values are repeated for each query head.
-        k_BSGK, v_BSGK = (
-            sharding.constrain(jnp.repeat(x, H // G, 2), "batch", "seq", "heads", "head_dim")
-            for x in (k_BSGK, v_BSGK)
-        )
-    inputs = q_BSHK, k_BSGK, v_BSGK
-    if segments[0] is not None:
-        inputs = document_code.append(*inputs, segments[0], scale)
-    padding = S % 2  # cuDNN's backward pass supports only even lengths
-    inputs = (jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)]) for x in inputs)
-    out_BSHK = jax.nn.dot_product_attention(
-        *inputs,
-        scale=scale,
-        is_causal=True,
-        local_window_size=(window - 1, 0) if window else None,
-        implementation="cudnn",
-    )
-    return out_BSHK[:, :S, :, :K]

@@ -5,14 +5,31 @@ backward pass. Blocks of keys that no query sees (in the future, or before the w
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 # B batch, S and T sequence (queries and keys), G key/value heads, R query heads per key/value head,
-# K head dim, N blocks, s and t positions within a block
+# K head dim, N blocks, s and t positions within a block; ... dims that queries and keys share, such as B
 
 BLOCK = 256
+
+
+class Visibility(NamedTuple):
+    """What decides which keys a query sees: those at most window - 1 positions before it, in its segment."""
+
+    # Position of query 0, if key 0 has position 0: (), or an array of the dims after B in "...".
+    start: jax.Array
+    start_range: tuple[jax.Array, jax.Array]  # (), the smallest and the largest start
+    window: jax.Array  # () int32, in positions, the query's own included
+    segments_s: jax.Array  # (N, B or 1, ..., s) int32
+    segments_t: jax.Array  # (N, B or 1, ..., t) int32
+
+
+# Of a softmax over the keys seen so far, for all queries: the largest score and the sum of exponentials, both
+# (N, ..., R s), and the output that is not yet divided by the sum (N, ..., R s, K).
+Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attention(
@@ -29,7 +46,8 @@ def attention(
     q = _blocks(q_BSHK.reshape(B, S, G, R, K), s, "bnsgrk->nbgrsk").reshape(-1, B, G, R * s, K)
     k, v = (_blocks(x, t, "bntgk->nbgtk") for x in (k_BTGK, v_BTGK))
     segments = _blocks(segments_BS, s, "bns->nbs"), _blocks(segments_BT, t, "bnt->nbt")
-    visibility = jnp.int32(start), jnp.int32(window), *segments
+    start = jnp.int32(start)
+    visibility = Visibility(start, (start, start), jnp.int32(window), *segments)
     out = _attention(scale, softcap, q, k, v, visibility)
     out = out.reshape(-1, B, G, R, s, K)
     return jnp.einsum("nbgrsk->bnsgrk", out).reshape(B, -1, H, K)[:, :S]
@@ -48,85 +66,136 @@ def _attention(scale, softcap, q, k, v, visibility):
 
 
 def _forward(scale, softcap, q, k, v, visibility):
-    """q is (N, B, G, R s, K), k and v (N, B, G, t, K); `visibility` has start, window and blocks of segments."""
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    dot = partial(jnp.einsum, preferred_element_type=dtype)
-
-    def query_block(i):
-        def add_key_block(j, carry):
-            old_max, total, out = carry
-            scores, _ = _scores(scale, softcap, q[i], k[j], visibility, i, j)
-            new_max = jnp.maximum(old_max, scores.max(-1))
-            rescale, exp = jnp.exp(old_max - new_max), jnp.exp(scores - new_max[..., None])
-            exp_v = dot("bgqt,bgtk->bgqk", exp.astype(v.dtype), v[j])
-            return new_max, total * rescale + exp.sum(-1), out * rescale[..., None] + exp_v
-
-        shape = q.shape[1:]
-        zeros = jnp.zeros(shape[:-1], dtype), jnp.zeros(shape, dtype)
-        start = jnp.full(shape[:-1], jnp.finfo(dtype).min), *zeros
-        low, high = _visible_key_blocks(i, q, k, visibility)
-        max_score, total, out = jax.lax.fori_loop(low, high, add_key_block, start)
-        return (out / total[..., None]).astype(q.dtype), max_score + jnp.log(total)
-
-    out, log_z = jax.lax.map(query_block, jnp.arange(len(q)))
+    """q is (N, B, G, R s, K), k and v (N, B, G, t, K)."""
+    softmax = add_keys(scale, softcap, no_keys(q), q, k, v, visibility)
+    out, log_z = finish(softmax, q.dtype)
     return out, (q, k, v, visibility, out, log_z)
 
 
 def _backward(scale, softcap, residuals, grad_out):
     q, k, v, visibility, out, log_z = residuals
+    zeros = jnp.zeros(k.shape, log_z.dtype), jnp.zeros(v.shape, log_z.dtype)
+    seen = log_z, row_dot(out, grad_out, log_z.dtype), grad_out
+    grad_q, grad_k, grad_v = gradients(scale, softcap, q, k, v, visibility, seen, zeros)
+    return grad_q.astype(q.dtype), grad_k.astype(k.dtype), grad_v.astype(v.dtype), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def no_keys(q: jax.Array) -> Softmax:
+    """Returns the softmax of queries (N, ..., R s, K) that have seen no key."""
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    zeros = jnp.zeros(q.shape[:-1], dtype), jnp.zeros(q.shape, dtype)
+    return jnp.full(q.shape[:-1], jnp.finfo(dtype).min), *zeros
+
+
+def add_keys(
+    scale: float,
+    softcap: float,
+    softmax: Softmax,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visibility: Visibility,
+) -> Softmax:
+    """Returns the softmax of the queries q (N, ..., R s, K) once the keys k (N, ..., t, K) are added."""
+
+    def query_block(block):
+        i, softmax = block
+
+        def add_key_block(j, carry):
+            old_max, total, out = carry
+            scores, _ = _scores(scale, softcap, q[i], k[j], visibility, i, j)
+            new_max = jnp.maximum(old_max, scores.max(-1))
+            rescale, exp = jnp.exp(old_max - new_max), jnp.exp(scores - new_max[..., None])
+            exp_v = _dot("...qt,...tk->...qk", exp.astype(v.dtype), v[j], out.dtype)
+            return new_max, total * rescale + exp.sum(-1), out * rescale[..., None] + exp_v
+
+        low, high = _visible_key_blocks(i, q, k, visibility)
+        return jax.lax.fori_loop(low, high, add_key_block, softmax)
+
+    return jax.lax.map(query_block, (jnp.arange(len(q)), softmax))
+
+
+def finish(softmax: Softmax, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Returns the output and log(sum of exponentials of the scores) of each query."""
+    max_score, total, out = softmax
+    return (out / total[..., None]).astype(dtype), max_score + jnp.log(total)
+
+
+def row_dot(out: jax.Array, grad_out: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the sum over keys of probability times its gradient, for each query."""
+    return _dot("...qk,...qk->...q", out, grad_out, dtype)
+
+
+def gradients(
+    scale: float,
+    softcap: float,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visibility: Visibility,
+    seen: tuple[jax.Array, jax.Array, jax.Array],
+    sums: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradient of q from these keys alone, and `sums` plus the gradients of k and v.
+
+    `seen` has log_z and row_dot over all keys that the queries see, and the gradient of their output.
+    """
+    log_z, row_dots, grad_out = seen
     dtype = log_z.dtype
-    dot = partial(jnp.einsum, preferred_element_type=dtype)
-    row_dot = dot("nbgqk,nbgqk->nbgq", out, grad_out)
 
     def query_block(grads, i):
         def add_key_block(j, grads):
             grad_q, grad_k, grad_v = grads
             scores, softcap_slope = _scores(scale, softcap, q[i], k[j], visibility, i, j)
             probs = jnp.exp(scores - log_z[i][..., None])
-            new_v = dot("bgqt,bgqk->bgtk", probs.astype(v.dtype), grad_out[i])
-            grad_probs = dot("bgqk,bgtk->bgqt", grad_out[i], v[j])
-            grad_scores = probs * (grad_probs - row_dot[i][..., None]) * softcap_slope * scale
+            new_v = _dot("...qt,...qk->...tk", probs.astype(v.dtype), grad_out[i], dtype)
+            grad_probs = _dot("...qk,...tk->...qt", grad_out[i], v[j], dtype)
+            grad_scores = probs * (grad_probs - row_dots[i][..., None]) * softcap_slope * scale
             grad_scores = grad_scores.astype(q.dtype)
-            grad_q += dot("bgqt,bgtk->bgqk", grad_scores, k[j])
-            new_k = dot("bgqt,bgqk->bgtk", grad_scores, q[i])
+            grad_q += _dot("...qt,...tk->...qk", grad_scores, k[j], dtype)
+            new_k = _dot("...qt,...qk->...tk", grad_scores, q[i], dtype)
             return grad_q, grad_k.at[j].add(new_k), grad_v.at[j].add(new_v)
 
         start = (jnp.zeros(q.shape[1:], dtype), *grads)
         low, high = _visible_key_blocks(i, q, k, visibility)
         grad_q, *grads = jax.lax.fori_loop(low, high, add_key_block, start)
-        return tuple(grads), grad_q.astype(q.dtype)
+        return tuple(grads), grad_q
 
-    zeros = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
-    (grad_k, grad_v), grad_q = jax.lax.scan(query_block, zeros, jnp.arange(len(q)))
-    return grad_q, grad_k.astype(k.dtype), grad_v.astype(v.dtype), None
+    (grad_k, grad_v), grad_q = jax.lax.scan(query_block, sums, jnp.arange(len(q)))
+    return grad_q, grad_k, grad_v
 
 
-_attention.defvjp(_forward, _backward)
+def _dot(equation: str, a: jax.Array, b: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    return jnp.einsum(equation, a, b, preferred_element_type=dtype)
 
 
 def _visible_key_blocks(i, q, k, visibility) -> tuple[jax.Array, jax.Array]:
-    """Returns the range (first, last + 1) of the key blocks that query block `i` sees."""
-    start, window, segments, _ = visibility
-    s, t = segments.shape[-1], k.shape[-2]
-    first, last = start + i * s - window + 1, start + (i + 1) * s - 1
+    """Returns the range (first, last + 1) of the key blocks that query block `i` sees, for any of the starts."""
+    (smallest, largest), window = visibility.start_range, visibility.window
+    s, t = visibility.segments_s.shape[-1], k.shape[-2]
+    first, last = smallest + i * s - window + 1, largest + (i + 1) * s - 1
     return jnp.maximum(0, first // t), jnp.clip(last // t + 1, 0, len(k))
 
 
 def _scores(scale, softcap, q, k, visibility, i, j) -> tuple[jax.Array, jax.Array | float]:
-    """Returns the masked scores of a block (B, G, R s, t), and the derivative of the soft cap."""
-    start, window, segments_s, segments_t = visibility
+    """Returns the masked scores of a block (..., R s, t), and the derivative of the soft cap."""
+    start, _, window, segments_s, segments_t = visibility
     s, t = segments_s.shape[-1], segments_t.shape[-1]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    scores = scale * jnp.einsum("bgqk,bgtk->bgqt", q, k, preferred_element_type=dtype)
+    scores = scale * _dot("...qk,...tk->...qt", q, k, dtype)
     softcap_slope = 1.0
     if softcap:
         tanh = jnp.tanh(scores / softcap)
         scores, softcap_slope = softcap * tanh, 1 - tanh**2
-    distance = start + i * s + jnp.arange(s)[:, None] - j * t - jnp.arange(t)[None, :]
+    distance = i * s + jnp.arange(s)[:, None] - j * t - jnp.arange(t)[None, :]
+    distance = start[..., None, None] + distance.reshape(*[1] * start.ndim, s, t)
     mask = ((distance >= 0) & (distance < window))[None]
-    mask = mask & (segments_s[i][:, :, None] == segments_t[j][:, None, :])
+    mask = mask & (segments_s[i][..., :, None] == segments_t[j][..., None, :])
     # exp(masked - max) is 0 once the query has seen a key. Before that it is 1, and `rescale` cancels it
     # when the query sees its first key.
-    scores_BGRst = scores.reshape(*scores.shape[:2], -1, s, t)
-    scores_BGRst = jnp.where(mask[:, None, None], scores_BGRst, jnp.finfo(dtype).min / 2)
-    return scores_BGRst.reshape(scores.shape), softcap_slope
+    of_heads = scores.reshape(*scores.shape[:-2], -1, s, t)
+    of_heads = jnp.where(mask[..., None, None, :, :], of_heads, jnp.finfo(dtype).min / 2)
+    return of_heads.reshape(scores.shape), softcap_slope

@@ -54,8 +54,9 @@ def chunked_cross_entropy(
     a gradient. `project` must not close over arrays.
     """
     loss = partial(_chunk_loss, project, z_loss)
-    # Each batch slice sums its own chunks; otherwise XLA would all-reduce in every chunk.
-    axes, num_slices = sharding.batch_slices(AXES)
+    # Each slice of the batch and of the sequence sums its own chunks; otherwise XLA would all-reduce in every chunk.
+    axes, num_rows, num_parts = sharding.token_slices(AXES, targets_BS.shape[1])
+    num_slices = num_rows * num_parts
     num_tokens = targets_BS.size // num_slices
     num_chunks = _num_chunks(num_tokens, kernel_DV.shape[-1], mib)
     if num_chunks == 1 or kernel_DV.dtype == jnp.float16:
@@ -66,7 +67,9 @@ def chunked_cross_entropy(
             return _sum_over_chunks(loss, kernel_DV, chunks)
 
     def split(leaf):
-        leaf = leaf.reshape(num_slices, num_tokens, *leaf.shape[2:])
+        S, rest = leaf.shape[1], leaf.shape[2:]
+        leaf = leaf.reshape(num_rows, -1, num_parts, S // num_parts, *rest)
+        leaf = jnp.moveaxis(leaf, 2, 1).reshape(num_slices, num_tokens, *rest)
         padding = [(0, 0), (0, -num_tokens % num_chunks)]  # tokens of weight 0
         leaf = jnp.pad(leaf, padding + [(0, 0)] * (leaf.ndim - 2))
         return leaf.reshape(num_slices, num_chunks, 1, -1, *leaf.shape[2:])

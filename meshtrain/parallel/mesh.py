@@ -32,3 +32,22 @@ def make_mesh(
         # On a TPU torus whose physical axes do not match the sizes: split a physical axis.
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
         return jax.sharding.Mesh(grid, AXES, axis_types=types)
+
+
+def networks_of(mesh: jax.sharding.Mesh) -> np.ndarray:
+    """Returns the number of the fast network of each device, in the shape of the mesh.
+
+    jax numbers these networks by `slice_index`: of TPUs a slice, of GPUs a host, or several hosts that NVLink
+    connects. CPU devices share the memory of their process.
+    """
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    attribute = "process_index" if is_cpu else "slice_index"  # only in a cluster
+    return np.vectorize(
+        lambda device: getattr(device, attribute, device.process_index), otypes=[int]
+    )(mesh.devices)
+
+
+def crosses_networks(mesh: jax.sharding.Mesh, axis: str) -> bool:
+    """Returns whether a group of devices along this axis is not within one fast network."""
+    networks = networks_of(mesh)
+    return bool((networks != networks.take([0], AXES.index(axis))).any())

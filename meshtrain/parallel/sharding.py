@@ -11,6 +11,8 @@ from meshtrain.errors import ConfigError, did_you_mean
 
 # (logical name, mesh axis or axes or None), in order of preference; a name may have several rules.
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
+# Parameters, gradients and optimizer state are sharded over these axes as far as the ZeRO stage says.
+ZERO_AXES = ("fsdp", "context")
 Names = Sequence[str | None]  # one logical name per dim, None for a dim that is never sharded
 
 # jax keys its caches of traces by this context; with a context variable, functions that jax traces once
@@ -102,6 +104,17 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec_for(names, x.shape, rules, mesh.shape))
 
 
+def pin(x: jax.Array, dim: int, name: str | None) -> jax.Array:
+    """Shards one dim of `x` by the active rules for this name (None: not at all), and leaves all others to XLA."""
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
+    if mesh.empty or rules is None:
+        return x
+    (axes,) = spec_for((name,), (x.shape[dim],), rules, mesh.shape)
+    spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[dim] = axes
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
 def gathered(x: jax.Array, stored: Names, used: Names) -> jax.Array:
     """Returns the parameter `x`, stored sharded by the names `stored`, sharded by `used`.
 
@@ -141,6 +154,17 @@ def batch_slices(axes: Sequence[str]) -> tuple[tuple[str, ...], int]:
     return axes, math.prod(mesh.shape[axis] for axis in axes)
 
 
+def token_slices(axes: Sequence[str], length: int) -> tuple[tuple[str, ...], int, int]:
+    """Returns which of these mesh axes shard a batch (B, S = `length`), and the number of slices of B and of S."""
+    batch_axes, num_rows = batch_slices(axes)
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
+    if mesh.empty or rules is None:
+        return batch_axes, num_rows, 1
+    (entry,) = spec_for(("seq",), (length,), rules, mesh.shape)
+    seq_axes = tuple(axis for axis in axes_of(entry) if axis in axes and axis not in batch_axes)
+    return (*batch_axes, *seq_axes), num_rows, math.prod(mesh.shape[axis] for axis in seq_axes)
+
+
 def num_shards(name: str, size: int) -> int:
     """Returns into how many shards the active rules split a dim of this name and size."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
@@ -155,6 +179,17 @@ def partial_axes(axes: Sequence[str]) -> Iterator[None]:
     """Makes `constrain` ignore these mesh axes, so that each shard along them keeps partial sums."""
     rules = _active_rules.value
     with use_rules(rules and rules_without(rules, *axes)):
+        yield
+
+
+@contextlib.contextmanager
+def heads_for_sequence() -> Iterator[None]:
+    """Shards heads over the mesh axes of the sequence as well, and the sequence not at all."""
+    rules = _active_rules.value
+    axes = {name: axes_of(found) for name, found in reversed(rules)}
+    heads = [(name, (*axes.get(name, ()), *axes["seq"])) for name in ("heads", "kv_heads")]
+    others = [(name, found) for name, found in rules if name not in ("heads", "kv_heads", "seq")]
+    with use_rules([*heads, ("seq", None), *others]):
         yield
 
 

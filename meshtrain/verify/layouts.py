@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from meshtrain.config import checks
-from meshtrain.config.schema import AXES, KEEP, MeshConfig
+from meshtrain.config.schema import AXES, CONTEXT_METHODS, KEEP, MeshConfig
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
+from meshtrain.parallel.sharding import ZERO_AXES
 from meshtrain.verify.covering import Row, pairwise
 from meshtrain.verify.subject import Subject
 
@@ -18,7 +19,7 @@ NUM_MICROBATCHES = (1, 3, 6, 12)  # multiples of the number of stages, and not
 NUM_CHUNKS = (2, 3)  # of interleaved schedules, on each stage
 UNROLL = (1, 5)  # 5 divides the layers of no subject and no chunk: fewer layers are unrolled then
 # Several blocks at the sequence length of a subject, the last one shorter.
-ATTENTION_IMPLS = ("xla", "xla:6", "blockwise:5")
+ATTENTION_IMPLS = ("xla", "xla:6", "blockwise:3")
 LOSS_CHUNKS = (0, 3)
 # Whether the last group of micro-batches of an interleaved schedule is shorter; covered in pairs as well.
 SHORT_GROUP = "short_group"
@@ -72,11 +73,14 @@ def _bases(subject: Subject) -> list[Row]:
         sizes = dict(zip(axes, row, strict=True))
         if math.prod(row) != num_devices:
             continue
-        # ZeRO stages differ only in what they shard over fsdp.
-        stages = [3, 0, 1, 2] if sizes["fsdp"] > 1 else [3]
-        combinations = itertools.product(stages, NUM_MICROBATCHES, _pipelines(subject, sizes))
-        for zero_stage, num, pipeline in combinations:
+        # ZeRO stages differ only in what they shard over these axes.
+        stages = [3, 0, 1, 2] if any(sizes[axis] > 1 for axis in ZERO_AXES) else [3]
+        combinations = itertools.product(
+            stages, NUM_MICROBATCHES, _pipelines(subject, sizes), _methods(subject, sizes)
+        )
+        for zero_stage, num, pipeline, method in combinations:
             layout = {**sizes, "zero_stage": zero_stage, "num_microbatches": num, **pipeline}
+            layout["context_method"] = method
             layout[SHORT_GROUP] = num % sizes["pipeline"] > 0
             if not _faults(subject, layout):
                 found.append(layout)
@@ -99,6 +103,19 @@ def _pipelines(subject: Subject, sizes: Mapping[str, int]) -> list[Row]:
         if not checks.layer_faults(subject.num_layers, sizes["pipeline"], chunks)
         and subject.num_layers >= least * sizes["pipeline"] * chunks
     ]
+
+
+def _methods(subject: Subject, sizes: Mapping[str, int]) -> list[str | None]:
+    """Returns every supported method of context parallelism for these axis sizes."""
+    if sizes["context"] == 1:
+        return [None]
+    if not subject.model.shards_sequences or checks.sequence_faults(
+        subject.cfg.data, sizes["context"]
+    ):
+        return []
+    num_heads, shards = subject.raw["model"]["num_heads"], sizes["context"] * sizes["tensor"]
+    methods = [name for name in CONTEXT_METHODS if name != "auto"]
+    return methods if num_heads % shards == 0 else [name for name in methods if name != "ulysses"]
 
 
 def _faults(subject: Subject, layout: Row) -> list[str]:

@@ -76,19 +76,35 @@ def _rope(x_BSHK: jax.Array, c: Section, local: bool) -> jax.Array:
     S, K = x_BSHK.shape[1], x_BSHK.shape[3]
     local_theta = local and c["rope_theta_local"]
     theta, scaling = (local_theta, ()) if local_theta else (c["rope_theta"], c["rope_scaling"])
-    angle_Sk = np.arange(S)[:, None] * [
-        _scaled_frequency(theta ** (-2 * k / K), *scaling) for k in range(K // 2)
-    ]
+    frequency_k = [_frequency(k, K, S, theta, *scaling) for k in range(K // 2)]
+    angle_Sk = np.arange(S)[:, None] * np.array(frequency_k)
+    length = _yarn_factor(*scaling[1:]) if scaling and scaling[0] == "yarn" else 1
     z_BSHk = jax.lax.complex(x_BSHK[..., : K // 2], x_BSHK[..., K // 2 :])
-    z_BSHk = z_BSHk * np.exp(1j * angle_Sk)[None, :, None, :]
+    z_BSHk = z_BSHk * (length * np.exp(1j * angle_Sk))[None, :, None, :]
     return jnp.concatenate([z_BSHk.real, z_BSHk.imag], axis=-1)
 
 
-def _scaled_frequency(frequency: float, kind: str = "", factor: float = 1, *llama: float) -> float:
-    """Returns a frequency after `rope_scaling`, in radians per position."""
-    if kind != "llama3":
-        return frequency / factor
-    low, high, length = llama
+def _frequency(
+    k: int, K: int, S: int, theta: float, kind: str = "", factor: float = 1, *rest: Any
+) -> float:
+    """Returns frequency k after `rope_scaling`, in radians per position of a row of S tokens."""
+    if kind == "dynamic":
+        (length,) = rest
+        if S > length:
+            theta *= (factor * S / length - (factor - 1)) ** (K / (K - 2))
+        return theta ** (-2 * k / K)
+    frequency = theta ** (-2 * k / K)
+    if kind == "llama3":
+        return _llama3_frequency(frequency, factor, *rest)
+    if kind == "yarn":
+        divided = _yarn_ramp(k, K, theta, *rest)
+        return divided * frequency / factor + (1 - divided) * frequency
+    return frequency / factor
+
+
+def _llama3_frequency(
+    frequency: float, factor: float, low: float, high: float, length: float
+) -> float:
     wavelength = 2 * math.pi / frequency
     if wavelength < length / high:
         return frequency
@@ -96,6 +112,32 @@ def _scaled_frequency(frequency: float, kind: str = "", factor: float = 1, *llam
         return frequency / factor
     smooth = (length / wavelength - low) / (high - low)
     return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _yarn_ramp(
+    k: int, K: int, theta: float, fast: float, slow: float, length: float, _: float, truncate: bool
+) -> float:
+    """Returns how much of frequency k YaRN divides by the factor, 0 to 1."""
+
+    def dim_of(rotations: float) -> float:
+        """Solves rotations = length / wavelength for the dim, with wavelength = 2 pi theta^(2 dim / K)."""
+        wavelength = length / rotations
+        return K / 2 * math.log(wavelength / (2 * math.pi), theta)
+
+    start, end = dim_of(fast), dim_of(slow)
+    if truncate:
+        start, end = float(math.floor(start)), float(math.ceil(end))
+    start, end = max(start, 0.0), min(end, K - 1.0)
+    if start == end:
+        end += 0.001
+    return min(1.0, max(0.0, (k - start) / (end - start)))
+
+
+def _yarn_factor(
+    factor: float, fast: float, slow: float, length: float, attention_factor: float, truncate: bool
+) -> float:
+    """Returns what YaRN multiplies queries and keys by: 0.1 ln(factor) + 1 if it is not given."""
+    return attention_factor if attention_factor else 1 + math.log(factor) / 10
 
 
 def _mlp(x_BSD: jax.Array, p: Params, c: Section) -> jax.Array:

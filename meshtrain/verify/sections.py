@@ -6,6 +6,9 @@ from typing import Any
 from meshtrain.verify.covering import Row, pairwise
 
 LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 8)
+# Heads of 6 or 8 dims have frequencies that are kept, divided, and in between.
+YARN = ("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)
+DYNAMIC = ("dynamic", 4.0, 8)
 # Implementations of attention with several blocks, and what `--quick` tries together with each of them.
 BLOCKS = {
     "xla:5": {"positions": "rope", "rope_scaling": LLAMA3},
@@ -51,6 +54,8 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
             {"positions": "rope", "rope_scaling": ()},
             {"positions": "rope", "rope_scaling": ("linear", 2.0)},
             {"positions": "rope", "rope_scaling": LLAMA3},
+            {"positions": "rope", "rope_scaling": YARN},
+            {"positions": "rope", "rope_scaling": DYNAMIC},
             {"positions": "learned", "rope_scaling": ()},
         ],
         choice("mlp", "swiglu", "gelu", "geglu"),

@@ -137,6 +137,8 @@ def _program(subject: Subject, row: Row) -> Program:
     raw["train"].update({key: row[key] for key in keys if key in row})
     if row.get("schedule"):
         raw["pipeline"].update({key: row[key] for key in ("schedule", "num_chunks", "keep")})
+    if row.get("context_method"):
+        raw["context"] = {"method": row["context_method"]}
     if row["sequence_parallel"]:
         raw["rules"] = (("residual_seq", ("context", "tensor")), *raw["rules"])
     if "attention_impl" in row:
@@ -153,7 +155,7 @@ def _program(subject: Subject, row: Row) -> Program:
 def _loss_chunk_mib(subject: Subject, raw: Mapping[str, Any], num_chunks: int) -> float:
     """Returns the `loss_chunk_mib` with which each device computes its loss in `num_chunks` chunks."""
     mesh, vocab = raw["mesh"], -(-raw["model"]["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    slices = mesh["data"] * mesh["fsdp"] * raw["train"]["num_microbatches"]
+    slices = mesh["data"] * mesh["fsdp"] * mesh["context"] * raw["train"]["num_microbatches"]
     num_tokens = subject.samples.tokens[: subject.global_batch].size // slices
     (axes,) = sharding.spec_for(("vocab",), (vocab,), raw["rules"], mesh)
     size = num_tokens * vocab * 4 / math.prod(mesh[axis] for axis in sharding.axes_of(axes))
@@ -255,7 +257,7 @@ def _sharding_fault(program: Program, zero_stage: int) -> str | None:
         ):
             expected = _expected_axes(dims, leaf.shape, program.rules, sizes)
             if zero_stage < first_stage:
-                expected -= {"fsdp"}
+                expected -= {*sharding.ZERO_AXES}
             found = {axis for axes in placed.spec for axis in sharding.axes_of(axes)}
             found = {axis for axis in found if sizes[axis] > 1}
             if wrong := sorted(expected ^ found):

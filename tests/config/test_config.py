@@ -84,7 +84,7 @@ def test_learned_positions_must_cover_a_sequence(tiny):
     assert "data.seq_len=17 is more than model.max_seq_len=16; use the same" in fault
 
 
-@pytest.mark.parametrize("axis", ["expert", "context"])
+@pytest.mark.parametrize("axis", ["expert"])
 def test_an_axis_that_is_not_supported_yet_is_rejected(tiny, axis):
     tiny.mesh[axis] = 2
     (fault,) = faults_of(tiny, num_devices=2)

@@ -128,6 +128,22 @@ def test_a_function_that_does_not_say_its_keys_is_reported():
         build.build(parse(config))
 
 
+@pytest.mark.parametrize(("section", "may_be_missing"), [("context", True), ("model", False)])
+def test_a_config_json_may_lack_only_the_section_that_earlier_versions_lack(
+    tmp_path, section, may_be_missing
+):
+    file = write_run(tmp_path)
+    config = json.loads(file.read_text())
+    del config[section]
+    file.write_text(json.dumps(config))
+    raw = files.load_config(str(file)).to_dict()
+    if may_be_missing:
+        assert parse(raw).context == parse(tiny_config().to_dict()).context
+    else:
+        with pytest.raises(ConfigError, match=section):
+            parse(raw)
+
+
 @pytest.mark.parametrize(
     "content", ["{}", "[]", "3", "null", '{"model": 3}', "{", "\0", "[" * 10**5]
 )

@@ -5,16 +5,23 @@
 logits.npz has `tokens` (2, S) and their `logits` (2, S, V); `lengths` (2,), and the logits with each row
 truncated to its length (`padded`, 0 elsewhere); `documents` (3,), lengths whose sum is S, and the logits of
 the first row with each document computed separately (`packed`, (S, V)).
+
+rope.json has the frequencies and attention factors of ROPE_INIT_FUNCTIONS for the ropes in ROPES. The folder
+dynamic/ has a model with dynamic rope, the `logits` of rows longer than its original length, and, of each step
+of generation with a cache, the token and its logits (`generated` (2, N), `steps` (2, N, V)).
 """
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-FOLDER = Path(__file__).resolve().parent / "golden"
+HERE = Path(__file__).resolve().parent
+FOLDER = HERE / "golden"
 SEQ_LEN, LENGTHS, DOCUMENTS = 22, (22, 13), (6, 11, 5)
 SIZES = dict(
     vocab_size=61,
@@ -26,7 +33,9 @@ SIZES = dict(
     max_position_embeddings=64,
     head_dim=6,
 )
-ROPE = {"rope_theta": 100.0}
+ROPE = {"rope_theta": 100.0}  # transformers adds a rope_type to it, so it comes first
+# Heads of 6 dims have frequencies that are kept, divided, and in between.
+YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 1.0, "beta_slow": 0.1}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILIES = {
     "gpt2": lambda: transformers.GPT2Config(
@@ -52,6 +61,9 @@ FAMILIES = {
         max_window_layers=2,
     ),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, rope_parameters=ROPE),
+    "yarn": lambda: transformers.Qwen3Config(
+        **SIZES, rope_parameters={**ROPE, **YARN, "original_max_position_embeddings": 8}
+    ),
     "gemma2": lambda: transformers.Gemma2Config(
         **SIZES,
         rope_parameters=ROPE,
@@ -71,6 +83,28 @@ FAMILIES = {
         query_pre_attn_scalar=5,
     ),
 }
+
+# (head dim, max_position_embeddings, length of the row, rope_parameters)
+QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+DEEPSEEK = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+DEEPSEEK |= {"beta_fast": 32, "beta_slow": 1, "rope_theta": 10000.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+ROPES = [
+    (128, 131072, 131072, {**QWEN_YARN, "rope_theta": 1e6}),
+    (64, 32768, 32768, {**QWEN_YARN, "rope_theta": 1e6, "truncate": False}),
+    (128, 32768, 32768, {**QWEN_YARN, "rope_theta": 1e6, "attention_factor": 1.25}),
+    (64, 163840, 163840, {**DEEPSEEK, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    (64, 163840, 163840, {**DEEPSEEK, "mscale": 0.707, "mscale_all_dim": 1.0}),
+    (64, 163840, 163840, {**DEEPSEEK, "mscale": 0.707, "mscale_all_dim": 0}),
+    (64, 163840, 163840, {**DEEPSEEK, "beta_fast": None, "beta_slow": 0, "truncate": None}),
+    (6, 64, 64, {**YARN, **ROPE}),
+    (8, 64, 64, {**YARN, **ROPE, "beta_fast": 40, "beta_slow": 20}),  # no frequency is divided
+    (8, 64, 64, {**YARN, **ROPE, "beta_fast": 0.01, "beta_slow": 0.001}),
+    (128, 4096, 2048, DYNAMIC),
+    (128, 4096, 4096, DYNAMIC),
+    (128, 4096, 16384, DYNAMIC),
+    (64, 2048, 5000, {**DYNAMIC, "factor": 4.0, "original_max_position_embeddings": 512}),
+]
 
 
 def model_of(config: transformers.PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
@@ -106,15 +140,49 @@ def logits_of(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarra
     )
 
 
+def frequencies_of(head_dim: int, length: int, row_length: int, rope: dict) -> dict:
+    """Returns an entry of rope.json."""
+    sizes = SIZES | dict(head_dim=head_dim, max_position_embeddings=length)
+    config = transformers.LlamaConfig(**sizes, rope_parameters=dict(rope))
+    frequency_k, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, seq_len=row_length)
+    entry = dict(head_dim=head_dim, max_position_embeddings=length, row_length=row_length)
+    return entry | dict(rope=rope, frequencies=frequency_k.tolist(), attention_factor=factor)
+
+
+def write_dynamic(folder: Path, tokens: np.ndarray) -> None:
+    """Writes the model with dynamic rope."""
+    parameters = {**ROPE, "rope_type": "dynamic", "factor": 4.0}
+    sizes = SIZES | dict(max_position_embeddings=16)
+    model = model_of(transformers.LlamaConfig(**sizes, rope_parameters=parameters))
+    save(model, folder)
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens)).logits.numpy()
+        # From within the original length to beyond it.
+        options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+        options |= dict(return_dict_in_generate=True, output_logits=True)
+        prompt = torch.tensor(tokens[:, :10])
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    steps = torch.stack(out.logits, 1).numpy()
+    arrays = dict(tokens=tokens, logits=logits, generated=out.sequences[:, 10:].numpy())
+    np.savez_compressed(folder / "logits.npz", **arrays, steps=steps)
+
+
+def save(model: torch.nn.Module, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
 def main():
     tokens = np.random.default_rng(0).integers(0, 61, (2, SEQ_LEN))
     for name, config in FAMILIES.items():
         folder = FOLDER / name
-        shutil.rmtree(folder, ignore_errors=True)
         model = model_of(config())
-        model.save_pretrained(folder)
-        (folder / "generation_config.json").unlink(missing_ok=True)
+        save(model, folder)
         np.savez_compressed(folder / "logits.npz", **logits_of(model, tokens))
+    write_dynamic(HERE / "dynamic", tokens)
+    entries = [frequencies_of(*row) for row in ROPES]
+    (HERE / "rope.json").write_text(json.dumps(entries, indent=1) + "\n")
 
 
 if __name__ == "__main__":

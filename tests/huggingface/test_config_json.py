@@ -15,8 +15,18 @@ FULL, LOCAL = "full_attention", "sliding_attention"
 LINEAR = dict(rope_type="linear", factor=3.0, rope_theta=77.0)
 LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(rope_theta=100.0)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=100.0)
+NULLS = dict(beta_fast=None, beta_slow=0, attention_factor=None, truncate=None)
+DEEPSEEK = dict(mscale=1.0, mscale_all_dim=1.0)
+DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=100.0)
 REMOVED = "removed"
 FLAT = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "gemma2")  # one rope for all layers
+
+
+def yarn(fast=32.0, slow=1.0, length=16.0, attention_factor=0.0, truncate=True):
+    """Returns the rope_scaling of YARN with other values."""
+    return "yarn", 4.0, fast, slow, length, attention_factor, truncate
+
 
 # (family, changed keys of config.json, changed keys of the section, or a part of the error)
 ROWS = [
@@ -47,8 +57,46 @@ ROWS = [
     ("llama3", dict(rope_scaling=dict(type="linear", factor=3.0)), dict(rope_theta=1e4, rope_scaling=("linear", 3.0))),
     ("llama3", dict(rope_scaling=dict(factor=3.0), rope_theta=9), dict(rope_theta=9.0, rope_scaling=())),
     ("llama3", dict(rope_scaling={}), {}),
-    ("llama3", dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "yarn"),
-    ("llama3", dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "dynamic"),
+    ("llama3", dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), "longrope"),
+    # YaRN: null and 0 are defaults, except truncate=null; DeepSeek's mscale keys give the attention factor.
+    *((f, dict(rope_scaling=YARN), dict(rope_theta=100.0, rope_scaling=yarn())) for f in FLAT),
+    (
+        "qwen3",
+        dict(rope_scaling=dict(type="yarn", factor=4.0), rope_theta=9),
+        dict(rope_theta=9.0, rope_scaling=yarn(length=64.0)),
+    ),
+    ("llama3", dict(rope_parameters=YARN | NULLS), dict(rope_scaling=yarn(truncate=False))),
+    ("llama3", dict(rope_parameters=YARN | dict(beta_fast=2, beta_slow=0.5)), dict(rope_scaling=yarn(2.0, 0.5))),
+    ("llama3", dict(rope_parameters=YARN, original_max_position_embeddings=8), dict(rope_scaling=yarn(length=8.0))),
+    ("llama3", dict(rope_parameters=YARN | DEEPSEEK), dict(rope_scaling=yarn(attention_factor=1.0))),
+    (
+        "llama3",
+        dict(rope_parameters=YARN | DEEPSEEK | dict(attention_factor=1.5)),
+        dict(rope_scaling=yarn(attention_factor=1.5)),
+    ),
+    ("llama3", dict(rope_parameters=YARN | DEEPSEEK | dict(mscale_all_dim=0)), dict(rope_scaling=yarn())),
+    ("llama3", dict(rope_parameters=YARN | DEEPSEEK | dict(mscale=-1.0)), "mscale"),
+    ("llama3", dict(rope_parameters=YARN | dict(factor=None)), "factor=None"),
+    ("llama3", dict(rope_parameters=YARN | dict(beta_fast="32")), "beta_fast='32'"),
+    ("llama3", dict(rope_parameters=YARN | dict(attention_factor=0.0)), "attention_factor=0.0"),
+    (
+        "gemma3",
+        dict(rope_parameters={FULL: YARN, LOCAL: dict(rope_theta=5.0)}),
+        dict(rope_theta=100.0, rope_scaling=yarn(), rope_theta_local=5.0),
+    ),
+    ("gemma3", dict(rope_parameters={FULL: YARN | dict(truncate=False), LOCAL: {}}), "truncate: Gemma3ForCausalLM"),
+    # The original length of dynamic rope is that of the model.
+    ("llama3", dict(rope_parameters=DYNAMIC), dict(rope_scaling=("dynamic", 2.0, 64.0))),
+    (
+        "llama3",
+        dict(rope_parameters=DYNAMIC | dict(original_max_position_embeddings=8)),
+        dict(rope_scaling=("dynamic", 2.0, 64.0)),
+    ),
+    (
+        "gemma3",
+        dict(rope_parameters={FULL: DYNAMIC, LOCAL: dict(rope_theta=5.0)}),
+        dict(rope_theta=100.0, rope_scaling=("dynamic", 2.0, 64.0), rope_theta_local=5.0),
+    ),
     ("gemma3", dict(rope_scaling=LINEAR), dict(rope_theta=77.0, rope_scaling=("linear", 3.0))),
     ("gemma3", dict(rope_parameters=REMOVED, rope_scaling=dict(type="linear", factor=2.0)), "name it rope_type"),
     # Only Gemma 3 has ropes by layer type, and nothing else.
@@ -160,6 +208,8 @@ NOT_EXPORTED = [
     ("llama3", dict(attention_softcap=3.0), "model.attention_softcap is 0.0, not 3.0"),
     ("llama3", dict(logit_softcap=3.0), "model.logit_softcap is 0.0, not 3.0"),
     ("llama3", dict(post_norm=True), "model.post_norm"),
+    ("llama3", dict(rope_scaling=("dynamic", 2.0, 8)), "model.rope_scaling"),
+    ("gemma3", dict(rope_scaling=("yarn", 2.0, 32.0, 1.0, 8, 0.0, False)), "truncate"),
     ("llama3", dict(mlp="geglu"), "model.mlp"),
     ("llama3", dict(rope_theta_local=7.0, attention="lg", window=3), "model.rope_theta_local"),
     ("llama3", dict(qk_norm=True, qkv_bias=True), "model.q"),

@@ -82,19 +82,20 @@ def test_a_pipeline_mesh_gives_the_text_of_one_device(tmp_path, capsys, monkeypa
         return program, params
 
     monkeypatch.setattr(restore, "restore", record)
-    options = [f"--workdir={tmp_path}", "--temperature=0.9", "--prompt=abc", "--length=7"]
+    options = [f"--workdir={tmp_path}", "--temperature=0.9", "--prompt=abcdefgh", "--length=7"]
     layouts = [
         ["mesh.data=8", "mesh.fsdp=1"],
         ["mesh.fsdp=8"],
         ["mesh.pipeline=2"],
         ["mesh.pipeline=2", "pipeline.schedule=interleaved", "pipeline.num_chunks=2"],
         ["mesh.pipeline=2", "mesh.tensor=2", "train.zero_stage=0"],
+        ["mesh.data=2", "mesh.context=4", "model.attention_impl=blockwise"],
     ]
     one, *others = [
         run_verb("generate", *options, *(f"--config.{flag}" for flag in layout), capsys=capsys)
         for layout in layouts
     ]
-    assert one[0] == 0 and others == [one] * 4
+    assert one[0] == 0 and others == [one] * 5
     # No device needs more memory than with mesh.fsdp alone; norms are not sharded over tensor.
     assert bytes_of[2] == bytes_of[3] == bytes_of[1] < bytes_of[0] / 7
     assert bytes_of[4] <= 1.1 * bytes_of[1]
@@ -284,7 +285,9 @@ def test_data_of_another_tokenizer_is_reported(workdir, tmp_path, capsys):
 @pytest.mark.parametrize("split", ["heldout", "train", "all"])
 def test_every_token_of_a_split_counts_once_on_every_mesh(workdir, expected, split, capsys):
     flags = [f"--workdir={workdir}", f"--split={split}"]
-    layouts = [[]] if split != "heldout" else [[], ["--config.mesh.tensor=2", "--batch=12"]]
+    layouts = [[]]
+    if split == "heldout":
+        layouts += [["--config.mesh.tensor=2", "--batch=12"], ["--config.mesh.context=4"]]
     for layout in layouts:
         _, out, _ = run_verb("evaluate", *flags, *layout, capsys=capsys)
         printed, (loss, weight) = numbers(out), expected[split]

@@ -21,6 +21,14 @@ FAMILIES = {
     "mistral": dict(attention="l", window=7, head_dim=6),
     "qwen 2": dict(qkv_bias=True, tie_embeddings=True),
     "qwen 3": dict(qk_norm=True, head_dim=16),
+    "qwen 3, yarn": dict(
+        **dict(qk_norm=True, head_dim=16, rope_scaling=("yarn", 4.0, 8.0, 1.0, 64, 0.0, True))
+    ),
+    "yarn, not truncated": dict(
+        **dict(rope_theta=100.0, rope_scaling=("yarn", 8.0, 2.0, 0.1, 8, 1.5, False)),
+    ),
+    "dynamic": dict(rope_scaling=("dynamic", 4.0, 8)),
+    "dynamic, short rows": dict(rope_scaling=("dynamic", 4.0, 32)),
     "gemma 2": dict(
         **dict(norm="rms_1p", mlp="geglu", post_norm=True, tie_embeddings=True, head_dim=16),
         **dict(attention="lg", window=5, query_scale=0.3, embed_scale=32**0.5),
@@ -29,6 +37,13 @@ FAMILIES = {
     "gemma 3": dict(
         **dict(norm="rms_1p", mlp="geglu", post_norm=True, qk_norm=True, attention="gl", window=4),
         **dict(rope_theta=1e6, rope_theta_local=1e4, rope_scaling=("linear", 8.0)),
+    ),
+    "gemma 3, yarn": dict(
+        **dict(qk_norm=True, attention="gl", window=4, rope_theta=1e6, rope_theta_local=1e4),
+        **dict(rope_scaling=("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)),
+    ),
+    "dynamic in global layers": dict(
+        **dict(attention="gl", window=4, rope_theta_local=100.0, rope_scaling=("dynamic", 2.0, 4)),
     ),
     "gpt-2": dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True),
 }
@@ -56,6 +71,22 @@ def test_initialisation_loss_and_gradient_of_a_family_equal_the_reference(family
     ("changes", "messages"),
     [
         (dict(rope_scaling=("yarn", 4.0)), ["model.rope_scaling=('yarn', 4.0)", "llama3"]),
+        (
+            dict(rope_scaling=("longrope", 4.0)),
+            ["model.rope_scaling=('longrope', 4.0)", "'dynamic'"],
+        ),
+        (dict(rope_scaling=("yarn", 4.0, 32.0, 1.0, 64)), ["ATTENTION_FACTOR", "TRUNCATE"]),
+        (dict(rope_scaling=("yarn", 0.5, 32.0, 1.0, 64, 0.0, True)), ["the factor is below 1"]),
+        (dict(rope_scaling=("yarn", 4.0, 1.0, 32.0, 64, 0.0, True)), ["BETA_SLOW is not below"]),
+        (dict(rope_scaling=("yarn", 4.0, 32.0, 1.0, 64, -1.0, True)), ["above 0"]),
+        (dict(rope_scaling=("yarn", 4.0, 32.0, 1.0, 64, 0.0, 1)), ["True or False"]),
+        (
+            dict(rope_theta=1.0, rope_scaling=("yarn", 4.0, 32.0, 1.0, 64, 0.0, True)),
+            ["model.rope_theta=1.0: yarn"],
+        ),
+        (dict(rope_scaling=("dynamic", 4.0)), ["model.rope_scaling=('dynamic', 4.0)"]),
+        (dict(rope_scaling=("dynamic", 0.5, 64)), ["the factor is below 1"]),
+        (dict(head_dim=2, rope_scaling=("dynamic", 4.0, 64)), ["model.head_dim=2: dynamic"]),
         (dict(rope_scaling=("linear",)), ["model.rope_scaling=('linear',)"]),
         (dict(rope_scaling=("linear", "4")), ["model.rope_scaling=('linear', '4')"]),
         (dict(rope_scaling=("llama3", 8.0, 4.0, 1.0, 64)), ["low factor is not below"]),

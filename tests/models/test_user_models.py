@@ -83,7 +83,7 @@ def test_a_classifier_of_digits_learns_on_a_sharded_mesh(kind, tmp_path, capsys)
     sharded = [
         leaf for leaf in jax.tree.leaves(result.state.params) if not leaf.is_fully_replicated
     ]
-    assert [leaf.sharding.spec for leaf in sharded] == [jax.P("fsdp", "tensor")]
+    assert [leaf.sharding.spec for leaf in sharded] == [jax.P(("fsdp", "context"), "tensor")]
     assert "examples/s" in capsys.readouterr().out
     assert '"correct": 0.' in (tmp_path / "metrics.jsonl").read_text()
 

@@ -13,8 +13,9 @@ from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
 from meshtrain.ops import attention as attention_module
-from meshtrain.ops import blockwise, document_code
+from meshtrain.ops import blockwise, cudnn, document_code
 from meshtrain.ops.attention import attention
+from meshtrain.parallel import accelerator
 
 B, S, K = 2, 6, 4
 SEGMENTS = np.int32([[0, 0, 1, 1, 1, 2], [0, 1, 1, 2, 2, 2]])
@@ -237,8 +238,8 @@ def test_memory_of_blockwise_attention_is_linear_in_the_sequence():
 
 
 def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **changes):
-    monkeypatch.setattr(attention_module.accelerator, "platform", lambda: platform)
-    monkeypatch.setattr(attention_module, "_capability", lambda: capability)
+    monkeypatch.setattr(accelerator, "platform", lambda: platform)
+    monkeypatch.setattr(accelerator, "capability", lambda: capability)
     shape = dict(seq_len=1024, head_dim=64, dtype="bfloat16", softcap=0.0, packed=False)
     return attention_module.choose_implementation(name, **shape | changes)
 
@@ -290,7 +291,7 @@ def test_the_capability_is_that_of_the_devices_of_the_mesh(kind, capability):
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="")
     mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert attention_module._capability() == capability
+        assert accelerator.capability() == capability
 
 
 @pytest.mark.parametrize("name", ["auto", "xla", "blockwise", "cudnn"])
@@ -353,7 +354,7 @@ def test_cudnn_gets_even_lengths_and_equally_sharded_heads(monkeypatch, lower_fo
     for segments, width in ((None, 64), (SEGMENTS[:, :5], 64 + document_code.DIMS)):
         found = calls(lower_for_cuda(segments, {}, length=5))
         assert len(found) == 2 and all(f"x6x4x{width}xbf16" in line for line in found)
-    shards = {"heads": 4, "kv_heads": 1}
+    shards = {"heads": 4, "kv_heads": 1, "seq": 1}
     monkeypatch.setattr(attention_module.sharding, "num_shards", lambda name, _: shards[name])
     found = calls(lower_for_cuda(None, {}))
     assert len(found) == 2 and not any("x2x64xbf16" in line for line in found)
@@ -428,6 +429,6 @@ def test_what_cudnn_is_asked_for_equals_the_formula(case, simulated_gpu, monkeyp
 @pytest.mark.parametrize("case", CUDNN_CASES)
 def test_cudnn_equals_the_formula(case, head_dim):
     packed_rows = CUDNN_CASES[case].get("segments", False)
-    if reason := attention_module._why_not_cudnn(head_dim, jnp.bfloat16, 0.0, packed_rows):
+    if reason := cudnn.why_not(head_dim, jnp.bfloat16, 0.0, packed_rows):
         pytest.skip(reason)
     check_cudnn(case, length=301, head_dim=head_dim)

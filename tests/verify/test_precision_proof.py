@@ -86,10 +86,10 @@ def changed(function, old, new):
     return names[function.__name__]
 
 
-def changed_vjp(forward):
-    """Returns the blockwise attention with another forward pass; jax caches the traces of the original."""
-    attention = jax.custom_vjp(lambda *args: forward(*args)[0], nondiff_argnums=(0, 1))
-    attention.defvjp(forward, blockwise._backward)
+def new_attention():
+    """Returns the blockwise attention as a new function, because jax caches the traces of the original."""
+    attention = jax.custom_vjp(lambda *args: blockwise._forward(*args)[0], nondiff_argnums=(0, 1))
+    attention.defvjp(lambda *args: blockwise._forward(*args), blockwise._backward)
     return attention
 
 
@@ -137,10 +137,9 @@ def a_pipeline_adds_gradients_in_bfloat16(patch):
 @mutant(BLOCKWISE, "bfloat16", "dtype: the step computes exp of bfloat16")
 def softmax_in_bfloat16_on_one_path(patch):
     old = "jnp.exp(scores - new_max[..., None])"
-    new = "jnp.exp((scores - new_max[..., None]).astype(q.dtype)).astype(dtype)"
-    bug = changed(blockwise._forward, old, new)
-    patch.setattr(blockwise, "_forward", bug)
-    patch.setattr(blockwise, "_attention", changed_vjp(bug))
+    new = "jnp.exp((scores - new_max[..., None]).astype(q.dtype)).astype(out.dtype)"
+    patch.setattr(blockwise, "add_keys", changed(blockwise.add_keys, old, new))
+    patch.setattr(blockwise, "_attention", new_attention())
 
 
 @mutant(PIPELINE | dict(packing=False), "bfloat16", "gradients/")

@@ -13,15 +13,17 @@ from meshtrain import state as states
 from meshtrain.analysis import collective_ops, hardware, hlo
 from meshtrain.analysis.audit import minimum, warn
 from meshtrain.analysis.audit.explain import explain
+from meshtrain.analysis.audit.imbalance import Imbalance, imbalance
 from meshtrain.analysis.audit.ledger import Explanation, Ledger
 from meshtrain.analysis.audit.placement import placement_of
+from meshtrain.analysis.audit.sequences import sharded_attention
 from meshtrain.analysis.roofline import Roofline, roofline
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import Config
 from meshtrain.data import synthetic
 from meshtrain.data.loader import from_iterable
-from meshtrain.data.source import Source
+from meshtrain.data.source import Batch, Source
 from meshtrain.models.base import Model
 from meshtrain.monitor.memory import Memory, memory_of
 from meshtrain.monitor.units import units_of
@@ -55,6 +57,7 @@ class Audit:
     extra_bytes: list[tuple[str, str, str, float]]  # axes, label, reason, bytes above the minimum
     unsent_bytes: list[tuple[str, str, float]]  # axes, role, bytes of needs that the program avoids
     warnings: list[str]
+    imbalance: Imbalance | None  # of attention, if sequences are sharded
     memory: Memory | None
     ways_out: list[str]  # if the step does not fit
     roofline: Roofline | None  # None for devices without a row in `analysis.hardware`
@@ -91,8 +94,8 @@ def audit(
     `devices` (default: all) may come from a topology (`jax.experimental.topologies`).
     """
     devices = devices or jax.devices()
-    cfg = parse(config, num_devices=len(devices))
-    if data is None:  # only shapes matter, so no file is read
+    with_files = cfg = parse(config, num_devices=len(devices))
+    if data is None:  # the step needs only shapes
         cfg = _without_files(cfg)
     parts = build(cfg, model=model, data=data)
     program = assemble(cfg, parts, devices=devices)
@@ -102,6 +105,8 @@ def audit(
         compiled = program.compile(batch)
         run = cfg, parts.model, program.mesh, program.abstract_state.params, batch
         placement = placement_of(*run)
+        attention = sharded_attention(cfg, parts.model, batch, placement)
+        placement = dataclasses.replace(placement, attention=attention)
         before_compiling = [one.text for one in layout_warnings(*run)]
     device, state = program.mesh.devices.flat[0], program.abstract_state
     text = compiled.as_text()
@@ -122,6 +127,7 @@ def audit(
         extra_bytes=_extra_bytes(explanations),
         unsent_bytes=_unsent_bytes(ledger),
         warnings=before_compiling + warn.warnings(placement, cfg.rules, state, explanations),
+        imbalance=imbalance(with_files, placement, data, batch),
         memory=advice.memory,
         ways_out=ways_out,
         roofline=row and roofline(module, found, row, program.mesh, model_flops=flops),
@@ -155,14 +161,18 @@ def _batch_like(cfg: Config, program: Program, data: Any) -> Any:
     """Returns the shapes of a global batch, with the sharding that the loader gives them."""
     size = cfg.train.global_batch
     source = data if isinstance(data, Source) else from_iterable(data, global_batch=size)
-    spec = sharding.spec_for(("batch",), (size,), cfg.rules, program.mesh.shape)
-    batch_sharding = jax.sharding.NamedSharding(program.mesh, spec)
+    batch = source.read(np.arange(size))
+    # The loader shards sequences only of a Batch.
+    names = ("batch", "seq") if isinstance(batch, Batch) else ("batch",)
 
     def like(leaf):
-        dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
-        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=batch_sharding)
+        dtype, shape = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype), np.shape(leaf)
+        sizes = (size, *shape[1:])[: len(names)]
+        spec = sharding.spec_for(names, sizes, cfg.rules, program.mesh.shape)
+        batch_sharding = jax.sharding.NamedSharding(program.mesh, spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
 
-    return jax.tree.map(like, source.read(np.arange(size)))
+    return jax.tree.map(like, batch)
 
 
 def _totals(explanations: list[Explanation], unknown: Iterable[str]) -> list[Total]:

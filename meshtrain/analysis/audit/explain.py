@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 
-from meshtrain.analysis.audit import minimum, pipeline_needs
+from meshtrain.analysis.audit import minimum, pipeline_needs, sequence_needs
 from meshtrain.analysis.audit.ledger import RECOMPUTED, Explanation, Ledger
 from meshtrain.analysis.audit.minimum import Need
 from meshtrain.analysis.audit.placement import Leaf, Placement, Spec
@@ -18,12 +18,13 @@ def explain(placement: Placement, found: list[Collective]) -> tuple[list[Explana
         # Collectives of known origin come first, then the largest, so that a stack of layers is not
         # mistaken for one layer of another parameter. Over model axes the forward pass comes first:
         # extra bytes are then reported for the backward pass, where they arise.
-        late = c.phase == "backward" and not {*(c.axes or ())} & {*placement.batch_axes}
+        late = c.phase == "backward" and not {*(c.axes or ())} & {*placement.token_axes}
         return late, c.origin == "", -c.bytes
 
     ordered = sorted(found, key=order)
     rules = (
         _scalar,
+        *sequence_needs.RULES,
         pipeline_needs.stage_message,
         pipeline_needs.layer_transfer,
         pipeline_needs.end_broadcast,
@@ -36,14 +37,14 @@ def explain(placement: Placement, found: list[Collective]) -> tuple[list[Explana
     )
     by_shape = [_first(rules, ledger, c) for c in ordered]
     # A match by the number of elements alone is tried after every match by shape.
+    by_size = sequence_needs.sum_in_stages, _gradient_sum_by_size, _not_needed
     return [
-        explanation or _first((_gradient_sum_by_size, _not_needed), ledger, c)
+        explanation or _first(by_size, ledger, c)
         for c, explanation in zip(ordered, by_shape, strict=True)
     ], ledger
 
 
 def _first(rules: Iterable[Callable], ledger: Ledger, c: Collective) -> Explanation | None:
-    """Returns the explanation of the first rule that has one."""
     return next((found for rule in rules if (found := rule(ledger, c))), None)
 
 
@@ -54,10 +55,10 @@ def _scalar(ledger: Ledger, c: Collective) -> Explanation | None:
 
 
 def _parameter_gather(ledger: Ledger, c: Collective) -> Explanation | None:
-    """Explains a gather of a parameter that is sharded over batch axes, for computing with it."""
+    """Explains a gather of a parameter that is sharded over axes of tokens, for computing with it."""
     placement, label, claimed = ledger.placement, minimum.PARAMETER_GATHER, 0.0
-    fits = _parameter_candidates(ledger, c, label)
-    fits = [fit for fit in fits if c.origin in ("", fit[0].leaf.argument)]
+    candidates = _parameter_candidates(ledger, c, label)
+    fits = [fit for fit in candidates if c.origin in ("", fit[0].leaf.argument)]
 
     def has_shape(leaf: Leaf) -> bool:
         return _has_shape(c, placement.local_shape(leaf, leaf.spec, c.axes), leaf)
@@ -112,7 +113,7 @@ def _fraction(c: Collective, shape: list[int], num_pieces: int) -> float:
 
 
 def _gradient_sum(ledger: Ledger, c: Collective) -> Explanation | None:
-    """Explains a sum of a parameter's gradient over devices with different batch rows."""
+    """Explains a sum of a parameter's gradient over devices with different tokens."""
     candidates = [fit for fit in _gradient_candidates(ledger, c) if fit[0]]
     if not {*(c.axes or ())} <= {*ledger.placement.deferred_axes}:
         # A sum in each micro-batch is of one layer rather than of a stack.
@@ -140,8 +141,8 @@ def _gradient_sum_by_size(ledger: Ledger, c: Collective) -> Explanation | None:
 def _gradient_candidates(ledger: Ledger, c: Collective) -> list[tuple[bool, float, Leaf]]:
     """Returns the leaves whose gradient a tensor may be: (same shape?, fraction of the leaf, leaf)."""
     placement, axes = ledger.placement, {*(c.axes or ())}
-    batch_axes = axes & {*placement.batch_axes}
-    if c.kind not in ("all-reduce", "reduce-scatter") or c.phase == "forward" or not batch_axes:
+    token_axes = axes & {*placement.token_axes}
+    if c.kind not in ("all-reduce", "reduce-scatter") or c.phase == "forward" or not token_axes:
         return []
     found = []
     for leaf in placement.leaves:
@@ -150,7 +151,7 @@ def _gradient_candidates(ledger: Ledger, c: Collective) -> list[tuple[bool, floa
         # Over the deferred axes the gradient is not sharded yet.
         shape = placement.local_shape(leaf, leaf.grad_spec, (*c.axes, *placement.deferred_axes))
         fraction = _fraction(c, shape, leaf.num_layers * unused)
-        if fraction and not axes & {*leaf.axes} - batch_axes:
+        if fraction and not axes & {*leaf.axes} - token_axes:
             found.append((_has_shape(c, shape, leaf), fraction, leaf))
     return found
 
@@ -180,7 +181,7 @@ def _too_often(leaf: Leaf) -> str:
 def _reason_for_larger_sum(placement: Placement, leaf: Leaf, c: Collective, claimed: float) -> str:
     if c.bytes <= 1.01 * claimed:
         return ""
-    if model_axes := [axis for axis in c.axes if axis not in placement.batch_axes]:
+    if model_axes := [axis for axis in c.axes if axis not in placement.token_axes]:
         over = " x ".join(model_axes)
         return f"{leaf.name} is replicated over {over}, so its gradient is summed over {over} too"
     if placement.zero_stage == 1:
@@ -255,7 +256,7 @@ def _replicated_parameter(ledger: Ledger, c: Collective) -> Explanation | None:
         if not axes <= {*placement.model_axes} - {*leaf.axes}:
             continue
         over = " x ".join(c.axes)
-        shape = placement.local_shape(leaf, leaf.spec, placement.batch_axes)
+        shape = placement.local_shape(leaf, leaf.spec, placement.token_axes)
         label = f"gradients of parameters that are replicated over {over}"
         reason = f"{leaf.name} and perhaps others are replicated over {over}"
         if c.kind != "all-gather" and _fraction_of_leaf(placement, c, leaf, leaf.spec):

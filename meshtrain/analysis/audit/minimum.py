@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshtrain.analysis.audit.placement import Axes, Leaf, Placement, Spec
+from meshtrain.analysis.audit.placement import Axes, Leaf, Placement, ShardedAttention, Spec
 from meshtrain.analysis.collective_ops import bytes_sent
 
 # What bytes are sent for, as printed.
@@ -17,6 +17,7 @@ ACTIVATIONS = "activations"
 SOFTMAX_STATISTICS = "softmax statistics"
 STAGE_MESSAGES = "messages from stage to stage"
 END_BROADCAST = "last stage's output or first stage's gradient, for all stages"
+KEYS_AND_VALUES = "keys and values between parts of a sequence"
 LAYER_TRANSFER = "layers sent to the stage that runs them, gradients sent back"
 # No layout needs these bytes, but compilers may send them.
 SEPARATE_INPUT_GRADIENTS = "input gradients summed one by one"
@@ -47,23 +48,24 @@ def needs(placement: Placement) -> list[Need]:
         for axis in placement.model_axes:
             found += _activation_needs(placement, axis)
         found += [*_embed_and_head_needs(placement), *_stage_needs(placement)]
+        found += _sequence_needs(placement)
     return [need for need in found if need.bytes]
 
 
 def _parameter_needs(placement: Placement, leaf: Leaf) -> Iterator[Need]:
-    """Yields the needs of one parameter over the batch axes: gathers, gradient sums, updates."""
+    """Yields the needs of one parameter over the axes of tokens: gathers, gradient sums, updates."""
 
     def among(axes: Axes, spec: Spec) -> Axes:
         return tuple(axis for axis in axes if any(axis in dim for dim in spec))
 
     def gathered_bytes(spec: Spec, itemsize: int) -> float:
-        """Bytes on a device once the leaf is gathered over the batch axes."""
-        still_sharded = {axis for dim in spec for axis in dim} - {*placement.batch_axes}
+        """Bytes on a device once the leaf is gathered over the axes of tokens."""
+        still_sharded = {axis for dim in spec for axis in dim} - {*placement.token_axes}
         return leaf.size * itemsize / placement.num_devices(tuple(still_sharded))
 
-    M, batch_axes = placement.num_microbatches, placement.batch_axes
+    M, token_axes = placement.num_microbatches, placement.token_axes
     idle = placement.idle_microbatches * leaf.is_stacked
-    gathered = among(batch_axes, leaf.spec)
+    gathered = among(token_axes, leaf.spec)
     size = gathered_bytes(leaf.spec, leaf.compute_itemsize)
     once = bytes_sent("all-gather", size, placement.num_devices(gathered))
     # ZeRO-3 frees the gathered parameter after the forward pass and again after the backward pass.
@@ -75,7 +77,7 @@ def _parameter_needs(placement: Placement, leaf: Leaf) -> Iterator[Need]:
     # for the last micro-batch, and is then in float32. Where the optimizer state is sharded, a device
     # needs only its slice of the sum.
     deferred = placement.deferred_axes
-    immediate = tuple(axis for axis in batch_axes if axis not in deferred)
+    immediate = tuple(axis for axis in token_axes if axis not in deferred)
     spec = leaf.grad_spec if placement.zero_stage >= 2 else leaf.moment_spec
     size = gathered_bytes(leaf.grad_spec, leaf.compute_itemsize)
     yield _gradient_sum(placement, leaf, immediate, among(immediate, spec), size, M, idle)
@@ -83,7 +85,7 @@ def _parameter_needs(placement: Placement, leaf: Leaf) -> Iterator[Need]:
     size /= placement.num_devices(among(immediate, spec))
     yield _gradient_sum(placement, leaf, deferred, among(deferred, spec), size, 1)
 
-    updated = tuple(axis for axis in among(batch_axes, leaf.moment_spec) if axis not in gathered)
+    updated = tuple(axis for axis in among(token_axes, leaf.moment_spec) if axis not in gathered)
     size = gathered_bytes(leaf.moment_spec, leaf.itemsize) / placement.num_devices(gathered)
     once = bytes_sent("all-gather", size, placement.num_devices(updated))
     yield Need(UPDATE_GATHER, updated, leaf, (UPDATE_GATHER, leaf.name), once, 1)
@@ -104,7 +106,7 @@ def _gradient_sum(
     once = bytes_sent("reduce-scatter", size, num_slices)
     once += bytes_sent("all-reduce", size / num_slices, others)
     # Sums of one shape look the same, whichever parameter they belong to.
-    shape = placement.local_shape(leaf, leaf.grad_spec, placement.batch_axes)[leaf.is_stacked :]
+    shape = placement.local_shape(leaf, leaf.grad_spec, placement.token_axes)[leaf.is_stacked :]
     key = (GRADIENT_SUM, axes, *sorted(n for n in shape if n > 1))
     return Need(GRADIENT_SUM, axes, leaf, key, once, times, idle_times)
 
@@ -166,6 +168,32 @@ def _stage_needs(placement: Placement) -> Iterator[Need]:
             grads = math.prod(placement.local_shape(leaf, leaf.grad_spec, ()))
             once = weights * leaf.compute_itemsize + grads * max(4, leaf.itemsize)
             yield Need(LAYER_TRANSFER, ("pipeline",), leaf, (LAYER_TRANSFER,), once / V, times)
+
+
+def _sequence_needs(placement: Placement) -> Iterator[Need]:
+    """Yields what attention sends between the devices of a sequence; with "ulysses" queries and outputs too."""
+    if placement.attention is None:
+        return
+    axes, M = placement.sequence_axes, placement.num_microbatches
+    num_layers = max(leaf.num_layers for leaf in placement.leaves)
+    idle = placement.idle_microbatches * num_layers
+    recompute = (M * num_layers + idle) * placement.num_recomputes
+    key = (KEYS_AND_VALUES, axes)  # a loop of the ring does not say which pass it belongs to
+    forward, backward = _attention_bytes(placement.attention)
+    for once, repeated in ((forward, recompute), (backward, 0)):
+        yield Need(KEYS_AND_VALUES, axes, None, key, once, M * num_layers, idle, repeated)
+
+
+def _attention_bytes(attention: ShardedAttention) -> tuple[float, float]:
+    """Returns the bytes that a device sends in the forward and in the backward pass of a layer."""
+    c, kv = attention.num_devices, 2 * attention.key_size
+    if attention.method == "ulysses":
+        size = (2 * attention.query_size + kv) * attention.itemsize
+        return (bytes_sent("all-to-all", size, c),) * 2
+    keys = (c - 1) * kv * attention.itemsize
+    # Partial sums are in float32 or wider. In a ring they travel once more, to their own device.
+    times = c - (attention.method == "gather")
+    return keys, keys + times * kv * max(4, attention.itemsize)
 
 
 def row_and_column_parallel(placement: Placement, axis: str) -> tuple[list[Leaf], list[Leaf]]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.config.schema import Config
+from meshtrain.data.source import Batch
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
@@ -49,11 +50,25 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class ShardedAttention:
+    """The attention of a layer, as one device computes it in a micro-batch; sizes are numbers of elements."""
+
+    method: str  # see parallel/context.py
+    num_devices: int  # that hold parts of a sequence
+    query_size: int  # of the queries of the device's own part of the sequences, and of their output
+    # Of the keys of this part, and of the values; repeated, where the method repeats them.
+    key_size: int
+    padding: float  # tokens over tokens without padding, where attention is computed in blocks
+    itemsize: int  # bytes per element of train.dtype
+
+
+@dataclass(frozen=True)
 class Placement:
     """Which device holds what, and how often a step computes it."""
 
     mesh: Mapping[str, int]
-    batch_axes: Axes  # that shard the batch
+    token_axes: Axes  # that shard the tokens of a batch: its rows, or each sequence
+    sequence_axes: Axes  # those of them that shard each sequence
     leaves: tuple[Leaf, ...]
     has_blocks: bool  # False: only a loss function is known, not its layers
     num_tokens: int  # of a micro-batch on each device; 0 without blocks
@@ -67,19 +82,23 @@ class Placement:
     zero_stage: int
     remat: str
     compute_itemsize: int  # bytes per element of train.dtype
+    # Of sharded sequences; None if they are not sharded, or their attention is unknown.
+    attention: ShardedAttention | None = None
 
     @property
     def model_axes(self) -> Axes:
-        """Axes that shard parameters but not the batch, for example tensor and pipeline."""
+        """Axes that shard parameters but no tokens, for example tensor and pipeline."""
         sharding_axes = {axis for leaf in self.leaves for axis in leaf.axes}
         return tuple(
-            axis for axis in self.mesh if axis in sharding_axes and axis not in self.batch_axes
+            axis for axis in self.mesh if axis in sharding_axes and axis not in self.token_axes
         )
 
     @property
     def deferred_axes(self) -> Axes:
-        """Batch axes over which gradients are summed once, after the last micro-batch."""
-        return tuple(axis for axis in self.batch_axes if self.zero_stage < 2 or axis == "data")
+        """Axes over which gradients are summed once, after the last micro-batch; never those of a sequence."""
+        # As in program.assemble.
+        axes = ("data",) if self.zero_stage >= 2 else ("data", "fsdp")
+        return tuple(axis for axis in self.token_axes if axis in axes)
 
     @property
     def activation_bytes(self) -> int:
@@ -116,9 +135,8 @@ def placement_of(
 ) -> Placement:
     """Returns the placement of a run. `params` and `batch` are arrays, or their shapes."""
     mesh, c = dict(mesh.shape), cfg.train
-    batch_spec = sharding.spec_for(("batch",), (c.global_batch,), cfg.rules, mesh)
-    batch_axes = {axis for dim in _spec(batch_spec, mesh) for axis in dim}
-    batch_axes = tuple(axis for axis in mesh if axis in batch_axes)
+    row_axes, sequence_axes = _token_axes(cfg, mesh, batch)
+    token_axes = tuple(axis for axis in mesh if axis in (*row_axes, *sequence_axes))
     used_by, x = _users(cfg, model, params, batch)
     dim_names = jax.tree.leaves(model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     flat = jax.tree_util.tree_leaves_with_path(params)
@@ -128,14 +146,16 @@ def placement_of(
         schedule = SCHEDULES[cfg.pipeline.schedule]
         table = schedule(mesh["pipeline"], c.num_microbatches, num_chunks)
         num_ticks = int(table.forward.active.any(1).sum())
+    num_tokens = x.size // x.shape[-1] // math.prod(mesh[a] for a in token_axes) if x else 0
     return Placement(
         mesh=mesh,
-        batch_axes=batch_axes,
+        token_axes=token_axes,
+        sequence_axes=sequence_axes,
         leaves=tuple(
             _leaf(cfg, mesh, *each) for each in zip(flat, dim_names, used_by, strict=True)
         ),
         has_blocks=x is not None,
-        num_tokens=x.size // x.shape[-1] // math.prod(mesh[a] for a in batch_axes) if x else 0,
+        num_tokens=num_tokens,
         d_model=x.shape[-1] if x else 0,
         num_microbatches=c.num_microbatches,
         num_chunks=num_chunks,
@@ -145,6 +165,16 @@ def placement_of(
         remat=c.remat,
         compute_itemsize=jnp.dtype(c.dtype).itemsize,
     )
+
+
+def _token_axes(cfg: Config, mesh: Mapping[str, int], batch: Any) -> tuple[Axes, Axes]:
+    """Returns the mesh axes that shard the rows of a batch, and those that shard each row of tokens."""
+    rows = cfg.train.global_batch
+    names, shape = ("batch",), (rows,)
+    if isinstance(batch, Batch):
+        names, shape = ("batch", "seq"), (rows, batch.tokens.shape[1])
+    spec = _spec(sharding.spec_for(names, shape, cfg.rules, mesh), mesh)
+    return spec[0], spec[1] if spec[1:] else ()
 
 
 def _spec(spec: Any, mesh: Mapping[str, int]) -> Spec:
@@ -157,9 +187,9 @@ def _leaf(cfg: Config, mesh: Mapping[str, int], flat: Any, dim_names: Any, used_
     path, leaf = flat
 
     def spec_from(zero_stage: int) -> Spec:
-        # The same rule as in meshtrain/state.py: below this ZeRO stage, fsdp shards nothing.
+        # The same rule as in meshtrain/state.py: below this ZeRO stage, these axes shard nothing.
         is_sharded = cfg.train.zero_stage >= zero_stage
-        rules = cfg.rules if is_sharded else sharding.rules_without(cfg.rules, "fsdp")
+        rules = cfg.rules if is_sharded else sharding.rules_without(cfg.rules, *sharding.ZERO_AXES)
         return _spec(sharding.spec_for(dim_names, leaf.shape, rules, mesh), mesh)
 
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -29,6 +29,7 @@ def lines(audit: Any) -> Iterator[str]:
         yield "  nothing: no collective, and none needed"
     yield from _collectives(audit.explanations)
     yield from _differences(audit)
+    yield from _imbalance(audit.imbalance)
     yield from _memory(audit.memory)
     yield from (f"  {line}" for line in audit.ways_out)
     yield from _roofline(audit.roofline)
@@ -76,6 +77,15 @@ def _differences(audit: Any) -> Iterator[str]:
     for note in sorted({note for each in notes for note in each}):
         count = sum(note in each for each in notes)
         yield from _wrapped("  note: ", f"{count} of the tensors: {note}")
+
+
+def _imbalance(imbalance: Any) -> Iterator[str]:
+    if imbalance is None:
+        return
+    yield ""
+    yield f"most query/key pairs of a device over the mean: {imbalance.zigzag:.3f} (zigzag order)"
+    of = f"{imbalance.contiguous:.3f} with contiguous parts of sequences · of {imbalance.of}"
+    yield from _wrapped("  ", of)
 
 
 def _wrapped(start: str, text: str) -> list[str]:

@@ -38,7 +38,7 @@ def axes_label(axes: Axes | None) -> str:
 
 def _idle_axes(placement: Placement) -> Iterator[str]:
     for axis, size in placement.mesh.items():
-        if size > 1 and axis not in (*placement.batch_axes, *placement.model_axes):
+        if size > 1 and axis not in (*placement.token_axes, *placement.model_axes):
             yield (
                 f"mesh.{axis}={size} shards neither the batch nor a parameter: all its devices do the "
                 f"same work; add a rule for {axis} to config.rules, or set mesh.{axis}=1"
@@ -51,7 +51,7 @@ def _is_large(placement: Placement, num_bytes: float) -> bool:
 
 
 def _replicated_parameters(placement: Placement, rules: Rules) -> Iterator[str]:
-    axes = {*placement.model_axes, *(("fsdp",) if placement.zero_stage == 3 else ())}
+    axes = {*placement.model_axes, *(sharding.ZERO_AXES if placement.zero_stage == 3 else ())}
     for leaf in placement.leaves:
         num_bytes = leaf.size * leaf.itemsize / placement.num_devices(leaf.axes)
         for axis, size in placement.mesh.items():
@@ -87,8 +87,7 @@ def _why_replicated(leaf: Leaf, axis: str, rules: Rules) -> str:
 
 def _replicated_moments(placement: Placement, state: TrainState) -> Iterator[str]:
     """Warns about optimizer state that is not sharded like its parameter, such as a factored moment."""
-    size = placement.mesh["fsdp"]
-    if size == 1 or placement.zero_stage == 0:
+    if placement.num_devices(sharding.ZERO_AXES) == 1 or placement.zero_stage == 0:
         return
     shapes = {leaf.shape for leaf in placement.leaves}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):

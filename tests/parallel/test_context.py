@@ -1,0 +1,266 @@
+"""Sequences over several devices: every method equals plain attention, and a step equals that of one device."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_config
+from test_parity import GPT2, Run, assert_same, one_device, packed
+
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
+from meshtrain.configs import default
+from meshtrain.data.loader import Loader
+from meshtrain.data.source import Batch, Source
+from meshtrain.errors import ConfigError
+from meshtrain.models.base import Model
+from meshtrain.ops.attention import attention, choose_for_context
+from meshtrain.parallel import context, sharding
+from meshtrain.parallel.mesh import make_mesh
+from meshtrain.program import assemble
+
+RULES = default.get_config().rules
+METHODS = ("ring", "gather", "ulysses")
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@contextlib.contextmanager
+def active(method="gather", rules=RULES, **sizes):
+    num_devices = int(np.prod(list(sizes.values())))
+    mesh = make_mesh(devices=jax.devices()[:num_devices], **sizes)
+    with jax.set_mesh(mesh), sharding.use_rules(rules), context.active_method(method):
+        yield mesh
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 8])
+def test_every_device_has_the_same_number_of_attended_pairs(num_devices):
+    order = context.order(48, num_devices)
+    assert sorted(order) == [*range(48)]
+    pairs = (order + 1).reshape(num_devices, -1).sum(1)
+    assert set(pairs) == {48 * 49 // 2 // num_devices}
+
+
+def test_a_sequence_that_does_not_divide_is_rejected():
+    with pytest.raises(ConfigError, match="20 tokens is not divisible by 2 x mesh.context=8; use"):
+        context.order(20, 8)
+    c = tiny_config()
+    c.mesh.update(data=1, context=8)
+    c.data.seq_len = 24
+    fault = "data.seq_len=24 is not divisible by 2 x mesh.context=8; use 16 or 32"
+    with pytest.raises(ConfigError, match=fault):
+        parse(c, num_devices=8)
+
+
+def make_inputs(length, num_heads, num_kv_heads, documents):
+    """Returns q, k, v, segments and the weights of the result's sum, in the order of positions."""
+    random = np.random.default_rng(0)
+    q, k, v, weights = (
+        random.normal(size=(4, length, n, 8))
+        for n in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    )
+    segments = None
+    if documents == "one token each":
+        segments = np.tile(np.arange(length, dtype=np.int32), (4, 1))
+    elif documents:
+        starts = random.random((4, length)) < documents / length
+        segments = starts.cumsum(1).astype(np.int32)
+    return q, k, v, segments, weights
+
+
+CASES = {
+    "data": (dict(data=2, context=4), {}),
+    "tensor": (dict(context=2, tensor=4), dict(num_heads=8)),
+    "fsdp, soft cap": (dict(fsdp=2, context=4), dict(softcap=3.0)),
+    "eight devices, several blocks": (dict(context=8), dict(length=96, num_heads=8, block=4)),
+    "window of two chunks": (dict(data=2, context=4), dict(window=9)),
+    "window of one token": (dict(context=4), dict(window=1)),
+    "layers differ": (dict(context=4), dict(window=5, is_local=True)),
+    "no documents": (dict(context=2), dict(documents=0)),
+    "long documents": (dict(context=4), dict(documents=2)),
+    "one token": (dict(context=2), dict(documents="one token each")),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", CASES)
+def test_attention_and_gradients_equal_one_device(method, case, x64):
+    sizes, options = CASES[case]
+    options = dict(length=32, num_heads=4, num_kv_heads=2, documents=6, block=3) | options
+    length, block = options.pop("length"), options.pop("block")
+    shapes = [options.pop(name) for name in ("num_heads", "num_kv_heads", "documents")]
+    inputs = make_inputs(length, *shapes)
+    is_local = jnp.array(options.pop("is_local", True))
+
+    def total(q, k, v, segments, weights, implementation):
+        how = dict(implementation=implementation, is_local=is_local, **options)
+        return (attention(q, k, v, segments, **how) * weights).sum()
+
+    def gradients(implementation):
+        return jax.jit(
+            jax.value_and_grad(lambda *args: total(*args, implementation), argnums=(0, 1, 2))
+        )
+
+    expected = gradients("xla")(*inputs)
+    order = context.order(length, sizes["context"])
+    with active(method, **sizes) as mesh:
+        place = jax.NamedSharding(mesh, jax.P(("data", "fsdp"), "context"))
+        inputs = jax.tree.map(lambda leaf: jax.device_put(leaf[:, order], place), inputs)
+        loss, grads = gradients(f"blockwise:{block}")(*inputs)
+    largest = max(np.abs(grad).max() for grad in expected[1])  # some gradients are zero
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-12)
+    for a, b in zip(grads, expected[1], strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a)[:, np.argsort(order)], b, rtol=0, atol=1e-12 * largest
+        )
+
+
+MIXED = {"attention": "lg", "window": 5}
+STEPS = [
+    ("ring", {}, {"data": 2, "context": 2, "tensor": 2}, {}),
+    ("gather", {}, {"fsdp": 2, "context": 4}, {"zero_stage": 1, "num_microbatches": 4}),
+    ("ulysses", {}, {"pipeline": 2, "context": 2, "data": 2}, {"num_microbatches": 2}),
+    ("ring", MIXED, {"pipeline": 2, "context": 4}, {"num_microbatches": 2, "remat": "full"}),
+    ("gather", GPT2, {"context": 4, "tensor": 2}, {"remat": "dots"}),
+]
+
+
+@pytest.mark.parametrize(("method", "model", "layout", "train"), STEPS, ids=str)
+def test_a_step_equals_one_device(method, model, layout, train, x64):
+    c = packed(attention_impl="blockwise:2", loss_chunk_mib=0.004, **model)
+    c.train.update(train)
+    c.context.method = method
+    found = Run(c, dtype="float64", **layout).one_step()
+    assert_same(found, one_device(**model), rtol=1e-10)
+
+
+@pytest.mark.parametrize("model", [{}, {"positions": "learned"}], ids=["rope", "learned"])
+def test_positions_of_rows_without_documents_follow_the_order(model, x64):
+    """The batch has no positions then."""
+
+    def step(**layout):
+        c = packed(**model)
+        c.data.separator = -1
+        return Run(c, dtype="float64", **layout).one_step()
+
+    assert_same(step(data=2, context=4), step(), rtol=1e-10)
+
+
+def test_sequences_over_tensor_as_well(x64):
+    """Between blocks the sequence is sharded over context and tensor: Megatron's sequence parallelism."""
+    c = packed()
+    c.rules = (("residual_seq", ("context", "tensor")), *c.rules)
+    found = Run(c, dtype="float64", data=2, context=2, tensor=2).one_step()
+    assert_same(found, one_device(), rtol=1e-10)
+
+
+def test_the_loader_gives_each_device_its_chunks():
+    rows = np.arange(4 * 16, dtype=np.int32).reshape(4, 16)
+    batch = Batch(rows, rows, np.ones(rows.shape, np.float32))
+    mesh = make_mesh(data=2, context=4)
+    loader = Loader(
+        Source(lambda indices: jax.tree.map(lambda x: x[indices], batch)),
+        mesh,
+        RULES,
+        global_batch=4,
+    )
+    tokens = loader.read(0).tokens
+    loader.close()
+    for shard in tokens.addressable_shards:
+        (row, number) = np.argwhere(mesh.device_ids[0, :, 0, 0, :, 0] == shard.device.id)[0]
+        early, late = 2 * number, 2 * (7 - number)
+        of_rows = rows[2 * row : 2 * row + 2]
+        expected = np.concatenate([of_rows[:, early : early + 2], of_rows[:, late : late + 2]], 1)
+        np.testing.assert_array_equal(shard.data, expected)
+
+
+def test_data_of_another_kind_is_rejected():
+    """Its sequences would keep their natural order, and positions would be wrong."""
+    rows = Source(lambda indices: {"tokens": np.zeros((len(indices), 16), np.int32)})
+    loader = Loader(rows, make_mesh(data=2, context=4), RULES, global_batch=4)
+    with pytest.raises(ConfigError, match="mesh.context=4: .* and the data yields a dict; yield a"):
+        loader.read(0)
+    loader.close()
+
+
+def choice(name="auto", num_heads=8, num_kv_heads=2, method="auto:gather", **sizes):
+    shapes = dict(seq_len=4096, head_dim=64, dtype="bfloat16", softcap=0.0, packed=False)
+    with active(method, **sizes or {"context": 4}):
+        return choose_for_context(name, num_heads=num_heads, num_kv_heads=num_kv_heads, **shapes)
+
+
+def test_auto_chooses_by_heads_bytes_and_links(simulated_gpu, monkeypatch):
+    assert choice() == ("ulysses", "ulysses over 4 devices, cudnn")
+    assert choice(num_heads=6)[0] == "gather"
+    assert choice(num_heads=6, method="auto:ring") == ("ring", "ring over 4 devices, blockwise")
+    assert (
+        choice("blockwise", num_kv_heads=8)[0] == "ulysses"
+    )  # 16 heads in 4 parts, against 8 from 3 devices
+    assert choice("blockwise", num_kv_heads=2)[0] == "gather"
+    assert choice("blockwise", num_kv_heads=2, method="ring")[0] == "ring"
+    with pytest.raises(ConfigError, match="8 devices do not divide model.num_heads=12"):
+        choice(num_heads=12, method="ulysses", context=4, tensor=2)
+    with pytest.raises(ConfigError, match="'gather' computes attention blockwise; use 'auto'"):
+        choice("cudnn", method="gather")
+
+
+def test_a_model_has_to_say_that_its_sequences_may_be_sharded():
+    c = tiny_config()
+    c.mesh.update(data=1, context=8)
+    cfg = parse(c, num_devices=8)
+    parts = build(cfg)
+    own = Model(parts.model.init, parts.model.axes, loss=lambda *_: None)
+    with pytest.raises(ConfigError, match="mesh.context=8: the model does not say"):
+        assemble(cfg, parts._replace(model=own))
+
+
+def collectives(compiled):
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return {*re.findall(rf" ({names})(?:-start)?\(", compiled.as_text())}
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("ring", {"collective-permute"}),
+        ("gather", {"all-gather", "collective-permute"}),
+        ("ulysses", {"all-to-all"}),
+    ],
+)
+def test_attention_sends_nothing_but_what_its_method_sends(method, expected):
+    q, k, v, _, weights = make_inputs(32, 4, 4, 0)
+
+    def gradients(*args):
+        args = [sharding.constrain(x, "batch", "seq", "heads", "head_dim") for x in args]
+        return jax.vjp(attention, *args[:3], None)[1](args[3])[:3]
+
+    with active(method, data=2, context=4) as mesh:
+        place = jax.NamedSharding(mesh, jax.P("data", "context"))
+        args = [jax.device_put(np.float32(x), place) for x in (q, k, v, weights)]
+        compiled = jax.jit(gradients, out_shardings=place).lower(*args).compile()
+    assert collectives(compiled) == expected
+
+
+def test_activations_of_a_step_are_gathered_nowhere():
+    """Only parameters are: no array of all positions, and of the model's width, exists on a device."""
+    c = packed()
+    c.model.update(num_layers=2, attention_impl="blockwise:4", vocab_size=128)
+    c.data.vocab_size, c.data.seq_len, c.model.max_seq_len = 128, 96, 96
+    c.context.method = "ring"
+    run = Run(c, data=2, context=4)
+    with run.program.active():
+        text = run.program.compile(run.batch()).as_text()
+    rows = c.train.global_batch // 2
+    gathered = {
+        shape
+        for shape in re.findall(r"f32\[([\d,]+)\]", text)
+        if {"96", "32"} <= {*shape.split(",")}
+    }
+    assert not gathered, f"{rows} rows of 96 positions"
