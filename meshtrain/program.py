@@ -142,7 +142,7 @@ def _check_context(size: int, model: Model) -> None:
 def _context_method(cfg: Config, mesh: jax.sharding.Mesh) -> str:
     if cfg.context.method != "auto":
         return cfg.context.method
-    # Keys of another host arrive while a ring computes; within a host gathering them is faster.
+    # A ring can send the next keys while it computes, which matters between hosts; gathering is one collective.
     return "auto:ring" if crosses_networks(mesh, "context") else "auto:gather"
 
 

@@ -36,7 +36,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "meshtrain"
 CONFIGS = sorted((ROOT / "meshtrain" / "configs").glob("[!_]*.py"))
 LONGER = {
     "meshtrain/train.py:train": 120,  # the loop, to be read in one go
-    "meshtrain/configs/default.py:get_config": 220,  # a list of keys
+    "meshtrain/configs/default.py:get_config": 212,  # a list of keys
 }
 
 
@@ -97,7 +97,7 @@ def test_a_folder_imports_only_from_lower_layers(file):
         assert LAYERS.index(imported_layer) <= LAYERS.index(layer), f"{file} imports {imported}"
 
 
-def test_no_chain_of_imports_is_longer_than_nine():
+def test_no_chain_of_imports_is_longer_than_eight():
     """Counts only imports at the top of a module; an import within a function runs when it is used."""
     graph = {}
     for file, path in FILES.items():
@@ -112,7 +112,7 @@ def test_no_chain_of_imports_is_longer_than_nine():
         )
 
     chain = max(map(longest, graph), key=len)
-    assert len(chain) <= 9, " -> ".join(chain)
+    assert len(chain) <= 8, " -> ".join(chain)
 
 
 # The private names of jax that the package uses: why, and what breaks without them. No other file uses any.

@@ -33,7 +33,7 @@ BYTES_PER_JOB = 3 << 30
 QUICK_COMPILE_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_prefer_vector_width=128 "
-    # One part of a program is compiled at a time: splitting it costs a tenth, and --jobs uses the cores.
+    # A program is compiled in one part: --jobs uses the cores.
     "--xla_cpu_parallel_codegen_split_count=1"
 )
 if version("jaxlib").startswith("0.10."):  # jax ends the process for a flag that it does not know

@@ -7,7 +7,7 @@ import numpy as np
 
 from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 from meshtrain.models import rope
-from meshtrain.ops import attention
+from meshtrain.ops import implementations
 
 VOCAB_MULTIPLE = 128  # every usual mesh.tensor divides a multiple of it
 
@@ -105,7 +105,7 @@ def _value_faults(c: TransformerConfig) -> list[str]:
     faults = []
     for key, names in choices.items():
         faults += choice_faults(f"model.{key}", getattr(c, key), names)
-    faults += attention.name_faults("model.attention_impl", c.attention_impl)
+    faults += implementations.faults("model.attention_impl", c.attention_impl)
     faults += minimum_faults(
         1, {f"model.{key}": getattr(c, key) for key in (*counts, "max_seq_len")}
     )

@@ -6,19 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.errors import ConfigError, choice_faults
-from meshtrain.ops import between_chunks, blockwise, conditional, cudnn
+from meshtrain.errors import ConfigError
+from meshtrain.ops import between_chunks, blockwise, conditional, cudnn, implementations
 from meshtrain.parallel import context, sharding
 
 # B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim
 
-NAMES = ("auto", "xla", "cudnn", "blockwise")
 MAX_XLA_TOKENS = 2048  # longer sequences are computed blockwise if no fused kernel supports them
 UNLIMITED_WINDOW = 2**30  # positions; more than any sequence has
 # The XLA implementation splits queries into blocks, unless its name gives their size.
 MAX_QUERY_BLOCKS = 4
 MIN_QUERIES_PER_BLOCK = 64
-WITH_BLOCKS = ("xla", "blockwise")  # implementations whose name may end with a block size, "xla:64"
 
 
 def attention(
@@ -43,7 +41,7 @@ def attention(
     `scale` 0: 1/sqrt(K). `softcap` c > 0: scores become c tanh(score / c) (Gemma 2, arXiv 2408.00118).
     `window`: the number of positions that a query sees, its own included (Mistral, arXiv 2310.06825). It
     applies if `is_local`, which is an array where layers differ.
-    `implementation` is one of NAMES; "xla:N" and "blockwise:N" compute blocks of N positions.
+    `implementation` is one of implementations.NAMES; "xla:N" and "blockwise:N" compute blocks of N positions.
     Without a cache, a sequence that the rules shard is in the order of `context.order`; see parallel/context.py.
     The softmax is in float32 or wider. Raises ConfigError if `implementation` does not support the inputs.
     """
@@ -54,14 +52,14 @@ def attention(
         return _of_sharded_sequences(
             q_BSHK, k_BTGK, v_BTGK, segments_BS, implementation=implementation, **options
         )
-    implementation, _, block = implementation.partition(":")
+    implementation, block = implementations.split(implementation)
     shapes = dict(seq_len=S, head_dim=K, dtype=dtype, packed=segments_BS is not None)
     name, _ = choose_implementation(implementation, **shapes, softcap=softcap)
     segments = segments_BS, segments_BS if segments_BT is None else segments_BT
     compute = {"xla": _xla, "cudnn": cudnn.attention, "blockwise": blockwise.attention}[name]
     options = dict(start=start, scale=scale or K**-0.5, softcap=softcap)
     if block:
-        options |= {"block": int(block)}
+        options |= {"block": block}
 
     def windowed(window, *qkv):
         return compute(*qkv, *segments, window=window, **options)
@@ -103,7 +101,7 @@ def choose_for_context(
     `shapes` as for `choose_implementation`, of full sequences.
     """
     num_devices = sharding.num_shards("seq", shapes["seq_len"])
-    kind, _, _ = name.partition(":")
+    kind, _ = implementations.split(name)
     inside, text = choose_implementation(kind, **shapes)
     method = context.choose(num_heads, num_kv_heads, num_devices, fused=inside == "cudnn")
     if method == "ulysses":
@@ -114,16 +112,6 @@ def choose_for_context(
             f"'blockwise', or context.method='ulysses'"
         )
     return method, f"{method} over {num_devices} devices, blockwise"
-
-
-def name_faults(key: str, value: str) -> list[str]:
-    """Returns a fault if a config value does not name an implementation."""
-    name, colon, block = value.partition(":")
-    if not colon:
-        return choice_faults(key, value, NAMES)
-    if name in WITH_BLOCKS and block.isdecimal() and int(block) > 0:
-        return []
-    return [f"{key}={value!r}: use a name and a block size in tokens, such as 'blockwise:256'"]
 
 
 def choose_implementation(
@@ -157,7 +145,7 @@ def choose_implementation(
 
 def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
     """Returns the implementation to use with a key/value cache, which cuDNN's kernels do not support."""
-    kind = name.partition(":")[0]
+    kind, _ = implementations.split(name)
     is_long = kind == "blockwise" or (kind != "xla" and num_keys > MAX_XLA_TOKENS)
     if not is_long or num_queries == 1:
         return "xla"

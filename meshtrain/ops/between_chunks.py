@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.ops import blockwise
+from meshtrain.ops import blockwise, implementations
 from meshtrain.ops.blockwise import Visibility
 from meshtrain.parallel import sharding
 
@@ -67,8 +67,8 @@ def attention(
 
 def block_size(implementation: str, length: int) -> int:
     """Returns the tokens of a block of a chunk of `length`; "blockwise:N" asks for N."""
-    name, _, block = implementation.partition(":")
-    return min(int(block) if name == "blockwise" and block else blockwise.BLOCK, length)
+    name, block = implementations.split(implementation)
+    return min(block if name == "blockwise" and block else blockwise.BLOCK, length)
 
 
 def _halves(

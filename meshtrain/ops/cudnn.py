@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from meshtrain.analysis import hardware
 from meshtrain.ops import document_code
 from meshtrain.parallel import accelerator, sharding
 
@@ -13,7 +14,7 @@ AMPERE, HOPPER, BLACKWELL = 8.0, 9.0, 10.0  # compute capability
 
 def why_not(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float, packed: bool) -> str:
     """Returns why cuDNN's fused attention does not support these inputs; "" if it does."""
-    platform, capability = accelerator.platform(), accelerator.capability()
+    platform, capability = accelerator.platform(), capability_of_target()
     if platform not in ("gpu", "cuda") or capability.startswith("gfx"):
         return f"it runs on NVIDIA GPUs only, and this is {capability or platform}"
     version = float(capability or HOPPER)
@@ -31,6 +32,15 @@ def why_not(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float, packed: 
         more = f", and packed rows need {extra} more" if packed else ""
         return f"{limit}, and the head dim is {head_dim}{more}"
     return ""
+
+
+def capability_of_target() -> str:
+    """Returns the compute capability of the GPU that is compiled for ("9.0"; on AMD "gfx..."), or ""."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    row = device and hardware.device_of(device.device_kind)
+    if row and row.chip:
+        return row.chip.capability
+    return getattr(jax.local_devices()[0], "compute_capability", "")
 
 
 def attention(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) -> jax.Array:

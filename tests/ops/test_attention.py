@@ -239,7 +239,7 @@ def test_memory_of_blockwise_attention_is_linear_in_the_sequence():
 
 def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **changes):
     monkeypatch.setattr(accelerator, "platform", lambda: platform)
-    monkeypatch.setattr(accelerator, "capability", lambda: capability)
+    monkeypatch.setattr(cudnn, "capability_of_target", lambda: capability)
     shape = dict(seq_len=1024, head_dim=64, dtype="bfloat16", softcap=0.0, packed=False)
     return attention_module.choose_implementation(name, **shape | changes)
 
@@ -291,7 +291,7 @@ def test_the_capability_is_that_of_the_devices_of_the_mesh(kind, capability):
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="")
     mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert accelerator.capability() == capability
+        assert cudnn.capability_of_target() == capability
 
 
 @pytest.mark.parametrize("name", ["auto", "xla", "blockwise", "cudnn"])
