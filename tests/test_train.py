@@ -18,7 +18,7 @@ from conftest import tiny_config
 from jax._src.array import ArrayImpl
 
 import meshtrain
-from meshtrain import program
+from meshtrain import cli, program
 from meshtrain.checkpoint import manifest
 from meshtrain.cluster import distributed
 from meshtrain.config.build import build
@@ -381,3 +381,21 @@ def test_the_loop_never_waits_for_the_newest_step_nor_copies_to_devices_implicit
     for step in (1, 2, 3):
         expected += [("dispatched", step), ("read", step - 1)]
     assert log == expected + [("read", 3)]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model.attention_impl": "cudnn"},
+        {"mesh.data": 1, "mesh.context": 8, "context.method": "ulysses"},
+    ],
+    ids=str,
+)
+def test_attention_that_is_not_supported_is_the_only_line_of_a_run(keys, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config().to_dict()))
+    arguments = [f"--config={tmp_path / 'config.json'}", f"--workdir={tmp_path / 'run'}"]
+    arguments += [f"--config.{key}={value}" for key, value in keys.items()]
+    assert cli.main("train", arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and len(output.err.splitlines()) == 1 and "; use '" in output.err
+    assert not (tmp_path / "run").exists()

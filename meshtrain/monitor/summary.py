@@ -19,6 +19,9 @@ def start_lines(
     cfg: Config, model: Model, abstract_state: TrainState, units: Units, data: Any
 ) -> Iterator[str]:
     """Yields the lines to log before compiling: mesh, parameters, memory, batch, schedule, data."""
+    attention = ""  # first, because an error must be the only line
+    if units.name == "tokens" and model.attention:
+        attention = model.attention(units.per_sample, cfg.train.dtype, units.packed)
     used = [f"{axis} {size}" for axis in AXES if (size := getattr(cfg.mesh, axis)) > 1]
     device = jax.devices()[0].device_kind
     yield f"mesh        {' x '.join(used) or 'one device'} · {jax.device_count()} {device} · jax {jax.__version__}"
@@ -33,9 +36,8 @@ def start_lines(
     yield f"step        {per_step:,} {units.name} in {cfg.train.num_microbatches} micro-batches"
     if cfg.mesh.pipeline > 1:
         yield f"pipeline    {_pipeline(cfg)}"
-    if units.name == "tokens" and model.attention:
-        implementation = model.attention(units.per_sample, cfg.train.dtype, units.packed)
-        yield f"attention   {implementation}"
+    if attention:
+        yield f"attention   {attention}"
     if units.flops:
         yield f"FLOPs       {units.flops:,.0f} per token: 6 N + 12 L d S, N without embedding tables"
     if isinstance(data, Source):
