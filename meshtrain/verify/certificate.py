@@ -186,6 +186,7 @@ _WORDS = {
     "masks": "masked",
     "sequence_parallel": "sequence-sharded",
     "loss_scale": "loss scaled",
+    "context_method": "context by {}",
     "attention_impl": "{} attention",
     "loss_chunks": "{} loss chunks",
     "unroll": "unroll {}",

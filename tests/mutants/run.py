@@ -176,16 +176,17 @@ def table(mutants: list[Mutant], results: dict) -> str:
     for mutant in mutants:
         found = {stage: results.get((mutant.name, stage, mutant.digest)) for stage in STAGES}
         killer = next((s for s, one in found.items() if one and one["outcome"] == "killed"), None)
+        counts["tests alone"] += killer == "tests" and not found["quick"] and mutant.config != NONE
         counts[killer or ("open" if any(found.values()) else "not run")] += 1
         cells = [one["outcome"] if one else "" for one in found.values()]
         cells = ["n/a"] * 2 + cells[2:] if mutant.config == NONE else cells
         by = f"`{found[killer]['by']}`".replace("|", "\\|") if killer else ""
         rows.append([f"`{mutant.name}`", mutant.bug.replace("|", "\\|"), *cells, by])
-    total = (
-        f"{len(mutants)} bugs: {counts['quick']} found by `verify --quick`, {counts['full']} by "
+    total = f"{len(mutants)} bugs: {counts['quick']} found by `verify --quick`, {counts['full']} by `verify`, "
+    total += (
+        f"{counts['tests']} by the tests ({counts['tests alone']} of them not run with `--quick`), "
     )
-    total += f"`verify`, {counts['tests']} by the tests, {counts['open']} by nothing that was run; "
-    total += f"{counts['not run']} not run.\n"
+    total += f"{counts['open']} by nothing that was run; {counts['not run']} not run.\n"
     heads = ["bug", "what is wrong", "verify --quick", "verify", "tests", "found by"]
     lines = ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
     return "\n".join([INTRODUCTION + total, *lines, ""])
