@@ -5,6 +5,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -109,6 +110,8 @@ def map_in_order(function: Callable, items: Iterable, num_workers: int) -> Itera
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     # Ctrl-C is for this process: its children must not print a traceback, not even while they start.
+    # Nor must the process that then removes the semaphores of this one; it gets these options.
+    sys.warnoptions.append("ignore:resource_tracker")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
