@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.ops import blockwise, implementations
+from meshtrain.ops import blockwise, chunk_pairs, implementations
 from meshtrain.ops.blockwise import Visibility
 from meshtrain.parallel import sharding
 
@@ -24,7 +24,9 @@ NO_SEGMENT = np.iinfo(np.int32).min  # of the padding of keys: no query is in it
 class Options(NamedTuple):
     scale: float
     softcap: float
+    num_devices: int
     length: int  # tokens of a chunk
+    block: int
     gathers: bool  # whether keys and values are gathered, or travel
 
 
@@ -41,28 +43,14 @@ def attention(
     implementation: str,
 ) -> jax.Array:
     """Returns the attention (B, S, H, K) of sequences in zigzag order, by the method "ring" or "gather"."""
-    B, S, H, K = q_BSHK.shape
-    G, num_devices = k_BSGK.shape[2], sharding.num_shards("seq", S)
+    S = q_BSHK.shape[1]
+    num_devices = sharding.num_shards("seq", S)
     length = S // (2 * num_devices)
-    b = block_size(implementation, length)
+    block = block_size(implementation, length)
+    options = Options(scale, softcap, num_devices, length, block, method == "gather")
     segments = jnp.zeros((1, S), jnp.int32) if segments_BS is None else segments_BS
-    split = partial(_halves, num_devices=num_devices, block=b)
-    k, v = (split(x, order="bcntgk->nbcgtk") for x in (k_BSGK, v_BSGK))
-    q = split(q_BSHK.reshape(B, S, G, H // G, K), order="bcntgrk->nbcgrtk")
-    q = [x.reshape(*x.shape[:4], -1, K) for x in q]
-    of_queries, of_keys = (
-        split(segments, order="bcnt->nbct", padding=one) for one in (0, NO_SEGMENT)
-    )
-    queries, keys = zip(q, of_queries, strict=True), zip(k, v, of_keys, strict=True)
-    options = Options(scale, softcap, length, method == "gather")
     window = jnp.int32(S if window is None else window)
-
-    def join(x):
-        x = jnp.einsum("nbcgrtk->bcntgrk", x.reshape(*x.shape[:4], H // G, b, K))
-        return x.reshape(B, num_devices, -1, H, K)[:, :, :length]
-
-    out = _attend(options, tuple(queries), tuple(keys), window)
-    return jnp.stack([join(x) for x in out], axis=2).reshape(B, S, H, K)
+    return _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window)
 
 
 def block_size(implementation: str, length: int) -> int:
@@ -71,18 +59,47 @@ def block_size(implementation: str, length: int) -> int:
     return min(block if name == "blockwise" and block else blockwise.BLOCK, length)
 
 
-def _halves(
-    x: jax.Array, *, num_devices: int, block: int, order: str, padding: int = 0
-) -> list[jax.Array]:
+def _queries_and_keys(options: Options, q_BSHK, k_BSGK, v_BSGK, segments):
+    """Returns pairs, for the early and the late chunks, of (q, segments), and of (k, v, segments)."""
+    G = k_BSGK.shape[2]
+    q, k, v = (_halves(options, x, G) for x in (q_BSHK, k_BSGK, v_BSGK))
+    of_queries, of_keys = (
+        _split(options, segments, "bcnt->nbct", padding=one) for one in (0, NO_SEGMENT)
+    )
+    return tuple(zip(q, of_queries, strict=True)), tuple(zip(k, v, of_keys, strict=True))
+
+
+def _halves(options: Options, x_BSHK: jax.Array, num_groups: int) -> list[jax.Array]:
+    """Returns the early and the late chunks in blocks, (n, B, c, G, R b, K); for keys and values R is 1."""
+    B, S, _, K = x_BSHK.shape
+    x = x_BSHK.reshape(B, S, num_groups, -1, K)
+    halves = _split(options, x, "bcntgrk->nbcgrtk")
+    return [half.reshape(*half.shape[:4], -1, K) for half in halves]
+
+
+def _split(options: Options, x: jax.Array, order: str, padding: int = 0) -> list[jax.Array]:
     """Returns the early and the late chunks of x (B, S, ...), each in blocks by the einsum `order`."""
-    chunks = x.reshape(x.shape[0], num_devices, 2, -1, *x.shape[2:])
-    widths = [(0, 0), (0, 0), (0, -chunks.shape[3] % block), *[(0, 0)] * (x.ndim - 2)]
+    chunks = x.reshape(x.shape[0], options.num_devices, 2, -1, *x.shape[2:])
+    widths = [(0, 0), (0, 0), (0, -options.length % options.block), *[(0, 0)] * (x.ndim - 2)]
     found = []
     for half in range(2):
         chunk = jnp.pad(chunks[:, :, half], widths, constant_values=padding)
-        chunk = chunk.reshape(*chunk.shape[:2], -1, block, *chunk.shape[3:])
+        chunk = chunk.reshape(*chunk.shape[:2], -1, options.block, *chunk.shape[3:])
         found.append(_pin(jnp.einsum(order, chunk)))
     return found
+
+
+def _join(options: Options, halves, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns (B, S, H, K) in `dtype`: the inverse of `_halves`."""
+
+    def join(half):
+        n, B, c, G, _, K = half.shape
+        x = half.astype(dtype).reshape(n, B, c, G, -1, options.block, K)
+        x = jnp.einsum("nbcgrtk->bcntgrk", x).reshape(B, c, n * options.block, -1, K)
+        return x[:, :, : options.length]
+
+    x = jnp.stack([join(half) for half in halves], axis=2)
+    return x.reshape(x.shape[0], -1, *x.shape[4:])
 
 
 def _pin(tree, *, whole: bool = False):
@@ -91,152 +108,101 @@ def _pin(tree, *, whole: bool = False):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, queries, keys, window):
-    """Returns the attention of the early and of the late chunks, (n, B, c, G, R b, K).
-
-    `queries` is a pair, for the early and the late chunks, of (q, segments); `keys` of (k, v, segments).
-    """
-    return _forward(options, queries, keys, window)[0]
+def _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window):
+    return _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window)[0]
 
 
-def _forward(options, queries, keys, window):
+def _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window):
+    """The residuals are not in blocks, so that they share memory with what the layer keeps for its other gradients."""
+    queries, keys = _queries_and_keys(options, q_BSHK, k_BSGK, v_BSGK, segments)
     softmaxes = tuple(blockwise.no_keys(q) for q, _ in queries)
     visit = partial(_visit, options, window, queries)
-    softmaxes = _rounds(visit, _fetcher(options, keys), softmaxes, keys)
-    dtype = queries[0][0].dtype
+    softmaxes = _rounds(options, visit, softmaxes, keys)
+    dtype = q_BSHK.dtype
     out, log_z = zip(*(blockwise.finish(one, dtype) for one in softmaxes), strict=True)
-    return out, (queries, keys, window, out, log_z)
+    out_BSHK = _join(options, out, dtype)
+    return out_BSHK, (q_BSHK, k_BSGK, v_BSGK, segments, window, out_BSHK, log_z)
 
 
-def _backward(options, residuals, grad_out):
-    queries, keys, window, out, log_z = residuals
-    dtype = log_z[0].dtype
+def _backward(options, residuals, grad_BSHK):
+    # Without a barrier XLA would keep what the forward pass fetched, instead of fetching it again.
+    residuals, grad_BSHK = jax.lax.optimization_barrier((residuals, grad_BSHK))
+    q_BSHK, k_BSGK, v_BSGK, segments, window, out_BSHK, log_z = residuals
+    queries, keys = _queries_and_keys(options, q_BSHK, k_BSGK, v_BSGK, segments)
+    G, dtype = k_BSGK.shape[2], log_z[0].dtype
+    out, grad_out = (_halves(options, x, G) for x in (out_BSHK, grad_BSHK))
     row_dots = (blockwise.row_dot(*pair, dtype) for pair in zip(out, grad_out, strict=True))
     seen = tuple(zip(log_z, row_dots, grad_out, strict=True))
-    collect, finish = _collectors(options)
+    zeros = tuple(jnp.zeros(q.shape, dtype) for q, _ in queries)
+    sums, collect, finish = _collected(options, keys, dtype)
 
     def visit(grads, keys, number):
         grad_q, sums = grads
         grad_q, new = _visit_back(options, window, queries, seen, grad_q, keys, number)
         return grad_q, collect(sums, new, number)
 
-    zeros = tuple(jnp.zeros(q.shape, dtype) for q, _ in queries), None
-    grad_q, sums = _rounds(visit, _fetcher(options, keys), zeros, keys)
-    grad_queries = tuple(
-        (grad.astype(q.dtype), None) for grad, (q, _) in zip(grad_q, queries, strict=True)
-    )
-    grad_keys = tuple(
-        (grad_k.astype(k.dtype), grad_v.astype(v.dtype), None)
-        for (grad_k, grad_v), (k, v, _) in zip(finish(sums), keys, strict=True)
-    )
-    return grad_queries, grad_keys, None
+    grad_q, sums = _rounds(options, visit, (zeros, sums), keys)
+    grads = grad_q, *zip(*finish(sums), strict=True)
+    inputs = q_BSHK, k_BSGK, v_BSGK
+    joined = (_join(options, grad, x.dtype) for grad, x in zip(grads, inputs, strict=True))
+    return *joined, None, None
 
 
-_attend.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward)
 
 
-def _rounds(visit: Callable, fetch: Callable, carry: Any, keys: Any) -> Any:
+def _rounds(options: Options, visit: Callable, carry: Any, keys: Any) -> Any:
     """Returns `carry` after c visits: in round r each device computes with the keys of the r-th device before it.
 
-    The keys of the next round are fetched before the visit, so that they can arrive while it computes.
+    Keys are fetched before a visit that does not need them, so that they can arrive while it computes.
     """
-    num_devices = keys[0][0].shape[C]
-    following = fetch(keys, 1)
-    carry = visit(carry, keys, 0)
-    if num_devices > 2:
+    c = options.num_devices
+    if options.gathers:
+        whole, device = _pin(keys, whole=True), jnp.arange(c)
 
-        def one_round(carry, number):
-            results, keys = carry
-            following = fetch(keys, number + 1)
-            return (visit(results, keys, number), following), None
+        def with_gathered(carry, number):
+            home = (device - number) % c
+            keys = jax.tree.map(lambda x: jnp.take(x, home, axis=C, mode="clip"), whole)
+            return visit(carry, _pin(keys), number), None
 
-        rounds = jnp.arange(1, num_devices - 1)
-        (carry, following), _ = jax.lax.scan(one_round, (carry, following), rounds)
-    return visit(carry, following, num_devices - 1)
+        return jax.lax.scan(with_gathered, visit(carry, keys, 0), jnp.arange(1, c))[0]
 
+    def with_travelling(carry, number):
+        results, keys = carry
+        following = _to_next_device(keys)
+        return (visit(results, keys, number), following), None
 
-def _fetcher(options: Options, keys) -> Callable:
-    """Returns the function (keys of a round, number of the next) -> keys of the next round."""
-    if not options.gathers:
-        return lambda keys, _: _pin(jax.tree.map(_to_next_device, keys))
-    whole = _pin(keys, whole=True)
-
-    def pick(_, number):
-        device = jnp.arange(whole[0][0].shape[C])
-        home = (device - number) % len(device)
-        return _pin(jax.tree.map(lambda x: jnp.take(x, home, axis=C, mode="clip"), whole))
-
-    return pick
+    (carry, keys), _ = jax.lax.scan(with_travelling, (carry, keys), jnp.arange(c - 1))
+    return visit(carry, keys, c - 1)
 
 
-def _to_next_device(x: jax.Array) -> jax.Array:
-    return jnp.roll(x, 1, axis=C)  # a collective-permute
+def _to_next_device(tree: Any) -> Any:
+    return _pin(jax.tree.map(lambda x: jnp.roll(x, 1, axis=C), tree))  # collective-permutes
 
 
-def _collectors(options: Options) -> tuple[Callable, Callable]:
-    """Returns how the gradients of the keys of a round are collected, and how they return to their device.
+def _collected(options: Options, keys, dtype) -> tuple[Any, Callable, Callable]:
+    """Returns how the gradients of keys and values are summed, and return to their device.
 
-    The first is (sums, new, round) -> sums, the second sums -> gradients. In a ring the sums travel with the keys,
-    and once more. Gathered, those of each device are kept apart, and are sent and added once.
+    These are the sums before the first round; (sums, gradients of a round, round) -> sums; and sums -> gradients. In a
+    ring the sums travel with the keys, and once more. Gathered, those of each device are kept apart, and are sent
+    and added once.
     """
+    zeros = tuple(tuple(jnp.zeros(x.shape, dtype) for x in half[:2]) for half in keys)
     if not options.gathers:
 
         def travel(sums, new, _):
-            if sums is None:
-                return _pin(new)
-            return _pin(jax.tree.map(lambda x, y: _to_next_device(x) + y, sums, new))
+            return _to_next_device(jax.tree.map(jnp.add, sums, new))
 
-        return travel, lambda sums: _pin(jax.tree.map(_to_next_device, sums))
+        return _pin(zeros), travel, lambda sums: sums
 
     def keep(sums, new, number):
-        if sums is None:
-            sums = jax.tree.map(lambda x: jnp.zeros((x.shape[C], *x.shape), x.dtype), new)
         return jax.tree.map(lambda kept, x: kept.at[number].set(x), sums, new)
 
     def send(kept):
         return sum(_pin(jnp.roll(kept[n], -n, axis=C)) for n in range(len(kept)))
 
-    return keep, lambda sums: jax.tree.map(send, sums)
-
-
-class Pairs(NamedTuple):
-    """The pairs of chunks that the devices compute in a round, one after the other: p pairs of c devices.
-
-    All devices compute two pairs, in round 0 three. A chunk never meets keys that none of its tokens sees.
-    """
-
-    queries_early: jax.Array  # (p, c) bool, whether the queries are those of the early chunk
-    keys_early: jax.Array  # (p, c) bool
-    distance: jax.Array  # (p, c) int32, chunks between the starts of queries and keys
-    # (p,) int32, of all devices; computed from the distances, each would be an all-reduce.
-    smallest: jax.Array
-    largest: jax.Array
-
-
-def pairs_of(num_devices: int, number: jax.Array | int) -> Pairs:
-    """Returns the pairs of round `number`, in which each device has the keys of the `number`-th device before.
-
-    The late chunk sees the early chunk of any device. Of the other pairs, early sees early if the keys are of a device
-    before, else late sees late; at home, in round 0, both do.
-    """
-    c, r, device = num_devices, number, jnp.arange(num_devices)
-    crossed = 2 * c - 1 - device - (device - r) % c
-    if isinstance(r, int) and r == 0:
-        rows = [
-            (False, True, crossed, 1, 2 * c - 1),
-            (True, True, 0, 0, 0),
-            (False, False, 0, 0, 0),
-        ]
-    else:
-        is_after, nearest = device >= r, jnp.minimum(r, c - r)
-        crossed_range = jnp.minimum(1 + r, c + 1 - r), jnp.maximum(2 * c - 1 - r, c - 1 + r)
-        rows = [
-            (False, True, crossed, *crossed_range),
-            (is_after, is_after, jnp.where(is_after, r, c - r), nearest, c - nearest),
-        ]
-    columns = zip(*rows, strict=True)
-    per_device = [jnp.stack([jnp.broadcast_to(x, c) for x in next(columns)]) for _ in range(3)]
-    return Pairs(*per_device, *(jnp.stack([jnp.int32(x) for x in column]) for column in columns))
+    sums = jax.tree.map(lambda x: jnp.zeros((options.num_devices, *x.shape), dtype), zeros)
+    return sums, keep, lambda sums: jax.tree.map(send, sums)
 
 
 def _choose(is_early: jax.Array, halves: Any) -> Any:
@@ -256,7 +222,7 @@ def _replace(is_early: jax.Array, halves: Any, new: Any) -> Any:
     return _choose(is_early, (new, early)), _choose(is_early, (late, new))
 
 
-def _visibility(options: Options, window, pair: Pairs, queries, keys) -> Visibility:
+def _visibility(options: Options, window, pair: chunk_pairs.Pair, queries, keys) -> Visibility:
     start_range = pair.smallest * options.length, pair.largest * options.length
     return Visibility(pair.distance * options.length, start_range, window, queries, keys)
 
@@ -273,9 +239,9 @@ def _visit(options: Options, window, queries, softmaxes, keys, number):
         visibility = _visibility(options, window, pair, segments_s, segments_t)
         softmax = _choose(pair.queries_early, softmaxes)
         new = blockwise.add_keys(options.scale, options.softcap, softmax, q, k, v, visibility)
-        return _replace(pair.queries_early, softmaxes, new), None
+        return _replace(pair.queries_early, softmaxes, new)
 
-    return jax.lax.scan(add, softmaxes, pairs_of(queries[0][0].shape[C], number))[0]
+    return chunk_pairs.loop(options.num_devices, number, add, softmaxes)
 
 
 def _visit_back(options: Options, window, queries, seen, grad_q, keys, number):
@@ -292,9 +258,8 @@ def _visit_back(options: Options, window, queries, seen, grad_q, keys, number):
         )
         new = _choose(pair.queries_early, grad_q) + new
         grad_q = _replace(pair.queries_early, grad_q, new)
-        return (grad_q, _replace(pair.keys_early, sums, (*new_sums,))), None
+        return grad_q, _replace(pair.keys_early, sums, (*new_sums,))
 
     dtype = grad_q[0].dtype
     sums = tuple(tuple(jnp.zeros(x.shape, dtype) for x in half[:2]) for half in keys)
-    pairs = pairs_of(queries[0][0].shape[C], number)
-    return jax.lax.scan(add, (grad_q, sums), pairs)[0]
+    return chunk_pairs.loop(options.num_devices, number, add, (grad_q, sums))

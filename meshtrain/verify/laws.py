@@ -50,7 +50,7 @@ def laws(subject: Subject, *, quick: bool = False) -> dict[str, Callable[[], lis
         for name, law in precision_laws.laws().items():
             add(name, law)
     if subject.is_text:
-        add("trainer", lambda: trainer(subject))
+        add("trainer", lambda: trainer(subject.shallow))
     add("schedule", lambda: schedule(raw["optim"]))
     add("keys", lambda: keys.repeated(raw))
     if raw["optim"]["build"] == "meshtrain.optim:adamw":

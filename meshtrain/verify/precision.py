@@ -38,7 +38,6 @@ from meshtrain.verify.precision_laws import low_precision_operation
 from meshtrain.verify.subject import Subject
 
 NUM_DRAWS = 16
-NUM_LAYERS = 12  # for up to three chunks on each of four stages
 SUM_TOLERANCE = (
     1e-5  # relative to the largest value of a leaf; bfloat16 rounds by 4e-3, float16 by 5e-4
 )
@@ -116,17 +115,6 @@ class Layout:
         state = jax.device_put(self.start._replace(**changes), shardings)
         with self.program.active():
             return jax.device_get(self.step(state, self.batch if batch is None else batch))
-
-
-@functools.lru_cache(maxsize=1)
-def shallow(subject: Subject) -> Subject:
-    """Returns the subject with fewer layers: rounding needs many draws, not many layers."""
-    model = subject.raw["model"]
-    if not subject.is_shrunk or "num_layers" not in model:
-        return subject
-    raw = copy.deepcopy(subject.raw)
-    raw["model"]["num_layers"] = math.lcm(NUM_LAYERS, len(model.get("attention") or "g"))
-    return Subject(raw, None, None, keep_sizes=True)
 
 
 @functools.lru_cache(maxsize=4)

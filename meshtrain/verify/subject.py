@@ -23,9 +23,9 @@ from meshtrain.models.base import Model
 from meshtrain.program import assemble
 from meshtrain.verify import reference_step
 
-# At least two layers in each of three chunks on each of four stages; also a multiple of the length of the
-# attention pattern.
-NUM_LAYERS = 24
+# Two layers in each of three chunks on each of four stages; in `Subject.shallow`, in each of four chunks. Both are
+# extended to a multiple of the length of the attention pattern.
+NUM_LAYERS, FEW_LAYERS = 24, 8
 ROWS_PER_DEVICE = 6
 STEPS = 2  # the second starts from an optimizer state that is not zero
 SEPARATOR = 0  # token that ends a document in packed rows
@@ -41,13 +41,14 @@ class Subject:
         data: Source | Iterable[Any] | None,
         *,
         keep_sizes: bool,
+        num_layers: int = NUM_LAYERS,
     ):
         raw = copy.deepcopy(settings.to_dict() if hasattr(settings, "to_dict") else dict(settings))
         self.settings, self.keep_sizes = copy.deepcopy(raw), keep_sizes
         _check_unchanged(raw, model)
         self.is_shrunk = not keep_sizes and model is None
         if self.is_shrunk:
-            shrink(raw)
+            shrink(raw, num_layers)
         adjust_settings(raw, jax.device_count())
         cfg = parse(raw, num_devices=jax.device_count())
         parts = build(cfg, model=model, data=data)
@@ -63,6 +64,18 @@ class Subject:
         self.schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
         self.optimizer = parts.make_optimizer(self.schedule)
         self._steps: dict[tuple[bool, bool], list[reference_step.Step]] = {}
+
+    @cached_property
+    def shallow(self) -> "Subject":
+        """The same subject with FEW_LAYERS; itself if its number of layers is the user's."""
+        if not self.is_shrunk or "num_layers" not in self.raw["model"]:
+            return self
+        return Subject(self.settings, None, None, keep_sizes=False, num_layers=FEW_LAYERS)
+
+    def for_layout(self, row: Mapping[str, Any]) -> "Subject":
+        """Returns `shallow` if that leaves at least two layers for each chunk of the layout's stages, else itself."""
+        num_chunks = row.get("pipeline", 1) * (row.get("num_chunks") or 1)
+        return self if 2 * num_chunks > FEW_LAYERS else self.shallow
 
     @cached_property
     def start(self) -> Any:
@@ -154,7 +167,7 @@ def _check_unchanged(raw: dict[str, Any], model: Model | None) -> None:
         build_model(cfg)
 
 
-def shrink(raw: dict[str, Any]) -> None:
+def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
     """Reduces the sizes of the model, which it recognises by their usual keys.
 
     The structure stays the same: the ratio of query to key/value heads, and the pattern of the layers. The
@@ -169,7 +182,7 @@ def shrink(raw: dict[str, Any]) -> None:
         if model.get("head_dim"):
             model["head_dim"] = min(model["head_dim"], 16)
     if "num_layers" in model:
-        model["num_layers"] = math.lcm(NUM_LAYERS, len(model.get("attention") or "g"))
+        model["num_layers"] = math.lcm(num_layers, len(model.get("attention") or "g"))
     small = {"d_ff": 64, "vocab_size": 125, "max_seq_len": 16, "seq_len": 16, "window": 5}
     for section in (model, data):
         section.update({key: min(n, section[key]) for key, n in small.items() if key in section})

@@ -113,12 +113,13 @@ def _plan(
 
 
 def _check_precision(subject: Subject, row: Row) -> Result:
-    return precision.check_layout(precision.shallow(subject), row, row["dtype"], _program)
+    return precision.check_layout(subject.for_layout(row), row, row["dtype"], _program)
 
 
 def check_layout(subject: Subject, row: Row) -> Result:
     """Runs the steps on one layout and compares them with the steps on one device."""
     differences: dict[str, float] = {}
+    subject = subject.for_layout(row)
 
     def check() -> str | None:
         program = _program(subject, row)
