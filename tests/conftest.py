@@ -19,7 +19,9 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from meshtrain.configs import default
 from meshtrain.parallel import accelerator
+from meshtrain.verify import GC_THRESHOLDS
 
+gc.set_threshold(*GC_THRESHOLDS)
 ROOT = Path(__file__).resolve().parent.parent
 
 # Set before any test initializes a backend.

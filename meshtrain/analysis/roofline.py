@@ -73,7 +73,8 @@ class Roofline:
     rows: list[Row]
     transfers: list[Transfer]
     seconds: float  # a step's, by RULE
-    mfu: float | None  # the ceiling; None if the model does not count its FLOPs
+    # The ceiling; None if the model does not count its FLOPs, or the program's loops do not say how long they are.
+    mfu: float | None
     rule: str
     operations: list[Operation]  # costliest first, by HBM bytes
     has_all_counts: bool  # False: a loop of unknown length counts as one iteration
@@ -105,15 +106,17 @@ def roofline(
     transfers = _transfers(module, collectives, device, mesh, seconds_of)
     rows = [Row(name, *map(float, sums[name])) for name in GROUPS]
     total = sum(row.ceiling_seconds for row in rows) + sum(one.exposed for one in transfers)
+    all_known = all(module.runs(name)[1] for name, _ in traffic.executed(module))
+    is_ceiling = model_flops and total and all_known
     return Roofline(
         device=device.name,
         rows=rows,
         transfers=transfers,
         seconds=total,
-        mfu=model_flops / (device.flops_16 * total) if model_flops and total else None,
+        mfu=model_flops / (device.flops_16 * total) if is_ceiling else None,
         rule=RULE,
         operations=sorted(operations, key=lambda one: -one.hbm_bytes),
-        has_all_counts=all(module.runs(name)[1] for name, _ in traffic.executed(module)),
+        has_all_counts=all_known,
     )
 
 

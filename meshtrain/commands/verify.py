@@ -15,6 +15,7 @@ The errors of their gradients from float64 are compared with the errors of one d
 """
 
 import argparse
+import gc
 import os
 import time
 from importlib.metadata import version
@@ -23,7 +24,7 @@ from typing import Any
 
 from meshtrain.cluster import limits
 from meshtrain.errors import ConfigError
-from meshtrain.verify import OPTIONAL, QUICK_LAYOUTS
+from meshtrain.verify import GC_THRESHOLDS, OPTIONAL, QUICK_LAYOUTS
 
 EXIT_DIFFERS = 1
 FITS_DEVICES = True  # the mesh and the batch of the config need not fit the devices
@@ -74,7 +75,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace, config: Any) -> None:
-    """Sets XLA flags that shorten compilation; the backend reads them when it starts."""
+    """Sets XLA flags that shorten compilation, which the backend reads when it starts, and garbage collection."""
+    gc.set_threshold(*GC_THRESHOLDS)
     if args.here:  # verifies what the compiler makes by default
         return
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE_FLAGS}"

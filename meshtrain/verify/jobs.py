@@ -1,5 +1,6 @@
 """Runs the checks of a verification, in this process or in several; each process has its own devices."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from meshtrain.verify import GC_THRESHOLDS
 from meshtrain.verify.subject import Subject
 
 _subject: Subject | None = None  # of a worker process
@@ -59,6 +61,7 @@ def _start(settings: dict[str, Any], keep_sizes: bool, num_devices: int) -> None
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches all processes; the parent acts on it
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.set_threshold(*GC_THRESHOLDS)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
     jax.config.update("jax_enable_x64", True)

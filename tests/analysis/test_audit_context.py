@@ -14,9 +14,9 @@ from meshtrain.parallel import sharding
 KEYS_AND_VALUES = "keys and values between parts of a sequence"
 
 
-def audited(method, source=None, **mesh):
+def audited(method, source=None, remat="none", **mesh):
     c = tiny_config()
-    c.context.method = method
+    c.train.remat, c.context.method = remat, method
     c.mesh.update({"data": 1, **mesh})
     return audit.audit(c, data=source, devices=jax.devices()[: np.prod([*mesh.values()])])
 
@@ -37,10 +37,20 @@ def test_attention_sends_keys_and_values_by_the_formula_of_its_method(method, me
     result = audited(method, **mesh)
     assert_explained(result)
     sent = result.bytes_for(KEYS_AND_VALUES, "context")
-    avoided = sum(size for _, role, size in result.unsent_bytes if role == KEYS_AND_VALUES)
-    assert sent + avoided == sent_by_formula(method, mesh["context"], rows=8)
-    # Keys and values may stay gathered until the backward pass.
-    assert not avoided or method == "gather"
+    assert sent == sent_by_formula(method, mesh["context"], rows=8)
+    assert not any(role == KEYS_AND_VALUES for _, role, _ in result.unsent_bytes)
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
+def test_what_recomputed_attention_sends_again_is_explained(method):
+    result = audited(method, remat="full", context=4)
+    (extra,) = (row for row in result.extra_bytes if row[1] == KEYS_AND_VALUES)
+    assert extra[2] == "sent again, because train.remat=full recomputes attention"
+    # q, k and v are exchanged before attention, and its output after it; a layer's output is not needed again.
+    again = {"ring": 1 / 3, "gather": 1 / 3, "ulysses": 1 / 2}[method]
+    minimum = sent_by_formula(method, 4)
+    assert result.bytes_for(KEYS_AND_VALUES, "context") == minimum + extra[3]
+    assert 0 < extra[3] <= again * minimum
 
 
 def test_an_extra_gather_of_sequences_is_reported(monkeypatch):

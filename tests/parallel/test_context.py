@@ -10,6 +10,7 @@ import pytest
 from conftest import tiny_config
 from test_parity import GPT2, Run, assert_same, one_device, packed
 
+from meshtrain.analysis import hlo
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.configs import default
@@ -17,6 +18,7 @@ from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
+from meshtrain.monitor import activations
 from meshtrain.ops.attention import attention, choose_for_context
 from meshtrain.parallel import context, sharding
 from meshtrain.parallel.mesh import make_mesh
@@ -262,3 +264,22 @@ def test_activations_of_a_step_are_gathered_nowhere():
         if {"96", "32"} <= {*shape.split(",")}
     }
     assert not gathered, "of 96 positions"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_device_keeps_what_one_device_keeps_of_a_sequence_as_long_as_its_part(method):
+    """Neither the keys of other devices nor second copies, also of layers that XLA sees together."""
+
+    def kept(length, **layout):
+        c = tiny_config()
+        c.model.update(d_model=48, num_heads=8, num_kv_heads=4, attention_impl="blockwise:24")
+        c.data.seq_len = c.model.max_seq_len = length
+        c.train.update(global_batch=1, unroll=2)
+        c.context.method = method
+        run = Run(c, **layout)
+        with run.program.active():
+            compiled = run.program.compile(run.batch())
+        module = hlo.parse(compiled.as_text())
+        return activations.kept_bytes(module, run.program.abstract_state.params)
+
+    assert 0 < kept(4 * 96, context=4) < 1.05 * kept(96)

@@ -22,6 +22,9 @@ def keys_and_values(ledger: Ledger, c: Collective) -> Explanation | None:
     padding = _padding(attention, c)
     if c.kind not in KINDS[attention.method] or not padding:
         return None
+    if "rematted" in c.op_name:
+        reason = f"sent again, because train.remat={placement.remat} recomputes attention"
+        return Explanation(c, KEYS_AND_VALUES, 0, reason)
     needs = [need for need in ledger.needs if need.role == KEYS_AND_VALUES]
     _, claimed = ledger.claim(c, needs[:1], c.bytes / padding / (needs[0].bytes_once * c.count))
     if claimed > 0.99 * c.bytes / padding:
@@ -29,9 +32,6 @@ def keys_and_values(ledger: Ledger, c: Collective) -> Explanation | None:
         return Explanation(c, KEYS_AND_VALUES, claimed, reason)
     if extra := ledger.explain_extra(c, KEYS_AND_VALUES, needs, claimed):
         return extra
-    if "rematted" in c.op_name:
-        reason = f"sent again, because train.remat={placement.remat} recomputes attention"
-        return Explanation(c, KEYS_AND_VALUES, claimed, reason)
     reason = f"sent more often than context.method={attention.method} needs"
     return Explanation(c, KEYS_AND_VALUES, claimed, reason, is_needed=False)
 

@@ -131,7 +131,8 @@ def _roofline(roofline: Any) -> Iterator[str]:
         link = f"{one.bytes / 1e9:,.2f} GB at {one.rate / 1e9:,.0f} GB/s"
         yield f"  {one.kind + ' over ' + one.name:30}{link:>24}{times}"
     total, mfu = f"{roofline.seconds * 1e3:,.2f} ms", roofline.mfu
-    ceiling = f"MFU at most {mfu:.1%}" if mfu else "no MFU: the model does not count its FLOPs"
+    missing = "the model does not count its FLOPs" if roofline.has_all_counts else "see the note"
+    ceiling = f"MFU at most {mfu:.1%}" if mfu else f"no ceiling of MFU: {missing}"
     yield from _wrapped("  ", f"a step takes at least {total} · {ceiling} · rule: {roofline.rule}")
     if not roofline.has_all_counts:
         yield "  note: a loop of unknown length counts as one iteration: the figures are too low"
