@@ -130,9 +130,10 @@ def _backward(options, residuals, grad_BSHK):
     q_BSHK, k_BSGK, v_BSGK, segments, window, out_BSHK, log_z = residuals
     queries, keys = _queries_and_keys(options, q_BSHK, k_BSGK, v_BSGK, segments)
     G, dtype = k_BSGK.shape[2], log_z[0].dtype
-    out, grad_out = (_halves(options, x, G) for x in (out_BSHK, grad_BSHK))
-    row_dots = (blockwise.row_dot(*pair, dtype) for pair in zip(out, grad_out, strict=True))
-    seen = tuple(zip(log_z, row_dots, grad_out, strict=True))
+    # Not in blocks: the output would be kept a second time, in blocks.
+    row_dots_BSH1 = blockwise.row_dot(out_BSHK, grad_BSHK, dtype)[..., None]
+    row_dots, grad_out = (_halves(options, x, G) for x in (row_dots_BSH1, grad_BSHK))
+    seen = tuple(zip(log_z, (x[..., 0] for x in row_dots), grad_out, strict=True))
     zeros = tuple(jnp.zeros(q.shape, dtype) for q, _ in queries)
     sums, collect, finish = _collected(options, keys, dtype)
 
