@@ -182,6 +182,22 @@ def test_scaling_at_toy_size(tmp_path):
     assert [row["ideal"] for row in results["figures"]] == [2, pytest.approx(2 * 8 / 9)]
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_context_at_toy_size(tmp_path):
+    toy = ["--tokens=64", "--lengths", "512", "--layers=2", "--width=32", "--rounds=1", "--steps=1"]
+    parts = ["--methods", "ring", "--parts", "speed", "overhead", "bytes", "memory"]
+    process = run("context", *toy, *parts, f"--output={tmp_path}")
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    (record,) = tmp_path.glob("context-speed-*.json")
+    results = json.loads(record.read_text())
+    assert results["speed"]["workers"]["ring"]["facts"][0]["pairs"] == 64 * 65 // 2 * 8
+    assert {*results["overhead"]["turns"]["ring"]} == {"1", "2", "4", "8"}
+    (sent,), (kept,) = (results[part]["figures"] for part in ("bytes", "memory"))
+    assert 1 <= sent["ratio"] < 1.02 and 0.5 < kept["kept, ratio"] < 1.5
+
+
 # Replaces contestant.py: it computes nothing and appends its name to a file; some contestants fail.
 FAKE = """
 import json, pathlib, sys
