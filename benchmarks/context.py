@@ -102,28 +102,13 @@ def measure_overhead(args) -> dict:
     """Prints and returns the time on simulated devices that share one core, relative to one device."""
     core, measured, rows = sorted(os.sched_getaffinity(0))[0], {}, []
     for method in args.methods:
-        options = [("--methods", method, "--devices", str(num)) for num in DEVICE_COUNTS]
-        processes = [workers.launch(__file__, core, *flags) for flags in options]
-        try:
-            for process in processes:
-                workers.read_reply(process)
-                workers.run_steps([process], 1)  # warm-up
-            turns = {num: [] for num in DEVICE_COUNTS}
-            for i in range(args.rounds):
-                pairs = list(zip(DEVICE_COUNTS, processes, strict=True))
-                for num, process in pairs[:: 1 if i % 2 else -1]:
-                    turns[num] += workers.run_steps([process], args.steps)
-        finally:
-            workers.stop(processes)
-        measured[method] = turns
-        medians = {
-            num: statistics.median(s for reply in replies for s in reply["seconds"])
-            for num, replies in turns.items()
-        }
+        size = dict(counts=DEVICE_COUNTS, rounds=args.rounds, steps=args.steps)
+        measured[method] = workers.measure_simulated(__file__, core, "--methods", method, **size)
+        medians = workers.medians_of(measured[method]["turns"])
         row = {"T(n) / T(1)": method, "T(1) in s": medians[1]}
         rows.append(row | {f"n = {num}": medians[num] / medians[1] for num in DEVICE_COUNTS[1:]})
     record.show(rows)
-    return {"turns": measured, "figures": rows}
+    return {"workers": measured, "figures": rows}
 
 
 def settings(args, length: int, num_devices: int, method: str):

@@ -111,21 +111,9 @@ def measure_overheads(args, core: int) -> dict:
     """Prints and returns the overhead of simulated devices that share one core."""
     measured, rows = {}, []
     for layout in args.layouts:
-        options = [("--layouts", layout, "--devices", str(num)) for num in DEVICE_COUNTS]
-        processes = [workers.launch(__file__, core, *flags) for flags in options]
-        try:
-            facts = [workers.read_reply(process) for process in processes]
-            first = [workers.run_steps([process], 1)[0] for process in processes]  # warm-up
-            turns = {num: [] for num in DEVICE_COUNTS}
-            for i in range(args.rounds):
-                pairs = list(zip(DEVICE_COUNTS, processes, strict=True))
-                for num, process in pairs[:: 1 if i % 2 else -1]:
-                    turns[num] += workers.run_steps([process], args.steps)
-        finally:
-            workers.stop(processes)
-        measured[layout] = {"facts": facts, "first": first, "turns": turns}
-        seconds = {n: [s for reply in turns[n] for s in reply["seconds"]] for n in DEVICE_COUNTS}
-        medians = {num: statistics.median(steps) for num, steps in seconds.items()}
+        size = dict(counts=DEVICE_COUNTS, rounds=args.rounds, steps=args.steps)
+        measured[layout] = workers.measure_simulated(__file__, core, "--layouts", layout, **size)
+        medians = workers.medians_of(measured[layout]["turns"])
         row = {"T(n) / (n T(1))": layout, "T(1) in s": medians[1]}
         for num in DEVICE_COUNTS[1:]:
             row |= {f"n = {num}": medians[num] / num / medians[1]}

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -111,6 +111,36 @@ def measure(script: str, cores: list[int], *options: str, rounds: int, steps: in
     finally:
         stop(workers)
     return {"facts": facts, "turns": turns, "losses": losses}
+
+
+def measure_simulated(
+    script: str, core: int, *options: str, counts: Sequence[int], rounds: int, steps: int
+) -> dict:
+    """Times workers with these numbers of simulated devices (flag --devices), which share one core.
+
+    Returns their facts, the replies of a first step, and the replies of all others by number of devices.
+    """
+    flags = [(*options, "--devices", str(num)) for num in counts]
+    processes = [launch(script, core, *more) for more in flags]
+    try:
+        facts = [read_reply(process) for process in processes]
+        first = [run_steps([process], 1)[0] for process in processes]  # warm-up
+        turns = {num: [] for num in counts}
+        for i in range(rounds):
+            pairs = list(zip(counts, processes, strict=True))
+            for num, process in pairs[:: 1 if i % 2 else -1]:
+                turns[num] += run_steps([process], steps)
+    finally:
+        stop(processes)
+    return {"facts": facts, "first": first, "turns": turns}
+
+
+def medians_of(turns: dict[int, list[dict]]) -> dict[int, float]:
+    """Returns the median seconds of a step by number of simulated devices."""
+    return {
+        num: float(np.median([seconds for reply in replies for seconds in reply["seconds"]]))
+        for num, replies in turns.items()
+    }
 
 
 def seconds_of(measured: dict) -> dict[str, np.ndarray]:

@@ -193,7 +193,7 @@ def test_context_at_toy_size(tmp_path):
     (record,) = tmp_path.glob("context-speed-*.json")
     results = json.loads(record.read_text())
     assert results["speed"]["workers"]["ring"]["facts"][0]["pairs"] == 64 * 65 // 2 * 8
-    assert {*results["overhead"]["turns"]["ring"]} == {"1", "2", "4", "8"}
+    assert {*results["overhead"]["workers"]["ring"]["turns"]} == {"1", "2", "4", "8"}
     (sent,), (kept,) = (results[part]["figures"] for part in ("bytes", "memory"))
     assert 1 <= sent["ratio"] < 1.02 and 0.5 < kept["kept, ratio"] < 1.5
 

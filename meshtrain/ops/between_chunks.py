@@ -188,7 +188,7 @@ def _collected(options: Options, keys, dtype) -> tuple[Any, Callable, Callable]:
     ring the sums travel with the keys, and once more. Gathered, those of each device are kept apart, and are sent
     and added once.
     """
-    zeros = tuple(tuple(jnp.zeros(x.shape, dtype) for x in half[:2]) for half in keys)
+    zeros = _no_gradients(keys, dtype)
     if not options.gathers:
 
         def travel(sums, new, _):
@@ -204,6 +204,11 @@ def _collected(options: Options, keys, dtype) -> tuple[Any, Callable, Callable]:
 
     sums = jax.tree.map(lambda x: jnp.zeros((options.num_devices, *x.shape), dtype), zeros)
     return sums, keep, lambda sums: jax.tree.map(send, sums)
+
+
+def _no_gradients(keys, dtype: jax.typing.DTypeLike):
+    """Returns zeros for the gradients of k and v, of the early and of the late chunks."""
+    return tuple(tuple(jnp.zeros(x.shape, dtype) for x in half[:2]) for half in keys)
 
 
 def _choose(is_early: jax.Array, halves: Any) -> Any:
@@ -262,5 +267,5 @@ def _visit_back(options: Options, window, queries, seen, grad_q, keys, number):
         return grad_q, _replace(pair.keys_early, sums, (*new_sums,))
 
     dtype = grad_q[0].dtype
-    sums = tuple(tuple(jnp.zeros(x.shape, dtype) for x in half[:2]) for half in keys)
+    sums = _no_gradients(keys, dtype)
     return chunk_pairs.loop(options.num_devices, number, add, (grad_q, sums))

@@ -20,7 +20,9 @@ class Pair(NamedTuple):
     largest: jax.Array
 
 
-def loop(num_devices: int, number: jax.Array | int, add: Callable[[Any, Pair], Any], carry: Any):
+def loop(
+    num_devices: int, number: jax.Array | int, add: Callable[[Any, Pair], Any], carry: Any
+) -> Any:
     """Returns `carry` after `add(carry, pair)` for each pair of round `number`.
 
     In round r each device has the keys of the r-th device before it. All devices compute two pairs, in round 0 three.

@@ -191,8 +191,12 @@ def test_layouts_vary_what_a_run_can_choose(quickstart):
     pipelines = {(row["pipeline"], row["num_chunks"], row["num_microbatches"]) for row in rows}
     assert {(P, V) for P, V, _ in pipelines} >= {(2, 3), (4, 2), (4, 3), (8, 1)}
     assert any(M % P for P, _, M in pipelines) and any(P > 1 and M > P for P, _, M in pipelines)
-    for P, V, _ in pipelines:
-        assert quickstart.num_layers >= 2 * P * (V or 1)
+    with jax.enable_x64(True):
+        depths = {quickstart.for_layout(row).num_layers for row in rows}
+        for row in rows:
+            chunks = row["pipeline"] * (row["num_chunks"] or 1)
+            assert quickstart.for_layout(row).num_layers >= 2 * chunks
+    assert depths == {subject.FEW_LAYERS, subject.NUM_LAYERS}
     assert rows[0].keys() == rows[-1].keys() and layouts.SHORT_GROUP not in rows[0]
     quick = rows[: verify.QUICK_LAYOUTS]
     assert any(
