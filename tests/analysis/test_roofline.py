@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain.analysis import collective_ops, hlo, traffic
+from meshtrain.analysis.audit import text
 from meshtrain.analysis.hardware import BY_NAME
 from meshtrain.analysis.roofline import link_rate, roofline
 from meshtrain.config.schema import AXES
@@ -168,6 +169,8 @@ def test_the_body_of_a_loop_counts_once_for_each_iteration():
     unknown = measured(body.replace("known_trip_count", "other"), LOOP, data=8)
     assert not unknown.has_all_counts and unknown.operations[0].runs == 1
     assert unknown.mfu is None  # no ceiling: the step takes longer by an unknown time
+    assert any("no ceiling of MFU: see the note" in line for line in text._roofline(unknown))
+    assert any("MFU at most" in line for line in text._roofline(found))
 
 
 COPY = "  %c{} = f32[1024,1024]{{1,0}} copy(%p)\n"
