@@ -191,6 +191,22 @@ def test_a_process_that_is_started_with_nohup_ignores_sighup():
         assert done.returncode == 128 + signal.SIGTERM and "aborted" in done.stderr
 
 
+def test_deferred_signals_have_their_effect_afterwards():
+    program = """if True:
+        import os, signal, time
+        from meshtrain.cluster import signals
+        with signals.handled_in_thread():
+            with signals.deferred():
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)
+                print("alive", flush=True)
+            time.sleep(30)
+            print("not reached")
+        """
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "alive\n"), done.stderr
+
+
 def read_until(fd, text, seconds=60):
     """Returns what a terminal shows until `text`."""
     shown, until = "", time.monotonic() + seconds

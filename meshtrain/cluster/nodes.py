@@ -179,7 +179,7 @@ class Server:
     def close(self, code: int) -> None:
         for remote in self.connected():
             remote.end(code)
-        for link in self._pending:
+        for link in [*self._pending, *(remote.link for remote in self.remotes.values())]:
             link.close()
         self._server.close()
 

@@ -73,6 +73,19 @@ def stop_event() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Within the context signals wait: the first one has its effect afterwards.
+
+    A process that is being started prints a traceback if its parent ends meanwhile.
+    """
+    received: list[int] = []
+    with received_by(received.append):
+        yield
+    if received:
+        signal.raise_signal(received[0])
+
+
+@contextlib.contextmanager
 def handled_in_thread() -> Iterator[None]:
     """Handles signals in a thread: the main thread may be in native code, or wait for another process.
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain.cluster import signals
 from meshtrain.data import tokenizer
 from meshtrain.data.inputs import Position, ReadOptions, Record, text_of
 from meshtrain.data.tokenizer import Tokenizer
@@ -121,7 +122,8 @@ def map_in_order(function: Callable, items: Iterable, num_workers: int) -> Itera
     ahead: deque = deque()
     try:
         for item in items:
-            ahead.append(pool.submit(function, item))
+            with signals.deferred():
+                ahead.append(pool.submit(function, item))  # may start a process
             if len(ahead) > UNITS_AHEAD * num_workers:
                 yield ahead.popleft().result()
         while ahead:

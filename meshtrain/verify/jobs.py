@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from meshtrain.cluster import signals
 from meshtrain.verify import GC_THRESHOLDS
 from meshtrain.verify.subject import Subject
 
@@ -43,7 +44,8 @@ def run_tasks(subject: Subject, tasks: Sequence[Task], num_jobs: int) -> Iterato
     # Ctrl-C reaches all processes of a terminal. The workers inherit that it is blocked; this process acts on it.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        submitted = [workers.submit(_run, task) for task in tasks]
+        with signals.deferred():
+            submitted = [workers.submit(_run, task) for task in tasks]  # starts the workers
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for done in as_completed(submitted):
             yield done.result()

@@ -149,6 +149,13 @@ def join(server, hello=HELLO):
     return connection
 
 
+def test_closing_the_server_closes_the_connection_of_a_node_that_has_left(server):
+    join(server).close()
+    poll(server, lambda: server.remotes and not server.connected())
+    server.close(0)
+    assert server.remotes[1].link.connection.fileno() == -1
+
+
 @pytest.mark.parametrize("received", NOT_HELLO, ids=lambda received: repr(received[:40]))
 def test_a_stranger_is_ignored_and_logged_once(server, received):
     faults = []
