@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
-from meshtrain.models.base import Model, Params
+from meshtrain.models.base import Model, Params, is_measured
 from meshtrain.parallel import accelerator, sharding, sync
 from meshtrain.parallel.remat import rematerialised
 
@@ -53,15 +53,16 @@ def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:
 
 
 def cast(params: Params, dtype: str) -> Params:
-    """Returns the parameters in the compute dtype; integers are unchanged."""
-    return jax.tree.map(
-        lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
-    )
+    """Returns the parameters in the compute dtype; integers and what a model measures are unchanged."""
+
+    def cast_leaf(path, leaf):
+        is_cast = jnp.issubdtype(leaf.dtype, jnp.floating) and not is_measured(path)
+        return leaf.astype(dtype) if is_cast else leaf
+
+    return jax.tree.map_with_path(cast_leaf, params)
 
 
-def run_blocks(
-    block: Callable, layers: Params, x: jax.Array, batch: Any, unroll: int = 1
-) -> jax.Array:
+def run_blocks(block: Callable, layers: Params, x: Any, batch: Any, unroll: int = 1) -> Any:
     """Applies the stacked `layers` to `x`, one after the other."""
     num_layers = len(jax.tree.leaves(layers)[0])
     # The largest divisor: a remainder would be compiled as a second loop.

@@ -49,8 +49,11 @@ class Program:
         """Returns schedule, optimizer, init, abstract state and the gradients' shardings of these settings."""
         c = cfg.train
         schedule = optim.make_schedule(cfg.optim, steps=c.steps)
+        optimizer = parts.make_optimizer(schedule)
+        if parts.model.measure is not None:
+            optimizer = optim.only_trained(optimizer)
         optimizer = optim.store_moments(
-            parts.make_optimizer(schedule),
+            optimizer,
             moment_dtype=cfg.optim.moment_dtype,
             param_dtype=c.param_dtype,
         )
@@ -113,7 +116,12 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         grad_fn = grads.accumulate(loss_fn, **how, **sync)
         eval_step = grads.evaluate(loss_fn, **how)
     train_step = make_train_step(
-        grad_fn, optimizer, schedule, clip_norm=cfg.optim.clip_norm, seed=c.seed
+        grad_fn,
+        optimizer,
+        schedule,
+        clip_norm=cfg.optim.clip_norm,
+        seed=c.seed,
+        measure=model.measure,
     )
     return Program(
         mesh=mesh,

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.errors import ConfigError
-from meshtrain.models.base import Axes, Model, Params
+from meshtrain.models.base import Axes, Model, Params, is_measured
 from meshtrain.parallel import sharding
 
 # Other trainers start at 2^16, for the gradients of a mean. Here the loss is a sum over tokens, and its
@@ -53,10 +53,13 @@ def initializer(
     """Returns the function key -> TrainState at step 0."""
 
     def init(key):
-        params = jax.tree.map(
-            lambda p: p.astype(param_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p,
-            model.init(key),
-        )
+        def cast(path, leaf):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return leaf
+            wide = jnp.promote_types(param_dtype, jnp.float32)
+            return leaf.astype(wide if is_measured(path) else param_dtype)
+
+        params = jax.tree.map_with_path(cast, model.init(key))
         loss_scale = start_loss_scale() if dtype == "float16" else None
         return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale)
 

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshtrain import optim
 from meshtrain.grads import GradFn
+from meshtrain.models.base import Params
 from meshtrain.optim import Schedule, updates_done
 from meshtrain.state import TrainState
 
@@ -21,11 +23,13 @@ def make_train_step(
     *,
     clip_norm: float,
     seed: int,
+    measure: Callable[[Params, Params], tuple[Params, Scalars]] | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Scalars]]:
     """Returns the train step: (state, batch) -> (new state, scalars to log).
 
     `loss` is the loss before the update, `grad_norm` the norm before clipping, `learning_rate` the one
     that the update applies: the optimizer counts updates only, so its count lacks the skipped steps.
+    `measure` is the model's, see `Model.measure`.
     """
     clip = optax.clip_by_global_norm(clip_norm)
 
@@ -37,6 +41,9 @@ def make_train_step(
         means = metrics.mean()
         weight = jnp.where(metrics.weight == 0, 1, metrics.weight) * scale
         grads = jax.tree.map(lambda grad: (grad / weight).astype(grad.dtype), grads)
+        measured = grads
+        if measure is not None:
+            grads = optim.without_measured(grads)
         norm = optax.tree.norm(grads)
         grads, _ = clip.update(grads, clip.init(None))
         count = updates_done(state.opt_state, otherwise=state.step)
@@ -46,6 +53,12 @@ def make_train_step(
         finite = jnp.isfinite(means["loss"] + norm)
         scalars = {**means, "grad_norm": norm, "learning_rate": schedule(count)}
         scalars |= {"skipped": ~finite}
+        if measure is not None:
+            measured, more = measure(params, measured)
+            params = jax.tree.map(
+                lambda new, old: jnp.where(metrics.weight == 0, old, new), measured, params
+            )
+            scalars |= more
         if state.loss_scale is not None:
             scalars |= {"loss_scale": scale}
         new = TrainState(state.step + 1, params, opt_state)

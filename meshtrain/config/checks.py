@@ -9,18 +9,8 @@ from meshtrain.config.bind import has_type
 from meshtrain.config.schema import AXES, BuildConfig, Config, MeshConfig, TrainConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
-UNSUPPORTED_AXES = ("expert",)
 # What a run itself writes and removes in its workdir.
 RUN_FOLDERS = ("checkpoints", "tokenizer", "config_history", "logs")
-
-
-def axis_faults(mesh: MeshConfig) -> list[str]:
-    """Returns the faults of axes that this version cannot use."""
-    return [
-        f"mesh.{axis}={size}: this version cannot use more than 1; put the devices on data or fsdp"
-        for axis in UNSUPPORTED_AXES
-        if (size := getattr(mesh, axis)) > 1
-    ]
 
 
 def url_fault(key: str, path: Any) -> str:
@@ -71,12 +61,13 @@ def check_place(workdir: str | Path | None, cfg: Config) -> None:
 
 def batch_faults(mesh: MeshConfig, *, global_batch: int, num_microbatches: int) -> list[str]:
     """Returns a fault if the batch cannot be split evenly. An axis that is still -1 counts as 1."""
-    data, fsdp = max(1, mesh.data), max(1, mesh.fsdp)
-    multiple = data * fsdp * num_microbatches
+    data, fsdp, expert = max(1, mesh.data), max(1, mesh.fsdp), max(1, mesh.expert)
+    multiple = data * fsdp * expert * num_microbatches
     if global_batch >= 1 and global_batch % multiple == 0:
         return []
+    of_expert = f"mesh.expert={expert} x " if expert > 1 else ""
     return [
-        f"train.global_batch={global_batch} is not divisible by mesh.data={data} x mesh.fsdp={fsdp} x "
+        f"train.global_batch={global_batch} is not divisible by mesh.data={data} x mesh.fsdp={fsdp} x {of_expert}"
         f"train.num_microbatches={num_microbatches}; use {nearest_multiples(global_batch, multiple)}"
     ]
 
@@ -85,6 +76,7 @@ def model_faults(cfg: Config) -> list[str]:
     """Returns the faults of a `model` section that does not fit the mesh or the pipeline."""
     options = cfg.model.options
     faults = tensor_faults(options, max(1, cfg.mesh.tensor))
+    faults += expert_faults(options, cfg.mesh.expert)
     layers = options.get("num_layers")
     if cfg.mesh.pipeline > 1 and has_type(layers, int):
         faults += layer_faults(layers, cfg.mesh.pipeline, cfg.pipeline.num_chunks)
@@ -98,6 +90,24 @@ def tensor_faults(model: Mapping[str, Any], tensor: int) -> list[str]:
         f"use {nearest_multiples(value, tensor)}, or another mesh.tensor"
         for key in ("num_heads", "d_ff")
         if has_type(value := model.get(key), int) and value % tensor
+    ]
+
+
+def expert_faults(model: Mapping[str, Any], expert: int) -> list[str]:
+    """Returns a fault if the model does not have a multiple of `mesh.expert` experts; other models may name theirs."""
+    num_experts = model.get("num_experts")
+    if expert <= 1 or not has_type(num_experts, int):
+        return []
+    if num_experts == 0:
+        return [
+            f"mesh.expert={expert}: the model has no experts; put the devices on data or fsdp, or set "
+            f"model.num_experts"
+        ]
+    if num_experts % expert == 0:
+        return []
+    return [
+        f"model.num_experts={num_experts} is not divisible by mesh.expert={expert}; "
+        f"use {nearest_multiples(num_experts, expert)}, or another mesh.expert"
     ]
 
 
@@ -159,4 +169,4 @@ def rule_faults(rules: Any) -> list[str]:
 def train_faults(mesh: MeshConfig, train: TrainConfig) -> list[str]:
     """Returns the faults of the mesh, and of the batch on this mesh."""
     sizes = dict(global_batch=train.global_batch, num_microbatches=train.num_microbatches)
-    return axis_faults(mesh) + batch_faults(mesh, **sizes)
+    return batch_faults(mesh, **sizes)

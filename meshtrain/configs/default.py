@@ -13,7 +13,9 @@ def get_config() -> ConfigDict:
     # devices along `fsdp`, which shards the rows of the batch, and parameters, gradients and optimizer state
     # as far as train.zero_stage says; -1: all remaining devices
     mesh.fsdp = 1
-    mesh.expert = 1  # devices along `expert`, for mixtures of experts; only 1 in this version
+    # devices along `expert`, which shards the experts of a mixture, and the rows of the batch; -1: all remaining
+    # devices
+    mesh.expert = 1
     # pipeline stages: consecutive groups of layers, through which micro-batches pass; -1: all remaining devices
     mesh.pipeline = 1
     # devices along `context`, which shards each sequence, and parameters, gradients and optimizer state as fsdp
@@ -26,13 +28,15 @@ def get_config() -> ConfigDict:
     # name are tried in order. A rule applies if its axes shard no other dim of the array yet, and their sizes
     # divide the dim. If none applies, the dim is not sharded.
     config.rules = (
-        ("batch", ("data", "fsdp")),
+        ("batch", ("data", "fsdp", "expert")),
         # All pipeline stages share embedding and head.
         ("vocab", ("pipeline", "tensor")),
         ("vocab", "tensor"),
         ("heads", "tensor"),
         ("kv_heads", "tensor"),
         ("mlp", "tensor"),
+        ("expert", ("expert", "tensor")),
+        ("expert", "expert"),
         # Of parameters; in activations the same dim is called "residual".
         ("embed", ("fsdp", "context")),
         ("embed", "fsdp"),
@@ -106,6 +110,27 @@ def get_config() -> ConfigDict:
     # its values, such as ("linear", FACTOR); meshtrain/models/rope.py documents them
     model.rope_scaling = ()
     model.mlp = "swiglu"  # feed-forward layer: "swiglu", "gelu" or "geglu"
+    # number of routed experts in each feed-forward layer, of which a token uses model.experts_per_token; 0: one
+    # feed-forward layer for all tokens
+    model.num_experts = 0
+    model.experts_per_token = 2  # routed experts that a token uses
+    model.d_expert = 0  # width of the feed-forward of an expert; 0: d_ff
+    model.num_shared_experts = 0  # experts that all tokens use, in addition
+    # weights of the experts: "topk_softmax", softmax over the chosen ones (Mixtral); "softmax", over all experts;
+    # "sigmoid", sigmoids, divided by the sum of the chosen ones (DeepSeek-V3)
+    model.router = "topk_softmax"
+    model.router_scale = 1.0  # factor of these weights
+    # (GROUPS, GROUPS_PER_TOKEN): a token chooses among the experts of the best groups; (): among all
+    model.expert_groups = ()
+    # assignments that an expert accepts from a row, relative to an equal share; others are dropped; 0: never
+    model.capacity_factor = 0.0
+    # what balances the load: "batch", a loss with the load of the last global batch (Switch); "sequence", a loss with
+    # that of the document; "bias", a bias in the choice of experts, without loss (DeepSeek-V3); "none"
+    model.balance = "batch"
+    # weight of the balance loss of a layer, which is 1 if all experts are used equally; of balance "bias", the step
+    # of the bias
+    model.balance_weight = 0.01
+    model.router_z_loss = 0.0  # weight of logsumexp(router logits)^2 in the loss
     model.bias = False  # whether linear layers and LayerNorm have biases
     model.qkv_bias = False  # whether the query, key and value projections have biases
     model.qk_norm = False  # whether the queries and keys of each head are normalized

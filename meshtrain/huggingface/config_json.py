@@ -12,6 +12,11 @@ NAME = "config.json"
 # Written as null, because the defaults in transformers are the token ids of the original models.
 NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 NULLABLE = ("num_kv_heads", "head_dim", *families.SOFTCAP_KEYS)  # keys of a section: may be null
+# Keys of a section that do not change the logits, and those that matter only with experts.
+NOT_IN_LOGITS = ("z_loss", "attention_impl", "loss_chunk_mib")
+NOT_IN_LOGITS += ("balance", "balance_weight", "router_z_loss", "capacity_factor")
+EXPERTS = ("experts_per_token", "d_expert", "num_shared_experts", "router", "router_scale")
+EXPERTS += ("expert_groups",)
 Config = dict[str, Any]  # a config.json
 Section = dict[str, Any]  # the `model` section of a config
 
@@ -250,6 +255,9 @@ def normalize(section: Section) -> Section:
         s["rope_theta_local"] = s["rope_theta_local"], ()
     if s["positions"] != "rope" or "g" not in letters:
         del s["rope_theta"], s["rope_scaling"]
-    for key in ("z_loss", "attention_impl", "loss_chunk_mib"):  # do not change the logits
+    for key in NOT_IN_LOGITS:
         del s[key]
+    if not s["num_experts"]:
+        for key in EXPERTS:
+            del s[key]
     return s

@@ -160,13 +160,14 @@ def _decode(
     filled_BT = jnp.arange(size)[None] >= num_pads[:, None]
     past = Past(jnp.asarray(start, jnp.int32), filled_BT.astype(jnp.int32))
 
-    def block(x_BSD, layer_and_cache):
+    def block(x, layer_and_cache):
         layer, cache = layer_and_cache
-        return model.cached_block(layer, x_BSD, batch, cache, past)
+        return model.cached_block(layer, x, batch, cache, past)
 
-    x_BSD = model.embed(params, batch)
-    x_BSD, cache = jax.lax.scan(block, x_BSD, (model.stack(params["layers"]), cache))
-    logits_BV = model.logits(params, x_BSD[:, -1:])[:, 0]
+    x = model.embed(params, batch)
+    x, cache = jax.lax.scan(block, x, (model.stack(params["layers"]), cache))
+    last = jax.tree.map(lambda leaf: leaf[:, -1:], x)
+    logits_BV = model.logits(params, last)[:, 0]
     return sampling.draw(logits_BV, number), cache
 
 

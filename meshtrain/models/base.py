@@ -17,6 +17,8 @@ from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 
 Params = Any  # nested dict of arrays
+# Name of the dicts in the parameters whose leaves no optimizer trains, see `Model.measure`.
+MEASURED = "measured"
 Axes = Any  # the same nested dict; each leaf is a tuple of logical names, one per dim
 
 
@@ -41,15 +43,16 @@ class Model:
     axes: Axes
     # (params, batch, key) -> sums; key is None in evaluation.
     loss: Callable[[Params, Any, jax.Array | None], Metrics] | None = None
-    embed: Callable[[Params, Any], jax.Array] | None = None  # (params, batch) -> x
-    block: Callable[[Params, jax.Array, Any], jax.Array] | None = None  # (layer, x, batch) -> x
-    head: Callable[[Params, jax.Array, Any], Metrics] | None = None  # (params, x, batch) -> sums
+    # The activations x are an array or a pytree of arrays.
+    embed: Callable[[Params, Any], Any] | None = None  # (params, batch) -> x
+    block: Callable[[Params, Any, Any], Any] | None = None  # (layer, x, batch) -> x
+    head: Callable[[Params, Any, Any], Metrics] | None = None  # (params, x, batch) -> sums
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
-    logits: Callable[[Params, jax.Array], jax.Array] | None = None  # (params, x) -> logits
+    logits: Callable[[Params, Any], jax.Array] | None = None  # (params, x) -> logits
     # Generation with a key/value cache: (rows, length, dtype) -> cache with a leading `layers` dim.
     empty_cache: Callable[[int, int, Any], Any] | None = None
     # (layer, x, batch, cache of the layer, past) -> (x, updated cache)
-    cached_block: Callable[[Params, jax.Array, Any, Any, Past], tuple[jax.Array, Any]] | None = None
+    cached_block: Callable[[Params, Any, Any, Any, Past], tuple[Any, Any]] | None = None
     # names that the blocks mark with `checkpoint_name`, for train.remat="names:..."; (): unknown
     saved_names: tuple[str, ...] = ()
     # sequence length -> FLOPs, forward and backward
@@ -60,10 +63,19 @@ class Model:
     # Whether `mesh.context` may shard sequences: only `ops.attention` mixes tokens, and positions are those of
     # the batch or of `context.positions`.
     shards_sequences: bool = False
+    # (params, means) -> params with the leaves in dicts named MEASURED updated, and arrays to log. `means` are the
+    # gradients per unit of weight of the global batch. These leaves stay out of clipping, norm and optimizer.
+    measure: Callable[[Params, Params], tuple[Params, dict[str, jax.Array]]] | None = None
+    num_inactive: int = 0  # parameters that a token does not use: those of other experts
 
     def stack(self, layers: Params) -> Params:
         """Returns the inputs of the blocks: `layers` and the constants, each (layers, ...)."""
         return {**layers, **self.constants} if self.constants else layers
+
+
+def is_measured(path: tuple) -> bool:
+    """Whether a parameter with this path is in a dict named MEASURED."""
+    return any(getattr(entry, "key", None) == MEASURED for entry in path)
 
 
 @dataclass(frozen=True)

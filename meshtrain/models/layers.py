@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.data.source import Batch
 from meshtrain.models.rope import rope
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
@@ -201,13 +202,13 @@ def _select(condition: jax.Array | bool, if_true, if_false):
 class MLP(nnx.Module):
     """Feed-forward: SwiGLU, GeGLU (arXiv 2002.05202), or GELU as in GPT-2. GELU is the tanh approximation."""
 
-    def __init__(self, c, rngs: nnx.Rngs):
+    def __init__(self, c, rngs: nnx.Rngs, size: int):
         up_axes = ("embed", "mlp")
-        self.gate = dense(rngs, c.d_model, c.d_ff, axes=up_axes, bias=c.bias) if c.gated else None
+        self.gate = dense(rngs, c.d_model, size, axes=up_axes, bias=c.bias) if c.gated else None
         self.gate_activation = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
-        self.up = dense(rngs, c.d_model, c.d_ff, axes=up_axes, bias=c.bias)
+        self.up = dense(rngs, c.d_model, size, axes=up_axes, bias=c.bias)
         self.down = dense(
-            rngs, c.d_ff, c.d_model, axes=("mlp", "embed"), bias=c.bias, scale=c.residual_scale
+            rngs, size, c.d_model, axes=("mlp", "embed"), bias=c.bias, scale=c.residual_scale
         )
 
     def __call__(self, norm: Callable[[jax.Array], jax.Array], x_BSD: jax.Array) -> jax.Array:
@@ -230,10 +231,11 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    With post_norm, the output of each branch is also normalised before it is added (Gemma 2).
+    With post_norm, the output of each branch is also normalised before it is added (Gemma 2). `mlp` is an MLP, or a
+    layer that is also called with the batch and also returns what it adds to the loss of each token (B, S).
     """
 
-    def __init__(self, c, rngs: nnx.Rngs):
+    def __init__(self, c, rngs: nnx.Rngs, mlp: nnx.Module):
         def make_norm():
             return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
 
@@ -241,7 +243,7 @@ class Block(nnx.Module):
         self.attention = Attention(c, rngs)
         self.attention_post_norm = make_norm() if c.post_norm else None
         self.mlp_norm = make_norm()
-        self.mlp = MLP(c, rngs)
+        self.mlp = mlp
         self.mlp_post_norm = make_norm() if c.post_norm else None
 
     def __call__(
@@ -251,12 +253,18 @@ class Block(nnx.Module):
         row_length: int | jax.Array,
         is_local: jax.Array | bool,
         attend: Attend,
-    ) -> jax.Array:
+        batch: Batch,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the activations (B, S, D), and what the layer adds to the loss, None with an MLP."""
         where = positions_BS, row_length, is_local
         branch_BSD = self.attention(self.attention_norm, x_BSD, *where, attend)
         x_BSD = recomputed(partial(_add, self.attention_post_norm), x_BSD, branch_BSD)
-        branch_BSD = self.mlp(self.mlp_norm, x_BSD)
-        return recomputed(partial(_add, self.mlp_post_norm), x_BSD, branch_BSD)
+        loss_BS = None
+        if isinstance(self.mlp, MLP):
+            branch_BSD = self.mlp(self.mlp_norm, x_BSD)
+        else:
+            branch_BSD, loss_BS = self.mlp(self.mlp_norm, x_BSD, batch)
+        return recomputed(partial(_add, self.mlp_post_norm), x_BSD, branch_BSD), loss_BS
 
 
 def _add(post_norm: nnx.Module | None, x_BSD: jax.Array, branch_BSD: jax.Array) -> jax.Array:

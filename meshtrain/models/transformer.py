@@ -1,17 +1,23 @@
-"""Decoder-only transformers: Llama by default; GPT-2, Mistral, Qwen and Gemma by config."""
+"""Decoder-only transformers: Llama by default; GPT-2, Mistral, Mixtral, Qwen and Gemma by config."""
 
+import dataclasses
 import inspect
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from meshtrain.data.source import Batch
-from meshtrain.metrics import Metrics
-from meshtrain.models import base
-from meshtrain.models.layers import Block, dense, embedding, flat_dot_general, norm
-from meshtrain.models.transformer_config import TransformerConfig, flops_per_token
+from meshtrain.metrics import Metrics, weighted
+from meshtrain.models import base, mixture
+from meshtrain.models.layers import MLP, Block, dense, embedding, flat_dot_general, norm
+from meshtrain.models.transformer_config import (
+    TransformerConfig,
+    flops_per_token,
+    inactive_parameters,
+)
 from meshtrain.ops.attention import (
     attention,
     choose_for_context,
@@ -45,7 +51,8 @@ class EmbeddingAndHead(nnx.Module):
             else dense(rngs, c.d_model, c.padded_vocab, axes=head, bias=False)
         )
 
-    def embed(self, batch: Batch) -> jax.Array:
+    def embed(self, batch: Batch) -> Any:
+        """Returns the activations (B, S, D); of a mixture of experts also the loss of its layers (B, S), still 0."""
         # The lookup is unsharded in S: if S were sharded, XLA would all-gather a table sharded in V.
         x_BSD = embedding_table(self.tokens, "vocab")[batch.tokens]
         x_BSD = constrain(x_BSD, "batch", "seq", "residual")
@@ -53,9 +60,14 @@ class EmbeddingAndHead(nnx.Module):
             x_BSD *= jnp.asarray(self.c.embed_scale, x_BSD.dtype)
         if self.positions is not None:
             x_BSD += embedding_table(self.positions, None)[positions_of(batch)]
-        return constrain(x_BSD, "batch", "residual_seq", "residual")
+        x_BSD = constrain(x_BSD, "batch", "residual_seq", "residual")
+        if not self.c.num_experts:
+            return x_BSD
+        loss_BS = jnp.zeros(batch.tokens.shape, jnp.promote_types(x_BSD.dtype, jnp.float32))
+        return x_BSD, constrain(loss_BS, "batch", "seq")
 
-    def logits(self, x_BSD: jax.Array) -> jax.Array:
+    def logits(self, x: Any) -> jax.Array:
+        x_BSD = x[0] if self.c.num_experts else x
         return self.project(self.kernel(), self.final_norm(x_BSD))
 
     def kernel(self) -> jax.Array:
@@ -76,9 +88,11 @@ class EmbeddingAndHead(nnx.Module):
         is_token_V = jnp.arange(logits_BSV.shape[-1]) < c.vocab_size  # the rest is padding
         return jnp.where(is_token_V[None, None], logits_BSV, jnp.finfo(logits_BSV.dtype).min)
 
-    def loss(self, x_BSD: jax.Array, batch: Batch) -> Metrics:
-        c, x_BSD = self.c, constrain(self.final_norm(x_BSD), "batch", "seq", "residual")
-        return chunked_cross_entropy(
+    def loss(self, x: Any, batch: Batch) -> Metrics:
+        c = self.c
+        x_BSD, loss_BS = x if c.num_experts else (x, None)
+        x_BSD = constrain(self.final_norm(x_BSD), "batch", "seq", "residual")
+        metrics = chunked_cross_entropy(
             self.project,
             self.kernel(),
             x_BSD,
@@ -87,6 +101,11 @@ class EmbeddingAndHead(nnx.Module):
             z_loss=c.z_loss,
             mib=c.loss_chunk_mib,
         )
+        if loss_BS is None:
+            return metrics
+        extra = {"cross_entropy": metrics.loss} | metrics.extra
+        of_layers = weighted(loss_BS, batch.weights).loss
+        return dataclasses.replace(metrics, loss=metrics.loss + of_layers, extra=extra)
 
 
 def embedding_table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
@@ -118,22 +137,30 @@ def build(**config) -> base.Model:
     """Returns the model of a `model` section; raises ConfigError if its values are invalid."""
     c = TransformerConfig(**config)
     outer = base.functional(lambda rngs: EmbeddingAndHead(c, rngs))
-    block = base.functional(lambda rngs: Block(c, rngs))
+
+    def build_block(rngs):
+        mlp = mixture.Mixture(c, rngs) if c.num_experts else MLP(c, rngs, c.d_ff)
+        return Block(c, rngs, mlp)
+
+    block = base.functional(build_block)
     init_layers, layer_axes = base.stack(block, c.num_layers)
 
     # `is_local` is static if all layers are of one kind; otherwise it is a constant per layer.
     is_local_layers = c.is_local
     mixed = bool(is_local_layers.any() and not is_local_layers.all())
 
-    def run_block(layer, x_BSD, batch, attend, start=0):
+    def run_block(layer, x, batch, attend, start=0):
+        x_BSD, loss_BS = x if c.num_experts else (x, None)
         local = layer["is_local"] if mixed else bool(is_local_layers.all())
-        return block.bind(layer)(x_BSD, positions_of(batch), start + x_BSD.shape[1], local, attend)
+        where = positions_of(batch), start + x_BSD.shape[1], local
+        x_BSD, new_BS = block.bind(layer)(x_BSD, *where, attend, batch)
+        return (x_BSD, loss_BS + new_BS) if c.num_experts else x_BSD
 
-    def uncached_block(layer, x_BSD, batch):
+    def uncached_block(layer, x, batch):
         options = dict(segments_BS=batch.segments, implementation=c.attention_impl)
-        return run_block(layer, x_BSD, batch, partial(attention, **options))
+        return run_block(layer, x, batch, partial(attention, **options))
 
-    def cached_block(layer, x_BSD, batch, cache, past):
+    def cached_block(layer, x, batch, cache, past):
         """`cache` holds the keys and the values of this layer, each (B, T, G, K)."""
 
         def attend(q_BSHK, *new, **options):
@@ -149,7 +176,7 @@ def build(**config) -> base.Model:
             options |= dict(start=past.start, implementation=name)
             return attention(q_BSHK, *cache, batch.segments, past.segments_BT, **options)
 
-        return run_block(layer, x_BSD, batch, attend, past.start), cache
+        return run_block(layer, x, batch, attend, past.start), cache
 
     def empty_cache(rows, length, dtype):
         shape = (c.num_layers, rows, length, c.num_kv_heads, c.head_size)
@@ -164,15 +191,17 @@ def build(**config) -> base.Model:
         axes={**outer.axes, "layers": layer_axes},
         embed=lambda params, batch: outer.bind(params).embed(batch),
         block=uncached_block,
-        head=lambda params, x_BSD, batch: outer.bind(params).loss(x_BSD, batch),
+        head=lambda params, x, batch: outer.bind(params).loss(x, batch),
         constants={"is_local": is_local_layers} if mixed else {},
         empty_cache=empty_cache,
         cached_block=cached_block,
-        logits=lambda params, x_BSD: outer.bind(params).logits(x_BSD),
+        logits=lambda params, x: outer.bind(params).logits(x),
         flops_per_token=lambda seq_len: flops_per_token(c, seq_len),
         attention=partial(describe_attention, c),
         saved_names=("attention", "mlp"),
         shards_sequences=True,
+        measure=partial(mixture.measure, c) if c.num_experts else None,
+        num_inactive=inactive_parameters(c),
     )
 
 

@@ -31,6 +31,17 @@ class TransformerConfig:
     rope_theta_local: float
     rope_scaling: tuple
     mlp: str
+    num_experts: int
+    experts_per_token: int
+    d_expert: int
+    num_shared_experts: int
+    router: str
+    router_scale: float
+    expert_groups: tuple
+    capacity_factor: float
+    balance: str
+    balance_weight: float
+    router_z_loss: float
     bias: bool
     qkv_bias: bool
     qk_norm: bool
@@ -58,6 +69,11 @@ class TransformerConfig:
     def gated(self) -> bool:
         """Whether the feed-forward has a gate projection next to the up projection."""
         return self.mlp != "gelu"
+
+    @property
+    def expert_size(self) -> int:
+        """Width of the feed-forward of an expert."""
+        return self.d_expert or self.d_ff
 
     @property
     def is_local(self) -> np.ndarray:
@@ -98,10 +114,14 @@ def _value_faults(c: TransformerConfig) -> list[str]:
         "norm": ("rms", "layer", "rms_1p"),
         "positions": ("rope", "learned"),
         "mlp": ("swiglu", "gelu", "geglu"),
+        "router": ("topk_softmax", "softmax", "sigmoid"),
+        "balance": ("none", "batch", "sequence", "bias"),
     }
     counts = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
     non_negative = ("z_loss", "head_dim", "window", "rope_theta_local", "query_scale")
     non_negative += ("attention_softcap", "logit_softcap", "loss_chunk_mib")
+    non_negative += ("num_experts", "d_expert", "num_shared_experts", "capacity_factor")
+    non_negative += ("balance_weight", "router_z_loss")
     faults = []
     for key, names in choices.items():
         faults += choice_faults(f"model.{key}", getattr(c, key), names)
@@ -112,7 +132,7 @@ def _value_faults(c: TransformerConfig) -> list[str]:
     faults += minimum_faults(0, {f"model.{key}": getattr(c, key) for key in non_negative})
     faults += [
         f"model.{key}={getattr(c, key)}: use more than 0"
-        for key in ("norm_epsilon", "rope_theta", "embed_scale")
+        for key in ("norm_epsilon", "rope_theta", "embed_scale", "router_scale")
         if not getattr(c, key) > 0
     ]
     if not c.attention or set(c.attention) - {"g", "l"}:
@@ -154,6 +174,39 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
         faults.append(
             f"model.head_dim={c.head_size}: dynamic rope needs two frequencies or more; use 4 or more"
         )
+    return faults + _expert_faults(c)
+
+
+def _expert_faults(c: TransformerConfig) -> list[str]:
+    """Returns a fault for each combination of values of a mixture of experts that is invalid."""
+    if not c.num_experts:
+        return []
+    faults = []
+    if not 1 <= c.experts_per_token <= c.num_experts:
+        faults.append(
+            f"model.experts_per_token={c.experts_per_token}: use 1 to model.num_experts={c.num_experts}"
+        )
+    if c.bias:
+        faults.append("model.bias=True: experts have no biases; use bias=False")
+    if not c.expert_groups:
+        return faults
+    groups = c.expert_groups
+    if len(groups) != 2 or not all(isinstance(n, int) and n > 0 for n in groups):
+        return [*faults, f"model.expert_groups={groups}: use () or (GROUPS, GROUPS_PER_TOKEN)"]
+    if c.num_experts % groups[0]:
+        faults.append(
+            f"model.expert_groups={groups}: model.num_experts={c.num_experts} is not divisible by the number of "
+            f"groups; use a divisor"
+        )
+    elif (
+        not c.experts_per_token * groups[0]
+        <= groups[1] * c.num_experts
+        <= groups[0] * c.num_experts
+    ):
+        faults.append(
+            f"model.expert_groups={groups}: a token chooses model.experts_per_token={c.experts_per_token} experts from "
+            f"{groups[1]} groups of {c.num_experts // groups[0]}; use groups that have as many"
+        )
     return faults
 
 
@@ -161,11 +214,24 @@ def flops_per_token(c: TransformerConfig, seq_len: int) -> float:
     """Returns 6 N + 12 L d S, forward and backward (PaLM, arXiv 2204.02311, appendix B).
 
     N is the number of weights in matrix products, including the output head, but not embeddings, norm scales
-    or biases. d = heads x head dim. Attention counts in full, not halved for causality. In local layers
-    the window replaces S.
+    or biases; of the routed experts those that a token uses. d = heads x head dim. Attention counts in full, not
+    halved for causality. In local layers the window replaces S.
     """
     projections = c.d_model * c.head_size * (2 * c.num_heads + 2 * c.num_kv_heads)
     mlp = (3 if c.gated else 2) * c.d_model * c.d_ff
+    if c.num_experts:
+        active = c.experts_per_token + c.num_shared_experts
+        mlp = active * _expert_weights(c) + c.d_model * c.num_experts
     weights = c.num_layers * (projections + mlp) + c.d_model * c.vocab_size
     visible = np.where(c.is_local, min(c.window, seq_len), seq_len).sum()
     return 6.0 * weights + 12.0 * c.num_heads * c.head_size * float(visible)
+
+
+def inactive_parameters(c: TransformerConfig) -> int:
+    """Returns the number of weights of all routed experts that a token does not use."""
+    unused = c.num_experts - c.experts_per_token if c.num_experts else 0
+    return c.num_layers * unused * _expert_weights(c)
+
+
+def _expert_weights(c: TransformerConfig) -> int:
+    return (3 if c.gated else 2) * c.d_model * c.expert_size

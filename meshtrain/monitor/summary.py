@@ -26,7 +26,8 @@ def start_lines(
     device = jax.devices()[0].device_kind
     yield f"mesh        {' x '.join(used) or 'one device'} · {jax.device_count()} {device} · jax {jax.__version__}"
     count = states.count(abstract_state.params)
-    yield f"parameters  {count:,} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"
+    active = f" · {count - model.num_inactive:,} active" if model.num_inactive else ""
+    yield f"parameters  {count:,}{active} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"
     sizes = [
         states.bytes_per_device(tree) / 1e6
         for tree in (abstract_state.params, abstract_state.opt_state)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshtrain import console
 from meshtrain.analysis import hardware
@@ -149,7 +150,7 @@ class Writer:
         if self._pending is None:
             return
         (step, report, ended, waited, log, eval_loss), self._pending = self._pending, None
-        metrics = {name: float(value) for name, value in jax.device_get(report).items()}
+        metrics = {name: np.float64(x).tolist() for name, x in jax.device_get(report).items()}
         ended = ended or time.perf_counter()
         self._steps_since_row += 1
         self.newest = metrics

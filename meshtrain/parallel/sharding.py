@@ -165,13 +165,31 @@ def token_slices(axes: Sequence[str], length: int) -> tuple[tuple[str, ...], int
     return (*batch_axes, *seq_axes), num_rows, math.prod(mesh.shape[axis] for axis in seq_axes)
 
 
-def num_shards(name: str, size: int) -> int:
-    """Returns into how many shards the active rules split a dim of this name and size."""
+def axes_for(name: str, size: int) -> tuple[str, ...]:
+    """Returns the mesh axes by which the active rules shard a dim of this name and size."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
     if mesh.empty or rules is None:
-        return 1
-    (axes,) = spec_for((name,), (size,), rules, mesh.shape)
-    return math.prod(mesh.shape[axis] for axis in axes_of(axes))
+        return ()
+    return axes_of(spec_for((name,), (size,), rules, mesh.shape)[0])
+
+
+def num_devices(axes: Sequence[str]) -> int:
+    """Returns the product of the sizes of these axes of the active mesh."""
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
+
+
+def num_shards(name: str, size: int) -> int:
+    """Returns into how many shards the active rules split a dim of this name and size."""
+    return num_devices(axes_for(name, size))
+
+
+def shard_over(x: jax.Array, *dims: Sequence[str]) -> jax.Array:
+    """Shards each leading dim of `x` over these mesh axes, and the others not at all."""
+    if jax.sharding.get_abstract_mesh().empty or _active_rules.value is None:
+        return x
+    return jax.lax.with_sharding_constraint(
+        x, PartitionSpec(*(tuple(axes) or None for axes in dims))
+    )
 
 
 @contextlib.contextmanager

@@ -52,8 +52,8 @@ class Tick(NamedTuple):
 class Carry(NamedTuple):
     """The state that is carried from tick to tick."""
 
-    x: jax.Array  # (P, N, ...) activations received from the previous stage
-    grad: jax.Array  # (P, N, ...) gradients received from the next stage
+    x: Any  # (P, N, ...) activations received from the previous stage
+    grad: Any  # (P, N, ...) gradients received from the next stage
     kept: Any  # (P, slots, N, ...) inputs or residuals of chunks whose backward is still to come
     layer_grads: Params  # (P, V, N, K, ...) float32 or float64
     outer_grads: Params  # (N, ...) float32 or float64
@@ -197,7 +197,7 @@ class _Step:
 
         (head_grads, y_grad), metrics = _if_ever_active(rows.last_backward, row.last_backward, head)
         is_last = (jnp.arange(len(chunk)) == len(chunk) - 1) & (chunk == self.table.num_chunks - 1)
-        grad = jnp.where(_broadcast_mask(is_last, carry.grad), y_grad[None], carry.grad)
+        grad = _either(is_last, _on_all_stages(y_grad), carry.grad)
         layer_grads, grad = stages.apply_vjp(vjp, stages.pin(_masked(active, grad), "pipeline"))
 
         def embed():
@@ -244,16 +244,18 @@ def _stages(model, table, params, batch, dtype, remat, unroll, partial_over, kee
     )
 
 
-def _zeros(stages: Stages, num_stages: int) -> tuple[jax.Array, Metrics]:
+def _zeros(stages: Stages, num_stages: int) -> tuple[Any, Metrics]:
     """Returns a message (P, N, ...) and Metrics (N,) of zeros."""
     microbatch = stages.microbatch(jnp.int32(0))
     x = jax.eval_shape(stages.embed, stages.outer, microbatch)
     metrics = jax.eval_shape(stages.head, stages.outer, x, microbatch)
-    message = stages.pin(jnp.zeros((num_stages, *x.shape), x.dtype), "pipeline")
-    return message, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), metrics)
+    message = jax.tree.map(lambda leaf: jnp.zeros((num_stages, *leaf.shape), leaf.dtype), x)
+    return stages.pin(message, "pipeline"), jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), metrics
+    )
 
 
-def _forward(stages: Stages, rows: Tick, arrived: jax.Array, row: Tick, run: Callable) -> Any:
+def _forward(stages: Stages, rows: Tick, arrived: Any, row: Tick, run: Callable) -> Any:
     """Runs the forwards of a tick: `run(layers, inputs, micro-batches)` of each stage's chunk."""
     number, chunk, _ = _indices(row.forward)
 
@@ -262,7 +264,7 @@ def _forward(stages: Stages, rows: Tick, arrived: jax.Array, row: Tick, run: Cal
 
     entering = _if_ever_active(rows.first_forward, row.first_forward, embed)
     is_first = (jnp.arange(len(chunk)) == 0) & (chunk == 0)
-    x = jnp.where(_broadcast_mask(is_first, arrived), entering[None], arrived)
+    x = _either(is_first, _on_all_stages(entering), arrived)
     x = stages.pin(_masked(row.forward.active, x), "pipeline")
     return run(stages.layers_of(chunk), x, stages.microbatches(number))
 
@@ -291,10 +293,19 @@ def _indices(work: Work) -> Work:
     return Work(*(jnp.maximum(column, 0) for column in work))
 
 
-def _masked(active: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.where(_broadcast_mask(active, x), x, jnp.asarray(IDLE_INPUT, x.dtype))
+def _masked(active: jax.Array, x: Any) -> Any:
+    return _either(active, x, jax.tree.map(lambda leaf: jnp.asarray(IDLE_INPUT, leaf.dtype), x))
 
 
-def _broadcast_mask(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns a mask of stages (P,) with trailing dims of 1, to broadcast against `x` (P, ...)."""
-    return mask.reshape(-1, *[1] * (x.ndim - 1))
+def _on_all_stages(x: Any) -> Any:
+    """Adds a leading dim of size 1, which broadcasts over the stages."""
+    return jax.tree.map(lambda leaf: leaf[None], x)
+
+
+def _either(stages: jax.Array, if_true: Any, if_false: Any) -> Any:
+    """Returns leaf by leaf (P, ...) the first value on the `stages` (P,) that are True, the second on others."""
+
+    def choose(a, b):
+        return jnp.where(stages.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(choose, if_true, if_false)

@@ -78,21 +78,25 @@ def choose(tree: Any, index: jax.Array, axis: int) -> Any:
     return jax.shard_map(region, in_specs=(jax.P(), P), out_specs=P, axis_names={AXIS})(tree, index)
 
 
-def send(x: jax.Array, by: int) -> jax.Array:
+def send(x: Any, by: int) -> Any:
     """Sends each stage's shard of `x` (P, ...) to the stage `by` positions later on the ring."""
     size = jax.sharding.get_abstract_mesh().shape[AXIS]
     ring = [(stage, (stage + by) % size) for stage in range(size)]
     return _each_stage(lambda x: jax.lax.ppermute(x, AXIS, ring))(x)
 
 
-def share(x: jax.Array, stage: int) -> jax.Array:
+def share(x: Any, stage: int) -> Any:
     """Broadcasts one stage's shard of `x` (P, ...) to all stages; -1 is the last stage."""
+
     # Not `jax.lax.psum`: in bfloat16, in a region that is manual over some axes only, it makes XLA abort
     # on CPU (jax 0.10.2). Not `sum`: it would send float32. The audit finds this by the scope's name.
-    is_source = (np.arange(len(x)) == stage % len(x)).reshape(-1, *[1] * (x.ndim - 1))
-    zero = jnp.zeros((), x.dtype)
+    def share_leaf(leaf):
+        is_source = (np.arange(len(leaf)) == stage % len(leaf)).reshape(-1, *[1] * (leaf.ndim - 1))
+        zero = jnp.zeros((), leaf.dtype)
+        return jax.lax.reduce(jnp.where(is_source, leaf, zero), zero, jax.lax.add, (0,))
+
     with jax.named_scope("share"):
-        return jax.lax.reduce(jnp.where(is_source, x, zero), zero, jax.lax.add, (0,))
+        return jax.tree.map(share_leaf, x)
 
 
 def to_stages(layers: Any, num_chunks: int) -> Any:

@@ -30,13 +30,14 @@ class Stages:
 
     `layers` and `constants` (not trained) are (P, V, N, K, ...); `outer` (N, ...) has all other
     parameters. With the dim N, each batch shard has its own gradients. It is sharded, so no device holds
-    more than one copy. `run_layers(layers, x, microbatch)` applies stacked layers (K, ...).
+    more than one copy. `run_layers(layers, x, microbatch)` applies stacked layers (K, ...). Activations
+    `x` are an array or a pytree of arrays.
     """
 
     def __init__(
         self,
         model: Model,
-        run_layers: Callable[[Params, jax.Array, Any], jax.Array],
+        run_layers: Callable[[Params, Any, Any], Any],
         params: Params,
         batch: Any,
         *,
@@ -73,10 +74,14 @@ class Stages:
         """Returns parameters and constants of chunk `chunk` (P,) of each stage: (P, N, K, ...)."""
         return ring.pick((self.layers, self.constants), chunk)
 
-    def pin(self, x: jax.Array, *lead: str | None, rest: tuple | None = None) -> jax.Array:
-        """Constrains the sharding of `x`: `lead`, then the batch axes, then `rest` (default: free)."""
-        rest = (FREE,) * (x.ndim - len(lead) - 1) if rest is None else rest
-        return jax.lax.with_sharding_constraint(x, jax.P(*lead, self.axes or None, *rest))
+    def pin(self, x: Any, *lead: str | None, rest: tuple | None = None) -> Any:
+        """Constrains the sharding of each leaf: `lead`, then the batch axes, then `rest` (default: free)."""
+
+        def pin_leaf(leaf):
+            others = (FREE,) * (leaf.ndim - len(lead) - 1) if rest is None else rest
+            return jax.lax.with_sharding_constraint(leaf, jax.P(*lead, self.axes or None, *others))
+
+        return jax.tree.map(pin_leaf, x)
 
     def microbatch(self, number: jax.Array) -> Any:
         """Returns micro-batch `number`: (N, b, ...)."""
@@ -107,19 +112,19 @@ class Stages:
 
         return jax.vmap(self._per_shard(on_stage), spmd_axis_name="pipeline")
 
-    def embed(self, outer: Params, microbatch: Any) -> jax.Array:
+    def embed(self, outer: Params, microbatch: Any) -> Any:
         """Returns the embedded micro-batch: (N, b, ...)."""
         return self.pin(self._per_shard(self.model.embed)(outer, microbatch))
 
-    def head(self, outer: Params, x: jax.Array, microbatch: Any) -> Metrics:
+    def head(self, outer: Params, x: Any, microbatch: Any) -> Metrics:
         """Returns the Metrics of each batch shard: (N,)."""
         return self._per_shard(self.model.head)(outer, x, microbatch)
 
-    def run(self, layers: tuple[Params, Params], x: jax.Array, microbatches: Any) -> jax.Array:
+    def run(self, layers: tuple[Params, Params], x: Any, microbatches: Any) -> Any:
         """Runs a chunk on each stage: layers (P, N, K, ...), x (P, N, b, ...) -> (P, N, b, ...)."""
         return self.pin(self._per_stage(self._chunk)(layers, x, microbatches), "pipeline")
 
-    def forward(self, layers: tuple[Params, Params], x: jax.Array, microbatches: Any):
+    def forward(self, layers: tuple[Params, Params], x: Any, microbatches: Any):
         """Returns what `run` returns, and what `backward` needs later: a pytree of (P, N, ...)."""
         if self.keep == "inputs":
             return self.run(layers, x, microbatches), x
@@ -134,14 +139,16 @@ class Stages:
             return y, self._chunk_vjp(layers, kept, microbatches).vjp_from(residuals)
         y, *saved = kept
         # Residuals that do not depend on x are recomputed from the weights; XLA removes the rest.
-        _, recomputed = self._run_with_residuals(layers, jnp.zeros_like(y), microbatches)
+        _, recomputed = self._run_with_residuals(
+            layers, jax.tree.map(jnp.zeros_like, y), microbatches
+        )
         chunk_vjp, saved = self._chunk_vjp(layers, y, microbatches), iter(saved)
         return y, chunk_vjp.vjp_from(
             next(saved) if depends else residual
             for depends, residual in zip(chunk_vjp.depends_on_x, recomputed, strict=True)
         )
 
-    def apply_vjp(self, vjp: Any, grad: jax.Array) -> tuple[Params, jax.Array]:
+    def apply_vjp(self, vjp: Any, grad: Any) -> tuple[Params, Any]:
         """Returns the gradients of each stage's chunk and of its input, from `grad` of its output."""
         layer_grads, grad = self._per_stage(lambda vjp, grad: vjp(grad))(vjp, grad)
         return layer_grads, self.pin(grad, "pipeline")
@@ -151,11 +158,11 @@ class Stages:
         stack = {**trained, **constants} if constants else trained
         return self.run_layers(stack, x, microbatch)
 
-    def _run_with_residuals(self, layers, x, microbatches) -> tuple[jax.Array, list[jax.Array]]:
+    def _run_with_residuals(self, layers, x, microbatches) -> tuple[Any, list[jax.Array]]:
         """Returns what `run` returns, and the residuals of the chunk's vjp, each (P, N, ...)."""
         args = layers, x, microbatches
         run = self._chunk_vjp(*args).run
-        y, *residuals = self._per_stage(lambda *args: run(*jax.tree.leaves(args)))(*args)
+        y, residuals = self._per_stage(run)(*args)
         return self.pin(y, "pipeline"), residuals
 
     def _chunk_vjp(self, *args) -> "ChunkVjp":
@@ -176,7 +183,7 @@ class ChunkVjp(NamedTuple):
     carry of the loop in between. They have to mean the same in both; one trace for both ensures it.
     """
 
-    run: Callable[..., list[jax.Array]]  # leaves of (layers, x, microbatch) -> [y, *residuals]
+    run: Callable[..., tuple[Any, list[jax.Array]]]  # (layers, x, microbatch) -> (y, residuals)
     tree: Any  # of the function that `jax.vjp` returns: its leaves are the residuals
     depends_on_x: list[bool]  # of each residual; the others follow from the weights and the batch
 
@@ -185,39 +192,40 @@ class ChunkVjp(NamedTuple):
         return jax.tree.unflatten(self.tree, residuals)
 
 
-def trace_vjp(chunk: Callable, layers: Any, x: jax.ShapeDtypeStruct, microbatch: Any) -> ChunkVjp:
+def trace_vjp(chunk: Callable, layers: Any, x: Any, microbatch: Any) -> ChunkVjp:
     """Traces the vjp of `chunk((trained, constants), x, microbatch)` with respect to `trained` and `x`."""
 
     def output_and_vjp(layers, x, microbatch):
         trained, constants = layers
         return jax.vjp(lambda trained, x: chunk((trained, constants), x, microbatch), trained, x)
 
-    jaxpr, (_, vjp) = jax.make_jaxpr(output_and_vjp, return_shape=True)(layers, x, microbatch)
-    run = jax.extend.core.jaxpr_as_fun(jaxpr)
-    return ChunkVjp(run, jax.tree.structure(vjp), _depends_on_x(run, layers, x, microbatch)[1:])
+    jaxpr, (y, vjp) = jax.make_jaxpr(output_and_vjp, return_shape=True)(layers, x, microbatch)
+    flat = jax.extend.core.jaxpr_as_fun(jaxpr)
+    tree, num_outputs = jax.tree.structure(y), len(jax.tree.leaves(y))
+
+    def run(*args):
+        outputs = flat(*jax.tree.leaves(args))
+        return jax.tree.unflatten(tree, outputs[:num_outputs]), outputs[num_outputs:]
+
+    return ChunkVjp(run, jax.tree.structure(vjp), _depends_on_x(run, layers, x, microbatch))
 
 
-def _depends_on_x(
-    run: Callable, layers: Any, x: jax.ShapeDtypeStruct, microbatch: Any
-) -> list[bool]:
-    """Returns, for each output of `run`, whether it depends on x: whether it is batched when x is."""
+def _depends_on_x(run: Callable, layers: Any, x: Any, microbatch: Any) -> list[bool]:
+    """Returns, for each residual of `run`, whether it depends on x: whether it is batched when x is."""
     batched: list[bool] = []
-    leaves = jax.tree.leaves((layers, x, microbatch))
-    x_index = len(jax.tree.leaves(layers))
 
     @jax.custom_batching.custom_vmap
-    def observe(*outputs):
-        return outputs
+    def observe(*residuals):
+        return residuals
 
     @observe.def_vmap
-    def _(axis_size, in_batched, *outputs):
+    def _(axis_size, in_batched, *residuals):
         batched.extend(in_batched)
-        return outputs, tuple(in_batched)
+        return residuals, tuple(in_batched)
 
-    def outputs(x, others):
-        return observe(*run(*others[:x_index], x, *others[x_index:]))
+    def residuals(layers, x, microbatch):
+        return observe(*run(layers, x, microbatch)[1])
 
-    others = [*leaves[:x_index], *leaves[x_index + 1 :]]
-    xs = jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
-    jax.eval_shape(jax.vmap(outputs, in_axes=(0, None)), xs, others)
+    xs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), x)
+    jax.eval_shape(jax.vmap(residuals, in_axes=(None, 0, None)), layers, xs, microbatch)
     return batched

@@ -201,8 +201,8 @@ def test_a_residual_is_kept_if_and_only_if_it_depends_on_the_input():
     shapes = jax.eval_shape(lambda: (jnp.ones((2, 4, 4)), jnp.ones((3, 4)), jnp.ones((1, 4))))
     vjp = stages.trace_vjp(chunk, (shapes[0], {}), *shapes[1:])
     weights, x, microbatch = jnp.full((2, 4, 4), -2.0), jnp.ones((3, 4)), jnp.arange(4.0)[None]
-    y, *residuals = vjp.run(weights, x, microbatch)
-    _, *with_zeros = vjp.run(weights, 0 * x, microbatch)
+    y, residuals = vjp.run(weights, x, microbatch)
+    _, with_zeros = vjp.run(weights, 0 * x, microbatch)
     assert 0 < sum(vjp.depends_on_x) < len(vjp.depends_on_x)
     for depends, residual, with_zero in zip(vjp.depends_on_x, residuals, with_zeros, strict=True):
         assert depends or jnp.array_equal(residual, with_zero)

@@ -1,0 +1,230 @@
+"""A mixture of experts: a feed-forward layer of which each token uses a few parts, chosen by a router.
+
+A layer adds to the loss of each token, in a sum that is carried next to its activations: the model's head adds the
+weighted sum, so that it is the same with any split of the batch. Through the same sum each layer measures what its
+router does in the global batch, see `observe`. Tokens of weight 0 count neither there nor in the loss; they are
+computed like all others, because later tokens may attend to them.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from meshtrain.data.source import Batch
+from meshtrain.models.base import MEASURED, Params
+from meshtrain.models.layers import MLP, dense, normal_initializer
+from meshtrain.ops import experts
+from meshtrain.parallel import context, expert
+from meshtrain.parallel.remat import recomputed
+from meshtrain.parallel.sharding import constrain, gathered, num_shards
+
+# B batch, S sequence, D model, F feed-forward of an expert, E experts, k experts per token, L layers
+
+
+class Kernel(nnx.Module):
+    """A matrix for each expert: (E, in, out)."""
+
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes, scale: float = 1.0):
+        init = normal_initializer(scale * shape[1] ** -0.5)
+        self.kernel = nnx.Param(init(rngs.params(), shape), out_sharding=axes)
+        self.axes = axes
+
+    def __call__(self) -> jax.Array:
+        """Returns the matrices, sharded over devices by expert alone."""
+        used = ("expert", None, None)
+        return gathered(self.kernel[...], self.axes, used)
+
+
+class Measured(nnx.Module):
+    """What a layer measured in the last step, and the bias that follows from it; `measure` updates them."""
+
+    def __init__(self, num_experts: int):
+        E = num_experts
+        self.load = nnx.Param(jnp.full(E, 1 / E))  # share of the assignments to each expert
+        self.score = nnx.Param(jnp.full(E, 1 / E))  # mean router probability of each expert
+        self.log_z = nnx.Param(jnp.zeros(()))  # mean logsumexp of the router's logits
+        self.dropped = nnx.Param(jnp.zeros(()))  # share of the assignments that were dropped
+        self.bias = nnx.Param(jnp.zeros(E))  # is added to the scores by which experts are chosen
+
+
+class Mixture(nnx.Module):
+    """The feed-forward layer: `experts_per_token` routed experts, and shared experts that all tokens use."""
+
+    def __init__(self, c, rngs: nnx.Rngs):
+        self.c = c
+        E, D, F = c.num_experts, c.d_model, c.expert_size
+        self.router = dense(rngs, D, E, axes=("embed", None), bias=False)
+        into = ("expert", "embed", None)
+        self.gate = Kernel(rngs, (E, D, F), into) if c.gated else None
+        self.up = Kernel(rngs, (E, D, F), into)
+        self.down = Kernel(rngs, (E, F, D), ("expert", None, "embed"), c.residual_scale)
+        self.activation = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
+        size = c.num_shared_experts * F
+        self.shared = MLP(c, rngs, size) if size else None
+        self.measured = Measured(E)
+
+    def __call__(
+        self, norm: Callable[[jax.Array], jax.Array], x_BSD: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the feed-forward of `norm(x)`, and what it adds to the loss of each token (B, S)."""
+        c = self.c
+        x_BSD = constrain(norm(x_BSD), "batch", "seq", "residual")
+        experts_BSk, weights_BSk, loss_BS = recomputed(
+            lambda x_BSD: self._route(x_BSD, batch), x_BSD
+        )
+        kernels = [one() for one in (self.up, self.gate, self.down) if one is not None]
+
+        def feed_forward(*args):
+            return experts.feed_forward(self._combine, c.num_experts, *args)
+
+        y_BSD = expert.run_experts(feed_forward, x_BSD, experts_BSk, weights_BSk, kernels)
+        if self.shared is not None:
+            y_BSD += self.shared(lambda x_BSD: x_BSD, x_BSD)
+        return y_BSD, loss_BS
+
+    def _combine(self, up, gate=None):
+        hidden = jax.nn.gelu(up) if gate is None else self.activation(gate) * up
+        return checkpoint_name(hidden, "mlp")
+
+    def _route(self, x_BSD: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the experts of each token (B, S, k), their weights, and what is added to the loss (B, S)."""
+        c = self.c
+        wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
+        logits_BSE = constrain(self.router(x_BSD.astype(wide)), "batch", "seq", None)
+        log_z_BS = jax.nn.logsumexp(logits_BSE, axis=-1)
+        if c.router == "sigmoid":
+            scores_BSE = jax.nn.sigmoid(logits_BSE)
+            share_BSE = scores_BSE / scores_BSE.sum(-1, keepdims=True)
+        else:
+            scores_BSE = share_BSE = jnp.exp(logits_BSE - log_z_BS[..., None])
+        experts_BSk = self._choose(jax.lax.stop_gradient(scores_BSE))
+        is_chosen_BSkE = experts_BSk[..., None] == jnp.arange(c.num_experts)[None, None, None]
+        weights_BSk = jnp.where(is_chosen_BSkE, scores_BSE[:, :, None], 0).sum(-1)
+        if c.router != "softmax":
+            weights_BSk /= weights_BSk.sum(-1, keepdims=True)
+        load_BSE = is_chosen_BSkE.mean(2, dtype=wide)
+        kept_BSk = within_capacity(c, experts_BSk)
+        loss_BS = self._balance_loss(share_BSE, load_BSE, batch)
+        if c.router_z_loss:
+            loss_BS += c.router_z_loss * log_z_BS**2
+        values = dict(load=load_BSE, score=share_BSE, log_z=log_z_BS)
+        loss_BS += observe(self.measured, **values, dropped=(~kept_BSk).mean(-1, dtype=wide))
+        experts_BSk = jnp.where(kept_BSk, experts_BSk, experts.NOWHERE)
+        weights_BSk = (c.router_scale * weights_BSk).astype(x_BSD.dtype)
+        return experts_BSk, weights_BSk, constrain(loss_BS, "batch", "seq")
+
+    def _choose(self, scores_BSE: jax.Array) -> jax.Array:
+        """Returns the numbers of the k experts with the highest scores, of equal ones those with lower numbers."""
+        c = self.c
+        scores_BSE += jax.lax.stop_gradient(self.measured.bias[...])[None, None]
+        if c.expert_groups:
+            num_groups, groups_per_token = c.expert_groups
+            by_group = scores_BSE.reshape(*scores_BSE.shape[:2], num_groups, -1)
+            # DeepSeek-V3 (arXiv 2412.19437) adds up the two highest scores of a group, V2 takes the highest.
+            best = jax.lax.top_k(
+                by_group, min(2 if c.router == "sigmoid" else 1, by_group.shape[-1])
+            )[0]
+            groups = jax.lax.top_k(best.sum(-1), groups_per_token)[1]
+            number = jnp.arange(num_groups)[None, None, None]
+            allowed = (groups[..., None] == number).any(-2)[..., None]
+            scores_BSE = jnp.where(allowed, by_group, -jnp.inf).reshape(scores_BSE.shape)
+        return jax.lax.top_k(scores_BSE, c.experts_per_token)[1]
+
+    def _balance_loss(self, share_BSE: jax.Array, load_BSE: jax.Array, batch: Batch) -> jax.Array:
+        """Returns the balance loss of each token (B, S): weight x E x sum of load x share, 1 x weight if balanced.
+
+        As in Switch Transformers (arXiv 2101.03961), but the load is that of the global batch of the step before
+        ("batch"): all micro-batches and devices use the same one before any of them is complete. Or it is the
+        document's own ("sequence", arXiv 2412.19437).
+        """
+        c = self.c
+        if c.balance == "batch":
+            load = jax.lax.stop_gradient(self.measured.load[...])[None, None]
+        elif c.balance == "sequence":
+            load = jax.lax.stop_gradient(_mean_of_documents(load_BSE, batch))
+        else:
+            return jnp.zeros(share_BSE.shape[:2], share_BSE.dtype)
+        return c.balance_weight * c.num_experts * (load * share_BSE).sum(-1)
+
+
+def observe(measured: Measured, **values_BS: jax.Array) -> jax.Array:
+    """Returns zeros (B, S), whose gradient with respect to a leaf of `measured` is that leaf's value of each token.
+
+    The gradients of the global batch are therefore weighted sums of these values, whatever micro-batches, stages
+    and devices it is split into. Values are (B, S) or (B, S, E).
+    """
+    total = 0
+    for name, value in values_BS.items():
+        leaf = getattr(measured, name)[...]
+        zero = (leaf - jax.lax.stop_gradient(leaf)).astype(value.dtype)
+        terms = zero[(None,) * 2] * jax.lax.stop_gradient(value)
+        total += terms.sum(-1) if value.ndim == 3 else terms
+    return total
+
+
+def within_capacity(c, experts_BSk: jax.Array) -> jax.Array:
+    """Returns which assignments an expert accepts (B, S, k): all if `capacity_factor` is 0.
+
+    In each row of the batch an expert accepts capacity_factor x S x k / E assignments, rounded up: first all first
+    choices in the order of positions, then all second choices (GShard, arXiv 2006.16668).
+    """
+    (S, k), E = experts_BSk.shape[1:], c.num_experts
+    if not c.capacity_factor:
+        return jnp.ones(experts_BSk.shape, bool)
+    capacity = -int(-c.capacity_factor * S * k // E)
+    order = context.order(S, num_shards("seq", S))
+    natural = jnp.argsort(order)
+    ranked = constrain(experts_BSk, "batch", None, None)[:, natural]
+    is_chosen = ranked.swapaxes(1, 2).reshape(-1, S * k)[..., None] == jnp.arange(E)[None, None]
+    rank = jnp.where(is_chosen, jnp.cumsum(is_chosen, axis=1), 0).sum(-1)
+    kept = (rank <= capacity).reshape(-1, k, S).swapaxes(1, 2)[:, jnp.asarray(order)]
+    return constrain(kept, "batch", "seq", None)
+
+
+def _mean_of_documents(values_BSE: jax.Array, batch: Batch) -> jax.Array:
+    """Returns for each token the weighted mean over the tokens of its document; broadcasts to (B, S, E)."""
+    weights_BS1 = batch.weights[..., None].astype(values_BSE.dtype)
+    weighted = values_BSE * weights_BS1
+    if batch.segments is None:
+        total, weight = weighted.sum(1, keepdims=True), weights_BS1.sum(1, keepdims=True)
+    else:
+
+        def per_row(values, segments):
+            sums = jax.ops.segment_sum(values, segments, num_segments=segments.shape[0])
+            return sums[segments]
+
+        total = jax.vmap(per_row)(weighted, batch.segments)
+        weight = jax.vmap(per_row)(weights_BS1, batch.segments)
+    return total / jnp.where(weight == 0, 1, weight)
+
+
+def measure(c, params: Params, means: Params) -> tuple[Params, dict[str, jax.Array]]:
+    """Returns the parameters with what was measured updated, and what to log of each layer: (L,) each.
+
+    `means` are the gradients with respect to the parameters, per unit of weight. With balance="bias" an expert's
+    bias changes by `balance_weight` towards an equal load (arXiv 2408.15664).
+    """
+    layers, E = params["layers"], c.num_experts
+    old, mean = layers["mlp"][MEASURED], means["layers"]["mlp"][MEASURED]
+    new = {
+        **{name: mean[name].astype(leaf.dtype) for name, leaf in old.items()},
+        "bias": old["bias"],
+    }
+    if c.balance == "bias":
+        new["bias"] += c.balance_weight * jnp.sign(1 / E - new["load"])
+    load = new["load"]
+    entropy = -(load * jnp.log(jnp.where(load > 0, load, 1))).sum(-1)
+    scalars = {
+        "expert_load_max": E * load.max(-1),
+        "expert_load_entropy": entropy / jnp.log(E),
+        "expert_dropped": new["dropped"],
+        "router_log_z": new["log_z"],
+        "balance_loss": E * (load * new["score"]).sum(-1),
+    }
+    if c.balance == "bias":
+        scalars["router_bias_range"] = new["bias"].max(-1) - new["bias"].min(-1)
+    mlp = {**layers["mlp"], MEASURED: new}
+    return {**params, "layers": {**layers, "mlp": mlp}}, scalars
