@@ -126,6 +126,27 @@ def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: b
     return choose_implementation(c.attention_impl, **shapes, softcap=c.attention_softcap)[1]
 
 
+class CachedAttention:
+    """Attention over a cache: keys and values, each (B, T, G, K), to which a call adds those of its tokens."""
+
+    def __init__(self, implementation: str, cache: Any, batch: Batch, past: base.Past):
+        self.implementation, self.cache, self.batch, self.past = implementation, cache, batch, past
+
+    def __call__(self, q_BSHK: jax.Array, *new: jax.Array, **options: Any) -> jax.Array:
+        start, names = self.past.start, ("batch", None, "kv_heads", "head_dim")
+        self.cache = tuple(
+            constrain(
+                jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, 1), *names
+            )
+            for old, x in zip(self.cache, new, strict=True)
+        )
+        num_slots = self.cache[0].shape[1]
+        name = choose_for_generation(self.implementation, q_BSHK.shape[1], num_slots)
+        options |= dict(start=start, implementation=name)
+        segments = self.batch.segments, self.past.segments_BT
+        return attention(q_BSHK, *self.cache, *segments, **options)
+
+
 def positions_of(batch: Batch) -> jax.Array:
     """Returns (B or 1, S) positions: `batch.positions` if rows are packed, else those in the row."""
     if batch.positions is not None:
@@ -162,21 +183,8 @@ def build(**config) -> base.Model:
 
     def cached_block(layer, x, batch, cache, past):
         """`cache` holds the keys and the values of this layer, each (B, T, G, K)."""
-
-        def attend(q_BSHK, *new, **options):
-            nonlocal cache
-            cache = tuple(
-                constrain(
-                    jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), past.start, 1),
-                    *("batch", None, "kv_heads", "head_dim"),
-                )
-                for old, x in zip(cache, new, strict=True)
-            )
-            name = choose_for_generation(c.attention_impl, q_BSHK.shape[1], cache[0].shape[1])
-            options |= dict(start=past.start, implementation=name)
-            return attention(q_BSHK, *cache, batch.segments, past.segments_BT, **options)
-
-        return run_block(layer, x, batch, attend, past.start), cache
+        attend = CachedAttention(c.attention_impl, cache, batch, past)
+        return run_block(layer, x, batch, attend, past.start), attend.cache
 
     def empty_cache(rows, length, dtype):
         shape = (c.num_layers, rows, length, c.num_kv_heads, c.head_size)

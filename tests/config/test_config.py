@@ -84,11 +84,17 @@ def test_learned_positions_must_cover_a_sequence(tiny):
     assert "data.seq_len=17 is more than model.max_seq_len=16; use the same" in fault
 
 
-@pytest.mark.parametrize("axis", ["expert"])
-def test_an_axis_that_is_not_supported_yet_is_rejected(tiny, axis):
-    tiny.mesh[axis] = 2
-    (fault,) = faults_of(tiny, num_devices=2)
-    assert f"mesh.{axis}=2: this version cannot use more than 1" in fault
+@pytest.mark.parametrize(
+    ("num_experts", "fault"),
+    [
+        (0, "mesh.expert=2: the model has no experts; put"),
+        (3, "use 2 or 4, or another mesh.expert"),
+    ],
+)
+def test_the_axis_expert_must_divide_the_number_of_experts(tiny, num_experts, fault):
+    tiny.mesh.expert, tiny.model.num_experts = 2, num_experts
+    (found,) = faults_of(tiny, num_devices=2)
+    assert fault in found
 
 
 def test_faults_of_all_sections_are_reported_together(tiny):

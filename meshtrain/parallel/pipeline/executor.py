@@ -197,7 +197,7 @@ class _Step:
 
         (head_grads, y_grad), metrics = _if_ever_active(rows.last_backward, row.last_backward, head)
         is_last = (jnp.arange(len(chunk)) == len(chunk) - 1) & (chunk == self.table.num_chunks - 1)
-        grad = _either(is_last, _on_all_stages(y_grad), carry.grad)
+        grad = ring.either(is_last, ring.on_all_stages(y_grad), carry.grad)
         layer_grads, grad = stages.apply_vjp(vjp, stages.pin(_masked(active, grad), "pipeline"))
 
         def embed():
@@ -264,7 +264,7 @@ def _forward(stages: Stages, rows: Tick, arrived: Any, row: Tick, run: Callable)
 
     entering = _if_ever_active(rows.first_forward, row.first_forward, embed)
     is_first = (jnp.arange(len(chunk)) == 0) & (chunk == 0)
-    x = _either(is_first, _on_all_stages(entering), arrived)
+    x = ring.either(is_first, ring.on_all_stages(entering), arrived)
     x = stages.pin(_masked(row.forward.active, x), "pipeline")
     return run(stages.layers_of(chunk), x, stages.microbatches(number))
 
@@ -294,18 +294,4 @@ def _indices(work: Work) -> Work:
 
 
 def _masked(active: jax.Array, x: Any) -> Any:
-    return _either(active, x, jax.tree.map(lambda leaf: jnp.asarray(IDLE_INPUT, leaf.dtype), x))
-
-
-def _on_all_stages(x: Any) -> Any:
-    """Adds a leading dim of size 1, which broadcasts over the stages."""
-    return jax.tree.map(lambda leaf: leaf[None], x)
-
-
-def _either(stages: jax.Array, if_true: Any, if_false: Any) -> Any:
-    """Returns leaf by leaf (P, ...) the first value on the `stages` (P,) that are True, the second on others."""
-
-    def choose(a, b):
-        return jnp.where(stages.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(choose, if_true, if_false)
+    return ring.either(active, x, jax.tree.map(lambda leaf: jnp.asarray(IDLE_INPUT, leaf.dtype), x))

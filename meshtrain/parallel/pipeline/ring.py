@@ -99,6 +99,20 @@ def share(x: Any, stage: int) -> Any:
         return jax.tree.map(share_leaf, x)
 
 
+def on_all_stages(x: Any) -> Any:
+    """Adds a leading dim of size 1, which broadcasts over the stages."""
+    return jax.tree.map(lambda leaf: leaf[None], x)
+
+
+def either(stages: jax.Array, if_true: Any, if_false: Any) -> Any:
+    """Returns leaf by leaf (P, ...) the first value on the `stages` (P,) that are True, the second on others."""
+
+    def choose(a, b):
+        return jnp.where(stages.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(choose, if_true, if_false)
+
+
 def to_stages(layers: Any, num_chunks: int) -> Any:
     """Moves stacked layers (L, ...) to their stages: (P, V, K, ...); chunk v of stage i is the (v P + i)-th."""
     return _move(layers, num_chunks, inward=True)
