@@ -9,7 +9,6 @@ import optax
 
 from meshtrain.config.schema import OptimConfig
 from meshtrain.errors import ConfigError
-from meshtrain.models.base import Params, is_measured
 
 Schedule = Callable[[jax.Array | int], jax.Array | float]  # step -> learning rate
 
@@ -70,22 +69,6 @@ def adamw(
 
     return optax.adamw(
         learning_rate, b1=b1, b2=b2, eps=epsilon, weight_decay=weight_decay, mask=decayed
-    )
-
-
-def only_trained(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the optimizer without what a model measures, see `Model.measure`; its updates must be zero."""
-
-    def trained(params):
-        return jax.tree.map_with_path(lambda path, _: not is_measured(path), params)
-
-    return optax.masked(optimizer, trained)
-
-
-def without_measured(grads: Params) -> Params:
-    """Returns the gradients with zeros for what a model measures."""
-    return jax.tree.map_with_path(
-        lambda path, leaf: jnp.zeros_like(leaf) if is_measured(path) else leaf, grads
     )
 
 

@@ -49,11 +49,8 @@ class Program:
         """Returns schedule, optimizer, init, abstract state and the gradients' shardings of these settings."""
         c = cfg.train
         schedule = optim.make_schedule(cfg.optim, steps=c.steps)
-        optimizer = parts.make_optimizer(schedule)
-        if parts.model.measure is not None:
-            optimizer = optim.only_trained(optimizer)
         optimizer = optim.store_moments(
-            optimizer,
+            parts.make_optimizer(schedule),
             moment_dtype=cfg.optim.moment_dtype,
             param_dtype=c.param_dtype,
         )

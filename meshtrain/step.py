@@ -1,15 +1,15 @@
 """One optimizer step: gradients, clipping, update. The update is skipped if it would not be finite."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain import optim
 from meshtrain.grads import GradFn
-from meshtrain.models.base import Params
+from meshtrain.models.base import Params, is_measured
 from meshtrain.optim import Schedule, updates_done
 from meshtrain.state import TrainState
 
@@ -41,9 +41,11 @@ def make_train_step(
         means = metrics.mean()
         weight = jnp.where(metrics.weight == 0, 1, metrics.weight) * scale
         grads = jax.tree.map(lambda grad: (grad / weight).astype(grad.dtype), grads)
-        measured = grads
         if measure is not None:
-            grads = optim.without_measured(grads)
+            measured, more = measure(state.params, grads)
+            is_empty = metrics.weight == 0
+            measured = jax.tree.map(partial(jnp.where, is_empty), state.params, measured)
+            grads = _where_measured(jax.tree.map(jnp.zeros_like, grads), grads)
         norm = optax.tree.norm(grads)
         grads, _ = clip.update(grads, clip.init(None))
         count = updates_done(state.opt_state, otherwise=state.step)
@@ -54,10 +56,7 @@ def make_train_step(
         scalars = {**means, "grad_norm": norm, "learning_rate": schedule(count)}
         scalars |= {"skipped": ~finite}
         if measure is not None:
-            measured, more = measure(params, measured)
-            params = jax.tree.map(
-                lambda new, old: jnp.where(metrics.weight == 0, old, new), measured, params
-            )
+            params = _where_measured(measured, params)
             scalars |= more
         if state.loss_scale is not None:
             scalars |= {"loss_scale": scale}
@@ -65,6 +64,13 @@ def make_train_step(
         return _unless_skipped(finite, new, state), scalars
 
     return train_step
+
+
+def _where_measured(if_measured: Params, otherwise: Params) -> Params:
+    """Returns the leaves that the model measures from the first tree, and all others from the second."""
+    return jax.tree.map_with_path(
+        lambda path, a, b: a if is_measured(path) else b, if_measured, otherwise
+    )
 
 
 def _unless_skipped(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:

@@ -1,12 +1,13 @@
 """Checks across sections, mostly of divisibility. Each returns a list of faults, one line each."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from meshtrain.config.bind import has_type
-from meshtrain.config.schema import AXES, BuildConfig, Config, MeshConfig, TrainConfig
+from meshtrain.config.schema import AXES, BATCH_AXES, BuildConfig, Config, MeshConfig, TrainConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
 # What a run itself writes and removes in its workdir.
@@ -61,15 +62,20 @@ def check_place(workdir: str | Path | None, cfg: Config) -> None:
 
 def batch_faults(mesh: MeshConfig, *, global_batch: int, num_microbatches: int) -> list[str]:
     """Returns a fault if the batch cannot be split evenly. An axis that is still -1 counts as 1."""
-    data, fsdp, expert = max(1, mesh.data), max(1, mesh.fsdp), max(1, mesh.expert)
-    multiple = data * fsdp * expert * num_microbatches
+    sizes = {axis: max(1, getattr(mesh, axis)) for axis in BATCH_AXES}
+    multiple = math.prod(sizes.values()) * num_microbatches
     if global_batch >= 1 and global_batch % multiple == 0:
         return []
-    of_expert = f"mesh.expert={expert} x " if expert > 1 else ""
     return [
-        f"train.global_batch={global_batch} is not divisible by mesh.data={data} x mesh.fsdp={fsdp} x {of_expert}"
+        f"train.global_batch={global_batch} is not divisible by {batch_sizes(mesh)} x "
         f"train.num_microbatches={num_microbatches}; use {nearest_multiples(global_batch, multiple)}"
     ]
+
+
+def batch_sizes(mesh: MeshConfig) -> str:
+    """Returns the sizes of the axes that shard the rows of the batch, for a message: mesh.data=2 x mesh.fsdp=1."""
+    sizes = {axis: max(1, getattr(mesh, axis)) for axis in BATCH_AXES}
+    return " x ".join(f"mesh.{axis}={n}" for axis, n in sizes.items() if n > 1 or axis != "expert")
 
 
 def model_faults(cfg: Config) -> list[str]:

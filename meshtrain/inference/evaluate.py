@@ -13,7 +13,7 @@ import numpy as np
 from meshtrain.cluster import distributed
 from meshtrain.config import checks
 from meshtrain.config.build import build_data
-from meshtrain.config.schema import Config
+from meshtrain.config.schema import BATCH_AXES, Config
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError, minimum_faults
@@ -85,14 +85,14 @@ def _one_epoch(source: Source) -> Source:
 
 def run(args: argparse.Namespace, cfg: Config) -> int:
     """Prints the evaluation of a run; returns the exit code."""
-    divisor = cfg.mesh.data * cfg.mesh.fsdp * cfg.train.num_microbatches
+    divisor = math.prod(getattr(cfg.mesh, axis) for axis in BATCH_AXES) * cfg.train.num_microbatches
     global_batch = cfg.train.global_batch if args.batch is None else args.batch
     faults = minimum_faults(1, {"--batch": global_batch}) + minimum_faults(
         0, {"--max_batches": args.max_batches}
     )
     if not faults and global_batch % divisor:
         faults.append(
-            f"--batch={global_batch}: is not a multiple of mesh.data={cfg.mesh.data} x mesh.fsdp={cfg.mesh.fsdp} x "
+            f"--batch={global_batch}: is not a multiple of {checks.batch_sizes(cfg.mesh)} x "
             f"train.num_microbatches={cfg.train.num_microbatches}"
         )
     faults += checks.position_faults(cfg)

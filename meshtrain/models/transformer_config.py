@@ -186,8 +186,6 @@ def _expert_faults(c: TransformerConfig) -> list[str]:
         faults.append(
             f"model.experts_per_token={c.experts_per_token}: use 1 to model.num_experts={c.num_experts}"
         )
-    if c.bias:
-        faults.append("model.bias=True: experts have no biases; use bias=False")
     if not c.expert_groups:
         return faults
     groups = c.expert_groups

@@ -34,6 +34,8 @@ def feed_forward(
     weights_Tk: jax.Array,
     first: jax.Array | int,
     kernels: tuple[jax.Array, ...],
+    *,
+    block: int = BLOCK,
 ) -> jax.Array:
     """Returns the weighted sum of what the experts `first` ... `first` + n - 1 compute of their rows: (T, D).
 
@@ -47,7 +49,14 @@ def feed_forward(
     sizes_n = (local_R[:, None] == jnp.arange(n)[None]).sum(0)
     # With fewer rows than experts, the first pass would read the weights of experts that have none.
     share = -(-num_rows // num_experts) if num_rows >= num_experts else 0
-    return _grouped(combine, share, x_TD, weights_Tk, kernels, order_R, sizes_n)
+    size = _Size(share, min(block, num_rows), experts_Tk.shape[1])
+    return _grouped(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n)
+
+
+class _Size(NamedTuple):
+    share: int  # rows per expert in the first pass
+    block: int  # rows of a block
+    k: int  # rows of a token
 
 
 class _Rows(NamedTuple):
@@ -77,9 +86,9 @@ def _compute(combine: Combine, rows: _Rows, x_TD, weights_R, *kernels: jax.Array
 class _Plan:
     """Which rows the first pass computes, and which rows each block."""
 
-    def __init__(self, share: int, k: int, order_R: jax.Array, sizes_n: jax.Array):
+    def __init__(self, size: _Size, order_R: jax.Array, sizes_n: jax.Array):
         num_rows, n = len(order_R), len(sizes_n)
-        self.k, self.block = k, min(BLOCK, num_rows)
+        share, self.block, self.k = size
         self.padded = jnp.pad(order_R, (0, max(share, self.block)))
         start_n = jnp.cumsum(sizes_n) - sizes_n
         place_nC = start_n[:, None] + jnp.arange(share)[None]
@@ -129,12 +138,12 @@ def _(axis_size, in_batched, count):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped(combine, share, x_TD, weights_Tk, kernels, order_R, sizes_n):
-    return _forward(combine, share, x_TD, weights_Tk, kernels, order_R, sizes_n)[0]
+def _grouped(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n):
+    return _forward(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n)[0]
 
 
-def _forward(combine, share, x_TD, weights_Tk, kernels, order_R, sizes_n):
-    plan = _Plan(share, weights_Tk.shape[1], order_R, sizes_n)
+def _forward(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n):
+    plan = _Plan(size, order_R, sizes_n)
     weights_R = weights_Tk.reshape(-1)
 
     def first_pass(x_TD, weights_R, *kernels):
@@ -151,9 +160,9 @@ def _forward(combine, share, x_TD, weights_Tk, kernels, order_R, sizes_n):
     return out_TD, (vjp, x_TD, weights_Tk, kernels, order_R, sizes_n)
 
 
-def _backward(combine, share, kept, grad_TD):
+def _backward(combine, size, kept, grad_TD):
     vjp, x_TD, weights_Tk, kernels, order_R, sizes_n = kept
-    plan = _Plan(share, weights_Tk.shape[1], order_R, sizes_n)
+    plan = _Plan(size, order_R, sizes_n)
     weights_R = weights_Tk.reshape(-1)
 
     def add_block(number, grad_x, grad_weights, *grad_kernels):

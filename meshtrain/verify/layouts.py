@@ -52,7 +52,13 @@ def _factors(subject: Subject, without: Iterable[str]) -> list[list[Row]]:
     recompute += [{"remat": name, "unroll": 1} for name in REMAT]
     factors = [
         recompute,
-        switch("packing", subject.rows is not None and "packing" not in without),
+        # The capacity of experts is that of a row, and the reference has a row for each document.
+        switch(
+            "packing",
+            subject.rows is not None
+            and "packing" not in without
+            and not model.get("capacity_factor"),
+        ),
         switch("masks", subject.is_text and "masks" not in without),
         switch("sequence_parallel", any(name == "residual_seq" for name, _ in raw["rules"])),
         switch("loss_scale"),
@@ -66,7 +72,8 @@ def _factors(subject: Subject, without: Iterable[str]) -> list[list[Row]]:
 def _bases(subject: Subject) -> list[Row]:
     """Returns every layout of all devices: sizes of axes, ZeRO stage, micro-batches, pipeline settings."""
     num_devices = jax.device_count()
-    axes = [axis for axis in AXES if axis not in checks.UNSUPPORTED_AXES]
+    # Without experts the axis `expert` only shards the batch, as data does.
+    axes = [axis for axis in AXES if axis != "expert" or subject.raw["model"].get("num_experts")]
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     found = []
     for row in itertools.product(*[divisors] * len(axes)):
@@ -121,6 +128,6 @@ def _methods(subject: Subject, sizes: Mapping[str, int]) -> list[str | None]:
 def _faults(subject: Subject, layout: Row) -> list[str]:
     mesh = MeshConfig(**{axis: layout[axis] for axis in AXES if axis in layout})
     sizes = {"num_microbatches": layout["num_microbatches"], "global_batch": subject.global_batch}
-    return checks.batch_faults(mesh, **sizes) + checks.tensor_faults(
-        subject.raw["model"], mesh.tensor
-    )
+    model = subject.raw["model"]
+    faults = checks.tensor_faults(model, mesh.tensor) + checks.expert_faults(model, mesh.expert)
+    return checks.batch_faults(mesh, **sizes) + faults

@@ -15,6 +15,8 @@ import numpy as np
 
 from meshtrain.data.source import Batch
 from meshtrain.models.base import Params
+from meshtrain.verify import reference_mixture
+from meshtrain.verify.reference_mixture import mixture
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, k = K/2, V vocabulary
 
@@ -26,12 +28,18 @@ def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
     x_BSD = params["tokens"]["embedding"][batch.tokens] * c["embed_scale"]
     if c["positions"] == "learned":
         x_BSD = x_BSD + params["positions"]["embedding"][: batch.tokens.shape[1]][None]
+    of_layers = 0.0
     for number in range(c["num_layers"]):
         layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
         local = c["attention"][number % len(c["attention"])] == "l"
         update = attention(_norm(x_BSD, layer["attention_norm"], c), layer["attention"], c, local)
         x_BSD += _norm(update, layer["attention_post_norm"], c) if c["post_norm"] else update
-        update = _mlp(_norm(x_BSD, layer["mlp_norm"], c), layer["mlp"], c)
+        normed_BSD = _norm(x_BSD, layer["mlp_norm"], c)
+        if c["num_experts"]:
+            update, more = mixture(normed_BSD, layer["mlp"], c, batch, _mlp)
+            of_layers += more
+        else:
+            update = _mlp(normed_BSD, layer["mlp"], c)
         x_BSD += _norm(update, layer["mlp_post_norm"], c) if c["post_norm"] else update
     x_BSD = _norm(x_BSD, params["final_norm"], c)
     tied = c["tie_embeddings"]
@@ -39,7 +47,8 @@ def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
     logits_BSV = _capped(x_BSD @ head_DV[:, : c["vocab_size"]], c["logit_softcap"])
     log_z_BS = jnp.log(jnp.exp(logits_BSV).sum(-1))
     at_target_BS = jnp.take_along_axis(logits_BSV, batch.targets[..., None], axis=-1)[..., 0]
-    return ((log_z_BS - at_target_BS + c["z_loss"] * log_z_BS**2) * batch.weights).sum()
+    token_losses_BS = log_z_BS - at_target_BS + c["z_loss"] * log_z_BS**2
+    return (token_losses_BS * batch.weights).sum() + of_layers
 
 
 def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool) -> jax.Array:
@@ -172,15 +181,19 @@ def initial_stddevs(c: Section) -> dict[str, float]:
     from_residual, to_residual = c["d_model"] ** -0.5, (2 * c["num_layers"]) ** -0.5
     heads = c["num_heads"] * c["head_dim"] if c["head_dim"] else c["d_model"]
     qkv = {f"layers/attention/{name}/kernel": from_residual for name in ("query", "key", "value")}
-    stddevs = {**qkv, "layers/mlp/up/kernel": from_residual}
-    stddevs |= {"layers/attention/out/kernel": heads**-0.5 * to_residual}
-    stddevs |= {"layers/mlp/gate/kernel": from_residual} if c["mlp"] != "gelu" else {}
-    stddevs |= {"layers/mlp/down/kernel": c["d_ff"] ** -0.5 * to_residual}
+    stddevs = {**qkv, "layers/attention/out/kernel": heads**-0.5 * to_residual}
+    if not c["num_experts"]:
+        stddevs["layers/mlp/up/kernel"] = from_residual
+        stddevs |= {"layers/mlp/gate/kernel": from_residual} if c["mlp"] != "gelu" else {}
+        stddevs["layers/mlp/down/kernel"] = c["d_ff"] ** -0.5 * to_residual
     norms = ("layers/attention_norm", "layers/mlp_norm", "final_norm")
     if c["post_norm"]:
         norms += ("layers/attention_post_norm", "layers/mlp_post_norm")
     biased = stddevs if c["bias"] else qkv if c["qkv_bias"] else {}
     stddevs |= {name.replace("kernel", "bias"): 0.0 for name in biased}
+    if c["num_experts"]:
+        of_mixture = reference_mixture.initial_stddevs(c)
+        stddevs |= {f"layers/mlp/{name}": one for name, one in of_mixture.items()}
     if c["bias"] and c["norm"] == "layer":
         stddevs |= {f"{name}/bias": 0.0 for name in norms}
     if c["qk_norm"]:

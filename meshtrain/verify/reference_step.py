@@ -14,7 +14,7 @@ import optax
 
 from meshtrain.data.source import Batch
 from meshtrain.metrics import Metrics
-from meshtrain.models.base import Model, Params
+from meshtrain.models.base import Model, Params, is_measured
 
 # B batch, S sequence, N rows of documents
 
@@ -61,10 +61,21 @@ def make_step(
 
         grads, sums = jax.grad(mean, has_aux=True)(params)
         means = {name: total / sums["weight"] for name, total in sums.items() if name != "weight"}
+        measured = grads
+        if model.measure is not None:
+            measured, _ = model.measure(params, grads)
+            grads = jax.tree.map_with_path(
+                lambda path, leaf: 0 * leaf if is_measured(path) else leaf, grads
+            )
         norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1, clip_norm / norm), grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = jax.tree.map(jnp.add, params, updates)
+        params = jax.tree.map_with_path(
+            lambda path, old, update, new: new if is_measured(path) else old + update,
+            params,
+            updates,
+            measured,
+        )
         return Step(sums, means, schedule(number), norm, grads, params, opt_state)
 
     return step

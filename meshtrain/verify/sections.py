@@ -64,6 +64,7 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
             {"bias": False, "qkv_bias": True},
             {"bias": True, "qkv_bias": False},
         ],
+        _experts(c),
         choice("qk_norm", False, True),
         choice("post_norm", False, True),
         choice("tie_embeddings", False, True),
@@ -78,6 +79,27 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
         choice("head_dim", 0, 6),
         choice("attention_impl", "xla", *BLOCKS),
         choice("loss_chunk_mib", 0.0, _mib(tokens=30)),
+    ]
+
+
+def _experts(c: Mapping[str, Any]) -> list[Row]:
+    """Returns no experts, and mixtures that differ in everything that a router, balance or capacity can do."""
+    if c["num_experts"]:
+        shared = {key: c[key] for key in ("num_experts", "experts_per_token", "d_expert")}
+        shared["expert_groups"] = ()
+    else:
+        shared = {"num_experts": 4, "experts_per_token": 2, "d_expert": 12, "expert_groups": ()}
+    common = {"num_shared_experts": 0, "router_scale": 1.0, "capacity_factor": 0.0}
+    common |= {"balance": "none", "balance_weight": 0.3, "router_z_loss": 0.0}
+    common |= {"router": "topk_softmax"}
+    groups = (2, 1) if 2 * shared["experts_per_token"] <= shared["num_experts"] else ()
+    groups = () if shared["num_experts"] % 2 else groups
+    return [
+        {**common, **shared, "num_experts": 0},
+        {**common, **shared, "balance": "batch", "router_z_loss": 0.1},
+        {**common, **shared, "router": "softmax", "balance": "sequence", "num_shared_experts": 2},
+        {**common, **shared, "router": "sigmoid", "router_scale": 2.5, "expert_groups": groups},
+        {**common, **shared, "capacity_factor": 0.75, "expert_groups": groups},
     ]
 
 

@@ -181,11 +181,28 @@ def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
         model["d_model"] = min(model["d_model"], 8 * model["num_heads"])
         if model.get("head_dim"):
             model["head_dim"] = min(model["head_dim"], 16)
+    if model.get("num_experts"):
+        shrink_experts(model)
     if "num_layers" in model:
         model["num_layers"] = math.lcm(num_layers, len(model.get("attention") or "g"))
-    small = {"d_ff": 64, "vocab_size": 125, "max_seq_len": 16, "seq_len": 16, "window": 5}
+    small = {
+        "d_ff": 64,
+        "d_expert": 32,
+        "vocab_size": 125,
+        "max_seq_len": 16,
+        "seq_len": 16,
+        "window": 5,
+    }
     for section in (model, data):
         section.update({key: min(n, section[key]) for key, n in small.items() if key in section})
+
+
+def shrink_experts(model: dict[str, Any]) -> None:
+    """Reduces the number of experts, if 16 devices can share fewer; the groups of experts keep their number."""
+    k, (num_groups, groups_per_token) = model["experts_per_token"], model["expert_groups"] or (1, 1)
+    least, step = max(2 * k, k * num_groups // groups_per_token), math.lcm(16, num_groups)
+    if model["num_experts"] % 16 == 0:
+        model["num_experts"] = min(model["num_experts"], -(-least // step) * step)
 
 
 def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:

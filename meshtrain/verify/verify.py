@@ -12,7 +12,7 @@ from meshtrain import console
 from meshtrain import state as states
 from meshtrain.config.build import Parts, build_model, optimizer_builder
 from meshtrain.config.parse import parse
-from meshtrain.config.schema import AXES
+from meshtrain.config.schema import AXES, BATCH_AXES
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError, choice_faults
@@ -156,7 +156,8 @@ def _program(subject: Subject, row: Row) -> Program:
 def _loss_chunk_mib(subject: Subject, raw: Mapping[str, Any], num_chunks: int) -> float:
     """Returns the `loss_chunk_mib` with which each device computes its loss in `num_chunks` chunks."""
     mesh, vocab = raw["mesh"], -(-raw["model"]["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    slices = mesh["data"] * mesh["fsdp"] * mesh["context"] * raw["train"]["num_microbatches"]
+    slices = math.prod(mesh[axis] for axis in (*BATCH_AXES, "context"))
+    slices *= raw["train"]["num_microbatches"]
     num_tokens = subject.samples.tokens[: subject.global_batch].size // slices
     (axes,) = sharding.spec_for(("vocab",), (vocab,), raw["rules"], mesh)
     size = num_tokens * vocab * 4 / math.prod(mesh[axis] for axis in sharding.axes_of(axes))
@@ -240,10 +241,11 @@ def _values(
 
 def _sharding_fault(program: Program, zero_stage: int) -> str | None:
     """Returns a message if the batch, or a tree of parameters, is not sharded as the layout says."""
-    sizes, fsdp = program.mesh.shape, program.mesh.shape["fsdp"]
+    sizes = program.mesh.shape
     (batch_axes,) = sharding.spec_for(("batch",), (program.mesh.size,), program.rules, sizes)
-    if math.prod(sizes[axis] for axis in sharding.axes_of(batch_axes)) != sizes["data"] * fsdp:
-        return f"rows of the batch are sharded over {batch_axes}, not over data and fsdp"
+    expected_axes = {axis for axis in BATCH_AXES if sizes[axis] > 1}
+    if {axis for axis in sharding.axes_of(batch_axes) if sizes[axis] > 1} != expected_axes:
+        return f"rows of the batch are sharded over {batch_axes}, not over {BATCH_AXES}"
     state = program.abstract_state
     trees = {
         "parameters": (3, states.shardings_of(state.params)),
