@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +31,19 @@ def launch(script: str, core: int, *options: str, **variables: str) -> subproces
     command += options  # last, because argparse uses the last value of a flag
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
+
+
+def launch_team(script: str, cores: Sequence[int], *options: str) -> list[subprocess.Popen]:
+    """Starts workers on these cores that run one program together."""
+    if len(cores) == 1:
+        return [launch(script, cores[0], *options)]
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    ranks = [(address, str(len(cores)), str(rank)) for rank in range(len(cores))]
+    variables = [dict(zip(environment.JAX_VARIABLES, rank, strict=True)) for rank in ranks]
+    pairs = zip(cores, variables, strict=True)
+    return [launch(script, core, *options, **env) for core, env in pairs]
 
 
 def read_reply(worker: subprocess.Popen) -> dict:
@@ -89,13 +103,7 @@ def measure(script: str, cores: list[int], *options: str, rounds: int, steps: in
 
     Returns the facts of all workers, the replies by kind of run, and the losses of each worker.
     """
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-    ranks = [(address, str(len(cores)), str(rank)) for rank in range(len(cores))]
-    variables = [dict(zip(environment.JAX_VARIABLES, rank, strict=True)) for rank in ranks]
-    pairs = zip(cores, variables, strict=True)
-    team = [launch(script, core, *options, **env) for core, env in pairs]
+    team = launch_team(script, cores, *options)
     workers = team + (independent := [launch(script, core, *options) for core in cores])
     try:
         facts = [read_reply(worker) for worker in workers]
@@ -116,27 +124,35 @@ def measure(script: str, cores: list[int], *options: str, rounds: int, steps: in
 def measure_simulated(
     script: str, core: int, *options: str, counts: Sequence[int], rounds: int, steps: int
 ) -> dict:
-    """Times workers with these numbers of simulated devices (flag --devices), which share one core.
+    """Times workers with these numbers of simulated devices (flag --devices), which share one core."""
+    teams = {num: ([core], *options, "--devices", str(num)) for num in counts}
+    return measure_alternately(script, teams, rounds=rounds, steps=steps)
 
-    Returns their facts, the replies of a first step, and the replies of all others by number of devices.
+
+def measure_alternately(
+    script: str, teams: Mapping[Any, Sequence[Any]], *, rounds: int, steps: int
+) -> dict:
+    """Times teams of workers, one after the other in each round; each is given as (cores, *options).
+
+    Returns their facts, the replies of a first step, and the replies of all others by the key of the team.
     """
-    flags = [(*options, "--devices", str(num)) for num in counts]
-    processes = [launch(script, core, *more) for more in flags]
+    running = {}
     try:
-        facts = [read_reply(process) for process in processes]
-        first = [run_steps([process], 1)[0] for process in processes]  # warm-up
-        turns = {num: [] for num in counts}
+        for key, (cores, *options) in teams.items():
+            running[key] = launch_team(script, cores, *options)
+        facts = [read_reply(worker) for team in running.values() for worker in team]
+        first = [reply for team in running.values() for reply in run_steps(team, 1)]  # warm-up
+        turns = {key: [] for key in running}
         for i in range(rounds):
-            pairs = list(zip(counts, processes, strict=True))
-            for num, process in pairs[:: 1 if i % 2 else -1]:
-                turns[num] += run_steps([process], steps)
+            for key in [*running][:: 1 if i % 2 else -1]:
+                turns[key] += run_steps(running[key], steps)
     finally:
-        stop(processes)
+        stop([worker for team in running.values() for worker in team])
     return {"facts": facts, "first": first, "turns": turns}
 
 
-def medians_of(turns: dict[int, list[dict]]) -> dict[int, float]:
-    """Returns the median seconds of a step by number of simulated devices."""
+def medians_of(turns: dict[Any, list[dict]]) -> dict[Any, float]:
+    """Returns the median seconds of a step by team."""
     return {
         num: float(np.median([seconds for reply in replies for seconds in reply["seconds"]]))
         for num, replies in turns.items()

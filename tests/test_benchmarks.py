@@ -198,6 +198,31 @@ def test_context_at_toy_size(tmp_path):
     assert 1 <= sent["ratio"] < 1.02 and 0.5 < kept["kept, ratio"] < 1.5
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_experts_at_toy_size(tmp_path):
+    toy = ["--d-expert=32", "--layers=1", "--width=32", "--seq-len=32", "--rounds=1", "--steps=1"]
+    kinds = ["--kinds", "dense", "skewed", "initial", "dense dispatch"]
+    process = run("experts", *toy, *kinds, "--parts", "two", f"--output={tmp_path}")
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    (file,) = tmp_path.glob("experts-8x32-two_*.json")
+    results = json.loads(file.read_text())["two"]
+    dense, skewed, initial, dispatch, *alone = results["figures"]
+    assert dense["over dense"] == 1 and [row["processes"] for row in alone] == [1, 1]
+    # Every token chooses one expert of 8, and another one.
+    assert [row["largest load"] for row in (dense, skewed)] == pytest.approx([1, 4])
+    assert initial["largest load"] == pytest.approx(dispatch["largest load"])
+    assert 1 < initial["largest load"] < 4
+    workers = results["workers"]
+    losses = {
+        fact["kind"]: reply["losses"]
+        for fact, reply in zip(workers["facts"], workers["first"], strict=True)
+    }
+    assert losses["dense dispatch"] == pytest.approx(losses["initial"], rel=1e-5)
+    assert losses["dense dispatch"] != pytest.approx(losses["skewed"], rel=1e-5)
+
+
 # Replaces contestant.py: it computes nothing and appends its name to a file; some contestants fail.
 FAKE = """
 import json, pathlib, sys
