@@ -24,6 +24,9 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 # B batch, S sequence, D model, F feed-forward of an expert, E experts, k experts per token, L layers
 
 
+ROUNDING = 1e-5  # of a share of the load, relative to an equal one
+
+
 class Kernel(nnx.Module):
     """A matrix for each expert: (E, in, out)."""
 
@@ -168,8 +171,8 @@ def observe(measured: Measured, **values_BS: jax.Array) -> jax.Array:
 def within_capacity(c, experts_BSk: jax.Array) -> jax.Array:
     """Returns which assignments an expert accepts (B, S, k): all if `capacity_factor` is 0.
 
-    In each row of the batch an expert accepts capacity_factor x S x k / E assignments, rounded up: first all first
-    choices in the order of positions, then all second choices (GShard, arXiv 2006.16668).
+    In each row of the batch an expert accepts the first capacity_factor x S x k / E assignments, rounded up, in the
+    order of positions: so later tokens have no effect on earlier ones.
     """
     (S, k), E = experts_BSk.shape[1:], c.num_experts
     if not c.capacity_factor:
@@ -178,9 +181,9 @@ def within_capacity(c, experts_BSk: jax.Array) -> jax.Array:
     order = context.order(S, num_shards("seq", S))
     natural = jnp.argsort(order)
     ranked = constrain(experts_BSk, "batch", None, None)[:, natural]
-    is_chosen = ranked.swapaxes(1, 2).reshape(-1, S * k)[..., None] == jnp.arange(E)[None, None]
+    is_chosen = ranked.reshape(-1, S * k)[..., None] == jnp.arange(E)[None, None]
     rank = jnp.where(is_chosen, jnp.cumsum(is_chosen, axis=1), 0).sum(-1)
-    kept = (rank <= capacity).reshape(-1, k, S).swapaxes(1, 2)[:, jnp.asarray(order)]
+    kept = (rank <= capacity).reshape(-1, S, k)[:, jnp.asarray(order)]
     return constrain(kept, "batch", "seq", None)
 
 
@@ -214,7 +217,10 @@ def measure(c, params: Params, means: Params) -> tuple[Params, dict[str, jax.Arr
         "bias": old["bias"],
     }
     if c.balance == "bias":
-        new["bias"] += c.balance_weight * jnp.sign(1 / E - new["load"])
+        # A load that is equal but for rounding, which differs between meshes, changes nothing.
+        missing = 1 / E - new["load"]
+        missing = jnp.where(jnp.abs(missing) < ROUNDING / E, 0, missing)
+        new["bias"] += c.balance_weight * jnp.sign(missing)
     load = new["load"]
     entropy = -(load * jnp.log(jnp.where(load > 0, load, 1))).sum(-1)
     scalars = {

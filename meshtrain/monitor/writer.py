@@ -76,7 +76,9 @@ class Writer:
         self._bar: console.Bar | None = None
         self._pending: tuple | None = None  # the report of the latest step, see `step`
         self._unwritten: dict[str, list[str]] = {}  # file name -> lines still to be written
-        self.newest: dict[str, float] = {}  # metrics of the newest finished step
+        self.newest: dict[
+            str, float
+        ] = {}  # metrics of the newest finished step, of the whole model
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
             _check_files(self._folder)
@@ -153,7 +155,7 @@ class Writer:
         metrics = {name: np.float64(x).tolist() for name, x in jax.device_get(report).items()}
         ended = ended or time.perf_counter()
         self._steps_since_row += 1
-        self.newest = metrics
+        self.newest = {name: one for name, one in metrics.items() if not isinstance(one, list)}
         if self._bar and self._bar.due():
             self._draw(step, metrics, (ended - self._last_row_time) / self._steps_since_row)
         self._report_lost_output()

@@ -88,15 +88,15 @@ def _in_groups(preference_BSE: jax.Array, c: Section) -> jax.Array:
 
 
 def _accepted(place_BSE: jax.Array, c: Section) -> jax.Array:
-    """Returns 1 where an expert accepts a token that chooses it: first choices first, then by position."""
+    """Returns 1 where an expert accepts a token that chooses it: by position."""
     if not c["capacity_factor"]:
         return jnp.ones(place_BSE.shape)
     (S, E), k = place_BSE.shape[1:], c["experts_per_token"]
     capacity = math.ceil(c["capacity_factor"] * S * k / E)
-    # Of all tokens that choose the same expert, how many come before.
-    order_BSE = place_BSE * S + np.arange(S)[None, :, None]
-    before = (order_BSE[:, :, None] > order_BSE[:, None]) & (place_BSE < k)[:, None]
-    return (before.sum(2) < capacity).astype(float)
+    is_chosen_BSE = (place_BSE < k).astype(float)
+    is_earlier_SS = np.arange(S)[None, :] < np.arange(S)[:, None]
+    before_BSE = jnp.einsum("st,bte->bse", is_earlier_SS.astype(float), is_chosen_BSE)
+    return (before_BSE < capacity).astype(float)
 
 
 def initial_stddevs(c: Section) -> dict[str, float]:

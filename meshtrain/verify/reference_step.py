@@ -108,7 +108,7 @@ def unpack_documents(
 def violations(model: Model, params: Params, batch: Batch, vocab_size: int | None) -> list[str]:
     """Returns a line for each law of language models that `model` violates.
 
-    Weights: the loss is additive in the token weights. Causality (only for models with `logits`): later
+    The loss of a mixture of experts is its cross-entropy. Weights: the loss is additive in the token weights. Causality (only for models with `logits`): later
     tokens do not change earlier losses. Cross-entropy (also needs a `vocab_size`): the loss is
     -log softmax(logits)[target] over the vocabulary without padding.
     """
@@ -130,7 +130,9 @@ def violations(model: Model, params: Params, batch: Batch, vocab_size: int | Non
         return jax.lax.map(lambda one: loss(model, params, one), batches)
 
     sums = run_compiled(metrics_of_each, params, stacked)
-    losses = dict(zip(variants, sums.loss, strict=True))
+    # The loss by which experts are balanced depends on what other tokens do.
+    totals = sums.loss if model.measure is None else sums.extra["cross_entropy"]
+    losses = dict(zip(variants, totals, strict=True))
     pairs = {
         "weights: the loss is additive": (losses["third"] + losses["rest"], losses["all"]),
         "weights: their sum is the weight of Metrics": (sums.weight[0], batch.weights.sum()),

@@ -97,6 +97,12 @@ def test_initialisation_loss_and_gradient_of_a_family_equal_the_reference(family
         (dict(head_dim=5), ["model.head_dim=5", "odd"]),
         (dict(norm="rms1p", window=-1), ["model.norm='rms1p'", "model.window=-1"]),
         (dict(embed_scale=0.0), ["model.embed_scale=0.0"]),
+        (dict(num_experts=4, experts_per_token=5), ["model.experts_per_token=5: use 1 to"]),
+        (dict(num_experts=4, router="top2"), ["model.router='top2'", "topk_softmax"]),
+        (dict(num_experts=4, balance="aux"), ["model.balance='aux'", "sequence"]),
+        (dict(num_experts=4, expert_groups=(2,)), ["model.expert_groups=(2,)", "GROUPS_PER_TOKEN"]),
+        (dict(num_experts=4, expert_groups=(3, 1)), ["not divisible by the number of groups"]),
+        (dict(num_experts=4, expert_groups=(4, 1)), ["from 1 groups of 1; use groups"]),
     ],
     ids=str,
 )
