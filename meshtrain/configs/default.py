@@ -124,8 +124,8 @@ def get_config() -> ConfigDict:
     model.expert_groups = ()
     # assignments that an expert accepts from a row, relative to an equal share; others are dropped; 0: never
     model.capacity_factor = 0.0
-    # what balances the load: "batch", a loss with the load of the last global batch (Switch); "sequence", a loss with
-    # that of the document; "bias", a bias in the choice of experts, without loss (DeepSeek-V3); "none"
+    # what balances the load: "batch", a loss with the load of the last global batch (Switch); "sequence", with the load
+    # of the document; "bias", a bias in the choice of experts, without loss (DeepSeek-V3); "none"
     model.balance = "batch"
     # weight of the balance loss of a layer, which is 1 if all experts are used equally; of balance "bias", the step
     # of the bias
