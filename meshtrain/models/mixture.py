@@ -6,6 +6,7 @@ router does in the global batch, see `observe`. Tokens of weight 0 count neither
 computed like all others, because later tokens may attend to them.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -107,7 +108,7 @@ class Mixture(nnx.Module):
         is_chosen_BSkE = experts_BSk[..., None] == jnp.arange(c.num_experts)[None, None, None]
         weights_BSk = jnp.where(is_chosen_BSkE, scores_BSE[:, :, None], 0).sum(-1)
         if c.router != "softmax":
-            weights_BSk /= weights_BSk.sum(-1, keepdims=True)
+            weights_BSk /= weights_BSk.sum(-1, keepdims=True) + jnp.finfo(wide).tiny
         load_BSE = is_chosen_BSkE.mean(2, dtype=wide)
         kept_BSk = within_capacity(c, experts_BSk)
         loss_BS = self._balance_loss(share_BSE, load_BSE, batch)
@@ -225,7 +226,7 @@ def measure(c, params: Params, means: Params) -> tuple[Params, dict[str, jax.Arr
     entropy = -(load * jnp.log(jnp.where(load > 0, load, 1))).sum(-1)
     scalars = {
         "expert_load_max": E * load.max(-1),
-        "expert_load_entropy": entropy / jnp.log(E),
+        "expert_load_entropy": entropy / max(math.log(E), 1e-9),
         "expert_dropped": new["dropped"],
         "router_log_z": new["log_z"],
         "balance_loss": E * (load * new["score"]).sum(-1),
