@@ -1,6 +1,7 @@
 """Experts compute the weighted sum that plain maths computes, for any load of the experts."""
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
