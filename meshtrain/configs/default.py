@@ -133,7 +133,9 @@ def get_config() -> ConfigDict:
     model.router_z_loss = 0.0  # weight of logsumexp(router logits)^2 in the loss
     model.bias = False  # whether linear layers and LayerNorm have biases
     model.qkv_bias = False  # whether the query, key and value projections have biases
-    model.qk_norm = False  # whether the queries and keys of each head are normalized
+    model.qk_norm = False  # whether queries and keys are normalized
+    # heads that model.qk_norm normalizes together: "each", by itself (Qwen 3), or "all" (OLMoE)
+    model.qk_norm_heads = "each"
     model.post_norm = False  # whether the outputs of attention and feed-forward are normalized
     # pattern of layer kinds, repeated over the layers: "g" is global attention, "l" local attention to the last
     # model.window tokens, as in "g" or "lllllg"

@@ -131,6 +131,24 @@ def norm(
     )
 
 
+class NormOfAllHeads(nnx.Module):
+    """A norm over all heads together, dims H and K of (B, S, H, K), as in OLMoE (arXiv 2409.02060)."""
+
+    def __init__(self, kind: str, shape: tuple[int, int], *, epsilon: float, names: tuple):
+        initial = jnp.zeros if kind == "rms_1p" else jnp.ones
+        self.scale = nnx.Param(initial(shape), out_sharding=names)
+        self.kind, self.epsilon, self.names = kind, epsilon, names
+
+    def __call__(self, x_BSHK: jax.Array) -> jax.Array:
+        dtype, x = x_BSHK.dtype, x_BSHK.astype(jnp.promote_types(x_BSHK.dtype, jnp.float32))
+        if self.kind == "layer":
+            x -= x.mean((-2, -1), keepdims=True)
+        x *= jax.lax.rsqrt((x**2).mean((-2, -1), keepdims=True) + self.epsilon)
+        scale_HK = gathered(self.scale[...], self.names, (self.names[0], None)).astype(x.dtype)
+        scale_HK += self.kind == "rms_1p"
+        return (x * scale_HK[None, None]).astype(dtype)
+
+
 # (q_BSHK, k_BSGK, v_BSGK, scale=, softcap=, window=, is_local=) -> out_BSHK. The caller of the layers chooses it:
 # attention within a row in training, attention over the key/value cache in generation.
 Attend = Callable[..., jax.Array]
@@ -148,9 +166,8 @@ class Attention(nnx.Module):
         self.value = dense(rngs, c.d_model, G, axes=kv_axes, bias=bias)
         out = ("heads", "head_dim", "embed")
         self.out = dense(rngs, H, c.d_model, axes=out, bias=c.bias, scale=c.residual_scale)
-        per_head = dict(epsilon=c.norm_epsilon, name="head_dim")
-        self.query_norm = norm(rngs, c.norm, c.head_size, **per_head) if c.qk_norm else None
-        self.key_norm = norm(rngs, c.norm, c.head_size, **per_head) if c.qk_norm else None
+        self.query_norm = _head_norm(c, rngs, H, "heads") if c.qk_norm else None
+        self.key_norm = _head_norm(c, rngs, G, "kv_heads") if c.qk_norm else None
 
     def __call__(
         self,
@@ -191,6 +208,13 @@ class Attention(nnx.Module):
     def _combine(self, out_BSHK):
         out_BSHK = checkpoint_name(out_BSHK, "attention")
         return self.out(constrain(out_BSHK, "batch", "seq", "heads", "head_dim"))
+
+
+def _head_norm(c, rngs: nnx.Rngs, shape: tuple[int, int], heads: str) -> nnx.Module:
+    if c.qk_norm_heads == "all":
+        names = (heads, "head_dim")
+        return NormOfAllHeads(c.norm, shape, epsilon=c.norm_epsilon, names=names)
+    return norm(rngs, c.norm, c.head_size, epsilon=c.norm_epsilon, name="head_dim")
 
 
 def _select(condition: jax.Array | bool, if_true, if_false):

@@ -45,6 +45,7 @@ class TransformerConfig:
     bias: bool
     qkv_bias: bool
     qk_norm: bool
+    qk_norm_heads: str
     post_norm: bool
     attention: str
     window: int
@@ -115,6 +116,7 @@ def _value_faults(c: TransformerConfig) -> list[str]:
         "positions": ("rope", "learned"),
         "mlp": ("swiglu", "gelu", "geglu"),
         "router": ("topk_softmax", "softmax", "sigmoid"),
+        "qk_norm_heads": ("each", "all"),
         "balance": ("none", "batch", "sequence", "bias"),
     }
     counts = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")

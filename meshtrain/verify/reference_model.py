@@ -59,7 +59,8 @@ def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool) -> jax.Array
     """
     q_BSHK, k_BSGK, v_BSGK = (_linear(x_BSD, p[name], 1) for name in ("query", "key", "value"))
     if c["qk_norm"]:
-        q_BSHK, k_BSGK = _norm(q_BSHK, p["query_norm"], c), _norm(k_BSGK, p["key_norm"], c)
+        norm = _norm_of_all_heads if c["qk_norm_heads"] == "all" else _norm
+        q_BSHK, k_BSGK = norm(q_BSHK, p["query_norm"], c), norm(k_BSGK, p["key_norm"], c)
     if c["positions"] == "rope":
         q_BSHK, k_BSGK = _rope(q_BSHK, c, local), _rope(k_BSGK, c, local)
     # Query heads are grouped in order: the first `group` heads use the first key/value head.
@@ -174,6 +175,13 @@ def _norm(x: jax.Array, p: Params, c: Section) -> jax.Array:
     x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + c["norm_epsilon"])
     x = x * jnp.broadcast_to(p["scale"] + (c["norm"] == "rms_1p"), x.shape)
     return x + jnp.broadcast_to(p["bias"], x.shape) if "bias" in p else x
+
+
+def _norm_of_all_heads(x_BSHK: jax.Array, p: Params, c: Section) -> jax.Array:
+    """Normalises the last two dims as if they were one."""
+    B, S, H, K = x_BSHK.shape
+    flat = jax.tree.map(lambda leaf: leaf.reshape(H * K), p)
+    return _norm(x_BSHK.reshape(B, S, H * K), flat, c).reshape(B, S, H, K)
 
 
 def initial_stddevs(c: Section) -> dict[str, float]:

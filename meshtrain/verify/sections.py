@@ -65,7 +65,10 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
             {"bias": True, "qkv_bias": False},
         ],
         _experts(c),
-        choice("qk_norm", False, True),
+        [
+            {"qk_norm": False, "qk_norm_heads": "each"},
+            *({"qk_norm": True, "qk_norm_heads": heads} for heads in ("each", "all")),
+        ],
         choice("post_norm", False, True),
         choice("tie_embeddings", False, True),
         [{"attention": "g", "window": 0}, *({"attention": kind, **local} for kind in ("l", "lg"))],
