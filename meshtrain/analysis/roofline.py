@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -78,6 +78,9 @@ class Roofline:
     rule: str
     operations: list[Operation]  # costliest first, by HBM bytes
     has_all_counts: bool  # False: a loop of unknown length counts as one iteration
+    is_balanced: bool = (
+        False  # loops over the rows of experts beyond an equal share count as zero iterations
+    )
 
 
 def roofline(
@@ -87,8 +90,13 @@ def roofline(
     mesh: jax.sharding.Mesh,
     *,
     model_flops: float | None,
+    skipped: str = "",
 ) -> Roofline:
-    """Returns the roofline of a step. `model_flops`: of one device in a step, as MFU counts them."""
+    """Returns the roofline of a step. `model_flops`: of one device in a step, as MFU counts them.
+
+    Loops with `skipped` in their name count as loops of zero iterations, if it is not empty.
+    """
+    module = replace(module, skipped=skipped, _runs={})
     labels, operations, seconds_of = Labels(module), [], {}
     sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(4))
     for computation, runs in traffic.executed(module):
@@ -117,6 +125,7 @@ def roofline(
         rule=RULE,
         operations=sorted(operations, key=lambda one: -one.hbm_bytes),
         has_all_counts=all_known,
+        is_balanced=bool(skipped),
     )
 
 
@@ -210,7 +219,7 @@ def _span(
     if one.opcode not in traffic.FREE:
         return seconds_of.get(one.name, 0.0)
     trips = module.num_trips(computation, one) if one.opcode == "while" else 1
-    return (trips or 1) * sum(
+    return (1 if trips is None else trips) * sum(
         _span(module, name, inner, seconds_of)
         for name in one.called
         for inner in module.computations[name].values()

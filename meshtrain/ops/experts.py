@@ -20,6 +20,7 @@ from meshtrain.parallel.remat import recomputed
 # D model, F feed-forward
 
 BLOCK = 64  # rows of a block: fewer waste less where experts have few rows left, more use the hardware better
+LEFTOVER = "leftover_blocks"  # name of the loop over blocks in compiled programs, for the audit
 NOWHERE = -1  # the expert of a row that is dropped
 
 # (up, gate) or (up,), each (..., F) -> hidden (..., F)
@@ -94,16 +95,15 @@ class _Plan:
         place_nC = start_n[:, None] + jnp.arange(share)[None]
         self.first = self._rows(self.padded[place_nC], jnp.arange(share)[None] < sizes_n[:, None])
         left_n = jnp.maximum(sizes_n - share, 0)
-        last_n = jnp.cumsum(-(-left_n // self.block))  # the end of each expert's blocks
+        blocks_n = -(-left_n // self.block)
+        end_n = jnp.cumsum(blocks_n)
         number = jnp.arange(num_rows // self.block + n)
         # Blocks beyond the last one have no valid rows: devices with fewer blocks wait for the others.
-        self.expert = jnp.minimum(jnp.searchsorted(last_n, number, side="right"), n - 1)
-        skipped = (number - last_n[self.expert]) * self.block + (
-            -(-left_n // self.block) * self.block
-        )[self.expert]
-        self.start = jnp.minimum(start_n[self.expert] + share + skipped, num_rows)
-        self.count = left_n[self.expert] - skipped
-        self.num_blocks = _largest(last_n[-1])
+        self.expert = jnp.minimum(jnp.searchsorted(end_n, number, side="right"), n - 1)
+        before = (number - (end_n - blocks_n)[self.expert]) * self.block  # rows of earlier blocks
+        self.start = jnp.minimum(start_n[self.expert] + share + before, num_rows)
+        self.count = left_n[self.expert] - before
+        self.num_blocks = _largest(end_n[-1])
 
     def _rows(self, row: jax.Array, valid: jax.Array) -> _Rows:
         return _Rows(row, row // self.k, valid)
@@ -120,7 +120,8 @@ class _Plan:
             return state[0] + 1, *add(*state)
 
         start = (jnp.zeros((), jnp.int32), *carry)
-        return jax.lax.while_loop(lambda state: state[0] < self.num_blocks, body, start)[1:]
+        with jax.named_scope(LEFTOVER):
+            return jax.lax.while_loop(lambda state: state[0] < self.num_blocks, body, start)[1:]
 
 
 @jax.custom_batching.custom_vmap

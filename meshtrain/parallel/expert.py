@@ -69,10 +69,7 @@ def run_experts(
     where = layout(B, S, E)
     num_groups, num_parts, *_ = where.sizes
     e = where.num_shards
-    stacked = [
-        sharding.shard_over(one.reshape(e, E // e, *one.shape[1:]), where.experts)
-        for one in kernels
-    ]
+    stacked = [_stack(where, one) for one in kernels]
     firsts = jnp.arange(e) * (E // e)
     x, weights = (_spread(where, (B, S), one) for one in (x_BSD, weights_BSk))
     args = x, _split(where, experts_BSk), weights, firsts
@@ -81,6 +78,20 @@ def run_experts(
     run = _over(run, num_groups, where.groups, (0, 0, 0, None, None))
     run = _over(run, e, where.experts, (0, None, 0, 0, 0))
     return _collect(where, (B, S), run(*args, tuple(stacked)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stack(where: Layout, kernel: jax.Array) -> jax.Array:
+    """Returns a kernel (E, ...) by shard of the experts: (e, E / e, ...)."""
+    stacked = kernel.reshape(where.num_shards, -1, *kernel.shape[1:])
+    return sharding.shard_over(stacked, where.experts)
+
+
+# Its gradient gets no constraint here, so that XLA can reduce-scatter it to the shards of the parameter.
+_stack.defvjp(
+    lambda where, kernel: (_stack(where, kernel), None),
+    lambda where, _, grad: (grad.reshape(-1, *grad.shape[2:]),),
+)
 
 
 def _over(function: Callable, size: int, axes: Axes, in_axes: tuple) -> Callable:

@@ -15,6 +15,7 @@ from meshtrain.analysis.audit import minimum, warn
 from meshtrain.analysis.audit.explain import explain
 from meshtrain.analysis.audit.imbalance import Imbalance, imbalance
 from meshtrain.analysis.audit.ledger import Explanation, Ledger
+from meshtrain.analysis.audit.mixtures import sharded_experts
 from meshtrain.analysis.audit.placement import placement_of
 from meshtrain.analysis.audit.sequences import sharded_attention
 from meshtrain.analysis.roofline import Roofline, roofline
@@ -29,6 +30,7 @@ from meshtrain.monitor.memory import Memory, memory_of
 from meshtrain.monitor.units import units_of
 from meshtrain.monitor.warnings import layout_warnings
 from meshtrain.monitor.ways_out import Advice
+from meshtrain.ops.experts import LEFTOVER
 from meshtrain.parallel import sharding
 from meshtrain.program import Program, assemble
 
@@ -106,7 +108,8 @@ def audit(
         run = cfg, parts.model, program.mesh, program.abstract_state.params, batch
         placement = placement_of(*run)
         attention = sharded_attention(cfg, parts.model, batch, placement)
-        placement = dataclasses.replace(placement, attention=attention)
+        experts = sharded_experts(cfg, batch, placement)
+        placement = dataclasses.replace(placement, attention=attention, experts=experts)
         before_compiling = [one.text for one in layout_warnings(*run)]
     device, state = program.mesh.devices.flat[0], program.abstract_state
     text = compiled.as_text()
@@ -116,6 +119,8 @@ def audit(
     found = collective_ops.find(module, placement.mesh, device.platform)
     row = hardware.device_of(device.device_kind)
     flops = _model_flops(cfg, parts.model, batch, program.mesh.size)
+    # With balanced routing no rows are left over.
+    skipped = LEFTOVER if experts and experts.has_first_pass else ""
     explanations, ledger = explain(placement, found)
     return Audit(
         mesh=placement.mesh,
@@ -130,7 +135,8 @@ def audit(
         imbalance=imbalance(with_files, placement, data, batch),
         memory=advice.memory,
         ways_out=ways_out,
-        roofline=row and roofline(module, found, row, program.mesh, model_flops=flops),
+        roofline=row
+        and roofline(module, found, row, program.mesh, model_flops=flops, skipped=skipped),
         hlo=text,
     )
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 
-from meshtrain.analysis.audit import minimum, pipeline_needs, sequence_needs
+from meshtrain.analysis.audit import expert_needs, minimum, pipeline_needs, sequence_needs
 from meshtrain.analysis.audit.ledger import RECOMPUTED, Explanation, Ledger
 from meshtrain.analysis.audit.minimum import Need
 from meshtrain.analysis.audit.placement import Leaf, Placement, Spec
@@ -24,10 +24,9 @@ def explain(placement: Placement, found: list[Collective]) -> tuple[list[Explana
     ordered = sorted(found, key=order)
     rules = (
         _scalar,
+        *expert_needs.RULES,
         *sequence_needs.RULES,
-        pipeline_needs.stage_message,
-        pipeline_needs.layer_transfer,
-        pipeline_needs.end_broadcast,
+        *pipeline_needs.RULES,
         _parameter_gather,
         _gradient_sum,
         _update_gather,
@@ -151,7 +150,7 @@ def _gradient_candidates(ledger: Ledger, c: Collective) -> list[tuple[bool, floa
         # Over the deferred axes the gradient is not sharded yet.
         shape = placement.local_shape(leaf, leaf.grad_spec, (*c.axes, *placement.deferred_axes))
         fraction = _fraction(c, shape, leaf.num_layers * unused)
-        if fraction and not axes & {*leaf.axes} - token_axes:
+        if fraction and not axes & {*leaf.axes} - {*placement.token_axes_of(leaf)}:
             found.append((_has_shape(c, shape, leaf), fraction, leaf))
     return found
 
@@ -163,7 +162,7 @@ def _claim_gradient_sum(ledger: Ledger, c: Collective, candidates: list) -> Expl
         needs = [n for n in of_leaf if {*n.axes} <= {*c.axes}]
         needs = needs or [n for n in of_leaf if {*n.axes} & {*c.axes}]
         asked, claimed = ledger.claim(c, needs, fraction)
-        if claimed < 0.99 * asked and (extra := ledger.explain_extra(c, label, needs, claimed)):
+        if extra := ledger.explain_extra(c, label, needs, claimed, asked):
             return extra
         if claimed < 0.99 * min(asked, c.bytes) and claimed:
             is_tied = len(leaf.used_by) > 1

@@ -1,5 +1,6 @@
 """Accounts for the bytes of collectives: what each is for, and which needs are not met yet."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -56,20 +57,39 @@ class Ledger:
         asked = claimed = 0.0
         for need in needs:
             is_subset = {*need.axes} <= {*c.axes}
-            wanted = fraction * need.bytes_once * c.count if is_subset else c.bytes
+            wanted = (
+                fraction * need.bytes_once * c.count if is_subset else self._in_its_dtype(c, need)
+            )
             granted = max(0.0, min(wanted, self.unclaimed[need.key]))
             self.unclaimed[need.key] -= granted
             asked, claimed = asked + wanted, claimed + granted
         return asked, min(claimed, c.bytes)
 
+    def _in_its_dtype(self, c: Collective, need: Need) -> float:
+        """Returns the bytes of a collective in the dtype of a need; sums over deferred axes are in float32."""
+        is_wider = need.leaf and c.itemsize > need.leaf.compute_itemsize
+        if not is_wider or {*need.axes} <= {*self.placement.deferred_axes}:
+            return c.bytes
+        return c.bytes * need.leaf.compute_itemsize / c.itemsize
+
     def explain_extra(
-        self, c: Collective, label: str, needs: list[Need], claimed: float
+        self,
+        c: Collective,
+        label: str,
+        needs: list[Need],
+        claimed: float,
+        asked: float = math.inf,
     ) -> Explanation | None:
-        """Explains a collective if the pipeline accounts for all its bytes beyond those `claimed`."""
+        """Explains a collective if the pipeline accounts for all its bytes beyond those `claimed`.
+
+        None if nearly all that it `asked` for was claimed; the rest is not due to repetition.
+        """
+        if claimed >= 0.99 * asked:
+            return None
         pools = [(why, key) for why in (LOCK_STEP, RECOMPUTED) for key in {n.key for n in needs}]
         # Counted in the dtype of the needs; a wider dtype has the same reason.
         itemsizes = {need.leaf.compute_itemsize for need in needs if need.leaf}
-        rest = c.bytes * min(itemsizes, default=c.itemsize) / c.itemsize - claimed
+        rest = min(asked, c.bytes * min(itemsizes, default=c.itemsize) / c.itemsize) - claimed
         if not 0 < rest <= 1.01 * sum(self.allowed_extra[pool] for pool in pools):
             return None
         drawn: Counter = Counter()

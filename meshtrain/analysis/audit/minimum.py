@@ -18,6 +18,8 @@ SOFTMAX_STATISTICS = "softmax statistics"
 STAGE_MESSAGES = "messages from stage to stage"
 END_BROADCAST = "last stage's output or first stage's gradient, for all stages"
 KEYS_AND_VALUES = "keys and values between parts of a sequence"
+TOKENS_OF_EXPERTS = "tokens for experts"
+RESULTS_OF_EXPERTS = "results of experts"
 LAYER_TRANSFER = "layers sent to the stage that runs them, gradients sent back"
 # No layout needs these bytes, but compilers may send them.
 SEPARATE_INPUT_GRADIENTS = "input gradients summed one by one"
@@ -35,6 +37,7 @@ class Need:
     times: int  # per step
     idle_times: float = 0  # extra times in lock step, by stages without work
     recompute_times: float = 0  # extra times for what a stage recomputes in the backward pass
+    necessary: float = 1  # fraction of its bytes that another method would send too: the minimum
 
     @property
     def bytes(self) -> float:
@@ -48,7 +51,7 @@ def needs(placement: Placement) -> list[Need]:
         for axis in placement.model_axes:
             found += _activation_needs(placement, axis)
         found += [*_embed_and_head_needs(placement), *_stage_needs(placement)]
-        found += _sequence_needs(placement)
+        found += [*_sequence_needs(placement), *_expert_needs(placement)]
     return [need for need in found if need.bytes]
 
 
@@ -58,12 +61,13 @@ def _parameter_needs(placement: Placement, leaf: Leaf) -> Iterator[Need]:
     def among(axes: Axes, spec: Spec) -> Axes:
         return tuple(axis for axis in axes if any(axis in dim for dim in spec))
 
+    M, token_axes = placement.num_microbatches, placement.token_axes_of(leaf)
+
     def gathered_bytes(spec: Spec, itemsize: int) -> float:
         """Bytes on a device once the leaf is gathered over the axes of tokens."""
-        still_sharded = {axis for dim in spec for axis in dim} - {*placement.token_axes}
+        still_sharded = {axis for dim in spec for axis in dim} - {*token_axes}
         return leaf.size * itemsize / placement.num_devices(tuple(still_sharded))
 
-    M, token_axes = placement.num_microbatches, placement.token_axes
     idle = placement.idle_microbatches * leaf.is_stacked
     gathered = among(token_axes, leaf.spec)
     size = gathered_bytes(leaf.spec, leaf.compute_itemsize)
@@ -76,7 +80,7 @@ def _parameter_needs(placement: Placement, leaf: Leaf) -> Iterator[Need]:
     # Sharded gradients are reduce-scattered after each micro-batch. The sum over the other axes can wait
     # for the last micro-batch, and is then in float32. Where the optimizer state is sharded, a device
     # needs only its slice of the sum.
-    deferred = placement.deferred_axes
+    deferred = tuple(axis for axis in placement.deferred_axes if axis in token_axes)
     immediate = tuple(axis for axis in token_axes if axis not in deferred)
     spec = leaf.grad_spec if placement.zero_stage >= 2 else leaf.moment_spec
     size = gathered_bytes(leaf.grad_spec, leaf.compute_itemsize)
@@ -106,7 +110,8 @@ def _gradient_sum(
     once = bytes_sent("reduce-scatter", size, num_slices)
     once += bytes_sent("all-reduce", size / num_slices, others)
     # Sums of one shape look the same, whichever parameter they belong to.
-    shape = placement.local_shape(leaf, leaf.grad_spec, placement.token_axes)[leaf.is_stacked :]
+    gathered = placement.token_axes_of(leaf)
+    shape = placement.local_shape(leaf, leaf.grad_spec, gathered)[leaf.is_stacked :]
     key = (GRADIENT_SUM, axes, *sorted(n for n in shape if n > 1))
     return Need(GRADIENT_SUM, axes, leaf, key, once, times, idle_times)
 
@@ -124,11 +129,12 @@ def _activation_needs(placement: Placement, axis: str) -> Iterator[Need]:
         times, idle_times = placement.num_microbatches * times, placement.idle_microbatches * times
         return Need(role, (axis,), None, (role, (axis,)), once, times, idle_times)
 
-    matrices = row_and_column_parallel(placement, axis)
-    num_row, num_column = (sum(leaf.num_layers for leaf in group) for group in matrices)
+    row, column = row_and_column_parallel(placement, axis)
+    num_row, num_column = (sum(leaf.num_layers for leaf in group) for group in (row, column))
+    num_with_experts = sum(leaf.num_layers for leaf in row if "expert" in leaf.dim_names)
     once = bytes_sent("all-reduce", placement.activation_bytes, placement.mesh[axis])
     yield need(ACTIVATIONS, 2 * num_row)
-    yield need(SEPARATE_INPUT_GRADIENTS, max(0, num_column - num_row))
+    yield need(SEPARATE_INPUT_GRADIENTS, max(0, num_column - num_row + num_with_experts))
 
 
 def _embed_and_head_needs(placement: Placement) -> Iterator[Need]:
@@ -184,6 +190,22 @@ def _sequence_needs(placement: Placement) -> Iterator[Need]:
         yield Need(KEYS_AND_VALUES, axes, None, key, once, M * num_layers, idle, repeated)
 
 
+def _expert_needs(placement: Placement) -> Iterator[Need]:
+    """Yields what a group sends for its experts: tokens and gradients are gathered, an all-to-all returns results."""
+    experts = placement.experts
+    if experts is None:
+        return
+    M, e = placement.num_microbatches, experts.num_devices
+    num_layers = max(leaf.num_layers for leaf in placement.leaves)
+    once = (e - 1) * placement.num_tokens * placement.d_model * experts.itemsize
+    idle = placement.idle_microbatches * num_layers
+    recompute = (M * num_layers + idle) * placement.num_recomputes
+    for role in (TOKENS_OF_EXPERTS, RESULTS_OF_EXPERTS):
+        for again in (recompute, 0):  # the forward and the backward pass
+            times = M * num_layers, idle, again, experts.necessary
+            yield Need(role, experts.gathered, None, (role,), once, *times)
+
+
 def _attention_bytes(attention: ShardedAttention) -> tuple[float, float]:
     """Returns the bytes that a device sends in the forward and in the backward pass of a layer."""
     c, kv = attention.num_devices, 2 * attention.key_size
@@ -200,12 +222,17 @@ def row_and_column_parallel(placement: Placement, axis: str) -> tuple[list[Leaf]
     """Returns the row-parallel and the column-parallel matrices of a block over an axis.
 
     The axis shards the input dim of a row-parallel matrix, whose output is d_model, and the output dim of
-    a column-parallel matrix, whose input is d_model.
+    a column-parallel matrix, whose input is d_model. The matrices of experts have one input, whose gradient is summed
+    once: the output matrix counts as row-parallel, the others as neither.
     """
     d_model = placement.d_model
     sharded = [
         leaf for leaf in placement.leaves if leaf.is_stacked and axis in sum(leaf.spec[1:], ())
     ]
     row = [leaf for leaf in sharded if leaf.shape[-1] == d_model and axis not in leaf.spec[-1]]
-    column = [leaf for leaf in sharded if leaf not in row and d_model in leaf.shape[1:-1]]
+    column = [
+        leaf
+        for leaf in sharded
+        if leaf not in row and d_model in leaf.shape[1:-1] and "expert" not in leaf.dim_names
+    ]
     return row, column

@@ -46,6 +46,9 @@ def end_broadcast(ledger: Ledger, c: Collective) -> Explanation | None:
     return None
 
 
+RULES = stage_message, layer_transfer, end_broadcast
+
+
 def _is_activation_between_stages(ledger: Ledger, c: Collective, kind: str) -> bool:
     size = ledger.placement.num_tokens * ledger.placement.d_model
     return c.kind == kind and c.axes == ("pipeline",) and c.array.size == size > 0

@@ -63,6 +63,25 @@ class ShardedAttention:
 
 
 @dataclass(frozen=True)
+class ShardedExperts:
+    """The experts of a layer, as one device computes them in a micro-batch; see parallel/expert.py."""
+
+    gathered: Axes  # within which tokens are gathered
+    others: Axes  # that shard the experts, but no tokens
+    per_token: int  # experts that a token uses
+    num_experts: int
+    num_devices: int  # of a group along `gathered`
+    num_shards: int  # of the experts
+    itemsize: int  # bytes per element of train.dtype
+    has_first_pass: bool  # False: all rows are computed in the loop of ops/experts.py
+
+    @property
+    def necessary(self) -> float:
+        """What a dispatch of each token to its experts sends, relative to a gather; at most 1."""
+        return min(1.0, self.per_token / self.num_shards)
+
+
+@dataclass(frozen=True)
 class Placement:
     """Which device holds what, and how often a step computes it."""
 
@@ -84,6 +103,7 @@ class Placement:
     compute_itemsize: int  # bytes per element of train.dtype
     # Of sharded sequences; None if they are not sharded, or their attention is unknown.
     attention: ShardedAttention | None = None
+    experts: ShardedExperts | None = None  # None: none, or of a user's own model
 
     @property
     def model_axes(self) -> Axes:
@@ -92,6 +112,16 @@ class Placement:
         return tuple(
             axis for axis in self.mesh if axis in sharding_axes and axis not in self.token_axes
         )
+
+    def token_axes_of(self, leaf: Leaf) -> Axes:
+        """Axes of tokens over which a leaf is gathered and its gradient summed: not those that shard experts."""
+        own = {
+            axis
+            for name, axes in zip(leaf.dim_names, leaf.spec, strict=True)
+            for axis in axes
+            if name == "expert"
+        }
+        return tuple(axis for axis in self.token_axes if axis not in own)
 
     @property
     def deferred_axes(self) -> Axes:
@@ -224,10 +254,10 @@ def _users(cfg: Config, model: Model, params: Params, batch: Any) -> tuple[list[
         params,
     )
     batch = jax.tree.map(lambda leaf: like(leaf, num_parts=cfg.train.num_microbatches), batch)
-    x = jax.eval_shape(model.embed, params, batch)
+    activations = jax.eval_shape(model.embed, params, batch)
     jaxprs = {
         "embed": jax.make_jaxpr(model.embed)(params, batch).jaxpr,
-        "head": jax.make_jaxpr(model.head)(params, x, batch).jaxpr,
+        "head": jax.make_jaxpr(model.head)(params, activations, batch).jaxpr,
     }
     read = {
         name: {id(variable) for eqn in jaxpr.eqns for variable in eqn.invars}
@@ -239,4 +269,4 @@ def _users(cfg: Config, model: Model, params: Params, batch: Any) -> tuple[list[
         else tuple(name for name, jaxpr in jaxprs.items() if id(jaxpr.invars[n]) in read[name])
         for n, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))
     ]
-    return used_by, x
+    return used_by, max(jax.tree.leaves(activations), key=lambda leaf: leaf.size)

@@ -61,17 +61,19 @@ def unknown_attention(ledger: Ledger, c: Collective) -> Explanation | None:
 def sum_in_stages(ledger: Ledger, c: Collective) -> Explanation | None:
     """Explains a gradient that is summed over fsdp and over the axes of a sequence one after the other."""
     placement, axes = ledger.placement, {*(c.axes or ())}
-    if not placement.sequence_axes or not axes or c.kind != "all-reduce" or c.phase != "backward":
+    is_sum = c.kind in ("all-reduce", "reduce-scatter")
+    if not placement.sequence_axes or not axes or not is_sum or c.phase != "backward":
         return None
     for need in ledger.needs:
         if need.role != GRADIENT_SUM or not axes < {*need.axes}:
             continue
-        shape = placement.local_shape(need.leaf, need.leaf.grad_spec, placement.token_axes)
+        gathered = placement.token_axes_of(need.leaf)
+        shape = placement.local_shape(need.leaf, need.leaf.grad_spec, gathered)
         dims = shape[need.leaf.is_stacked :]
         if sorted(n for n in c.array.shape if n > 1) == sorted(n for n in dims if n > 1):
             _, claimed = ledger.claim(c, [need], 1)
             over = " and ".join(need.axes)
-            reason = f"all-reduced over {over} one after the other, then sliced"
+            reason = f"summed over {over} one after the other, then sliced"
             return Explanation(c, GRADIENT_SUM, claimed, f"{reason}: not one reduce-scatter")
     return None
 

@@ -136,6 +136,8 @@ def _roofline(roofline: Any) -> Iterator[str]:
     yield from _wrapped("  ", f"a step takes at least {total} · {ceiling} · rule: {roofline.rule}")
     if not roofline.has_all_counts:
         yield "  note: a loop of unknown length counts as one iteration: the figures are too low"
+    if roofline.is_balanced:
+        yield "  note: for balanced routing: rows of experts beyond an equal share are not counted"
     yield ""
     yield f"{'GB of HBM':>9}{'runs':>7}  most bytes: group, pass, source, operation"
     for one in roofline.operations[:20]:
