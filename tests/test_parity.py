@@ -27,6 +27,8 @@ GPT2 = dict(
     norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True, z_loss=1e-3
 )
 
+ALL_HEADS = dict(qk_norm=True, qk_norm_heads="all", num_kv_heads=2)
+
 
 class Run:
     """The parts of a run on one mesh, built as in train()."""
@@ -107,7 +109,7 @@ def test_the_same_seed_gives_bit_equal_parameters_on_every_mesh(layout):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(expected))
 
 
-@pytest.mark.parametrize("model", [{}, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("model", [{}, GPT2, ALL_HEADS], ids=["llama", "gpt2", "all heads"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_gradients_and_updates_equal_one_device_in_float64(layout, model, x64):
     found = Run(packed(**model), dtype="float64", **layout).one_step()

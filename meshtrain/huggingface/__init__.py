@@ -1,6 +1,6 @@
 """Reads and writes models in the format of Hugging Face's transformers, bit for bit.
 
-config_json.py converts config.json, for the architectures in families.py; names.py maps tensors to
+config_json.py converts config.json, for the families in architectures.py; names.py maps tensors to
 parameters; files.py reads and writes safetensors. This file reads and writes the parameters of a model.
 """
 
@@ -15,11 +15,11 @@ import numpy as np
 
 from meshtrain import console
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, files, names
+from meshtrain.huggingface import config_json, experts, files, names
 from meshtrain.huggingface.config_json import Section
 from meshtrain.huggingface.families import Family
 from meshtrain.huggingface.names import Row
-from meshtrain.models.base import Params
+from meshtrain.models.base import Params, is_measured
 from meshtrain.state import bytes_of
 
 T = TypeVar("T")
@@ -41,16 +41,17 @@ def check_sizes(folder: Path) -> None:
     """
     family, found = _parameter_tensors(folder)
     path = folder / config_json.NAME
-    config = config_json.read(path)
+    config = config_json.with_defaults(config_json.read(path), family)
     largest = max((math.prod(tensor.shape) for tensor in found.values()), default=0)
     faults = []
     for key, hf_key in family.keys.items():
-        value, is_layers = config.get(hf_key), key == "num_layers"
+        value = config.get(hf_key)
         # max_seq_len is a dim of a tensor only for learned positions.
         if not isinstance(value, int) or key == "max_seq_len":
             continue
-        if value > (len(found) if is_layers else largest):
-            limit = f"{len(found)} tensors" if is_layers else f"no tensor above {largest} values"
+        is_index = key in ("num_layers", "num_experts")
+        if value > (len(found) if is_index else largest):
+            limit = f"{len(found)} tensors" if is_index else f"no tensor above {largest} values"
             faults.append(
                 f"{path}: {hf_key}={value}: the files next to it have {limit}; download both again"
             )
@@ -91,11 +92,14 @@ def read(folder: Path, abstract_params: Params, section: Section) -> Params:
     anything is allocated, if a file is damaged or a tensor does not match `section`.
     """
     checked = check(folder, abstract_params, section)
-    leaves, tree = jax.tree.flatten(abstract_params)
-    with console.progress("reading", bytes_of(leaves)) as advance:
+    leaves, tree = jax.tree.flatten_with_path(abstract_params)
+    rows = iter(checked)
+    with console.progress("reading", bytes_of(abstract_params)) as advance:
         return tree.unflatten(
-            _read_parameter(tensors, row, leaf, advance)
-            for (row, tensors), leaf in zip(checked, leaves, strict=True)
+            experts.initial_measured(path[-1].key, leaf)
+            if is_measured(path)
+            else _read_parameter(*next(rows), leaf, advance)
+            for path, leaf in leaves
         )
 
 
@@ -137,12 +141,12 @@ def write(
 
     def values() -> Iterator[np.ndarray]:
         for rows in tensors.values():
-            loaded = [load(row.path) if row.stacked else load(row.path)[None] for row in rows]
-            for layer, name in enumerate(rows[0].tensors):
+            loaded = [_flat(load(row.path), row) for row in rows]
+            for number, name in enumerate(rows[0].tensors):
                 tensor = np.empty(rows[0].shape, dtypes.get(name, dtype))
                 for row, stack in zip(rows, loaded, strict=True):
                     view = row.parameter_view(tensor)
-                    values = stack[layer][tuple(map(slice, view.shape))]
+                    values = stack[number][tuple(map(slice, view.shape))]
                     _copy_values(values, view, name, advice="export an earlier checkpoint")
                     if name in dtypes and not _equal_values(values, view):
                         raise ConfigError(
@@ -157,8 +161,9 @@ def write(
 
 
 def paths(params: Params) -> list[str]:
-    """Returns the path of each parameter, in the leaf order of JAX."""
-    return ["/".join(entry.key for entry in path) for path, _ in jax.tree.leaves_with_path(params)]
+    """Returns the path of each parameter but measured ones, which no file has, in the leaf order of JAX."""
+    leaves = jax.tree.leaves_with_path(params)
+    return ["/".join(entry.key for entry in path) for path, _ in leaves if not is_measured(path)]
 
 
 def _rows(family: Family, parameters: Iterable[str], section: Section) -> list[Row]:
@@ -177,7 +182,7 @@ def _parameter_tensors(folder: Path) -> tuple[Family, dict[str, files.Tensor]]:
                 if name.startswith(prefix):
                     name = replacement + name.removeprefix(prefix)
                     break
-            found[name] = tensor
+            found |= experts.unfuse(name, tensor, family)
     return family, found
 
 
@@ -213,8 +218,8 @@ def _check_tensors(
 
 
 def _read_parameter(
-    tensors: list[files.Tensor],
     row: Row,
+    tensors: list[files.Tensor],
     leaf: jax.ShapeDtypeStruct,
     advance: Callable[[int], None],
 ) -> jax.Array:
@@ -223,6 +228,8 @@ def _read_parameter(
     `advance` is called with the bytes of each tensor.
     """
     shards: dict[str, np.ndarray] = {}
+    names, num_stacked = row.tensors, len(row.stack)
+    numbers = np.arange(len(tensors)).reshape(row.stack)
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         if (key := str(index)) not in shards:
@@ -231,17 +238,22 @@ def _read_parameter(
                 for part, size in zip(index, leaf.shape, strict=True)
             ]
             shards[key] = np.zeros(shape, leaf.dtype)  # rows that pad the vocabulary stay 0
-            layers = tensors[index[0]] if row.stacked else tensors
-            targets = shards[key] if row.stacked else shards[key][None]
-            names = row.tensors[index[0]] if row.stacked else row.tensors
-            for name, target, tensor in zip(names, targets, layers, strict=True):
-                values = row.parameter_view(tensor.read())[index[row.stacked :]]
+            targets = _flat(shards[key], row)
+            for number, target in zip(np.ravel(numbers[index[:num_stacked]]), targets, strict=True):
+                tensor = tensors[number]
+                values = row.parameter_view(tensor.read())[index[num_stacked:]]
                 part = target[tuple(map(slice, values.shape))]
-                _copy_values(values, part, f"{tensor.path}: {name}", advice="download it again")
+                name = f"{tensor.path}: {names[number]}"
+                _copy_values(values, part, name, advice="download it again")
                 advance(target.nbytes)
         return shards[key]
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
+
+
+def _flat(parameter: np.ndarray, row: Row) -> np.ndarray:
+    """Returns a view of a parameter whose first dim is the number of the tensor."""
+    return parameter.reshape(-1, *parameter.shape[len(row.stack) :])
 
 
 def _copy_values(values: np.ndarray, target: np.ndarray, name: str, *, advice: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import families, rope
+from meshtrain.huggingface import architectures, experts, families, rope
 from meshtrain.huggingface.families import Family
 
 NAME = "config.json"
@@ -14,9 +14,9 @@ NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 NULLABLE = ("num_kv_heads", "head_dim", *families.SOFTCAP_KEYS)  # keys of a section: may be null
 # Keys of a section that do not change the logits, and those that matter only with experts.
 NOT_IN_LOGITS = ("z_loss", "attention_impl", "loss_chunk_mib")
-NOT_IN_LOGITS += ("balance", "balance_weight", "router_z_loss", "capacity_factor")
+NOT_IN_LOGITS += ("balance", "balance_weight", "router_z_loss")
 EXPERTS = ("experts_per_token", "d_expert", "num_shared_experts", "router", "router_scale")
-EXPERTS += ("expert_groups",)
+EXPERTS += ("expert_groups", "capacity_factor")
 Config = dict[str, Any]  # a config.json
 Section = dict[str, Any]  # the `model` section of a config
 
@@ -30,12 +30,14 @@ def read(path: Path) -> Config:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     text, model_type = config.get("text_config"), config.get("model_type")
-    is_multimodal = families.TEXT_ARCHITECTURES.keys() & {*_architectures(config)}
-    is_multimodal = is_multimodal or model_type in [*families.TEXT_MODEL_TYPES]
+    is_multimodal = architectures.TEXT_ARCHITECTURES.keys() & {*_architectures(config)}
+    is_multimodal = is_multimodal or model_type in [*architectures.TEXT_MODEL_TYPES]
     if is_multimodal and isinstance(text, dict):
         shared = {key: config[key] for key in families.TOP_LEVEL_KEYS if key in config}
-        text = {key: value for key, value in text.items() if key not in families.IGNORED_TEXT_KEYS}
-        default = {"model_type": families.TEXT_MODEL_TYPES.get(model_type, model_type)}
+        text = {
+            key: value for key, value in text.items() if key not in architectures.IGNORED_TEXT_KEYS
+        }
+        default = {"model_type": architectures.TEXT_MODEL_TYPES.get(model_type, model_type)}
         config = {"architectures": config.get("architectures")} | default | shared | text
     return config
 
@@ -48,8 +50,8 @@ def _architectures(config: Config) -> list[str]:
 def family_of(config: Config) -> Family:
     """Returns the family of a config.json; raises ConfigError if it is not supported."""
     named, model_type = _architectures(config), config.get("model_type")
-    wanted = {families.TEXT_ARCHITECTURES.get(name, name) for name in named}
-    for family in families.FAMILIES:
+    wanted = {architectures.TEXT_ARCHITECTURES.get(name, name) for name in named}
+    for family in architectures.FAMILIES:
         if family.architecture in wanted or (not named and family.model_type == model_type):
             if model_type not in (None, family.model_type):
                 raise ConfigError(
@@ -57,7 +59,7 @@ def family_of(config: Config) -> Family:
                     f"architectures={named}; make them agree"
                 )
             return family
-    supported = ", ".join(family.architecture for family in families.FAMILIES)
+    supported = ", ".join(family.architecture for family in architectures.FAMILIES)
     raise ConfigError(
         f"architectures={config.get('architectures')}: not supported; use a model of {supported}"
     )
@@ -66,8 +68,7 @@ def family_of(config: Config) -> Family:
 def to_section(config: Config) -> Section:
     """Returns the `model` section of a config.json; raises ConfigError with all unsupported keys."""
     family = family_of(config)
-    config = family.defaults | config
-    config |= {name: config[alias] for alias, name in family.aliases.items() if alias in config}
+    config = with_defaults(config, family)
     faults = _faults(config, family)
     if faults:
         raise ConfigError(*faults)
@@ -80,12 +81,20 @@ def to_section(config: Config) -> Section:
     section |= {key: float(section[key] or 0.0) for key in families.SOFTCAP_KEYS}
     if "mlp_bias" in family.defaults:
         section["bias"] = bool(config["mlp_bias"])
+    if family.is_mixture:
+        section |= experts.to_section(config, family)
     if section["norm"] == "rms_1p":
         section["embed_scale"] = section["d_model"] ** 0.5
         section["query_scale"] = config["query_pre_attn_scalar"] ** -0.5
     if section["positions"] == "rope":
         section |= rope.to_section(config, family) | _attention_section(config, family)
     return section
+
+
+def with_defaults(config: Config, family: Family) -> Config:
+    """Returns a config.json with the keys that it omits, and without other names of keys."""
+    config = family.defaults | config
+    return config | {name: config[key] for key, name in family.aliases.items() if key in config}
 
 
 def _faults(config: Config, family: Family) -> list[str]:
@@ -117,6 +126,13 @@ def _faults(config: Config, family: Family) -> list[str]:
     heads, size = (config.get(family.keys[key]) for key in ("num_heads", "d_model"))
     if not faults and family.heads_divide_hidden_size and size % heads:
         faults.append(f"hidden_size={size}: is not a multiple of num_attention_heads={heads}")
+    if not faults and "head_dim" not in family.keys and config.get("head_dim"):
+        if config["head_dim"] != size // heads:
+            faults.append(
+                f"head_dim={config['head_dim']}: is not hidden_size / num_attention_heads"
+            )
+    if family.is_mixture:
+        faults += experts.faults(config)
     if "mlp_bias" in family.defaults and bool(config["attention_bias"]) != bool(config["mlp_bias"]):
         faults.append(
             f"attention_bias={config['attention_bias']}, mlp_bias={config['mlp_bias']}: "
@@ -169,7 +185,9 @@ def to_config(section: Section, original: Config | None = None) -> Config:
     """
     original, nearest = dict(original or {}), None
     preferred = family_of(original) if original else None
-    for family in sorted(families.FAMILIES, key=lambda family: family is not preferred):
+    is_mixture = bool(section.get("num_experts"))
+    candidates = [f for f in architectures.FAMILIES if f.is_mixture == is_mixture]
+    for family in sorted(candidates, key=lambda family: family is not preferred):
         config = _config_for(section, family)
         if family is preferred:
             config = {k: v for k, v in original.items() if k not in family.aliases} | config
@@ -210,6 +228,8 @@ def _config_for(section: Section, family: Family) -> Config:
         hf_key: (s[key] or None) if key in families.SOFTCAP_KEYS else s[key]
         for key, hf_key in family.keys.items()
     }
+    if family.is_mixture:
+        config |= experts.to_config(s, family)
     if "mlp_bias" in family.defaults:
         config |= {"attention_bias": s["bias"], "mlp_bias": s["bias"]}
     if "query_pre_attn_scalar" in family.defaults:
@@ -225,7 +245,9 @@ def _attention_config(s: Section, family: Family) -> Config:
     letters = repeat_to(s["num_layers"], s["attention"])
     window = s["window"] if "l" in letters else None
     if not family.uses_layer_types:
-        return {"sliding_window": window}
+        switch = {"use_sliding_window": "l" in letters}
+        used = switch if switch.keys() <= family.defaults.keys() else {}
+        return {"sliding_window": window, **used}
     config = {"layer_types": [families.LAYER_TYPES[letter] for letter in letters]}
     if "use_sliding_window" in family.defaults:
         first_local = (letters + "l").index("l")
@@ -257,7 +279,13 @@ def normalize(section: Section) -> Section:
         del s["rope_theta"], s["rope_scaling"]
     for key in NOT_IN_LOGITS:
         del s[key]
+    if not s["qk_norm"]:
+        del s["qk_norm_heads"]
     if not s["num_experts"]:
         for key in EXPERTS:
             del s[key]
+    else:
+        s["d_expert"] = s["d_expert"] or s["d_ff"]
+        s["expert_groups"] = tuple(s["expert_groups"])
+        del s["d_ff"]
     return s

@@ -29,7 +29,7 @@ from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json
 from meshtrain.huggingface.families import BUILD
-from meshtrain.models.base import Model, Params
+from meshtrain.models.base import MEASURED, Model, Params, is_measured
 from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.state import TrainState, bytes_of, count
@@ -37,6 +37,7 @@ from meshtrain.state import TrainState, bytes_of, count
 ORIGINAL = run_tokenizer.HUGGINGFACE_CONFIG
 DTYPES = "huggingface_dtypes.json"  # in a workdir: the dtypes of the tensors that the run stores in another one
 PREFIX = "params/"  # of parameter paths in a checkpoint
+BIAS = f"layers/mlp/{MEASURED}/bias"  # of the router
 
 
 def model_of(section: dict[str, Any]) -> Model:
@@ -51,10 +52,15 @@ def model_of(section: dict[str, Any]) -> Model:
 
 
 def abstract_params(model: Model, dtype: np.dtype, rules: sharding.Rules, mesh: Any) -> Params:
-    """Returns the shapes and shardings of a model's parameters, all with dtype `dtype`."""
+    """Returns the shapes and shardings of a model's parameters, with dtype `dtype`; measured ones are not narrower."""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     shardings = sharding.shardings(model.axes, shapes, rules, mesh)
-    return jax.tree.map(lambda x, s: x.update(dtype=dtype, sharding=s), shapes, shardings)
+    wide = jnp.promote_types(dtype, jnp.float32)
+
+    def with_sharding(path, leaf, one):
+        return leaf.update(dtype=wide if is_measured(path) else dtype, sharding=one)
+
+    return jax.tree.map_with_path(with_sharding, shapes, shardings)
 
 
 def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
@@ -150,7 +156,8 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     )
     config = config_json.to_config(section, original and config_json.read(original))
     dtypes = {path: entry.rpartition(" ")[2] for path, entry in saved.arrays.items()}
-    stored = jnp.result_type(*{name for path, name in dtypes.items() if path.startswith(PREFIX)})
+    trained = [path for path in dtypes if path.startswith(PREFIX) and f"/{MEASURED}/" not in path]
+    stored = jnp.result_type(*{dtypes[path] for path in trained})
     dtype = np.dtype(args.dtype or stored)
     # Trained parameters keep the dtype of the run.
     is_import = saved.step == 0 and not args.dtype
@@ -165,6 +172,11 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
         restored, _, _ = arrays.restore_params(directory, saved.arrays, abstract, [path])
         return np.asarray(functools.reduce(lambda tree, key: tree[key], path.split("/"), restored))
 
+    if f"{PREFIX}{BIAS}" in saved.arrays and load(BIAS).any():
+        raise ConfigError(
+            f"{directory}: {BIAS} is not 0 (model.balance={section['balance']!r}), and "
+            f"{config['architectures'][0]} has no such bias; train with another model.balance to export"
+        )
     with atomic_folder(target) as folder:
         run_tokenizer.copy_files(folders, folder, run_tokenizer.FILES)
         write_json(folder / config_json.NAME, config)

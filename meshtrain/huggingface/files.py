@@ -10,7 +10,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,14 @@ class Tensor:
     def read(self) -> np.ndarray:
         """Returns the values, memory-mapped: bytes are read when they are used."""
         return np.memmap(self.path, DTYPES[self.code], "r", self.start, self.shape)
+
+    def split(self, num_parts: int) -> list["Tensor"]:
+        """Returns equal parts of the first dim, which their number must divide."""
+        shape = (self.shape[0] // num_parts, *self.shape[1:])
+        size = ITEM_BYTES[self.code] * math.prod(shape)
+        return [
+            replace(self, shape=shape, start=self.start + part * size) for part in range(num_parts)
+        ]
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 A table maps the path of a parameter to "TENSOR DIM DIM ...": the name of the tensor, and its dims in
 the file. "HK" is one dim in the file and two dims, H and K, in this package. A digit is an index into a
-fused tensor: 0 query, 1 key, 2 value.
+fused tensor: 0 query, 1 key, 2 value. In the name, the first * stands for the index of the layer, and the
+second for that of the expert.
 """
 
 import math
@@ -12,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-LAYERS = "layers/"
+# V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, F feed-forward, L layers, E experts
 
-# V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, F feed-forward
-
-# Dims in this package; the parameters under layers/ also have a leading dim of layers.
+# Dims in this package; the parameters under layers/ also have a leading dim L. Dims that the tensor of a family
+# lacks do not apply: E if it has one tensor per expert or no experts, H and G if heads are normalized one by one.
 DIMS = {
     "tokens/embedding": "VD",
     "positions/embedding": "PD",
@@ -33,11 +33,12 @@ DIMS = {
     "layers/attention/value/bias": "GK",
     "layers/attention/out/kernel": "HKD",
     "layers/attention/out/bias": "D",
-    "layers/attention/query_norm/scale": "K",
-    "layers/attention/key_norm/scale": "K",
+    "layers/attention/query_norm/scale": "HK",
+    "layers/attention/key_norm/scale": "GK",
     "layers/attention_post_norm/scale": "D",
     "layers/mlp_norm/scale": "D",
     "layers/mlp_norm/bias": "D",
+    "layers/mlp/router/kernel": "DE",
     "layers/mlp/gate/kernel": "DF",
     "layers/mlp/gate/bias": "F",
     "layers/mlp/up/kernel": "DF",
@@ -69,6 +70,40 @@ LLAMA = {
     "layers/mlp/up/bias": "model.layers.*.mlp.up_proj.bias F",
     "layers/mlp/down/kernel": "model.layers.*.mlp.down_proj.weight D F",
     "layers/mlp/down/bias": "model.layers.*.mlp.down_proj.bias D",
+}
+
+QWEN3_MOE = LLAMA | {
+    "layers/mlp/router/kernel": "model.layers.*.mlp.gate.weight E D",
+    "layers/mlp/gate/kernel": "model.layers.*.mlp.experts.*.gate_proj.weight F D",
+    "layers/mlp/up/kernel": "model.layers.*.mlp.experts.*.up_proj.weight F D",
+    "layers/mlp/down/kernel": "model.layers.*.mlp.experts.*.down_proj.weight D F",
+}
+OLMOE = QWEN3_MOE | {
+    "layers/attention/query_norm/scale": "model.layers.*.self_attn.q_norm.weight HK",
+    "layers/attention/key_norm/scale": "model.layers.*.self_attn.k_norm.weight GK",
+}
+MIXTRAL = LLAMA | {
+    "layers/mlp/router/kernel": "model.layers.*.block_sparse_moe.gate.weight E D",
+    "layers/mlp/gate/kernel": "model.layers.*.block_sparse_moe.experts.*.w1.weight F D",
+    "layers/mlp/up/kernel": "model.layers.*.block_sparse_moe.experts.*.w3.weight F D",
+    "layers/mlp/down/kernel": "model.layers.*.block_sparse_moe.experts.*.w2.weight D F",
+}
+# The tensors of all experts that transformers 5 has in memory, and writes with save_original_format=False: by the
+# end of their name, the names of their parts, one after the other, for each expert.
+QWEN3_MOE_FUSED = {
+    "mlp.experts.gate_up_proj": (
+        "mlp.experts.*.gate_proj.weight",
+        "mlp.experts.*.up_proj.weight",
+    ),
+    "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
+}
+MIXTRAL_FUSED = {
+    "mlp.experts.gate_up_proj": (
+        "block_sparse_moe.experts.*.w1.weight",
+        "block_sparse_moe.experts.*.w3.weight",
+    ),
+    "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
+    "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
 }
 
 # Two more norms; post_attention_layernorm is not the norm that Llama calls so.
@@ -106,22 +141,25 @@ GPT2 = {
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter, and its tensors in the files: one, or one per layer."""
+    """A parameter, and its tensors in the files: one, one per layer, or one per layer and expert."""
 
     path: str  # of the parameter
-    name: str  # of the tensor; * stands for the index of the layer
+    name: (
+        str  # of the tensor; * stands for the index of the layer, the next * for that of the expert
+    )
     dims: tuple[str, ...]  # of the tensor
     sizes: Mapping[str, int]  # by letter of a dim
 
     @property
-    def stacked(self) -> bool:
-        return self.path.startswith(LAYERS)
+    def stack(self) -> tuple[int, ...]:
+        """The leading dims of the parameter that are indices in the names of the tensors."""
+        return tuple(self.sizes[letter] for letter in "LE"[: self.name.count("*")])
 
     @property
     def tensors(self) -> list[str]:
-        """Names of the tensors, in the order of the layers."""
-        layers = range(self.sizes["L"]) if self.stacked else [0]
-        return [self.name.replace("*", str(layer)) for layer in layers]
+        """Names of the tensors, in the order of the layers, and of the experts of a layer."""
+        pattern = self.name.replace("*", "{}")
+        return [pattern.format(*index) for index in np.ndindex(*self.stack)]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -129,14 +167,16 @@ class Row:
         return tuple(math.prod(map(self._size, dim)) for dim in self.dims)
 
     def parameter_view(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns a view of a tensor as the parameter (of one layer), with the dims of DIMS."""
+        """Returns a view of a tensor as the parameter (of one layer and expert), with the dims of DIMS."""
         letters = "".join(self.dims)
         split = tensor.reshape([self._size(letter) for letter in letters])
         values = split[
             tuple(int(letter) if letter.isdigit() else slice(None) for letter in letters)
         ]
         order = [letter for letter in letters if letter.isalpha()]
-        return values.transpose([order.index(letter) for letter in DIMS[self.path]])
+        return values.transpose(
+            [order.index(letter) for letter in DIMS[self.path] if letter in order]
+        )
 
     def _size(self, letter: str) -> int:
         return self.sizes.get(letter, 3)  # a digit: the dim of query, key and value
@@ -147,6 +187,8 @@ def rows(table: Mapping[str, str], paths: Iterable[str], section: Mapping[str, A
     s = section
     sizes = {"L": s["num_layers"], "V": s["vocab_size"], "P": s["max_seq_len"], "F": s["d_ff"]}
     sizes |= {"D": s["d_model"], "H": s["num_heads"], "G": s["num_kv_heads"]}
+    if s["num_experts"]:
+        sizes |= {"E": s["num_experts"], "F": s["d_expert"] or s["d_ff"]}
     sizes["K"] = s["head_dim"] or s["d_model"] // s["num_heads"]
     split = {path: table[path].split() for path in paths}
     return [Row(path, name, tuple(dims), sizes) for path, (name, *dims) in split.items()]

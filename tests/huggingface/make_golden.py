@@ -4,11 +4,11 @@
 
 logits.npz has `tokens` (2, S) and their `logits` (2, S, V); `lengths` (2,), and the logits with each row
 truncated to its length (`padded`, 0 elsewhere); `documents` (3,), lengths whose sum is S, and the logits of
-the first row with each document computed separately (`packed`, (S, V)).
+the first row with each document computed separately (`packed`, (S, V)). Those of mixtures of experts also have,
+of each step of generation with a cache, the token and its logits (`generated` (2, N), `steps` (2, N, V)).
 
 rope.json has the frequencies and attention factors of ROPE_INIT_FUNCTIONS for the ropes in ROPES. The folder
-dynamic/ has a model with dynamic rope, the `logits` of rows longer than its original length, and, of each step
-of generation with a cache, the token and its logits (`generated` (2, N), `steps` (2, N, V)).
+dynamic/ has a model with dynamic rope, the `logits` of rows longer than its original length, `generated` and `steps`.
 """
 
 import json
@@ -37,6 +37,7 @@ ROPE = {"rope_theta": 100.0}  # transformers adds a rope_type to it, so it comes
 # Heads of 6 dims have frequencies that are kept, divided, and in between.
 YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 1.0, "beta_slow": 0.1}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+TOKEN_IDS = {"pad_token_id": None, "eos_token_id": None}  # the defaults exceed the vocabulary
 FAMILIES = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=61, n_embd=16, n_layer=3, n_head=2, n_positions=32
@@ -64,6 +65,25 @@ FAMILIES = {
     "yarn": lambda: transformers.Qwen3Config(
         **SIZES, rope_parameters={**ROPE, **YARN, "original_max_position_embeddings": 8}
     ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SIZES, rope_parameters=ROPE, sliding_window=5, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES,
+        rope_parameters=ROPE,
+        moe_intermediate_size=10,
+        num_experts=6,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **{key: size for key, size in SIZES.items() if key != "head_dim"},
+        **TOKEN_IDS,
+        rope_parameters=ROPE,
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+    ),
     "gemma2": lambda: transformers.Gemma2Config(
         **SIZES,
         rope_parameters=ROPE,
@@ -83,6 +103,7 @@ FAMILIES = {
         query_pre_attn_scalar=5,
     ),
 }
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
 
 # (head dim, max_position_embeddings, length of the row, rope_parameters)
 QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -110,6 +131,7 @@ ROPES = [
 def model_of(config: transformers.PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
     """Returns a model with random parameters, large enough that all logits differ."""
     config._attn_implementation = "eager"  # the only implementation with soft caps
+    config._experts_implementation = "eager"  # the only one for matrices of any size
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -157,14 +179,19 @@ def write_dynamic(folder: Path, tokens: np.ndarray) -> None:
     save(model, folder)
     with torch.no_grad():
         logits = model(torch.tensor(tokens)).logits.numpy()
-        # From within the original length to beyond it.
-        options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-        options |= dict(return_dict_in_generate=True, output_logits=True)
-        prompt = torch.tensor(tokens[:, :10])
+    # Generation leads from within the original length to beyond it.
+    arrays = dict(tokens=tokens, logits=logits, **generation_of(model, tokens))
+    np.savez_compressed(folder / "logits.npz", **arrays)
+
+
+def generation_of(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the tokens (`generated`) that follow the first 10 of each row, and the logits of each (`steps`)."""
+    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    options |= dict(return_dict_in_generate=True, output_logits=True)
+    prompt = torch.tensor(tokens[:, :10])
+    with torch.no_grad():
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    steps = torch.stack(out.logits, 1).numpy()
-    arrays = dict(tokens=tokens, logits=logits, generated=out.sequences[:, 10:].numpy())
-    np.savez_compressed(folder / "logits.npz", **arrays, steps=steps)
+    return dict(generated=out.sequences[:, 10:].numpy(), steps=torch.stack(out.logits, 1).numpy())
 
 
 def save(model: torch.nn.Module, folder: Path) -> None:
@@ -179,7 +206,8 @@ def main():
         folder = FOLDER / name
         model = model_of(config())
         save(model, folder)
-        np.savez_compressed(folder / "logits.npz", **logits_of(model, tokens))
+        generation = generation_of(model, tokens) if name in MIXTURES else {}
+        np.savez_compressed(folder / "logits.npz", **logits_of(model, tokens), **generation)
     write_dynamic(HERE / "dynamic", tokens)
     entries = [frequencies_of(*row) for row in ROPES]
     (HERE / "rope.json").write_text(json.dumps(entries, indent=1) + "\n")

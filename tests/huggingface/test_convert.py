@@ -1,6 +1,7 @@
 """Hugging Face folders: imported models compute the logits of transformers, and export to the same bits."""
 
 import functools
+import importlib
 import json
 import math
 import os
@@ -139,8 +140,12 @@ def test_an_export_in_shards_restores_every_bit(family, tmp_path, monkeypatch):
     original, exported = (
         config_json.read(f / "config.json") for f in (GOLDEN / family, tmp_path / "back")
     )
-    made_explicit = {key for key in ("n_inner", "max_window_layers") if key in original}
-    assert {key for key in original if original[key] != exported[key]} <= made_explicit
+    made_explicit = {
+        "n_inner",
+        "max_window_layers",
+        *huggingface.family_in(GOLDEN / family).aliases,
+    }
+    assert {key for key in original if original[key] != exported.get(key)} <= made_explicit
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -168,9 +173,11 @@ def test_an_imported_workdir_can_be_restored_as_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"fsdp": 8}, {"data": 2, "tensor": 2, "fsdp": 2}, {"pipeline": 3}]
+    "sizes",
+    [{"fsdp": 8}, {"data": 2, "tensor": 2, "fsdp": 2}, {"pipeline": 3}]
+    + [{"expert": 2, "fsdp": 2, "tensor": 2}],
 )
-@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "qwen3_moe", "olmoe"])
 def test_each_byte_is_read_once_on_every_mesh(family, sizes, monkeypatch):
     copied = []
     copy_values = huggingface._copy_values
@@ -409,6 +416,82 @@ HUB = {  # config.json of well-known models (the keys of the model), and their n
         ),
         596_049_920,
     ),
+    "Mixtral-8x7B-v0.1": (
+        LLAMA
+        | dict(
+            architectures=["MixtralForCausalLM"],
+            hidden_size=4096,
+            intermediate_size=14336,
+            max_position_embeddings=32768,
+            num_attention_heads=32,
+            num_experts_per_tok=2,
+            num_hidden_layers=32,
+            num_key_value_heads=8,
+            num_local_experts=8,
+            output_router_logits=False,
+            rope_theta=1000000.0,
+            router_aux_loss_coef=0.02,
+            sliding_window=None,
+            tie_word_embeddings=False,
+        ),
+        46_702_792_704,
+    ),
+    "Qwen3-30B-A3B": (
+        dict(
+            architectures=["Qwen3MoeForCausalLM"],
+            attention_bias=False,
+            decoder_sparse_step=1,
+            head_dim=128,
+            hidden_act="silu",
+            hidden_size=2048,
+            intermediate_size=6144,
+            max_position_embeddings=40960,
+            max_window_layers=48,
+            mlp_only_layers=[],
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+            num_attention_heads=32,
+            num_experts=128,
+            num_experts_per_tok=8,
+            num_hidden_layers=48,
+            num_key_value_heads=4,
+            output_router_logits=False,
+            rms_norm_eps=1e-6,
+            rope_scaling=None,
+            rope_theta=1000000.0,
+            router_aux_loss_coef=0.001,
+            sliding_window=None,
+            tie_word_embeddings=False,
+            use_sliding_window=False,
+            vocab_size=151936,
+        ),
+        30_532_122_624,
+    ),
+    "OLMoE-1B-7B-0924": (
+        dict(
+            architectures=["OlmoeForCausalLM"],
+            attention_bias=False,
+            clip_qkv=None,
+            hidden_act="silu",
+            hidden_size=2048,
+            intermediate_size=1024,
+            max_position_embeddings=4096,
+            norm_topk_prob=False,
+            num_attention_heads=16,
+            num_experts=64,
+            num_experts_per_tok=8,
+            num_hidden_layers=16,
+            num_key_value_heads=16,
+            output_router_logits=False,
+            rms_norm_eps=1e-5,
+            rope_scaling=None,
+            rope_theta=10000.0,
+            router_aux_loss_coef=0.01,
+            tie_word_embeddings=False,
+            vocab_size=50304,
+        ),
+        6_919_161_856,
+    ),
     "gemma-2-2b": (
         dict(
             architectures=["Gemma2ForCausalLM"],
@@ -503,10 +586,29 @@ def test_a_hub_config_gives_the_attention_and_rope_of_each_layer(tmp_path):
         "Mistral-7B-v0.1": ("l", 4096, 1e4, 0.0, ()),
         "Qwen2.5-0.5B": ("g", 0, 1e6, 0.0, ()),
         "Qwen3-0.6B": ("g", 0, 1e6, 0.0, ()),
+        "Mixtral-8x7B-v0.1": ("g", 0, 1e6, 0.0, ()),
+        "Qwen3-30B-A3B": ("g", 0, 1e6, 0.0, ()),
+        "OLMoE-1B-7B-0924": ("g", 0, 1e4, 0.0, ()),
         "gemma-2-2b": ("lg", 4096, 1e4, 0.0, ()),
         "gemma-3-1b": ("lllllg", 512, 1e6, 1e4, ()),
         "gemma-3-4b": ("lllllg", 1024, 1e6, 1e4, ("linear", 8.0)),
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Mixtral-8x7B-v0.1", "mixtral"),
+        ("Qwen3-30B-A3B", "qwen3_moe"),
+        ("OLMoE-1B-7B-0924", "olmoe"),
+    ],
+)
+def test_a_config_of_a_mixture_is_that_of_its_model_on_the_hub(model, name):
+    section = importlib.import_module(f"configs.{name}").get_config().model.to_dict()
+    hub = config_json.to_section(HUB[model][0])
+    assert config_json.differences(section, hub) == []
+    keys = ("balance", "balance_weight", "max_seq_len")
+    assert [section[key] for key in keys] == [hub[key] for key in keys]
 
 
 EXTRA_KEYS = {  # keys of newer and older versions of transformers that do not change the logits
@@ -528,6 +630,9 @@ EXTRA_KEYS = {  # keys of newer and older versions of transformers that do not c
     "qwen2": dict(attention_bias=False, mlp_bias=False, use_mrope=False),
     "qwen3": dict(attention_bias=None, layer_types=None, sliding_window=4096),
     "yarn": dict(sliding_window=4096, rope_theta=7.0, original_max_position_embeddings=8),
+    "mixtral": dict(layer_types=["sliding_attention"] * 3, output_router_logits=True),
+    "qwen3_moe": dict(attention_bias=None, mlp_only_layers=None, max_window_layers=1),
+    "olmoe": dict(head_dim=4, num_local_experts=5, output_router_logits=True),
     "gemma2": dict(attention_bias=None, hidden_act="gelu_pytorch_tanh", layer_types=None),
     "gemma3": dict(layer_types=None, sliding_window_pattern=2, use_bidirectional_attention=None),
     "gpt2": dict(n_ctx=32, gradient_checkpointing=False, layer_types=["full_attention"] * 3),
@@ -732,7 +837,8 @@ def test_tensors_that_do_not_match_the_config_are_listed(folder_of):
 @pytest.mark.parametrize(
     ("family", "key", "number"),
     [("llama3", "num_hidden_layers", 10**12), ("gemma3", "num_hidden_layers", 10**12)]
-    + [("gpt2", "n_layer", 10**12), ("gpt2", "n_embd", 2**61), ("gemma3", "head_dim", 2**63)],
+    + [("gpt2", "n_layer", 10**12), ("gpt2", "n_embd", 2**61), ("gemma3", "head_dim", 2**63)]
+    + [("mixtral", "num_local_experts", 10**12), ("olmoe", "num_experts", 2**61)],
 )
 def test_absurd_sizes_are_reported_before_anything_is_allocated(
     family, key, number, folder_of, tmp_path
@@ -1057,6 +1163,20 @@ def random_config(family, seed):
         return transformers.LlamaConfig(**common, attention_bias=biased, mlp_bias=biased)
     if family == "mistral":
         return transformers.MistralConfig(**common, sliding_window=pick(None, window))
+    if family in ("mixtral", "qwen3_moe", "olmoe"):
+        experts = int(pick(3, 4, 7))
+        common |= dict(num_experts_per_tok=int(rng.integers(1, experts + 1)))
+        names = ("num_local_experts", "num_experts")
+        common |= {names[family != "mixtral"]: experts}
+    if family == "mixtral":
+        return transformers.MixtralConfig(**common, sliding_window=pick(None, window))
+    if family == "qwen3_moe":
+        common |= dict(norm_topk_prob=bool(pick(0, 1)), moe_intermediate_size=int(pick(5, 12)))
+        local = dict(use_sliding_window=True, sliding_window=window)
+        return transformers.Qwen3MoeConfig(**common, **pick({}, local))
+    if family == "olmoe":
+        del common["head_dim"]
+        return transformers.OlmoeConfig(**common, norm_topk_prob=bool(pick(0, 1)))
     if family in ("qwen2", "qwen3"):
         local = dict(use_sliding_window=True, sliding_window=window, layer_types=types)
         make = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[family]
@@ -1074,7 +1194,9 @@ def random_config(family, seed):
 @slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    "family", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
+    "family",
+    ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
+    + ["mixtral", "qwen3_moe", "olmoe"],
 )
 def test_random_models_round_trip_with_transformers(family, seed, tmp_path):
     """Logits stay the same after an import, and after an export loaded by transformers."""

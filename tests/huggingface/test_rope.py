@@ -72,9 +72,9 @@ def test_dynamic_rope_depends_on_the_length_of_a_packed_row_and_not_on_its_docum
     np.testing.assert_allclose(packed[:, :8], first, rtol=0, atol=ATOL)
 
 
-def test_generation_with_dynamic_rope_has_the_logits_of_transformers():
-    golden = np.load(HERE / "dynamic" / "logits.npz")
-    model, params = load(HERE / "dynamic")
+def assert_same_generation(folder, model, params):
+    """Compares the logits of each step of generation with a cache with those of transformers."""
+    golden = np.load(folder / "logits.npz")
     prompt, generated = golden["tokens"][:, :10], golden["generated"]
     num_rows, num_steps = generated.shape
     cache = model.empty_cache(num_rows, 10 + num_steps, jnp.float32)
@@ -102,3 +102,7 @@ def test_generation_with_dynamic_rope_has_the_logits_of_transformers():
             actual, cache = call(tokens.astype(np.int32), jnp.int32(start), cache)
             np.testing.assert_allclose(actual, expected, rtol=0, atol=ATOL)
             start += tokens.shape[1]
+
+
+def test_generation_with_dynamic_rope_has_the_logits_of_transformers():
+    assert_same_generation(HERE / "dynamic", *load(HERE / "dynamic"))

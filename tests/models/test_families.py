@@ -21,6 +21,12 @@ FAMILIES = {
     "mistral": dict(attention="l", window=7, head_dim=6),
     "qwen 2": dict(qkv_bias=True, tie_embeddings=True),
     "qwen 3": dict(qk_norm=True, head_dim=16),
+    "olmoe": dict(
+        **dict(qk_norm=True, qk_norm_heads="all", num_kv_heads=2, num_experts=5),
+        **dict(experts_per_token=2, router="softmax"),
+    ),
+    "all heads, layer norm": dict(qk_norm=True, qk_norm_heads="all", norm="layer", bias=True),
+    "all heads, rms_1p": dict(qk_norm=True, qk_norm_heads="all", norm="rms_1p", head_dim=6),
     "qwen 3, yarn": dict(
         **dict(qk_norm=True, head_dim=16, rope_scaling=("yarn", 4.0, 8.0, 1.0, 64, 0.0, True))
     ),
@@ -122,7 +128,8 @@ def test_flops_of_local_layers_count_only_their_window():
 @pytest.mark.parametrize(
     ("name", "millions"),
     [("gpt2", 124.4), ("llama2", 6738.4), ("llama3", 8030.3), ("mistral", 7241.7)]
-    + [("qwen2", 494.0), ("qwen3", 596.0), ("gemma2", 2614.3), ("gemma3", 999.9)],
+    + [("qwen2", 494.0), ("qwen3", 596.0), ("gemma2", 2614.3), ("gemma3", 999.9)]
+    + [("mixtral", 46702.8), ("qwen3_moe", 30532.1), ("olmoe", 6919.2)],
 )
 def test_a_config_has_the_parameter_count_of_its_model(name, millions):
     c = importlib.import_module(f"configs.{name}").get_config().model.to_dict()

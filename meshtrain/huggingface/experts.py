@@ -1,0 +1,74 @@
+"""Mixtures of experts: the keys of config.json, tensors of all experts, and what no file of transformers has."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtrain.huggingface import families, files
+from meshtrain.huggingface.families import Family
+from meshtrain.models import mixture
+
+Config = dict[str, Any]  # a config.json
+Section = dict[str, Any]  # the `model` section of a config
+LOSS_WEIGHT = "router_aux_loss_coef"
+NORMALIZED = (
+    "norm_topk_prob"  # whether the weights of the experts of a token are divided by their sum
+)
+
+
+def faults(config: Config) -> list[str]:
+    """Returns an error for each key that is invalid, besides those in Family.keys."""
+    weight = config[LOSS_WEIGHT]
+    if families.is_number(weight) and weight >= 0:
+        return []
+    return [f"{LOSS_WEIGHT}={weight!r}: is not a number of at least 0"]
+
+
+def to_section(config: Config, family: Family) -> Section:
+    """Returns the keys of a section that are not in Family.keys.
+
+    The balance loss, which does not change the logits, is that of this package, with the weight in config.json.
+    """
+    section = {"balance": "batch", "balance_weight": float(config[LOSS_WEIGHT])}
+    if NORMALIZED in family.defaults:
+        section["router"] = "topk_softmax" if config[NORMALIZED] else "softmax"
+    return section
+
+
+def to_config(s: Section, family: Family) -> Config:
+    """Returns the keys of a config.json."""
+    config = {family.keys.get("d_expert", family.keys["d_ff"]): s["d_expert"] or s["d_ff"]}
+    config[LOSS_WEIGHT] = 0.0 if s["balance"] in ("none", "bias") else s["balance_weight"]
+    if NORMALIZED in family.defaults:
+        config[NORMALIZED] = s["router"] == "topk_softmax"
+    return config
+
+
+def unfuse(name: str, tensor: files.Tensor, family: Family) -> dict[str, files.Tensor]:
+    """Returns the tensors that one of all experts holds, one after the other in its bytes; or the tensor itself."""
+    end = next((end for end in family.fused if name.endswith(f".{end}")), None)
+    if end is None:
+        return {name: tensor}
+    parts, shape = family.fused[end], tensor.shape
+    stem = name.removesuffix(end)
+    if "*" not in parts[0]:
+        return {stem + parts[0]: tensor}
+    if len(shape) != 3 or not math.prod(shape) or shape[1] % len(parts):
+        return {name: tensor}
+    found = {}
+    for number, of_expert in enumerate(tensor.split(shape[0])):
+        matrix = dataclasses.replace(of_expert, shape=shape[1:])
+        split = zip(parts, matrix.split(len(parts)), strict=True)
+        found |= {stem + part.replace("*", str(number)): one for part, one in split}
+    return found
+
+
+def initial_measured(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns what a layer has measured before the first step, for all layers."""
+    num_experts = leaf.shape[-1] if leaf.ndim == 2 else 1
+    value = np.asarray(getattr(mixture.Measured(num_experts), name)[...], leaf.dtype)
+    values = np.broadcast_to(value, leaf.shape)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
