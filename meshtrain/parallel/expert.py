@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from meshtrain.parallel import sharding
 
-# B batch, S sequence, E experts, k experts per token; e shards of the experts, g groups along the batch, c along the
-# sequence, T tokens of a group, n experts of a shard
+# B batch, S sequence, E experts, k experts per token; e shards of the experts, g groups along batch and sequence,
+# T tokens of a group, n experts of a shard
 
 Axes = tuple[str, ...]
 
@@ -33,6 +33,11 @@ class Layout(NamedTuple):
     @property
     def experts(self) -> Axes:
         return (*self.gathered, *self.others)
+
+    @property
+    def outside(self) -> Axes:
+        """The mesh axes along which groups differ."""
+        return (*self.groups, *self.sequence)
 
     @property
     def num_shards(self) -> int:
@@ -67,15 +72,13 @@ def run_experts(
     """
     (B, S), E = x_BSD.shape[:2], len(kernels[0])
     where = layout(B, S, E)
-    num_groups, num_parts, *_ = where.sizes
-    e = where.num_shards
+    e, g = where.num_shards, where.sizes[0] * where.sizes[1]
     stacked = [_stack(where, one) for one in kernels]
     firsts = jnp.arange(e) * (E // e)
     x, weights = (_spread(where, (B, S), one) for one in (x_BSD, weights_BSk))
     args = x, _split(where, experts_BSk), weights, firsts
-    # Mapped over shards of experts, groups along the batch, and along the sequence.
-    run = _over(feed_forward, num_parts, where.sequence, (0, 0, 0, None, None))
-    run = _over(run, num_groups, where.groups, (0, 0, 0, None, None))
+    # Mapped over shards of experts, and over groups: as one dim, so that gradients of experts are summed at once.
+    run = _over(feed_forward, g, where.outside, (0, 0, 0, None, None))
     run = _over(run, e, where.experts, (0, None, 0, 0, 0))
     return _collect(where, (B, S), run(*args, tuple(stacked)))
 
@@ -110,30 +113,31 @@ def _over(function: Callable, size: int, axes: Axes, in_axes: tuple) -> Callable
 
 
 def _split(where: Layout, x_BS: jax.Array) -> jax.Array:
-    """Returns x (B, S, ...) as the tokens of each group, gathered within it: (g, c, T, ...)."""
+    """Returns x (B, S, ...) as the tokens of each group, gathered within it: (g, T, ...)."""
     num_groups, num_parts, *_ = where.sizes
     (B, S), rest = x_BS.shape[:2], x_BS.shape[2:]
     x = x_BS.reshape(num_groups, B // num_groups, num_parts, S // num_parts, *rest)
     x = sharding.shard_over(x, where.groups, (), where.sequence)
-    return jnp.moveaxis(x, 2, 1).reshape(num_groups, num_parts, -1, *rest)
+    x = jnp.moveaxis(x, 2, 1).reshape(num_groups * num_parts, -1, *rest)
+    return sharding.shard_over(x, where.outside)
 
 
 # The gradients of these two are each other. What XLA derives would all-reduce the gradients of all tokens of a group.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _spread(where: Layout, shape: tuple[int, int], x_BS: jax.Array) -> jax.Array:
-    """Returns `_split(x)` for each shard of the experts: (e, g, c, T, ...)."""
+    """Returns `_split(x)` for each shard of the experts: (e, g, T, ...)."""
     x = _split(where, x_BS)[None]
     x = jnp.broadcast_to(x, (where.num_shards, *x.shape[1:]))
-    return sharding.shard_over(x, where.experts, where.groups, where.sequence)
+    return sharding.shard_over(x, where.experts, where.outside)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _collect(where: Layout, shape: tuple[int, int], y: jax.Array) -> jax.Array:
-    """Returns the sum over the shards of the experts: (e, g, c, T, ...) -> (B, S, ...)."""
-    (B, S), rest = shape, y.shape[4:]
+    """Returns the sum over the shards of the experts: (e, g, T, ...) -> (B, S, ...)."""
+    (B, S), rest = shape, y.shape[3:]
     num_groups, num_parts, num_gathered, num_others = where.sizes
     lead = (num_gathered, num_others, num_groups, num_parts)
-    y = sharding.shard_over(y, where.experts, where.groups, where.sequence)
+    y = sharding.shard_over(y, where.experts, where.outside)
     y = y.reshape(*lead, num_gathered, -1, S // num_parts, *rest)
     sharded = (where.others, where.groups, where.sequence)
     y = sharding.shard_over(y, where.gathered, *sharded)

@@ -68,6 +68,12 @@ def test_gradients_of_experts_are_summed_over_data_alone():
     assert result.unsent_bytes == unsent
 
 
+def test_gradients_of_experts_are_summed_over_fsdp_and_context_at_once():
+    result = audited({"expert": 2, "context": 2, "fsdp": 2})
+    assert result.total("fsdp", "context").ratio < 1.01
+    assert result.total("fsdp").bytes == 0
+
+
 @pytest.mark.parametrize("keep", ["inputs", "residuals"])
 def test_a_pipeline_of_experts_is_explained(keep):
     mesh = {"expert": 2, "pipeline": 2, "fsdp": 2}
