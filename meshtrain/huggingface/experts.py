@@ -41,7 +41,8 @@ def to_section(config: Config, family: Family) -> Section:
 def to_config(s: Section, family: Family) -> Config:
     """Returns the keys of a config.json."""
     config = {family.keys.get("d_expert", family.keys["d_ff"]): s["d_expert"] or s["d_ff"]}
-    config[LOSS_WEIGHT] = 0.0 if s["balance"] in ("none", "bias") else s["balance_weight"]
+    has_loss = s["balance"] in ("batch", "sequence")
+    config[LOSS_WEIGHT] = float(s["balance_weight"]) if has_loss else 0.0
     if NORMALIZED in family.defaults:
         config[NORMALIZED] = s["router"] == "topk_softmax"
     return config

@@ -1214,7 +1214,10 @@ def test_random_models_round_trip_with_transformers(family, seed, tmp_path):
     run(tmp_path / "original", tmp_path / "run")
     run(tmp_path / "run", tmp_path / "back", "--max_shard_gb=2e-5")
     exported, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "back", attn_implementation="eager", output_loading_info=True
+        tmp_path / "back",
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
     )
     assert not any(loading_info.values()) and type(exported) is type(model)
     with torch.no_grad():
