@@ -24,15 +24,16 @@ SETTINGS = {
     "capacity": dict(capacity_factor=1.0, mlp="gelu"),
 }
 # Each setting on two meshes; `verify` combines them further.
+slow = pytest.mark.slow
 CASES = [
-    ("loss of the batch", {"expert": 8}),
+    pytest.param("loss of the batch", {"expert": 8}, marks=slow),
     ("loss of the batch", {"pipeline": 2, "expert": 2, "fsdp": 2}),
     ("loss of a sequence", {"expert": 2, "context": 2, "tensor": 2}),
-    ("loss of a sequence", {"data": 2, "fsdp": 2, "expert": 2}),
-    ("bias and groups", {"pipeline": 2, "expert": 2, "tensor": 2}),
+    pytest.param("loss of a sequence", {"data": 2, "fsdp": 2, "expert": 2}, marks=slow),
+    pytest.param("bias and groups", {"pipeline": 2, "expert": 2, "tensor": 2}, marks=slow),
     ("bias and groups", {"expert": 2, "tensor": 4}),
     ("capacity", {"expert": 2, "context": 4}),
-    ("capacity", {"data": 2, "tensor": 4}),
+    pytest.param("capacity", {"data": 2, "tensor": 4}, marks=slow),
 ]
 
 
@@ -128,6 +129,7 @@ def test_a_step_without_weight_measures_nothing():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(measured_of(state)), before)
 
 
+@slow
 def test_a_run_resumes_on_another_mesh_with_what_it_measured(tmp_path):
     def settings(steps, **mesh):
         c = mixture(balance="bias")
