@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config.bind import has_type
-from meshtrain.config.schema import AXES, BATCH_AXES, BuildConfig, Config, MeshConfig, TrainConfig
+from meshtrain.config.schema import AXES, BuildConfig, Config, MeshConfig, TrainConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
+BATCH_AXES = ("data", "fsdp", "expert")  # shard the rows of the batch
 # What a run itself writes and removes in its workdir.
 RUN_FOLDERS = ("checkpoints", "tokenizer", "config_history", "logs")
 

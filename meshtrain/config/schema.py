@@ -16,7 +16,6 @@ from meshtrain.parallel.pipeline.schedules import SCHEDULES
 
 # From the slowest links to the fastest: neighbours along `tensor` exchange the most data.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-BATCH_AXES = ("data", "fsdp", "expert")  # shard the rows of the batch
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # compute dtypes
 STORED_DTYPES = ("float32", "bfloat16", "float64")  # float16 would lose most updates
 REMAT = ("none", "full", "dots", "names:NAME,NAME")

@@ -108,9 +108,10 @@ def unpack_documents(
 def violations(model: Model, params: Params, batch: Batch, vocab_size: int | None) -> list[str]:
     """Returns a line for each law of language models that `model` violates.
 
-    The loss of a mixture of experts is its cross-entropy. Weights: the loss is additive in the token weights. Causality (only for models with `logits`): later
+    Weights: the loss is additive in the token weights. Causality (only for models with `logits`): later
     tokens do not change earlier losses. Cross-entropy (also needs a `vocab_size`): the loss is
-    -log softmax(logits)[target] over the vocabulary without padding.
+    -log softmax(logits)[target] over the vocabulary without padding. In a mixture of experts the loss is
+    its cross-entropy.
     """
     position_S = np.arange(batch.tokens.shape[1])
     is_early_S = position_S < position_S.size // 2

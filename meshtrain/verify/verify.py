@@ -11,8 +11,9 @@ import jax
 from meshtrain import console
 from meshtrain import state as states
 from meshtrain.config.build import Parts, build_model, optimizer_builder
+from meshtrain.config.checks import BATCH_AXES
 from meshtrain.config.parse import parse
-from meshtrain.config.schema import AXES, BATCH_AXES
+from meshtrain.config.schema import AXES
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError, choice_faults
