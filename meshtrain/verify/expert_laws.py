@@ -62,6 +62,20 @@ def unweighted(section: Mapping[str, Any], batch: Batch) -> str | None:
     return _difference(changed, plain, "with other tokens of weight 0")
 
 
+def balanced(section: Mapping[str, Any], batch: Batch) -> str | None:
+    """Law: a step replaces what was measured, and moves each bias by a fixed step towards an equal load."""
+    section = {**section, "balance": "bias", "balance_weight": 0.25}
+    model, params = _start(section)
+    random, E = np.random.default_rng(2), section["num_experts"]
+    means = jax.tree.map(lambda leaf: random.random(leaf.shape) / E, params)
+    updated, _ = model.measure(params, means)
+    was, mean, now = (tree["layers"]["mlp"]["measured"] for tree in (params, means, updated))
+    expected = {name: mean[name] for name in ("load", "score", "log_z", "dropped")}
+    too_little = mean["load"] * E < 1
+    expected["bias"] = was["bias"] + np.where(too_little, 0.25, -0.25)
+    return _difference(dict(now), expected, "after a step")
+
+
 def reorder(params: Params, order: np.ndarray) -> Params:
     """Returns the parameters with expert number order[e] as number e."""
     mlp = dict(params["layers"]["mlp"])
@@ -113,4 +127,5 @@ LAWS: dict[str, Callable[[Mapping[str, Any], Batch], str | None]] = {
     "permuted experts": permuted,
     "identical experts": identical,
     "tokens of weight 0": unweighted,
+    "balanced experts": balanced,
 }
