@@ -97,6 +97,12 @@ def test_a_folder_imports_only_from_lower_layers(file):
         assert LAYERS.index(imported_layer) <= LAYERS.index(layer), f"{file} imports {imported}"
 
 
+def test_no_two_test_files_have_the_same_name():
+    """pytest imports a test file by its name alone, so it could not collect the second one."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted({*names})
+
+
 def test_no_chain_of_imports_is_longer_than_eight():
     """Counts only imports at the top of a module; an import within a function runs when it is used."""
     graph = {}
