@@ -34,8 +34,14 @@ def step(number, phase="step"):
     if page[FIELDS.index("first_step")] < 0: put("first_step", number)
     put("current_step", number)
 def attempt():
-    name = f"{folder}/attempts-{rank}"
-    with open(name, "a") as file: file.write("x")
+    # Writes how many processes the run has, and waits until all of this host have started: a process that fails
+    # at once must not end the attempt before the others are part of it. Returns the number of the attempt.
+    name, env = f"{folder}/attempts-{rank}", os.environ
+    with open(name, "a") as file: file.write(env["JAX_NUM_PROCESSES"])
+    local = range(int(env["LOCAL_WORLD_SIZE"]))
+    started = [f"{folder}/{env['JAX_COORDINATOR_ADDRESS']}-{i}" for i in local]
+    open(started[int(env["LOCAL_RANK"])], "w").close()
+    while not all(map(os.path.exists, started)): time.sleep(0.01)
     return os.path.getsize(name)
 def stop_requested(): return page[FIELDS.index("stop_requested")] > 0
 def run_steps(seconds=30):
@@ -256,7 +262,6 @@ def test_fewer_processes_continue_until_all_can_restart(supervise, tmp_path):
     code, output = supervise(
         """
 count = int(os.environ["JAX_NUM_PROCESSES"])
-with open(f"{folder}/counts", "a") as file: file.write(str(count) if rank == 0 else "")
 if number == 2 and count == 3 and rank == 1: sys.exit(1)
 if count == 2: time.sleep(0.2); sys.exit(2)
 step(number); step(number + 1)
@@ -268,7 +273,7 @@ time.sleep(0.6)
         max_restarts=9,
     )
     assert code == 0, output
-    assert (tmp_path / "counts").read_text() == "33213"
+    assert (tmp_path / "attempts-0").read_text() == "33213"
 
 
 def test_processes_are_left_out_until_an_attempt_works(supervise, tmp_path):
@@ -324,9 +329,9 @@ def test_a_host_that_is_asked_to_stop_exits_with_the_code_of_its_processes(
 
 def test_goodput_is_recorded(supervise, tmp_path):
     code, output = supervise("""
-step(0); time.sleep(0.3); step(10)
-if number == 1: time.sleep(0.2); os.kill(os.getpid(), 9)
-put("first_step", 4); time.sleep(0.3)
+step(0); time.sleep(1.0); step(10)
+if number == 1: time.sleep(0.5); os.kill(os.getpid(), 9)
+put("first_step", 4); time.sleep(1.0)
 """)
     assert code == 0
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
