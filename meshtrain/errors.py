@@ -95,7 +95,7 @@ def seed_faults(key: str, seed: int) -> list[str]:
     return [f"{key}={seed}: use a number below 2^32"]
 
 
-def nearest_multiples(value: int, step: int) -> str:
-    """Returns the positive multiples of `step` below and above `value`, as text: '24 or 32'."""
+def nearest_multiples(value: int, step: int, more: int = 0) -> str:
+    """Returns the positive multiples of `step` below and above `value`, each plus `more`, as text: '24 or 32'."""
     down, up = value // step * step, (value // step + 1) * step
-    return f"{down} or {up}" if down > 0 else f"{max(up, step)}"
+    return f"{down + more} or {up + more}" if down > 0 else f"{max(up, step) + more}"

@@ -84,9 +84,10 @@ def model_faults(cfg: Config) -> list[str]:
     options = cfg.model.options
     faults = tensor_faults(options, max(1, cfg.mesh.tensor))
     faults += expert_faults(options, cfg.mesh.expert)
-    layers = options.get("num_layers")
-    if cfg.mesh.pipeline > 1 and has_type(layers, int):
-        faults += layer_faults(layers, cfg.mesh.pipeline, cfg.pipeline.num_chunks)
+    layers, first = options.get("num_layers"), options.get("first_dense_layers", 0)
+    if cfg.mesh.pipeline > 1 and has_type(layers, int) and has_type(first, int):
+        sizes = cfg.mesh.pipeline, cfg.pipeline.num_chunks
+        faults += layer_faults(layers - first, *sizes, num_first=first)
     return faults
 
 
@@ -118,14 +119,20 @@ def expert_faults(model: Mapping[str, Any], expert: int) -> list[str]:
     ]
 
 
-def layer_faults(num_layers: int, num_stages: int, num_chunks: int) -> list[str]:
-    """Returns a fault if chunks would differ in length: all stages would wait for the longest one."""
+def layer_faults(
+    num_layers: int, num_stages: int, num_chunks: int, *, num_first: int = 0
+) -> list[str]:
+    """Returns a fault if chunks would differ in length: all stages would wait for the longest one.
+
+    `num_layers` does not include the `num_first` layers before the stack, which belong to no stage.
+    """
     pieces = num_stages * num_chunks
     if num_layers % pieces == 0:
         return []
+    less = f", less model.first_dense_layers={num_first}," if num_first else ""
     return [
-        f"model.num_layers={num_layers} is not divisible by mesh.pipeline={num_stages} x "
-        f"pipeline.num_chunks={num_chunks}; use {nearest_multiples(num_layers, pieces)}"
+        f"model.num_layers={num_first + num_layers}{less} is not divisible by mesh.pipeline={num_stages} x "
+        f"pipeline.num_chunks={num_chunks}; use {nearest_multiples(num_layers, pieces, num_first)}"
     ]
 
 

@@ -110,12 +110,12 @@ def get_config() -> ConfigDict:
     # its values, such as ("linear", FACTOR); meshtrain/models/rope.py documents them
     model.rope_scaling = ()
     model.mlp = "swiglu"  # feed-forward layer: "swiglu", "gelu" or "geglu"
-    # number of routed experts in each feed-forward layer, of which a token uses model.experts_per_token; 0: one
-    # feed-forward layer for all tokens
+    # routed experts of a layer, of which a token uses model.experts_per_token; 0: one feed-forward layer for all tokens
     model.num_experts = 0
     model.experts_per_token = 2  # routed experts that a token uses
     model.d_expert = 0  # width of the feed-forward of an expert; 0: d_ff
     model.num_shared_experts = 0  # experts that all tokens use, in addition
+    model.first_dense_layers = 0  # layers at the start without experts, of width d_ff
     # weights of the experts: "topk_softmax", softmax over the chosen ones (Mixtral); "softmax", over all experts;
     # "sigmoid", sigmoids, divided by the sum of the chosen ones (DeepSeek-V3)
     model.router = "topk_softmax"

@@ -20,6 +20,7 @@ SECTION_DEFAULTS = {
     "experts_per_token": 2,
     "d_expert": 0,
     "num_shared_experts": 0,
+    "first_dense_layers": 0,
     "router": "topk_softmax",
     "router_scale": 1.0,
     "expert_groups": (),

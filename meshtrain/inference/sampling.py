@@ -148,7 +148,7 @@ def _decode(
     """
     B, S = tokens.shape
     tokens = sharding.constrain(tokens, "batch", "seq")
-    cache = model.empty_cache(B, size, dtype) if cache is None else cache
+    of_embed, cache = model.empty_cache(B, size, dtype) if cache is None else cache
     slot_BS = jnp.broadcast_to(start + jnp.arange(S)[None], (B, S))
     batch = Batch(
         tokens,
@@ -164,11 +164,11 @@ def _decode(
         layer, cache = layer_and_cache
         return model.cached_block(layer, x, batch, cache, past)
 
-    x = model.embed(params, batch)
+    x, of_embed = model.cached_embed(params, batch, of_embed, past)
     x, cache = jax.lax.scan(block, x, (model.stack(params["layers"]), cache))
     last = jax.tree.map(lambda leaf: leaf[:, -1:], x)
     logits_BV = model.logits(params, last)[:, 0]
-    return sampling.draw(logits_BV, number), cache
+    return sampling.draw(logits_BV, number), (of_embed, cache)
 
 
 def _window(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:

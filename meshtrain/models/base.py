@@ -49,8 +49,10 @@ class Model:
     head: Callable[[Params, Any, Any], Metrics] | None = None  # (params, x, batch) -> sums
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
     logits: Callable[[Params, Any], jax.Array] | None = None  # (params, x) -> logits
-    # Generation with a key/value cache: (rows, length, dtype) -> cache with a leading `layers` dim.
-    empty_cache: Callable[[int, int, Any], Any] | None = None
+    # Generation with a key/value cache: (rows, length, dtype) -> (cache of embed, cache with a leading `layers` dim).
+    empty_cache: Callable[[int, int, Any], tuple[Any, Any]] | None = None
+    # (params, batch, cache of embed, past) -> (x, updated cache)
+    cached_embed: Callable[[Params, Any, Any, Past], tuple[Any, Any]] | None = None
     # (layer, x, batch, cache of the layer, past) -> (x, updated cache)
     cached_block: Callable[[Params, Any, Any, Any, Past], tuple[Any, Any]] | None = None
     # names that the blocks mark with `checkpoint_name`, for train.remat="names:..."; (): unknown

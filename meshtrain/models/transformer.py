@@ -2,11 +2,13 @@
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from meshtrain.data.source import Batch
@@ -26,7 +28,10 @@ from meshtrain.ops.attention import (
 )
 from meshtrain.ops.losses import chunked_cross_entropy
 from meshtrain.parallel import context
+from meshtrain.parallel.remat import rematerialised
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
+
+FIRST = "first_layers"  # the parameters of the layers before the stack, by number
 
 # B batch, S sequence, T positions of the cache, D model, H heads, G key/value heads, K head dim,
 # V padded vocabulary
@@ -154,56 +159,104 @@ def positions_of(batch: Batch) -> jax.Array:
     return context.positions(batch.tokens.shape[1])[None, :]
 
 
+class Decoder:
+    """The functions of a `Model`: embedding and head, the stack of blocks, and layers of another kind before it.
+
+    Only the stack is split into pipeline stages. The first layers, without experts, belong to the embedding.
+    """
+
+    def __init__(self, c: TransformerConfig):
+        self.c = c
+        self.outer = base.functional(lambda rngs: EmbeddingAndHead(c, rngs))
+        self.dense = base.functional(lambda rngs: Block(c, rngs, MLP(c, rngs, c.d_ff)))
+        self.block = self.dense
+        if c.num_experts:
+            self.block = base.functional(lambda rngs: Block(c, rngs, mixture.Mixture(c, rngs)))
+        self.num_first = c.first_dense_layers
+        self.is_local_first, self.is_local = np.split(c.is_local, [self.num_first])
+        # `is_local` is static if all layers are of one kind; otherwise it is a constant per layer.
+        self.mixed = bool(self.is_local.any() and not self.is_local.all())
+        self.init_layers, layer_axes = base.stack(self.block, len(self.is_local))
+        self.axes = {**self.outer.axes, "layers": layer_axes}
+        if self.num_first:
+            self.axes[FIRST] = {str(n): self.dense.axes for n in range(self.num_first)}
+
+    def init(self, key: jax.Array) -> base.Params:
+        outer_key, layers_key = jax.random.split(key)
+        params = {**self.outer.init(outer_key), "layers": self.init_layers(layers_key)}
+        if self.num_first:
+            keys = [jax.random.fold_in(outer_key, n) for n in range(self.num_first)]
+            params[FIRST] = {str(n): self.dense.init(key) for n, key in enumerate(keys)}
+        return params
+
+    def embed(self, params: base.Params, batch: Batch) -> Any:
+        x = self.outer.bind(params).embed(batch)
+        for number in range(self.num_first):
+
+            def run(layer, x, number=number):
+                return self._run_first(number, layer, x, batch, self._attend_within(batch))
+
+            # A few layers: to compute them again costs little, whatever train.remat is.
+            x = rematerialised(run, "full")(params[FIRST][str(number)], x)
+        return x
+
+    def cached_embed(self, params: base.Params, batch: Batch, caches: Any, past: base.Past):
+        """`caches` are those of the first layers, one by one."""
+        x, updated = self.outer.bind(params).embed(batch), []
+        for number, cache in enumerate(caches):
+            attend = CachedAttention(self.c.attention_impl, cache, batch, past)
+            layer = params[FIRST][str(number)]
+            x = self._run_first(number, layer, x, batch, attend, past.start)
+            updated.append(attend.cache)
+        return x, updated
+
+    def run_block(self, layer: base.Params, x: Any, batch: Batch) -> Any:
+        return self._run(layer, x, batch, self._attend_within(batch))
+
+    def cached_block(self, layer: base.Params, x: Any, batch: Batch, cache: Any, past: base.Past):
+        """`cache` holds the keys and the values of this layer, each (B, T, G, K)."""
+        attend = CachedAttention(self.c.attention_impl, cache, batch, past)
+        return self._run(layer, x, batch, attend, past.start), attend.cache
+
+    def empty_cache(self, rows: int, length: int, dtype: Any) -> tuple[Any, Any]:
+        def zeros(*lead):
+            shape = *lead, rows, length, self.c.num_kv_heads, self.c.head_size
+            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+        return [zeros() for _ in range(self.num_first)], zeros(len(self.is_local))
+
+    def _attend_within(self, batch: Batch) -> Callable:
+        options = dict(segments_BS=batch.segments, implementation=self.c.attention_impl)
+        return partial(attention, **options)
+
+    def _run(self, layer, x, batch, attend, start=0):
+        x_BSD, loss_BS = x if self.c.num_experts else (x, None)
+        local = layer["is_local"] if self.mixed else bool(self.is_local.all())
+        where = positions_of(batch), start + x_BSD.shape[1], local
+        x_BSD, new_BS = self.block.bind(layer)(x_BSD, *where, attend, batch)
+        return (x_BSD, loss_BS + new_BS) if self.c.num_experts else x_BSD
+
+    def _run_first(self, number, layer, x, batch, attend, start=0):
+        x_BSD, loss_BS = x
+        where = positions_of(batch), start + x_BSD.shape[1], bool(self.is_local_first[number])
+        return self.dense.bind(layer)(x_BSD, *where, attend, batch)[0], loss_BS
+
+
 def build(**config) -> base.Model:
     """Returns the model of a `model` section; raises ConfigError if its values are invalid."""
     c = TransformerConfig(**config)
-    outer = base.functional(lambda rngs: EmbeddingAndHead(c, rngs))
-
-    def build_block(rngs):
-        mlp = mixture.Mixture(c, rngs) if c.num_experts else MLP(c, rngs, c.d_ff)
-        return Block(c, rngs, mlp)
-
-    block = base.functional(build_block)
-    init_layers, layer_axes = base.stack(block, c.num_layers)
-
-    # `is_local` is static if all layers are of one kind; otherwise it is a constant per layer.
-    is_local_layers = c.is_local
-    mixed = bool(is_local_layers.any() and not is_local_layers.all())
-
-    def run_block(layer, x, batch, attend, start=0):
-        x_BSD, loss_BS = x if c.num_experts else (x, None)
-        local = layer["is_local"] if mixed else bool(is_local_layers.all())
-        where = positions_of(batch), start + x_BSD.shape[1], local
-        x_BSD, new_BS = block.bind(layer)(x_BSD, *where, attend, batch)
-        return (x_BSD, loss_BS + new_BS) if c.num_experts else x_BSD
-
-    def uncached_block(layer, x, batch):
-        options = dict(segments_BS=batch.segments, implementation=c.attention_impl)
-        return run_block(layer, x, batch, partial(attention, **options))
-
-    def cached_block(layer, x, batch, cache, past):
-        """`cache` holds the keys and the values of this layer, each (B, T, G, K)."""
-        attend = CachedAttention(c.attention_impl, cache, batch, past)
-        return run_block(layer, x, batch, attend, past.start), attend.cache
-
-    def empty_cache(rows, length, dtype):
-        shape = (c.num_layers, rows, length, c.num_kv_heads, c.head_size)
-        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-
-    def init(key):
-        outer_key, layers_key = jax.random.split(key)
-        return {**outer.init(outer_key), "layers": init_layers(layers_key)}
-
+    decoder = Decoder(c)
     return base.Model(
-        init=init,
-        axes={**outer.axes, "layers": layer_axes},
-        embed=lambda params, batch: outer.bind(params).embed(batch),
-        block=uncached_block,
-        head=lambda params, x, batch: outer.bind(params).loss(x, batch),
-        constants={"is_local": is_local_layers} if mixed else {},
-        empty_cache=empty_cache,
-        cached_block=cached_block,
-        logits=lambda params, x: outer.bind(params).logits(x),
+        init=decoder.init,
+        axes=decoder.axes,
+        embed=decoder.embed,
+        block=decoder.run_block,
+        head=lambda params, x, batch: decoder.outer.bind(params).loss(x, batch),
+        constants={"is_local": decoder.is_local} if decoder.mixed else {},
+        empty_cache=decoder.empty_cache,
+        cached_embed=decoder.cached_embed,
+        cached_block=decoder.cached_block,
+        logits=lambda params, x: decoder.outer.bind(params).logits(x),
         flops_per_token=lambda seq_len: flops_per_token(c, seq_len),
         attention=partial(describe_attention, c),
         saved_names=("attention", "mlp"),

@@ -35,6 +35,7 @@ class TransformerConfig:
     experts_per_token: int
     d_expert: int
     num_shared_experts: int
+    first_dense_layers: int
     router: str
     router_scale: float
     expert_groups: tuple
@@ -123,6 +124,7 @@ def _value_faults(c: TransformerConfig) -> list[str]:
     non_negative = ("z_loss", "head_dim", "window", "rope_theta_local", "query_scale")
     non_negative += ("attention_softcap", "logit_softcap", "loss_chunk_mib")
     non_negative += ("num_experts", "d_expert", "num_shared_experts", "capacity_factor")
+    non_negative += ("first_dense_layers",)
     non_negative += ("balance_weight", "router_z_loss")
     faults = []
     for key, names in choices.items():
@@ -181,9 +183,18 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
 
 def _expert_faults(c: TransformerConfig) -> list[str]:
     """Returns a fault for each combination of values of a mixture of experts that is invalid."""
+    if c.first_dense_layers and not c.num_experts:
+        return [
+            f"model.first_dense_layers={c.first_dense_layers}: without model.num_experts all layers are dense; use 0"
+        ]
     if not c.num_experts:
         return []
     faults = []
+    if c.first_dense_layers >= c.num_layers:
+        faults.append(
+            f"model.first_dense_layers={c.first_dense_layers}: leaves none of model.num_layers={c.num_layers} layers "
+            f"with experts; use fewer"
+        )
     if not 1 <= c.experts_per_token <= c.num_experts:
         faults.append(
             f"model.experts_per_token={c.experts_per_token}: use 1 to model.num_experts={c.num_experts}"
@@ -218,11 +229,12 @@ def flops_per_token(c: TransformerConfig, seq_len: int) -> float:
     halved for causality. In local layers the window replaces S.
     """
     projections = c.d_model * c.head_size * (2 * c.num_heads + 2 * c.num_kv_heads)
-    mlp = (3 if c.gated else 2) * c.d_model * c.d_ff
-    if c.num_experts:
-        active = c.experts_per_token + c.num_shared_experts
-        mlp = active * _expert_weights(c) + c.d_model * c.num_experts
-    weights = c.num_layers * (projections + mlp) + c.d_model * c.vocab_size
+    dense = (3 if c.gated else 2) * c.d_model * c.d_ff
+    active = c.experts_per_token + c.num_shared_experts
+    sparse = active * _expert_weights(c) + c.d_model * c.num_experts
+    num_sparse = c.num_layers - c.first_dense_layers if c.num_experts else 0
+    weights = c.num_layers * projections + c.d_model * c.vocab_size
+    weights += num_sparse * sparse + (c.num_layers - num_sparse) * dense
     visible = np.where(c.is_local, min(c.window, seq_len), seq_len).sum()
     return 6.0 * weights + 12.0 * c.num_heads * c.head_size * float(visible)
 
@@ -230,7 +242,7 @@ def flops_per_token(c: TransformerConfig, seq_len: int) -> float:
 def inactive_parameters(c: TransformerConfig) -> int:
     """Returns the number of weights of all routed experts that a token does not use."""
     unused = c.num_experts - c.experts_per_token if c.num_experts else 0
-    return c.num_layers * unused * _expert_weights(c)
+    return (c.num_layers - c.first_dense_layers) * unused * _expert_weights(c)
 
 
 def _expert_weights(c: TransformerConfig) -> int:

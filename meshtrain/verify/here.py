@@ -1,7 +1,6 @@
 """Verifies layouts in the dtype of the config, with the kernels of the devices that are there."""
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from meshtrain.verify import (
     precision_laws,
 )
 from meshtrain.verify.certificate import Certificate
-from meshtrain.verify.subject import Subject, shrink
+from meshtrain.verify.subject import Subject, set_num_layers, shrink
 
 HEAD_DIM = 64  # fused attention kernels need a multiple of 8
 SEQ_LEN = 64
@@ -103,8 +102,7 @@ def shrink_for_kernels(raw: dict[str, Any]) -> None:
     sizes = copy.deepcopy({**raw["model"], **raw["data"]})
     shrink(raw)
     model, data = raw["model"], raw["data"]
-    if "num_layers" in model:
-        model["num_layers"] = math.lcm(NUM_LAYERS, len(model.get("attention") or "g"))
+    set_num_layers(model, NUM_LAYERS)
     if {"num_heads", "d_model"} <= model.keys():
         head_dim = min(HEAD_DIM, sizes.get("head_dim") or sizes["d_model"] // sizes["num_heads"])
         model["d_model"] = min(sizes["d_model"], head_dim * model["num_heads"])

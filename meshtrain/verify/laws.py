@@ -62,7 +62,7 @@ def laws(subject: Subject, *, quick: bool = False) -> dict[str, Callable[[], lis
         for number, c in enumerate(chosen):
             add(f"transformer {number}", lambda c=c: decoder_of(c, _rows(batch(), 5)))
         if section["num_experts"]:
-            few = {**section, "num_layers": 2}
+            few = {**section, "num_layers": 2, "first_dense_layers": 0}
             for name in expert_laws.LAWS:
                 add(name, lambda name=name: expert_laws.LAWS[name](few, _rows(batch(), 5)))
     else:

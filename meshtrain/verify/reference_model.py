@@ -29,13 +29,19 @@ def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
     if c["positions"] == "learned":
         x_BSD = x_BSD + params["positions"]["embedding"][: batch.tokens.shape[1]][None]
     of_layers = 0.0
+    first = c["first_dense_layers"]
     for number in range(c["num_layers"]):
-        layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
+        is_sparse = c["num_experts"] and number >= first
+        if number < first:
+            layer = params["first_layers"][str(number)]
+        else:
+            index = number - first
+            layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
         local = c["attention"][number % len(c["attention"])] == "l"
         update = attention(_norm(x_BSD, layer["attention_norm"], c), layer["attention"], c, local)
         x_BSD += _norm(update, layer["attention_post_norm"], c) if c["post_norm"] else update
         normed_BSD = _norm(x_BSD, layer["mlp_norm"], c)
-        if c["num_experts"]:
+        if is_sparse:
             update, more = mixture(normed_BSD, layer["mlp"], c, batch, _mlp)
             of_layers += more
         else:
@@ -186,29 +192,41 @@ def _norm_of_all_heads(x_BSHK: jax.Array, p: Params, c: Section) -> jax.Array:
 
 def initial_stddevs(c: Section) -> dict[str, float]:
     """Returns the standard deviation of each parameter's initial values, by path, for a `model` section."""
+    layers = {"layers": _stddevs_of_layer(c, bool(c["num_experts"]))}
+    for number in range(c["first_dense_layers"]):
+        layers[f"first_layers/{number}"] = _stddevs_of_layer(c, False)
+    stddevs = {
+        f"{name}/{path}": one for name, found in layers.items() for path, one in found.items()
+    }
+    stddevs |= {"tokens/embedding": 0.02, "final_norm/scale": 0.0}
+    if c["bias"] and c["norm"] == "layer":
+        stddevs["final_norm/bias"] = 0.0
+    stddevs |= {"positions/embedding": 0.02} if c["positions"] == "learned" else {}
+    return stddevs if c["tie_embeddings"] else stddevs | {"output/kernel": c["d_model"] ** -0.5}
+
+
+def _stddevs_of_layer(c: Section, is_sparse: bool) -> dict[str, float]:
     from_residual, to_residual = c["d_model"] ** -0.5, (2 * c["num_layers"]) ** -0.5
     heads = c["num_heads"] * c["head_dim"] if c["head_dim"] else c["d_model"]
-    qkv = {f"layers/attention/{name}/kernel": from_residual for name in ("query", "key", "value")}
-    stddevs = {**qkv, "layers/attention/out/kernel": heads**-0.5 * to_residual}
-    if not c["num_experts"]:
-        stddevs["layers/mlp/up/kernel"] = from_residual
-        stddevs |= {"layers/mlp/gate/kernel": from_residual} if c["mlp"] != "gelu" else {}
-        stddevs["layers/mlp/down/kernel"] = c["d_ff"] ** -0.5 * to_residual
-    norms = ("layers/attention_norm", "layers/mlp_norm", "final_norm")
+    qkv = {f"attention/{name}/kernel": from_residual for name in ("query", "key", "value")}
+    stddevs = {**qkv, "attention/out/kernel": heads**-0.5 * to_residual}
+    if not is_sparse:
+        stddevs["mlp/up/kernel"] = from_residual
+        stddevs |= {"mlp/gate/kernel": from_residual} if c["mlp"] != "gelu" else {}
+        stddevs["mlp/down/kernel"] = c["d_ff"] ** -0.5 * to_residual
+    norms = ("attention_norm", "mlp_norm")
     if c["post_norm"]:
-        norms += ("layers/attention_post_norm", "layers/mlp_post_norm")
+        norms += ("attention_post_norm", "mlp_post_norm")
     biased = stddevs if c["bias"] else qkv if c["qkv_bias"] else {}
     stddevs |= {name.replace("kernel", "bias"): 0.0 for name in biased}
-    if c["num_experts"]:
+    if is_sparse:
         of_mixture = reference_mixture.initial_stddevs(c)
-        stddevs |= {f"layers/mlp/{name}": one for name, one in of_mixture.items()}
+        stddevs |= {f"mlp/{name}": one for name, one in of_mixture.items()}
     if c["bias"] and c["norm"] == "layer":
         stddevs |= {f"{name}/bias": 0.0 for name in norms}
     if c["qk_norm"]:
-        norms += ("layers/attention/query_norm", "layers/attention/key_norm")
-    stddevs |= {f"{name}/scale": 0.0 for name in norms} | {"tokens/embedding": 0.02}
-    stddevs |= {"positions/embedding": 0.02} if c["positions"] == "learned" else {}
-    return stddevs if c["tie_embeddings"] else stddevs | {"output/kernel": from_residual}
+        norms += ("attention/query_norm", "attention/key_norm")
+    return stddevs | {f"{name}/scale": 0.0 for name in norms}
 
 
 def adamw(params: dict, grads: list[dict], rates: list[float], c: Section) -> dict:

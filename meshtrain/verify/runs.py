@@ -76,7 +76,7 @@ def setup_of(subject: Any) -> Setup:
     raw["health"]["every"] = 0  # `run_laws.replicas` checks it
     model = subject.model
     if subject.name == raw["model"]["build"]:
-        small = {"num_layers": NUM_LAYERS, "z_loss": 1e-3}
+        small = {"num_layers": NUM_LAYERS, "first_dense_layers": 0, "z_loss": 1e-3}
         raw["model"].update({key: n for key, n in small.items() if key in raw["model"]})
         model = build_model(parse(raw))
     masks = subject.is_text

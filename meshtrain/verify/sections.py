@@ -30,10 +30,10 @@ def select(section: Mapping[str, Any]) -> list[dict[str, Any]]:
         next(row for row in rows if row["attention_impl"] == name) | hard | choices
         for name, choices in BLOCKS.items()
     ]
-    # One layer more than the pattern has, so that it repeats.
+    sections = [{**section, **row} for row in [{}, *first, *rows]]
+    # One layer more than the pattern has, so that it repeats, and the first ones.
     return [
-        {**section, **row, "num_layers": len(row.get("attention", section["attention"])) + 1}
-        for row in [{}, *first, *rows]
+        {**c, "num_layers": c["first_dense_layers"] + len(c["attention"]) + 1} for c in sections
     ]
 
 
@@ -94,13 +94,20 @@ def _experts(c: Mapping[str, Any]) -> list[Row]:
         shared = {"num_experts": 4, "experts_per_token": 2, "d_expert": 12, "expert_groups": ()}
     common = {"num_shared_experts": 0, "router_scale": 1.0, "capacity_factor": 0.0}
     common |= {"balance": "none", "balance_weight": 0.3, "router_z_loss": 0.0}
-    common |= {"router": "topk_softmax"}
+    common |= {"router": "topk_softmax", "first_dense_layers": 0}
     groups = (2, 1) if 2 * shared["experts_per_token"] <= shared["num_experts"] else ()
     groups = () if shared["num_experts"] % 2 else groups
     return [
         {**common, **shared, "num_experts": 0},
         {**common, **shared, "balance": "batch", "router_z_loss": 0.1},
-        {**common, **shared, "router": "softmax", "balance": "sequence", "num_shared_experts": 2},
+        {
+            **common,
+            **shared,
+            "router": "softmax",
+            "balance": "sequence",
+            "num_shared_experts": 2,
+            "first_dense_layers": 1,
+        },
         {**common, **shared, "router": "sigmoid", "router_scale": 2.5, "expert_groups": groups},
         {**common, **shared, "capacity_factor": 0.75, "expert_groups": groups},
     ]

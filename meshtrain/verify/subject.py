@@ -183,8 +183,7 @@ def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
             model["head_dim"] = min(model["head_dim"], 16)
     if model.get("num_experts"):
         shrink_experts(model)
-    if "num_layers" in model:
-        model["num_layers"] = math.lcm(num_layers, len(model.get("attention") or "g"))
+    set_num_layers(model, num_layers)
     small = {
         "d_ff": 64,
         "d_expert": 32,
@@ -195,6 +194,15 @@ def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
     }
     for section in (model, data):
         section.update({key: min(n, section[key]) for key, n in small.items() if key in section})
+
+
+def set_num_layers(model: dict[str, Any], num_layers: int) -> None:
+    """Gives the model `num_layers` layers alike, or more for a whole pattern, and at most one before them."""
+    if "num_layers" in model:
+        if model.get("first_dense_layers"):
+            model["first_dense_layers"] = 1
+        first = model.get("first_dense_layers", 0)
+        model["num_layers"] = first + math.lcm(num_layers, len(model.get("attention") or "g"))
 
 
 def shrink_experts(model: dict[str, Any]) -> None:

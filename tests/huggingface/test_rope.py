@@ -86,14 +86,15 @@ def assert_same_generation(folder, model, params):
         zeros = jnp.zeros(tokens.shape, jnp.int32)
         batch = Batch(tokens, tokens, jnp.ones(tokens.shape), positions, zeros)
 
-        def block(x_BSD, layer_and_cache):
-            return model.cached_block(
-                layer_and_cache[0], x_BSD, batch, layer_and_cache[1], Past(start, segments_BT)
-            )
+        past = Past(start, segments_BT)
 
-        x_BSD = model.embed(params, batch)
-        x_BSD, cache = jax.lax.scan(block, x_BSD, (model.stack(params["layers"]), cache))
-        return model.logits(params, x_BSD)[:, -1, :61], cache
+        def block(x_BSD, layer_and_cache):
+            layer, cache = layer_and_cache
+            return model.cached_block(layer, x_BSD, batch, cache, past)
+
+        x_BSD, of_embed = model.cached_embed(params, batch, cache[0], past)
+        x_BSD, cache = jax.lax.scan(block, x_BSD, (model.stack(params["layers"]), cache[1]))
+        return model.logits(params, x_BSD)[:, -1, :61], (of_embed, cache)
 
     calls = [prompt, *np.split(generated[:, :-1], num_steps - 1, axis=1)]
     start = 0

@@ -16,10 +16,18 @@ SKEW = 50.0  # of the bias of two experts: every token chooses them
 SETTINGS = {
     "loss of the batch": dict(balance="batch", balance_weight=0.5, router_z_loss=1e-2),
     "loss of a sequence": dict(
-        balance="sequence", balance_weight=0.5, router="sigmoid", num_shared_experts=1
+        balance="sequence",
+        balance_weight=0.5,
+        router="sigmoid",
+        num_shared_experts=1,
+        first_dense_layers=1,
     ),
     "bias and groups": dict(
-        balance="bias", balance_weight=1e-2, router="softmax", expert_groups=(4, 2)
+        balance="bias",
+        balance_weight=1e-2,
+        router="softmax",
+        expert_groups=(4, 2),
+        first_dense_layers=2,
     ),
     "capacity": dict(capacity_factor=1.0, mlp="gelu"),
 }
