@@ -91,14 +91,14 @@ def read(folder: Path, abstract_params: Params, section: Section) -> Params:
     process holds extra host memory only for its shards of one parameter. Raises ConfigError, before
     anything is allocated, if a file is damaged or a tensor does not match `section`.
     """
-    checked = check(folder, abstract_params, section)
+    checked, family = check(folder, abstract_params, section), family_in(folder)
     leaves, tree = jax.tree.flatten_with_path(abstract_params)
     rows = iter(checked)
     with console.progress("reading", bytes_of(abstract_params)) as advance:
         return tree.unflatten(
-            experts.initial_measured(path[-1].key, leaf)
-            if is_measured(path)
-            else _read_parameter(*next(rows), leaf, advance)
+            _read_parameter(*next(rows), leaf, advance)
+            if _is_in_files(path, family)
+            else experts.initial_measured(path[-1].key, leaf)
             for path, leaf in leaves
         )
 
@@ -108,7 +108,7 @@ def check(
 ) -> list[tuple[Row, list[files.Tensor]]]:
     """Returns the tensors of each parameter; reads only headers. Raises the same errors as `read`."""
     family, found = _parameter_tensors(folder)
-    rows = _rows(family, paths(abstract_params), section)
+    rows = _rows(family, paths(abstract_params, family), section)
     _check_tensors(folder, family, found, rows)
     return [(row, [found[name] for name in row.tensors]) for row in rows]
 
@@ -126,15 +126,20 @@ def write(
 ) -> None:
     """Writes the tensors of a model to files of at most `shard_bytes`.
 
-    Their dtype is `dtype`, except those in `dtypes`, by name, which must represent the values exactly.
+    Their dtype is `dtype`, except those in `dtypes`, by name, which must represent the values exactly, and the bias
+    of a router, which is not narrower than float32.
     `parameters` are the paths of the parameters. `load` returns a parameter by its path; it is called
     once for each. Memory holds only the parameters of one tensor at a time.
     """
     tensors: dict[str, list[Row]] = {}  # by name; a fused tensor of GPT-2 holds three parameters
     for row in _rows(family, parameters, section):
         tensors.setdefault(row.name, []).append(row)
+
+    def dtype_of(name: str) -> np.dtype:
+        return dtypes.get(name, experts.written_dtype(name, dtype))
+
     specs = [
-        files.TensorSpec(name, rows[0].shape, dtypes.get(name, dtype))
+        files.TensorSpec(name, rows[0].shape, dtype_of(name))
         for rows in tensors.values()
         for name in rows[0].tensors
     ]
@@ -143,7 +148,7 @@ def write(
         for rows in tensors.values():
             loaded = [_flat(load(row.path), row) for row in rows]
             for number, name in enumerate(rows[0].tensors):
-                tensor = np.empty(rows[0].shape, dtypes.get(name, dtype))
+                tensor = np.empty(rows[0].shape, dtype_of(name))
                 for row, stack in zip(rows, loaded, strict=True):
                     view = row.parameter_view(tensor)
                     values = stack[number][tuple(map(slice, view.shape))]
@@ -160,10 +165,19 @@ def write(
         files.write(folder, specs, values(), shard_bytes=shard_bytes)
 
 
-def paths(params: Params) -> list[str]:
-    """Returns the path of each parameter but measured ones, which no file has, in the leaf order of JAX."""
+def paths(params: Params, family: Family) -> list[str]:
+    """Returns the path of each parameter that the files of a family have, in the leaf order of JAX."""
     leaves = jax.tree.leaves_with_path(params)
-    return ["/".join(entry.key for entry in path) for path, _ in leaves if not is_measured(path)]
+    return [_name(path) for path, _ in leaves if _is_in_files(path, family)]
+
+
+def _name(path: tuple) -> str:
+    return "/".join(entry.key for entry in path)
+
+
+def _is_in_files(path: tuple, family: Family) -> bool:
+    """Whether the files have a parameter: all but measured ones, of which DeepSeek's have the bias."""
+    return not is_measured(path) or _name(path) in family.names
 
 
 def _rows(family: Family, parameters: Iterable[str], section: Section) -> list[Row]:

@@ -1,24 +1,9 @@
 """The supported architectures of transformers: the keys of their config.json, and its defaults."""
 
-import math
 from collections.abc import Mapping
 
-from meshtrain.huggingface import names
+from meshtrain.huggingface import families, mixtures, names
 from meshtrain.huggingface.families import CONFIG_KEYS, SOFTCAP_KEYS, Family
-
-
-def _all_local(config: Mapping) -> str:
-    return "g" if config["sliding_window"] is None else "l"
-
-
-def _all_local_if_used(config: Mapping) -> str:
-    return _all_local(config) if config["use_sliding_window"] else "g"
-
-
-def _last_layers_local(config: Mapping) -> str:
-    used = config["use_sliding_window"] and config["sliding_window"] is not None
-    first_local = config["max_window_layers"] if used else math.inf
-    return "".join("l" if i >= first_local else "g" for i in range(config["num_hidden_layers"]))
 
 
 def _every_second_global(config: Mapping) -> str:
@@ -30,20 +15,7 @@ def _every_nth_global(config: Mapping) -> str:
     return "".join("l" if (i + 1) % n else "g" for i in range(config["num_hidden_layers"]))
 
 
-SILU_ONLY = {"hidden_act": ("silu", "swish")}
-QWEN_SUPPORTED = SILU_ONLY | {"use_sliding_window": (True, False)}
 QWEN_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-COMMON_DEFAULTS = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "head_dim": None,
-    "tie_word_embeddings": False,
-}
-EXPERT_KEYS = CONFIG_KEYS | {
-    "num_experts": "num_experts",
-    "experts_per_token": "num_experts_per_tok",
-}
-NORM_TOPK_PROB = {"norm_topk_prob": (True, False)}
 GEMMA_SUPPORTED = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False, None)}
 GEMMA_SECTION = {"norm": "rms_1p", "mlp": "geglu", "post_norm": True}
 GEMMA_DEFAULTS = {
@@ -64,7 +36,7 @@ FAMILIES = (
         "llama",
         names.LLAMA,
         section={},
-        defaults=COMMON_DEFAULTS
+        defaults=families.COMMON_DEFAULTS
         | {
             "num_key_value_heads": None,
             "max_position_embeddings": 2048,
@@ -72,7 +44,7 @@ FAMILIES = (
             "attention_bias": False,
             "mlp_bias": False,
         },
-        supported_values=SILU_ONLY,
+        supported_values=families.SILU_ONLY,
         uses_layer_types=False,
         heads_divide_hidden_size=True,
     ),
@@ -81,15 +53,15 @@ FAMILIES = (
         "mistral",
         names.LLAMA,
         section={},
-        defaults=COMMON_DEFAULTS
+        defaults=families.COMMON_DEFAULTS
         | {
             "num_key_value_heads": 8,
             "max_position_embeddings": 4096 * 32,
             "hidden_act": "silu",
             "sliding_window": 4096,
         },
-        supported_values=SILU_ONLY,
-        default_layers=_all_local,
+        supported_values=families.SILU_ONLY,
+        default_layers=families.all_local,
         uses_layer_types=False,
     ),
     Family(
@@ -97,18 +69,18 @@ FAMILIES = (
         "qwen2",
         names.LLAMA,
         section={"qkv_bias": True},
-        defaults=COMMON_DEFAULTS
+        defaults=families.COMMON_DEFAULTS
         | QWEN_DEFAULTS
         | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "hidden_act": "silu"},
-        supported_values=QWEN_SUPPORTED,
-        default_layers=_last_layers_local,
+        supported_values=families.QWEN_SUPPORTED,
+        default_layers=families.last_layers_local,
     ),
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
         names.LLAMA,
         section={"qk_norm": True},
-        defaults=COMMON_DEFAULTS
+        defaults=families.COMMON_DEFAULTS
         | QWEN_DEFAULTS
         | {
             "num_key_value_heads": 32,
@@ -117,8 +89,8 @@ FAMILIES = (
             "hidden_act": "silu",
             "attention_bias": False,
         },
-        supported_values=QWEN_SUPPORTED | {"attention_bias": (False, None)},
-        default_layers=_last_layers_local,
+        supported_values=families.QWEN_SUPPORTED | {"attention_bias": (False, None)},
+        default_layers=families.last_layers_local,
     ),
     Family(
         "Gemma2ForCausalLM",
@@ -164,95 +136,7 @@ FAMILIES = (
         ignored_prefixes=("vision_tower.", "multi_modal_projector.", "model.vision_tower.")
         + ("model.multi_modal_projector.",),
     ),
-    Family(
-        "MixtralForCausalLM",
-        "mixtral",
-        names.MIXTRAL,
-        section={"router": "topk_softmax"},
-        defaults=COMMON_DEFAULTS
-        | {
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "max_position_embeddings": 4096 * 32,
-            "hidden_act": "silu",
-            "sliding_window": None,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.001,
-            "router_jitter_noise": 0.0,
-        },
-        # transformers adds the noise to the input of the router in training.
-        supported_values=SILU_ONLY | {"router_jitter_noise": (0.0,)},
-        keys=EXPERT_KEYS | {"num_experts": "num_local_experts"},
-        default_layers=_all_local,
-        uses_layer_types=False,
-        aliases={"num_experts": "num_local_experts"},
-        fused=names.MIXTRAL_FUSED,
-    ),
-    Family(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        names.QWEN3_MOE,
-        section={"qk_norm": True},
-        defaults=COMMON_DEFAULTS
-        | {
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "sliding_window": 4096,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.001,
-        },
-        supported_values=QWEN_SUPPORTED
-        | NORM_TOPK_PROB
-        | {
-            "attention_bias": (False, None),
-            "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([], None),
-        },
-        keys=EXPERT_KEYS | {"d_expert": "moe_intermediate_size"},
-        default_layers=_all_local_if_used,
-        uses_layer_types=False,
-        aliases={"num_local_experts": "num_experts"},
-        fused=names.QWEN3_MOE_FUSED,
-    ),
-    Family(
-        "OlmoeForCausalLM",
-        "olmoe",
-        names.OLMOE,
-        section={"qk_norm": True, "qk_norm_heads": "all"},
-        defaults=COMMON_DEFAULTS
-        | {
-            "num_key_value_heads": None,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "clip_qkv": None,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.01,
-        },
-        # transformers ignores sliding_window in some implementations of attention only.
-        supported_values=SILU_ONLY
-        | NORM_TOPK_PROB
-        | {"attention_bias": (False,), "clip_qkv": (None,), "sliding_window": (None,)},
-        # The norms of queries and keys have the size of hidden_size, which leaves no choice of head_dim.
-        keys={key: hf_key for key, hf_key in EXPERT_KEYS.items() if key != "head_dim"},
-        uses_layer_types=False,
-        aliases={"num_local_experts": "num_experts"},
-        heads_divide_hidden_size=True,
-        fused=names.QWEN3_MOE_FUSED,
-    ),
+    *mixtures.FAMILIES,
     Family(
         "GPT2LMHeadModel",
         "gpt2",

@@ -132,7 +132,7 @@ def _faults(config: Config, family: Family) -> list[str]:
                 f"head_dim={config['head_dim']}: is not hidden_size / num_attention_heads"
             )
     if family.is_mixture:
-        faults += experts.faults(config)
+        faults += experts.faults(config, family)
     if "mlp_bias" in family.defaults and bool(config["attention_bias"]) != bool(config["mlp_bias"]):
         faults.append(
             f"attention_bias={config['attention_bias']}, mlp_bias={config['mlp_bias']}: "
@@ -287,5 +287,6 @@ def normalize(section: Section) -> Section:
     else:
         s["d_expert"] = s["d_expert"] or s["d_ff"]
         s["expert_groups"] = tuple(s["expert_groups"])
-        del s["d_ff"]
+        if not s["first_dense_layers"]:
+            del s["d_ff"]
     return s

@@ -27,7 +27,7 @@ from meshtrain.config.bind import bind
 from meshtrain.config.build import resolve
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json
+from meshtrain.huggingface import config_json, experts
 from meshtrain.huggingface.families import BUILD
 from meshtrain.models.base import MEASURED, Model, Params, is_measured
 from meshtrain.parallel import sharding
@@ -68,7 +68,8 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     huggingface.check_sizes(source)
     section = huggingface.model_section(source)
     dtypes = huggingface.dtypes_in(source)
-    dtype = stored_dtype(args.dtype, dtypes.values())
+    trained = [one for name, one in dtypes.items() if not name.endswith(experts.BIAS)]
+    dtype = stored_dtype(args.dtype, trained)
     config = run_config(args.config, section, dtype)
     mesh = make_mesh(fsdp=-1)
     abstract = abstract_params(model_of(section), dtype, config["rules"], mesh)
@@ -84,7 +85,11 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
         if distributed.process_id() == 0:
             run_tokenizer.copy_files([source], workdir, run_tokenizer.FILES)
             shutil.copyfile(source / config_json.NAME, workdir / ORIGINAL)
-            changed = {name: str(one) for name, one in dtypes.items() if one != dtype}
+            changed = {
+                name: str(one)
+                for name, one in dtypes.items()
+                if one != experts.written_dtype(name, dtype)
+            }
             if changed and not args.dtype:
                 write_json(workdir / DTYPES, changed)
             write_json(workdir / config_json.NAME, config)
@@ -172,20 +177,22 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
         restored, _, _ = arrays.restore_params(directory, saved.arrays, abstract, [path])
         return np.asarray(functools.reduce(lambda tree, key: tree[key], path.split("/"), restored))
 
-    if f"{PREFIX}{BIAS}" in saved.arrays and load(BIAS).any():
+    family = config_json.family_of(config)
+    has_bias = f"{PREFIX}{BIAS}" in saved.arrays and BIAS not in family.names
+    if has_bias and load(BIAS).any():
         raise ConfigError(
-            f"{directory}: {BIAS} is not 0 (model.balance={section['balance']!r}), and "
-            f"{config['architectures'][0]} has no such bias; train with another model.balance to export"
+            f"{directory}: {BIAS} is not 0 (model.balance={section['balance']!r}), and {family.architecture} "
+            f"has no such bias; train with another model.balance to export"
         )
     with atomic_folder(target) as folder:
         run_tokenizer.copy_files(folders, folder, run_tokenizer.FILES)
         write_json(folder / config_json.NAME, config)
         huggingface.write(
             folder,
-            config_json.family_of(config),
+            family,
             section,
             load,
-            parameters=huggingface.paths(abstract),
+            parameters=huggingface.paths(abstract, family),
             dtype=dtype,
             dtypes=dtypes,
             shard_bytes=round(args.max_shard_gb * 1e9),

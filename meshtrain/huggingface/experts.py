@@ -14,17 +14,33 @@ from meshtrain.models import mixture
 Config = dict[str, Any]  # a config.json
 Section = dict[str, Any]  # the `model` section of a config
 LOSS_WEIGHT = "router_aux_loss_coef"
-NORMALIZED = (
-    "norm_topk_prob"  # whether the weights of the experts of a token are divided by their sum
-)
+# Whether the weights of the experts of a token are divided by their sum.
+NORMALIZED = "norm_topk_prob"
+BIAS = ".e_score_correction_bias"  # end of the name of the only tensor that a layer measures
+FIRST_DENSE = "first_k_dense_replace"
+BIAS_STEP = 0.001  # of a router that is balanced by a bias, as in DeepSeek-V3
 
 
-def faults(config: Config) -> list[str]:
+def faults(config: Config, family: Family) -> list[str]:
     """Returns an error for each key that is invalid, besides those in Family.keys."""
-    weight = config[LOSS_WEIGHT]
-    if families.is_number(weight) and weight >= 0:
-        return []
-    return [f"{LOSS_WEIGHT}={weight!r}: is not a number of at least 0"]
+    if LOSS_WEIGHT in family.defaults:
+        weight = config[LOSS_WEIGHT]
+        if families.is_number(weight) and weight >= 0:
+            return []
+        return [f"{LOSS_WEIGHT}={weight!r}: is not a number of at least 0"]
+    minimums = {"n_group": 1, "topk_group": 1, FIRST_DENSE: 0}
+    found = [
+        f"{key}={config[key]!r}: is not an integer of at least {minimum}"
+        for key, minimum in minimums.items()
+        if not families.is_count(config[key], minimum)
+    ]
+    num_experts, num_groups = config.get(family.keys["num_experts"]), config["n_group"]
+    if not found and families.is_count(num_experts):
+        if num_experts % num_groups or num_experts < 2 * num_groups:
+            found.append(
+                f"n_group={num_groups}: are not groups of 2 or more of {num_experts} experts"
+            )
+    return found
 
 
 def to_section(config: Config, family: Family) -> Section:
@@ -32,6 +48,11 @@ def to_section(config: Config, family: Family) -> Section:
 
     The balance loss, which does not change the logits, is that of this package, with the weight in config.json.
     """
+    if LOSS_WEIGHT not in family.defaults:
+        groups = config["n_group"], config["topk_group"]
+        section = {"balance": "bias", "balance_weight": BIAS_STEP}
+        section |= {"expert_groups": groups if groups[0] > 1 else ()}
+        return section | {"first_dense_layers": config[FIRST_DENSE]}
     section = {"balance": "batch", "balance_weight": float(config[LOSS_WEIGHT])}
     if NORMALIZED in family.defaults:
         section["router"] = "topk_softmax" if config[NORMALIZED] else "softmax"
@@ -41,11 +62,20 @@ def to_section(config: Config, family: Family) -> Section:
 def to_config(s: Section, family: Family) -> Config:
     """Returns the keys of a config.json."""
     config = {family.keys.get("d_expert", family.keys["d_ff"]): s["d_expert"] or s["d_ff"]}
+    if LOSS_WEIGHT not in family.defaults:
+        num_groups, groups_per_token = s["expert_groups"] or (1, 1)
+        config |= {"n_group": num_groups, "topk_group": groups_per_token}
+        return config | {FIRST_DENSE: s["first_dense_layers"]}
     has_loss = s["balance"] in ("batch", "sequence")
     config[LOSS_WEIGHT] = float(s["balance_weight"]) if has_loss else 0.0
     if NORMALIZED in family.defaults:
         config[NORMALIZED] = s["router"] == "topk_softmax"
     return config
+
+
+def written_dtype(name: str, dtype: np.dtype) -> np.dtype:
+    """Returns the dtype of a tensor in files whose dtype is `dtype`."""
+    return np.promote_types(dtype, np.float32) if name.endswith(BIAS) else dtype
 
 
 def unfuse(name: str, tensor: files.Tensor, family: Family) -> dict[str, files.Tensor]:

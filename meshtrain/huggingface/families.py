@@ -1,5 +1,6 @@
 """What a model family of transformers consists of, and the keys of a config.json that are common to families."""
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ SOFTCAP_KEYS = {
     "logit_softcap": "final_logit_softcapping",
 }
 # Types of values in a `model` section; keys that are not listed are int.
-VALUE_TYPES = {"norm_epsilon": float, "tie_embeddings": bool} | dict.fromkeys(SOFTCAP_KEYS, float)
+VALUE_TYPES = {"norm_epsilon": float, "tie_embeddings": bool, "router_scale": float}
+VALUE_TYPES |= dict.fromkeys(SOFTCAP_KEYS, float)
 # Keys next to `text_config` in a multimodal config.json that apply to the language model.
 TOP_LEVEL_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 TOP_LEVEL_KEYS += ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -117,3 +119,25 @@ class Family:
     def is_mixture(self) -> bool:
         """Whether its models are mixtures of experts."""
         return "num_experts" in self.keys
+
+
+# ---- what several families share ----
+
+SILU_ONLY = {"hidden_act": ("silu", "swish")}
+QWEN_SUPPORTED = SILU_ONLY | {"use_sliding_window": (True, False)}
+COMMON_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+}
+
+
+def all_local(config: Mapping) -> str:
+    return "g" if config["sliding_window"] is None else "l"
+
+
+def last_layers_local(config: Mapping) -> str:
+    used = config.get("use_sliding_window", True) and config["sliding_window"] is not None
+    first_local = config["max_window_layers"] if used else math.inf
+    return "".join("l" if i >= first_local else "g" for i in range(config["num_hidden_layers"]))

@@ -7,16 +7,19 @@ second for that of the expert.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-# V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, F feed-forward, L layers, E experts
+# V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, F feed-forward, L layers, E experts,
+# U feed-forward of the shared experts
 
-# Dims in this package; the parameters under layers/ also have a leading dim L. Dims that the tensor of a family
-# lacks do not apply: E if it has one tensor per expert or no experts, H and G if heads are normalized one by one.
+# Dims in this package; the parameters under layers/ also have a leading dim L, those of the first layers do not. Dims
+# that the tensor of a family lacks do not apply: E if it has one tensor per expert or no experts, H and G if heads
+# are normalized one by one.
 DIMS = {
     "tokens/embedding": "VD",
     "positions/embedding": "PD",
@@ -45,8 +48,13 @@ DIMS = {
     "layers/mlp/up/bias": "F",
     "layers/mlp/down/kernel": "FD",
     "layers/mlp/down/bias": "D",
+    "layers/mlp/shared/gate/kernel": "DU",
+    "layers/mlp/shared/up/kernel": "DU",
+    "layers/mlp/shared/down/kernel": "UD",
+    "layers/mlp/measured/bias": "E",
     "layers/mlp_post_norm/scale": "D",
 }
+FIRST = "first_layers/"  # then the number of the layer; without it in the tables below
 
 LLAMA = {
     "tokens/embedding": "model.embed_tokens.weight V D",
@@ -87,6 +95,15 @@ MIXTRAL = LLAMA | {
     "layers/mlp/gate/kernel": "model.layers.*.block_sparse_moe.experts.*.w1.weight F D",
     "layers/mlp/up/kernel": "model.layers.*.block_sparse_moe.experts.*.w3.weight F D",
     "layers/mlp/down/kernel": "model.layers.*.block_sparse_moe.experts.*.w2.weight D F",
+}
+# The names of a dense layer have priority in the first layers.
+DEEPSEEK = QWEN3_MOE | {
+    **{FIRST + name: LLAMA[f"layers/{name}"] for name in ("mlp/gate/kernel", "mlp/up/kernel")},
+    FIRST + "mlp/down/kernel": LLAMA["layers/mlp/down/kernel"],
+    "layers/mlp/shared/gate/kernel": "model.layers.*.mlp.shared_experts.gate_proj.weight U D",
+    "layers/mlp/shared/up/kernel": "model.layers.*.mlp.shared_experts.up_proj.weight U D",
+    "layers/mlp/shared/down/kernel": "model.layers.*.mlp.shared_experts.down_proj.weight D U",
+    "layers/mlp/measured/bias": "model.layers.*.mlp.gate.e_score_correction_bias E",
 }
 # The tensors of all experts that transformers 5 has in memory, and writes with save_original_format=False: by the
 # end of their name, the names of their parts, one after the other, for each expert.
@@ -149,6 +166,7 @@ class Row:
     )
     dims: tuple[str, ...]  # of the tensor
     sizes: Mapping[str, int]  # by letter of a dim
+    first: int = 0  # index of the first layer of the stack
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -159,7 +177,11 @@ class Row:
     def tensors(self) -> list[str]:
         """Names of the tensors, in the order of the layers, and of the experts of a layer."""
         pattern = self.name.replace("*", "{}")
-        return [pattern.format(*index) for index in np.ndindex(*self.stack)]
+        indices = np.ndindex(*self.stack)
+        return [
+            pattern.format(*(index[:1] and (index[0] + self.first,)), *index[1:])
+            for index in indices
+        ]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -175,7 +197,7 @@ class Row:
         ]
         order = [letter for letter in letters if letter.isalpha()]
         return values.transpose(
-            [order.index(letter) for letter in DIMS[self.path] if letter in order]
+            [order.index(letter) for letter in DIMS[_in_stack(self.path)] if letter in order]
         )
 
     def _size(self, letter: str) -> int:
@@ -184,11 +206,27 @@ class Row:
 
 def rows(table: Mapping[str, str], paths: Iterable[str], section: Mapping[str, Any]) -> list[Row]:
     """Returns the row of each parameter of a model; raises KeyError for a path that is not in the table."""
-    s = section
-    sizes = {"L": s["num_layers"], "V": s["vocab_size"], "P": s["max_seq_len"], "F": s["d_ff"]}
-    sizes |= {"D": s["d_model"], "H": s["num_heads"], "G": s["num_kv_heads"]}
+    s, first = section, section["first_dense_layers"]
+    dense = {"L": s["num_layers"] - first, "V": s["vocab_size"], "P": s["max_seq_len"]}
+    dense |= {"D": s["d_model"], "H": s["num_heads"], "G": s["num_kv_heads"], "F": s["d_ff"]}
+    dense["K"] = s["head_dim"] or s["d_model"] // s["num_heads"]
+    sizes = dense
     if s["num_experts"]:
-        sizes |= {"E": s["num_experts"], "F": s["d_expert"] or s["d_ff"]}
-    sizes["K"] = s["head_dim"] or s["d_model"] // s["num_heads"]
-    split = {path: table[path].split() for path in paths}
-    return [Row(path, name, tuple(dims), sizes) for path, (name, *dims) in split.items()]
+        width = s["d_expert"] or s["d_ff"]
+        sizes = dense | {"E": s["num_experts"], "F": width, "U": s["num_shared_experts"] * width}
+    found = []
+    for path in paths:
+        number, _, rest = path.removeprefix(FIRST).partition("/")
+        if path.startswith(FIRST):
+            key = FIRST + rest
+            name, *dims = table[key if key in table else _in_stack(path)].split()
+            found.append(Row(path, name.replace("*", number), tuple(dims), dense))
+        else:
+            name, *dims = table[path].split()
+            found.append(Row(path, name, tuple(dims), sizes, first))
+    return found
+
+
+def _in_stack(path: str) -> str:
+    """Returns the path of the parameter of the stacked layers with the same dims."""
+    return re.sub(rf"^{FIRST}\d+/", "layers/", path)

@@ -84,6 +84,21 @@ FAMILIES = {
         num_experts_per_tok=2,
         norm_topk_prob=False,
     ),
+    "dots1": lambda: transformers.Dots1Config(
+        **{**SIZES, "num_hidden_layers": 4},
+        rope_parameters=ROPE,
+        sliding_window=5,
+        max_window_layers=3,
+        first_k_dense_replace=2,
+        moe_intermediate_size=10,
+        n_routed_experts=6,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        n_group=3,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+    ),
     "gemma2": lambda: transformers.Gemma2Config(
         **SIZES,
         rope_parameters=ROPE,
@@ -103,7 +118,7 @@ FAMILIES = {
         query_pre_attn_scalar=5,
     ),
 }
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "dots1")
 
 # (head dim, max_position_embeddings, length of the row, rope_parameters)
 QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -138,6 +153,9 @@ def model_of(config: transformers.PreTrainedConfig, seed: int = 0) -> torch.nn.M
         for name, parameter in model.named_parameters():
             noise = 0.2 * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + noise if "norm" in name or ".ln_" in name else noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

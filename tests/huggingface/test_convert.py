@@ -567,8 +567,9 @@ def test_a_hub_config_gives_the_number_of_parameters_of_its_model(model, tmp_pat
     config, num_parameters = HUB[model]
     folder = write_config(tmp_path / "config.json", config)
     section = huggingface.model_section(folder)
-    paths = huggingface.paths(jax.eval_shape(convert.model_of(section).init, jax.random.key(0)))
-    rows = names.rows(huggingface.family_in(folder).names, paths, section)
+    family, init = huggingface.family_in(folder), convert.model_of(section).init
+    paths = huggingface.paths(jax.eval_shape(init, jax.random.key(0)), family)
+    rows = names.rows(family.names, paths, section)
     sizes = {name: math.prod(row.shape) for row in rows for name in row.tensors}
     assert sum(sizes.values()) == num_parameters
 
@@ -632,6 +633,7 @@ EXTRA_KEYS = {  # keys of newer and older versions of transformers that do not c
     "yarn": dict(sliding_window=4096, rope_theta=7.0, original_max_position_embeddings=8),
     "mixtral": dict(layer_types=["sliding_attention"] * 3, output_router_logits=True),
     "qwen3_moe": dict(attention_bias=None, mlp_only_layers=None, max_window_layers=1),
+    "dots1": dict(num_local_experts=6, max_window_layers=9, output_router_logits=True),
     "olmoe": dict(head_dim=4, num_local_experts=5, output_router_logits=True),
     "gemma2": dict(attention_bias=None, hidden_act="gelu_pytorch_tanh", layer_types=None),
     "gemma3": dict(layer_types=None, sliding_window_pattern=2, use_bidirectional_attention=None),
@@ -1168,6 +1170,23 @@ def random_config(family, seed):
         common |= dict(num_experts_per_tok=int(rng.integers(1, experts + 1)))
         names = ("num_local_experts", "num_experts")
         common |= {names[family != "mixtral"]: experts}
+    if family == "dots1":
+        groups, size = int(pick(1, 2, 3)), int(pick(2, 3))
+        chosen = int(rng.integers(1, groups + 1))
+        return transformers.Dots1Config(
+            **common,
+            sliding_window=window,
+            layer_types=types,
+            n_routed_experts=groups * size,
+            n_shared_experts=int(pick(1, 3)),
+            num_experts_per_tok=int(rng.integers(1, chosen * size + 1)),
+            n_group=groups,
+            topk_group=chosen,
+            moe_intermediate_size=int(pick(5, 12)),
+            first_k_dense_replace=int(rng.integers(0, layers)),
+            norm_topk_prob=True,
+            routed_scaling_factor=float(pick(1.0, 2.5)),
+        )
     if family == "mixtral":
         return transformers.MixtralConfig(**common, sliding_window=pick(None, window))
     if family == "qwen3_moe":
@@ -1196,7 +1215,7 @@ def random_config(family, seed):
 @pytest.mark.parametrize(
     "family",
     ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
-    + ["mixtral", "qwen3_moe", "olmoe"],
+    + ["mixtral", "qwen3_moe", "olmoe", "dots1"],
 )
 def test_random_models_round_trip_with_transformers(family, seed, tmp_path):
     """Logits stay the same after an import, and after an export loaded by transformers."""

@@ -19,9 +19,10 @@ from meshtrain.state import TrainState
 from tests.huggingface.test_convert import BF16, GOLDEN, arrays, load, run, save, tensor_bytes
 from tests.huggingface.test_rope import assert_same_generation
 
-FAMILIES = ("mixtral", "olmoe", "qwen3_moe")
+FAMILIES = ("dots1", "mixtral", "olmoe", "qwen3_moe")
 # By family: the names that save_pretrained(save_original_format=False) of transformers writes.
 FUSED = {
+    "dots1": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
     "olmoe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
     "qwen3_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
@@ -32,8 +33,9 @@ def fused(family):
     """Returns the tensors of a golden folder, those of the experts of a layer in one."""
     tensors, (stem, names) = arrays(GOLDEN / family), FUSED[family]
     config = config_json.read(GOLDEN / family / "config.json")
-    num_experts = config.get("num_local_experts", config.get("num_experts"))
-    for layer in range(config["num_hidden_layers"]):
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next(config[key] for key in keys if key in config)
+    for layer in range(config.get("first_k_dense_replace", 0), config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         gate, up, down = (
             np.stack([tensors.pop(f"{prefix}{stem}.{e}.{name}.weight") for e in range(num_experts)])
@@ -142,6 +144,16 @@ def test_what_layers_measured_is_not_exported_but_a_bias_is_an_error(tmp_path):
     assert message in str(error.value) and not (tmp_path / "biased").exists()
 
 
+def test_the_bias_of_a_router_is_exported_in_float32(tmp_path):
+    run(GOLDEN / "dots1", tmp_path / "run", "--dtype=bfloat16")
+    path = "layers/mlp/measured/bias"
+    rewrite(tmp_path / "run", path, lambda leaf: leaf.at[1, 2].set(1 + 2**-20))
+    run(tmp_path / "run", tmp_path / "back")
+    found = arrays(tmp_path / "back")
+    assert found["model.layers.3.mlp.gate.e_score_correction_bias"][2] == 1 + 2**-20
+    assert found["model.layers.3.mlp.gate.weight"].dtype == BF16
+
+
 # ---- generation ----
 
 
@@ -153,6 +165,7 @@ def test_what_layers_measured_is_not_exported_but_a_bias_is_an_error(tmp_path):
         ("qwen3_moe", {"expert": 2, "tensor": 2, "fsdp": 2}),
         ("qwen3_moe", {"fsdp": 8}),
         ("olmoe", {"tensor": 4, "data": 2}),  # its 5 experts cannot be sharded
+        ("dots1", {"expert": 2, "tensor": 2, "fsdp": 2}),
     ],
     ids=str,
 )
@@ -180,19 +193,23 @@ def test_generation_with_a_cache_has_the_logits_and_tokens_of_transformers(
 
 def test_a_run_with_experts_is_exported_as_the_first_family_that_computes_it(tiny):
     tiny.model.update(num_experts=4, num_kv_heads=4)
+    deepseek = dict(qk_norm=True, router="sigmoid", router_scale=2.5, num_shared_experts=1)
+    deepseek |= dict(first_dense_layers=1)
     for changes, architecture in [
         (dict(), "MixtralForCausalLM"),
         (dict(d_expert=12, balance="bias", balance_weight=0.5), "MixtralForCausalLM"),
         (dict(qk_norm=True, d_expert=12, head_dim=6), "Qwen3MoeForCausalLM"),
         (dict(qk_norm=True, router="softmax", attention="l", window=3), "Qwen3MoeForCausalLM"),
         (dict(qk_norm=True, qk_norm_heads="all", d_expert=12), "OlmoeForCausalLM"),
+        (deepseek | dict(d_expert=12, expert_groups=(2, 1)), "Dots1ForCausalLM"),
     ]:
         section = tiny.model.to_dict() | changes
         config = config_json.to_config(section)
         assert config["architectures"] == [architecture]
         assert config_json.differences(section, config_json.to_section(config)) == []
-        weight = 0.0 if changes.get("balance") else 0.01
-        assert config["router_aux_loss_coef"] == weight
+        if architecture != "Dots1ForCausalLM":
+            weight = 0.0 if changes.get("balance") else 0.01
+            assert config["router_aux_loss_coef"] == weight
 
 
 @pytest.mark.parametrize(
@@ -206,7 +223,11 @@ def test_a_run_with_experts_is_exported_as_the_first_family_that_computes_it(tin
         (dict(router="softmax"), "model.router is 'topk_softmax', not 'softmax'"),
         (dict(mlp="geglu"), "model.mlp"),
         (dict(qk_norm=True, qk_norm_heads="all", head_dim=6), "model.qk_norm_heads"),
-        (dict(attention="lg", window=3, qk_norm=True), "model.attention"),
+        (dict(attention="lg", window=3, qk_norm=True), "where n_shared_experts=0: is not a number"),
+        (
+            dict(router="sigmoid", qk_norm=True, num_shared_experts=1, expert_groups=(4, 2)),
+            "n_group=4: are not groups of 2 or more of 4 experts",
+        ),
     ],
     ids=str,
 )
@@ -217,7 +238,7 @@ def test_a_mixture_that_transformers_computes_otherwise_is_not_exported(changes,
     assert part in str(error.value)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[1:])
 def test_a_run_with_experts_is_exported_as_its_original_family_with_new_weights_of_the_loss(family):
     section = huggingface.model_section(GOLDEN / family) | dict(balance_weight=0.125)
     original = json.loads((GOLDEN / family / "config.json").read_text())
