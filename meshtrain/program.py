@@ -112,6 +112,9 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         how = {"dtype": c.dtype, "num_microbatches": c.num_microbatches}
         grad_fn = grads.accumulate(loss_fn, **how, **sync)
         eval_step = grads.evaluate(loss_fn, **how)
+    # With several micro-batches XLA would compute the experts of a layer twice (jaxlib 0.10.2).
+    twice = bool(model.num_inactive) and c.num_microbatches > 1
+    without = (xla.PIPELINED_ALL_GATHER,) if twice else ()
     train_step = make_train_step(
         grad_fn,
         optimizer,
@@ -131,7 +134,7 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         grad_fn=grad_fn,
         train_step=train_step,
         eval_step=eval_step,
-        compiler_options=xla.options(c.xla_preset, mesh),
+        compiler_options=xla.options(c.xla_preset, mesh, without=without),
         context_method=_context_method(cfg, mesh),
     )
 

@@ -23,7 +23,6 @@ def get_config():
     config.train.remat = "full"
     config.train.steps = 10000
     config.train.global_batch = 64
-    # With several, the preset "overlap" of jax 0.10.2 computes layers with experts twice (docs/benchmarks.md).
     config.train.num_microbatches = 1
     config.train.dtype = "bfloat16"
     config.model.num_layers = 48

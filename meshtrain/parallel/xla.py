@@ -14,8 +14,13 @@ from meshtrain.errors import ConfigError
 DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 
 
-def options(preset: str, mesh: jax.sharding.Mesh) -> dict[str, bool | int | str]:
-    """Returns the options of a preset that this version of XLA knows.
+PIPELINED_ALL_GATHER = "xla_gpu_enable_pipelined_all_gather"
+
+
+def options(
+    preset: str, mesh: jax.sharding.Mesh, *, without: tuple[str, ...] = ()
+) -> dict[str, bool | int | str]:
+    """Returns the options of a preset that this version of XLA knows, but those in `without`.
 
     "auto" means "overlap" on several GPUs, else "none".
     """
@@ -25,7 +30,7 @@ def options(preset: str, mesh: jax.sharding.Mesh) -> dict[str, bool | int | str]
     return {
         name: value
         for name, value in PRESETS[preset].items()
-        if name not in REMOVED_IN or version < REMOVED_IN[name]
+        if name not in without and (name not in REMOVED_IN or version < REMOVED_IN[name])
     }
 
 

@@ -9,9 +9,11 @@ import pytest
 from conftest import tiny_config
 
 from meshtrain.config import xla_presets
+from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import xla
+from meshtrain.program import assemble
 from meshtrain.train import train
 
 
@@ -34,6 +36,20 @@ def test_options_that_this_version_removed_are_left_out(monkeypatch):
     for version, is_known in [("0.10.2", True), ("0.11.0", False), ("0.12.0.1", False)]:
         monkeypatch.setattr(jaxlib, "__version__", version)
         assert (name in xla.options("overlap", fake_mesh("gpu", 8))) == is_known
+
+
+def test_experts_in_several_microbatches_are_compiled_without_pipelined_all_gathers(tiny):
+    tiny.train.xla_preset = "overlap"
+    expected = xla.options("overlap", fake_mesh("cpu", 1))
+    for num_experts, num_microbatches, is_left_out in [(4, 2, True), (4, 1, False), (0, 2, False)]:
+        tiny.model.num_experts, tiny.train.num_microbatches = num_experts, num_microbatches
+        cfg = parse(tiny, num_devices=8)
+        found = assemble(cfg, build(cfg)).compiler_options
+        assert found == {
+            name: value
+            for name, value in expected.items()
+            if not (is_left_out and name == xla.PIPELINED_ALL_GATHER)
+        }
 
 
 @pytest.mark.parametrize(
@@ -64,7 +80,7 @@ def test_an_unknown_preset_is_rejected():
 
 def test_an_option_that_xla_does_not_know_is_reported_with_a_remedy(monkeypatch):
     unknown = {"xla_gpu_of_an_earlier_year": True}
-    monkeypatch.setattr(xla, "options", lambda preset, mesh: unknown)
+    monkeypatch.setattr(xla, "options", lambda preset, mesh, without: unknown)
     with pytest.raises(ConfigError, match="train.xla_preset: .*of_an_earlier_year.*=none"):
         train(tiny_config())
 
