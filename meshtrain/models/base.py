@@ -19,6 +19,8 @@ from meshtrain.metrics import Metrics
 Params = Any  # nested dict of arrays
 # Name of the dicts in the parameters whose leaves no optimizer trains, see `Model.measure`.
 MEASURED = "measured"
+# Name of the parameters of layers that `Model.embed` runs before the stack, if there are any, by number.
+FIRST = "first_layers"
 Axes = Any  # the same nested dict; each leaf is a tuple of logical names, one per dim
 
 

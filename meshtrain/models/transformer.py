@@ -14,6 +14,7 @@ from flax import nnx
 from meshtrain.data.source import Batch
 from meshtrain.metrics import Metrics, weighted
 from meshtrain.models import base, mixture
+from meshtrain.models.base import FIRST
 from meshtrain.models.layers import MLP, Block, dense, embedding, flat_dot_general, norm
 from meshtrain.models.transformer_config import (
     TransformerConfig,
@@ -30,8 +31,6 @@ from meshtrain.ops.losses import chunked_cross_entropy
 from meshtrain.parallel import context
 from meshtrain.parallel.remat import rematerialised
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
-
-FIRST = "first_layers"  # the parameters of the layers before the stack, by number
 
 # B batch, S sequence, T positions of the cache, D model, H heads, G key/value heads, K head dim,
 # V padded vocabulary

@@ -141,7 +141,7 @@ def _embed_and_head_needs(placement: Placement) -> Iterator[Need]:
     """Yields the sums that a sharded embedding and a sharded head need, over the axes that shard each."""
     M = placement.num_microbatches
     for user in ("embed", "head"):
-        leaves = [leaf for leaf in placement.leaves if user in leaf.used_by]
+        leaves = [leaf for leaf in placement.leaves if user in leaf.used_by and not leaf.is_first]
         sharded_over = {axis for leaf in leaves for axis in leaf.axes}
         axes = tuple(axis for axis in placement.model_axes if axis in sharded_over)
         size = placement.num_devices(axes)
@@ -181,13 +181,14 @@ def _sequence_needs(placement: Placement) -> Iterator[Need]:
     if placement.attention is None:
         return
     axes, M = placement.sequence_axes, placement.num_microbatches
-    num_layers = max(leaf.num_layers for leaf in placement.leaves)
+    num_layers, num_first = placement.num_layers
     idle = placement.idle_microbatches * num_layers
     recompute = (M * num_layers + idle) * placement.num_recomputes
     key = (KEYS_AND_VALUES, axes)  # a loop of the ring does not say which pass it belongs to
     forward, backward = _attention_bytes(placement.attention)
-    for once, repeated in ((forward, recompute), (backward, 0)):
-        yield Need(KEYS_AND_VALUES, axes, None, key, once, M * num_layers, idle, repeated)
+    times = M * (num_layers + num_first)
+    for once, repeated in ((forward, recompute + M * num_first), (backward, 0)):
+        yield Need(KEYS_AND_VALUES, axes, None, key, once, times, idle, repeated)
 
 
 def _expert_needs(placement: Placement) -> Iterator[Need]:
@@ -196,7 +197,7 @@ def _expert_needs(placement: Placement) -> Iterator[Need]:
     if experts is None:
         return
     M, e = placement.num_microbatches, experts.num_devices
-    num_layers = max(leaf.num_layers for leaf in placement.leaves)
+    num_layers, _ = placement.num_layers
     once = (e - 1) * placement.num_tokens * placement.d_model * experts.itemsize
     idle = placement.idle_microbatches * num_layers
     recompute = (M * num_layers + idle) * placement.num_recomputes
@@ -227,12 +228,16 @@ def row_and_column_parallel(placement: Placement, axis: str) -> tuple[list[Leaf]
     """
     d_model = placement.d_model
     sharded = [
-        leaf for leaf in placement.leaves if leaf.is_stacked and axis in sum(leaf.spec[1:], ())
+        leaf
+        for leaf in placement.leaves
+        if (leaf.is_stacked or leaf.is_first) and axis in sum(leaf.spec[leaf.is_stacked :], ())
     ]
     row = [leaf for leaf in sharded if leaf.shape[-1] == d_model and axis not in leaf.spec[-1]]
     column = [
         leaf
         for leaf in sharded
-        if leaf not in row and d_model in leaf.shape[1:-1] and "expert" not in leaf.dim_names
+        if leaf not in row
+        and d_model in leaf.shape[leaf.is_stacked : -1]
+        and "expert" not in leaf.dim_names
     ]
     return row, column

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from meshtrain.config.schema import Config
 from meshtrain.data.source import Batch
-from meshtrain.models.base import Model, Params
+from meshtrain.models.base import FIRST, Model, Params
 from meshtrain.parallel import sharding
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 
@@ -43,6 +43,11 @@ class Leaf:
     def is_stacked(self) -> bool:
         """Whether its first dim is the layer."""
         return self.used_by == ("block",)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it belongs to a layer before the stack, which the embedding runs."""
+        return self.name.startswith(f"{FIRST}/")
 
     @property
     def size(self) -> int:
@@ -129,6 +134,12 @@ class Placement:
         # As in program.assemble.
         axes = ("data",) if self.zero_stage >= 2 else ("data", "fsdp")
         return tuple(axis for axis in self.token_axes if axis in axes)
+
+    @property
+    def num_layers(self) -> tuple[int, int]:
+        """The number of stacked layers of a device, and of layers before the stack."""
+        first = {leaf.name.split("/")[1] for leaf in self.leaves if leaf.is_first}
+        return max(leaf.num_layers for leaf in self.leaves), len(first)
 
     @property
     def activation_bytes(self) -> int:
