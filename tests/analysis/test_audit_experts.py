@@ -58,7 +58,6 @@ def test_a_group_sends_by_the_formula_and_the_minimum_is_a_dispatch(mesh, num_sh
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "context": 2}, {"tensor": 2, "fsdp": 2}], ids=str)
 def test_dense_layers_at_the_start_need_what_other_layers_need(mesh):
     result = audited(mesh, model=dict(num_layers=3, first_dense_layers=1))
-    assert_explained(result)
     # On CPU XLA moves the small matrix of a router.
     assert [line for line in result.warnings if "mixture.py" not in line] == []
 
