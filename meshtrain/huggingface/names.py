@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from meshtrain.models import base
+
 # V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, F feed-forward, L layers, E experts,
 # U feed-forward of the shared experts
 
@@ -54,7 +56,7 @@ DIMS = {
     "layers/mlp/measured/bias": "E",
     "layers/mlp_post_norm/scale": "D",
 }
-FIRST = "first_layers/"  # then the number of the layer; without it in the tables below
+FIRST = f"{base.FIRST}/"  # then the number of the layer; without it in the tables below
 
 LLAMA = {
     "tokens/embedding": "model.embed_tokens.weight V D",
@@ -177,11 +179,8 @@ class Row:
     def tensors(self) -> list[str]:
         """Names of the tensors, in the order of the layers, and of the experts of a layer."""
         pattern = self.name.replace("*", "{}")
-        indices = np.ndindex(*self.stack)
-        return [
-            pattern.format(*(index[:1] and (index[0] + self.first,)), *index[1:])
-            for index in indices
-        ]
+        start = (self.first, 0)[: len(self.stack)]  # of the indices of layers and of experts
+        return [pattern.format(*np.add(index, start)) for index in np.ndindex(*self.stack)]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -88,10 +88,11 @@ def generate(
     when the cache is full, a new one is computed from the newer half of the tokens.
     """
     model = program.model
-    if model.cached_block is None:
-        raise ConfigError(
-            "model: has no cached_block, which generation needs; see meshtrain/models/base.py"
-        )
+    for name in ("cached_embed", "cached_block"):
+        if getattr(model, name) is None:
+            raise ConfigError(
+                f"model: has no {name}, which generation needs; see meshtrain/models/base.py"
+            )
     with program.active():
         _, num_shards = sharding.batch_slices(tuple(program.mesh.shape))
     rows = [list(prompt) for prompt in prompts]

@@ -255,11 +255,11 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    With post_norm, the output of each branch is also normalised before it is added (Gemma 2). `mlp` is an MLP, or a
-    layer that is also called with the batch and also returns what it adds to the loss of each token (B, S).
+    With post_norm, the output of each branch is also normalised before it is added (Gemma 2). `make_mlp` returns
+    an MLP, or a layer that is also called with the batch, and also returns what it adds to the loss of a token (B, S).
     """
 
-    def __init__(self, c, rngs: nnx.Rngs, mlp: nnx.Module):
+    def __init__(self, c, rngs: nnx.Rngs, make_mlp: Callable[[nnx.Rngs], nnx.Module]):
         def make_norm():
             return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
 
@@ -267,7 +267,7 @@ class Block(nnx.Module):
         self.attention = Attention(c, rngs)
         self.attention_post_norm = make_norm() if c.post_norm else None
         self.mlp_norm = make_norm()
-        self.mlp = mlp
+        self.mlp = make_mlp(rngs)  # here: the order decides which random numbers each layer gets
         self.mlp_post_norm = make_norm() if c.post_norm else None
 
     def __call__(

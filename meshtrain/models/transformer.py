@@ -167,11 +167,10 @@ class Decoder:
     def __init__(self, c: TransformerConfig):
         self.c = c
         self.outer = base.functional(lambda rngs: EmbeddingAndHead(c, rngs))
-        self.dense = base.functional(lambda rngs: Block(c, rngs, MLP(c, rngs, c.d_ff)))
-        self.block = self.dense
-        if c.num_experts:
-            self.block = base.functional(lambda rngs: Block(c, rngs, mixture.Mixture(c, rngs)))
         self.num_first = c.first_dense_layers
+        if self.num_first or not c.num_experts:
+            self.dense = _block(c, lambda rngs: MLP(c, rngs, c.d_ff))
+        self.block = _block(c, partial(mixture.Mixture, c)) if c.num_experts else self.dense
         self.is_local_first, self.is_local = np.split(c.is_local, [self.num_first])
         # `is_local` is static if all layers are of one kind; otherwise it is a constant per layer.
         self.mixed = bool(self.is_local.any() and not self.is_local.all())
@@ -239,6 +238,10 @@ class Decoder:
         x_BSD, loss_BS = x
         where = positions_of(batch), start + x_BSD.shape[1], bool(self.is_local_first[number])
         return self.dense.bind(layer)(x_BSD, *where, attend, batch)[0], loss_BS
+
+
+def _block(c: TransformerConfig, make_mlp: Callable) -> base.Functional:
+    return base.functional(lambda rngs: Block(c, rngs, make_mlp))
 
 
 def build(**config) -> base.Model:

@@ -35,7 +35,7 @@ def step(number, phase="step"):
     put("current_step", number)
 def attempt():
     # Writes how many processes the run has, and waits until all of this host have started: a process that fails
-    # at once must not end the attempt before the others are part of it. Returns the number of the attempt.
+    # in its first line must not end the attempt before another has started. Returns the number of the attempt.
     name, env = f"{folder}/attempts-{rank}", os.environ
     with open(name, "a") as file: file.write(env["JAX_NUM_PROCESSES"])
     local = range(int(env["LOCAL_WORLD_SIZE"]))

@@ -3,6 +3,7 @@
 test_convert.py checks converted weights.
 """
 
+import functools
 import importlib
 
 import jax
@@ -138,3 +139,25 @@ def test_a_config_has_the_parameter_count_of_its_model(name, millions):
     padding = (-c["vocab_size"] % 128) * c["d_model"] * (1 if c["tie_embeddings"] else 2)
     num = sum(leaf.size for leaf in jax.tree.leaves(shapes)) - padding
     assert num / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+INITIAL = {  # first value of parameters of the tiny model, for seed 0
+    "layers/attention/query/kernel": 0.008610553108155727,
+    "layers/attention/out/kernel": 0.047706108540296555,
+    "layers/mlp/up/kernel": -0.06827706098556519,
+    "layers/mlp/down/kernel": 0.0796966403722763,
+    "output/kernel": -0.021052172407507896,
+}
+
+
+def test_a_seed_gives_the_parameters_of_earlier_versions(tiny):
+    """Otherwise the same config would train another model, and figures in the docs would be wrong."""
+    model = transformer.build(**{k: v for k, v in tiny.model.items() if k != "build"})
+    params = jax.jit(model.init)(jax.random.key(0))
+    found = {
+        path: float(
+            np.ravel(functools.reduce(lambda tree, key: tree[key], path.split("/"), params))[0]
+        )
+        for path in INITIAL
+    }
+    assert found == pytest.approx(INITIAL, rel=1e-6)

@@ -9,6 +9,8 @@ import pytest
 from conftest import tiny_config
 from test_parity import Run, assert_same
 
+from meshtrain.errors import ConfigError
+from meshtrain.models import transformer
 from meshtrain.train import train
 
 E, K, NUM_LAYERS = 8, 2, 4
@@ -176,3 +178,36 @@ def test_flops_count_the_experts_that_a_token_uses():
     attention = (sizes["dense"] - dense_mlp - 6 * 32 * 64) / 2
     assert sizes["used"] == experts + NUM_LAYERS * attention + 6 * 32 * 64
     assert used.num_inactive == NUM_LAYERS * (E - K) * 3 * 32 * 24 and dense.num_inactive == 0
+
+
+def test_flops_of_dense_layers_at_the_start_count_their_own_width():
+    build = [dict(first_dense_layers=2), dict()]
+    some, none = (Run(mixture(num_shared_experts=1, **one)).program.model for one in build)
+    sparse, dense = 3 * 32 * 24 * (K + 1) + 32 * E, 3 * 32 * 64
+    assert some.flops_per_token(16) - none.flops_per_token(16) == 6 * 2 * (dense - sparse)
+    assert some.num_inactive == (NUM_LAYERS - 2) * (E - K) * 3 * 32 * 24
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (dict(first_dense_layers=1), "model.first_dense_layers=1: without model.num_experts"),
+        (dict(num_experts=4, first_dense_layers=2), "leaves none of model.num_layers=2 layers"),
+        (dict(num_experts=4, first_dense_layers=-1), "model.first_dense_layers=-1: use 0 or more"),
+    ],
+)
+def test_a_number_of_dense_layers_that_no_model_can_have_is_rejected(changes, fault, tiny):
+    with pytest.raises(ConfigError) as error:
+        transformer.build(**{k: v for k, v in {**tiny.model, **changes}.items() if k != "build"})
+    assert [fault in line for line in error.value.faults] == [True]
+
+
+def test_stages_share_the_layers_behind_the_dense_ones():
+    c = mixture(first_dense_layers=1)
+    c.mesh.update(data=1, pipeline=2, fsdp=4)
+    with pytest.raises(ConfigError) as error:
+        train(c)
+    assert error.value.faults == (
+        "model.num_layers=4, less model.first_dense_layers=1, is not divisible by mesh.pipeline=2 x "
+        "pipeline.num_chunks=1; use 3 or 5",
+    )
