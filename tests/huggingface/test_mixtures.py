@@ -245,3 +245,9 @@ def test_a_run_with_experts_is_exported_as_its_original_family_with_new_weights_
     config = config_json.to_config(section, original)
     assert config["architectures"] == original["architectures"]
     assert config["router_aux_loss_coef"] == 0.125
+
+
+def test_the_width_of_dense_layers_makes_another_model():
+    section = huggingface.model_section(GOLDEN / "dots1")
+    found = config_json.differences(section, section | dict(d_ff=32))
+    assert found == ["model.d_ff is 32, not 24"]

@@ -26,6 +26,11 @@ FAMILIES = {
         **dict(qk_norm=True, qk_norm_heads="all", num_kv_heads=2, num_experts=5),
         **dict(experts_per_token=2, router="softmax"),
     ),
+    "dots.llm1": dict(
+        **dict(qk_norm=True, num_layers=3, first_dense_layers=1, attention="lg", window=5),
+        **dict(num_experts=6, experts_per_token=2, d_expert=24, num_shared_experts=1),
+        **dict(router="sigmoid", router_scale=2.5, expert_groups=(3, 2)),
+    ),
     "all heads, layer norm": dict(qk_norm=True, qk_norm_heads="all", norm="layer", bias=True),
     "all heads, rms_1p": dict(qk_norm=True, qk_norm_heads="all", norm="rms_1p", head_dim=6),
     "qwen 3, yarn": dict(
