@@ -1,5 +1,7 @@
 """Cached sampling draws the same tokens as a full forward pass over the text for each token."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -178,3 +180,11 @@ def test_token_frequencies_match_the_probabilities(sampling, expected):
 def test_invalid_sampling_options_are_rejected(options, message):
     with pytest.raises(ConfigError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("name", ["cached_embed", "cached_block"])
+def test_a_model_without_a_cache_is_rejected_in_a_line(name):
+    program, params = build_program({})
+    program = dataclasses.replace(program, model=dataclasses.replace(program.model, **{name: None}))
+    with pytest.raises(ConfigError, match=f"model: has no {name}, which generation needs"):
+        sampled_rows(program, params, [[1]], length=1)
