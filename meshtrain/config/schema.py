@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from meshtrain.config import xla_presets
+from meshtrain.config.sync import SyncConfig
 from meshtrain.errors import ConfigError, choice_faults, minimum_faults, seed_faults
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 
@@ -244,6 +245,7 @@ class Config:
     train: TrainConfig
     pipeline: PipelineConfig
     context: ContextConfig
+    sync: SyncConfig
     model: BuildConfig
     data: BuildConfig
     optim: OptimConfig  # what the trainer itself reads

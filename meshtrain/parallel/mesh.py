@@ -1,5 +1,6 @@
 """The device mesh: always the same six named axes, so that no code checks whether an axis exists."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -51,3 +52,21 @@ def crosses_networks(mesh: jax.sharding.Mesh, axis: str) -> bool:
     """Returns whether a group of devices along this axis is not within one fast network."""
     networks = networks_of(mesh)
     return bool((networks != networks.take([0], AXES.index(axis))).any())
+
+
+def num_networks(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> int:
+    """Returns over how many fast networks the devices along these axes are spread, each with as many neighbours.
+
+    1 if the devices of a network are not neighbours along the axes, or not equally many.
+    """
+    networks = networks_of(mesh)
+    others = [i for i, axis in enumerate(AXES) if axis not in axes]
+    groups = networks.transpose(*others, *(AXES.index(axis) for axis in axes))
+    groups = groups.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
+    number = len({*groups[0].tolist()})
+    if groups.shape[1] % number:
+        return 1
+    blocks = groups.reshape(len(groups), number, -1)
+    together = (blocks == blocks[..., :1]).all()
+    apart = all(len({*row}) == number for row in blocks[..., 0].tolist())
+    return number if together and apart else 1
