@@ -17,7 +17,7 @@ from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import context, sharding, xla
-from meshtrain.parallel.mesh import crosses_networks, make_mesh
+from meshtrain.parallel.mesh import make_mesh, network_of
 from meshtrain.parallel.pipeline import executor
 from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
 from meshtrain.state import TrainState
@@ -151,7 +151,8 @@ def _context_method(cfg: Config, mesh: jax.sharding.Mesh) -> str:
     if cfg.context.method != "auto":
         return cfg.context.method
     # A ring can send the next keys while it computes, which matters between hosts; gathering is one collective.
-    return "auto:ring" if crosses_networks(mesh, "context") else "auto:gather"
+    is_fast = network_of(mesh).link_along("context") == "host"
+    return "auto:gather" if is_fast else "auto:ring"
 
 
 def check_saved_names(remat: str, known: tuple[str, ...]) -> None:

@@ -106,6 +106,7 @@ class HostDevice:
 
     id: int
     slice_index: int
+    process_index: int = 0
     platform: str = "gpu"
     device_kind: str = "NVIDIA H200"
 
