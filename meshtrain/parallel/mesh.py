@@ -50,10 +50,13 @@ def _host(device: jax.Device) -> int:
     """Returns the number of the device's fast network.
 
     jax numbers these networks by `slice_index`: of TPUs a slice, of GPUs a host, or several hosts that NVLink
-    connects. CPU devices share the memory of their process.
+    connects. CPU devices share the memory of their process. In a description of a GPU cluster that is not there,
+    hosts are processes.
     """
-    attribute = "process_index" if device.platform == "cpu" else "slice_index"  # only in a cluster
-    return getattr(device, attribute, device.process_index)
+    is_gpu_of_nobody = device.platform == "gpu" and not device.client.local_device_count()
+    is_process = device.platform == "cpu" or is_gpu_of_nobody
+    # A device outside a cluster has no slice_index.
+    return device.process_index if is_process else getattr(device, "slice_index", 0)
 
 
 def _check_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:

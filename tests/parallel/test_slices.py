@@ -1,6 +1,7 @@
 """`mesh.slices` splits `data` into parts between which the network is slow; everything else stays within a part."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -22,6 +23,11 @@ class Device:
     device_kind: str = "any"
     coords: tuple[int, ...] = ()
     core_on_chip: int = 0
+    num_local: int = 1
+
+    @property
+    def client(self):
+        return SimpleNamespace(local_device_count=lambda: self.num_local)
 
 
 def gpus(num_hosts, per_host=4, order=None):
@@ -119,6 +125,16 @@ def test_slices_that_the_devices_cannot_form_are_one_line(devices, sizes, fault)
     with pytest.raises(ConfigError) as error:
         network(devices, **sizes)
     assert fault in str(error.value) and "\n" not in str(error.value)
+
+
+def test_hosts_of_a_described_gpu_cluster_are_its_processes():
+    """Without devices of its own, jax's client of a topology numbers all GPUs with slice_index 0."""
+    devices = [Device(n, n // 8, 0, "gpu", num_local=0) for n in range(16)]
+    _, found = network(devices, data=2, fsdp=8)
+    assert found.link_along("data") == "hosts" and found.link_along("fsdp") == "host"
+    # In a cluster that is there, they would be 16 GPUs of one host, with a process for every 8.
+    _, found = network([replace(one, num_local=8) for one in devices], data=2, fsdp=8)
+    assert found.link_along("data") == "host"
 
 
 def test_the_slowest_link_of_several_axes_counts():
