@@ -17,7 +17,7 @@ from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import context, sharding, sync, xla
-from meshtrain.parallel.mesh import crosses_networks, make_mesh
+from meshtrain.parallel.mesh import make_mesh, network_of
 from meshtrain.parallel.pipeline import executor
 from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
 from meshtrain.state import TrainState
@@ -100,7 +100,8 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
     if model.block is None and c.num_microbatches == 1:
         partial_over = ()  # a user's loss may mix rows, for example a contrastive loss
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), sharding.use_rules(cfg.rules):
-        how = sync.choose(cfg.sync, mesh, partial_over)
+        network = network_of(mesh, cfg.mesh.slices)
+        how = sync.choose(cfg.sync, network, partial_over)
         planned = Program.plan(cfg, parts, mesh, how)
     schedule, optimizer, init, abstract_state, grad_shardings = planned
     check_saved_names(c.remat, model.saved_names)
@@ -158,7 +159,8 @@ def _context_method(cfg: Config, mesh: jax.sharding.Mesh) -> str:
     if cfg.context.method != "auto":
         return cfg.context.method
     # A ring can send the next keys while it computes, which matters between hosts; gathering is one collective.
-    return "auto:ring" if crosses_networks(mesh, "context") else "auto:gather"
+    is_fast = network_of(mesh).link_along("context") == "host"
+    return "auto:gather" if is_fast else "auto:ring"
 
 
 def check_saved_names(remat: str, known: tuple[str, ...]) -> None:

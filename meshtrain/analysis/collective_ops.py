@@ -44,6 +44,7 @@ class Collective:
     op_name: str
     source: str  # file:line function
     origin: str  # the step's argument whose values a gather moves; empty: computed values
+    groups: groups.Groups  # the devices of each group, or each (source, target) of a permutation
     notes: tuple[str, ...] = ()
 
     @property
@@ -95,7 +96,8 @@ def find(module: Module, mesh: Mapping[str, int], platform: str = "cpu") -> list
 def _tensors(module, computation, instruction, kind, mesh, times, platform) -> Iterator[Collective]:
     """Yields a Collective for each tensor of one instruction."""
     if kind == "collective-permute":
-        axes, size = groups.axes_between(groups.pairs_of(instruction.attributes), mesh), 2
+        members = groups.pairs_of(instruction.attributes)
+        axes, size = groups.axes_between(members, mesh), 2
     else:
         members = groups.groups_of(instruction.attributes, module.num_devices)
         axes, size = groups.axes_of(members, mesh), max(map(len, members))
@@ -132,6 +134,7 @@ def _tensors(module, computation, instruction, kind, mesh, times, platform) -> I
             op_name=described.op_name,
             source=source_of(module.traceback(described) or module.traceback(instruction)),
             origin=origin,
+            groups=members,
             notes=notes + (SUBGROUP_NOTE,) * is_subgroup,
         )
         parts = _concatenated(module, computation, instruction) if kind == "all-reduce" else []

@@ -13,16 +13,17 @@ def get_config() -> ConfigDict:
     # devices along `fsdp`, which shards the rows of the batch, and parameters, gradients and optimizer state
     # as far as train.zero_stage says; -1: all remaining devices
     mesh.fsdp = 1
-    # devices along `expert`, which shards the experts of a mixture, and the rows of the batch; -1: all remaining
-    # devices
+    # devices along `expert`, which shards the experts of a mixture, and the batch; -1: all remaining devices
     mesh.expert = 1
     # pipeline stages: consecutive groups of layers, through which micro-batches pass; -1: all remaining devices
     mesh.pipeline = 1
-    # devices along `context`, which shards each sequence, and parameters, gradients and optimizer state as fsdp
-    # does; -1: all remaining devices
+    # devices along `context`, which shards sequences, and the state as fsdp does; -1: all remaining devices
     mesh.context = 1
     # devices along `tensor`, which shards attention heads, feed-forward and vocabulary; -1: all remaining devices
     mesh.tensor = 1
+    # equal parts of `data` with a slow network between them: each TPU slice, or group of hosts, holds one; 1: as
+    # many as there are TPU slices, else no parts
+    mesh.slices = 1
 
     # Sharding of each logical dim: (name, mesh axis or axes or None). For each dim of an array, the rules with its
     # name are tried in order. A rule applies if its axes shard no other dim of the array yet, and their sizes

@@ -23,8 +23,10 @@ def start_lines(
     if units.name == "tokens" and model.attention:
         attention = model.attention(units.per_sample, cfg.train.dtype, units.packed)
     used = [f"{axis} {size}" for axis in AXES if (size := getattr(cfg.mesh, axis)) > 1]
-    device = jax.devices()[0].device_kind
-    yield f"mesh        {' x '.join(used) or 'one device'} · {jax.device_count()} {device} · jax {jax.__version__}"
+    slices = f" · {cfg.mesh.slices} slices" if cfg.mesh.slices > 1 else ""
+    device = f"{jax.device_count()} {jax.devices()[0].device_kind}"
+    sizes = " x ".join(used) or "one device"
+    yield f"mesh        {sizes}{slices} · {device} · jax {jax.__version__}"
     count = states.count(abstract_state.params)
     active = f" · {count - model.num_inactive:,} active" if model.num_inactive else ""
     yield f"parameters  {count:,}{active} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"

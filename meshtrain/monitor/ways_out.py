@@ -99,8 +99,9 @@ class Advice:
             yield self._state_way({"optim.moment_dtype": "bfloat16"}, "optimizer state")
         if self.cfg.train.zero_stage == 0:
             return
-        if mesh.data > 1:
-            change = {"mesh.data": 1, "mesh.fsdp": mesh.data * mesh.fsdp}
+        if mesh.data > mesh.slices:
+            fsdp = mesh.data // mesh.slices * mesh.fsdp  # within a slice
+            change = {"mesh.data": mesh.slices, "mesh.fsdp": fsdp}
             yield self._state_way(change, "state")
         if self._rows() % 2 == 0:
             of = f"state and activations, on {2 * self.program.mesh.size} devices"

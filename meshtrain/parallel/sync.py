@@ -19,7 +19,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Params, is_measured
 from meshtrain.parallel import patterns, sharding
-from meshtrain.parallel.mesh import num_networks
+from meshtrain.parallel.mesh import Network
 from meshtrain.parallel.wire import BITS, Wire
 
 # Elements of a device that are sent together; a larger parameter is sent alone.
@@ -72,9 +72,7 @@ class Sync:
         }
 
 
-def choose(
-    settings: SyncConfig, mesh: jax.sharding.Mesh, partial_over: Sequence[str]
-) -> Sync | None:
+def choose(settings: SyncConfig, network: Network, partial_over: Sequence[str]) -> Sync | None:
     """Returns how the sums over the mesh axes `partial_over` meet; None: XLA adds them.
 
     Call it with the rules active. Raises ConfigError for settings that the model or the mesh does not support.
@@ -89,15 +87,19 @@ def choose(
     axes, num_shards = sharding.batch_slices(partial_over)
     if num_shards == 1:
         return None
+    parts = network.num_parts(*axes)
+    if settings.pattern == "hierarchical" and parts == 1:
+        if (link := network.link_along(*axes)) == "host":
+            return None  # nothing leaves a host
+        raise ConfigError(
+            f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of {' x '.join(axes)}; "
+            f"use another mesh, or sync.pattern=xla"
+        )
     wire = None
     if settings.wire != "float32":
-        rounds = settings.wire == "int4" and not settings.has_feedback
-        wire = Wire(BITS[settings.wire], settings.block, stochastic=rounds)
-    levels = patterns.levels_of(settings.pattern, num_shards, num_networks(mesh, axes))
-    if wire and settings.pattern == "hierarchical" and len(levels) == 1:
-        wire = None  # within one fast network nothing is compressed
-    if wire is None and settings.pattern in ("xla", "hierarchical") and len(levels) == 1:
-        return None
+        is_random = settings.wire == "int4" and not settings.has_feedback
+        wire = Wire(BITS[settings.wire], settings.block, stochastic=is_random)
+    levels = patterns.levels_of(settings.pattern, num_shards, parts)
     exact = tuple(settings.exact)
     return Sync(axes, levels, wire, exact, feedback=wire is not None and settings.has_feedback)
 

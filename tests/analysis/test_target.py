@@ -29,11 +29,13 @@ def wheels(monkeypatch):
         ("h200:32x8", (32, 8)),
         ("v5e:4x4", (4, 4)),
         ("v5p:4x4x4", (4, 4, 4)),
+        ("v5e:4x4:2", (4, 4)),
     ],
 )
 def test_a_size_is_hosts_and_devices_of_gpus_and_the_torus_of_tpus(wheels, text, sizes):
     device, found = target.parse(text)
     assert (device.name, found) == (text.partition(":")[0], sizes)
+    assert target.num_slices(text) == (2 if text.endswith(":2") else 1)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,9 @@ def test_a_size_is_hosts_and_devices_of_gpus_and_the_torus_of_tpus(wheels, text,
         ("h200:2x2x2", "2x2x2 is no size"),
         ("v5e:16", "16 is no size of a cluster; use v5e:4x4"),
         ("v5e:4x", "4x is no size"),
+        ("v5e:4x4:0", "4x4:0 is no size of a cluster; use v5e:4x4, a torus, or 4x4:2, two slices"),
+        ("v5e:4x4:2:2", "4x4:2:2 is no size"),
+        ("h200:8:2", "8:2 is no size"),
     ],
 )
 def test_a_target_that_is_none_is_one_fault(wheels, text, fault):

@@ -18,10 +18,11 @@ from meshtrain.analysis.audit.ledger import Explanation, Ledger
 from meshtrain.analysis.audit.mixtures import sharded_experts
 from meshtrain.analysis.audit.placement import placement_of
 from meshtrain.analysis.audit.sequences import sharded_attention
+from meshtrain.analysis.links import Links, links
 from meshtrain.analysis.roofline import Roofline, roofline
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
-from meshtrain.config.schema import Config
+from meshtrain.config.schema import AXES, Config
 from meshtrain.data import synthetic
 from meshtrain.data.loader import from_iterable
 from meshtrain.data.source import Batch, Source
@@ -32,6 +33,7 @@ from meshtrain.monitor.warnings import layout_warnings
 from meshtrain.monitor.ways_out import Advice
 from meshtrain.ops.experts import LEFTOVER
 from meshtrain.parallel import sharding
+from meshtrain.parallel.mesh import network_of
 from meshtrain.program import Program, assemble
 
 
@@ -55,6 +57,7 @@ class Audit:
     platform: str
     param_bytes: int  # on each device
     axes: list[Total]
+    links: Links
     explanations: list[Explanation]
     extra_bytes: list[tuple[str, str, str, float]]  # axes, label, reason, bytes above the minimum
     unsent_bytes: list[tuple[str, str, float]]  # axes, role, bytes of needs that the program avoids
@@ -122,12 +125,16 @@ def audit(
     # With balanced routing no rows are left over.
     skipped = LEFTOVER if experts and experts.has_first_pass else ""
     explanations, ledger = explain(placement, found)
+    network = network_of(program.mesh, cfg.mesh.slices)
+    if row and not row.network and network.link_along(*AXES) != "host":
+        row = None  # how fast its network is, is not known
     return Audit(
         mesh=placement.mesh,
         device=f"{program.mesh.size} {device.device_kind}",
         platform=f"{device.platform} by jax {jax.__version__}",
         param_bytes=states.bytes_per_device(state.params),
         axes=_totals(explanations, () if placement.has_blocks else placement.model_axes),
+        links=links([(warn.axes_label(one.axes), one) for one in found], network),
         explanations=explanations,
         extra_bytes=_extra_bytes(explanations),
         unsent_bytes=_unsent_bytes(ledger),
@@ -135,8 +142,7 @@ def audit(
         imbalance=imbalance(with_files, placement, data, batch),
         memory=advice.memory,
         ways_out=ways_out,
-        roofline=row
-        and roofline(module, found, row, program.mesh, model_flops=flops, skipped=skipped),
+        roofline=row and roofline(module, found, row, network, model_flops=flops, skipped=skipped),
         hlo=text,
     )
 
