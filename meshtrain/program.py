@@ -15,7 +15,7 @@ from meshtrain.config.checks import layer_faults
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import Metrics
-from meshtrain.models.base import Model, Params
+from meshtrain.models.base import MEASURED, Model, Params
 from meshtrain.parallel import context, sharding, sync, xla
 from meshtrain.parallel.mesh import make_mesh, network_of
 from meshtrain.parallel.pipeline import executor
@@ -101,7 +101,7 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         partial_over = ()  # a user's loss may mix rows, for example a contrastive loss
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), sharding.use_rules(cfg.rules):
         network = network_of(mesh, cfg.mesh.slices)
-        how = sync.choose(cfg.sync, network, partial_over)
+        how = sync.choose(cfg.sync, network, partial_over, [MEASURED])
         planned = Program.plan(cfg, parts, mesh, how)
     schedule, optimizer, init, abstract_state, grad_shardings = planned
     check_saved_names(c.remat, model.saved_names)

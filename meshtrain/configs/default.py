@@ -95,7 +95,7 @@ def get_config() -> ConfigDict:
     # each block of elements. For slow networks
     sync.wire = "float32"
     sync.block = 256  # elements that share a scale
-    sync.exact = ("scale", "bias")  # names of parameters whose gradients are sent as float32
+    sync.exact = ("scale", "bias")  # parameters with such a name in their path are sent as float32
     # whether what a step loses is added to the gradients of the next: "on"; "off", int4 is then rounded
     # stochastically; "auto", for int4
     sync.feedback = "auto"

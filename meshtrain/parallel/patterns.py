@@ -56,6 +56,16 @@ def levels_of(pattern: str, num_members: int, num_networks: int) -> tuple[Level,
     return (Level(num_members, 1),)
 
 
+def bytes_sent(levels: Sequence[Level], wire: Wire | None, itemsize: int) -> float:
+    """Returns the bytes that a member sends for each element: of each level 2 (N - 1) / N of the part it works on."""
+    total, part = 0.0, 1.0
+    for level in levels:
+        size = wire.bytes_per_element if wire and level is levels[-1] else itemsize
+        total += 2 * (level.size - 1) / level.size * part * size
+        part /= level.size
+    return total
+
+
 def all_reduce(
     x_L: jax.Array,
     axes: Sequence[str],

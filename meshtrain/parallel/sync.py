@@ -17,13 +17,13 @@ import numpy as np
 from meshtrain.config.sync import SyncConfig
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
-from meshtrain.models.base import Params, is_measured
 from meshtrain.parallel import patterns, sharding
 from meshtrain.parallel.mesh import Network
 from meshtrain.parallel.wire import BITS, Wire
 
 # Elements of a device that are sent together; a larger parameter is sent alone.
 BUCKET = 2**25
+SCOPE = "synchronise"  # name of the collectives of `Sync` in compiled programs, for the audit
 
 # N batch shards
 
@@ -39,43 +39,61 @@ class Sync:
     axes: tuple[str, ...]
     levels: tuple[patterns.Level, ...]
     wire: Wire | None
-    exact: tuple[str, ...]  # last names of parameters whose gradients are not compressed
+    exact: tuple[str, ...]  # names in the paths of parameters whose gradients are not compressed
     feedback: bool  # whether there is a residual
 
-    def is_compressed(self, path: tuple) -> bool:
-        """Returns whether the gradient of the parameter at this path is sent in the format of the wire."""
-        return self.wire is not None and not is_measured(path) and path[-1].key not in self.exact
+    @property
+    def num_shards(self) -> int:
+        return math.prod(level.size for level in self.levels)
 
-    def start_residual(self, params: Params) -> dict[str, jax.Array] | None:
-        """Returns the residual before the first step, by the path of the parameter; None without feedback."""
-        if not self.feedback:
-            return None
-        num = math.prod(level.size for level in self.levels)
-        return {
-            jax.tree_util.keystr(path, simple=True, separator="."): jnp.zeros(
-                (num, *leaf.shape), jnp.promote_types(leaf.dtype, jnp.float32)
+    def is_compressed(self, name: str) -> bool:
+        """Returns whether the gradient of a parameter, such as layers.mlp.up.kernel, is sent as the wire says."""
+        return self.wire is not None and not {*name.split(".")} & {*self.exact}
+
+    def bytes_per_element(self, itemsize: int, *, compressed: bool) -> float:
+        """Returns the bytes that a device sends for each element of a gradient that it holds."""
+        return patterns.bytes_sent(self.levels, self.wire if compressed else None, itemsize)
+
+    def start_residual(self, params: Any) -> dict[str, jax.Array] | None:
+        """Returns the residual before the first step, by the name of the parameter; None without feedback."""
+        residual = {
+            name: jnp.zeros(
+                (self.num_shards, *leaf.shape), jnp.promote_types(leaf.dtype, jnp.float32)
             )
-            for path, leaf in jax.tree.leaves_with_path(params)
-            if self.is_compressed(path)
+            for name, leaf in _named(params)
+            if self.is_compressed(name)
         }
+        return residual if self.feedback else None
 
     def residual_shardings(self, grad_shardings: Any) -> dict[str, jax.NamedSharding] | None:
         """Returns the shardings of `start_residual`."""
-        if not self.feedback:
-            return None
-        return {
-            jax.tree_util.keystr(path, simple=True, separator="."): jax.NamedSharding(
-                one.mesh, jax.P(self.axes, *sharding.without_axes(one, self.axes).spec)
-            )
-            for path, one in jax.tree.leaves_with_path(grad_shardings)
-            if self.is_compressed(path)
+        shardings = {
+            name: jax.NamedSharding(one.mesh, jax.P(self.axes, *self.spec_of_sums(one)))
+            for name, one in _named(grad_shardings)
+            if self.is_compressed(name)
         }
+        return shardings if self.feedback else None
+
+    def spec_of_sums(self, of_total: jax.NamedSharding) -> jax.P:
+        """Returns how the partial sums of a gradient with this sharding are sharded."""
+        return sharding.without_axes(of_total, self.axes).spec
 
 
-def choose(settings: SyncConfig, network: Network, partial_over: Sequence[str]) -> Sync | None:
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves, each with its name, such as layers.mlp.up.kernel."""
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
+
+
+def choose(
+    settings: SyncConfig, network: Network, partial_over: Sequence[str], exact: Sequence[str] = ()
+) -> Sync | None:
     """Returns how the sums over the mesh axes `partial_over` meet; None: XLA adds them.
 
-    Call it with the rules active. Raises ConfigError for settings that the model or the mesh does not support.
+    `exact` are more names of parameters that are not compressed. Call it with the rules active. Raises ConfigError for
+    settings that the model or the mesh does not support.
     """
     if settings.is_default:
         return None
@@ -100,17 +118,17 @@ def choose(settings: SyncConfig, network: Network, partial_over: Sequence[str]) 
         is_random = settings.wire == "int4" and not settings.has_feedback
         wire = Wire(BITS[settings.wire], settings.block, stochastic=is_random)
     levels = patterns.levels_of(settings.pattern, num_shards, parts)
-    exact = tuple(settings.exact)
+    exact = (*settings.exact, *exact)
     return Sync(axes, levels, wire, exact, feedback=wire is not None and settings.has_feedback)
 
 
 def synchronise(
-    sums: tuple[Params, Metrics],
+    sums: tuple[Any, Metrics],
     grad_shardings: Any,
     residual: Any = None,
     how: Sync | None = None,
     key: jax.Array | None = None,
-) -> tuple[Params, Metrics, Any]:
+) -> tuple[Any, Metrics, Any]:
     """Sums gradients and Metrics over their leading dim of batch shards: the only collective over `data`.
 
     Returns the gradients, the Metrics and the new residual of `how`. `key` is that of the step.
@@ -121,58 +139,58 @@ def synchronise(
         grads = jax.tree.map(lambda leaf: leaf.sum(0), grads)
     else:
         unit = jnp.where(metrics.weight == 0, 1, metrics.weight)
-        grads, residual = _by_devices(grads, grad_shardings, residual, how, key, unit)
+        with jax.named_scope(SCOPE):
+            grads, residual = _by_devices(grads, grad_shardings, residual, how, key, unit)
     return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics, residual
 
 
 def _by_devices(sums, grad_shardings, residual, how: Sync, key, unit):
     """Returns the gradients and the new residual, each device working on its shards of the parameters."""
-    paths, leaves = zip(*jax.tree.leaves_with_path(sums), strict=True)
-    specs = [sharding.without_axes(one, how.axes).spec for one in jax.tree.leaves(grad_shardings)]
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+    names, leaves = zip(*_named(sums), strict=True)
+    specs = [how.spec_of_sums(one) for one in jax.tree.leaves(grad_shardings)]
     held = residual or {}
-    in_specs = ([jax.P(how.axes, *spec) for spec in specs], {}, jax.P(), jax.P())
-    for name, spec in zip(names, specs, strict=True):
-        if name in held:
-            in_specs[1][name] = jax.P(how.axes, *spec)
+    of_sums = {name: jax.P(how.axes, *spec) for name, spec in zip(names, specs, strict=True)}
+    of_held = {name: of_sums[name] for name in held}
+    in_specs = [*of_sums.values()], of_held, jax.P(), jax.P()
 
     def member(leaves, held, key, unit):
-        leaves = [leaf[0] for leaf in leaves]
-        added = [
-            leaf + unit * held[n][0] if n in held else leaf
-            for n, leaf in zip(names, leaves, strict=True)
+        own = [leaf[0] for leaf in leaves]
+        own = [
+            leaf + unit * held[name][0] if name in held else leaf
+            for name, leaf in zip(names, own, strict=True)
         ]
-        grads, errors = [None] * len(leaves), {}
-        for number, bucket in enumerate(_buckets(how, paths, specs, leaves)):
-            wire = how.wire if how.is_compressed(paths[bucket[0]]) else None
-            flat = jnp.concatenate([added[i].reshape(-1) for i in bucket])
-            key_of = jax.random.fold_in(key, number)
-            total, error = patterns.all_reduce(flat, how.axes, how.levels, wire, key_of)
-            ends = np.cumsum([leaves[i].size for i in bucket])[:-1]
-            for i, one in zip(bucket, jnp.split(total, ends), strict=True):
-                grads[i] = one.reshape(leaves[i].shape)
+        grads, errors = [None] * len(own), {}
+        for number, bucket in enumerate(_buckets(how, names, specs, own)):
+            wire = how.wire if how.is_compressed(names[bucket[0]]) else None
+            together = jnp.concatenate([own[i].reshape(-1) for i in bucket])
+            bucket_key = jax.random.fold_in(key, number)
+            total, error = patterns.all_reduce(together, how.axes, how.levels, wire, bucket_key)
+            ends = np.cumsum([own[i].size for i in bucket])[:-1]
+            for i, part in zip(bucket, jnp.split(total, ends), strict=True):
+                grads[i] = part.reshape(own[i].shape)
             if held and wire:
-                for i, one in zip(bucket, jnp.split(error, ends), strict=True):
-                    errors[names[i]] = (one.reshape(leaves[i].shape) / unit)[None]
+                for i, part in zip(bucket, jnp.split(error, ends), strict=True):
+                    errors[names[i]] = (part.reshape(own[i].shape) / unit)[None]
         return grads, errors
 
     # Not differentiated, so the check of what varies over which axes may be off: it does not know that an exchange
     # in groups leaves the same sum on all members.
-    run = jax.shard_map(member, in_specs=in_specs, out_specs=(specs, in_specs[1]), check_vma=False)
+    run = jax.shard_map(member, in_specs=in_specs, out_specs=(specs, of_held), check_vma=False)
     key = jax.random.key(0) if key is None else key
-    grads, new = run(list(leaves), held, key, unit)
-    return jax.tree.unflatten(jax.tree.structure(sums), grads), new if residual else residual
+    grads, errors = run(list(leaves), held, key, unit)
+    return jax.tree.unflatten(jax.tree.structure(sums), grads), errors if residual else residual
 
 
-def _buckets(how: Sync, paths, specs, leaves) -> Iterator[list[int]]:
+def _buckets(how: Sync, names, specs, leaves) -> Iterator[list[int]]:
     """Yields the numbers of parameters that are sent together.
 
     They are sharded over the same axes: what is equal on some devices must not share blocks with what differs there.
     """
 
     def kind(i: int) -> tuple:
-        axes = sorted(axis for entry in specs[i] for axis in sharding.axes_of(entry))
-        return how.is_compressed(paths[i]), axes, leaves[i].dtype.name
+        axes = {axis for entry in specs[i] for axis in sharding.axes_of(entry)}
+        axes = sorted(axis for axis in axes if sharding.num_devices([axis]) > 1)
+        return how.is_compressed(names[i]), axes, leaves[i].dtype.name
 
     numbers = sorted(range(len(leaves)), key=kind)
     for _, group in itertools.groupby(numbers, key=kind):
