@@ -119,13 +119,14 @@ def audit(
     module = hlo.parse(text)
     advice.memory = memory_of(program, compiled, module=module)
     ways_out = [*advice.remedies()] if advice.memory and advice.memory.fits is False else []
-    found = collective_ops.find(module, placement.mesh, device.platform)
+    network = network_of(program.mesh, cfg.mesh.slices)
+    slices = network.slices.ravel()
+    found = collective_ops.find(module, placement.mesh, device.platform, slices)
     row = hardware.device_of(device.device_kind)
     flops = _model_flops(cfg, parts.model, batch, program.mesh.size)
     # With balanced routing no rows are left over.
     skipped = LEFTOVER if experts and experts.has_first_pass else ""
     explanations, ledger = explain(placement, found)
-    network = network_of(program.mesh, cfg.mesh.slices)
     if row and not row.network and network.link_along(*AXES) != "host":
         row = None  # how fast its network is, is not known
     return Audit(
