@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from meshtrain import cli
 from meshtrain.config.schema import AXES, MeshConfig
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import mesh as meshes
@@ -125,6 +126,22 @@ def test_slices_that_the_devices_cannot_form_are_one_line(devices, sizes, fault)
     with pytest.raises(ConfigError) as error:
         network(devices, **sizes)
     assert fault in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["slices=3"], "=3 does not divide mesh.data=8; use mesh.slices=2 or 4, or mesh.data=6 or 9"),
+        (["slices=0"], "=0: use 1 or more"),
+        (["slices=2", "data=1", "fsdp=8"], "=2 does not divide mesh.data=1; use mesh.slices=1, or mesh.data=2"),
+        (["slices=two"], "=two: not of type int, like 1"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_exit_code_2_and_one_line(flags, line, capsys):
+    flags = [f"--config.mesh.{flag}" for flag in flags]
+    assert cli.main("audit", ["--config=quickstart", *flags]) == 2
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert fault.removeprefix("--config.") == f"mesh.slices{line}"
 
 
 def test_hosts_of_a_described_gpu_cluster_are_its_processes():
