@@ -130,7 +130,7 @@ def test_micro_batches_add_up_to_the_batch(layout, num_microbatches, x64):
     [
         dict(data=2, fsdp=4, slices=2),
         dict(pipeline=2, data=2, fsdp=2, slices=2),
-        dict(pipeline=2, data=4, slices=4),
+        dict(pipeline=2, data=4, slices=2),
     ],
     ids=str,
 )

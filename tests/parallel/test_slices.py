@@ -159,3 +159,6 @@ def test_the_slowest_link_of_several_axes_counts():
     assert [found.link_along(axis) for axis in AXES] == ["host", "slices", *["host"] * 4]
     assert found.link_along("fsdp", "tensor") == "host"
     assert found.link_along("data", "tensor") == "slices"
+    # Of three groups of two devices on hosts of three, the middle one crosses.
+    _, found = network(gpus(2, per_host=3), data=3, fsdp=2)
+    assert found.link_along("fsdp") == "hosts"
