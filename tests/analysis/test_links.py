@@ -123,6 +123,14 @@ def test_the_messages_between_tpu_slices_are_collectives():
     assert sum(row.hbm_bytes for row in result.rows) == 2 * 2 * between.bytes
 
 
+def test_without_the_rate_of_its_network_a_device_has_no_roofline_over_slices():
+    one, two = network([0, 0], [0, 0]), network([0, 1], [0, 1])
+    assert audit._row_of("TPU v4", one) == (BY_NAME["v4"], [])
+    assert audit._row_of("TPU v5p", two) == (BY_NAME["v5p"], [])
+    row, (warning,) = audit._row_of("TPU v4", two)
+    assert row is None and "no rate of the network between slices of v4" in warning
+
+
 def audited(**mesh):
     c = tiny_config()
     c.mesh.update({"data": 1, **mesh})
