@@ -14,9 +14,9 @@ from meshtrain.parallel.remat import rematerialised
 
 # (params, batch, key) -> Metrics; in evaluation the key is None.
 LossFn = Callable[[Params, Any, jax.Array | None], Metrics]
-# What a train step calls, with or without a pipeline: (params, batch, key, scale=1.0) -> gradients of
-# `scale` times the summed loss, in float32 or float64, and the unscaled Metrics.
-GradFn = Callable[..., tuple[Params, Metrics]]
+# What a train step calls, with or without a pipeline: (params, batch, key, scale=1.0, residual=None) -> gradients
+# of `scale` times the summed loss, in float32 or float64, the unscaled Metrics, and the new residual of `Sync`.
+GradFn = Callable[..., tuple[Params, Metrics, Any]]
 
 
 def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:
@@ -81,6 +81,7 @@ def accumulate(
     num_microbatches: int,
     grad_shardings: Any,
     partial_over: Sequence[str] = (),
+    how: sync.Sync | None = None,
 ) -> GradFn:
     """Returns the GradFn that runs micro-batches one after the other and adds up their gradients.
 
@@ -88,7 +89,7 @@ def accumulate(
 
     Without partial sums XLA would all-reduce the gradients of every micro-batch. So each batch shard along
     the mesh axes `partial_over` keeps partial sums, and `synchronise` adds them once, after the last
-    micro-batch.
+    micro-batch, as `how` says.
     """
 
     def grads_of(params, batch, key, scale):
@@ -102,12 +103,12 @@ def accumulate(
             lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads
         ), metrics
 
-    def grad_fn(params, batch, key, scale=1.0):
+    def grad_fn(params, batch, key, scale=1.0, residual=None):
         params = cast(params, dtype)
         axes, num_shards = sharding.batch_slices(partial_over)
         if num_microbatches == num_shards == 1:
             grads, metrics = grads_of(params, batch, jax.random.fold_in(key, 0), scale)
-            return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics
+            return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics, residual
         shardings = jax.tree.map(lambda one: sharding.without_axes(one, axes), grad_shardings)
 
         def grads_of_shard(params, batch, key):
@@ -129,7 +130,7 @@ def accumulate(
         shapes = jax.eval_shape(grads_of_microbatch, 0, first)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         sums, _ = jax.lax.scan(add, zeros, (jnp.arange(num_microbatches), microbatches))
-        return sync.synchronise(sums, grad_shardings)
+        return sync.synchronise(sums, grad_shardings, residual, how, key)
 
     return grad_fn
 

@@ -15,8 +15,8 @@ from meshtrain.config.checks import layer_faults
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import Metrics
-from meshtrain.models.base import Model, Params
-from meshtrain.parallel import context, sharding, xla
+from meshtrain.models.base import MEASURED, Model, Params
+from meshtrain.parallel import context, sharding, sync, xla
 from meshtrain.parallel.mesh import make_mesh, network_of
 from meshtrain.parallel.pipeline import executor
 from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
@@ -41,10 +41,14 @@ class Program:
     eval_step: Callable[[Params, Any], Metrics]
     compiler_options: dict[str, bool | int | str]
     context_method: str = "gather"  # see `context.choose`
+    how: sync.Sync | None = None  # None: XLA adds the gradients of the batch shards
 
     @staticmethod
     def plan(
-        cfg: Config, parts: Parts, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+        cfg: Config,
+        parts: Parts,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+        how: sync.Sync | None = None,
     ) -> tuple:
         """Returns schedule, optimizer, init, abstract state and the gradients' shardings of these settings."""
         c = cfg.train
@@ -54,10 +58,10 @@ class Program:
             moment_dtype=cfg.optim.moment_dtype,
             param_dtype=c.param_dtype,
         )
-        init = states.initializer(parts.model, optimizer, param_dtype=c.param_dtype, dtype=c.dtype)
-        planned = states.plan(
-            init, parts.model.axes, optimizer, cfg.rules, mesh, zero_stage=c.zero_stage
-        )
+        dtypes = {"param_dtype": c.param_dtype, "dtype": c.dtype}
+        init = states.initializer(parts.model, optimizer, **dtypes, sync=how)
+        stage = {"zero_stage": c.zero_stage, "sync": how}
+        planned = states.plan(init, parts.model.axes, optimizer, cfg.rules, mesh, **stage)
         return schedule, optimizer, init, *planned
 
     @contextlib.contextmanager
@@ -91,27 +95,30 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
     c = cfg.train
     # Only the abstract mesh: optax computes its counters here, and the devices may be a topology
     # description for ahead-of-time compilation, which cannot run anything.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        schedule, optimizer, init, abstract_state, grad_shardings = Program.plan(cfg, parts, mesh)
     # Where gradients are not sharded over fsdp, they are summed over it once per step as well.
     partial_over = ("data",) if c.zero_stage >= 2 else ("data", "fsdp")
     if model.block is None and c.num_microbatches == 1:
         partial_over = ()  # a user's loss may mix rows, for example a contrastive loss
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), sharding.use_rules(cfg.rules):
+        network = network_of(mesh, cfg.mesh.slices)
+        how = sync.choose(cfg.sync, network, partial_over, [MEASURED])
+        planned = Program.plan(cfg, parts, mesh, how)
+    schedule, optimizer, init, abstract_state, grad_shardings = planned
     check_saved_names(c.remat, model.saved_names)
     _check_context(cfg.mesh.context, model)
     run = {"remat": c.remat, "unroll": c.unroll}
-    sync = {"grad_shardings": grad_shardings, "partial_over": partial_over}
+    meet = {"grad_shardings": grad_shardings, "partial_over": partial_over, "how": how}
     if cfg.mesh.pipeline > 1:
         table = _table_of(cfg, model, abstract_state.params)
         grad_fn = executor.pipelined(
-            model, table, keep=cfg.pipeline.keep, dtype=c.dtype, **run, **sync
+            model, table, keep=cfg.pipeline.keep, dtype=c.dtype, **run, **meet
         )
         eval_step = executor.evaluate(model, table, dtype=c.dtype, partial_over=partial_over)
     else:
         loss_fn = grads.make_loss(model, **run)
-        how = {"dtype": c.dtype, "num_microbatches": c.num_microbatches}
-        grad_fn = grads.accumulate(loss_fn, **how, **sync)
-        eval_step = grads.evaluate(loss_fn, **how)
+        split = {"dtype": c.dtype, "num_microbatches": c.num_microbatches}
+        grad_fn = grads.accumulate(loss_fn, **split, **meet)
+        eval_step = grads.evaluate(loss_fn, **split)
     # With several micro-batches XLA would compute the experts of a layer twice (jaxlib 0.10.2).
     twice = bool(model.num_inactive) and c.num_microbatches > 1
     without = (xla.PIPELINED_ALL_GATHER,) if twice else ()
@@ -136,6 +143,7 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         eval_step=eval_step,
         compiler_options=xla.options(c.xla_preset, mesh, without=without),
         context_method=_context_method(cfg, mesh),
+        how=how,
     )
 
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Axes, Model, Params, is_measured
 from meshtrain.parallel import sharding
+from meshtrain.parallel.sync import Sync
 
 # Other trainers start at 2^16, for the gradients of a mean. Here the loss is a sum over tokens, and its
 # gradients are thousands of times larger: with 4,096 tokens per micro-batch they fit in float16 up to a
@@ -45,10 +46,16 @@ class TrainState(NamedTuple):
     params: Params
     opt_state: Any
     loss_scale: LossScale | None = None  # with train.dtype=float16 only
+    residual: Any = None  # with error feedback only, see `parallel.sync.Sync`
 
 
 def initializer(
-    model: Model, optimizer: optax.GradientTransformation, *, param_dtype: str, dtype: str
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    *,
+    param_dtype: str,
+    dtype: str,
+    sync: Sync | None = None,
 ) -> Callable:
     """Returns the function key -> TrainState at step 0."""
 
@@ -61,7 +68,8 @@ def initializer(
 
         params = jax.tree.map_with_path(cast, model.init(key))
         loss_scale = start_loss_scale() if dtype == "float16" else None
-        return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale)
+        residual = sync.start_residual(params) if sync else None
+        return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale, residual)
 
     return init
 
@@ -74,6 +82,7 @@ def plan(
     mesh,
     *,
     zero_stage: int,
+    sync: Sync | None = None,
 ) -> tuple[TrainState, Any]:
     """Returns the abstract state of `init`, each array with its sharding, and the gradients' shardings.
 
@@ -111,7 +120,8 @@ def plan(
         is_leaf=is_masked,
     )
     loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
-    shardings = TrainState(replicated, shardings_from(3), opt_state, loss_scale)
+    residual = sync.residual_shardings(shardings_from(2)) if sync else None
+    shardings = TrainState(replicated, shardings_from(3), opt_state, loss_scale, residual)
     abstract = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, shardings)
     return abstract, shardings_from(2)
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from meshtrain.config import mesh_sizes, paths, xla_presets
+from meshtrain.config.sync import SyncConfig
 from meshtrain.errors import (
     ConfigError,
     choice_faults,
@@ -241,6 +242,7 @@ class Config:
     train: TrainConfig
     pipeline: PipelineConfig
     context: ContextConfig
+    sync: SyncConfig
     model: BuildConfig
     data: BuildConfig
     optim: OptimConfig  # what the trainer itself reads

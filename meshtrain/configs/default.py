@@ -89,6 +89,20 @@ def get_config() -> ConfigDict:
     # less, else gather, or ring between hosts
     context.method = "auto"
 
+    # Used if several devices along data, or along fsdp at ZeRO stage 0 or 1, have gradients to add.
+    config.sync = sync = ConfigDict()
+    # what gradients are sent as: "float32", nothing is lost; "bfloat16"; "int8" or "int4", integers with a scale for
+    # each block of elements. For slow networks
+    sync.wire = "float32"
+    sync.block = 256  # elements that share a scale
+    sync.exact = ("scale", "bias")  # parameters with such a name in their path are sent as float32
+    # whether what a step loses is added to the gradients of the next: "on"; "off", int4 is then rounded
+    # stochastically; "auto", for int4
+    sync.feedback = "auto"
+    # who sends to whom: "xla", one collective; "hierarchical", first inside each host or slice, then between them,
+    # where alone sync.wire applies; "ring" and "tree", from device to device, in float32
+    sync.pattern = "xla"
+
     config.model = model = ConfigDict()
     # function, "package.module:name", that builds a Model from the keys below
     model.build = "meshtrain.models.transformer:build"

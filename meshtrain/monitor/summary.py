@@ -11,12 +11,19 @@ from meshtrain.config.schema import AXES, Config
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
 from meshtrain.monitor.units import Units
+from meshtrain.parallel import patterns
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
+from meshtrain.parallel.sync import Sync
 from meshtrain.state import TrainState
 
 
 def start_lines(
-    cfg: Config, model: Model, abstract_state: TrainState, units: Units, data: Any
+    cfg: Config,
+    model: Model,
+    abstract_state: TrainState,
+    units: Units,
+    data: Any,
+    how: Sync | None = None,
 ) -> Iterator[str]:
     """Yields the lines to log before compiling: mesh, parameters, memory, batch, schedule, data."""
     attention = ""  # first, because an error must be the only line
@@ -39,6 +46,8 @@ def start_lines(
     yield f"step        {per_step:,} {units.name} in {cfg.train.num_microbatches} micro-batches"
     if cfg.mesh.pipeline > 1:
         yield f"pipeline    {_pipeline(cfg)}"
+    if not cfg.sync.is_default:
+        yield f"gradients   {_synchronisation(cfg, how)}"
     if attention:
         yield f"attention   {attention}"
     if units.flops:
@@ -58,6 +67,22 @@ def _pipeline(cfg: Config) -> str:
         f"{cfg.pipeline.schedule}, {P} stages{chunks} · bubble {table.bubble:.1%} of a step"
         f" · up to {live} live, {cfg.pipeline.keep} kept"
     )
+
+
+def _synchronisation(cfg: Config, how: Sync | None) -> str:
+    if how is None:
+        return f"summed by XLA: {cfg.sync.changed} applies between devices that add up gradients over a slow network"
+    sizes = " x ".join(f"{level.size} devices" for level in how.levels)
+    ways = [f"{cfg.sync.pattern} over {' and '.join(how.axes)}: {sizes}"]
+    if how.wire:
+        where = " between the last" if len(how.levels) > 1 else ""
+        ways.append(f"{cfg.sync.wire}{where}")
+    sent = how.bytes_per_element(4, compressed=True)
+    plain = patterns.bytes_sent(patterns.levels_of("xla", how.num_shards, 1), None, 4)
+    ways.append(f"{sent:.3g} bytes sent per element instead of {plain:.3g}")
+    if how.feedback:
+        ways.append("what a step loses is added to the next")
+    return " · ".join(ways)
 
 
 def final_line(

@@ -123,12 +123,31 @@ class Network:
 
     def link_along(self, *axes: str) -> str:
         """Returns the slowest of LINKS within the groups of devices along these axes."""
+        return max((self.link(group) for group in self._groups(axes)), key=LINKS.index)
+
+    def num_parts(self, *axes: str) -> int:
+        """Returns over how many slices, or hosts if they are in one slice, the groups along these axes are spread.
+
+        1 if the members of a part are not neighbours along the axes, or if parts differ in size.
+        """
+        groups = self._groups(axes)
+        of_device = self.slices if self.link_along(*axes) == "slices" else self.hosts
+        parts = of_device.ravel()[groups]
+        number = len({*parts[0].tolist()})
+        if parts.shape[1] % number:
+            return 1
+        blocks = parts.reshape(len(parts), number, -1)
+        are_whole = (blocks == blocks[..., :1]).all()
+        are_apart = all(len({*row}) == number for row in blocks[..., 0].tolist())
+        return number if are_whole and are_apart else 1
+
+    def _groups(self, axes: Sequence[str]) -> np.ndarray:
+        """Returns the numbers of the devices of each group along these axes."""
         numbers = np.arange(self.hosts.size).reshape(self.hosts.shape)
         last = [AXES.index(axis) for axis in axes]
         rest = [dim for dim in range(len(AXES)) if dim not in last]
         size = math.prod(self.hosts.shape[dim] for dim in last)
-        groups = numbers.transpose(rest + last).reshape(-1, size)
-        return max((self.link(group) for group in groups), key=LINKS.index)
+        return numbers.transpose(rest + last).reshape(-1, size)
 
 
 def network_of(mesh: jax.sharding.Mesh, num_slices: int = 1) -> Network:

@@ -112,7 +112,8 @@ def audit(
         placement = placement_of(*run)
         attention = sharded_attention(cfg, parts.model, batch, placement)
         experts = sharded_experts(cfg, batch, placement)
-        placement = dataclasses.replace(placement, attention=attention, experts=experts)
+        known = {"attention": attention, "experts": experts, "sync": program.how}
+        placement = dataclasses.replace(placement, **known)
         before_compiling = [one.text for one in layout_warnings(*run)]
     device, state = program.mesh.devices.flat[0], program.abstract_state
     text = compiled.as_text()

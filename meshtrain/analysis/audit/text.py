@@ -124,8 +124,8 @@ def _memory(memory: Any) -> Iterator[str]:
         return
     yield ""
     yield f"{'memory of each device, in the step':44}{'bytes':>16}"
-    names = ("parameters", "optimizer_state", "batch", "activations", "gradients", "temporaries")
-    for name in (*names, "peak"):
+    state = ("parameters", "optimizer_state", *(["residual"] if memory.residual else []))
+    for name in (*state, "batch", "activations", "gradients", "temporaries", "peak"):
         label = {"activations": "activations kept"}.get(name, name.replace("_", " "))
         yield f"  {label:42}{getattr(memory, name):>16,}"
     if memory.capacity:

@@ -70,6 +70,7 @@ def pipelined(
     keep: str,
     grad_shardings: Any,
     partial_over: tuple[str, ...],
+    how: sync.Sync | None = None,
 ) -> grads.GradFn:
     """Returns the GradFn that runs the micro-batches of `table` through the stages.
 
@@ -77,7 +78,7 @@ def pipelined(
     or "residuals", all arrays that the backward needs, except those that follow from the weights alone.
     """
 
-    def grad_fn(params, batch, key, scale=1.0):
+    def grad_fn(params, batch, key, scale=1.0, residual=None):
         stages = _stages(model, table, params, batch, dtype, remat, unroll, partial_over, keep)
         step = _Step(stages, table, grad_shardings, scale)
         carry = step.start()
@@ -86,7 +87,7 @@ def pipelined(
             carry, _ = jax.lax.scan(functools.partial(step.tick, rows), carry, rows)
         layer_grads = jax.vmap(ring.from_stages, in_axes=2)(carry.layer_grads)
         sums = {**carry.outer_grads, "layers": layer_grads}, carry.metrics
-        return sync.synchronise(sums, grad_shardings)
+        return sync.synchronise(sums, grad_shardings, residual, how, key)
 
     return grad_fn
 
