@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshtrain.analysis import traffic
+from meshtrain.analysis import megascale, traffic
 from meshtrain.analysis.collective_ops import KINDS, Collective
 from meshtrain.analysis.groups import Groups
 from meshtrain.analysis.hardware import Device
@@ -235,16 +235,14 @@ def _hidden(
     for caller, instruction in module.callers[computation]:
         if instruction.opcode == "async-start":
             computation, one = caller, instruction
-    is_asynchronous = one.opcode.endswith(
-        "-start"
-    ) and '"is_sync":true' not in one.attributes.replace(" ", "")
-    if (
-        not is_asynchronous
-        or computation not in work
-        or one.opcode.removesuffix("-start") not in (*KINDS, "async")
-    ):
+    is_sync = '"is_sync":true' in one.attributes.replace(" ", "")
+    starts = [f"{kind}-start" for kind in (*KINDS, "async")]
+    is_message = bool(megascale.transfer_of(one))
+    if computation not in work or not is_message and (one.opcode not in starts or is_sync):
         return 0.0
     body, last, value = module.computations[computation], None, one
+    if is_message:
+        last, value = megascale.end_of(one, body), None
     while value is not None:  # through async-update
         users = module.users[computation, value.name]
         value = next((u for u in users if u.opcode.endswith(("-done", "-update"))), None)

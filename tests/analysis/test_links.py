@@ -5,10 +5,13 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from meshtrain.analysis import hlo
+from meshtrain.analysis import collective_ops, hlo
 from meshtrain.analysis.audit import audit, text
 from meshtrain.analysis.collective_ops import Collective
+from meshtrain.analysis.hardware import BY_NAME
 from meshtrain.analysis.links import LinkBytes, links
+from meshtrain.analysis.roofline import roofline
+from meshtrain.config.schema import AXES
 from meshtrain.parallel.mesh import Network
 
 
@@ -62,6 +65,70 @@ def test_an_uneven_group_leaves_a_slice_once():
     found = links([("some", collective("all-gather", (0, 1, 2, 4)))], FOUR_HOSTS)
     assert found.by_axes == [LinkBytes("some", 3000 / 8, 3000 / 8, 6000 / 8)]
     assert found.leaving_slice == 3000 and found.leaving_host == 3000
+
+
+SLICE = """HloModule step, num_partitions=4
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %plus = f32[] add(%x, %y)
+}
+
+ENTRY %main (p: f32[4096,256]) -> f32[4096,256] {
+  %p = f32[4096,256]{1,0} parameter(0)
+  %r = f32[4096,256]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum
+  %t = token[] after-all()
+  %s = (f32[4096,256]{1,0}, u32[], token[]) send(%r, %t), channel_id=2, is_host_transfer=true, ATTRIBUTES
+  %v = (f32[4096,256]{1,0}, u32[], token[]) recv(%t), channel_id=3, is_host_transfer=true, ATTRIBUTES
+  %s.1 = token[] send-done(%s), channel_id=2, is_host_transfer=true
+  %c = f32[4096,256]{1,0} copy(%p)
+  %d = (f32[4096,256]{1,0}, token[]) recv-done(%v), channel_id=3, is_host_transfer=true
+  %e = f32[4096,256]{1,0} copy(%p)
+  ROOT %o = f32[4096,256]{1,0} get-tuple-element(%d), index=0
+}
+""".replace(
+    "ATTRIBUTES",
+    'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+    '_xla_host_transfer_rendezvous="all-reduce.1_0",_xla_megascale_target="{1,2}x{0:3}",'
+    '_xla_megascale_transfer_type="ALL_REDUCE"}',
+)
+
+
+def test_the_messages_between_tpu_slices_are_collectives():
+    """XLA compiles the program of one slice; its devices 0 to 3 are these numbers of each slice in the mesh."""
+    module, sizes = hlo.parse(SLICE), dict.fromkeys(AXES, 1) | dict(pipeline=2, data=2, tensor=2)
+    slices = [0, 0, 1, 1, 0, 0, 1, 1]  # stages are within a slice, so data is its second axis
+    found = collective_ops.find(module, sizes, "tpu", slices)
+    inside, between = found
+    assert (inside.kind, inside.axes) == ("all-reduce", ("tensor",))
+    assert inside.groups == ((0, 1), (4, 5), (2, 3), (6, 7))
+    assert (between.kind, between.axes) == ("all-reduce", ("data",))
+    assert between.groups == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert between.bytes == inside.bytes == 4096 * 256 * 4
+    where = Network(*[np.array(slices).reshape(2, 2, 1, 1, 1, 2)] * 2)
+    counted = links([("-".join(one.axes), one) for one in found], where)
+    assert [(row.axes, row.host, row.slices) for row in counted.by_axes] == [
+        ("data", 0, between.bytes),
+        ("tensor", inside.bytes, 0),
+    ]
+    assert counted.leaving_slice == 4 * between.bytes
+    result = roofline(module, found, BY_NAME["v5e"], where, model_flops=1)
+    rows = {row.name: row for row in result.transfers}
+    assert (rows["data"].rate, rows["tensor"].rate) == (3.125e9, 90e9)
+    # The first of the two copies, between the message and its end, hides its own time.
+    copied = 2 * between.bytes / 819e9
+    assert rows["data"].exposed == pytest.approx(rows["data"].seconds - copied)
+    # Messages are not traffic of the HBM.
+    assert sum(row.hbm_bytes for row in result.rows) == 2 * 2 * between.bytes
+
+
+def test_without_the_rate_of_its_network_a_device_has_no_roofline_over_slices():
+    one, two = network([0, 0], [0, 0]), network([0, 1], [0, 1])
+    assert audit._row_of("TPU v4", one) == (BY_NAME["v4"], [])
+    assert audit._row_of("TPU v5p", two) == (BY_NAME["v5p"], [])
+    row, (warning,) = audit._row_of("TPU v4", two)
+    assert row is None and "no rate of the network between slices of v4" in warning
 
 
 def audited(**mesh):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from meshtrain import cli
 from meshtrain.config.schema import AXES, MeshConfig
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import mesh as meshes
@@ -127,6 +128,22 @@ def test_slices_that_the_devices_cannot_form_are_one_line(devices, sizes, fault)
     assert fault in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["slices=3"], "=3 does not divide mesh.data=8; use mesh.slices=2 or 4, or mesh.data=6 or 9"),
+        (["slices=0"], "=0: use 1 or more"),
+        (["slices=2", "data=1", "fsdp=8"], "=2 does not divide mesh.data=1; use mesh.slices=1, or mesh.data=2"),
+        (["slices=two"], "=two: not of type int, like 1"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_exit_code_2_and_one_line(flags, line, capsys):
+    flags = [f"--config.mesh.{flag}" for flag in flags]
+    assert cli.main("audit", ["--config=quickstart", *flags]) == 2
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert fault.removeprefix("--config.") == f"mesh.slices{line}"
+
+
 def test_hosts_of_a_described_gpu_cluster_are_its_processes():
     """Without devices of its own, jax's client of a topology numbers all GPUs with slice_index 0."""
     devices = [Device(n, n // 8, 0, "gpu", num_local=0) for n in range(16)]
@@ -142,3 +159,6 @@ def test_the_slowest_link_of_several_axes_counts():
     assert [found.link_along(axis) for axis in AXES] == ["host", "slices", *["host"] * 4]
     assert found.link_along("fsdp", "tensor") == "host"
     assert found.link_along("data", "tensor") == "slices"
+    # Of three groups of two devices on hosts of three, the middle one crosses.
+    _, found = network(gpus(2, per_host=3), data=3, fsdp=2)
+    assert found.link_along("fsdp") == "hosts"

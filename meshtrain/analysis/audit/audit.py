@@ -33,7 +33,7 @@ from meshtrain.monitor.warnings import layout_warnings
 from meshtrain.monitor.ways_out import Advice
 from meshtrain.ops.experts import LEFTOVER
 from meshtrain.parallel import sharding
-from meshtrain.parallel.mesh import network_of
+from meshtrain.parallel.mesh import Network, network_of
 from meshtrain.program import Program, assemble
 
 
@@ -120,15 +120,14 @@ def audit(
     module = hlo.parse(text)
     advice.memory = memory_of(program, compiled, module=module)
     ways_out = [*advice.remedies()] if advice.memory and advice.memory.fits is False else []
-    found = collective_ops.find(module, placement.mesh, device.platform)
-    row = hardware.device_of(device.device_kind)
+    network = network_of(program.mesh, cfg.mesh.slices)
+    slices = network.slices.ravel()
+    found = collective_ops.find(module, placement.mesh, device.platform, slices)
+    row, unknown_rate = _row_of(device.device_kind, network)
     flops = _model_flops(cfg, parts.model, batch, program.mesh.size)
     # With balanced routing no rows are left over.
     skipped = LEFTOVER if experts and experts.has_first_pass else ""
     explanations, ledger = explain(placement, found)
-    network = network_of(program.mesh, cfg.mesh.slices)
-    if row and not row.network and network.link_along(*AXES) != "host":
-        row = None  # how fast its network is, is not known
     return Audit(
         mesh=placement.mesh,
         device=f"{program.mesh.size} {device.device_kind}",
@@ -139,13 +138,24 @@ def audit(
         explanations=explanations,
         extra_bytes=_extra_bytes(explanations),
         unsent_bytes=_unsent_bytes(ledger),
-        warnings=before_compiling + warn.warnings(placement, cfg.rules, state, explanations),
+        warnings=unknown_rate
+        + before_compiling
+        + warn.warnings(placement, cfg.rules, state, explanations),
         imbalance=imbalance(with_files, placement, data, batch),
         memory=advice.memory,
         ways_out=ways_out,
         roofline=row and roofline(module, found, row, network, model_flops=flops, skipped=skipped),
         hlo=text,
     )
+
+
+def _row_of(kind: str, network: Network) -> tuple[hardware.Device | None, list[str]]:
+    """Returns the row of the device, None if there is none, and a warning if it lacks the rate of a link."""
+    row = hardware.device_of(kind)
+    if row is None or row.network or network.link_along(*AXES) == "host":
+        return row, []
+    unknown = f"no roofline: meshtrain/analysis/hardware.py has no rate of the network between slices of {row.name}"
+    return None, [unknown]
 
 
 def _without_files(cfg: Config) -> Config:

@@ -46,7 +46,7 @@ def lines(audit: Any) -> Iterator[str]:
 def _links(links: Any) -> Iterator[str]:
     """Yields the bytes by link, if there is more than one link."""
     columns = {"host": "within a host", "hosts": "between hosts", "slices": "between slices"}
-    if links.num_hosts == links.num_slices:  # TPUs, whose hosts share the fast network of a slice
+    if links.num_hosts == links.num_slices:  # of TPUs, all hosts of a slice share its fast network
         columns = {"host": "within a slice", "slices": "between slices"}
     if links.num_slices == 1:
         del columns["slices"]
