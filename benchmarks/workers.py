@@ -109,6 +109,8 @@ def stop(workers: list[subprocess.Popen]) -> None:
     for worker in workers:
         worker.stdin.close()
     codes = [worker.wait(60) for worker in workers]
+    for worker in workers:
+        worker.stdout.close()
     assert not any(codes), codes
 
 
