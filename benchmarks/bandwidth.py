@@ -241,7 +241,7 @@ def parse_args() -> argparse.Namespace:
         parser.error("--mbit: a rate between processes; give --nproc too")
     if args.mbit and (why := network.fault()):
         parser.exit(2, f"{why}\n")
-    if args.nproc and not args.mbit and cores < args.nproc:
+    if args.nproc and not (args.mbit or args.worker) and cores < args.nproc:
         parser.error(
             f"--nproc={args.nproc} needs a core for each process and there are {cores}; "
             f"use --nproc={cores}, or --simulate_devices"
