@@ -148,6 +148,11 @@ def test_padded_messages_between_slices_are_the_gradients_that_nothing_else_sums
         replace(message, array=hlo.Array("f32", shape))
         for shape in ((int(1.07 * needed / 4),), (1, 1, 128))
     )
+    middle = replace(message, array=hlo.Array("f32", (25, 8, 128)))
+    messages = [small, middle, replace(large, array=hlo.Array("f32", (2 * needed,)))]
+    assert [one.label for one in explain(placement, messages)[0]] == ["gradients summed"] * 2 + [
+        "scalars"
+    ]
     (first, second), _ = explain(placement, [small, large])  # the largest first
     assert (first.label, first.needed_bytes, first.is_needed) == ("gradients summed", needed, True)
     assert "padded to tiles" in first.reason and first.extra_bytes == large.bytes - needed

@@ -8,16 +8,19 @@ TILE = 8 * 128  # elements
 
 
 def padded(ledger: Ledger, c: Collective) -> Explanation | None:
-    """Explains a padded sum over the axes between slices: gradients that no collective has claimed, or scalars."""
+    """Explains a padded sum over axes between slices, along which gradients are summed; or of metrics, in one tile.
+
+    The larger messages claim the bytes that are needed, so padding is reported for the smaller ones.
+    """
     if MESSAGE_NOTE not in c.notes or c.kind != "all-reduce":
         return None
-    claimed = 0.0
-    for need in ledger.needs:
-        if need.role == GRADIENT_SUM and {*need.axes} <= {*(c.axes or "-")}:
-            part = min(c.bytes - claimed, ledger.unclaimed[need.key])
-            ledger.unclaimed[need.key] -= part
-            claimed += part
-    reason = "padded to tiles of 8 x 128 elements"
-    if claimed:
-        return Explanation(c, GRADIENT_SUM, claimed, reason if claimed < c.bytes else "")
-    return Explanation(c, "scalars", 0, reason) if c.array.size <= TILE else None
+    axes, claimed = {*(c.axes or "-")}, 0.0
+    needs = [one for one in ledger.needs if one.role == GRADIENT_SUM and {*one.axes} <= axes]
+    for need in needs:
+        part = min(c.bytes - claimed, ledger.unclaimed[need.key])
+        ledger.unclaimed[need.key] -= part
+        claimed += part
+    reason = "padded to tiles of 8 x 128 elements" if claimed < c.bytes else ""
+    if not claimed and c.array.size <= TILE:
+        return Explanation(c, "scalars", 0, reason)
+    return Explanation(c, GRADIENT_SUM, claimed, reason) if needs else None
