@@ -1,7 +1,7 @@
 """The pure functions of a run on one mesh, and the shardings of what they read and return."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import MEASURED, Model, Params
-from meshtrain.parallel import context, sharding, sync, xla
+from meshtrain.parallel import context, patterns, sharding, sync, xla
 from meshtrain.parallel.mesh import make_mesh, network_of
 from meshtrain.parallel.pipeline import executor
 from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
+from meshtrain.parallel.wire import BITS, Wire
 from meshtrain.state import TrainState
 from meshtrain.step import Scalars, make_train_step
 
@@ -59,9 +60,18 @@ class Program:
             param_dtype=c.param_dtype,
         )
         dtypes = {"param_dtype": c.param_dtype, "dtype": c.dtype}
-        init = states.initializer(parts.model, optimizer, **dtypes, sync=how)
-        stage = {"zero_stage": c.zero_stage, "sync": how}
-        planned = states.plan(init, parts.model.axes, optimizer, cfg.rules, mesh, **stage)
+        of_state = {"start_residual": how.start_residual} if how else {}
+        init = states.initializer(parts.model, optimizer, **dtypes, **of_state)
+        placed = {"residual_shardings": how.residual_shardings} if how else {}
+        planned = states.plan(
+            init,
+            parts.model.axes,
+            optimizer,
+            cfg.rules,
+            mesh,
+            zero_stage=c.zero_stage,
+            **placed,
+        )
         return schedule, optimizer, init, *planned
 
     @contextlib.contextmanager
@@ -93,15 +103,14 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
     model = parts.model
     mesh = make_mesh(cfg.mesh, devices=devices)
     c = cfg.train
-    # Only the abstract mesh: optax computes its counters here, and the devices may be a topology
-    # description for ahead-of-time compilation, which cannot run anything.
     # Where gradients are not sharded over fsdp, they are summed over it once per step as well.
     partial_over = ("data",) if c.zero_stage >= 2 else ("data", "fsdp")
     if model.block is None and c.num_microbatches == 1:
         partial_over = ()  # a user's loss may mix rows, for example a contrastive loss
+    # Only the abstract mesh: optax computes its counters here, and the devices may be a topology
+    # description for ahead-of-time compilation, which cannot run anything.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), sharding.use_rules(cfg.rules):
-        network = network_of(mesh, cfg.mesh.slices)
-        how = sync.choose(cfg.sync, network, partial_over, [MEASURED])
+        how = _sync(cfg, mesh, partial_over)
         planned = Program.plan(cfg, parts, mesh, how)
     schedule, optimizer, init, abstract_state, grad_shardings = planned
     check_saved_names(c.remat, model.saved_names)
@@ -145,6 +154,37 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         context_method=_context_method(cfg, mesh),
         how=how,
     )
+
+
+def _sync(cfg: Config, mesh: jax.sharding.Mesh, partial_over: Sequence[str]) -> sync.Sync | None:
+    """Returns how the gradients of the shards along the mesh axes `partial_over` meet; None: XLA adds them.
+
+    Call it with the rules active. Raises ConfigError for settings that the model or the mesh does not support.
+    """
+    settings, network = cfg.sync, network_of(mesh, cfg.mesh.slices)
+    if settings.is_default:
+        return None
+    if not partial_over:
+        raise ConfigError(
+            f"{settings.changed}: the model is one loss, which may mix rows, so that no sum per shard exists; use "
+            f"train.num_microbatches=2 or more, or a model that is a stack of blocks"
+        )
+    axes, num_shards = sharding.batch_slices(partial_over)
+    if num_shards == 1:
+        return None
+    parts = network.num_parts(*axes)
+    if settings.pattern == "hierarchical" and parts == 1:
+        if (link := network.link_along(*axes)) == "host":
+            return None  # nothing leaves a host
+        raise ConfigError(
+            f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of {' x '.join(axes)}; "
+            f"use another mesh, or sync.pattern=xla"
+        )
+    is_narrow, has_feedback = settings.wire != "float32", settings.has_feedback
+    is_random = settings.wire == "int4" and not has_feedback
+    form = Wire(BITS[settings.wire], settings.block, is_random) if is_narrow else None
+    levels = patterns.levels_of(settings.pattern, num_shards, parts)
+    return sync.Sync(axes, levels, form, (*settings.exact, MEASURED), has_feedback)
 
 
 def _check_context(size: int, model: Model) -> None:

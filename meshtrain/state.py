@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Axes, Model, Params, is_measured
 from meshtrain.parallel import sharding
-from meshtrain.parallel.sync import Sync
 
 # Other trainers start at 2^16, for the gradients of a mean. Here the loss is a sum over tokens, and its
 # gradients are thousands of times larger: with 4,096 tokens per micro-batch they fit in float16 up to a
@@ -55,9 +54,9 @@ def initializer(
     *,
     param_dtype: str,
     dtype: str,
-    sync: Sync | None = None,
+    start_residual: Callable[[Params], Any] = lambda params: None,
 ) -> Callable:
-    """Returns the function key -> TrainState at step 0."""
+    """Returns the function key -> TrainState at step 0; `start_residual` is that of `parallel.sync.Sync`."""
 
     def init(key):
         def cast(path, leaf):
@@ -68,7 +67,7 @@ def initializer(
 
         params = jax.tree.map_with_path(cast, model.init(key))
         loss_scale = start_loss_scale() if dtype == "float16" else None
-        residual = sync.start_residual(params) if sync else None
+        residual = start_residual(params)
         return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale, residual)
 
     return init
@@ -82,7 +81,7 @@ def plan(
     mesh,
     *,
     zero_stage: int,
-    sync: Sync | None = None,
+    residual_shardings: Callable[[Any], Any] = lambda shardings: None,
 ) -> tuple[TrainState, Any]:
     """Returns the abstract state of `init`, each array with its sharding, and the gradients' shardings.
 
@@ -120,7 +119,7 @@ def plan(
         is_leaf=is_masked,
     )
     loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
-    residual = sync.residual_shardings(shardings_from(2)) if sync else None
+    residual = residual_shardings(shardings_from(2))
     shardings = TrainState(replicated, shardings_from(3), opt_state, loss_scale, residual)
     abstract = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, shardings)
     return abstract, shardings_from(2)

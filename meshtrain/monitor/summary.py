@@ -11,7 +11,6 @@ from meshtrain.config.schema import AXES, Config
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
 from meshtrain.monitor.units import Units
-from meshtrain.parallel import patterns
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 from meshtrain.parallel.sync import Sync
 from meshtrain.state import TrainState
@@ -72,17 +71,12 @@ def _pipeline(cfg: Config) -> str:
 def _synchronisation(cfg: Config, how: Sync | None) -> str:
     if how is None:
         return f"summed by XLA: {cfg.sync.changed} applies between devices that add up gradients over a slow network"
-    sizes = " x ".join(f"{level.size} devices" for level in how.levels)
-    ways = [f"{cfg.sync.pattern} over {' and '.join(how.axes)}: {sizes}"]
+    dtypes = ["float32"] * (len(how.levels) - 1) + [cfg.sync.wire]
+    stages = [f"{dtype} among {n.size}" for dtype, n in zip(dtypes, how.levels, strict=True)]
     if how.wire:
-        where = " between the last" if len(how.levels) > 1 else ""
-        ways.append(f"{cfg.sync.wire}{where}")
-    sent = how.bytes_per_element(4, compressed=True)
-    plain = patterns.bytes_sent(patterns.levels_of("xla", how.num_shards, 1), None, 4)
-    ways.append(f"{sent:.3g} bytes sent per element instead of {plain:.3g}")
-    if how.feedback:
-        ways.append("what a step loses is added to the next")
-    return " · ".join(ways)
+        stages[-1] += f" ({how.wire.bytes_per_element:.3f} bytes per element)"
+    kept = " · what a step loses is added to the next" if how.feedback else ""
+    return f"summed over {' x '.join(how.axes)}: {cfg.sync.pattern}, {', then '.join(stages)}{kept}"
 
 
 def final_line(

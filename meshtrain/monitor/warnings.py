@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from meshtrain import grads
+from meshtrain import blocks
 from meshtrain import state as states
 from meshtrain.config.schema import AXES, Config
 from meshtrain.data.source import Source
@@ -147,7 +147,7 @@ def marked_names(model: Model, params: Params, batch: Any, dtype: str) -> set[st
         return False
 
     def trace(params, batch):
-        params = grads.cast(params, dtype)
+        params = blocks.cast(params, dtype)
         if model.block is None:
             run, args = lambda *args: model.loss(*args, batch, jax.random.key(0)), (params,)
         else:

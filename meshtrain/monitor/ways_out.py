@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain import grads
+from meshtrain import blocks, grads
 from meshtrain import state as states
 from meshtrain.config.build import Parts
 from meshtrain.config.schema import AXES, Config
@@ -203,7 +203,7 @@ class Advice:
             loss = grads.make_loss(self.parts.model, remat=remat)
 
             def vjp(params, batch):
-                params, key = grads.cast(params, c.dtype), jax.random.key(0)
+                params, key = blocks.cast(params, c.dtype), jax.random.key(0)
                 return jax.vjp(lambda params: loss(params, batch, key).loss, params)[1]
 
             rows = c.global_batch // c.num_microbatches

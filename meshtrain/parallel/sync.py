@@ -6,7 +6,7 @@ By default XLA does. `Sync` does it where the network between hosts or slices is
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.config.sync import SyncConfig
-from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 from meshtrain.parallel import patterns, sharding
-from meshtrain.parallel.mesh import Network
-from meshtrain.parallel.wire import BITS, Wire
+from meshtrain.parallel.wire import Wire
 
 # Elements of a device that are sent together; a larger parameter is sent alone.
 BUCKET = 2**25
@@ -85,41 +82,6 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
         (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
     ]
-
-
-def choose(
-    settings: SyncConfig, network: Network, partial_over: Sequence[str], exact: Sequence[str] = ()
-) -> Sync | None:
-    """Returns how the sums over the mesh axes `partial_over` meet; None: XLA adds them.
-
-    `exact` are more names of parameters that are not compressed. Call it with the rules active. Raises ConfigError for
-    settings that the model or the mesh does not support.
-    """
-    if settings.is_default:
-        return None
-    if not partial_over:
-        raise ConfigError(
-            f"{settings.changed}: this model's loss may mix rows, so that no sum per shard exists; use "
-            f"train.num_microbatches=2 or more, or a model that is a stack of blocks"
-        )
-    axes, num_shards = sharding.batch_slices(partial_over)
-    if num_shards == 1:
-        return None
-    parts = network.num_parts(*axes)
-    if settings.pattern == "hierarchical" and parts == 1:
-        if (link := network.link_along(*axes)) == "host":
-            return None  # nothing leaves a host
-        raise ConfigError(
-            f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of {' x '.join(axes)}; "
-            f"use another mesh, or sync.pattern=xla"
-        )
-    wire = None
-    if settings.wire != "float32":
-        is_random = settings.wire == "int4" and not settings.has_feedback
-        wire = Wire(BITS[settings.wire], settings.block, stochastic=is_random)
-    levels = patterns.levels_of(settings.pattern, num_shards, parts)
-    exact = (*settings.exact, *exact)
-    return Sync(axes, levels, wire, exact, feedback=wire is not None and settings.has_feedback)
 
 
 def synchronise(

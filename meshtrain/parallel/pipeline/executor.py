@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import grads
+from meshtrain import blocks
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding, sync
@@ -71,8 +71,8 @@ def pipelined(
     grad_shardings: Any,
     partial_over: tuple[str, ...],
     how: sync.Sync | None = None,
-) -> grads.GradFn:
-    """Returns the GradFn that runs the micro-batches of `table` through the stages.
+) -> Callable[..., tuple[Params, Metrics, Any]]:
+    """Returns the `grads.GradFn` that runs the micro-batches of `table` through the stages.
 
     `keep` is what a stage saves of a chunk for its backward: "inputs", from which the chunk is run again,
     or "residuals", all arrays that the backward needs, except those that follow from the weights alone.
@@ -235,8 +235,8 @@ def _stages(model, table, params, batch, dtype, remat, unroll, partial_over, kee
     block, unroll = rematerialised(model.block, remat), unroll if remat == "none" else 1
     return Stages(
         model,
-        functools.partial(grads.run_blocks, block, unroll=unroll),
-        grads.cast(params, dtype),
+        functools.partial(blocks.run_blocks, block, unroll=unroll),
+        blocks.cast(params, dtype),
         batch,
         num_microbatches=table.num_microbatches,
         num_chunks=table.num_chunks,
