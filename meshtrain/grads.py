@@ -8,16 +8,13 @@ import jax.numpy as jnp
 
 from meshtrain.blocks import cast, run_blocks
 from meshtrain.errors import ConfigError
-from meshtrain.metrics import Metrics
+from meshtrain.metrics import GradFn, Metrics
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding, sync
 from meshtrain.parallel.remat import rematerialised
 
 # (params, batch, key) -> Metrics; in evaluation the key is None.
 LossFn = Callable[[Params, Any, jax.Array | None], Metrics]
-# What a train step calls, with or without a pipeline: (params, batch, key, scale=1.0, residual=None) -> gradients
-# of `scale` times the summed loss, in float32 or float64, the unscaled Metrics, and the new residual of `Sync`.
-GradFn = Callable[..., tuple[Params, Metrics, Any]]
 
 
 def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:

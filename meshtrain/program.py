@@ -10,11 +10,12 @@ import optax
 
 from meshtrain import grads, optim
 from meshtrain import state as states
+from meshtrain.config import sync as sync_keys
 from meshtrain.config.build import Parts
 from meshtrain.config.checks import layer_faults
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, did_you_mean
-from meshtrain.metrics import Metrics
+from meshtrain.metrics import GradFn, Metrics
 from meshtrain.models.base import MEASURED, Model, Params
 from meshtrain.parallel import context, patterns, sharding, sync, xla
 from meshtrain.parallel.mesh import make_mesh, network_of
@@ -37,7 +38,7 @@ class Program:
     grad_shardings: Any
     # PRNG key -> state. None of these functions is compiled.
     init: Callable[[jax.Array], TrainState]
-    grad_fn: grads.GradFn
+    grad_fn: GradFn
     train_step: Callable[[TrainState, Any], tuple[TrainState, Scalars]]
     eval_step: Callable[[Params, Any], Metrics]
     compiler_options: dict[str, bool | int | str]
@@ -162,11 +163,11 @@ def _sync(cfg: Config, mesh: jax.sharding.Mesh, partial_over: Sequence[str]) -> 
     Call it with the rules active. Raises ConfigError for settings that the model or the mesh does not support.
     """
     settings, network = cfg.sync, network_of(mesh, cfg.mesh.slices)
-    if settings.is_default:
+    if not (changed := sync_keys.changed(settings)):
         return None
     if not partial_over:
         raise ConfigError(
-            f"{settings.changed}: the model is one loss, which may mix rows, so that no sum per shard exists; use "
+            f"{changed}: the model is one loss, which may mix rows, so that no sum per shard exists; use "
             f"train.num_microbatches=2 or more, or a model that is a stack of blocks"
         )
     axes, num_shards = sharding.batch_slices(partial_over)
@@ -180,7 +181,7 @@ def _sync(cfg: Config, mesh: jax.sharding.Mesh, partial_over: Sequence[str]) -> 
             f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of {' x '.join(axes)}; "
             f"use another mesh, or sync.pattern=xla"
         )
-    is_narrow, has_feedback = settings.wire != "float32", settings.has_feedback
+    is_narrow, has_feedback = settings.wire != "float32", sync_keys.has_feedback(settings)
     is_random = settings.wire == "int4" and not has_feedback
     form = Wire(BITS[settings.wire], settings.block, is_random) if is_narrow else None
     levels = patterns.levels_of(settings.pattern, num_shards, parts)

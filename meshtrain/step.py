@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.grads import GradFn
+from meshtrain.metrics import GradFn
 from meshtrain.models.base import Params, is_measured
 from meshtrain.optim import Schedule, updates_done
 from meshtrain.state import TrainState

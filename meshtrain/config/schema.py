@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from meshtrain.config import mesh_sizes, paths, xla_presets
-from meshtrain.config.sync import SyncConfig
+from meshtrain.config import mesh_sizes, paths, sync, xla_presets
 from meshtrain.errors import (
     ConfigError,
     choice_faults,
@@ -127,6 +126,21 @@ class ContextConfig:
 
     def __post_init__(self):
         _raise(choice_faults("context.method", self.method, CONTEXT_METHODS))
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    wire: str = "float32"
+    block: int = 256
+    exact: tuple = ("scale", "bias")
+    feedback: str = "auto"
+    pattern: str = "xla"
+
+    def __post_init__(self):
+        faults = choice_faults("sync.wire", self.wire, sync.WIRES)
+        faults += choice_faults("sync.pattern", self.pattern, sync.PATTERNS)
+        faults += choice_faults("sync.feedback", self.feedback, sync.FEEDBACK)
+        _raise(faults or sync.faults(self))
 
 
 @dataclass(frozen=True)

@@ -1,52 +1,34 @@
-"""The section `sync`: how the gradients of batch shards meet."""
+"""The section `sync`: what its values mean together."""
 
-from dataclasses import dataclass
-
-from meshtrain.errors import ConfigError, choice_faults
+from typing import Any
 
 WIRES = ("float32", "bfloat16", "int8", "int4")
 PATTERNS = ("xla", "hierarchical", "ring", "tree")
 FEEDBACK = ("auto", "on", "off")
 
 
-@dataclass(frozen=True)
-class SyncConfig:
-    wire: str = "float32"
-    block: int = 256
-    exact: tuple = ("scale", "bias")
-    feedback: str = "auto"
-    pattern: str = "xla"
-
-    def __post_init__(self):
-        faults = choice_faults("sync.wire", self.wire, WIRES)
-        faults += choice_faults("sync.pattern", self.pattern, PATTERNS)
-        faults += choice_faults("sync.feedback", self.feedback, FEEDBACK)
-        if self.block < 2 or self.block % 2:
-            faults.append(f"sync.block={self.block}: use an even number of elements, such as 256")
-        if not faults and self.wire != "float32" and self.pattern in ("ring", "tree"):
-            faults.append(
-                f"sync.pattern={self.pattern}: every step of it would round again what sync.wire={self.wire} sends; "
-                f"use sync.pattern=hierarchical or xla"
-            )
-        if not faults and self.wire == "float32" and self.feedback == "on":
-            faults.append(
-                "sync.feedback=on: sync.wire=float32 loses nothing; use sync.feedback=auto"
-            )
-        if faults:
-            raise ConfigError(*faults)
-
-    @property
-    def has_feedback(self) -> bool:
-        """Whether what a step loses is added to the gradients of the next."""
-        return self.feedback == "on" or (self.feedback == "auto" and self.wire == "int4")
-
-    @property
-    def is_default(self) -> bool:
-        return self.wire == "float32" and self.pattern == "xla"
-
-    @property
-    def changed(self) -> str:
-        """The key that asks for more than XLA's sum, for a message."""
-        return (
-            f"sync.wire={self.wire}" if self.wire != "float32" else f"sync.pattern={self.pattern}"
+def faults(settings: Any) -> list[str]:
+    """Returns the faults of a SyncConfig whose choices are known."""
+    found, wire, pattern = [], settings.wire, settings.pattern
+    if settings.block < 2 or settings.block % 2:
+        found.append(f"sync.block={settings.block}: use an even number of elements, such as 256")
+    if wire != "float32" and pattern in ("ring", "tree"):
+        found.append(
+            f"sync.pattern={pattern}: each of its steps would round what sync.wire={wire} sends once more; "
+            f"use sync.pattern=hierarchical or xla"
         )
+    if wire == "float32" and settings.feedback == "on":
+        found.append("sync.feedback=on: sync.wire=float32 loses nothing; use sync.feedback=auto")
+    return found
+
+
+def has_feedback(settings: Any) -> bool:
+    """Returns whether what a step loses is added to the gradients of the next."""
+    return settings.feedback == "on" or (settings.feedback == "auto" and settings.wire == "int4")
+
+
+def changed(settings: Any) -> str:
+    """Returns the key and value that ask for more than XLA's sum, as KEY=VALUE; "" if none does."""
+    if settings.wire != "float32":
+        return f"sync.wire={settings.wire}"
+    return "" if settings.pattern == "xla" else f"sync.pattern={settings.pattern}"

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from meshtrain import state as states
+from meshtrain.config import sync as sync_keys
 from meshtrain.config.schema import AXES, Config
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
@@ -45,7 +46,7 @@ def start_lines(
     yield f"step        {per_step:,} {units.name} in {cfg.train.num_microbatches} micro-batches"
     if cfg.mesh.pipeline > 1:
         yield f"pipeline    {_pipeline(cfg)}"
-    if not cfg.sync.is_default:
+    if sync_keys.changed(cfg.sync):
         yield f"gradients   {_synchronisation(cfg, how)}"
     if attention:
         yield f"attention   {attention}"
@@ -70,7 +71,7 @@ def _pipeline(cfg: Config) -> str:
 
 def _synchronisation(cfg: Config, how: Sync | None) -> str:
     if how is None:
-        return f"summed by XLA: {cfg.sync.changed} applies between devices that add up gradients over a slow network"
+        return f"summed by XLA: {sync_keys.changed(cfg.sync)} has no slow network to apply to"
     dtypes = ["float32"] * (len(how.levels) - 1) + [cfg.sync.wire]
     stages = [f"{dtype} among {n.size}" for dtype, n in zip(dtypes, how.levels, strict=True)]
     if how.wire:

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from meshtrain.analysis.audit.placement import Axes, Leaf, Placement, ShardedAttention, Spec
 from meshtrain.analysis.collective_ops import bytes_sent
-from meshtrain.parallel.sync import Sync
 
 # What bytes are sent for, as printed.
 PARAMETER_GATHER = "parameters gathered"
@@ -100,7 +100,7 @@ def _parameter_needs(placement: Placement, leaf: Leaf) -> Iterator[Need]:
     yield Need(UPDATE_GATHER, updated, leaf, (UPDATE_GATHER, leaf.name), once, 1)
 
 
-def _synchronised(sync: Sync, leaf: Leaf, size: float) -> Need:
+def _synchronised(sync: Any, leaf: Leaf, size: float) -> Need:
     """Returns the need of a sum of `size` bytes as `Sync` does it."""
     compressed = sync.is_compressed(leaf.name.replace("/", "."))
     itemsize = max(4, leaf.itemsize)

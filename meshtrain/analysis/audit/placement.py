@@ -13,7 +13,6 @@ from meshtrain.data.source import Batch
 from meshtrain.models.base import FIRST, Model, Params
 from meshtrain.parallel import sharding
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
-from meshtrain.parallel.sync import Sync
 
 Axes = tuple[str, ...]  # mesh axes, in the order of the mesh
 Spec = tuple[Axes, ...]  # for each dim of an array, the mesh axes larger than 1 that shard it
@@ -110,7 +109,7 @@ class Placement:
     # Of sharded sequences; None if they are not sharded, or their attention is unknown.
     attention: ShardedAttention | None = None
     experts: ShardedExperts | None = None  # None: none, or of a user's own model
-    sync: Sync | None = None  # None: XLA adds the gradients of the batch shards
+    sync: Any = None  # a parallel.sync.Sync; None: XLA adds the gradients of the batch shards
 
     @property
     def model_axes(self) -> Axes:

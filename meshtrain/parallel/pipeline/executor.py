@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain import blocks
-from meshtrain.metrics import Metrics
+from meshtrain.metrics import GradFn, Metrics
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding, sync
 from meshtrain.parallel.pipeline import ring
@@ -71,8 +71,8 @@ def pipelined(
     grad_shardings: Any,
     partial_over: tuple[str, ...],
     how: sync.Sync | None = None,
-) -> Callable[..., tuple[Params, Metrics, Any]]:
-    """Returns the `grads.GradFn` that runs the micro-batches of `table` through the stages.
+) -> GradFn:
+    """Returns the GradFn that runs the micro-batches of `table` through the stages.
 
     `keep` is what a stage saves of a chunk for its backward: "inputs", from which the chunk is run again,
     or "residuals", all arrays that the backward needs, except those that follow from the weights alone.
