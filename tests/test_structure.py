@@ -236,7 +236,9 @@ def comments_of_keys(path):
 
 def test_every_key_of_the_default_config_has_a_comment_on_its_line_or_directly_above():
     comments = comments_of_keys(ROOT / "configs" / "default.py")
-    assert len(comments) == count_keys(default.get_config().to_dict()) < 110
+    # Few enough to be read in one go. 107 until latent attention, whose four sizes are those of every paper about it;
+    # the rest is for the slices of a mesh and how they synchronise.
+    assert len(comments) == count_keys(default.get_config().to_dict()) < 125
     without = [key for key, comment in comments.items() if not comment]
     assert not without, f"without a comment: {', '.join(without)}"
 

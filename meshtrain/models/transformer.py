@@ -15,7 +15,17 @@ from meshtrain.data.source import Batch
 from meshtrain.metrics import Metrics, weighted
 from meshtrain.models import base, mixture
 from meshtrain.models.base import FIRST
-from meshtrain.models.layers import MLP, Block, dense, embedding, flat_dot_general, norm
+from meshtrain.models.cache import CachedAttention
+from meshtrain.models.latent_attention import LatentAttention
+from meshtrain.models.layers import (
+    MLP,
+    Attention,
+    Block,
+    dense,
+    embedding,
+    flat_dot_general,
+    norm,
+)
 from meshtrain.models.transformer_config import (
     TransformerConfig,
     flops_per_token,
@@ -24,7 +34,6 @@ from meshtrain.models.transformer_config import (
 from meshtrain.ops.attention import (
     attention,
     choose_for_context,
-    choose_for_generation,
     choose_implementation,
 )
 from meshtrain.ops.losses import chunked_cross_entropy
@@ -32,8 +41,7 @@ from meshtrain.parallel import context
 from meshtrain.parallel.remat import rematerialised
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
-# B batch, S sequence, T positions of the cache, D model, H heads, G key/value heads, K head dim,
-# V padded vocabulary
+# B batch, S sequence, T positions of the cache, D model, V padded vocabulary
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -122,33 +130,12 @@ def embedding_table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
 
 def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: bool) -> str:
     """Returns text to log: the attention implementation; raises ConfigError if it is unsupported."""
-    shapes = dict(seq_len=seq_len, head_dim=c.head_size, dtype=dtype, packed=packed)
+    shapes = dict(seq_len=seq_len, head_dim=max(c.query_size, c.value_size), dtype=dtype, packed=packed)
     if num_shards("seq", seq_len) > 1:
         heads = dict(num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
         options = dict(**shapes, **heads, softcap=c.attention_softcap)
         return choose_for_context(c.attention_impl, **options)[1]
     return choose_implementation(c.attention_impl, **shapes, softcap=c.attention_softcap)[1]
-
-
-class CachedAttention:
-    """Attention over a cache: keys and values, each (B, T, G, K), to which a call adds those of its tokens."""
-
-    def __init__(self, implementation: str, cache: Any, batch: Batch, past: base.Past):
-        self.implementation, self.cache, self.batch, self.past = implementation, cache, batch, past
-
-    def __call__(self, q_BSHK: jax.Array, *new: jax.Array, **options: Any) -> jax.Array:
-        start, names = self.past.start, ("batch", None, "kv_heads", "head_dim")
-        self.cache = tuple(
-            constrain(
-                jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, 1), *names
-            )
-            for old, x in zip(self.cache, new, strict=True)
-        )
-        num_slots = self.cache[0].shape[1]
-        name = choose_for_generation(self.implementation, q_BSHK.shape[1], num_slots)
-        options |= dict(start=start, implementation=name)
-        segments = self.batch.segments, self.past.segments_BT
-        return attention(q_BSHK, *self.cache, *segments, **options)
 
 
 def positions_of(batch: Batch) -> jax.Array:
@@ -212,14 +199,14 @@ class Decoder:
         return self._run(layer, x, batch, self._attend_within(batch))
 
     def cached_block(self, layer: base.Params, x: Any, batch: Batch, cache: Any, past: base.Past):
-        """`cache` holds the keys and the values of this layer, each (B, T, G, K)."""
+        """`cache` is that of this layer, see CachedAttention."""
         attend = CachedAttention(self.c.attention_impl, cache, batch, past)
         return self._run(layer, x, batch, attend, past.start), attend.cache
 
     def empty_cache(self, rows: int, length: int, dtype: Any) -> tuple[Any, Any]:
         def zeros(*lead):
-            shape = *lead, rows, length, self.c.num_kv_heads, self.c.head_size
-            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+            shapes = [(*lead, rows, length, *dims) for dims in self.c.cached_dims]
+            return tuple(jnp.zeros(shape, dtype) for shape in shapes)
 
         return [zeros() for _ in range(self.num_first)], zeros(len(self.is_local))
 
@@ -241,7 +228,8 @@ class Decoder:
 
 
 def _block(c: TransformerConfig, make_mlp: Callable) -> base.Functional:
-    return base.functional(lambda rngs: Block(c, rngs, make_mlp))
+    make_attention = partial(LatentAttention if c.kv_lora_rank else Attention, c)
+    return base.functional(lambda rngs: Block(c, rngs, make_attention, make_mlp))
 
 
 def build(**config) -> base.Model:
