@@ -11,6 +11,10 @@ BUILD = "meshtrain.models.transformer:build"
 # A `model` section without its sizes; Family.section overrides these.
 SECTION_DEFAULTS = {
     "build": BUILD,
+    "kv_lora_rank": 0,
+    "q_lora_rank": 0,
+    "rope_head_dim": 0,
+    "v_head_dim": 0,
     "norm": "rms",
     "positions": "rope",
     "rope_theta": 10000.0,

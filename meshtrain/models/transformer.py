@@ -130,7 +130,9 @@ def embedding_table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
 
 def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: bool) -> str:
     """Returns text to log: the attention implementation; raises ConfigError if it is unsupported."""
-    shapes = dict(seq_len=seq_len, head_dim=max(c.query_size, c.value_size), dtype=dtype, packed=packed)
+    shapes = dict(
+        seq_len=seq_len, head_dim=max(c.query_size, c.value_size), dtype=dtype, packed=packed
+    )
     if num_shards("seq", seq_len) > 1:
         heads = dict(num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
         options = dict(**shapes, **heads, softcap=c.attention_softcap)

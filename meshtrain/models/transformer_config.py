@@ -301,9 +301,7 @@ def _attention_weights(c: TransformerConfig) -> int:
         return D * c.head_size * (2 * H + 2 * c.num_kv_heads)
     queries, out = H * c.query_size, H * c.value_size * D
     of_queries = (D + queries) * c.q_lora_rank if c.q_lora_rank else D * queries
-    return (
-        of_queries + D * (C + c.rope_head_dim) + C * H * (c.head_size + c.value_size) + out
-    )
+    return of_queries + D * (C + c.rope_head_dim) + C * H * (c.head_size + c.value_size) + out
 
 
 def inactive_parameters(c: TransformerConfig) -> int:

@@ -53,7 +53,9 @@ def attention(
             q_BSHK, k_BTGK, v_BTGV, segments_BS, implementation=implementation, **options
         )
     implementation, block = implementations.split(implementation)
-    shapes = dict(seq_len=S, head_dim=max(K, v_BTGV.shape[-1]), dtype=dtype, packed=segments_BS is not None)
+    shapes = dict(
+        seq_len=S, head_dim=max(K, v_BTGV.shape[-1]), dtype=dtype, packed=segments_BS is not None
+    )
     name, _ = choose_implementation(implementation, **shapes, softcap=softcap)
     segments = segments_BS, segments_BS if segments_BT is None else segments_BT
     compute = {"xla": _xla, "cudnn": cudnn.attention, "blockwise": blockwise.attention}[name]
