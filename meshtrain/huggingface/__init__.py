@@ -64,10 +64,10 @@ def family_in(folder: Path) -> Family:
     return _of_config(folder, config_json.family_of)
 
 
-def mtp_prefixes(folder: Path) -> tuple[str, ...]:
-    """Returns the prefixes of tensors of DeepSeek-V3's layers for further tokens, which are not converted."""
-    config, family = config_json.read(folder / config_json.NAME), family_in(folder)
-    return deepseek.mtp_prefixes(config_json.with_defaults(config, family), family)
+def num_left_out(folder: Path) -> int:
+    """Returns the number of tensors of DeepSeek-V3's layers for further tokens, which are not converted."""
+    prefixes = _of_config(folder, deepseek.mtp_prefixes)
+    return sum(name.startswith(prefixes) for name in files.tensors(folder))
 
 
 def _of_config(folder: Path, function: Callable[[config_json.Config], T]) -> T:
@@ -196,7 +196,7 @@ def _rows(family: Family, parameters: Iterable[str], section: Section) -> list[R
 def _parameter_tensors(folder: Path) -> tuple[Family, dict[str, files.Tensor]]:
     """Returns the family of a folder, and the tensors that may be parameters, by their names in names.py."""
     family, found = family_in(folder), {}
-    ignored = family.ignored_prefixes + mtp_prefixes(folder)
+    ignored = family.ignored_prefixes + _of_config(folder, deepseek.mtp_prefixes)
     for name, tensor in files.tensors(folder).items():
         if not NOT_PARAMETERS.search(name) and not name.startswith(ignored):
             for prefix, replacement in family.prefixes:

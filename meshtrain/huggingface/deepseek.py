@@ -8,6 +8,7 @@ from meshtrain.huggingface.mixtures import DEEPSEEK_DEFAULTS, DEEPSEEK_KEYS
 
 Config = dict[str, Any]  # a config.json
 Section = dict[str, Any]  # the `model` section of a config
+V3 = "deepseek_v3"
 MTP_LAYERS = "num_nextn_predict_layers"  # layers after the last one, which predict further tokens
 
 LATENT_KEYS = DEEPSEEK_KEYS | {
@@ -59,7 +60,7 @@ FAMILIES = (
     ),
     Family(
         "DeepseekV3ForCausalLM",
-        "deepseek_v3",
+        V3,
         names.DEEPSEEK_V3,
         section={"router": "sigmoid"},
         defaults=LATENT_DEFAULTS
@@ -85,7 +86,7 @@ FAMILIES = (
         },
         keys=LATENT_KEYS,
         uses_layer_types=False,
-        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": MTP_LAYERS},
+        aliases={"num_local_experts": "n_routed_experts"},
         fused=names.QWEN3_MOE_FUSED,
     ),
 )
@@ -115,11 +116,11 @@ def to_config(s: Section, family: Family) -> Config:
     return config | ({MTP_LAYERS: 0} if MTP_LAYERS in family.defaults else {})
 
 
-def mtp_prefixes(config: Config, family: Family) -> tuple[str, ...]:
+def mtp_prefixes(config: Config) -> tuple[str, ...]:
     """Returns the prefixes of the tensors of layers after the last one, which an import leaves out."""
-    number, first = config.get(MTP_LAYERS), config.get("num_hidden_layers")
-    if MTP_LAYERS not in family.defaults or not families.is_count(number):
+    if config.get("model_type") != V3:
         return ()
-    return tuple(
-        f"model.layers.{first + n}." for n in range(number if families.is_count(first) else 0)
-    )
+    number, first = config.get(MTP_LAYERS, 1), config.get("num_hidden_layers")
+    if not (families.is_count(number) and families.is_count(first)):
+        return ()
+    return tuple(f"model.layers.{first + n}." for n in range(number))
