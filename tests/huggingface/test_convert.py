@@ -1227,9 +1227,9 @@ def random_deepseek(transformers, family, common, pick):
     del common["head_dim"]
     is_grouped = bool(pick(0, 1))
     sizes = dict(
-        kv_lora_rank=int(pick(3, 8)),
+        kv_lora_rank=int(pick(4, 10)),
         q_lora_rank=pick(None, 7),
-        qk_nope_head_dim=int(pick(3, 6)),
+        qk_nope_head_dim=int(pick(2, 6)),  # even: torch views pairs of dims as complex numbers
         qk_rope_head_dim=int(pick(4, 6)),
         v_head_dim=int(pick(2, 5, 14)),
         moe_intermediate_size=int(pick(5, 12)),
