@@ -100,9 +100,8 @@ def get_config() -> ConfigDict:
     # dims of the latent vector from which latent attention computes the keys and values of all heads (DeepSeek-V2);
     # model.head_dim is then the part of queries and keys without rope (qk_nope_head_dim); 0: ordinary attention
     model.kv_lora_rank = 0
-    model.q_lora_rank = (
-        0  # dims of the latent vector of the queries; 0: they are projections of the input
-    )
+    # dims of the latent vector of queries; 0: they are computed from the input
+    model.q_lora_rank = 0
     # dims with rope of each query head, and of the key that all heads share (qk_rope_head_dim)
     model.rope_head_dim = 0
     model.v_head_dim = 0  # width of the values of a head; 0: as model.head_dim

@@ -3,8 +3,13 @@
 from typing import Any
 
 from meshtrain.huggingface import families, names, rope
-from meshtrain.huggingface.families import COMMON_DEFAULTS, SILU_ONLY, Family
-from meshtrain.huggingface.mixtures import DEEPSEEK_DEFAULTS, DEEPSEEK_KEYS
+from meshtrain.huggingface.families import (
+    COMMON_DEFAULTS,
+    DEEPSEEK_DEFAULTS,
+    DEEPSEEK_KEYS,
+    SILU_ONLY,
+    Family,
+)
 
 Config = dict[str, Any]  # a config.json
 Section = dict[str, Any]  # the `model` section of a config

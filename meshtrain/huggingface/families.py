@@ -135,6 +135,23 @@ COMMON_DEFAULTS = {
     "head_dim": None,
     "tie_word_embeddings": False,
 }
+DEEPSEEK_KEYS = CONFIG_KEYS | {
+    "num_experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "d_expert": "moe_intermediate_size",
+    "num_shared_experts": "n_shared_experts",
+    "router_scale": "routed_scaling_factor",
+}
+DEEPSEEK_DEFAULTS = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+}
 
 
 def all_local(config: Mapping) -> str:

@@ -16,6 +16,7 @@ from meshtrain.metrics import Metrics, weighted
 from meshtrain.models import base, mixture
 from meshtrain.models.base import FIRST
 from meshtrain.models.cache import CachedAttention
+from meshtrain.models.flops import flops_per_token, inactive_parameters
 from meshtrain.models.latent_attention import LatentAttention
 from meshtrain.models.layers import (
     MLP,
@@ -26,14 +27,11 @@ from meshtrain.models.layers import (
     flat_dot_general,
     norm,
 )
-from meshtrain.models.transformer_config import (
-    TransformerConfig,
-    flops_per_token,
-    inactive_parameters,
-)
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops.attention import (
     attention,
     choose_for_context,
+    choose_for_generation,
     choose_implementation,
 )
 from meshtrain.ops.losses import chunked_cross_entropy
@@ -191,7 +189,7 @@ class Decoder:
         """`caches` are those of the first layers, one by one."""
         x, updated = self.outer.bind(params).embed(batch), []
         for number, cache in enumerate(caches):
-            attend = CachedAttention(self.c.attention_impl, cache, batch, past)
+            attend = CachedAttention(self._attend_over_cache, cache, batch, past)
             layer = params[FIRST][str(number)]
             x = self._run_first(number, layer, x, batch, attend, past.start)
             updated.append(attend.cache)
@@ -202,7 +200,7 @@ class Decoder:
 
     def cached_block(self, layer: base.Params, x: Any, batch: Batch, cache: Any, past: base.Past):
         """`cache` is that of this layer, see CachedAttention."""
-        attend = CachedAttention(self.c.attention_impl, cache, batch, past)
+        attend = CachedAttention(self._attend_over_cache, cache, batch, past)
         return self._run(layer, x, batch, attend, past.start), attend.cache
 
     def empty_cache(self, rows: int, length: int, dtype: Any) -> tuple[Any, Any]:
@@ -215,6 +213,10 @@ class Decoder:
     def _attend_within(self, batch: Batch) -> Callable:
         options = dict(segments_BS=batch.segments, implementation=self.c.attention_impl)
         return partial(attention, **options)
+
+    def _attend_over_cache(self, q_BSHK, k_BTGK, *args, **options):
+        name = choose_for_generation(self.c.attention_impl, q_BSHK.shape[1], k_BTGK.shape[1])
+        return attention(q_BSHK, k_BTGK, *args, implementation=name, **options)
 
     def _run(self, layer, x, batch, attend, start=0):
         x_BSD, loss_BS = x if self.c.num_experts else (x, None)

@@ -59,7 +59,9 @@ CASES = [
     pytest.param("plain", {"fsdp": 8}, {}, {"zero_stage": 1}, marks=slow),
     ("plain", {"context": 4, "tensor": 2}, {"method": "ring"}, {"remat": "full"}),
     pytest.param("plain", {"context": 2, "fsdp": 4}, {"method": "ulysses"}, {}, marks=slow),
-    ("wide values, biases", {"context": 4, "fsdp": 2}, {"method": "gather"}, {}),
+    pytest.param(
+        "wide values, biases", {"context": 4, "fsdp": 2}, {"method": "gather"}, {}, marks=slow
+    ),
     ("direct queries, windows", {"data": 2, "fsdp": 2, "tensor": 2}, {}, {"num_microbatches": 2}),
     pytest.param("direct queries, windows", {"context": 8}, {"method": "ring"}, {}, marks=slow),
     ("experts", {"pipeline": 2, "expert": 2, "tensor": 2}, {}, {"num_microbatches": 2}),
