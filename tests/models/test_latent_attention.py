@@ -125,27 +125,28 @@ def test_a_cache_of_latents_gives_the_logits_of_full_rows(name, x64):
     model = transformer.build(**section)
     params = jax.tree.map(lambda x: x.astype(jnp.float64), model.init(jax.random.key(0)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 9)))
-    expected = logits_of(model, params, tokens)
-    first, caches = model.empty_cache(2, 9, jnp.float64)
-    of_token = 16 + 4
-    assert [leaf.shape[-2:] for leaf in jax.tree.leaves(caches)] == [(1, of_token)]
-    assert len(jax.tree.leaves(first)) == section["first_dense_layers"]
-    layers, start = model.stack(params["layers"]), 0
-    for stop in (4, 5, 9):
-        part = tokens[:, start:stop]
-        positions = jnp.broadcast_to(jnp.arange(start, stop), part.shape)
-        batch = Batch(part, part, jnp.ones(part.shape), positions, jnp.zeros(part.shape, jnp.int32))
-        past = Past(jnp.int32(start), jnp.zeros((2, 9), jnp.int32))
-        x, first = model.cached_embed(params, batch, first, past)
-        updated = []
-        for n in range(len(jax.tree.leaves(params["layers"])[0])):
-            layer, cache = jax.tree.map(lambda leaf, n=n: leaf[n], (layers, caches))
-            x, cache = model.cached_block(layer, x, batch, cache, past)
-            updated.append(cache)
-        caches = jax.tree.map(lambda *leaves: jnp.stack(leaves), *updated)
-        found = model.logits(params, x)
+    expected = jax.jit(functools.partial(logits_of, model))(params, tokens)
+    caches = model.empty_cache(2, 9, jnp.float64)
+    assert {leaf.shape[-2:] for leaf in jax.tree.leaves(caches)} == {(1, 16 + 4)}
+    assert len(jax.tree.leaves(caches[0])) == section["first_dense_layers"]
+    step = jax.jit(functools.partial(cached_logits, model))
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
+        found, caches = step(params, tokens[:, start:stop], caches, start)
         np.testing.assert_allclose(found, expected[:, start:stop], rtol=0, atol=1e-12)
-        start = stop
+
+
+def cached_logits(model, params, tokens, caches, start):
+    """Returns the logits of tokens that follow `start` cached ones, and the updated caches."""
+    positions = start + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    batch = Batch(tokens, tokens, jnp.ones(tokens.shape), positions, jnp.zeros_like(positions))
+    past = Past(start, jnp.zeros((2, 9), jnp.int32))
+    x, first = model.cached_embed(params, batch, caches[0], past)
+
+    def block(x, layer_and_cache):
+        return model.cached_block(layer_and_cache[0], x, batch, layer_and_cache[1], past)
+
+    x, of_layers = jax.lax.scan(block, x, (model.stack(params["layers"]), caches[1]))
+    return model.logits(params, x), (first, of_layers)
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 4, "data": 2}, {"fsdp": 4, "tensor": 2}], ids=str)
