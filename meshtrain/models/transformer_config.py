@@ -222,7 +222,7 @@ def _latent_faults(c: TransformerConfig) -> list[str]:
     if c.num_kv_heads != c.num_heads:
         faults.append(
             f"model.num_kv_heads={c.num_kv_heads}: with {name} each head has keys and values of its own; use "
-            f"model.num_heads={c.num_heads}"
+            f"num_kv_heads={c.num_heads}"
         )
     if c.positions != "rope":
         faults.append(f"model.positions={c.positions!r}: {name} needs 'rope'")
