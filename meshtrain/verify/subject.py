@@ -191,6 +191,10 @@ def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
         "max_seq_len": 16,
         "seq_len": 16,
         "window": 5,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 20,
+        "rope_head_dim": 8,
+        "v_head_dim": 12,
     }
     for section in (model, data):
         section.update({key: min(n, section[key]) for key, n in small.items() if key in section})
