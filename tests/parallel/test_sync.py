@@ -10,11 +10,10 @@ import pytest
 from conftest import tiny_config
 from test_parity import Run, assert_same, packed
 
-from meshtrain import cli
 from meshtrain.analysis.audit.audit import audit
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
-from meshtrain.parallel import patterns, sharding, sync
+from meshtrain.parallel import patterns
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.parallel.wire import Wire
 from meshtrain.train import train
@@ -148,9 +147,11 @@ def test_stochastic_rounding_is_unbiased():
     wire = Wire(4, 16, stochastic=True)
     keys = jax.random.split(jax.random.key(0), 4000)
     decoded = jax.vmap(lambda key: wire.decode(wire.encode(rows, key), 32, jnp.float32))(keys)
+    decoded = np.asarray(decoded, np.float64)
     deviation = decoded.std(0) / len(keys) ** 0.5
-    z = (decoded.mean(0) - rows) / jnp.where(deviation == 0, jnp.inf, deviation)
-    assert 0.7 < jnp.sqrt((z**2).mean()) < 1.3 and jnp.abs(z).max() < 5
+    is_random = deviation > 1e-6  # the largest of a block has an integer of its own
+    z = (decoded.mean(0) - rows)[is_random] / deviation[is_random]
+    assert is_random.sum() > 50 and 0.7 < np.sqrt((z**2).mean()) < 1.3 and np.abs(z).max() < 5
     with pytest.raises(ValueError, match="needs a key"):
         wire.encode(rows)
 
@@ -335,7 +336,7 @@ def test_the_audit_counts_what_is_sent(tiny):
     tiny.mesh.update(data=8, slices=2)
     tiny.sync.update(wire="int8", pattern="hierarchical")
     result = audit(tiny)
-    (over_data,) = [one for one in result.axes if one.axes == "data"]
+    (over_data,) = [one for one in result.axes if one.name == "data"]
     assert over_data.bytes == pytest.approx(over_data.minimum, rel=0.05)  # padding
     (links,) = [one for one in result.links.by_axes if one.axes == "data"]
     params = sum(
@@ -351,8 +352,8 @@ def test_the_audit_counts_what_is_sent(tiny):
 @pytest.mark.parametrize(
     "changes, fault",
     [
-        (dict(wire="int7"), "sync.wire=int7: use float32, bfloat16, int8 or int4"),
-        (dict(pattern="star"), "sync.pattern=star: use xla, hierarchical, ring or tree"),
+        (dict(wire="int7"), "sync.wire='int7': use one of float32, bfloat16, int8, int4"),
+        (dict(pattern="star"), "sync.pattern='star': use one of xla, hierarchical, ring, tree"),
         (dict(wire="int8", pattern="ring"), "sync.pattern=ring: each of its steps would round"),
         (dict(feedback="on"), "sync.feedback=on: sync.wire=float32 loses nothing"),
         (dict(block=7), "sync.block=7: use an even number"),
@@ -393,6 +394,3 @@ def test_a_loss_over_all_rows_cannot_be_compressed(tmp_path, tiny):
     tiny.sync.wire = "int8"
     with pytest.raises(ConfigError, match="sync.wire=int8: the model is one loss"):
         train(tiny, model=model)
-
-
-assert cli and sharding and sync
