@@ -26,6 +26,7 @@ LIBRARY = re.compile(
 HELPERS = ("constrain", "gathered", "flat_dot_general", "embedding_table")
 REDUCE_SCATTER_NOTE = "all-reduce + slice on CPU, a reduce-scatter on GPU and TPU"
 BITS_NOTE = "sent in 32 bits on CPU; counted in the 16 bits that GPU and TPU send"
+MESSAGE_NOTE = "sent between TPU slices as messages, padded to tiles of 8 x 128 elements"
 SUBGROUP_NOTE = "over groups of only some of the devices along this axis"
 
 
@@ -139,6 +140,7 @@ def _tensors(
             module, uses, array.size / size
         )
         notes = (REDUCE_SCATTER_NOTE,) * is_scatter + (BITS_NOTE,) * is_promoted
+        notes += (MESSAGE_NOTE,) * (instruction.opcode == "send")
         one = Collective(
             name=instruction.name,
             kind="reduce-scatter" if is_scatter else kind,

@@ -26,6 +26,7 @@ AFTER_GRADIENTS = (
     "meshtrain/step.py:",
     "meshtrain/optim.py:",
     "meshtrain/grads.py:",
+    "meshtrain/blocks.py:",
     "meshtrain/state.py:",
 )
 

@@ -112,6 +112,14 @@ def get_config() -> ConfigDict:
     # number of key/value heads; fewer than num_heads: grouped-query attention
     model.num_kv_heads = 8
     model.head_dim = 0  # width of a head; 0: d_model / num_heads
+    # dims of the latent vector from which latent attention computes the keys and values of all heads (DeepSeek-V2);
+    # model.head_dim is then the part of queries and keys without rope (qk_nope_head_dim); 0: ordinary attention
+    model.kv_lora_rank = 0
+    # dims of the latent vector of queries; 0: they are computed from the input
+    model.q_lora_rank = 0
+    # dims with rope of each query head, and of the key that all heads share (qk_rope_head_dim)
+    model.rope_head_dim = 0
+    model.v_head_dim = 0  # width of the values of a head; 0: as model.head_dim
     model.d_ff = 768  # width of the feed-forward layer
     model.vocab_size = 256  # number of tokens in the vocabulary; 256 for bytes
     model.max_seq_len = 256  # rows of the position table; used if model.positions is "learned"

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshtrain import console
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, experts, files, names
+from meshtrain.huggingface import config_json, deepseek, experts, files, names
 from meshtrain.huggingface.config_json import Section
 from meshtrain.huggingface.families import Family
 from meshtrain.huggingface.names import Row
@@ -62,6 +62,12 @@ def check_sizes(folder: Path) -> None:
 def family_in(folder: Path) -> Family:
     """Returns the family of a folder's config.json."""
     return _of_config(folder, config_json.family_of)
+
+
+def num_left_out(folder: Path) -> int:
+    """Returns the number of tensors of DeepSeek-V3's layers for further tokens, which are not converted."""
+    prefixes = _of_config(folder, deepseek.mtp_prefixes)
+    return sum(name.startswith(prefixes) for name in files.tensors(folder))
 
 
 def _of_config(folder: Path, function: Callable[[config_json.Config], T]) -> T:
@@ -190,8 +196,9 @@ def _rows(family: Family, parameters: Iterable[str], section: Section) -> list[R
 def _parameter_tensors(folder: Path) -> tuple[Family, dict[str, files.Tensor]]:
     """Returns the family of a folder, and the tensors that may be parameters, by their names in names.py."""
     family, found = family_in(folder), {}
+    ignored = family.ignored_prefixes + _of_config(folder, deepseek.mtp_prefixes)
     for name, tensor in files.tensors(folder).items():
-        if not NOT_PARAMETERS.search(name) and not name.startswith(family.ignored_prefixes):
+        if not NOT_PARAMETERS.search(name) and not name.startswith(ignored):
             for prefix, replacement in family.prefixes:
                 if name.startswith(prefix):
                     name = replacement + name.removeprefix(prefix)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from meshtrain.huggingface import families, mixtures, names
+from meshtrain.huggingface import deepseek, families, mixtures, names
 from meshtrain.huggingface.families import CONFIG_KEYS, SOFTCAP_KEYS, Family
 
 
@@ -137,6 +137,7 @@ FAMILIES = (
         + ("model.multi_modal_projector.",),
     ),
     *mixtures.FAMILIES,
+    *deepseek.FAMILIES,
     Family(
         "GPT2LMHeadModel",
         "gpt2",

@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import architectures, experts, families, rope
+from meshtrain.huggingface import architectures, deepseek, experts, families, rope
 from meshtrain.huggingface.families import Family
 
 NAME = "config.json"
 # Written as null, because the defaults in transformers are the token ids of the original models.
 NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-NULLABLE = ("num_kv_heads", "head_dim", *families.SOFTCAP_KEYS)  # keys of a section: may be null
+NULLABLE = (
+    "num_kv_heads",
+    "head_dim",
+    "q_lora_rank",
+    *families.SOFTCAP_KEYS,
+)  # keys of a section: may be null
 # Keys of a section that do not change the logits, and those that matter only with experts.
 NOT_IN_LOGITS = ("z_loss", "attention_impl", "loss_chunk_mib")
 NOT_IN_LOGITS += ("balance", "balance_weight", "router_z_loss")
@@ -82,7 +87,7 @@ def to_section(config: Config) -> Section:
     if "mlp_bias" in family.defaults:
         section["bias"] = bool(config["mlp_bias"])
     if family.is_mixture:
-        section |= experts.to_section(config, family)
+        section |= experts.to_section(config, family) | deepseek.to_section(config, family)
     if section["norm"] == "rms_1p":
         section["embed_scale"] = section["d_model"] ** 0.5
         section["query_scale"] = config["query_pre_attn_scalar"] ** -0.5
@@ -229,7 +234,7 @@ def _config_for(section: Section, family: Family) -> Config:
         for key, hf_key in family.keys.items()
     }
     if family.is_mixture:
-        config |= experts.to_config(s, family)
+        config |= experts.to_config(s, family) | deepseek.to_config(s, family)
     if "mlp_bias" in family.defaults:
         config |= {"attention_bias": s["bias"], "mlp_bias": s["bias"]}
     if "query_pre_attn_scalar" in family.defaults:
@@ -266,7 +271,8 @@ def normalize(section: Section) -> Section:
     s = families.SECTION_DEFAULTS | section | {"head_dim": head_dim(section)}
     letters = repeat_to(s["num_layers"], s["attention"])
     s["attention"], s["window"] = letters, s["window"] if "l" in letters else 0
-    s["query_scale"] = s["query_scale"] or s["head_dim"] ** -0.5
+    s["query_scale"] = s["query_scale"] or (s["head_dim"] + s["rope_head_dim"]) ** -0.5
+    s["v_head_dim"] = s["v_head_dim"] or s["head_dim"]
     s["qkv_bias"] = s["qkv_bias"] or s["bias"]
     s["rope_scaling"] = tuple(s["rope_scaling"])
     if s["positions"] != "rope" or "l" not in letters:

@@ -104,7 +104,9 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
             facts |= dict(position=0, time=time.time(), metrics={}, watch={})
             facts |= dict(identity={"tokenizer": tokenizer.digest_of(source)})
             manifest.commit(folder, 0, **facts)
-    return f"step 0, a {huggingface.family_in(source).architecture} in {dtype}"
+    left_out = huggingface.num_left_out(source)
+    without = f", without {left_out} tensors of layers for further tokens" if left_out else ""
+    return f"step 0, a {huggingface.family_in(source).architecture} in {dtype}{without}"
 
 
 def stored_dtype(flag: str | None, dtypes: Iterable[np.dtype]) -> np.dtype:

@@ -14,22 +14,27 @@ from meshtrain.models import mixture
 Config = dict[str, Any]  # a config.json
 Section = dict[str, Any]  # the `model` section of a config
 LOSS_WEIGHT = "router_aux_loss_coef"
+LOSSES = ("batch", "sequence")  # values of `balance` that have such a weight
 # Whether the weights of the experts of a token are divided by their sum.
 NORMALIZED = "norm_topk_prob"
 BIAS = ".e_score_correction_bias"  # end of the name of the only tensor that a layer measures
 FIRST_DENSE = "first_k_dense_replace"
+ALPHA = "aux_loss_alpha"  # weight of DeepSeek-V2's balance loss
 BIAS_STEP = 0.001  # of a router that is balanced by a bias, as in DeepSeek-V3
 
 
 def faults(config: Config, family: Family) -> list[str]:
     """Returns an error for each key that is invalid, besides those in Family.keys."""
+    found = []
+    for key in {LOSS_WEIGHT, ALPHA} & family.defaults.keys():
+        weight = config[key]
+        if not (families.is_number(weight) and weight >= 0):
+            found.append(f"{key}={weight!r}: is not a number of at least 0")
     if LOSS_WEIGHT in family.defaults:
-        weight = config[LOSS_WEIGHT]
-        if families.is_number(weight) and weight >= 0:
-            return []
-        return [f"{LOSS_WEIGHT}={weight!r}: is not a number of at least 0"]
+        return found
+    config = config | _groups(config)
     minimums = {"n_group": 1, "topk_group": 1, FIRST_DENSE: 0}
-    found = [
+    found += [
         f"{key}={config[key]!r}: is not an integer of at least {minimum}"
         for key, minimum in minimums.items()
         if not families.is_count(config[key], minimum)
@@ -43,14 +48,23 @@ def faults(config: Config, family: Family) -> list[str]:
     return found
 
 
+def _groups(config: Config) -> Config:
+    """Returns the keys of the groups of experts, of which DeepSeek-V2's "greedy" ignores all but one."""
+    if config.get("topk_method") == "greedy":
+        return {"n_group": 1, "topk_group": 1}
+    return {key: config[key] for key in ("n_group", "topk_group")}
+
+
 def to_section(config: Config, family: Family) -> Section:
     """Returns the keys of a section that are not in Family.keys.
 
     The balance loss, which does not change the logits, is that of this package, with the weight in config.json.
     """
     if LOSS_WEIGHT not in family.defaults:
-        groups = config["n_group"], config["topk_group"]
+        groups = tuple(_groups(config).values())
         section = {"balance": "bias", "balance_weight": BIAS_STEP}
+        if ALPHA in family.defaults:
+            section = {"balance": "sequence", "balance_weight": float(config[ALPHA])}
         section |= {"expert_groups": groups if groups[0] > 1 else ()}
         return section | {"first_dense_layers": config[FIRST_DENSE]}
     section = {"balance": "batch", "balance_weight": float(config[LOSS_WEIGHT])}
@@ -65,9 +79,11 @@ def to_config(s: Section, family: Family) -> Config:
     if LOSS_WEIGHT not in family.defaults:
         num_groups, groups_per_token = s["expert_groups"] or (1, 1)
         config |= {"n_group": num_groups, "topk_group": groups_per_token}
+        if ALPHA in family.defaults:
+            config["topk_method"] = "group_limited_greedy" if num_groups > 1 else "greedy"
+            config[ALPHA] = float(s["balance_weight"]) if s["balance"] in LOSSES else 0.0
         return config | {FIRST_DENSE: s["first_dense_layers"]}
-    has_loss = s["balance"] in ("batch", "sequence")
-    config[LOSS_WEIGHT] = float(s["balance_weight"]) if has_loss else 0.0
+    config[LOSS_WEIGHT] = float(s["balance_weight"]) if s["balance"] in LOSSES else 0.0
     if NORMALIZED in family.defaults:
         config[NORMALIZED] = s["router"] == "topk_softmax"
     return config

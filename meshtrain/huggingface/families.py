@@ -11,6 +11,10 @@ BUILD = "meshtrain.models.transformer:build"
 # A `model` section without its sizes; Family.section overrides these.
 SECTION_DEFAULTS = {
     "build": BUILD,
+    "kv_lora_rank": 0,
+    "q_lora_rank": 0,
+    "rope_head_dim": 0,
+    "v_head_dim": 0,
     "norm": "rms",
     "positions": "rope",
     "rope_theta": 10000.0,
@@ -130,6 +134,23 @@ COMMON_DEFAULTS = {
     "rope_theta": 10000.0,
     "head_dim": None,
     "tie_word_embeddings": False,
+}
+DEEPSEEK_KEYS = CONFIG_KEYS | {
+    "num_experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "d_expert": "moe_intermediate_size",
+    "num_shared_experts": "n_shared_experts",
+    "router_scale": "routed_scaling_factor",
+}
+DEEPSEEK_DEFAULTS = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
 }
 
 

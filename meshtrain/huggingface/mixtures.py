@@ -6,6 +6,8 @@ from meshtrain.huggingface import names
 from meshtrain.huggingface.families import (
     COMMON_DEFAULTS,
     CONFIG_KEYS,
+    DEEPSEEK_DEFAULTS,
+    DEEPSEEK_KEYS,
     QWEN_SUPPORTED,
     SILU_ONLY,
     Family,
@@ -18,23 +20,6 @@ EXPERT_KEYS = CONFIG_KEYS | {
     "experts_per_token": "num_experts_per_tok",
 }
 NORM_TOPK_PROB = {"norm_topk_prob": (True, False)}
-DEEPSEEK_KEYS = CONFIG_KEYS | {
-    "num_experts": "n_routed_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "d_expert": "moe_intermediate_size",
-    "num_shared_experts": "n_shared_experts",
-    "router_scale": "routed_scaling_factor",
-}
-DEEPSEEK_DEFAULTS = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "moe_intermediate_size": 1408,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-}
 DEEPSEEK_SUPPORTED = SILU_ONLY | {"attention_bias": (False,), "norm_topk_prob": (True,)}
 
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from meshtrain.models import base
 
-# V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, F feed-forward, L layers, E experts,
-# U feed-forward of the shared experts
+# V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, W that of values, F feed-forward,
+# L layers, E experts, U feed-forward of the shared experts. Of latent attention: Q latent of the queries, C of keys
+# and values, J = C + rope key, M = K without rope + W
 
 # Dims in this package; the parameters under layers/ also have a leading dim L, those of the first layers do not. Dims
 # that the tensor of a family lacks do not apply: E if it has one tensor per expert or no experts, H and G if heads
@@ -36,10 +37,16 @@ DIMS = {
     "layers/attention/key/bias": "GK",
     "layers/attention/value/kernel": "DGK",
     "layers/attention/value/bias": "GK",
-    "layers/attention/out/kernel": "HKD",
+    "layers/attention/out/kernel": "HWD",
     "layers/attention/out/bias": "D",
     "layers/attention/query_norm/scale": "HK",
     "layers/attention/key_norm/scale": "GK",
+    "layers/attention/query_down/kernel": "DQ",
+    "layers/attention/query_down_norm/scale": "Q",
+    "layers/attention/query_up/kernel": "QHK",
+    "layers/attention/kv_down/kernel": "DJ",
+    "layers/attention/kv_down_norm/scale": "C",
+    "layers/attention/kv_up/kernel": "CHM",
     "layers/attention_post_norm/scale": "D",
     "layers/mlp_norm/scale": "D",
     "layers/mlp_norm/bias": "D",
@@ -69,7 +76,7 @@ LLAMA = {
     "layers/attention/key/bias": "model.layers.*.self_attn.k_proj.bias GK",
     "layers/attention/value/kernel": "model.layers.*.self_attn.v_proj.weight GK D",
     "layers/attention/value/bias": "model.layers.*.self_attn.v_proj.bias GK",
-    "layers/attention/out/kernel": "model.layers.*.self_attn.o_proj.weight D HK",
+    "layers/attention/out/kernel": "model.layers.*.self_attn.o_proj.weight D HW",
     "layers/attention/out/bias": "model.layers.*.self_attn.o_proj.bias D",
     "layers/attention/query_norm/scale": "model.layers.*.self_attn.q_norm.weight K",
     "layers/attention/key_norm/scale": "model.layers.*.self_attn.k_norm.weight K",
@@ -107,6 +114,15 @@ DEEPSEEK = QWEN3_MOE | {
     "layers/mlp/shared/down/kernel": "model.layers.*.mlp.shared_experts.down_proj.weight D U",
     "layers/mlp/measured/bias": "model.layers.*.mlp.gate.e_score_correction_bias E",
 }
+DEEPSEEK_V3 = DEEPSEEK | {
+    "layers/attention/query_down/kernel": "model.layers.*.self_attn.q_a_proj.weight Q D",
+    "layers/attention/query_down_norm/scale": "model.layers.*.self_attn.q_a_layernorm.weight Q",
+    "layers/attention/query_up/kernel": "model.layers.*.self_attn.q_b_proj.weight HK Q",
+    "layers/attention/kv_down/kernel": "model.layers.*.self_attn.kv_a_proj_with_mqa.weight J D",
+    "layers/attention/kv_down_norm/scale": "model.layers.*.self_attn.kv_a_layernorm.weight C",
+    "layers/attention/kv_up/kernel": "model.layers.*.self_attn.kv_b_proj.weight HM C",
+}
+DEEPSEEK_V2 = {name: row for name, row in DEEPSEEK_V3.items() if "measured" not in name}
 # The tensors of all experts that transformers 5 has in memory, and writes with save_original_format=False: by the
 # end of their name, the names of their parts, one after the other, for each expert.
 QWEN3_MOE_FUSED = {
@@ -147,7 +163,7 @@ GPT2 = {
     "layers/attention/key/bias": "transformer.h.*.attn.c_attn.bias 1GK",
     "layers/attention/value/kernel": "transformer.h.*.attn.c_attn.weight D 2GK",
     "layers/attention/value/bias": "transformer.h.*.attn.c_attn.bias 2GK",
-    "layers/attention/out/kernel": "transformer.h.*.attn.c_proj.weight HK D",
+    "layers/attention/out/kernel": "transformer.h.*.attn.c_proj.weight HW D",
     "layers/attention/out/bias": "transformer.h.*.attn.c_proj.bias D",
     "layers/mlp_norm/scale": "transformer.h.*.ln_2.weight D",
     "layers/mlp_norm/bias": "transformer.h.*.ln_2.bias D",
@@ -208,7 +224,14 @@ def rows(table: Mapping[str, str], paths: Iterable[str], section: Mapping[str, A
     s, first = section, section["first_dense_layers"]
     dense = {"L": s["num_layers"] - first, "V": s["vocab_size"], "P": s["max_seq_len"]}
     dense |= {"D": s["d_model"], "H": s["num_heads"], "G": s["num_kv_heads"], "F": s["d_ff"]}
-    dense["K"] = s["head_dim"] or s["d_model"] // s["num_heads"]
+    head_dim, C = s["head_dim"] or s["d_model"] // s["num_heads"], s["kv_lora_rank"]
+    dense |= {"K": head_dim + s["rope_head_dim"], "W": s["v_head_dim"] or head_dim}
+    dense |= {
+        "Q": s["q_lora_rank"],
+        "C": C,
+        "J": C + s["rope_head_dim"],
+        "M": head_dim + dense["W"],
+    }
     sizes = dense
     if s["num_experts"]:
         width = s["d_expert"] or s["d_ff"]

@@ -109,6 +109,29 @@ def _attention_factor(rope: Config) -> float:
     return own / all_dim
 
 
+def query_factor(config: Config) -> float:
+    """Returns the m by whose square DeepSeek multiplies the scores of attention: 0.1 mscale_all_dim ln(factor) + 1."""
+    rope = _object(config, "rope_scaling") or _object(config, "rope_parameters")
+    all_dim, factor = rope.get("mscale_all_dim"), rope.get("factor")
+    has_scaling = rope.get("rope_type", rope.get("type", "default")) != "default"
+    if not (has_scaling and _is_positive(all_dim) and _is_positive(factor) and factor > 1):
+        return 1.0
+    return 0.1 * all_dim * math.log(factor) + 1
+
+
+def _mscales(s: Section) -> Config:
+    """Returns DeepSeek's keys for the query_scale of a section with latent attention; `query_factor` inverts it."""
+    kind, *numbers = s["rope_scaling"] or ("default",)
+    if kind != "yarn" or not s["kv_lora_rank"] or not s["query_scale"] or numbers[0] <= 1:
+        return {}
+    log, own = 0.1 * math.log(numbers[0]), numbers[4]
+    m = (s["query_scale"] * (s["head_dim"] + s["rope_head_dim"]) ** 0.5) ** 0.5
+    found = {"mscale_all_dim": round((m - 1) / log, 6)}
+    if own:
+        found["mscale"] = round((own * m - 1) / log, 6)
+    return found
+
+
 def _is_positive(value: Any) -> bool:
     return families.is_number(value) and value > 0
 
@@ -119,6 +142,12 @@ def to_config(s: Section, family: Family) -> Config:
     named = dict(zip(ROPE_SCALINGS[rope_type], numbers, strict=True))
     omitted = {LENGTH} | {key for key in YARN_DEFAULTS if named.get(key) == YARN_DEFAULTS[key]}
     rope = {"rope_type": rope_type} | {k: v for k, v in named.items() if k not in omitted}
+    mscales = _mscales(s)
+    if mscales and _attention_factor(rope | mscales) == named["attention_factor"]:
+        rope.pop("attention_factor", None)
+    else:
+        mscales.pop("mscale", None)
+    rope |= mscales
     if ORIGINAL_LENGTH in rope:
         rope[ORIGINAL_LENGTH] = int(rope[ORIGINAL_LENGTH])
     config = {"rope_theta": s["rope_theta"], "rope_scaling": rope if numbers else None}

@@ -149,7 +149,7 @@ class NormOfAllHeads(nnx.Module):
         return (x * scale_HK[None, None]).astype(dtype)
 
 
-# (q_BSHK, k_BSGK, v_BSGK, scale=, softcap=, window=, is_local=) -> out_BSHK. The caller of the layers chooses it:
+# (q_BSHK, k_BSGK, v_BSGV, scale=, softcap=, window=, is_local=) -> out_BSHV. The caller of the layers chooses it:
 # attention within a row in training, attention over the key/value cache in generation.
 Attend = Callable[..., jax.Array]
 
@@ -199,8 +199,8 @@ class Attention(nnx.Module):
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if c.positions == "rope":
             of_local, of_global = c.local_frequencies(row_length), c.frequencies(row_length)
-            frequency_k = _select(is_local, of_local, of_global)
-            factor = _select(is_local, c.local_attention_factor, c.attention_factor)
+            frequency_k = select(is_local, of_local, of_global)
+            factor = select(is_local, c.local_attention_factor, c.attention_factor)
             q_BSHK = rope(q_BSHK, positions_BS, frequency_k, factor)
             k_BSGK = rope(k_BSGK, positions_BS, frequency_k, factor)
         return q_BSHK, k_BSGK
@@ -217,7 +217,8 @@ def _head_norm(c, rngs: nnx.Rngs, shape: tuple[int, int], heads: str) -> nnx.Mod
     return norm(rngs, c.norm, c.head_size, epsilon=c.norm_epsilon, name="head_dim")
 
 
-def _select(condition: jax.Array | bool, if_true, if_false):
+def select(condition: jax.Array | bool, if_true, if_false):
+    """Returns one of two values, by a condition that may be traced."""
     if isinstance(condition, bool):
         return if_true if condition else if_false
     return jnp.where(condition, if_true, if_false)
@@ -259,12 +260,12 @@ class Block(nnx.Module):
     an MLP, or a layer that is also called with the batch, and also returns what it adds to the loss of a token (B, S).
     """
 
-    def __init__(self, c, rngs: nnx.Rngs, make_mlp: Callable[[nnx.Rngs], nnx.Module]):
+    def __init__(self, c, rngs: nnx.Rngs, make_attention: Callable, make_mlp: Callable):
         def make_norm():
             return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
 
         self.attention_norm = make_norm()
-        self.attention = Attention(c, rngs)
+        self.attention = make_attention(rngs)
         self.attention_post_norm = make_norm() if c.post_norm else None
         self.mlp_norm = make_norm()
         self.mlp = make_mlp(rngs)  # here: the order decides which random numbers each layer gets

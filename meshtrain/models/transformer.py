@@ -15,12 +15,19 @@ from meshtrain.data.source import Batch
 from meshtrain.metrics import Metrics, weighted
 from meshtrain.models import base, mixture
 from meshtrain.models.base import FIRST
-from meshtrain.models.layers import MLP, Block, dense, embedding, flat_dot_general, norm
-from meshtrain.models.transformer_config import (
-    TransformerConfig,
-    flops_per_token,
-    inactive_parameters,
+from meshtrain.models.cache import CachedAttention
+from meshtrain.models.flops import flops_per_token, inactive_parameters
+from meshtrain.models.latent_attention import LatentAttention
+from meshtrain.models.layers import (
+    MLP,
+    Attention,
+    Block,
+    dense,
+    embedding,
+    flat_dot_general,
+    norm,
 )
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops.attention import (
     attention,
     choose_for_context,
@@ -32,8 +39,7 @@ from meshtrain.parallel import context
 from meshtrain.parallel.remat import rematerialised
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
-# B batch, S sequence, T positions of the cache, D model, H heads, G key/value heads, K head dim,
-# V padded vocabulary
+# B batch, S sequence, T positions of the cache, D model, V padded vocabulary
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -122,33 +128,14 @@ def embedding_table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
 
 def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: bool) -> str:
     """Returns text to log: the attention implementation; raises ConfigError if it is unsupported."""
-    shapes = dict(seq_len=seq_len, head_dim=c.head_size, dtype=dtype, packed=packed)
+    shapes = dict(
+        seq_len=seq_len, head_dim=max(c.query_size, c.value_size), dtype=dtype, packed=packed
+    )
     if num_shards("seq", seq_len) > 1:
         heads = dict(num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
         options = dict(**shapes, **heads, softcap=c.attention_softcap)
         return choose_for_context(c.attention_impl, **options)[1]
     return choose_implementation(c.attention_impl, **shapes, softcap=c.attention_softcap)[1]
-
-
-class CachedAttention:
-    """Attention over a cache: keys and values, each (B, T, G, K), to which a call adds those of its tokens."""
-
-    def __init__(self, implementation: str, cache: Any, batch: Batch, past: base.Past):
-        self.implementation, self.cache, self.batch, self.past = implementation, cache, batch, past
-
-    def __call__(self, q_BSHK: jax.Array, *new: jax.Array, **options: Any) -> jax.Array:
-        start, names = self.past.start, ("batch", None, "kv_heads", "head_dim")
-        self.cache = tuple(
-            constrain(
-                jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, 1), *names
-            )
-            for old, x in zip(self.cache, new, strict=True)
-        )
-        num_slots = self.cache[0].shape[1]
-        name = choose_for_generation(self.implementation, q_BSHK.shape[1], num_slots)
-        options |= dict(start=start, implementation=name)
-        segments = self.batch.segments, self.past.segments_BT
-        return attention(q_BSHK, *self.cache, *segments, **options)
 
 
 def positions_of(batch: Batch) -> jax.Array:
@@ -202,7 +189,7 @@ class Decoder:
         """`caches` are those of the first layers, one by one."""
         x, updated = self.outer.bind(params).embed(batch), []
         for number, cache in enumerate(caches):
-            attend = CachedAttention(self.c.attention_impl, cache, batch, past)
+            attend = CachedAttention(self._attend_over_cache, cache, batch, past)
             layer = params[FIRST][str(number)]
             x = self._run_first(number, layer, x, batch, attend, past.start)
             updated.append(attend.cache)
@@ -212,20 +199,24 @@ class Decoder:
         return self._run(layer, x, batch, self._attend_within(batch))
 
     def cached_block(self, layer: base.Params, x: Any, batch: Batch, cache: Any, past: base.Past):
-        """`cache` holds the keys and the values of this layer, each (B, T, G, K)."""
-        attend = CachedAttention(self.c.attention_impl, cache, batch, past)
+        """`cache` is that of this layer, see CachedAttention."""
+        attend = CachedAttention(self._attend_over_cache, cache, batch, past)
         return self._run(layer, x, batch, attend, past.start), attend.cache
 
     def empty_cache(self, rows: int, length: int, dtype: Any) -> tuple[Any, Any]:
         def zeros(*lead):
-            shape = *lead, rows, length, self.c.num_kv_heads, self.c.head_size
-            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+            shapes = [(*lead, rows, length, *dims) for dims in self.c.cached_dims]
+            return tuple(jnp.zeros(shape, dtype) for shape in shapes)
 
         return [zeros() for _ in range(self.num_first)], zeros(len(self.is_local))
 
     def _attend_within(self, batch: Batch) -> Callable:
         options = dict(segments_BS=batch.segments, implementation=self.c.attention_impl)
         return partial(attention, **options)
+
+    def _attend_over_cache(self, q_BSHK, k_BTGK, *args, **options):
+        name = choose_for_generation(self.c.attention_impl, q_BSHK.shape[1], k_BTGK.shape[1])
+        return attention(q_BSHK, k_BTGK, *args, implementation=name, **options)
 
     def _run(self, layer, x, batch, attend, start=0):
         x_BSD, loss_BS = x if self.c.num_experts else (x, None)
@@ -241,7 +232,8 @@ class Decoder:
 
 
 def _block(c: TransformerConfig, make_mlp: Callable) -> base.Functional:
-    return base.functional(lambda rngs: Block(c, rngs, make_mlp))
+    make_attention = partial(LatentAttention if c.kv_lora_rank else Attention, c)
+    return base.functional(lambda rngs: Block(c, rngs, make_attention, make_mlp))
 
 
 def build(**config) -> base.Model:

@@ -10,6 +10,7 @@ from meshtrain.models import rope
 from meshtrain.ops import implementations
 
 VOCAB_MULTIPLE = 128  # every usual mesh.tensor divides a multiple of it
+LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,10 @@ class TransformerConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int
+    rope_head_dim: int
+    v_head_dim: int
     d_ff: int
     vocab_size: int
     max_seq_len: int
@@ -68,6 +73,27 @@ class TransformerConfig:
         return self.head_dim or self.d_model // self.num_heads
 
     @property
+    def query_size(self) -> int:
+        """Width of a query or key of a head."""
+        return self.head_size + self.rope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.v_head_dim or self.head_size
+
+    @property
+    def rope_size(self) -> int:
+        """Number of dims of a head that rope rotates."""
+        return self.rope_head_dim or self.head_size
+
+    @property
+    def cached_dims(self) -> list[tuple[int, int]]:
+        """Dims of what generation caches of a token: its key and value, or the latent key that all heads share."""
+        if self.kv_lora_rank:
+            return [(1, self.kv_lora_rank + self.rope_head_dim)]
+        return [(self.num_kv_heads, self.head_size)] * 2
+
+    @property
     def gated(self) -> bool:
         """Whether the feed-forward has a gate projection next to the up projection."""
         return self.mlp != "gelu"
@@ -83,12 +109,12 @@ class TransformerConfig:
         return np.resize([kind == "l" for kind in self.attention], self.num_layers)
 
     def frequencies(self, row_length: int | jax.Array) -> np.ndarray | jax.Array:
-        """Rope frequencies of the global layers: (head_size / 2,)."""
-        return rope.frequencies(self.head_size, self.rope_theta, self.rope_scaling, row_length)
+        """Rope frequencies of the global layers: (rope_size / 2,)."""
+        return rope.frequencies(self.rope_size, self.rope_theta, self.rope_scaling, row_length)
 
     def local_frequencies(self, row_length: int | jax.Array) -> np.ndarray | jax.Array:
         theta = self.rope_theta_local
-        return rope.frequencies(self.head_size, theta) if theta else self.frequencies(row_length)
+        return rope.frequencies(self.rope_size, theta) if theta else self.frequencies(row_length)
 
     @property
     def attention_factor(self) -> float:
@@ -126,6 +152,7 @@ def _value_faults(c: TransformerConfig) -> list[str]:
     non_negative += ("num_experts", "d_expert", "num_shared_experts", "capacity_factor")
     non_negative += ("first_dense_layers",)
     non_negative += ("balance_weight", "router_z_loss")
+    non_negative += LATENT_KEYS
     faults = []
     for key, names in choices.items():
         faults += choice_faults(f"model.{key}", getattr(c, key), names)
@@ -154,7 +181,7 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
             f"model.d_model={c.d_model} is not divisible by model.num_heads={c.num_heads}; "
             f"use a multiple, or set model.head_dim"
         )
-    elif c.positions == "rope" and c.head_size % 2:
+    elif c.positions == "rope" and c.rope_size == c.head_size and c.head_size % 2:
         faults.append(
             f"model.head_dim={c.head_size} (0: model.d_model / model.num_heads) is odd, but rope rotates pairs "
             f"of dims; use an even head dim, or model.positions='learned'"
@@ -174,11 +201,40 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
         faults.append(
             f"model.rope_theta={c.rope_theta}: yarn needs frequencies that decrease; use more than 1"
         )
-    if kind == "dynamic" and c.head_size < 4:
+    if kind == "dynamic" and c.rope_size < 4:
+        key = "rope_head_dim" if c.rope_head_dim else "head_dim"
         faults.append(
-            f"model.head_dim={c.head_size}: dynamic rope needs two frequencies or more; use 4 or more"
+            f"model.{key}={c.rope_size}: dynamic rope needs two frequencies or more; use 4 or more"
         )
-    return faults + _expert_faults(c)
+    return faults + _latent_faults(c) + _expert_faults(c)
+
+
+def _latent_faults(c: TransformerConfig) -> list[str]:
+    """Returns a fault for each combination of values that multi-head latent attention does not support."""
+    if not c.kv_lora_rank:
+        return [
+            f"model.{key}={getattr(c, key)}: is a size of latent attention; set model.kv_lora_rank, or use 0"
+            for key in LATENT_KEYS
+            if getattr(c, key)
+        ]
+    name = f"model.kv_lora_rank={c.kv_lora_rank}"
+    faults = []
+    if c.num_kv_heads != c.num_heads:
+        faults.append(
+            f"model.num_kv_heads={c.num_kv_heads}: with {name} each head has keys and values of its own; use "
+            f"num_kv_heads={c.num_heads}"
+        )
+    if c.positions != "rope":
+        faults.append(f"model.positions={c.positions!r}: {name} needs 'rope'")
+    if not c.rope_head_dim or c.rope_head_dim % 2:
+        faults.append(
+            f"model.rope_head_dim={c.rope_head_dim}: with {name} rope rotates pairs of these dims; use an even "
+            f"number above 0"
+        )
+    for key in ("qk_norm", "qkv_bias"):
+        if getattr(c, key):
+            faults.append(f"model.{key}=True: is not supported with {name}; use False")
+    return faults
 
 
 def _expert_faults(c: TransformerConfig) -> list[str]:
@@ -219,31 +275,3 @@ def _expert_faults(c: TransformerConfig) -> list[str]:
             f"{groups[1]} groups of {c.num_experts // groups[0]}; use groups that have as many"
         )
     return faults
-
-
-def flops_per_token(c: TransformerConfig, seq_len: int) -> float:
-    """Returns 6 N + 12 L d S, forward and backward (PaLM, arXiv 2204.02311, appendix B).
-
-    N is the number of weights in matrix products, including the output head, but not embeddings, norm scales
-    or biases; of the routed experts those that a token uses. d = heads x head dim. Attention counts in full, not
-    halved for causality. In local layers the window replaces S.
-    """
-    projections = c.d_model * c.head_size * (2 * c.num_heads + 2 * c.num_kv_heads)
-    dense = (3 if c.gated else 2) * c.d_model * c.d_ff
-    active = c.experts_per_token + c.num_shared_experts
-    sparse = active * _expert_weights(c) + c.d_model * c.num_experts
-    num_sparse = c.num_layers - c.first_dense_layers if c.num_experts else 0
-    weights = c.num_layers * projections + c.d_model * c.vocab_size
-    weights += num_sparse * sparse + (c.num_layers - num_sparse) * dense
-    visible = np.where(c.is_local, min(c.window, seq_len), seq_len).sum()
-    return 6.0 * weights + 12.0 * c.num_heads * c.head_size * float(visible)
-
-
-def inactive_parameters(c: TransformerConfig) -> int:
-    """Returns the number of weights of all routed experts that a token does not use."""
-    unused = c.num_experts - c.experts_per_token if c.num_experts else 0
-    return (c.num_layers - c.first_dense_layers) * unused * _expert_weights(c)
-
-
-def _expert_weights(c: TransformerConfig) -> int:
-    return (3 if c.gated else 2) * c.d_model * c.expert_size

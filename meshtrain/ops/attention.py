@@ -10,7 +10,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.ops import between_chunks, blockwise, conditional, cudnn, implementations
 from meshtrain.parallel import context, sharding
 
-# B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim
+# B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim, V of values
 
 MAX_XLA_TOKENS = 2048  # longer sequences are computed blockwise if no fused kernel supports them
 UNLIMITED_WINDOW = 2**30  # positions; more than any sequence has
@@ -22,7 +22,7 @@ MIN_QUERIES_PER_BLOCK = 64
 def attention(
     q_BSHK: jax.Array,
     k_BTGK: jax.Array,
-    v_BTGK: jax.Array,
+    v_BTGV: jax.Array,
     segments_BS: jax.Array | None,
     segments_BT: jax.Array | None = None,
     *,
@@ -33,7 +33,7 @@ def attention(
     is_local: jax.Array | bool = True,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Returns softmax(q k scale) v over the earlier positions of the same segment, (B, S, H, K).
+    """Returns softmax(q k scale) v over the earlier positions of the same segment, (B, S, H, V).
 
     H is a multiple of G: each key/value head serves R = H / G query heads (grouped-query attention,
     arXiv 2305.13245). If `segments_BS` is None, each row is one segment. With a key/value cache, query s
@@ -50,10 +50,12 @@ def attention(
     if num_devices > 1:
         options = dict(scale=scale, softcap=softcap, window=window, is_local=is_local)
         return _of_sharded_sequences(
-            q_BSHK, k_BTGK, v_BTGK, segments_BS, implementation=implementation, **options
+            q_BSHK, k_BTGK, v_BTGV, segments_BS, implementation=implementation, **options
         )
     implementation, block = implementations.split(implementation)
-    shapes = dict(seq_len=S, head_dim=K, dtype=dtype, packed=segments_BS is not None)
+    shapes = dict(
+        seq_len=S, head_dim=max(K, v_BTGV.shape[-1]), dtype=dtype, packed=segments_BS is not None
+    )
     name, _ = choose_implementation(implementation, **shapes, softcap=softcap)
     segments = segments_BS, segments_BS if segments_BT is None else segments_BT
     compute = {"xla": _xla, "cudnn": cudnn.attention, "blockwise": blockwise.attention}[name]
@@ -64,7 +66,7 @@ def attention(
     def windowed(window, *qkv):
         return compute(*qkv, *segments, window=window, **options)
 
-    qkv = q_BSHK, k_BTGK, v_BTGK
+    qkv = q_BSHK, k_BTGK, v_BTGV
     if window is None or isinstance(is_local, bool):
         return windowed(window if is_local else None, *qkv)
     if name == "cudnn":  # its windows are static
@@ -75,22 +77,23 @@ def attention(
 
 
 def _of_sharded_sequences(
-    q_BSHK, k_BSGK, v_BSGK, segments_BS, *, implementation, scale, window, is_local, **options
+    q_BSHK, k_BSGK, v_BSGV, segments_BS, *, implementation, scale, window, is_local, **options
 ) -> jax.Array:
     """Computes `attention` by the method of context parallelism that is active."""
     S, H, K = q_BSHK.shape[1:]
-    shapes = dict(seq_len=S, head_dim=K, dtype=q_BSHK.dtype, packed=segments_BS is not None)
+    shapes = dict(seq_len=S, dtype=q_BSHK.dtype, packed=segments_BS is not None)
+    shapes |= dict(head_dim=max(K, v_BSGV.shape[-1]))
     heads = dict(num_heads=H, num_kv_heads=k_BSGK.shape[2], softcap=options["softcap"])
     method, _ = choose_for_context(implementation, **shapes, **heads)
     if method == "ulysses":
         options |= dict(scale=scale, window=window, is_local=is_local)
         compute = partial(attention, implementation=implementation, **options)
-        return context.ulysses(compute, q_BSHK, k_BSGK, v_BSGK, segments_BS)
+        return context.ulysses(compute, q_BSHK, k_BSGK, v_BSGV, segments_BS)
     if window is not None and is_local is not True:
         window = jnp.where(is_local, window, UNLIMITED_WINDOW)
     options |= dict(method=method, window=window, scale=scale or K**-0.5)
     options["implementation"] = implementation
-    return between_chunks.attention(q_BSHK, k_BSGK, v_BSGK, segments_BS, **options)
+    return between_chunks.attention(q_BSHK, k_BSGK, v_BSGV, segments_BS, **options)
 
 
 def choose_for_context(
@@ -152,7 +155,7 @@ def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
     return name if kind == "blockwise" else "blockwise"
 
 
-def _xla(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window, block=0) -> jax.Array:
+def _xla(q_BSHK, k_BTGK, v_BTGV, *segments, start, scale, softcap, window, block=0) -> jax.Array:
     """Computes the formula directly: `jax.nn.dot_product_attention` casts float64 down, so tests would not be exact.
 
     Queries are split into a few blocks. Each block gets only the keys that its queries may see, which
@@ -162,7 +165,7 @@ def _xla(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window, block
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
     q_BGRSK = jnp.einsum("bsgrk->bgrsk", q_BSHK.reshape(B, S, G, H // G, K))
-    k_BGTK, v_BGTK = (jnp.einsum("btgk->bgtk", x) for x in (k_BTGK, v_BTGK))
+    k_BGTK, v_BGTV = (jnp.einsum("btgk->bgtk", x) for x in (k_BTGK, v_BTGV))
     aligned = isinstance(start, int) and start == 0 and S == T
     block = block or max(MIN_QUERIES_PER_BLOCK, -(-S // MAX_QUERY_BLOCKS))
     block_size = block if aligned else S
@@ -175,10 +178,10 @@ def _xla(q_BSHK, k_BTGK, v_BTGK, *segments, start, scale, softcap, window, block
         mask_BST = _attention_mask(queries, keys, *segments, start, window)
         # Queries and heads share one dim: XLA is slow if two dims are contracted.
         q_BGQK = q_BGRSK[..., queries, :].reshape(B, G, -1, K)
-        k, v = k_BGTK[:, :, keys], v_BGTK[:, :, keys]
-        out_BGQK = _attend_block(scale, softcap, q_BGQK, k, v, mask_BST)
-        blocks.append(out_BGQK.reshape(B, G, H // G, -1, K))
-    return jnp.einsum("bgrsk->bsgrk", jnp.concatenate(blocks, 3)).reshape(B, S, H, K)
+        k, v = k_BGTK[:, :, keys], v_BGTV[:, :, keys]
+        out_BGQV = _attend_block(scale, softcap, q_BGQK, k, v, mask_BST)
+        blocks.append(out_BGQV.reshape(B, G, H // G, *mask_BST.shape[1:2], -1))
+    return jnp.einsum("bgrsv->bsgrv", jnp.concatenate(blocks, 3)).reshape(B, S, H, -1)
 
 
 def _attention_mask(
@@ -196,12 +199,12 @@ def _attention_mask(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_block(scale, softcap, q_BGQK, k_BGTK, v_BGTK, mask_BST) -> jax.Array:
-    """Returns softmax(scores) v of one block of queries, (B, G, Q, K)."""
-    return _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTK, mask_BST)[0]
+def _attend_block(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST) -> jax.Array:
+    """Returns softmax(scores) v of one block of queries, (B, G, Q, V)."""
+    return _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST)[0]
 
 
-def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTK, mask_BST):
+def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST):
     """Stores one number per score as residual, its exponential (two with a soft cap); autodiff would store three."""
     dtype = jnp.promote_types(q_BGQK.dtype, jnp.float32)
     dot = partial(jnp.einsum, preferred_element_type=dtype)
@@ -216,21 +219,21 @@ def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTK, mask_BST):
     scores_BGQT = scores_BGRST.reshape(scores_BGQT.shape)
     exp_BGQT = jnp.exp(scores_BGQT - scores_BGQT.max(-1, keepdims=True))
     inverse_sum_BGQ1 = 1 / exp_BGQT.sum(-1, keepdims=True)
-    exp_BGQT = exp_BGQT.astype(v_BGTK.dtype)
-    out_BGQK = (dot("bgqt,bgtk->bgqk", exp_BGQT, v_BGTK) * inverse_sum_BGQ1).astype(q_BGQK.dtype)
-    residuals = q_BGQK, k_BGTK, v_BGTK, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQK
-    return out_BGQK, residuals
+    exp_BGQT = exp_BGQT.astype(v_BGTV.dtype)
+    out_BGQV = (dot("bgqt,bgtv->bgqv", exp_BGQT, v_BGTV) * inverse_sum_BGQ1).astype(q_BGQK.dtype)
+    residuals = q_BGQK, k_BGTK, v_BGTV, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQV
+    return out_BGQV, residuals
 
 
-def _backward(scale, softcap, residuals, grad_BGQK):
-    q_BGQK, k_BGTK, v_BGTK, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQK = residuals
+def _backward(scale, softcap, residuals, grad_BGQV):
+    q_BGQK, k_BGTK, v_BGTV, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQV = residuals
     dtype, compute_dtype = inverse_sum_BGQ1.dtype, q_BGQK.dtype
     dot = partial(jnp.einsum, preferred_element_type=dtype)
-    grad_BGQK = grad_BGQK * inverse_sum_BGQ1  # the cotangent of exp v
-    row_dot_BGQ1 = (grad_BGQK * out_BGQK).sum(-1, keepdims=True)
-    grad_BGQK = grad_BGQK.astype(compute_dtype)
-    grad_v = dot("bgqt,bgqk->bgtk", exp_BGQT, grad_BGQK)
-    grad_scores = dot("bgqk,bgtk->bgqt", grad_BGQK, v_BGTK) - row_dot_BGQ1
+    grad_BGQV = grad_BGQV * inverse_sum_BGQ1  # the cotangent of exp v
+    row_dot_BGQ1 = (grad_BGQV * out_BGQV).sum(-1, keepdims=True)
+    grad_BGQV = grad_BGQV.astype(compute_dtype)
+    grad_v = dot("bgqt,bgqv->bgtv", exp_BGQT, grad_BGQV)
+    grad_scores = dot("bgqv,bgtv->bgqt", grad_BGQV, v_BGTV) - row_dot_BGQ1
     grad_scores *= exp_BGQT.astype(dtype) * scale
     if softcap_slope is not None:
         grad_scores = grad_scores * softcap_slope
@@ -240,7 +243,7 @@ def _backward(scale, softcap, residuals, grad_BGQK):
     return (
         grad_q.astype(compute_dtype),
         grad_k.astype(k_BGTK.dtype),
-        grad_v.astype(v_BGTK.dtype),
+        grad_v.astype(v_BGTV.dtype),
         None,
     )
 

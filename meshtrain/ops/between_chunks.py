@@ -115,7 +115,7 @@ def _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window):
 def _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window):
     """The residuals are not in blocks, so that they share memory with what the layer keeps for its other gradients."""
     queries, keys = _queries_and_keys(options, q_BSHK, k_BSGK, v_BSGK, segments)
-    softmaxes = tuple(blockwise.no_keys(q) for q, _ in queries)
+    softmaxes = tuple(blockwise.no_keys(q, v_BSGK.shape[-1]) for q, _ in queries)
     visit = partial(_visit, options, window, queries)
     softmaxes = _rounds(options, visit, softmaxes, keys)
     dtype = q_BSHK.dtype

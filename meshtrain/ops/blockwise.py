@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 # B batch, S and T sequence (queries and keys), G key/value heads, R query heads per key/value head,
-# K head dim, N blocks, s and t positions within a block; ... dims that queries and keys share, such as B
+# K head dim, V of values, N blocks, s and t positions within a block; ... dims that queries and keys share, such as B
 
 BLOCK = 256
 
@@ -28,14 +28,14 @@ class Visibility(NamedTuple):
 
 
 # Of a softmax over the keys seen so far, for all queries: the largest score and the sum of exponentials, both
-# (N, ..., R s), and the output that is not yet divided by the sum (N, ..., R s, K).
+# (N, ..., R s), and the output that is not yet divided by the sum (N, ..., R s, V).
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attention(
-    q_BSHK, k_BTGK, v_BTGK, segments_BS, segments_BT, *, start, scale, softcap, window, block=0
+    q_BSHK, k_BTGK, v_BTGV, segments_BS, segments_BT, *, start, scale, softcap, window, block=0
 ) -> jax.Array:
-    """Returns the attention (B, S, H, K) that `ops.attention.attention` defines; `scale` has no default."""
+    """Returns the attention (B, S, H, V) that `ops.attention.attention` defines; `scale` has no default."""
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
     if segments_BS is None:
@@ -44,13 +44,13 @@ def attention(
     window = T if window is None else window
     R = H // G
     q = _blocks(q_BSHK.reshape(B, S, G, R, K), s, "bnsgrk->nbgrsk").reshape(-1, B, G, R * s, K)
-    k, v = (_blocks(x, t, "bntgk->nbgtk") for x in (k_BTGK, v_BTGK))
+    k, v = (_blocks(x, t, "bntgk->nbgtk") for x in (k_BTGK, v_BTGV))
     segments = _blocks(segments_BS, s, "bns->nbs"), _blocks(segments_BT, t, "bnt->nbt")
     start = jnp.int32(start)
     visibility = Visibility(start, (start, start), jnp.int32(window), *segments)
     out = _attention(scale, softcap, q, k, v, visibility)
-    out = out.reshape(-1, B, G, R, s, K)
-    return jnp.einsum("nbgrsk->bnsgrk", out).reshape(B, -1, H, K)[:, :S]
+    out = out.reshape(-1, B, G, R, s, out.shape[-1])
+    return jnp.einsum("nbgrsv->bnsgrv", out).reshape(B, -1, H, out.shape[-1])[:, :S]
 
 
 def _blocks(x: jax.Array, size: int, order: str) -> jax.Array:
@@ -66,8 +66,8 @@ def _attention(scale, softcap, q, k, v, visibility):
 
 
 def _forward(scale, softcap, q, k, v, visibility):
-    """q is (N, B, G, R s, K), k and v (N, B, G, t, K)."""
-    softmax = add_keys(scale, softcap, no_keys(q), q, k, v, visibility)
+    """q is (N, B, G, R s, K), k (N, B, G, t, K), v (N, B, G, t, V)."""
+    softmax = add_keys(scale, softcap, no_keys(q, v.shape[-1]), q, k, v, visibility)
     out, log_z = finish(softmax, q.dtype)
     return out, (q, k, v, visibility, out, log_z)
 
@@ -83,10 +83,10 @@ def _backward(scale, softcap, residuals, grad_out):
 _attention.defvjp(_forward, _backward)
 
 
-def no_keys(q: jax.Array) -> Softmax:
-    """Returns the softmax of queries (N, ..., R s, K) that have seen no key."""
+def no_keys(q: jax.Array, value_size: int) -> Softmax:
+    """Returns the softmax of queries (N, ..., R s, K) that have seen no key, for values of `value_size` dims."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    zeros = jnp.zeros(q.shape[:-1], dtype), jnp.zeros(q.shape, dtype)
+    zeros = jnp.zeros(q.shape[:-1], dtype), jnp.zeros((*q.shape[:-1], value_size), dtype)
     return jnp.full(q.shape[:-1], jnp.finfo(dtype).min), *zeros
 
 

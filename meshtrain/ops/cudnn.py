@@ -44,10 +44,18 @@ def capability_of_target() -> str:
 
 
 def attention(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) -> jax.Array:
-    """Calls cuDNN's flash attention, without a mask of all scores; `window` is static."""
+    """Calls cuDNN's flash attention, without a mask of all scores; `window` is static.
+
+    jax supports only one head dim: zeros fill up the values, or the queries and keys.
+    """
     # Only generation sets another start, and choose_for_generation never returns "cudnn".
     assert not softcap and isinstance(start, int) and start == 0
-    (_, S, H, K), G = q_BSHK.shape, k_BSGK.shape[2]
+    S, H, (G, V) = *q_BSHK.shape[1:3], v_BSGK.shape[2:]
+    K = max(q_BSHK.shape[-1], V)
+    q_BSHK, k_BSGK, v_BSGK = (
+        jnp.pad(x, [(0, 0)] * 3 + [(0, K - x.shape[-1])]) if x.shape[-1] < K else x
+        for x in (q_BSHK, k_BSGK, v_BSGK)
+    )
     if sharding.num_shards("heads", H) != sharding.num_shards("kv_heads", G):
         # cuDNN needs equal sharding of all inputs, so keys and values are repeated for each query head.
         k_BSGK, v_BSGK = (
@@ -66,7 +74,7 @@ def attention(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) 
         local_window_size=(window - 1, 0) if window else None,
         implementation="cudnn",
     )
-    return out_BSHK[:, :S, :, :K]
+    return out_BSHK[:, :S, :, :V]
 
 
 def constrain(x: jax.Array, *, num_heads: int) -> jax.Array:

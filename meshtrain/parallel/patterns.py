@@ -20,8 +20,6 @@ from jax import lax
 
 from meshtrain.parallel.wire import Wire
 
-PATTERNS = ("xla", "hierarchical", "ring", "tree")
-
 # N members, L elements, C of a member's part
 
 

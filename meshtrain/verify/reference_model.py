@@ -15,7 +15,7 @@ import numpy as np
 
 from meshtrain.data.source import Batch
 from meshtrain.models.base import Params
-from meshtrain.verify import reference_mixture
+from meshtrain.verify import reference_latent, reference_mixture
 from meshtrain.verify.reference_mixture import mixture
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, k = K/2, V vocabulary
@@ -60,18 +60,12 @@ def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
 def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool) -> jax.Array:
     """Returns the output of a causal attention layer: softmax(q k^T * scale) v, and its projections.
 
-    Keys and values are repeated for grouped-query attention. In a `local` layer a position attends only
-    to the last `window` positions.
+    In a `local` layer a position attends only to the last `window` positions.
     """
-    q_BSHK, k_BSGK, v_BSGK = (_linear(x_BSD, p[name], 1) for name in ("query", "key", "value"))
-    if c["qk_norm"]:
-        norm = _norm_of_all_heads if c["qk_norm_heads"] == "all" else _norm
-        q_BSHK, k_BSGK = norm(q_BSHK, p["query_norm"], c), norm(k_BSGK, p["key_norm"], c)
-    if c["positions"] == "rope":
-        q_BSHK, k_BSGK = _rope(q_BSHK, c, local), _rope(k_BSGK, c, local)
-    # Query heads are grouped in order: the first `group` heads use the first key/value head.
-    group = c["num_heads"] // c["num_kv_heads"]
-    k_BSHK, v_BSHK = (jnp.repeat(x, group, axis=2) for x in (k_BSGK, v_BSGK))
+    if c["kv_lora_rank"]:
+        q_BSHK, k_BSHK, v_BSHV = reference_latent.heads(x_BSD, p, c, lambda x: _rope(x, c, local))
+    else:
+        q_BSHK, k_BSHK, v_BSHV = _heads(x_BSD, p, c, local)
     position_S = jnp.arange(x_BSD.shape[1])
     mask_SS = position_S[None, :] <= position_S[:, None]
     if local:
@@ -80,7 +74,21 @@ def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool) -> jax.Array
     scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK) * scale
     scores_BHST = jnp.exp(_capped(scores_BHST, c["attention_softcap"])) * mask_SS[None, None]
     probs_BHST = scores_BHST / scores_BHST.sum(-1, keepdims=True)
-    return _linear(jnp.einsum("bhst,bthk->bshk", probs_BHST, v_BSHK), p["out"], 2)
+    return _linear(jnp.einsum("bhst,bthv->bshv", probs_BHST, v_BSHV), p["out"], 2)
+
+
+def _heads(x_BSD: jax.Array, p: Params, c: Section, local: bool) -> tuple[jax.Array, ...]:
+    """Returns queries, keys and values, the latter repeated for grouped-query attention."""
+    q_BSHK, k_BSGK, v_BSGK = (_linear(x_BSD, p[name], 1) for name in ("query", "key", "value"))
+    if c["qk_norm"]:
+        norm = _norm_of_all_heads if c["qk_norm_heads"] == "all" else _norm
+        q_BSHK, k_BSGK = norm(q_BSHK, p["query_norm"], c), norm(k_BSGK, p["key_norm"], c)
+    if c["positions"] == "rope":
+        q_BSHK, k_BSGK = _rope(q_BSHK, c, local), _rope(k_BSGK, c, local)
+    # Query heads are grouped in order: the first `group` heads use the first key/value head.
+    group = c["num_heads"] // c["num_kv_heads"]
+    k_BSHK, v_BSHV = (jnp.repeat(x, group, axis=2) for x in (k_BSGK, v_BSGK))
+    return q_BSHK, k_BSHK, v_BSHV
 
 
 def _capped(scores: jax.Array, cap: float) -> jax.Array:
@@ -207,9 +215,13 @@ def initial_stddevs(c: Section) -> dict[str, float]:
 
 def _stddevs_of_layer(c: Section, is_sparse: bool) -> dict[str, float]:
     from_residual, to_residual = c["d_model"] ** -0.5, (2 * c["num_layers"]) ** -0.5
-    heads = c["num_heads"] * c["head_dim"] if c["head_dim"] else c["d_model"]
-    qkv = {f"attention/{name}/kernel": from_residual for name in ("query", "key", "value")}
-    stddevs = {**qkv, "attention/out/kernel": heads**-0.5 * to_residual}
+    stddevs, qkv, latent = {}, {}, {}
+    if c["kv_lora_rank"]:
+        latent = reference_latent.initial_stddevs(c)
+    else:
+        heads = c["num_heads"] * c["head_dim"] if c["head_dim"] else c["d_model"]
+        qkv = {f"attention/{name}/kernel": from_residual for name in ("query", "key", "value")}
+        stddevs = {**qkv, "attention/out/kernel": heads**-0.5 * to_residual}
     if not is_sparse:
         stddevs["mlp/up/kernel"] = from_residual
         stddevs |= {"mlp/gate/kernel": from_residual} if c["mlp"] != "gelu" else {}
@@ -226,7 +238,7 @@ def _stddevs_of_layer(c: Section, is_sparse: bool) -> dict[str, float]:
         stddevs |= {f"{name}/bias": 0.0 for name in norms}
     if c["qk_norm"]:
         norms += ("attention/query_norm", "attention/key_norm")
-    return stddevs | {f"{name}/scale": 0.0 for name in norms}
+    return stddevs | latent | {f"{name}/scale": 0.0 for name in norms}
 
 
 def adamw(params: dict, grads: list[dict], rates: list[float], c: Section) -> dict:

@@ -16,13 +16,14 @@ BLOCKS = {
 }
 NUM_QUICK = 1 + len(BLOCKS)
 SOFTCAP = 3.0
+LATENT = {"kv_lora_rank": 10, "q_lora_rank": 9, "rope_head_dim": 6, "v_head_dim": 5}
 
 
 def select(section: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the given section, one for each of BLOCKS, and sections in which every pair of two choices occurs.
 
     The first NUM_QUICK sections are those that `--quick` tries; besides the given one they have local and
-    global layers, and a soft cap.
+    global layers, and a soft cap. The last two have latent attention, as all of them do if the given one has it.
     """
     rows = pairwise([{}], _choices(section))
     hard = {"attention": "lg", "window": _window(section), "attention_softcap": SOFTCAP}
@@ -30,11 +31,20 @@ def select(section: Mapping[str, Any]) -> list[dict[str, Any]]:
         next(row for row in rows if row["attention_impl"] == name) | hard | choices
         for name, choices in BLOCKS.items()
     ]
-    sections = [{**section, **row} for row in [{}, *first, *rows]]
+    latent = [first[0] | LATENT, first[1] | LATENT | {"q_lora_rank": 0}]
+    sections = [_compatible({**section, **row}) for row in [{}, *first, *rows, *latent]]
     # One layer more than the pattern has, so that it repeats, and the first ones.
     return [
         {**c, "num_layers": c["first_dense_layers"] + len(c["attention"]) + 1} for c in sections
     ]
+
+
+def _compatible(c: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section without what latent attention does not support, if it has that."""
+    if not c["kv_lora_rank"]:
+        return c
+    without = {"qk_norm": False, "qkv_bias": False, "num_kv_heads": c["num_heads"]}
+    return {**c, **without, "positions": "rope"}
 
 
 def _window(c: Mapping[str, Any]) -> int:
@@ -121,4 +131,5 @@ def _mib(*, tokens: int) -> float:
 def describe(c: Mapping[str, Any]) -> str:
     """Returns the choices of a section, for a message."""
     keys = {key for factor in _choices(c) for row in factor for key in row}
+    keys |= {*LATENT} if c["kv_lora_rank"] else {*()}
     return ", ".join(f"{key}={c[key]}" for key in sorted(keys))

@@ -191,6 +191,10 @@ def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
         "max_seq_len": 16,
         "seq_len": 16,
         "window": 5,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 20,
+        "rope_head_dim": 8,
+        "v_head_dim": 12,
     }
     for section in (model, data):
         section.update({key: min(n, section[key]) for key, n in small.items() if key in section})
@@ -223,6 +227,8 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
     plain = {"attention_impl": "xla", "loss_chunk_mib": 0.0}
     raw["model"].update({key: value for key, value in plain.items() if key in raw["model"]})
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}
+    # Exact sums; `sync_laws` verifies what narrow formats do.
+    raw["sync"].update(wire="float32", feedback="auto", pattern="xla")
     raw["train"].update(
         steps=STEPS,
         dtype="float64",

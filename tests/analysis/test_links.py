@@ -1,18 +1,26 @@
 """The bytes of collectives by link, against arithmetic."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 from conftest import tiny_config
 
+from meshtrain import state as states
 from meshtrain.analysis import collective_ops, hlo
 from meshtrain.analysis.audit import audit, text
-from meshtrain.analysis.collective_ops import Collective
+from meshtrain.analysis.audit.explain import explain
+from meshtrain.analysis.audit.placement import placement_of
+from meshtrain.analysis.collective_ops import MESSAGE_NOTE, Collective
 from meshtrain.analysis.hardware import BY_NAME
 from meshtrain.analysis.links import LinkBytes, links
 from meshtrain.analysis.roofline import roofline
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
 from meshtrain.parallel.mesh import Network
+from meshtrain.program import assemble
 
 
 def network(hosts, slices):
@@ -121,6 +129,36 @@ def test_the_messages_between_tpu_slices_are_collectives():
     assert rows["data"].exposed == pytest.approx(rows["data"].seconds - copied)
     # Messages are not traffic of the HBM.
     assert sum(row.hbm_bytes for row in result.rows) == 2 * 2 * between.bytes
+
+
+def test_padded_messages_between_slices_are_the_gradients_that_nothing_else_sums():
+    c = tiny_config()
+    c.mesh.update(data=2, fsdp=4)
+    cfg = parse(c, num_devices=8)
+    parts = build(cfg)
+    program = assemble(cfg, parts)
+    batch = audit._batch_like(cfg, program, parts.train_data)
+    run = cfg, parts.model, program.mesh, program.abstract_state.params, batch
+    placement = placement_of(*run)
+    message = collective("all-reduce", *((n, n + 4) for n in range(4)))
+    message = replace(message, axes=("data",), notes=(MESSAGE_NOTE,))
+    # All gradients over data in one message, with 7 % of padding; then metrics in a part of a tile.
+    needed = states.bytes_per_device(program.abstract_state.params)
+    large, small = (
+        replace(message, array=hlo.Array("f32", shape))
+        for shape in ((int(1.07 * needed / 4),), (1, 1, 128))
+    )
+    middle = replace(message, array=hlo.Array("f32", (25, 8, 128)))
+    messages = [small, middle, replace(large, array=hlo.Array("f32", (2 * needed,)))]
+    assert [one.label for one in explain(placement, messages)[0]] == ["gradients summed"] * 2 + [
+        "scalars"
+    ]
+    (first, second), _ = explain(placement, [small, large])  # the largest first
+    assert (first.label, first.needed_bytes, first.is_needed) == ("gradients summed", needed, True)
+    assert "padded to tiles" in first.reason and first.extra_bytes == large.bytes - needed
+    assert (second.label, second.needed_bytes, second.is_needed) == ("scalars", 0, True)
+    (other,), _ = explain(placement, [replace(large, notes=())])
+    assert not other.is_needed
 
 
 def test_without_the_rate_of_its_network_a_device_has_no_roofline_over_slices():

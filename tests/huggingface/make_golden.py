@@ -1,6 +1,6 @@
 """Writes the folders in golden/: a tiny random model of each family, and its logits by transformers.
 
-  python tests/huggingface/make_golden.py        # torch 2.13.0, transformers 5.23.0
+  python tests/huggingface/make_golden.py [FAMILY ...]       # torch 2.13.0, transformers 5.23.0
 
 logits.npz has `tokens` (2, S) and their `logits` (2, S, V); `lengths` (2,), and the logits with each row
 truncated to its length (`padded`, 0 elsewhere); `documents` (3,), lengths whose sum is S, and the logits of
@@ -13,6 +13,7 @@ dynamic/ has a model with dynamic rope, the `logits` of rows longer than its ori
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,20 @@ ROPE = {"rope_theta": 100.0}  # transformers adds a rope_type to it, so it comes
 # Heads of 6 dims have frequencies that are kept, divided, and in between.
 YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 1.0, "beta_slow": 0.1}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MSCALES = {"mscale": 0.5, "mscale_all_dim": 0.707}
 TOKEN_IDS = {"pad_token_id": None, "eos_token_id": None}  # the defaults exceed the vocabulary
+LATENT = SIZES | dict(
+    **TOKEN_IDS,
+    bos_token_id=None,
+    num_key_value_heads=4,
+    kv_lora_rank=10,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=8,
+    v_head_dim=5,
+    moe_intermediate_size=10,
+    n_shared_experts=2,
+)
+del LATENT["head_dim"]
 FAMILIES = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=61, n_embd=16, n_layer=3, n_head=2, n_positions=32
@@ -99,6 +113,47 @@ FAMILIES = {
         norm_topk_prob=True,
         routed_scaling_factor=1.5,
     ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **LATENT,
+        rope_parameters={**ROPE, **YARN, **MSCALES, "original_max_position_embeddings": 8},
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        n_routed_experts=5,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+    ),
+    "deepseek_v2_groups": lambda: transformers.DeepseekV2Config(
+        **LATENT,
+        rope_parameters=ROPE,
+        q_lora_rank=9,
+        first_k_dense_replace=0,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        n_group=3,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**LATENT, "qk_nope_head_dim": 4, "v_head_dim": 12},
+        rope_parameters={
+            **ROPE,
+            **YARN,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 8,
+        },
+        q_lora_rank=9,
+        first_k_dense_replace=2,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        n_group=3,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        num_mtp_layers=0,
+    ),
     "gemma2": lambda: transformers.Gemma2Config(
         **SIZES,
         rope_parameters=ROPE,
@@ -118,7 +173,12 @@ FAMILIES = {
         query_pre_attn_scalar=5,
     ),
 }
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "dots1")
+DEEPSEEK_FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v2_groups",
+    "deepseek_v3",
+)  # written by transformers 5.24.0
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "dots1", *DEEPSEEK_FAMILIES)
 
 # (head dim, max_position_embeddings, length of the row, rope_parameters)
 QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -218,18 +278,23 @@ def save(model: torch.nn.Module, folder: Path) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
-def main():
+def main(*chosen: str):
+    """Writes all folders, or only those of the families that are named."""
     tokens = np.random.default_rng(0).integers(0, 61, (2, SEQ_LEN))
     for name, config in FAMILIES.items():
+        if chosen and name not in chosen:
+            continue
         folder = FOLDER / name
         model = model_of(config())
         save(model, folder)
         generation = generation_of(model, tokens) if name in MIXTURES else {}
         np.savez_compressed(folder / "logits.npz", **logits_of(model, tokens), **generation)
+    if chosen:
+        return
     write_dynamic(HERE / "dynamic", tokens)
     entries = [frequencies_of(*row) for row in ROPES]
     (HERE / "rope.json").write_text(json.dumps(entries, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

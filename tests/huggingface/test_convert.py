@@ -634,6 +634,9 @@ EXTRA_KEYS = {  # keys of newer and older versions of transformers that do not c
     "mixtral": dict(layer_types=["sliding_attention"] * 3, output_router_logits=True),
     "qwen3_moe": dict(attention_bias=None, mlp_only_layers=None, max_window_layers=1),
     "dots1": dict(num_local_experts=6, max_window_layers=9, output_router_logits=True),
+    "deepseek_v2": dict(n_group=None, topk_group=None, seq_aux=True, scoring_func="softmax"),
+    "deepseek_v2_groups": dict(moe_layer_freq=1, ep_size=1, num_experts=6, head_dim=4),
+    "deepseek_v3": dict(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True),
     "olmoe": dict(head_dim=4, num_local_experts=5, output_router_logits=True),
     "gemma2": dict(attention_bias=None, hidden_act="gelu_pytorch_tanh", layer_types=None),
     "gemma3": dict(layer_types=None, sliding_window_pattern=2, use_bidirectional_attention=None),
@@ -1187,6 +1190,8 @@ def random_config(family, seed):
             norm_topk_prob=True,
             routed_scaling_factor=float(pick(1.0, 2.5)),
         )
+    if family in ("deepseek_v2", "deepseek_v3"):
+        return random_deepseek(transformers, family, common, pick)
     if family == "mixtral":
         return transformers.MixtralConfig(**common, sliding_window=pick(None, window))
     if family == "qwen3_moe":
@@ -1210,12 +1215,44 @@ def random_config(family, seed):
     return transformers.Gemma3TextConfig(**common | dict(rope_parameters=by_layer))
 
 
+def random_deepseek(transformers, family, common, pick):
+    """Returns a config of DeepSeek-V2 or V3 with random sizes, with and without latent queries and YaRN."""
+    rope = dict(rope_type="yarn", factor=float(pick(4.0, 8.0)), rope_theta=100.0)
+    rope |= dict(beta_fast=1.0, beta_slow=0.1, original_max_position_embeddings=8)
+    both = dict(mscale=pick(0.3, 0.707), mscale_all_dim=pick(0.707, 1.0))
+    rope |= pick({}, dict(mscale_all_dim=0.5), both)
+    groups, size = int(pick(1, 2, 3)), int(pick(2, 3))
+    chosen = int(pick(1, groups))
+    common |= dict(num_key_value_heads=None, rope_parameters=pick(common["rope_parameters"], rope))
+    del common["head_dim"]
+    is_grouped = bool(pick(0, 1))
+    sizes = dict(
+        kv_lora_rank=int(pick(4, 10)),
+        q_lora_rank=pick(None, 7),
+        qk_nope_head_dim=int(pick(2, 6)),  # even: torch views pairs of dims as complex numbers
+        qk_rope_head_dim=int(pick(4, 6)),
+        v_head_dim=int(pick(2, 5, 14)),
+        moe_intermediate_size=int(pick(5, 12)),
+        n_routed_experts=groups * size + (0 if is_grouped or family == "deepseek_v3" else 1),
+        n_shared_experts=int(pick(1, 3)),
+        num_experts_per_tok=int(pick(1, chosen * size)),
+        first_k_dense_replace=int(pick(0, common["num_hidden_layers"] - 1)),
+        n_group=groups,
+        topk_group=chosen,
+        routed_scaling_factor=float(pick(1.0, 2.5)),
+    )
+    if family == "deepseek_v3":
+        return transformers.DeepseekV3Config(**common, **sizes, num_mtp_layers=0)
+    method = "group_limited_greedy" if is_grouped else "greedy"
+    return transformers.DeepseekV2Config(**common, **sizes, topk_method=method)
+
+
 @slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "family",
     ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
-    + ["mixtral", "qwen3_moe", "olmoe", "dots1"],
+    + ["mixtral", "qwen3_moe", "olmoe", "dots1", "deepseek_v2", "deepseek_v3"],
 )
 def test_random_models_round_trip_with_transformers(family, seed, tmp_path):
     """Logits stay the same after an import, and after an export loaded by transformers."""

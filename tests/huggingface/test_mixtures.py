@@ -19,9 +19,11 @@ from meshtrain.state import TrainState
 from tests.huggingface.test_convert import BF16, GOLDEN, arrays, load, run, save, tensor_bytes
 from tests.huggingface.test_rope import assert_same_generation
 
-FAMILIES = ("dots1", "mixtral", "olmoe", "qwen3_moe")
+FAMILIES = ("dots1", "mixtral", "olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 # By family: the names that save_pretrained(save_original_format=False) of transformers writes.
 FUSED = {
+    "deepseek_v2": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "deepseek_v3": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
     "dots1": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
     "olmoe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
@@ -166,6 +168,9 @@ def test_the_bias_of_a_router_is_exported_in_float32(tmp_path):
         ("qwen3_moe", {"fsdp": 8}),
         ("olmoe", {"tensor": 4, "data": 2}),  # its 5 experts cannot be sharded
         ("dots1", {"expert": 2, "tensor": 2, "fsdp": 2}),
+        ("deepseek_v2", {"tensor": 4, "data": 2}),
+        ("deepseek_v2_groups", {"expert": 2, "fsdp": 4}),
+        ("deepseek_v3", {"expert": 2, "tensor": 2, "fsdp": 2}),
     ],
     ids=str,
 )
@@ -238,7 +243,7 @@ def test_a_mixture_that_transformers_computes_otherwise_is_not_exported(changes,
     assert part in str(error.value)
 
 
-@pytest.mark.parametrize("family", FAMILIES[1:])
+@pytest.mark.parametrize("family", FAMILIES[1:4])
 def test_a_run_with_experts_is_exported_as_its_original_family_with_new_weights_of_the_loss(family):
     section = huggingface.model_section(GOLDEN / family) | dict(balance_weight=0.125)
     original = json.loads((GOLDEN / family / "config.json").read_text())

@@ -135,7 +135,8 @@ def test_flops_of_local_layers_count_only_their_window():
     ("name", "millions"),
     [("gpt2", 124.4), ("llama2", 6738.4), ("llama3", 8030.3), ("mistral", 7241.7)]
     + [("qwen2", 494.0), ("qwen3", 596.0), ("gemma2", 2614.3), ("gemma3", 999.9)]
-    + [("mixtral", 46702.8), ("qwen3_moe", 30532.1), ("olmoe", 6919.2)],
+    + [("mixtral", 46702.8), ("qwen3_moe", 30532.1), ("olmoe", 6919.2)]
+    + [("deepseek_v2_lite", 15706.5)],
 )
 def test_a_config_has_the_parameter_count_of_its_model(name, millions):
     c = importlib.import_module(f"configs.{name}").get_config().model.to_dict()

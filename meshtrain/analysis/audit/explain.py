@@ -8,6 +8,7 @@ from meshtrain.analysis.audit import (
     minimum,
     pipeline_needs,
     sequence_needs,
+    slice_needs,
     sync_needs,
 )
 from meshtrain.analysis.audit.ledger import RECOMPUTED, Explanation, Ledger
@@ -42,7 +43,7 @@ def explain(placement: Placement, found: list[Collective]) -> tuple[list[Explana
     )
     by_shape = [_first(rules, ledger, c) for c in ordered]
     # A match by the number of elements alone is tried after every match by shape.
-    by_size = sequence_needs.sum_in_stages, _gradient_sum_by_size, _not_needed
+    by_size = sequence_needs.sum_in_stages, _gradient_sum_by_size, slice_needs.padded, _not_needed
     return [
         explanation or _first(by_size, ledger, c)
         for c, explanation in zip(ordered, by_shape, strict=True)

@@ -222,9 +222,9 @@ def _expert_needs(placement: Placement) -> Iterator[Need]:
 
 def _attention_bytes(attention: ShardedAttention) -> tuple[float, float]:
     """Returns the bytes that a device sends in the forward and in the backward pass of a layer."""
-    c, kv = attention.num_devices, 2 * attention.key_size
+    c, kv = attention.num_devices, attention.key_size + attention.value_size
     if attention.method == "ulysses":
-        size = (2 * attention.query_size + kv) * attention.itemsize
+        size = (attention.query_size + attention.output_size + kv) * attention.itemsize
         return (bytes_sent("all-to-all", size, c),) * 2
     keys = (c - 1) * kv * attention.itemsize
     # Partial sums are in float32 or wider. In a ring they travel once more, to their own device.

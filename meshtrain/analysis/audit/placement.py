@@ -60,9 +60,11 @@ class ShardedAttention:
 
     method: str  # see parallel/context.py
     num_devices: int  # that hold parts of a sequence
-    query_size: int  # of the queries of the device's own part of the sequences, and of their output
-    # Of the keys of this part, and of the values; repeated, where the method repeats them.
+    query_size: int  # of the queries of the device's own part of the sequences
+    output_size: int  # of what attention computes for them
+    # Of the keys and of the values of this part; repeated, where the method repeats them.
     key_size: int
+    value_size: int
     padding: float  # tokens over tokens without padding, where attention is computed in blocks
     itemsize: int  # bytes per element of train.dtype
 

@@ -84,9 +84,8 @@ RULES = segments, keys_and_values, unknown_attention
 def _padding(attention: ShardedAttention, c: Collective) -> float:
     """Returns the elements of a tensor over those that attention sends as this tensor; 0 if it does not fit."""
     size = c.array.size / (attention.num_devices if c.kind == "all-gather" else 1)
+    of_keys = attention.key_size, attention.value_size
     if attention.method == "ulysses":
-        return float(size in (attention.query_size, attention.key_size))
-    chunk = (
-        attention.key_size * attention.padding / 2
-    )  # keys, or values, of an early or a late chunk
-    return attention.padding if size == chunk else 0
+        return float(size in (attention.query_size, attention.output_size, *of_keys))
+    # Keys, or values, of an early or a late chunk.
+    return attention.padding if size in [one * attention.padding / 2 for one in of_keys] else 0

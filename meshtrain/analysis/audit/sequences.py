@@ -33,17 +33,21 @@ def sharded_attention(
     c = TransformerConfig(**cfg.model.options)
     num_tokens = placement.num_tokens
     H, G, dtype = c.num_heads, c.num_kv_heads, cfg.train.dtype
-    shapes = dict(seq_len=seq_len, head_dim=c.head_size, dtype=dtype)
+    shapes = dict(seq_len=seq_len, head_dim=max(c.query_size, c.value_size), dtype=dtype)
     shapes |= dict(num_heads=H, num_kv_heads=G, packed=batch.segments is not None)
     method, _ = choose_for_context(c.attention_impl, **shapes, softcap=c.attention_softcap)
     num_shards = sharding.num_shards("heads", H)
     if method == "ulysses":
         G *= context.kv_repeats(H, G, num_devices * num_shards)
+    of_queries = num_tokens * H // num_shards
+    of_keys = num_tokens * G // sharding.num_shards("kv_heads", G)
     return ShardedAttention(
         method=method,
         num_devices=num_devices,
-        query_size=num_tokens * H // num_shards * c.head_size,
-        key_size=num_tokens * G // sharding.num_shards("kv_heads", G) * c.head_size,
+        query_size=of_queries * c.query_size,
+        output_size=of_queries * c.value_size,
+        key_size=of_keys * c.query_size,
+        value_size=of_keys * c.value_size,
         padding=_padding(c.attention_impl, seq_len // (2 * num_devices)),
         itemsize=jnp.dtype(dtype).itemsize,
     )

@@ -1,0 +1,133 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values from a small latent.
+
+The keys and values of all heads are projections of one latent vector per token, which is what generation caches.
+Positions enter by dims of their own: each query head has R more, and one key of R dims is shared by all heads.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from meshtrain.models.cache import CachedAttention
+from meshtrain.models.layers import Attend, dense, norm, select
+from meshtrain.models.rope import rope
+from meshtrain.parallel.remat import recomputed
+from meshtrain.parallel.sharding import constrain, gathered
+
+# B batch, S sequence, D model, H heads, N head dim without rope, R with rope, K = N + R, V of a value,
+# Q latent of queries, C latent of keys and values, E = C + R what a token has for all heads
+
+EPSILON = 1e-6  # of the norms of latents, as in transformers, where no key sets it
+
+
+class LatentAttention(nnx.Module):
+    """Causal self-attention with low-rank queries, keys and values, and a rope key that all heads share."""
+
+    def __init__(self, c, rngs: nnx.Rngs):
+        self.c = c
+        into_heads, down = ("embed", "heads", "head_dim"), ("embed", None)
+        queries, values = (c.num_heads, c.query_size), (c.num_heads, c.value_size)
+        if Q := c.q_lora_rank:
+            self.query_down = dense(rngs, c.d_model, Q, axes=down, bias=c.bias)
+            self.query_down_norm = norm(rngs, "rms", Q, epsilon=EPSILON)
+            self.query_up = dense(rngs, Q, queries, axes=into_heads, bias=False)
+        else:
+            self.query = dense(rngs, c.d_model, queries, axes=into_heads, bias=False)
+        E = c.kv_lora_rank + c.rope_head_dim
+        self.kv_down = dense(rngs, c.d_model, E, axes=down, bias=c.bias)
+        self.kv_down_norm = norm(rngs, "rms", c.kv_lora_rank, epsilon=EPSILON)
+        keys_and_values = c.num_heads, c.head_size + c.value_size
+        self.kv_up = dense(rngs, c.kv_lora_rank, keys_and_values, axes=into_heads, bias=False)
+        out = ("heads", "head_dim", "embed")
+        self.out = dense(rngs, values, c.d_model, axes=out, bias=c.bias, scale=c.residual_scale)
+
+    def __call__(
+        self,
+        norm: Callable[[jax.Array], jax.Array],
+        x_BSD: jax.Array,
+        positions_BS: jax.Array,
+        row_length: int | jax.Array,
+        is_local: jax.Array | bool,
+        attend: Attend,
+    ) -> jax.Array:
+        """Returns the attention of `norm(x)`."""
+        c = self.c
+        options = dict(scale=c.query_scale or c.query_size**-0.5, softcap=c.attention_softcap)
+        options |= dict(window=c.window or None, is_local=is_local)
+        down = recomputed(lambda x_BSD: self._down(norm(x_BSD)), x_BSD)
+        up = partial(self._up, positions_BS, row_length, is_local)
+        if isinstance(attend, CachedAttention):
+            out_BSHV = self._attend_to_latents(*up(*down), partial(attend, **options))
+        else:
+            q_BSHK, k_BSHK, v_BSHV = recomputed(lambda *down: self._expand(*up(*down)), *down)
+            out_BSHV = attend(q_BSHK, k_BSHK, v_BSHV, **options)
+        return recomputed(self._combine, out_BSHV)
+
+    def _down(self, x_BSD):
+        """Returns the latents of the queries, or the queries, and what a token has for the keys of all heads."""
+        if self.c.q_lora_rank:
+            query = constrain(self.query_down(x_BSD), "batch", "seq", None)
+        else:
+            query = constrain(self.query(x_BSD), "batch", "seq", "heads", "head_dim")
+        return query, constrain(self.kv_down(x_BSD), "batch", "seq", None)
+
+    def _up(self, positions_BS, row_length, is_local, query, kv_BSE):
+        """Returns the queries (B, S, H, K) and the normalized latents with the shared key, (B, S, E), with rope."""
+        c = self.c
+        N, C = c.head_size, c.kv_lora_rank
+        if c.q_lora_rank:
+            query = self.query_up(self.query_down_norm(query))
+        q_BSHK = constrain(query, "batch", "seq", "heads", "head_dim")
+        of_local, of_global = c.local_frequencies(row_length), c.frequencies(row_length)
+        frequency_r = select(is_local, of_local, of_global)
+        factor = select(is_local, c.local_attention_factor, c.attention_factor)
+
+        def rotate(x_BSHR):
+            return rope(_halves_of_pairs(x_BSHR), positions_BS, frequency_r, factor)
+
+        q_BSHK = jnp.concatenate([q_BSHK[..., :N], rotate(q_BSHK[..., N:])], axis=-1)
+        latent_BSC, key_BSR = self.kv_down_norm(kv_BSE[..., :C]), kv_BSE[..., C:]
+        key_BSR = rotate(key_BSR[:, :, None])[:, :, 0]
+        return q_BSHK, jnp.concatenate([latent_BSC, key_BSR], axis=-1)
+
+    def _expand(self, q_BSHK, kv_BSE):
+        """Returns the queries, and the keys (B, S, H, K) and values (B, S, H, V) of each head."""
+        N, C = self.c.head_size, self.c.kv_lora_rank
+        names = "batch", "seq", "kv_heads", "head_dim"
+        up_BSHM = constrain(self.kv_up(kv_BSE[..., :C]), *names)
+        key_BSHR = jnp.broadcast_to(
+            kv_BSE[:, :, None, C:], (*up_BSHM.shape[:3], self.c.rope_head_dim)
+        )
+        k_BSHK = jnp.concatenate([up_BSHM[..., :N], key_BSHR], axis=-1)
+        return q_BSHK, constrain(k_BSHK, *names), up_BSHM[..., N:]
+
+    def _attend_to_latents(self, q_BSHK, kv_BSE, attend):
+        """Attends without the keys and values of each head: queries and results are projected instead.
+
+        All heads share the E entries of a token as one key, of which the first C are the value: nothing else is
+        cached. (q W_key) latent = q (W_key latent), as in the paper's section 2.1.2.
+        """
+        N, C = self.c.head_size, self.c.kv_lora_rank
+        stored, used = ("embed", "heads", "head_dim"), (None, "heads", "head_dim")
+        kernel_CHM = gathered(self.kv_up.kernel[...], stored, used).astype(q_BSHK.dtype)
+        q_BSHC = jnp.einsum("bshn,chn->bshc", q_BSHK[..., :N], kernel_CHM[..., :N])
+        q_BSHE = jnp.concatenate([q_BSHC, q_BSHK[..., N:]], axis=-1)
+        q_BSHE = constrain(q_BSHE, "batch", "seq", "heads", "head_dim")
+        out_BSHC = attend(q_BSHE, kv_BSE[:, :, None])[..., :C]
+        return jnp.einsum("bshc,chv->bshv", out_BSHC, kernel_CHM[..., N:])
+
+    def _combine(self, out_BSHV):
+        out_BSHV = checkpoint_name(out_BSHV, "attention")
+        return self.out(constrain(out_BSHV, "batch", "seq", "heads", "head_dim"))
+
+
+def _halves_of_pairs(x: jax.Array) -> jax.Array:
+    """Returns x with dims 2 r and 2 r + 1, which DeepSeek rotates together, at r and r + R/2, as `rope` expects.
+
+    Queries and keys are reordered alike, so their products do not change.
+    """
+    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
