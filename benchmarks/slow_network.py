@@ -217,7 +217,8 @@ def main():
         table = figures(layout, samples, audited)
         results["layouts"][layout.name] = {"samples": samples, "figures": table}
         record.show(table)
-    record.save(args.output, results, model=f"slow-network-{args.layers}x{args.width}")
+        sys.stdout.flush()
+    record.save(args.output, results, model="-".join(["slow-network", *args.layouts]))
 
 
 if __name__ == "__main__":
