@@ -31,6 +31,7 @@ CASES = {
     "bfloat16": {"wire": "bfloat16"},
     "int8": {"wire": "int8"},
     "int4, feedback": {"wire": "int4", "feedback": "on"},
+    "int4, feedback, block 64": {"wire": "int4", "feedback": "on", "block": 64},
     "int4, no feedback": {"wire": "int4", "feedback": "off"},
 }
 
@@ -42,8 +43,6 @@ def settings(args, case: str, seed: int):
     c.eval.batches = args.eval_batches
     c.model.update(num_layers=args.layers, d_model=args.width, d_ff=args.width * 8 // 3)
     c.mesh.data = DEVICES
-    if args.block:
-        c.sync.block = args.block
     c.sync.update(CASES[case])
     return c
 
@@ -98,7 +97,6 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=CASES, metavar="CASE")
-    parser.add_argument("--block", type=int, default=0, help="sync.block (default: the config's)")
     parser.add_argument("--eval-batches", type=int, default=32)
     for name, value in dict(layers=4, width=192).items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -113,7 +111,9 @@ def main():
     results["rows"] = [row for case in args.cases for row in train(args, case)]
     results["figures"] = figures(results["rows"])
     record.show(results["figures"])
-    record.save(args.output, results, model=f"wire-loss-{args.layers}x{args.width}")
+    record.save(
+        args.output, results, model=f"wire-loss-{args.layers}x{args.width}-{args.steps}-steps"
+    )
 
 
 if __name__ == "__main__":
