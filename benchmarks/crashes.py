@@ -32,8 +32,13 @@ from meshtrain.checkpoint.saver import Saver
 from meshtrain.configs import default
 from meshtrain.train import train
 
-STEPS, EVERY = 3000, 10
+STEPS_PER_KILL, MAX_STEPS, EVERY = 200, 3000, 10
 KILL_POINTS = ("any time", "step", "copy", "write", "commit", "manifest", "rename", "removal")
+
+
+def num_steps(args) -> int:
+    """Returns the steps of a run, so many that it does not end before its last kill."""
+    return min(MAX_STEPS, STEPS_PER_KILL * args.kills)
 
 
 def die():
@@ -101,7 +106,7 @@ def work(args) -> None:
     if args.kill_point:
         schedule_kill(args.kill_point, random.Random(args.seed))
     c = default.get_config()
-    c.train.update(steps=STEPS, global_batch=4, log_every=1)
+    c.train.update(steps=num_steps(args), global_batch=4, log_every=1)
     c.model.update(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=64)
     c.data.update(build="meshtrain.data.synthetic:build", seq_len=16)
     c.checkpoint.every, c.eval.batches = EVERY, 0
@@ -129,23 +134,25 @@ def main() -> int:
     about = record.about(args)
     folder, rng, began = Path(tempfile.mkdtemp()), random.Random(args.seed), time.perf_counter()
     uninterrupted, interrupted = folder / "uninterrupted", folder / "interrupted"
-    assert launch(uninterrupted) == 0
+    kills, steps = f"--kills={args.kills}", num_steps(args)
+    assert launch(uninterrupted, kills) == 0
     killed = collections.Counter()
     while sum(killed.values()) < args.kills:
         kill_point = KILL_POINTS[sum(killed.values()) % len(KILL_POINTS)]
-        code = launch(interrupted, f"--kill_point={kill_point}", f"--seed={rng.randrange(10**9)}")
+        how = [f"--kill_point={kill_point}", f"--seed={rng.randrange(10**9)}"]
+        code = launch(interrupted, kills, *how)
         assert code in (0, -signal.SIGKILL), f"killed at {kill_point}: exit code {code}"
-        assert code, f"the run ended after {dict(killed)}: raise STEPS"
+        assert code, f"the run ended after {dict(killed)}: raise STEPS_PER_KILL"
         killed[kill_point] += 1
         saved = manifest.steps(interrupted / checkpoint.FOLDER)
         print(
             f"killed {sum(killed.values()):2}: {kill_point:8} · newest checkpoint {saved[:1]}",
             flush=True,
         )
-    assert launch(interrupted) == 0
+    assert launch(interrupted, kills) == 0
 
     def final_state(workdir: Path):
-        saved = arrays.as_numpy(workdir / checkpoint.FOLDER / str(STEPS))
+        saved = arrays.as_numpy(workdir / checkpoint.FOLDER / str(steps))
         rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
         return saved, {row["step"]: row["loss"] for row in rows}
 

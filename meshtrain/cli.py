@@ -203,7 +203,7 @@ def _use_all_devices(config: Any) -> None:
     with contextlib.suppress(
         AttributeError, KeyError, TypeError
     ):  # parse() reports what is not a section
-        config.mesh.update({**dict.fromkeys(AXES, 1), "fsdp": -1})
+        config.mesh.update({**dict.fromkeys((*AXES, "slices"), 1), "fsdp": -1})
         # Round the batch up to a multiple of the number of devices.
         num_devices = jax.device_count()
         global_batch = -(-config.train.global_batch // num_devices) * num_devices

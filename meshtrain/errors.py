@@ -1,8 +1,10 @@
 """Exit codes, and ConfigError: one line per fault, with the key, its value and what to do."""
 
 import difflib
+import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Exit codes; 0 is done.
@@ -99,3 +101,26 @@ def nearest_multiples(value: int, step: int, more: int = 0) -> str:
     """Returns the positive multiples of `step` below and above `value`, each plus `more`, as text: '24 or 32'."""
     down, up = value // step * step, (value // step + 1) * step
     return f"{down + more} or {up + more}" if down > 0 else f"{max(up, step) + more}"
+
+
+def nearest_divisors(value: int, near: int) -> str:
+    """Returns the divisors of `value` below and above `near`, as text: '2 or 4'."""
+    divisors = [one for one in range(1, value + 1) if value % one == 0]
+    below = [one for one in divisors if one < near][-1:]
+    return " or ".join(map(str, below + [one for one in divisors if one > near][:1]))
+
+
+def x64_faults(dtypes: Mapping[str, str]) -> list[str]:
+    """Returns a fault for each key whose dtype is float64, if jax computes in 32 bits."""
+    return [
+        f"{key}=float64: jax computes it in float32; set JAX_ENABLE_X64=1 as well"
+        for key, dtype in dtypes.items()
+        if dtype == "float64" and not _x64_enabled()
+    ]
+
+
+def _x64_enabled() -> bool:
+    """Whether jax computes in 64 bits: its setting if it is imported, else its environment variable."""
+    if "jax" in sys.modules:
+        return sys.modules["jax"].config.jax_enable_x64
+    return os.environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true", "t", "yes", "y", "on")

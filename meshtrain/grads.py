@@ -6,17 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshtrain.blocks import cast, run_blocks
 from meshtrain.errors import ConfigError
-from meshtrain.metrics import Metrics
-from meshtrain.models.base import Model, Params, is_measured
-from meshtrain.parallel import accelerator, sharding, sync
+from meshtrain.metrics import GradFn, Metrics
+from meshtrain.models.base import Model, Params
+from meshtrain.parallel import sharding, sync
 from meshtrain.parallel.remat import rematerialised
 
 # (params, batch, key) -> Metrics; in evaluation the key is None.
 LossFn = Callable[[Params, Any, jax.Array | None], Metrics]
-# What a train step calls, with or without a pipeline: (params, batch, key, scale=1.0) -> gradients of
-# `scale` times the summed loss, in float32 or float64, and the unscaled Metrics.
-GradFn = Callable[..., tuple[Params, Metrics]]
 
 
 def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:
@@ -52,28 +50,6 @@ def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:
     return loss
 
 
-def cast(params: Params, dtype: str) -> Params:
-    """Returns the parameters in the compute dtype; integers and what a model measures are unchanged."""
-
-    def cast_leaf(path, leaf):
-        is_cast = jnp.issubdtype(leaf.dtype, jnp.floating) and not is_measured(path)
-        return leaf.astype(dtype) if is_cast else leaf
-
-    return jax.tree.map_with_path(cast_leaf, params)
-
-
-def run_blocks(block: Callable, layers: Params, x: Any, batch: Any, unroll: int = 1) -> Any:
-    """Applies the stacked `layers` to `x`, one after the other."""
-    num_layers = len(jax.tree.leaves(layers)[0])
-    # The largest divisor: a remainder would be compiled as a second loop.
-    unroll = max(n for n in range(1, unroll + 1) if num_layers % n == 0)
-    # On accelerators a partly unrolled loop costs memory: XLA holds what it keeps of a group of layers twice.
-    unroll = unroll if unroll == num_layers or accelerator.platform() == "cpu" else 1
-    return jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, layers, unroll=unroll)[
-        0
-    ]
-
-
 def accumulate(
     loss: LossFn,
     *,
@@ -81,6 +57,7 @@ def accumulate(
     num_microbatches: int,
     grad_shardings: Any,
     partial_over: Sequence[str] = (),
+    how: sync.Sync | None = None,
 ) -> GradFn:
     """Returns the GradFn that runs micro-batches one after the other and adds up their gradients.
 
@@ -88,7 +65,7 @@ def accumulate(
 
     Without partial sums XLA would all-reduce the gradients of every micro-batch. So each batch shard along
     the mesh axes `partial_over` keeps partial sums, and `synchronise` adds them once, after the last
-    micro-batch.
+    micro-batch, as `how` says.
     """
 
     def grads_of(params, batch, key, scale):
@@ -102,12 +79,12 @@ def accumulate(
             lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads
         ), metrics
 
-    def grad_fn(params, batch, key, scale=1.0):
+    def grad_fn(params, batch, key, scale=1.0, residual=None):
         params = cast(params, dtype)
         axes, num_shards = sharding.batch_slices(partial_over)
         if num_microbatches == num_shards == 1:
             grads, metrics = grads_of(params, batch, jax.random.fold_in(key, 0), scale)
-            return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics
+            return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics, residual
         shardings = jax.tree.map(lambda one: sharding.without_axes(one, axes), grad_shardings)
 
         def grads_of_shard(params, batch, key):
@@ -129,7 +106,7 @@ def accumulate(
         shapes = jax.eval_shape(grads_of_microbatch, 0, first)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         sums, _ = jax.lax.scan(add, zeros, (jnp.arange(num_microbatches), microbatches))
-        return sync.synchronise(sums, grad_shardings)
+        return sync.synchronise(sums, grad_shardings, residual, how, key)
 
     return grad_fn
 

@@ -1,6 +1,8 @@
 """What a loss function returns: sums over examples, so that micro-batches and masks add up exactly."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,3 +42,8 @@ def weighted(loss: jax.Array, weight: jax.Array | None = None, **extra: jax.Arra
         jnp.sum(weight, dtype=dtype),
         {name: total(value) for name, value in extra.items()},
     )
+
+
+# What a train step calls, with or without a pipeline: (params, batch, key, scale=1.0, residual=None) -> gradients
+# of `scale` times the summed loss, in float32 or float64, the unscaled Metrics, and the new residual of `Sync`.
+GradFn = Callable[..., tuple[Any, Metrics, Any]]

@@ -1,7 +1,7 @@
 """The pure functions of a run on one mesh, and the shardings of what they read and return."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +10,18 @@ import optax
 
 from meshtrain import grads, optim
 from meshtrain import state as states
+from meshtrain.config import sync as sync_keys
 from meshtrain.config.build import Parts
 from meshtrain.config.checks import layer_faults
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, did_you_mean
-from meshtrain.metrics import Metrics
-from meshtrain.models.base import Model, Params
-from meshtrain.parallel import context, sharding, xla
-from meshtrain.parallel.mesh import crosses_networks, make_mesh
+from meshtrain.metrics import GradFn, Metrics
+from meshtrain.models.base import MEASURED, Model, Params
+from meshtrain.parallel import context, patterns, sharding, sync, xla
+from meshtrain.parallel.mesh import make_mesh, network_of
 from meshtrain.parallel.pipeline import executor
 from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
+from meshtrain.parallel.wire import BITS, Wire
 from meshtrain.state import TrainState
 from meshtrain.step import Scalars, make_train_step
 
@@ -36,15 +38,19 @@ class Program:
     grad_shardings: Any
     # PRNG key -> state. None of these functions is compiled.
     init: Callable[[jax.Array], TrainState]
-    grad_fn: grads.GradFn
+    grad_fn: GradFn
     train_step: Callable[[TrainState, Any], tuple[TrainState, Scalars]]
     eval_step: Callable[[Params, Any], Metrics]
     compiler_options: dict[str, bool | int | str]
     context_method: str = "gather"  # see `context.choose`
+    how: sync.Sync | None = None  # None: XLA adds the gradients of the batch shards
 
     @staticmethod
     def plan(
-        cfg: Config, parts: Parts, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+        cfg: Config,
+        parts: Parts,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+        how: sync.Sync | None = None,
     ) -> tuple:
         """Returns schedule, optimizer, init, abstract state and the gradients' shardings of these settings."""
         c = cfg.train
@@ -54,9 +60,18 @@ class Program:
             moment_dtype=cfg.optim.moment_dtype,
             param_dtype=c.param_dtype,
         )
-        init = states.initializer(parts.model, optimizer, param_dtype=c.param_dtype, dtype=c.dtype)
+        dtypes = {"param_dtype": c.param_dtype, "dtype": c.dtype}
+        of_state = {"start_residual": how.start_residual} if how else {}
+        init = states.initializer(parts.model, optimizer, **dtypes, **of_state)
+        placed = {"residual_shardings": how.residual_shardings} if how else {}
         planned = states.plan(
-            init, parts.model.axes, optimizer, cfg.rules, mesh, zero_stage=c.zero_stage
+            init,
+            parts.model.axes,
+            optimizer,
+            cfg.rules,
+            mesh,
+            zero_stage=c.zero_stage,
+            **placed,
         )
         return schedule, optimizer, init, *planned
 
@@ -89,29 +104,31 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
     model = parts.model
     mesh = make_mesh(cfg.mesh, devices=devices)
     c = cfg.train
-    # Only the abstract mesh: optax computes its counters here, and the devices may be a topology
-    # description for ahead-of-time compilation, which cannot run anything.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        schedule, optimizer, init, abstract_state, grad_shardings = Program.plan(cfg, parts, mesh)
     # Where gradients are not sharded over fsdp, they are summed over it once per step as well.
     partial_over = ("data",) if c.zero_stage >= 2 else ("data", "fsdp")
     if model.block is None and c.num_microbatches == 1:
         partial_over = ()  # a user's loss may mix rows, for example a contrastive loss
+    # Only the abstract mesh: optax computes its counters here, and the devices may be a topology
+    # description for ahead-of-time compilation, which cannot run anything.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), sharding.use_rules(cfg.rules):
+        how = _sync(cfg, mesh, partial_over)
+        planned = Program.plan(cfg, parts, mesh, how)
+    schedule, optimizer, init, abstract_state, grad_shardings = planned
     check_saved_names(c.remat, model.saved_names)
     _check_context(cfg.mesh.context, model)
     run = {"remat": c.remat, "unroll": c.unroll}
-    sync = {"grad_shardings": grad_shardings, "partial_over": partial_over}
+    meet = {"grad_shardings": grad_shardings, "partial_over": partial_over, "how": how}
     if cfg.mesh.pipeline > 1:
         table = _table_of(cfg, model, abstract_state.params)
         grad_fn = executor.pipelined(
-            model, table, keep=cfg.pipeline.keep, dtype=c.dtype, **run, **sync
+            model, table, keep=cfg.pipeline.keep, dtype=c.dtype, **run, **meet
         )
         eval_step = executor.evaluate(model, table, dtype=c.dtype, partial_over=partial_over)
     else:
         loss_fn = grads.make_loss(model, **run)
-        how = {"dtype": c.dtype, "num_microbatches": c.num_microbatches}
-        grad_fn = grads.accumulate(loss_fn, **how, **sync)
-        eval_step = grads.evaluate(loss_fn, **how)
+        split = {"dtype": c.dtype, "num_microbatches": c.num_microbatches}
+        grad_fn = grads.accumulate(loss_fn, **split, **meet)
+        eval_step = grads.evaluate(loss_fn, **split)
     # With several micro-batches XLA would compute the experts of a layer twice (jaxlib 0.10.2).
     twice = bool(model.num_inactive) and c.num_microbatches > 1
     without = (xla.PIPELINED_ALL_GATHER,) if twice else ()
@@ -136,7 +153,39 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         eval_step=eval_step,
         compiler_options=xla.options(c.xla_preset, mesh, without=without),
         context_method=_context_method(cfg, mesh),
+        how=how,
     )
+
+
+def _sync(cfg: Config, mesh: jax.sharding.Mesh, partial_over: Sequence[str]) -> sync.Sync | None:
+    """Returns how the gradients of the shards along the mesh axes `partial_over` meet; None: XLA adds them.
+
+    Call it with the rules active. Raises ConfigError for settings that the model or the mesh does not support.
+    """
+    settings, network = cfg.sync, network_of(mesh, cfg.mesh.slices)
+    if not (changed := sync_keys.changed(settings)):
+        return None
+    if not partial_over:
+        raise ConfigError(
+            f"{changed}: the model is one loss, which may mix rows, so that no sum per shard exists; use "
+            f"train.num_microbatches=2 or more, or a model that is a stack of blocks"
+        )
+    axes, num_shards = sharding.batch_slices(partial_over)
+    if num_shards == 1:
+        return None
+    parts = network.num_parts(*axes)
+    if settings.pattern == "hierarchical" and parts == 1:
+        if (link := network.link_along(*axes)) == "host":
+            return None  # nothing leaves a host
+        raise ConfigError(
+            f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of {' x '.join(axes)}; "
+            f"use another mesh, or sync.pattern=xla"
+        )
+    is_narrow, has_feedback = settings.wire != "float32", sync_keys.has_feedback(settings)
+    is_random = settings.wire == "int4" and not has_feedback
+    form = Wire(BITS[settings.wire], settings.block, is_random) if is_narrow else None
+    levels = patterns.levels_of(settings.pattern, num_shards, parts)
+    return sync.Sync(axes, levels, form, (*settings.exact, MEASURED), has_feedback)
 
 
 def _check_context(size: int, model: Model) -> None:
@@ -151,7 +200,8 @@ def _context_method(cfg: Config, mesh: jax.sharding.Mesh) -> str:
     if cfg.context.method != "auto":
         return cfg.context.method
     # A ring can send the next keys while it computes, which matters between hosts; gathering is one collective.
-    return "auto:ring" if crosses_networks(mesh, "context") else "auto:gather"
+    is_fast = network_of(mesh).link_along("context") == "host"
+    return "auto:gather" if is_fast else "auto:ring"
 
 
 def check_saved_names(remat: str, known: tuple[str, ...]) -> None:

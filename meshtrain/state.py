@@ -45,12 +45,18 @@ class TrainState(NamedTuple):
     params: Params
     opt_state: Any
     loss_scale: LossScale | None = None  # with train.dtype=float16 only
+    residual: Any = None  # with error feedback only, see `parallel.sync.Sync`
 
 
 def initializer(
-    model: Model, optimizer: optax.GradientTransformation, *, param_dtype: str, dtype: str
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    *,
+    param_dtype: str,
+    dtype: str,
+    start_residual: Callable[[Params], Any] = lambda params: None,
 ) -> Callable:
-    """Returns the function key -> TrainState at step 0."""
+    """Returns the function key -> TrainState at step 0; `start_residual` is that of `parallel.sync.Sync`."""
 
     def init(key):
         def cast(path, leaf):
@@ -61,7 +67,8 @@ def initializer(
 
         params = jax.tree.map_with_path(cast, model.init(key))
         loss_scale = start_loss_scale() if dtype == "float16" else None
-        return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale)
+        residual = start_residual(params)
+        return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale, residual)
 
     return init
 
@@ -74,6 +81,7 @@ def plan(
     mesh,
     *,
     zero_stage: int,
+    residual_shardings: Callable[[Any], Any] = lambda shardings: None,
 ) -> tuple[TrainState, Any]:
     """Returns the abstract state of `init`, each array with its sharding, and the gradients' shardings.
 
@@ -111,7 +119,8 @@ def plan(
         is_leaf=is_masked,
     )
     loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
-    shardings = TrainState(replicated, shardings_from(3), opt_state, loss_scale)
+    residual = residual_shardings(shardings_from(2))
+    shardings = TrainState(replicated, shardings_from(3), opt_state, loss_scale, residual)
     abstract = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, shardings)
     return abstract, shardings_from(2)
 

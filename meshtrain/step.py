@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.grads import GradFn
+from meshtrain.metrics import GradFn
 from meshtrain.models.base import Params, is_measured
 from meshtrain.optim import Schedule, updates_done
 from meshtrain.state import TrainState
@@ -36,7 +36,10 @@ def make_train_step(
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Scalars]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
-        grads, metrics = grad_fn(state.params, batch, key, scale)
+        # A residual is kept without the loss scale, which may change from step to step.
+        residual = jax.tree.map(lambda leaf: leaf * scale, state.residual)
+        grads, metrics, residual = grad_fn(state.params, batch, key, scale, residual)
+        residual = jax.tree.map(lambda leaf: leaf / scale, residual)
         # The only division: sums become means over the weight of the global batch.
         means = metrics.mean()
         weight = jnp.where(metrics.weight == 0, 1, metrics.weight) * scale
@@ -60,7 +63,7 @@ def make_train_step(
             scalars |= more
         if state.loss_scale is not None:
             scalars |= {"loss_scale": scale}
-        new = TrainState(state.step + 1, params, opt_state)
+        new = TrainState(state.step + 1, params, opt_state, residual=residual)
         return _unless_skipped(finite, new, state), scalars
 
     return train_step
@@ -76,10 +79,10 @@ def _where_measured(if_measured: Params, otherwise: Params) -> Params:
 def _unless_skipped(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
     """Returns the new state, or the old one with the new step number; the loss scale is updated in both."""
     # A mask, not a branch: `lax.cond` around sharded code can deadlock XLA's collectives.
-    params, opt_state = jax.tree.map(
+    params, opt_state, residual = jax.tree.map(
         lambda after, before: jnp.where(finite, after, before),
-        (new.params, new.opt_state),
-        (old.params, old.opt_state),
+        (new.params, new.opt_state, new.residual),
+        (old.params, old.opt_state, old.residual),
     )
     loss_scale = None if old.loss_scale is None else old.loss_scale.after(finite)
-    return TrainState(new.step, params, opt_state, loss_scale)
+    return TrainState(new.step, params, opt_state, loss_scale, residual)

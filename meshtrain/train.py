@@ -98,7 +98,9 @@ def train(
         units = units_of(loader.peek(), model)
         advice = Advice(cfg, parts, program, jax.eval_shape(lambda batch: batch, loader.peek()))
         stack.enter_context(advice.when_out_of_memory())
-        for line in summary.start_lines(cfg, model, program.abstract_state, units, data):
+        for line in summary.start_lines(
+            cfg, model, program.abstract_state, units, data, program.how
+        ):
             writer.log(line)
         params = program.abstract_state.params
         layout = warnings.layout_warnings(cfg, model, program.mesh, params, loader.peek())

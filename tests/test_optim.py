@@ -140,8 +140,8 @@ def test_the_logged_learning_rate_is_the_one_that_the_step_applied(moment_dtype)
     def rates(step):
         return jnp.array([1.0, 0.5, 0.25, 0.125])[step]
 
-    def grad_fn(params, batch, key, scale):
-        return {"w": jnp.float32([1.0]) * batch}, weighted(batch[None])
+    def grad_fn(params, batch, key, scale, residual):
+        return {"w": jnp.float32([1.0]) * batch}, weighted(batch[None]), residual
 
     optimizer = optim.store_moments(
         optax.sgd(rates), moment_dtype=moment_dtype, param_dtype="float32"

@@ -1,6 +1,7 @@
 """Every layout trains like one device: equal initial parameters, losses, gradients and updates."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ class Run:
         c.mesh.update(layout)
         if dtype:
             c.train.dtype = c.train.param_dtype = dtype
-        num_devices = int(np.prod(list(layout.values())))
+        num_devices = math.prod(size for axis, size in layout.items() if axis != "slices")
         self.cfg = parse(c, num_devices=num_devices)
         parts = build(self.cfg)
         make_optimizer = parts.make_optimizer
@@ -122,6 +123,26 @@ def test_micro_batches_add_up_to_the_batch(layout, num_microbatches, x64):
     c = packed()
     c.train.num_microbatches = num_microbatches
     assert_same(Run(c, dtype="float64", **layout).one_step(), one_device(), rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(data=2, fsdp=4, slices=2),
+        dict(pipeline=2, data=2, fsdp=2, slices=2),
+        dict(pipeline=2, data=4, slices=2),
+    ],
+    ids=str,
+)
+def test_slices_train_like_one_device(layout, x64):
+    c = packed()
+    c.train.num_microbatches = 2
+    run = Run(c, dtype="float64", **layout)
+    mesh = run.program.mesh
+    parts = np.split(mesh.devices, layout["slices"], axis=mesh.axis_names.index("data"))
+    ids = [sorted(device.id for device in part.flat) for part in parts]
+    assert ids == np.arange(8).reshape(layout["slices"], -1).tolist()
+    assert_same(run.one_step(), one_device(), rtol=1e-10)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])

@@ -26,7 +26,7 @@ LAYERS = """
 errors console analysis.hardware analysis.hlo parallel.pipeline.schedules configs config
 metrics cluster parallel
 ops data
-models optim
+models optim blocks
 grads state parallel.pipeline checkpoint
 step program monitor train
 huggingface inference verify analysis
@@ -36,7 +36,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "meshtrain"
 CONFIGS = sorted((ROOT / "meshtrain" / "configs").glob("[!_]*.py"))
 LONGER = {
     "meshtrain/train.py:train": 120,  # the loop, to be read in one go
-    "meshtrain/configs/default.py:get_config": 260,  # a list of keys, fewer than 125
+    "meshtrain/configs/default.py:get_config": 290,  # a list of keys, fewer than 125
 }
 
 

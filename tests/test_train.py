@@ -311,6 +311,7 @@ def read(indices):
     assert len(indices) == 8, "each process reads its half of the 16 rows"
     return source.read(indices)
 c = quick(steps=5)
+c.mesh.slices = 2  # one for each process; the runs in one process have none
 c.checkpoint.update(every=1, every_minutes=1e-9)
 train(c, workdir={str(tmp_path / "two")!r}, data=Source(read))
 """

@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshtrain.analysis import dataflow, groups, hlo
+from meshtrain.analysis import dataflow, groups, hlo, megascale
 from meshtrain.analysis.hlo import Array, Instruction, Module
 
 KINDS = (
@@ -26,6 +26,7 @@ LIBRARY = re.compile(
 HELPERS = ("constrain", "gathered", "flat_dot_general", "embedding_table")
 REDUCE_SCATTER_NOTE = "all-reduce + slice on CPU, a reduce-scatter on GPU and TPU"
 BITS_NOTE = "sent in 32 bits on CPU; counted in the 16 bits that GPU and TPU send"
+MESSAGE_NOTE = "sent between TPU slices as messages, padded to tiles of 8 x 128 elements"
 SUBGROUP_NOTE = "over groups of only some of the devices along this axis"
 
 
@@ -44,6 +45,7 @@ class Collective:
     op_name: str
     source: str  # file:line function
     origin: str  # the step's argument whose values a gather moves; empty: computed values
+    groups: groups.Groups  # the devices of each group, or each (source, target) of a permutation
     notes: tuple[str, ...] = ()
 
     @property
@@ -69,18 +71,22 @@ def bytes_sent(kind: str, tensor_bytes: float, group_size: int) -> float:
     return tensor_bytes * (1 if kind in ("collective-permute", "collective-broadcast") else share)
 
 
-def find(module: Module, mesh: Mapping[str, int], platform: str = "cpu") -> list[Collective]:
+def find(
+    module: Module, mesh: Mapping[str, int], platform: str = "cpu", slices: Sequence[int] = ()
+) -> list[Collective]:
     """Returns the collectives of a step on a mesh of these axes, in the order of the text.
 
     Compiled for CPU, a step has no reduce-scatter and no bfloat16 collective; these are listed as GPU and
-    TPU run them.
+    TPU run them. `slices`: the number of the slice of each device, of which a program for TPUs has only one.
     """
+    slices = slices if len(slices) else [0] * module.num_devices
     found, fragments = [], set()
     for computation, body in module.computations.items():
         count, count_known = module.runs(computation)
         is_fused = any(caller.opcode == "fusion" for _, caller in module.callers[computation])
         for instruction in body.values():
             kind = instruction.opcode.removesuffix("-start")
+            kind = megascale.transfer_of(instruction) or kind
             if kind not in KINDS or not count:
                 continue
             channel = (kind, instruction.int_attribute("channel_id"))
@@ -88,16 +94,30 @@ def find(module: Module, mesh: Mapping[str, int], platform: str = "cpu") -> list
                 continue  # TPU splits one collective over several fusions
             fragments |= {channel} if is_fused else set()
             times = (count, count_known)
-            found += _tensors(module, computation, instruction, kind, mesh, times, platform)
+            where = module, computation, instruction
+            members = _members(module, instruction, kind, slices)
+            found += _tensors(*where, kind, members, mesh, times, platform)
     return found
 
 
-def _tensors(module, computation, instruction, kind, mesh, times, platform) -> Iterator[Collective]:
-    """Yields a Collective for each tensor of one instruction."""
+def _members(module, instruction, kind, slices) -> groups.Groups:
+    """Returns the devices of each group, or each (source, target) of a permutation."""
+    if instruction.opcode == "send":
+        return megascale.groups_between(slices)
     if kind == "collective-permute":
-        axes, size = groups.axes_between(groups.pairs_of(instruction.attributes), mesh), 2
+        members = groups.pairs_of(instruction.attributes)
     else:
         members = groups.groups_of(instruction.attributes, module.num_devices)
+    return megascale.in_all_slices(members, module.num_devices, slices)
+
+
+def _tensors(
+    module, computation, instruction, kind, members, mesh, times, platform
+) -> Iterator[Collective]:
+    """Yields a Collective for each tensor of one instruction."""
+    if kind == "collective-permute":
+        axes, size = groups.axes_between(members, mesh), 2
+    else:
         axes, size = groups.axes_of(members, mesh), max(map(len, members))
     if size == 1 or axes == ():
         return
@@ -120,6 +140,7 @@ def _tensors(module, computation, instruction, kind, mesh, times, platform) -> I
             module, uses, array.size / size
         )
         notes = (REDUCE_SCATTER_NOTE,) * is_scatter + (BITS_NOTE,) * is_promoted
+        notes += (MESSAGE_NOTE,) * (instruction.opcode == "send")
         one = Collective(
             name=instruction.name,
             kind="reduce-scatter" if is_scatter else kind,
@@ -132,6 +153,7 @@ def _tensors(module, computation, instruction, kind, mesh, times, platform) -> I
             op_name=described.op_name,
             source=source_of(module.traceback(described) or module.traceback(instruction)),
             origin=origin,
+            groups=members,
             notes=notes + (SUBGROUP_NOTE,) * is_subgroup,
         )
         parts = _concatenated(module, computation, instruction) if kind == "all-reduce" else []
@@ -177,7 +199,8 @@ def _arrays(module, computation, instruction, kind, group_size) -> list[Array]:
         return [Array(a.dtype, shape) for a, shape in zip(arrays, shapes, strict=True)]
     if kind == "all-to-all" and len(arrays) > 1:  # one slice for each device
         return [Array(arrays[0].dtype, (len(arrays), *arrays[0].shape))]
-    return arrays[:1] if kind == "ragged-all-to-all" else arrays
+    is_first = kind == "ragged-all-to-all" or instruction.opcode == "send"
+    return arrays[:1] if is_first else arrays
 
 
 def _element(module, computation, instruction, element) -> Instruction:

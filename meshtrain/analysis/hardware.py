@@ -3,6 +3,8 @@
 Sources. NVIDIA: data sheets of V100, A100, H100, H200, A10, L4, L40, L40S, HGX B200 and GH200; white papers of
 the architectures (Volta to Blackwell) for cores, clocks, caches and RTX 4090. Figures "with sparsity" are
 halved. TPU: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e), links by "How to scale your model" (TPU networking).
+Data centre network between TPU slices, also from these docs: v5p 50 Gb/s a chip; v5e 6.4 and v6e 25.6 Tb/s for a pod
+of 256 chips. They have no figure for v4.
 """
 
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ class Device:
     memory: float  # bytes of HBM or GDDR
     bandwidth: float  # of this memory, bytes/s
     link: float  # bytes/s that a device sends to the others of its host; TPU: over one torus axis, both ways
-    network: float  # bytes/s that a device sends to other hosts; TPU: the torus again
+    network: float  # bytes/s that a device sends to other hosts; TPU: to other slices; 0: unknown
     chip: Chip | None = None
     flops_8: float = 0.0  # dense 8-bit products; 0: as 16-bit
 
@@ -49,7 +51,7 @@ def _nvidia(name, kinds, flops, memory, bandwidth, links, chip) -> Device:
     return Device(name, kinds, tera[0], tera[1], *sizes, Chip(*chip), tera[2])
 
 
-def _tpu(name, kinds, bf16, int8, memory, bandwidth, link) -> Device:
+def _tpu(name, kinds, bf16, int8, memory, bandwidth, link, network) -> Device:
     """Returns a row; the MXU multiplies float32 as bfloat16 by default. A torus axis has a link each way."""
     tera = 1e12 * bf16
     return Device(
@@ -59,7 +61,8 @@ def _tpu(name, kinds, bf16, int8, memory, bandwidth, link) -> Device:
         tera,
         memory * GB,
         bandwidth * GB,
-        *[2 * link * GB] * 2,
+        2 * link * GB,
+        network * GB,
         flops_8=1e12 * int8,
     )
 
@@ -184,10 +187,10 @@ DEVICES = (
         (900, 50),
         ("10.0", 148, 1.965, 126),
     ),
-    _tpu("v4", ("TPU v4",), 275, 0, 32, 1200, 45),
-    _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 394, 16, 819, 45),
-    _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 918, 95, 2765, 90),
-    _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 1836, 32, 1640, 90),
+    _tpu("v4", ("TPU v4",), 275, 0, 32, 1200, 45, 0),
+    _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 394, 16, 819, 45, 3.125),
+    _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 918, 95, 2765, 90, 6.25),
+    _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 1836, 32, 1640, 90, 12.5),
 )
 BY_NAME = {device.name: device for device in DEVICES}
 BY_KIND = {kind: device for device in DEVICES for kind in device.kinds}

@@ -4,14 +4,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import jax
 import numpy as np
 
-from meshtrain.analysis import traffic
+from meshtrain.analysis import megascale, traffic
 from meshtrain.analysis.collective_ops import KINDS, Collective
+from meshtrain.analysis.groups import Groups
 from meshtrain.analysis.hardware import Device
 from meshtrain.analysis.hlo import Instruction, Module
 from meshtrain.analysis.profile.label import Label, Labels
+from meshtrain.parallel.mesh import Network
 
 # What kernels reach: cuBLAS at the sizes of a training step about 80 % of the peak; fused attention at head dims
 # of 64 to 128, forward and backward together, about 45 % (FlashAttention-3, arXiv 2407.08608, figures 5 and 6).
@@ -25,6 +26,7 @@ AFTER_GRADIENTS = (
     "meshtrain/step.py:",
     "meshtrain/optim.py:",
     "meshtrain/grads.py:",
+    "meshtrain/blocks.py:",
     "meshtrain/state.py:",
 )
 
@@ -87,7 +89,7 @@ def roofline(
     module: Module,
     collectives: list[Collective],
     device: Device,
-    mesh: jax.sharding.Mesh,
+    network: Network,
     *,
     model_flops: float | None,
     skipped: str = "",
@@ -111,7 +113,7 @@ def roofline(
             flops, size = map(float, runs * numbers[:2])
             source = label.source
             operations.append(Operation(one.name, group, label.phase, source, runs, size, flops))
-    transfers = _transfers(module, collectives, device, mesh, seconds_of)
+    transfers = _transfers(module, collectives, device, network, seconds_of)
     rows = [Row(name, *map(float, sums[name])) for name in GROUPS]
     total = sum(row.ceiling_seconds for row in rows) + sum(one.exposed for one in transfers)
     all_known = all(module.runs(name)[1] for name, _ in traffic.executed(module))
@@ -156,7 +158,7 @@ def _cost(
 
 
 def _transfers(
-    module, collectives, device, mesh, seconds_of: Mapping[str, float]
+    module, collectives, device, network, seconds_of: Mapping[str, float]
 ) -> list[Transfer]:
     work = {name: WorkBetween(module, name, seconds_of) for name, _ in traffic.executed(module)}
     home = {one: name for name, body in module.computations.items() for one in body}
@@ -165,7 +167,7 @@ def _transfers(
     for one in collectives:
         by_instruction[one.name].append(one)
     for name, parts in by_instruction.items():
-        rate = link_rate(device, mesh, parts[0].axes)
+        rate = link_rate(device, network, parts[0].groups)
         seconds = sum(part.bytes for part in parts) / rate
         runs = parts[0].count
         hidden = _hidden(module, home[name], name, seconds / runs, work) * runs
@@ -179,19 +181,19 @@ def _transfers(
     return [Transfer(*key, *row) for key, row in sorted(found.items())]
 
 
-def link_rate(device: Device, mesh: jax.sharding.Mesh, axes: tuple[str, ...] | None) -> float:
-    """Returns the bytes/s that a device sends to the others of its group over these axes.
+def link_rate(device: Device, network: Network, groups: Groups) -> float:
+    """Returns the bytes/s that a device sends to the others of its group; the slowest group counts.
 
-    Within a host over its links; to other hosts over the network adapters of all members that it has there.
+    Within a host over its links; to other hosts and slices over the network adapters of all members that the
+    group has in its host, or of TPUs in its slice.
     """
-    if not device.chip:
-        return device.link  # a torus has no hosts
-    used = set(axes or mesh.axis_names)
-    index = tuple(slice(None) if axis in used else 0 for axis in mesh.axis_names)
-    hosts = [one.process_index for one in np.ravel(mesh.devices[index])]
-    if len({*hosts}) == 1:
-        return device.link
-    return min(device.link, len(hosts) / len({*hosts}) * device.network)
+    places = np.stack([network.slices.ravel(), network.hosts.ravel()])
+    rates = {device.link}
+    for group in groups:
+        num_places = len({*map(tuple, places[:, [*group]].T.tolist())})
+        if num_places > 1:
+            rates.add(len(group) / num_places * device.network)
+    return min(rates)
 
 
 class WorkBetween:
@@ -234,16 +236,14 @@ def _hidden(
     for caller, instruction in module.callers[computation]:
         if instruction.opcode == "async-start":
             computation, one = caller, instruction
-    is_asynchronous = one.opcode.endswith(
-        "-start"
-    ) and '"is_sync":true' not in one.attributes.replace(" ", "")
-    if (
-        not is_asynchronous
-        or computation not in work
-        or one.opcode.removesuffix("-start") not in (*KINDS, "async")
-    ):
+    is_sync = '"is_sync":true' in one.attributes.replace(" ", "")
+    starts = [f"{kind}-start" for kind in (*KINDS, "async")]
+    is_message = bool(megascale.transfer_of(one))
+    if computation not in work or not is_message and (one.opcode not in starts or is_sync):
         return 0.0
     body, last, value = module.computations[computation], None, one
+    if is_message:
+        last, value = megascale.end_of(one, body), None
     while value is not None:  # through async-update
         users = module.users[computation, value.name]
         value = next((u for u in users if u.opcode.endswith(("-done", "-update"))), None)

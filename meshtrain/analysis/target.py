@@ -1,4 +1,4 @@
-"""The devices of --target=h200:8 or --target=v5e:4x4, which this host lacks: a topology for compiling ahead of time."""
+"""The devices of --target=h200:8 or --target=v5e:4x4:2, which this host lacks: a topology to compile for."""
 
 import contextlib
 import importlib.util
@@ -42,11 +42,13 @@ CORES = {
 
 
 def parse(text: str) -> tuple[Device, tuple[int, ...]]:
-    """Returns the device and the sizes in `NAME:SIZE`: hosts and devices per host of GPUs, the torus of TPUs.
+    """Returns the device and the sizes in `NAME:SIZE[:SLICES]`: hosts and devices per host of GPUs, the torus of TPUs.
 
-    Raises ConfigError for an unknown device, a size that is none, and missing compilers.
+    `num_slices` returns SLICES, which only TPUs have. Raises ConfigError for an unknown device, a size that is
+    none, and missing compilers.
     """
     name, _, size = text.partition(":")
+    torus, _, slices = size.partition(":")
     device = hardware.BY_NAME.get(name)
     if device is None:
         known = [*hardware.BY_NAME]
@@ -54,15 +56,19 @@ def parse(text: str) -> tuple[Device, tuple[int, ...]]:
             f"--target={text}: unknown device{did_you_mean(name, known)}; use one of {', '.join(known)}"
         )
     sizes = (
-        tuple(int(one) for one in size.split("x"))
-        if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", size)
+        tuple(int(one) for one in torus.split("x"))
+        if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*(:[1-9]\d{0,3})?", size)
         else ()
     )
     if device.chip and len(sizes) == 1:
         hosts = -(-sizes[0] // DEVICES_PER_HOST)
         sizes = (hosts, sizes[0] // hosts) if sizes[0] % hosts == 0 else ()
-    if len(sizes) not in ((2,) if device.chip else (2, 3)):
-        example = "8, or 4x8 for 4 hosts with 8 devices" if device.chip else "4x4, a torus"
+    if len(sizes) not in ((2,) if device.chip else (2, 3)) or (device.chip and slices):
+        example = (
+            "8, or 4x8 for 4 hosts with 8 devices"
+            if device.chip
+            else "4x4, a torus, or 4x4:2, two slices"
+        )
         raise ConfigError(
             f"--target={text}: {size or 'nothing'} is no size of a cluster; use {name}:{example}"
         )
@@ -72,6 +78,11 @@ def parse(text: str) -> tuple[Device, tuple[int, ...]]:
             f"--target={text}: {missing[0]} is not installed; pip install 'meshtrain[{extra}]'"
         )
     return device, sizes
+
+
+def num_slices(text: str) -> int:
+    """Returns the number of slices in `NAME:SIZE[:SLICES]`."""
+    return int((*text.split(":"), 1)[2])
 
 
 def platform_of(device: Device) -> str:
@@ -99,7 +110,8 @@ def devices_of(text: str) -> list[Any]:
             topology = f"1x{size}"  # slices x hosts x devices
             options = dict(topology=topology, target_config=gpu_config(device))
         else:
-            options = dict(topology_name=f"{device.name}:{size}")
+            slices = num_slices(text)
+            options = dict(topology_name=f"{device.name}:{size}", num_slices=slices)
         devices = list(
             topologies.get_topology_desc(platform=platform_of(device), **options).devices
         )

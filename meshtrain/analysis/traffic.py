@@ -17,6 +17,7 @@ FREE = frozenset(
     "partition-id replica-id add-dependency domain while conditional call async-start async-update".split()
 )
 PASSING = ("bitcast", "reshape", "transpose", "convert", "copy")  # of each element its own
+MESSAGES = ("send", "recv")  # between TPU slices
 SLICES = ("dynamic-slice", "slice", "gather")
 MATMUL = re.compile(r'custom_call_target="[^"]*(cublas|gemm)')
 ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
@@ -38,7 +39,7 @@ def executed(module: Module) -> Iterator[tuple[str, float]]:
 def hbm_bytes(module: Module, computation: str, one: Instruction) -> float:
     """Returns the bytes that one run of an instruction reads and writes; those of collectives are not counted."""
     kind = one.opcode.removesuffix("-start")
-    if one.opcode in FREE or one.opcode.endswith("-done") or kind in KINDS:
+    if one.opcode in FREE or one.opcode.endswith("-done") or kind in (*KINDS, *MESSAGES):
         return 0
     body = module.computations[computation]
     operands = [body[name] for name in dict.fromkeys(one.operands) if name in body]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from meshtrain.checkpoint import manifest, strays
+from meshtrain.checkpoint import manifest, residual, strays
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Params
 from meshtrain.state import LossScale, TrainState, start_loss_scale
@@ -45,15 +45,24 @@ def restore(
     """Returns the state in a checkpoint, with the shardings of `abstract`.
 
     `saved` is the manifest's `arrays`. A run may switch to or from float16: a loss scale that was not
-    saved is initialised, and a loss scale that is not needed is dropped. Raises ConfigError if any other
-    array is missing, has another shape or, without `allow_cast`, has another dtype.
+    saved is initialised, and a loss scale that is not needed is dropped; so is a residual, which fits any
+    number of batch shards. Raises ConfigError if any other array is missing, has another shape or, without
+    `allow_cast`, has another dtype.
     """
     replicated = abstract.step.sharding
     init_loss_scale = jax.jit(start_loss_scale, out_shardings=LossScale(replicated, replicated))
     has_loss_scale = any(path.startswith("loss_scale") for path in saved)
-    target = abstract._replace(loss_scale=init_loss_scale.eval_shape() if has_loss_scale else None)
-    _check_same(saved, shapes(_fields(target)), directory, allow_cast)
+    target = abstract._replace(
+        loss_scale=init_loss_scale.eval_shape() if has_loss_scale else None,
+        residual=residual.saved_like(saved, abstract.residual) or None,
+    )
+    wanted = shapes(_fields(target))
+    kept = {
+        p: kind for p, kind in saved.items() if not p.startswith(residual.PREFIX) or p in wanted
+    }
+    _check_same(kept, wanted, directory, allow_cast)
     state = TrainState(**_read(directory, saved, _fields(target)))
+    state = state._replace(residual=residual.shared(state.residual or {}, abstract.residual))
     if abstract.loss_scale is None:
         return state._replace(loss_scale=None)
     return state if has_loss_scale else state._replace(loss_scale=init_loss_scale())

@@ -16,6 +16,7 @@ from pathlib import Path
 from meshtrain import checkpoint
 from meshtrain.checkpoint import manifest, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
+from meshtrain.config.schema import AXES
 from meshtrain.errors import ConfigError, minimum_faults
 
 
@@ -46,7 +47,9 @@ def listing(folder: Path) -> tuple[list[str], bool]:
 
 def _described(one: Manifest) -> str:
     when = datetime.datetime.fromtimestamp(one.time).strftime("%Y-%m-%d %H:%M:%S")
-    mesh = " x ".join(f"{axis} {size}" for axis, size in one.mesh.items() if size > 1)
+    mesh = " x ".join(
+        f"{axis} {size}" for axis, size in one.mesh.items() if axis in AXES and size > 1
+    )
     values = [
         f"{key} {one.metrics[key]:.4f}" for key in ("loss", "eval_loss") if key in one.metrics
     ]

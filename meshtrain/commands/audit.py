@@ -30,8 +30,9 @@ from meshtrain.errors import ConfigError
 def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--target",
-        metavar="NAME:SIZE",
-        help="devices to compile for, such as h200:8, h200:32x8 (hosts x devices) or v5e:4x4 (a torus)",
+        metavar="NAME:SIZE[:SLICES]",
+        help="devices to compile for, such as h200:8, h200:32x8 (hosts x devices), v5e:4x4 (a torus) or "
+        "v5e:4x4:2 (two slices)",
     )
     flags.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
     flags.add_argument(

@@ -147,8 +147,13 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
         raise ConfigError(f"--config={file} cannot be read: {error}") from error
     if not trust_code:
         _reject_foreign_code(file, raw)
-    # Files of earlier versions lack this section. Any other that is missing is a mistake.
-    raw.setdefault("context", default.get_config().context.to_dict())
+    # Files of earlier versions lack these sections, and keys of the model. Anything else that is missing is a mistake.
+    defaults = default.get_config().to_dict()
+    for name in ("context", "sync"):
+        raw.setdefault(name, defaults[name])
+    model = raw.get("model")
+    if isinstance(model, dict) and model.get("build") == defaults["model"]["build"]:
+        raw["model"] = {**defaults["model"], **model}
     return ConfigDict(_with_tuples(raw)).lock()
 
 

@@ -29,6 +29,7 @@ def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
         "train": reader.section("train", schema.TrainConfig),
         "pipeline": reader.section("pipeline", schema.PipelineConfig),
         "context": reader.section("context", schema.ContextConfig),
+        "sync": reader.section("sync", schema.SyncConfig),
         "model": reader.build_section("model"),
         "data": reader.build_section("data"),
         "optim": reader.section("optim", OptimConfig),

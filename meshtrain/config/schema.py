@@ -4,14 +4,20 @@ Nothing here imports jax: a mistake in a config is reported before jax, flax or 
 """
 
 import math
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from meshtrain.config import xla_presets
-from meshtrain.errors import ConfigError, choice_faults, minimum_faults, seed_faults
+from meshtrain.config import mesh_sizes, paths, sync, xla_presets
+from meshtrain.errors import (
+    ConfigError,
+    choice_faults,
+    minimum_faults,
+    nearest_divisors,
+    nearest_multiples,
+    seed_faults,
+    x64_faults,
+)
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 
 # From the slowest links to the fastest: neighbours along `tensor` exchange the most data.
@@ -31,7 +37,10 @@ def _raise(faults: list[str]) -> None:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Number of devices along each axis; at most one may be -1: all remaining devices."""
+    """Number of devices along each axis; at most one may be -1: all remaining devices.
+
+    `slices` is no axis: it is the number of equal parts of `data` between which the network is slow.
+    """
 
     data: int = 1
     fsdp: int = 1
@@ -39,37 +48,25 @@ class MeshConfig:
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
+    slices: int = 1
+
+    def __post_init__(self):
+        _raise(minimum_faults(1, {"mesh.slices": self.slices}))
 
     def resolve(self, num_devices: int) -> "MeshConfig":
         """Replaces the -1 and returns sizes whose product is `num_devices`, or raises ConfigError."""
         sizes = asdict(self)
-        for axis, size in sizes.items():
-            if size < 1 and size != -1:
-                raise ConfigError(
-                    f"mesh.{axis}={size} is not an axis size; use 1 or more, or -1 for all remaining devices"
-                )
-        free = [axis for axis, size in sizes.items() if size == -1]
-        if len(free) > 1:
+        slices = sizes.pop("slices")
+        sizes, fault = mesh_sizes.fill(sizes, num_devices)
+        if fault:
+            raise ConfigError(fault)
+        if sizes["data"] % slices:
             raise ConfigError(
-                f"{' and '.join(f'mesh.{axis}' for axis in free)} are -1; only one axis may be"
+                f"mesh.slices={slices} does not divide mesh.data={sizes['data']}; use "
+                f"mesh.slices={nearest_divisors(sizes['data'], slices)}, or "
+                f"mesh.data={nearest_multiples(sizes['data'], slices)}"
             )
-        fixed = math.prod(size for size in sizes.values() if size != -1)
-        product = " x ".join(
-            f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)
-        )
-        if free and num_devices % fixed:
-            raise ConfigError(
-                f"{product} needs a multiple of {fixed} devices for mesh.{free[0]}=-1 and there are {num_devices}; "
-                f"use sizes whose product divides {num_devices}, or --simulate_devices={fixed}"
-            )
-        if free:
-            sizes[free[0]] = num_devices // fixed
-        elif fixed != num_devices:
-            raise ConfigError(
-                f"{product or 'a mesh with all axes 1'} needs {fixed} devices and there are {num_devices}; "
-                f"use --simulate_devices={fixed}, or set one axis to -1"
-            )
-        return MeshConfig(**sizes)
+        return MeshConfig(**sizes, slices=slices)
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class TrainConfig:
         faults += choice_faults("train.xla_preset", self.xla_preset, xla_presets.NAMES)
         faults += choice_faults("train.dtype", self.dtype, DTYPES)
         faults += choice_faults("train.param_dtype", self.param_dtype, STORED_DTYPES)
-        faults += _x64_faults(
+        faults += x64_faults(
             {f"train.{key}": getattr(self, key) for key in ("dtype", "param_dtype")}
         )
         names = self.remat.removeprefix("names:")
@@ -132,6 +129,21 @@ class ContextConfig:
 
 
 @dataclass(frozen=True)
+class SyncConfig:
+    wire: str = "float32"
+    block: int = 256
+    exact: tuple = ("scale", "bias")
+    feedback: str = "auto"
+    pattern: str = "xla"
+
+    def __post_init__(self):
+        faults = choice_faults("sync.wire", self.wire, sync.WIRES)
+        faults += choice_faults("sync.pattern", self.pattern, sync.PATTERNS)
+        faults += choice_faults("sync.feedback", self.feedback, sync.FEEDBACK)
+        _raise(faults or sync.faults(self))
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """The keys of section `optim` that the trainer itself reads; the builder gets the others."""
 
@@ -146,7 +158,7 @@ class OptimConfig:
     def __post_init__(self):
         faults = choice_faults("optim.schedule", self.schedule, LEARNING_RATE_SCHEDULES)
         faults += choice_faults("optim.moment_dtype", self.moment_dtype, STORED_DTYPES)
-        faults += _x64_faults({"optim.moment_dtype": self.moment_dtype})
+        faults += x64_faults({"optim.moment_dtype": self.moment_dtype})
         faults += minimum_faults(
             0, {f"optim.{key}": getattr(self, key) for key in ("learning_rate", "warmup_steps")}
         )
@@ -244,6 +256,7 @@ class Config:
     train: TrainConfig
     pipeline: PipelineConfig
     context: ContextConfig
+    sync: SyncConfig
     model: BuildConfig
     data: BuildConfig
     optim: OptimConfig  # what the trainer itself reads
@@ -265,36 +278,10 @@ class Config:
                 raw[name] = {"build": section.build, **section.options}
             else:
                 raw[name] = asdict(section)
-        raw["data"] = {key: _absolute(key, value) for key, value in raw["data"].items()}
-        raw["checkpoint"]["init_from"] = _absolute("path", raw["checkpoint"]["init_from"])
+        raw["data"] = {key: paths.absolute(key, value) for key, value in raw["data"].items()}
+        raw["checkpoint"]["init_from"] = paths.absolute("path", raw["checkpoint"]["init_from"])
         raw["optim"] = {"build": self.optimizer.build, **raw["optim"], **self.optimizer.options}
         return raw
 
 
 SECTIONS = tuple(field.name for field in fields(Config) if field.name != "optimizer")
-
-
-def _absolute(key: str, value: Any) -> Any:
-    """Returns a path, or the paths of a mixture, so that it can be used from any folder."""
-    if key == "mixture":
-        return tuple(
-            (_absolute("path", one[0]), *one[1:]) if isinstance(one, tuple) and one else one
-            for one in value
-        )
-    is_path = key.endswith("path") and isinstance(value, str) and value and "://" not in value
-    return os.path.abspath(value) if is_path else value
-
-
-def _x64_faults(dtypes: Mapping[str, str]) -> list[str]:
-    return [
-        f"{key}=float64: jax computes it in float32; set JAX_ENABLE_X64=1 as well"
-        for key, dtype in dtypes.items()
-        if dtype == "float64" and not _x64_enabled()
-    ]
-
-
-def _x64_enabled() -> bool:
-    """Whether jax computes in 64 bits: its setting if it is imported, else its environment variable."""
-    if "jax" in sys.modules:
-        return sys.modules["jax"].config.jax_enable_x64
-    return os.environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true", "t", "yes", "y", "on")

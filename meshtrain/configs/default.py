@@ -13,16 +13,17 @@ def get_config() -> ConfigDict:
     # devices along `fsdp`, which shards the rows of the batch, and parameters, gradients and optimizer state
     # as far as train.zero_stage says; -1: all remaining devices
     mesh.fsdp = 1
-    # devices along `expert`, which shards the experts of a mixture, and the rows of the batch; -1: all remaining
-    # devices
+    # devices along `expert`, which shards the experts of a mixture, and the batch; -1: all remaining devices
     mesh.expert = 1
     # pipeline stages: consecutive groups of layers, through which micro-batches pass; -1: all remaining devices
     mesh.pipeline = 1
-    # devices along `context`, which shards each sequence, and parameters, gradients and optimizer state as fsdp
-    # does; -1: all remaining devices
+    # devices along `context`, which shards sequences, and the state as fsdp does; -1: all remaining devices
     mesh.context = 1
     # devices along `tensor`, which shards attention heads, feed-forward and vocabulary; -1: all remaining devices
     mesh.tensor = 1
+    # equal parts of `data` with a slow network between them: each TPU slice, or group of hosts, holds one; 1: as
+    # many as there are TPU slices, else no parts
+    mesh.slices = 1
 
     # Sharding of each logical dim: (name, mesh axis or axes or None). For each dim of an array, the rules with its
     # name are tried in order. A rule applies if its axes shard no other dim of the array yet, and their sizes
@@ -87,6 +88,20 @@ def get_config() -> ConfigDict:
     # heads, which mesh.context x mesh.tensor must divide; "auto", ulysses where it can use a fused kernel or sends
     # less, else gather, or ring between hosts
     context.method = "auto"
+
+    # Used if several devices along data, or along fsdp at ZeRO stage 0 or 1, have gradients to add.
+    config.sync = sync = ConfigDict()
+    # what gradients are sent as: "float32", nothing is lost; "bfloat16"; "int8" or "int4", integers with a scale for
+    # each block of elements. For slow networks
+    sync.wire = "float32"
+    sync.block = 256  # elements that share a scale
+    sync.exact = ("scale", "bias")  # parameters with such a name in their path are sent as float32
+    # whether what a step loses is added to the gradients of the next: "on"; "off", int4 is then rounded
+    # stochastically; "auto", for int4
+    sync.feedback = "auto"
+    # who sends to whom: "xla", one collective; "hierarchical", first inside each host or slice, then between them,
+    # where alone sync.wire applies; "ring" and "tree", from device to device, in float32
+    sync.pattern = "xla"
 
     config.model = model = ConfigDict()
     # function, "package.module:name", that builds a Model from the keys below

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import grads, state
+from meshtrain import blocks, state
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError, minimum_faults, seed_faults
 from meshtrain.models.base import Model, Params, Past
@@ -183,4 +183,4 @@ def _window(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.n
 def _cast(program: Program, params: Params, dtype: str) -> Params:
     shardings = state.shardings_of(program.abstract_state.params)
     with program.active():
-        return jax.jit(partial(grads.cast, dtype=dtype), out_shardings=shardings)(params)
+        return jax.jit(partial(blocks.cast, dtype=dtype), out_shardings=shardings)(params)

@@ -15,7 +15,7 @@ from meshtrain.monitor import activations
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device while a step runs; the first seven add up to `peak`."""
+    """Bytes on each device while a step runs; all but `capacity` add up to `peak`."""
 
     parameters: int
     optimizer_state: int
@@ -25,6 +25,7 @@ class Memory:
     temporaries: int  # what operations need, and activations that are computed again
     peak: int
     capacity: float | None  # None if unknown
+    residual: int = 0  # of compressed gradients, see `parallel.sync`
 
     @property
     def fits(self) -> bool | None:
@@ -63,11 +64,13 @@ def memory_of(
         module = module or hlo.parse(compiled.as_text() or "")
         kept = min(activations.kept_bytes(module, state.params), free)
     gradient_bytes = min(states.bytes_per_device(gradients), free - kept)
-    parameters, optimizer_state = map(states.bytes_per_device, (state.params, state.opt_state))
+    parts = state.params, state.opt_state, state.residual
+    parameters, optimizer_state, residual = map(states.bytes_per_device, parts)
     return Memory(
         parameters=parameters,
         optimizer_state=optimizer_state,
-        batch=arguments - parameters - optimizer_state,
+        residual=residual,
+        batch=arguments - parameters - optimizer_state - residual,
         activations=kept,
         gradients=gradient_bytes,
         temporaries=free - kept - gradient_bytes,
@@ -78,7 +81,7 @@ def memory_of(
 
 def describe(memory: Memory) -> str:
     """Returns what a step needs and what there is, in one line."""
-    state = memory.parameters + memory.optimizer_state
+    state = memory.parameters + memory.optimizer_state + memory.residual
     over = (
         f": {gigabytes(memory.peak - memory.capacity)} GB too much" if memory.fits is False else ""
     )

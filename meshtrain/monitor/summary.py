@@ -7,24 +7,33 @@ from typing import Any
 import jax
 
 from meshtrain import state as states
+from meshtrain.config import sync as sync_keys
 from meshtrain.config.schema import AXES, Config
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
 from meshtrain.monitor.units import Units
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
+from meshtrain.parallel.sync import Sync
 from meshtrain.state import TrainState
 
 
 def start_lines(
-    cfg: Config, model: Model, abstract_state: TrainState, units: Units, data: Any
+    cfg: Config,
+    model: Model,
+    abstract_state: TrainState,
+    units: Units,
+    data: Any,
+    how: Sync | None = None,
 ) -> Iterator[str]:
     """Yields the lines to log before compiling: mesh, parameters, memory, batch, schedule, data."""
     attention = ""  # first, because an error must be the only line
     if units.name == "tokens" and model.attention:
         attention = model.attention(units.per_sample, cfg.train.dtype, units.packed)
     used = [f"{axis} {size}" for axis in AXES if (size := getattr(cfg.mesh, axis)) > 1]
-    device = jax.devices()[0].device_kind
-    yield f"mesh        {' x '.join(used) or 'one device'} · {jax.device_count()} {device} · jax {jax.__version__}"
+    slices = f" · {cfg.mesh.slices} slices" if cfg.mesh.slices > 1 else ""
+    device = f"{jax.device_count()} {jax.devices()[0].device_kind}"
+    sizes = " x ".join(used) or "one device"
+    yield f"mesh        {sizes}{slices} · {device} · jax {jax.__version__}"
     count = states.count(abstract_state.params)
     active = f" · {count - model.num_inactive:,} active" if model.num_inactive else ""
     yield f"parameters  {count:,}{active} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"
@@ -37,6 +46,8 @@ def start_lines(
     yield f"step        {per_step:,} {units.name} in {cfg.train.num_microbatches} micro-batches"
     if cfg.mesh.pipeline > 1:
         yield f"pipeline    {_pipeline(cfg)}"
+    if sync_keys.changed(cfg.sync):
+        yield f"gradients   {_synchronisation(cfg, how)}"
     if attention:
         yield f"attention   {attention}"
     if units.flops:
@@ -56,6 +67,17 @@ def _pipeline(cfg: Config) -> str:
         f"{cfg.pipeline.schedule}, {P} stages{chunks} · bubble {table.bubble:.1%} of a step"
         f" · up to {live} live, {cfg.pipeline.keep} kept"
     )
+
+
+def _synchronisation(cfg: Config, how: Sync | None) -> str:
+    if how is None:
+        return f"summed by XLA: {sync_keys.changed(cfg.sync)} has no slow network to apply to"
+    dtypes = ["float32"] * (len(how.levels) - 1) + [cfg.sync.wire]
+    stages = [f"{dtype} among {n.size}" for dtype, n in zip(dtypes, how.levels, strict=True)]
+    if how.wire:
+        stages[-1] += f" ({how.wire.bytes_per_element:.3f} bytes per element)"
+    kept = " · what a step loses is added to the next" if how.feedback else ""
+    return f"summed over {' x '.join(how.axes)}: {cfg.sync.pattern}, {', then '.join(stages)}{kept}"
 
 
 def final_line(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from meshtrain import grads
+from meshtrain import blocks
 from meshtrain import state as states
 from meshtrain.config.schema import AXES, Config
 from meshtrain.data.source import Source
@@ -16,7 +16,7 @@ from meshtrain.errors import nearest_multiples
 from meshtrain.models.base import Model, Params
 from meshtrain.models.transformer_config import VOCAB_MULTIPLE
 from meshtrain.parallel import sharding
-from meshtrain.parallel.mesh import crosses_networks, networks_of
+from meshtrain.parallel.mesh import network_of
 
 # Axes along which every layer communicates, from the outermost to the innermost.
 LAYER_AXES = ("expert", "context", "tensor")
@@ -106,11 +106,11 @@ def _sizes_that_divide(
 def crossing(mesh: jax.sharding.Mesh) -> Iterator[RunWarning]:
     """Warns about axes of LAYER_AXES whose groups of devices are not within one fast network."""
     kind = {"cpu": "processes", "tpu": "slices"}.get(mesh.devices.flat[0].platform, "hosts")
-    networks = networks_of(mesh)
-    num_inside = int(np.unique(networks, return_counts=True)[1].min())
+    network = network_of(mesh)
+    num_inside = int(np.unique(network.hosts, return_counts=True)[1].min())
     for axis in LAYER_AXES:
         number, size = AXES.index(axis), mesh.shape[axis]
-        if not crosses_networks(mesh, axis):
+        if network.link_along(axis) == "host":
             continue
         inner = math.prod(mesh.shape[one] for one in AXES[number + 1 :])
         fits = math.gcd(size, max(1, num_inside // inner))
@@ -147,7 +147,7 @@ def marked_names(model: Model, params: Params, batch: Any, dtype: str) -> set[st
         return False
 
     def trace(params, batch):
-        params = grads.cast(params, dtype)
+        params = blocks.cast(params, dtype)
         if model.block is None:
             run, args = lambda *args: model.loss(*args, batch, jax.random.key(0)), (params,)
         else:

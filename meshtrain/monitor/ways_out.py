@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain import grads
+from meshtrain import blocks, grads
 from meshtrain import state as states
 from meshtrain.config.build import Parts
 from meshtrain.config.schema import AXES, Config
@@ -99,8 +99,9 @@ class Advice:
             yield self._state_way({"optim.moment_dtype": "bfloat16"}, "optimizer state")
         if self.cfg.train.zero_stage == 0:
             return
-        if mesh.data > 1:
-            change = {"mesh.data": 1, "mesh.fsdp": mesh.data * mesh.fsdp}
+        if mesh.data > mesh.slices:
+            fsdp = mesh.data // mesh.slices * mesh.fsdp  # within a slice
+            change = {"mesh.data": mesh.slices, "mesh.fsdp": fsdp}
             yield self._state_way(change, "state")
         if self._rows() % 2 == 0:
             of = f"state and activations, on {2 * self.program.mesh.size} devices"
@@ -202,7 +203,7 @@ class Advice:
             loss = grads.make_loss(self.parts.model, remat=remat)
 
             def vjp(params, batch):
-                params, key = grads.cast(params, c.dtype), jax.random.key(0)
+                params, key = blocks.cast(params, c.dtype), jax.random.key(0)
                 return jax.vjp(lambda params: loss(params, batch, key).loss, params)[1]
 
             rows = c.global_batch // c.num_microbatches

@@ -190,6 +190,7 @@ _WORDS = {
     "attention_impl": "{} attention",
     "loss_chunks": "{} loss chunks",
     "unroll": "unroll {}",
+    "sync_pattern": "{} sums",
 }
 
 
@@ -212,7 +213,7 @@ def describe(row: Row) -> str:
         if (
             name not in described
             and value not in (None, False, 0)
-            and (name, value) != ("unroll", 1)
+            and (name, value) not in (("unroll", 1), ("sync_pattern", "xla"))
         ):
             default = name if value is True else f"{name} {value}"
             words.append(_WORDS.get(name, default).format(value))

@@ -29,6 +29,7 @@ from meshtrain.verify import (
     reference_model,
     reference_step,
     sections,
+    sync_laws,
 )
 from meshtrain.verify.subject import STEPS, Subject
 
@@ -52,6 +53,8 @@ def laws(subject: Subject, *, quick: bool = False) -> dict[str, Callable[[], lis
             add(name, law)
     if subject.is_text:
         add("trainer", lambda: trainer(subject.shallow))
+    if jax.device_count() > 1:
+        add("narrow sums", sync_laws.compressed)
     add("schedule", lambda: schedule(raw["optim"]))
     add("keys", lambda: keys.repeated(raw))
     if raw["optim"]["build"] == "meshtrain.optim:adamw":

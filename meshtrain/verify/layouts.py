@@ -10,6 +10,7 @@ import jax
 
 from meshtrain.config import checks
 from meshtrain.config.schema import AXES, CONTEXT_METHODS, KEEP, MeshConfig
+from meshtrain.config.sync import PATTERNS
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 from meshtrain.parallel.sharding import ZERO_AXES
 from meshtrain.verify.covering import Row, pairwise
@@ -62,6 +63,7 @@ def _factors(subject: Subject, without: Iterable[str]) -> list[list[Row]]:
         switch("masks", subject.is_text and "masks" not in without),
         switch("sequence_parallel", any(name == "residual_seq" for name, _ in raw["rules"])),
         switch("loss_scale"),
+        [{"sync_pattern": name} for name in PATTERNS],
     ]
     if subject.is_transformer and "attention_impl" in model:
         factors.append([{"attention_impl": name} for name in ATTENTION_IMPLS])

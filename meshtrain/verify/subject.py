@@ -227,6 +227,8 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
     plain = {"attention_impl": "xla", "loss_chunk_mib": 0.0}
     raw["model"].update({key: value for key, value in plain.items() if key in raw["model"]})
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}
+    # Exact sums; `sync_laws` verifies what narrow formats do.
+    raw["sync"].update(wire="float32", feedback="auto", pattern="xla")
     raw["train"].update(
         steps=STEPS,
         dtype="float64",

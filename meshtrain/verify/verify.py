@@ -141,6 +141,10 @@ def _program(subject: Subject, row: Row) -> Program:
         raw["pipeline"].update({key: row[key] for key in ("schedule", "num_chunks", "keep")})
     if row.get("context_method"):
         raw["context"] = {"method": row["context_method"]}
+    if row.get("sync_pattern") is not None:
+        raw["sync"]["pattern"] = row["sync_pattern"]
+        # Devices of one host as two slices, so that a hierarchy has levels.
+        raw["mesh"]["slices"] = math.gcd(2, raw["mesh"]["data"])
     if row["sequence_parallel"]:
         raw["rules"] = (("residual_seq", ("context", "tensor")), *raw["rules"])
     if "attention_impl" in row:

@@ -1,7 +1,5 @@
 """FLOPs, HBM bytes and exposed collectives, counted in programs written by hand; nothing is compiled."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -10,6 +8,7 @@ from meshtrain.analysis.audit import text
 from meshtrain.analysis.hardware import BY_NAME
 from meshtrain.analysis.roofline import link_rate, roofline
 from meshtrain.config.schema import AXES
+from meshtrain.parallel.mesh import Network
 
 MEGA = 1024 * 1024
 FUSIONS = """
@@ -131,28 +130,12 @@ LOOP = """
 """
 
 
-def mesh_of(**sizes):
-    devices = np.array([At(0)] * math.prod(sizes.values()), dtype=object)
-    return Mesh(devices.reshape([sizes.get(axis, 1) for axis in AXES]))
-
-
-class Mesh:
-    axis_names = AXES
-
-    def __init__(self, devices):
-        self.devices = devices
-
-
-class At:
-    def __init__(self, host):
-        self.process_index = host
-
-
 def measured(body, before="", **sizes):
     module = module_of(body, FUSIONS + before)
     shape = {axis: sizes.get(axis, 1) for axis in AXES}
     found = collective_ops.find(module, shape, "gpu")
-    return roofline(module, found, BY_NAME["h200"], mesh_of(**sizes), model_flops=1e9)
+    one_host = Network(*[np.zeros([*shape.values()], int)] * 2)
+    return roofline(module, found, BY_NAME["h200"], one_host, model_flops=1e9)
 
 
 def test_the_body_of_a_loop_counts_once_for_each_iteration():
@@ -204,9 +187,20 @@ def test_two_collectives_do_not_hide_behind_the_same_work():
 
 
 def test_a_group_over_hosts_has_their_network_adapters():
-    h200, hosts = BY_NAME["h200"], np.array([At(n // 8) for n in range(32)], dtype=object)
-    mesh = Mesh(hosts.reshape(1, 4, 1, 1, 1, 8))
-    assert link_rate(h200, mesh, ("tensor",)) == 450e9
-    assert link_rate(h200, mesh, ("data",)) == 50e9  # one device of each host
-    assert link_rate(h200, mesh, ("data", "tensor")) == 400e9
-    assert link_rate(BY_NAME["v5p"], mesh, ("data",)) == 180e9
+    numbers = np.arange(32).reshape(4, 8)
+    data, tensor = map(tuple, numbers.T.tolist()), map(tuple, numbers.tolist())
+    hosts = numbers.reshape(1, 4, 1, 1, 1, 8) // 8
+    in_hosts, h200 = Network(hosts, 0 * hosts), BY_NAME["h200"]
+    assert link_rate(h200, in_hosts, tuple(tensor)) == 450e9
+    data = tuple(data)
+    assert link_rate(h200, in_hosts, data) == 50e9  # one device of each host
+    assert link_rate(h200, in_hosts, (tuple(range(32)),)) == 400e9
+    assert link_rate(h200, in_hosts, ((0, 1), (7, 8))) == 50e9  # the slowest pair counts
+    assert link_rate(BY_NAME["v5p"], Network(0 * hosts, 0 * hosts), data) == 180e9
+
+
+def test_a_group_over_tpu_slices_has_the_data_centre_network_of_all_its_chips():
+    slices = np.arange(32).reshape(1, 2, 16, 1, 1, 1) // 16
+    network, pairs = Network(slices, slices), tuple((n, n + 16) for n in range(16))
+    assert link_rate(BY_NAME["v5p"], network, pairs) == 6.25e9
+    assert link_rate(BY_NAME["v5e"], network, (tuple(range(32)),)) == 16 * 3.125e9

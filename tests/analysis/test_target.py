@@ -29,11 +29,13 @@ def wheels(monkeypatch):
         ("h200:32x8", (32, 8)),
         ("v5e:4x4", (4, 4)),
         ("v5p:4x4x4", (4, 4, 4)),
+        ("v5e:4x4:2", (4, 4)),
     ],
 )
 def test_a_size_is_hosts_and_devices_of_gpus_and_the_torus_of_tpus(wheels, text, sizes):
     device, found = target.parse(text)
     assert (device.name, found) == (text.partition(":")[0], sizes)
+    assert target.num_slices(text) == (2 if text.endswith(":2") else 1)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,9 @@ def test_a_size_is_hosts_and_devices_of_gpus_and_the_torus_of_tpus(wheels, text,
         ("h200:2x2x2", "2x2x2 is no size"),
         ("v5e:16", "16 is no size of a cluster; use v5e:4x4"),
         ("v5e:4x", "4x is no size"),
+        ("v5e:4x4:0", "4x4:0 is no size of a cluster; use v5e:4x4, a torus, or 4x4:2, two slices"),
+        ("v5e:4x4:2:2", "4x4:2:2 is no size"),
+        ("h200:8:2", "8:2 is no size"),
     ],
 )
 def test_a_target_that_is_none_is_one_fault(wheels, text, fault):
@@ -92,14 +97,22 @@ def test_every_gpu_of_the_table_can_be_a_target():
             )
 
 
-def audited(*arguments):
+def audited(name, *arguments):
     """Runs the verb in a process of its own; skips the test without the compiler."""
     try:
-        target.parse("h200:8")
+        target.parse(name)
     except ConfigError as error:
         pytest.skip(str(error))
     return subprocess.run(
-        [sys.executable, "-m", "meshtrain", "audit", "--config=quickstart", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "meshtrain",
+            "audit",
+            "--config=quickstart",
+            f"--target={name}",
+            *arguments,
+        ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
@@ -111,7 +124,7 @@ def audited(*arguments):
 def test_the_step_is_compiled_for_gpus_that_are_not_there(tmp_path):
     options = ["--config.mesh.data=2", "--config.mesh.fsdp=4", "--config.train.dtype=bfloat16"]
     outputs = [f"--output={tmp_path}/audit.json", f"--keep_hlo={tmp_path}/step.hlo"]
-    done = audited("--target=h200:8", *options, *outputs)
+    done = audited("h200:8", *options, *outputs)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "audit.json").read_text())
     assert found["device"] == "8 NVIDIA H200" and 0 < found["roofline"]["mfu"] < 1
@@ -134,9 +147,31 @@ def test_the_step_is_compiled_for_gpus_that_are_not_there(tmp_path):
 
 @pytest.mark.slow
 def test_a_mesh_that_does_not_fit_the_target_is_one_line():
-    done = audited("--target=h200:8", "--config.mesh.data=2")
+    done = audited("h200:8", "--config.mesh.data=2")
     assert done.returncode == 2
     expected = (
         "mesh.data=2 needs 2 devices and there are 8; use --target=h200:2, or set one axis to -1"
     )
     assert done.stderr.splitlines()[-1] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("h200:16", dict(data=2, fsdp=8)), ("v5e:4x4:2", dict(data=2, fsdp=16))]
+)
+def test_of_hybrid_sharding_only_the_gradients_of_data_leave_a_slice(name, sizes, tmp_path):
+    file, num_devices = tmp_path / "audit.json", sizes["data"] * sizes["fsdp"]
+    flags = [f"--config.mesh.{axis}={size}" for axis, size in (sizes | dict(slices=2)).items()]
+    dtype, batch = "--config.train.dtype=bfloat16", f"--config.train.global_batch={num_devices}"
+    done = audited(name, *flags, dtype, batch, f"--output={file}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(file.read_text())
+    links = {row["axes"]: row for row in found["links"]["by_axes"]}
+    of_slice = found["links"]["leaving_slice"]
+    # 2 (n - 1) / n of a shard in float32, n = 2 slices; TPUs pad small shards to tiles of 8 x 128.
+    padding = 1.0001 if name.startswith("h200") else 1.5
+    assert found["param_bytes"] <= of_slice / (num_devices / 2) <= padding * found["param_bytes"]
+    assert links["fsdp"]["slices"] == links["data"]["host"] == 0 < links["fsdp"]["host"]
+    rate = {row["name"]: row["rate"] for row in found["roofline"]["transfers"]}
+    network, link = (50e9, 450e9) if name.startswith("h200") else (3.125e9, 90e9)
+    assert (rate["data"], rate["fsdp"]) == (network, link)

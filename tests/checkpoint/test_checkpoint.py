@@ -4,6 +4,7 @@ import builtins
 import errno
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -644,6 +645,7 @@ LAYOUTS = [
     pytest.param({"data": 1, "tensor": 4}, marks=slow),
     pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=slow),
     pytest.param({"data": 1, "pipeline": 4}, marks=slow),
+    pytest.param({"data": 2, "fsdp": 2, "pipeline": 2, "slices": 2}, marks=slow),
     pytest.param({"data": 1}, marks=slow),
 ]
 
@@ -655,7 +657,7 @@ def test_a_checkpoint_is_restored_bit_equal_on_any_mesh(tmp_path, layout, monkey
         c.model.num_layers = 4
         c.train.num_microbatches = 4 if "pipeline" in sizes else 1
         c.mesh.update(sizes)
-        num_devices = int(np.prod(list(sizes.values())))
+        num_devices = math.prod(size for axis, size in sizes.items() if axis != "slices")
         with monkeypatch.context() as patch:
             devices = jax.devices()[:num_devices]
             patch.setattr(jax, "devices", lambda: devices)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from meshtrain import checkpoint, cli, grads, huggingface
+from meshtrain import blocks, checkpoint, cli, huggingface
 from meshtrain.config import files as configfile
 from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
@@ -94,7 +94,7 @@ def load(folder, dtype="float32", **sizes):
 
 def logits(model, params, tokens, positions=None, segments=None):
     batch = Batch(tokens, tokens, jnp.ones(tokens.shape), positions, segments)
-    x = grads.run_blocks(
+    x = blocks.run_blocks(
         model.block, model.stack(params["layers"]), model.embed(params, batch), batch
     )
     return model.logits(params, x)

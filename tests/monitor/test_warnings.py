@@ -2,7 +2,7 @@
 
 import json
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +152,7 @@ class Device(NamedTuple):
     process_index: int
     slice_index: int
     platform: str
+    client: Any = SimpleNamespace(local_device_count=lambda: 1)
 
 
 def mesh_of(num_devices, per_network, platform="cpu", **sizes):

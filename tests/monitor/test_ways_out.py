@@ -93,6 +93,8 @@ def test_only_ways_that_apply_are_offered():
     assert "train.zero_stage=3" in ways and not any(way.startswith("mesh") for way in ways)
     ways = by_flags(advice_for(wide_config(mesh__data=8), 8))
     assert {"mesh.data=1 mesh.fsdp=8", "mesh.fsdp=2"} <= {*ways}
+    ways = by_flags(advice_for(wide_config(mesh__data=8, mesh__slices=2), 8))
+    assert "mesh.data=2 mesh.fsdp=4" in ways  # within slices
 
 
 def test_a_smaller_chunk_of_the_loss_saves_logits():

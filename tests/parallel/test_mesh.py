@@ -1,6 +1,7 @@
 """The sizes of the mesh axes, and which devices are neighbours along them."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -106,8 +107,10 @@ class HostDevice:
 
     id: int
     slice_index: int
+    process_index: int = 0
     platform: str = "gpu"
     device_kind: str = "NVIDIA H200"
+    client = SimpleNamespace(local_device_count=lambda: 1)
 
 
 def test_neighbours_in_a_mesh_of_several_hosts_share_a_host():

@@ -8,10 +8,12 @@ import pytest
 from conftest import ROOT
 
 from meshtrain import cli
+from meshtrain.verify import verify
 
 FAMILIES = sorted(
     path.stem
     for path in (ROOT / "meshtrain" / "configs").glob("*.py")
+    # The full verification of the quickstart contains its quick one.
     # llama3_128k differs from llama3 in sizes only, and a proof has its own. The other mixtures differ from mixtral in
     # sizes, router and norms, which the laws vary in the certificate of every config.
     if path.stem not in ("__init__", "default", "quickstart", "llama3_128k", "olmoe", "qwen3_moe")
@@ -20,10 +22,19 @@ FAMILIES = sorted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_quick_verification_of_every_config_passes(name, tmp_path):
-    assert (
-        cli.main("verify", [f"--config=configs/{name}.py", "--quick", f"--output={tmp_path}"]) == 0
-    )
+def test_a_quick_verification_of_every_config_passes_and_is_written(name, tmp_path, capsys):
+    options = [f"--config=configs/{name}.py", "--quick", f"--output={tmp_path}"]
+    assert cli.main("verify", options) == 0
+    assert "all equal to one device" in capsys.readouterr().out
+    record = json.loads((tmp_path / "verify.json").read_text())
+    assert record["passed"] and len(record["results"]) == verify.QUICK_LAYOUTS
+    kinds = {"start", "evaluation", "schedule", "loss", "norm", "gradients", "parameters"}
+    for result in record["results"]:
+        assert result["differences"].keys() == kinds | {"optimizer state"}
+        assert max(result["differences"].values()) < verify.TOLERANCE
+    page = (tmp_path / "verify.md").read_text()
+    assert page.startswith("# meshtrain.models.transformer:build: passed")
+    assert page.count("\n| ") == verify.QUICK_LAYOUTS + 2
 
 
 @pytest.mark.slow

@@ -121,9 +121,9 @@ def micro_batches_are_added_in_bfloat16(patch):
 def data_shards_are_added_in_bfloat16(patch):
     original = sync.synchronise
 
-    def synchronise(sums, places):
-        added, _ = original((grads.cast(sums[0], "bfloat16"), sums[1]), places)
-        return grads.cast(added, "float32"), original(sums, places)[1]
+    def synchronise(sums, *rest):
+        added, metrics, residual = original((grads.cast(sums[0], "bfloat16"), sums[1]), *rest)
+        return grads.cast(added, "float32"), metrics, residual
 
     patch.setattr(sync, "synchronise", synchronise)
 

@@ -18,10 +18,11 @@ from meshtrain.analysis.audit.ledger import Explanation, Ledger
 from meshtrain.analysis.audit.mixtures import sharded_experts
 from meshtrain.analysis.audit.placement import placement_of
 from meshtrain.analysis.audit.sequences import sharded_attention
+from meshtrain.analysis.links import Links, links
 from meshtrain.analysis.roofline import Roofline, roofline
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
-from meshtrain.config.schema import Config
+from meshtrain.config.schema import AXES, Config
 from meshtrain.data import synthetic
 from meshtrain.data.loader import from_iterable
 from meshtrain.data.source import Batch, Source
@@ -32,6 +33,7 @@ from meshtrain.monitor.warnings import layout_warnings
 from meshtrain.monitor.ways_out import Advice
 from meshtrain.ops.experts import LEFTOVER
 from meshtrain.parallel import sharding
+from meshtrain.parallel.mesh import Network, network_of
 from meshtrain.program import Program, assemble
 
 
@@ -55,6 +57,7 @@ class Audit:
     platform: str
     param_bytes: int  # on each device
     axes: list[Total]
+    links: Links
     explanations: list[Explanation]
     extra_bytes: list[tuple[str, str, str, float]]  # axes, label, reason, bytes above the minimum
     unsent_bytes: list[tuple[str, str, float]]  # axes, role, bytes of needs that the program avoids
@@ -109,15 +112,18 @@ def audit(
         placement = placement_of(*run)
         attention = sharded_attention(cfg, parts.model, batch, placement)
         experts = sharded_experts(cfg, batch, placement)
-        placement = dataclasses.replace(placement, attention=attention, experts=experts)
+        known = {"attention": attention, "experts": experts, "sync": program.how}
+        placement = dataclasses.replace(placement, **known)
         before_compiling = [one.text for one in layout_warnings(*run)]
     device, state = program.mesh.devices.flat[0], program.abstract_state
     text = compiled.as_text()
     module = hlo.parse(text)
     advice.memory = memory_of(program, compiled, module=module)
     ways_out = [*advice.remedies()] if advice.memory and advice.memory.fits is False else []
-    found = collective_ops.find(module, placement.mesh, device.platform)
-    row = hardware.device_of(device.device_kind)
+    network = network_of(program.mesh, cfg.mesh.slices)
+    slices = network.slices.ravel()
+    found = collective_ops.find(module, placement.mesh, device.platform, slices)
+    row, unknown_rate = _row_of(device.device_kind, network)
     flops = _model_flops(cfg, parts.model, batch, program.mesh.size)
     # With balanced routing no rows are left over.
     skipped = LEFTOVER if experts and experts.has_first_pass else ""
@@ -128,17 +134,28 @@ def audit(
         platform=f"{device.platform} by jax {jax.__version__}",
         param_bytes=states.bytes_per_device(state.params),
         axes=_totals(explanations, () if placement.has_blocks else placement.model_axes),
+        links=links([(warn.axes_label(one.axes), one) for one in found], network),
         explanations=explanations,
         extra_bytes=_extra_bytes(explanations),
         unsent_bytes=_unsent_bytes(ledger),
-        warnings=before_compiling + warn.warnings(placement, cfg.rules, state, explanations),
+        warnings=unknown_rate
+        + before_compiling
+        + warn.warnings(placement, cfg.rules, state, explanations),
         imbalance=imbalance(with_files, placement, data, batch),
         memory=advice.memory,
         ways_out=ways_out,
-        roofline=row
-        and roofline(module, found, row, program.mesh, model_flops=flops, skipped=skipped),
+        roofline=row and roofline(module, found, row, network, model_flops=flops, skipped=skipped),
         hlo=text,
     )
+
+
+def _row_of(kind: str, network: Network) -> tuple[hardware.Device | None, list[str]]:
+    """Returns the row of the device, None if there is none, and a warning if it lacks the rate of a link."""
+    row = hardware.device_of(kind)
+    if row is None or row.network or network.link_along(*AXES) == "host":
+        return row, []
+    unknown = f"no roofline: meshtrain/analysis/hardware.py has no rate of the network between slices of {row.name}"
+    return None, [unknown]
 
 
 def _without_files(cfg: Config) -> Config:

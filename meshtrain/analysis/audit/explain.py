@@ -3,7 +3,14 @@
 import math
 from collections.abc import Callable, Iterable
 
-from meshtrain.analysis.audit import expert_needs, minimum, pipeline_needs, sequence_needs
+from meshtrain.analysis.audit import (
+    expert_needs,
+    minimum,
+    pipeline_needs,
+    sequence_needs,
+    slice_needs,
+    sync_needs,
+)
 from meshtrain.analysis.audit.ledger import RECOMPUTED, Explanation, Ledger
 from meshtrain.analysis.audit.minimum import Need
 from meshtrain.analysis.audit.placement import Leaf, Placement, Spec
@@ -23,7 +30,7 @@ def explain(placement: Placement, found: list[Collective]) -> tuple[list[Explana
 
     ordered = sorted(found, key=order)
     rules = (
-        _scalar,
+        *sync_needs.RULES,
         *expert_needs.RULES,
         *sequence_needs.RULES,
         *pipeline_needs.RULES,
@@ -36,7 +43,7 @@ def explain(placement: Placement, found: list[Collective]) -> tuple[list[Explana
     )
     by_shape = [_first(rules, ledger, c) for c in ordered]
     # A match by the number of elements alone is tried after every match by shape.
-    by_size = sequence_needs.sum_in_stages, _gradient_sum_by_size, _not_needed
+    by_size = sequence_needs.sum_in_stages, _gradient_sum_by_size, slice_needs.padded, _not_needed
     return [
         explanation or _first(by_size, ledger, c)
         for c, explanation in zip(ordered, by_shape, strict=True)
@@ -45,12 +52,6 @@ def explain(placement: Placement, found: list[Collective]) -> tuple[list[Explana
 
 def _first(rules: Iterable[Callable], ledger: Ledger, c: Collective) -> Explanation | None:
     return next((found for rule in rules if (found := rule(ledger, c))), None)
-
-
-def _scalar(ledger: Ledger, c: Collective) -> Explanation | None:
-    if c.array.size > 1:
-        return None
-    return Explanation(c, "scalars", 0, "metrics, and the norm of the gradient")
 
 
 def _parameter_gather(ledger: Ledger, c: Collective) -> Explanation | None:

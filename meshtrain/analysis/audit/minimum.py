@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ KEYS_AND_VALUES = "keys and values between parts of a sequence"
 TOKENS_OF_EXPERTS = "tokens for experts"
 RESULTS_OF_EXPERTS = "results of experts"
 LAYER_TRANSFER = "layers sent to the stage that runs them, gradients sent back"
+SYNCHRONISED = (GRADIENT_SUM, "in buckets")  # key of all sums that `parallel.sync.Sync` does
 # No layout needs these bytes, but compilers may send them.
 SEPARATE_INPUT_GRADIENTS = "input gradients summed one by one"
 
@@ -87,12 +89,23 @@ def _parameter_needs(placement: Placement, leaf: Leaf) -> Iterator[Need]:
     yield _gradient_sum(placement, leaf, immediate, among(immediate, spec), size, M, idle)
     size = gathered_bytes(leaf.grad_spec, max(4, leaf.itemsize))
     size /= placement.num_devices(among(immediate, spec))
-    yield _gradient_sum(placement, leaf, deferred, among(deferred, spec), size, 1)
+    if placement.sync and deferred:
+        yield _synchronised(placement.sync, leaf, size)
+    else:
+        yield _gradient_sum(placement, leaf, deferred, among(deferred, spec), size, 1)
 
     updated = tuple(axis for axis in among(token_axes, leaf.moment_spec) if axis not in gathered)
     size = gathered_bytes(leaf.moment_spec, leaf.itemsize) / placement.num_devices(gathered)
     once = bytes_sent("all-gather", size, placement.num_devices(updated))
     yield Need(UPDATE_GATHER, updated, leaf, (UPDATE_GATHER, leaf.name), once, 1)
+
+
+def _synchronised(sync: Any, leaf: Leaf, size: float) -> Need:
+    """Returns the need of a sum of `size` bytes as `Sync` does it."""
+    compressed = sync.is_compressed(leaf.name.replace("/", "."))
+    itemsize = max(4, leaf.itemsize)
+    once = size / itemsize * sync.bytes_per_element(itemsize, compressed=compressed)
+    return Need(GRADIENT_SUM, sync.axes, leaf, SYNCHRONISED, once, 1)
 
 
 def _gradient_sum(

@@ -111,6 +111,7 @@ class Placement:
     # Of sharded sequences; None if they are not sharded, or their attention is unknown.
     attention: ShardedAttention | None = None
     experts: ShardedExperts | None = None  # None: none, or of a user's own model
+    sync: Any = None  # a parallel.sync.Sync; None: XLA adds the gradients of the batch shards
 
     @property
     def model_axes(self) -> Axes:

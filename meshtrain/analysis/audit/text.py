@@ -16,7 +16,8 @@ MAX_WARNINGS = 20
 def lines(audit: Any) -> Iterator[str]:
     """Yields the lines of an Audit: totals by axis, collectives, bytes above the minimum, warnings."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in audit.mesh.items() if size > 1)
-    yield f"mesh {mesh or 'one device'} · {audit.device} · compiled for {audit.platform}"
+    slices = f" · {audit.links.num_slices} slices" if audit.links.num_slices > 1 else ""
+    yield f"mesh {mesh or 'one device'}{slices} · {audit.device} · compiled for {audit.platform}"
     yield f"{audit.param_bytes:,} bytes of parameters on each device"
     yield ""
     yield f"{'bytes each device sends in a step, over':44}{'bytes':>16}{'minimum':>16}{'ratio':>9}"
@@ -27,6 +28,7 @@ def lines(audit: Any) -> Iterator[str]:
         yield f"  {total.name:42}{total.bytes:>16,.0f}{minimum}{ratio}"
     if not audit.axes:
         yield "  nothing: no collective, and none needed"
+    yield from _links(audit.links)
     yield from _collectives(audit.explanations)
     yield from _differences(audit)
     yield from _imbalance(audit.imbalance)
@@ -39,6 +41,25 @@ def lines(audit: Any) -> Iterator[str]:
         yield from _wrapped("! ", warning)
     if len(audit.warnings) > MAX_WARNINGS:
         yield f"! and {len(audit.warnings) - MAX_WARNINGS} more warnings, about fewer bytes"
+
+
+def _links(links: Any) -> Iterator[str]:
+    """Yields the bytes by link, if there is more than one link."""
+    columns = {"host": "within a host", "hosts": "between hosts", "slices": "between slices"}
+    if links.num_hosts == links.num_slices:  # of TPUs, all hosts of a slice share its fast network
+        columns = {"host": "within a slice", "slices": "between slices"}
+    if links.num_slices == 1:
+        del columns["slices"]
+    if links.num_hosts == 1 or not links.by_axes:
+        return
+    yield ""
+    yield f"{'of these bytes, over links':44}{''.join(f'{name:>16}' for name in columns.values())}"
+    for row in links.by_axes:
+        yield f"  {row.axes:42}{''.join(f'{getattr(row, link):>16,.0f}' for link in columns)}"
+    leaving = {"hosts": links.leaving_host, "slices": links.leaving_slice}
+    for link in [*columns][1:]:
+        place = link.removesuffix("s")
+        yield f"  {f'all devices of a {place} send to other {link}':42}{leaving[link]:>16,.0f}"
 
 
 def _collectives(explanations: list[Explanation]) -> Iterator[str]:
@@ -103,8 +124,8 @@ def _memory(memory: Any) -> Iterator[str]:
         return
     yield ""
     yield f"{'memory of each device, in the step':44}{'bytes':>16}"
-    names = ("parameters", "optimizer_state", "batch", "activations", "gradients", "temporaries")
-    for name in (*names, "peak"):
+    state = ("parameters", "optimizer_state", *(["residual"] if memory.residual else []))
+    for name in (*state, "batch", "activations", "gradients", "temporaries", "peak"):
         label = {"activations": "activations kept"}.get(name, name.replace("_", " "))
         yield f"  {label:42}{getattr(memory, name):>16,}"
     if memory.capacity:

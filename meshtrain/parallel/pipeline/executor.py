@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import grads
-from meshtrain.metrics import Metrics
+from meshtrain import blocks
+from meshtrain.metrics import GradFn, Metrics
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding, sync
 from meshtrain.parallel.pipeline import ring
@@ -70,14 +70,15 @@ def pipelined(
     keep: str,
     grad_shardings: Any,
     partial_over: tuple[str, ...],
-) -> grads.GradFn:
+    how: sync.Sync | None = None,
+) -> GradFn:
     """Returns the GradFn that runs the micro-batches of `table` through the stages.
 
     `keep` is what a stage saves of a chunk for its backward: "inputs", from which the chunk is run again,
     or "residuals", all arrays that the backward needs, except those that follow from the weights alone.
     """
 
-    def grad_fn(params, batch, key, scale=1.0):
+    def grad_fn(params, batch, key, scale=1.0, residual=None):
         stages = _stages(model, table, params, batch, dtype, remat, unroll, partial_over, keep)
         step = _Step(stages, table, grad_shardings, scale)
         carry = step.start()
@@ -86,7 +87,7 @@ def pipelined(
             carry, _ = jax.lax.scan(functools.partial(step.tick, rows), carry, rows)
         layer_grads = jax.vmap(ring.from_stages, in_axes=2)(carry.layer_grads)
         sums = {**carry.outer_grads, "layers": layer_grads}, carry.metrics
-        return sync.synchronise(sums, grad_shardings)
+        return sync.synchronise(sums, grad_shardings, residual, how, key)
 
     return grad_fn
 
@@ -234,8 +235,8 @@ def _stages(model, table, params, batch, dtype, remat, unroll, partial_over, kee
     block, unroll = rematerialised(model.block, remat), unroll if remat == "none" else 1
     return Stages(
         model,
-        functools.partial(grads.run_blocks, block, unroll=unroll),
-        grads.cast(params, dtype),
+        functools.partial(blocks.run_blocks, block, unroll=unroll),
+        blocks.cast(params, dtype),
         batch,
         num_microbatches=table.num_microbatches,
         num_chunks=table.num_chunks,
