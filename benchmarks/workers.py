@@ -23,11 +23,25 @@ ALONE, BUSY, TOGETHER = "one process", "one process on each core", "all processe
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
-def launch(script: str, core: int, *options: str, **variables: str) -> subprocess.Popen:
-    """Starts a worker on this core, with the flags of this process and `options`, and these environment variables."""
+def launch(
+    script: str, core: int, *options: str, prefix: Sequence[str] = (), **variables: str
+) -> subprocess.Popen:
+    """Starts a worker on this core, with the flags of this process and `options`, and these environment variables.
+
+    `prefix` is a command that runs the worker's.
+    """
     flags = f"{ONE_THREAD} {os.environ.get('XLA_FLAGS', '')}"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **variables}
-    command = ["taskset", "-c", str(core), sys.executable, script, "--worker", *sys.argv[1:]]
+    command = [
+        *prefix,
+        "taskset",
+        "-c",
+        str(core),
+        sys.executable,
+        script,
+        "--worker",
+        *sys.argv[1:],
+    ]
     command += options  # last, because argparse uses the last value of a flag
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
@@ -95,6 +109,8 @@ def stop(workers: list[subprocess.Popen]) -> None:
     for worker in workers:
         worker.stdin.close()
     codes = [worker.wait(60) for worker in workers]
+    for worker in workers:
+        worker.stdout.close()
     assert not any(codes), codes
 
 

@@ -10,6 +10,10 @@ have a leading dim with one row [...] per position that has a device of this pro
 positions if there is one process). Processes that share a position must pass the same row. `mesh`
 defaults to the mesh of `jax.set_mesh`. Raises ConfigError for invalid arguments.
 
+`all_reduce` of op sum or mean may choose who sends to whom (parallel/patterns.py):
+
+  total = collectives.all_reduce(rows, axis="data", pattern="hierarchical")
+
 All processes must make the same calls in the same order. They compare shapes and dtypes only when these
 are new: if later one process alone returns to shapes that it has used before, the call hangs.
 """
@@ -25,18 +29,24 @@ import numpy as np
 from jax import lax
 
 from meshtrain.cluster import distributed
+from meshtrain.config.schema import AXES
 from meshtrain.errors import ConfigError, choice_faults
+from meshtrain.parallel import patterns
+from meshtrain.parallel.mesh import network_of
 
 OPS = ("sum", "mean", "max", "min")
 
 
-def all_reduce(value: Any, op: str = "sum", *, axis: str | None = None, mesh=None) -> Any:
+def all_reduce(
+    value: Any, op: str = "sum", *, axis: str | None = None, mesh=None, pattern: str = "xla"
+) -> Any:
     """Returns [...] reduced over all members: op is sum, mean, max or min; any NaN gives NaN.
 
     As in numpy, a sum of bools is int64, and a mean of bools or integers is float64; but a sum of
     integers keeps their dtype and can overflow. Floats of less than 32 bits are added in float32.
+    `pattern` is xla, hierarchical, ring or tree; max and min have only xla.
     """
-    return _run("all_reduce", op, value, axis, mesh)
+    return _run("all_reduce", op, value, axis, mesh, pattern)
 
 
 def all_gather(value: Any, *, axis: str | None = None, mesh=None) -> Any:
@@ -64,8 +74,14 @@ def barrier() -> None:
     distributed.barrier("collectives")
 
 
-def _run(name: str, option: Any, value: Any, axis: str | None, mesh: Any) -> Any:
-    call, over_processes = f"{name}({option!r}, axis={axis!r})", axis is None and mesh is None
+def _run(
+    name: str, option: Any, value: Any, axis: str | None, mesh: Any, pattern: str = "xla"
+) -> Any:
+    given = f", pattern={pattern!r}" if pattern != "xla" else ""
+    call, over_processes = (
+        f"{name}({option!r}, axis={axis!r}{given})",
+        axis is None and mesh is None,
+    )
     mesh = _process_mesh() if over_processes else mesh or jax.sharding.get_mesh()
     axis = "process" if over_processes else axis
     if mesh.empty:
@@ -76,6 +92,7 @@ def _run(name: str, option: Any, value: Any, axis: str | None, mesh: Any) -> Any
         faults += choice_faults("op", option, OPS)
     elif name == "broadcast" and option not in range(num):
         faults += [f"root={option}: use a member from 0 to {num - 1}"]
+    faults = faults or _pattern_faults(pattern, option, mesh, axis)
     if faults:
         raise ConfigError(*faults)
     paths, tree = jax.tree_util.tree_flatten_with_path(value)
@@ -93,7 +110,7 @@ def _run(name: str, option: Any, value: Any, axis: str | None, mesh: Any) -> Any
     # The caller may have another mesh active, and 64-bit dtypes disabled.
     with jax.enable_x64(True), jax.set_mesh(mesh):
         inputs = [to_devices(x, mesh=mesh, axis=axis) for x in inputs]
-        outputs = program(name, option, mesh=mesh, axis=axis)(inputs)
+        outputs = program(name, option, mesh=mesh, axis=axis, pattern=pattern)(inputs)
     outputs = [to_host(y, mesh=mesh, axis=axis) for y in outputs]
     if not reduces:
         outputs = [y.view(x.dtype)[..., 0] for y, x in zip(outputs, rows.values(), strict=True)]
@@ -149,10 +166,47 @@ def _check_same(mesh: jax.sharding.Mesh, call: tuple[str, ...], faults: tuple[st
                 raise ConfigError(f"{call[0]}: {difference}; use the same on all processes")
 
 
+def _pattern_faults(pattern: str, op: Any, mesh: jax.sharding.Mesh, axis: str) -> list[str]:
+    if faults := choice_faults("pattern", pattern, patterns.PATTERNS):
+        return faults
+    if pattern != "xla" and op in ("max", "min"):
+        return [f"pattern={pattern!r}: it adds, and op={op!r} does not; use pattern='xla'"]
+    if pattern == "hierarchical" and not _num_parts(mesh, axis):
+        return [
+            f"pattern='hierarchical': hosts do not hold equal, contiguous parts of {axis!r}; "
+            f"use another mesh, or pattern='xla'"
+        ]
+    return []
+
+
 @functools.lru_cache
-def program(name: str, option: Any, *, mesh: jax.sharding.Mesh, axis: str) -> Any:
+def _num_parts(mesh: jax.sharding.Mesh, axis: str) -> int:
+    """Returns over how many hosts, or slices, the members along the axis are spread; 0 if not in equal parts."""
+    # The mesh may have axes of any names: what matters is on `data`, all others are together on `tensor`.
+    rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
+    sizes = {"data": len(rows), "tensor": rows.size // len(rows)}
+    grid = rows.reshape([sizes.get(name, 1) for name in AXES])
+    network = network_of(jax.sharding.Mesh(grid, AXES))
+    number = network.num_parts("data")
+    return 0 if number == 1 and network.link_along("data") != "host" else number
+
+
+def program(
+    name: str, option: Any, *, mesh: jax.sharding.Mesh, axis: str, pattern: str = "xla"
+) -> Any:
     """Returns the jitted collective of a list of global arrays [N, ...]; `option` is op, root or None."""
+    return _program(name, option, mesh, axis, pattern)
+
+
+@functools.lru_cache
+def _program(name: str, option: Any, mesh: jax.sharding.Mesh, axis: str, pattern: str) -> Any:
     num = mesh.shape[axis]
+    levels = patterns.levels_of(pattern, num, max(1, _num_parts(mesh, axis)))
+
+    def add(y: jax.Array) -> jax.Array:
+        if not y.size:
+            return y
+        return patterns.all_reduce(y.reshape(-1), (axis,), levels)[0].reshape(y.shape)
 
     def collective(x: jax.Array) -> jax.Array:
         if name == "all_gather":
@@ -172,11 +226,12 @@ def program(name: str, option: Any, *, mesh: jax.sharding.Mesh, axis: str) -> An
             rows = x.shape[0] // num if scatter else 0
             y = lax.dynamic_slice_in_dim(y, lax.axis_index(axis) * rows, rows) if scatter else y
         else:
-            y = lax.psum_scatter(y, axis, tiled=True) if scatter else lax.psum(y, axis)
+            y = lax.psum_scatter(y, axis, tiled=True) if scatter else add(y)
         return (y / num if option == "mean" else y).astype(result_dtype)
 
     # Manual over all axes: on CPU, adding bfloat16 in a partially manual region aborts the process.
-    specs = dict(in_specs=jax.P(axis), out_specs=jax.P(axis))
+    # The check of what varies does not know that an exchange in groups leaves the same sum on all members.
+    specs = dict(in_specs=jax.P(axis), out_specs=jax.P(axis), check_vma=pattern == "xla")
     rows = jax.shard_map(lambda xs: [collective(x[0])[None] for x in xs], mesh=mesh, **specs)
     return jax.jit(rows)
 

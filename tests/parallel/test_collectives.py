@@ -1,5 +1,6 @@
 """Collectives of host values equal numpy, in the same dtype, bit-identical on each member."""
 
+import itertools
 import os
 import re
 import socket
@@ -15,7 +16,8 @@ from conftest import ROOT
 from meshtrain import cli
 from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError
-from meshtrain.parallel import collectives
+from meshtrain.parallel import collectives, patterns
+from meshtrain.parallel import mesh as meshes
 from meshtrain.parallel.mesh import make_mesh
 
 CALLS = [(name, op) for name in ("all_reduce", "reduce_scatter") for op in collectives.OPS]
@@ -84,6 +86,41 @@ def test_a_sum_with_rounding_is_bit_identical_on_every_member():
     result = collectives.all_reduce(rows, axis="data", mesh=make_mesh(data=8))
     assert len({row.tobytes() for row in result}) == 1
     np.testing.assert_allclose(result[0], rows.sum(0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["ring", "tree", "hierarchical"])
+def test_every_pattern_adds_what_numpy_adds_and_leaves_the_same_bits_on_every_member(pattern):
+    for (sizes, axis), op in [(MESHES["only axis"], "sum"), (MESHES["middle axis"], "mean")]:
+        mesh = make_mesh(**sizes)
+        keys = itertools.product((np.int64, jnp.bfloat16, bool), [(), (5, 3), (0, 2)])
+        rows = [rows_of(mesh.shape[axis], *key) for key in keys]
+        results = collectives.all_reduce(rows, op, axis=axis, mesh=mesh, pattern=pattern)
+        for result, one in zip(results, rows, strict=True):
+            check(result, numpy_result("all_reduce", op, one))
+    noise = np.random.default_rng(0).normal(size=(8, 1001)).astype(np.float32)
+    result = collectives.all_reduce(noise, axis="data", mesh=make_mesh(data=8), pattern=pattern)
+    assert len({row.tobytes() for row in result}) == 1
+    np.testing.assert_allclose(result[0], noise.sum(0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [(2, 4), (4, 2), (1, 8), (8, 1)])
+def test_a_hierarchical_sum_meets_first_inside_each_host(layout, monkeypatch):
+    num_hosts, num_each = layout
+    monkeypatch.setattr(meshes, "_host", lambda device: device.id // num_each)
+    axis = f"hosts of {num_each}"  # what is found for a mesh is kept
+    mesh, rows = jax.make_mesh((8,), (axis,)), rows_of(8, np.int64, (5,))
+    result = collectives.all_reduce(rows, axis=axis, mesh=mesh, pattern="hierarchical")
+    check(result, numpy_result("all_reduce", "sum", rows))
+    levels = patterns.levels_of("hierarchical", 8, collectives._num_parts(mesh, axis))
+    assert [level.size for level in levels] == ([num_each, num_hosts] if 1 < num_hosts < 8 else [8])
+
+
+def test_hosts_without_contiguous_parts_are_reported(monkeypatch):
+    monkeypatch.setattr(meshes, "_host", lambda device: device.id % 2)
+    along = {"axis": "alternating", "mesh": jax.make_mesh((2, 4), ("rest", "alternating"))}
+    with pytest.raises(ConfigError, match="hosts do not hold equal, contiguous parts of 'alterna"):
+        collectives.all_reduce(np.ones(4), pattern="hierarchical", **along)
+    check(collectives.all_reduce(np.ones(4), pattern="tree", **along), np.full(4, 4.0))
 
 
 def test_16_bit_floats_are_added_in_float32():
@@ -172,6 +209,14 @@ def test_a_repeated_call_neither_compiles_nor_compares_processes(monkeypatch):
         (lambda: collectives.reduce_scatter([1], ""), "op='': use one of sum, mean, max, min"),
         (lambda: collectives.all_reduce(1, axis="data"), "axis='data' and no mesh; give mesh="),
         (lambda: collectives.all_reduce(1, mesh=make_mesh(data=8)), "axis=None: use one of"),
+        (
+            lambda: collectives.all_reduce(1, pattern="rings"),
+            "pattern='rings': use one of xla, hierarchical, ring, tree",
+        ),
+        (
+            lambda: collectives.all_reduce(1, "max", pattern="ring"),
+            "pattern='ring': it adds, and op='max' does not; use pattern='xla'",
+        ),
         (lambda: along(np.ones(8), "rows"), "axis='rows': use one of pipeline, data"),
         (lambda: along(np.ones(4)), r"value has shape (4,); use a leading dim of 8"),
         (lambda: along(1.0), r"value has shape (); use a leading dim of 8"),
@@ -244,11 +289,17 @@ def check_on_each_process():
                 result = getattr(collectives, name)(value, *options, axis="data", mesh=mesh)
                 check(result["x"], numpy_result(name, option, rows)[positions])
                 check(result["y"][0], numpy_result(name, option, rows[:, ::-1])[positions])
+            for pattern in patterns.PATTERNS:
+                result = collectives.all_reduce(
+                    rows[positions], axis="data", mesh=mesh, pattern=pattern
+                )
+                check(result, numpy_result("all_reduce", "sum", rows)[positions])
     check_interleaved_devices(me)
     check_while_another_program_runs(me)
     noise = np.random.default_rng(me).normal(size=9999).astype(np.float32)
-    total = collectives.all_reduce(noise)
-    assert len({row.tobytes() for row in collectives.all_gather(total)}) == 1
+    for pattern in patterns.PATTERNS:
+        total = collectives.all_reduce(noise, pattern=pattern)
+        assert len({row.tobytes() for row in collectives.all_gather(total)}) == 1
     check(collectives.all_reduce(np.array([np.nan, 1.0][me]), "max"), np.float64(np.nan))
     collectives.barrier()
     check_faults(me)
