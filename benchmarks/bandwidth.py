@@ -42,7 +42,8 @@ from benchmarks.workers import launch, read_reply
 from meshtrain.analysis import hardware
 from meshtrain.cluster import distributed, runtime
 from meshtrain.cluster.environment import JAX_VARIABLES
-from meshtrain.parallel import collectives, patterns
+from meshtrain.config.sync import PATTERNS
+from meshtrain.parallel import collectives
 
 # Each collective, with its reduction or its root.
 COLLECTIVES = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": None}
@@ -111,7 +112,7 @@ def measure_patterns(largest: int) -> list[dict[str, Any]]:
     num_hosts, num_members = jax.process_count(), jax.device_count()
     # Elsewhere hierarchical is one collective, that of xla.
     has_levels = 1 < num_hosts < num_members
-    names = [name for name in patterns.PATTERNS if has_levels or name != "hierarchical"]
+    names = [name for name in PATTERNS if has_levels or name != "hierarchical"]
     while size <= largest:
         rows = np.ones((jax.local_device_count(), size // 4), np.float32)
         inputs = [collectives.to_devices(rows, **members)]
@@ -140,7 +141,7 @@ def show_patterns(table: list[dict[str, Any]], link: str) -> None:
     rows = []
     for entry in table:
         row = {"all_reduce, KiB": entry["bytes"] // 1024, "link": link}
-        times = {name: entry.get(name) for name in patterns.PATTERNS}
+        times = {name: entry.get(name) for name in PATTERNS}
         row |= {f"{name} us": t and t * 1e6 for name, t in times.items()}
         known = {name: t for name, t in times.items() if t}
         rows.append(row | {"fastest": min(known, key=known.get)})

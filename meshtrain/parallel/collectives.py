@@ -30,6 +30,7 @@ from jax import lax
 
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import AXES
+from meshtrain.config.sync import PATTERNS
 from meshtrain.errors import ConfigError, choice_faults
 from meshtrain.parallel import patterns
 from meshtrain.parallel.mesh import network_of
@@ -167,7 +168,7 @@ def _check_same(mesh: jax.sharding.Mesh, call: tuple[str, ...], faults: tuple[st
 
 
 def _pattern_faults(pattern: str, op: Any, mesh: jax.sharding.Mesh, axis: str) -> list[str]:
-    if faults := choice_faults("pattern", pattern, patterns.PATTERNS):
+    if faults := choice_faults("pattern", pattern, PATTERNS):
         return faults
     if pattern != "xla" and op in ("max", "min"):
         return [f"pattern={pattern!r}: it adds, and op={op!r} does not; use pattern='xla'"]

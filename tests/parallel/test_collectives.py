@@ -15,6 +15,7 @@ from conftest import ROOT
 
 from meshtrain import cli
 from meshtrain.cluster import distributed
+from meshtrain.config.sync import PATTERNS
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import collectives, patterns
 from meshtrain.parallel import mesh as meshes
@@ -289,7 +290,7 @@ def check_on_each_process():
                 result = getattr(collectives, name)(value, *options, axis="data", mesh=mesh)
                 check(result["x"], numpy_result(name, option, rows)[positions])
                 check(result["y"][0], numpy_result(name, option, rows[:, ::-1])[positions])
-            for pattern in patterns.PATTERNS:
+            for pattern in PATTERNS:
                 result = collectives.all_reduce(
                     rows[positions], axis="data", mesh=mesh, pattern=pattern
                 )
@@ -297,7 +298,7 @@ def check_on_each_process():
     check_interleaved_devices(me)
     check_while_another_program_runs(me)
     noise = np.random.default_rng(me).normal(size=9999).astype(np.float32)
-    for pattern in patterns.PATTERNS:
+    for pattern in PATTERNS:
         total = collectives.all_reduce(noise, pattern=pattern)
         assert len({row.tobytes() for row in collectives.all_gather(total)}) == 1
     check(collectives.all_reduce(np.array([np.nan, 1.0][me]), "max"), np.float64(np.nan))
