@@ -17,7 +17,8 @@ import jax
 
 from meshtrain.analysis import collective_ops, hardware, hlo
 from meshtrain.analysis.roofline import roofline
-from meshtrain.models.transformer_config import TransformerConfig, flops_per_token
+from meshtrain.models.flops import flops_per_token
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.program import Program
 
 AMPERE = 8.0  # compute capability: the first with bfloat16 and with fused attention

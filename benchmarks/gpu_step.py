@@ -38,7 +38,7 @@ from benchmarks.contestant import CONTESTANTS
 from benchmarks.devices import Devices
 from meshtrain.analysis.hardware import peak_flops
 from meshtrain.configs import default
-from meshtrain.models.transformer_config import flops_per_token
+from meshtrain.models.flops import flops_per_token
 
 GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
 SHAPES = {  # layers, width, heads, key/value heads, feed-forward, vocabulary, tokens, rows, other keys
