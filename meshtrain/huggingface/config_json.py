@@ -272,7 +272,8 @@ def normalize(section: Section) -> Section:
     letters = repeat_to(s["num_layers"], s["attention"])
     s["attention"], s["window"] = letters, s["window"] if "l" in letters else 0
     s["query_scale"] = s["query_scale"] or (s["head_dim"] + s["rope_head_dim"]) ** -0.5
-    s["v_head_dim"] = s["v_head_dim"] or s["head_dim"]
+    if s["v_head_dim"] == s["head_dim"]:
+        s["v_head_dim"] = 0
     s["qkv_bias"] = s["qkv_bias"] or s["bias"]
     s["rope_scaling"] = tuple(s["rope_scaling"])
     if s["positions"] != "rope" or "l" not in letters:

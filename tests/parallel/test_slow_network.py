@@ -34,9 +34,6 @@ def test_an_interface_counts_the_bytes_of_the_audit(toy):
     assert exact["MB sent"] > 3.5 * compressed["MB sent"]
     for row in samples:
         assert len(row["seconds"]) == len(row["losses"]) == toy.steps
-        # The link carries 12.5 MB/s; only the bucket, of 128 KiB, is faster.
-        sent = max(row["sent"][0])
-        assert sum(row["seconds"]) > (sent * toy.steps - 131_072) / 12.5e6
 
 
 @pytest.mark.multiprocess
