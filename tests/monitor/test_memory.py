@@ -22,7 +22,7 @@ def program():
     mesh = make_mesh(MeshConfig(fsdp=8))
     sharded, replicated = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("fsdp", None))
     leaf = jax.ShapeDtypeStruct((1_000_000,), "float32", sharding=sharded)
-    state = SimpleNamespace(params={"w": leaf}, opt_state=[leaf, leaf])
+    state = SimpleNamespace(params={"w": leaf}, opt_state=[leaf, leaf], residual=None)
     # As at ZeRO stage 1: gradients are replicated.
     return SimpleNamespace(mesh=mesh, abstract_state=state, grad_shardings={"w": replicated})
 
