@@ -18,7 +18,8 @@ from meshtrain.verify.subject import Subject
 
 NUM_MICROBATCHES = (1, 3, 6, 12)  # multiples of the number of stages, and not
 NUM_CHUNKS = (2, 3)  # of interleaved schedules, on each stage
-UNROLL = (1, 5)  # 5 divides the layers of no subject and no chunk: fewer layers are unrolled then
+# 3 divides neither the 8 layers of a shallow subject nor those of its stages: 2 are unrolled then.
+UNROLL = (1, 3)
 # Several blocks at the sequence length of a subject, the last one shorter.
 ATTENTION_IMPLS = ("xla", "xla:6", "blockwise:3")
 LOSS_CHUNKS = (0, 3)

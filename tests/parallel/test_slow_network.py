@@ -21,6 +21,7 @@ def toy(monkeypatch):
     return SimpleNamespace(**TOY)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @needs_network
 def test_an_interface_counts_the_bytes_of_the_audit(toy):
