@@ -102,17 +102,19 @@ def _compressed(x_L, axes, level: Level, groups, wire: Wire, keys):
     """Returns the sum over the groups of one level, sent in the format of `wire`, and this member's error."""
     rows_NC = x_L.reshape(level.size, -1)
     length = rows_NC.shape[1]
+    place = level.place(axes)
     first, second = (None, None) if keys is None else keys
     sent = wire.encode(rows_NC, first)
     error_NC = rows_NC - wire.decode(sent, length, x_L.dtype)
     received = lax.all_to_all(sent, axes, 0, 0, axis_index_groups=groups, tiled=True)
-    part_C = wire.decode(received, length, x_L.dtype).sum(0)
+    # What this member adds up of its own is not sent, so it stays exact: what the sum lacked at the last step is in it.
+    part_NC = wire.decode(received, length, x_L.dtype).at[place].set(rows_NC[place])
+    part_C = part_NC.sum(0)
     sent = wire.encode(part_C[None], second)
     # Its own part decoded too, or replicas would differ.
     error_C = part_C - wire.decode(sent, length, x_L.dtype)[0]
     rows = lax.all_gather(sent[0], axes, axis_index_groups=groups)
-    place = level.place(axes)
-    error = error_NC.at[place].add(error_C).reshape(-1)
+    error = error_NC.at[place].set(error_C).reshape(-1)
     return wire.decode(rows, length, x_L.dtype).reshape(-1), error
 
 
