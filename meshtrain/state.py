@@ -83,13 +83,30 @@ def plan(
     zero_stage: int,
     residual_shardings: Callable[[Any], Any] = lambda shardings: None,
 ) -> tuple[TrainState, Any]:
-    """Returns the abstract state of `init`, each array with its sharding, and the gradients' shardings.
+    """Returns the abstract state of `init`, each array with its sharding, and the gradients' shardings."""
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    _check_axes(axes, shapes.params, mesh)
+    made = {"zero_stage": zero_stage, "residual_shardings": residual_shardings}
+    shardings, of_gradients = place(shapes, axes, optimizer, rules, mesh, **made)
+    abstract = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, shardings)
+    return abstract, of_gradients
+
+
+def place(
+    shapes: TrainState,
+    axes: Axes,
+    optimizer: optax.GradientTransformation,
+    rules: sharding.Rules,
+    mesh,
+    *,
+    zero_stage: int,
+    residual_shardings: Callable[[Any], Any] = lambda shardings: None,
+) -> tuple[TrainState, Any]:
+    """Returns the shardings of the state, and those of the gradients.
 
     The ZeRO stage (arXiv 1910.02054) selects what is sharded over ZERO_AXES: nothing at stage 0, optimizer
     state from stage 1, gradients from stage 2, parameters at stage 3.
     """
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    _check_axes(axes, shapes.params, mesh)
 
     def shardings_from(first_stage: int):
         below = sharding.rules_without(rules, *sharding.ZERO_AXES)
@@ -119,10 +136,10 @@ def plan(
         is_leaf=is_masked,
     )
     loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
-    residual = residual_shardings(shardings_from(2))
-    shardings = TrainState(replicated, shardings_from(3), opt_state, loss_scale, residual)
-    abstract = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, shardings)
-    return abstract, shardings_from(2)
+    of_gradients = shardings_from(2)
+    residual = residual_shardings(of_gradients)
+    placed = TrainState(replicated, shardings_from(3), opt_state, loss_scale, residual)
+    return placed, of_gradients
 
 
 def _check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:

@@ -28,7 +28,7 @@ metrics cluster parallel
 ops data
 models optim blocks
 grads state parallel.pipeline checkpoint
-step program monitor train
+plan step program monitor train
 huggingface inference verify analysis
 commands cli main __main__
 """.split()

@@ -30,6 +30,7 @@ VERBS = {
     "generate": Verb("meshtrain.commands.generate", "generate text with a model", "run"),
     "evaluate": Verb("meshtrain.commands.evaluate", "measure loss and bits per byte", "run"),
     "verify": Verb("meshtrain.commands.verify", "compare layouts with one device", "config"),
+    "plan": Verb("meshtrain.commands.plan", "rank layouts for devices", "config"),
     "audit": Verb("meshtrain.commands.audit", "count the bytes that a step sends", "config"),
     "profile": Verb("meshtrain.commands.profile", "show where a step's time goes", "config"),
     "schedule": Verb("meshtrain.analysis.schedule", "print and draw a pipeline schedule"),

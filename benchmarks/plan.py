@@ -1,0 +1,160 @@
+"""How wrong the planner is: published steps of other trainers, predicted by `meshtrain plan`'s closed form.
+
+  python benchmarks/plan.py [--group=nemo] [--output=PATH]
+
+published_steps.csv has a row for each measured step: sizes, mesh, batch, remat, seconds, and where it was published.
+Frameworks differ in their kernels, so the table also has the errors after one factor for each framework and chip. The
+regret of a group of layouts of one model is by how much the layout with the least predicted time is slower than the
+fastest. No device is needed.
+"""
+
+import csv
+import dataclasses
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import record
+from meshtrain.analysis import hardware
+from meshtrain.plan.cost import Habits, Layout, step_cost
+from meshtrain.plan.machine import Machine
+from meshtrain.plan.sizes import decoder
+
+STEPS = Path(__file__).with_name("published_steps.csv")
+# What is known of the frameworks: Megatron of 2021 had no fused attention and did not overlap the sum of gradients.
+HABITS = {
+    "megatron": Habits(
+        fused_attention=False, data_hidden=0.0, sends_hidden=0.0, head_on_all_stages=False
+    ),
+    "nemo": Habits(
+        tensor_hidden=0.7,
+        head_on_all_stages=False,
+        data_holds_moments=True,
+        context_attention=1.0,
+    ),
+    "meta": Habits(
+        tensor_hidden=0.3,
+        head_on_all_stages=False,
+        data_holds_moments=True,
+        context_attention=1.0,
+    ),
+    "llm-foundry": Habits(grad_bytes=2),
+}
+DEVICES = hardware.BY_NAME | {
+    # Limited to 500 W, which sustains about a fifth less.
+    "h100-500w": dataclasses.replace(
+        hardware.BY_NAME["h100"], flops_16=0.8 * hardware.BY_NAME["h100"].flops_16
+    )
+}
+
+
+def rows(path: Path = STEPS) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def predicted(row: dict[str, str]) -> float:
+    """Returns the seconds of a step."""
+
+    def number(name: str) -> int:
+        return int(float(row[name]))
+
+    device, chips = DEVICES[row["hardware"]], number("chips")
+    per_host = 8 if device.chip else chips // number("slices")
+    sizes = {name: number(name) for name in ("data", "fsdp", "pipeline", "context", "tensor")}
+    chunks = number("chunks")
+    layout = Layout(
+        **sizes,
+        zero_stage=number("zero"),
+        rows=number("rows"),
+        num_microbatches=number("micro"),
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        num_chunks=chunks,
+        remat=row["remat"],
+    )
+    work = decoder(
+        *(number(name) for name in "LDFHGKV"),
+        gated=bool(number("gated")),
+        tied=bool(number("tied")),
+    )
+    machine = Machine(device, chips, per_host)
+    return step_cost(work, layout, machine, number("seq"), HABITS.get(row["framework"])).seconds
+
+
+def errors(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Returns a row for each framework and chip, and one for all: errors in percent, as they are and scaled."""
+    groups, table = defaultdict(list), []
+    for row in rows:
+        groups[row["framework"], row["hardware"]].append(float(row["step_s"]) / predicted(row))
+    raw, scaled = [], []
+    for (framework, chip), ratios in groups.items():
+        factor = statistics.median(ratios)
+        of_raw = [100 * abs(1 / ratio - 1) for ratio in ratios]
+        of_scaled = [100 * abs(factor / ratio - 1) for ratio in ratios]
+        raw, scaled = raw + of_raw, scaled + of_scaled
+        table.append(_entry(f"{framework}, {chip}", of_raw, of_scaled, factor))
+    return [*table, _entry("all", raw, scaled, None)]
+
+
+def _entry(name: str, raw: list[float], scaled: list[float], factor: float | None):
+    def quantiles(kind: str, values: list[float]) -> dict[str, float]:
+        return {
+            f"{kind}median, %": float(np.median(values)),
+            f"{kind}p90, %": float(np.quantile(values, 0.9)),
+        }
+
+    entry = {"framework, chip": name, "steps": len(raw), "factor": factor}
+    return entry | quantiles("", raw) | quantiles("scaled ", scaled)
+
+
+def regrets(rows: list[dict[str, str]], least: int = 5) -> list[dict[str, Any]]:
+    """Returns a row for each group of at least `least` measured layouts of one model on the same chips."""
+    groups, table = defaultdict(list), []
+    for row in rows:
+        key = [row[name] for name in ("group", "model", "hardware", "chips", "seq", "global_batch")]
+        groups[tuple(key)].append(row)
+    for (_, model, chip, chips, *_), members in groups.items():
+        if len({tuple(_layout(row)) for row in members}) < least:
+            continue
+        seconds = [float(row["step_s"]) for row in members]
+        pick = min(members, key=predicted)
+        table.append(
+            {
+                "model": model,
+                "chips": f"{chips} {chip}",
+                "layouts": len(members),
+                "regret, %": 100 * (float(pick["step_s"]) / min(seconds) - 1),
+                "slowest, %": 100 * (max(seconds) / min(seconds) - 1),
+            }
+        )
+    return table
+
+
+def _layout(row: dict[str, str]):
+    return [row[name] for name in ("data", "fsdp", "tensor", "pipeline", "rows", "chunks")]
+
+
+def main():
+    parser = record.parser(__doc__)
+    parser.add_argument("--group", default="", help="only the rows of this group")
+    args = parser.parse_args()
+    chosen = [row for row in rows() if args.group in ("", row["group"])]
+    if not chosen:
+        parser.error(
+            f"--group={args.group}: use one of {', '.join(sorted({r['group'] for r in rows()}))}"
+        )
+    results = record.about(args)
+    results["errors"], results["regrets"] = errors(chosen), regrets(chosen)
+    record.show(results["errors"])
+    record.show(results["regrets"])
+    record.save(args.output, results, model="plan")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Ranks the layouts of a config on devices that need not be there, by predicted step time and memory.
+
+  meshtrain plan --config=configs/llama3.py --device=h200 --devices=256
+
+Tries every legal mesh over all axes, ZeRO stage, number of micro-batches, pipeline schedule and remat; the batch and
+the sequence length are those of the config. The closed form adds what devices compute, read and write, what they send
+that computation does not hide, and the idle ticks of the pipeline's schedule. --compile=N compiles the best N
+ahead of time, as `meshtrain audit --target` does, and removes those that do not fit.
+docs/guides/plan.md says how wrong the predictions are.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import ConfigError, did_you_mean
+
+FITS_DEVICES = True  # the mesh of the config does not matter
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    add = flags.add_argument
+    add("--device", required=True, metavar="NAME", help="such as h100, h200 or v5p")
+    add("--devices", required=True, type=int, metavar="N", help="how many there are")
+    add("--devices_per_host", type=int, metavar="N", help="default: 8; of TPUs, all are one slice")
+    add("--memory", type=float, default=0.9, help="part of a device's memory that a step may use")
+    add(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key that all layouts have, such as mesh.tensor=8 or train.remat=full; may be repeated",
+    )
+    add("--compile", type=int, default=0, metavar="N", help="compile the best N ahead of time")
+    add("--measured", type=Path, metavar="DIR", help="workdir of a run on such devices: one factor")
+    add("--tokens", type=float, default=0.0, help="print the days for this many tokens")
+    add("--price", type=float, default=0.0, help="of a device-hour, for the cost of --tokens")
+    add("--output", type=Path, metavar="FILE", help="write the plan as JSON")
+
+
+def prepare(args: argparse.Namespace, config: Any) -> None:
+    """Checks the flags, before jax is started."""
+    from meshtrain.analysis import hardware
+
+    faults = []
+    if args.device not in hardware.BY_NAME:
+        near = did_you_mean(args.device, hardware.BY_NAME)
+        faults.append(
+            f"--device={args.device}: unknown{near}; use one of {', '.join(hardware.BY_NAME)}"
+        )
+    for name in ("devices", "devices_per_host"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            faults.append(f"--{name}={value}: use 1 or more")
+    if not 0 < args.memory <= 1:
+        faults.append(f"--memory={args.memory:g}: use a part of the memory, such as 0.9")
+    if args.compile < 0:
+        faults.append(f"--compile={args.compile}: use 0 or more")
+    if args.output and not args.output.parent.is_dir():
+        faults.append(
+            f"--output={args.output}: there is no folder {args.output.parent}; make it first"
+        )
+    if not faults:
+        device = hardware.BY_NAME[args.device]
+        args.devices_per_host = args.devices_per_host or (8 if device.chip else args.devices)
+        args.devices_per_host = min(args.devices_per_host, args.devices)
+        if args.devices % args.devices_per_host:
+            faults.append(
+                f"--devices={args.devices} is not divisible by --devices_per_host={args.devices_per_host}"
+            )
+        if args.compile and not device.chip:
+            faults.append(
+                f"--compile={args.compile}: only GPUs can be compiled for by this command; use `meshtrain audit`"
+            )
+    if faults:
+        raise ConfigError(*faults)
+
+
+def run(args: argparse.Namespace, config: Any) -> int:
+    """Prints the plan; returns the exit code."""
+    from meshtrain.analysis import hardware
+    from meshtrain.plan import compiled, measured, search, text
+    from meshtrain.plan.machine import XLA, Machine
+    from meshtrain.plan.subject import Subject
+
+    device = hardware.BY_NAME[args.device]
+    machine = Machine(device, args.devices, args.devices_per_host)
+    limit = args.memory * device.memory
+    subject = Subject(config)
+    fixed = search.fixed(args.fix)
+    scale = measured.factor(args.measured) if args.measured else None
+    plan = search.search(
+        subject, machine, limit=limit, fixed=fixed, scale=scale or XLA[machine.kind]
+    )
+    if plan.found and args.compile:
+        plan = compiled.compile_best(
+            plan, machine, subject, limit=limit, most=args.compile, log=print
+        )
+    if not plan.found:
+        raise ConfigError(search.way_out(subject, machine, plan, limit))
+    report = text.Report(subject, machine, limit=limit, scale=scale)
+    if args.output:
+        args.output.write_text(json.dumps(text.to_dict(plan, report), indent=2) + "\n")
+    print(*text.lines(plan, report, tokens=args.tokens, price=args.price), sep="\n")
+    return 0

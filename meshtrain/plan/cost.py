@@ -1,0 +1,236 @@
+"""Step time of a model on a layout, in closed form: the sum of what devices compute, and of what they wait for."""
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+from meshtrain.config.schema import AXES
+from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
+from meshtrain.plan.machine import LAUNCH, Machine
+from meshtrain.plan.sizes import Work
+
+# Tokens of the busiest device over the mean, if `expert` shards the experts and they are balanced by training.
+IMBALANCE = 1.1
+BYTES = 2  # of an element of an activation, a gathered parameter and a sent gradient
+
+
+@functools.cache
+def table_of(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Table:
+    return SCHEDULES[schedule](num_stages, num_microbatches, num_chunks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the settings of the step. `rows` of each micro-batch go to each batch shard."""
+
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+    zero_stage: int = 3
+    rows: int = 1
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    num_chunks: int = 1
+    keep: str = "residuals"
+    remat: str = "none"
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the mesh: the size of each axis."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def num_devices(self) -> int:
+        return self.pipeline * self.batch_shards * self.context * self.tensor
+
+    @property
+    def batch_shards(self) -> int:
+        return self.data * self.fsdp * self.expert
+
+    @property
+    def zero_shards(self) -> int:
+        """Returns over how many devices ZeRO shards: `sharding.ZERO_AXES`."""
+        return self.fsdp * self.context
+
+    @property
+    def zero_stride(self) -> int:
+        return self.stride("context" if self.context > 1 else "fsdp")
+
+    def stride(self, axis: str) -> int:
+        """Returns how far neighbours along an axis are apart: the product of the axes inside of it."""
+        return math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a framework works, where frameworks differ."""
+
+    fused_attention: bool = True
+    # Time of attention of a part of a sequence, for which there is no fused kernel; 1: as fast as fused.
+    context_attention: float = 2.0
+    # Parts of communication that computation hides: over `tensor`, between stages; part of a backward pass that
+    # hides the sum of gradients.
+    tensor_hidden: float = 0.0
+    sends_hidden: float = 0.7
+    data_hidden: float = 0.9
+    grad_bytes: int = 4
+    head_on_all_stages: bool = True
+    data_holds_moments: bool = (
+        False  # `data` shards the optimizer state, as ZeRO-1 of Megatron does
+    )
+
+    def optimizer_shards(self, layout: "Layout") -> int:
+        return layout.data if self.data_holds_moments and layout.zero_stage else 1
+
+
+@dataclass
+class Cost:
+    """Seconds of a step, by what they are spent on."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def step_cost(
+    work: Work, layout: Layout, machine: Machine, seq_len: int, habits: Habits | None = None
+) -> Cost:
+    """Returns the predicted cost of a step."""
+    h, w, p = habits or Habits(), work, layout
+    tokens = p.rows * seq_len / p.context  # of a micro-batch on a device
+    num_layers = w.num_layers / p.pipeline
+    forward, backward, again = _layer(w, p, machine, tokens, seq_len, h)
+    compute = forward + backward + again
+    head = _head(w, p, machine, tokens, h)
+    tensor = _tensor(w, p, machine, tokens) * (1 - h.tensor_hidden)
+    tensor *= 1 + 0.5 * (again > 0.5 * forward)
+    context = _context(w, p, machine, tokens, compute)
+    experts = _experts(w, p, machine, tokens)
+    gathers = _gathers(w, p, machine, compute + tensor + context + experts, h)
+    turns = p.num_microbatches
+    cost = Cost()
+    cost.parts["products and attention"] = turns * num_layers * compute
+    cost.parts["head"] = turns * head
+    cost.parts["tensor"] = turns * num_layers * tensor
+    cost.parts["context"] = turns * num_layers * context
+    cost.parts["expert"] = turns * num_layers * experts
+    cost.parts["fsdp"] = turns * num_layers * gathers
+    if p.pipeline > 1:
+        stage = num_layers * (compute + tensor + context + experts + gathers)
+        table = table_of(p.schedule, p.pipeline, turns, p.num_chunks)
+        # A forward pass takes F, a backward pass B; their ratio matters little.
+        cost.parts["bubble"] = (table.cost(1 / 3, 2 / 3) - turns) * stage
+        sent = BYTES * tokens * w.d_model / p.tensor
+        sends = 2 * (turns * p.num_chunks + p.pipeline - 1)
+        cost.parts["sends"] = (
+            sends * machine.send(sent, p.stride("pipeline")) * (1 - h.sends_hidden)
+        )
+    cost.parts["gradients"] = _gradients(w, p, machine, num_layers * backward, h)
+    cost.parts["optimizer"] = machine.memory(28 * _held(w, p, h))
+    return cost
+
+
+def _product(machine: Machine, m: float, n: float, k: float) -> float:
+    flops = 2 * m * n * k
+    return machine.products(flops, BYTES * (m * k + k * n + m * n)) + LAUNCH[machine.kind]
+
+
+def _layer(w: Work, p: Layout, machine: Machine, tokens: float, seq_len: int, h: Habits):
+    """Returns the seconds of a layer's forward pass, backward pass and recomputation, for a micro-batch."""
+    D, K, T = w.d_model, w.head_dim, p.tensor
+    # `tensor` shards the columns of one product and the rows of the next.
+    products = sum(_product(machine, tokens, n / T, k) for n, k in w.products)
+    if p.expert > 1:  # all wait for the device whose experts have the most tokens
+        products *= IMBALANCE
+    width = w.width / T
+    seen = seq_len * w.window
+    if h.fused_attention:  # blocks above the diagonal are skipped
+        flops = 2 * tokens * seen * w.heads / T * K
+        attention = machine.attention(flops, backward=False)
+        attention_back = machine.attention(2.5 * flops, backward=True)
+    else:  # scores and probabilities are arrays: written and read by products, mask, softmax and dropout
+        flops = 4 * tokens * seen * w.heads / T * K
+        scores = BYTES * tokens * seen * w.heads / T
+        attention = machine.products(flops, 6 * scores)
+        attention_back = machine.products(2 * flops, 8 * scores)
+    if p.context > 1 and w.heads % (p.context * T):  # else "ulysses": whole sequences of some heads
+        attention *= h.context_attention
+        attention_back *= h.context_attention
+    # Norms and residuals are sharded over `tensor` like the sequence.
+    moved = 10 * D / T + 3 * width + 4 * w.heads / T * K
+    elementwise = machine.memory(tokens * BYTES * moved)
+    elementwise += 8 * LAUNCH[machine.kind]
+    forward = products + attention + elementwise
+    backward = 2 * products + attention_back + 1.6 * elementwise
+    if p.remat == "full" or (p.pipeline > 1 and p.keep == "inputs"):
+        again = forward
+    elif p.remat == "none":
+        again = 0.0
+    else:
+        again = attention + elementwise
+    return forward, backward, again
+
+
+def _head(w: Work, p: Layout, machine: Machine, tokens: float, h: Habits) -> float:
+    """Returns the seconds of the output head and the loss, forward and backward."""
+    stages = p.pipeline if h.head_on_all_stages else 1
+    vocab = w.vocab_size / p.tensor
+    product = 3 * _product(machine, tokens / stages, vocab, w.d_model)
+    return product + machine.memory(5 * BYTES * tokens / stages * vocab)
+
+
+def _tensor(w: Work, p: Layout, machine: Machine, tokens: float) -> float:
+    """Returns the seconds of a layer's collectives over `tensor`: two gathers and two scatters in each direction."""
+    if p.tensor == 1:
+        return 0.0
+    size = BYTES * tokens * w.d_model
+    return 8 * machine.collective(size, p.tensor, p.stride("tensor"))
+
+
+def _context(w: Work, p: Layout, machine: Machine, tokens: float, compute: float) -> float:
+    """Returns the seconds of a layer's exchange of keys and values that computation does not hide."""
+    if p.context == 1:
+        return 0.0
+    size = 2 * BYTES * tokens * p.context * max(w.kv_heads / p.tensor, 1) * w.head_dim
+    total = 3 * machine.collective(size, p.context, p.stride("context"))
+    return max(total - 0.3 * compute, 0.1 * total)
+
+
+def _experts(w: Work, p: Layout, machine: Machine, tokens: float) -> float:
+    """Returns the seconds of a layer's collectives over `expert`: tokens are gathered, and results scattered."""
+    size = BYTES * tokens * p.expert * w.d_model
+    return 4 * machine.collective(size, p.expert, p.stride("expert"))
+
+
+def _gathers(w: Work, p: Layout, machine: Machine, hidden_by: float, h: Habits) -> float:
+    """Returns the seconds of a layer's collectives over `fsdp` that computation does not hide: ZeRO stage 3."""
+    if p.zero_shards == 1 or p.zero_stage < 3:
+        return 0.0
+    size, group = w.layer / p.tensor / p.expert, (p.zero_shards, p.zero_stride)
+    total = 2 * machine.collective(BYTES * size, *group)
+    total += machine.collective(h.grad_bytes * size, *group)
+    return max(total - 0.8 * hidden_by, 0.08 * total)
+
+
+def _held(w: Work, p: Layout, h: Habits) -> float:
+    """Returns the parameters whose optimizer state a device updates."""
+    num = w.num_layers / p.pipeline * w.layer / p.expert + w.others
+    shards = p.zero_shards if p.zero_stage else 1
+    return num / p.tensor / shards / h.optimizer_shards(p)
+
+
+def _gradients(w: Work, p: Layout, machine: Machine, backward: float, h: Habits) -> float:
+    """Returns the seconds of the sum of gradients over `data` that the last backward pass does not hide."""
+    size = (w.num_layers / p.pipeline * w.layer / p.expert + w.others) / p.tensor
+    num, stride = p.data, p.stride("data")
+    if p.zero_stage == 3:
+        size /= p.zero_shards
+    elif p.zero_shards > 1:
+        num, stride = p.data * p.zero_shards, p.zero_stride
+    total = machine.collective(h.grad_bytes * size, num, stride)
+    total += machine.collective((h.grad_bytes if not p.zero_stage else BYTES) * size, num, stride)
+    return max(total - h.data_hidden * backward, 0.1 * total)

@@ -1,0 +1,70 @@
+"""What a number of devices does, as the planner sees it: sustained speeds, and the links along each mesh axis."""
+
+from dataclasses import dataclass
+
+from meshtrain.analysis.hardware import Device
+
+# What is sustained, as a part of the data sheet's figure. Fitted to half of the published steps that
+# benchmarks/plan.py replays (its table names them), and of the size that others measured: matrix products by cuBLAS
+# on A100 and H100, 230 to 260 of 312 and 650 to 750 of 989 TFLOP/s; NCCL inside a host 394 of 450 GB/s on 8 H100.
+PRODUCTS = {"gpu": 0.74, "tpu": 0.85}
+ATTENTION = {"gpu": (0.55, 0.45), "tpu": (0.45, 0.40)}  # forward, backward
+MEMORY = 0.80
+LINK = 0.80
+NETWORK = 0.65
+LAUNCH = {"gpu": 4e-6, "tpu": 1e-6}  # seconds of an operation that does nothing
+# Measured / predicted of trainers that XLA compiles, the median of their published steps: nothing is tuned by hand.
+XLA = {"gpu": 1.25, "tpu": 1.0}
+LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds of a collective of no bytes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one kind, `per_host` on each host; of TPUs, `per_host` is a slice, whose network is the torus."""
+
+    device: Device
+    num_devices: int
+    per_host: int
+
+    @property
+    def kind(self) -> str:
+        return "gpu" if self.device.chip else "tpu"
+
+    def products(self, flops: float, num_bytes: float) -> float:
+        """Returns the seconds of a 16-bit matrix product: arithmetic, and the memory that it reads and writes."""
+        return flops / (self.device.flops_16 * PRODUCTS[self.kind]) + self.memory(num_bytes)
+
+    def attention(self, flops: float, *, backward: bool) -> float:
+        """Returns the seconds of fused attention."""
+        return flops / (self.device.flops_16 * ATTENTION[self.kind][backward])
+
+    def memory(self, num_bytes: float) -> float:
+        """Returns the seconds in which a device reads or writes these bytes."""
+        return num_bytes / (self.device.bandwidth * MEMORY)
+
+    def link_of(self, size: int, stride: int) -> str:
+        """Returns the slowest link along an axis of `size` devices that are `stride` apart: link, network or none."""
+        if size == 1:
+            return "none"
+        return "link" if size * stride <= self.per_host else "network"
+
+    def collective(self, num_bytes: float, size: int, stride: int) -> float:
+        """Returns the seconds in which each of `size` devices gathers, or reduces and scatters, `num_bytes` in total.
+
+        Each sends the (size - 1) / size of the bytes. Of an axis that leaves the host, the members inside one share
+        its network cards, one card for each device.
+        """
+        if size == 1 or not num_bytes:
+            return 0.0
+        rate = self.device.link * LINK
+        where = self.link_of(size, stride)
+        if where == "network":
+            members = max(1, self.per_host // stride)
+            rate = min(rate, members * (self.device.network or self.device.link) * NETWORK)
+        return num_bytes * (size - 1) / size / rate + LATENCY[where]
+
+    def send(self, num_bytes: float, stride: int) -> float:
+        """Returns the seconds in which a device sends to the one `stride` further."""
+        where = self.link_of(2, stride)
+        rate = self.device.link * LINK if where == "link" else self.device.network * NETWORK
+        return num_bytes / (rate or self.device.link * LINK) + LATENCY[where]

@@ -1,0 +1,90 @@
+"""Bytes that a step needs on each device, in closed form. The state is exact: it is that of the shardings."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshtrain import state as states
+from meshtrain.ops.losses import MIB
+from meshtrain.parallel import sharding
+from meshtrain.plan.cost import BYTES, Layout, table_of
+from meshtrain.plan.sizes import Work
+from meshtrain.state import TrainState
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the step stores whatever the layout: the abstract state, the names of its dims, and how it is placed."""
+
+    shapes: TrainState
+    axes: Any
+    optimizer: Any
+    rules: sharding.Rules
+
+    def bytes(self, layout: Layout) -> tuple[int, int, int]:
+        """Returns the bytes of parameters, optimizer state and gradients on a device."""
+        return self._bytes(tuple(layout.sizes().items()), layout.zero_stage)
+
+    @functools.lru_cache(None)  # noqa: B019, as long-lived as the plan
+    def _bytes(self, sizes: tuple[tuple[str, int], ...], zero_stage: int) -> tuple[int, int, int]:
+        names, numbers = zip(*sizes, strict=True)
+        mesh = jax.sharding.AbstractMesh(numbers, names)
+        placed, gradients = states.place(
+            self.shapes, self.axes, self.optimizer, self.rules, mesh, zero_stage=zero_stage
+        )
+        pairs = (
+            (self.shapes.params, placed.params),
+            (self.shapes.opt_state, placed.opt_state),
+            (self.shapes.params, gradients),
+        )
+        return tuple(_bytes_per_device(*pair) for pair in pairs)
+
+    __hash__ = object.__hash__
+
+
+def _bytes_per_device(shapes: Any, shardings: Any) -> int:
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return sum(leaf.dtype.itemsize * math.prod(one.shard_shape(leaf.shape)) for leaf, one in leaves)
+
+
+def parts(
+    work: Work, layout: Layout, stored: Stored, seq_len: int, loss_chunk_mib: float
+) -> dict[str, float]:
+    """Returns the predicted bytes at the peak, by what they hold."""
+    w, p = work, layout
+    params, opt_state, gradients = stored.bytes(p)
+    tokens = p.rows * seq_len / p.context
+    wide, other = w.kept_bytes(p.remat)
+    # The residual stream is sharded over `tensor` by the rule residual_seq alone; counted as if it was not.
+    layer = tokens * (wide + other / p.tensor)
+    residual = tokens * BYTES * w.d_model
+    all_wide, all_other = w.kept_bytes("none")
+    one_layer = tokens * (all_wide + all_other / p.tensor)
+    per_stage = w.num_layers / p.pipeline
+    if p.pipeline == 1:
+        kept = per_stage * layer
+        again = one_layer if p.remat != "none" else 0.0
+    else:
+        slots = table_of(p.schedule, p.pipeline, p.num_microbatches, p.num_chunks).num_slots
+        chunk = per_stage / p.num_chunks
+        kept = slots * (residual if p.keep == "inputs" else chunk * layer)
+        again = (chunk * layer if p.keep == "inputs" else 0.0) + one_layer
+    gathered = (
+        w.layer / p.tensor / p.expert * BYTES * 2 if p.zero_stage == 3 and p.zero_shards > 1 else 0
+    )
+    logits = tokens * w.vocab_size / p.tensor * 4
+    if p.pipeline > 1:
+        logits /= p.pipeline
+    if loss_chunk_mib:
+        logits = min(logits, loss_chunk_mib * MIB)
+    head = w.others / p.tensor * (BYTES + 4) if p.zero_stage == 3 and p.zero_shards > 1 else 0
+    return {
+        "parameters": params,
+        "optimizer state": opt_state,
+        "gradients": gradients,
+        "activations": kept,
+        "temporaries": again + gathered + head + 2 * logits,
+    }

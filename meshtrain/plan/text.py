@@ -1,0 +1,147 @@
+"""A plan as lines of text and as JSON."""
+
+from typing import Any
+
+from meshtrain.config.schema import AXES
+from meshtrain.plan.cost import Layout
+from meshtrain.plan.machine import Machine
+from meshtrain.plan.search import Candidate, Plan, overrides
+from meshtrain.plan.subject import Subject
+
+GB = 1e9
+# Tenth and ninetieth percentile of measured / predicted over the published steps that benchmarks/plan.py replays:
+# of other frameworks as they are, and of each framework after one factor, which --measured takes from a run.
+RANGE, RANGE_MEASURED = (0.91, 1.43), (0.89, 1.21)
+COMPUTE = ("products and attention", "head")
+
+
+class Report:
+    """What the lines and the JSON need besides the plan."""
+
+    def __init__(self, subject: Subject, machine: Machine, *, limit: float, scale: float | None):
+        self.subject, self.machine, self.limit, self.scale = subject, machine, limit, scale
+        flops = subject.model.flops_per_token
+        self.flops = flops(subject.seq_len) if flops else None
+
+    @property
+    def tokens(self) -> int:
+        return self.subject.global_batch * self.subject.seq_len
+
+    def mfu(self, one: Candidate) -> float | None:
+        """Returns the model FLOPs utilisation, None if the model does not say its FLOPs."""
+        peak = self.machine.num_devices * self.machine.device.flops_16
+        return self.flops and self.flops * self.tokens / one.seconds / peak
+
+    def range(self, one: Candidate) -> tuple[float, float]:
+        low, high = RANGE if self.scale is None else RANGE_MEASURED
+        return low * one.seconds, high * one.seconds
+
+    def limited_by(self, one: Candidate) -> str:
+        """Returns what takes the most time besides the arithmetic, or compute if that is 70 % of the step."""
+        parts = one.cost.parts
+        if sum(parts[name] for name in COMPUTE) > 0.7 * one.seconds:
+            return "compute"
+        name = max((name for name in parts if name not in COMPUTE), key=parts.get)
+        axis = {"gradients": "data", "sends": "pipeline"}.get(name, name)
+        if axis not in AXES:
+            return name
+        link = self.machine.link_of(getattr(one.layout, axis), one.layout.stride(axis))
+        return f"{name} over the {link}"
+
+
+def name_of(p: Layout) -> str:
+    """Returns a layout in one line."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in p.sizes().items() if size > 1)
+    words = [mesh or "one device", f"zero {p.zero_stage}", f"{p.num_microbatches} x {p.rows} rows"]
+    if p.pipeline > 1:
+        chunks = f" of {p.num_chunks} chunks" if p.num_chunks > 1 else ""
+        words.append(f"{p.schedule}{chunks}, {p.keep} kept")
+    return " · ".join([*words, f"remat {p.remat}"])
+
+
+def lines(plan: Plan, report: Report, *, tokens: float, price: float) -> list[str]:
+    """Returns the table, the best layout taken apart, and the overrides."""
+    machine, best = report.machine, plan.found[0]
+    device = machine.device
+    text = [
+        f"{plan.num_tried:,} layouts of {machine.num_devices} {device.name}, "
+        f"{machine.per_host} on each {'host' if machine.kind == 'gpu' else 'slice'}; a step may use "
+        f"{report.limit / GB:.0f} of {device.memory / GB:.0f} GB; {report.tokens:,} tokens a step",
+        "",
+        "     step    MFU   tokens/s  memory  layout",
+    ]
+    for one in plan.found:
+        mfu = report.mfu(one)
+        text.append(
+            f"{one.seconds:7.3f} s {f'{100 * mfu:4.1f} %' if mfu else '      '} "
+            f"{report.tokens / one.seconds:10,.0f} {one.memory_bytes / GB:4.0f} GB  {name_of(one.layout)}"
+        )
+    for one, reason in plan.rejected:
+        text.append(f"{one.seconds:7.3f} s  rejected, {reason}: {name_of(one.layout)}")
+    low, high = report.range(best)
+    basis = "after the factor of the measured run" if report.scale else "without a measured run"
+    text += [
+        "",
+        f"the first is limited by {report.limited_by(best)}; {basis}, nine of ten measured steps of other "
+        f"frameworks took less than {high:.3g} s, and nine of ten more than {low:.3g} s",
+        "time    " + _shares(best.cost.parts, best.seconds, "s", 1.0),
+        "memory  " + _shares(best.memory, best.memory_bytes, "GB", GB),
+    ]
+    if len(plan.found) > 1:
+        text.append(f"the second {_why_slower(plan.found[1], best)}")
+    if tokens:
+        days = tokens / report.tokens * best.seconds / 86400
+        cost = (
+            f" · {days * 24 * machine.num_devices * price:,.0f} in all at {price:g} per device-hour"
+        )
+        text.append(f"{tokens:.3g} tokens take {days:.1f} days{cost if price else ''}")
+    keys = overrides(best.layout)
+    text += ["", *(f"  --config.{key}={value}" for key, value in keys.items())]
+    return text
+
+
+def _shares(parts: dict[str, float], total: float, unit: str, size: float) -> str:
+    shown = {name: value for name, value in parts.items() if value >= 0.005 * total}
+    return " · ".join(f"{name} {value / size:.3g} {unit}" for name, value in shown.items())
+
+
+def _why_slower(one: Candidate, best: Candidate) -> str:
+    """Returns by what a layout is slower than the best, largest difference first."""
+    names = {**best.cost.parts, **one.cost.parts}
+    gaps = {n: one.cost.parts.get(n, 0.0) - best.cost.parts.get(n, 0.0) for n in names}
+    worst = max(gaps, key=gaps.get)
+    if one.seconds <= best.seconds:
+        return "is as fast within the error, and has more axes or needs more memory"
+    return f"takes {one.seconds - best.seconds:.3g} s more, {gaps[worst]:.3g} s of it for {worst}"
+
+
+def to_dict(plan: Plan, report: Report) -> dict[str, Any]:
+    """Returns the plan for JSON."""
+
+    def entry(one: Candidate) -> dict[str, Any]:
+        low, high = report.range(one)
+        return {
+            "mesh": one.layout.sizes(),
+            "overrides": overrides(one.layout),
+            "step_seconds": one.seconds,
+            "step_seconds_range": [low, high],
+            "seconds": one.cost.parts,
+            "mfu": report.mfu(one),
+            "tokens_per_second": report.tokens / one.seconds,
+            "memory_bytes": one.memory_bytes,
+            "memory": one.memory,
+            "compiled_memory_bytes": one.compiled_memory,
+            "limited_by": report.limited_by(one),
+        }
+
+    rejected = [{**entry(one), "reason": reason} for one, reason in plan.rejected]
+    return {
+        "device": report.machine.device.name,
+        "devices": report.machine.num_devices,
+        "devices_per_host": report.machine.per_host,
+        "memory_limit_bytes": report.limit,
+        "scale": report.scale,
+        "tried": plan.num_tried,
+        "layouts": [entry(one) for one in plan.found],
+        "rejected": rejected,
+    }
