@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from meshtrain import checkpoint, console
+from meshtrain.analysis import hardware
 from meshtrain.checkpoint import initial, lock, run_tokenizer
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cluster import distributed, progress, runtime, signals
@@ -27,6 +28,7 @@ from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.units import Units, units_of
 from meshtrain.monitor.ways_out import Advice
 from meshtrain.monitor.writer import Writer
+from meshtrain.plan.predict import step_seconds
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
 
@@ -187,8 +189,18 @@ class Run:
 
     def begin(self, step: int, position: int) -> None:
         """Starts the writer at `step`, at the start of the run or after a rollback."""
-        so_far = dict(samples=position, waited=self.clock.page["data"])
-        self.writer.begin(step, self.cfg, self.units, **so_far, observe=self.loss_monitor.observe)
+        device = hardware.device_of(jax.devices()[0].device_kind)
+        params = self.program.abstract_state.params
+        run = self.cfg, self.program.model, params, self.loader.peek()
+        self.writer.begin(
+            step,
+            self.cfg,
+            self.units,
+            samples=position,
+            waited=self.clock.page["data"],
+            observe=self.loss_monitor.observe,
+            predicted=step_seconds(*run, device),
+        )
 
 
 def _loop(

@@ -93,14 +93,16 @@ class Writer:
         samples: int,
         waited: float,
         observe: Callable[[int, dict[str, float]], None],
+        predicted: float | None = None,
     ) -> None:
         """Starts the clock at step `start`, after `samples` samples and `waited` seconds for data.
 
-        `observe` is called with the metrics of each step after they are written. Removes the rows of
-        step `start` and later, which an interrupted run wrote after its last checkpoint.
+        `observe` is called with the metrics of each step after they are written. `predicted` is the predicted step
+        time in seconds, if it is known. Removes the rows of step `start` and later, which an interrupted run wrote
+        after its last checkpoint.
         """
         self._start, self._steps, self._units = start, cfg.train.steps, units
-        self._observe = observe
+        self._observe, self._predicted = observe, predicted
         self._units_before = samples * units.per_sample
         self._units_per_step = cfg.train.global_batch * units.per_sample
         peak = hardware.peak_flops(jax.devices()[0].device_kind, cfg.hardware.peak_flops)
@@ -184,6 +186,8 @@ class Writer:
             "tokens_per_second": per_second,
             "mfu": self._seconds_at_peak and self._seconds_at_peak * per_second,
         }
+        if self._predicted:
+            row["predicted_step_time"] = self._predicted
         if eval_loss is not None:
             row["eval_loss"] = eval_loss
         if (peak := memory.peak_in_use()) is not None:

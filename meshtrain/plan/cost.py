@@ -134,6 +134,12 @@ def step_cost(
     return cost
 
 
+def launches(work: Work, layout: Layout, machine: Machine) -> float:
+    """Returns the seconds of a step in which operations are only started; small models have little else."""
+    of_layer = 3 * (len(work.products) + 8) * LAUNCH[machine.kind]
+    return layout.num_microbatches * work.num_layers / layout.pipeline * of_layer
+
+
 def _product(machine: Machine, m: float, n: float, k: float) -> float:
     flops = 2 * m * n * k
     return machine.products(flops, BYTES * (m * k + k * n + m * n)) + LAUNCH[machine.kind]

@@ -12,11 +12,9 @@ from meshtrain.config.build import build_model, optimizer_builder
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
 from meshtrain.models.base import Model
-from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.plan import work as works
 from meshtrain.plan.memory import Stored
 
-TRANSFORMER = "meshtrain.models.transformer:build"
 # Attention that keeps no scores, as the kernels of accelerators do; the host that plans has none of them.
 TRACED_ATTENTION = "blockwise:512"
 REMATS = ("none", "dots", "full")
@@ -56,14 +54,11 @@ class Subject:
 
     def _work(self, params: Any) -> works.Work:
         model, dtype, batch = self.model, self.cfg.train.dtype, self.batch
-        if self.raw["model"]["build"] == TRANSFORMER and "attention_impl" in self.raw["model"]:
-            options = dict(self.cfg.model.options)
-            work = works.of_transformer(TransformerConfig(**options), self.seq_len, params)
+        work = works.work_of(self.cfg, model, params, batch)
+        if self.raw["model"]["build"] == works.TRANSFORMER:
             traced = {
                 **self.raw,
                 "model": {**self.raw["model"], "attention_impl": TRACED_ATTENTION},
             }
             model = build_model(parse(traced))
-        else:
-            work = works.of_traced(model, params, batch, dtype)
         return works.with_kept(work, model, params, batch, dtype, REMATS)

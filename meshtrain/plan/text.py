@@ -3,7 +3,7 @@
 from typing import Any
 
 from meshtrain.config.schema import AXES
-from meshtrain.plan.cost import Layout
+from meshtrain.plan.cost import Layout, launches
 from meshtrain.plan.machine import Machine
 from meshtrain.plan.search import Candidate, Plan, overrides
 from meshtrain.plan.subject import Subject
@@ -95,6 +95,11 @@ def lines(plan: Plan, report: Report, *, tokens: float, price: float) -> list[st
             f" · {days * 24 * machine.num_devices * price:,.0f} in all at {price:g} per device-hour"
         )
         text.append(f"{tokens:.3g} tokens take {days:.1f} days{cost if price else ''}")
+    if launches(report.subject.work, best.layout, machine) > 0.3 * best.seconds:
+        text.append(
+            "the model is small: operations take about as long to start as to run, and such steps took twice the "
+            "predicted time"
+        )
     keys = overrides(best.layout)
     text += ["", *(f"  --config.{key}={value}" for key, value in keys.items())]
     return text

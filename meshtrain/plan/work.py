@@ -8,12 +8,22 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain import blocks
+from meshtrain.config.schema import Config
 from meshtrain.models.base import Model, Params
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.parallel.remat import rematerialised
 from meshtrain.plan.sizes import Work, decoder
 
+TRANSFORMER = "meshtrain.models.transformer:build"
 # T tokens
+
+
+def work_of(cfg: Config, model: Model, params: Params, batch: Any) -> Work:
+    """Returns the work of a config's model: of the built-in transformer by its sizes, of any other traced."""
+    options = dict(cfg.model.options)
+    if cfg.model.build == TRANSFORMER and model.block is not None and "attention_impl" in options:
+        return of_transformer(TransformerConfig(**options), cfg.data.options["seq_len"], params)
+    return of_traced(model, params, batch, cfg.train.dtype)
 
 
 def of_transformer(c: TransformerConfig, seq_len: int, params: Params) -> Work:

@@ -21,6 +21,7 @@ from meshtrain.plan.machine import Machine
 from meshtrain.plan.sizes import decoder
 from meshtrain.plan.subject import Subject
 from meshtrain.program import Program
+from meshtrain.train import train
 
 H100 = hardware.BY_NAME["h100"]
 SMALL = decoder(32, 4096, 14336, 32, 8, 128, 128256, gated=True, tied=False)
@@ -263,6 +264,22 @@ def test_a_measured_run_scales_all_predictions(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match="predicted_step_time"):
         measured.factor(tmp_path)
+
+
+def test_a_run_on_known_devices_writes_its_predicted_step_time(tiny, tmp_path, monkeypatch):
+    tiny.mesh.data = 2
+    tiny.mesh.tensor = 4
+    train(tiny, workdir=tmp_path / "unknown")
+    monkeypatch.setitem(hardware.BY_KIND, "cpu", H100)
+    train(tiny, workdir=tmp_path / "known")
+    first, second = (
+        [json.loads(row) for row in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("unknown", "known")
+    )
+    assert all("predicted_step_time" not in row for row in first)
+    predicted = {row["predicted_step_time"] for row in second}
+    assert len(predicted) == 1 and 1e-5 < predicted.pop() < 1e-2
+    assert measured.factor(tmp_path / "known") > 1
 
 
 def test_a_layout_in_words():
