@@ -77,11 +77,14 @@ def search(
         if sum(parts.values()) > limit:
             too_large.append((layout, parts))
             continue
-        cost = step_cost(subject.work, layout, machine, subject.seq_len)
-        scaled = Cost({name: scale * seconds for name, seconds in cost.parts.items()})
-        fits.append(Candidate(layout, scaled, parts))
+        fits.append(Candidate(layout, _cost(subject, machine, layout, scale), parts))
     fits = _legal(subject, machine, sorted(fits, key=_rank(fits)))
-    return Plan(fits, _near_misses(subject, machine, fits, too_large, limit), num_tried)
+    return Plan(fits, _near_misses(subject, machine, fits, too_large, limit, scale), num_tried)
+
+
+def _cost(subject: Subject, machine: Machine, layout: Layout, scale: float) -> Cost:
+    cost = step_cost(subject.work, layout, machine, subject.seq_len)
+    return Cost({name: scale * seconds for name, seconds in cost.parts.items()})
 
 
 def layouts(subject: Subject, machine: Machine, fixed: Mapping[str, Any]) -> Iterator[Layout]:
@@ -190,12 +193,12 @@ def _legal(subject: Subject, machine: Machine, ranked: list[Candidate], most: in
     return found
 
 
-def _near_misses(subject, machine, fits, too_large, limit, most: int = 3):
+def _near_misses(subject, machine, fits, too_large, limit, scale, most: int = 3):
     """Returns layouts that would be faster than the best, or all if none fits, with how much they lack."""
     best = fits[0].seconds if fits else math.inf
     found = []
     for layout, parts in sorted(too_large, key=lambda pair: sum(pair[1].values())):
-        cost = step_cost(subject.work, layout, machine, subject.seq_len)
+        cost = _cost(subject, machine, layout, scale)
         if cost.seconds < best:
             over = sum(parts.values()) - limit
             found.append((Candidate(layout, cost, parts), f"{over / 1e9:.1f} GB too much"))
