@@ -66,16 +66,14 @@ def verify(
         raise ConfigError(*faults)
     with jax.enable_x64(True):
         subject = Subject(settings, model, data, keep_sizes=keep_sizes)
-        rows, low, names = _plan(subject, quick, without)
+        rows, low, names = plan(subject, quick, without)
         log(f"{subject.name}: {states.count(subject.abstract_params):,} parameters, float64")
         log(
             f"{len(rows)} layouts of {jax.device_count()} devices, {STEPS} steps each on "
             f"{subject.global_batch} rows, compared with one device"
         )
         tasks = [Task(laws.check, name) for name in names]
-        tasks += [Task(check_layout, row) for row in rows] + [
-            Task(_check_precision, r) for r in low
-        ]
+        tasks += [Task(check_layout, row) for row in rows] + [Task(check_precision, r) for r in low]
         results, violations = [], []
         with console.progress("verifying", len(tasks), stream="stdout") as advance:
             for found in run_tasks(subject, tasks, 1 if model or data else jobs):
@@ -97,7 +95,7 @@ def verify(
     return Certificate(subject.name, TOLERANCE, tuple(violations), tuple(results), missing)
 
 
-def _plan(
+def plan(
     subject: Subject, quick: bool, without: Iterable[str]
 ) -> tuple[list[Row], list[Row], list[str]]:
     """Returns the layouts, those that are verified in low precision too, and the names of the laws."""
@@ -113,7 +111,7 @@ def _plan(
     return rows, low, list(laws.laws(subject, quick=quick))
 
 
-def _check_precision(subject: Subject, row: Row) -> Result:
+def check_precision(subject: Subject, row: Row) -> Result:
     return precision.check_layout(subject.for_layout(row), row, row["dtype"], _program)
 
 

@@ -1,28 +1,32 @@
 """The certificates of the configs of the package; slow, and in a file of their own for a worker of their own."""
 
+import functools
 import json
 import subprocess
 import sys
 
+import jax
 import pytest
 from conftest import ROOT
 
 from meshtrain import cli
-from meshtrain.verify import verify
+from meshtrain.config.files import load_config
+from meshtrain.verify import layouts, precision_laws, verify
+from meshtrain.verify.subject import Subject
 
-FAMILIES = sorted(
+# These differ from the quickstart, or from mixtral, in what the laws vary in the certificate of every config: sizes,
+# window, rope scaling, tied embeddings, norms, router. One layout each, another one for each.
+ALIKE = ["llama2", "llama3", "llama3_128k", "mistral", "olmoe", "qwen3_moe", "smollm2"]
+OTHERS = sorted(
     path.stem
     for path in (ROOT / "meshtrain" / "configs").glob("*.py")
-    # The full verification of the quickstart contains its quick one.
-    # llama3_128k differs from llama3 in sizes only, and a proof has its own. The other mixtures differ from mixtral in
-    # sizes, router and norms, which the laws vary in the certificate of every config.
-    if path.stem not in ("__init__", "default", "quickstart", "llama3_128k", "olmoe", "qwen3_moe")
+    if path.stem not in ("__init__", "default", "quickstart", *ALIKE)
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_quick_verification_of_every_config_passes_and_is_written(name, tmp_path, capsys):
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_quick_verification_of_a_config_passes_and_is_written(name, tmp_path, capsys):
     options = [f"--config=configs/{name}.py", "--quick", f"--output={tmp_path}"]
     assert cli.main("verify", options) == 0
     assert "all equal to one device" in capsys.readouterr().out
@@ -38,13 +42,61 @@ def test_a_quick_verification_of_every_config_passes_and_is_written(name, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_full_verification_of_the_quickstart_passes_in_two_processes(tmp_path):
-    options = ["--simulate_devices=8", "--jobs=2", f"--output={tmp_path}"]
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_config_like_another_equals_one_device_in_a_layout(name, x64):
+    subject = Subject(load_config(name), None, None, keep_sizes=False)
+    rows = [row for row in layouts.select(subject) if row["pipeline"] > 1]
+    result = verify.check_layout(subject, rows[ALIKE.index(name)])
+    assert result.fault is None and max(result.differences.values()) < verify.TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_quick_verification_in_two_processes(tmp_path):
+    options = ["--quick", "--simulate_devices=8", "--jobs=2", f"--output={tmp_path}"]
     command = [sys.executable, "-m", "meshtrain", "verify", "--config=quickstart", *options]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     assert "all equal to one device" in run.stdout
-    record = json.loads((tmp_path / "verify.json").read_text())
-    dtypes = [result["row"].get("dtype", "float64") for result in record["results"]]
-    assert dtypes.count("float64") > 40 and {*dtypes} == {"float64", "bfloat16", "float16"}
     assert "## Not covered" in (tmp_path / "verify.md").read_text()
+
+
+@functools.cache
+def full_plan():
+    """The parts of the quickstart's full verification: its layouts, those in low precision, and its laws."""
+    subject = Subject(load_config("quickstart"), None, None, keep_sizes=False)
+    rows, low, laws = verify.plan(subject, quick=False, without=())
+    assert len(rows) > 40 and {row["dtype"] for row in low} == {"bfloat16", "float16"}
+    return subject, rows, low, laws
+
+
+# The full verification takes 8 minutes on two cores: `meshtrain verify --config=quickstart`. Here an eighth of its
+# layouts runs, and all laws that --quick leaves out.
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(9))
+def test_layouts_of_the_full_verification_equal_one_device(part, x64):
+    subject, rows, *_ = full_plan()
+    result = verify.check_layout(subject, rows[3 + 8 * part])
+    assert result.fault is None and max(result.differences.values()) < verify.TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_layout_is_as_precise_as_one_device(dtype, x64):
+    subject, _, low, _ = full_plan()
+    result = verify.check_precision(subject, next(row for row in low if row["dtype"] == dtype))
+    assert result.fault is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", ["runs", *precision_laws.laws()])
+def test_the_laws_that_only_the_full_verification_has_hold(law, x64):
+    subject, *_, names = full_plan()
+    quick = {*verify.plan(subject, quick=True, without=())[2]}
+    assert law in names and law not in quick
+    assert verify.laws.check(subject, law) == []
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
