@@ -17,6 +17,7 @@ import pytest
 from jax._src import cache_key, compiler
 from jax._src.cudnn import fused_attention_stablehlo
 
+from meshtrain.cluster import runtime
 from meshtrain.configs import default
 from meshtrain.parallel import accelerator
 from meshtrain.verify import GC_THRESHOLDS
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Set before any test initializes a backend.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+runtime.set_num_threads(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # No persistent compile cache: on CPU a program for several devices that is read from the cache runs its
 # collectives in a different order on each device, and hangs (jax 0.10.2 and 0.12.0.1). `compile_once` shares

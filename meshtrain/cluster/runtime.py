@@ -70,11 +70,23 @@ def setup() -> None:
             "JAX_DISABLE_JIT=1: a step runs only as a compiled program; unset it, or set it to 0"
         )
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    set_num_threads(jax.config.jax_num_cpu_devices)
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # see `_log_unused_gpus`
     distributed.start_backend()
     _log_unused_gpus()
     _use_cache()
     _keep_memory()
+
+
+def set_num_threads(num_devices: int) -> None:
+    """Gives XLA several threads for each simulated device; it reads this when the backend starts.
+
+    A device may wait in several collectives at once, each in a thread, until all devices have reached them. By default
+    there are as many threads as devices or cores: all may wait, so that none is left for what they wait for (a pipeline
+    with experts on data 2 x fsdp 2 x pipeline 2 hung; jaxlib 0.10.2).
+    """
+    if num_devices > 1:
+        os.environ.setdefault("PJRT_NPROC", str(4 * num_devices))
 
 
 @functools.cache  # logs it once

@@ -77,6 +77,18 @@ def test_the_cache_folder_is_an_absolute_path(home, xdg, expected, tmp_path, mon
     assert bool(capsys.readouterr().err) == (expected is None)
 
 
+def test_a_simulated_device_has_several_threads(monkeypatch):
+    """With one each, collectives that wait for each other could take all threads."""
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    runtime.set_num_threads(1)
+    assert "PJRT_NPROC" not in os.environ
+    runtime.set_num_threads(8)
+    assert os.environ["PJRT_NPROC"] == "32"
+    monkeypatch.setenv("PJRT_NPROC", "5")
+    runtime.set_num_threads(8)
+    assert os.environ["PJRT_NPROC"] == "5"
+
+
 @pytest.mark.parametrize("num_local", [8, 1])
 def test_programs_of_several_cpu_devices_are_not_cached(num_local, tmp_path, monkeypatch):
     """A program that is read from the cache would hang."""
