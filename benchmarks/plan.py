@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import record
 from meshtrain.analysis import hardware
-from meshtrain.plan.cost import Habits, Layout, step_cost
+from meshtrain.plan.cost import Habits, step_cost
+from meshtrain.plan.layout import Layout
 from meshtrain.plan.machine import Machine
 from meshtrain.plan.sizes import decoder
 

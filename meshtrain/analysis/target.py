@@ -20,6 +20,7 @@ WHEELS = {
     ),
     "tpu": (("libtpu",), "aot-tpu"),
 }
+THREE_DIMENSIONAL = ("v4", "v5p")  # the tori of other TPUs have two dimensions
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",  # this host's own GPU stays free
     "TPU_SKIP_MDS_QUERY": "1",  # do not ask for the metadata of a Google Cloud host
@@ -97,6 +98,29 @@ def prepare() -> None:
         folder = Path(importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations[0])
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_cuda_data_dir={folder}".strip()
+
+
+def text_of(device: Device, num_devices: int, per_host: int) -> str:
+    """Returns the target of so many devices; of TPUs, `per_host` is a slice, and its torus is as round as possible."""
+    groups = num_devices // per_host
+    if device.chip:
+        return f"{device.name}:{groups}x{per_host}"
+    sides = [1] * (3 if device.name in THREE_DIMENSIONAL else 2)
+    for factor in _prime_factors(per_host):
+        sides[sides.index(min(sides))] *= factor
+    size = "x".join(map(str, sorted(sides)))
+    return f"{device.name}:{size}" + (f":{groups}" if groups > 1 else "")
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Returns the prime factors, largest first."""
+    factors, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.insert(0, divisor)
+            number //= divisor
+        divisor += 1
+    return factors
 
 
 def devices_of(text: str) -> list[Any]:

@@ -29,11 +29,23 @@ class AsyncWriter:
     def save(self, directory: Path, state: TrainState) -> None:
         """Starts a save; returns after the copy to the host, when the state may be donated."""
         args = ocp.args.PyTreeSave(_fields(state))
-        self._orbax.save((directory / FOLDER).absolute(), args=args, force=True)
+        with self._first_error():
+            self._orbax.save((directory / FOLDER).absolute(), args=args, force=True)
 
     def wait(self) -> None:
-        """Waits until all processes have written their arrays; raises the error of the write."""
-        self._orbax.wait_until_finished()
+        """Waits until all processes have written their arrays; raises the first error of the write."""
+        with self._first_error():
+            self._orbax.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _first_error(self) -> Iterator[None]:
+        """Drops all errors of a save but the first: Orbax raises one per call, and would raise the next in `close`."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(Exception):
+                self._orbax.wait_until_finished()
+            raise
 
     def close(self) -> None:
         self._orbax.close()

@@ -11,6 +11,8 @@ docs/guides/plan.md says how wrong the predictions are.
 
 import argparse
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def prepare(args: argparse.Namespace, config: Any) -> None:
     """Checks the flags, before jax is started."""
-    from meshtrain.analysis import hardware
+    from meshtrain.analysis import hardware, target
+    from meshtrain.plan import fix, measured
 
     faults = []
     if args.device not in hardware.BY_NAME:
@@ -55,12 +58,11 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
             faults.append(f"--{name}={value}: use 1 or more")
     if not 0 < args.memory <= 1:
         faults.append(f"--memory={args.memory:g}: use a part of the memory, such as 0.9")
-    if args.compile < 0:
-        faults.append(f"--compile={args.compile}: use 0 or more")
-    if args.output and not args.output.parent.is_dir():
-        faults.append(
-            f"--output={args.output}: there is no folder {args.output.parent}; make it first"
-        )
+    for name in ("compile", "tokens", "price"):
+        if not 0 <= (value := getattr(args, name)) < math.inf:
+            faults.append(f"--{name}={value:g}: use 0 or more")
+    if (file := args.output) and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+        faults.append(f"--output={file}: use a file in a folder that can be written")
     if not faults:
         device = hardware.BY_NAME[args.device]
         args.devices_per_host = args.devices_per_host or (8 if device.chip else args.devices)
@@ -69,18 +71,19 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
             faults.append(
                 f"--devices={args.devices} is not divisible by --devices_per_host={args.devices_per_host}"
             )
-        if args.compile and not device.chip:
-            faults.append(
-                f"--compile={args.compile}: only GPUs can be compiled for by this command; use `meshtrain audit`"
-            )
+        elif args.compile:
+            args.target = target.text_of(device, args.devices, args.devices_per_host)
+            target.parse(args.target)
     if faults:
         raise ConfigError(*faults)
+    args.fix = fix.values(args.fix, args.devices, config)
+    args.measured = measured.factor(args.measured) if args.measured else None
 
 
 def run(args: argparse.Namespace, config: Any) -> int:
     """Prints the plan; returns the exit code."""
     from meshtrain.analysis import hardware
-    from meshtrain.plan import compiled, measured, search, text
+    from meshtrain.plan import compiled, search, text
     from meshtrain.plan.machine import XLA, Machine
     from meshtrain.plan.subject import Subject
 
@@ -88,18 +91,16 @@ def run(args: argparse.Namespace, config: Any) -> int:
     machine = Machine(device, args.devices, args.devices_per_host)
     limit = args.memory * device.memory
     subject = Subject(config)
-    fixed = search.fixed(args.fix)
-    scale = measured.factor(args.measured) if args.measured else None
     plan = search.search(
-        subject, machine, limit=limit, fixed=fixed, scale=scale or XLA[machine.kind]
+        subject, machine, limit=limit, fixed=args.fix, scale=args.measured or XLA[machine.kind]
     )
     if plan.found and args.compile:
         plan = compiled.compile_best(
-            plan, machine, subject, limit=limit, most=args.compile, log=print
+            plan, args.target, subject, limit=limit, most=args.compile, log=print
         )
     if not plan.found:
-        raise ConfigError(search.way_out(subject, machine, plan, limit))
-    report = text.Report(subject, machine, limit=limit, scale=scale)
+        raise ConfigError(search.way_out(subject, machine, plan, limit, args.fix))
+    report = text.Report(subject, machine, limit=limit, scale=args.measured)
     if args.output:
         args.output.write_text(json.dumps(text.to_dict(plan, report), indent=2) + "\n")
     print(*text.lines(plan, report, tokens=args.tokens, price=args.price), sep="\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config.bind import has_type
-from meshtrain.config.schema import AXES, BuildConfig, Config, MeshConfig, TrainConfig
+from meshtrain.config.schema import AXES, Config, MeshConfig, TrainConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
 BATCH_AXES = ("data", "fsdp", "expert")  # shard the rows of the batch
@@ -148,9 +148,9 @@ def position_faults(cfg: Config) -> list[str]:
     ]
 
 
-def sequence_faults(data: BuildConfig, num_devices: int) -> list[str]:
+def sequence_faults(data: Mapping[str, Any], num_devices: int) -> list[str]:
     """Returns a fault if the devices along `context` cannot hold two equal chunks of each sequence."""
-    length = data.options.get("seq_len")
+    length = data.get("seq_len")
     if not has_type(length, int) or num_devices <= 1 or length % (2 * num_devices) == 0:
         return []
     return [

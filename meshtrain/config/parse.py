@@ -46,7 +46,9 @@ def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
         if train := settings["train"]:
             reader.faults += checks.train_faults(settings["mesh"] or mesh, train)
         if data := settings["data"]:
-            reader.faults += checks.sequence_faults(data, (settings["mesh"] or mesh).context)
+            reader.faults += checks.sequence_faults(
+                data.options, (settings["mesh"] or mesh).context
+            )
     if reader.faults:
         raise ConfigError(*reader.faults)
     settings["rules"] = tuple(tuple(rule) for rule in settings["rules"])

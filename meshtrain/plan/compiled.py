@@ -4,10 +4,10 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from meshtrain.plan.machine import Machine
 from meshtrain.plan.search import Candidate, Plan, settings
 from meshtrain.plan.subject import Subject
 
@@ -15,15 +15,18 @@ SECONDS = 300  # for a layout
 
 
 def compile_best(
-    plan: Plan, machine: Machine, subject: Subject, *, limit: float, most: int, log
+    plan: Plan, target: str, subject: Subject, *, limit: float, most: int, log: Callable
 ) -> Plan:
-    """Returns the plan with the compiled memory of its first `most` layouts, and without those that do not fit."""
+    """Returns the plan with the compiled memory of its first `most` layouts, and without those that do not fit.
+
+    `target` names the devices, as `audit --target`.
+    """
     found, rejected = [], list(plan.rejected)
     for number, one in enumerate(plan.found):
         if number >= most:
             found.append(one)
             continue
-        size, fault = _compiled_memory(one, machine, subject)
+        size, fault = _compiled_memory(one, target, subject)
         log(f"compiled {number + 1} of {most}: {fault or f'{size / 1e9:.1f} GB'}")
         one = replace(one, compiled_memory=size)
         if size and size > limit:
@@ -38,12 +41,8 @@ def compile_best(
     return Plan(found, rejected, plan.num_tried)
 
 
-def _compiled_memory(
-    one: Candidate, machine: Machine, subject: Subject
-) -> tuple[float | None, str]:
+def _compiled_memory(one: Candidate, target: str, subject: Subject) -> tuple[float | None, str]:
     """Returns the bytes at the peak of the compiled step, or None and the reason."""
-    hosts = machine.num_devices // machine.per_host
-    target = f"{machine.device.name}:{hosts}x{machine.per_host}"
     with tempfile.TemporaryDirectory() as folder:
         config, output = Path(folder) / "config.json", Path(folder) / "audit.json"
         config.write_text(json.dumps(settings(subject, one.layout)))

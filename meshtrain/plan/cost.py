@@ -1,66 +1,13 @@
 """Step time of a model on a layout, in closed form: the sum of what devices compute, and of what they wait for."""
 
-import functools
-import math
 from dataclasses import dataclass, field
 
-from meshtrain.config.schema import AXES
-from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
+from meshtrain.plan.layout import Layout
 from meshtrain.plan.machine import LAUNCH, Machine
-from meshtrain.plan.sizes import Work
+from meshtrain.plan.sizes import BYTES, Work
 
 # Tokens of the busiest device over the mean, if `expert` shards the experts and they are balanced by training.
 IMBALANCE = 1.1
-BYTES = 2  # of an element of an activation, a gathered parameter and a sent gradient
-
-
-@functools.cache
-def table_of(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Table:
-    return SCHEDULES[schedule](num_stages, num_microbatches, num_chunks)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A mesh and the settings of the step. `rows` of each micro-batch go to each batch shard."""
-
-    data: int = 1
-    fsdp: int = 1
-    expert: int = 1
-    pipeline: int = 1
-    context: int = 1
-    tensor: int = 1
-    zero_stage: int = 3
-    rows: int = 1
-    num_microbatches: int = 1
-    schedule: str = "1f1b"
-    num_chunks: int = 1
-    keep: str = "residuals"
-    remat: str = "none"
-
-    def sizes(self) -> dict[str, int]:
-        """Returns the mesh: the size of each axis."""
-        return {axis: getattr(self, axis) for axis in AXES}
-
-    @property
-    def num_devices(self) -> int:
-        return self.pipeline * self.batch_shards * self.context * self.tensor
-
-    @property
-    def batch_shards(self) -> int:
-        return self.data * self.fsdp * self.expert
-
-    @property
-    def zero_shards(self) -> int:
-        """Returns over how many devices ZeRO shards: `sharding.ZERO_AXES`."""
-        return self.fsdp * self.context
-
-    @property
-    def zero_stride(self) -> int:
-        return self.stride("context" if self.context > 1 else "fsdp")
-
-    def stride(self, axis: str) -> int:
-        """Returns how far neighbours along an axis are apart: the product of the axes inside of it."""
-        return math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
 
 
 @dataclass(frozen=True)
@@ -121,9 +68,8 @@ def step_cost(
     cost.parts["fsdp"] = turns * num_layers * gathers
     if p.pipeline > 1:
         stage = num_layers * (compute + tensor + context + experts + gathers)
-        table = table_of(p.schedule, p.pipeline, turns, p.num_chunks)
         # A forward pass takes F, a backward pass B; their ratio matters little.
-        cost.parts["bubble"] = (table.cost(1 / 3, 2 / 3) - turns) * stage
+        cost.parts["bubble"] = (p.table.cost(1 / 3, 2 / 3) - turns) * stage
         sent = BYTES * tokens * w.d_model / p.tensor
         sends = 2 * (turns * p.num_chunks + p.pipeline - 1)
         cost.parts["sends"] = (

@@ -10,8 +10,8 @@ import jax
 from meshtrain import state as states
 from meshtrain.ops.losses import MIB
 from meshtrain.parallel import sharding
-from meshtrain.plan.cost import BYTES, Layout, table_of
-from meshtrain.plan.sizes import Work
+from meshtrain.plan.layout import Layout
+from meshtrain.plan.sizes import BYTES, Work
 from meshtrain.state import TrainState
 
 
@@ -68,9 +68,8 @@ def parts(
         kept = per_stage * layer
         again = one_layer if p.remat != "none" else 0.0
     else:
-        slots = table_of(p.schedule, p.pipeline, p.num_microbatches, p.num_chunks).num_slots
         chunk = per_stage / p.num_chunks
-        kept = slots * (residual if p.keep == "inputs" else chunk * layer)
+        kept = p.table.num_slots * (residual if p.keep == "inputs" else chunk * layer)
         again = (chunk * layer if p.keep == "inputs" else 0.0) + one_layer
     gathered = (
         w.layer / p.tensor / p.expert * BYTES * 2 if p.zero_stage == 3 and p.zero_shards > 1 else 0

@@ -1,4 +1,4 @@
-"""The step time of a run, predicted as `meshtrain plan` does; metrics.jsonl has it beside the measured one."""
+"""The step time of a run, predicted as `meshtrain plan` does; metrics.jsonl has it next to the measured one."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ import jax
 from meshtrain.analysis import hardware
 from meshtrain.config.schema import AXES, Config
 from meshtrain.models.base import Model, Params
-from meshtrain.plan.cost import Layout, step_cost
+from meshtrain.plan.cost import step_cost
+from meshtrain.plan.layout import Layout
 from meshtrain.plan.machine import XLA, Machine
 from meshtrain.plan.work import work_of
 

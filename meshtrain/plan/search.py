@@ -7,25 +7,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshtrain.config import checks
 from meshtrain.config.parse import parse
-from meshtrain.config.schema import AXES, MeshConfig
-from meshtrain.errors import ConfigError, did_you_mean
+from meshtrain.config.schema import AXES, KEEP
+from meshtrain.errors import ConfigError
 from meshtrain.plan import memory
-from meshtrain.plan.cost import Cost, Layout, step_cost
+from meshtrain.plan.cost import Cost, step_cost
+from meshtrain.plan.fix import KEYS, mesh_faults
+from meshtrain.plan.layout import REMATS, Layout, overrides
 from meshtrain.plan.machine import Machine
 from meshtrain.plan.subject import Subject
 
-REMATS = ("none", "dots", "full")
 CHUNKS = (1, 2, 4, 8)
 TIE = 0.03  # layouts whose step times differ less are equally good; those with fewer axes and more room come first
 SHORTEST_CHUNK = 512  # tokens, of `mesh.context`
-# Keys that a layout sets, as the command line has them.
-KEYS = (
-    *(f"mesh.{axis}" for axis in AXES),
-    *(f"train.{name}" for name in ("zero_stage", "num_microbatches", "remat")),
-    *(f"pipeline.{name}" for name in ("schedule", "num_chunks", "keep")),
-)
 LANES = 128  # of TPU registers: narrower shards are padded, and XLA gathers them element by element
 
 
@@ -91,19 +85,20 @@ def layouts(subject: Subject, machine: Machine, fixed: Mapping[str, Any]) -> Ite
     """Yields the layouts that are legal and that no rule of the hardware forbids."""
     for sizes in _meshes(subject, machine, fixed):
         layout = Layout(**sizes)
-        stages = (3, 1) if layout.fsdp > 1 or layout.context > 1 else (3,)
         per_shard = subject.global_batch // layout.batch_shards
-        for zero_stage, num in itertools.product(stages, _divisors(per_shard)):
-            if layout.pipeline == 1 and num > 1 and per_shard // num < 1:
+        usual = {"zero_stage": (3, 1) if layout.zero_shards > 1 else (3,), "remat": REMATS}
+        usual["num_microbatches"] = _divisors(per_shard)
+        usual |= {name: (value,) for name, value in fixed.items() if name in usual}
+        for zero_stage, num, remat in itertools.product(
+            usual["zero_stage"], usual["num_microbatches"], usual["remat"]
+        ):
+            if per_shard % num:
                 continue
-            with_rows = replace(
-                layout, zero_stage=zero_stage, num_microbatches=num, rows=per_shard // num
+            rows = per_shard // num
+            one = replace(
+                layout, zero_stage=zero_stage, num_microbatches=num, rows=rows, remat=remat
             )
-            for pipeline in _pipelines(subject, with_rows):
-                for remat in REMATS:
-                    one = replace(with_rows, remat=remat, **pipeline)
-                    if all(getattr(one, name) == value for name, value in fixed.items()):
-                        yield one
+            yield from (replace(one, **pipeline) for pipeline in _pipelines(subject, one, fixed))
 
 
 def _meshes(
@@ -112,54 +107,66 @@ def _meshes(
     num = machine.num_devices
     names = [axis for axis in AXES if axis != "data"]
     options = {axis: [fixed[axis]] if axis in fixed else _divisors(num) for axis in names}
-    if not subject.has_blocks:
-        options["pipeline"] = [1]
     if not subject.work.num_experts:
-        options["expert"] = [1]
-    if not subject.shards_sequences:
-        options["context"] = [1]
+        options["expert"] = [fixed.get("expert", 1)]
     for row in itertools.product(*options.values()):
         used = math.prod(row)
         if num % used:
             continue
         sizes = dict(zip(names, row, strict=True)) | {"data": num // used}
-        if not _faults(subject, machine, sizes):
+        if not (_faults(subject, sizes) or _rules(subject, machine, sizes)):
             yield sizes
 
 
-def _faults(subject: Subject, machine: Machine, sizes: dict[str, int]) -> bool:
-    mesh, model = MeshConfig(**sizes), subject.raw["model"]
-    if checks.batch_faults(mesh, global_batch=subject.global_batch, num_microbatches=1):
-        return True
-    if checks.tensor_faults(model, mesh.tensor) or checks.expert_faults(model, mesh.expert):
-        return True
-    if checks.sequence_faults(subject.cfg.data, mesh.context):
-        return True
-    # A device works on two chunks of each sequence; attention of shorter ones leaves it idle.
-    if mesh.context > 1 and subject.seq_len < 2 * SHORTEST_CHUNK * mesh.context:
-        return True
-    if subject.work.num_layers % mesh.pipeline:
-        return True
-    # Every layer waits for the collectives over `tensor`: not over the network.
-    if mesh.tensor > machine.per_host:
-        return True
-    if machine.kind == "tpu" and mesh.fsdp > 1:
-        return subject.work.d_model // mesh.fsdp < LANES
-    return False
+def _faults(subject: Subject, sizes: dict[str, int]) -> list[str]:
+    """Returns why the trainer refuses a mesh."""
+    faults = mesh_faults(subject.raw, sizes)
+    num_layers, stages = subject.work.num_layers, sizes["pipeline"]
+    if stages > 1 and not subject.has_blocks:
+        faults.append(f"mesh.pipeline={stages}: the model is no stack of blocks")
+    elif num_layers % stages:
+        faults.append(f"mesh.pipeline={stages} does not divide {num_layers} layers")
+    if sizes["context"] > 1 and not subject.shards_sequences:
+        faults.append(f"mesh.context={sizes['context']}: the model does not shard sequences")
+    return faults
 
 
-def _pipelines(subject: Subject, layout: Layout) -> Iterator[dict[str, Any]]:
+def _rules(subject: Subject, machine: Machine, sizes: dict[str, int]) -> list[str]:
+    """Returns why a mesh that the trainer accepts is slow on this hardware."""
+    seq_len, d_model = subject.seq_len, subject.work.d_model
+    context, tensor, fsdp = sizes["context"], sizes["tensor"], sizes["fsdp"]
+    reasons = []
+    if context > 1 and seq_len < 2 * SHORTEST_CHUNK * context:
+        reasons.append(
+            f"mesh.context={context} cuts {seq_len} tokens into chunks of less than {SHORTEST_CHUNK}: a device "
+            f"works on two, and attention of shorter ones leaves it idle"
+        )
+    if tensor > machine.per_host:
+        reasons.append(
+            f"mesh.tensor={tensor} is more than the {machine.per_host} devices of a host: each layer would wait "
+            f"for the network"
+        )
+    if machine.kind == "tpu" and fsdp > 1 and d_model // fsdp < LANES:
+        reasons.append(f"mesh.fsdp={fsdp} leaves less than {LANES} lanes of {d_model}")
+    return reasons
+
+
+def _pipelines(
+    subject: Subject, layout: Layout, fixed: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     P, M = layout.pipeline, layout.num_microbatches
     if P == 1:
         yield {}
         return
-    if M < P:
+    if M < P and "num_microbatches" not in fixed:
         return  # most of the stages would be idle most of the time
-    for chunks in CHUNKS:
+    for chunks in (fixed["num_chunks"],) if "num_chunks" in fixed else CHUNKS:
         if subject.work.num_layers % (P * chunks) or (chunks > 1 and M % P):
             continue
-        for keep in ("residuals", "inputs"):
-            schedule = "interleaved" if chunks > 1 else "1f1b"
+        schedule = fixed.get("schedule", "interleaved" if chunks > 1 else "1f1b")
+        if (schedule == "interleaved") != (chunks > 1):
+            continue
+        for keep in (fixed["keep"],) if "keep" in fixed else KEEP:
             yield {"schedule": schedule, "num_chunks": chunks, "keep": keep}
 
 
@@ -207,18 +214,6 @@ def _near_misses(subject, machine, fits, too_large, limit, scale, most: int = 3)
     return found
 
 
-def overrides(layout: Layout) -> dict[str, Any]:
-    """Returns the keys of the config that make this layout."""
-    keys = {f"mesh.{axis}": size for axis, size in layout.sizes().items()}
-    keys |= {"train.zero_stage": layout.zero_stage, "train.remat": layout.remat}
-    keys["train.num_microbatches"] = layout.num_microbatches
-    if layout.pipeline > 1:
-        keys["pipeline.schedule"] = layout.schedule
-        keys["pipeline.num_chunks"] = layout.num_chunks
-        keys["pipeline.keep"] = layout.keep
-    return keys
-
-
 def settings(subject: Subject, layout: Layout) -> dict[str, Any]:
     """Returns the config with this layout."""
     raw = copy.deepcopy(subject.raw)
@@ -228,32 +223,12 @@ def settings(subject: Subject, layout: Layout) -> dict[str, Any]:
     return raw
 
 
-def fixed(flags: list[str]) -> dict[str, Any]:
-    """Returns the values of layouts that KEY=VALUE fix; raises ConfigError for a key that no layout sets."""
-    values, faults = {}, []
-    for flag in flags:
-        key, _, value = flag.partition("=")
-        name = key.rpartition(".")[2]
-        kind = type(getattr(Layout(), name)) if key in KEYS else None
-        if kind is None:
-            near = did_you_mean(key, KEYS)
-            faults.append(f"--fix={flag}: unknown key{near}; use one of {', '.join(KEYS)}")
-        elif kind is int and not value.isdecimal():
-            faults.append(f"--fix={flag}: use a number, such as {key}=2")
-        else:
-            values[name] = kind(value)
-    if faults:
-        raise ConfigError(*faults)
-    return values
-
-
-def way_out(subject: Subject, machine: Machine, plan: Plan, limit: float) -> str:
+def way_out(
+    subject: Subject, machine: Machine, plan: Plan, limit: float, fixed: Mapping[str, Any]
+) -> str:
     """Returns a line that says why no layout was found, and the nearest one."""
     if not plan.num_tried:
-        return (
-            f"--devices={machine.num_devices}: no mesh of them fits train.global_batch={subject.global_batch}, the "
-            f"model and --fix; use a batch that is a multiple of {machine.num_devices}, or fix less"
-        )
+        return _why_none(subject, machine, fixed)
     if not plan.rejected:
         return f"--devices={machine.num_devices}: the trainer accepts no layout; fix less"
     one, reason = plan.rejected[0]
@@ -264,6 +239,19 @@ def way_out(subject: Subject, machine: Machine, plan: Plan, limit: float) -> str
         + " ".join(f"{key}={value}" for key, value in overrides(one.layout).items())
         + f"; use about {math.ceil(need * machine.num_devices)} devices, or devices with more memory"
     )
+
+
+def _why_none(subject: Subject, machine: Machine, fixed: Mapping[str, Any]) -> str:
+    """Returns why no layout is legal: what refuses the fixed sizes with the rest of the devices on `data`."""
+    sizes = {axis: fixed.get(axis, 1) for axis in AXES}
+    sizes["data"] = fixed.get("data", machine.num_devices // math.prod(sizes.values()))
+    faults = [*_faults(subject, sizes), *_rules(subject, machine, sizes)]
+    of_fixed = [
+        f"--fix={key}={fixed[name]}" for key in KEYS if (name := key.partition(".")[2]) in fixed
+    ]
+    given = " ".join([f"--devices={machine.num_devices}", *of_fixed])
+    reason = faults[0] if faults else "the batch, the layers and --fix exclude each other"
+    return f"{given}: no layout is legal: {reason}"
 
 
 def _divisors(number: int) -> list[int]:

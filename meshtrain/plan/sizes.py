@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+BYTES = 2  # of an element of an activation, a gathered parameter and a sent gradient
 # T tokens
 
 

@@ -13,11 +13,11 @@ from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
 from meshtrain.models.base import Model
 from meshtrain.plan import work as works
+from meshtrain.plan.layout import REMATS
 from meshtrain.plan.memory import Stored
 
 # Attention that keeps no scores, as the kernels of accelerators do; the host that plans has none of them.
 TRACED_ATTENTION = "blockwise:512"
-REMATS = ("none", "dots", "full")
 
 
 class Subject:

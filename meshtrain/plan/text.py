@@ -3,9 +3,10 @@
 from typing import Any
 
 from meshtrain.config.schema import AXES
-from meshtrain.plan.cost import Layout, launches
+from meshtrain.plan.cost import launches
+from meshtrain.plan.layout import Layout, overrides
 from meshtrain.plan.machine import Machine
-from meshtrain.plan.search import Candidate, Plan, overrides
+from meshtrain.plan.search import Candidate, Plan
 from meshtrain.plan.subject import Subject
 
 GB = 1e9

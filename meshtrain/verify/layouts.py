@@ -119,9 +119,8 @@ def _methods(subject: Subject, sizes: Mapping[str, int]) -> list[str | None]:
     """Returns every supported method of context parallelism for these axis sizes."""
     if sizes["context"] == 1:
         return [None]
-    if not subject.model.shards_sequences or checks.sequence_faults(
-        subject.cfg.data, sizes["context"]
-    ):
+    options = subject.cfg.data.options
+    if not subject.model.shards_sequences or checks.sequence_faults(options, sizes["context"]):
         return []
     num_heads, shards = subject.raw["model"]["num_heads"], sizes["context"] * sizes["tensor"]
     methods = [name for name in CONTEXT_METHODS if name != "auto"]

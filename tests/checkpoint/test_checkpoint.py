@@ -750,6 +750,21 @@ def test_a_save_to_a_full_disk_fails_and_keeps_the_newest_valid_checkpoint(
         subprocess.run(["umount", disk], check=True)
 
 
+def test_a_second_error_of_a_save_is_not_raised_later(monkeypatch):
+    """On a full disk, Orbax fails to write the arrays and its metadata, and raises one error per call."""
+    writer = arrays.AsyncWriter()
+    failures = iter([OSError("arrays"), OSError("metadata")])
+
+    def wait():
+        if error := next(failures, None):
+            raise error
+
+    monkeypatch.setattr(writer._orbax, "wait_until_finished", wait)
+    with pytest.raises(OSError, match="arrays"):
+        writer.wait()
+    writer.close()
+
+
 def test_the_line_of_a_failed_save_tells_when_it_is_tried_again(workdir, monkeypatch, capsys):
     waits = []
     monkeypatch.setattr(saver, "LAST_TRIES", 3)

@@ -15,8 +15,9 @@ from meshtrain.config.build import Parts, build_model, optimizer_builder
 from meshtrain.config.parse import parse
 from meshtrain.configs import deepseek_v2_lite, gemma2, gpt2, llama3, mixtral, quickstart
 from meshtrain.errors import ConfigError
-from meshtrain.plan import measured, memory, search, text, work
-from meshtrain.plan.cost import Layout, step_cost
+from meshtrain.plan import fix, measured, memory, search, text, work
+from meshtrain.plan.cost import step_cost
+from meshtrain.plan.layout import Layout
 from meshtrain.plan.machine import Machine
 from meshtrain.plan.sizes import decoder
 from meshtrain.plan.subject import Subject
@@ -168,7 +169,8 @@ def test_memory_grows_with_what_is_kept():
 def plan_of(config, device, num, *, fixed=(), limit=0.9, per_host=8):
     subject, machine = Subject(config), Machine(hardware.BY_NAME[device], num, per_host)
     size = limit * machine.device.memory
-    found = search.search(subject, machine, limit=size, fixed=search.fixed([*fixed]))
+    values = fix.values([*fixed], num, config)
+    found = search.search(subject, machine, limit=size, fixed=values)
     return subject, machine, found
 
 
@@ -237,9 +239,17 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
         (["--device=h200", "--devices=12"], "not divisible by --devices_per_host=8"),
         (["--device=h200", "--devices=8", "--memory=2"], "--memory=2: use a part"),
         (["--device=h200", "--devices=8", "--fix=mesh.tensr=2"], "did you mean"),
-        (["--device=h200", "--devices=8", "--fix=mesh.tensor=x"], "use a number"),
-        (["--device=h200", "--devices=8", "--fix=mesh.data=3"], "no mesh of them fits"),
-        (["--device=v5p", "--devices=8", "--compile=1"], "only GPUs"),
+        (["--device=h200", "--devices=8", "--fix=mesh.tensor=x"], "use a number from 1"),
+        (["--device=h200", "--devices=8", "--fix=mesh.data=3"], "use 2 or 4, or other sizes"),
+        (["--device=h200", "--devices=8", "--fix=train.remat=foll"], "use one of none, dots, full"),
+        (["--device=h200", "--devices=8", "--fix=mesh.expert=2"], "the model has no experts"),
+        (
+            ["--device=h200", "--devices=16", "--fix=mesh.tensor=16"],
+            "16 is more than the 8 devices",
+        ),
+        (["--device=h200", "--devices=8", "--output=/"], "use a file in a folder"),
+        (["--device=h200", "--devices=8", "--tokens=-1"], "--tokens=-1: use 0 or more"),
+        (["--device=v5p", "--devices=8", "--compile=1"], "pip install"),
         (["--device=l4", "--devices=2"], "no layout fits 22 GB on each l4; the nearest needs"),
         (["--device=h200", "--devices=8", "--measured=/nowhere"], "cannot be read"),
     ],

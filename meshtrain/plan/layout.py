@@ -1,0 +1,77 @@
+"""A layout: a mesh and the settings of the step that the planner chooses, and the config keys that set them."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from meshtrain.config.schema import AXES
+from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
+
+REMATS = ("none", "dots", "full")
+
+
+@functools.cache
+def _table(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Table:
+    return SCHEDULES[schedule](num_stages, num_microbatches, num_chunks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the settings of the step. `rows` of each micro-batch go to each batch shard."""
+
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+    zero_stage: int = 3
+    rows: int = 1
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    num_chunks: int = 1
+    keep: str = "residuals"
+    remat: str = "none"
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the mesh: the size of each axis."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def num_devices(self) -> int:
+        return self.pipeline * self.batch_shards * self.context * self.tensor
+
+    @property
+    def table(self) -> Table:
+        """Returns the schedule of the pipeline."""
+        return _table(self.schedule, self.pipeline, self.num_microbatches, self.num_chunks)
+
+    @property
+    def batch_shards(self) -> int:
+        return self.data * self.fsdp * self.expert
+
+    @property
+    def zero_shards(self) -> int:
+        """Returns over how many devices ZeRO shards: `sharding.ZERO_AXES`."""
+        return self.fsdp * self.context
+
+    @property
+    def zero_stride(self) -> int:
+        return self.stride("context" if self.context > 1 else "fsdp")
+
+    def stride(self, axis: str) -> int:
+        """Returns the distance of neighbours along an axis, in devices: the product of the axes inside of it."""
+        return math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
+
+
+def overrides(layout: Layout) -> dict[str, Any]:
+    """Returns the keys of the config that make this layout."""
+    keys = {f"mesh.{axis}": size for axis, size in layout.sizes().items()}
+    keys |= {"train.zero_stage": layout.zero_stage, "train.remat": layout.remat}
+    keys["train.num_microbatches"] = layout.num_microbatches
+    if layout.pipeline > 1:
+        keys["pipeline.schedule"] = layout.schedule
+        keys["pipeline.num_chunks"] = layout.num_chunks
+        keys["pipeline.keep"] = layout.keep
+    return keys
