@@ -42,6 +42,9 @@ class Cost:
     def seconds(self) -> float:
         return sum(self.parts.values())
 
+    def times(self, factor: float) -> "Cost":
+        return Cost({name: factor * seconds for name, seconds in self.parts.items()})
+
 
 def step_cost(
     work: Work, layout: Layout, machine: Machine, seq_len: int, habits: Habits | None = None
@@ -68,8 +71,7 @@ def step_cost(
     cost.parts["fsdp"] = turns * num_layers * gathers
     if p.pipeline > 1:
         stage = num_layers * (compute + tensor + context + experts + gathers)
-        # A forward pass takes F, a backward pass B; their ratio matters little.
-        cost.parts["bubble"] = (p.table.cost(1 / 3, 2 / 3) - turns) * stage
+        cost.parts["bubble"] = p.idle_turns * stage
         sent = BYTES * tokens * w.d_model / p.tensor
         sends = 2 * (turns * p.num_chunks + p.pipeline - 1)
         cost.parts["sends"] = (

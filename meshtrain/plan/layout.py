@@ -48,6 +48,14 @@ class Layout:
         return _table(self.schedule, self.pipeline, self.num_microbatches, self.num_chunks)
 
     @property
+    def idle_turns(self) -> float:
+        """Returns how long a stage waits for others, in passes of a micro-batch forward and backward.
+
+        A backward pass takes twice as long as a forward pass; the ratio matters little.
+        """
+        return self.table.cost(1 / 3, 2 / 3) - self.num_microbatches
+
+    @property
     def batch_shards(self) -> int:
         return self.data * self.fsdp * self.expert
 

@@ -19,6 +19,7 @@ from meshtrain.plan.subject import Subject
 
 CHUNKS = (1, 2, 4, 8)
 TIE = 0.03  # layouts whose step times differ less are equally good; those with fewer axes and more room come first
+MOST, MOST_REJECTED = 20, 3  # layouts of a plan
 SHORTEST_CHUNK = 512  # tokens, of `mesh.context`
 LANES = 128  # of TPU registers: narrower shards are padded, and XLA gathers them element by element
 
@@ -43,7 +44,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Candidates that fit, best first, and near misses with the reason."""
+    """Candidates that fit, best first, and faster ones that do not, with the reason."""
 
     found: list[Candidate]
     rejected: list[tuple[Candidate, str]]
@@ -62,23 +63,32 @@ def search(
 
     `scale` multiplies every prediction of step time.
     """
-    fits, too_large, num_tried = [], [], 0
-    for layout in layouts(subject, machine, fixed):
-        num_tried += 1
-        parts = memory.parts(
-            subject.work, layout, subject.stored, subject.seq_len, subject.loss_chunk_mib
-        )
-        if sum(parts.values()) > limit:
-            too_large.append((layout, parts))
-            continue
-        fits.append(Candidate(layout, _cost(subject, machine, layout, scale), parts))
-    fits = _legal(subject, machine, sorted(fits, key=_rank(fits)))
-    return Plan(fits, _near_misses(subject, machine, fits, too_large, limit, scale), num_tried)
-
-
-def _cost(subject: Subject, machine: Machine, layout: Layout, scale: float) -> Cost:
-    cost = step_cost(subject.work, layout, machine, subject.seq_len)
-    return Cost({name: scale * seconds for name, seconds in cost.parts.items()})
+    priced = [
+        (layout, step_cost(subject.work, layout, machine, subject.seq_len).times(scale))
+        for layout in layouts(subject, machine, fixed)
+    ]
+    found, too_large, seen, ties = [], [], set(), []
+    # Memory takes longer to predict than time, so it is predicted for the fastest layouts only.
+    for layout, cost in sorted(priced, key=lambda pair: pair[1].seconds):
+        if ties and cost.seconds > (1 + TIE) * ties[0].seconds:
+            found += _legal(subject, machine, ties, seen)
+            ties = []
+            if len(found) >= MOST:
+                break
+        chunk_mib = subject.loss_chunk_mib
+        parts = memory.parts(subject.work, layout, subject.stored, subject.seq_len, chunk_mib)
+        one = Candidate(layout, cost, parts)
+        if one.memory_bytes <= limit:
+            ties.append(one)
+        elif not (ties or found):
+            too_large.append(one)
+    found += _legal(subject, machine, ties, seen)
+    too_large.sort(key=lambda one: one.memory_bytes)
+    rejected = [
+        (one, f"{(one.memory_bytes - limit) / 1e9:.1f} GB too much")
+        for one in too_large[:MOST_REJECTED]
+    ]
+    return Plan(found[:MOST], rejected, len(priced))
 
 
 def layouts(subject: Subject, machine: Machine, fixed: Mapping[str, Any]) -> Iterator[Layout]:
@@ -170,48 +180,25 @@ def _pipelines(
             yield {"schedule": schedule, "num_chunks": chunks, "keep": keep}
 
 
-def _rank(candidates: list[Candidate]):
-    best = min((one.seconds for one in candidates), default=0.0)
+def _legal(
+    subject: Subject, machine: Machine, ties: list[Candidate], seen: set[tuple]
+) -> Iterator[Candidate]:
+    """Yields the candidates that the trainer accepts, one of each mesh and schedule that is not in `seen`."""
 
-    def key(one: Candidate):
-        ties = math.floor(math.log(one.seconds / best) / TIE)
+    def simplest(one: Candidate):
         axes = sum(size > 1 for size in one.layout.sizes().values())
-        return ties, axes, one.seconds, one.memory_bytes
+        return axes, one.seconds, one.memory_bytes
 
-    return key
-
-
-def _legal(subject: Subject, machine: Machine, ranked: list[Candidate], most: int = 20):
-    """Returns the first candidates that the trainer accepts, one of each mesh and schedule."""
-    found, seen = [], set()
-    for one in ranked:
-        p = one.layout
-        kind = (*p.sizes().values(), p.schedule, p.num_chunks)
+    for one in sorted(ties, key=simplest):
+        kind = (*one.layout.sizes().values(), one.layout.schedule, one.layout.num_chunks)
         if kind in seen:
             continue
         try:
-            parse(settings(subject, p), num_devices=machine.num_devices)
+            parse(settings(subject, one.layout), num_devices=machine.num_devices)
         except ConfigError:
             continue
         seen.add(kind)
-        found.append(one)
-        if len(found) == most:
-            break
-    return found
-
-
-def _near_misses(subject, machine, fits, too_large, limit, scale, most: int = 3):
-    """Returns layouts that would be faster than the best, or all if none fits, with how much they lack."""
-    best = fits[0].seconds if fits else math.inf
-    found = []
-    for layout, parts in sorted(too_large, key=lambda pair: sum(pair[1].values())):
-        cost = _cost(subject, machine, layout, scale)
-        if cost.seconds < best:
-            over = sum(parts.values()) - limit
-            found.append((Candidate(layout, cost, parts), f"{over / 1e9:.1f} GB too much"))
-        if len(found) == most:
-            break
-    return found
+        yield one
 
 
 def settings(subject: Subject, layout: Layout) -> dict[str, Any]:
