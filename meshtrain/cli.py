@@ -24,7 +24,7 @@ from meshtrain import console
 from meshtrain.cluster import environment, progress
 from meshtrain.commands import VERBS
 from meshtrain.commands.parser import Parser
-from meshtrain.config import files
+from meshtrain.config import checks, files
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError, memory_fault
@@ -213,7 +213,7 @@ def _use_all_devices(config: Any) -> None:
 def _faults_of(config: Any, num_devices: int | None) -> tuple[str, ...]:
     """Returns the faults of a config; with `num_devices`, also checks that the mesh fits them."""
     try:
-        parse(config, num_devices=num_devices)
+        parse(config, num_devices=None if checks.is_auto(config) else num_devices)
         return ()
     except ConfigError as error:
         return error.faults

@@ -28,6 +28,7 @@ from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.units import Units, units_of
 from meshtrain.monitor.ways_out import Advice
 from meshtrain.monitor.writer import Writer
+from meshtrain.plan import auto
 from meshtrain.plan.predict import step_seconds
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
@@ -68,6 +69,7 @@ def train(
         # ---- check and build, on all processes or on none: nothing is computed yet ----
         with distributed.raise_on_all_processes():
             _check_model(model)
+            config, chosen = auto.resolved(config, model=model)
             cfg = parse(config, num_devices=jax.device_count())
             checks.check_place(workdir, cfg)
             parts = build(cfg, model=model, data=data)
@@ -100,6 +102,8 @@ def train(
         units = units_of(loader.peek(), model)
         advice = Advice(cfg, parts, program, jax.eval_shape(lambda batch: batch, loader.peek()))
         stack.enter_context(advice.when_out_of_memory())
+        for line in chosen:
+            writer.log(f"mesh.auto   {line}")
         for line in summary.start_lines(
             cfg, model, program.abstract_state, units, data, program.how
         ):

@@ -36,6 +36,7 @@ class Device:
     network: float  # bytes/s that a device sends to other hosts; TPU: to other slices; 0: unknown
     chip: Chip | None = None
     flops_8: float = 0.0  # dense 8-bit products; 0: as 16-bit
+    latency: float = 0.0  # seconds of a collective of no bytes, if it was measured
 
     def peak(self, itemsize: float) -> float:
         """Returns the peak FLOP/s of matrix products whose elements have `itemsize` bytes."""

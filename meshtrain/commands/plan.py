@@ -99,7 +99,8 @@ def run(args: argparse.Namespace, config: Any) -> int:
             plan, args.target, subject, limit=limit, most=args.compile, log=print
         )
     if not plan.found:
-        raise ConfigError(search.way_out(subject, machine, plan, limit, args.fix))
+        reason = search.way_out(subject, machine, plan, limit, args.fix)
+        raise ConfigError(f"--devices={args.devices}: {reason}")
     report = text.Report(subject, machine, limit=limit, scale=args.measured)
     if args.output:
         args.output.write_text(json.dumps(text.to_dict(plan, report), indent=2) + "\n")

@@ -61,6 +61,14 @@ def check_place(workdir: str | Path | None, cfg: Config) -> None:
         raise ConfigError(*faults)
 
 
+def is_auto(config: Mapping[str, Any]) -> bool:
+    """Returns whether the planner chooses the mesh of a config; other parts of the config may be wrong."""
+    try:
+        return config["mesh"]["auto"] is True
+    except (KeyError, TypeError):
+        return False
+
+
 def batch_faults(mesh: MeshConfig, *, global_batch: int, num_microbatches: int) -> list[str]:
     """Returns a fault if the batch cannot be split evenly. An axis that is still -1 counts as 1."""
     sizes = {axis: max(1, getattr(mesh, axis)) for axis in BATCH_AXES}

@@ -49,14 +49,19 @@ class MeshConfig:
     context: int = 1
     tensor: int = 1
     slices: int = 1
+    auto: bool = False  # `plan.auto` replaces the sizes, before they are resolved
 
     def __post_init__(self):
         _raise(minimum_faults(1, {"mesh.slices": self.slices}))
 
     def resolve(self, num_devices: int) -> "MeshConfig":
         """Replaces the -1 and returns sizes whose product is `num_devices`, or raises ConfigError."""
+        if self.auto:
+            raise ConfigError(
+                "mesh.auto=True: only train, audit and profile choose a mesh; set the sizes of mesh"
+            )
         sizes = asdict(self)
-        slices = sizes.pop("slices")
+        slices, _ = sizes.pop("slices"), sizes.pop("auto")
         sizes, fault = mesh_sizes.fill(sizes, num_devices)
         if fault:
             raise ConfigError(fault)

@@ -18,10 +18,11 @@ class Habits:
     # Time of attention of a part of a sequence, for which there is no fused kernel; 1: as fast as fused.
     context_attention: float = 2.0
     # Parts of communication that computation hides: over `tensor`, between stages; part of a backward pass that
-    # hides the sum of gradients.
+    # hides the sum of gradients, and of a layer that hides the collectives over `fsdp`.
     tensor_hidden: float = 0.0
     sends_hidden: float = 0.7
     data_hidden: float = 0.9
+    gathers_hidden: float = 0.8
     grad_bytes: int = 4
     head_on_all_stages: bool = True
     data_holds_moments: bool = (
@@ -167,7 +168,7 @@ def _gathers(w: Work, p: Layout, machine: Machine, hidden_by: float, h: Habits) 
     size, group = w.layer / p.tensor / p.expert, (p.zero_shards, p.zero_stride)
     total = 2 * machine.collective(BYTES * size, *group)
     total += machine.collective(h.grad_bytes * size, *group)
-    return max(total - 0.8 * hidden_by, 0.08 * total)
+    return max(total - h.gathers_hidden * hidden_by, 0.08 * total)
 
 
 def _held(w: Work, p: Layout, h: Habits) -> float:

@@ -7,12 +7,12 @@ from meshtrain.analysis.hardware import Device
 # What is sustained, as a part of the data sheet's figure. Fitted to half of the published steps that
 # benchmarks/plan.py replays (its table names them), and of the size that others measured: matrix products by cuBLAS
 # on A100 and H100, 230 to 260 of 312 and 650 to 750 of 989 TFLOP/s; NCCL inside a host 394 of 450 GB/s on 8 H100.
-PRODUCTS = {"gpu": 0.74, "tpu": 0.85}
-ATTENTION = {"gpu": (0.55, 0.45), "tpu": (0.45, 0.40)}  # forward, backward
+PRODUCTS = {"gpu": 0.74, "tpu": 0.85, "measured": 1.0}
+ATTENTION = {"gpu": (0.55, 0.45), "tpu": (0.45, 0.40), "measured": (0.5, 0.5)}  # forward, backward
 MEMORY = 0.80
 LINK = 0.80
 NETWORK = 0.65
-LAUNCH = {"gpu": 4e-6, "tpu": 1e-6}  # seconds of an operation that does nothing
+LAUNCH = {"gpu": 4e-6, "tpu": 1e-6, "measured": 10e-6}  # seconds of an operation that does nothing
 # Measured / predicted of trainers that XLA compiles, the median of their published steps: nothing is tuned by hand.
 XLA = {"gpu": 1.25, "tpu": 1.0}
 LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds of a collective of no bytes
@@ -28,6 +28,8 @@ class Machine:
 
     @property
     def kind(self) -> str:
+        if self.device.latency:
+            return "measured"
         return "gpu" if self.device.chip else "tpu"
 
     def products(self, flops: float, num_bytes: float) -> float:
@@ -61,10 +63,13 @@ class Machine:
         if where == "network":
             members = max(1, self.per_host // stride)
             rate = min(rate, members * (self.device.network or self.device.link) * NETWORK)
-        return num_bytes * (size - 1) / size / rate + LATENCY[where]
+        return num_bytes * (size - 1) / size / rate + self._latency(where)
 
     def send(self, num_bytes: float, stride: int) -> float:
         """Returns the seconds in which a device sends to the one `stride` further."""
         where = self.link_of(2, stride)
         rate = self.device.link * LINK if where == "link" else self.device.network * NETWORK
-        return num_bytes / (rate or self.device.link * LINK) + LATENCY[where]
+        return num_bytes / (rate or self.device.link * LINK) + self._latency(where)
+
+    def _latency(self, where: str) -> float:
+        return self.device.latency or LATENCY[where]

@@ -11,7 +11,7 @@ from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, KEEP
 from meshtrain.errors import ConfigError
 from meshtrain.plan import memory
-from meshtrain.plan.cost import Cost, step_cost
+from meshtrain.plan.cost import Cost, Habits, step_cost
 from meshtrain.plan.fix import KEYS, mesh_faults
 from meshtrain.plan.layout import REMATS, Layout, overrides
 from meshtrain.plan.machine import Machine
@@ -58,13 +58,14 @@ def search(
     limit: float,
     fixed: Mapping[str, Any],
     scale: float = 1.0,
+    habits: Habits | None = None,
 ) -> Plan:
     """Returns the plan. `limit` is the bytes of a device that a step may use; `fixed` are values of layouts.
 
     `scale` multiplies every prediction of step time.
     """
     priced = [
-        (layout, step_cost(subject.work, layout, machine, subject.seq_len).times(scale))
+        (layout, step_cost(subject.work, layout, machine, subject.seq_len, habits).times(scale))
         for layout in layouts(subject, machine, fixed)
     ]
     found, too_large, seen, ties = [], [], set(), []
@@ -124,6 +125,8 @@ def _meshes(
         if num % used:
             continue
         sizes = dict(zip(names, row, strict=True)) | {"data": num // used}
+        if fixed.get("data", sizes["data"]) != sizes["data"]:
+            continue
         if not (_faults(subject, sizes) or _rules(subject, machine, sizes)):
             yield sizes
 
@@ -203,8 +206,13 @@ def _legal(
 
 def settings(subject: Subject, layout: Layout) -> dict[str, Any]:
     """Returns the config with this layout."""
-    raw = copy.deepcopy(subject.raw)
-    for key, value in overrides(layout).items():
+    return with_keys(subject.raw, overrides(layout))
+
+
+def with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a config with other values of keys such as mesh.data."""
+    raw = copy.deepcopy(dict(config))
+    for key, value in keys.items():
         section, _, name = key.partition(".")
         raw[section][name] = value
     return raw
@@ -214,31 +222,30 @@ def way_out(
     subject: Subject, machine: Machine, plan: Plan, limit: float, fixed: Mapping[str, Any]
 ) -> str:
     """Returns a line that says why no layout was found, and the nearest one."""
+    who = f"{machine.num_devices} {machine.device.name}"
     if not plan.num_tried:
-        return _why_none(subject, machine, fixed)
+        return f"{who}: no layout is legal{_why_none(subject, machine, fixed)}"
     if not plan.rejected:
-        return f"--devices={machine.num_devices}: the trainer accepts no layout; fix less"
+        return f"{who}: the trainer accepts no layout; fix less"
     one, reason = plan.rejected[0]
     need = one.memory_bytes / machine.device.memory
     return (
-        f"--devices={machine.num_devices}: no layout fits {limit / 1e9:.0f} GB on each {machine.device.name}; the "
-        f"nearest needs {one.memory_bytes / 1e9:.1f} GB ({reason}): "
+        f"{who}: no layout fits {limit / 1e9:.0f} GB on each; the nearest needs {one.memory_bytes / 1e9:.1f} GB "
+        f"({reason}): "
         + " ".join(f"{key}={value}" for key, value in overrides(one.layout).items())
         + f"; use about {math.ceil(need * machine.num_devices)} devices, or devices with more memory"
     )
 
 
 def _why_none(subject: Subject, machine: Machine, fixed: Mapping[str, Any]) -> str:
-    """Returns why no layout is legal: what refuses the fixed sizes with the rest of the devices on `data`."""
+    """Returns what refuses the fixed values with the rest of the devices on `data`."""
     sizes = {axis: fixed.get(axis, 1) for axis in AXES}
     sizes["data"] = fixed.get("data", machine.num_devices // math.prod(sizes.values()))
     faults = [*_faults(subject, sizes), *_rules(subject, machine, sizes)]
-    of_fixed = [
-        f"--fix={key}={fixed[name]}" for key in KEYS if (name := key.partition(".")[2]) in fixed
-    ]
-    given = " ".join([f"--devices={machine.num_devices}", *of_fixed])
-    reason = faults[0] if faults else "the batch, the layers and --fix exclude each other"
-    return f"{given}: no layout is legal: {reason}"
+    of_fixed = [f"{key}={fixed[name]}" for key in KEYS if (name := key.partition(".")[2]) in fixed]
+    given = f" with {' '.join(of_fixed)}" if of_fixed else ""
+    reason = faults[0] if faults else "the batch, the layers and the fixed keys exclude each other"
+    return f"{given}: {reason}"
 
 
 def _divisors(number: int) -> list[int]:

@@ -89,7 +89,7 @@ def lines(plan: Plan, report: Report, *, tokens: float, price: float) -> list[st
         "memory  " + _shares(best.memory, best.memory_bytes, "GB", GB),
     ]
     if len(plan.found) > 1:
-        text.append(f"the second {_why_slower(plan.found[1], best)}")
+        text.append(f"the second {why_slower(plan.found[1], best)}")
     if tokens:
         days = tokens / report.tokens * best.seconds / 86400
         cost = (
@@ -111,7 +111,7 @@ def _shares(parts: dict[str, float], total: float, unit: str, size: float) -> st
     return " · ".join(f"{name} {value / size:.3g} {unit}" for name, value in shown.items())
 
 
-def _why_slower(one: Candidate, best: Candidate) -> str:
+def why_slower(one: Candidate, best: Candidate) -> str:
     """Returns by what a layout is slower than the best, largest difference first."""
     names = {**best.cost.parts, **one.cost.parts}
     gaps = {n: one.cost.parts.get(n, 0.0) - best.cost.parts.get(n, 0.0) for n in names}

@@ -74,14 +74,17 @@ def losses(workdir):
     return {row["step"]: row["loss"] for row in rows}
 
 
-@pytest.mark.parametrize("axis", ["data", "context"])
-def test_two_processes_with_four_devices_each_give_the_losses_of_one_with_eight(axis, tmp_path):
-    """Over context each sequence is on both processes, and keys travel between them."""
+@pytest.mark.parametrize(
+    "sizes",
+    [{"mesh.data": 8}, {"mesh.data": 1, "mesh.context": 8}, {"mesh.auto": True}],
+    ids=["data", "context", "auto"],
+)
+def test_two_processes_with_four_devices_each_give_the_losses_of_one_with_eight(sizes, tmp_path):
+    """Over context each sequence is on both processes, and keys travel between them; both choose one mesh."""
     config = tiny_config()
     # Several evaluation batches: in flight at the same time they would hang.
     config.train.steps, config.eval.batches = 10, 8
     train(config, workdir=tmp_path / "one")
-    sizes = {"mesh.data": 1, f"mesh.{axis}": 8}
     arguments = settings(tmp_path / "two", **{"train.steps": 10, "eval.batches": 8, **sizes})
     assert meshtrain.launch(arguments, nproc=2, simulate_devices=4) == 0
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")

@@ -209,7 +209,7 @@ def test_every_invalid_override_is_reported():
         "--config.train.steps=many": "--config.train.steps=many: not of type int, like 600",
         "--config.train.seed=1.5": "--config.train.seed=1.5: not of type int, like 0",
         "--simulate_device=2": '--simulate_device: unknown argument (did you mean "--simulate_devices"?)',
-        "--config.mesh=3": "--config.mesh=3: is a section; set its keys, such as --config.mesh.context",
+        "--config.mesh=3": "--config.mesh=3: is a section; set its keys, such as --config.mesh.auto",
         "--config.train.seed=2": None,
     }
     settings, faults = configfile.read(QUICKSTART, overrides)

@@ -34,6 +34,7 @@ from meshtrain.monitor.ways_out import Advice
 from meshtrain.ops.experts import LEFTOVER
 from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import Network, network_of
+from meshtrain.plan import auto
 from meshtrain.program import Program, assemble
 
 
@@ -99,6 +100,7 @@ def audit(
     `devices` (default: all) may come from a topology (`jax.experimental.topologies`).
     """
     devices = devices or jax.devices()
+    config, _ = auto.resolved(config, devices=devices, model=model)
     with_files = cfg = parse(config, num_devices=len(devices))
     if data is None:  # the step needs only shapes
         cfg = _without_files(cfg)
@@ -121,8 +123,7 @@ def audit(
     advice.memory = memory_of(program, compiled, module=module)
     ways_out = [*advice.remedies()] if advice.memory and advice.memory.fits is False else []
     network = network_of(program.mesh, cfg.mesh.slices)
-    slices = network.slices.ravel()
-    found = collective_ops.find(module, placement.mesh, device.platform, slices)
+    found = collective_ops.find(module, placement.mesh, device.platform, network.slices.ravel())
     row, unknown_rate = _row_of(device.device_kind, network)
     flops = _model_flops(cfg, parts.model, batch, program.mesh.size)
     # With balanced routing no rows are left over.

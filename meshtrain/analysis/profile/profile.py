@@ -21,6 +21,7 @@ from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
+from meshtrain.plan import auto
 from meshtrain.program import assemble
 from meshtrain.state import TrainState
 
@@ -81,6 +82,7 @@ def profile(
     process's devices.
     """
     with distributed.raise_on_all_processes():
+        config, _ = auto.resolved(config, model=model)
         cfg = parse(config, num_devices=jax.device_count())
         parts = build(cfg, model=model, data=data)
         program = assemble(cfg, parts)

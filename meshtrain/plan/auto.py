@@ -1,0 +1,76 @@
+"""Config key `mesh.auto`: the planner's layout for the devices of this job."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from meshtrain.analysis import hardware
+from meshtrain.cluster import distributed
+from meshtrain.config import checks
+from meshtrain.config.schema import AXES
+from meshtrain.errors import ConfigError
+from meshtrain.models.base import Model
+from meshtrain.plan import host
+from meshtrain.plan.cost import Habits
+from meshtrain.plan.layout import overrides
+from meshtrain.plan.machine import XLA, Machine
+
+MEMORY = 0.9  # part of a device's memory that a step may use
+# Measured devices share their cores with what they send, so computation hides nothing.
+MEASURED = Habits(sends_hidden=0.0, data_hidden=0.0, gathers_hidden=0.0)
+
+
+def resolved(
+    config: Mapping[str, Any],
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    model: Model | None = None,
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Returns the config with the layout that is predicted to be fastest, and lines that say why.
+
+    Sizes of the mesh above 1 are kept; the other axes, ZeRO stage, micro-batches, remat and the pipeline are chosen. A
+    config without `mesh.auto` is returned as it is. All processes must call it, and get the choice of process 0.
+    Raises ConfigError if no layout fits.
+    """
+    raw = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    if not checks.is_auto(raw):
+        return config, []
+    # Loaded when it is used: training starts without the planner.
+    from meshtrain.plan import search, text
+    from meshtrain.plan.subject import Subject
+
+    if "seq_len" not in raw["data"]:
+        raise ConfigError("mesh.auto=True: the planner needs data.seq_len; set the sizes of mesh")
+    fixed = {axis: size for axis in AXES if (size := raw["mesh"][axis]) > 1}
+    raw["mesh"] = {**dict.fromkeys(AXES, 1), "slices": raw["mesh"]["slices"], "auto": False}
+    subject, machine = Subject(raw, model=model), _machine(devices or jax.devices())
+    is_measured = bool(machine.device.latency)
+    plan = search.search(
+        subject,
+        machine,
+        limit=(limit := MEMORY * machine.device.memory),
+        fixed=fixed,
+        scale=1.0 if is_measured else XLA[machine.kind],
+        habits=MEASURED if is_measured else None,
+    )
+    if not plan.found:
+        raise ConfigError(f"mesh.auto=True: {search.way_out(subject, machine, plan, limit, fixed)}")
+    best, *others = plan.found
+    lines = [
+        f"{text.name_of(best.layout)}: the fastest of {plan.num_tried:,} layouts by `meshtrain plan`, "
+        f"{best.seconds:.3g} s a step"
+    ]
+    if others:
+        lines.append(f"{text.name_of(others[0].layout)} {text.why_slower(others[0], best)}")
+    values, lines = distributed.broadcast([overrides(best.layout), lines])
+    return search.with_keys(raw, values), lines
+
+
+def _machine(devices: Sequence[jax.Device]) -> Machine:
+    """Returns devices of the table, or measured ones. `per_host` is what shares the fast links."""
+    device = hardware.device_of(devices[0].device_kind)
+    groups = {(one.process_index, getattr(one, "slice_index", 0)) for one in devices}
+    if device and not device.chip:  # the torus of TPUs spans hosts
+        groups = {slice_index for _, slice_index in groups}
+    return Machine(device or host.measured(), len(devices), max(1, len(devices) // len(groups)))
