@@ -1,11 +1,14 @@
 """How wrong the planner is: published steps of other trainers, predicted by `meshtrain plan`'s closed form.
 
-  python benchmarks/plan.py [--group=nemo] [--output=PATH]
+  python benchmarks/plan.py [--group=nemo] [--compile=3] [--output=PATH]
 
 published_steps.csv has a row for each measured step: sizes, mesh, batch, remat, seconds, and where it was published.
 Frameworks differ in their kernels, so the table also has the errors after one factor for each framework and chip. The
 regret of a group of layouts of one model is by how much the layout with the least predicted time is slower than the
 fastest. No device is needed.
+
+--compile=N compiles N of the layouts of COMPILED ahead of time, about half a minute each, and compares the predicted
+memory, and the FLOPs of the matrix products, with those of the compiled step. It needs the extra aot-gpu.
 """
 
 import csv
@@ -22,10 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import record
 from meshtrain.analysis import hardware
+from meshtrain.config.files import load_config
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import AXES
+from meshtrain.plan import compiled, memory, search, text
 from meshtrain.plan.cost import Habits, step_cost
 from meshtrain.plan.layout import Layout
 from meshtrain.plan.machine import Machine
+from meshtrain.plan.predict import layout_of
 from meshtrain.plan.sizes import decoder
+from meshtrain.plan.subject import Subject
 
 STEPS = Path(__file__).with_name("published_steps.csv")
 # What is known of the frameworks: Megatron of 2021 had no fused attention and did not overlap the sum of gradients.
@@ -47,6 +56,49 @@ HABITS = {
     ),
     "llm-foundry": Habits(grad_bytes=2),
 }
+# Layouts whose memory is compared with that of the compiled step: config, device, number, batch, keys.
+KEYS = {f"mesh.{axis}": 1 for axis in AXES} | {"train.remat": "none"}
+COMPILED = [
+    ("llama3", "h100", 64, 128, {"mesh.fsdp": 64}),
+    ("gpt2", "h100", 8, 64, {"mesh.data": 8}),
+    ("llama3", "h200", 64, 64, {"mesh.fsdp": 8, "mesh.tensor": 8, "train.remat": "dots"}),
+    ("llama3", "h100", 64, 64, {"mesh.data": 8, "mesh.fsdp": 8, "train.remat": "full"}),
+    ("llama3", "h200", 64, 128, {"mesh.fsdp": 32, "mesh.context": 2}),
+    ("llama3", "h100", 64, 64, {"mesh.fsdp": 64, "train.remat": "dots"}),
+    (
+        "llama3",
+        "h200",
+        32,
+        64,
+        {"mesh.pipeline": 4, "mesh.fsdp": 8, "train.num_microbatches": 8, "train.remat": "full"},
+    ),
+    (
+        "llama3",
+        "h200",
+        32,
+        32,
+        {
+            "mesh.pipeline": 4,
+            "mesh.tensor": 8,
+            "train.num_microbatches": 8,
+            "pipeline.keep": "inputs",
+        },
+    ),
+    ("llama3", "h200", 16, 16, {"mesh.fsdp": 2, "mesh.tensor": 8}),
+    ("llama3", "h200", 32, 32, {"mesh.data": 2, "mesh.fsdp": 16, "train.zero_stage": 1}),
+    ("llama3", "h200", 64, 128, {"mesh.fsdp": 64, "train.num_microbatches": 2}),
+    ("gpt2", "h100", 8, 128, {"mesh.fsdp": 8, "train.remat": "dots"}),
+    ("gpt2", "h100", 8, 256, {"mesh.fsdp": 8, "train.num_microbatches": 4}),
+    ("gpt2", "a100-40gb", 8, 64, {"mesh.data": 4, "mesh.tensor": 2, "train.remat": "full"}),
+    ("mistral", "h100", 32, 32, {"mesh.fsdp": 32, "train.remat": "dots"}),
+    ("qwen3", "h100", 8, 32, {"mesh.fsdp": 8}),
+    ("qwen3", "h100", 16, 32, {"mesh.fsdp": 8, "mesh.context": 2, "train.remat": "dots"}),
+    ("gpt2", "h200", 8, 64, {"mesh.data": 8, "train.remat": "dots"}),
+    ("gemma2", "h100", 16, 32, {"mesh.fsdp": 16, "train.remat": "dots"}),
+    ("mixtral", "h200", 64, 64, {"mesh.fsdp": 8, "mesh.expert": 8, "train.remat": "full"}),
+    ("mixtral", "h200", 64, 64, {"mesh.fsdp": 64, "train.remat": "dots"}),
+    ("llama3_128k", "h200", 64, 8, {"mesh.fsdp": 8, "mesh.context": 8, "train.remat": "full"}),
+]
 DEVICES = hardware.BY_NAME | {
     # Limited to 500 W, which sustains about a fifth less.
     "h100-500w": dataclasses.replace(
@@ -141,9 +193,38 @@ def _layout(row: dict[str, str]):
     return [row[name] for name in ("data", "fsdp", "tensor", "pipeline", "rows", "chunks")]
 
 
+def memory_errors(number: int) -> list[dict[str, Any]]:
+    """Returns a row for each of the first `number` layouts of COMPILED that the compiler accepts."""
+    table = []
+    for name, device, devices, batch, keys in COMPILED[:number]:
+        config = load_config(name)
+        config.train.global_batch = batch
+        subject = Subject(config)
+        with_keys = search.with_keys(subject.raw, KEYS | keys)
+        layout = layout_of(parse(with_keys, num_devices=devices))
+        parts = memory.parts(
+            subject.work, layout, subject.stored, subject.seq_len, subject.loss_chunk_mib
+        )
+        row = {"config": name, "devices": f"{devices} {device}", "layout": text.name_of(layout)}
+        target = f"{device}:{-(-devices // 8)}x{min(8, devices)}"
+        audit, fault = compiled.audited(with_keys, target)
+        if not audit:
+            print(f"{row['layout']}: {fault}")
+            continue
+        found, predicted = audit["memory"]["peak"], sum(parts.values())
+        row |= {"predicted, GB": predicted / 1e9, "compiled, GB": found / 1e9}
+        row["error, %"] = 100 * (predicted / found - 1)
+        table.append(row)
+        print(f"{len(table)} of {number}: {row['layout']}", file=sys.stderr)
+    return table
+
+
 def main():
     parser = record.parser(__doc__)
     parser.add_argument("--group", default="", help="only the rows of this group")
+    parser.add_argument(
+        "--compile", type=int, default=0, metavar="N", help="compare memory with N compiled steps"
+    )
     args = parser.parse_args()
     chosen = [row for row in rows() if args.group in ("", row["group"])]
     if not chosen:
@@ -154,6 +235,11 @@ def main():
     results["errors"], results["regrets"] = errors(chosen), regrets(chosen)
     record.show(results["errors"])
     record.show(results["regrets"])
+    if args.compile:
+        results["memory"] = memory_errors(args.compile)
+        record.show(results["memory"])
+        errors_ = [abs(row["error, %"]) for row in results["memory"]]
+        print(f"median {np.median(errors_):.1f} %, largest {max(errors_):.1f} %")
     record.save(args.output, results, model="plan")
 
 

@@ -16,14 +16,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from meshtrain.errors import ConfigError, did_you_mean
+from meshtrain.errors import ConfigError
 
 FITS_DEVICES = True  # the mesh of the config does not matter
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     add = flags.add_argument
-    add("--device", required=True, metavar="NAME", help="such as h100, h200 or v5p")
+    add(
+        "--device",
+        required=True,
+        metavar="NAME",
+        help="such as h100, h200 or v5p, or a file NAME.toml",
+    )
     add("--devices", required=True, type=int, metavar="N", help="how many there are")
     add("--devices_per_host", type=int, metavar="N", help="default: 8; of TPUs, all are one slice")
     add("--memory", type=float, default=0.9, help="part of a device's memory that a step may use")
@@ -44,14 +49,10 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def prepare(args: argparse.Namespace, config: Any) -> None:
     """Checks the flags, before jax is started."""
     from meshtrain.analysis import hardware, target
-    from meshtrain.plan import fix, measured
+    from meshtrain.plan import device_file, fix, measured
 
+    args.device = device = device_file.device_of(args.device)
     faults = []
-    if args.device not in hardware.BY_NAME:
-        near = did_you_mean(args.device, hardware.BY_NAME)
-        faults.append(
-            f"--device={args.device}: unknown{near}; use one of {', '.join(hardware.BY_NAME)}"
-        )
     for name in ("devices", "devices_per_host"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -64,7 +65,6 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
     if (file := args.output) and (file.is_dir() or not os.access(file.parent, os.W_OK)):
         faults.append(f"--output={file}: use a file in a folder that can be written")
     if not faults:
-        device = hardware.BY_NAME[args.device]
         args.devices_per_host = args.devices_per_host or (8 if device.chip else args.devices)
         args.devices_per_host = min(args.devices_per_host, args.devices)
         if args.devices % args.devices_per_host:
@@ -72,7 +72,8 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
                 f"--devices={args.devices} is not divisible by --devices_per_host={args.devices_per_host}"
             )
         elif args.compile:
-            args.target = target.text_of(device, args.devices, args.devices_per_host)
+            base = hardware.BY_KIND[device.kinds[0]]  # of a device of a file
+            args.target = target.text_of(base, args.devices, args.devices_per_host)
             target.parse(args.target)
     if faults:
         raise ConfigError(*faults)
@@ -82,12 +83,11 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
 
 def run(args: argparse.Namespace, config: Any) -> int:
     """Prints the plan; returns the exit code."""
-    from meshtrain.analysis import hardware
     from meshtrain.plan import compiled, search, text
     from meshtrain.plan.machine import XLA, Machine
     from meshtrain.plan.subject import Subject
 
-    device = hardware.BY_NAME[args.device]
+    device = args.device
     machine = Machine(device, args.devices, args.devices_per_host)
     limit = args.memory * device.memory
     subject = Subject(config)

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from meshtrain.plan.search import Candidate, Plan, settings
+from meshtrain.plan.search import Plan, settings
 from meshtrain.plan.subject import Subject
 
 SECONDS = 300  # for a layout
@@ -22,31 +23,26 @@ def compile_best(
     `target` names the devices, as `audit --target`.
     """
     found, rejected = [], list(plan.rejected)
-    for number, one in enumerate(plan.found):
-        if number >= most:
-            found.append(one)
-            continue
-        size, fault = _compiled_memory(one, target, subject)
-        log(f"compiled {number + 1} of {most}: {fault or f'{size / 1e9:.1f} GB'}")
-        one = replace(one, compiled_memory=size)
-        if size and size > limit:
-            reason = f"compiled it needs {(size - limit) / 1e9:.1f} GB too much"
-            rejected.append((one, reason))
-        elif fault:
-            rejected.append((one, fault))
-        else:
-            found.append(one)
+    for number, one in enumerate(plan.found[:most], 1):
+        audit, fault = audited(settings(subject, one.layout), target)
+        if audit:
+            size = audit["memory"]["peak"]
+            one = replace(one, compiled_memory=size)
+            if size > limit:
+                fault = f"compiled it needs {(size - limit) / 1e9:.1f} GB too much"
+        log(f"compiled {number} of {most}: {fault or f'{size / 1e9:.1f} GB'}")
+        rejected += [(one, fault)] if fault else []
+        found += [] if fault else [one]
     # A layout that was not compiled may need more than predicted, so those that were come first.
-    found.sort(key=lambda one: one.compiled_memory is None)
-    return Plan(found, rejected, plan.num_tried)
+    return Plan(found + plan.found[most:], rejected, plan.num_tried)
 
 
-def _compiled_memory(one: Candidate, target: str, subject: Subject) -> tuple[float | None, str]:
-    """Returns the bytes at the peak of the compiled step, or None and the reason."""
+def audited(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | None, str]:
+    """Returns the audit of the compiled step of a config, or None and why there is none."""
     with tempfile.TemporaryDirectory() as folder:
-        config, output = Path(folder) / "config.json", Path(folder) / "audit.json"
-        config.write_text(json.dumps(settings(subject, one.layout)))
-        command = [sys.executable, "-m", "meshtrain", "audit", f"--config={config}", "--trust_code"]
+        file, output = Path(folder) / "config.json", Path(folder) / "audit.json"
+        file.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "meshtrain", "audit", f"--config={file}", "--trust_code"]
         command += [f"--target={target}", f"--output={output}"]
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
@@ -55,5 +51,5 @@ def _compiled_memory(one: Candidate, target: str, subject: Subject) -> tuple[flo
         if run.returncode:
             last = (run.stderr.strip() or run.stdout.strip()).splitlines()[-1:]
             return None, f"not compiled: {' '.join(last)[:200]}"
-        memory = json.loads(output.read_text())["memory"]
-    return (memory["peak"], "") if memory else (None, "the compiler reports no memory")
+        audit = json.loads(output.read_text())
+    return (audit, "") if audit["memory"] else (None, "the compiler reports no memory")

@@ -69,13 +69,15 @@ def lines(plan: Plan, report: Report, *, tokens: float, price: float) -> list[st
         f"{machine.per_host} on each {'host' if machine.kind == 'gpu' else 'slice'}; a step may use "
         f"{report.limit / GB:.0f} of {device.memory / GB:.0f} GB; {report.tokens:,} tokens a step",
         "",
-        "     step    MFU   tokens/s  memory  layout",
+        f"     step    MFU   tokens/s  memory  {'compiled  ' if best.compiled_memory else ''}layout",
     ]
     for one in plan.found:
-        mfu = report.mfu(one)
+        mfu, compiled = report.mfu(one), ""
+        if best.compiled_memory:
+            compiled = f"{f'{one.compiled_memory / GB:5.0f} GB' if one.compiled_memory else '':10}"
         text.append(
             f"{one.seconds:7.3f} s {f'{100 * mfu:4.1f} %' if mfu else '      '} "
-            f"{report.tokens / one.seconds:10,.0f} {one.memory_bytes / GB:4.0f} GB  {name_of(one.layout)}"
+            f"{report.tokens / one.seconds:10,.0f} {one.memory_bytes / GB:4.0f} GB  {compiled}{name_of(one.layout)}"
         )
     for one, reason in plan.rejected:
         text.append(f"{one.seconds:7.3f} s  rejected, {reason}: {name_of(one.layout)}")

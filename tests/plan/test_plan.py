@@ -15,7 +15,7 @@ from meshtrain.config.build import Parts, build_model, optimizer_builder
 from meshtrain.config.parse import parse
 from meshtrain.configs import deepseek_v2_lite, gemma2, gpt2, llama3, mixtral, quickstart
 from meshtrain.errors import ConfigError
-from meshtrain.plan import fix, measured, memory, search, text, work
+from meshtrain.plan import device_file, fix, measured, memory, search, text, work
 from meshtrain.plan.cost import step_cost
 from meshtrain.plan.layout import Layout
 from meshtrain.plan.machine import Machine
@@ -259,6 +259,38 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
 )
 def test_a_mistake_is_one_line(flags, fault, capsys):
     assert run(*flags) == 2
+    error = capsys.readouterr().err
+    assert fault in error and error.count("\n") == 1
+
+
+def test_a_device_of_a_file_differs_from_one_of_the_table(tmp_path, capsys):
+    file = tmp_path / "slow.toml"
+    file.write_text('base = "h200"\nnetwork = 1e9\nmemory = 100_000_000_000\n')
+    found = device_file.device_of(str(file))
+    table = hardware.BY_NAME["h200"]
+    assert found == dataclasses.replace(table, name="slow", network=1e9, memory=100e9)
+    assert run(f"--device={file}", "--devices=16") == 0
+    assert (
+        "layouts of 16 slow, 8 on each host; a step may use 90 of 100 GB" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    "content, fault",
+    [
+        ("network = 1e9", "base=None: use one of"),
+        ('base = "h200"\nnetwrok = 1e9', 'netwrok: unknown (did you mean "network"?)'),
+        ('base = "h200"\nlink = 0', "link=0: use a positive number"),
+        ('base = "h200"\nlink = "fast"', "link='fast': use a positive number"),
+        ("base =", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_mistake_in_a_file_of_a_device_is_one_line(content, fault, tmp_path, capsys):
+    file = tmp_path / "slow.toml"
+    if content is not None:
+        file.write_text(content)
+    assert run(f"--device={file}", "--devices=8") == 2
     error = capsys.readouterr().err
     assert fault in error and error.count("\n") == 1
 
