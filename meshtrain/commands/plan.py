@@ -39,6 +39,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="a key that all layouts have, such as mesh.tensor=8 or train.remat=full; may be repeated",
     )
+    add(
+        "--explain",
+        metavar="KEY=VALUE,...",
+        help="take the best layout with these values apart, such as mesh.fsdp=8,mesh.tensor=8",
+    )
+    add("--svg", type=Path, metavar="FILE.svg", help="draw what --explain prints")
     add("--compile", type=int, default=0, metavar="N", help="compile the best N ahead of time")
     add("--measured", type=Path, metavar="DIR", help="workdir of a run on such devices: one factor")
     add("--tokens", type=float, default=0.0, help="print the days for this many tokens")
@@ -62,8 +68,12 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
     for name in ("compile", "tokens", "price"):
         if not 0 <= (value := getattr(args, name)) < math.inf:
             faults.append(f"--{name}={value:g}: use 0 or more")
-    if (file := args.output) and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-        faults.append(f"--output={file}: use a file in a folder that can be written")
+    for name in ("output", "svg"):
+        file = getattr(args, name)
+        if file and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            faults.append(f"--{name}={file}: use a file in a folder that can be written")
+    if args.svg and args.explain is None:
+        faults.append(f"--svg={args.svg}: draws what --explain prints; use --explain as well")
     if not faults:
         args.devices_per_host = args.devices_per_host or (8 if device.chip else args.devices)
         args.devices_per_host = min(args.devices_per_host, args.devices)
@@ -77,13 +87,15 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
             target.parse(args.target)
     if faults:
         raise ConfigError(*faults)
-    args.fix = fix.values(args.fix, args.devices, config)
+    flags = [("--fix", flag) for flag in args.fix]
+    flags += [("--explain", flag) for flag in (args.explain or "").split(",") if flag]
+    args.fix = fix.values(flags, args.devices, config)
     args.measured = measured.factor(args.measured) if args.measured else None
 
 
 def run(args: argparse.Namespace, config: Any) -> int:
     """Prints the plan; returns the exit code."""
-    from meshtrain.plan import compiled, search, text
+    from meshtrain.plan import compiled, explain, search, text
     from meshtrain.plan.machine import XLA, Machine
     from meshtrain.plan.subject import Subject
 
@@ -104,5 +116,10 @@ def run(args: argparse.Namespace, config: Any) -> int:
     report = text.Report(subject, machine, limit=limit, scale=args.measured)
     if args.output:
         args.output.write_text(json.dumps(text.to_dict(plan, report), indent=2) + "\n")
+    if args.explain is not None:
+        print(*explain.lines(plan.found[0], report), sep="\n")
+        if args.svg:
+            args.svg.write_text(explain.svg(plan.found[0], report))
+        return 0
     print(*text.lines(plan, report, tokens=args.tokens, price=args.price), sep="\n")
     return 0

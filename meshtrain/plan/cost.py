@@ -6,6 +6,15 @@ from meshtrain.plan.layout import Layout
 from meshtrain.plan.machine import LAUNCH, Machine
 from meshtrain.plan.sizes import BYTES, Work
 
+# Parts of a step's cost that each axis causes.
+COST_OF_AXIS = {
+    "pipeline": ("bubble", "sends"),
+    "data": ("gradients",),
+    "fsdp": ("fsdp",),
+    "expert": ("expert",),
+    "context": ("context",),
+    "tensor": ("tensor",),
+}
 # Tokens of the busiest device over the mean, if `expert` shards the experts and they are balanced by training.
 IMBALANCE = 1.1
 

@@ -32,31 +32,33 @@ def mesh_faults(config: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str
     return faults + checks.sequence_faults(config["data"], mesh.context)
 
 
-def values(flags: list[str], num_devices: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of layouts that KEY=VALUE fix, by field of Layout.
+def values(
+    flags: list[tuple[str, str]], num_devices: int, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the values of layouts that (flag, KEY=VALUE) fix, by field of Layout.
 
     Raises ConfigError for keys that no layout sets, values that a key cannot have, and meshes that do not divide
     the devices or do not fit the config.
     """
     found, faults = {}, []
-    for flag in flags:
+    for name, flag in flags:
         key, _, value = flag.partition("=")
         if key not in KEYS:
             near = did_you_mean(key, KEYS)
-            faults.append(f"--fix={flag}: unknown key{near}; use one of {', '.join(KEYS)}")
+            faults.append(f"{name}={flag}: unknown key{near}; use one of {', '.join(KEYS)}")
             continue
         choices = [str(choice) for choice in KEYS[key] or ()]
         is_number = value.isdecimal() and int(value) >= 1
         if value not in choices if choices else not is_number:
             use = f"one of {', '.join(choices)}" if choices else "a number from 1 up"
-            faults.append(f"--fix={flag}: use {use}")
+            faults.append(f"{name}={flag}: use {use}")
             continue
         found[key.rpartition(".")[2]] = int(value) if value.isdecimal() else value
     sizes = {axis: found[axis] for axis in AXES if axis in found}
     if num_devices % math.prod(sizes.values()):
         (axis, size), *others = sizes.items()
         use = f"{nearest_divisors(num_devices, size)}, or " if not others else ""
-        given = " ".join(f"--fix=mesh.{axis}={size}" for axis, size in sizes.items())
+        given = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
         faults.append(
             f"{given}: --devices={num_devices} is not divisible by it; use {use}other sizes"
         )

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from meshtrain.config.schema import AXES
-from meshtrain.plan.cost import launches
+from meshtrain.plan.cost import COST_OF_AXIS, launches
 from meshtrain.plan.layout import Layout, overrides
 from meshtrain.plan.machine import Machine
 from meshtrain.plan.search import Candidate, Plan
@@ -43,8 +42,8 @@ class Report:
         if sum(parts[name] for name in COMPUTE) > 0.7 * one.seconds:
             return "compute"
         name = max((name for name in parts if name not in COMPUTE), key=parts.get)
-        axis = {"gradients": "data", "sends": "pipeline"}.get(name, name)
-        if axis not in AXES:
+        axis = next((axis for axis, names in COST_OF_AXIS.items() if name in names), None)
+        if axis is None or name == "bubble":
             return name
         link = self.machine.link_of(getattr(one.layout, axis), one.layout.stride(axis))
         return f"{name} over the {link}"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from xml.etree import ElementTree
 
 import jax
 import pytest
@@ -169,7 +170,7 @@ def test_memory_grows_with_what_is_kept():
 def plan_of(config, device, num, *, fixed=(), limit=0.9, per_host=8):
     subject, machine = Subject(config), Machine(hardware.BY_NAME[device], num, per_host)
     size = limit * machine.device.memory
-    values = fix.values([*fixed], num, config)
+    values = fix.values([("--fix", flag) for flag in fixed], num, config)
     found = search.search(subject, machine, limit=size, fixed=values)
     return subject, machine, found
 
@@ -251,6 +252,11 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
             "16 is more than the 8 devices",
         ),
         (["--device=h200", "--devices=8", "--output=/"], "use a file in a folder"),
+        (["--device=h200", "--devices=8", "--svg=a.svg"], "use --explain as well"),
+        (
+            ["--device=h200", "--devices=8", "--explain=mesh.tensr=2"],
+            "--explain=mesh.tensr=2: unknown",
+        ),
         (["--device=h200", "--devices=8", "--tokens=-1"], "--tokens=-1: use 0 or more"),
         (["--device=v5p", "--devices=8", "--compile=1"], "pip install"),
         (["--device=l4", "--devices=2"], "2 l4: no layout fits 22 GB on each; the nearest needs"),
@@ -325,6 +331,22 @@ def test_a_run_on_known_devices_writes_its_predicted_step_time(tiny, tmp_path, m
     predicted = {row["predicted_step_time"] for row in second}
     assert len(predicted) == 1 and 1e-5 < predicted.pop() < 1e-2
     assert measured.factor(tmp_path / "known") > 1
+
+
+def test_a_layout_is_taken_apart(tmp_path, capsys):
+    drawing = tmp_path / "step.svg"
+    keys = "mesh.pipeline=2,mesh.tensor=2,train.num_microbatches=8"
+    assert run("--device=h200", "--devices=16", f"--explain={keys}", f"--svg={drawing}") == 0
+    output = capsys.readouterr().out
+    assert output.startswith("pipeline 2 x ") and "8 x " in output.partition("\n")[0]
+    rows = {line.split()[0]: line.split() for line in output.splitlines() if line}
+    assert rows["tensor"][1:3] == ["2", "link"] and rows["pipeline"][1:3] == ["2", "network"]
+    bars = [line for line in output.splitlines() if "█" in line]
+    starts = [line.index("█") for line in bars]
+    memory = next(n for n, line in enumerate(bars) if "parameters" in line)
+    assert starts[:memory] == sorted(starts[:memory]) and starts[memory:] == sorted(starts[memory:])
+    root = ElementTree.parse(drawing).getroot()
+    assert len(root.findall("{*}rect")) == len(bars) + 1
 
 
 def test_a_layout_in_words():
