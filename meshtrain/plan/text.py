@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from meshtrain.plan.cost import COST_OF_AXIS, launches
+from meshtrain.parallel.sharding import ZERO_AXES
+from meshtrain.plan.cost import COST_OF_AXIS, Habits, launches, step_cost
 from meshtrain.plan.layout import Layout, overrides
 from meshtrain.plan.machine import Machine
 from meshtrain.plan.search import Candidate, Plan
@@ -91,6 +92,8 @@ def lines(plan: Plan, report: Report, *, tokens: float, price: float) -> list[st
     ]
     if len(plan.found) > 1:
         text.append(f"the second {why_slower(plan.found[1], best)}")
+    if faster := _with_fewer_bytes(best, report):
+        text.append(faster)
     if tokens:
         days = tokens / report.tokens * best.seconds / 86400
         cost = (
@@ -105,6 +108,23 @@ def lines(plan: Plan, report: Report, *, tokens: float, price: float) -> list[st
     keys = overrides(best.layout)
     text += ["", *(f"  --config.{key}={value}" for key, value in keys.items())]
     return text
+
+
+def _with_fewer_bytes(best: Candidate, report: Report, least: float = 0.03) -> str:
+    """Returns what fewer bytes of gradients would save, if their sum over the network takes a part of the step."""
+    p, machine = best.layout, report.machine
+    axes = [axis for axis in ("data", *ZERO_AXES) if getattr(p, axis) > 1]
+    over_network = any(
+        machine.link_of(getattr(p, axis), p.stride(axis)) == "network" for axis in axes
+    )
+    if not over_network or best.cost.parts["gradients"] < least * best.seconds:
+        return ""
+    run = report.subject.work, p, machine, report.subject.seq_len
+    ratio = step_cost(*run, Habits(grad_bytes=1)).seconds / step_cost(*run).seconds
+    return (
+        f"the sum of gradients takes {best.cost.parts['gradients']:.3g} s over the network; with sync.wire=int8 a step "
+        f"would take {ratio * best.seconds:.3g} s, but rounds gradients: docs/guides/slow_networks.md"
+    )
 
 
 def _shares(parts: dict[str, float], total: float, unit: str, size: float) -> str:

@@ -14,18 +14,19 @@ from meshtrain.config.files import load_config
 from meshtrain.verify import layouts, precision_laws, verify
 from meshtrain.verify.subject import Subject
 
-# These differ from the quickstart, or from mixtral, in what the laws vary in the certificate of every config: sizes,
-# window, rope scaling, tied embeddings, norms, router. One layout each, another one for each.
-ALIKE = ["llama2", "llama3", "llama3_128k", "mistral", "olmoe", "qwen3_moe", "smollm2"]
+# A quick verification takes two minutes. These have what the others lack: latent attention, experts and a router with a
+# bias; windows in some layers and norms after each block. The others differ from them, or from the quickstart, in what
+# the laws vary in the certificate of every config, so one layout each runs here, another one for each.
+QUICK = ["deepseek_v2_lite", "gemma3"]
 OTHERS = sorted(
     path.stem
     for path in (ROOT / "meshtrain" / "configs").glob("*.py")
-    if path.stem not in ("__init__", "default", "quickstart", *ALIKE)
+    if path.stem not in ("__init__", "default", "quickstart", *QUICK)
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", QUICK)
 def test_a_quick_verification_of_a_config_passes_and_is_written(name, tmp_path, capsys):
     options = [f"--config=configs/{name}.py", "--quick", f"--output={tmp_path}"]
     assert cli.main("verify", options) == 0
@@ -42,11 +43,11 @@ def test_a_quick_verification_of_a_config_passes_and_is_written(name, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_config_like_another_equals_one_device_in_a_layout(name, x64):
     subject = Subject(load_config(name), None, None, keep_sizes=False)
     rows = [row for row in layouts.select(subject) if row["pipeline"] > 1]
-    result = verify.check_layout(subject, rows[ALIKE.index(name)])
+    result = verify.check_layout(subject, rows[OTHERS.index(name) % len(rows)])
     assert result.fault is None and max(result.differences.values()) < verify.TOLERANCE
 
 
@@ -69,13 +70,13 @@ def full_plan():
     return subject, rows, low, laws
 
 
-# The full verification takes 8 minutes on two cores: `meshtrain verify --config=quickstart`. Here an eighth of its
-# layouts runs, and all laws that --quick leaves out.
+# The full verification takes 8 minutes on two cores: `meshtrain verify --config=quickstart`. Here a few of its
+# layouts run, and all laws that --quick leaves out.
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(9))
+@pytest.mark.parametrize("part", range(5))
 def test_layouts_of_the_full_verification_equal_one_device(part, x64):
     subject, rows, *_ = full_plan()
-    result = verify.check_layout(subject, rows[3 + 8 * part])
+    result = verify.check_layout(subject, rows[3 + 15 * part])
     assert result.fault is None and max(result.differences.values()) < verify.TOLERANCE
 
 
