@@ -279,6 +279,9 @@ def test_a_device_of_a_file_differs_from_one_of_the_table(tmp_path, capsys):
     assert (
         "layouts of 16 slow, 8 on each host; a step may use 90 of 100 GB" in capsys.readouterr().out
     )
+    fixed = "--fix=mesh.data=2", "--fix=mesh.pipeline=1"
+    assert run(f"--device={file}", "--devices=16", *fixed) == 0
+    assert "s over the network; with sync.wire=int8 a step would" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
