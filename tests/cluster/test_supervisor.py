@@ -328,11 +328,12 @@ def test_a_host_that_is_asked_to_stop_exits_with_the_code_of_its_processes(
 
 
 def test_goodput_is_recorded(supervise, tmp_path):
-    code, output = supervise("""
+    script = """
 step(0); time.sleep(1.0); step(10)
 if number == 1: time.sleep(0.5); os.kill(os.getpid(), 9)
 put("first_step", 4); time.sleep(1.0)
-""")
+"""
+    code, output = supervise(script, stall_seconds=60)
     assert code == 0
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [row["event"] for row in rows] == ["restart", "recovered", "goodput"]
