@@ -57,7 +57,10 @@ HABITS = {
     "llm-foundry": Habits(grad_bytes=2),
 }
 # Layouts whose memory is compared with that of the compiled step: config, device, number, batch, keys.
-KEYS = {f"mesh.{axis}": 1 for axis in AXES} | {"train.remat": "none"}
+KEYS = {
+    **{f"mesh.{axis}": 1 for axis in AXES},
+    **{"train.remat": "none", "train.num_microbatches": 1, "train.zero_stage": 3},
+}
 COMPILED = [
     ("llama3", "h100", 64, 128, {"mesh.fsdp": 64}),
     ("gpt2", "h100", 8, 64, {"mesh.data": 8}),
