@@ -129,9 +129,8 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         split = {"dtype": c.dtype, "num_microbatches": c.num_microbatches}
         grad_fn = grads.accumulate(loss_fn, **split, **meet)
         eval_step = grads.evaluate(loss_fn, **split)
-    # With several micro-batches XLA would compute the experts of a layer twice (jaxlib 0.10.2).
-    twice = bool(model.num_inactive) and c.num_microbatches > 1
-    without = (xla.PIPELINED_ALL_GATHER,) if twice else ()
+    # XLA would copy the loop over micro-batches, keep their activations, and compute products twice (jaxlib 0.10.2).
+    without = (xla.PIPELINED_ALL_GATHER,) if c.num_microbatches > 1 else ()
     train_step = make_train_step(
         grad_fn,
         optimizer,
