@@ -70,20 +70,22 @@ def parts(
     else:
         chunk = per_stage / p.num_chunks
         kept = p.table.num_slots * (residual if p.keep == "inputs" else chunk * layer)
-        again = (chunk * layer if p.keep == "inputs" else 0.0) + one_layer
-    gathered = (
-        w.layer / p.tensor / p.expert * BYTES * 2 if p.zero_stage == 3 and p.zero_shards > 1 else 0
-    )
+        # Compiled programs hold what the backward pass of a chunk recomputes twice.
+        again = (2 * chunk * layer if p.keep == "inputs" else 0.0) + one_layer
+    gathered = 0.0
+    if p.zero_stage == 3 and p.zero_shards > 1:
+        # A layer, the next one, and float32 gradients; the output head and its gradients.
+        gathered = w.layer / p.tensor / p.expert * (2 * BYTES + 4)
+        gathered += w.vocab_size * w.d_model / p.tensor * (BYTES + 4)
     logits = tokens * w.vocab_size / p.tensor * 4
     if p.pipeline > 1:
         logits /= p.pipeline
     if loss_chunk_mib:
         logits = min(logits, loss_chunk_mib * MIB)
-    head = w.others / p.tensor * (BYTES + 4) if p.zero_stage == 3 and p.zero_shards > 1 else 0
     return {
         "parameters": params,
         "optimizer state": opt_state,
         "gradients": gradients,
         "activations": kept,
-        "temporaries": again + gathered + head + 2 * logits,
+        "temporaries": again + gathered + logits,
     }
