@@ -196,29 +196,34 @@ def _layout(row: dict[str, str]):
     return [row[name] for name in ("data", "fsdp", "tensor", "pipeline", "rows", "chunks")]
 
 
+def predicted_memory(case: tuple) -> tuple[dict[str, Any], str, float]:
+    """Returns the config of a row of COMPILED, its layout in words, and the predicted bytes at the peak."""
+    name, _, devices, batch, keys = case
+    config = load_config(name)
+    config.train.global_batch = batch
+    subject = Subject(config)
+    with_keys = search.with_keys(subject.raw, KEYS | keys)
+    layout = layout_of(parse(with_keys, num_devices=devices))
+    sizes = subject.stored, subject.seq_len, subject.loss_chunk_mib
+    parts = memory.parts(subject.work, layout, *sizes)
+    return with_keys, text.name_of(layout), sum(parts.values())
+
+
 def memory_errors(number: int) -> list[dict[str, Any]]:
     """Returns a row for each of the first `number` layouts of COMPILED that the compiler accepts."""
     table = []
-    for name, device, devices, batch, keys in COMPILED[:number]:
-        config = load_config(name)
-        config.train.global_batch = batch
-        subject = Subject(config)
-        with_keys = search.with_keys(subject.raw, KEYS | keys)
-        layout = layout_of(parse(with_keys, num_devices=devices))
-        parts = memory.parts(
-            subject.work, layout, subject.stored, subject.seq_len, subject.loss_chunk_mib
-        )
-        row = {"config": name, "devices": f"{devices} {device}", "layout": text.name_of(layout)}
-        target = f"{device}:{-(-devices // 8)}x{min(8, devices)}"
-        audit, fault = compiled.audited(with_keys, target)
+    for case in COMPILED[:number]:
+        name, device, devices, *_ = case
+        config, layout, predicted = predicted_memory(case)
+        audit, fault = compiled.audited(config, f"{device}:{-(-devices // 8)}x{min(8, devices)}")
         if not audit:
-            print(f"{row['layout']}: {fault}")
+            print(f"{layout}: {fault}")
             continue
-        found, predicted = audit["memory"]["peak"], sum(parts.values())
+        found = audit["memory"]["peak"]
+        row = {"config": name, "devices": f"{devices} {device}", "layout": layout}
         row |= {"predicted, GB": predicted / 1e9, "compiled, GB": found / 1e9}
-        row["error, %"] = 100 * (predicted / found - 1)
-        table.append(row)
-        print(f"{len(table)} of {number}: {row['layout']}", file=sys.stderr)
+        table.append(row | {"error, %": 100 * (predicted / found - 1)})
+        print(f"{len(table)} of {number}: {layout}", file=sys.stderr)
     return table
 
 

@@ -6,7 +6,9 @@ import math
 from xml.etree import ElementTree
 
 import jax
+import numpy as np
 import pytest
+from conftest import ROOT
 
 from benchmarks import plan as replay
 from meshtrain import cli
@@ -53,6 +55,19 @@ def test_the_first_pick_is_nearly_the_fastest(published):
     found = replay.regrets(published)
     assert len(found) == 4 and max(row["slowest, %"] for row in found) > 100
     assert all(row["regret, %"] <= 5 for row in found)
+
+
+def test_the_error_of_memory_against_compiled_programs():
+    """The record has the bytes that XLA's compiler reports for each layout; they are predicted again."""
+    (file,) = (ROOT / "benchmarks" / "results").glob("plan-memory_*.json")
+    record = json.loads(file.read_text())["memory"]
+    assert len(record) == len(replay.COMPILED) >= 18
+    errors = []
+    for case, row in zip(replay.COMPILED, record, strict=True):
+        _, layout, predicted = replay.predicted_memory(case)
+        assert (layout, case[0]) == (row["layout"], row["config"])
+        errors.append(predicted / 1e9 / row["compiled, GB"] - 1)
+    assert np.median(np.abs(errors)) <= 0.12 and min(errors) >= -0.25
 
 
 # ---- its arithmetic ----
