@@ -8,7 +8,7 @@ regret of a group of layouts of one model is by how much the layout with the lea
 fastest. No device is needed.
 
 --compile=N compiles N of the layouts of COMPILED ahead of time, about half a minute each, and compares the predicted
-memory, and the FLOPs of the matrix products, with those of the compiled step. It needs the extra aot-gpu.
+memory with that of the compiled step. It needs the extra aot-gpu.
 """
 
 import csv

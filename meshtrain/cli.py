@@ -28,6 +28,7 @@ from meshtrain.config import checks, files
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError, memory_fault
+from meshtrain.plan import fix
 
 HELP = ("help", "--help", "-h")
 
@@ -212,11 +213,14 @@ def _use_all_devices(config: Any) -> None:
 
 def _faults_of(config: Any, num_devices: int | None) -> tuple[str, ...]:
     """Returns the faults of a config; with `num_devices`, also checks that the mesh fits them."""
+    is_auto = checks.is_auto(config)
     try:
-        parse(config, num_devices=None if checks.is_auto(config) else num_devices)
-        return ()
+        parse(config, num_devices=None if is_auto else num_devices)
     except ConfigError as error:
         return error.faults
+    if is_auto and num_devices:
+        return tuple(fix.fixed_faults(config, fix.auto_sizes(config), num_devices))
+    return ()
 
 
 def _is_alone(args: argparse.Namespace) -> bool:

@@ -101,7 +101,10 @@ def prepare() -> None:
 
 
 def text_of(device: Device, num_devices: int, per_host: int) -> str:
-    """Returns the target of so many devices; of TPUs, `per_host` is a slice, and its torus is as round as possible."""
+    """Returns the value of --target: hosts x devices of GPUs, slices of TPUs.
+
+    `per_host` is the number of devices of a host, or of a slice, whose torus gets sides as equal as possible.
+    """
     groups = num_devices // per_host
     if device.chip:
         return f"{device.name}:{groups}x{per_host}"

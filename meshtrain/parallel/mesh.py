@@ -34,9 +34,9 @@ def make_mesh(
     if num_slices > 1:
         grid = _grid_of_slices(sizes, devices, num_slices)
         return jax.sharding.Mesh(grid, AXES, axis_types=types)
-    if len({*map(_host, devices)}) > 1:
+    if len({*map(host_of, devices)}) > 1:
         # Several hosts, which jax.make_mesh rejects: neighbours in the mesh share one.
-        grid = np.array(sorted(devices, key=_host)).reshape(sizes)
+        grid = np.array(sorted(devices, key=host_of)).reshape(sizes)
         return jax.sharding.Mesh(grid, AXES, axis_types=types)
     try:
         return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
@@ -46,7 +46,7 @@ def make_mesh(
         return jax.sharding.Mesh(grid, AXES, axis_types=types)
 
 
-def _host(device: jax.Device) -> int:
+def host_of(device: jax.Device) -> int:
     """Returns the number of the device's fast network.
 
     jax numbers these networks by `slice_index`: of TPUs a slice, of GPUs a host, or several hosts that NVLink
@@ -61,7 +61,7 @@ def _host(device: jax.Device) -> int:
 
 def _check_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
     """Returns the number of slices; raises ConfigError if the devices cannot form them."""
-    count, hosts = config.slices, [_host(device) for device in devices]
+    count, hosts = config.slices, [host_of(device) for device in devices]
     num_hosts = len({*hosts})
     if devices[0].platform == "tpu":
         if count not in (1, num_hosts):
@@ -97,7 +97,7 @@ def _grid_of_slices(sizes: Sequence[int], devices: Sequence[jax.Device], num_sli
             return mesh_utils.create_hybrid_device_mesh(*shapes)
         except NotImplementedError:  # as in make_mesh
             return mesh_utils.create_hybrid_device_mesh(*shapes, allow_split_physical_axes=True)
-    parts = np.array(sorted(devices, key=_host)).reshape(num_slices, *inner)
+    parts = np.array(sorted(devices, key=host_of)).reshape(num_slices, *inner)
     return np.concatenate(parts, axis=AXES.index("data"))
 
 
@@ -152,7 +152,7 @@ class Network:
 
 def network_of(mesh: jax.sharding.Mesh, num_slices: int = 1) -> Network:
     """Returns the hosts and slices of a mesh. `num_slices` (mesh.slices): parts of `data`; TPUs know their own."""
-    hosts = np.vectorize(_host, otypes=[int])(mesh.devices)
+    hosts = np.vectorize(host_of, otypes=[int])(mesh.devices)
     if mesh.devices.flat[0].platform == "tpu":
         return Network(hosts, hosts)
     axis = AXES.index("data")

@@ -11,7 +11,8 @@ from meshtrain.config import checks
 from meshtrain.config.schema import AXES
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
-from meshtrain.plan import host
+from meshtrain.parallel.mesh import host_of
+from meshtrain.plan import fix, host
 from meshtrain.plan.cost import Habits
 from meshtrain.plan.layout import overrides
 from meshtrain.plan.machine import XLA, Machine
@@ -42,17 +43,18 @@ def resolved(
 
     if "seq_len" not in raw["data"]:
         raise ConfigError("mesh.auto=True: the planner needs data.seq_len; set the sizes of mesh")
-    fixed = {axis: size for axis in AXES if (size := raw["mesh"][axis]) > 1}
+    fixed = fix.auto_sizes(raw)
+    if faults := fix.fixed_faults(raw, fixed, len(devices := devices or jax.devices())):
+        raise ConfigError(*faults)
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "slices": raw["mesh"]["slices"], "auto": False}
-    subject, machine = Subject(raw, model=model), _machine(devices or jax.devices())
-    is_measured = bool(machine.device.latency)
+    subject, machine = Subject(raw, model=model), _machine(devices)
     plan = search.search(
         subject,
         machine,
         limit=(limit := MEMORY * machine.device.memory),
         fixed=fixed,
-        scale=1.0 if is_measured else XLA[machine.kind],
-        habits=MEASURED if is_measured else None,
+        scale=XLA[machine.kind],
+        habits=MEASURED if machine.kind == "measured" else None,
     )
     if not plan.found:
         raise ConfigError(f"mesh.auto=True: {search.way_out(subject, machine, plan, limit, fixed)}")
@@ -70,7 +72,5 @@ def resolved(
 def _machine(devices: Sequence[jax.Device]) -> Machine:
     """Returns devices of the table, or measured ones. `per_host` is what shares the fast links."""
     device = hardware.device_of(devices[0].device_kind)
-    groups = {(one.process_index, getattr(one, "slice_index", 0)) for one in devices}
-    if device and not device.chip:  # the torus of TPUs spans hosts
-        groups = {slice_index for _, slice_index in groups}
+    groups = {*map(host_of, devices)}
     return Machine(device or host.measured(), len(devices), max(1, len(devices) // len(groups)))

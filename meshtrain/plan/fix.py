@@ -32,6 +32,23 @@ def mesh_faults(config: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str
     return faults + checks.sequence_faults(config["data"], mesh.context)
 
 
+def fixed_faults(
+    config: Mapping[str, Any], sizes: Mapping[str, int], num_devices: int
+) -> list[str]:
+    """Returns why no mesh of the devices has these sizes of some axes."""
+    if num_devices % math.prod(sizes.values()) == 0:
+        return mesh_faults(config, sizes)
+    (axis, size), *others = sizes.items()
+    use = f"{nearest_divisors(num_devices, size)}, or " if not others else ""
+    given = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    return [f"{given}: {num_devices} devices are not divisible by it; use {use}other sizes"]
+
+
+def auto_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the sizes of the mesh that `mesh.auto` keeps."""
+    return {axis: size for axis in AXES if (size := config["mesh"][axis]) > 1}
+
+
 def values(
     flags: list[tuple[str, str]], num_devices: int, config: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -55,13 +72,6 @@ def values(
             continue
         found[key.rpartition(".")[2]] = int(value) if value.isdecimal() else value
     sizes = {axis: found[axis] for axis in AXES if axis in found}
-    if num_devices % math.prod(sizes.values()):
-        (axis, size), *others = sizes.items()
-        use = f"{nearest_divisors(num_devices, size)}, or " if not others else ""
-        given = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
-        faults.append(
-            f"{given}: --devices={num_devices} is not divisible by it; use {use}other sizes"
-        )
-    if faults := faults or mesh_faults(config, sizes):
+    if faults := faults or fixed_faults(config, sizes, num_devices):
         raise ConfigError(*faults)
     return found

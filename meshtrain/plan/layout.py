@@ -69,7 +69,7 @@ class Layout:
         return self.stride("context" if self.context > 1 else "fsdp")
 
     def stride(self, axis: str) -> int:
-        """Returns the distance of neighbours along an axis, in devices: the product of the axes inside of it."""
+        """Returns the distance of neighbours along an axis, in devices: the product of the sizes of later axes."""
         return math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
 
 

@@ -14,7 +14,7 @@ LINK = 0.80
 NETWORK = 0.65
 LAUNCH = {"gpu": 4e-6, "tpu": 1e-6, "measured": 10e-6}  # seconds of an operation that does nothing
 # Measured / predicted of trainers that XLA compiles, the median of their published steps: nothing is tuned by hand.
-XLA = {"gpu": 1.25, "tpu": 1.0}
+XLA = {"gpu": 1.25, "tpu": 1.0, "measured": 1.0}
 LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds of a collective of no bytes
 
 

@@ -14,8 +14,9 @@ from meshtrain.config.files import load_config
 from meshtrain.verify import layouts, precision_laws, verify
 from meshtrain.verify.subject import Subject
 
-# A quick verification takes two to five minutes. The others differ from this one and from the quickstart in sizes and
-# in what the laws vary in the certificate of every config, so one layout each runs here, another one for each.
+# A quick verification takes two to twelve minutes next to other tests. The others differ from this one and from the
+# quickstart in sizes and in what the laws vary in the certificate of every config, so one layout each runs here,
+# another one for each.
 QUICK = ["gemma3"]
 OTHERS = sorted(
     path.stem
