@@ -55,6 +55,7 @@ def prepare_meshtrain(folder: Path, tokens: np.ndarray):
     from meshtrain.config import files as configfile
     from meshtrain.config.build import build
     from meshtrain.config.parse import parse
+    from meshtrain.config.schema import AXES
     from meshtrain.data.source import Batch
     from meshtrain.parallel import sharding
     from meshtrain.program import assemble
@@ -62,7 +63,7 @@ def prepare_meshtrain(folder: Path, tokens: np.ndarray):
     runtime.setup()  # as train() does
     c = configfile.load_config(str(folder / "config.json"))
     # Without a mesh in the settings (data=-1), the step runs on one device, as those of the others.
-    mesh_devices = jax.devices()[: max(1, math.prod(c.mesh.values()))]
+    mesh_devices = jax.devices()[: max(1, math.prod(c.mesh[axis] for axis in AXES))]
     cfg = parse(c, num_devices=len(mesh_devices))
     parts = build(cfg)
     program = assemble(cfg, parts, devices=mesh_devices)

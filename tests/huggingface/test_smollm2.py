@@ -81,7 +81,7 @@ def test_greedy_text_matches_transformers(workdir, devices):
 
 
 def test_the_model_is_fine_tuned_and_exported(folder, workdir):
-    text = prepare_text(folder, (ROOT / "LICENSE").read_text(), "license")
+    text = prepare_text(folder, (ROOT / "LICENSE").read_text(), "whole license")
     tuned, back = folder.parent / "tuned", folder.parent / "back"
     settings = {
         **{"checkpoint.init_from": workdir, "data.path": text, "data.packing": "windows"},

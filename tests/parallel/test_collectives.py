@@ -107,7 +107,7 @@ def test_every_pattern_adds_what_numpy_adds_and_leaves_the_same_bits_on_every_me
 @pytest.mark.parametrize("layout", [(2, 4), (4, 2), (1, 8), (8, 1)])
 def test_a_hierarchical_sum_meets_first_inside_each_host(layout, monkeypatch):
     num_hosts, num_each = layout
-    monkeypatch.setattr(meshes, "_host", lambda device: device.id // num_each)
+    monkeypatch.setattr(meshes, "host_of", lambda device: device.id // num_each)
     axis = f"hosts of {num_each}"  # what is found for a mesh is kept
     mesh, rows = jax.make_mesh((8,), (axis,)), rows_of(8, np.int64, (5,))
     result = collectives.all_reduce(rows, axis=axis, mesh=mesh, pattern="hierarchical")
@@ -117,7 +117,7 @@ def test_a_hierarchical_sum_meets_first_inside_each_host(layout, monkeypatch):
 
 
 def test_hosts_without_contiguous_parts_are_reported(monkeypatch):
-    monkeypatch.setattr(meshes, "_host", lambda device: device.id % 2)
+    monkeypatch.setattr(meshes, "host_of", lambda device: device.id % 2)
     along = {"axis": "alternating", "mesh": jax.make_mesh((2, 4), ("rest", "alternating"))}
     with pytest.raises(ConfigError, match="hosts do not hold equal, contiguous parts of 'alterna"):
         collectives.all_reduce(np.ones(4), pattern="hierarchical", **along)
