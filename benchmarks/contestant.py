@@ -37,7 +37,9 @@ def prepare(name: str, folder: Path):
     config = json.loads((folder / "config.json").read_text())
     rows, length = config["train"]["global_batch"], config["data"]["seq_len"]
     shape = rows, length + 1
-    tokens = np.random.default_rng(0).integers(0, config["model"]["vocab_size"], shape)
+    # As often as the words of a text: Zipf's law. The gradients of a frequent token's embedding are added up.
+    frequency = 1 / np.arange(1, config["model"]["vocab_size"] + 1)
+    tokens = np.random.default_rng(0).choice(len(frequency), shape, p=frequency / frequency.sum())
     if name == "meshtrain":
         return prepare_meshtrain(folder, np.int32(tokens))
     params, count = read_initial(folder)

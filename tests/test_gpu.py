@@ -8,6 +8,7 @@ CPU devices, without the mark; there "fused" attention is the blockwise implemen
 """
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, tiny_config
+from ops.test_attention import CUDNN_CASES, check_cudnn
 from test_launch_files import TINY, newest_step
 from test_parity import Run, assert_same, packed
 from test_train import losses, rows
@@ -27,6 +29,7 @@ from test_train import losses, rows
 from benchmarks import devices
 from meshtrain.cluster import environment
 from meshtrain.commands.verify import QUICK_COMPILE_FLAGS
+from meshtrain.ops import cudnn
 from meshtrain.ops.attention import attention
 
 SECONDS = 600  # time limit of a check
@@ -39,8 +42,13 @@ def environ_of(platform):
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
     if platform == "cpu":
         return environ | devices.TOY
-    environ["XLA_FLAGS"] = environ["XLA_FLAGS"].replace(QUICK_COMPILE_FLAGS, "")
+    environ["XLA_FLAGS"] = without_quick_flags(environ["XLA_FLAGS"])
     return environ | devices.environment()
+
+
+def without_quick_flags(flags):
+    # XLA takes spaces alone for the name of a file of flags.
+    return flags.replace(QUICK_COMPILE_FLAGS, "").strip()
 
 
 def run(platform, *arguments):
@@ -91,12 +99,22 @@ def test_fused_attention_is_as_precise_as_the_formula(platform):
         assert fused < 2 * plain, f"{name}: {found}"
 
 
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+def test_cudnn_equals_the_formula():
+    if reason := why_no_gpu():
+        pytest.skip(reason)
+    if not run("gpu", "cudnn_cases"):
+        pytest.skip("this GPU has no fused attention: its compute capability is below 8.0")
+
+
 @pytest.mark.multiprocess
 def test_16_bit_losses_follow_those_in_float32(platform):
     found, expected = run(platform, "curve").values()
     assert len(found) == STEPS and expected[-1] < 0.8 * expected[0]
-    np.testing.assert_allclose(found, expected, rtol=0.02)
-    assert found != expected
+    # The loss of one batch is sensitive: 1.8 % apart on CPU, 3.7 % on an H200.
+    np.testing.assert_allclose(found, expected, rtol=0.06)
+    assert 0 < np.abs(np.divide(found, expected) - 1).mean() < 0.005
 
 
 @pytest.mark.multiprocess
@@ -213,6 +231,17 @@ def fused_attention():
     }
 
 
+def cudnn_cases():
+    """Compares cuDNN's attention with the formula; returns the cases and head dims that this GPU supports."""
+    compared = []
+    for case, head_dim in itertools.product(CUDNN_CASES, (64, 128)):
+        packed_rows = CUDNN_CASES[case].get("segments", False)
+        if not cudnn.why_not(head_dim, jnp.bfloat16, 0.0, packed_rows):
+            check_cudnn(case, length=301, head_dim=head_dim)
+            compared.append([case, head_dim])
+    return compared
+
+
 def curve():
     """Returns the losses of some steps in 16 bits and in float32, on all devices."""
     dtype = devices.describe().dtype
@@ -236,7 +265,7 @@ def losses_in(dtype):
     return found
 
 
-CHECKS = {check.__name__: check for check in (describe, parity, fused_attention, curve)}
+CHECKS = (describe, parity, fused_attention, cudnn_cases, curve)
 
 if __name__ == "__main__":
     # conftest.py has chosen 8 simulated CPU devices, and flags for them. No backend has started.
@@ -244,5 +273,6 @@ if __name__ == "__main__":
     if "JAX_NUM_CPU_DEVICES" in os.environ:
         jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
     else:
-        os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(QUICK_COMPILE_FLAGS, "")
-    print(json.dumps(CHECKS[sys.argv[1]]()))
+        os.environ["XLA_FLAGS"] = without_quick_flags(os.environ["XLA_FLAGS"])
+    (check,) = (check for check in CHECKS if check.__name__ == sys.argv[1])
+    print(json.dumps(check()))

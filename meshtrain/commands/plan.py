@@ -96,7 +96,7 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
 def run(args: argparse.Namespace, config: Any) -> int:
     """Prints the plan; returns the exit code."""
     from meshtrain.plan import compiled, explain, search, text
-    from meshtrain.plan.machine import XLA, Machine
+    from meshtrain.plan.machine import Machine
     from meshtrain.plan.subject import Subject
 
     device = args.device
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, config: Any) -> int:
     limit = args.memory * device.memory
     subject = Subject(config)
     plan = search.search(
-        subject, machine, limit=limit, fixed=args.fix, scale=args.measured or XLA[machine.kind]
+        subject, machine, limit=limit, fixed=args.fix, scale=machine.of_xla * (args.measured or 1)
     )
     if plan.found and args.compile:
         plan = compiled.compile_best(

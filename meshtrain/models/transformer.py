@@ -34,6 +34,7 @@ from meshtrain.ops.attention import (
     choose_for_generation,
     choose_implementation,
 )
+from meshtrain.ops.lookup import lookup
 from meshtrain.ops.losses import chunked_cross_entropy
 from meshtrain.parallel import context
 from meshtrain.parallel.remat import rematerialised
@@ -64,12 +65,12 @@ class EmbeddingAndHead(nnx.Module):
     def embed(self, batch: Batch) -> Any:
         """Returns the activations (B, S, D); of a mixture of experts also the loss of its layers (B, S), still 0."""
         # The lookup is unsharded in S: if S were sharded, XLA would all-gather a table sharded in V.
-        x_BSD = embedding_table(self.tokens, "vocab")[batch.tokens]
+        x_BSD = lookup(embedding_table(self.tokens, "vocab"), batch.tokens)
         x_BSD = constrain(x_BSD, "batch", "seq", "residual")
         if self.c.embed_scale != 1:
             x_BSD *= jnp.asarray(self.c.embed_scale, x_BSD.dtype)
         if self.positions is not None:
-            x_BSD += embedding_table(self.positions, None)[positions_of(batch)]
+            x_BSD += lookup(embedding_table(self.positions, None), positions_of(batch))
         x_BSD = constrain(x_BSD, "batch", "residual_seq", "residual")
         if not self.c.num_experts:
             return x_BSD

@@ -15,7 +15,7 @@ from meshtrain.parallel.mesh import host_of
 from meshtrain.plan import fix, host
 from meshtrain.plan.cost import Habits
 from meshtrain.plan.layout import overrides
-from meshtrain.plan.machine import XLA, Machine
+from meshtrain.plan.machine import Machine
 
 MEMORY = 0.9  # part of a device's memory that a step may use
 # Measured devices share their cores with what they send, so computation hides nothing.
@@ -53,7 +53,7 @@ def resolved(
         machine,
         limit=(limit := MEMORY * machine.device.memory),
         fixed=fixed,
-        scale=XLA[machine.kind],
+        scale=machine.of_xla,
         habits=MEASURED if machine.kind == "measured" else None,
     )
     if not plan.found:

@@ -9,7 +9,7 @@ from meshtrain.config.schema import AXES, Config
 from meshtrain.models.base import Model, Params
 from meshtrain.plan.cost import step_cost
 from meshtrain.plan.layout import Layout
-from meshtrain.plan.machine import XLA, Machine
+from meshtrain.plan.machine import Machine
 from meshtrain.plan.work import work_of
 
 
@@ -29,7 +29,7 @@ def step_seconds(
     per_host = jax.local_device_count() if device.chip else num_devices // cfg.mesh.slices
     machine = Machine(device, num_devices, min(per_host, num_devices))
     work = work_of(cfg, model, params, row)
-    return XLA[machine.kind] * step_cost(work, layout, machine, seq_len).seconds
+    return machine.of_xla * step_cost(work, layout, machine, seq_len).seconds
 
 
 def layout_of(cfg: Config) -> Layout:

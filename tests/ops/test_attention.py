@@ -422,13 +422,3 @@ def test_what_cudnn_is_asked_for_equals_the_formula(case, simulated_gpu, monkeyp
     as_plain = lambda *args, implementation, **options: plain(*args, **options)  # noqa: E731
     monkeypatch.setattr(jax.nn, "dot_product_attention", as_plain)
     check_cudnn(case, length=13, head_dim=8)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("case", CUDNN_CASES)
-def test_cudnn_equals_the_formula(case, head_dim):
-    packed_rows = CUDNN_CASES[case].get("segments", False)
-    if reason := cudnn.why_not(head_dim, jnp.bfloat16, 0.0, packed_rows):
-        pytest.skip(reason)
-    check_cudnn(case, length=301, head_dim=head_dim)
