@@ -477,6 +477,7 @@ def test_the_measurements_on_gpus_at_toy_size(tmp_path):
     running = [
         run("scaling", "--toy", "--rounds=1", "--steps=1", f"--output={tmp_path}"),
         run("bandwidth", "--toy", f"--output={tmp_path}"),
+        run("lookup", "--toy", f"--output={tmp_path}"),
     ]
     for process in running:
         output, _ = process.communicate()
@@ -488,6 +489,9 @@ def test_the_measurements_on_gpus_at_toy_size(tmp_path):
     assert all(math.isfinite(loss) for case in found["cases"] for loss in case["losses"])
     found = json.loads(next(tmp_path.glob("bandwidth-2-devices_*.json")).read_text())
     assert {row["collective"] for row in found["table"]} == {*bandwidth.COLLECTIVES}
+    rows = json.loads(next(tmp_path.glob("lookup_*.json")).read_text())["rows"]
+    errors = [row["error %"] for row in rows if row["tokens"] == "Zipf"]
+    assert errors[1] < 0.3 < 1 < errors[0]
 
 
 def test_a_soak_injects_nothing_after_its_end_and_records_its_steps(tmp_path, monkeypatch):

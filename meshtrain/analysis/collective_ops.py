@@ -23,7 +23,7 @@ LIBRARY = re.compile(
     r"|/lib/python3\.\d+/(?!(?:site|dist)-packages/)"
 )
 # Functions of this package for which the line of the caller is shown.
-HELPERS = ("constrain", "gathered", "flat_dot_general", "embedding_table")
+HELPERS = ("constrain", "gathered", "flat_dot_general", "look_up", "lookup")
 REDUCE_SCATTER_NOTE = "all-reduce + slice on CPU, a reduce-scatter on GPU and TPU"
 BITS_NOTE = "sent in 32 bits on CPU; counted in the 16 bits that GPU and TPU send"
 MESSAGE_NOTE = "sent between TPU slices as messages, padded to tiles of 8 x 128 elements"

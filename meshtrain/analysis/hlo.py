@@ -229,6 +229,12 @@ def _instruction(line: str) -> Instruction | None:
         return None
     end = _closing_parenthesis(rest, len(opcode))
     inside = rest[len(opcode) + 1 : end]
+    if (
+        opcode == "fusion-start"
+    ):  # jaxlib 0.11 and later: asynchronous, of type ((operands), results, u32[])
+        opcode, kind = "fusion", kind[_closing_parenthesis(kind, 1) + 1 :].removesuffix(", u32[])")
+    elif opcode == "fusion-done":
+        opcode = "bitcast"
     return Instruction(
         name=found[2],
         opcode=opcode,

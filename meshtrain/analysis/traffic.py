@@ -43,7 +43,7 @@ def hbm_bytes(module: Module, computation: str, one: Instruction) -> float:
         return 0
     body = module.computations[computation]
     operands = [body[name] for name in dict.fromkeys(one.operands) if name in body]
-    if kind == "fusion":
+    if one.opcode == "fusion":
         inner = module.computations[one.called[0]]
         parameters = {int(p.operand_text): p for p in inner.values() if p.opcode == "parameter"}
         read = {
@@ -118,7 +118,7 @@ def _update_bytes(body: dict[str, Instruction], one: Instruction) -> float:
 def matmul_flops(module: Module, computation: str, one: Instruction) -> dict[float, float]:
     """Returns the FLOPs of the matrix products in an instruction, by bytes per element of their operands."""
     flops: dict[float, float] = {}
-    if one.opcode in ("fusion", "fusion-start"):
+    if one.opcode == "fusion":
         for inner in module.computations[one.called[0]].values():
             for itemsize, count in matmul_flops(module, one.called[0], inner).items():
                 flops[itemsize] = flops.get(itemsize, 0) + count

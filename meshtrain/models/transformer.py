@@ -65,12 +65,12 @@ class EmbeddingAndHead(nnx.Module):
     def embed(self, batch: Batch) -> Any:
         """Returns the activations (B, S, D); of a mixture of experts also the loss of its layers (B, S), still 0."""
         # The lookup is unsharded in S: if S were sharded, XLA would all-gather a table sharded in V.
-        x_BSD = lookup(embedding_table(self.tokens, "vocab"), batch.tokens)
+        x_BSD = look_up(self.tokens, "vocab", batch.tokens)
         x_BSD = constrain(x_BSD, "batch", "seq", "residual")
         if self.c.embed_scale != 1:
             x_BSD *= jnp.asarray(self.c.embed_scale, x_BSD.dtype)
         if self.positions is not None:
-            x_BSD += lookup(embedding_table(self.positions, None), positions_of(batch))
+            x_BSD += look_up(self.positions, None, positions_of(batch))
         x_BSD = constrain(x_BSD, "batch", "residual_seq", "residual")
         if not self.c.num_experts:
             return x_BSD
@@ -119,12 +119,13 @@ class EmbeddingAndHead(nnx.Module):
         return dataclasses.replace(metrics, loss=metrics.loss + of_layers, extra=extra)
 
 
-def embedding_table(embedding: nnx.Embed, rows: str | None) -> jax.Array:
-    """Returns the table (rows, D) unsharded in D: if both dims are sharded, XLA replicates the lookup.
+def look_up(embedding: nnx.Embed, rows: str | None, index_BS: jax.Array) -> jax.Array:
+    """Returns rows (B, S, D) of a table that is unsharded in D: if both dims are sharded, XLA replicates the lookup.
 
     `rows` is the logical name of its first dim. (`nnx.Embed` would look up in the dtype of its init.)
     """
-    return constrain(embedding.embedding[...], rows, "residual")
+    names = (rows, "residual")
+    return lookup(embedding.embedding[...], index_BS, names=names)
 
 
 def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: bool) -> str:

@@ -54,9 +54,7 @@ def _kept_in(module: Module, computation: str) -> list[Array]:
 def _slots(module: Module, loop: str) -> list[Array]:
     """Returns a pipeline's buffers in the loop over ticks: what chunks keep until their backward."""
     body = module.computations[loop]
-    fused = (
-        one.called[0] for one in body.values() if one.opcode.startswith("fusion") and one.called
-    )
+    fused = (one.called[0] for one in body.values() if one.opcode == "fusion")
     inside = (one for name in fused for one in module.computations.get(name, {}).values())
     return [
         one.results[0]

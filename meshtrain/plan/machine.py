@@ -35,7 +35,7 @@ class Machine:
 
     @property
     def of_xla(self) -> float:
-        """What a predicted step is multiplied by."""
+        """The factor of a predicted step: that of XLA on several devices, 1 on one."""
         return XLA[self.kind] if self.num_devices > 1 else 1.0
 
     def products(self, flops: float, num_bytes: float) -> float:

@@ -112,7 +112,7 @@ class Layout:
 
     @functools.cached_property
     def ordered_step(self) -> jax.stages.Compiled:
-        """The step with the terms of each sum in the same order in every run, which the fast kernels of GPUs lack."""
+        """The step; on GPUs with deterministic kernels, because the fast ones add up in another order in each run."""
         if self.program.mesh.devices.flat[0].platform != "gpu":
             return self.step
         options = {**self.program.compiler_options, "xla_gpu_deterministic_ops": True}

@@ -29,9 +29,10 @@ def test_in_float64_it_is_plain_indexing():
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         table, index = rng.normal(size=(5, 3)), np.int32([[4, 0, 4], [1, 4, 2]])
+        table, index = map(jnp.asarray, (table, index))
         terms = rng.normal(size=(2, 3, 3))
         assert np.array_equal(lookup(table, index), table[index])
-        found = gradient(jnp.asarray(table), index, terms)
+        found = gradient(table, index, terms)
         exact = np.zeros(table.shape)
         np.add.at(exact, index, terms)
         np.testing.assert_allclose(found, exact, rtol=1e-15)

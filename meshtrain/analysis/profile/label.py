@@ -100,7 +100,7 @@ class Labels:
 
     def _with_nested(self, instruction: Instruction) -> Iterator[Instruction]:
         yield instruction
-        if instruction.opcode.startswith(("fusion", "async")):
+        if instruction.opcode == "fusion" or instruction.opcode.startswith("async"):
             for name in instruction.called:
                 for one in self._module.computations[name].values():
                     yield from self._with_nested(one)
