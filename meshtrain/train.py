@@ -23,7 +23,7 @@ from meshtrain.data.loader import Loader, opened
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model, Params
-from meshtrain.monitor import health, heldout, summary, warnings
+from meshtrain.monitor import health, heldout, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.units import Units, units_of
 from meshtrain.monitor.ways_out import Advice
@@ -49,14 +49,15 @@ def train(
     data: Source | Iterable[Any] | None = None,
     eval_data: Source | Iterable[Any] | None = None,
     from_scratch: bool = False,
+    on_metrics: Callable[[dict[str, Any]], None] | None = None,
 ) -> Result:
     """Trains a model, or resumes from the newest valid checkpoint in `workdir`.
 
     If there are checkpoints and all are corrupt, it raises ConfigError, or starts at step 0 with
     `from_scratch`. `model` and `data` replace those that the config names; an iterable yields global
-    batches (see `data.loader.from_iterable`). Without `workdir` nothing is saved.
-    Raises ConfigError for mistakes of the user; FloatingPointError after `divergence.max_skips` steps in
-    a row whose loss or gradient is not finite; `health.CorruptState` if replicas of the state differ.
+    batches (see `data.loader.from_iterable`). Without `workdir` nothing is saved. `on_metrics` gets each row of
+    metrics.jsonl, on process 0. Raises ConfigError for mistakes of the user; FloatingPointError after
+    `divergence.max_skips` steps in a row whose loss or gradient is not finite; `health.CorruptState` if replicas differ.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(console.guarded())
@@ -71,7 +72,7 @@ def train(
             _check_model(model)
             config, chosen = auto.resolved(config, model=model)
             cfg = parse(config, num_devices=jax.device_count())
-            checks.check_place(workdir, cfg)
+            checks.check_place(workdir, cfg, sinks.faults(cfg, workdir))
             parts = build(cfg, model=model, data=data)
             program = assemble(cfg, parts)
         workdir = Path(workdir) if workdir else None
@@ -86,6 +87,7 @@ def train(
             stack.enter_context(lock.held(workdir))
         leader = distributed.process_id() == 0
         writer = stack.enter_context(contextlib.closing(Writer(workdir, leader=leader)))
+        writer.open(sinks.opened(cfg, workdir, on_metrics) if leader else [])
         saver = saved = None
         identity = getattr(data, "identity", {})
         clock.enter("restore")
@@ -104,9 +106,8 @@ def train(
         stack.enter_context(advice.when_out_of_memory())
         for line in chosen:
             writer.log(f"mesh.auto   {line}")
-        for line in summary.start_lines(
-            cfg, model, program.abstract_state, units, data, program.how
-        ):
+        state = program.abstract_state
+        for line in summary.start_lines(cfg, model, state, units, data, program.how):
             writer.log(line)
         params = program.abstract_state.params
         layout = warnings.layout_warnings(cfg, model, program.mesh, params, loader.peek())
@@ -277,9 +278,8 @@ def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]
 def _check_model(model: Any) -> None:
     """Raises ConfigError if the caller passes something that is not a Model."""
     if not isinstance(model, Model | None):
-        kind = type(model).__name__
         raise ConfigError(
-            f"model={kind}: make a Model of it with meshtrain.from_nnx or meshtrain.from_linen"
+            f"model={type(model).__name__}: make a Model of it with meshtrain.from_nnx or meshtrain.from_linen"
         )
 
 

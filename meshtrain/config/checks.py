@@ -53,12 +53,12 @@ def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:
     return []
 
 
-def check_place(workdir: str | Path | None, cfg: Config) -> None:
-    """Raises ConfigError if `workdir_faults` finds a fault of a run's workdir."""
+def check_place(workdir: str | Path | None, cfg: Config, faults: list[str]) -> None:
+    """Raises ConfigError for these faults, and those of a run's workdir by `workdir_faults`."""
     options = cfg.data.options
     data = [options.get("path", ""), *(path for path, _ in options.get("mixture", ()))]
-    if workdir and (faults := workdir_faults(str(workdir), data)):
-        raise ConfigError(*faults)
+    if found := [*faults, *(workdir_faults(str(workdir), data) if workdir else ())]:
+        raise ConfigError(*found)
 
 
 def is_auto(config: Mapping[str, Any]) -> bool:

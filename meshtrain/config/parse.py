@@ -38,6 +38,7 @@ def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
         "checkpoint": reader.section("checkpoint", schema.CheckpointConfig),
         "divergence": reader.section("divergence", schema.DivergenceConfig),
         "health": reader.section("health", schema.HealthConfig),
+        "monitor": reader.section("monitor", schema.MonitorConfig),
         "hardware": reader.section("hardware", schema.HardwareConfig),
     }
     reader.faults += checks.rule_faults(raw["rules"])

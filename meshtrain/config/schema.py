@@ -237,6 +237,12 @@ class HealthConfig:
 
 
 @dataclass(frozen=True)
+class MonitorConfig:
+    tensorboard: bool = False
+    wandb: str = ""
+
+
+@dataclass(frozen=True)
 class HardwareConfig:
     peak_flops: float
 
@@ -270,6 +276,7 @@ class Config:
     checkpoint: CheckpointConfig
     divergence: DivergenceConfig
     health: HealthConfig
+    monitor: MonitorConfig
     hardware: HardwareConfig
 
     def to_dict(self) -> dict[str, Any]:

@@ -262,6 +262,12 @@ def get_config() -> ConfigDict:
     # also checked before each save; 0: never
     health.every = 500
 
+    config.monitor = monitor = ConfigDict()
+    # whether the rows of metrics.jsonl are also written to WORKDIR/tensorboard; needs the extra `tensorboard`
+    monitor.tensorboard = False
+    # project of Weights & Biases to which they are also sent; needs the extra `wandb`; "": none
+    monitor.wandb = ""
+
     config.hardware = hardware = ConfigDict()
     # peak FLOP/s of a device, by which the MFU divides; 0: the dense bfloat16 peak by the device's name, as in
     # meshtrain/analysis/hardware.py

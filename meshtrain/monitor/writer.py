@@ -18,6 +18,7 @@ from meshtrain.analysis import hardware
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
 from meshtrain.monitor import memory
+from meshtrain.monitor.sinks import Sink
 from meshtrain.monitor.units import Units
 
 
@@ -82,7 +83,12 @@ class Writer:
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
             _check_files(self._folder)
+        self._sinks: list[Sink] = []
         console.log_to(workdir and workdir / console.LOG)
+
+    def open(self, sinks: list[Sink]) -> None:
+        """Writes each row to these as well, and closes them at the end."""
+        self._sinks = sinks
 
     def begin(
         self,
@@ -115,6 +121,8 @@ class Writer:
             earlier = [row for row in rows if _step_of(row) < start]
             if earlier != rows:
                 _replace(metrics, "".join(row + "\n" for row in earlier))
+        for sink in self._sinks:
+            sink.begin(start)
         if self._leader and not self._bar:
             self._bar = console.Bar(self._steps, stream="stdout")
             self._bar.show(start, f"{start}/{self._steps}")
@@ -193,6 +201,14 @@ class Writer:
         if (peak := memory.peak_in_use()) is not None:
             row["peak_memory"] = peak
         self._append("metrics.jsonl", row)
+        for sink in [*self._sinks]:
+            try:
+                sink.write(row)
+            except Exception as error:
+                if not sink.may_fail:
+                    raise
+                self._sinks.remove(sink)
+                self.log(f"{sink.name} gets no more rows: {error}")
         self._show(row)
         self._last_row_time, self._steps_since_row, self._waited_at_row = ended, 0, waited
 
@@ -280,3 +296,5 @@ class Writer:
         if self._bar:
             self._bar.close()
             self._bar = None
+        while self._sinks:
+            self._sinks.pop().close()

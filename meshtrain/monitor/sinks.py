@@ -1,0 +1,133 @@
+"""Where the rows of metrics.jsonl go besides the file: a function of the caller, TensorBoard, Weights & Biases."""
+
+import importlib.util
+import math
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshtrain.config.schema import Config
+from meshtrain.errors import ConfigError
+
+Row = dict[str, Any]
+RUN_ID = "wandb_run_id"  # file in the workdir, so that a resumed run continues its curves
+
+
+class Sink(Protocol):
+    name: str
+    may_fail: bool  # then the run goes on without it
+
+    def begin(self, step: int) -> None:
+        """Rows of this step and later follow; such rows from before are void."""
+
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def opened(
+    cfg: Config, workdir: Path | None, on_metrics: Callable[[Row], None] | None
+) -> list[Sink]:
+    """Returns the sinks of a run. Raises ConfigError for one that cannot be opened."""
+    found: list[Sink] = [_Function(on_metrics)] if on_metrics else []
+    if cfg.monitor.tensorboard:
+        found.append(_TensorBoard(workdir / "tensorboard"))
+    if cfg.monitor.wandb:
+        found.append(_Wandb(cfg, workdir))
+    return found
+
+
+def faults(cfg: Config, workdir: str | Path | None) -> list[str]:
+    """Returns a line for each sink that a run cannot have."""
+    found = []
+    for key, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if not (value := getattr(cfg.monitor, key)):
+            continue
+        if importlib.util.find_spec(module) is None:
+            found.append(
+                f"monitor.{key}={value}: {module} is not installed; pip install 'meshtrain[{key}]'"
+            )
+        if not workdir:
+            found.append(f"monitor.{key}={value}: there is no folder for its files; use --workdir")
+    return found
+
+
+def scalars(row: Row) -> Iterator[tuple[str, float]]:
+    """Yields the numbers of a row by name; those of a list, one for each layer, as name/0, name/1, ..."""
+    for name, value in row.items():
+        values = {f"{name}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {}
+        for key, number in (values or {name: value}).items():
+            if isinstance(number, int | float) and math.isfinite(number) and name != "step":
+                yield key, number
+
+
+class _Function:
+    name, may_fail = "on_metrics", False
+
+    def __init__(self, function: Callable[[Row], None]):
+        self.write = function
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _TensorBoard:
+    name, may_fail = "TensorBoard", True
+
+    def __init__(self, folder: Path):
+        self._folder, self._writer = folder, None
+
+    def begin(self, step: int) -> None:
+        from tensorboardX import SummaryWriter
+
+        self.close()
+        self._writer = SummaryWriter(str(self._folder), purge_step=step, flush_secs=10)
+
+    def write(self, row: Row) -> None:
+        for name, value in scalars(row):
+            self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+
+
+class _Wandb:
+    name, may_fail = "Weights & Biases", True
+
+    def __init__(self, cfg: Config, workdir: Path):
+        import wandb
+
+        file = workdir / RUN_ID
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex[:8])
+        settings = wandb.Settings(console="off")  # it would break the progress bar
+        try:
+            self._run = wandb.init(
+                project=cfg.monitor.wandb,
+                dir=workdir,
+                id=file.read_text(),
+                resume="allow",
+                config=cfg.to_dict(),
+                settings=settings,
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"monitor.wandb={cfg.monitor.wandb}: {' '.join(str(error).split()).rstrip('.')}; "
+                f"run `wandb login`, or set WANDB_MODE=offline"
+            ) from error
+        # W&B's own counter cannot go back to an earlier step.
+        self._run.define_metric("*", step_metric="step")
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def write(self, row: Row) -> None:
+        self._run.log({"step": row["step"], **dict(scalars(row))})
+
+    def close(self) -> None:
+        self._run.finish()
