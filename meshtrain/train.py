@@ -53,11 +53,11 @@ def train(
 ) -> Result:
     """Trains a model, or resumes from the newest valid checkpoint in `workdir`.
 
-    If there are checkpoints and all are corrupt, it raises ConfigError, or starts at step 0 with
-    `from_scratch`. `model` and `data` replace those that the config names; an iterable yields global
-    batches (see `data.loader.from_iterable`). Without `workdir` nothing is saved. `on_metrics` gets each row of
-    metrics.jsonl, on process 0. Raises ConfigError for mistakes of the user; FloatingPointError after
-    `divergence.max_skips` steps in a row whose loss or gradient is not finite; `health.CorruptState` if replicas differ.
+    If there are checkpoints and all are corrupt, it raises ConfigError, or starts at step 0 with `from_scratch`.
+    `model` and `data` replace those that the config names; an iterable yields global batches (see
+    `data.loader.from_iterable`). Without `workdir` nothing is saved. On process 0 `on_metrics` gets the rows of
+    metrics.jsonl. Raises ConfigError for mistakes of the user; FloatingPointError after `divergence.max_skips`
+    steps in a row whose loss or gradient is not finite; `health.CorruptState` if replicas of the state differ.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(console.guarded())
