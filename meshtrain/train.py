@@ -87,7 +87,8 @@ def train(
             stack.enter_context(lock.held(workdir))
         leader = distributed.process_id() == 0
         writer = stack.enter_context(contextlib.closing(Writer(workdir, leader=leader)))
-        writer.open(sinks.opened(cfg, workdir, on_metrics) if leader else [])
+        with distributed.raise_on_all_processes():
+            writer.open(sinks.opened(cfg, workdir, on_metrics) if leader else [])
         saver = saved = None
         identity = getattr(data, "identity", {})
         clock.enter("restore")
@@ -106,11 +107,10 @@ def train(
         stack.enter_context(advice.when_out_of_memory())
         for line in chosen:
             writer.log(f"mesh.auto   {line}")
-        state = program.abstract_state
-        for line in summary.start_lines(cfg, model, state, units, data, program.how):
+        abstract = program.abstract_state
+        for line in summary.start_lines(cfg, model, abstract, units, data, program.how):
             writer.log(line)
-        params = program.abstract_state.params
-        layout = warnings.layout_warnings(cfg, model, program.mesh, params, loader.peek())
+        layout = warnings.layout_warnings(cfg, model, program.mesh, abstract.params, loader.peek())
         for warning in (*layout, *warnings.setting_warnings(cfg, data)):
             writer.log(f"warning     {warning.text}")
             writer.event("warning", **warning.fields, text=warning.text)

@@ -229,9 +229,8 @@ def _instruction(line: str) -> Instruction | None:
         return None
     end = _closing_parenthesis(rest, len(opcode))
     inside = rest[len(opcode) + 1 : end]
-    if (
-        opcode == "fusion-start"
-    ):  # jaxlib 0.11 and later: asynchronous, of type ((operands), results, u32[])
+    # Asynchronous fusions, jaxlib 0.11 and later. The start is of type ((operands), results, u32[]).
+    if opcode == "fusion-start":
         opcode, kind = "fusion", kind[_closing_parenthesis(kind, 1) + 1 :].removesuffix(", u32[])")
     elif opcode == "fusion-done":
         opcode = "bitcast"

@@ -16,7 +16,7 @@ RUN_ID = "wandb_run_id"  # file in the workdir, so that a resumed run continues 
 
 class Sink(Protocol):
     name: str
-    may_fail: bool  # then the run goes on without it
+    optional: bool  # whether the run goes on without it after an error
 
     def begin(self, step: int) -> None:
         """Rows of this step and later follow; such rows from before are void."""
@@ -63,7 +63,7 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
 
 
 class _Function:
-    name, may_fail = "on_metrics", False
+    name, optional = "on_metrics", False
 
     def __init__(self, function: Callable[[Row], None]):
         self.write = function
@@ -76,7 +76,7 @@ class _Function:
 
 
 class _TensorBoard:
-    name, may_fail = "TensorBoard", True
+    name, optional = "TensorBoard", True
 
     def __init__(self, folder: Path):
         self._folder, self._writer = folder, None
@@ -97,7 +97,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    name, may_fail = "Weights & Biases", True
+    name, optional = "Weights & Biases", True
 
     def __init__(self, cfg: Config, workdir: Path):
         import wandb

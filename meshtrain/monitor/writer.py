@@ -205,7 +205,7 @@ class Writer:
             try:
                 sink.write(row)
             except Exception as error:
-                if not sink.may_fail:
+                if not sink.optional:
                     raise
                 self._sinks.remove(sink)
                 self.log(f"{sink.name} gets no more rows: {error}")

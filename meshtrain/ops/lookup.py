@@ -22,9 +22,8 @@ def lookup(table_VD: jax.Array, index_BS: jax.Array, *, names: sharding.Names = 
 
     B, S = index_BS.shape
     axes, num_rows, num_parts = sharding.token_slices(AXES, S)
-    if (
-        num_rows * num_parts == 1 or B % num_rows or S % num_parts
-    ):  # or positions that all rows share
+    # Positions that all rows share are not split.
+    if num_rows * num_parts == 1 or B % num_rows or S % num_parts:
         return look_up(table_VD, index_BS)
     # Each slice of the batch and of the sequence rounds its own sum: XLA adds them up in the dtype of the table.
     index = index_BS.reshape(num_rows, B // num_rows, num_parts, S // num_parts).swapaxes(1, 2)
