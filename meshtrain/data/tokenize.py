@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +113,7 @@ def map_in_order(function: Callable, items: Iterable, num_workers: int) -> Itera
     # Ctrl-C is for this process: its children must not print a traceback, not even while they start.
     # Nor must the process that then removes the semaphores of this one; it gets these options.
     sys.warnoptions.append("ignore:resource_tracker")
+    resource_tracker.ensure_running()  # first: it unblocks SIGINT when it has started its process
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()

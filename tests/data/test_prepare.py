@@ -228,6 +228,20 @@ def flags_of(large, output, workers, tokenizer):
 
 
 @pytest.mark.multiprocess
+def test_workers_block_ctrl_c():
+    """In a new process, in which Python has not yet started its process that tracks semaphores."""
+    code = """
+from functools import partial
+from signal import SIG_BLOCK, SIGINT, pthread_sigmask
+from meshtrain.data.tokenize import map_in_order
+
+masks = list(map_in_order(partial(pthread_sigmask, SIG_BLOCK), [[], []], num_workers=2))
+assert masks == [{SIGINT}] * 2, masks
+assert pthread_sigmask(SIG_BLOCK, []) == set()"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.multiprocess
 def test_two_workers_write_the_same_files_as_one_and_a_killed_run_resumes_to_the_same(
     large, tmp_path, monkeypatch
 ):
