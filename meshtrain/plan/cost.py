@@ -130,12 +130,13 @@ def _layer(w: Work, p: Layout, machine: Machine, tokens: float, seq_len: int, h:
     elementwise += 8 * LAUNCH[machine.kind]
     forward = products + attention + elementwise
     backward = 2 * products + attention_back + 1.6 * elementwise
-    if p.remat == "full" or (p.pipeline > 1 and p.keep == "inputs"):
+    if p.remat == "full":
         again = forward
-    elif p.remat == "none":
-        again = 0.0
     else:
-        again = attention + elementwise
+        again = 0.0 if p.remat == "none" else attention + elementwise
+    # The chunk runs once more, whatever its layers recompute then.
+    if p.pipeline > 1 and p.keep == "inputs":
+        again += forward
     return forward, backward, again
 
 
