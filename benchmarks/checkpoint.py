@@ -56,8 +56,10 @@ def measure(args) -> dict:
         cfg.checkpoint,
         config=cfg.to_dict(),
         mesh=asdict(cfg.mesh),
+        identity={},
         event=lambda name, **fields: events.append({"event": name, **fields}),
         log=print,
+        sync=lambda: None,
     )
     times: dict[str, list[float]] = {
         name: [] for name in ("copy", "blocked", "save", "raw write", "check", "restore")

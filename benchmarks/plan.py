@@ -8,7 +8,8 @@ regret of a group of layouts of one model is by how much the layout with the lea
 fastest. No device is needed.
 
 --compile=N compiles N of the layouts of COMPILED ahead of time, about half a minute each, and compares the predicted
-memory with that of the compiled step. It needs the extra aot-gpu.
+memory with that of the compiled step, and the FLOPs of its matrix products with arithmetic: a row is marked if they
+differ by more than 1 %. It needs the extra aot-gpu.
 """
 
 import csv
@@ -16,8 +17,9 @@ import dataclasses
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +35,7 @@ from meshtrain.plan.cost import Habits, step_cost
 from meshtrain.plan.layout import Layout
 from meshtrain.plan.machine import Machine
 from meshtrain.plan.predict import layout_of
-from meshtrain.plan.sizes import decoder
+from meshtrain.plan.sizes import Work, decoder
 from meshtrain.plan.subject import Subject
 
 STEPS = Path(__file__).with_name("published_steps.csv")
@@ -196,8 +198,16 @@ def _layout(row: dict[str, str]):
     return [row[name] for name in ("data", "fsdp", "tensor", "pipeline", "rows", "chunks")]
 
 
-def predicted_memory(case: tuple) -> tuple[dict[str, Any], str, float]:
-    """Returns the config of a row of COMPILED, its layout in words, and the predicted bytes at the peak."""
+class Predicted(NamedTuple):
+    """What is predicted of a row of COMPILED: its config, the layout in words, bytes at the peak, FLOPs of products."""
+
+    config: dict[str, Any]
+    layout: str
+    memory: float
+    products: float
+
+
+def prediction(case: tuple) -> Predicted:
     name, _, devices, batch, keys = case
     config = load_config(name)
     config.train.global_batch = batch
@@ -206,32 +216,65 @@ def predicted_memory(case: tuple) -> tuple[dict[str, Any], str, float]:
     layout = layout_of(parse(with_keys, num_devices=devices))
     sizes = subject.stored, subject.seq_len, subject.loss_chunk_mib
     parts = memory.parts(subject.work, layout, *sizes)
-    return with_keys, text.name_of(layout), sum(parts.values())
+    products = product_flops(subject.work, layout, subject.seq_len)
+    return Predicted(with_keys, text.name_of(layout), sum(parts.values()), products)
 
 
-def memory_errors(number: int) -> list[dict[str, Any]]:
+def product_flops(w: Work, p: Layout, seq_len: int) -> float:
+    """Returns the FLOPs of a device's matrix products in a step, without attention and routers."""
+    tokens = p.rows * seq_len / p.context  # of a micro-batch
+    flops = [2 * tokens * n * k / p.tensor for n, k in w.products]
+    layer, turns, again = sum(flops), p.num_microbatches, 0.0
+    if p.remat == "full":
+        again = layer - flops[-1]  # no gradient needs the result of the last product
+    elif p.remat == "dots" and w.num_experts:
+        again = flops[-2]  # products of experts have a batch dim, which "dots" does not keep
+    if p.pipeline > 1:
+        turns = p.table.forward.active.any(1).sum() / p.num_chunks  # idle stages compute too
+        again += layer if p.keep == "inputs" else 0.0
+    layers = turns * w.num_layers / p.pipeline * (3 * layer + again)
+    head = 6 * p.num_microbatches * tokens * w.vocab_size * w.d_model
+    return layers + head / p.tensor / p.pipeline
+
+
+def compiled_errors(number: int) -> list[dict[str, Any]]:
     """Returns a row for each of the first `number` layouts of COMPILED that the compiler accepts."""
     table = []
     for case in COMPILED[:number]:
         name, device, devices, *_ = case
-        config, layout, predicted = predicted_memory(case)
-        audit, fault = compiled.audited(config, f"{device}:{-(-devices // 8)}x{min(8, devices)}")
+        expected = prediction(case)
+        target = f"{device}:{-(-devices // 8)}x{min(8, devices)}"
+        audit, fault = compiled.audited(expected.config, target)
         if not audit:
-            print(f"{layout}: {fault}")
+            print(f"{expected.layout}: {fault}")
             continue
-        found = audit["memory"]["peak"]
-        row = {"config": name, "devices": f"{devices} {device}", "layout": layout}
-        row |= {"predicted, GB": predicted / 1e9, "compiled, GB": found / 1e9}
-        table.append(row | {"error, %": 100 * (predicted / found - 1)})
-        print(f"{len(table)} of {number}: {layout}", file=sys.stderr)
+        table.append(
+            {"config": name, "devices": f"{devices} {device}"} | errors_of(expected, audit)
+        )
+        print(f"{len(table)} of {number}: {expected.layout}", file=sys.stderr)
     return table
+
+
+def errors_of(expected: Predicted, audit: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the columns that compare a prediction with the audit of the compiled step."""
+    found, roofline = audit["memory"]["peak"], audit["roofline"]
+    products = next(row["flops"] for row in roofline["rows"] if row["name"] == "matrix products")
+    more = 100 * (products / expected.products - 1)
+    mark = "" if abs(more) <= 1 else "more products" if more > 0 else "fewer products"
+    if not roofline["has_all_counts"]:
+        mark = "loops of unknown length"
+    row = {"layout": expected.layout}
+    row |= {"predicted, GB": expected.memory / 1e9, "compiled, GB": found / 1e9}
+    row |= {"error, %": 100 * (expected.memory / found - 1)}
+    row |= {"products, TFLOPs": expected.products / 1e12, "compiled, TFLOPs": products / 1e12}
+    return row | {"more, %": more, "mark": mark}
 
 
 def main():
     parser = record.parser(__doc__)
     parser.add_argument("--group", default="", help="only the rows of this group")
     parser.add_argument(
-        "--compile", type=int, default=0, metavar="N", help="compare memory with N compiled steps"
+        "--compile", type=int, default=0, metavar="N", help="compare with N compiled steps"
     )
     args = parser.parse_args()
     chosen = [row for row in rows() if args.group in ("", row["group"])]
@@ -239,14 +282,15 @@ def main():
         parser.error(
             f"--group={args.group}: use one of {', '.join(sorted({r['group'] for r in rows()}))}"
         )
-    results = record.about(args)
+    devices = ["h100-h200-a100-compiled-ahead"] if args.compile else ()
+    results = record.about(args, devices=devices)
     results["errors"], results["regrets"] = errors(chosen), regrets(chosen)
     record.show(results["errors"])
     record.show(results["regrets"])
     if args.compile:
-        results["memory"] = memory_errors(args.compile)
-        record.show(results["memory"])
-        errors_ = [abs(row["error, %"]) for row in results["memory"]]
+        results["compiled"] = compiled_errors(args.compile)
+        record.show(results["compiled"])
+        errors_ = [abs(row["error, %"]) for row in results["compiled"]]
         print(f"median {np.median(errors_):.1f} %, largest {max(errors_):.1f} %")
     record.save(args.output, results, model="plan")
 

@@ -271,6 +271,7 @@ def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]
         return state, step
     jax.tree.map(lambda leaf: leaf.delete(), state)  # frees the memory for the restored state
     state = run.saver.restore(saved, run.program.abstract_state)
+    run.saver.move(saved, run.loader.position, run.loss_monitor.statistics)
     run.begin(saved.step, run.loader.position)
     return state, saved.step
 
@@ -294,5 +295,6 @@ def _open_saver(
         identity=identity,
         event=writer.event,
         log=writer.log,
+        sync=writer.sync,
     )
     return contextlib.closing(saver)

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from meshtrain import checkpoint
-from meshtrain.checkpoint import manifest, strays
+from meshtrain.checkpoint import manifest, retention, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.config.schema import AXES
 from meshtrain.errors import ConfigError, minimum_faults
@@ -97,7 +97,7 @@ def prune(workdir: Path, args: argparse.Namespace) -> list[str]:
     if args.keep_best and not any(args.best_by in one.metrics for one in valid):
         raise ConfigError(f"--best_by={args.best_by}: no checkpoint has such a metric")
     counts = dict(keep=args.keep, keep_every=args.keep_every, keep_best=args.keep_best)
-    keep = manifest.steps_to_keep(valid, **counts, best_by=args.best_by)
+    keep = retention.steps_to_keep(valid, **counts, best_by=args.best_by)
     removed = [folder / str(one.step) for one in valid if one.step not in keep]
     for path in removed:
         manifest.remove(path)

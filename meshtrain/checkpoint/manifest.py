@@ -6,7 +6,6 @@ the folder is renamed to `STEP`. A crash in any stage is harmless. Nothing here 
 """
 
 import json
-import math
 import operator
 import os
 import re
@@ -81,17 +80,25 @@ def commit(folder: Path, step: int, **fields: Any) -> Manifest:
     written = partial_folder(folder, step)
     files = _measure(written, list(_files(written)), sync=True)
     manifest = Manifest(step=step, files=files, **fields)
-    record = json.loads(json.dumps(asdict(manifest), default=str))
-    text = json.dumps({**record, "crc32": checksum(record)}, indent=1) + "\n"
-    with open(written / NAME, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write(written, manifest)
     for directory in {written, *(path.parent for path in written.rglob("*"))}:
         _sync_folder(directory)
     os.rename(written, folder / str(step))
     _sync_folder(folder)
     return manifest
+
+
+def write(directory: Path, manifest: Manifest) -> None:
+    """Writes the manifest of a checkpoint, or replaces it: after a crash it is the new one or the old one."""
+    record = json.loads(json.dumps(asdict(manifest), default=str))
+    text = json.dumps({**record, "crc32": checksum(record)}, indent=1) + "\n"
+    new = directory / f"._{NAME}"
+    with open(new, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, directory / NAME)
+    _sync_folder(directory)
 
 
 def read(directory: Path) -> Manifest:
@@ -243,22 +250,6 @@ def quarantined(folder: Path) -> list[Path]:
         for path in (folder / QUARANTINE).glob("*")
         if STEP_NAME.fullmatch(path.name.partition(".")[0])
     )
-
-
-def steps_to_keep(
-    manifests: Iterable[Manifest], *, keep: int, keep_every: int, keep_best: int, best_by: str
-) -> set[int]:
-    """Returns the steps to keep: the `keep` newest, the multiples of `keep_every`, the `keep_best` best.
-
-    The best have the lowest metric `best_by`; values that are not finite are ignored.
-    """
-    manifests = sorted(manifests, key=lambda manifest: -manifest.step)
-    selected = {manifest.step for manifest in manifests[:keep]}
-    if keep_every:
-        selected |= {manifest.step for manifest in manifests if manifest.step % keep_every == 0}
-    ranked = [m for m in manifests if math.isfinite(m.metrics.get(best_by, math.nan))]
-    best = sorted(ranked, key=lambda manifest: manifest.metrics[best_by])[:keep_best]
-    return selected | {manifest.step for manifest in best}
 
 
 def _files(directory: Path) -> Iterator[str]:

@@ -1,18 +1,17 @@
 """Saves checkpoints in the background, and finds the checkpoint to resume from."""
 
-import contextlib
 import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint import arrays, manifest, newest_valid, resume, strays
-from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
+from meshtrain.checkpoint import arrays, manifest, newest_valid, resume, retention, strays
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import CheckpointConfig
 from meshtrain.errors import ConfigError, TransientError
@@ -38,7 +37,8 @@ class _Save:
 class Saver:
     """Saves the states of a run in the background, one at a time; close it when done.
 
-    The outcome of each save goes to `event(name, **fields)`; failures also to `log(text)`.
+    The outcome of each save goes to `event(name, **fields)`; failures also to `log(text)`. Before a commit `sync()`
+    flushes the rows up to its step to disk.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class Saver:
         identity: Mapping[str, str],
         event: Callable[..., None],
         log: Callable[[str], None],
+        sync: Callable[[], None],
     ):
         self._folder, self._settings = folder, settings
-        self._event, self._log = event, log
+        self._event, self._log, self._sync = event, log, sync
         self._run_fields = {
             "config": json.loads(json.dumps(dict(config), default=str)),
             "mesh": dict(mesh),
@@ -163,6 +164,21 @@ class Saver:
             self._log(line)
         return state
 
+    def move(self, saved: Manifest, position: int, watch: Mapping[str, float]) -> None:
+        """Makes a checkpoint, to which the run has rolled back, one that continues at sample `position`.
+
+        `watch` are the statistics to resume with. Without this a crash before the next save would undo the rollback.
+        """
+        if distributed.process_id() == 0:
+            moved = replace(saved, position=position, watch=dict(watch))
+            try:
+                manifest.write(self._folder / str(saved.step), moved)
+            except OSError as error:
+                self._log(
+                    f"the rollback is not recorded: {error.filename}: {error.strerror}; a restart before the next "
+                    f"save would repeat it"
+                )
+
     def due(self, step: int, start: int) -> bool:
         """Returns whether a save is due. Processes may disagree; use the answer of process 0."""
         self._handle_finished_save()
@@ -219,28 +235,13 @@ class Saver:
         try:
             self._arrays.wait()
             if distributed.process_id() == 0:
+                self._sync()
                 job.manifest = manifest.commit(self._folder, job.step, **fields)
             job.seconds = time.perf_counter() - job.began
             if job.manifest:
-                self._remove_old()
+                retention.remove_old(self._folder, self._settings)
         except Exception as error:  # noqa: BLE001  logged by `_handle_finished_save`, in the main thread
             job.error = error
-
-    def _remove_old(self) -> None:
-        """Removes the checkpoints that the settings do not keep."""
-        s, found = self._settings, []
-        for step in manifest.steps(self._folder):
-            try:
-                found.append(manifest.read(self._folder / str(step)))
-            except (CorruptCheckpoint, ConfigError):
-                continue  # left as it is; the next start reports it
-        keep = manifest.steps_to_keep(
-            found, keep=s.keep, keep_every=s.keep_every, keep_best=s.keep_best, best_by=s.best_by
-        )
-        for one in found:
-            if one.step not in keep:
-                with contextlib.suppress(OSError):  # the next save tries again
-                    manifest.remove(self._folder / str(one.step))
 
     def _handle_finished_save(self) -> None:
         """Records the outcome of a save that has ended, and sets the time of the next try."""

@@ -53,14 +53,21 @@ class LossMonitor:
         self._settings, self._event, self._log = settings, event, log
         losses = dict(statistics)
         self._skips = losses.pop("skips", 0)  # older checkpoints lack it
+        # Rollbacks to the same step, one after the other, and that step.
+        self._rollbacks, self._rolled_back_to = (
+            losses.pop("rollbacks", 0),
+            losses.pop("rollback_step", -1),
+        )
         self._losses = RunningLoss(**losses)
-        self._rollbacks: list[int] = []  # steps of the latest MAX_ROLLBACKS rollbacks
         self.spike: int | None = None  # step of a spike to roll back
 
     @property
     def statistics(self) -> dict[str, float]:
         """What to save in a checkpoint: the resumed run finds the same spikes and ends at the same skip."""
-        return {**asdict(self._losses), "skips": self._skips}
+        counts = {"skips": self._skips}
+        if self._rollbacks:
+            counts |= {"rollbacks": self._rollbacks, "rollback_step": self._rolled_back_to}
+        return asdict(self._losses) | counts
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Checks the metrics of a step; raises FloatingPointError after `max_skips` skipped steps in a row."""
@@ -97,8 +104,9 @@ class LossMonitor:
             return
         self._event("rollback", step=spike, to=step, position=position)
         self._log(f"rolled back to step {step}; the data up to sample {position} is skipped")
-        self._rollbacks = [*self._rollbacks, step][-MAX_ROLLBACKS:]
-        if self._rollbacks == [step] * MAX_ROLLBACKS:
+        self._rollbacks = self._rollbacks + 1 if step == self._rolled_back_to else 1
+        self._rolled_back_to = step
+        if self._rollbacks == MAX_ROLLBACKS:
             self._event("end", step=step, reason="spikes")
             raise FloatingPointError(
                 f"step {step}: the loss spiked {MAX_ROLLBACKS} times after it, each time on other data. "

@@ -1,7 +1,6 @@
 """Writes metrics.jsonl, events.jsonl and config.json of a run, and lines or a progress bar to the console."""
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -16,8 +15,7 @@ import numpy as np
 from meshtrain import console
 from meshtrain.analysis import hardware
 from meshtrain.config.schema import Config
-from meshtrain.errors import ConfigError
-from meshtrain.monitor import memory
+from meshtrain.monitor import files, memory
 from meshtrain.monitor.sinks import Sink
 from meshtrain.monitor.units import Units
 
@@ -38,36 +36,6 @@ def _short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _check_files(folder: Path) -> None:
-    """Raises ConfigError with a line for each output of an earlier run that this run cannot continue."""
-    faults = []
-    names = ("metrics.jsonl", "events.jsonl", "config.json", console.LOG)
-    for path in filter(os.path.lexists, (folder / name for name in names)):
-        try:
-            # Opening a pipe would wait for its other end; a link may lead out of the workdir.
-            if path.is_symlink() or not path.is_file():
-                raise OSError(errno.EINVAL, "is not a file")
-            open(path, "ab").close()
-        except OSError as error:
-            faults.append(f"{path}: {error.strerror}; move it away, or use another --workdir")
-    if faults:
-        raise ConfigError(*faults)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replaces a file atomically. Raises ConfigError if it cannot be written."""
-    new = path.with_name(path.name + ".new")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        new.unlink(missing_ok=True)  # it may be a link
-        new.write_text(text)
-        os.replace(new, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise ConfigError(f"{path}: {error.strerror}; make room, or repair it") from error
-
-
 class Writer:
     """Writes the output of process 0; does nothing on other processes. Close it to remove the progress bar."""
 
@@ -82,7 +50,7 @@ class Writer:
         ] = {}  # metrics of the newest finished step, of the whole model
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
-            _check_files(self._folder)
+            files.check(self._folder)
         self._sinks: list[Sink] = []
         console.log_to(workdir and workdir / console.LOG)
 
@@ -120,7 +88,7 @@ class Writer:
             rows = metrics.read_text(errors="replace").splitlines()
             earlier = [row for row in rows if _step_of(row) < start]
             if earlier != rows:
-                _replace(metrics, "".join(row + "\n" for row in earlier))
+                files.replace(metrics, "".join(row + "\n" for row in earlier))
         for sink in self._sinks:
             sink.begin(start)
         if self._leader and not self._bar:
@@ -263,8 +231,8 @@ class Writer:
         if previous != text:
             history = self._folder / "config_history"
             numbers = [int(p.stem) for p in history.glob("*.json") if p.stem.isdecimal()]
-            _replace(history / f"{1 + max(numbers, default=0):04}.json", previous)
-        _replace(path, text)
+            files.replace(history / f"{1 + max(numbers, default=0):04}.json", previous)
+        files.replace(path, text)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to a file; if that fails, writes the line together with the next line."""
@@ -290,6 +258,11 @@ class Writer:
                 self.log(
                     f"{path}: {error.strerror}; its lines are kept in memory until it can be written"
                 )
+
+    def sync(self) -> None:
+        """Flushes metrics.jsonl and events.jsonl to disk."""
+        if self._folder:
+            files.sync(self._folder)
 
     def close(self) -> None:
         """Removes the bar; `log` and `event` still work."""

@@ -1,6 +1,9 @@
 """Compiles the best layouts ahead of time, each in a process of its own: XLA can end a process."""
 
+import contextlib
+import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -9,6 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jaxlib
+
+import meshtrain
 from meshtrain.plan.search import Plan, settings
 from meshtrain.plan.subject import Subject
 
@@ -38,7 +44,36 @@ def compile_best(
 
 
 def audited(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | None, str]:
-    """Returns the audit of the compiled step of a config, or None and why there is none."""
+    """Returns the audit of the compiled step of a config, or None and why there is none.
+
+    Audits are kept in ~/.cache/meshtrain, those of models and data of the user's own excepted: their code may change.
+    """
+    if (file := _cache_file(config, target)) and file.is_file():
+        return json.loads(file.read_text()), ""
+    audit, fault = _audit(config, target)
+    if audit and file:
+        with contextlib.suppress(OSError):  # a home that cannot be written
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(audit))
+            part.replace(file)
+    return audit, fault
+
+
+def _cache_file(config: Mapping[str, Any], target: str) -> Path | None:
+    """Returns the file for an audit by this compiler and this version of meshtrain; None if it is not kept."""
+    builds = [section.get("build", "") for section in config.values() if isinstance(section, dict)]
+    if not all(build == "" or build.startswith("meshtrain.") for build in builds):
+        return None
+    digest = hashlib.sha256(json.dumps([config, target, jaxlib.__version__]).encode())
+    package = Path(meshtrain.__file__).parent
+    for source in sorted(package.rglob("*.py")):
+        digest.update(source.read_bytes())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "meshtrain" / "audits" / f"{digest.hexdigest()[:32]}.json"
+
+
+def _audit(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | None, str]:
     with tempfile.TemporaryDirectory() as folder:
         file, output = Path(folder) / "config.json", Path(folder) / "audit.json"
         file.write_text(json.dumps(config))

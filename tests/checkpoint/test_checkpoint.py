@@ -23,7 +23,7 @@ from test_train import assert_bit_equal, losses, quick, rows
 
 import meshtrain
 from meshtrain import __main__, checkpoint, cli, errors
-from meshtrain.checkpoint import arrays, lock, manifest, saver
+from meshtrain.checkpoint import arrays, lock, manifest, retention, saver
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
@@ -419,7 +419,7 @@ def test_retention_keeps_the_newest_every_nth_and_the_best(finished_run):
     ]
 
     def steps(keep, keep_every=0, keep_best=0):
-        return manifest.steps_to_keep(
+        return retention.steps_to_keep(
             found, keep=keep, keep_every=keep_every, keep_best=keep_best, best_by="e"
         )
 

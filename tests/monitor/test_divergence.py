@@ -1,5 +1,8 @@
 """Steps with losses that are not finite are skipped; loss spikes are logged, and rolled back on request."""
 
+import os
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -118,6 +121,37 @@ def test_a_spike_is_rolled_back_and_its_data_skipped(tmp_path, spike, to):
     assert saved["step"] == 70
 
 
+def test_a_crash_right_after_a_rollback_does_not_repeat_the_spike(tmp_path):
+    data, steps = batches(90), []
+    data[63]["y"] = data[63]["y"] * 1000
+
+    def crash(row):
+        steps.append(row["step"])
+        if steps.count(60) == 2:
+            raise KeyboardInterrupt
+
+    c = config_for(70, rollback=True)
+    with pytest.raises(KeyboardInterrupt):
+        train(c, workdir=tmp_path / "crashed", model=fit(), data=data, on_metrics=crash)
+    result = run(data, tmp_path / "crashed", steps=70, rollback=True)
+    assert len(events(tmp_path / "crashed", "rollback")) == 1
+    expected = run(data, tmp_path / "undisturbed", steps=70, rollback=True)
+    assert_bit_equal(result.state, expected.state)
+
+
+def test_rows_are_on_disk_before_the_checkpoint_of_their_step(tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
+
+    def spy(handle):
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    run(batches(10), tmp_path, steps=10)
+    tables = [flushed.index(name) for name in ("metrics.jsonl", "events.jsonl")]
+    assert max(tables) < flushed.index("._MANIFEST.json")
+
+
 def test_repeated_spikes_on_different_data_end_the_run(tmp_path):
     data = batches(90)
     for batch in data[60:]:
@@ -193,10 +227,10 @@ def test_a_resumed_monitor_finds_the_same_spikes():
     assert spikes == [99, 99] and second.statistics == uninterrupted.statistics
 
 
-def monitor(**settings):
+def monitor(statistics=(), **settings):
     quiet = {"event": lambda *_, **__: None, "log": lambda _: None}
     settings = {"max_skips": 10, "spike": np.inf, "rollback": False} | settings
-    return LossMonitor(DivergenceConfig(**settings), {}, **quiet)
+    return LossMonitor(DivergenceConfig(**settings), dict(statistics), **quiet)
 
 
 def test_only_skips_in_a_row_end_a_run():
@@ -214,6 +248,16 @@ def test_only_rollbacks_to_the_same_step_end_a_run():
         watch.roll_back(step, step * 8)
     with pytest.raises(FloatingPointError, match="step 50: the loss spiked 3 times"):
         watch.roll_back(50, 400)
+
+
+def test_rollbacks_are_counted_across_restarts():
+    statistics = {}
+    for _ in range(2):
+        watch = monitor(statistics, rollback=True)
+        watch.roll_back(50, 400)
+        statistics = watch.statistics
+    with pytest.raises(FloatingPointError, match="step 50: the loss spiked 3 times"):
+        monitor(statistics, rollback=True).roll_back(50, 400)
 
 
 def test_parameters_stay_finite_on_every_device():
