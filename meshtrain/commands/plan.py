@@ -57,6 +57,7 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
     from meshtrain.analysis import hardware, target
     from meshtrain.plan import device_file, fix, measured
 
+    target.prepare()  # the devices of this host are not used
     args.device = device = device_file.device_of(args.device)
     faults = []
     for name in ("devices", "devices_per_host"):
