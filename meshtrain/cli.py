@@ -120,15 +120,14 @@ def _with_config(
         "--config",
         required=True,
         metavar="FILE",
-        help="a Python file with get_config(), the name of a config of the package, such as quickstart, or a "
-        "run's config.json",
+        help="a Python file with get_config(), the name of a config of the package, such as quickstart, a YAML file, "
+        "or a run's config.json",
     )
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
     _add_common_flags(flags)
     args, overrides = flags.parse_known_args(argv)
-    config, faults = files.read(
-        args.config, overrides, trust_code=args.trust_code, known=flags.known()
-    )
+    options = dict(trust_code=args.trust_code, known=flags.known(), environ=os.environ)
+    config, faults = files.read(args.config, overrides, **options)
     if hasattr(module, "prepare"):
         module.prepare(args, config)
     alone, fits_devices = _is_alone(args), getattr(module, "FITS_DEVICES", False)

@@ -24,6 +24,9 @@ VERBS = {
     "launch": Verb(
         "meshtrain.cluster.launch", "start the processes of a run, and restart them", forwards=True
     ),
+    "init": Verb(
+        "meshtrain.commands.init", "write a folder with a config and a script to start from"
+    ),
     "info": Verb("meshtrain.commands.info", "print versions and devices, and test an all-reduce"),
     "prepare": Verb("meshtrain.data.prepare", "tokenize text, JSON lines or Parquet"),
     "convert": Verb("meshtrain.commands.convert", "convert from and to Hugging Face folders"),

@@ -14,6 +14,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from meshtrain import configs
+from meshtrain.config import overlay
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError, did_you_mean
 
@@ -26,9 +27,9 @@ def load_config(
 ) -> ConfigDict:
     """Returns the config of a Python file with `get_config()`, with `--config.KEY=VALUE` overrides applied.
 
-    `path` may also be the name of a config of the package, such as "quickstart", or a run's `config.json`,
-    which may name functions outside meshtrain only with `trust_code`. Raises ConfigError with every invalid
-    override.
+    `path` may also be the name of a config of the package, such as "quickstart", a YAML file (see overlay.py), or a
+    run's `config.json`. The latter two may name functions outside meshtrain only with `trust_code`. Raises ConfigError
+    with every invalid override.
     """
     config, faults = read(path, overrides, trust_code=trust_code)
     if faults:
@@ -43,22 +44,36 @@ def read(
     change: Callable[[ConfigDict], None] = lambda config: None,
     trust_code: bool = False,
     known: Iterable[str] = ARGUMENTS,
+    environ: Mapping[str, str] | None = None,
 ) -> tuple[ConfigDict, list[str]]:
     """Returns the config with the valid overrides applied, and a line for each invalid one.
 
     `change` may set keys before the overrides are applied. `known` are the flags of the verb, to suggest one
-    for a misspelt flag. See `load_config` for the other arguments.
+    for a misspelt flag. Variables of `environ` such as MESHTRAIN__TRAIN__STEPS are overrides before the others. See
+    `load_config` for the other arguments.
     """
     config = _read_file(path, trust_code)
     change(config)
-    overrides = _join_values(overrides)
+    places = overlay.of_environment(environ or {})
+    return _override_all(config, [*places, *_join_values(overrides)], known, places)
+
+
+def _override_all(
+    config: ConfigDict, overrides: list[str], known: Iterable[str], places: Mapping[str, str]
+) -> tuple[ConfigDict, list[str]]:
+    """Returns what `read` returns; a fault of an override that is in `places` names its place."""
     try:
         return _override(config, overrides), []
     except Exception:
         # absl stops at the first mistake, so try the overrides one by one.
         faults = {override: _fault_of(config, override, known) for override in overrides}
         valid = [override for override, fault in faults.items() if not fault]
-        return _override(config, valid), [fault for fault in faults.values() if fault]
+        faults = [
+            overlay.renamed(fault, override, places[override]) if override in places else fault
+            for override, fault in faults.items()
+            if fault
+        ]
+        return _override(config, valid), faults
 
 
 def reject_huggingface(folder: Path) -> None:
@@ -84,6 +99,8 @@ def _read_file(path: str, trust_code: bool) -> ConfigDict:
         )
     if file.suffix == ".json":
         return _read_json(file, trust_code)
+    if file.suffix in (".yaml", ".yml"):
+        return _read_yaml(file, trust_code)
     # A config file may name a model in its own folder. The folder comes last: its files must not replace
     # installed modules.
     if (folder := str(file.parent)) not in sys.path:
@@ -92,7 +109,7 @@ def _read_file(path: str, trust_code: bool) -> ConfigDict:
         spec = importlib.util.spec_from_file_location("config_file", file)
         if spec is None:
             raise ConfigError(
-                f"--config={path}: use a .py file with get_config(), or a run's config.json"
+                f"--config={path}: use a .py file with get_config(), a .yaml file, or a run's config.json"
             )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -155,6 +172,31 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
     if isinstance(model, dict) and model.get("build") == defaults["model"]["build"]:
         raw["model"] = {**defaults["model"], **model}
     return ConfigDict(_with_tuples(raw)).lock()
+
+
+def _read_yaml(file: Path, trust_code: bool) -> ConfigDict:
+    base, places = overlay.of_yaml(file)
+    if not re.fullmatch(r"\w+", base):
+        if not trust_code:
+            raise ConfigError(
+                f"{file}: base={base}: is a file, which a {file.name} may not run; use the name of a config of the "
+                f"package, or if you trust it, add --trust_code"
+            )
+        base = str(file.parent / base)
+        if Path(base).suffix != ".py":
+            raise ConfigError(f"{file}: base={base}: use a name such as quickstart, or a .py file")
+    try:
+        config, faults = _override_all(_read_file(base, trust_code), [*places], (), places)
+    except ConfigError as error:
+        raise ConfigError(*(f"{file}: base: {fault}" for fault in error.faults)) from error
+    if faults:
+        raise ConfigError(*faults)
+    builds = (one.removeprefix(overlay.FLAG).partition(".build=") for one in places)
+    if not trust_code:
+        _reject_foreign_code(
+            file, {name: {"build": build} for name, found, build in builds if found}
+        )
+    return config
 
 
 def _reject_foreign_code(file: Path, raw: dict[str, Any]) -> None:

@@ -1,0 +1,147 @@
+"""Keys from a YAML file and from environment variables."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from meshtrain import cli
+from meshtrain.config import files
+from meshtrain.configs import default, quickstart
+from meshtrain.errors import ConfigError
+
+
+def load(folder, text, *overrides, **options):
+    (folder / "run.yaml").write_text(text)
+    return files.load_config(str(folder / "run.yaml"), overrides, **options)
+
+
+def test_a_yaml_file_changes_keys_of_its_base(tmp_path):
+    text = """
+# A comment
+base: quickstart
+train: {steps: 7, param_dtype: bfloat16}
+optim:
+  learning_rate: 1e-3     # text, for YAML
+sync:
+  feedback: on            # true, for YAML
+  exact: [scale, "1", 'it''s', null, true, "~"]
+model:
+  expert_groups: [4, 2]
+data:
+  path: ""
+"""
+    found, expected = load(tmp_path, text), quickstart.get_config()
+    expected.train.update(steps=7, param_dtype="bfloat16")
+    expected.optim.learning_rate = 1e-3
+    expected.sync.update(feedback="on", exact=("scale", "1", "it's", None, True, "~"))
+    expected.model.expert_groups, expected.data.path = (4, 2), ""
+    assert found.to_dict() == expected.copy_and_resolve_references().to_dict()
+    assert found.optim.moment_dtype == "bfloat16"  # follows train.param_dtype
+    assert load(tmp_path, text, "--config.train.steps=9").train.steps == 9
+
+
+def test_without_a_base_all_keys_have_their_defaults(tmp_path):
+    found = load(tmp_path, "train:\n  steps: 1000\n").to_dict()
+    assert found == default.get_config().copy_and_resolve_references().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("", ["no sections"]),
+        ("- a", ["no sections"]),
+        ("train: [1", ["line 1: expected ',' or ']'"]),
+        ("train:\n\tsteps: 1", ["line 2: found character '\\t'"]),
+        ("train: {steps: 1}\ntrain: {steps: 2}", ["line 2: train is there twice"]),
+        ("train:\n  steps: 1\n  steps: 2", ["line 3: train.steps is there twice"]),
+        ("train: {steps: &a 1, log_every: *a}", ["alias"]),
+        ("? [a]\n: 1", ["line 1: a key is no text"]),
+        ("sync: {exact: [{a: b}]}", ["line 1: a list holds values"]),
+        (
+            "train:\n  stepz: 1\n\n  steps: x",
+            ["line 2: train.stepz: unknown key (did you mean", "line 4: train.steps=x: not of"],
+        ),
+        ("mesh: 8", ["line 1: mesh=8: is a section; set its keys"]),
+        ("train:", ["line 1: train=: is a section"]),
+        ("trian: {steps: 1}", ["line 1: trian.steps: unknown key"]),
+        ("train: {steps: [1]}", ["line 1: train.steps=(1, ): not of type int"]),
+        ("base: quikstart", ["base: --config=quikstart: no such file", "did you mean"]),
+        ("base: other.yaml", ["base=other.yaml: is a file"]),
+        ("model: {build: mine.build}", ["model.build=mine.build: is code outside meshtrain"]),
+    ],
+)
+def test_mistakes_in_a_yaml_file_are_lines_that_say_where(tmp_path, text, faults):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text)
+    lines = error.value.faults
+    assert len(lines) == (2 if "stepz" in text else 1)
+    for fault in faults:
+        assert any(fault in line and "run.yaml" in line for line in lines), lines
+    assert all("\n" not in line for line in lines)
+
+
+def test_a_file_as_base_needs_trust(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from meshtrain.configs import default\n"
+        "def get_config():\n"
+        "    config = default.get_config()\n"
+        "    config.train.steps = 5\n"
+        "    return config\n"
+    )
+    text = "base: mine.py\ntrain: {log_every: 2}"
+    with pytest.raises(ConfigError, match=r"run.yaml: base=mine.py: .* --trust_code"):
+        load(tmp_path, text)
+    found = load(tmp_path, text, trust_code=True).train
+    assert (found.steps, found.log_every) == (5, 2)
+    with pytest.raises(ConfigError, match="a name such as quickstart, or a .py file"):
+        load(tmp_path, "base: mine.yaml", trust_code=True)
+
+
+def test_variables_are_overrides_before_those_of_the_command_line():
+    environ = {"MESHTRAIN__TRAIN__STEPS": "7", "MESHTRAIN__MODEL__D_MODEL": "64", "OTHER": "1"}
+    config, faults = files.read("quickstart", ["--config.train.steps=9"], environ=environ)
+    assert (config.train.steps, config.model.d_model, faults) == (9, 64, [])
+    environ = {"MESHTRAIN__TRAIN__STEPZ": "7", "MESHTRAIN__OPTIM__LEARNING_RATE": "x"}
+    config, faults = files.read("quickstart", ["--config.train.steps=9"], environ=environ)
+    assert config.train.steps == 9
+    assert [fault.partition(": ")[0] for fault in faults] == [
+        "MESHTRAIN__OPTIM__LEARNING_RATE=x",
+        "MESHTRAIN__TRAIN__STEPZ",
+    ]
+
+
+def test_the_command_line_reads_variables_and_reports_their_mistakes(monkeypatch, capsys):
+    monkeypatch.setenv("MESHTRAIN__TRAIN__STEPZ", "7")
+    assert cli.main("train", ["--config=quickstart"]) == 2
+    assert capsys.readouterr().err.startswith("MESHTRAIN__TRAIN__STEPZ: unknown key")
+
+
+def test_init_writes_a_project_that_trains_and_keeps_what_is_there(tmp_path, capsys):
+    assert cli.main("init", [str(tmp_path / "a b")]) == 0
+    assert "train.sh" in capsys.readouterr().out
+    assert cli.main("init", [str(tmp_path / "a b")]) == 2
+    assert "exists already; use a new folder" in capsys.readouterr().err
+    done = subprocess.run(
+        ["bash", tmp_path / "a b" / "train.sh", "--config.model.num_layers=1"],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "MESHTRAIN__TRAIN__STEPS": "1",
+            "MESHTRAIN__OPTIM__WARMUP_STEPS": "0",
+            "MESHTRAIN__EVAL__BATCHES": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "a b" / "runs" / "first"
+    train = json.loads((run / "config.json").read_text())["train"]
+    assert (train["steps"], train["log_every"]) == (1, 25)
+    assert (run / "checkpoints" / "1").is_dir()
+    text = (tmp_path / "a b" / "README.md").read_text()
+    verb = "meshtrain generate --workdir=runs/first "
+    assert verb in text and text.startswith("# a b\n")
