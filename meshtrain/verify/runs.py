@@ -33,7 +33,8 @@ from meshtrain.verify import certificate
 
 STEPS, WARMUP_STEPS, NUM_LAYERS = 64, 8, 2
 EVAL_EVERY, EVAL_BATCHES, SAVE_EVERY = 20, 3, 28
-CRASH = 56  # step of the checkpoint from which a run resumes after a crash
+CRASH = 56  # step of the checkpoint from which a run resumes after a crash just after its rollback
+EARLY_CRASH = 28  # the same, of a crash before the loss spike
 SPIKE = CRASH  # batch with a loss spike: found after the next step, and rolled back to step CRASH
 STOP = 61  # step at which a run stops, because it was asked to in the evaluation before
 SKIPPED = (10, 55, 59, 62)  # batches whose loss is not finite; after the rollback two batches later
@@ -104,11 +105,16 @@ def all_runs(setup: Setup) -> dict[str, Run]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         original = Path(folder, "undisturbed")
         runs = {"undisturbed": _run(setup, original)}
-        for name, mesh in zip(("resumed", "resumed on another mesh"), setup.meshes, strict=True):
+        crashes = {"resumed": CRASH, "resumed on another mesh": EARLY_CRASH}
+        for (name, crash), mesh in zip(crashes.items(), setup.meshes, strict=True):
             workdir = Path(folder, name)
             # What is left after a crash before the next save.
-            shutil.copytree(original / FOLDER / str(CRASH), workdir / FOLDER / str(CRASH))
+            shutil.copytree(original / FOLDER / str(crash), workdir / FOLDER / str(crash))
             shutil.copy(original / "metrics.jsonl", workdir)
+            if crash == CRASH:
+                lines = (original / "events.jsonl").read_text().splitlines(keepends=True)
+                last = max((n for n, line in enumerate(lines) if '"rollback"' in line), default=-1)
+                (workdir / "events.jsonl").write_text("".join(lines[: last + 1]))
             step = _train(setup, mesh, workdir, stop=True).step
             assert step == STOP, f"asked to stop at step {STOP}, the run stopped at step {step}"
             runs[name] = _run(setup, workdir)
