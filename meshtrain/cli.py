@@ -191,7 +191,7 @@ def _add_common_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--trust_code",
         action="store_true",
-        help="run functions outside meshtrain that a config.json names",
+        help="run functions outside meshtrain that a config.json or a YAML file names",
     )
     environment.add_flags(flags)
 

@@ -21,8 +21,7 @@ from meshtrain.config.parse import parse
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, opened
 from meshtrain.data.source import Source
-from meshtrain.errors import ConfigError
-from meshtrain.models.base import Model, Params
+from meshtrain.models.base import Model, Params, check_model
 from meshtrain.monitor import health, heldout, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.units import Units, units_of
@@ -69,7 +68,7 @@ def train(
 
         # ---- check and build, on all processes or on none: nothing is computed yet ----
         with distributed.raise_on_all_processes():
-            _check_model(model)
+            check_model(model)
             config, chosen = auto.resolved(config, model=model)
             cfg = parse(config, num_devices=jax.device_count())
             checks.check_place(workdir, cfg, sinks.faults(cfg, workdir))
@@ -266,22 +265,17 @@ def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]
     run.clock.enter("restore")
     run.writer.flush()
     saved = run.saver.recover(from_scratch=True) if run.saver else None
-    run.loss_monitor.roll_back(saved.step if saved else None, run.loader.position)
+    try:
+        run.loss_monitor.roll_back(saved.step if saved else None, run.loader.position)
+    finally:
+        if saved:
+            run.saver.move(saved, run.loader.position, run.loss_monitor.statistics)
     if saved is None:
         return state, step
     jax.tree.map(lambda leaf: leaf.delete(), state)  # frees the memory for the restored state
     state = run.saver.restore(saved, run.program.abstract_state)
-    run.saver.move(saved, run.loader.position, run.loss_monitor.statistics)
     run.begin(saved.step, run.loader.position)
     return state, saved.step
-
-
-def _check_model(model: Any) -> None:
-    """Raises ConfigError if the caller passes something that is not a Model."""
-    if not isinstance(model, Model | None):
-        raise ConfigError(
-            f"model={type(model).__name__}: make a Model of it with meshtrain.from_nnx or meshtrain.from_linen"
-        )
 
 
 def _open_saver(

@@ -5,6 +5,7 @@ files are flushed to disk (fsync); MANIFEST.json is written, which lists size an
 the folder is renamed to `STEP`. A crash in any stage is harmless. Nothing here needs jax.
 """
 
+import errno
 import json
 import operator
 import os
@@ -92,12 +93,18 @@ def write(directory: Path, manifest: Manifest) -> None:
     """Writes the manifest of a checkpoint, or replaces it: after a crash it is the new one or the old one."""
     record = json.loads(json.dumps(asdict(manifest), default=str))
     text = json.dumps({**record, "crc32": checksum(record)}, indent=1) + "\n"
+    if directory.is_symlink():  # it may belong to another run
+        raise OSError(errno.ELOOP, "is a link", str(directory))
     new = directory / f"._{NAME}"
-    with open(new, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, directory / NAME)
+    try:
+        with open(new, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, directory / NAME)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
     _sync_folder(directory)
 
 

@@ -174,9 +174,9 @@ class Saver:
             try:
                 manifest.write(self._folder / str(saved.step), moved)
             except OSError as error:
+                why = f"{error.filename}: {error.strerror}"
                 self._log(
-                    f"the rollback is not recorded: {error.filename}: {error.strerror}; a restart before the next "
-                    f"save would repeat it"
+                    f"rollback not recorded, a restart before the next save repeats it: {why}"
                 )
 
     def due(self, step: int, start: int) -> bool:

@@ -8,7 +8,7 @@ from meshtrain.checkpoint.manifest import NAME, Manifest
 
 def find(directory: Path, manifest: Manifest) -> list[str]:
     """Returns the paths that the manifest does not list; of a folder without listed files, only its own."""
-    files = {NAME, *manifest.files}
+    files = {NAME, f"._{NAME}", *manifest.files}  # the second: of a crash while it was replaced
     folders = {str(parent) for name in files for parent in PurePosixPath(name).parents}
     found = []
     for root, subfolders, names in os.walk(directory):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain.cluster import environment, launchers
+from meshtrain.cluster import environment, launchers, signature
 from meshtrain.cluster.restart_policy import Settings
 from meshtrain.cluster.supervisor import Supervisor
 from meshtrain.config import checks
@@ -60,7 +60,8 @@ def launch(arguments: Sequence[str], **settings) -> int:
     logs = folders.make() if workdir else None
     code = EXIT_USER
     try:
-        code = Supervisor(s, workdir=workdir).run(
+        secret = signature.of_environment(os.environ) if s.nnodes > 1 else ""
+        code = Supervisor(s, workdir=workdir, secret=secret).run(
             command,
             logs=logs,
             environ=_environment(),
@@ -162,7 +163,9 @@ class Folders:
 
 def _environment() -> dict[str, str]:
     """Returns the environment of the processes; also short compilations are cached, for the next restart."""
-    return {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ}
+    environ = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ}
+    environ.pop(signature.VARIABLE, None)  # only supervisors need it
+    return environ
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -189,12 +192,14 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
             "address where node 0 listens, by default from the launcher's variables",
         ),
         "join_seconds": (float, "seconds to wait for all hosts"),
+        "ports": (str, "ports of which node 0 uses a free one for the processes"),
     }
     for name, (kind, text) in settings.items():
         # Whether these are given matters: see `_place`.
         default = argparse.SUPPRESS if name in CLUSTER else getattr(defaults, name)
         text += "" if default in (None, argparse.SUPPRESS) else f" (default: {default})"
         metavar = {int: "N", float: "SECONDS", str: "HOST:PORT"}[kind]
+        metavar = "LOW-HIGH" if name == "ports" else metavar
         flags.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     flags.add_argument(
         "--force",

@@ -1,6 +1,7 @@
 """Messages between supervisors: lines of JSON over a connection, each field checked before it is used.
 
-Anybody who reaches the port can send anything: a wrong message ends its connection and nothing else.
+Anybody who reaches the port can send anything: a wrong message ends its connection and nothing else. With a secret
+(`signature.py`) that holds for every message of a stranger.
 """
 
 import dataclasses
@@ -11,11 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshtrain.cluster import progress
+from meshtrain.cluster import progress, signature
 from meshtrain.cluster.limits import MAX_PROCESSES as MAX_LOCAL
 from meshtrain.cluster.rendezvous import is_integer, parse_line
+from meshtrain.cluster.signature import Signer
 from meshtrain.cluster.workers import Exit, ProcessStatus, RankAssignment
 
+RETRY = 0.5  # seconds between attempts to reach node 0
 MAX_READS = 100  # of 64 KiB at a time: a peer that sends without pause must not block the others
 LOST_AFTER = 30.0  # seconds of silence after which a host counts as lost
 MAX_HELLO = 1000  # bytes of the first line
@@ -32,18 +35,31 @@ class InvalidMessage(ValueError):
 class Link:
     """Lines of JSON over a connection. Until `accepted`, a line may have only MAX_HELLO bytes."""
 
-    def __init__(self, connection: socket.socket, peer: str = "", *, accepted: bool = True):
+    def __init__(
+        self,
+        connection: socket.socket,
+        peer: str = "",
+        *,
+        accepted: bool = True,
+        signer: Signer | None = None,
+    ):
         connection.setblocking(False)
         self.connection, self.open, self.received_at = connection, True, time.monotonic()
         self.peer, self.accepted, self.fault = peer, accepted, ""
         self.answered = False  # whether a valid message has arrived
-        self._partial_line = b""
+        self._partial_line, self._signer = b"", signer
+        if signer and signer.is_node_0:
+            self._send(json.dumps(signer.greeting).encode())
 
     def send(self, **message: Any) -> None:
+        text = json.dumps(message).encode()
+        self._send(self._signer.sign(text) if self._signer else text)
+
+    def _send(self, line: bytes) -> None:
         try:
             self.connection.setblocking(True)
             self.connection.settimeout(LOST_AFTER)
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
+            self.connection.sendall(line + b"\n")
             self.connection.setblocking(False)
         except OSError:
             self.open = False
@@ -70,6 +86,11 @@ class Link:
             self.open = False
         if len(self._partial_line) > limit:
             self.reject("a line that is too long")
+        if self._signer:
+            lines = [self._signer.checked(line) for line in lines]
+            if None in lines:
+                self.reject(signature.WRONG)
+                return []
         messages = [parse_line(line) for line in lines]
         if None in messages:
             self.reject("a line that is not a JSON object")
@@ -86,6 +107,28 @@ class Link:
         self.connection.close()
 
 
+def connect(
+    host: str,
+    port: int,
+    hello: dict,
+    deadline: float,
+    num_signals: Callable[[], int],
+    secret: str,
+) -> Link | None:
+    """Returns a connection to node 0; None after `deadline` or a signal."""
+    while time.monotonic() < deadline and not num_signals():
+        try:
+            connection = socket.create_connection((host, port), timeout=RETRY * 10)
+            signer = signature.signer_of_node(secret, connection)
+        except OSError:
+            time.sleep(RETRY)
+            continue
+        link = Link(connection, f"{host}:{port}", signer=signer)
+        link.send(**hello, **(signer.greeting if signer else {}))
+        return link
+    return None
+
+
 def exit_message(one: Exit) -> dict[str, Any]:
     fields = dataclasses.asdict(one)
     return {**fields, "tail": [line[:MAX_TAIL_LINE] for line in one.tail]}
@@ -93,6 +136,7 @@ def exit_message(one: Exit) -> dict[str, Any]:
 
 def parse_hello(message: Mapping[str, Any]) -> tuple[int, int, int]:
     """Returns the rank of a node, the number of nodes it knows, and its number of processes."""
+    message = {name: value for name, value in message.items() if name != "nonce"}
     checks = {
         "node": _integer(0, MAX_NODES),
         "nnodes": _integer(1, MAX_NODES),
@@ -124,6 +168,8 @@ def parse_report(
 
 def parse_command(message: Mapping[str, Any], num_local: int) -> dict[str, Any]:
     """Returns a command of node 0 to a host of `num_local` processes; `ranks` are a RankAssignment."""
+    if [*message] == ["nonce"]:
+        raise InvalidMessage(f"a nonce, because it has {signature.VARIABLE}; set the same here")
     do = message.get("do")
     if not isinstance(do, str) or do not in COMMANDS:
         raise InvalidMessage(f"do={do!r}"[:99])

@@ -7,17 +7,16 @@ import contextlib
 import dataclasses
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
-from meshtrain.cluster import messages, rendezvous
+from meshtrain.cluster import messages, rendezvous, signature
 from meshtrain.cluster.messages import Link
+from meshtrain.cluster.signature import Signer
 from meshtrain.cluster.workers import Exit, ProcessStatus, RankAssignment, Workers
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError
 
-RETRY = 0.5  # seconds between attempts to reach node 0
 REPORT_EVERY = 0.5  # seconds between status messages, which are also heartbeats
 REPLACE_AFTER = 5.0  # seconds of silence after which another host may take over a rank
 MAX_PENDING = (
@@ -94,7 +93,7 @@ class RemoteWorkers:
 class Server:
     """Node 0's server, to which the supervisors of the other nodes connect."""
 
-    def __init__(self, host: str, port: int, nnodes: int):
+    def __init__(self, host: str, port: int, nnodes: int, secret: str = ""):
         try:
             self._server = rendezvous.listen(host, port)
         except OSError as error:
@@ -102,7 +101,7 @@ class Server:
                 f"--coordinator: cannot listen on port {port}: {error.strerror}; use a free one"
             ) from error
         self._server.setblocking(False)
-        self._nnodes = nnodes
+        self._nnodes, self._secret = nnodes, secret
         self.remotes: dict[int, RemoteWorkers] = {}
         self._pending: list[Link] = []  # connections that have not sent their rank
         self._heartbeat_at = 0.0
@@ -142,7 +141,9 @@ class Server:
         with contextlib.suppress(OSError):
             for _ in range(MAX_PENDING):
                 connection, address = self._server.accept()
-                self._pending.append(Link(connection, str(address[0]), accepted=False))
+                signer = Signer(self._secret, is_node_0=True) if self._secret else None
+                link = Link(connection, str(address[0]), accepted=False, signer=signer)
+                self._pending.append(link)
 
     def _admit(self, link: Link, message: dict[str, Any]) -> list[str]:
         """Adds the node that has sent this first message; returns the faults if it cannot join."""
@@ -196,6 +197,7 @@ def follow_node_0(
     grace: float,
     num_signals: Callable[[], int],
     log: Callable[[str], None],
+    secret: str = "",
 ) -> int:
     """Executes the commands of node 0 on this host; returns the exit code that node 0 sends.
 
@@ -204,7 +206,7 @@ def follow_node_0(
     """
     hello = {"node": node, "nnodes": nnodes, "nproc": nproc}
     deadline = time.monotonic() + seconds
-    while (link := _connect(host, port, hello, deadline, num_signals)) is not None:
+    while (link := messages.connect(host, port, hello, deadline, num_signals, secret)) is not None:
         log(f"node {node} of {nnodes}: connected to node 0 at {host}:{port}")
         with contextlib.closing(link):
             code = _execute_commands(workers, link, nproc, num_signals, grace)
@@ -216,27 +218,12 @@ def follow_node_0(
         log(f"{link.fault or 'lost the connection to node 0'}; reconnecting")
         if link.answered:  # else another program may answer there
             deadline = time.monotonic() + seconds
-        time.sleep(RETRY)
+        time.sleep(messages.RETRY)
     if num_signals():
         return EXIT_PREEMPTED  # nothing was running
-    log(f"--coordinator={host}:{port}: node 0 not reached within {seconds:.0f} s")
+    hint = f"; it must have the same {signature.VARIABLE}" if secret else ""
+    log(f"--coordinator={host}:{port}: node 0 not reached within {seconds:.0f} s{hint}")
     return EXIT_FAILED
-
-
-def _connect(
-    host: str, port: int, hello: dict, deadline: float, num_signals: Callable[[], int]
-) -> Link | None:
-    """Returns a connection to node 0; None after `deadline` or a signal."""
-    while time.monotonic() < deadline and not num_signals():
-        try:
-            connection = socket.create_connection((host, port), timeout=RETRY * 10)
-        except OSError:
-            time.sleep(RETRY)
-            continue
-        link = Link(connection, f"{host}:{port}")
-        link.send(**hello)
-        return link
-    return None
 
 
 def _execute_commands(

@@ -61,6 +61,8 @@ class Settings:
     node_rank: int = 0
     coordinator: str | None = None  # HOST:PORT of node 0
     join_seconds: float = 120.0  # timeout for all hosts to connect
+    # Of the processes' port on node 0; below the ports that systems give to outgoing connections.
+    ports: str = "20000-31999"
 
     def __post_init__(self):
         faults = [
@@ -94,6 +96,10 @@ class Settings:
             )
         if self.nnodes > 1 and not (self.coordinator or "").rpartition(":")[2].isdigit():
             faults.append(f"--coordinator={self.coordinator}: use HOST:PORT of node 0")
+        low, dash, high = self.ports.partition("-")
+        is_range = dash and low.isdecimal() and high.isdecimal()
+        if not (is_range and 1 <= int(low) <= int(high) <= 65535):
+            faults.append(f"--ports={self.ports}: use LOW-HIGH, such as 20000-31999")
         if faults:
             raise ConfigError(*faults)
 

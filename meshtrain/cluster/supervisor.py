@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.cluster import launchers, nodes, restart_policy, signals
+from meshtrain.cluster import launchers, nodes, restart_policy, signals, signature
 from meshtrain.cluster.restart_policy import Outcome, RestartBudget, Settings, TimeAccount
 from meshtrain.cluster.workers import RankAssignment, Workers
-from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
+from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER, ConfigError
 
 TICK = 0.1  # seconds between checks
 END_TIMEOUT = 60.0  # seconds within which all processes have to end once one has ended normally
 DUMP_SECONDS = 1.0  # that processes have to print their stacks
-PORTS = range(20000, 32000)  # below the ports that systems give to outgoing connections
 # Lines that are only logged. The second kind, with C++ details, only says that another process has ended:
 # the supervisor itself says which, and why.
 HIDDEN = re.compile(
@@ -33,9 +32,10 @@ HIDDEN = re.compile(
 class Supervisor:
     """Runs on each host; the one on node 0 makes the decisions."""
 
-    def __init__(self, settings: Settings, *, workdir: Path | None):
-        """Events are appended to `events.jsonl` in `workdir`."""
+    def __init__(self, settings: Settings, *, workdir: Path | None, secret: str = ""):
+        """Events are appended to `events.jsonl` in `workdir`. `secret` signs messages, see signature.py."""
         self._settings = s = settings
+        self._secret = secret
         self._signals: list[int] = []
         self._workdir = workdir
         self._account = TimeAccount()
@@ -68,8 +68,14 @@ class Supervisor:
                     grace=s.grace,
                     num_signals=lambda: len(self._signals),
                     log=self._log,
+                    secret=self._secret,
                 )
-            self._server, code = nodes.Server(host, int(port), s.nnodes), EXIT_FAILED
+            if not self._secret:
+                self._log(
+                    f"port {port} is open to all who reach it; {signature.VARIABLE} closes it"
+                )
+            self._server = nodes.Server(host, int(port), s.nnodes, self._secret)
+            code = EXIT_FAILED
             try:
                 code = self._run_attempts()
                 return code
@@ -157,7 +163,7 @@ class Supervisor:
         host = launchers.LOOPBACK
         if self._server:
             host = self._settings.coordinator.rsplit(":", 1)[0]
-        address, first_rank = f"{host}:{_free_port()}", 0
+        address, first_rank = f"{host}:{_free_port(self._settings.ports)}", 0
         for group, count in zip(groups, counts, strict=True):
             group.start(RankAssignment(address, sum(counts), first_rank, count))
             first_rank += count
@@ -276,10 +282,11 @@ def _remove_processes(counts: list[int], num_removed: int) -> list[int]:
     return counts
 
 
-def _free_port() -> int:
+def _free_port(ports: str) -> int:
     """Returns a random free port: a process of the last attempt may still hold the last port."""
-    while True:
-        port = random.choice(PORTS)
+    low, _, high = ports.partition("-")
+    for port in random.sample(range(int(low), int(high) + 1), int(high) - int(low) + 1):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
+    raise ConfigError(f"--ports={ports}: none is free; use a larger range")

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True)
         for name, text in texts.items():
-            (folder / name).write_text(text)
+            (folder / name).write_text(text, encoding="utf-8")
     except FileExistsError as error:
         raise ConfigError(f"{folder}: exists already; use a new folder") from error
     except OSError as error:

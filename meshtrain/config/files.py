@@ -55,13 +55,15 @@ def read(
     config = _read_file(path, trust_code)
     change(config)
     places = overlay.of_environment(environ or {})
-    return _override_all(config, [*places, *_join_values(overrides)], known, places)
+    overrides = [*places, *_join_values(overrides)]
+    config, faults = _override_all(config, overrides, known, places)
+    return config.copy_and_resolve_references(), faults
 
 
 def _override_all(
     config: ConfigDict, overrides: list[str], known: Iterable[str], places: Mapping[str, str]
 ) -> tuple[ConfigDict, list[str]]:
-    """Returns what `read` returns; a fault of an override that is in `places` names its place."""
+    """Returns what `read` returns, with references between keys; a fault of an override in `places` names its place."""
     try:
         return _override(config, overrides), []
     except Exception:
@@ -175,27 +177,37 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
 
 
 def _read_yaml(file: Path, trust_code: bool) -> ConfigDict:
-    base, places = overlay.of_yaml(file)
+    base, places, lists = overlay.of_yaml(file)
     if not re.fullmatch(r"\w+", base):
+        if not base.endswith(".py"):
+            raise ConfigError(f"{file}: base={base}: use a name such as quickstart, or a .py file")
         if not trust_code:
             raise ConfigError(
                 f"{file}: base={base}: is a file, which a {file.name} may not run; use the name of a config of the "
                 f"package, or if you trust it, add --trust_code"
             )
         base = str(file.parent / base)
-        if Path(base).suffix != ".py":
-            raise ConfigError(f"{file}: base={base}: use a name such as quickstart, or a .py file")
     try:
-        config, faults = _override_all(_read_file(base, trust_code), [*places], (), places)
+        config = _read_file(base, trust_code)
     except ConfigError as error:
         raise ConfigError(*(f"{file}: base: {fault}" for fault in error.faults)) from error
+    changed, faults = _override_all(config, [*places], (), places)
+    for key, place in lists.items():
+        value = _value(config, key)
+        is_known = any(fault.startswith(place) for fault in faults)
+        if not (is_known or value is None or isinstance(value, tuple)):
+            faults.append(f"{place}: is a list; not of type {type(value).__name__}, like {value!r}")
     if faults:
         raise ConfigError(*faults)
-    builds = (one.removeprefix(overlay.FLAG).partition(".build=") for one in places)
     if not trust_code:
-        _reject_foreign_code(
-            file, {name: {"build": build} for name, found, build in builds if found}
-        )
+        _reject_foreign_code(file, changed.to_dict())
+    return changed
+
+
+def _value(config: ConfigDict, key: str) -> Any:
+    """Returns the value of a key such as train.steps, None if there is none."""
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, Mapping | ConfigDict) else None
     return config
 
 
@@ -220,7 +232,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
-    """Returns a copy with the overrides applied; then resolves references between keys."""
+    """Returns a copy with the overrides applied."""
     values = flags.FlagValues()
     arguments = ["meshtrain", *overrides]
     changed = copy.deepcopy(config)
@@ -229,7 +241,7 @@ def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
     )
     if rest := values(arguments)[1:]:
         raise flags.Error(f"unknown argument {rest[0]}")
-    return holder.value.copy_and_resolve_references()
+    return holder.value
 
 
 def _join_values(arguments: Iterable[str]) -> list[str]:

@@ -5,13 +5,14 @@
     steps: 200
 
 MESHTRAIN__TRAIN__STEPS=200 sets the same key. A value is read as on the command line: the type of the key decides,
-not that of YAML, for which `on` and `no` are booleans.
+not that of YAML, for which `on` and `no` are booleans. A list is a tuple.
 """
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -20,6 +21,7 @@ from meshtrain.errors import ConfigError
 PREFIX = "MESHTRAIN__"
 LITERALS = {"null": "None", "~": "None", "true": "True", "false": "False"}  # of entries of lists
 FLAG = "--config."
+NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Overlay(NamedTuple):
@@ -27,6 +29,7 @@ class Overlay(NamedTuple):
 
     base: str
     overrides: dict[str, str]
+    lists: dict[str, str]  # key -> where, of keys whose value is a list
 
 
 def of_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -41,46 +44,56 @@ def of_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def of_yaml(file: Path) -> Overlay:
     """Returns what a YAML file says. Raises ConfigError if it cannot be read, or says something twice."""
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.BaseLoader)
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has an alias (*name); write the values out")
         if not isinstance(root, yaml.MappingNode):
             raise ValueError("it has no sections such as `train:`")
-        keys = [*_leaves(root, "")]
+        keys = [(key, _text(node), node) for key, node in _leaves(root, "")]
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ConfigError(f"--config={file} cannot be read: {line}{error.problem}") from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config={file} cannot be read: {error}") from error
-    base = next((value for key, value, _ in keys if key == "base"), "default")
-    overrides = {
-        f"{FLAG}{key}={value}": f"{file}: line {line}: {key}"
-        for key, value, line in keys
-        if key != "base"
-    }
-    return Overlay(base, overrides)
+        raise ConfigError(f"--config={file} cannot be read: {_one_line(error)}") from error
+    base, overrides, lists = "default", {}, {}
+    for key, value, node in keys:
+        place = f"{file}: line {node.start_mark.line + 1}: {key}"
+        if key == "base":
+            base = value
+            continue
+        overrides[f"{FLAG}{key}={value}"] = place
+        if isinstance(node, yaml.SequenceNode):
+            lists[key] = place
+    return Overlay(base, overrides, lists)
 
 
 def renamed(fault: str, override: str, place: str) -> str:
     """Returns the fault of an override with its place instead of the flag."""
-    return fault.replace(override.partition("=")[0], place, 1)
+    return _one_line(fault.replace(override.partition("=")[0], place, 1))
 
 
-def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, str, int]]:
-    """Yields key, value and line number of each entry that is no section."""
+def _one_line(text: Any) -> str:
+    return " ".join(str(text).split())
+
+
+def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, yaml.Node]]:
+    """Yields key and value of each entry that is no section."""
     seen = set()
     for name, value in node.value:
-        line = name.start_mark.line + 1
-        if not isinstance(name, yaml.ScalarNode):
-            raise ValueError(f"line {line}: a key is no text")
+        line = f"line {name.start_mark.line + 1}: "
+        if not isinstance(name, yaml.ScalarNode) or not NAME.fullmatch(name.value):
+            raise ValueError(f"{line}a key is no name such as `steps`")
         if name.value in seen:
-            raise ValueError(f"line {line}: {prefix}{name.value} is there twice")
+            raise ValueError(f"{line}{prefix}{name.value} is there twice")
         seen.add(name.value)
         if isinstance(value, yaml.MappingNode):
             yield from _leaves(value, f"{prefix}{name.value}.")
-        else:
-            yield prefix + name.value, _text(value), line
+            continue
+        is_plain = isinstance(value, yaml.ScalarNode) and value.style is None
+        if is_plain and value.value in ("", "~", "null"):
+            raise ValueError(f"{line}{prefix}{name.value} has no value; write '' for an empty text")
+        yield prefix + name.value, value
 
 
 def _text(node: yaml.Node) -> str:
@@ -93,7 +106,7 @@ def _text(node: yaml.Node) -> str:
 
 
 def _literal(node: yaml.Node) -> str:
-    """Returns an entry of a list as a Python literal: a number if it is one and has no quotes, else a string."""
+    """Returns an entry of a list as a Python literal: a string if it has quotes or is no other literal."""
     text = _text(node)
     if getattr(node, "style", None) in ("'", '"'):
         return repr(text)

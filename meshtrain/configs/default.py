@@ -64,8 +64,8 @@ def get_config() -> ConfigDict:
     train.remat = "none"
     # largest number of layers per iteration of the loop over layers, if train.remat is "none"; GPU, TPU: all or 1
     train.unroll = 12
-    # set of compiler options: "none"; "overlap", collectives overlap with computation; "cuda_graphs"; "auto",
-    # which is "overlap" on several GPUs and "none" otherwise
+    # set of compiler options: "none"; "overlap", collectives overlap with computation, and XLA computes nothing
+    # again by itself to save memory; "cuda_graphs"; "auto", which is "overlap" on several GPUs and "none" otherwise
     train.xla_preset = "auto"
     # compute dtype: "float32", "bfloat16", "float64", or "float16", which scales the loss dynamically and skips
     # steps whose gradients overflow

@@ -77,6 +77,14 @@ class Model:
         return {**layers, **self.constants} if self.constants else layers
 
 
+def check_model(model: Any) -> None:
+    """Raises ConfigError if the caller passes something that is not a Model."""
+    if not isinstance(model, Model | None):
+        raise ConfigError(
+            f"model={type(model).__name__}: make a Model of it with meshtrain.from_nnx or meshtrain.from_linen"
+        )
+
+
 def is_measured(path: tuple) -> bool:
     """Whether a parameter with this path is in a dict named MEASURED."""
     return any(getattr(entry, "key", None) == MEASURED for entry in path)

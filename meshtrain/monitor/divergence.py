@@ -7,7 +7,7 @@ returns to its newest checkpoint and skips the data since (as PaLM did, arXiv 22
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from meshtrain.config.schema import DivergenceConfig
 
@@ -38,6 +38,9 @@ class RunningLoss:
         self.variance = (1 - weight) * (self.variance + weight * change**2)
 
 
+NAMES = [one.name for one in fields(RunningLoss)]
+
+
 class LossMonitor:
     """Checks the loss of each step; writes to `event(name, **fields)` and `log(text)`."""
 
@@ -58,7 +61,7 @@ class LossMonitor:
             losses.pop("rollbacks", 0),
             losses.pop("rollback_step", -1),
         )
-        self._losses = RunningLoss(**losses)
+        self._losses = RunningLoss(**{name: losses[name] for name in losses if name in NAMES})
         self.spike: int | None = None  # step of a spike to roll back
 
     @property
@@ -107,6 +110,7 @@ class LossMonitor:
         self._rollbacks = self._rollbacks + 1 if step == self._rolled_back_to else 1
         self._rolled_back_to = step
         if self._rollbacks == MAX_ROLLBACKS:
+            self._rollbacks = 0  # the next start, with other settings, has all of them again
             self._event("end", step=step, reason="spikes")
             raise FloatingPointError(
                 f"step {step}: the loss spiked {MAX_ROLLBACKS} times after it, each time on other data. "

@@ -42,10 +42,10 @@ def replace(path: Path, text: str) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Flushes the tables to disk; one that cannot be flushed does not stop the run."""
-    for name in TABLES:
+    """Flushes the tables and their folder to disk; one that cannot be flushed does not stop the run."""
+    for path in (*(folder / name for name in TABLES), folder):
         with contextlib.suppress(OSError):
-            handle = os.open(folder / name, os.O_RDONLY)
+            handle = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(handle)
             finally:

@@ -12,9 +12,8 @@ from meshtrain.config.xla_presets import PRESETS, REMOVED_IN
 from meshtrain.errors import ConfigError
 
 DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
-
-
 PIPELINED_ALL_GATHER = "xla_gpu_enable_pipelined_all_gather"
+DISABLED_PASSES = "xla_disable_hlo_passes"
 
 
 def options(
@@ -27,11 +26,15 @@ def options(
     if preset == "auto":
         preset = "overlap" if mesh.size > 1 and mesh.devices.flat[0].platform == "gpu" else "none"
     version = tuple(int(part) for part in jaxlib.__version__.split(".")[:2])
-    return {
+    found = {
         name: value
         for name, value in PRESETS[preset].items()
         if name not in without and (name not in REMOVED_IN or version < REMOVED_IN[name])
     }
+    own = re.findall(rf"--{DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    if own and DISABLED_PASSES in found:  # else the option would replace that of the user
+        found[DISABLED_PASSES] = f"{own[-1]},{found[DISABLED_PASSES]}"
+    return found
 
 
 def quick_compile_options(mesh: jax.sharding.Mesh) -> dict[str, int]:

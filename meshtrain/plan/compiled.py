@@ -4,17 +4,18 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jaxlib
-
 import meshtrain
+from meshtrain.config import overlay
 from meshtrain.plan.search import Plan, settings
 from meshtrain.plan.subject import Subject
 
@@ -46,17 +47,23 @@ def compile_best(
 def audited(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | None, str]:
     """Returns the audit of the compiled step of a config, or None and why there is none.
 
-    Audits are kept in ~/.cache/meshtrain, those of models and data of the user's own excepted: their code may change.
+    Audits are kept in ~/.cache/meshtrain, or in XDG_CACHE_HOME, unless a `build` key names code outside meshtrain,
+    which may change.
     """
-    if (file := _cache_file(config, target)) and file.is_file():
-        return json.loads(file.read_text()), ""
+    file = _cache_file(config, target)
+    if file:
+        with contextlib.suppress(OSError, ValueError):  # none, or damaged
+            return json.loads(file.read_text()), ""
     audit, fault = _audit(config, target)
     if audit and file:
-        with contextlib.suppress(OSError):  # a home that cannot be written
+        part = file.with_suffix(f".{os.getpid()}")
+        try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            part = file.with_suffix(f".{os.getpid()}")
             part.write_text(json.dumps(audit))
             part.replace(file)
+        except OSError:  # a home that cannot be written
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
     return audit, fault
 
 
@@ -65,11 +72,13 @@ def _cache_file(config: Mapping[str, Any], target: str) -> Path | None:
     builds = [section.get("build", "") for section in config.values() if isinstance(section, dict)]
     if not all(build == "" or build.startswith("meshtrain.") for build in builds):
         return None
-    digest = hashlib.sha256(json.dumps([config, target, jaxlib.__version__]).encode())
+    versions = [version(name) for name in ("jax", "jaxlib", "flax", "optax")]
+    flags = {name: os.environ[name] for name in sorted(os.environ) if re.match("XLA_|JAX_", name)}
+    digest = hashlib.sha256(json.dumps([config, target, versions, flags]).encode())
     package = Path(meshtrain.__file__).parent
     for source in sorted(package.rglob("*.py")):
         digest.update(source.read_bytes())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return folder / "meshtrain" / "audits" / f"{digest.hexdigest()[:32]}.json"
 
 
@@ -80,7 +89,10 @@ def _audit(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | Non
         command = [sys.executable, "-m", "meshtrain", "audit", f"--config={file}", "--trust_code"]
         command += [f"--target={target}", f"--output={output}"]
         try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            # The config is complete: variables would change it.
+            environ = {k: v for k, v in os.environ.items() if not k.startswith(overlay.PREFIX)}
+            options = dict(capture_output=True, text=True, timeout=SECONDS, env=environ)
+            run = subprocess.run(command, **options)
         except subprocess.TimeoutExpired:
             return None, f"not compiled in {SECONDS} s"
         if run.returncode:

@@ -82,11 +82,12 @@ def test_matrix_products_are_in_the_compute_dtype(case):
     assert wide == []
 
 
-def test_matrix_products_are_those_of_arithmetic():
+def test_matrix_products_are_those_of_arithmetic(tmp_path, monkeypatch):
     """XLA's own rematerialisation ran a fifth more of them in this layout, at the same peak of memory."""
     _, device, devices, *_ = case = plan.COMPILED[2]
     skip_unless_compiled(f"{device}:{devices}")
     expected = plan.prediction(case)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     audit, fault = audited(expected.config, f"{device}:{devices // 8}x8")
     assert audit, fault
     row = plan.errors_of(expected, audit)

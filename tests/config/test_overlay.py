@@ -59,18 +59,27 @@ def test_without_a_base_all_keys_have_their_defaults(tmp_path):
         ("train: {steps: 1}\ntrain: {steps: 2}", ["line 2: train is there twice"]),
         ("train:\n  steps: 1\n  steps: 2", ["line 3: train.steps is there twice"]),
         ("train: {steps: &a 1, log_every: *a}", ["alias"]),
-        ("? [a]\n: 1", ["line 1: a key is no text"]),
+        ("? [a]\n: 1", ["line 1: a key is no name"]),
+        ("\"model['build']\": 'evil:build'", ["line 1: a key is no name"]),
+        ('train: {steps: 5}\n"train.steps": 6', ["line 2: a key is no name"]),
+        ("model: {\uff42uild: 'evil:build'}", ["line 1: a key is no name"]),
+        ("train: {steps: null}", ["line 1: train.steps has no value"]),
+        ("data: {path: ~}", ["line 1: data.path has no value"]),
+        ("data: {path: [a, b]}", ["line 1: data.path: is a list; not of type str"]),
+        ("a: 1\n---\nb: 2", ["line 2: but found another document"]),
+        ("train:\n  steps: |\n    1\n    2", ["line 2: train.steps=1 2"]),
+        ('train: {steps: "a\\0"}', ["train.steps="]),
         ("sync: {exact: [{a: b}]}", ["line 1: a list holds values"]),
         (
             "train:\n  stepz: 1\n\n  steps: x",
             ["line 2: train.stepz: unknown key (did you mean", "line 4: train.steps=x: not of"],
         ),
         ("mesh: 8", ["line 1: mesh=8: is a section; set its keys"]),
-        ("train:", ["line 1: train=: is a section"]),
+        ("train:", ["line 1: train has no value"]),
         ("trian: {steps: 1}", ["line 1: trian.steps: unknown key"]),
         ("train: {steps: [1]}", ["line 1: train.steps=(1, ): not of type int"]),
         ("base: quikstart", ["base: --config=quikstart: no such file", "did you mean"]),
-        ("base: other.yaml", ["base=other.yaml: is a file"]),
+        ("base: other.yaml", ["base=other.yaml: use a name such as quickstart"]),
         ("model: {build: mine.build}", ["model.build=mine.build: is code outside meshtrain"]),
     ],
 )
@@ -82,6 +91,21 @@ def test_mistakes_in_a_yaml_file_are_lines_that_say_where(tmp_path, text, faults
     for fault in faults:
         assert any(fault in line and "run.yaml" in line for line in lines), lines
     assert all("\n" not in line for line in lines)
+
+
+def test_keys_that_follow_others_follow_those_of_variables_and_the_command_line(tmp_path):
+    text = "base: quickstart\ntrain: {steps: 7}"
+    flags = ["--config.train.seed=7", "--config.model.vocab_size=512"]
+    (tmp_path / "run.yaml").write_text(text)
+    environ = {"MESHTRAIN__TRAIN__PARAM_DTYPE": "bfloat16"}
+    for path in (str(tmp_path / "run.yaml"), "quickstart"):
+        config, faults = files.read(path, flags, environ=environ)
+        assert (config.data.seed, config.data.vocab_size, faults) == (7, 512, [])
+        assert config.optim.moment_dtype == "bfloat16"
+
+
+def test_a_value_that_looks_like_a_build_is_no_code(tmp_path):
+    assert load(tmp_path, "data: {path: /x.build=y}").data.path == "/x.build=y"
 
 
 def test_a_file_as_base_needs_trust(tmp_path):

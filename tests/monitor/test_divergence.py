@@ -250,6 +250,22 @@ def test_only_rollbacks_to_the_same_step_end_a_run():
         watch.roll_back(50, 400)
 
 
+def test_after_the_last_rollback_a_run_with_other_settings_goes_on(tmp_path):
+    """The data with the last spike is skipped, and three more rollbacks are possible."""
+    data = batches(100)
+    for spike in (63, 67, 71, 76):
+        data[spike]["y"] = data[spike]["y"] * 1000
+    with pytest.raises(FloatingPointError, match="step 60: the loss spiked 3 times"):
+        run(data, tmp_path, steps=80, rollback=True)
+    assert run(data, tmp_path, steps=80, rollback=True).step == 80
+    assert [one["to"] for one in events(tmp_path, "rollback")] == [60] * 4
+
+
+def test_statistics_of_other_versions_are_ignored():
+    watch = monitor({"count": 5, "mean": 1.0, "skips": 2, "more": 3.0})
+    assert watch.statistics["count"] == 5 and "more" not in watch.statistics
+
+
 def test_rollbacks_are_counted_across_restarts():
     statistics = {}
     for _ in range(2):

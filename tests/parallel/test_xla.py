@@ -31,6 +31,15 @@ def test_this_version_of_xla_knows_every_option_of_a_preset(preset):
         lowered.compile(compiler_options=found | {"xla_gpu_of_a_later_year": True})
 
 
+def test_passes_that_the_user_disables_stay_disabled(monkeypatch):
+    mesh = SimpleNamespace(size=8, devices=np.array([SimpleNamespace(platform="gpu")]))
+    assert xla.options("overlap", mesh)["xla_disable_hlo_passes"] == "rematerialization"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_disable_hlo_passes=algsimp,cse --xla_b=2")
+    found = xla.options("overlap", mesh)["xla_disable_hlo_passes"]
+    assert found == "algsimp,cse,rematerialization"
+    assert "xla_disable_hlo_passes" not in xla.options("none", mesh)
+
+
 def test_options_that_this_version_removed_are_left_out(monkeypatch):
     name = "xla_gpu_enable_pipelined_all_gather"
     for version, is_known in [("0.10.2", True), ("0.11.0", False), ("0.12.0.1", False)]:

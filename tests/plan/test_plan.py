@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import subprocess
 from xml.etree import ElementTree
 
 import jax
@@ -250,6 +251,19 @@ def run(*flags, config="llama3", batch=64):
     return cli.main("plan", [f"--config={config}", f"--config.train.global_batch={batch}", *flags])
 
 
+def test_variables_do_not_change_what_is_compiled(tmp_path, monkeypatch):
+    def run(command, *, env, **options):
+        seen.append([name for name in env if name.startswith("MESHTRAIN__")])
+        raise subprocess.TimeoutExpired(command, 1)
+
+    seen = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MESHTRAIN__TRAIN__REMAT", "full")
+    monkeypatch.setattr(compiled.subprocess, "run", run)
+    audit, fault = compiled.audited(gpt2.get_config().to_dict(), "h100:8")
+    assert audit is None and "not compiled in" in fault and seen == [[]]
+
+
 def test_an_audit_is_kept_until_the_config_or_a_source_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runs = []
@@ -268,12 +282,28 @@ def test_an_audit_is_kept_until_the_config_or_a_source_changes(tmp_path, monkeyp
     for _ in range(2):  # what did not compile is tried again
         assert compiled.audited(config, "h100:3") == (None, "not compiled")
     assert len(runs) == 4
-    monkeypatch.setattr(compiled.jaxlib, "__version__", "0.0.0")
+    monkeypatch.setattr(compiled, "version", lambda name: "0.0.0")
     compiled.audited(config, "h100:8")
     config["model"]["build"] = "my_model:build"
     for _ in range(2):  # code that may change
         compiled.audited(config, "h100:8")
     assert len(runs) == 7
+    config["model"]["build"] = gpt2.get_config().model.build
+    source = tmp_path / "package" / "module.py"
+    source.parent.mkdir()
+    monkeypatch.setattr(compiled.meshtrain, "__file__", str(source))
+    for code in ("a = 1", "a = 1", "a = 2"):
+        source.write_text(code)
+        compiled.audited(config, "h100:8")
+    assert len(runs) == 9
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    for _ in range(2):
+        compiled.audited(config, "h100:8")
+    assert len(runs) == 10
+    for file in (tmp_path / "meshtrain" / "audits").iterdir():
+        file.write_text("{")  # damaged
+    compiled.audited(config, "h100:8")
+    assert len(runs) == 11
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
