@@ -136,8 +136,9 @@ def test_messages_in_the_right_order_are_accepted():
     hello = json.dumps(second.greeting).encode()
     sent = [second.sign(text) for text in (hello, b"1", b"2")]
     assert [first.checked(one) for one in sent] == [hello, b"1", b"2"]
-    assert second.checked(first.sign(b"3")) == b"3"
-    assert first.checked(first.sign(b"4")) is None  # its own message, sent back
+    own = [first.sign(text) for text in (b"3", b"4", b"5", b"6")]
+    assert second.checked(own[0]) == b"3"
+    assert first.checked(own[3]) is None  # its own message of the number that it expects, sent back
 
 
 @pytest.mark.parametrize(
