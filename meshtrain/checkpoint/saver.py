@@ -174,7 +174,7 @@ class Saver:
             try:
                 manifest.write(self._folder / str(saved.step), moved)
             except OSError as error:
-                why = f"{error.filename}: {error.strerror}"
+                why = f"{error.filename or self._folder}: {error.strerror}"
                 self._log(
                     f"rollback not recorded, a restart before the next save repeats it: {why}"
                 )

@@ -47,6 +47,7 @@ class Link:
         self.connection, self.open, self.received_at = connection, True, time.monotonic()
         self.peer, self.accepted, self.fault = peer, accepted, ""
         self.answered = False  # whether a valid message has arrived
+        self.on_answer: Callable[[], None] = lambda: None  # called at the first
         self._partial_line, self._signer = b"", signer
         if signer and signer.is_node_0:
             self._send(json.dumps(signer.greeting).encode())
@@ -69,7 +70,7 @@ class Link:
         limit = MAX_MESSAGE if self.accepted else MAX_HELLO
         try:
             for _ in range(MAX_READS):
-                received = self.connection.recv(1 << 16)
+                received = self.connection.recv(min(1 << 16, limit + 1))
                 if not received:
                     self.open = False
                     break
@@ -81,25 +82,29 @@ class Link:
             pass
         except OSError:
             self.open = False
-        *lines, self._partial_line = self._partial_line.split(b"\n")
+        # Of a stranger only the first line: to check many would keep the others waiting.
+        *lines, self._partial_line = self._partial_line.split(b"\n", -1 if self.accepted else 1)
         if time.monotonic() - self.received_at > LOST_AFTER:
             self.open = False
-        if len(self._partial_line) > limit:
+        if len(self._partial_line) > limit and not (lines and not self.accepted):
             self.reject("a line that is too long")
-        if self._signer:
-            lines = [self._signer.checked(line) for line in lines]
-            if None in lines:
-                self.reject(signature.WRONG)
+        messages = []
+        for line in lines:
+            text = self._signer.checked(line) if self._signer else line
+            message = None if text is None else parse_line(text)
+            if message is None:
+                wrong = "a line that is not a JSON object" if text is not None else signature.WRONG
+                self.reject(wrong)
                 return []
-        messages = [parse_line(line) for line in lines]
-        if None in messages:
-            self.reject("a line that is not a JSON object")
-            return []
+            if self._signer:
+                message.pop("nonce", None)
+            messages.append(message)
         return messages
 
     def reject(self, why: str) -> None:
         """Closes the connection because of what the peer has sent."""
-        self.fault = f"{self.peer} has sent {why}: not a supervisor of this run; connection closed"
+        who = "" if signature.VARIABLE in why else ": not a supervisor of this run"
+        self.fault = f"{self.peer} has sent {why}{who}; connection closed"
         self.close()
 
     def close(self) -> None:
@@ -119,7 +124,7 @@ def connect(
     while time.monotonic() < deadline and not num_signals():
         try:
             connection = socket.create_connection((host, port), timeout=RETRY * 10)
-            signer = signature.signer_of_node(secret, connection)
+            signer = signature.signer_of_node(secret, connection, num_signals)
         except OSError:
             time.sleep(RETRY)
             continue
@@ -136,7 +141,6 @@ def exit_message(one: Exit) -> dict[str, Any]:
 
 def parse_hello(message: Mapping[str, Any]) -> tuple[int, int, int]:
     """Returns the rank of a node, the number of nodes it knows, and its number of processes."""
-    message = {name: value for name, value in message.items() if name != "nonce"}
     checks = {
         "node": _integer(0, MAX_NODES),
         "nnodes": _integer(1, MAX_NODES),
@@ -169,7 +173,7 @@ def parse_report(
 def parse_command(message: Mapping[str, Any], num_local: int) -> dict[str, Any]:
     """Returns a command of node 0 to a host of `num_local` processes; `ranks` are a RankAssignment."""
     if [*message] == ["nonce"]:
-        raise InvalidMessage(f"a nonce, because it has {signature.VARIABLE}; set the same here")
+        raise InvalidMessage(f"a nonce: it has {signature.VARIABLE}; set the same on all hosts")
     do = message.get("do")
     if not isinstance(do, str) or do not in COMMANDS:
         raise InvalidMessage(f"do={do!r}"[:99])

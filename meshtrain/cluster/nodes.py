@@ -9,6 +9,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from meshtrain.cluster import messages, rendezvous, signature
@@ -205,9 +206,11 @@ def follow_node_0(
     stop; after the second they are killed.
     """
     hello = {"node": node, "nnodes": nnodes, "nproc": nproc}
+    said: set[str] = set()  # of connections without an answer: each fault once
     deadline = time.monotonic() + seconds
     while (link := messages.connect(host, port, hello, deadline, num_signals, secret)) is not None:
-        log(f"node {node} of {nnodes}: connected to node 0 at {host}:{port}")
+        text = f"node {node} of {nnodes}: connected to node 0 at {host}:{port}"
+        link.on_answer = partial(log, text)
         with contextlib.closing(link):
             code = _execute_commands(workers, link, nproc, num_signals, grace)
             workers.kill()
@@ -215,9 +218,14 @@ def follow_node_0(
             return code
         if num_signals():
             return EXIT_NOT_SAVED
-        log(f"{link.fault or 'lost the connection to node 0'}; reconnecting")
+        why = link.fault or "lost the connection to node 0"
         if link.answered:  # else another program may answer there
             deadline = time.monotonic() + seconds
+        elif not link.fault and secret:
+            why = f"node 0 has closed the connection; it must have the same {signature.VARIABLE}"
+        if link.answered or why not in said:
+            log(f"{why}; reconnecting")
+        said.add(why)
         time.sleep(messages.RETRY)
     if num_signals():
         return EXIT_PREEMPTED  # nothing was running
@@ -245,7 +253,9 @@ def _execute_commands(
                 except messages.InvalidMessage as error:
                     link.reject(str(error))
                     return None
-                link.answered = True
+                if not link.answered:
+                    link.answered = True
+                    link.on_answer()
                 match message["do"]:
                     case "start":
                         workers.start(ranks := message["ranks"])

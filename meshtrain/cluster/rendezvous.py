@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import selectors
 import socket
 import sys
@@ -26,6 +27,7 @@ from meshtrain.cluster.launchers import (
 from meshtrain.errors import ConfigError, TransientError
 
 RETRY = 0.2  # seconds between attempts to reach process 0
+PORT_SECONDS = 10.0  # in which one of --ports has to become free
 LOG_EVERY = 10.0  # seconds between log lines that name the missing processes
 ANSWER_TIMEOUT = 5.0  # seconds after the deadline until process 0 must have answered
 MAX_LINE = 1000  # bytes
@@ -69,6 +71,25 @@ def listen(host: str, port: int) -> socket.socket:
     if host == LOOPBACK_IPV6:
         return socket.create_server((host, port), family=socket.AF_INET6)
     return socket.create_server((LOOPBACK if host in LOCALHOST else "", port))
+
+
+def free_port(ports: str) -> int:
+    """Returns a random free port. Raises ConfigError if there is none for PORT_SECONDS."""
+    low, _, high = ports.partition("-")
+    until = time.monotonic() + PORT_SECONDS
+    while True:
+        for port in random.sample(range(int(low), int(high) + 1), int(high) - int(low) + 1):
+            with socket.socket() as probe:
+                # A port is free although connections of the last attempt are not yet forgotten.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("", port))
+                    return port
+                except OSError as error:
+                    why = error.strerror
+        if time.monotonic() > until:
+            raise ConfigError(f"--ports={ports}: {why}; use a larger range, or other ports")
+        time.sleep(RETRY)
 
 
 def _listen(process: ProcessInfo) -> socket.socket:

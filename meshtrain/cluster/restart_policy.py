@@ -96,9 +96,8 @@ class Settings:
             )
         if self.nnodes > 1 and not (self.coordinator or "").rpartition(":")[2].isdigit():
             faults.append(f"--coordinator={self.coordinator}: use HOST:PORT of node 0")
-        low, dash, high = self.ports.partition("-")
-        is_range = dash and low.isdecimal() and high.isdecimal()
-        if not (is_range and 1 <= int(low) <= int(high) <= 65535):
+        found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", str(self.ports), re.ASCII)
+        if not found or not 1 <= int(found[1]) <= int(found[2]) <= 65535:
             faults.append(f"--ports={self.ports}: use LOW-HIGH, such as 20000-31999")
         if faults:
             raise ConfigError(*faults)

@@ -5,18 +5,23 @@ give the key of the connection. Before each message stands the HMAC-SHA256 (RFC 
 connection, and its text.
 """
 
+import contextlib
 import hmac
 import json
+import os
 import re
 import secrets
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from meshtrain.errors import ConfigError
 
 VARIABLE = "MESHTRAIN_SECRET"
 SHORTEST = 16  # characters
 MAX_NONCE_LINE = 100  # bytes
+NONCE_SECONDS = 5.0  # within which node 0 sends it
+TICK = 0.2
 WRONG = f"a message without the right signature; set the same {VARIABLE} on all hosts"
 
 
@@ -35,7 +40,7 @@ class Signer:
     """Signs and checks the messages of one end of a connection, in their order."""
 
     def __init__(self, secret: str, *, is_node_0: bool):
-        self._secret, self.is_node_0 = secret.encode(), is_node_0
+        self._secret, self.is_node_0 = os.fsencode(secret), is_node_0
         self.nonce = secrets.token_hex(16)
         self._key, self._num_sent, self._num_received = b"", 0, 0
 
@@ -76,22 +81,28 @@ class Signer:
         return hmac.digest(self._key, signed, "sha256").hex().encode()
 
 
-def signer_of_node(secret: str, connection: socket.socket) -> Signer | None:
+def signer_of_node(
+    secret: str, connection: socket.socket, num_signals: Callable[[], int] = lambda: 0
+) -> Signer | None:
     """Returns the signer of a new connection to node 0 after it has sent its nonce; None without a secret.
 
-    Closes the connection and raises OSError if it sends something else.
+    Closes the connection and raises OSError if it sends something else, or nothing in NONCE_SECONDS, or after a signal.
     """
     if not secret:
         return None
-    signer, line = Signer(secret, is_node_0=False), b""
+    signer, line, deadline = Signer(secret, is_node_0=False), b"", time.monotonic() + NONCE_SECONDS
+    connection.settimeout(TICK)
     try:
         while not line.endswith(b"\n") and len(line) < MAX_NONCE_LINE:
-            received = connection.recv(1)
-            if not received:
-                break
-            line += received
+            if num_signals() or time.monotonic() > deadline:
+                raise TimeoutError
+            with contextlib.suppress(TimeoutError):
+                received = connection.recv(1)
+                if not received:
+                    raise ConnectionResetError
+                line += received
         if not signer.meet(line):
-            raise ConnectionResetError(0, f"it has no {VARIABLE}")
+            raise ConnectionResetError
     except OSError:
         connection.close()
         raise

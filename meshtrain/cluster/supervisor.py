@@ -2,19 +2,17 @@
 
 import contextlib
 import json
-import random
 import re
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.cluster import launchers, nodes, restart_policy, signals, signature
+from meshtrain.cluster import launchers, nodes, rendezvous, restart_policy, signals, signature
 from meshtrain.cluster.restart_policy import Outcome, RestartBudget, Settings, TimeAccount
 from meshtrain.cluster.workers import RankAssignment, Workers
-from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER, ConfigError
+from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
 
 TICK = 0.1  # seconds between checks
 END_TIMEOUT = 60.0  # seconds within which all processes have to end once one has ended normally
@@ -163,7 +161,7 @@ class Supervisor:
         host = launchers.LOOPBACK
         if self._server:
             host = self._settings.coordinator.rsplit(":", 1)[0]
-        address, first_rank = f"{host}:{_free_port(self._settings.ports)}", 0
+        address, first_rank = f"{host}:{rendezvous.free_port(self._settings.ports)}", 0
         for group, count in zip(groups, counts, strict=True):
             group.start(RankAssignment(address, sum(counts), first_rank, count))
             first_rank += count
@@ -280,13 +278,3 @@ def _remove_processes(counts: list[int], num_removed: int) -> list[int]:
         counts[i] -= removed
         num_removed -= removed
     return counts
-
-
-def _free_port(ports: str) -> int:
-    """Returns a random free port: a process of the last attempt may still hold the last port."""
-    low, _, high = ports.partition("-")
-    for port in random.sample(range(int(low), int(high) + 1), int(high) - int(low) + 1):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise ConfigError(f"--ports={ports}: none is free; use a larger range")

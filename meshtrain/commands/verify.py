@@ -80,6 +80,8 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
     if args.here:  # verifies what the compiler makes by default
         return
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE_FLAGS}"
+    # Without XLA's warnings about speed, such as "Involuntary full rematerialization".
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def run(args: argparse.Namespace, config: Any) -> int:

@@ -241,6 +241,7 @@ def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
     )
     if rest := values(arguments)[1:]:
         raise flags.Error(f"unknown argument {rest[0]}")
+    holder.value.copy_and_resolve_references()  # raises the error of a reference that cannot be computed
     return holder.value
 
 

@@ -91,7 +91,7 @@ def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, yaml.Nod
             yield from _leaves(value, f"{prefix}{name.value}.")
             continue
         is_plain = isinstance(value, yaml.ScalarNode) and value.style is None
-        if is_plain and value.value in ("", "~", "null"):
+        if is_plain and value.value.lower() in ("", "~", "null"):
             raise ValueError(f"{line}{prefix}{name.value} has no value; write '' for an empty text")
         yield prefix + name.value, value
 
@@ -111,7 +111,7 @@ def _literal(node: yaml.Node) -> str:
     if getattr(node, "style", None) in ("'", '"'):
         return repr(text)
     try:
-        ast.literal_eval(text := LITERALS.get(text, text))
+        ast.literal_eval(text := LITERALS.get(text.lower(), text))
         return text
     except (ValueError, SyntaxError):
         return repr(text)

@@ -33,7 +33,8 @@ def options(
     }
     own = re.findall(rf"--{DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
     if own and DISABLED_PASSES in found:  # else the option would replace that of the user
-        found[DISABLED_PASSES] = f"{own[-1]},{found[DISABLED_PASSES]}"
+        passes = own[-1].strip("'\"")
+        found[DISABLED_PASSES] = f"{passes},{found[DISABLED_PASSES]}"
     return found
 
 

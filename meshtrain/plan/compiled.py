@@ -52,8 +52,9 @@ def audited(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | No
     """
     file = _cache_file(config, target)
     if file:
-        with contextlib.suppress(OSError, ValueError):  # none, or damaged
-            return json.loads(file.read_text()), ""
+        with contextlib.suppress(OSError, ValueError, TypeError):  # none, or damaged
+            if "memory" in (audit := json.loads(file.read_text())):
+                return audit, ""
     audit, fault = _audit(config, target)
     if audit and file:
         part = file.with_suffix(f".{os.getpid()}")
@@ -79,7 +80,11 @@ def _cache_file(config: Mapping[str, Any], target: str) -> Path | None:
     for source in sorted(package.rglob("*.py")):
         digest.update(source.read_bytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return folder / "meshtrain" / "audits" / f"{digest.hexdigest()[:32]}.json"
+    return (
+        None
+        if folder.parts[0] == "~"
+        else folder / "meshtrain" / "audits" / f"{digest.hexdigest()[:32]}.json"
+    )
 
 
 def _audit(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | None, str]:

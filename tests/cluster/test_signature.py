@@ -1,5 +1,6 @@
 """With MESHTRAIN_SECRET only supervisors that know it take part; nobody can write or repeat their messages."""
 
+import copy
 import json
 import os
 import random
@@ -12,7 +13,7 @@ import pytest
 from conftest import ROOT, free_port
 from test_messages import HELLO, NOT_HELLO, is_closed, line, poll
 
-from meshtrain.cluster import messages, nodes, restart_policy, signature
+from meshtrain.cluster import messages, nodes, rendezvous, restart_policy, signature
 from meshtrain.cluster.messages import Link
 from meshtrain.cluster.signature import Signer
 from meshtrain.cluster.workers import RankAssignment
@@ -73,6 +74,62 @@ def test_a_stranger_takes_no_seat(server, sent):
     assert "without the right signature" in faults[0] or "a line that is too long" in faults[0]
 
 
+@pytest.mark.parametrize("secret", ["", SECRET])
+def test_lines_of_strangers_do_not_keep_node_0_busy(secret):
+    """Each of 100 connections sends 64 KiB of empty lines: only the first of them is looked at."""
+    port, looked_at = free_port(), []
+    server = nodes.Server("127.0.0.1", port, 2, secret)
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    with pytest.MonkeyPatch.context() as patch:
+        parse = messages.parse_line
+        patch.setattr(messages, "parse_line", lambda one: looked_at.append(one) or parse(one))
+        checked = Signer.checked
+        patch.setattr(Signer, "checked", lambda *args: looked_at.append(1) or checked(*args))
+        for stranger in strangers:
+            stranger.sendall(b"\n" * 65536)
+        poll(server, lambda: all(map(is_closed, strangers)))
+    assert len(looked_at) == 100 and not server.remotes
+    for stranger in strangers:
+        stranger.close()
+    server.close(0)
+
+
+def test_a_node_waits_for_a_nonce_for_a_limited_time(monkeypatch):
+    monkeypatch.setattr(signature, "NONCE_SECONDS", 0.5)
+    for num_signals in (lambda: 0, lambda: 1):
+        ours, theirs = socket.socketpair()
+        with theirs, pytest.raises(TimeoutError):
+            theirs.sendall(b"{")
+            signature.signer_of_node(SECRET, ours, num_signals)
+
+
+def test_a_second_message_that_comes_with_the_first_is_not_lost(server, connect):
+    link = connect()
+    link.send(dead=False)
+    poll(server, lambda: server.connected() and not server.remotes[1]._dead)
+
+
+def test_a_port_is_free_although_the_last_connection_on_it_is_not_forgotten():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            listening.accept()[0].close()
+            client.recv(1)
+    assert rendezvous.free_port(f"{port}-{port}") == port
+
+
+def test_ports_that_others_use_are_a_mistake(monkeypatch):
+    monkeypatch.setattr(rendezvous, "PORT_SECONDS", 0.0)
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--ports={port}-{port}: Address already in use"):
+            rendezvous.free_port(f"{port}-{port}")
+
+
+def test_a_secret_need_not_be_utf_8():
+    Signer("\udcffaaaaaaaaaaaaaaaa", is_node_0=True)
+
+
 def test_another_secret_is_rejected_with_what_to_do(server, connect):
     link = connect("another secret, long")
     (fault,) = poll(server, lambda: is_closed(link.connection))
@@ -112,6 +169,10 @@ def test_10_000_changed_and_repeated_messages_are_rejected():
     for _ in range(10_000):
         number = draw.randrange(len(valid))
         message = bytearray(valid[number])
+        # The receiver of this connection, which expects the message with this number.
+        receiver = copy.copy(node_0)
+        for earlier in valid[:number]:
+            assert receiver.checked(earlier) is not None
         kind = draw.randrange(5)
         if kind == 0:
             at = draw.randrange(len(message))
@@ -122,7 +183,12 @@ def test_10_000_changed_and_repeated_messages_are_rejected():
             message = bytearray(draw.randbytes(draw.randrange(300)))
         elif kind == 3:
             message[:65] = valid[draw.randrange(len(valid))][:65]  # the signature of another
-        # else as it was, on a connection of its own
+        # else as it was
+        is_changed = message != valid[number]
+        assert (receiver.checked(bytes(message)) is None) == is_changed
+        if draw.randrange(10):
+            continue
+        # On a connection of its own even a message that is unchanged is rejected.
         ours, theirs = socket.socketpair()
         with ours, theirs:
             link = Link(ours, "x", accepted=False, signer=Signer(SECRET, is_node_0=True))
@@ -167,7 +233,7 @@ def test_two_hosts_meet_if_their_secrets_are_the_same(tmp_path, secrets):
     show = "import os; print('SECRET', 'MESHTRAIN_SECRET' in os.environ)"
     (tmp_path / "sitecustomize.py").write_text(show)
     flags = ["--nnodes=2", f"--coordinator=127.0.0.1:{port}", f"--ports={low}-{low + 20}"]
-    flags += ["--join_seconds=60" if secrets[0] == secrets[1] else "--join_seconds=4"]
+    flags += ["--join_seconds=60" if secrets[0] == secrets[1] else "--join_seconds=10"]
     hosts = [
         subprocess.Popen(
             [sys.executable, "-m", "meshtrain", "launch", *flags, f"--node_rank={rank}"]
@@ -191,4 +257,4 @@ def test_two_hosts_meet_if_their_secrets_are_the_same(tmp_path, secrets):
     else:
         assert codes == [1, 1], texts
         assert "set the same MESHTRAIN_SECRET on all hosts" in texts[0]
-        assert "MESHTRAIN_SECRET" in texts[1]
+        assert "MESHTRAIN_SECRET" in texts[1] and len(texts[1].splitlines()) < 6, texts[1]

@@ -64,6 +64,7 @@ def test_without_a_base_all_keys_have_their_defaults(tmp_path):
         ('train: {steps: 5}\n"train.steps": 6', ["line 2: a key is no name"]),
         ("model: {\uff42uild: 'evil:build'}", ["line 1: a key is no name"]),
         ("train: {steps: null}", ["line 1: train.steps has no value"]),
+        ("data: {path: Null}", ["line 1: data.path has no value"]),
         ("data: {path: ~}", ["line 1: data.path has no value"]),
         ("data: {path: [a, b]}", ["line 1: data.path: is a list; not of type str"]),
         ("a: 1\n---\nb: 2", ["line 2: but found another document"]),
@@ -102,6 +103,18 @@ def test_keys_that_follow_others_follow_those_of_variables_and_the_command_line(
         config, faults = files.read(path, flags, environ=environ)
         assert (config.data.seed, config.data.vocab_size, faults) == (7, 512, [])
         assert config.optim.moment_dtype == "bfloat16"
+
+
+def test_a_reference_that_cannot_be_computed_is_a_fault_of_its_key(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from meshtrain.configs import default\n"
+        "def get_config():\n"
+        "    c = default.get_config()\n"
+        "    c.optim.warmup_steps = 1000 // c.train.get_ref('steps')\n"
+        "    return c\n"
+    )
+    with pytest.raises(ConfigError, match="--config.train.steps=0: .*division"):
+        files.load_config(str(tmp_path / "mine.py"), ["--config.train.steps=0"])
 
 
 def test_a_value_that_looks_like_a_build_is_no_code(tmp_path):
