@@ -29,7 +29,7 @@ def started(monkeypatch):
     found = []
 
     class Supervisor:
-        def __init__(self, settings, *, workdir):
+        def __init__(self, settings, *, workdir, secret):
             self.settings = settings
 
         def run(self, command, **options):
