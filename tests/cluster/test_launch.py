@@ -25,20 +25,21 @@ def test_after_every_fault_the_run_resumes_and_ends_like_an_uninterrupted_one(tm
     uninterrupted = faults.start(tmp_path / "uninterrupted", STEPS, 0.0)
     assert uninterrupted.wait(300) == 0
     workdir = tmp_path / "interrupted"
-    run = faults.start(workdir, STEPS, 0.02, "--stall_seconds=5", "--max_restarts=9")
+    run = faults.start(workdir, STEPS, 0.02, "--stall_seconds=8", "--max_restarts=9")
+    restarts = []  # of each fault
+
+    def events(name, folder=workdir):
+        return [row for row in faults.read_jsonl(folder, "events.jsonl") if row["event"] == name]
+
     try:
-        for number, (kind, rank) in enumerate(
-            [("kill", 1), ("kill", 0), ("stop", 1), ("sleep", 0), ("terminate", 1)]
-        ):
+        for kind, rank in [("kill", 1), ("kill", 0), ("stop", 1), ("sleep", 0), ("terminate", 1)]:
             target = faults.newest_step(workdir) + 25
             faults.wait_for(lambda target=target: faults.newest_step(workdir) >= target, 120, run)
+            before = {name: len(events(name)) for name in ("restart", "recovered")}
             faults.inject(kind, rank, workdir)
-
-            def has_recovered(count=number + 1):
-                events = [row["event"] for row in faults.read_jsonl(workdir, "events.jsonl")]
-                return events.count("recovered") == count
-
-            faults.wait_for(has_recovered, 120, run)
+            for name, count in before.items():
+                faults.wait_for(lambda n=name, c=count: len(events(n)) > c, 120, run)
+            restarts.append(events("restart")[before["restart"]])
         assert run.wait(300) == 0
     finally:
         run.kill()
@@ -46,12 +47,11 @@ def test_after_every_fault_the_run_resumes_and_ends_like_an_uninterrupted_one(tm
     log = Path(f"{workdir}.log").read_text()
     for cause in ("rank 1 (pid", "killed by signal 9", "rank 0 (pid", "no progress", "goodput"):
         assert cause in log
-    restarts = [
-        row for row in faults.read_jsonl(workdir, "events.jsonl") if row["event"] == "restart"
-    ]
+    # A busy machine may add the restart of a stall; without a limit that short there is none.
     assert [row["code"] for row in restarts] == [-9, -9, 18, 18, 75]
     assert [row["rank"] for row in restarts[:4]] == [1, 0, 1, 0]
     assert restarts[3]["phase"] == "data"
+    assert not events("restart", tmp_path / "uninterrupted")
 
 
 def settings(workdir, **more):
