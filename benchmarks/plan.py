@@ -214,8 +214,7 @@ def prediction(case: tuple) -> Predicted:
     subject = Subject(config)
     with_keys = search.with_keys(subject.raw, KEYS | keys)
     layout = layout_of(parse(with_keys, num_devices=devices))
-    sizes = subject.stored, subject.seq_len, subject.loss_chunk_mib
-    parts = memory.parts(subject.work, layout, *sizes)
+    parts = memory.parts(subject.work, layout, subject.stored, subject.seq_len)
     products = product_flops(subject.work, layout, subject.seq_len)
     return Predicted(with_keys, text.name_of(layout), sum(parts.values()), products)
 

@@ -1,7 +1,12 @@
 """Step time of a model on a layout, in closed form: the sum of what devices compute, and of what they wait for."""
 
+import math
 from dataclasses import dataclass, field
 
+from meshtrain.config import sync
+from meshtrain.ops.losses import MIB
+from meshtrain.parallel import patterns
+from meshtrain.parallel.wire import BITS, Wire
 from meshtrain.plan.layout import Layout
 from meshtrain.plan.machine import LAUNCH, Machine
 from meshtrain.plan.sizes import BYTES, Work
@@ -17,6 +22,9 @@ COST_OF_AXIS = {
 }
 # Tokens of the busiest device over the mean, if `expert` shards the experts and they are balanced by training.
 IMBALANCE = 1.1
+# Bytes that a device reads and writes of each element that `parallel.sync` adds: buckets are filled and emptied; what
+# is written in another format is read, written, read back, and subtracted.
+BUCKETED, ENCODED = 16, 24
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ def step_cost(
     num_layers = w.num_layers / p.pipeline
     forward, backward, again = _layer(w, p, machine, tokens, seq_len, h)
     compute = forward + backward + again
-    head = _head(w, p, machine, tokens, h)
+    head = _head(w, p, machine, tokens, seq_len, h)
     tensor = _tensor(w, p, machine, tokens) * (1 - h.tensor_hidden)
     tensor *= 1 + 0.5 * (again > 0.5 * forward)
     context = _context(w, p, machine, tokens, compute)
@@ -140,12 +148,17 @@ def _layer(w: Work, p: Layout, machine: Machine, tokens: float, seq_len: int, h:
     return forward, backward, again
 
 
-def _head(w: Work, p: Layout, machine: Machine, tokens: float, h: Habits) -> float:
+def _head(w: Work, p: Layout, machine: Machine, tokens: float, seq_len: int, h: Habits) -> float:
     """Returns the seconds of the output head and the loss, forward and backward."""
     stages = p.pipeline if h.head_on_all_stages else 1
     vocab = w.vocab_size / p.tensor
     product = 3 * _product(machine, tokens / stages, vocab, w.d_model)
-    return product + machine.memory(5 * BYTES * tokens / stages * vocab)
+    chunks = 1
+    if p.loss_chunk_mib:
+        chunks = math.ceil(p.logits_bytes(w.vocab_size, seq_len) / (p.loss_chunk_mib * MIB))
+    # Each chunk but the only one adds the gradient of the head to a float32 sum.
+    sums = 8 * vocab * w.d_model * chunks if chunks > 1 else 0
+    return product + machine.memory(5 * BYTES * tokens / stages * vocab + sums)
 
 
 def _tensor(w: Work, p: Layout, machine: Machine, tokens: float) -> float:
@@ -196,6 +209,40 @@ def _gradients(w: Work, p: Layout, machine: Machine, backward: float, h: Habits)
         size /= p.zero_shards
     elif p.zero_shards > 1:
         num, stride = p.data * p.zero_shards, p.zero_stride
+    by_sync = 0.0
+    if levels := levels_of(p, machine):
+        by_sync = _synchronise(size, levels, p, machine)
+        num //= p.members[0]
     total = machine.collective(h.grad_bytes * size, num, stride)
     total += machine.collective((h.grad_bytes if not p.zero_stage else BYTES) * size, num, stride)
-    return max(total - h.data_hidden * backward, 0.1 * total)
+    return by_sync + max(total - h.data_hidden * backward, 0.1 * total)
+
+
+def levels_of(p: Layout, machine: Machine) -> tuple[patterns.Level, ...]:
+    """Returns the levels in which `parallel.sync` adds the gradients; () if XLA does."""
+    (num, stride), pattern = p.members, p.sync.pattern
+    networks = num // machine.parts_inside(num, stride)
+    stays_inside = pattern == "hierarchical" and networks == 1
+    if num == 1 or stays_inside or not sync.changed(p.sync):
+        return ()
+    return patterns.levels_of(pattern, num, networks)
+
+
+def _synchronise(
+    size: float, levels: tuple[patterns.Level, ...], p: Layout, machine: Machine
+) -> float:
+    """Returns the seconds in which `patterns.all_reduce` adds `size` elements: after the backward pass, hidden by none.
+
+    The bytes are those of `patterns.bytes_sent`, each level over its own link.
+    """
+    wire, stride = p.sync.wire, p.members[1]
+    total, part = machine.memory(BUCKETED * size), size
+    for level in levels:
+        is_coded = wire != "float32" and level is levels[-1]
+        of_element = Wire(BITS[wire], p.sync.block).bytes_per_element if is_coded else 4
+        total += machine.memory(ENCODED * part) if is_coded else 0.0
+        total += 2 * machine.exchange(
+            of_element * part, level.size, stride * level.stride, is_ring=level.is_ring
+        )
+        part /= level.size
+    return total

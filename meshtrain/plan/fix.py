@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from meshtrain.config import checks
+from meshtrain.config import checks, sync
 from meshtrain.config.schema import AXES, KEEP, MeshConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_divisors
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
@@ -19,6 +19,9 @@ KEYS: dict[str, tuple | None] = {
     "pipeline.schedule": tuple(SCHEDULES),
     "pipeline.num_chunks": None,
     "pipeline.keep": KEEP,
+    "sync.wire": sync.WIRES,
+    "sync.pattern": sync.PATTERNS,
+    "model.loss_chunk_mib": None,
 }
 
 

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from meshtrain.config.schema import AXES
+from meshtrain.config.schema import AXES, SyncConfig
 from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
 
 REMATS = ("none", "dots", "full")
@@ -33,6 +33,8 @@ class Layout:
     num_chunks: int = 1
     keep: str = "residuals"
     remat: str = "none"
+    sync: SyncConfig = SyncConfig()
+    loss_chunk_mib: float = 0.0  # of logits that a device computes together; 0: all
 
     def sizes(self) -> dict[str, int]:
         """Returns the mesh: the size of each axis."""
@@ -68,6 +70,18 @@ class Layout:
     def zero_stride(self) -> int:
         return self.stride("context" if self.context > 1 else "fsdp")
 
+    @property
+    def members(self) -> tuple[int, int]:
+        """Returns how many devices hold partial sums of one gradient, and their distance: those that `sync` adds."""
+        if self.zero_stage >= 2:
+            return self.data, self.stride("data")
+        return self.data * self.fsdp, self.stride("fsdp")
+
+    def logits_bytes(self, vocab_size: int, seq_len: int) -> float:
+        """Returns the bytes of a micro-batch's float32 logits on a device, which the stages share."""
+        tokens = self.rows * seq_len / self.context / self.pipeline
+        return 4 * tokens * vocab_size / self.tensor
+
     def stride(self, axis: str) -> int:
         """Returns the distance of neighbours along an axis, in devices: the product of the sizes of later axes."""
         return math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
@@ -82,4 +96,8 @@ def overrides(layout: Layout) -> dict[str, Any]:
         keys["pipeline.schedule"] = layout.schedule
         keys["pipeline.num_chunks"] = layout.num_chunks
         keys["pipeline.keep"] = layout.keep
+    if layout.members[0] > 1:
+        keys |= {"sync.wire": layout.sync.wire, "sync.pattern": layout.sync.pattern}
+    if layout.loss_chunk_mib:
+        keys["model.loss_chunk_mib"] = layout.loss_chunk_mib
     return keys

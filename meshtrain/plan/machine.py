@@ -71,6 +71,27 @@ class Machine:
             rate = min(rate, members * (self.device.network or self.device.link) * NETWORK)
         return num_bytes * (size - 1) / size / rate + self._latency(where)
 
+    def parts_inside(self, size: int, stride: int) -> int:
+        """Returns how many of `size` devices share a host, if all hosts hold equally many; else 1."""
+        inside = min(size, self.per_host // stride)
+        return inside if inside and self.per_host % stride == 0 and size % inside == 0 else 1
+
+    def exchange(self, num_bytes: float, size: int, stride: int, *, is_ring: bool) -> float:
+        """Returns the seconds in which each of `size` devices sends 1 / `size` of `num_bytes` to each other one.
+
+        In a ring everything goes to the next device, in `size` - 1 steps; so one of a host sends all that leaves it.
+        """
+        where = self.link_of(size, stride)
+        if where == "none":
+            return 0.0
+        link, network = self.device.link * LINK, self.device.network * NETWORK
+        if where == "link":
+            sent, rate = num_bytes * (size - 1) / size, link
+        else:
+            inside = 1 if is_ring else self.parts_inside(size, stride)
+            sent, rate = num_bytes * (size - inside) / size, min(link, network or link)
+        return sent / rate + self._latency(where) * (size - 1 if is_ring else 1)
+
     def send(self, num_bytes: float, stride: int) -> float:
         """Returns the seconds in which a device sends to the one `stride` further."""
         where = self.link_of(2, stride)

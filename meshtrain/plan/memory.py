@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from meshtrain import state as states
+from meshtrain.config import sync
 from meshtrain.ops.losses import MIB
 from meshtrain.parallel import sharding
 from meshtrain.plan.layout import Layout
@@ -50,9 +51,7 @@ def _bytes_per_device(shapes: Any, shardings: Any) -> int:
     return sum(leaf.dtype.itemsize * math.prod(one.shard_shape(leaf.shape)) for leaf, one in leaves)
 
 
-def parts(
-    work: Work, layout: Layout, stored: Stored, seq_len: int, loss_chunk_mib: float
-) -> dict[str, float]:
+def parts(work: Work, layout: Layout, stored: Stored, seq_len: int) -> dict[str, float]:
     """Returns the predicted bytes at the peak, by what they hold."""
     w, p = work, layout
     params, opt_state, gradients = stored.bytes(p)
@@ -77,15 +76,16 @@ def parts(
         # A layer, the next one, and float32 gradients; the output head and its gradients.
         gathered = w.layer / p.tensor / p.expert * (2 * BYTES + 4)
         gathered += w.vocab_size * w.d_model / p.tensor * (BYTES + 4)
-    logits = tokens * w.vocab_size / p.tensor * 4
-    if p.pipeline > 1:
-        logits /= p.pipeline
-    if loss_chunk_mib:
-        logits = min(logits, loss_chunk_mib * MIB)
+    logits = p.logits_bytes(w.vocab_size, seq_len)
+    if p.loss_chunk_mib:
+        logits = min(logits, p.loss_chunk_mib * MIB)
+    has_residual = p.members[0] > 1 and sync.has_feedback(p.sync)
     return {
         "parameters": params,
         "optimizer state": opt_state,
         "gradients": gradients,
+        # Of compressed gradients, what the last step lost: as large as the gradients.
+        "residual": gradients if has_residual else 0,
         "activations": kept,
         "temporaries": again + gathered + logits,
     }

@@ -45,4 +45,6 @@ def layout_of(cfg: Config) -> Layout:
         num_chunks=cfg.pipeline.num_chunks,
         keep=cfg.pipeline.keep,
         remat=train.remat,
+        sync=cfg.sync,
+        loss_chunk_mib=cfg.model.options.get("loss_chunk_mib", 0.0),
     )

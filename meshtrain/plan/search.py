@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshtrain.config.parse import parse
-from meshtrain.config.schema import AXES, KEEP
+from meshtrain.config.schema import AXES, KEEP, SyncConfig
 from meshtrain.errors import ConfigError
+from meshtrain.ops.losses import MIB
 from meshtrain.plan import memory
 from meshtrain.plan.cost import Cost, Habits, step_cost
 from meshtrain.plan.fix import KEYS, mesh_faults
@@ -21,6 +22,7 @@ CHUNKS = (1, 2, 4, 8)
 TIE = 0.03  # layouts whose step times differ less are equally good; those with fewer axes and more room come first
 MOST, MOST_REJECTED = 20, 3  # layouts of a plan
 SHORTEST_CHUNK = 512  # tokens, of `mesh.context`
+SMALL_LOSS_CHUNK = 256  # MiB; further chunks save no memory that counts
 LANES = 128  # of TPU registers: narrower shards are padded, and XLA gathers them element by element
 
 
@@ -64,10 +66,15 @@ def search(
 
     `scale` multiplies every prediction of step time.
     """
-    priced = [
-        (layout, step_cost(subject.work, layout, machine, subject.seq_len, habits).times(scale))
-        for layout in layouts(subject, machine, fixed)
-    ]
+
+    def price(layout: Layout) -> Cost:
+        return step_cost(subject.work, layout, machine, subject.seq_len, habits).times(scale)
+
+    def candidate(layout: Layout, cost: Cost) -> Candidate:
+        parts = memory.parts(subject.work, layout, subject.stored, subject.seq_len)
+        return Candidate(layout, cost, parts)
+
+    priced = [(layout, price(layout)) for layout in layouts(subject, machine, fixed)]
     found, too_large, seen, ties = [], [], set(), []
     # Memory takes longer to predict than time, so it is predicted for the fastest layouts only.
     for layout, cost in sorted(priced, key=lambda pair: pair[1].seconds):
@@ -76,9 +83,10 @@ def search(
             ties = []
             if len(found) >= MOST:
                 break
-        chunk_mib = subject.loss_chunk_mib
-        parts = memory.parts(subject.work, layout, subject.stored, subject.seq_len, chunk_mib)
-        one = Candidate(layout, cost, parts)
+        one = candidate(layout, cost)
+        if one.memory_bytes > limit:
+            smaller = _with_small_loss_chunks(subject, layout, fixed)
+            one = candidate(smaller, price(smaller)) if smaller else one
         if one.memory_bytes <= limit:
             ties.append(one)
         elif not (ties or found):
@@ -95,7 +103,8 @@ def search(
 def layouts(subject: Subject, machine: Machine, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """Yields the layouts that are legal and that no rule of the hardware forbids."""
     for sizes in _meshes(subject, machine, fixed):
-        layout = Layout(**sizes)
+        chunk = fixed.get("loss_chunk_mib", subject.loss_chunk_mib or 0.0)
+        layout = Layout(**sizes, loss_chunk_mib=chunk)
         per_shard = subject.global_batch // layout.batch_shards
         usual = {"zero_stage": (3, 1) if layout.zero_shards > 1 else (3,), "remat": REMATS}
         usual["num_microbatches"] = _divisors(per_shard)
@@ -109,7 +118,37 @@ def layouts(subject: Subject, machine: Machine, fixed: Mapping[str, Any]) -> Ite
             one = replace(
                 layout, zero_stage=zero_stage, num_microbatches=num, rows=rows, remat=remat
             )
-            yield from (replace(one, **pipeline) for pipeline in _pipelines(subject, one, fixed))
+            for pipeline in _pipelines(subject, one, fixed):
+                for sync in _syncs(subject, one, machine, fixed):
+                    yield replace(one, sync=sync, **pipeline)
+
+
+def _syncs(
+    subject: Subject, layout: Layout, machine: Machine, fixed: Mapping[str, Any]
+) -> Iterator[SyncConfig]:
+    """Yields the ways to add gradients: the config's; if gradients are compressed, also the hierarchical one.
+
+    Compression rounds, so only the config or --fix chooses it. In float32 another pattern than XLA's never wins on
+    devices whose library knows the topology: it sends the same bytes, and computation hides none of them.
+    """
+    given = {name: fixed[name] for name in ("wire", "pattern") if name in fixed}
+    one = replace(subject.cfg.sync, **given)
+    yield one
+    if one.wire != "float32" and one.pattern == "xla" and "pattern" not in fixed:
+        num, stride = layout.members
+        if 1 < machine.parts_inside(num, stride) < num:
+            yield replace(one, pattern="hierarchical")
+
+
+def _with_small_loss_chunks(
+    subject: Subject, layout: Layout, fixed: Mapping[str, Any]
+) -> Layout | None:
+    """Returns the layout with smaller parts of the logits, which is slower; None if that saves little."""
+    if subject.loss_chunk_mib is None or "loss_chunk_mib" in fixed:
+        return None
+    mib = layout.logits_bytes(subject.work.vocab_size, subject.seq_len) / MIB
+    mib = min(mib, layout.loss_chunk_mib or mib)
+    return replace(layout, loss_chunk_mib=SMALL_LOSS_CHUNK) if mib > 2 * SMALL_LOSS_CHUNK else None
 
 
 def _meshes(

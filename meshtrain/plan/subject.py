@@ -39,7 +39,7 @@ class Subject:
         self.stored = Stored(shapes, self.model.axes, optimizer, cfg.rules)
         self.seq_len = cfg.data.options.get("seq_len", 1)
         self.global_batch = cfg.train.global_batch
-        self.loss_chunk_mib = cfg.model.options.get("loss_chunk_mib", 0.0)
+        self.loss_chunk_mib = cfg.model.options.get("loss_chunk_mib")  # None: no such key
         of_row = jax.ShapeDtypeStruct((1, self.seq_len), np.int32)
         self.batch = Batch(of_row, of_row, of_row.update(dtype=np.float32))
         self.work = self._work(shapes.params)

@@ -1,9 +1,12 @@
 """A plan as lines of text and as JSON."""
 
+from dataclasses import replace
 from typing import Any
 
+from meshtrain.config import sync
+from meshtrain.config.schema import SyncConfig
 from meshtrain.parallel.sharding import ZERO_AXES
-from meshtrain.plan.cost import COST_OF_AXIS, Habits, launches, step_cost
+from meshtrain.plan.cost import COST_OF_AXIS, launches, step_cost
 from meshtrain.plan.layout import Layout, overrides
 from meshtrain.plan.machine import Machine
 from meshtrain.plan.search import Candidate, Plan
@@ -57,7 +60,10 @@ def name_of(p: Layout) -> str:
     if p.pipeline > 1:
         chunks = f" of {p.num_chunks} chunks" if p.num_chunks > 1 else ""
         words.append(f"{p.schedule}{chunks}, {p.keep} kept")
-    return " · ".join([*words, f"remat {p.remat}"])
+    words.append(f"remat {p.remat}")
+    if p.members[0] > 1 and sync.changed(p.sync):
+        words.append(f"gradients in {p.sync.wire}, {p.sync.pattern}")
+    return " · ".join(words)
 
 
 def lines(plan: Plan, report: Report, *, tokens: float, price: float) -> list[str]:
@@ -119,11 +125,17 @@ def _with_fewer_bytes(best: Candidate, report: Report, least: float = 0.03) -> s
     )
     if not over_network or best.cost.parts["gradients"] < least * best.seconds:
         return ""
-    run = report.subject.work, p, machine, report.subject.seq_len
-    ratio = step_cost(*run, Habits(grad_bytes=1)).seconds / step_cost(*run).seconds
+    compressed = replace(p, sync=SyncConfig(wire="int8", pattern="hierarchical"))
+    of_compressed, of_best = (
+        step_cost(report.subject.work, layout, machine, report.subject.seq_len).seconds
+        for layout in (compressed, p)
+    )
+    if of_compressed > (1 - least) * of_best:
+        return ""
     return (
-        f"the sum of gradients takes {best.cost.parts['gradients']:.3g} s over the network; with sync.wire=int8 a step "
-        f"would take {ratio * best.seconds:.3g} s, but rounds gradients: docs/guides/slow_networks.md"
+        f"the sum of gradients takes {best.cost.parts['gradients']:.3g} s over the network; with sync.wire=int8 and "
+        f"sync.pattern=hierarchical a step would take {of_compressed / of_best * best.seconds:.3g} s, but rounds "
+        f"gradients: docs/guides/slow_networks.md"
     )
 
 

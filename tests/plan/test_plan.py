@@ -19,10 +19,11 @@ from meshtrain import state as states
 from meshtrain.analysis import hardware
 from meshtrain.config.build import Parts, build_model, optimizer_builder
 from meshtrain.config.parse import parse
+from meshtrain.config.schema import SyncConfig
 from meshtrain.configs import deepseek_v2_lite, gemma2, gpt2, llama3, mixtral, quickstart
 from meshtrain.errors import ConfigError
 from meshtrain.plan import compiled, device_file, fix, measured, memory, search, text, work
-from meshtrain.plan.cost import step_cost
+from meshtrain.plan.cost import levels_of, step_cost
 from meshtrain.plan.layout import Layout
 from meshtrain.plan.machine import Machine
 from meshtrain.plan.sizes import decoder
@@ -108,6 +109,40 @@ def test_an_all_reduce_sends_two_halves():
     assert found == pytest.approx(2 * 3 / 4 * 4 * num / (0.65 * 1e8), rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("wire", "pattern", "sent"),
+    [
+        ("float32", "hierarchical", 2 * 1 / 2 * 1 / 4 * 4),
+        ("float32", "tree", 2 * 1 / 2 * 1 / 4 * 4),
+        ("float32", "ring", 2 * 7 / 8 * 4),
+        ("int8", "xla", 2 * 4 / 8 * (1 + 4 / 256)),
+        ("int8", "hierarchical", 2 * 1 / 2 * 1 / 4 * (1 + 4 / 256)),
+        ("int4", "hierarchical", 2 * 1 / 2 * 1 / 4 * (0.5 + 4 / 256)),
+    ],
+)
+def test_a_pattern_takes_as_long_as_its_bytes_over_the_network(wire, pattern, sent):
+    """`sent`: the bytes that a device sends to the other host for each element; 8 devices on 2 hosts."""
+    slow = Machine(dataclasses.replace(H100, network=1e7), 8, 4)
+    layout = Layout(data=8, zero_stage=0, sync=SyncConfig(wire=wire, pattern=pattern))
+    num = SMALL.num_layers * SMALL.layer + SMALL.others
+    found = step_cost(SMALL, layout, slow, 128).parts["gradients"]
+    assert found == pytest.approx(sent * num / (0.65 * 1e7), rel=0.02)
+
+
+def test_only_what_leaves_a_host_is_summed_in_another_way():
+    """`sync.pattern=hierarchical` inside a host is XLA's sum; ZeRO stage 3 leaves a sum over `data` alone."""
+    hierarchical = SyncConfig(pattern="hierarchical")
+    for sizes, num_levels in [
+        ({"data": 8}, 0),
+        ({"data": 16}, 2),
+        ({"data": 2, "fsdp": 8}, 1),
+        ({"data": 2, "fsdp": 8, "zero_stage": 1}, 2),
+    ]:
+        layout = Layout(**sizes, sync=hierarchical)
+        assert len(levels_of(layout, Machine(H100, layout.num_devices, 8))) == num_levels
+    assert levels_of(Layout(data=16), Machine(H100, 16, 8)) == ()
+
+
 def test_a_bubble_shrinks_with_chunks():
     one = cost(Layout(pipeline=4, num_microbatches=8)).parts
     four = cost(Layout(pipeline=4, num_microbatches=8, schedule="interleaved", num_chunks=4)).parts
@@ -185,7 +220,7 @@ def test_memory_grows_with_what_is_kept():
 
     def activations(**changes):
         layout = Layout(**{"fsdp": 8, "rows": 1, **changes})
-        return memory.parts(subject.work, layout, subject.stored, 8192, 0.0)["activations"]
+        return memory.parts(subject.work, layout, subject.stored, 8192)["activations"]
 
     assert activations(remat="none") > activations(remat="dots") > activations(remat="full") > 0
     # Full remat keeps the input of each layer.
@@ -193,6 +228,17 @@ def test_memory_grows_with_what_is_kept():
     pipelined = dict(fsdp=2, pipeline=4, num_microbatches=8, remat="none")
     assert activations(**pipelined, keep="inputs") < activations(**pipelined, keep="residuals")
     assert activations(remat="none", rows=2) == 2 * activations(remat="none")
+
+
+def test_a_residual_is_as_large_as_the_gradients():
+    subject = Subject(llama3.get_config())
+    for layout, expected in [
+        (Layout(data=8, sync=SyncConfig(wire="int4")), True),
+        (Layout(data=8, sync=SyncConfig(wire="int8")), False),
+        (Layout(fsdp=8, sync=SyncConfig(wire="int4")), False),  # no partial sums at ZeRO stage 3
+    ]:
+        parts = memory.parts(subject.work, layout, subject.stored, 8192)
+        assert parts["residual"] == (parts["gradients"] if expected else 0)
 
 
 # ---- its choice ----
@@ -233,6 +279,38 @@ def test_fixed_keys_hold_for_all():
     assert plan.found
     for one in plan.found:
         assert wanted.items() <= search.overrides(one.layout).items()
+
+
+def test_gradients_are_sent_as_the_config_says():
+    """Compression is never chosen; the pattern of compressed gradients is."""
+    c = llama3.get_config()
+    c.train.global_batch = 64
+    fixed = ["mesh.data=16", "mesh.fsdp=4", "mesh.tensor=1", "mesh.context=1", "mesh.pipeline=1"]
+    *_, plan = plan_of(c, "h200", 64, fixed=fixed)
+    assert {one.layout.sync.wire for one in plan.found} == {"float32"}
+    c.sync.wire = "int8"
+    *_, plan = plan_of(c, "h200", 64, fixed=fixed)
+    (best,) = {(one.layout.sync.wire, one.layout.sync.pattern) for one in plan.found}
+    assert best == ("int8", "hierarchical")
+    *_, plan = plan_of(c, "h200", 64, fixed=[*fixed, "sync.pattern=xla", "sync.wire=bfloat16"])
+    keys = search.overrides(plan.found[0].layout)
+    assert (keys["sync.wire"], keys["sync.pattern"]) == ("bfloat16", "xla")
+
+
+def test_loss_chunks_are_small_where_they_make_a_layout_fit():
+    c = llama3.get_config()
+    c.train.global_batch = 8
+    fixed = ["mesh.fsdp=8", "train.remat=full", "train.num_microbatches=1"]
+    _, _, plan = plan_of(c, "h200", 8, fixed=fixed)
+    (one,) = plan.found
+    assert search.overrides(one.layout)["model.loss_chunk_mib"] == 2048
+    _, machine, plan = plan_of(c, "h200", 8, fixed=fixed, limit=(one.memory_bytes - 1e9) / 141e9)
+    (smaller,) = plan.found
+    assert search.overrides(smaller.layout)["model.loss_chunk_mib"] == search.SMALL_LOSS_CHUNK
+    assert one.memory_bytes - smaller.memory_bytes == (2048 - 256) * 2**20
+    assert smaller.seconds > one.seconds
+    _, _, plan = plan_of(c, "h200", 8, fixed=[*fixed, "model.loss_chunk_mib=64"])
+    assert search.overrides(plan.found[0].layout)["model.loss_chunk_mib"] == 64
 
 
 def test_tensor_stays_inside_a_host_and_rows_of_a_tpu_are_wide():
@@ -367,7 +445,9 @@ def test_a_device_of_a_file_differs_from_one_of_the_table(tmp_path, capsys):
     )
     fixed = "--fix=mesh.data=2", "--fix=mesh.pipeline=1"
     assert run(f"--device={file}", "--devices=16", *fixed) == 0
-    assert "s over the network; with sync.wire=int8 a step would" in capsys.readouterr().out
+    assert "with sync.wire=int8 and sync.pattern=hierarchical a step would" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -444,3 +524,7 @@ def test_a_layout_in_words():
     layout = Layout(pipeline=2, fsdp=4, num_microbatches=4, schedule="interleaved", num_chunks=2)
     words = "pipeline 2 x fsdp 4 · zero 3 · 4 x 1 rows · interleaved of 2 chunks, residuals kept · remat none"
     assert text.name_of(layout) == words
+    narrow = SyncConfig(wire="int8", pattern="hierarchical")
+    words = "data 8 · zero 3 · 1 x 1 rows · remat none · gradients in int8, hierarchical"
+    assert text.name_of(Layout(data=8, sync=narrow)) == words
+    assert "gradients" not in text.name_of(Layout(fsdp=8, sync=narrow))
