@@ -2,10 +2,10 @@
 
   meshtrain plan --config=configs/llama3.py --device=h200 --devices=256
 
-Tries every legal mesh over all axes, ZeRO stage, number of micro-batches, pipeline schedule, remat, sum of gradients
-and size of loss chunks; the batch and the sequence length are those of the config. The closed form adds what devices compute, read and write, what they send
-that computation does not hide, and the idle ticks of the pipeline's schedule. --compile=N compiles the best N
-ahead of time, as `meshtrain audit --target` does, and removes those that do not fit.
+Tries every legal mesh over all axes, ZeRO stage, number of micro-batches, pipeline schedule, remat, and size of loss
+chunks; the batch and the sequence length are those of the config. The closed form adds what devices compute, read and
+write, what they send that computation does not hide, and the idle ticks of the pipeline's schedule. --compile=N
+compiles the best N ahead of time, as `meshtrain audit --target` does, and removes those that do not fit.
 docs/guides/plan.md says how wrong the predictions are.
 """
 

@@ -25,7 +25,8 @@ def get_config() -> ConfigDict:
     # many as there are TPU slices, else no parts
     mesh.slices = 1
     # whether `train` chooses the axes whose size is 1 or -1, train.zero_stage, train.num_microbatches, train.remat,
-    # model.loss_chunk_mib and the pipeline's keys: the layout that `meshtrain plan` predicts to be fastest on these devices
+    # model.loss_chunk_mib and the pipeline's keys: the layout that `meshtrain plan` predicts to be fastest on these
+    # devices
     mesh.auto = False
 
     # Sharding of each logical dim: (name, mesh axis or axes or None). For each dim of an array, the rules with its
