@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from optax import contrib
 
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Axes, Model, Params, is_measured
@@ -164,6 +165,32 @@ def _check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:
             f"mesh.{used[0]}={mesh.shape[used[0]]}: no parameter of the model names its dims, so nothing can be "
             f'sharded; name them (nnx.with_partitioning(init, ("embed", "mlp"))), or use mesh.data alone'
         )
+
+
+def evaluation_params(state: TrainState) -> Params:
+    """Returns the parameters to evaluate and to use, sharded like those of the state.
+
+    They are the state's own, unless its optimizer is schedule-free: then they are its averages.
+    """
+
+    def is_schedule_free(node):
+        return isinstance(node, contrib.ScheduleFreeState)
+
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=is_schedule_free)
+    found = [node for node in nodes if is_schedule_free(node)]
+    return averages(state.params, found[0].z, found[0].b1) if found else state.params
+
+
+def averages(y: Params, z: Params, b1: jax.Array) -> Params:
+    """Returns the x of y = b1 x + (1 - b1) z (arXiv 2405.15682), with the dtypes and shardings of y."""
+    on_devices = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(y))
+    shardings = shardings_of(y) if on_devices else None
+    # Waits, because on CPU the collectives of two programs in flight mix their messages.
+    return jax.block_until_ready(jax.jit(_averages, out_shardings=shardings)(y, z, b1))
+
+
+def _averages(y: Params, z: Params, b1: jax.Array) -> Params:
+    return jax.tree.map(lambda y, z: ((y - (1 - b1) * z) / b1).astype(y.dtype), y, z)
 
 
 def shardings_of(abstract: Any) -> Any:

@@ -21,7 +21,7 @@ from meshtrain.config.parse import parse
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, opened
 from meshtrain.data.source import Source
-from meshtrain.models.base import Model, Params, check_model
+from meshtrain.models.base import Model, check_model
 from meshtrain.monitor import health, heldout, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.units import Units, units_of
@@ -146,7 +146,7 @@ def train(
             state, step = _loop(run, state, start, train_step, heldout_loss)
         finished = step >= cfg.train.steps
         clock.enter("eval")
-        eval_loss = heldout_loss(state.params) if finished else None
+        eval_loss = heldout_loss(state) if finished else None
         clock.enter("save")
         # After a spike nothing is saved: the run resumes from the checkpoint before it.
         if saver and loss_monitor.spike is None:
@@ -212,7 +212,7 @@ def _loop(
     state: TrainState,
     start: int,
     train_step: Callable[[TrainState, Any], tuple[TrainState, Any]],
-    heldout_loss: Callable[[Params], float | None],
+    heldout_loss: Callable[[TrainState], float | None],
 ) -> tuple[TrainState, int]:
     """Checks, evaluates, saves, takes a step, logs the previous step; returns the last state and step."""
     cfg, clock, writer, saver, loader = run.cfg, run.clock, run.writer, run.saver, run.loader
@@ -237,7 +237,7 @@ def _loop(
                 return state, step
             if eval_due:
                 clock.enter("eval")
-            eval_loss = heldout_loss(state.params) if eval_due else None
+            eval_loss = heldout_loss(state) if eval_due else None
             if save_due:
                 clock.enter("save")
                 saver.save(step, state, **run.facts(eval_loss))

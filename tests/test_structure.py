@@ -26,7 +26,7 @@ LAYERS = """
 errors console analysis.hardware analysis.hlo parallel.pipeline.schedules configs config
 metrics cluster parallel
 ops data
-models optim blocks
+models optim optimizers blocks
 grads state parallel.pipeline checkpoint
 plan step program monitor train
 huggingface inference verify analysis

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.checkpoint import manifest, residual, strays
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Params
-from meshtrain.state import LossScale, TrainState, start_loss_scale
+from meshtrain.state import LossScale, TrainState, averages, start_loss_scale
 
 FOLDER = "arrays"  # in a checkpoint
 MAX_LISTED = 20  # mismatched arrays that an error message lists
@@ -86,9 +88,9 @@ def restore_params(
     """Returns `params` after reading the parameters that match a pattern from a checkpoint.
 
     Also returns the paths of the parameters left unchanged, and the paths in the checkpoint not used.
-    Values are cast to the dtypes of `params`. A pattern is a glob over paths such as layers/attention/*.
-    The checkpoint may have another optimizer. Raises ConfigError if a matching parameter is missing or
-    has another shape.
+    Values are cast to the dtypes of `params`; those of a schedule-free optimizer are its averages. A pattern is
+    a glob over paths such as layers/attention/*. The checkpoint may have another optimizer. Raises ConfigError
+    if a matching parameter is missing or has another shape.
     """
     flat = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     wanted = {
@@ -111,13 +113,36 @@ def restore_params(
         directory,
         allow_cast=True,
     )
-    read = _read(directory, saved, {"params": _only(params, wanted)})["params"]
+    read = _read_params(directory, saved, _only(params, wanted))
     new = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(read)}
     return (
         jax.tree.map_with_path(lambda path, leaf: new.get(_name(path), leaf), params),
         [path for path in flat if path not in wanted],
         sorted(saved_params.keys() - wanted.keys()),
     )
+
+
+def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> Params:
+    """Returns the parameters to use: those of the train state, or their averages (`state.averages`)."""
+    found = [path.removesuffix("/b1") for path in saved if path.endswith("/b1")]
+    found = [path for path in found if f"{path}/weight_sum" in saved]
+    if not found or not jax.tree.leaves(wanted):
+        return _read(directory, saved, {"params": wanted})["params"]
+    stored = jax.tree.map(
+        lambda leaf: leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32)), wanted
+    )
+    mesh = jax.tree.leaves(wanted)[0].sharding.mesh
+    dtype = saved[f"{found[0]}/b1"].rpartition(" ")[2]
+    b1 = jax.ShapeDtypeStruct((), dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    tree: Any = {"z": stored, "b1": b1}
+    for name in reversed(found[0].split("/")):
+        tree = {name: tree}
+    read = _read(directory, saved, {"params": stored, **tree})
+    state = read
+    for name in found[0].split("/"):
+        state = state[name]
+    used = averages(read["params"], state["z"], state["b1"])
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), used, wanted)
 
 
 def _only(tree: Params, wanted: Mapping[str, Any], prefix: str = "") -> Params:

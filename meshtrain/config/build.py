@@ -35,7 +35,7 @@ def build(cfg: Config, *, model: Any = None, data: Any = None) -> Parts:
             return None
 
     model = attempt(build_model, cfg) if model is None else model
-    make_optimizer = attempt(optimizer_builder, cfg)
+    make_optimizer = attempt(optimizer_builder, cfg, model)
     heldout = None
     if data is None:
         data = attempt(build_data, cfg.data, "train")
@@ -58,17 +58,21 @@ def build_model(cfg: Config) -> Any:
     return model
 
 
-def optimizer_builder(cfg: Config) -> Callable[[Any], Any]:
-    """Returns the function learning-rate schedule -> optax.GradientTransformation of section `optim`."""
+def optimizer_builder(cfg: Config, model: Any) -> Callable[[Any], Any]:
+    """Returns the function learning-rate schedule -> optax.GradientTransformation of section `optim`.
+
+    A builder with a parameter `axes` gets the logical names of the model's parameters.
+    """
     bound, faults = _bound(
         "optim",
         cfg.optimizer,
-        given=["learning_rate"],
+        given=["learning_rate", "axes"],
         known=OptimConfig.__dataclass_fields__,
     )
     if faults:
         raise ConfigError(*faults)
-    return lambda learning_rate: _checked("optim", cfg.optimizer, bound(learning_rate))
+    given = {"axes": model.axes} if model and "axes" in _parameters(bound) else {}
+    return lambda learning_rate: _checked("optim", cfg.optimizer, bound(learning_rate, **given))
 
 
 def build_data(section: BuildConfig, split: str) -> Any:

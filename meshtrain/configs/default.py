@@ -206,7 +206,8 @@ def get_config() -> ConfigDict:
 
     config.optim = optim = ConfigDict()
     # function, "package.module:name", that builds an optax optimizer from the keys that the trainer does not use
-    # itself: b1, b2, epsilon, weight_decay and no_decay, or the keys of your own function
+    # itself: b1, b2, epsilon, weight_decay and no_decay, or the keys of your own function; also of the package:
+    # "meshtrain.optimizers:muon", "...:adafactor", "...:lion" and "...:schedule_free_adamw"
     optim.build = "meshtrain.optim:adamw"
     optim.learning_rate = 3e-4  # peak learning rate
     optim.schedule = "cosine"  # learning-rate schedule: "constant", "cosine", "linear" or "wsd"

@@ -20,7 +20,8 @@ def restore(cfg: Config, path: Path, *, tokenizer: str = "") -> tuple[Program, P
     Raises ConfigError if `tokenizer`, the digest of the one in use, is not the run's, or if a key changes what
     the model computes.
     """
-    program = assemble(cfg, Parts(build_model(cfg), optimizer_builder(cfg)))
+    model = build_model(cfg)
+    program = assemble(cfg, Parts(model, optimizer_builder(cfg, model)))
     directory, found = checkpoint.find_valid(path, log=partial(print, file=sys.stderr))
     if not found.identity.get("tokenizer"):  # of a run of an older version
         digest = run_tokenizer.digest(checkpoint.workdir_of(path), found.config)

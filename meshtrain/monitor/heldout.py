@@ -11,7 +11,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.loader import opened
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
-from meshtrain.models.base import Params
+from meshtrain.state import TrainState, evaluation_params
 
 
 def kept(data: Any, cfg: Config) -> Any:
@@ -31,15 +31,16 @@ def kept(data: Any, cfg: Config) -> Any:
 
 def heldout_loss(
     eval_step: Callable, data: Any, cfg: Config, mesh: jax.sharding.Mesh
-) -> Callable[[Params], float | None]:
-    """Returns the function params -> loss on the first `eval.batches` held-out batches."""
+) -> Callable[[TrainState], float | None]:
+    """Returns the function state -> loss on the first `eval.batches` held-out batches."""
     compiled: list[jax.stages.Compiled] = []
     # An iterable may have fewer: none counts twice.
     num_batches = min(cfg.eval.batches, len(data)) if isinstance(data, list) else cfg.eval.batches
 
-    def loss(params: Params) -> float | None:
+    def loss(state: TrainState) -> float | None:
         if data is None or not cfg.eval.batches:
             return None
+        params = evaluation_params(state)
         with opened(data, cfg, mesh, 0) as heldout:
             if not compiled:
                 example = params, heldout.peek()

@@ -12,6 +12,8 @@ from meshtrain.config.schema import AXES, Config
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
 from meshtrain.monitor.units import Units
+from meshtrain.optimizers import NS_STEPS
+from meshtrain.parallel import orthogonal
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 from meshtrain.parallel.sync import Sync
 from meshtrain.state import TrainState
@@ -50,6 +52,17 @@ def start_lines(
         yield f"gradients   {_synchronisation(cfg, how)}"
     if attention:
         yield f"attention   {attention}"
+    if cfg.optimizer.build == "meshtrain.optimizers:muon":
+        params = abstract_state.params
+        sizes = jax.tree.leaves(params)[0].sharding.mesh.shape
+        cost = orthogonal.cost(
+            params,
+            model.axes,
+            cfg.rules,
+            sizes,
+            num_steps=cfg.optimizer.options.get("ns_steps", NS_STEPS),
+        )
+        yield f"muon        {cost.describe()} per update and device"
     if units.flops:
         yield f"FLOPs       {units.flops:,.0f} per token: 6 N + 12 L d S, N without embedding tables"
     if isinstance(data, Source):

@@ -168,5 +168,18 @@ def setting_warnings(cfg: Config, data: Any) -> Iterator[RunWarning]:
             f"optim.learning_rate={cfg.optim.learning_rate:g} is reached",
             dict(about="warmup", warmup_steps=warmup, steps=steps),
         )
+    if cfg.optimizer.build == "meshtrain.optimizers:schedule_free_adamw":
+        if cfg.optim.schedule != "constant":
+            yield RunWarning(
+                f"optim.schedule={cfg.optim.schedule}: schedule-free AdamW averages the parameters in place of a "
+                f"decay; use optim.schedule=constant, with a warm-up",
+                dict(about="schedule", schedule=cfg.optim.schedule),
+            )
+        if "bfloat16" in (cfg.optim.moment_dtype, cfg.train.param_dtype):
+            yield RunWarning(
+                "optim.build=meshtrain.optimizers:schedule_free_adamw: its averages are a difference of parameters "
+                "that bfloat16 rounds; use float32 for optim.moment_dtype and train.param_dtype",
+                dict(about="dtype", moment_dtype=cfg.optim.moment_dtype),
+            )
     for text in data.warnings if isinstance(data, Source) else ():
         yield RunWarning(text, dict(about="data"))

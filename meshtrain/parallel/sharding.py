@@ -28,6 +28,11 @@ def use_rules(rules: Rules | None) -> Iterator[None]:
         yield
 
 
+def active_rules() -> Rules | None:
+    """Returns the rules of `use_rules`, None outside of it."""
+    return _active_rules.value
+
+
 def spec_for(
     names: Names, shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]
 ) -> PartitionSpec:

@@ -29,7 +29,7 @@ class Subject:
         self.model = build_model(cfg) if model is None else model
         schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
         optimizer = optim.store_moments(
-            optimizer_builder(cfg)(schedule),
+            optimizer_builder(cfg, self.model)(schedule),
             moment_dtype=cfg.optim.moment_dtype,
             param_dtype=cfg.train.param_dtype,
         )

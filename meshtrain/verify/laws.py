@@ -20,11 +20,13 @@ from meshtrain.config.schema import LEARNING_RATE_SCHEDULES, OptimConfig
 from meshtrain.data.source import Batch, Source
 from meshtrain.models import transformer
 from meshtrain.models.base import Model, Params, is_measured
+from meshtrain.state import TrainState, evaluation_params
 from meshtrain.train import train
 from meshtrain.verify import (
     certificate,
     expert_laws,
     keys,
+    optimizer_laws,
     precision_laws,
     reference_model,
     reference_step,
@@ -59,6 +61,8 @@ def laws(subject: Subject, *, quick: bool = False) -> dict[str, Callable[[], lis
     add("keys", lambda: keys.repeated(raw))
     if raw["optim"]["build"] == "meshtrain.optim:adamw":
         add("adamw", lambda: adamw(raw["optim"]))
+    if of_optimizer := optimizer_laws.LAWS.get(raw["optim"]["build"]):
+        add("optimizer", lambda: of_optimizer(raw["optim"]))
     if subject.is_transformer:
         section = {key: value for key, value in raw["model"].items() if key != "build"}
         chosen = sections.select(section)[: sections.NUM_QUICK if quick else None]
@@ -228,8 +232,9 @@ def trainer(subject: Subject) -> str | None:
     with contextlib.redirect_stdout(io.StringIO()):
         result = train(raw, model=subject.model, data=source, eval_data=source)
     last = steps[-1].params
+    used = evaluation_params(TrainState(None, last, steps[-1].opt_state))
     loss = jax.jit(partial(reference_step.loss, subject.model))
-    sums = [loss(last, batch) for batch in unpacked]
+    sums = [loss(used, batch) for batch in unpacked]
     total = sum(one.extra.get("cross_entropy", one.loss) for one in sums)
     return _difference(
         {"parameters": jax.device_get(result.state.params), "evaluation": result.eval_loss},

@@ -14,6 +14,7 @@ from meshtrain import optim
 from meshtrain.checkpoint import FOLDER, manifest
 from meshtrain.data import tokens
 from meshtrain.monitor import health
+from meshtrain.state import evaluation_params
 from meshtrain.verify import certificate, reference_model, reference_step, runs
 from meshtrain.verify.certificate import Trees
 from meshtrain.verify.runs import CRASH, SKIPPED, SPIKE, STEPS, Run, Setup
@@ -83,10 +84,10 @@ def learning_rates(setup: Setup, run: Run) -> str | None:
 def evaluation(setup: Setup, run: Run) -> str | None:
     """Law: the held-out loss is total cross-entropy / total weight; the loss of a step has all its terms."""
     one_device = jax.jit(functools.partial(reference_step.loss, setup.model))
-    sums, size = [], setup.global_batch
+    sums, size, params = [], setup.global_batch, evaluation_params(run.result.state)
     for number in range(runs.EVAL_BATCHES):
         batch = setup.source.read(number * size + np.arange(size))["samples"]
-        sums.append(one_device(run.result.state.params, batch))
+        sums.append(one_device(params, batch))
     total = sum(map(runs.cross_entropy, sums)) / sum(one.weight for one in sums)
     losses = run.rows["model_loss"] * runs.factor_of(run.rows["batch"])
     losses = np.where(run.rows["skipped"], runs.NO_VALUE, losses)

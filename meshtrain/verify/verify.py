@@ -150,8 +150,8 @@ def _program(subject: Subject, row: Row) -> Program:
     if row.get("loss_chunks"):
         raw["model"].update(loss_chunk_mib=_loss_chunk_mib(subject, raw, row["loss_chunks"]))
     cfg = parse(raw, num_devices=jax.device_count())
-    make_optimizer = optimizer_builder(cfg)
     model = subject.model if raw["model"] == subject.raw["model"] else build_model(cfg)
+    make_optimizer = optimizer_builder(cfg, model)
     parts = Parts(model, lambda schedule: keep_gradients(make_optimizer(schedule)))
     return assemble(cfg, parts)
 

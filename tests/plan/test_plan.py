@@ -203,7 +203,8 @@ def test_the_state_is_that_of_the_program(config, layout):
     c.train.zero_stage = layout.zero_stage
     c.train.global_batch = 64
     cfg = parse(c, num_devices=8)
-    parts = Parts(build_model(cfg), optimizer_builder(cfg))
+    model = build_model(cfg)
+    parts = Parts(model, optimizer_builder(cfg, model))
     names, numbers = zip(*layout.sizes().items(), strict=True)
     mesh = jax.sharding.AbstractMesh(numbers, names)
     *_, state, grads = Program.plan(cfg, parts, mesh)
