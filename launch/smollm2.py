@@ -49,6 +49,7 @@ def main(folder: Path) -> None:
         "bos_token": tokens[fields["tokenizer.ggml.bos_token_id"]],
     }
     special |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    special |= {"chat_template": fields["tokenizer.chat_template"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=2) + "\n")
 
 

@@ -71,6 +71,8 @@ def _sources(config: Mapping[str, Any]) -> list[Path]:
     """Returns the folders that a run's tokenizer may come from: its data, the source of its parameters."""
     init_from, data = config["checkpoint"].get("init_from"), config["data"].get("path")
     found = [Path(data)] if data else []
+    if own := config["data"].get("tokenizer_path"):
+        found = [Path(own), *found]
     found += [Path(path) for path, _ in config["data"].get("mixture", ())]
     if init_from:
         initial = workdir_of(Path(init_from))

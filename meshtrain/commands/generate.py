@@ -1,6 +1,7 @@
 """Generates text with a trained or converted model.
 
 meshtrain generate --workdir=runs/quickstart --prompt="def "
+meshtrain generate --workdir=runs/smollm2-chat --chat --prompt="What is a prime number?"
 """
 
 import argparse
@@ -18,6 +19,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
     flags.add_argument(
         "--prompt_file", type=Path, metavar="FILE", help="file with one prompt per line"
+    )
+    flags.add_argument(
+        "--chat",
+        action="store_true",
+        help="each prompt is a message to a chat model, written by its chat template; prints the replies",
     )
     flags.add_argument("--length", type=int, default=400, metavar="N", help="tokens to generate")
     flags.add_argument(
@@ -47,7 +53,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TOKEN",
-        help="stop at this token, its id or its text (default: the tokenizer's end-of-document token)",
+        help="stop at this token, its id or its text (default: the tokenizer's end-of-document token; with --chat also "
+        "those that end a reply)",
     )
     flags.add_argument(
         "--context",

@@ -187,6 +187,8 @@ def get_config() -> ConfigDict:
     data.path = ""  # path of a folder from `meshtrain prepare`, a token file, or a folder of text
     # weighted mixture, (("PATH", WEIGHT), ...), instead of data.path: samples are drawn in proportion to WEIGHT
     data.mixture = ()
+    # tokenizer with a chat template, of data.build=meshtrain.data.chat:build: the folder of a Hugging Face model
+    data.tokenizer_path = ""
     # how rows are filled: "windows", the stream of tokens is split every seq_len tokens; "best_fit", rows hold
     # complete documents, and only documents longer than seq_len are split
     data.packing = "windows"

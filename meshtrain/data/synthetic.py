@@ -4,12 +4,13 @@ import numpy as np
 
 from meshtrain.data.source import Batch, Source, check_sizes, to_batch
 
-FILES_BUILD, SYNTHETIC_BUILD = "meshtrain.data.tokens:build", "meshtrain.data.synthetic:build"
+SYNTHETIC_BUILD = "meshtrain.data.synthetic:build"
+FILES_BUILDS = ("meshtrain.data.tokens:build", "meshtrain.data.chat:build")  # they read files
 
 
 def without_files(build: str) -> str:
-    """Returns the `data.build` to use if only shapes matter: token files become synthetic data."""
-    return SYNTHETIC_BUILD if build == FILES_BUILD else build
+    """Returns the `data.build` to use if only shapes matter: files become synthetic data."""
+    return SYNTHETIC_BUILD if build in FILES_BUILDS else build
 
 
 def build(

@@ -25,6 +25,7 @@ from meshtrain.errors import ConfigError, choice_faults
 ENTROPY_TOKENS = 1 << 26  # the unigram entropy is estimated from at most this many tokens
 BLOCK = 1 << 10  # samples whose rows are computed together: most samples are read in order
 PACKINGS = ("windows", "best_fit")
+CHAT_BUILD = "data.build=meshtrain.data.chat:build"
 
 
 def build(
@@ -39,8 +40,9 @@ def build(
     heldout: float,
     seed: int,
     split: str,
-    packing: str = "windows",  # older configs have neither `packing` nor `mixture`
+    packing: str = "windows",  # older configs lack these
     mixture: tuple = (),
+    tokenizer_path: str = "",
 ) -> Source:
     """Returns the "train" or "heldout" split of `path`; raises ConfigError if the data is unusable.
 
@@ -63,6 +65,8 @@ def build(
     faults = choice_faults("data.packing", packing, PACKINGS)
     if not 0 <= heldout < 1:
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
+    if tokenizer_path:
+        faults.append(f"data.tokenizer_path={tokenizer_path}: only {CHAT_BUILD} reads it")
     paths, weights = _parse_mixture(path, mixture)
     if faults:
         raise ConfigError(*faults)
@@ -72,15 +76,14 @@ def build(
         )
         for one in paths
     ]
-    _check_tokenizers(found, vocab_size)
+    check_tokenizers(found, vocab_size)
     sources = []
     for one in found:
         border = one.num_tokens - int(one.num_tokens * heldout)
         first, last = (0, border) if split == "train" else (border, one.num_tokens)
         part = Split(one, first, last, f"the {split} split of data.heldout={heldout}")
-        make = _packed_source if packing == "best_fit" else _window_source
-        sizes = dict(seq_len=seq_len, vocab_size=vocab_size, seed=seed)
-        sources.append(make(part, separator=separator, **sizes))
+        sizes = dict(separator=separator, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+        sources.append(of_split(part, packing, **sizes))
     source = _mix(sources, weights, seed) if mixture else sources[0]
     return dataclasses.replace(source, warnings=_warnings(found, dtype, separator))
 
@@ -108,6 +111,12 @@ class Split(NamedTuple):
     name: str  # for messages
 
 
+def of_split(split: Split, packing: str, **settings: int) -> Source:
+    """Returns the rows of a split; `settings` are separator, seq_len, vocab_size and seed, as of `build`."""
+    make = _packed_source if packing == "best_fit" else _window_source
+    return make(split, **settings)
+
+
 def _parse_mixture(path: str, mixture: tuple) -> tuple[list[str], list[float]]:
     """Returns the paths and their weights; raises ConfigError if they are invalid."""
     if not mixture:
@@ -125,7 +134,7 @@ def _parse_mixture(path: str, mixture: tuple) -> tuple[list[str], list[float]]:
     return [one for one, _ in mixture], [weight for _, weight in mixture]
 
 
-def _check_tokenizers(found: list[Corpus], vocab_size: int) -> None:
+def check_tokenizers(found: list[Corpus], vocab_size: int) -> None:
     faults = [
         f"data.path={one.path}: data.vocab_size={vocab_size} is less than the {one.vocab_size} tokens of its "
         f"tokenizer; set model.vocab_size={one.vocab_size}"

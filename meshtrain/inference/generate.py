@@ -2,8 +2,9 @@
 
 import argparse
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, minimum_faults
-from meshtrain.inference import restore, sampling
+from meshtrain.inference import chat, restore, sampling
 
 DECODE_CONTEXT = 16  # earlier tokens that are decoded together with a new one
 
@@ -39,16 +40,16 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
         raise ConfigError(*faults)
     tokenizer = _load_tokenizer(args.tokenizer, cfg, checkpoint.workdir_of(args.workdir))
     size = model.get("vocab_size", tokenizer.vocab_size)
-    prefix = _prompt_prefix(args, cfg, tokenizer)
-    prompts = [_encode_prompt(tokenizer, text, prefix, size) for text in _read_prompts(args)]
-    stop = [_token_id(tokenizer, text) for text in args.stop] or [tokenizer.eos]
+    encode, ends = _encoder(args, cfg, tokenizer)
+    prompts = [_encode_prompt(encode, text, size) for text in _read_prompts(args)]
+    stop = [_token_id(tokenizer, text) for text in args.stop] or ends
     settings = dataclasses.replace(settings, vocab_size=tokenizer.vocab_size)
     used = tokenizers.digest(tokenizer)
     program, params = restore.restore(_without_stages(cfg), args.workdir, tokenizer=used)
     options = dict(length=args.length, context=context, dtype=cfg.train.dtype)
     steps = sampling.generate(program, params, prompts, sampling=settings, stop=stop, **options)
     if jax.process_index() == 0:
-        print_texts(tokenizer, prompts, steps)
+        print_texts(tokenizer, prompts, steps, replies_only=args.chat)
     else:
         all(True for _ in steps)  # every process runs every step
     return 0
@@ -68,19 +69,24 @@ def _without_stages(cfg: Config) -> Config:
 
 
 def print_texts(
-    tokenizer: Tokenizer, prompts: Sequence[list[int]], steps: Iterable[Sequence[int | None]]
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    steps: Iterable[Sequence[int | None]],
+    *,
+    replies_only: bool = False,
 ) -> None:
-    """Prints a single text token by token, or several texts once all are complete."""
+    """Prints a single text token by token, or several texts once all are complete; with or without the prompts."""
     if len(prompts) == 1:
         (ids,) = prompts
-        print(tokenizer.decode(ids), end="", flush=True)
+        print("" if replies_only else tokenizer.decode(ids), end="", flush=True)
         for new in stream_text(tokenizer, ids, (token for (token,) in steps)):
             print(new, end="", flush=True)
         print()
         return
     for number, (ids, row) in enumerate(zip(prompts, zip(*steps, strict=True), strict=True)):
         new = [token for token in row if token is not None]
-        print(f"--- {number}\n{tokenizer.decode([*ids, *new])}")
+        shown = new if replies_only else [*ids, *new]
+        print(f"--- {number}\n{tokenizer.decode(shown)}")
 
 
 def stream_text(
@@ -117,6 +123,20 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     return texts or ["\n"]
 
 
+def _encoder(
+    args: argparse.Namespace, cfg: Config, tokenizer: Tokenizer
+) -> tuple[Callable[[str], list[int]], list[int]]:
+    """Returns the function from a prompt to its tokens, and the tokens that end a text."""
+    if not args.chat:
+        prefix = _prompt_prefix(args, cfg, tokenizer)
+        return lambda text: prefix + tokenizer.encode(text).tolist(), [tokenizer.eos]
+    if args.bos is not None:
+        raise ConfigError("--bos and --chat: the chat template writes the token; use one of them")
+    template = chat.load(tokenizer)
+    encode = functools.partial(chat.encode, tokenizer, template)
+    return encode, chat.end_tokens(tokenizer, template)
+
+
 def _prompt_prefix(args: argparse.Namespace, cfg: Config, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens to put before each prompt: the tokenizer's bos, or none."""
     use_bos = args.bos
@@ -130,13 +150,11 @@ def _prompt_prefix(args: argparse.Namespace, cfg: Config, tokenizer: Tokenizer) 
     return [tokenizer.bos] if use_bos else []
 
 
-def _encode_prompt(
-    tokenizer: Tokenizer, text: str, prefix: list[int], vocab_size: int
-) -> list[int]:
+def _encode_prompt(encode: Callable[[str], list[int]], text: str, vocab_size: int) -> list[int]:
     # Python decodes an invalid byte of the command line to a surrogate.
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ConfigError(f"--prompt={text!r}: is not valid UTF-8")
-    ids = prefix + tokenizer.encode(text).tolist()
+    ids = encode(text)
     if not ids:
         raise ConfigError(f"--prompt={text!r}: has no tokens; use a longer prompt")
     if max(ids) >= vocab_size:  # JAX would clamp the index to the last row

@@ -222,7 +222,7 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
 
     Attention and loss are computed in one block; the layouts vary that.
     """
-    if raw["data"]["build"] == synthetic.FILES_BUILD:
+    if raw["data"]["build"] in synthetic.FILES_BUILDS:
         raw["data"].update(build=synthetic.SYNTHETIC_BUILD, separator=-1)
     plain = {"attention_impl": "xla", "loss_chunk_mib": 0.0}
     raw["model"].update({key: value for key, value in plain.items() if key in raw["model"]})

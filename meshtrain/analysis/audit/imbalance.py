@@ -52,7 +52,7 @@ def imbalance(cfg: Config, placement: Placement, data: Any, batch: Any) -> Imbal
 def _source(cfg: Config) -> Source | None:
     """Returns the config's training data; None if it is in files that are not there."""
     path = cfg.data.options.get("path")
-    if cfg.data.build == synthetic.FILES_BUILD and not (path and Path(path).exists()):
+    if cfg.data.build in synthetic.FILES_BUILDS and not (path and Path(path).exists()):
         return None
     try:
         return build(cfg).train_data

@@ -1,0 +1,350 @@
+"""Conversations: texts and tokens as transformers has them, weights on what the assistant says, rows of whole ones.
+
+chat/ has what transformers computes; make_chat_golden.py wrote it.
+"""
+
+import datetime
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import tiny_config
+
+from meshtrain import cli
+from meshtrain.data import chat, chat_template, conversations, replies
+from meshtrain.data import tokenizer as tokenizers
+from meshtrain.errors import ConfigError
+from meshtrain.inference import chat as chat_prompts
+from meshtrain.train import train
+
+pytest.importorskip("jinja2")
+pytest.importorskip("tokenizers")
+GOLDEN = Path(__file__).parent / "chat"
+FOUND = json.loads((GOLDEN / "golden.json").read_text())
+CONVERSATIONS = [
+    replies.Conversation(one["messages"], 0, one.get("tools")) for one in FOUND["conversations"]
+]
+NAMES = sorted(FOUND["templates"])
+
+
+def put(folder, template, **settings):
+    """Writes a tokenizer's folder with a chat template."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(GOLDEN / "tokenizer.json", folder)
+    found = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**found, "chat_template": template, **settings})
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {name: put(root / name, FOUND["templates"][name]) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_and_tokens_are_those_of_transformers(name, folders):
+    template = chat_template.load(folders[name])
+    encode = replies.encoder(folders[name] / "tokenizer.json")
+    for one, texts, ids in zip(
+        CONVERSATIONS, FOUND["texts"][name], FOUND["ids"][name], strict=True
+    ):
+        if texts is None:
+            with pytest.raises(ValueError, match="the chat template rejects it: "):
+                template.render(one.messages, one.tools)
+            continue
+        rendered = [template.render(one.messages, one.tools, flag).text for flag in (False, True)]
+        assert rendered == texts
+        assert encode(rendered[:1])[0][0].tolist() == ids
+
+
+def learned(folder, one):
+    """Returns the learned parts of a conversation's text, and whether each token is learned."""
+    text, spans = replies.render(chat_template.load(folder), one)
+    ((_, offsets),) = replies.encoder(folder / "tokenizer.json")([text])
+    return [text[first:last] for first, last in spans], replies.is_inside(offsets, spans).astype(
+        int
+    )
+
+
+def test_what_generation_blocks_mark_is_learned_as_in_transformers(folders):
+    masks = 0
+    for one, mask in zip(CONVERSATIONS, FOUND["masks"], strict=True):
+        if any(mask):
+            assert learned(folders["marked"], one)[1].tolist() == mask
+            masks += 1
+    assert masks == 5
+
+
+def test_without_such_blocks_the_replies_and_their_ends_are_learned(folders):
+    two = CONVERSATIONS[2]
+    assert learned(folders["chatml"], two)[0] == ["Hello<|im_end|>\n", "See you<|im_end|>\n"]
+    assert learned(folders["llama3"], two)[0] == ["Hello<|eot_id|>", "See you<|eot_id|>"]
+    user = two._replace(messages=two.messages[1:])
+    assert learned(folders["gemma"], user)[0] == ["Hello<end_of_turn>\n", "See you<end_of_turn>\n"]
+    assert learned(folders["mistral"], user)[0] == [" Hello</s>", " See you</s>"]
+    call, reply = learned(folders["chatml"], CONVERSATIONS[5])[0]
+    assert call.startswith("<tool_call>") and reply == "4 m²<|im_end|>\n"
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_replies_in_a_prompt_are_not_learned(name, folders):
+    one = CONVERSATIONS[2]._replace(first_reply=4)
+    end = "\n" if name == "chatml" else ""
+    assert learned(folders[name], one)[0] == [f"See you<|im_end|>{end}"]
+
+
+def test_a_template_that_rewrites_earlier_replies_is_rejected(tmp_path):
+    text = "{% for m in messages %}{{ m.role }}{{ '!' if loop.last else m.content }}{% endfor %}"
+    template = chat_template.load(put(tmp_path / "t", text))
+    with pytest.raises(ValueError, match="first 2 messages differently if more follow"):
+        replies.render(template, CONVERSATIONS[2])
+
+
+def test_templates_come_from_a_file_a_list_or_the_settings(tmp_path):
+    folder = put(
+        tmp_path / "t",
+        [
+            {"name": "default", "template": "{{ bos_token }}a"},
+            {"name": "tool_use", "template": "b"},
+        ],
+    )
+    render = chat_template.load(folder).render
+    assert (render([]).text, render([], [{}]).text) == ("<s>a", "b")
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}\n")
+    template = chat_template.load(folder, now=datetime.datetime(2001, 2, 3))
+    assert template.render([]).text == "03 Feb 2001" and template.reads_clock
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match="not valid Jinja: line 1"):
+        chat_template.load(folder)
+    with pytest.raises(ConfigError, match="only the chat templates rag; put"):
+        chat_template.load(put(tmp_path / "u", [{"name": "rag", "template": ""}]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ namespace(__class__=1) }}",
+        "{{ strftime_now.__globals__.os }}",
+        "{{ dict.__subclasses__() }}",
+        "{{ range(10**9) }}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox(text, tmp_path):
+    template = chat_template.load(put(tmp_path / "t", text))
+    with pytest.raises(ValueError, match="rejects it"):
+        template.render([])
+
+
+LINES = [json.dumps({"messages": one.messages}) for one in CONVERSATIONS[:4]]
+LINES += [
+    json.dumps({"prompt": f"count {n}", "completion": " ".join(map(str, range(n)))})
+    for n in range(1, 17)
+]
+
+
+def write(path, lines=LINES):
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def build(file, folder, **changes):
+    settings = dict(
+        path=str(file), tokenizer_path=str(folder), seq_len=192, vocab_size=300, heldout=0.1
+    )
+    settings |= dict(seed=0, split="train", packing="best_fit")
+    return chat.build(**{**settings, **changes})
+
+
+def documents(source):
+    """Returns the documents of an epoch as lists of (token, weight), from plain loops."""
+    batch = source.read(np.arange(source.size))
+    found = []
+    for row in range(len(batch.tokens)):
+        for segment in np.unique(batch.segments[row]):
+            here = np.flatnonzero(batch.segments[row] == segment)
+            assert (np.diff(here) == 1).all()
+            assert batch.positions[row, here].tolist() == list(range(len(here)))
+            for i, j in zip(here, here[1:], strict=False):
+                assert batch.weights[row, i] == 0 or batch.targets[row, i] == batch.tokens[row, j]
+            assert batch.weights[row, here[-1]] == 0
+            found.append([(int(batch.tokens[row, i]), float(batch.weights[row, i])) for i in here])
+    return found
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_rows_hold_whole_conversations_and_weigh_the_tokens_before_learned_ones(
+    name, tmp_path, folders
+):
+    path, folder = write(tmp_path / "a.jsonl"), folders[name]
+    expected = []
+    encode = replies.encoder(folder / "tokenizer.json")
+    for _, one in conversations.read([path]):
+        text, spans = replies.render(chat_template.load(folder), one)
+        ((ids, offsets),) = encode([text])
+        mask = replies.is_inside(offsets, spans)
+        # A token has weight 1 if the next one is learned.
+        expected.append([*zip(ids.tolist(), [*map(float, mask[1:]), 0.0], strict=True)])
+    found = [documents(build(path, folder, split=split)) for split in ("train", "heldout")]
+    found = [[one for one in part if any(weight for _, weight in one)] for part in found]
+    assert sorted(found[0] + found[1]) == sorted(expected)
+    assert len(found[1]) == 2
+
+
+def test_windows_weigh_the_same_tokens(tmp_path, folders):
+    path = write(tmp_path / "a.jsonl")
+    packed = build(path, folders["chatml"], heldout=0.0)
+    windows = build(path, folders["chatml"], heldout=0.0, packing="windows", seq_len=1)
+    weights = [one.read(np.arange(one.size)).weights.sum() for one in (packed, windows)]
+    assert weights[0] == weights[1] > 0
+    assert "splits conversations" in windows.warnings[0] and not packed.warnings
+
+
+def test_a_longer_conversation_than_a_row_is_split_and_logged(tmp_path, folders):
+    source = build(write(tmp_path / "a.jsonl"), folders["chatml"], seq_len=48)
+    assert "20 conversations are longer and are split" in source.warnings[0]
+
+
+def test_the_data_are_known_by_tokens_and_template(tmp_path, folders):
+    path = write(tmp_path / "a.jsonl")
+    (tmp_path / "more").mkdir()
+    copies = [path, write(tmp_path / "more" / "b.json"), tmp_path / "more"]
+    identities = {build(one, folders["chatml"]).identity["data"] for one in copies}
+    assert len(identities) == 1
+    assert build(path, folders["marked"]).identity["data"] not in identities
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("{", "not JSON"),
+        ("[]", "is no object"),
+        ("{}", "neither `messages` nor `prompt`"),
+        ('{"messages": []}', "messages is an empty list"),
+        ('{"messages": [3]}', r"messages\[0\] is int"),
+        ('{"messages": [{"content": ""}]}', r"messages\[0\] has no role"),
+        ('{"messages": [{"role": "assistant"}]}', r"messages\[0\] has no content"),
+        ('{"messages": [{"role": "assistant", "content": 3}]}', "content is int, not a text"),
+        ('{"messages": [{"role": "user", "content": ""}]}', "no message of the assistant"),
+        ('{"prompt": "a", "completion": 1}', "completion is int"),
+        ('{"messages": [{"role": "assistant", "content": ""}], "tools": 1}', "tools is int"),
+        (
+            '{"messages": [{"role": "system", "content": ""}, {"role": "assistant", "content": ""}]}',
+            "System role",
+        ),
+    ],
+)
+def test_a_faulty_line_is_named(line, fault, tmp_path, folders):
+    path = write(tmp_path / "a.jsonl", ["", LINES[0], line])
+    with pytest.raises(ConfigError, match=f"a.jsonl:3: .*{fault}"):
+        build(path, folders["gemma"])
+
+
+def test_only_the_first_faults_are_shown(tmp_path, folders):
+    with pytest.raises(ConfigError) as error:
+        build(write(tmp_path / "a.jsonl", ["{}"] * 9), folders["gemma"])
+    assert len(error.value.faults) == 6 and error.value.faults[-1] == "and 4 more"
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"tokenizer_path": ""}, "data.tokenizer_path is empty"),
+        ({"tokenizer_path": "bytes"}, "is a bytes tokenizer"),
+        ({"path": "/nowhere"}, "no such file"),
+        ({"path": __file__}, "no file ends in .jsonl"),
+        ({"mixture": (("a", 1.0),)}, "into one folder"),
+        ({"packing": "none"}, "data.packing='none'"),
+        ({"heldout": 1.0}, "data.heldout=1.0"),
+        ({"vocab_size": 200}, "set model.vocab_size=300"),
+        ({"tokenizer_path": str(GOLDEN)}, "has no chat template"),
+    ],
+)
+def test_settings_that_do_not_fit_are_errors(changes, fault, tmp_path, folders):
+    with pytest.raises(ConfigError, match=fault):
+        build(write(tmp_path / "a.jsonl"), folders["chatml"], **changes)
+
+
+def test_a_sample_depends_on_its_index_alone(tmp_path, folders):
+    source = build(write(tmp_path / "a.jsonl"), folders["chatml"])
+    again = build(tmp_path / "a.jsonl", folders["chatml"])
+    whole = source.read(np.arange(30))
+    for index in (29, 0, 13):
+        one = again.read(np.array([index]))
+        assert all((a[0] == b[index]).all() for a, b in zip(one, whole, strict=True))
+
+
+REPLY = "all is well"
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory, folders):
+    """A run that learned one reply to everything."""
+    folder = tmp_path_factory.mktemp("run")
+    lines = [json.dumps({"prompt": f"count {n}", "completion": REPLY}) for n in range(99)]
+    c = tiny_config()
+    c.model.vocab_size = 300
+    c.train.steps, c.model.num_layers, c.optim.learning_rate = 40, 1, 1e-2
+    c.data.build = "meshtrain.data.chat:build"
+    c.data.update(path=str(write(folder / "a.jsonl", lines)), packing="best_fit", heldout=0.1)
+    c.data.update(tokenizer_path=str(folders["marked"]), seq_len=64)
+    train(c, workdir=folder / "run")
+    return folder / "run"
+
+
+def test_a_run_learns_replies_and_keeps_the_template(workdir):
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0] / 10
+    kept = chat_template.load(workdir / "tokenizer")
+    assert kept.marks_replies and kept.eos_token == "</s>"
+
+
+def test_generate_writes_the_reply_to_a_message(workdir, capsys):
+    arguments = [f"--workdir={workdir}", "--chat", "--prompt=count 5", "--temperature=0"]
+    capsys.readouterr()
+    assert cli.main("generate", [*arguments, "--length=30"]) == 0
+    assert capsys.readouterr().out == f"{REPLY}\n"
+    assert cli.main("generate", [*arguments, "--prompt=count 77", "--length=30"]) == 0
+    assert capsys.readouterr().out == f"--- 0\n{REPLY}\n--- 1\n{REPLY}\n"
+    assert cli.main("generate", [*arguments, "--no-bos"]) == 2
+    assert "the chat template writes the token" in capsys.readouterr().err
+    assert cli.main("generate", [*arguments, "--tokenizer=bytes"]) == 2
+    assert "a bytes tokenizer has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("chatml", {"</s>", "<|im_end|>"}),
+        ("llama3", {"</s>", "<|eot_id|>"}),
+        ("mistral", {"</s>"}),
+        ("gemma", {"</s>", "<end_of_turn>"}),
+        ("marked", {"</s>", "<|im_end|>"}),
+    ],
+)
+def test_a_prompt_ends_where_the_reply_begins_and_a_reply_where_the_template_ends_it(
+    name, ends, folders
+):
+    tokenizer = tokenizers.load(folders[name])
+    template = chat_prompts.load(tokenizer)
+    found = chat_prompts.end_tokens(tokenizer, template)
+    vocabulary = json.loads((folders[name] / "tokenizer.json").read_text())["model"]["vocab"]
+    assert {vocabulary[text] for text in ends} == {*found}
+    ids = chat_prompts.encode(tokenizer, template, "one")
+    text, _ = replies.render(template, CONVERSATIONS[3])
+    ((whole, _),) = replies.encoder(tokenizer.file)([text])
+    assert ids == whole[: len(ids)].tolist() and len(ids) < len(whole)
+
+
+def test_the_tokens_that_generation_config_lists_end_a_reply(tmp_path):
+    folder = put(tmp_path / "t", FOUND["templates"]["mistral"])
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+    tokenizer = tokenizers.load(folder)
+    assert chat_prompts.end_tokens(tokenizer, chat_prompts.load(tokenizer)) == [1, 7]
