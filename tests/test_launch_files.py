@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ import pytest
 import yaml
 from test_train import losses, rows
 
-from meshtrain.cluster import environment
+from meshtrain.cluster import environment, signature
 from meshtrain.cluster.launch import add_flags
 from meshtrain.cluster.restart_policy import Settings
 from meshtrain.config import files as configfile
@@ -27,6 +28,7 @@ from meshtrain.train import train
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/**/*.sh"), *ROOT.glob("launch/*.sbatch")]
 SCRIPTS.append(ROOT / ".ci" / "run")
+SECRET = secrets.token_hex(32)
 MANIFESTS = sorted(ROOT.glob("launch/kubernetes/*.yaml"))
 KUBERNETES = "1.34"  # job.yaml must match the schemas of this version
 LONGEST_BACKOFF = 360  # seconds until Kubernetes replaces a pod that failed repeatedly
@@ -207,8 +209,18 @@ def container_of(job):
 
 
 def environ_of(job, number):
-    variables = {variable["name"]: variable["value"] for variable in container_of(job)["env"]}
+    """Returns the variables of a pod; the value of a Secret is another for each run of the tests."""
+    variables = {one["name"]: one.get("value", SECRET) for one in container_of(job)["env"]}
     return {**variables, "JOB_COMPLETION_INDEX": str(number)}
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_supervisors_sign_their_messages_if_the_secret_exists(path):
+    (one,) = (one for one in container_of(job_of(path)[0])["env"] if "valueFrom" in one)
+    assert one["name"] == signature.VARIABLE
+    assert one["valueFrom"] == {
+        "secretKeyRef": {"name": "meshtrain", "key": "secret", "optional": True}
+    }
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
