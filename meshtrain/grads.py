@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from meshtrain.blocks import cast, run_blocks
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import GradFn, Metrics
+from meshtrain.models import subset
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding, sync
 from meshtrain.parallel.remat import rematerialised
@@ -61,6 +62,7 @@ def accumulate(
 ) -> GradFn:
     """Returns the GradFn that runs micro-batches one after the other and adds up their gradients.
 
+    The gradients are those of the parameters in `grad_shardings`; others are constants.
     Parameters are cast to `dtype` once, for all layers and micro-batches.
 
     Without partial sums XLA would all-reduce the gradients of every micro-batch. So each batch shard along
@@ -69,11 +71,11 @@ def accumulate(
     """
 
     def grads_of(params, batch, key, scale):
-        def total(params):
-            metrics = loss(params, batch, key)
+        def total(trained):
+            metrics = loss(subset.merge(params, trained), batch, key)
             return metrics.loss * scale, metrics
 
-        grads, metrics = jax.grad(total, has_aux=True)(params)
+        grads, metrics = jax.grad(total, has_aux=True)(subset.only(params, grad_shardings))
         # Cast before the sum over micro-batches: bfloat16 would lose small terms.
         return jax.tree.map(
             lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads

@@ -71,6 +71,7 @@ class Program:
             cfg.rules,
             mesh,
             zero_stage=c.zero_stage,
+            is_trained=parts.model.is_trained,
             **placed,
         )
         return schedule, optimizer, init, *planned

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax import contrib
 
 from meshtrain.errors import ConfigError
-from meshtrain.models.base import Axes, Model, Params, is_measured
+from meshtrain.models import subset
+from meshtrain.models.base import MEASURED, Axes, Model, Params, is_measured
 from meshtrain.parallel import sharding
 
 # Other trainers start at 2^16, for the gradients of a mean. Here the loss is a sum over tokens, and its
@@ -68,10 +69,18 @@ def initializer(
 
         params = jax.tree.map_with_path(cast, model.init(key))
         loss_scale = start_loss_scale() if dtype == "float16" else None
-        residual = start_residual(params)
-        return TrainState(jnp.int32(0), params, optimizer.init(params), loss_scale, residual)
+        trained = trained_part(params, model.is_trained)
+        residual = start_residual(trained)
+        return TrainState(jnp.int32(0), params, optimizer.init(trained), loss_scale, residual)
 
     return init
+
+
+def trained_part(params: Params, is_trained: Callable[[str], bool] | None) -> Params:
+    """Returns the parameters that have gradients; `is_trained` is `Model.is_trained`. Measured ones are among them."""
+    if is_trained is None:
+        return params
+    return subset.where(params, lambda path: is_trained(path) or MEASURED in path.split("/"))
 
 
 def plan(
@@ -82,12 +91,14 @@ def plan(
     mesh,
     *,
     zero_stage: int,
+    is_trained: Callable[[str], bool] | None = None,
     residual_shardings: Callable[[Any], Any] = lambda shardings: None,
 ) -> tuple[TrainState, Any]:
     """Returns the abstract state of `init`, each array with its sharding, and the gradients' shardings."""
     shapes = jax.eval_shape(init, jax.random.key(0))
     _check_axes(axes, shapes.params, mesh)
     made = {"zero_stage": zero_stage, "residual_shardings": residual_shardings}
+    made |= {"is_trained": is_trained}
     shardings, of_gradients = place(shapes, axes, optimizer, rules, mesh, **made)
     abstract = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, shardings)
     return abstract, of_gradients
@@ -101,9 +112,10 @@ def place(
     mesh,
     *,
     zero_stage: int,
+    is_trained: Callable[[str], bool] | None = None,
     residual_shardings: Callable[[Any], Any] = lambda shardings: None,
 ) -> tuple[TrainState, Any]:
-    """Returns the shardings of the state, and those of the gradients.
+    """Returns the shardings of the state, and those of the gradients, which only trained parameters have.
 
     The ZeRO stage (arXiv 1910.02054) selects what is sharded over ZERO_AXES: nothing at stage 0, optimizer
     state from stage 1, gradients from stage 2, parameters at stage 3.
@@ -131,13 +143,13 @@ def place(
         optimizer,
         like_its_parameter,
         shapes.opt_state,
-        shardings_from(1),
-        shapes.params,
+        trained_part(shardings_from(1), is_trained),
+        trained_part(shapes.params, is_trained),
         transform_non_params=lambda _: replicated,
         is_leaf=is_masked,
     )
     loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
-    of_gradients = shardings_from(2)
+    of_gradients = trained_part(shardings_from(2), is_trained)
     residual = residual_shardings(of_gradients)
     placed = TrainState(replicated, shardings_from(3), opt_state, loss_scale, residual)
     return placed, of_gradients

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.metrics import GradFn
+from meshtrain.models import subset
 from meshtrain.models.base import Params, is_measured
 from meshtrain.optim import Schedule, updates_done
 from meshtrain.state import TrainState
@@ -52,8 +53,9 @@ def make_train_step(
         norm = optax.tree.norm(grads)
         grads, _ = clip.update(grads, clip.init(None))
         count = updates_done(state.opt_state, otherwise=state.step)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        trained = subset.only(state.params, grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+        params = subset.merge(state.params, optax.apply_updates(trained, updates))
         # An overflow in the forward pass shows in the loss, one in the backward pass in the norm.
         finite = jnp.isfinite(means["loss"] + norm)
         scalars = {**means, "grad_norm": norm, "learning_rate": schedule(count)}

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.checkpoint import manifest, residual, strays
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Params
+from meshtrain.models.low_rank import is_low_rank
 from meshtrain.state import LossScale, TrainState, averages, start_loss_scale
 
 FOLDER = "arrays"  # in a checkpoint
@@ -89,14 +90,16 @@ def restore_params(
 
     Also returns the paths of the parameters left unchanged, and the paths in the checkpoint not used.
     Values are cast to the dtypes of `params`; those of a schedule-free optimizer are its averages. A pattern is
-    a glob over paths such as layers/attention/*. The checkpoint may have another optimizer. Raises ConfigError
-    if a matching parameter is missing or has another shape.
+    a glob over paths such as layers/attention/*. The checkpoint may have another optimizer, and lack an adapter,
+    which then keeps its initial values. Raises ConfigError if another matching parameter is missing or has
+    another shape.
     """
     flat = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     wanted = {
         path: leaf
         for path, leaf in flat.items()
         if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+        and (f"params/{path}" in saved or not is_low_rank(path))
     }
     if unmatched := [pattern for pattern in patterns if not fnmatch.filter(flat, pattern)]:
         raise ConfigError(

@@ -2,6 +2,8 @@
 
   meshtrain convert HF_FOLDER WORKDIR       reads config.json and safetensors; writes a checkpoint of step 0
   meshtrain convert WORKDIR HF_FOLDER       WORKDIR, or one checkpoint: WORKDIR/checkpoints/STEP
+  meshtrain convert WORKDIR FOLDER --adapter
+                                            only the adapter of a run with adapter.rank, as PEFT stores it
 
 Parameters are copied bit for bit unless --dtype changes them. TARGET must not exist; it appears only when
 it is complete.
@@ -19,6 +21,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     dtypes = ("float32", "bfloat16", "float16")
     flags.add_argument(
         "--dtype", choices=dtypes, help="dtype of the parameters (default: unchanged)"
+    )
+    flags.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a run with adapter.rank, write only the adapter, in the layout of PEFT (default: merged weights)",
     )
     flags.add_argument(
         "--max_shard_gb",

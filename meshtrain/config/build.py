@@ -34,7 +34,7 @@ def build(cfg: Config, *, model: Any = None, data: Any = None) -> Parts:
             faults.extend(error.faults)
             return None
 
-    model = attempt(build_model, cfg) if model is None else model
+    model = attempt(build_model, cfg) if model is None else attempt(adapted, model, cfg)
     make_optimizer = attempt(optimizer_builder, cfg, model)
     heldout = None
     if data is None:
@@ -55,7 +55,14 @@ def build_model(cfg: Config) -> Any:
         found += error.faults
     if faults or found:
         raise ConfigError(*faults, *found)
-    return model
+    return adapted(model, cfg)
+
+
+def adapted(model: Any, cfg: Config) -> Any:
+    """Returns the Model with what section `adapter` and `train.only` say; raises ConfigError if they do not fit."""
+    if not cfg.adapter.rank and cfg.train.only == "*":
+        return model
+    return resolve("meshtrain.models.adapter:adapt", key="adapter")(model, cfg)
 
 
 def optimizer_builder(cfg: Config, model: Any) -> Callable[[Any], Any]:

@@ -168,7 +168,7 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
         _reject_foreign_code(file, raw)
     # Files of earlier versions lack these sections, and keys of the model. Anything else that is missing is a mistake.
     defaults = default.get_config().to_dict()
-    for name in ("context", "sync", "monitor"):
+    for name in ("context", "sync", "adapter", "monitor"):
         raw.setdefault(name, defaults[name])
     model = raw.get("model")
     if isinstance(model, dict) and model.get("build") == defaults["model"]["build"]:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from meshtrain.config import checks, schema
+from meshtrain.config.adapter import AdapterConfig
 from meshtrain.config.bind import bind
 from meshtrain.config.schema import SECTIONS, BuildConfig, Config, OptimConfig
 from meshtrain.errors import ConfigError, did_you_mean
@@ -34,6 +35,7 @@ def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
         "data": reader.build_section("data"),
         "optim": reader.section("optim", OptimConfig),
         "optimizer": reader.build_section("optim", without=OptimConfig),
+        "adapter": reader.section("adapter", AdapterConfig),
         "eval": reader.section("eval", schema.EvalConfig),
         "checkpoint": reader.section("checkpoint", schema.CheckpointConfig),
         "divergence": reader.section("divergence", schema.DivergenceConfig),

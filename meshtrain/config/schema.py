@@ -1,14 +1,11 @@
-"""The settings of a run: one frozen tree of typed sections, each checked when it is made.
-
-Nothing here imports jax: a mistake in a config is reported before jax, flax or orbax are loaded.
-"""
+"""The settings of a run: one frozen tree of typed sections, each checked when it is made, without jax."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from meshtrain.config import mesh_sizes, paths, sync, xla_presets
+from meshtrain.config import adapter, mesh_sizes, paths, sync, xla_presets
 from meshtrain.errors import (
     ConfigError,
     choice_faults,
@@ -87,6 +84,7 @@ class TrainConfig:
     xla_preset: str
     dtype: str
     param_dtype: str
+    only: str = "*"
 
     def __post_init__(self):
         counts = ("num_microbatches", "log_every", "unroll")
@@ -272,6 +270,7 @@ class Config:
     data: BuildConfig
     optim: OptimConfig  # what the trainer itself reads
     optimizer: BuildConfig  # the other keys of section `optim`
+    adapter: adapter.AdapterConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
     divergence: DivergenceConfig

@@ -74,6 +74,10 @@ def get_config() -> ConfigDict:
     # dtype of the parameters: "float32", "float64", or "bfloat16", which loses small updates
     train.param_dtype = "float32"
 
+    # patterns, separated by commas, of the parameters that are trained, such as "layers/attention/*,output/*"; others
+    # keep their values, and have no gradients and no optimizer state. With adapter.rank: in addition to the adapter
+    train.only = "*"
+
     # Used if mesh.pipeline is more than 1.
     config.pipeline = pipeline = ConfigDict()
     # pipeline schedule: "gpipe", "1f1b" or "interleaved"; `meshtrain schedule` prints them
@@ -226,6 +230,14 @@ def get_config() -> ConfigDict:
     optim.epsilon = 1e-8  # epsilon added to the square root of the second moment
     optim.weight_decay = 0.1  # weight decay, which is multiplied by the learning rate (AdamW)
     optim.no_decay = ("bias", "scale")  # names of parameters without weight decay
+
+    # Used if adapter.rank is more than 0: LoRA (arXiv 2106.09685).
+    config.adapter = adapter = ConfigDict()
+    # rank of the trained update A B of the kernels of linear layers, whose parameters keep their values; 0: none
+    adapter.rank = 0
+    adapter.alpha = 16.0  # the update is multiplied by alpha / rank
+    # patterns of the linear layers that get an update, such as ("layers/attention/query", "layers/attention/value")
+    adapter.targets = ("layers/*",)
 
     config.eval = evaluation = ConfigDict()
     evaluation.every = 0  # steps between evaluations; 0: only at the end

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from meshtrain.config.bind import bind
 from meshtrain.config.build import resolve
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, experts
+from meshtrain.huggingface import config_json, experts, peft
 from meshtrain.huggingface.families import BUILD
 from meshtrain.models.base import MEASURED, Model, Params, is_measured
 from meshtrain.parallel import sharding
@@ -154,7 +154,7 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     directory, saved = checkpoint.find_valid(source, log=functools.partial(print, file=sys.stderr))
     try:
         section, rules = saved.config["model"], saved.config["rules"]
-        model = model_of(section)
+        model, adapter = model_of(section), saved.config.get("adapter", {})
         folders = run_tokenizer.folders(checkpoint.workdir_of(directory), saved.config)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{directory}: the config in its manifest lacks {error!r}") from error
@@ -174,12 +174,15 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     mesh = make_mesh(devices=jax.devices()[:1])
     abstract = abstract_params(model, stored, rules, mesh)
     check_free_space(target, count(abstract) * dtype.itemsize)
-
-    def load(path: str) -> np.ndarray:
-        restored, _, _ = arrays.restore_params(directory, saved.arrays, abstract, [path])
-        return np.asarray(functools.reduce(lambda tree, key: tree[key], path.split("/"), restored))
-
     family = config_json.family_of(config)
+    with_adapter = peft.adapted(model, adapter)
+    load = _loader(directory, saved, abstract_params(with_adapter, stored, rules, mesh))
+    layers = peft.layers_in(saved.arrays)
+    if args.adapter:
+        of_adapter = dict(layers=layers, adapter=adapter, dtype=dtype)
+        with atomic_folder(target) as folder:
+            peft.write(folder, family, section, load, **of_adapter)
+        return f"step {saved.step}, an adapter of rank {adapter['rank']} in {dtype}"
     has_bias = f"{PREFIX}{BIAS}" in saved.arrays and BIAS not in family.names
     if has_bias and load(BIAS).any():
         raise ConfigError(
@@ -193,7 +196,7 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
             folder,
             family,
             section,
-            load,
+            peft.merging(load, adapter, layers),
             parameters=huggingface.paths(abstract, family),
             dtype=dtype,
             dtypes=dtypes,
@@ -201,6 +204,18 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
         )
     written = "the imported dtypes" if dtypes else dtype
     return f"step {saved.step}, a {config['architectures'][0]} in {written}"
+
+
+def _loader(
+    directory: Path, saved: manifest.Manifest, abstract: Params
+) -> Callable[[str], np.ndarray]:
+    """Returns the function that reads a parameter of a checkpoint by its path."""
+
+    def load(path: str) -> np.ndarray:
+        restored, _, _ = arrays.restore_params(directory, saved.arrays, abstract, [path])
+        return np.asarray(functools.reduce(lambda tree, key: tree[key], path.split("/"), restored))
+
+    return load
 
 
 def write_json(path: Path, value: Any) -> None:

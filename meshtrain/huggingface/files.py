@@ -162,13 +162,7 @@ def write(
     names = [f"model-{n:05}-of-{total:05}.safetensors" for n in range(1, total + 1)]
     names = names if total > 1 else [SINGLE_FILE]
     for name, shard in zip(names, shards, strict=True):
-        with open(folder / name, "wb") as file:
-            file.write(_header(shard))
-            for spec, array in zip(shard, arrays, strict=False):
-                assert (array.shape, array.dtype) == (spec.shape, spec.dtype), spec.name
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(folder / name, shard, arrays)
     if total > 1:
         size = sum(spec.bytes for shard in shards for spec in shard)
         file_of = {
@@ -176,6 +170,18 @@ def write(
         }
         index = {"metadata": {"total_size": size}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_file(path: Path, specs: list[TensorSpec], arrays: Iterable[np.ndarray]) -> None:
+    """Writes one file with as many of `arrays` as there are `specs`."""
+    with open(path, "wb") as file:
+        file.write(_header(specs))
+        # The specs come first: zip must not take an array that belongs to the next file.
+        for spec, array in zip(specs, arrays, strict=False):
+            assert (array.shape, array.dtype) == (spec.shape, spec.dtype), spec.name
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _shards(specs: Iterable[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:

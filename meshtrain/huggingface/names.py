@@ -212,7 +212,7 @@ class Row:
         ]
         order = [letter for letter in letters if letter.isalpha()]
         return values.transpose(
-            [order.index(letter) for letter in DIMS[_in_stack(self.path)] if letter in order]
+            [order.index(letter) for letter in DIMS[in_stack(self.path)] if letter in order]
         )
 
     def _size(self, letter: str) -> int:
@@ -241,7 +241,7 @@ def rows(table: Mapping[str, str], paths: Iterable[str], section: Mapping[str, A
         number, _, rest = path.removeprefix(FIRST).partition("/")
         if path.startswith(FIRST):
             key = FIRST + rest
-            name, *dims = table[key if key in table else _in_stack(path)].split()
+            name, *dims = table[key if key in table else in_stack(path)].split()
             found.append(Row(path, name.replace("*", number), tuple(dims), dense))
         else:
             name, *dims = table[path].split()
@@ -249,6 +249,6 @@ def rows(table: Mapping[str, str], paths: Iterable[str], section: Mapping[str, A
     return found
 
 
-def _in_stack(path: str) -> str:
+def in_stack(path: str) -> str:
     """Returns the path of the parameter of the stacked layers with the same dims."""
     return re.sub(rf"^{FIRST}\d+/", "layers/", path)

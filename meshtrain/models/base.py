@@ -15,6 +15,7 @@ from flax import errors, linen, nnx
 
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
+from meshtrain.models import low_rank
 
 Params = Any  # nested dict of arrays
 # Name of the dicts in the parameters whose leaves no optimizer trains, see `Model.measure`.
@@ -71,6 +72,10 @@ class Model:
     # gradients per unit of weight of the global batch. These leaves stay out of clipping, norm and optimizer.
     measure: Callable[[Params, Params], tuple[Params, dict[str, jax.Array]]] | None = None
     num_inactive: int = 0  # parameters that a token does not use: those of other experts
+    # Path of a parameter -> whether the optimizer trains it, see `adapter`; None: it trains all of them.
+    is_trained: Callable[[str], bool] | None = None
+    # Paths of the linear layers that `adapter.lora` may change, each with the number of dims of its input.
+    linears: Mapping[str, int] = field(default_factory=dict)
 
     def stack(self, layers: Params) -> Params:
         """Returns the inputs of the blocks: `layers` and the constants, each (layers, ...)."""
@@ -102,6 +107,7 @@ class Functional:
     axes: Axes
     bind: Callable[..., nnx.Module]
     dropouts: tuple[str, ...] = ()  # paths of the dropout layers that are on
+    linears: Mapping[str, int] = field(default_factory=dict)  # see `Model.linears`
 
 
 class _NoKeys(nnx.RngStream):
@@ -127,12 +133,14 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
     """
 
     dropouts: list[str] = []
+    linears: dict[str, int] = {}
 
     def split(key):
         # Otherwise Flax would shard each variable immediately, as if its logical names were mesh axes.
         with nnx.use_eager_sharding(False):
             module = build(nnx.Rngs(key))
             dropouts[:] = _active_dropouts(module)
+            linears.update(low_rank.linears(module))
             return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
     graph, params, streams, rest = jax.eval_shape(split, jax.random.key(0))
@@ -147,6 +155,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
 
     def bind(values, *keys):
         """`keys` is empty in a stack, else the key, or None in evaluation."""
+        values, pairs = low_rank.take(values)
         state = jax.tree.map(lambda leaf: leaf, params)  # a copy: the next line overwrites it
         nnx.replace_by_pure_dict(state, {name: values[name] for name in nnx.to_pure_dict(params)})
         leaves, tree = jax.tree.flatten(streams)
@@ -154,6 +163,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         # Each stream needs its own key, or all layers would drop the same units.
         stream_leaves = [_stream_leaf(leaf, base, n) for n, leaf in enumerate(leaves)]
         module = nnx.merge(graph, state, jax.tree.unflatten(tree, stream_leaves))
+        low_rank.attach(module, pairs)
         if not keys and leaves:
             for _, node in nnx.iter_graph(module):
                 if isinstance(node, nnx.RngStream):
@@ -170,7 +180,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         for path, variable in nnx.to_flat_state(params)
     }
     axes = _axes_tree(nnx.to_pure_dict(params), names)
-    return Functional(init, axes, bind, tuple(dropouts))
+    return Functional(init, axes, bind, tuple(dropouts), linears)
 
 
 def _active_dropouts(module: nnx.Module) -> Iterator[str]:
@@ -198,7 +208,10 @@ def from_nnx(
     """Returns a Model from your NNX module: `build(rngs) -> module` and `loss(module, batch) -> Metrics`."""
     pure = functional(build)
     return Model(
-        pure.init, pure.axes, loss=lambda params, batch, key: loss(pure.bind(params, key), batch)
+        pure.init,
+        pure.axes,
+        loss=lambda params, batch, key: loss(pure.bind(params, key), batch),
+        linears=pure.linears,
     )
 
 

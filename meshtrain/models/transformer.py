@@ -43,6 +43,10 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 # B batch, S sequence, T positions of the cache, D model, V padded vocabulary
 
 
+# Linear layers that get no update of low rank: generation multiplies queries by the kernel of the first.
+NOT_ADAPTED = ("/kv_up", "/router")
+
+
 class EmbeddingAndHead(nnx.Module):
     """All layers outside the blocks: token (and position) embedding, final norm, output head."""
 
@@ -168,6 +172,13 @@ class Decoder:
         if self.num_first:
             self.axes[FIRST] = {str(n): self.dense.axes for n in range(self.num_first)}
 
+    def linears(self) -> dict[str, int]:
+        """Returns the linear layers whose kernels nothing but the layer itself reads, as `Model.linears`."""
+        found = {f"layers/{path}": num for path, num in self.block.linears.items()}
+        for n in range(self.num_first):
+            found |= {f"{FIRST}/{n}/{path}": num for path, num in self.dense.linears.items()}
+        return {path: num for path, num in found.items() if not path.endswith(NOT_ADAPTED)}
+
     def init(self, key: jax.Array) -> base.Params:
         outer_key, layers_key = jax.random.split(key)
         params = {**self.outer.init(outer_key), "layers": self.init_layers(layers_key)}
@@ -259,6 +270,7 @@ def build(**config) -> base.Model:
         shards_sequences=True,
         measure=partial(mixture.measure, c) if c.num_experts else None,
         num_inactive=inactive_parameters(c),
+        linears=decoder.linears(),
     )
 
 

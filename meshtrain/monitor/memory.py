@@ -10,6 +10,7 @@ import jax
 from meshtrain import state as states
 from meshtrain.analysis import hardware, hlo
 from meshtrain.cluster import limits
+from meshtrain.models import subset
 from meshtrain.monitor import activations
 
 
@@ -55,7 +56,9 @@ def memory_of(
     reported = 0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0)
     peak = max(reported or buffers, arguments)
     gradients = jax.tree.map(
-        lambda leaf, sharding: leaf.update(sharding=sharding), state.params, program.grad_shardings
+        lambda leaf, sharding: leaf.update(sharding=sharding),
+        subset.only(state.params, program.grad_shardings),
+        program.grad_shardings,
     )
     free = peak - arguments
     # The HLO of another version of XLA may have another form. No run ends for that; temporaries include them then.

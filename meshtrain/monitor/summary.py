@@ -37,8 +37,10 @@ def start_lines(
     sizes = " x ".join(used) or "one device"
     yield f"mesh        {sizes}{slices} · {device} · jax {jax.__version__}"
     count = states.count(abstract_state.params)
+    of_trained = states.count(states.trained_part(abstract_state.params, model.is_trained))
+    trained = f" · {of_trained:,} trained" if model.is_trained else ""
     active = f" · {count - model.num_inactive:,} active" if model.num_inactive else ""
-    yield f"parameters  {count:,}{active} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"
+    yield f"parameters  {count:,}{active}{trained} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"
     sizes = [
         states.bytes_per_device(tree) / 1e6
         for tree in (abstract_state.params, abstract_state.opt_state)

@@ -14,6 +14,7 @@ from meshtrain import state as states
 from meshtrain.config.build import Parts
 from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import OutOfMemory, memory_fault
+from meshtrain.models import subset
 from meshtrain.monitor import activations
 from meshtrain.monitor.memory import Memory, describe, gigabytes, memory_of
 from meshtrain.ops.losses import MIB
@@ -128,7 +129,9 @@ class Advice:
         with jax.sharding.use_abstract_mesh(self.program.mesh.abstract_mesh):
             *_, state, grad_shardings = self.program.plan(cfg, self.parts, mesh)
         gradients = jax.tree.map(
-            lambda leaf, one: leaf.update(sharding=one), state.params, grad_shardings
+            lambda leaf, one: leaf.update(sharding=one),
+            subset.only(state.params, grad_shardings),
+            grad_shardings,
         )
         gathered = 0
         if cfg.train.zero_stage == 3 and cfg.mesh.fsdp > 1 and self.parts.model.block:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ class Stored:
     axes: Any
     optimizer: Any
     rules: sharding.Rules
+    is_trained: Callable[[str], bool] | None = None  # see `Model.is_trained`
 
     def bytes(self, layout: Layout) -> tuple[int, int, int]:
         """Returns the bytes of parameters, optimizer state and gradients on a device."""
@@ -34,12 +36,18 @@ class Stored:
         names, numbers = zip(*sizes, strict=True)
         mesh = jax.sharding.AbstractMesh(numbers, names)
         placed, gradients = states.place(
-            self.shapes, self.axes, self.optimizer, self.rules, mesh, zero_stage=zero_stage
+            self.shapes,
+            self.axes,
+            self.optimizer,
+            self.rules,
+            mesh,
+            zero_stage=zero_stage,
+            is_trained=self.is_trained,
         )
         pairs = (
             (self.shapes.params, placed.params),
             (self.shapes.opt_state, placed.opt_state),
-            (self.shapes.params, gradients),
+            (states.trained_part(self.shapes.params, self.is_trained), gradients),
         )
         return tuple(_bytes_per_device(*pair) for pair in pairs)
 

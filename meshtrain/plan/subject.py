@@ -8,7 +8,7 @@ import numpy as np
 
 from meshtrain import optim
 from meshtrain import state as states
-from meshtrain.config.build import build_model, optimizer_builder
+from meshtrain.config.build import adapted, build_model, optimizer_builder
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
 from meshtrain.models.base import Model
@@ -26,7 +26,7 @@ class Subject:
     def __init__(self, config: Mapping[str, Any], *, model: Model | None = None):
         self.raw = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         self.cfg = cfg = parse(self.raw)
-        self.model = build_model(cfg) if model is None else model
+        self.model = build_model(cfg) if model is None else adapted(model, cfg)
         schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
         optimizer = optim.store_moments(
             optimizer_builder(cfg, self.model)(schedule),
@@ -36,7 +36,7 @@ class Subject:
         dtypes = {"param_dtype": cfg.train.param_dtype, "dtype": cfg.train.dtype}
         init = states.initializer(self.model, optimizer, **dtypes)
         shapes = jax.eval_shape(init, jax.random.key(0))
-        self.stored = Stored(shapes, self.model.axes, optimizer, cfg.rules)
+        self.stored = Stored(shapes, self.model.axes, optimizer, cfg.rules, self.model.is_trained)
         self.seq_len = cfg.data.options.get("seq_len", 1)
         self.global_batch = cfg.train.global_batch
         self.loss_chunk_mib = cfg.model.options.get("loss_chunk_mib")  # None: no such key

@@ -79,14 +79,14 @@ def pipelined(
     """
 
     def grad_fn(params, batch, key, scale=1.0, residual=None):
-        stages = _stages(model, table, params, batch, dtype, remat, unroll, partial_over, keep)
+        run = dtype, remat, unroll, partial_over, keep, grad_shardings
+        stages = _stages(model, table, params, batch, *run)
         step = _Step(stages, table, grad_shardings, scale)
         carry = step.start()
         for phase in table.phases:
             rows = jax.tree.map(lambda column, phase=phase: column[phase], ticks_of(table))
             carry, _ = jax.lax.scan(functools.partial(step.tick, rows), carry, rows)
-        layer_grads = jax.vmap(ring.from_stages, in_axes=2)(carry.layer_grads)
-        sums = {**carry.outer_grads, "layers": layer_grads}, carry.metrics
+        sums = {**carry.outer_grads, **ring.gradients(carry.layer_grads)}, carry.metrics
         return sync.synchronise(sums, grad_shardings, residual, how, key)
 
     return grad_fn
@@ -222,7 +222,7 @@ class _Step:
         return jax.tree.map(
             lambda leaf, spec: self.stages.pin(leaf, "pipeline", None, rest=(None, *spec[1:])),
             tree,
-            self.grad_specs["layers"],
+            self.grad_specs.get("layers", {}),
         )
 
     def pin_outer(self, tree: Params) -> Params:
@@ -231,7 +231,7 @@ class _Step:
         return jax.tree.map(lambda leaf, spec: self.stages.pin(leaf, rest=spec), tree, specs)
 
 
-def _stages(model, table, params, batch, dtype, remat, unroll, partial_over, keep) -> Stages:
+def _stages(model, table, params, batch, dtype, remat, unroll, partial_over, keep, trained=None):
     block, unroll = rematerialised(model.block, remat), unroll if remat == "none" else 1
     return Stages(
         model,
@@ -242,6 +242,7 @@ def _stages(model, table, params, batch, dtype, remat, unroll, partial_over, kee
         num_chunks=table.num_chunks,
         partial_over=partial_over,
         keep=keep,
+        trained=trained,
     )
 
 

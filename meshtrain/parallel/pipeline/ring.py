@@ -123,6 +123,11 @@ def from_stages(chunks: Any) -> Any:
     return _move(chunks, jax.tree.leaves(chunks)[0].shape[1], inward=False)
 
 
+def gradients(chunks: Any) -> dict[str, Any]:
+    """Returns gradients (P, V, N, K, ...) as those of the parameter `layers`, (N, L, ...); {} if there are none."""
+    return {"layers": jax.vmap(from_stages, in_axes=2)(chunks)} if chunks else {}
+
+
 def constants_of_stages(layers: Any, num_chunks: int) -> Any:
     """Returns what `to_stages` returns, for arrays that every stage has: nothing is sent."""
     size = jax.sharding.get_abstract_mesh().shape[AXIS]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshtrain.metrics import Metrics
+from meshtrain.models import subset
 from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding
 from meshtrain.parallel.pipeline import ring
@@ -28,8 +29,8 @@ FREE = PartitionSpec.UNCONSTRAINED
 class Stages:
     """The parameters and the batch of one step, arranged by stage, and the functions computed with them.
 
-    `layers` and `constants` (not trained) are (P, V, N, K, ...); `outer` (N, ...) has all other
-    parameters. With the dim N, each batch shard has its own gradients. It is sharded, so no device holds
+    `layers` and `constants` (not trained) are (P, V, N, K, ...); `outer` and `outer_constants` (N, ...) have
+    all other parameters. With the dim N, each batch shard has its own gradients. It is sharded, so no device holds
     more than one copy. `run_layers(layers, x, microbatch)` applies stacked layers (K, ...). Activations
     `x` are an array or a pytree of arrays.
     """
@@ -45,18 +46,30 @@ class Stages:
         num_chunks: int,
         partial_over: tuple[str, ...],
         keep: str,
+        trained: Params | None = None,
     ):
+        """`trained`: a tree with the trained parameters; None: all are."""
         self.model, self.run_layers, self.keep = model, run_layers, keep
         self._vjp: ChunkVjp | None = None
         self.axes, self.num_shards = sharding.batch_slices(partial_over)
-        layers = ring.to_stages(params["layers"], num_chunks)
-        constants = ring.constants_of_stages(model.constants, num_chunks)
-        outer = {name: tree for name, tree in params.items() if name != "layers"}
+        trained = params if trained is None else trained
+        fixed = subset.without(params, trained)
+        params = subset.only(params, trained)
+        layers, fixed_layers = (
+            ring.to_stages(part["layers"], num_chunks) if "layers" in part else {}
+            for part in (params, fixed)
+        )
+        constants = ring.constants_of_stages(model.constants, num_chunks) | fixed_layers
+        outer, outer_constants = (
+            {name: tree for name, tree in part.items() if name != "layers"}
+            for part in (params, fixed)
+        )
         self.layers = jax.tree.map(lambda leaf: self._broadcast(leaf, "pipeline", None), layers)
         self.constants = jax.tree.map(
             lambda leaf: self._broadcast(leaf, "pipeline", None), constants
         )
         self.outer = jax.tree.map(self._broadcast, outer)
+        self.outer_constants = jax.tree.map(self._broadcast, outer_constants)
 
         # (N, b, M, ...): as in grads.split, rows m, m + M, ... form micro-batch m.
         def split(leaf):
@@ -114,11 +127,13 @@ class Stages:
 
     def embed(self, outer: Params, microbatch: Any) -> Any:
         """Returns the embedded micro-batch: (N, b, ...)."""
-        return self.pin(self._per_shard(self.model.embed)(outer, microbatch))
+        params = subset.merge(self.outer_constants, outer)
+        return self.pin(self._per_shard(self.model.embed)(params, microbatch))
 
     def head(self, outer: Params, x: Any, microbatch: Any) -> Metrics:
         """Returns the Metrics of each batch shard: (N,)."""
-        return self._per_shard(self.model.head)(outer, x, microbatch)
+        params = subset.merge(self.outer_constants, outer)
+        return self._per_shard(self.model.head)(params, x, microbatch)
 
     def run(self, layers: tuple[Params, Params], x: Any, microbatches: Any) -> Any:
         """Runs a chunk on each stage: layers (P, N, K, ...), x (P, N, b, ...) -> (P, N, b, ...)."""
@@ -155,8 +170,7 @@ class Stages:
 
     def _chunk(self, layers, x, microbatch):
         trained, constants = layers
-        stack = {**trained, **constants} if constants else trained
-        return self.run_layers(stack, x, microbatch)
+        return self.run_layers(subset.merge(constants, trained), x, microbatch)
 
     def _run_with_residuals(self, layers, x, microbatches) -> tuple[Any, list[jax.Array]]:
         """Returns what `run` returns, and the residuals of the chunk's vjp, each (P, N, ...)."""

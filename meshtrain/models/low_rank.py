@@ -1,0 +1,64 @@
+"""Linear layers with an update of low rank (LoRA, arXiv 2106.09685): y = x W + (x A) B.
+
+A and B lie in the parameters beside the kernel W. They are applied within the layer, so that no gradient of W exists.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+# Names of the parameters: A (*dims of the input, rank) and B (rank, *dims of the output).
+A, B = "lora_a", "lora_b"
+Pair = tuple[jax.Array, jax.Array]
+
+
+def is_low_rank(path: str) -> bool:
+    """Whether a parameter with this path belongs to an update of low rank."""
+    return path.rpartition("/")[2] in (A, B)
+
+
+def linears(module: nnx.Module) -> dict[str, int]:
+    """Returns the paths of the linear layers of a module, each with the number of dims of its input."""
+    found = {}
+    for path, layer in nnx.iter_modules(module):
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
+            axis = getattr(layer, "axis", -1)
+            name = "/".join(map(str, path))
+            found[name] = len(axis) if isinstance(axis, tuple) else 1
+    return found
+
+
+def take(values: Any) -> tuple[Any, dict[tuple, Pair]]:
+    """Returns the parameters without A and B, and A and B by the path of their layer."""
+    if not isinstance(values, Mapping):
+        return values, {}
+    rest, found = {}, {}
+    for key, value in values.items():
+        if key in (A, B):
+            continue
+        rest[key], inner = take(value)
+        found |= {(key, *path): pair for path, pair in inner.items()}
+    if A in values:
+        found[()] = values[A], values[B]
+    return rest, found
+
+
+def attach(module: nnx.Module, pairs: Mapping[tuple, Pair]) -> None:
+    """Makes the linear layers of a module add (x A) B."""
+    if not pairs:
+        return
+    for path, layer in nnx.iter_modules(module):
+        if path in pairs:
+            layer.dot_general = functools.partial(_dot_general, layer.dot_general, pairs[path])
+
+
+def _dot_general(plain: Callable, pair: Pair, x, kernel, dimension_numbers, **options):
+    """Returns what `plain`, a function like `lax.dot_general`, returns for `kernel` + A B."""
+    a, b = pair
+    _, batch_dims = dimension_numbers
+    inner = plain(x, a, dimension_numbers, **options)
+    over_rank = ((inner.ndim - 1,), (0,)), batch_dims
+    return plain(x, kernel, dimension_numbers, **options) + plain(inner, b, over_rank, **options)

@@ -1,0 +1,244 @@
+"""LoRA and frozen parameters: on every layout as plain maths on one device, without state for what is frozen."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import tiny_config
+from test_parity import Run
+
+from meshtrain import state as states
+from meshtrain.config.build import build_model
+from meshtrain.config.parse import parse
+from meshtrain.errors import ConfigError
+from meshtrain.models import adapter, subset
+from meshtrain.train import train
+from meshtrain.verify import reference_step
+
+RANK, ALPHA = 3, 12.0
+LAYOUTS = [
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"pipeline": 2, "fsdp": 2, "data": 2},
+    pytest.param({"data": 4, "context": 2}, marks=pytest.mark.slow),
+    pytest.param({"pipeline": 2, "tensor": 2, "data": 2}, marks=pytest.mark.slow),
+]
+
+
+def config(**train_keys):
+    c = tiny_config()
+    c.model.update(num_layers=4, attention="gl", window=5)
+    c.adapter.rank, c.adapter.alpha = RANK, ALPHA
+    c.train.num_microbatches = 2
+    c.train.update(train_keys)
+    c.optim.clip_norm = 0.05  # below the norm, so that clipping matters
+    return c
+
+
+def dense_model(targets=("layers/*",)):
+    """Returns the plain model, and the function that adds A and B to the kernels, with loops over names."""
+    c = config()
+    c.adapter.rank = 0
+    model = build_model(parse(c))
+
+    def add(params, pairs):
+        for path, (a, b) in pairs.items():
+            kernel = params
+            for key in path.split("/"):
+                kernel = kernel[key]
+            rank, layers = a.shape[-1], len(a)
+            product = jnp.einsum(
+                "lir,lro->lio", a.reshape(layers, -1, rank), b.reshape(layers, rank, -1)
+            )
+            new = kernel["kernel"] + ALPHA / RANK * product.reshape(kernel["kernel"].shape)
+            nested = {"kernel": new}
+            for key in reversed(path.split("/")):
+                nested = {key: nested}
+            params = subset.merge(params, nested)
+        return params
+
+    return model, add
+
+
+def split(params):
+    """Returns the parameters without A and B, and both by the path of their layer."""
+    plain = subset.where(params, lambda path: "lora_" not in path)
+    found = {subset.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    ends = [path.removesuffix("/lora_a") for path in found if path.endswith("/lora_a")]
+    return plain, {path: (found[f"{path}/lora_a"], found[f"{path}/lora_b"]) for path in ends}
+
+
+def start(run):
+    """Returns a state whose B are not zero."""
+    with run.program.active():
+        state = run.program.start(0)
+
+    def fill(path, leaf):
+        if path[-1].key != "lora_b":
+            return leaf
+        noise = np.random.default_rng(len(jax.tree_util.keystr(path))).normal(0, 0.05, leaf.shape)
+        return jax.device_put(noise.astype(leaf.dtype), leaf.sharding)
+
+    return state._replace(params=jax.tree.map_with_path(fill, state.params))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(layout))
+def test_losses_gradients_and_updates_equal_dense_maths_on_one_device(layout):
+    keep = {"train": {"remat": "full"}}.get("train") if "context" in layout else {}
+    c = config(**keep)
+    if "tensor" in layout and "pipeline" in layout:
+        c.pipeline.update(schedule="interleaved", num_chunks=2, keep="residuals")
+    with jax.enable_x64(True):
+        c.optim.moment_dtype = "float64"
+        run = Run(c, "float64", **layout)
+        state = start(run)
+        first = jax.device_get(state.params)
+        batches = [
+            jax.device_get(run.parts.train_data.read(np.arange(16) + 16 * n)) for n in range(2)
+        ]
+        losses, norms = [], []
+        with run.program.active():
+            for batch in batches:
+                state, scalars = jax.jit(run.program.train_step)(state, batch)
+                losses.append(float(scalars["loss"]))
+                norms.append(float(scalars["grad_norm"]))
+        found = jax.device_get(state.params)
+        expected_losses, expected_norms, pairs = reference(c, first, batches)
+    plain, own = split(found)
+    assert np.allclose(losses, expected_losses, rtol=1e-12, atol=0)
+    assert np.allclose(norms, expected_norms, rtol=1e-10, atol=0)
+    for path in pairs:
+        for a, b in zip(own[path], pairs[path], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12, err_msg=path)
+    # What is frozen keeps every bit.
+    jax.tree.map(np.testing.assert_array_equal, plain, split(first)[0])
+
+
+def reference(c, params, batches):
+    """Returns losses, norms before clipping, and the updated A and B, of plain AdamW."""
+    model, add = dense_model()
+    plain, pairs = split(params)
+    rate = optax.cosine_decay_schedule(
+        c.optim.learning_rate, c.train.steps, alpha=c.optim.final_fraction
+    )
+    optimizer = optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    moments, losses, norms = optimizer.init(pairs), [], []
+
+    def mean(pairs, batch):
+        sums = reference_step.loss(model, add(plain, pairs), batch)
+        return sums.loss / sums.weight
+
+    for batch in batches:
+        loss, grads = jax.jit(jax.value_and_grad(mean))(pairs, batch)
+        norm = float(optax.tree.norm(grads))
+        grads = jax.tree.map(lambda leaf, norm=norm: leaf * min(1, c.optim.clip_norm / norm), grads)
+        updates, moments = optimizer.update(grads, moments, pairs)
+        pairs = optax.apply_updates(pairs, updates)
+        losses.append(float(loss))
+        norms.append(norm)
+    assert norms[0] > c.optim.clip_norm
+    return losses, norms, jax.device_get(pairs)
+
+
+def test_only_what_is_trained_has_gradients_and_moments():
+    c = config(only="final_norm/*,layers/mlp/up/kernel")
+    run = Run(c, data=2, fsdp=2)
+    abstract = run.program.abstract_state
+    gradients, moments = abstract.opt_state[0], abstract.opt_state[1][0].mu
+    expected = {path for path in paths(abstract.params) if "lora_" in path}
+    assert len(expected) == 14
+    expected |= {"final_norm/scale", "layers/mlp/up/kernel"}
+    assert (
+        {*paths(gradients)} == {*paths(moments)} == expected == {*paths(run.program.grad_shardings)}
+    )
+    trained = sum(leaf.size for leaf in jax.tree.leaves(moments))
+    counters = states.bytes_of(abstract.opt_state) - 3 * 4 * trained  # gradients kept, two moments
+    assert counters < 32
+
+
+def paths(tree):
+    return [subset.name_of(path) for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+@pytest.mark.parametrize("only", ["layers/attention/*", "final_norm/*", "tokens/*"])
+def test_parameters_that_match_no_pattern_keep_every_bit_in_a_pipeline(only):
+    c = config(only=only)
+    c.adapter.rank = 0
+    run = Run(c, pipeline=2)
+    with run.program.active():
+        state = run.program.start(0)
+        batch = run.parts.train_data.read(np.arange(16))
+        after, _ = jax.jit(run.program.train_step)(state, batch)
+    is_changed = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, after.params)
+    changed = [subset.name_of(path) for path, one in jax.tree.leaves_with_path(is_changed) if one]
+    assert changed == [path for path in paths(state.params) if path.startswith(only[:-1])]
+
+
+def test_an_adapter_starts_as_the_model_it_starts_from_and_resumes(tmp_path):
+    c = config()
+    c.adapter.rank, c.train.steps = 0, 1
+    base = train(c, workdir=tmp_path / "base")
+    c = config(steps=0)
+    c.checkpoint.init_from = str(tmp_path / "base")
+    assert train(c, workdir=tmp_path / "tuned").eval_loss == pytest.approx(base.eval_loss, abs=1e-6)
+    losses = []
+    for stops in ((4,), (2, 4)):
+        folder = tmp_path / f"run{len(stops)}"
+        for steps in stops:
+            c.train.steps, c.optim.schedule, c.train.only = steps, "constant", "final_norm/*"
+            result = train(c, workdir=folder)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["loss"] for row in rows if "loss" in row])
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    kept = subset.where(
+        result.state.params, lambda path: "lora_" not in path and "final" not in path
+    )
+    before = subset.only(base.state.params, kept)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), jax.device_get(before))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"adapter.rank": -1}, "adapter.rank=-1"),
+        ({"adapter.alpha": 0.0}, "adapter.alpha=0.0: use a positive number"),
+        ({"adapter.targets": ()}, r"adapter.targets=\(\)"),
+        (
+            {"adapter.targets": ("layers/atention/*",)},
+            "no linear layer has such a path.*there are layers/attention/key",
+        ),
+        ({"train.only": "layer/*"}, "train.only=layer.*no parameter has such a path"),
+    ],
+)
+def test_settings_that_do_not_fit_are_errors(changes, fault):
+    c = config()
+    c.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=fault):
+        build_model(parse(c))
+
+
+def test_kernels_with_the_adapter_merged_give_the_same_logits():
+    c = config()
+    model = build_model(parse(c))
+    params = model.init(jax.random.key(0))
+    plain, pairs = split(params)
+    pairs = {path: (a, b + 0.1) for path, (a, b) in pairs.items()}
+    base, _ = dense_model()
+    for path, (a, b) in pairs.items():
+        nested = {"lora_a": a, "lora_b": b}
+        kernel = plain
+        for key in path.split("/"):
+            kernel = kernel[key]
+        parts = (np.asarray(one) for one in (kernel["kernel"], a, b))
+        new = {"kernel": adapter.merged(*parts, scale=ALPHA / RANK, num_lead=1)}
+        for key in reversed(path.split("/")):
+            nested, new = {key: nested}, {key: new}
+        params, plain = subset.merge(params, nested), subset.merge(plain, new)
+    cfg = parse(c)
+    batch = Run(c).parts.train_data.read(np.arange(2))
+    assert cfg.adapter.rank == RANK
+    adapted = reference_step.apply_blocks(model, params, batch)
+    merged = reference_step.apply_blocks(base, plain, batch)
+    np.testing.assert_allclose(adapted, merged, rtol=1e-4, atol=1e-4)
