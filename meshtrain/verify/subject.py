@@ -222,6 +222,8 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
 
     Attention and loss are computed in one block; the layouts vary that.
     """
+    # The laws are those of the model itself; tests/models/test_adapter.py has those of an adapter.
+    raw["adapter"]["rank"], raw["train"]["only"] = 0, "*"
     if raw["data"]["build"] in synthetic.FILES_BUILDS:
         raw["data"].update(build=synthetic.SYNTHETIC_BUILD, separator=-1)
     plain = {"attention_impl": "xla", "loss_chunk_mib": 0.0}

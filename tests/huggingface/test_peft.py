@@ -102,7 +102,8 @@ optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), eps=1e-8, wei
 found = np.load(data)
 for tokens, targets, weights in zip(found["tokens"], found["targets"], found["weights"]):
     logits = model(torch.tensor(tokens, dtype=torch.long)).logits.flatten(0, 1)
-    nll = torch.nn.functional.cross_entropy(logits, torch.tensor(targets.reshape(-1), dtype=torch.long), reduction="none")
+    targets = torch.tensor(targets.reshape(-1), dtype=torch.long)
+    nll = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     weights = torch.tensor(weights.reshape(-1))
     loss = (nll * weights).sum() / weights.sum()
     optimizer.zero_grad()
@@ -130,7 +131,9 @@ def test_peft_and_torch_take_the_same_ten_steps(folders, tmp_path):
     c.checkpoint.init_from = str(folders / "start")
     batches = []
 
-    def read(indices, source=build(parse(c, num_devices=8)).train_data):
+    source = build(parse(c, num_devices=8)).train_data
+
+    def read(indices):
         batch = source.read(indices)
         batches.append((int(indices[0]), batch))
         return batch

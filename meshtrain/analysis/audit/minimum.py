@@ -78,6 +78,8 @@ def _parameter_needs(placement: Placement, leaf: Leaf) -> Iterator[Need]:
     recompute = (M + idle) * leaf.is_stacked * placement.num_recomputes
     key = (PARAMETER_GATHER, leaf.name)
     yield Need(PARAMETER_GATHER, gathered, leaf, key, once, 2 * M, 2 * idle, recompute)
+    if not leaf.is_trained:
+        return
 
     # Sharded gradients are reduce-scattered after each micro-batch. The sum over the other axes can wait
     # for the last micro-batch, and is then in float32. Where the optimizer state is sharded, a device
@@ -185,6 +187,7 @@ def _stage_needs(placement: Placement) -> Iterator[Need]:
         if leaf.is_stacked:
             weights = math.prod(placement.local_shape(leaf, leaf.spec, ()))
             grads = math.prod(placement.local_shape(leaf, leaf.grad_spec, ()))
+            grads *= leaf.is_trained
             once = weights * leaf.compute_itemsize + grads * max(4, leaf.itemsize)
             yield Need(LAYER_TRANSFER, ("pipeline",), leaf, (LAYER_TRANSFER,), once / V, times)
 

@@ -1,7 +1,7 @@
 """Describes which device holds which part of each parameter, gradient and activation of a run."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class Leaf:
     moment_spec: Spec
     used_by: tuple[str, ...]  # of "embed", "block", "head"; empty if the model has no blocks
     num_layers: int  # on each device; 1 outside the stacked layers
+    is_trained: bool = True  # whether it has a gradient
 
     @property
     def axes(self) -> Axes:
@@ -196,7 +197,8 @@ def placement_of(
         token_axes=token_axes,
         sequence_axes=sequence_axes,
         leaves=tuple(
-            _leaf(cfg, mesh, *each) for each in zip(flat, dim_names, used_by, strict=True)
+            _leaf(cfg, mesh, model.is_trained, *each)
+            for each in zip(flat, dim_names, used_by, strict=True)
         ),
         has_blocks=x is not None,
         num_tokens=num_tokens,
@@ -227,7 +229,14 @@ def _spec(spec: Any, mesh: Mapping[str, int]) -> Spec:
     )
 
 
-def _leaf(cfg: Config, mesh: Mapping[str, int], flat: Any, dim_names: Any, used_by: Axes) -> Leaf:
+def _leaf(
+    cfg: Config,
+    mesh: Mapping[str, int],
+    is_trained: Callable[[str], bool] | None,
+    flat: Any,
+    dim_names: Any,
+    used_by: Axes,
+) -> Leaf:
     path, leaf = flat
 
     def spec_from(zero_stage: int) -> Spec:
@@ -239,8 +248,9 @@ def _leaf(cfg: Config, mesh: Mapping[str, int], flat: Any, dim_names: Any, used_
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
     spec = spec_from(3)
     num_shards = math.prod(mesh[axis] for axis in spec[0]) if spec else 1
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
     return Leaf(
-        name=jax.tree_util.keystr(path, simple=True, separator="/"),
+        name=name,
         argument="state.params" + jax.tree_util.keystr(path),
         shape=leaf.shape,
         dim_names=tuple(dim_names),
@@ -251,6 +261,7 @@ def _leaf(cfg: Config, mesh: Mapping[str, int], flat: Any, dim_names: Any, used_
         moment_spec=spec_from(1),
         used_by=used_by,
         num_layers=leaf.shape[0] // num_shards if used_by == ("block",) else 1,
+        is_trained=is_trained is None or is_trained(name),
     )
 
 
