@@ -16,7 +16,7 @@ from meshtrain.checkpoint import initial, lock, run_tokenizer
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cluster import distributed, progress, runtime, signals
 from meshtrain.config import checks
-from meshtrain.config.build import build
+from meshtrain.config.build import build, with_steps
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, opened
@@ -73,10 +73,10 @@ def train(
             cfg = parse(config, num_devices=jax.device_count())
             checks.check_place(workdir, cfg, sinks.faults(cfg, workdir))
             parts = build(cfg, model=model, data=data)
-            program = assemble(cfg, parts)
+            program = assemble(cfg := with_steps(cfg, parts.train_data), parts)
         workdir = Path(workdir) if workdir else None
         distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
-        model, data, eval_data = parts.model, parts.train_data, eval_data
+        model, data = parts.model, parts.train_data
         eval_data = parts.heldout_data if eval_data is None else heldout.kept(eval_data, cfg)
         stack.enter_context(program.active())
         heldout_loss = heldout.heldout_loss(program.eval_step, eval_data, cfg, program.mesh)

@@ -1,7 +1,9 @@
 """Builds model, optimizer and data with the functions that the keys `build` of their sections name."""
 
+import dataclasses
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -43,6 +45,26 @@ def build(cfg: Config, *, model: Any = None, data: Any = None) -> Parts:
     if faults:
         raise ConfigError(*faults)
     return Parts(model, make_optimizer, data, heldout or None)
+
+
+def with_steps(cfg: Config, data: Any) -> Config:
+    """Returns the settings with the steps of `train.epochs`, a last batch that is not full included.
+
+    `data` is a Source, or an iterable of batches with a length. Raises ConfigError if its size is not known.
+    """
+    if not (epochs := cfg.train.epochs):
+        return cfg
+    if hasattr(data, "read"):
+        num_batches = data.size and data.size / cfg.train.global_batch
+    else:
+        num_batches = len(data) if hasattr(data, "__len__") else None
+    if not num_batches:
+        raise ConfigError(
+            f"train.epochs={epochs:g}: this data has no size, so it has no epochs; set train.steps and "
+            f"train.epochs=0, or give an iterable with a length (__len__)"
+        )
+    steps = math.ceil(epochs * num_batches - 1e-9)
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=steps, epochs=0.0))
 
 
 def build_model(cfg: Config) -> Any:
@@ -87,7 +109,8 @@ def build_data(section: BuildConfig, split: str) -> Any:
 
     A function of the user may return None for "heldout": there is no such data.
     """
-    bound, faults = _bound("data", section, given=["split"])
+    options = {key: value for key, value in section.options.items() if key != "per_process"}
+    bound, faults = _bound("data", BuildConfig(section.build, options), given=["split"])
     if not faults and not {"split", "kwargs"} & _parameters(bound):
         faults = [
             f"data.build={section.build}: has no parameter `split`, which is train or heldout"

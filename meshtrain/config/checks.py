@@ -189,6 +189,8 @@ def rule_faults(rules: Any) -> list[str]:
 
 
 def train_faults(mesh: MeshConfig, train: TrainConfig) -> list[str]:
-    """Returns the faults of the mesh, and of the batch on this mesh."""
+    """Returns the faults of the mesh, and of the batch on this mesh, unless its size is not known yet."""
+    if train.batch_per_device:
+        return []
     sizes = dict(global_batch=train.global_batch, num_microbatches=train.num_microbatches)
     return batch_faults(mesh, **sizes)

@@ -170,6 +170,10 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
     defaults = default.get_config().to_dict()
     for name in ("context", "sync", "adapter", "monitor"):
         raw.setdefault(name, defaults[name])
+    added = {"train": ("epochs", "batch_per_device"), "data": ("per_process",)}
+    for name, keys in added.items():
+        if isinstance(raw.get(name), dict):
+            raw[name] = {**{key: defaults[name][key] for key in keys}, **raw[name]}
     model = raw.get("model")
     if isinstance(model, dict) and model.get("build") == defaults["model"]["build"]:
         raw["model"] = {**defaults["model"], **model}

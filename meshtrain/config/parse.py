@@ -5,6 +5,7 @@ settings; it imports no model, no data and no jax. `config.build` builds what th
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -46,7 +47,8 @@ def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
     reader.faults += checks.rule_faults(raw["rules"])
     if mesh := settings["mesh"]:
         settings["mesh"] = reader.attempt(mesh.resolve, num_devices) if num_devices else mesh
-        if train := settings["train"]:
+        if train := _with_batch(settings["train"], settings["mesh"] or mesh):
+            settings["train"] = train
             reader.faults += checks.train_faults(settings["mesh"] or mesh, train)
         if data := settings["data"]:
             reader.faults += checks.sequence_faults(
@@ -56,6 +58,15 @@ def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
         raise ConfigError(*reader.faults)
     settings["rules"] = tuple(tuple(rule) for rule in settings["rules"])
     return Config(**settings)
+
+
+def _with_batch(train: schema.TrainConfig | None, mesh: schema.MeshConfig) -> Any:
+    """Returns the section with the global batch of `train.batch_per_device`, if the sizes of the mesh are known."""
+    sizes = [getattr(mesh, axis) for axis in checks.BATCH_AXES]
+    if not train or not train.batch_per_device or min(sizes) < 1:
+        return train
+    global_batch = train.batch_per_device * math.prod(sizes)
+    return dataclasses.replace(train, global_batch=global_batch, batch_per_device=0)
 
 
 class _Reader:

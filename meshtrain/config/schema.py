@@ -23,6 +23,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")  # compute dtypes
 STORED_DTYPES = ("float32", "bfloat16", "float64")  # float16 would lose most updates
 REMAT = ("none", "full", "dots", "names:NAME,NAME")
 LEARNING_RATE_SCHEDULES = ("constant", "cosine", "linear", "wsd")
+POSITIVE = ("num_microbatches", "log_every", "unroll")
 KEEP = ("inputs", "residuals")
 CONTEXT_METHODS = ("auto", "ring", "gather", "ulysses")
 
@@ -85,18 +86,18 @@ class TrainConfig:
     dtype: str
     param_dtype: str
     only: str = "*"
+    epochs: float = 0.0
+    batch_per_device: int = 0
 
     def __post_init__(self):
-        counts = ("num_microbatches", "log_every", "unroll")
-        faults = minimum_faults(1, {f"train.{key}": getattr(self, key) for key in counts})
-        faults += minimum_faults(0, {"train.steps": self.steps})
+        faults = []
+        for least, keys in ((1, POSITIVE), (0, ("steps", "epochs", "batch_per_device"))):
+            faults += minimum_faults(least, {f"train.{key}": getattr(self, key) for key in keys})
         faults += seed_faults("train.seed", self.seed)
         faults += choice_faults("train.xla_preset", self.xla_preset, xla_presets.NAMES)
         faults += choice_faults("train.dtype", self.dtype, DTYPES)
         faults += choice_faults("train.param_dtype", self.param_dtype, STORED_DTYPES)
-        faults += x64_faults(
-            {f"train.{key}": getattr(self, key) for key in ("dtype", "param_dtype")}
-        )
+        faults += x64_faults({"train.dtype": self.dtype, "train.param_dtype": self.param_dtype})
         names = self.remat.removeprefix("names:")
         if names == self.remat or not all(names.split(",")):
             faults += choice_faults("train.remat", self.remat, REMAT)

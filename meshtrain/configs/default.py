@@ -54,7 +54,11 @@ def get_config() -> ConfigDict:
 
     config.train = train = ConfigDict()
     train.steps = 1000  # total number of optimizer steps
+    train.epochs = 0.0  # passes over the training data, which replace train.steps; 0: train.steps
     train.global_batch = 32  # sequences per step, over all devices and micro-batches
+    # sequences of a step that each device holds, which replace train.global_batch: it becomes this number times
+    # mesh.data x mesh.fsdp x mesh.expert; 0: train.global_batch
+    train.batch_per_device = 0
     train.num_microbatches = 1  # number of micro-batches that a batch is split into, to save memory
     train.seed = 0  # seed of the initial parameters, the data order and dropout
     train.log_every = 10  # steps between log lines
@@ -207,6 +211,8 @@ def get_config() -> ConfigDict:
     # token that ends a document, which attention does not cross, in addition to the documents that the files
     # mark; -1: none. A raw file marks none: without a separator it is one stream
     data.separator = -1
+    # whether an iterable that is passed to train() yields, on each process, the rows of this process alone
+    data.per_process = False
     data.heldout = 0.05  # fraction of the data that is held out for evaluation
     data.seed = train.get_oneway_ref("seed")  # seed of the sample order; default: train.seed
 

@@ -11,6 +11,7 @@ from meshtrain import state as states
 from meshtrain.config.build import adapted, build_model, optimizer_builder
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
+from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
 from meshtrain.plan import work as works
 from meshtrain.plan.layout import REMATS
@@ -26,6 +27,11 @@ class Subject:
     def __init__(self, config: Mapping[str, Any], *, model: Model | None = None):
         self.raw = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         self.cfg = cfg = parse(self.raw)
+        if cfg.train.batch_per_device:
+            raise ConfigError(
+                f"train.batch_per_device={cfg.train.batch_per_device}: the planner compares layouts of one batch; set "
+                f"train.global_batch, and train.batch_per_device=0"
+            )
         self.model = build_model(cfg) if model is None else adapted(model, cfg)
         schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
         optimizer = optim.store_moments(

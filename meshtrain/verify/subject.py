@@ -235,7 +235,9 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
         steps=STEPS,
         dtype="float64",
         param_dtype="float64",
+        epochs=0.0,
         global_batch=ROWS_PER_DEVICE * num_devices,
+        batch_per_device=0,
         num_microbatches=1,
         unroll=1,
     )

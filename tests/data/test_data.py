@@ -538,3 +538,53 @@ def test_the_error_for_a_batch_of_another_size_names_its_shape(wrong):
 def test_a_position_within_a_batch_is_rejected():
     with pytest.raises(ConfigError, match="train.global_batch=8 .* 12 samples"):
         take(three_batches(), 1, position=12)
+
+
+# ---- a short last batch, rows of one process, epochs ----
+
+
+def short_epoch(*, last=3, weights=True):
+    """Returns batches of 8, 8 and `last` rows, numbered through."""
+    sizes = np.cumsum([0, 8, 8, last])
+    rows = [np.arange(a, b) for a, b in itertools.pairwise(sizes)]
+    return [{"x": x, **({"weights": np.ones((len(x), 2), "f")} if weights else {})} for x in rows]
+
+
+def read(batches, count, *, position=0, **options):
+    source = loader.from_iterable(batches, global_batch=8, position=position, **options)
+    rows = np.arange(8)
+    return [source.read(position + number * 8 + rows) for number in range(count)]
+
+
+def test_the_last_batch_of_an_epoch_is_padded_with_rows_of_weight_0():
+    *_, last, again = read(short_epoch(), 4)
+    assert last["x"].tolist() == [16, 17, 18, 16, 17, 18, 16, 17]
+    assert last["weights"].tolist() == [[1, 1]] * 3 + [[0, 0]] * 5
+    assert again["x"].tolist() == list(range(8)) and again["weights"].all()
+    assert read(short_epoch(), 1, position=24)[0]["x"][0] == 0  # a resumed run counts the padding
+
+
+def test_a_short_batch_of_tokens_has_weights_already():
+    rows = np.arange(3 * 5, dtype=np.int32).reshape(3, 5)
+    (padded,) = read([to_batch(rows)], 1)
+    assert padded.tokens.shape == (8, 4) and padded.weights.sum(1).tolist() == [4] * 3 + [0] * 5
+
+
+def test_without_weights_a_short_last_batch_is_an_error():
+    with pytest.raises(ConfigError, match="last batch has 3 rows.*drop_last.*array `weights`"):
+        read(short_epoch(weights=False), 3)
+
+
+def test_a_short_batch_before_the_last_is_an_error():
+    batches = short_epoch()
+    with pytest.raises(ConfigError, match="a batch has 3 rows, and train.global_batch=8; only the"):
+        read([batches[2], batches[0]], 1)
+
+
+def test_a_process_that_yields_its_own_rows_keeps_their_order():
+    batches = [{"x": np.arange(4)}, {"x": np.arange(4, 8)}]
+    source = loader.from_iterable(batches, global_batch=8, num_local=4)
+    found = [source.read(number * 8 + np.arange(4, 8))["x"].tolist() for number in range(3)]
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    with pytest.raises(ConfigError, match=r"\(5,\).*per_process=True, 4 on this process"):
+        loader.from_iterable([{"x": np.arange(5)}], global_batch=8, num_local=4).read(np.arange(4))
