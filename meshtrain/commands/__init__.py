@@ -36,6 +36,7 @@ VERBS = {
     "plan": Verb("meshtrain.commands.plan", "rank layouts for devices", "config"),
     "audit": Verb("meshtrain.commands.audit", "count the bytes that a step sends", "config"),
     "profile": Verb("meshtrain.commands.profile", "show where a step's time goes", "config"),
+    "report": Verb("meshtrain.commands.report", "show runs in one HTML page"),
     "schedule": Verb("meshtrain.analysis.schedule", "print and draw a pipeline schedule"),
     "checkpoint": Verb("meshtrain.checkpoint.command", "list, verify, compare, remove checkpoints"),
 }
