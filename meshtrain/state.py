@@ -12,7 +12,7 @@ from optax import contrib
 
 from meshtrain.errors import ConfigError
 from meshtrain.models import subset
-from meshtrain.models.base import MEASURED, Axes, Model, Params, is_measured
+from meshtrain.models.base import Axes, Model, Params, is_measured, trained_part
 from meshtrain.parallel import sharding
 
 # Other trainers start at 2^16, for the gradients of a mean. Here the loss is a sum over tokens, and its
@@ -74,13 +74,6 @@ def initializer(
         return TrainState(jnp.int32(0), params, optimizer.init(trained), loss_scale, residual)
 
     return init
-
-
-def trained_part(params: Params, is_trained: Callable[[str], bool] | None) -> Params:
-    """Returns the parameters that have gradients; `is_trained` is `Model.is_trained`. Measured ones are among them."""
-    if is_trained is None:
-        return params
-    return subset.where(params, lambda path: is_trained(path) or MEASURED in path.split("/"))
 
 
 def plan(
@@ -190,7 +183,10 @@ def evaluation_params(state: TrainState) -> Params:
 
     nodes = jax.tree.leaves(state.opt_state, is_leaf=is_schedule_free)
     found = [node for node in nodes if is_schedule_free(node)]
-    return averages(state.params, found[0].z, found[0].b1) if found else state.params
+    if not found:
+        return state.params
+    y = subset.only(state.params, found[0].z)  # frozen parameters have no averages
+    return subset.merge(state.params, averages(y, found[0].z, found[0].b1))
 
 
 def averages(y: Params, z: Params, b1: jax.Array) -> Params:

@@ -86,10 +86,10 @@ def config_of(name, **layout):
     return c
 
 
-def three_steps(name, *, is_small=True, num_microbatches=1, **layout):
+def three_steps(name, *, is_small=True, num_microbatches=1, only="*", **layout):
     """Returns parameters and optimizer state after three steps in float64."""
     c = config_of(name, **layout)
-    c.train.num_microbatches = num_microbatches
+    c.train.update(num_microbatches=num_microbatches, only=only)
     num_devices = math.prod(layout.values())
     cfg = parse(c, num_devices=num_devices)
     rng = np.random.default_rng(0)
@@ -108,6 +108,15 @@ def three_steps(name, *, is_small=True, num_microbatches=1, **layout):
 @pytest.mark.parametrize("name", NAMES)
 def test_three_steps_on_a_mesh_equal_one_device_in_float64(name, x64):
     assert_same(three_steps(name, **MESH), three_steps(name), rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_optimizers_that_read_names_see_only_what_is_trained(name, x64):
+    params, _ = three_steps(name, only="layers/query,layers/bias", **MESH)
+    before = jax.device_get(small_model().init(jax.random.key(0)))
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), params, before)
+    assert changed.pop("layers") == {name: name in ("query", "bias") for name in SMALL["layers"]}
+    assert changed == {"tokens": False}
 
 
 @pytest.mark.slow
@@ -191,15 +200,18 @@ def test_a_number_out_of_range_is_a_config_error(name, change, message):
 
 
 def test_the_averages_of_a_schedule_free_run_are_evaluated_and_restored(tmp_path):
-    """The held-out loss in training and what a checkpoint gives to other verbs are of x, not of y."""
+    """The held-out loss in training and what a checkpoint gives to other verbs are of x; frozen leaves have only y."""
     c = config_of("schedule_free_adamw", fsdp=2, data=4)
     c.train.dtype = c.train.param_dtype = "float32"
     c.optim.update(learning_rate=0.05, schedule="constant")
+    c.train.only = "layers/*"
     batches = [np.random.default_rng(n).integers(0, SIZES["vocab"], 16) for n in range(3)]
     data = {"model": small_model(), "data": batches, "eval_data": batches[:1]}
     result = train(c, workdir=tmp_path, **data)
     params, opt_state = jax.device_get((result.state.params, result.state.opt_state))
-    x = jax.tree.map(lambda y, z: (y - (1 - 0.9) * z) / 0.9, params, opt_state.z)
+    y, z = params["layers"], opt_state.z.pop("layers")
+    assert not opt_state.z
+    x = {**params, "layers": jax.tree.map(lambda y, z: (y - (1 - 0.9) * z) / 0.9, y, z)}
     compute = jax.jit(lambda params: small_model().loss(params, batches[0], None).mean()["loss"])
     loss, at_y = float(compute(x)), float(compute(params))
     assert result.eval_loss == pytest.approx(loss, rel=1e-5)

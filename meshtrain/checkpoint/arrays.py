@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.checkpoint import manifest, residual, strays
 from meshtrain.errors import ConfigError
+from meshtrain.models import subset
 from meshtrain.models.base import Params
 from meshtrain.models.low_rank import is_low_rank
 from meshtrain.state import LossScale, TrainState, averages, start_loss_scale
@@ -116,7 +117,11 @@ def restore_params(
         directory,
         allow_cast=True,
     )
-    read = _read_params(directory, saved, _only(params, wanted))
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+        subset.where(params, wanted.__contains__),
+    )
+    read = _read_params(directory, saved, abstract)
     new = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(read)}
     return (
         jax.tree.map_with_path(lambda path, leaf: new.get(_name(path), leaf), params),
@@ -129,36 +134,26 @@ def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> P
     """Returns the parameters to use: those of the train state, or their averages (`state.averages`)."""
     found = [path.removesuffix("/b1") for path in saved if path.endswith("/b1")]
     found = [path for path in found if f"{path}/weight_sum" in saved]
-    if not found or not jax.tree.leaves(wanted):
-        return _read(directory, saved, {"params": wanted})["params"]
+    prefix = found[0] if found else ""
     stored = jax.tree.map(
         lambda leaf: leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32)), wanted
     )
+    z = subset.where(stored, lambda path: f"{prefix}/z/{path}" in saved)  # trained parameters
+    if not z:
+        return _read(directory, saved, {"params": wanted})["params"]
     mesh = jax.tree.leaves(wanted)[0].sharding.mesh
-    dtype = saved[f"{found[0]}/b1"].rpartition(" ")[2]
+    dtype = saved[f"{prefix}/b1"].rpartition(" ")[2]
     b1 = jax.ShapeDtypeStruct((), dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-    tree: Any = {"z": stored, "b1": b1}
-    for name in reversed(found[0].split("/")):
+    tree: Any = {"z": z, "b1": b1}
+    for name in reversed(prefix.split("/")):
         tree = {name: tree}
     read = _read(directory, saved, {"params": stored, **tree})
     state = read
-    for name in found[0].split("/"):
+    for name in prefix.split("/"):
         state = state[name]
-    used = averages(read["params"], state["z"], state["b1"])
+    y = read["params"]
+    used = subset.merge(y, averages(subset.only(y, z), state["z"], state["b1"]))
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), used, wanted)
-
-
-def _only(tree: Params, wanted: Mapping[str, Any], prefix: str = "") -> Params:
-    """Returns the part of a nested dict at the wanted paths, as abstract arrays."""
-    selected = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            if inner := _only(value, wanted, f"{path}/"):
-                selected[key] = inner
-        elif path in wanted:
-            selected[key] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
-    return selected
 
 
 def as_numpy(directory: Path) -> dict[str, np.ndarray]:

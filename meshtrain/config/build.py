@@ -90,7 +90,7 @@ def adapted(model: Any, cfg: Config) -> Any:
 def optimizer_builder(cfg: Config, model: Any) -> Callable[[Any], Any]:
     """Returns the function learning-rate schedule -> optax.GradientTransformation of section `optim`.
 
-    A builder with a parameter `axes` gets the logical names of the model's parameters.
+    A builder with a parameter `axes` gets the logical names of the parameters that are trained.
     """
     bound, faults = _bound(
         "optim",
@@ -100,7 +100,7 @@ def optimizer_builder(cfg: Config, model: Any) -> Callable[[Any], Any]:
     )
     if faults:
         raise ConfigError(*faults)
-    given = {"axes": model.axes} if model and "axes" in _parameters(bound) else {}
+    given = {"axes": model.trained_axes} if model and "axes" in _parameters(bound) else {}
     return lambda learning_rate: _checked("optim", cfg.optimizer, bound(learning_rate, **given))
 
 

@@ -15,7 +15,7 @@ from flax import errors, linen, nnx
 
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
-from meshtrain.models import low_rank
+from meshtrain.models import low_rank, subset
 
 Params = Any  # nested dict of arrays
 # Name of the dicts in the parameters whose leaves no optimizer trains, see `Model.measure`.
@@ -77,9 +77,24 @@ class Model:
     # Paths of the linear layers that `adapter.lora` may change, each with the number of dims of its input.
     linears: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def trained_axes(self) -> Axes:
+        """The axes of the parameters that have gradients."""
+        return trained_part(self.axes, self.is_trained)
+
     def stack(self, layers: Params) -> Params:
         """Returns the inputs of the blocks: `layers` and the constants, each (layers, ...)."""
         return {**layers, **self.constants} if self.constants else layers
+
+
+def trained_part(tree: Any, is_trained: Callable[[str], bool] | None) -> Any:
+    """Returns the part of a tree like the parameters that has gradients; `is_trained` is `Model.is_trained`.
+
+    Measured parameters are in it.
+    """
+    if is_trained is None:
+        return tree
+    return subset.where(tree, lambda path: is_trained(path) or MEASURED in path.split("/"))
 
 
 def check_model(model: Any) -> None:

@@ -10,7 +10,7 @@ from meshtrain import state as states
 from meshtrain.config import sync as sync_keys
 from meshtrain.config.schema import AXES, Config
 from meshtrain.data.source import Source
-from meshtrain.models.base import Model
+from meshtrain.models.base import Model, trained_part
 from meshtrain.monitor.units import Units
 from meshtrain.optimizers import NS_STEPS
 from meshtrain.parallel import orthogonal
@@ -37,7 +37,7 @@ def start_lines(
     sizes = " x ".join(used) or "one device"
     yield f"mesh        {sizes}{slices} · {device} · jax {jax.__version__}"
     count = states.count(abstract_state.params)
-    of_trained = states.count(states.trained_part(abstract_state.params, model.is_trained))
+    of_trained = states.count(trained_part(abstract_state.params, model.is_trained))
     trained = f" · {of_trained:,} trained" if model.is_trained else ""
     active = f" · {count - model.num_inactive:,} active" if model.num_inactive else ""
     yield f"parameters  {count:,}{active}{trained} · {cfg.train.param_dtype}, computed in {cfg.train.dtype}"
@@ -55,11 +55,11 @@ def start_lines(
     if attention:
         yield f"attention   {attention}"
     if cfg.optimizer.build == "meshtrain.optimizers:muon":
-        params = abstract_state.params
+        params = trained_part(abstract_state.params, model.is_trained)
         sizes = jax.tree.leaves(params)[0].sharding.mesh.shape
         cost = orthogonal.cost(
             params,
-            model.axes,
+            model.trained_axes,
             cfg.rules,
             sizes,
             num_steps=cfg.optimizer.options.get("ns_steps", NS_STEPS),

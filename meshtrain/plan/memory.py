@@ -10,6 +10,7 @@ import jax
 
 from meshtrain import state as states
 from meshtrain.config import sync
+from meshtrain.models.base import trained_part
 from meshtrain.ops.losses import MIB
 from meshtrain.parallel import sharding
 from meshtrain.plan.layout import Layout
@@ -47,7 +48,7 @@ class Stored:
         pairs = (
             (self.shapes.params, placed.params),
             (self.shapes.opt_state, placed.opt_state),
-            (states.trained_part(self.shapes.params, self.is_trained), gradients),
+            (trained_part(self.shapes.params, self.is_trained), gradients),
         )
         return tuple(_bytes_per_device(*pair) for pair in pairs)
 
