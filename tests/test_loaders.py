@@ -20,7 +20,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
 from meshtrain.train import train
 
-NUM_ROWS = 20  # an epoch: batches of 8, 8 and 4 rows
+NUM_ROWS = 19  # an epoch: batches of 8, 8 and 3 rows
 
 
 def linear():
@@ -69,7 +69,7 @@ def logged(c, data, **options):
 def test_an_epoch_counts_each_row_once_and_padding_not_at_all():
     result, found = logged(settings(epochs=2.0), batches())
     assert result.step == 6
-    assert [row["row"] for row in found] == [3.5, 11.5, 17.5] * 2
+    assert [row["row"] for row in found] == [3.5, 11.5, 17.0] * 2
 
 
 def test_epochs_resume_and_continue_to_more(tmp_path):
@@ -135,7 +135,7 @@ distributed.initialize()
 c = settings(epochs=2.0)
 c.data.per_process = True
 own = batches(process=jax.process_index(), num_processes=2)
-assert [len(batch["x"]) for batch in own] == [4, 4, 2]
+assert [len(batch["x"]) for batch in own] == [4, 4, 2 - jax.process_index()]
 result, found = logged(c, own)
 if jax.process_index() == 0:
     json.dump([[row["loss"], row["row"]] for row in found], open(sys.argv[1], "w"))
