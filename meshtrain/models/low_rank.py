@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 # Names of the parameters: A (*dims of the input, rank) and B (rank, *dims of the output).
@@ -21,13 +22,16 @@ def is_low_rank(path: str) -> bool:
 
 
 def linears(module: nnx.Module) -> dict[str, int]:
-    """Returns the paths of the linear layers of a module, each with the number of dims of its input."""
+    """Returns the paths of the linear layers of a module, each with the number of dims of its input.
+
+    Layers with a batch dim in their kernel, such as those that `nnx.vmap` stacked, are left out.
+    """
     found = {}
     for path, layer in nnx.iter_modules(module):
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
-            axis = getattr(layer, "axis", -1)
-            name = "/".join(map(str, path))
-            found[name] = len(axis) if isinstance(axis, tuple) else 1
+            dims = [np.atleast_1d(one) for one in (layer.in_features, layer.out_features)]
+            if layer.kernel.ndim == sum(map(len, dims)):
+                found["/".join(map(str, path))] = len(dims[0])
     return found
 
 
@@ -52,7 +56,8 @@ def attach(module: nnx.Module, pairs: Mapping[tuple, Pair]) -> None:
         return
     for path, layer in nnx.iter_modules(module):
         if path in pairs:
-            layer.dot_general = functools.partial(_dot_general, layer.dot_general, pairs[path])
+            plain = layer.dot_general or jax.lax.dot_general
+            layer.dot_general = functools.partial(_dot_general, plain, pairs[path])
 
 
 def _dot_general(plain: Callable, pair: Pair, x, kernel, dimension_numbers, **options):

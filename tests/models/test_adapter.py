@@ -8,13 +8,16 @@ import numpy as np
 import optax
 import pytest
 from conftest import tiny_config
+from flax import nnx
 from test_parity import Run
 
 from meshtrain import state as states
 from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
-from meshtrain.models import subset
+from meshtrain.metrics import weighted
+from meshtrain.models import adapter, subset
+from meshtrain.models.base import from_nnx
 from meshtrain.train import train
 from meshtrain.verify import reference_step
 
@@ -222,3 +225,47 @@ def test_settings_that_do_not_fit_are_errors(changes, fault):
     c.update_from_flattened_dict(changes)
     with pytest.raises(ConfigError, match=fault):
         build_model(parse(c))
+
+
+class Regressor(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(3, 4, rngs=rngs)
+        self.outer = nnx.LinearGeneral((2, 4), (5,), axis=(-2, -1), rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(jax.nn.tanh(self.inner(x)))
+
+
+def test_a_model_of_nnx_modules_has_an_adapter_too():
+    """Its loss, and the gradients of A and B, are those of kernels with the product added."""
+    x = np.random.default_rng(0).normal(size=(6, 2, 3)).astype(np.float32)
+    plain = from_nnx(Regressor, lambda module, x: weighted((module(x) ** 2).sum(-1)))
+    assert plain.linears == {"inner": 1, "outer": 2}
+    model = adapter.lora(plain, rank=2, alpha=6.0, targets=("inner", "out*"))
+    params = jax.tree.map(lambda leaf: leaf + 0.1, model.init(jax.random.key(0)))
+    base, pairs = split(params)
+
+    def merged(pairs):
+        (a, b), (c, d) = pairs["inner"], pairs["outer"]
+        kernels = {"inner": a @ b, "outer": (c.reshape(8, 2) @ d).reshape(2, 4, 5)}
+        added = {
+            name: {**base[name], "kernel": base[name]["kernel"] + 3 * kernels[name]}
+            for name in base
+        }
+        return plain.loss(added, x, None).loss
+
+    def adapted(pairs):
+        nested = {name: {"lora_a": a, "lora_b": b} for name, (a, b) in pairs.items()}
+        return model.loss(subset.merge(base, nested), x, None).loss
+
+    found, expected = (jax.value_and_grad(one)(pairs) for one in (adapted, merged))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), found, expected)
+
+
+def test_layers_that_nnx_stacked_get_no_adapter():
+    @nnx.vmap(axis_size=4)
+    def stacked(rngs):
+        return nnx.Linear(3, 3, rngs=rngs)
+
+    model = from_nnx(lambda rngs: stacked(rngs.split(4)), lambda module, x: weighted(x))
+    assert model.linears == {}
