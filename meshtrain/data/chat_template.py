@@ -1,7 +1,7 @@
 """Chat templates: the Jinja templates with which Hugging Face tokenizers write conversations as text.
 
 Templates are code of whoever made the model, so they run in jinja2's sandbox. The environment is that of
-`transformers.utils.chat_template_utils` (5.23), so that the text is the same, byte for byte.
+`transformers.utils.chat_template_utils` (5.24), so that the text is the same, byte for byte.
 """
 
 import datetime

@@ -1,6 +1,6 @@
 """Writes chat/: a small tokenizer, and what transformers makes of conversations with the templates below.
 
-  python tests/data/make_chat_golden.py       # transformers 5.23.0, jinja2 3.1.6
+  python tests/data/make_chat_golden.py       # transformers 5.24.0, jinja2 3.1.6
 
 The templates write the formats of four families, with what their own templates use of Jinja. `texts` of golden.json
 has the text of each template and conversation, with and without the prompt for a reply, or null if the template
