@@ -29,7 +29,7 @@ ops data
 models optim optimizers blocks
 grads state parallel.pipeline checkpoint
 plan step program monitor train
-huggingface inference verify analysis
+huggingface inference verify analysis report
 commands cli main __main__
 """.split()
 FILES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "meshtrain").rglob("*.py")}

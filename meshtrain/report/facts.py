@@ -1,7 +1,6 @@
 """What a report says about a run, as values for JSON: from its metrics, events, configs and checkpoints."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -14,9 +13,24 @@ from meshtrain.cluster.progress import sum_by_name
 from meshtrain.config.schema import AXES
 from meshtrain.parallel.pipeline.schedules import SCHEDULES
 from meshtrain.report.decimate import decimate
-from meshtrain.report.read import Run
+from meshtrain.report.read import Run, is_number
 
+# How an event is described; one that has other fields, or is not here, by its fields.
+WORDS = {
+    "skip": "loss or gradient not finite: the step had no effect",
+    "spike": "loss {loss:.4g}, {deviations:.1f} standard deviations above the running mean {mean:.4g}",
+    "rollback": "back to step {to}; the data up to sample {position:,} is skipped",
+    "restart": "{why}",
+    "recovered": "first step {seconds:.1f} s after the failure",
+    "save": "{bytes:,} bytes in {seconds:.1f} s, of it {blocked_seconds:.1f} s waited for",
+    "quarantine": "{why}; moved to {place}",
+    "corrupt": "{fault}",
+    "warning": "{text}",
+    "end": "held-out loss {eval_loss:.4g}",
+    "preempted": "state saved",
+}
 MAX_EVENTS = 200  # of each kind that are listed; all are counted
+MAX_TEXT = 300  # characters of a field
 MAX_BOXES = 4096  # of a drawn schedule
 
 
@@ -144,18 +158,24 @@ def _listed(events: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
         seen[event["event"]] += 1
         if seen[event["event"]] > MAX_EVENTS:
             continue
-        rest = {key: one for key, one in event.items() if key not in ("event", "time", "step")}
-        text = ", ".join(f"{key} {_brief(value)}" for key, value in rest.items())
         step = event.get("step")
         step = step if type(step) is int else None
-        yield {"event": event["event"], "time": event["time"], "step": step, "text": text}
+        yield {"event": event["event"], "time": event["time"], "step": step, "text": _words(event)}
+
+
+def _words(event: Mapping[str, Any]) -> str:
+    try:
+        return WORDS[event["event"]].format_map(event)[:MAX_TEXT] or "preempted"
+    except (KeyError, TypeError, ValueError):
+        rest = {key: one for key, one in event.items() if key not in ("event", "time", "step")}
+        return ", ".join(f"{key} {_brief(value)}" for key, value in rest.items())
 
 
 def _brief(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
 def _spans(events: Sequence[Mapping[str, Any]], last_write: float) -> list[dict[str, Any]]:
@@ -192,7 +212,7 @@ def _seconds(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dic
     is_supervised = bool(accounts)
     accounts = accounts or [event for event in events if event["event"] in ("end", "preempted")]
     numbers = [
-        {k: v for k, v in _dict(one.get("seconds")).items() if _is_number(v)} for one in accounts
+        {k: v for k, v in _dict(one.get("seconds")).items() if is_number(v)} for one in accounts
     ]
     counts = {
         name: sum(one[name] for one in accounts if type(one.get(name)) is int)
@@ -202,11 +222,7 @@ def _seconds(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dic
 
 
 def _has_time(event: Mapping[str, Any]) -> bool:
-    return _is_number(event.get("time"))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return is_number(event.get("time"))
 
 
 def _dict(value: Any) -> dict[str, Any]:

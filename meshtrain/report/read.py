@@ -1,6 +1,9 @@
 """Reads what a run has written to its workdir so far; a reader that is kept reads only what is new."""
 
+import itertools
 import json
+import math
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,12 +98,12 @@ class Metrics:
             smallest_from = np.minimum.accumulate(steps[::-1])[::-1]
             is_kept = np.append(steps[:-1] < smallest_from[1:], True)
             self._drop_from(smallest_from[0])
-            kept = [row for row, keep in zip(valid, is_kept, strict=True) if keep]
+            kept = list(itertools.compress(valid, is_kept))
             self.num_repeated += len(valid) - len(kept)
             self.num_rows += len(kept)
             self._last_step = steps[-1]
-            for name in dict.fromkeys(name for row in kept for name in row):
-                self._add_column(name, [row for row in kept if name in row])
+            for name in dict.fromkeys(itertools.chain.from_iterable(kept)):
+                self._add_column(name, kept, steps[is_kept])
         return len(rows) - len(valid)
 
     def _drop_from(self, step: float) -> None:
@@ -114,13 +117,16 @@ class Metrics:
         self.num_rows = len(self._parts["step"][0][0])
         self.num_repeated += before - self.num_rows
 
-    def _add_column(self, name: str, rows: list[dict[str, Any]]) -> None:
-        steps, values = np.array([row["step"] for row in rows], float), [row[name] for row in rows]
+    def _add_column(self, name: str, rows: list[dict[str, Any]], steps: np.ndarray) -> None:
+        try:
+            values = [*map(operator.itemgetter(name), rows)]
+        except KeyError:
+            has_name = [name in row for row in rows]
+            values = [row[name] for row in itertools.compress(rows, has_name)]
+            steps = steps[has_name]
         columns = {name: values}
-        if any(isinstance(value, list) for value in values):  # of each layer
-            layers = [
-                [x for x in v if x is not None] if isinstance(v, list) else [] for v in values
-            ]
+        if list in {*map(type, values)}:  # of each layer
+            layers = [[x for x in v if is_number(x)] if type(v) is list else [] for v in values]
             bounds = {"largest": max, "smallest": min}
             columns = {
                 f"{name}: {bound} of the layers": [pick(one, default=None) for one in layers]
@@ -211,6 +217,16 @@ class Run:
         steps = sorted((int(path.name) for path in folders if path.name.isdecimal()), reverse=True)
         found = self.json(f"checkpoints/{steps[0]}/MANIFEST.json") if steps else None
         return found if isinstance(found, dict) else {}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, and no integer that JSON or float64 may reject."""
+    return (
+        type(value) is int
+        and abs(value) < MAX_STEP
+        or type(value) is float
+        and math.isfinite(value)
+    )
 
 
 def read_json(path: Path) -> Any | None:

@@ -150,7 +150,7 @@ def test_lines_that_cannot_be_read_are_counted_and_null_is_a_gap(tmp_path):
 
 
 def test_a_metric_of_each_layer_is_shown_by_its_extremes(tmp_path):
-    rows = [row(step, expert_load_max=[1.0, 3.0, None, 2.0]) for step in range(3)]
+    rows = [row(step, expert_load_max=[1.0, 3.0, None, "x", 2.0]) for step in range(3)]
     write(tmp_path / "metrics.jsonl", rows)
     series = facts_of(tmp_path)["series"]
     assert series["expert_load_max: largest of the layers"][1] == [3.0] * 3
@@ -167,6 +167,9 @@ def test_the_time_line_has_restarts_and_the_account_is_the_supervisors(tmp_path)
     ]
     assert (found["restarts"], found["lost_steps"], found["seconds"]["wall"]) == (1, 15, 50.0)
     assert found["status"] == "done" and found["counts"]["rollback"] == 1
+    texts = {event["event"]: event["text"] for event in found["events"]}
+    assert texts["rollback"] == "back to step 100; the data up to sample 1,776 is skipped"
+    assert texts["spike"] == "loss 9"  # the others are missing
     assert found["schedule"]["words"].startswith("1f1b, 2 stages, 4 micro-batches")
 
 

@@ -11,7 +11,7 @@ import struct
 import subprocess
 
 import pytest
-from test_report import row, story, write
+from test_report import story, write
 
 from meshtrain.report import page, read
 
@@ -95,11 +95,7 @@ def test_a_run_with_faults_is_drawn_at_two_widths_light_and_dark(tmp_path):
 
 
 def test_a_million_steps_are_small_and_quick(tmp_path):
-    fields = row(
-        0, learning_rate=1e-3, tokens=1, step_time=0.1, data_wait=0.0, tokens_per_second=1.0
-    )
-    del fields["step"]
-    tail = json.dumps(fields)[1:]
+    tail = '"loss": 2.5, "grad_norm": 1.5, "step_time": 0.25}'
     workdir = tmp_path / "run"
     write(workdir / "events.jsonl", [{"event": "start", "time": 1.0, "step": 0}])
     with open(workdir / "metrics.jsonl", "w") as file:

@@ -81,9 +81,10 @@
     if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
     if (seconds < 100) return `${Number(seconds.toFixed(1))} s`;
     const minutes = Math.floor(seconds / 60);
-    if (minutes < 100) return `${minutes} min ${Math.round(seconds % 60)} s`;
+    const two = (large, one, small, other) => small ? `${large} ${one} ${small} ${other}` : `${large} ${one}`;
+    if (minutes < 100) return two(minutes, "min", Math.floor(seconds % 60), "s");
     const hours = Math.floor(minutes / 60);
-    return hours < 100 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+    return hours < 100 ? two(hours, "h", minutes % 60, "min") : two(Math.floor(hours / 24), "d", hours % 24, "h");
   }
   function bytes(size) {
     for (const [unit, one] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
@@ -185,21 +186,29 @@
   function drawMarks(marks) {
     return (plot) => {
       const { ctx, bbox } = plot;
+      const ratio = devicePixelRatio;
+      const letters = []; // x, colour, text; those of neighbouring marks are joined
       ctx.save();
-      ctx.lineWidth = devicePixelRatio;
-      ctx.font = `${11 * devicePixelRatio}px sans-serif`;
-      ctx.textAlign = "center";
-      for (const mark of marks) {
+      ctx.lineWidth = ratio;
+      ctx.setLineDash([4 * ratio, 3 * ratio]);
+      for (const mark of [...marks].sort((a, b) => a.step - b.step)) {
         const [name, letter] = MARKS[mark.event];
         const x = plot.valToPos(mark.step, "x", true);
         if (x < bbox.left || x > bbox.left + bbox.width) continue;
-        ctx.strokeStyle = ctx.fillStyle = paint(name);
-        ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+        ctx.strokeStyle = paint(name);
         ctx.beginPath();
         ctx.moveTo(x, bbox.top);
         ctx.lineTo(x, bbox.top + bbox.height);
         ctx.stroke();
-        ctx.fillText(letter, x, bbox.top - 4 * devicePixelRatio);
+        const last = letters.at(-1);
+        if (!last || x - last[0] > 11 * ratio) letters.push([x, name, letter]);
+        else if (!last[2].includes(letter)) last[2] += letter;
+      }
+      ctx.font = `${11 * ratio}px sans-serif`;
+      ctx.textAlign = "center";
+      for (const [x, name, words] of letters) {
+        ctx.fillStyle = paint(name);
+        ctx.fillText(words, x, bbox.top - 4 * ratio);
       }
       ctx.restore();
     };
@@ -289,10 +298,10 @@
     };
     one.make();
     box.addEventListener("keydown", (event) => moveCursor(one.plot, event));
-    new ResizeObserver(() => {
+    new ResizeObserver(() => requestAnimationFrame(() => {
       const width = Math.max(260, box.clientWidth);
       if (Math.abs(width - one.plot.width) > 1 && !("printing" in root.dataset)) one.plot.setSize({ width, height: 230 });
-    }).observe(box);
+    })).observe(box);
     charts.set(title, one);
     return true;
   }
@@ -372,7 +381,7 @@
         ...lanes];
     });
     const size = niceStep(range);
-    const ticks = Array.from({ length: Math.floor(range / size) + 1 }, (_, i) => i * size);
+    const ticks = Array.from({ length: Math.floor(range / size) + 1 }, (_, i) => i * size).filter((tick) => tick < 0.95 * range);
     return el("div", { class: "panel" },
       el("h3", {}, "Time line"),
       el("ul", { class: "keys" }, el("li", {}, swatch("c0"), "running"), el("li", {}, swatch("bad"), "recovering from a failure"), el("li", {}, swatch("idle"), "not running")),
@@ -463,7 +472,7 @@
     const limit = 60;
     return [wholeTable(null, [runs.length > 1 ? "run" : null, "step", "event", "what"].filter(Boolean),
       rows.slice(0, limit).map(([run, event]) => [...(runs.length > 1 ? [run.name] : []), event.step,
-        el("span", {}, MARKS[event.event] ? swatch(MARKS[event.event][0]) : null, event.event.replaceAll("_", " ")), event.text]), { class: "panel scroll" }),
+        el("span", { class: "kind" }, MARKS[event.event] ? swatch(MARKS[event.event][0]) : null, event.event.replaceAll("_", " ")), event.text]), { class: "panel scroll" }),
     rows.length > limit ? el("p", { class: "muted" }, `${rows.length - limit} more are in the table of events.`) : null];
   }
   function numbers(runs) {
