@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     port = DEFAULT_PORT if args.port is None else args.port
     server, address = serve.server(lambda: page.data_of(runs, args.verdict), port)
     print(f"open {address}\nCtrl-C ends the server", flush=True)
-    with server, contextlib.suppress(KeyboardInterrupt):
+    with server:
         server.serve_forever()
     return 0
 

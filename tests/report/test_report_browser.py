@@ -9,11 +9,12 @@ import re
 import shutil
 import struct
 import subprocess
+import threading
 
 import pytest
-from test_report import story, write
+from test_report import row, story, write
 
-from meshtrain.report import page, read
+from meshtrain.report import page, read, serve
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -30,8 +31,8 @@ MAX_SECONDS = 2.0
 SCHEMES = {"dark": 0, "light": 1}
 
 
-def chromium(folder, file, *flags):
-    """Opens a file; returns what Chromium prints on stdout, and its log."""
+def chromium(folder, address, *flags):
+    """Opens an address; returns what Chromium prints on stdout, and its log."""
     common = [
         "--headless",
         "--no-sandbox",
@@ -40,7 +41,7 @@ def chromium(folder, file, *flags):
         "--hide-scrollbars",
     ]
     common += ["--enable-logging=stderr", "--virtual-time-budget=5000", f"--user-data-dir={folder}"]
-    command = [CHROMIUM, *common, *flags, file.as_uri()]
+    command = [CHROMIUM, *common, *flags, address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
     return done.stdout, done.stderr
 
@@ -52,9 +53,9 @@ def report_on(folder, *workdirs):
     return file
 
 
-def dom_of(folder, file):
+def dom_of(folder, address):
     """Returns the DOM after the scripts have run, and what the page says about itself; fails on console messages."""
-    dom, log = chromium(folder / "profile", file, "--dump-dom")
+    dom, log = chromium(folder / "profile", address, "--dump-dom")
     assert [line for line in log.splitlines() if ":CONSOLE" in line] == []
     facts = json.loads(html.unescape(re.search(r'data-report="([^"]*)"', dom)[1]))
     assert facts["errors"] == []
@@ -63,7 +64,7 @@ def dom_of(folder, file):
 
 def test_a_run_with_faults_is_drawn_at_two_widths_light_and_dark(tmp_path):
     file = report_on(tmp_path, story(tmp_path / "one"), story(tmp_path / "two", steps=200))
-    dom, facts = dom_of(tmp_path, file)
+    dom, facts = dom_of(tmp_path, file.as_uri())
     assert facts["charts"] == {
         "Training loss": [300, 200],
         "Held-out loss": [2, 2],
@@ -87,7 +88,7 @@ def test_a_run_with_faults_is_drawn_at_two_widths_light_and_dark(tmp_path):
         for scheme, number in SCHEMES.items():
             shot = tmp_path / f"{width}_{scheme}.png"
             flags = f"--window-size={width},2400", f"--blink-settings=preferredColorScheme={number}"
-            chromium(tmp_path / "profile", file, *flags, f"--screenshot={shot}")
+            chromium(tmp_path / "profile", file.as_uri(), *flags, f"--screenshot={shot}")
             image = shot.read_bytes()
             assert struct.unpack(">II", image[16:24]) == (width, 2400)
             seen.add(image)
@@ -104,7 +105,7 @@ def test_a_million_steps_are_small_and_quick(tmp_path):
         )
     file = report_on(tmp_path, workdir)
     assert file.stat().st_size < 5e6
-    _, facts = dom_of(tmp_path, file)
+    _, facts = dom_of(tmp_path, file.as_uri())
     assert 1000 < facts["charts"]["noise"][0] <= 2500
     assert facts["milliseconds"] < 1000 * MAX_SECONDS
 
@@ -116,14 +117,34 @@ def test_a_hostile_run_runs_nothing(tmp_path):
     (workdir / "config.json").write_text(json.dumps({"data": {"path": evil}, evil: {evil: evil}}))
     with open(workdir / "events.jsonl", "a") as file:
         file.write(json.dumps({"event": evil, "time": 1040.0, "step": 290, "why": evil}) + "\n")
-    dom, _ = dom_of(tmp_path, report_on(tmp_path, workdir))
+    dom, _ = dom_of(tmp_path, report_on(tmp_path, workdir).as_uri())
     assert "<title>run · meshtrain report</title>" in dom and "owned</title>" not in dom
     assert 'src="x"' not in dom and "&lt;img src=x" in dom
 
 
 def test_a_page_prints(tmp_path):
     pdf = tmp_path / "page.pdf"
-    chromium(
-        tmp_path / "profile", report_on(tmp_path, story(tmp_path / "run")), f"--print-to-pdf={pdf}"
-    )
+    address = report_on(tmp_path, story(tmp_path / "run")).as_uri()
+    chromium(tmp_path / "profile", address, f"--print-to-pdf={pdf}")
     assert pdf.read_bytes().startswith(b"%PDF")
+
+
+def test_a_served_page_updates(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "FRESH_SECONDS", 0.0)
+    run = read.Run(story(tmp_path / "run"))
+
+    def grow():  # by one row at each request
+        found = page.data_of([run], [])
+        with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row(run.metrics.num_rows)) + "\n")
+        return found
+
+    server, address = serve.server(grow, 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        dom, facts = dom_of(tmp_path, address)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert facts["charts"]["Training loss"][0] > 301  # the page itself has 300
+    assert "Live: the last row was written" in dom

@@ -119,7 +119,8 @@
   }
   function lazyDetails(id, title, build) {
     const node = el("details", { "data-id": id }, el("summary", {}, title));
-    node.addEventListener("toggle", () => { if (node.open && node.children.length === 1) node.append(build()); });
+    node.fill = () => { if (node.children.length === 1) node.append(build()); };
+    node.addEventListener("toggle", () => { if (node.open) node.fill(); });
     return node;
   }
 
@@ -396,7 +397,8 @@
     const names = { parameters: "c0", optimizer_state: "c3", residual: "c7", batch: "c4", activations: "c1", gradients: "c2", temporaries: "c6" };
     const parts = audits.map((audit) => {
       const sizes = Object.entries(names).filter(([name]) => audit.memory[name] > 0).map(([name, key]) => [name.replaceAll("_", " "), audit.memory[name], key]);
-      const whole = Math.max(audit.memory.peak, audit.memory.capacity || 0);
+      // Of a much larger device the parts would be too small to be seen.
+      const whole = audit.memory.capacity < 5 * audit.memory.peak ? Math.max(audit.memory.peak, audit.memory.capacity) : audit.memory.peak;
       return el("div", { class: "panel" },
         el("h3", {}, `Computed by the audit: ${bytes(audit.memory.peak)} on each device${audit.memory.capacity ? ` of ${bytes(audit.memory.capacity)}` : ""}`),
         el("div", { class: "bar", role: "img", "aria-label": sizes.map(([name, size]) => `${name} ${bytes(size)}`).join(", ") },
@@ -538,7 +540,7 @@
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   addEventListener("beforeprint", () => {
     root.dataset.printing = "";
-    for (const one of document.querySelectorAll("#settings details, #verdicts details")) one.open = true;
+    for (const one of document.querySelectorAll("#settings details, #verdicts details")) { one.open = true; one.fill?.(); }
     for (const one of charts.values()) one.make(330);
   });
   addEventListener("afterprint", () => { delete root.dataset.printing; redraw(); });
