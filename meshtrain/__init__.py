@@ -13,6 +13,7 @@ _MODULES = {
     "Model": "models.base",
     "Result": "train",
     "Source": "data.source",
+    "dropout": "ops.dropout",
     "from_linen": "models.base",
     "from_nnx": "models.base",
     "launch": "cluster.launch",

@@ -17,6 +17,7 @@ from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import GradFn, Metrics
 from meshtrain.models.base import MEASURED, Model, Params
+from meshtrain.ops import dropout
 from meshtrain.parallel import context, patterns, sharding, sync, xla
 from meshtrain.parallel.mesh import make_mesh, network_of
 from meshtrain.parallel.pipeline import executor
@@ -138,6 +139,7 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         schedule,
         clip_norm=cfg.optim.clip_norm,
         seed=c.seed,
+        with_row_keys=dropout.with_row_keys if model.row_keys else None,
         measure=model.measure,
     )
     return Program(

@@ -24,18 +24,22 @@ def make_train_step(
     *,
     clip_norm: float,
     seed: int,
+    with_row_keys: Callable[[Any, jax.Array], Any] | None = None,
     measure: Callable[[Params, Params], tuple[Params, Scalars]] | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Scalars]]:
     """Returns the train step: (state, batch) -> (new state, scalars to log).
 
     `loss` is the loss before the update, `grad_norm` the norm before clipping, `learning_rate` the one
     that the update applies: the optimizer counts updates only, so its count lacks the skipped steps.
-    `measure` is the model's, see `Model.measure`.
+    `with_row_keys` (batch, key of the step) adds a key for each row, for a model with dropout. `measure` is the
+    model's, see `Model.measure`.
     """
     clip = optax.clip_by_global_norm(clip_norm)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Scalars]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
+        if with_row_keys is not None:  # of the global batch, before anything splits it
+            batch = with_row_keys(batch, key)
         scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
         # A residual is kept without the loss scale, which may change from step to step.
         residual = jax.tree.map(lambda leaf: leaf * scale, state.residual)

@@ -176,6 +176,9 @@ def get_config() -> ConfigDict:
     # model.window tokens, as in "g" or "lllllg"
     model.attention = "g"
     model.window = 0  # number of tokens that a local layer attends to, the current one included
+    # probability of dropout as in GPT-2: after the embedding, of attention probabilities, and after attention and
+    # feed-forward; the same on every mesh and schedule. In training only
+    model.dropout = 0.0
     model.query_scale = 0.0  # factor of the attention scores; 0: 1 / sqrt(head dim)
     model.attention_softcap = 0.0  # soft cap c of attention scores: c tanh(score / c); 0: none
     model.logit_softcap = 0.0  # soft cap c of the logits: c tanh(logit / c); 0: none

@@ -6,7 +6,7 @@ import numpy as np
 
 from meshtrain.data import identity
 from meshtrain.data.permute import permute
-from meshtrain.data.source import Batch, Source
+from meshtrain.data.source import Batch, Source, concatenate
 from meshtrain.errors import ConfigError
 
 BLOCK = 1 << 16  # samples; each source has exactly its share of every block
@@ -53,7 +53,7 @@ def mix(
         ]
         # The batches are grouped by source: restore the order of `indices`.
         order = np.argsort(np.argsort(source_of, kind="stable"))
-        return Batch(*(np.concatenate(leaves)[order] for leaves in zip(*batches, strict=True)))
+        return concatenate(batches, order)
 
     description = "; ".join(
         f"{count / BLOCK:.2%} {source.description}"

@@ -14,7 +14,7 @@ import numpy as np
 from isal import isal_zlib
 
 from meshtrain.data.corpus import Corpus, check_ids, concatenate_ranges
-from meshtrain.data.source import Batch
+from meshtrain.data.source import Batch, concatenate
 
 # B rows of a batch, S tokens of a row, R rows in total
 # N pieces: documents, or parts of the documents longer than S
@@ -172,7 +172,7 @@ def read_rows(
         return parts[int(file_B[0])]
     # The parts are grouped by file: restore the order of `rows_B`.
     order = np.argsort(np.argsort(file_B, kind="stable"))
-    return Batch(*(np.concatenate(leaves)[order] for leaves in zip(*parts.values(), strict=True)))
+    return concatenate(parts.values(), order)
 
 
 def _read_from_file(

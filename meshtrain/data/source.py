@@ -1,6 +1,6 @@
 """The interface of a dataset: a pure function from global sample indices to a batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ class Batch(NamedTuple):
     weights: np.ndarray  # (B, S) float32, 0 where the target does not count
     positions: np.ndarray | None = None  # (B, S) int32, from 0 within each segment
     segments: np.ndarray | None = None  # (B, S) int32, a token attends only to its own segment
+    # (B, W) uint32, added by the train step of a model with dropout, see ops/dropout.py; no dataset yields them
+    row_keys: Any = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,12 @@ def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
     """Returns a Batch of (B, S + 1) tokens. Each row is one document, unless `separator` splits it."""
     tokens, targets = rows[:, :-1], rows[:, 1:]
     return split_documents(Batch(tokens, targets, np.ones(tokens.shape, np.float32)), separator)
+
+
+def concatenate(batches: Iterable[Batch], order: np.ndarray) -> Batch:
+    """Returns the rows of all batches, which have the same fields, in this order."""
+    fields = zip(*batches, strict=True)
+    return Batch(*(None if one[0] is None else np.concatenate(one)[order] for one in fields))
 
 
 def to_segmented_batch(rows: np.ndarray, is_start: np.ndarray) -> Batch:

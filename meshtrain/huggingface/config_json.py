@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import architectures, deepseek, experts, families, rope
+from meshtrain.huggingface import architectures, deepseek, dropout, experts, families, rope
 from meshtrain.huggingface.families import Family
 
 NAME = "config.json"
@@ -18,7 +18,7 @@ NULLABLE = (
     *families.SOFTCAP_KEYS,
 )  # keys of a section: may be null
 # Keys of a section that do not change the logits, and those that matter only with experts.
-NOT_IN_LOGITS = ("z_loss", "attention_impl", "loss_chunk_mib")
+NOT_IN_LOGITS = ("z_loss", "dropout", "attention_impl", "loss_chunk_mib")
 NOT_IN_LOGITS += ("balance", "balance_weight", "router_z_loss")
 EXPERTS = ("experts_per_token", "d_expert", "num_shared_experts", "router", "router_scale")
 EXPERTS += ("expert_groups", "capacity_factor")
@@ -77,7 +77,7 @@ def to_section(config: Config) -> Section:
     faults = _faults(config, family)
     if faults:
         raise ConfigError(*faults)
-    section = families.SECTION_DEFAULTS | family.section
+    section = families.SECTION_DEFAULTS | family.section | dropout.to_section(config, family)
     section |= {key: config[hf_key] for key, hf_key in family.keys.items()}
     heads = section["num_heads"]
     section["num_kv_heads"] = section.get("num_kv_heads") or heads
@@ -226,7 +226,7 @@ def _config_for(section: Section, family: Family) -> Config:
     s = families.SECTION_DEFAULTS | section
     s |= {"head_dim": head_dim(s)}
     config = {"architectures": [family.architecture], "model_type": family.model_type}
-    config |= {
+    config |= dropout.to_config(s, family) | {
         key: values[0] for key, values in family.supported_values.items() if values[0] is not None
     }
     config |= {

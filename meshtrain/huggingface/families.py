@@ -40,6 +40,7 @@ SECTION_DEFAULTS = {
     "post_norm": False,
     "attention": "g",
     "window": 0,
+    "dropout": 0.0,
     "query_scale": 0.0,
     "attention_softcap": 0.0,
     "logit_softcap": 0.0,

@@ -76,6 +76,9 @@ class Model:
     is_trained: Callable[[str], bool] | None = None
     # Paths of the linear layers that `adapter.lora` may change, each with the number of dims of its input.
     linears: Mapping[str, int] = field(default_factory=dict)
+    # Whether the train step adds a key for each row to the batch (a dict or a Batch), for `meshtrain.dropout`: see
+    # ops/dropout.py. A block gets its number as one of the `constants`.
+    row_keys: bool = False
 
     @property
     def trained_axes(self) -> Axes:
@@ -135,8 +138,8 @@ class _NoKeys(nnx.RngStream):
 
 
 NO_KEYS = (
-    "embed, block and head get no random keys in this version; use dropout rate 0, "
-    "or make the model with meshtrain.from_nnx or from_linen"
+    "embed, block and head get no random keys; use meshtrain.dropout(x, batch, rate=..., site=...), whose masks are "
+    "the same on every mesh, and dropout rate 0 here"
 )
 
 

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.models.cache import CachedAttention
-from meshtrain.models.layers import Attend, dense, norm, select
-from meshtrain.models.rope import rope
+from meshtrain.models.layers import Attend, dense, norm
+from meshtrain.models.rope import rope, select
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered
 

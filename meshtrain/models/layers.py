@@ -14,11 +14,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.data.source import Batch
-from meshtrain.models.rope import rope
+from meshtrain.models.rope import rope, select
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, F feed-forward
+
+# numbers of the masks of dropout in a layer, see ops/dropout.py
+OF_PROBABILITIES, AFTER_ATTENTION, AFTER_MLP = range(3)
 
 
 def normal_initializer(std: float) -> nnx.Initializer:
@@ -152,6 +155,7 @@ class NormOfAllHeads(nnx.Module):
 # (q_BSHK, k_BSGK, v_BSGV, scale=, softcap=, window=, is_local=) -> out_BSHV. The caller of the layers chooses it:
 # attention within a row in training, attention over the key/value cache in generation.
 Attend = Callable[..., jax.Array]
+Drop = Callable[..., jax.Array]  # (x_BSD, site=) -> x_BSD: dropout with the keys of this layer
 
 
 class Attention(nnx.Module):
@@ -217,13 +221,6 @@ def _head_norm(c, rngs: nnx.Rngs, shape: tuple[int, int], heads: str) -> nnx.Mod
     return norm(rngs, c.norm, c.head_size, epsilon=c.norm_epsilon, name="head_dim")
 
 
-def select(condition: jax.Array | bool, if_true, if_false):
-    """Returns one of two values, by a condition that may be traced."""
-    if isinstance(condition, bool):
-        return if_true if condition else if_false
-    return jnp.where(condition, if_true, if_false)
-
-
 class MLP(nnx.Module):
     """Feed-forward: SwiGLU, GeGLU (arXiv 2002.05202), or GELU as in GPT-2. GELU is the tanh approximation."""
 
@@ -278,20 +275,23 @@ class Block(nnx.Module):
         row_length: int | jax.Array,
         is_local: jax.Array | bool,
         attend: Attend,
+        drop: Drop,
         batch: Batch,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the activations (B, S, D), and what the layer adds to the loss, None with an MLP."""
         where = positions_BS, row_length, is_local
         branch_BSD = self.attention(self.attention_norm, x_BSD, *where, attend)
-        x_BSD = recomputed(partial(_add, self.attention_post_norm), x_BSD, branch_BSD)
+        add = partial(_add, self.attention_post_norm, partial(drop, site=AFTER_ATTENTION))
+        x_BSD = recomputed(add, x_BSD, branch_BSD)
         loss_BS = None
         if isinstance(self.mlp, MLP):
             branch_BSD = self.mlp(self.mlp_norm, x_BSD)
         else:
             branch_BSD, loss_BS = self.mlp(self.mlp_norm, x_BSD, batch)
-        return recomputed(partial(_add, self.mlp_post_norm), x_BSD, branch_BSD), loss_BS
+        add = partial(_add, self.mlp_post_norm, partial(drop, site=AFTER_MLP))
+        return recomputed(add, x_BSD, branch_BSD), loss_BS
 
 
-def _add(post_norm: nnx.Module | None, x_BSD: jax.Array, branch_BSD: jax.Array) -> jax.Array:
+def _add(post_norm: nnx.Module | None, drop: Callable, x_BSD, branch_BSD) -> jax.Array:
     branch_BSD = branch_BSD if post_norm is None else post_norm(branch_BSD)
-    return constrain(x_BSD + branch_BSD, "batch", "residual_seq", "residual")
+    return constrain(x_BSD + drop(branch_BSD), "batch", "residual_seq", "residual")

@@ -130,3 +130,10 @@ def _are_positive(kind: str, numbers: list) -> bool:
         if not isinstance(truncate, bool):
             return False
     return all(isinstance(number, int | float) and number > 0 for number in numbers)
+
+
+def select(condition: jax.Array | bool, if_true, if_false):
+    """Returns one of two values, by a condition that may be traced."""
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
+    return jnp.where(condition, if_true, if_false)

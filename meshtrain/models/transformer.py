@@ -20,6 +20,7 @@ from meshtrain.models.flops import flops_per_token, inactive_parameters
 from meshtrain.models.latent_attention import LatentAttention
 from meshtrain.models.layers import (
     MLP,
+    OF_PROBABILITIES,
     Attention,
     Block,
     dense,
@@ -34,6 +35,7 @@ from meshtrain.ops.attention import (
     choose_for_generation,
     choose_implementation,
 )
+from meshtrain.ops.dropout import OfAttention, at_layer, dropout
 from meshtrain.ops.lookup import lookup
 from meshtrain.ops.losses import chunked_cross_entropy
 from meshtrain.parallel import context
@@ -42,7 +44,7 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
 # B batch, S sequence, T positions of the cache, D model, V padded vocabulary
 
-
+NUMBER = "layer_number"  # of a layer, among the constants of a stack with dropout
 # Linear layers that get no update of low rank: generation multiplies queries by the kernel of the first.
 NOT_ADAPTED = ("/kv_up", "/router")
 
@@ -75,6 +77,7 @@ class EmbeddingAndHead(nnx.Module):
             x_BSD *= jnp.asarray(self.c.embed_scale, x_BSD.dtype)
         if self.positions is not None:
             x_BSD += look_up(self.positions, None, positions_of(batch))
+        x_BSD = dropout(x_BSD, batch, rate=self.c.dropout, site=0)
         x_BSD = constrain(x_BSD, "batch", "residual_seq", "residual")
         if not self.c.num_experts:
             return x_BSD
@@ -134,14 +137,12 @@ def look_up(embedding: nnx.Embed, rows: str | None, index_BS: jax.Array) -> jax.
 
 def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: bool) -> str:
     """Returns text to log: the attention implementation; raises ConfigError if it is unsupported."""
-    shapes = dict(
-        seq_len=seq_len, head_dim=max(c.query_size, c.value_size), dtype=dtype, packed=packed
-    )
+    shapes = dict(seq_len=seq_len, dtype=dtype, packed=packed, softcap=c.attention_softcap)
+    shapes |= dict(head_dim=max(c.query_size, c.value_size), dropout=c.dropout > 0)
     if num_shards("seq", seq_len) > 1:
         heads = dict(num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
-        options = dict(**shapes, **heads, softcap=c.attention_softcap)
-        return choose_for_context(c.attention_impl, **options)[1]
-    return choose_implementation(c.attention_impl, **shapes, softcap=c.attention_softcap)[1]
+        return choose_for_context(c.attention_impl, **shapes, **heads)[1]
+    return choose_implementation(c.attention_impl, **shapes)[1]
 
 
 def positions_of(batch: Batch) -> jax.Array:
@@ -192,7 +193,8 @@ class Decoder:
         for number in range(self.num_first):
 
             def run(layer, x, number=number):
-                return self._run_first(number, layer, x, batch, self._attend_within(batch))
+                of_layer = at_layer(batch, number)
+                return self._run_first(number, layer, x, of_layer, self._attend_within(of_layer))
 
             # A few layers: to compute them again costs little, whatever train.remat is.
             x = rematerialised(run, "full")(params[FIRST][str(number)], x)
@@ -209,6 +211,8 @@ class Decoder:
         return x, updated
 
     def run_block(self, layer: base.Params, x: Any, batch: Batch) -> Any:
+        if self.c.dropout:
+            batch = at_layer(batch, layer[NUMBER])
         return self._run(layer, x, batch, self._attend_within(batch))
 
     def cached_block(self, layer: base.Params, x: Any, batch: Batch, cache: Any, past: base.Past):
@@ -224,8 +228,10 @@ class Decoder:
         return [zeros() for _ in range(self.num_first)], zeros(len(self.is_local))
 
     def _attend_within(self, batch: Batch) -> Callable:
-        options = dict(segments_BS=batch.segments, implementation=self.c.attention_impl)
-        return partial(attention, **options)
+        c, options = self.c, dict(segments_BS=batch.segments)
+        if c.dropout and batch.row_keys is not None:
+            options["dropout"] = OfAttention(batch.row_keys, c.dropout, OF_PROBABILITIES)
+        return partial(attention, implementation=c.attention_impl, **options)
 
     def _attend_over_cache(self, q_BSHK, k_BTGK, *args, **options):
         name = choose_for_generation(self.c.attention_impl, q_BSHK.shape[1], k_BTGK.shape[1])
@@ -235,13 +241,15 @@ class Decoder:
         x_BSD, loss_BS = x if self.c.num_experts else (x, None)
         local = layer["is_local"] if self.mixed else bool(self.is_local.all())
         where = positions_of(batch), start + x_BSD.shape[1], local
-        x_BSD, new_BS = self.block.bind(layer)(x_BSD, *where, attend, batch)
+        drop = partial(dropout, batch=batch, rate=self.c.dropout)
+        x_BSD, new_BS = self.block.bind(layer)(x_BSD, *where, attend, drop, batch)
         return (x_BSD, loss_BS + new_BS) if self.c.num_experts else x_BSD
 
     def _run_first(self, number, layer, x, batch, attend, start=0):
         x_BSD, loss_BS = x
         where = positions_of(batch), start + x_BSD.shape[1], bool(self.is_local_first[number])
-        return self.dense.bind(layer)(x_BSD, *where, attend, batch)[0], loss_BS
+        drop = partial(dropout, batch=batch, rate=self.c.dropout)
+        return self.dense.bind(layer)(x_BSD, *where, attend, drop, batch)[0], loss_BS
 
 
 def _block(c: TransformerConfig, make_mlp: Callable) -> base.Functional:
@@ -252,14 +260,18 @@ def _block(c: TransformerConfig, make_mlp: Callable) -> base.Functional:
 def build(**config) -> base.Model:
     """Returns the model of a `model` section; raises ConfigError if its values are invalid."""
     c = TransformerConfig(**config)
-    decoder = Decoder(c)
+    decoder, constants = Decoder(c), {}
+    if decoder.mixed:
+        constants["is_local"] = decoder.is_local
+    if c.dropout:
+        constants[NUMBER] = np.arange(c.first_dense_layers, c.num_layers, dtype=np.int32)
     return base.Model(
         init=decoder.init,
         axes=decoder.axes,
         embed=decoder.embed,
         block=decoder.run_block,
         head=lambda params, x, batch: decoder.outer.bind(params).loss(x, batch),
-        constants={"is_local": decoder.is_local} if decoder.mixed else {},
+        constants=constants,
         empty_cache=decoder.empty_cache,
         cached_embed=decoder.cached_embed,
         cached_block=decoder.cached_block,
@@ -271,6 +283,7 @@ def build(**config) -> base.Model:
         measure=partial(mixture.measure, c) if c.num_experts else None,
         num_inactive=inactive_parameters(c),
         linears=decoder.linears(),
+        row_keys=c.dropout > 0,
     )
 
 

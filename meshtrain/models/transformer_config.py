@@ -56,6 +56,7 @@ class TransformerConfig:
     attention: str
     window: int
     query_scale: float
+    dropout: float
     attention_softcap: float
     logit_softcap: float
     embed_scale: float
@@ -166,6 +167,10 @@ def _value_faults(c: TransformerConfig) -> list[str]:
         for key in ("norm_epsilon", "rope_theta", "embed_scale", "router_scale")
         if not getattr(c, key) > 0
     ]
+    if not 0 <= c.dropout < 1:
+        faults.append(
+            f"model.dropout={c.dropout}: is a probability; use 0 or more, and less than 1"
+        )
     if not c.attention or set(c.attention) - {"g", "l"}:
         faults.append(
             f"model.attention={c.attention!r}: use letters g (global) and l (local), such as 'g' or 'lllllg'"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from meshtrain.errors import ConfigError
 from meshtrain.ops import between_chunks, blockwise, conditional, cudnn, implementations
+from meshtrain.ops.blockwise import Dropout
 from meshtrain.parallel import context, sharding
 
 # B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim, V of values
@@ -32,6 +33,7 @@ def attention(
     window: jax.Array | int | None = None,
     is_local: jax.Array | bool = True,
     implementation: str = "xla",
+    dropout: Dropout | None = None,
 ) -> jax.Array:
     """Returns softmax(q k scale) v over the earlier positions of the same segment, (B, S, H, V).
 
@@ -42,6 +44,7 @@ def attention(
     `window`: the number of positions that a query sees, its own included (Mistral, arXiv 2310.06825). It
     applies if `is_local`, which is an array where layers differ.
     `implementation` is one of implementations.NAMES; "xla:N" and "blockwise:N" compute blocks of N positions.
+    `dropout` sets probabilities to 0 by chance; without a cache only, and not with cuDNN.
     Without a cache, a sequence that the rules shard is in the order of `context.order`; see parallel/context.py.
     The softmax is in float32 or wider. Raises ConfigError if `implementation` does not support the inputs.
     """
@@ -49,19 +52,21 @@ def attention(
     num_devices = sharding.num_shards("seq", S) if segments_BT is None else 1
     if num_devices > 1:
         options = dict(scale=scale, softcap=softcap, window=window, is_local=is_local)
-        return _of_sharded_sequences(
-            q_BSHK, k_BTGK, v_BTGV, segments_BS, implementation=implementation, **options
-        )
+        options |= dict(implementation=implementation, dropout=dropout)
+        return _of_sharded_sequences(q_BSHK, k_BTGK, v_BTGV, segments_BS, **options)
     implementation, block = implementations.split(implementation)
     shapes = dict(
         seq_len=S, head_dim=max(K, v_BTGV.shape[-1]), dtype=dtype, packed=segments_BS is not None
     )
-    name, _ = choose_implementation(implementation, **shapes, softcap=softcap)
+    shapes |= dict(softcap=softcap, dropout=dropout is not None)
+    name, _ = choose_implementation(implementation, **shapes)
     segments = segments_BS, segments_BS if segments_BT is None else segments_BT
     compute = {"xla": _xla, "cudnn": cudnn.attention, "blockwise": blockwise.attention}[name]
     options = dict(start=start, scale=scale or K**-0.5, softcap=softcap)
     if block:
         options |= {"block": block}
+    if name != "cudnn":
+        options |= {"dropout": dropout}
 
     def windowed(window, *qkv):
         return compute(*qkv, *segments, window=window, **options)
@@ -83,7 +88,8 @@ def _of_sharded_sequences(
     S, H, K = q_BSHK.shape[1:]
     shapes = dict(seq_len=S, dtype=q_BSHK.dtype, packed=segments_BS is not None)
     shapes |= dict(head_dim=max(K, v_BSGV.shape[-1]))
-    heads = dict(num_heads=H, num_kv_heads=k_BSGK.shape[2], softcap=options["softcap"])
+    shapes |= dict(softcap=options["softcap"], dropout=options["dropout"] is not None)
+    heads = dict(num_heads=H, num_kv_heads=k_BSGK.shape[2])
     method, _ = choose_for_context(implementation, **shapes, **heads)
     if method == "ulysses":
         options |= dict(scale=scale, window=window, is_local=is_local)
@@ -125,17 +131,18 @@ def choose_implementation(
     dtype: jax.typing.DTypeLike,
     softcap: float,
     packed: bool,
+    dropout: bool,
 ) -> tuple[str, str]:
     """Returns the implementation that `name` selects for these shapes, and text to log about it.
 
-    `packed`: rows hold several documents.
+    `packed`: rows hold several documents. `dropout`: of probabilities.
 
     "auto" selects cuDNN if it supports them; otherwise XLA, which stores the S x S scores, up to
     MAX_XLA_TOKENS tokens, and blockwise above. Raises ConfigError if `name` is "cudnn" and cuDNN does not support them.
     """
     if name not in ("auto", "cudnn"):
         return name, name
-    reason = cudnn.why_not(head_dim, dtype, softcap, packed)
+    reason = cudnn.why_not(head_dim, dtype, softcap, packed, dropout)
     if name == "cudnn" and reason:
         raise ConfigError(
             f"model.attention_impl='cudnn': {reason}; use 'auto', 'xla' or 'blockwise'"
@@ -155,7 +162,9 @@ def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
     return name if kind == "blockwise" else "blockwise"
 
 
-def _xla(q_BSHK, k_BTGK, v_BTGV, *segments, start, scale, softcap, window, block=0) -> jax.Array:
+def _xla(
+    q_BSHK, k_BTGK, v_BTGV, *segments, start, scale, softcap, window, block=0, dropout=None
+) -> jax.Array:
     """Computes the formula directly: `jax.nn.dot_product_attention` casts float64 down, so tests would not be exact.
 
     Queries are split into a few blocks. Each block gets only the keys that its queries may see, which
@@ -179,16 +188,21 @@ def _xla(q_BSHK, k_BTGK, v_BTGV, *segments, start, scale, softcap, window, block
         # Queries and heads share one dim: XLA is slow if two dims are contracted.
         q_BGQK = q_BGRSK[..., queries, :].reshape(B, G, -1, K)
         k, v = k_BGTK[:, :, keys], v_BGTV[:, :, keys]
-        out_BGQV = _attend_block(scale, softcap, q_BGQK, k, v, mask_BST)
+        drop = dropout and (dropout, *_positions(queries, keys))
+        out_BGQV = _attend_block(scale, softcap, q_BGQK, k, v, mask_BST, drop)
         blocks.append(out_BGQV.reshape(B, G, H // G, *mask_BST.shape[1:2], -1))
     return jnp.einsum("bgrsv->bsgrv", jnp.concatenate(blocks, 3)).reshape(B, S, H, -1)
+
+
+def _positions(queries: slice, keys: slice) -> tuple[jax.Array, jax.Array]:
+    return jnp.arange(queries.start, queries.stop), jnp.arange(keys.start, keys.stop)
 
 
 def _attention_mask(
     queries: slice, keys: slice, segments_BS, segments_BT, start, window
 ) -> jax.Array:
     """Returns which of these queries see which of these keys, (B or 1, s, t) bool."""
-    query_s, key_t = jnp.arange(queries.start, queries.stop), jnp.arange(keys.start, keys.stop)
+    query_s, key_t = _positions(queries, keys)
     distance_st = start + query_s[:, None] - key_t[None, :]
     mask_st = distance_st >= 0
     if window is not None:
@@ -199,12 +213,23 @@ def _attention_mask(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_block(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST) -> jax.Array:
-    """Returns softmax(scores) v of one block of queries, (B, G, Q, V)."""
-    return _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST)[0]
+def _attend_block(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST, drop) -> jax.Array:
+    """Returns softmax(scores) v of one block of queries, (B, G, Q, V).
+
+    `drop` is dropout and the positions of queries and keys, or None.
+    """
+    return _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST, drop)[0]
 
 
-def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST):
+def _dropped(drop, probs_BGQT) -> jax.Array:
+    if drop is None:
+        return probs_BGQT
+    dropout, query_s, key_t = drop
+    shape = *probs_BGQT.shape[:2], -1, len(query_s), len(key_t)
+    return dropout(probs_BGQT.reshape(shape), query_s, key_t).reshape(probs_BGQT.shape)
+
+
+def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST, drop):
     """Stores one number per score as residual, its exponential (two with a soft cap); autodiff would store three."""
     dtype = jnp.promote_types(q_BGQK.dtype, jnp.float32)
     dot = partial(jnp.einsum, preferred_element_type=dtype)
@@ -220,20 +245,21 @@ def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST):
     exp_BGQT = jnp.exp(scores_BGQT - scores_BGQT.max(-1, keepdims=True))
     inverse_sum_BGQ1 = 1 / exp_BGQT.sum(-1, keepdims=True)
     exp_BGQT = exp_BGQT.astype(v_BGTV.dtype)
-    out_BGQV = (dot("bgqt,bgtv->bgqv", exp_BGQT, v_BGTV) * inverse_sum_BGQ1).astype(q_BGQK.dtype)
+    out_BGQV = dot("bgqt,bgtv->bgqv", _dropped(drop, exp_BGQT), v_BGTV) * inverse_sum_BGQ1
+    out_BGQV = out_BGQV.astype(q_BGQK.dtype)
     residuals = q_BGQK, k_BGTK, v_BGTV, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQV
-    return out_BGQV, residuals
+    return out_BGQV, (*residuals, drop)
 
 
 def _backward(scale, softcap, residuals, grad_BGQV):
-    q_BGQK, k_BGTK, v_BGTV, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQV = residuals
+    q_BGQK, k_BGTK, v_BGTV, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQV, drop = residuals
     dtype, compute_dtype = inverse_sum_BGQ1.dtype, q_BGQK.dtype
     dot = partial(jnp.einsum, preferred_element_type=dtype)
     grad_BGQV = grad_BGQV * inverse_sum_BGQ1  # the cotangent of exp v
     row_dot_BGQ1 = (grad_BGQV * out_BGQV).sum(-1, keepdims=True)
     grad_BGQV = grad_BGQV.astype(compute_dtype)
-    grad_v = dot("bgqt,bgqv->bgtv", exp_BGQT, grad_BGQV)
-    grad_scores = dot("bgqv,bgtv->bgqt", grad_BGQV, v_BGTV) - row_dot_BGQ1
+    grad_v = dot("bgqt,bgqv->bgtv", _dropped(drop, exp_BGQT), grad_BGQV)
+    grad_scores = _dropped(drop, dot("bgqv,bgtv->bgqt", grad_BGQV, v_BGTV)) - row_dot_BGQ1
     grad_scores *= exp_BGQT.astype(dtype) * scale
     if softcap_slope is not None:
         grad_scores = grad_scores * softcap_slope
@@ -244,6 +270,7 @@ def _backward(scale, softcap, residuals, grad_BGQV):
         grad_q.astype(compute_dtype),
         grad_k.astype(k_BGTK.dtype),
         grad_v.astype(v_BGTV.dtype),
+        None,
         None,
     )
 

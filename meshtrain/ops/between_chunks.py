@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.ops import blockwise, chunk_pairs, implementations
-from meshtrain.ops.blockwise import Visibility
+from meshtrain.ops.blockwise import Dropout, Visibility
 from meshtrain.parallel import sharding
 
 # B batch, S sequence, H heads = G key/value heads x R, K head dim, c devices, n blocks of a chunk, b tokens of a block
@@ -41,6 +41,7 @@ def attention(
     softcap: float,
     window: jax.Array | int | None,
     implementation: str,
+    dropout: Dropout | None,
 ) -> jax.Array:
     """Returns the attention (B, S, H, K) of sequences in zigzag order, by the method "ring" or "gather"."""
     S = q_BSHK.shape[1]
@@ -50,7 +51,7 @@ def attention(
     options = Options(scale, softcap, num_devices, length, block, method == "gather")
     segments = jnp.zeros((1, S), jnp.int32) if segments_BS is None else segments_BS
     window = jnp.int32(S if window is None else window)
-    return _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window)
+    return _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout)
 
 
 def block_size(implementation: str, length: int) -> int:
@@ -108,26 +109,26 @@ def _pin(tree, *, whole: bool = False):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window):
-    return _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window)[0]
+def _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout):
+    return _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout)[0]
 
 
-def _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window):
+def _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout):
     """The residuals are not in blocks, so that they share memory with what the layer keeps for its other gradients."""
     queries, keys = _queries_and_keys(options, q_BSHK, k_BSGK, v_BSGK, segments)
     softmaxes = tuple(blockwise.no_keys(q, v_BSGK.shape[-1]) for q, _ in queries)
-    visit = partial(_visit, options, window, queries)
+    visit = partial(_visit, options, window, dropout, queries)
     softmaxes = _rounds(options, visit, softmaxes, keys)
     dtype = q_BSHK.dtype
     out, log_z = zip(*(blockwise.finish(one, dtype) for one in softmaxes), strict=True)
     out_BSHK = _join(options, out, dtype)
-    return out_BSHK, (q_BSHK, k_BSGK, v_BSGK, segments, window, out_BSHK, log_z)
+    return out_BSHK, (q_BSHK, k_BSGK, v_BSGK, segments, window, dropout, out_BSHK, log_z)
 
 
 def _backward(options, residuals, grad_BSHK):
     # Without a barrier XLA would keep what the forward pass fetched, instead of fetching it again.
     residuals, grad_BSHK = jax.lax.optimization_barrier((residuals, grad_BSHK))
-    q_BSHK, k_BSGK, v_BSGK, segments, window, out_BSHK, log_z = residuals
+    q_BSHK, k_BSGK, v_BSGK, segments, window, dropout, out_BSHK, log_z = residuals
     queries, keys = _queries_and_keys(options, q_BSHK, k_BSGK, v_BSGK, segments)
     G, dtype = k_BSGK.shape[2], log_z[0].dtype
     # Not in blocks: the output would be kept a second time, in blocks.
@@ -139,14 +140,14 @@ def _backward(options, residuals, grad_BSHK):
 
     def visit(grads, keys, number):
         grad_q, sums = grads
-        grad_q, new = _visit_back(options, window, queries, seen, grad_q, keys, number)
+        grad_q, new = _visit_back(options, window, dropout, queries, seen, grad_q, keys, number)
         return grad_q, collect(sums, new, number)
 
     grad_q, sums = _rounds(options, visit, (zeros, sums), keys)
     grads = grad_q, *zip(*finish(sums), strict=True)
     inputs = q_BSHK, k_BSGK, v_BSGK
     joined = (_join(options, grad, x.dtype) for grad, x in zip(grads, inputs, strict=True))
-    return *joined, None, None
+    return *joined, None, None, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -228,12 +229,18 @@ def _replace(is_early: jax.Array, halves: Any, new: Any) -> Any:
     return _choose(is_early, (new, early)), _choose(is_early, (late, new))
 
 
-def _visibility(options: Options, window, pair: chunk_pairs.Pair, queries, keys) -> Visibility:
+def _visibility(
+    options: Options, window, dropout, pair: chunk_pairs.Pair, queries, keys
+) -> Visibility:
     start_range = pair.smallest * options.length, pair.largest * options.length
-    return Visibility(pair.distance * options.length, start_range, window, queries, keys)
+    start = pair.distance * options.length
+    device = jnp.arange(options.num_devices)
+    chunk = jnp.where(pair.queries_early, device, 2 * options.num_devices - 1 - device)
+    masks = dropout, chunk * options.length
+    return Visibility(start, start_range, window, queries, keys, *masks)
 
 
-def _visit(options: Options, window, queries, softmaxes, keys, number):
+def _visit(options: Options, window, dropout, queries, softmaxes, keys, number):
     """Returns the softmaxes of the early and the late queries once what they see of these keys is added.
 
     `queries` is a pair of (q, segments), `keys` of (k, v, segments).
@@ -242,7 +249,7 @@ def _visit(options: Options, window, queries, softmaxes, keys, number):
     def add(softmaxes, pair):
         q, segments_s = _choose(pair.queries_early, queries)
         k, v, segments_t = _choose(pair.keys_early, keys)
-        visibility = _visibility(options, window, pair, segments_s, segments_t)
+        visibility = _visibility(options, window, dropout, pair, segments_s, segments_t)
         softmax = _choose(pair.queries_early, softmaxes)
         new = blockwise.add_keys(options.scale, options.softcap, softmax, q, k, v, visibility)
         return _replace(pair.queries_early, softmaxes, new)
@@ -250,14 +257,14 @@ def _visit(options: Options, window, queries, softmaxes, keys, number):
     return chunk_pairs.loop(options.num_devices, number, add, softmaxes)
 
 
-def _visit_back(options: Options, window, queries, seen, grad_q, keys, number):
+def _visit_back(options: Options, window, dropout, queries, seen, grad_q, keys, number):
     """Returns `grad_q` plus the gradients of the queries from these keys, and the gradients of the keys."""
 
     def add(grads, pair):
         grad_q, sums = grads
         q, segments_s = _choose(pair.queries_early, queries)
         k, v, segments_t = _choose(pair.keys_early, keys)
-        visibility = _visibility(options, window, pair, segments_s, segments_t)
+        visibility = _visibility(options, window, dropout, pair, segments_s, segments_t)
         of_pair = _choose(pair.queries_early, seen), _choose(pair.keys_early, sums)
         new, *new_sums = blockwise.gradients(
             options.scale, options.softcap, q, k, v, visibility, *of_pair

@@ -4,6 +4,7 @@ Scores are computed for one block of queries and one block of keys at a time, an
 backward pass. Blocks of keys that no query sees (in the future, or before the window) are skipped.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 # K head dim, V of values, N blocks, s and t positions within a block; ... dims that queries and keys share, such as B
 
 BLOCK = 256
+# (probabilities, positions of queries, positions of keys) -> probabilities: ops.dropout.OfAttention, a pytree
+Dropout = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Visibility(NamedTuple):
@@ -25,6 +28,9 @@ class Visibility(NamedTuple):
     window: jax.Array  # () int32, in positions, the query's own included
     segments_s: jax.Array  # (N, B or 1, ..., s) int32
     segments_t: jax.Array  # (N, B or 1, ..., t) int32
+    # Dropout of probabilities, and for its masks the position in the row of query 0, like `start`.
+    dropout: Dropout | None = None
+    query_start: jax.Array | None = None
 
 
 # Of a softmax over the keys seen so far, for all queries: the largest score and the sum of exponentials, both
@@ -33,7 +39,18 @@ Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attention(
-    q_BSHK, k_BTGK, v_BTGV, segments_BS, segments_BT, *, start, scale, softcap, window, block=0
+    q_BSHK,
+    k_BTGK,
+    v_BTGV,
+    segments_BS,
+    segments_BT,
+    *,
+    start,
+    scale,
+    softcap,
+    window,
+    block=0,
+    dropout=None,
 ) -> jax.Array:
     """Returns the attention (B, S, H, V) that `ops.attention.attention` defines; `scale` has no default."""
     B, S, H, K = q_BSHK.shape
@@ -47,7 +64,7 @@ def attention(
     k, v = (_blocks(x, t, "bntgk->nbgtk") for x in (k_BTGK, v_BTGV))
     segments = _blocks(segments_BS, s, "bns->nbs"), _blocks(segments_BT, t, "bnt->nbt")
     start = jnp.int32(start)
-    visibility = Visibility(start, (start, start), jnp.int32(window), *segments)
+    visibility = Visibility(start, (start, start), jnp.int32(window), *segments, dropout, start)
     out = _attention(scale, softcap, q, k, v, visibility)
     out = out.reshape(-1, B, G, R, s, out.shape[-1])
     return jnp.einsum("nbgrsv->bnsgrv", out).reshape(B, -1, H, out.shape[-1])[:, :S]
@@ -109,7 +126,8 @@ def add_keys(
             scores, _ = _scores(scale, softcap, q[i], k[j], visibility, i, j)
             new_max = jnp.maximum(old_max, scores.max(-1))
             rescale, exp = jnp.exp(old_max - new_max), jnp.exp(scores - new_max[..., None])
-            exp_v = _dot("...qt,...tk->...qk", exp.astype(v.dtype), v[j], out.dtype)
+            kept = _dropped(visibility, exp, i, j).astype(v.dtype)
+            exp_v = _dot("...qt,...tk->...qk", kept, v[j], out.dtype)
             return new_max, total * rescale + exp.sum(-1), out * rescale[..., None] + exp_v
 
         low, high = _visible_key_blocks(i, q, k, visibility)
@@ -151,8 +169,10 @@ def gradients(
             grad_q, grad_k, grad_v = grads
             scores, softcap_slope = _scores(scale, softcap, q[i], k[j], visibility, i, j)
             probs = jnp.exp(scores - log_z[i][..., None])
-            new_v = _dot("...qt,...qk->...tk", probs.astype(v.dtype), grad_out[i], dtype)
+            kept = _dropped(visibility, probs, i, j).astype(v.dtype)
+            new_v = _dot("...qt,...qk->...tk", kept, grad_out[i], dtype)
             grad_probs = _dot("...qk,...tk->...qt", grad_out[i], v[j], dtype)
+            grad_probs = _dropped(visibility, grad_probs, i, j)
             grad_scores = probs * (grad_probs - row_dots[i][..., None]) * softcap_slope * scale
             grad_scores = grad_scores.astype(q.dtype)
             grad_q += _dot("...qt,...tk->...qk", grad_scores, k[j], dtype)
@@ -180,9 +200,24 @@ def _visible_key_blocks(i, q, k, visibility) -> tuple[jax.Array, jax.Array]:
     return jnp.maximum(0, first // t), jnp.clip(last // t + 1, 0, len(k))
 
 
+def _dropped(visibility: Visibility, probs: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+    """Returns the probabilities (..., R s, t) of a block after dropout."""
+    if visibility.dropout is None:
+        return probs
+    s, t = visibility.segments_s.shape[-1], visibility.segments_t.shape[-1]
+    query_s = visibility.query_start[..., None] + _offsets(visibility, i, s)
+    key_t = (visibility.query_start - visibility.start)[..., None] + _offsets(visibility, j, t)
+    of_heads = probs.reshape(*probs.shape[:-2], -1, s, t)
+    return visibility.dropout(of_heads, query_s, key_t).reshape(probs.shape)
+
+
+def _offsets(visibility: Visibility, block: jax.Array, size: int) -> jax.Array:
+    return (block * size + jnp.arange(size)).reshape(*[1] * visibility.start.ndim, size)
+
+
 def _scores(scale, softcap, q, k, visibility, i, j) -> tuple[jax.Array, jax.Array | float]:
     """Returns the masked scores of a block (..., R s, t), and the derivative of the soft cap."""
-    start, _, window, segments_s, segments_t = visibility
+    start, _, window, segments_s, segments_t, *_ = visibility
     s, t = segments_s.shape[-1], segments_t.shape[-1]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     scores = scale * _dot("...qk,...tk->...qt", q, k, dtype)

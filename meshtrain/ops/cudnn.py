@@ -12,7 +12,9 @@ from meshtrain.parallel import accelerator, sharding
 AMPERE, HOPPER, BLACKWELL = 8.0, 9.0, 10.0  # compute capability
 
 
-def why_not(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float, packed: bool) -> str:
+def why_not(
+    head_dim: int, dtype: jax.typing.DTypeLike, softcap: float, packed: bool, dropout: bool = False
+) -> str:
     """Returns why cuDNN's fused attention does not support these inputs; "" if it does."""
     platform, capability = accelerator.platform(), capability_of_target()
     if platform not in ("gpu", "cuda") or capability.startswith("gfx"):
@@ -22,6 +24,8 @@ def why_not(head_dim: int, dtype: jax.typing.DTypeLike, softcap: float, packed: 
         return f"it needs compute capability {AMPERE} or later, and this GPU has {capability}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, and train.dtype is {jnp.dtype(dtype)}"
+    if dropout:
+        return "its masks differ between layouts, and model.dropout is more than 0"
     if softcap:
         return f"it does not support a soft cap, and model.attention_softcap is {softcap}"
     # Of the backward pass: docs.nvidia.com/deeplearning/cudnn/frontend, operations, attention.

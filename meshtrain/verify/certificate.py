@@ -151,6 +151,8 @@ def not_covered(
     dtype = configured["train"]["dtype"]
     if dtype not in {row.get("dtype", "float64") for row in rows}:
         lines.append(f"train.dtype={dtype}; no layout was verified in it")
+    if not any(row.get("dropout") for row in rows):
+        lines.append("dropout; no layout was verified with it")
     if not any(row.get("attention_impl") == "cudnn" for row in rows):
         lines.append("cuDNN's attention kernels, which run on NVIDIA GPUs in bfloat16 and float16")
     kinds = {"cpu": "GPU and TPU", "gpu": "CPU and TPU", "tpu": "CPU and GPU"}

@@ -55,12 +55,10 @@ def verify_here(
         shrink_for_kernels(raw)
     with jax.enable_x64(True):
         subject = Subject(raw, model, data, keep_sizes=True)
-        fixed = {"masks": subject.is_text, "loss_scale": False}
+        fixed = {"masks": subject.is_text, "loss_scale": False, "dropout": False}
         if model is None and "attention_impl" in raw["model"]:
             packed = subject.rows is not None and "packing" not in without
-            text = _describe_attention(
-                subject, configured["model"]["attention_impl"], dtype, packed=packed
-            )
+            text = _describe_attention(subject, configured["model"], dtype, packed=packed)
             fixed["attention_impl"] = text.partition(";")[0]
             log(f"attention {text}")
         rows = layouts.select(subject, without, fixed)
@@ -89,10 +87,12 @@ def verify_here(
     )
 
 
-def _describe_attention(subject: Subject, implementation: str, dtype: str, *, packed: bool) -> str:
+def _describe_attention(subject: Subject, section: dict, dtype: str, *, packed: bool) -> str:
     """Returns the implementation that the config selects in `dtype`, and text to log about it."""
     used = copy.deepcopy(subject.raw)
-    used["model"]["attention_impl"] = implementation
+    used["model"].update(
+        {key: section[key] for key in ("attention_impl", "dropout") if key in section}
+    )
     model = build_model(parse(used, num_devices=jax.device_count()))
     return model.attention(used["data"]["seq_len"], dtype, packed)
 

@@ -24,6 +24,7 @@ from meshtrain.state import TrainState, evaluation_params
 from meshtrain.train import train
 from meshtrain.verify import (
     certificate,
+    dropout_laws,
     expert_laws,
     keys,
     optimizer_laws,
@@ -59,6 +60,8 @@ def laws(subject: Subject, *, quick: bool = False) -> dict[str, Callable[[], lis
         add("narrow sums", sync_laws.compressed)
     add("schedule", lambda: schedule(raw["optim"]))
     add("keys", lambda: keys.repeated(raw))
+    if subject.model.row_keys:
+        add("dropout", dropout_laws.independent)
     if raw["optim"]["build"] == "meshtrain.optim:adamw":
         add("adamw", lambda: adamw(raw["optim"]))
     if of_optimizer := optimizer_laws.LAWS.get(raw["optim"]["build"]):
@@ -153,6 +156,9 @@ def decoder_of(c: Mapping[str, Any], batch: Batch) -> str | None:
 def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
     """Law: a transformer has the initial standard deviations, loss and gradients of the reference model."""
     model, random = transformer.build(**c), np.random.default_rng(0)
+    if c["dropout"]:
+        row_keys = random.integers(2**32, size=(len(batch.tokens), 2), dtype=np.uint32)
+        batch = batch._replace(row_keys=row_keys)
     initial = reference_step.run_compiled(model.init, jax.random.key(0))
     leaves = {certificate.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(initial)}
     stddevs = reference_model.initial_stddevs(c)
@@ -226,7 +232,10 @@ def trainer(subject: Subject) -> str | None:
     raw, variant = copy.deepcopy(subject.raw), {"packing": False, "masks": True}
     raw["optim"]["clip_norm"] = subject.clip_norm
     raw["eval"]["batches"] = STEPS
-    (samples, unpacked), steps = subject.batches(**variant), subject.steps(**variant)
+    (samples, unpacked), steps = (
+        subject.batches(**variant),
+        subject.steps(**variant, dropout=subject.model.row_keys),
+    )
     # Modulo, because the loader prefetches beyond the last step.
     source = Source(lambda indices: jax.tree.map(lambda leaf: leaf[indices % len(leaf)], samples))
     with contextlib.redirect_stdout(io.StringIO()):

@@ -64,6 +64,7 @@ def _factors(subject: Subject, without: Iterable[str]) -> list[list[Row]]:
         switch("masks", subject.is_text and "masks" not in without),
         switch("sequence_parallel", any(name == "residual_seq" for name, _ in raw["rules"])),
         switch("loss_scale"),
+        switch("dropout", subject.model.row_keys),
         [{"sync_pattern": name} for name in PATTERNS],
     ]
     if subject.is_transformer and "attention_impl" in model:

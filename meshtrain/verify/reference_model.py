@@ -16,6 +16,7 @@ import numpy as np
 from meshtrain.data.source import Batch
 from meshtrain.models.base import Params
 from meshtrain.verify import reference_latent, reference_mixture
+from meshtrain.verify.reference_dropout import dropped, of_layer
 from meshtrain.verify.reference_mixture import mixture
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, k = K/2, V vocabulary
@@ -28,6 +29,7 @@ def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
     x_BSD = params["tokens"]["embedding"][batch.tokens] * c["embed_scale"]
     if c["positions"] == "learned":
         x_BSD = x_BSD + params["positions"]["embedding"][: batch.tokens.shape[1]][None]
+    x_BSD = dropped(x_BSD, batch.row_keys, c["dropout"], 0)
     of_layers = 0.0
     first = c["first_dense_layers"]
     for number in range(c["num_layers"]):
@@ -37,16 +39,20 @@ def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
         else:
             index = number - first
             layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
+        keys = of_layer(batch.row_keys, number)
         local = c["attention"][number % len(c["attention"])] == "l"
-        update = attention(_norm(x_BSD, layer["attention_norm"], c), layer["attention"], c, local)
-        x_BSD += _norm(update, layer["attention_post_norm"], c) if c["post_norm"] else update
+        normed_BSD = _norm(x_BSD, layer["attention_norm"], c)
+        update = attention(normed_BSD, layer["attention"], c, local, keys)
+        update = _norm(update, layer["attention_post_norm"], c) if c["post_norm"] else update
+        x_BSD += dropped(update, keys, c["dropout"], 1)
         normed_BSD = _norm(x_BSD, layer["mlp_norm"], c)
         if is_sparse:
             update, more = mixture(normed_BSD, layer["mlp"], c, batch, _mlp)
             of_layers += more
         else:
             update = _mlp(normed_BSD, layer["mlp"], c)
-        x_BSD += _norm(update, layer["mlp_post_norm"], c) if c["post_norm"] else update
+        update = _norm(update, layer["mlp_post_norm"], c) if c["post_norm"] else update
+        x_BSD += dropped(update, keys, c["dropout"], 2)
     x_BSD = _norm(x_BSD, params["final_norm"], c)
     tied = c["tie_embeddings"]
     head_DV = params["tokens"]["embedding"].T if tied else params["output"]["kernel"]
@@ -57,10 +63,10 @@ def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
     return (token_losses_BS * batch.weights).sum() + of_layers
 
 
-def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool) -> jax.Array:
+def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool, keys=None) -> jax.Array:
     """Returns the output of a causal attention layer: softmax(q k^T * scale) v, and its projections.
 
-    In a `local` layer a position attends only to the last `window` positions.
+    In a `local` layer a position attends only to the last `window` positions. `keys` are those of dropout.
     """
     if c["kv_lora_rank"]:
         q_BSHK, k_BSHK, v_BSHV = reference_latent.heads(x_BSD, p, c, lambda x: _rope(x, c, local))
@@ -74,6 +80,7 @@ def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool) -> jax.Array
     scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK) * scale
     scores_BHST = jnp.exp(_capped(scores_BHST, c["attention_softcap"])) * mask_SS[None, None]
     probs_BHST = scores_BHST / scores_BHST.sum(-1, keepdims=True)
+    probs_BHST = dropped(probs_BHST, keys, c["dropout"], 0)
     return _linear(jnp.einsum("bhst,bthv->bshv", probs_BHST, v_BSHV), p["out"], 2)
 
 

@@ -15,6 +15,7 @@ import optax
 from meshtrain.data.source import Batch
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params, is_measured
+from meshtrain.ops import dropout
 
 # B batch, S sequence, N rows of documents
 
@@ -34,6 +35,14 @@ class Step(NamedTuple):
 def run_compiled(function: Callable, *args: Any) -> Any:
     """Compiles and calls a function; returns its result as numpy arrays."""
     return jax.device_get(jax.jit(function)(*args))
+
+
+def with_row_keys(seed: int, step: int, batch: Any) -> Any:
+    """Returns the batch of a step with the key of each of its rows, by seed, step and row."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    rows = range(len(jax.tree.leaves(batch)[0]))
+    keys = [np.asarray(jax.random.key_data(jax.random.fold_in(key, row))) for row in rows]
+    return dropout.with_keys(batch, np.stack(keys))
 
 
 def apply_blocks(model: Model, params: Params, batch: Any) -> jax.Array:

@@ -81,7 +81,7 @@ def setup_of(subject: Any) -> Setup:
         raw["model"].update({key: n for key, n in small.items() if key in raw["model"]})
         model = build_model(parse(raw))
     masks = subject.is_text
-    grads = subject.steps(packing=False, masks=masks)[0].grads
+    grads = subject.steps(packing=False, masks=masks, dropout=subject.model.row_keys)[0].grads
     samples, _ = subject.batches(packing=False, masks=masks)
     source = _numbered(samples, raw["train"]["global_batch"])
     zero = certificate.zero_gradient_names(grads)

@@ -11,8 +11,13 @@ YARN = ("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)
 DYNAMIC = ("dynamic", 4.0, 8)
 # Implementations of attention with several blocks, and what `--quick` tries together with each of them.
 BLOCKS = {
-    "xla:5": {"positions": "rope", "rope_scaling": LLAMA3},
-    "blockwise:5": {"positions": "learned", "rope_scaling": (), "embed_scale": 2.0},
+    "xla:5": {"positions": "rope", "rope_scaling": LLAMA3, "dropout": 0.0},
+    "blockwise:5": {
+        "positions": "learned",
+        "rope_scaling": (),
+        "embed_scale": 2.0,
+        "dropout": 0.2,
+    },
 }
 NUM_QUICK = 1 + len(BLOCKS)
 SOFTCAP = 3.0
@@ -88,6 +93,7 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
         choice("embed_scale", 1.0, 2.0),
         choice("query_scale", 0.0, 0.3),
         choice("z_loss", 0.0, 1e-3),
+        choice("dropout", 0.0, 0.2),
         [{"num_heads": 4, "num_kv_heads": number} for number in (4, 2, 1)],
         choice("head_dim", 0, 6),
         choice("attention_impl", "xla", *BLOCKS),

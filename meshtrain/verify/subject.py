@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ from meshtrain.verify import reference_step
 # extended to a multiple of the length of the attention pattern.
 NUM_LAYERS, FEW_LAYERS = 24, 8
 ROWS_PER_DEVICE = 6
+DROPOUT = 0.25  # of a transformer without it; a layout may switch it off
+TRANSFORMER = "meshtrain.models.transformer:build"
 STEPS = 2  # the second starts from an optimizer state that is not zero
 SEPARATOR = 0  # token that ends a document in packed rows
 
@@ -54,7 +56,7 @@ class Subject:
         parts = build(cfg, model=model, data=data)
         self.raw, self.cfg, self.global_batch = raw, cfg, cfg.train.global_batch
         self.name = "your model" if model else raw["model"]["build"]
-        self.is_transformer = self.name == "meshtrain.models.transformer:build"
+        self.is_transformer = self.name == TRANSFORMER
         self.model = without_dropout(parts.model)
         self.samples = read_samples(parts.train_data, STEPS * self.global_batch)
         self.rows = _rows_of(self.samples)
@@ -63,7 +65,7 @@ class Subject:
         self.must_predict_next_token = own_data and self.is_text
         self.schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
         self.optimizer = parts.make_optimizer(self.schedule)
-        self._steps: dict[tuple[bool, bool], list[reference_step.Step]] = {}
+        self._steps: dict[tuple[bool, bool, bool], list[reference_step.Step]] = {}
 
     @cached_property
     def shallow(self) -> "Subject":
@@ -107,15 +109,24 @@ class Subject:
         """Whether samples are token sequences, whose weights and packing can be varied."""
         return isinstance(self.samples, Batch)
 
-    def steps(self, *, packing: bool, masks: bool) -> list[reference_step.Step]:
-        """Returns the expected steps on one device, with each document in a separate row."""
-        if (packing, masks) not in self._steps:
+    def steps(self, *, packing: bool, masks: bool, dropout: bool) -> list[reference_step.Step]:
+        """Returns the expected steps on one device, with each document in a separate row.
+
+        With dropout rows stay as they are: its masks depend on the position in the row.
+        """
+        if (packing, masks, dropout) not in self._steps:
             params, opt_state, steps = self.start.params, self.start.opt_state[1], []
-            for number, batch in enumerate(self.batches(packing=packing, masks=masks)[1]):
+            samples, batches = self.batches(packing=packing, masks=masks)
+            if dropout:
+                seed = self.cfg.train.seed
+                batches = map(
+                    partial(reference_step.with_row_keys, seed), range(STEPS), self._split(samples)
+                )
+            for number, batch in enumerate(batches):
                 steps.append(self._step(number, params, opt_state, batch, self.clip_norm))
                 params, opt_state = steps[-1].params, steps[-1].opt_state
-            self._steps[packing, masks] = steps
-        return self._steps[packing, masks]
+            self._steps[packing, masks, dropout] = steps
+        return self._steps[packing, masks, dropout]
 
     @cached_property
     def _compiled_step(self) -> Any:
@@ -220,7 +231,7 @@ def shrink_experts(model: dict[str, Any]) -> None:
 def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
     """Sets float64, a batch that fits the devices, and synthetic tokens instead of files.
 
-    Attention and loss are computed in one block; the layouts vary that.
+    Attention and loss are computed in one block, and there is dropout; the layouts vary that.
     """
     # The laws are those of the model itself; tests/models/test_adapter.py has those of an adapter.
     raw["adapter"]["rank"], raw["train"]["only"] = 0, "*"
@@ -228,6 +239,8 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
         raw["data"].update(build=synthetic.SYNTHETIC_BUILD, separator=-1)
     plain = {"attention_impl": "xla", "loss_chunk_mib": 0.0}
     raw["model"].update({key: value for key, value in plain.items() if key in raw["model"]})
+    if raw["model"]["build"] == TRANSFORMER:
+        raw["model"]["dropout"] = raw["model"]["dropout"] or DROPOUT
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}
     # Exact sums; `sync_laws` verifies what narrow formats do.
     raw["sync"].update(wire="float32", feedback="auto", pattern="xla")
@@ -263,7 +276,7 @@ def read_samples(data: Source | Iterable[Any], num: int) -> Any:
 
 
 def without_dropout(model: Model) -> Model:
-    """Returns the model without dropout, whose masks differ between layouts."""
+    """Returns the model without the dropout of a loss, whose masks differ between layouts."""
     if model.loss is None:
         return model
     return dataclasses.replace(model, loss=lambda params, batch, _: model.loss(params, batch, None))

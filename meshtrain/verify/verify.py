@@ -101,7 +101,7 @@ def plan(
     """Returns the layouts, those that are verified in low precision too, and the names of the laws."""
     rows = layouts.select(subject, without)
     low = [
-        {**row, "dtype": dtype, "masks": subject.is_text, "loss_scale": False}
+        {**row, "dtype": dtype, "masks": subject.is_text, "loss_scale": False, "dropout": False}
         for row in rows[:NUM_LOW_PRECISION]
         for dtype in ("bfloat16", "float16")
     ]
@@ -152,6 +152,7 @@ def _program(subject: Subject, row: Row) -> Program:
     cfg = parse(raw, num_devices=jax.device_count())
     model = subject.model if raw["model"] == subject.raw["model"] else build_model(cfg)
     make_optimizer = optimizer_builder(cfg, model)
+    model = dataclasses.replace(model, row_keys=bool(row.get("dropout")))
     parts = Parts(model, lambda schedule: keep_gradients(make_optimizer(schedule)))
     return assemble(cfg, parts)
 
@@ -172,7 +173,9 @@ def _compare(
 ) -> str | None:
     """Adds the largest difference of each kind to `differences`; returns a message if one is too large."""
     variant = {key: row[key] for key in ("packing", "masks")}
-    expected_steps, (samples, _) = subject.steps(**variant), subject.batches(**variant)
+    samples, _ = subject.batches(**variant)
+    expected_sums = subject.steps(**variant, dropout=False)[0].sums  # of an evaluation
+    expected_steps = subject.steps(**variant, dropout=bool(row.get("dropout")))
     source = Source(lambda indices: jax.tree.map(lambda leaf: leaf[indices], samples))
     size = subject.global_batch
     loader = Loader(source, program.mesh, program.rules, global_batch=size)
@@ -201,7 +204,7 @@ def _compare(
         state = jax.device_put(start, states.shardings_of(step_program.abstract_state))
         metrics = evaluate(state.params, batches[0])
         sums = {"loss": metrics.loss, "weight": metrics.weight, **metrics.extra}
-        fault = fault or record({"evaluation": sums}, {"evaluation": expected_steps[0].sums})
+        fault = fault or record({"evaluation": sums}, {"evaluation": expected_sums})
         for number, (batch, expected) in enumerate(zip(batches, expected_steps, strict=True)):
             if fault:
                 break

@@ -240,7 +240,9 @@ def test_memory_of_blockwise_attention_is_linear_in_the_sequence():
 def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **changes):
     monkeypatch.setattr(accelerator, "platform", lambda: platform)
     monkeypatch.setattr(cudnn, "capability_of_target", lambda: capability)
-    shape = dict(seq_len=1024, head_dim=64, dtype="bfloat16", softcap=0.0, packed=False)
+    shape = dict(
+        seq_len=1024, head_dim=64, dtype="bfloat16", softcap=0.0, packed=False, dropout=False
+    )
     return attention_module.choose_implementation(name, **shape | changes)
 
 
@@ -248,6 +250,7 @@ def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **ch
     ("changes", "reason"),
     [
         ({"platform": "cpu", "capability": ""}, "it runs on NVIDIA GPUs only, and this is cpu"),
+        ({"dropout": True}, "its masks differ between layouts, and model.dropout is more than 0"),
         ({"capability": "gfx90a"}, "it runs on NVIDIA GPUs only, and this is gfx90a"),
         ({"dtype": "float32"}, "bfloat16 or float16, and train.dtype is float32"),
         ({"softcap": 50.0}, "model.attention_softcap is 50.0"),

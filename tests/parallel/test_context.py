@@ -20,6 +20,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
 from meshtrain.monitor import activations
 from meshtrain.ops.attention import attention, choose_for_context
+from meshtrain.ops.dropout import OfAttention
 from meshtrain.parallel import context, sharding
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.program import assemble
@@ -87,6 +88,7 @@ CASES = {
     "layers differ": (dict(context=4), dict(window=5, is_local=True)),
     "no documents": (dict(context=2), dict(documents=0)),
     "long documents": (dict(context=4), dict(documents=2)),
+    "dropout": (dict(data=2, context=4), dict(num_heads=8, dropout=True)),
     "one token": (dict(context=2), dict(documents="one token each")),
 }
 
@@ -100,6 +102,8 @@ def test_attention_and_gradients_equal_one_device(method, case, x64):
     shapes = [options.pop(name) for name in ("num_heads", "num_kv_heads", "documents")]
     inputs = make_inputs(length, *shapes)
     is_local = jnp.array(options.pop("is_local", True))
+    keys = np.arange(8, dtype=np.uint32).reshape(4, 2)
+    options["dropout"] = OfAttention(keys, 0.3, 0) if options.get("dropout") else None
 
     def total(q, k, v, segments, weights, implementation):
         how = dict(implementation=implementation, is_local=is_local, **options)
@@ -193,7 +197,9 @@ def test_data_of_another_kind_is_rejected():
 
 
 def choice(name="auto", num_heads=8, num_kv_heads=2, method="auto:gather", **sizes):
-    shapes = dict(seq_len=4096, head_dim=64, dtype="bfloat16", softcap=0.0, packed=False)
+    shapes = dict(
+        seq_len=4096, head_dim=64, dtype="bfloat16", softcap=0.0, packed=False, dropout=False
+    )
     with active(method, **sizes or {"context": 4}):
         return choose_for_context(name, num_heads=num_heads, num_kv_heads=num_kv_heads, **shapes)
 

@@ -69,6 +69,7 @@ def test_not_covered_names_what_a_verification_leaves_out():
     assert "cuDNN's attention kernels, which run on NVIDIA GPUs" in page and "GPU and TPU" in page
     assert "more than 8 devices (cpu), more than 1 process" in page
     assert f"other versions than jax {jax.__version__}" in page
-    here = ROW | {"dtype": "float32", "attention_impl": "cudnn"}
+    assert "dropout; no layout was verified with it" in page
+    here = ROW | {"dtype": "float32", "attention_impl": "cudnn", "dropout": True}
     same = "\n".join(certificate.not_covered(configured, configured, [here]))
     assert not any(words in same for words in ("larger sizes", "no layout", "cuDNN", "left out"))

@@ -35,7 +35,8 @@ def sharded_attention(
     H, G, dtype = c.num_heads, c.num_kv_heads, cfg.train.dtype
     shapes = dict(seq_len=seq_len, head_dim=max(c.query_size, c.value_size), dtype=dtype)
     shapes |= dict(num_heads=H, num_kv_heads=G, packed=batch.segments is not None)
-    method, _ = choose_for_context(c.attention_impl, **shapes, softcap=c.attention_softcap)
+    shapes |= dict(softcap=c.attention_softcap, dropout=c.dropout > 0)
+    method, _ = choose_for_context(c.attention_impl, **shapes)
     num_shards = sharding.num_shards("heads", H)
     if method == "ulysses":
         G *= context.kv_repeats(H, G, num_devices * num_shards)
