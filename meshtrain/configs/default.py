@@ -56,8 +56,7 @@ def get_config() -> ConfigDict:
     train.steps = 1000  # total number of optimizer steps
     train.epochs = 0.0  # passes over the training data, which replace train.steps; 0: train.steps
     train.global_batch = 32  # sequences per step, over all devices and micro-batches
-    # sequences of a step that each device holds, which replace train.global_batch: it becomes this number times
-    # mesh.data x mesh.fsdp x mesh.expert; 0: train.global_batch
+    # sequences of each step on each shard of the batch, which replace train.global_batch; 0: train.global_batch
     train.batch_per_device = 0
     train.num_microbatches = 1  # number of micro-batches that a batch is split into, to save memory
     train.seed = 0  # seed of the initial parameters, the data order and dropout

@@ -12,7 +12,7 @@ from meshtrain.config.adapter import AdapterConfig
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, did_you_mean, minimum_faults
 from meshtrain.models import low_rank, subset
-from meshtrain.models.base import Model, Params
+from meshtrain.models.base import MEASURED, Model, Params
 from meshtrain.models.layers import normal_initializer
 from meshtrain.models.low_rank import A, B
 
@@ -70,8 +70,13 @@ def lora(model: Model, *, rank: int, alpha: float, targets: tuple[str, ...]) -> 
         for name in ("loss", "embed", "block", "head", "logits", "cached_embed", "cached_block")
         if getattr(model, name) is not None
     }
-    part = dict(is_trained=low_rank.is_low_rank, flops_per_token=None)
+    part = dict(is_trained=_is_added, flops_per_token=None)
     return dataclasses.replace(model, init=init, axes=axes, **functions, **part)
+
+
+def _is_added(path: str) -> bool:
+    """Whether a parameter has a gradient although no pattern names it: it is one of `lora`, or is measured."""
+    return low_rank.is_low_rank(path) or MEASURED in path.split("/")
 
 
 def train_only(model: Model, patterns: list[str]) -> Model:
@@ -86,7 +91,7 @@ def train_only(model: Model, patterns: list[str]) -> Model:
             f"train.only={','.join(unmatched)}: no parameter has such a path{did_you_mean(unmatched[0], paths)}; "
             f"there are {', '.join(paths[:5])}, ..."
         )
-    before = model.is_trained or (lambda path: False)
+    before = model.is_trained or _is_added
 
     def is_trained(path: str) -> bool:
         return before(path) or any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

@@ -72,7 +72,7 @@ class Model:
     # gradients per unit of weight of the global batch. These leaves stay out of clipping, norm and optimizer.
     measure: Callable[[Params, Params], tuple[Params, dict[str, jax.Array]]] | None = None
     num_inactive: int = 0  # parameters that a token does not use: those of other experts
-    # Path of a parameter -> whether the optimizer trains it, see `adapter`; None: it trains all of them.
+    # Path of a parameter -> whether it is trained or measured, see `adapter`; None: all are.
     is_trained: Callable[[str], bool] | None = None
     # Paths of the linear layers that `adapter.lora` may change, each with the number of dims of its input.
     linears: Mapping[str, int] = field(default_factory=dict)
@@ -91,13 +91,8 @@ class Model:
 
 
 def trained_part(tree: Any, is_trained: Callable[[str], bool] | None) -> Any:
-    """Returns the part of a tree like the parameters that has gradients; `is_trained` is `Model.is_trained`.
-
-    Measured parameters are in it.
-    """
-    if is_trained is None:
-        return tree
-    return subset.where(tree, lambda path: is_trained(path) or MEASURED in path.split("/"))
+    """Returns the part of a tree like the parameters that has gradients; `is_trained` is `Model.is_trained`."""
+    return tree if is_trained is None else subset.where(tree, is_trained)
 
 
 def check_model(model: Any) -> None:
