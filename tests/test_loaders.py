@@ -90,14 +90,16 @@ def test_epochs_resume_and_continue_to_more(tmp_path):
         (Source(lambda indices: indices, size=24), 1 / 3, 1),
         ([0] * 5, 2.0, 10),
     ],
-    ids=str,
+    ids=["once", "one and a half times", "a third", "a list"],
 )
 def test_the_steps_of_epochs(data, epochs, steps):
     cfg = with_steps(parse(settings(epochs=epochs), num_devices=8), data)
     assert (cfg.train.steps, cfg.train.epochs) == (steps, 0.0)
 
 
-@pytest.mark.parametrize("data", [Source(lambda indices: indices), iter([1])], ids=str)
+@pytest.mark.parametrize(
+    "data", [Source(lambda indices: indices), iter([1])], ids=["source", "iterator"]
+)
 def test_epochs_of_data_without_a_size_are_an_error(data):
     with pytest.raises(ConfigError, match="train.epochs=2: this data has no size.*set train.steps"):
         with_steps(parse(settings(epochs=2.0), num_devices=8), data)
