@@ -41,7 +41,7 @@ def facts_of(run: Run) -> dict[str, Any]:
     config, manifest = configs[-1] if configs else {}, run.manifest()
     starts = [event for event in events if event["event"] == "start"]
     newest_start = starts[-1] if starts else {}
-    steps = _dict(config.get("train")).get("steps")
+    steps, processes = _dict(config.get("train")).get("steps"), manifest.get("processes")
     versions = {key: str(one) for key, one in _dict(manifest.get("versions")).items()}
     if "jax" in newest_start:
         versions["jax"] = str(newest_start["jax"])
@@ -62,7 +62,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "seconds": seconds,
         **restarts,
         "mesh": mesh_of(newest_start.get("mesh") or config.get("mesh")),
-        "processes": manifest.get("processes"),
+        "processes": processes if type(processes) is int else None,
         "schedule": schedule_of(config),
         "versions": versions,
         "config": flat(config),

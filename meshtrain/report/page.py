@@ -55,6 +55,7 @@ def html(data: dict[str, Any], *, live: bool) -> str:
         "policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "styles": "".join(f"<style>{text}</style>\n" for text in styles),
         "scripts": "".join(f"<script>{text}</script>\n" for text in scripts),
+        "license": _part("uPlot.LICENSE"),
         "data": to_json(data),
         "live": "true" if live else "false",
     }

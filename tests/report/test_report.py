@@ -208,6 +208,9 @@ def test_verdicts_are_found_in_the_workdir_and_given(tmp_path, capsys):
     ]
     assert not certificate["ok"] and certificate["largest"] == {"loss": 1e-9}
     assert (found["ok"], found["fits"], found["lines"]) == (False, False, ["no rule"])
+    for warnings, is_ok in ((["no rule"], False), ([], True)):
+        given.write_text(json.dumps(audit | {"warnings": warnings}))
+        assert verdicts.verdict_of(given)["ok"] is is_ok
     given.write_text("{}")
     output = tmp_path / "page.html"
     line = fault(capsys, tmp_path, f"--output={output}", f"--verdict={given}")
