@@ -331,7 +331,7 @@
     const parts = Object.entries(run.seconds).filter(([name, value]) => name !== "wall" && value > 0).sort((a, b) => b[1] - a[1]);
     const total = parts.reduce((sum, [, value]) => sum + value, 0);
     if (!total) return el("p", { class: "muted" }, "No account of the time yet: a run writes it when it ends.");
-    const share = (value) => `${(100 * value / total).toFixed(1)} %`;
+    const share = (value) => `${(100 * value / total).toFixed(1)}\u00a0%`;
     const words = parts.map(([name, value]) => `${MEANINGS[name] || name} ${share(value)}`).join(", ");
     return [el("div", { class: "bar", role: "img", "aria-label": `Where the time went: ${words}` },
       parts.map(([name, value]) => el("span", { title: `${MEANINGS[name] || name}: ${duration(value)}`, vars: { "--key": `var(--${PHASES[name] || "c7"})`, width: `${100 * value / total}%` } }))),
