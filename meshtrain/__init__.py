@@ -14,6 +14,7 @@ _MODULES = {
     "Result": "train",
     "Source": "data.source",
     "dropout": "ops.dropout",
+    "from_blocks": "models.own",
     "from_linen": "models.base",
     "from_nnx": "models.base",
     "launch": "cluster.launch",

@@ -165,5 +165,7 @@ def test_a_rate_that_is_no_probability_is_rejected():
 
 
 def test_a_batch_that_cannot_hold_keys_is_rejected():
-    with pytest.raises(meshtrain.ConfigError, match="a batch is a tuple, and the model uses drop"):
+    with pytest.raises(
+        meshtrain.ConfigError, match="a batch is a tuple, which cannot hold the keys"
+    ):
         masks.with_row_keys((np.zeros((4, 2)),), jax.random.key(0))

@@ -235,22 +235,7 @@ def from_linen(
 
     `example` is one input (an array, or a tuple of arrays); only its shape and dtype matter.
     """
-    example = example if isinstance(example, tuple) else (example,)
-    zeros = tuple(jax.numpy.zeros(x.shape, x.dtype) for x in example)
-
-    def variables(key):
-        return module.init({"params": key, "dropout": key}, *zeros)
-
-    boxed = jax.eval_shape(variables, jax.random.key(0))
-    for collection in boxed.keys() - {"params"}:
-        raise ConfigError(
-            f"model state {collection!r}: meshtrain trains parameters only; use a layer without running state "
-            f"(LayerNorm or GroupNorm instead of BatchNorm)"
-        )
-    specs = linen.get_partition_spec(boxed)["params"]
-    names = {path: tuple(spec) or None for path, spec in jax.tree.leaves_with_path(specs)}
-    shapes = linen.unbox(boxed)["params"]
-    axes = jax.tree.map_with_path(lambda path, leaf: names[path] or (None,) * leaf.ndim, shapes)
+    init, axes = linen_init(module, *(example if isinstance(example, tuple) else (example,)))
 
     def run(params, batch, key):
         def apply(*inputs, **options):
@@ -270,7 +255,30 @@ def from_linen(
                 f"evaluation, where linen.Dropout is off"
             ) from error
 
-    return Model(lambda key: linen.unbox(variables(key))["params"], axes, loss=run)
+    return Model(init, axes, loss=run)
+
+
+def linen_init(module: linen.Module, *example: Any) -> tuple[Callable[[jax.Array], Params], Axes]:
+    """Returns init and axes of a Linen module that is called with inputs of these shapes, pytrees of arrays.
+
+    Raises ConfigError if the module has other variables than parameters, such as BatchNorm's.
+    """
+
+    def variables(key):
+        zeros = jax.tree.map(jax.numpy.zeros_like, example)
+        return module.init({"params": key, "dropout": key}, *zeros)
+
+    boxed = jax.eval_shape(variables, jax.random.key(0))
+    for collection in boxed.keys() - {"params"}:
+        raise ConfigError(
+            f"model state {collection!r}: meshtrain trains parameters only; use a layer without running state "
+            f"(LayerNorm or GroupNorm instead of BatchNorm)"
+        )
+    shapes = linen.unbox(boxed).get("params", {})
+    specs = linen.get_partition_spec(boxed).get("params", {})
+    names = {path: tuple(spec) or None for path, spec in jax.tree.leaves_with_path(specs)}
+    axes = jax.tree.map_with_path(lambda path, leaf: names[path] or (None,) * leaf.ndim, shapes)
+    return lambda key: linen.unbox(variables(key)).get("params", {}), axes
 
 
 def _is_key(leaf: Any) -> bool:

@@ -57,8 +57,8 @@ def with_keys(batch: Any, keys_BW: jax.Array) -> Any:
     if hasattr(batch, NAME):  # a data.source.Batch
         return batch._replace(row_keys=keys_BW)
     raise ConfigError(
-        f"data: a batch is a {type(batch).__name__}, and the model uses dropout, whose keys travel in the batch; "
-        f"yield a dict or a meshtrain.Batch"
+        f"data: a batch is a {type(batch).__name__}, which cannot hold the keys of its rows for dropout "
+        f"(Model.row_keys); yield a dict or a meshtrain.Batch"
     )
 
 
