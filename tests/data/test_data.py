@@ -172,7 +172,7 @@ def test_a_separator_ends_a_document():
     assert batch.weights.tolist() == [[1, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]]
     assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4]]
     assert batch.segments.tolist() == [[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]]
-    assert [x.dtype for x in batch] == ["int32", "int32", "float32", "int32", "int32"]
+    assert [x.dtype for x in batch[:5]] == ["int32", "int32", "float32", "int32", "int32"]
 
 
 def test_the_separator_of_a_config_reaches_the_batch(counting):
