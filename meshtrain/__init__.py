@@ -15,7 +15,7 @@ _MODULES = {
     "Source": "data.source",
     "dropout": "ops.dropout",
     "from_blocks": "models.own",
-    "from_linen": "models.base",
+    "from_linen": "models.own",
     "from_nnx": "models.base",
     "launch": "cluster.launch",
     "load_config": "config.files",

@@ -1,17 +1,16 @@
 """The model interface: pure functions over a nested dict of arrays, whose dims have logical names.
 
-Only this file splits Flax modules into functions and arrays. All other code sees plain functions and
+Only this file and own.py split Flax modules into functions and arrays. All other code sees plain functions and
 dicts, so checkpoints contain no Flax classes, and a step uses only `jax.*` transforms.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import errors, linen, nnx
+from flax import nnx
 
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
@@ -228,59 +227,6 @@ def from_nnx(
     )
 
 
-def from_linen(
-    module: linen.Module, loss: Callable[[Callable, Any], Metrics], *, example: Any
-) -> Model:
-    """Returns a Model from your Linen module: `loss(apply, batch) -> Metrics`; `apply(*inputs)` calls it.
-
-    `example` is one input (an array, or a tuple of arrays); only its shape and dtype matter.
-    """
-    init, axes = linen_init(module, *(example if isinstance(example, tuple) else (example,)))
-
-    def run(params, batch, key):
-        def apply(*inputs, **options):
-            rngs = {} if key is None else {"dropout": key}
-            return module.apply({"params": params}, *inputs, rngs=rngs, **options)
-
-        try:
-            with (
-                linen.intercept_methods(_without_dropout)
-                if key is None
-                else contextlib.nullcontext()
-            ):
-                return loss(apply, batch)
-        except errors.InvalidRngError as error:
-            raise ConfigError(
-                f"model: {str(error).partition(' (http')[0]}; a Linen model gets only the stream 'dropout', none in "
-                f"evaluation, where linen.Dropout is off"
-            ) from error
-
-    return Model(init, axes, loss=run)
-
-
-def linen_init(module: linen.Module, *example: Any) -> tuple[Callable[[jax.Array], Params], Axes]:
-    """Returns init and axes of a Linen module that is called with inputs of these shapes, pytrees of arrays.
-
-    Raises ConfigError if the module has other variables than parameters, such as BatchNorm's.
-    """
-
-    def variables(key):
-        zeros = jax.tree.map(jax.numpy.zeros_like, example)
-        return module.init({"params": key, "dropout": key}, *zeros)
-
-    boxed = jax.eval_shape(variables, jax.random.key(0))
-    for collection in boxed.keys() - {"params"}:
-        raise ConfigError(
-            f"model state {collection!r}: meshtrain trains parameters only; use a layer without running state "
-            f"(LayerNorm or GroupNorm instead of BatchNorm)"
-        )
-    shapes = linen.unbox(boxed).get("params", {})
-    specs = linen.get_partition_spec(boxed).get("params", {})
-    names = {path: tuple(spec) or None for path, spec in jax.tree.leaves_with_path(specs)}
-    axes = jax.tree.map_with_path(lambda path, leaf: names[path] or (None,) * leaf.ndim, shapes)
-    return lambda key: linen.unbox(variables(key)).get("params", {}), axes
-
-
 def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -291,10 +237,6 @@ def _stream_leaf(leaf: Any, base: jax.Array, number: int) -> jax.Array:
         return jax.numpy.zeros(leaf.shape, leaf.dtype)
     key = jax.random.fold_in(base, number)
     return jax.random.split(key, leaf.shape) if leaf.shape else key
-
-
-def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) -> Any:
-    return args[0] if isinstance(context.module, linen.Dropout) else run(*args, **options)
 
 
 def _axes_tree(shapes: Any, names: dict) -> Axes:

@@ -1,5 +1,6 @@
-"""A stack of blocks made of a user's own modules: `meshtrain.from_blocks`."""
+"""Models of Linen modules, and stacks of blocks of a user's own modules: `from_linen` and `from_blocks`."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,65 @@ def from_blocks(
     )
 
 
+def from_linen(
+    module: linen.Module, loss: Callable[[Callable, Any], Metrics], *, example: Any
+) -> Model:
+    """Returns a Model from your Linen module: `loss(apply, batch) -> Metrics`; `apply(*inputs)` calls it.
+
+    `example` is one input (an array, or a tuple of arrays); only its shape and dtype matter.
+    """
+    init, axes = _linen_init(module, *(example if isinstance(example, tuple) else (example,)))
+
+    def run(params, batch, key):
+        def apply(*inputs, **options):
+            rngs = {} if key is None else {"dropout": key}
+            return module.apply({"params": params}, *inputs, rngs=rngs, **options)
+
+        try:
+            with (
+                linen.intercept_methods(_without_dropout)
+                if key is None
+                else contextlib.nullcontext()
+            ):
+                return loss(apply, batch)
+        except errors.InvalidRngError as error:
+            raise ConfigError(
+                f"model: {str(error).partition(' (http')[0]}; a Linen model gets only the stream 'dropout', none in "
+                f"evaluation, where linen.Dropout is off"
+            ) from error
+
+    return Model(init, axes, loss=run)
+
+
+def _linen_init(
+    module: linen.Module, *example: Any
+) -> tuple[Callable[[jax.Array], base.Params], base.Axes]:
+    """Returns init and axes of a Linen module that is called with inputs of these shapes, pytrees of arrays.
+
+    Raises ConfigError if the module has other variables than parameters, such as BatchNorm's.
+    """
+
+    def variables(key):
+        zeros = jax.tree.map(jax.numpy.zeros_like, example)
+        return module.init({"params": key, "dropout": key}, *zeros)
+
+    boxed = jax.eval_shape(variables, jax.random.key(0))
+    for collection in boxed.keys() - {"params"}:
+        raise ConfigError(
+            f"model state {collection!r}: meshtrain trains parameters only; use a layer without running state "
+            f"(LayerNorm or GroupNorm instead of BatchNorm)"
+        )
+    shapes = linen.unbox(boxed).get("params", {})
+    specs = linen.get_partition_spec(boxed).get("params", {})
+    names = {path: tuple(spec) or None for path, spec in jax.tree.leaves_with_path(specs)}
+    axes = jax.tree.map_with_path(lambda path, leaf: names[path] or (None,) * leaf.ndim, shapes)
+    return lambda key: linen.unbox(variables(key)).get("params", {}), axes
+
+
+def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) -> Any:
+    return args[0] if isinstance(context.module, linen.Dropout) else run(*args, **options)
+
+
 def _functional(part: Part, inputs: tuple) -> Functional:
     """Returns a part as pure functions; `inputs` are what it is called with, for the shapes of a Linen module."""
     if not isinstance(part, linen.Module):
@@ -80,7 +140,7 @@ def _functional(part: Part, inputs: tuple) -> Functional:
             f"from_blocks: {type(part).__name__} is a Linen module, whose parameters have the shapes of its first "
             f"call; pass example=BATCH"
         )
-    init, axes = base.linen_init(part, *inputs)
+    init, axes = _linen_init(part, *inputs)
 
     def bind(params: base.Params) -> Callable:
         own = {name: tree for name, tree in params.items() if name in axes}
