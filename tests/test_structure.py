@@ -36,7 +36,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "meshtrain"
 CONFIGS = sorted((ROOT / "meshtrain" / "configs").glob("[!_]*.py"))
 LONGER = {
     "meshtrain/train.py:train": 120,  # the loop, to be read in one go
-    "meshtrain/configs/default.py:get_config": 290,  # a list of keys, fewer than 130
+    "meshtrain/configs/default.py:get_config": 295,  # a list of keys, fewer than 130
 }
 
 
