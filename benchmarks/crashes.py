@@ -32,7 +32,7 @@ from meshtrain.checkpoint.saver import Saver
 from meshtrain.configs import default
 from meshtrain.train import train
 
-STEPS_PER_KILL, MAX_STEPS, EVERY = 200, 3000, 10
+STEPS_PER_KILL, MAX_STEPS, EVERY = 120, 3000, 10
 KILL_POINTS = ("any time", "step", "copy", "write", "commit", "manifest", "rename", "removal")
 
 
