@@ -165,7 +165,7 @@ def epochs() -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "a.txt").write_bytes(np.random.default_rng(0).bytes(300))
         options = {**runs.default_settings()["data"], "path": folder, "seq_len": 8, "heldout": 0.0}
-        del options["build"]
+        del options["build"], options["per_process"]
         source = tokens.build(**options, split="train")
         num = (
             tokens.BLOCK // source.size + 2
