@@ -134,6 +134,10 @@ def _with_config(
     num_devices = None if fits_devices else args.simulate_devices
     if alone and (faults := [*faults, *_faults_of(config, num_devices)]):
         raise ConfigError(*faults)
+    # Before jax is loaded, which takes seconds; the data's own reader checks the rest.
+    reads_data = getattr(module, "READS_DATA", False)
+    if alone and reads_data and (missing := checks.missing_data(config)):
+        raise ConfigError(*missing)
     from meshtrain.cluster import distributed, runtime
 
     runtime.start(args)

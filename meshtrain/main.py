@@ -16,6 +16,8 @@ from meshtrain import console
 from meshtrain.cluster import signals
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, ConfigError
 
+READS_DATA = True
+
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(

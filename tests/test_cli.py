@@ -218,3 +218,18 @@ def test_a_url_is_not_taken_for_a_folder(line, tmp_path, monkeypatch, capsys):
         r"(--\w+=)?\w+:/.*: this version does not read or write \w+ storage; use a folder", fault
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_missing_data_is_reported_before_jax_is_loaded():
+    program = """
+import sys
+from meshtrain import cli
+code = cli.main("train", ["--config=quickstart", "--config.data.path=/nonexistent"])
+sys.exit(9 if "jax" in sys.modules else code)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == "data.path=/nonexistent: no such file or folder; give a file or a folder of data\n"
+    )

@@ -1,6 +1,7 @@
 """Checks across sections, mostly of divisibility. Each returns a list of faults, one line each."""
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -59,6 +60,17 @@ def check_place(workdir: str | Path | None, cfg: Config, faults: list[str]) -> N
     data = [options.get("path", ""), *(path for path, _ in options.get("mixture", ()))]
     if found := [*faults, *(workdir_faults(str(workdir), data) if workdir else ())]:
         raise ConfigError(*found)
+
+
+def missing_data(config: Mapping[str, Any]) -> list[str]:
+    """Returns a fault if the package's own readers would find nothing at `data.path`; others have paths of any kind."""
+    data = config["data"]
+    path = data.get("path")
+    is_own = str(data.get("build")).startswith("meshtrain.data.") and isinstance(path, str) and path
+    # A path may also be the prefix of a pair of files.
+    if not is_own or data.get("mixture") or os.path.exists(path) or os.path.exists(f"{path}.idx"):
+        return []
+    return [f"data.path={path}: no such file or folder; give a file or a folder of data"]
 
 
 def is_auto(config: Mapping[str, Any]) -> bool:

@@ -1,6 +1,5 @@
 """Reads conversations from JSON lines, and checks them."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,7 @@ def report(faults: list[str]) -> None:
 
 
 def _parse(line: bytes) -> Conversation:
-    try:
-        found = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"invalid UTF-8 at byte {error.start} of the line") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
+    found = inputs.parse_json(line)
     if not isinstance(found, dict):
         raise ValueError('is no object; use {"messages": [...]}')
     tools = found.get("tools")

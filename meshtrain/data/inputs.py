@@ -280,13 +280,18 @@ def text_of(record: Record, options: ReadOptions) -> str:
     return text
 
 
-def _parse_line(line: bytes, field: str) -> Any:
+def parse_json(line: bytes) -> Any:
+    """Returns the value in a line of JSON; raises ValueError that says what is wrong."""
     try:
-        parsed = json.loads(line.decode())
+        return json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"invalid UTF-8 at byte {error.start} of the line") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
+
+
+def _parse_line(line: bytes, field: str) -> Any:
+    parsed = parse_json(line)
     if not isinstance(parsed, dict) or field not in parsed:
         raise ValueError(f"no field {field!r}")
     return parsed[field]

@@ -1,6 +1,6 @@
 """Linear layers with an update of low rank (LoRA, arXiv 2106.09685): y = x W + (x A) B.
 
-A and B lie in the parameters beside the kernel W. They are applied within the layer, so that no gradient of W exists.
+A and B are parameters next to the kernel W. The layer itself applies them, so no gradient of W is computed.
 """
 
 import functools

@@ -44,7 +44,7 @@ def attention(
     `window`: the number of positions that a query sees, its own included (Mistral, arXiv 2310.06825). It
     applies if `is_local`, which is an array where layers differ.
     `implementation` is one of implementations.NAMES; "xla:N" and "blockwise:N" compute blocks of N positions.
-    `dropout` sets probabilities to 0 by chance; without a cache only, and not with cuDNN.
+    `dropout` sets random probabilities to 0; without a cache only, and not with cuDNN.
     Without a cache, a sequence that the rules shard is in the order of `context.order`; see parallel/context.py.
     The softmax is in float32 or wider. Raises ConfigError if `implementation` does not support the inputs.
     """

@@ -1,8 +1,8 @@
 """Orthogonalized updates of matrices that are stacked and sharded: where each device computes them, and the cost.
 
-A matrix is orthogonalized by products with itself, so a device needs all of it. If the stacked matrices can be
-shared out, an all-to-all gives each device some complete ones, and another one returns its shards; otherwise each
-device gathers them all.
+A matrix is orthogonalized by products with itself, so a device needs all its rows and columns. If the stacked matrices
+can be shared out, an all-to-all gives each device some complete ones, and another one returns its shards; otherwise
+each device gathers them all.
 """
 
 import math

@@ -29,7 +29,7 @@ def use_rules(rules: Rules | None) -> Iterator[None]:
 
 
 def active_rules() -> Rules | None:
-    """Returns the rules of `use_rules`, None outside of it."""
+    """Returns the rules that `use_rules` has set, or None."""
     return _active_rules.value
 
 
