@@ -170,8 +170,8 @@ def parameters_cast_twice(patch):
 def parameters_in_bfloat16_are_updated(patch):
     bug = changed(
         step.make_train_step,
-        "apply_updates(state.params, updates)",
-        "apply_updates(jax.tree.map(lambda p: p.astype('bfloat16').astype(p.dtype), state.params), updates)",
+        "apply_updates(trained, updates)",
+        "apply_updates(jax.tree.map(lambda p: p.astype('bfloat16').astype(p.dtype), trained), updates)",
     )
     patch.setattr(step, "make_train_step", bug)
     patch.setattr("meshtrain.program.make_train_step", bug)
