@@ -29,6 +29,7 @@ from benchmarks import llama, record
 from meshtrain import checkpoint
 from meshtrain.checkpoint import arrays, manifest
 from meshtrain.checkpoint.saver import Saver
+from meshtrain.checkpoint.writer import AsyncWriter
 from meshtrain.configs import default
 from meshtrain.train import train
 
@@ -85,14 +86,14 @@ def schedule_kill(kill_point: str, rng: random.Random) -> None:
     elif kill_point == "step":
         on_call(Saver, "due", during)
     elif kill_point == "copy":
-        on_call(arrays.AsyncWriter, "save", during)
+        on_call(AsyncWriter, "save", during)
     elif kill_point == "write":
-        on_call(arrays.AsyncWriter, "wait", during)
+        on_call(AsyncWriter, "wait", during)
     elif kill_point == "commit":
         on_call(manifest, "commit", before)
     elif kill_point == "manifest":
         # The manifest is written, but the folder is not renamed yet.
-        on_call(manifest, "_sync_folder", before)
+        on_call(manifest, "sync_folder", before)
     elif kill_point == "rename":
         on_call(manifest.os, "rename", before)
     elif kill_point == "removal":

@@ -31,6 +31,12 @@ class OutOfMemory(MemoryError):
     """Memory ran out; the message says what the step needs, and what each way out saves."""
 
 
+def first_line(error: Exception) -> str:
+    """Returns the type and the first line of an error; messages of libraries can be a page long."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
 def memory_fault(error: BaseException, verb: str | None = "train") -> str | None:
     """Returns text if memory ran out, of a device or of the machine: what, and what to lower; else None.
 

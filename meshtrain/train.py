@@ -81,20 +81,20 @@ def train(
         stack.enter_context(program.active())
         heldout_loss = heldout.heldout_loss(program.eval_step, eval_data, cfg, program.mesh)
 
-        # ---- open files and data, and log what the run is about to do ----
+        # ---- open files, restore: each device its own shards; open data, log what the run is about to do ----
         if workdir:
             stack.enter_context(lock.held(workdir))
         leader = distributed.process_id() == 0
         writer = stack.enter_context(contextlib.closing(Writer(workdir, leader=leader)))
         with distributed.raise_on_all_processes():
             writer.open(sinks.opened(cfg, workdir, on_metrics) if leader else [])
-        saver = saved = None
+        saver = saved = state = None
         identity = getattr(data, "identity", {})
         clock.enter("restore")
         if workdir:
             saver = stack.enter_context(_open_saver(workdir, cfg, identity, writer))
             saver.prepare(program.abstract_state)
-            saved = saver.recover(from_scratch=from_scratch)
+            saved, state = saver.restore(program.abstract_state, from_scratch=from_scratch)
         start, position = (saved.step, saved.position) if saved else (0, 0)
         source = None if saved else initial.find_source(cfg.checkpoint, identity, log=writer.log)
         callbacks = dict(event=writer.event, log=writer.log)
@@ -115,9 +115,8 @@ def train(
             writer.event("warning", **warning.fields, text=warning.text)
         run = Run(cfg, program, clock, writer, saver, loss_monitor, check, loader, units, stop)
 
-        # ---- restore, or initialise: each device its own shards ----
+        # ---- initialise, if there is nothing to resume from ----
         if saved:
-            state = saver.restore(saved, program.abstract_state)
             writer.event("restore", step=start, position=position, mesh=saved.mesh)
             writer.log(f"restored step {start} from {workdir}")
         else:
@@ -264,16 +263,15 @@ def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]
     """Returns state and step of the newest checkpoint, to undo a spike; without one, the given state and step."""
     run.clock.enter("restore")
     run.writer.flush()
-    saved = run.saver.recover(from_scratch=True) if run.saver else None
-    try:
-        run.loss_monitor.roll_back(saved.step if saved else None, run.loader.position)
-    finally:
-        if saved:
-            run.saver.move(saved, run.loader.position, run.loss_monitor.statistics)
-    if saved is None:
+    if run.saver is None or run.saver.recover(from_scratch=True) is None:
+        run.loss_monitor.roll_back(None, run.loader.position)
         return state, step
     jax.tree.map(lambda leaf: leaf.delete(), state)  # frees the memory for the restored state
-    state = run.saver.restore(saved, run.program.abstract_state)
+    saved, state = run.saver.restore(run.program.abstract_state)
+    try:
+        run.loss_monitor.roll_back(saved.step, run.loader.position)
+    finally:
+        run.saver.move(saved, run.loader.position, run.loss_monitor.statistics)
     run.begin(saved.step, run.loader.position)
     return state, saved.step
 

@@ -1,4 +1,4 @@
-"""Saves and restores arrays with Orbax: each process writes its shards and reads the shards it needs."""
+"""Restores arrays with Orbax: each process reads the shards it needs, and verifies the chunks that it reads."""
 
 import contextlib
 import fnmatch
@@ -13,8 +13,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.checkpoint import manifest, residual, strays
-from meshtrain.errors import ConfigError
+from meshtrain.checkpoint import chunks, manifest, residual, strays
+from meshtrain.checkpoint.manifest import CorruptCheckpoint
+from meshtrain.cluster import distributed
+from meshtrain.errors import ConfigError, TransientError
 from meshtrain.models import subset
 from meshtrain.models.base import Params
 from meshtrain.models.low_rank import is_low_rank
@@ -22,37 +24,6 @@ from meshtrain.state import LossScale, TrainState, averages, start_loss_scale
 
 FOLDER = "arrays"  # in a checkpoint
 MAX_LISTED = 20  # mismatched arrays that an error message lists
-
-
-class AsyncWriter:
-    """Writes states in the background, one at a time."""
-
-    def __init__(self):
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-
-    def save(self, directory: Path, state: TrainState) -> None:
-        """Starts a save; returns after the copy to the host, when the state may be donated."""
-        args = ocp.args.PyTreeSave(_fields(state))
-        with self._first_error():
-            self._orbax.save((directory / FOLDER).absolute(), args=args, force=True)
-
-    def wait(self) -> None:
-        """Waits until all processes have written their arrays; raises the first error of the write."""
-        with self._first_error():
-            self._orbax.wait_until_finished()
-
-    @contextlib.contextmanager
-    def _first_error(self) -> Iterator[None]:
-        """Drops all errors of a save but the first: Orbax raises one per call, and would raise the next in `close`."""
-        try:
-            yield
-        except Exception:
-            with contextlib.suppress(Exception):
-                self._orbax.wait_until_finished()
-            raise
-
-    def close(self) -> None:
-        self._orbax.close()
 
 
 def restore(
@@ -63,7 +34,7 @@ def restore(
     `saved` is the manifest's `arrays`. A run may switch to or from float16: a loss scale that was not
     saved is initialised, and a loss scale that is not needed is dropped; so is a residual, which fits any
     number of batch shards. Raises ConfigError if any other array is missing, has another shape or, without
-    `allow_cast`, has another dtype.
+    `allow_cast`, has another dtype; and on all processes CorruptCheckpoint if any of them read a damaged chunk.
     """
     replicated = abstract.step.sharding
     init_loss_scale = jax.jit(start_loss_scale, out_shardings=LossScale(replicated, replicated))
@@ -72,12 +43,12 @@ def restore(
         loss_scale=init_loss_scale.eval_shape() if has_loss_scale else None,
         residual=residual.saved_like(saved, abstract.residual) or None,
     )
-    wanted = shapes(_fields(target))
+    wanted = shapes(fields(target))
     kept = {
         p: kind for p, kind in saved.items() if not p.startswith(residual.PREFIX) or p in wanted
     }
     _check_same(kept, wanted, directory, allow_cast)
-    state = TrainState(**_read(directory, saved, _fields(target)))
+    state = TrainState(**_read(directory, saved, fields(target)))
     state = state._replace(residual=residual.shared(state.residual or {}, abstract.residual))
     if abstract.loss_scale is None:
         return state._replace(loss_scale=None)
@@ -93,7 +64,7 @@ def restore_params(
     Values are cast to the dtypes of `params`; those of a schedule-free optimizer are its averages. A pattern is
     a glob over paths such as layers/attention/*. The checkpoint may have another optimizer, and lack an adapter,
     which then keeps its initial values. Raises ConfigError if another matching parameter is missing or has
-    another shape.
+    another shape, or if the checkpoint is corrupt.
     """
     flat = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     wanted = {
@@ -121,7 +92,10 @@ def restore_params(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
         subset.where(params, wanted.__contains__),
     )
-    read = _read_params(directory, saved, abstract)
+    try:
+        read = _read_params(directory, saved, abstract)
+    except CorruptCheckpoint as error:
+        raise ConfigError(f"{directory}: {error}; use another checkpoint") from error
     new = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(read)}
     return (
         jax.tree.map_with_path(lambda path, leaf: new.get(_name(path), leaf), params),
@@ -174,7 +148,7 @@ def shapes(tree: Any) -> dict[str, str]:
 
 
 def shapes_of(state: TrainState) -> dict[str, str]:
-    return shapes(_fields(state))
+    return shapes(fields(state))
 
 
 def _read(directory: Path, saved: Mapping[str, str], wanted: Any) -> Any:
@@ -187,11 +161,28 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any) -> Any:
         restore_args=ocp.checkpoint_utils.construct_restore_args(target),
         partial_restore=True,
     )
-    with _listed_files(directory) as path, ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        read = orbax.restore(path, args=args)
+    fault = None
+    try:
+        with _listed_files(directory) as path, chunks.reading(directory):
+            # Without a Checkpointer, which would wait for processes that failed.
+            read = ocp.PyTreeCheckpointHandler().restore(path, args=args)
+    except (CorruptCheckpoint, TransientError) as error:
+        fault = error
+    _raise_on_all_processes(fault)
     return jax.tree.map(
         lambda new, leaf: new if new.dtype == leaf.dtype else new.astype(leaf.dtype), read, wanted
     )
+
+
+def _raise_on_all_processes(fault: CorruptCheckpoint | TransientError | None) -> None:
+    """Raises the fault of any process on all, so that all use a checkpoint or none does.
+
+    One that a process could not read may be valid, whatever another process found.
+    """
+    found = distributed.gather(fault and (isinstance(fault, TransientError), str(fault)))
+    if faults := sorted(filter(None, found), reverse=True):
+        may_be_valid, text = faults[0]
+        raise (TransientError if may_be_valid else CorruptCheckpoint)(text)
 
 
 @contextlib.contextmanager
@@ -208,7 +199,7 @@ def _listed_files(directory: Path) -> Iterator[Path]:
         yield Path(links) / FOLDER
 
 
-def _fields(state: TrainState) -> dict[str, Any]:
+def fields(state: TrainState) -> dict[str, Any]:
     """Returns the fields of a state except None, which Orbax would save too."""
     return {name: value for name, value in state._asdict().items() if value is not None}
 

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from meshtrain import checkpoint
-from meshtrain.checkpoint import manifest, retention, strays
+from meshtrain.checkpoint import chunks, manifest, quarantine, retention, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.config.schema import AXES
 from meshtrain.errors import ConfigError, minimum_faults
@@ -28,7 +28,7 @@ def listing(folder: Path) -> tuple[list[str], bool]:
     lines, all_valid = [], True
     for step in reversed(manifest.steps(folder)):
         try:
-            one = manifest.verify(folder / str(step))
+            one = chunks.verify(folder / str(step))
             parts = filter(None, (_described(one), strays.note(folder / str(step), one)))
             lines.append(f"{step:>9}  valid    {' · '.join(parts)}")
         except ConfigError as error:
@@ -39,9 +39,7 @@ def listing(folder: Path) -> tuple[list[str], bool]:
                 continue  # removed by a run in the meantime
             lines.append(f"{step:>9}  corrupt  {error}")
             all_valid = False
-    lines += [
-        f"{path.name:>9}  quarantined in {path.parent}" for path in manifest.quarantined(folder)
-    ]
+    lines += [f"{path.name:>9}  quarantined in {path.parent}" for path in quarantine.paths(folder)]
     return lines, all_valid
 
 
@@ -91,7 +89,7 @@ def prune(workdir: Path, args: argparse.Namespace) -> list[str]:
     folder, valid, kept = workdir / checkpoint.FOLDER, [], []
     for step in manifest.steps(folder):
         try:
-            valid.append(manifest.verify(folder / str(step)))
+            valid.append(chunks.verify(folder / str(step)))
         except (CorruptCheckpoint, ConfigError) as error:
             kept.append(f"neither counted nor removed: step {step}: {error}")
     if args.keep_best and not any(args.best_by in one.metrics for one in valid):
@@ -101,9 +99,9 @@ def prune(workdir: Path, args: argparse.Namespace) -> list[str]:
     removed = [folder / str(one.step) for one in valid if one.step not in keep]
     for path in removed:
         manifest.remove(path)
-    if args.quarantine and (quarantine := folder / manifest.QUARANTINE).is_dir():
-        shutil.rmtree(quarantine)
-        removed.append(quarantine)
+    if args.quarantine and (kept_apart := folder / quarantine.NAME).is_dir():
+        shutil.rmtree(kept_apart)
+        removed.append(kept_apart)
     return kept + ([f"removed {path}" for path in removed] or ["nothing to remove"])
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from meshtrain import checkpoint
-from meshtrain.checkpoint import arrays, resume
+from meshtrain.checkpoint import arrays, manifest, resume
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import files
 from meshtrain.config.schema import CheckpointConfig
@@ -24,7 +24,7 @@ def find_source(
         if not settings.init_from:
             return None
         files.reject_huggingface(path)
-        directory, saved = checkpoint.find_valid(path, log=log)
+        directory, saved = checkpoint.find_valid(path, log=log, verify=manifest.check)
     except ConfigError as error:
         raise ConfigError(f"checkpoint.init_from={error}") from error
     if pair := resume.identity_changes(saved, identity).get("tokenizer"):

@@ -3,9 +3,13 @@
 A checkpoint is the folder `STEP`. It is written in four stages: the arrays go to `STEP.partial/`; all
 files are flushed to disk (fsync); MANIFEST.json is written, which lists size and CRC-32 of every file;
 the folder is renamed to `STEP`. A crash in any stage is harmless. Nothing here needs jax.
+
+Files of arrays have no CRC-32 there: each of their chunks ends with its CRC-32C (writer.py), so no file is
+read a second time, and each process verifies what it reads. `chunks.verify` reads all of them.
 """
 
 import errno
+import fnmatch
 import json
 import operator
 import os
@@ -25,8 +29,8 @@ from meshtrain.errors import ConfigError, TransientError
 
 NAME = "MANIFEST.json"
 PARTIAL = ".partial"
-QUARANTINE = "quarantine"
-FORMAT = 1
+FORMAT = 2  # 1: every file has a CRC-32, chunks have none
+CHUNKS = "arrays/ocdbt.process_*/d/*"  # files whose chunks have checksums of their own
 STEP_NAME = re.compile("0|[1-9][0-9]*")  # name of a checkpoint folder
 BLOCK_BYTES = 256 << 10  # read at once; fits in a core's cache
 MAX_BYTES = 256 << 20  # of a manifest; a larger file is not read
@@ -56,7 +60,7 @@ class Manifest:
     versions: dict[str, str]
     config: dict[str, Any]
     arrays: dict[str, str]  # path in the state -> "(shape) dtype"
-    files: dict[str, tuple[int, str]]  # path in the folder -> size in bytes, CRC-32
+    files: dict[str, tuple[int, str]]  # path in the folder -> size in bytes, CRC-32 or "" (CHUNKS)
     identity: dict[str, str] = field(default_factory=dict)  # digests of data and tokenizer
     format: int = FORMAT
 
@@ -83,9 +87,9 @@ def commit(folder: Path, step: int, **fields: Any) -> Manifest:
     manifest = Manifest(step=step, files=files, **fields)
     write(written, manifest)
     for directory in {written, *(path.parent for path in written.rglob("*"))}:
-        _sync_folder(directory)
+        sync_folder(directory)
     os.rename(written, folder / str(step))
-    _sync_folder(folder)
+    sync_folder(folder)
     return manifest
 
 
@@ -105,7 +109,7 @@ def write(directory: Path, manifest: Manifest) -> None:
     except OSError:
         new.unlink(missing_ok=True)
         raise
-    _sync_folder(directory)
+    sync_folder(directory)
 
 
 def read(directory: Path) -> Manifest:
@@ -119,9 +123,9 @@ def read(directory: Path) -> Manifest:
             raise CorruptCheckpoint(f"{NAME} is not a file, or larger than {MAX_BYTES} bytes")
         record = json.loads((directory / NAME).read_bytes())
         # First: another version may also have another checksum.
-        if isinstance(number := record.get("format"), int) and number != FORMAT:
+        if isinstance(number := record.get("format"), int) and number not in (1, FORMAT):
             raise ConfigError(
-                f"{directory}: format {number} is not {FORMAT}, the only one that this version reads; "
+                f"{directory}: format {number} is not 1 or {FORMAT}, which this version reads; "
                 f"use the version of meshtrain that wrote it"
             )
         crc32 = record.pop("crc32")
@@ -147,7 +151,7 @@ def read(directory: Path) -> Manifest:
             ) from None
         raise CorruptCheckpoint(f"{NAME} is missing") from None
     except OSError as error:
-        raise _unreadable(directory / NAME, error) from error
+        raise unreadable(directory / NAME, error) from error
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -159,22 +163,24 @@ def read(directory: Path) -> Manifest:
     return manifest
 
 
-def verify(directory: Path) -> Manifest:
-    """Returns the manifest after verifying every byte of the files that it lists; see `unlisted` for others.
+def check(directory: Path) -> Manifest:
+    """Returns the manifest after checking the size of each file that it lists, and the CRC-32 where it has one.
 
-    Raises CorruptCheckpoint, and ConfigError if the checkpoint may be valid but cannot be read.
+    See `strays` for other files. Raises CorruptCheckpoint, and ConfigError if the checkpoint may be valid but
+    cannot be read.
     """
     manifest = read(directory)
     try:
         for name, (size, _) in manifest.files.items():
             _check_file(directory, name, size)
-        with console.progress(f"checking {directory}", manifest.bytes) as advance:
-            found = _measure(directory, manifest.files, sync=False, advance=advance)
+        sizes = {name: size for name, (size, crc) in manifest.files.items() if crc}
+        with console.progress(f"checking {directory}", sum(sizes.values())) as advance:
+            found = _measure(directory, sizes, sync=False, advance=advance)
         for name, measured in found.items():
             if measured != manifest.files[name]:
                 raise CorruptCheckpoint(f"{name} fails its checksum")
     except OSError as error:
-        raise _unreadable(directory, error) from error
+        raise unreadable(directory, error) from error
     return manifest
 
 
@@ -196,7 +202,8 @@ def _check_file(directory: Path, name: str, size: int) -> None:
         raise CorruptCheckpoint(f"{name} has {status.st_size} bytes of {size}")
 
 
-def _unreadable(path: Path, error: OSError) -> TransientError:
+def unreadable(path: Path, error: OSError) -> TransientError:
+    """Returns the error of a checkpoint that cannot be read here and now."""
     return TransientError(
         f"{error.filename or path}: {error.strerror or error}; the checkpoint may be valid: repair the disk, "
         f"the network or the permissions, or move it away"
@@ -210,7 +217,7 @@ def steps(folder: Path) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable(folder, error) from error
     return sorted((int(name) for name in names if not (folder / name).is_file()), reverse=True)
 
 
@@ -237,28 +244,6 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def quarantine(folder: Path, step: int) -> Path:
-    """Moves a corrupt checkpoint to the quarantine folder and returns its new path."""
-    (folder / QUARANTINE).mkdir(exist_ok=True)
-    names = (
-        folder / QUARANTINE / f"{step}{suffix}"
-        for suffix in ("", *map(".{}".format, range(1, 10**6)))
-    )
-    target = next(path for path in names if not os.path.lexists(path))
-    os.rename(folder / str(step), target)
-    _sync_folder(folder)
-    return target
-
-
-def quarantined(folder: Path) -> list[Path]:
-    """Returns the checkpoints in the quarantine folder."""
-    return sorted(
-        path
-        for path in (folder / QUARANTINE).glob("*")
-        if STEP_NAME.fullmatch(path.name.partition(".")[0])
-    )
-
-
 def _files(directory: Path) -> Iterator[str]:
     """Yields the paths of the files to list in a manifest."""
     for path in directory.rglob("*"):
@@ -269,13 +254,18 @@ def _files(directory: Path) -> Iterator[str]:
 def _measure(
     directory: Path, names: Iterable[str], *, sync: bool, advance: Callable = lambda size: None
 ) -> dict[str, tuple[int, str]]:
-    """Returns size and CRC-32 of each file; `sync` flushes it to disk first; `advance` gets each block's size."""
+    """Returns size and CRC-32 of each file; `advance` gets each block's size.
+
+    `sync` is for a new checkpoint: files are flushed to disk, and those of CHUNKS are not read.
+    """
 
     def measure(name: str) -> tuple[int, str]:
         size = crc = 0
         with open(directory / name, "rb", buffering=0) as file:
             if sync:
                 os.fsync(file.fileno())
+                if fnmatch.fnmatchcase(name, CHUNKS):
+                    return os.fstat(file.fileno()).st_size, ""
             buffer = memoryview(bytearray(BLOCK_BYTES))
             while count := file.readinto(buffer):
                 size, crc = size + count, isal_zlib.crc32(buffer[:count], crc)
@@ -288,7 +278,8 @@ def _measure(
         return dict(zip(names, threads.map(measure, names), strict=True))
 
 
-def _sync_folder(directory: Path) -> None:
+def sync_folder(directory: Path) -> None:
+    """Flushes the entries of a folder to disk, such as a renamed file."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

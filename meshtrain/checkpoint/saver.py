@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint import arrays, manifest, newest_valid, resume, retention, strays
-from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint import arrays, manifest, quarantine, resume, retention, strays, to_resume
+from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
+from meshtrain.checkpoint.writer import AsyncWriter
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import CheckpointConfig
-from meshtrain.errors import ConfigError, TransientError
+from meshtrain.errors import ConfigError, first_line
 from meshtrain.state import TrainState, bytes_of
 
 SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the state's bytes
@@ -62,8 +63,12 @@ class Saver:
             "versions": distributed.versions(),
             "processes": distributed.num_processes(),
         }
-        self._arrays = arrays.AsyncWriter()
+        self._arrays = AsyncWriter()
         self._changed: dict[str, list] = {}  # settings, since the checkpoint to resume from
+        self._damaged: dict[int, str] = {}  # checkpoints with chunks that failed their checksums
+        self._corrupt: dict[
+            int, str
+        ] = {}  # on process 0: these, and others, newer than the valid one
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
         self._failures, self._retry_at = 0, 0.0
@@ -97,72 +102,71 @@ class Saver:
             raise ConfigError(f"--workdir: {self._folder}: {fault}")
 
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
-        """Returns the newest valid checkpoint, or None if there is none; quarantines newer, corrupt ones.
+        """Returns the newest valid checkpoint, or None if there is none.
 
         Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`; if the newest may
         be valid but cannot be read; and if its settings may not change to the present ones (`resume.check`).
+        Nothing of the arrays is read yet.
         """
         self._wait()
-        step, faults, may_pass = None, [], False
-        if distributed.process_id() == 0:
-            try:
-                step, faults = self._newest(from_scratch)
-            except ConfigError as error:
-                faults, may_pass = error.faults, isinstance(error, TransientError)
-            except OSError as error:  # of the quarantine
-                faults = [
-                    f"{error.filename}: {error.strerror}; corrupt checkpoints cannot be moved there"
-                ]
-        step, faults, may_pass = distributed.broadcast((step, faults, may_pass))
-        if faults:
-            raise (TransientError if may_pass else ConfigError)(*faults)
+        step = distributed.on_first_process(lambda: self._newest(from_scratch))
+        self._newest_step, self._failures = (-1 if step is None else step), 0
         if step is None:
             return None
-        self._newest_step, self._failures = step, 0
         directory, now = self._folder / str(step), self._run_fields
         saved = manifest.read(directory)
         self._changed = resume.check(saved, now["config"], now["identity"], source=directory)
         return saved
 
-    def _newest(self, from_scratch: bool) -> tuple[int | None, list[str]]:
-        """Returns the step of the newest valid checkpoint after quarantining newer ones, and the faults."""
-        newest, corrupt = newest_valid(self._folder)
-        if newest or from_scratch:
-            for step, why in corrupt.items():
-                self._quarantine(step, why)
-        elif corrupt or manifest.quarantined(self._folder):
-            faults = [
-                f"{self._folder}: no checkpoint is valid; --from_scratch quarantines them and starts at step 0"
-            ]
-            faults += [f"  step {step}: {why}" for step, why in corrupt.items()]
-            quarantined = manifest.quarantined(self._folder)
-            return None, [*faults, *(f"  {path}: quarantined before" for path in quarantined)]
+    def _newest(self, from_scratch: bool) -> int | None:
+        """Returns the step of the newest valid checkpoint."""
+        newest, self._corrupt = to_resume(self._folder, self._damaged, from_scratch=from_scratch)
         if newest is None:
-            return None, []
+            return None
         directory = self._folder / str(newest.step)
         if text := strays.note(directory, newest):
             self._event("stray_files", step=newest.step, files=strays.find(directory, newest)[:20])
             self._log(f"checkpoint of step {newest.step}: {text}")
-        return newest.step, []
+        return newest.step
+
+    def _quarantine_corrupt(self) -> None:
+        try:
+            for step, why in self._corrupt.items():
+                self._quarantine(step, why)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: {error.strerror}; corrupt checkpoints cannot be moved there"
+            ) from error
 
     def _quarantine(self, step: int, why: str) -> None:
-        target = manifest.quarantine(self._folder, step)
+        target = quarantine.move(self._folder, step)
+        self._damaged.pop(step, None)
         self._event("quarantine", step=step, why=why, place=str(target))
         self._log(f"checkpoint of step {step}: {why}; moved to {target}")
 
-    def restore(self, saved: Manifest, abstract: TrainState) -> TrainState:
-        """Returns the state of a checkpoint with the shardings of `abstract`; see `arrays.restore`.
+    def restore(
+        self, abstract: TrainState, *, from_scratch: bool = False
+    ) -> tuple[Manifest, TrainState] | tuple[None, None]:
+        """Returns the newest valid checkpoint and its state, with the shardings of `abstract`.
 
-        Reports which settings have changed since then.
+        See `recover`, and `arrays.restore`. Arrays are verified while they are read: if one is damaged, the next
+        older checkpoint is read. Quarantines the corrupt ones, and reports which settings have changed.
         """
-        directory = self._folder / str(saved.step)
-        cast = self._settings.allow_cast
-        state = arrays.restore(directory, saved.arrays, abstract, allow_cast=cast)
+        state = None
+        while state is None and (saved := self.recover(from_scratch=from_scratch)):
+            directory, cast = self._folder / str(saved.step), self._settings.allow_cast
+            try:
+                state = arrays.restore(directory, saved.arrays, abstract, allow_cast=cast)
+            except CorruptCheckpoint as error:  # on all processes
+                self._damaged[saved.step] = str(error)
+        distributed.on_first_process(self._quarantine_corrupt)
+        if state is None:
+            return None, None
         if self._changed:
             self._event("changed", step=saved.step, settings=self._changed)
         for line in resume.lines(self._changed):
             self._log(line)
-        return state
+        return saved, state
 
     def move(self, saved: Manifest, position: int, watch: Mapping[str, float]) -> None:
         """Makes a checkpoint, to which the run has rolled back, one that continues at sample `position`.
@@ -264,7 +268,7 @@ class Saver:
             when = "no more tries" if wait is None else f"next try in {wait:.0f} s"
         self._failures += 1
         self._retry_at = time.monotonic() + (wait or 0)
-        why = _first_line(job.error)
+        why = first_line(job.error)
         self._event("save_failed", step=job.step, error=why, retry_seconds=wait)
         self._log(f"step {job.step} could not be saved: {why}; {when}")
 
@@ -292,9 +296,3 @@ class Saver:
     def close(self) -> None:
         self._wait()
         self._arrays.close()
-
-
-def _first_line(error: Exception) -> str:
-    """Returns the type and the first line of an error; Orbax's messages can be a page long."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

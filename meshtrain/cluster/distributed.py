@@ -11,14 +11,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax._src import distributed as jax_distributed  # its key-value store has no public name
 
 from meshtrain.cluster import environment, launchers, rendezvous
-from meshtrain.errors import EXIT_PREEMPTED, ConfigError
+from meshtrain.errors import EXIT_PREEMPTED, ConfigError, TransientError
 
 TIMEOUT = 3600  # seconds to wait for another process, which may have a large program to compile
 MAX_STORED_VALUES = 1000  # broadcasts that others may not have read yet; older ones are deleted
@@ -180,6 +180,20 @@ def raise_on_all_processes() -> Iterator[None]:
     raise ConfigError(
         *(f"process {rank}: {fault}" for rank, faults in enumerate(by_process) for fault in faults)
     )
+
+
+def on_first_process(action: Callable[[], Any]) -> Any:
+    """Returns on all processes what `action` returns on process 0, through JSON; its ConfigErrors are raised on all."""
+    result, faults, may_pass = None, [], False
+    if process_id() == 0:
+        try:
+            result = action()
+        except ConfigError as error:
+            faults, may_pass = error.faults, isinstance(error, TransientError)
+    result, faults, may_pass = broadcast((result, faults, may_pass))
+    if faults:
+        raise (TransientError if may_pass else ConfigError)(*faults)
+    return result
 
 
 def check_same(config: Mapping[str, Any]) -> None:

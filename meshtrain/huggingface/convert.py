@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain import checkpoint, console, huggingface
 from meshtrain.checkpoint import arrays, manifest, run_tokenizer
+from meshtrain.checkpoint.writer import AsyncWriter
 from meshtrain.cluster import distributed, runtime
 from meshtrain.config import files as configfile
 from meshtrain.config.bind import bind
@@ -80,7 +81,7 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     replicated = NamedSharding(mesh, PartitionSpec())
     step = jax.make_array_from_callback((), replicated, lambda _: np.int32(0))
     state = TrainState(step, params, opt_state=None)
-    with atomic_folder(target) as workdir, contextlib.closing(arrays.AsyncWriter()) as writer:
+    with atomic_folder(target) as workdir, contextlib.closing(AsyncWriter()) as writer:
         folder = workdir / checkpoint.FOLDER
         if distributed.process_id() == 0:
             run_tokenizer.copy_files([source], workdir, run_tokenizer.FILES)

@@ -1,6 +1,8 @@
 """Checkpoints: manifests, corrupt checkpoints, failed saves, retention, and restores on other meshes."""
 
 import builtins
+import contextlib
+import dataclasses
 import errno
 import gc
 import io
@@ -16,19 +18,24 @@ import zlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from conftest import ROOT
+from jax.sharding import SingleDeviceSharding
 from test_train import assert_bit_equal, losses, quick, rows
 
 import meshtrain
 from meshtrain import __main__, checkpoint, cli, errors
-from meshtrain.checkpoint import arrays, lock, manifest, retention, saver
+from meshtrain.checkpoint import arrays, chunks, lock, manifest, retention, saver
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
+from meshtrain.checkpoint.writer import AsyncWriter
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Source
+from meshtrain.state import TrainState
 from meshtrain.train import train
 from tests.monitor.test_divergence import line_fit, squares
 
@@ -64,8 +71,10 @@ def largest_file(directory):
 
 
 def flip(path, at=None):
+    """Flips a bit of the byte `at`, or of many bytes: nothing reads some bytes of the arrays' files."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2 if at is None else at] ^= 1
+    for position in range(0, len(data), 97) if at is None else [at]:
+        data[position] ^= 1
     path.write_bytes(data)
 
 
@@ -74,7 +83,7 @@ def events(workdir, name):
 
 
 def test_a_manifest_describes_its_checkpoint(finished_run):
-    one = manifest.verify(checkpoints(finished_run) / "4")
+    one = chunks.verify(checkpoints(finished_run) / "4")
     assert (one.step, one.position, one.processes, one.mesh["data"]) == (4, 64, 1, 8)
     assert one.metrics["loss"] == losses(finished_run)[3]
     assert one.config["model"]["d_model"] == 32 and one.versions["jax"] == jax.__version__
@@ -117,13 +126,16 @@ def test_300_random_corruptions_are_all_detected(finished_run, tmp_path):
         directory = shutil.copytree(valid, tmp_path / str(trial) / "4")
         corruption = mutate(directory, draw)
         try:
-            found = manifest.verify(directory)
+            found = chunks.verify(directory)
         except CorruptCheckpoint:
             continue
-        # An undetected change is harmless only if all content is equal, as after adding a final space.
+        # An undetected change is harmless only if all content is equal, as after adding a final space, or if
+        # it is in bytes of the arrays' files that nothing reads.
         assert found == manifest.read(valid), corruption
-        for path in found.files:
-            assert (directory / path).read_bytes() == (valid / path).read_bytes(), corruption
+        for path, (_, crc) in found.files.items():
+            if (directory / path).read_bytes() != (valid / path).read_bytes():
+                assert not crc, corruption
+                assert_bit_equal(arrays.as_numpy(directory), arrays.as_numpy(valid))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +158,7 @@ def test_a_corrupt_checkpoint_is_rejected_with_the_reason(workdir, change, messa
     directory = checkpoints(workdir) / "4"
     change(directory)
     with pytest.raises(CorruptCheckpoint, match=message):
-        manifest.verify(directory)
+        chunks.verify(directory)
 
 
 def replace_by_link(path):
@@ -205,7 +217,7 @@ def test_a_save_lists_no_files_that_come_and_go_and_writes_where_something_stand
 ):
     """A file system may leave .nfs files in a folder that is removed, and put them in a new one."""
     (checkpoints(workdir) / "8").write_text("a note of the user")
-    partial, original = checkpoints(workdir) / "8.partial", arrays.AsyncWriter.wait
+    partial, original = checkpoints(workdir) / "8.partial", AsyncWriter.wait
 
     def wait(self):
         original(self)
@@ -213,9 +225,9 @@ def test_a_save_lists_no_files_that_come_and_go_and_writes_where_something_stand
             (partial / name).write_text("junk")
         (partial / "link").symlink_to("/etc/passwd")
 
-    monkeypatch.setattr(arrays.AsyncWriter, "wait", wait)
+    monkeypatch.setattr(AsyncWriter, "wait", wait)
     train(saving(8, every=0), workdir=workdir)
-    files = manifest.verify(checkpoints(workdir) / "8").files
+    files = chunks.verify(checkpoints(workdir) / "8").files
     assert not {name for name in files if ".nfs" in name or "._" in name or name == "link"}
     (moved,) = events(workdir, "quarantine")
     assert moved["step"] == 8 and "appeared" in moved["why"]
@@ -230,8 +242,8 @@ def foreign(directory, **fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: rewrite(d, format=2), "format 2 is not 1, .* use the version"),
-        (lambda d: foreign(d, format=0, crc32="?"), "format 0 is not 1"),
+        (lambda d: rewrite(d, format=3), "format 3 is not 1 or 2, .* use the version"),
+        (lambda d: foreign(d, format=0, crc32="?"), "format 0 is not 1 or 2"),
         (lambda d: rewrite(d, step=7), "MANIFEST.json belongs to step 7; rename"),
         (
             lambda d: shutil.move(d, d.parent.parent / "disk") and d.symlink_to("away"),
@@ -287,14 +299,73 @@ def rewrite(directory, **fields):
     path.write_text(json.dumps({**changed, "crc32": manifest.checksum(changed)}))
 
 
+def of_format_1(directory):
+    """Writes the arrays of a checkpoint again as versions before format 2 did: without checksums of chunks."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+        folder = (directory / "arrays").absolute()
+        saved = orbax.metadata(folder).item_metadata.tree
+        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+        state = orbax.restore(folder, args=ocp.args.PyTreeRestore(restore_args=on_host))
+        orbax.save(folder, args=ocp.args.PyTreeSave(state), force=True)
+    found = manifest.read(directory)
+    files = manifest._measure(directory, [*manifest._files(directory)], sync=False)
+    del files[manifest.NAME]
+    manifest.write(directory, dataclasses.replace(found, files=files, format=1))
+
+
+def test_checkpoints_of_format_1_are_read_and_verified(workdir):
+    before = arrays.as_numpy(checkpoints(workdir) / "6")
+    for step in (4, 6):
+        of_format_1(checkpoints(workdir) / str(step))
+    assert_bit_equal(before, arrays.as_numpy(checkpoints(workdir) / "6"))
+    assert train(saving(6), workdir=workdir).step == 6
+    assert events(workdir, "restore")[-1]["step"] == 6
+    flip(largest_file(checkpoints(workdir) / "6"))
+    with pytest.raises(CorruptCheckpoint, match="arrays/.* fails its checksum"):
+        chunks.verify(checkpoints(workdir) / "6")
+    assert train(saving(5), workdir=workdir).step == 5
+    assert events(workdir, "restore")[-1]["step"] == 4
+    assert chunks.verify(checkpoints(workdir) / "5").format == manifest.FORMAT
+
+
+def bytes_read():
+    """Returns the bytes that this process has read from files."""
+    with open("/proc/self/io") as file:
+        return int(file.readline().removeprefix("rchar: "))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="counts bytes with /proc")
+def test_a_save_reads_no_array_and_a_restore_reads_each_once(tmp_path):
+    size = 4 << 20
+    state = TrainState(jnp.int32(0), {"w": jax.random.normal(jax.random.key(0), (size // 4,))}, ())
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state
+    )
+    described = dict.fromkeys(("metrics", "watch", "mesh", "versions", "config"), {})
+    described |= dict(position=0, time=0.0, processes=1, arrays=arrays.shapes_of(state))
+    with contextlib.closing(AsyncWriter()) as writer:
+        for step in range(2):  # the first one loads libraries
+            before = bytes_read()
+            writer.save(manifest.partial_folder(tmp_path, step), state)
+            writer.wait()
+            manifest.commit(tmp_path, step, **described)
+            saved = bytes_read() - before
+    before = bytes_read()
+    read = arrays.restore(tmp_path / "1", arrays.shapes_of(state), abstract)
+    restored = bytes_read() - before
+    assert_bit_equal(read.params, state.params)
+    assert saved < size / 20 and 0.8 * size < restored < 1.1 * size
+
+
 def test_a_manifest_of_an_older_or_newer_version_is_read(workdir):
     """Manifests had a field `config_crc32` until it was removed, without a new format number."""
     directory = checkpoints(workdir) / "6"
-    expected = manifest.verify(directory)
+    expected = chunks.verify(directory)
     assert "config_crc32" not in json.loads((directory / manifest.NAME).read_text())
     rewrite(directory, config_crc32=manifest.checksum(expected.config), a_field_of_the_future=[1])
     assert "config_crc32" in json.loads((directory / manifest.NAME).read_text())
-    assert manifest.verify(directory) == expected
+    assert chunks.verify(directory) == expected
     assert train(saving(6), workdir=workdir).step == 6
     assert events(workdir, "restore")[-1]["step"] == 6 and not events(workdir, "quarantine")
 
@@ -754,7 +825,7 @@ def test_a_save_to_a_full_disk_fails_and_keeps_the_newest_valid_checkpoint(
 
 def test_a_second_error_of_a_save_is_not_raised_later(monkeypatch):
     """On a full disk, Orbax fails to write the arrays and its metadata, and raises one error per call."""
-    writer = arrays.AsyncWriter()
+    writer = AsyncWriter()
     failures = iter([OSError("arrays"), OSError("metadata")])
 
     def wait():

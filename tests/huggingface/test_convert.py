@@ -1021,7 +1021,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(error, tmp_path, monkeypatch
         raise error
 
     run(GOLDEN / "gpt2", tmp_path / "run")
-    monkeypatch.setattr(convert.arrays.AsyncWriter, "wait", full)
+    monkeypatch.setattr(convert.AsyncWriter, "wait", full)
     monkeypatch.setattr(huggingface, "write", full)
     for source in (GOLDEN / "gpt2", tmp_path / "run"):
         with pytest.raises(ConfigError, match="exit code 2: .*new: No space left on device\\n$"):

@@ -123,7 +123,7 @@ def rewrite(workdir, path, change):
     state = TrainState(np.int32(1), changed, opt_state=None)
     folder = checkpoint.manifest.partial_folder(directory, 1)
     folder.mkdir()
-    writer = checkpoint.arrays.AsyncWriter()
+    writer = checkpoint.writer.AsyncWriter()
     writer.save(folder, state)
     writer.wait()
     writer.close()

@@ -1,0 +1,54 @@
+"""Checkpoints of several processes: each writes its shards, and verifies the chunks that it reads."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from test_checkpoint import checkpoints, events, flip, largest_file
+
+from meshtrain.checkpoint import chunks, manifest
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+PROGRAM = """
+import sys
+import jax
+sys.path[:0] = ["tests", "."]
+from test_train import quick
+jax.config.update("jax_num_cpu_devices", 2)
+from meshtrain.cluster import distributed
+from meshtrain.train import train
+distributed.initialize()
+config = quick(steps=int(sys.argv[2]))
+config.mesh.update(data=1, fsdp=4)
+config.checkpoint.update(every=1, keep=9)
+train(config, workdir=sys.argv[1])
+"""
+
+
+def run(workdir, steps):
+    port = 20000 + os.getpid() % 20000
+    address = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **address}
+    command = [sys.executable, "-c", PROGRAM, str(workdir), str(steps)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env={**env, "JAX_PROCESS_ID": str(rank)})
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=200) for process in processes] == [0, 0]
+
+
+def test_a_chunk_that_one_process_finds_damaged_is_used_by_none(tmp_path):
+    run(tmp_path / "run", 3)
+    newest = checkpoints(tmp_path / "run") / "3"
+    of_second = largest_file(newest / "arrays" / "ocdbt.process_1")
+    assert of_second.relative_to(newest).match(manifest.CHUNKS)
+    flip(of_second)
+    with pytest.raises(manifest.CorruptCheckpoint, match="arrays/.* fails its checksum"):
+        chunks.verify(newest)
+    run(tmp_path / "run", 4)
+    assert [one["step"] for one in events(tmp_path / "run", "restore")] == [2]
+    assert [one["step"] for one in events(tmp_path / "run", "quarantine")] == [3]
+    assert manifest.steps(checkpoints(tmp_path / "run")) == [4, 3, 2, 1]
+    assert chunks.verify(checkpoints(tmp_path / "run") / "4").processes == 2
