@@ -3,7 +3,7 @@
 import contextlib
 import fnmatch
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.checkpoint import chunks, manifest, residual, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
-from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError, TransientError
 from meshtrain.models import subset
 from meshtrain.models.base import Params
@@ -24,17 +23,29 @@ from meshtrain.state import LossScale, TrainState, averages, start_loss_scale
 
 FOLDER = "arrays"  # in a checkpoint
 MAX_LISTED = 20  # mismatched arrays that an error message lists
+Agree = Callable[[CorruptCheckpoint | TransientError | None], None]
+
+
+def _raise(fault: Exception | None) -> None:
+    if fault:
+        raise fault
 
 
 def restore(
-    directory: Path, saved: Mapping[str, str], abstract: TrainState, *, allow_cast: bool = False
+    directory: Path,
+    saved: Mapping[str, str],
+    abstract: TrainState,
+    *,
+    allow_cast: bool = False,
+    agree: Agree = _raise,
 ) -> TrainState:
     """Returns the state in a checkpoint, with the shardings of `abstract`.
 
     `saved` is the manifest's `arrays`. A run may switch to or from float16: a loss scale that was not
     saved is initialised, and a loss scale that is not needed is dropped; so is a residual, which fits any
     number of batch shards. Raises ConfigError if any other array is missing, has another shape or, without
-    `allow_cast`, has another dtype; and on all processes CorruptCheckpoint if any of them read a damaged chunk.
+    `allow_cast`, has another dtype. After reading, each process calls `agree` with None, CorruptCheckpoint if a
+    chunk is damaged, or TransientError; it raises what is to be raised.
     """
     replicated = abstract.step.sharding
     init_loss_scale = jax.jit(start_loss_scale, out_shardings=LossScale(replicated, replicated))
@@ -48,7 +59,7 @@ def restore(
         p: kind for p, kind in saved.items() if not p.startswith(residual.PREFIX) or p in wanted
     }
     _check_same(kept, wanted, directory, allow_cast)
-    state = TrainState(**_read(directory, saved, fields(target)))
+    state = TrainState(**_read(directory, saved, fields(target), agree))
     state = state._replace(residual=residual.shared(state.residual or {}, abstract.residual))
     if abstract.loss_scale is None:
         return state._replace(loss_scale=None)
@@ -151,7 +162,7 @@ def shapes_of(state: TrainState) -> dict[str, str]:
     return shapes(fields(state))
 
 
-def _read(directory: Path, saved: Mapping[str, str], wanted: Any) -> Any:
+def _read(directory: Path, saved: Mapping[str, str], wanted: Any, agree: Agree = _raise) -> Any:
     """Reads arrays in their saved dtype, then casts: Orbax itself would cast silently."""
     target = jax.tree.map_with_path(
         lambda path, leaf: leaf.update(dtype=saved[_name(path)].rpartition(" ")[2]), wanted
@@ -168,21 +179,10 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any) -> Any:
             read = ocp.PyTreeCheckpointHandler().restore(path, args=args)
     except (CorruptCheckpoint, TransientError) as error:
         fault = error
-    _raise_on_all_processes(fault)
+    agree(fault)
     return jax.tree.map(
         lambda new, leaf: new if new.dtype == leaf.dtype else new.astype(leaf.dtype), read, wanted
     )
-
-
-def _raise_on_all_processes(fault: CorruptCheckpoint | TransientError | None) -> None:
-    """Raises the fault of any process on all, so that all use a checkpoint or none does.
-
-    One that a process could not read may be valid, whatever another process found.
-    """
-    found = distributed.gather(fault and (isinstance(fault, TransientError), str(fault)))
-    if faults := sorted(filter(None, found), reverse=True):
-        may_be_valid, text = faults[0]
-        raise (TransientError if may_be_valid else CorruptCheckpoint)(text)
 
 
 @contextlib.contextmanager

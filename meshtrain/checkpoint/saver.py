@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.checkpoint.writer import AsyncWriter
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import CheckpointConfig
-from meshtrain.errors import ConfigError, first_line
+from meshtrain.errors import ConfigError, TransientError, first_line
 from meshtrain.state import TrainState, bytes_of
 
 SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the state's bytes
@@ -152,20 +153,21 @@ class Saver:
         See `recover`, and `arrays.restore`. Arrays are verified while they are read: if one is damaged, the next
         older checkpoint is read. Quarantines the corrupt ones, and reports which settings have changed.
         """
+        # What one process could not read may be valid, whatever another found.
+        agree = partial(distributed.raise_first, kinds=(TransientError, CorruptCheckpoint))
         state = None
         while state is None and (saved := self.recover(from_scratch=from_scratch)):
-            directory, cast = self._folder / str(saved.step), self._settings.allow_cast
+            directory = self._folder / str(saved.step)
             try:
-                state = arrays.restore(directory, saved.arrays, abstract, allow_cast=cast)
+                options = dict(allow_cast=self._settings.allow_cast, agree=agree)
+                state = arrays.restore(directory, saved.arrays, abstract, **options)
             except CorruptCheckpoint as error:  # on all processes
                 self._damaged[saved.step] = str(error)
         distributed.on_first_process(self._quarantine_corrupt)
-        if state is None:
-            return None, None
-        if self._changed:
+        if state is not None and self._changed:
             self._event("changed", step=saved.step, settings=self._changed)
-        for line in resume.lines(self._changed):
-            self._log(line)
+            for line in resume.lines(self._changed):
+                self._log(line)
         return saved, state
 
     def move(self, saved: Manifest, position: int, watch: Mapping[str, float]) -> None:
@@ -207,7 +209,7 @@ class Saver:
         try:
             if fault := distributed.broadcast(self._create_folder(folder, bytes_of(state))):
                 raise OSError(fault)
-            self._arrays.save(folder, state)
+            self._arrays.save(folder / arrays.FOLDER, arrays.fields(state))
         except Exception as error:  # noqa: BLE001  a failed save must not stop the training
             job.error = error
             self._handle_finished_save()

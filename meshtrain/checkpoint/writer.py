@@ -11,9 +11,6 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from meshtrain.checkpoint import arrays
-from meshtrain.state import TrainState
-
 
 def _with_checksums(build: Callable[..., Any]) -> Callable[..., Any]:
     """Returns Orbax's function that says how an array is written, with a CRC-32C for each chunk."""
@@ -34,16 +31,15 @@ tensorstore_utils.build_array_write_spec = _with_checksums(tensorstore_utils.bui
 
 
 class AsyncWriter:
-    """Writes states in the background, one at a time."""
+    """Writes trees of arrays in the background, one at a time."""
 
     def __init__(self):
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True))
 
-    def save(self, directory: Path, state: TrainState) -> None:
-        """Starts a save; returns after the copy to the host, when the state may be donated."""
-        args = ocp.args.PyTreeSave(arrays.fields(state))
+    def save(self, folder: Path, tree: Any) -> None:
+        """Starts to write to a new folder; returns after the copy to the host, when the arrays may be donated."""
         with self._first_error():
-            self._orbax.save((directory / arrays.FOLDER).absolute(), args=args, force=True)
+            self._orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(tree), force=True)
 
     def wait(self) -> None:
         """Waits until all processes have written their arrays; raises the first error of the write."""

@@ -196,6 +196,14 @@ def on_first_process(action: Callable[[], Any]) -> Any:
     return result
 
 
+def raise_first(error: Exception | None, kinds: Sequence[type[Exception]]) -> None:
+    """Raises on all processes one of the errors that they have: of the kind listed first, of the lowest rank."""
+    found = gather(error and (kinds.index(type(error)), str(error)))
+    if faults := [one for one in found if one]:
+        number, text = min(faults, key=lambda one: one[0])
+        raise kinds[number](text)
+
+
 def check_same(config: Mapping[str, Any]) -> None:
     """Raises ConfigError if the config or the package versions differ between processes."""
     settings = dict(_flatten(config, "config."))

@@ -97,7 +97,8 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
             manifest.partial_folder(folder, 0).mkdir(parents=True)
         distributed.barrier("convert")
         with console.progress("saving", 0):
-            writer.save(manifest.partial_folder(folder, 0), state)
+            partial = manifest.partial_folder(folder, 0)
+            writer.save(partial / arrays.FOLDER, arrays.fields(state))
             writer.wait()
         if distributed.process_id() == 0:
             facts = dict(config=config, mesh=dict(mesh.shape), arrays=arrays.shapes_of(state))

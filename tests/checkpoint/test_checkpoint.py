@@ -347,7 +347,8 @@ def test_a_save_reads_no_array_and_a_restore_reads_each_once(tmp_path):
     with contextlib.closing(AsyncWriter()) as writer:
         for step in range(2):  # the first one loads libraries
             before = bytes_read()
-            writer.save(manifest.partial_folder(tmp_path, step), state)
+            folder = manifest.partial_folder(tmp_path, step) / arrays.FOLDER
+            writer.save(folder, arrays.fields(state))
             writer.wait()
             manifest.commit(tmp_path, step, **described)
             saved = bytes_read() - before

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from meshtrain import checkpoint, huggingface
+from meshtrain.checkpoint import arrays as saved_arrays
+from meshtrain.checkpoint.writer import AsyncWriter
 from meshtrain.config import files as configfile
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
@@ -123,13 +125,13 @@ def rewrite(workdir, path, change):
     state = TrainState(np.int32(1), changed, opt_state=None)
     folder = checkpoint.manifest.partial_folder(directory, 1)
     folder.mkdir()
-    writer = checkpoint.writer.AsyncWriter()
-    writer.save(folder, state)
+    writer = AsyncWriter()
+    writer.save(folder / saved_arrays.FOLDER, saved_arrays.fields(state))
     writer.wait()
     writer.close()
     facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
     facts |= dict(processes=1, versions={}, config=saved.config)
-    facts |= dict(arrays=checkpoint.arrays.shapes_of(state))
+    facts |= dict(arrays=saved_arrays.shapes_of(state))
     checkpoint.manifest.commit(directory, 1, **facts)
 
 
