@@ -36,7 +36,11 @@ def run(workdir, steps):
         subprocess.Popen(command, cwd=ROOT, env={**env, "JAX_PROCESS_ID": str(rank)})
         for rank in range(2)
     ]
-    assert [process.wait(timeout=200) for process in processes] == [0, 0]
+    try:
+        assert [process.wait(timeout=200) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def test_a_chunk_that_one_process_finds_damaged_is_used_by_none(tmp_path):
