@@ -1,7 +1,8 @@
 """Find out the rank of this process and the address of process 0, from flags or environment variables.
 
 The first complete description is used, in this order: flags, JAX_* variables (Kubeflow sets these too),
-torchrun, SLURM, Open MPI, an Indexed Job of Kubernetes. If there is only a part of one, that is a fault.
+torchrun, SLURM, Open MPI, an Indexed Job of Kubernetes, TPU slices on GKE. If there is only a part of one, that
+is a fault.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain.cluster import launchers, limits
+from meshtrain.cluster import launchers, limits, tpu_slices
 from meshtrain.cluster.launchers import FLAGS, JAX_VARIABLES, LOOPBACK, ProcessInfo
 from meshtrain.errors import ConfigError
 
@@ -79,6 +80,9 @@ def process_info(
         is_flag = name in given or name in labels and given and not environ.get(name)
         return labels[name] if is_flag else name
 
+    if not any(map(environ.get, JAX_VARIABLES)) and not launchers.complete(environ):
+        if found := tpu_slices.of_host(environ):
+            environ |= dict(zip(JAX_VARIABLES, found, strict=True))
     if any(not environ[name] for name in given):
         raise ConfigError(*(f"{label(name)}=: is empty" for name in given if not environ[name]))
     address = environ.get(JAX_VARIABLES[0])

@@ -34,6 +34,14 @@ OPEN_MPI = {
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }
 
+TPU = {  # the second host of the second of two slices
+    "TPU_WORKER_HOSTNAMES": "a,b,c",
+    "TPU_WORKER_ID": "1",
+    "MEGASCALE_COORDINATOR_ADDRESS": "first:8080",
+    "MEGASCALE_NUM_SLICES": "2",
+    "MEGASCALE_SLICE_ID": "1",
+}
+
 # The variables of a batch script and of a shell of `salloc`: no step.
 BATCH_SCRIPT = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_NTASKS": "8"}
 
@@ -82,6 +90,15 @@ def described(environ, flags=(None, None, None)):
         ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
         ({"MASTER_ADDR": "set by an image", "MASTER_PORT": "1", "LOCAL_RANK": ""}, None),
         ({"WORLD_SIZE": "", "RANK": "", "TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        # TPU slices on GKE.
+        (
+            {"TPU_WORKER_HOSTNAMES": "t-0.t,t-1.t", "TPU_WORKER_ID": "1"},
+            ("t-0.t", 8476, 2, 1, "JAX_*"),
+        ),
+        ({"TPU_WORKER_HOSTNAMES": "t-0", "TPU_WORKER_ID": "0"}, None),
+        (TPU, ("first", 8476, 6, 4, "JAX_*")),
+        ({**TPU, "JAX_NUM_PROCESSES": "1"}, None),
+        ({**TPU, **JAX}, ("head", 1234, 4, 3, "JAX_*")),
         # Half of a launcher next to a complete one.
         (
             {"WORLD_SIZE": "7", "PMI_RANK": "2", **SLURM},
@@ -160,7 +177,11 @@ JAX_TOO = "not enough to join a run; set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCES
         ("LOCAL_RANK=1", f"LOCAL_RANK=1: {JAX_TOO}"),
         ("LOCAL_WORLD_SIZE=2", f"LOCAL_WORLD_SIZE=2: {JAX_TOO}"),
         ("OMPI_COMM_WORLD_LOCAL_SIZE=2", f"OMPI_COMM_WORLD_LOCAL_SIZE=2: {JAX_TOO}"),
-        ("TPU_WORKER_HOSTNAMES=a,b TPU_WORKER_ID=0", "TPU_WORKER_HOSTNAMES=a,b: several hosts"),
+        ("TPU_WORKER_HOSTNAMES=a,b", "TPU_WORKER_HOSTNAMES=a,b: several hosts"),
+        ("TPU_WORKER_HOSTNAMES=a,b TPU_WORKER_ID=2", "TPU_WORKER_ID=2: use a number from 0 to 1"),
+        ("*TPU MEGASCALE_SLICE_ID=2", "MEGASCALE_SLICE_ID=2: use a number from 0 to 1"),
+        ("*TPU MEGASCALE_SLICE_ID=", f"MEGASCALE_NUM_SLICES=2: {JAX_TOO}"),
+        ("*TPU MEGASCALE_NUM_SLICES=two", "MEGASCALE_NUM_SLICES=two: use a number"),
         # Halves of two descriptions that contradict each other.
         ("*SLURM JAX_NUM_PROCESSES=2", "JAX_NUM_PROCESSES=2: differs from 5 of SLURM"),
         ("*TORCH JAX_PROCESS_ID=3", "JAX_PROCESS_ID=3: differs from 1 of torchrun"),
