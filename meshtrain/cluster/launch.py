@@ -4,7 +4,8 @@
 
 After -- come the arguments of `meshtrain train`, or another verb and its arguments. On several hosts,
 run the same command on each one; the rank of a host is read from SLURM, Open MPI, torchrun or JAX_*
-variables, or from --nnodes, --node_rank and --coordinator. After a restart the run resumes from its
+variables, or from --nnodes, --node_rank and --coordinator. With --hosts=a,b,c the command starts itself on
+these hosts with ssh. After a restart the run resumes from its
 newest valid checkpoint. The exit code is the run's; 18 if it hung too often.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain.cluster import environment, launchers, signature
+from meshtrain.cluster import environment, launchers, signature, ssh
 from meshtrain.cluster.restart_policy import Settings
 from meshtrain.cluster.supervisor import Supervisor
 from meshtrain.config import checks
@@ -202,6 +203,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         metavar = "LOW-HIGH" if name == "ports" else metavar
         flags.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     flags.add_argument(
+        "--hosts", metavar="A,B,...", help="start the run on these hosts with ssh, from this one"
+    )
+    flags.add_argument(
         "--force",
         action="store_true",
         help="start more processes and devices than this machine is likely to have the cores and memory for",
@@ -211,4 +215,19 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Launches the run and returns its exit code."""
     settings = dict(vars(args))
-    return launch(settings.pop("rest"), **settings)
+    arguments, hosts = settings.pop("rest"), settings.pop("hosts")
+    if hosts is None:
+        return launch(arguments, **settings)
+    address = settings.pop("coordinator", None)
+    if ignored := [f"--{name}" for name in CLUSTER if name in settings]:
+        raise ConfigError(
+            f"--hosts={hosts}: sets {' and '.join(ignored)} for each host; omit these"
+        )
+    Settings(**settings)  # its faults are the same on all hosts
+    defaults = vars(Settings())
+    flags = [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in settings.items()
+        if value != defaults[name]
+    ]
+    return ssh.launch(ssh.hosts_of(hosts), flags, arguments, address)
