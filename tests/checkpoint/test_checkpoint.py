@@ -32,6 +32,7 @@ from meshtrain import __main__, checkpoint, cli, errors
 from meshtrain.checkpoint import arrays, chunks, lock, manifest, retention, saver
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.checkpoint.writer import AsyncWriter
+from meshtrain.cluster import distributed
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Source
@@ -326,6 +327,41 @@ def test_checkpoints_of_format_1_are_read_and_verified(workdir):
     assert train(saving(5), workdir=workdir).step == 5
     assert events(workdir, "restore")[-1]["step"] == 4
     assert chunks.verify(checkpoints(workdir) / "5").format == manifest.FORMAT
+
+
+# The ends of messages of TensorStore, for a flipped byte, an error of the disk, and a mistake of the caller.
+DAMAGED = 'DATA_LOSS: Error reading shard entry {0} in "params.w/c/0/1" in OCDBT database at x: Digest mismatch'
+UNREADABLE = "UNKNOWN: Error reading x: Input/output error [os_error_code='5']"
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "fault"),
+    [
+        (DAMAGED, CorruptCheckpoint, "^arrays/params.w/c/0/1 fails its checksum$"),
+        (UNREADABLE, errors.TransientError, "Input/output error; the checkpoint may be valid"),
+        ("INVALID_ARGUMENT: no such field", ValueError, "no such field"),
+    ],
+)
+def test_only_damaged_bytes_make_a_checkpoint_corrupt(message, kind, fault, tmp_path):
+    with pytest.raises(kind, match=fault), chunks.reading(tmp_path):
+        try:
+            raise ValueError(message)
+        except ValueError as error:
+            if kind is ValueError:
+                raise
+            raise RuntimeError("a message of Orbax") from error
+
+
+def test_a_checkpoint_that_one_process_cannot_read_may_be_valid_whatever_another_found(monkeypatch):
+    found = [None, [1, "damaged"], [0, "unreadable"]]
+    monkeypatch.setattr(distributed, "gather", lambda value: found)
+    with pytest.raises(errors.TransientError, match="^unreadable$"):
+        distributed.raise_first(None, (errors.TransientError, CorruptCheckpoint))
+    found.pop()
+    with pytest.raises(CorruptCheckpoint, match="^damaged$"):
+        distributed.raise_first(None, (errors.TransientError, CorruptCheckpoint))
+    found[1] = None
+    distributed.raise_first(None, (errors.TransientError, CorruptCheckpoint))
 
 
 def bytes_read():
