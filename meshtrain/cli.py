@@ -116,9 +116,10 @@ def _with_config(
     module: ModuleType, flags: Parser, argv: list[str]
 ) -> tuple[argparse.Namespace, Any]:
     """Returns the flags and the config with its overrides, after joining the other processes."""
+    may_lack = getattr(module, "CONFIG_IS_OPTIONAL", False)
     flags.add_argument(
         "--config",
-        required=True,
+        required=not may_lack,
         metavar="FILE",
         help="a Python file with get_config(), the name of a config of the package, such as quickstart, a YAML file, "
         "or a run's config.json",
@@ -126,13 +127,24 @@ def _with_config(
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
     _add_common_flags(flags)
     args, overrides = flags.parse_known_args(argv)
-    options = dict(trust_code=args.trust_code, known=flags.known(), environ=os.environ)
-    config, faults = files.read(args.config, overrides, **options)
+    config, faults = None, []
+    if args.config is not None:
+        options = dict(trust_code=args.trust_code, known=flags.known(), environ=os.environ)
+        config, faults = files.read(args.config, overrides, **options)
+    elif overrides:
+        keys = [f"{one}: add --config=FILE" for one in overrides if one.startswith("--config.")]
+        raise ConfigError(*keys, *flags.unknown(overrides))
     if hasattr(module, "prepare"):
         module.prepare(args, config)
     alone, fits_devices = _is_alone(args), getattr(module, "FITS_DEVICES", False)
-    num_devices = None if fits_devices else args.simulate_devices
-    if alone and (faults := [*faults, *_faults_of(config, num_devices)]):
+    named = getattr(args, "devices", None)  # devices that need not be there
+    flag = "--devices" if named else "--simulate_devices"
+    num_devices = None if fits_devices else named or args.simulate_devices
+    if (
+        alone
+        and config is not None
+        and (faults := [*faults, *_faults_of(config, num_devices, flag)])
+    ):
         raise ConfigError(*faults)
     # Before jax is loaded, which takes seconds; the data's own reader checks the rest.
     reads_data = getattr(module, "READS_DATA", False)
@@ -145,8 +157,10 @@ def _with_config(
         with distributed.raise_on_all_processes():
             import jax
 
-            num_devices = None if fits_devices else jax.device_count()
-            if faults := [*faults, *_faults_of(config, num_devices)]:
+            num_devices = None if fits_devices else named or jax.device_count()
+            if config is not None:
+                faults = [*faults, *_faults_of(config, num_devices, flag)]
+            if faults:
                 raise ConfigError(*faults)
     return args, config
 
@@ -214,13 +228,16 @@ def _use_all_devices(config: Any) -> None:
         config.train.update(global_batch=global_batch, num_microbatches=1)
 
 
-def _faults_of(config: Any, num_devices: int | None) -> tuple[str, ...]:
-    """Returns the faults of a config; with `num_devices`, also checks that the mesh fits them."""
+def _faults_of(config: Any, num_devices: int | None, flag: str) -> tuple[str, ...]:
+    """Returns the faults of a config; with `num_devices`, also checks that the mesh fits them.
+
+    `flag` sets the number of devices.
+    """
     is_auto = checks.is_auto(config)
     try:
         parse(config, num_devices=None if is_auto else num_devices)
     except ConfigError as error:
-        return error.faults
+        return tuple(fault.replace("--simulate_devices=", f"{flag}=") for fault in error.faults)
     if is_auto and num_devices:
         return tuple(fix.fixed_faults(config, fix.auto_sizes(config), num_devices))
     return ()

@@ -1,4 +1,4 @@
-"""Prints versions, processes, devices and settings, and tests an all-reduce over devices and processes."""
+"""Prints versions, processes, devices and settings, and tests an all-reduce; or draws the mesh of a config."""
 
 import argparse
 import os
@@ -9,9 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain.cluster import distributed, environment, runtime
+from meshtrain.analysis import hardware, mesh_text
+from meshtrain.cluster import distributed, environment
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import AXES
 from meshtrain.errors import EXIT_FAILED
 from meshtrain.parallel import collectives
+from meshtrain.parallel.mesh import make_mesh
 
 SETTING_PREFIXES = ("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "LIBTPU_", "TPU_")
 NUM_VALUES = 1 << 18  # float32 values per device or process: 1 MiB
@@ -50,9 +54,8 @@ def check_all_reduce(name: str, values: np.ndarray, expected: float, **members: 
     return not wrong
 
 
-def run(args: argparse.Namespace) -> int:
+def print_report(args: argparse.Namespace) -> int:
     """Prints the report; returns the exit code."""
-    runtime.start(args)
     flags = (args.coordinator, args.num_processes, args.process_id)
     processes = distributed.gather(describe_process())
     found = environment.process_info(os.environ, flags)
@@ -77,3 +80,20 @@ def run(args: argparse.Namespace) -> int:
     if (num := len(processes)) > 1:
         is_right &= check_all_reduce(f"{num} processes", rows[0] * 0 + me, num * (num - 1) // 2)
     return 0 if is_right else EXIT_FAILED
+
+
+def print_mesh(args: argparse.Namespace, config: Any) -> int:
+    """Draws the mesh of a config on the devices of this job, or of `args.device`; returns the exit code."""
+    with distributed.raise_on_all_processes():
+        cfg = parse(config, num_devices=args.devices or jax.device_count())
+        slices = cfg.mesh.slices
+        if args.device:
+            sizes = [getattr(cfg.mesh, axis) for axis in AXES]
+            grid = mesh_text.grid_of_sizes(sizes, args.devices_per_host, slices, args.device)
+        else:
+            row = hardware.device_of(jax.devices()[0].device_kind)
+            grid = mesh_text.grid_of_mesh(make_mesh(cfg.mesh), slices, row)
+        lines = [*mesh_text.lines(cfg, grid)]
+    if jax.process_index() == 0:
+        print(*lines, sep="\n")
+    return 0

@@ -10,7 +10,8 @@ class Verb(NamedTuple):
     config or a run; `run` returns the exit code. `--help` prints the module's docstring, so the module
     loads jax only in `run`. A verb that reads a config may define `prepare(args, config)`, called before
     the config is checked and jax is started, and `FITS_DEVICES = True` if it sets the mesh and the batch
-    itself, so that those of the config need not fit the devices.
+    itself, so that those of the config need not fit the devices. With `CONFIG_IS_OPTIONAL = True` it may be called
+    without a config, which is then None.
     """
 
     module: str
@@ -27,7 +28,9 @@ VERBS = {
     "init": Verb(
         "meshtrain.commands.init", "write a folder with a config and a script to start from"
     ),
-    "info": Verb("meshtrain.commands.info", "print versions and devices, and test an all-reduce"),
+    "info": Verb(
+        "meshtrain.commands.info", "print devices, test an all-reduce, or draw a mesh", "config"
+    ),
     "prepare": Verb("meshtrain.data.prepare", "tokenize text, JSON lines or Parquet"),
     "convert": Verb("meshtrain.commands.convert", "convert from and to Hugging Face folders"),
     "generate": Verb("meshtrain.commands.generate", "generate text with a model", "run"),

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         found, rest = self.parse_known_args(args, namespace)
         if rest:
-            raise ConfigError(*self._unknown(rest))
+            raise ConfigError(*self.unknown(rest))
         return found
 
     def parse_known_args(self, args=None, namespace=None):
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
             found, rest = super().parse_known_args(args, namespace)
         except ConfigError as error:  # such as a missing flag, because it is misspelt
             flags = [one for one in args or () if one.startswith("--") and one != "--"]
-            raise ConfigError(*self._unknown(flags), *error.faults) from error
+            raise ConfigError(*self.unknown(flags), *error.faults) from error
         items = vars(found).items()
         faults = [fault for name, value in items for fault in flag_faults(name, value)]
         keys = {one.dest: "=".join([*one.option_strings[:1], ""]) for one in self._actions}
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         missing = "arguments are required" in message
         raise ConfigError(message + (f"; see {self.prog} --help" if missing else ""))
 
-    def _unknown(self, arguments: list[str]) -> list[str]:
+    def unknown(self, arguments: list[str]) -> list[str]:
         """Returns a fault for each argument that is no flag and no key of the config."""
         known = self.known()
         names = [one.partition("=")[0] for one in arguments]
