@@ -125,7 +125,7 @@ def test_the_api_survives_a_stream_that_its_caller_has_replaced(tmp_path, monkey
 # ---- signals ----
 
 
-def on_terminal(arguments, *, until=None, columns=0):
+def on_terminal(arguments, *, until=None, columns=0, **variables):
     """Runs a command on a terminal, and presses Ctrl-C when it shows `until`; returns exit code and output."""
     leader, follower = pty.openpty()
     os.set_inheritable(follower, True)
@@ -135,7 +135,11 @@ def on_terminal(arguments, *, until=None, columns=0):
     own = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     terminal = dict(stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
     command = [sys.executable, "-c", own, *arguments]
-    environ = {"TERM": "xterm", **os.environ}  # without TERM, the tokenizers package shows nothing
+    environ = {
+        "TERM": "xterm",
+        **os.environ,
+        **variables,
+    }  # without TERM, the tokenizers package shows nothing
     process = subprocess.Popen(command, cwd=ROOT, env=environ, **terminal)
     os.close(follower)
     shown = ""
@@ -343,6 +347,23 @@ def test_the_bar_of_a_run_moves_between_the_logged_lines(tmp_path):
     assert lines[-1] == "" and lines[-2].startswith("done: 400 steps")
 
 
+def test_only_the_bar_uses_codes_of_the_terminal_and_only_where_there_are_any(tmp_path):
+    package = [*(ROOT / "meshtrain").rglob("*.py")]
+    sources = {path.name for path in package if re.search(r"\\x1b|\\033|\\e\[", path.read_text())}
+    assert sources == {"console.py"}
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_text(
+            " ".join(map(str, range(9_000 * number, 9_000 * number + 9_000)))
+        )
+    prepare = [*COMMAND, "prepare", str(tmp_path), "--num_workers=1", "--train_bpe=300"]
+    shown = {}
+    for name, variables in (("dumb", {"TERM": "dumb"}), ("plain", {"NO_COLOR": "1"})):
+        code, shown[name] = on_terminal([*prepare, f"--output={tmp_path}/{name}"], **variables)
+        assert code == 0 and "documents" in shown[name], shown
+    assert "\x1b" not in shown["dumb"] and "Pre-processing" not in shown["dumb"]
+    assert "\x1b[K" in shown["plain"] and not re.search(r"\x1b\[[\d;]*m", shown["plain"])
+
+
 def test_long_verbs_show_their_progress_and_ctrl_c_interrupts_all_their_processes(tmp_path, tiny):
     tiny.model.vocab_size = 259
     from meshtrain.train import train
@@ -362,6 +383,7 @@ def test_long_verbs_show_their_progress_and_ctrl_c_interrupts_all_their_processe
         (f"{prepare} --train_bpe=3000", "Compute merges", 130, ["Pre-processing"]),
         (f"{prepare} --train_bpe=3000", "MB/s", 130, ["left"]),
         (f"{prepare} --train_bpe=3000", None, 0, ["left"]),
+        (f"prepare --verify {tmp_path}/out", None, 0, ["checking"]),
     ):
         found, shown = on_terminal([*COMMAND, *arguments.split()], until=until, columns=120)
         assert found == code and "Traceback" not in shown, (arguments, shown)

@@ -1,10 +1,12 @@
 """Check every token of prepared data, for `meshtrain prepare --verify`."""
 
 import hashlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from meshtrain import console
 from meshtrain.data import indexed, prepared
 from meshtrain.data.indexed import Shard
 from meshtrain.errors import ConfigError
@@ -21,7 +23,8 @@ def validate(path: Path) -> list[str]:
     """
     if prefix := indexed.prefix_of(str(path)):
         shard = indexed.load(prefix)
-        largest = max(int(chunk.max()) for chunk in _chunks(shard.tokens))
+        with console.progress("checking", len(shard.tokens)) as advance:
+            largest = max(int(chunk.max()) for chunk in _chunks(shard.tokens, advance))
         return [f"{shard.path}: {_describe(shard)}, largest token {largest}; the index is valid"]
     if not (path / prepared.MANIFEST).is_file():
         raise ConfigError(f"--verify={path}: no {prepared.MANIFEST} there; give a prepared folder")
@@ -33,15 +36,16 @@ def validate(path: Path) -> list[str]:
         prepared.read_token_bytes(path, manifest)
     except ConfigError as error:
         faults += error.faults
-    for entry in manifest["shards"]:
-        for kind, file in entry["files"].items():
-            faults += _hash_faults(path / f"{entry['name']}.{kind}", file["sha256"])
-        try:
-            shard = indexed.load(str(path / entry["name"]))
-            faults += _shard_faults(shard, entry, tokenizer)
-            lines.append(f"{shard.path}: {_describe(shard)}")
-        except ConfigError as error:
-            faults += error.faults
+    with console.progress("checking", manifest["tokens"]) as advance:
+        for entry in manifest["shards"]:
+            for kind, file in entry["files"].items():
+                faults += _hash_faults(path / f"{entry['name']}.{kind}", file["sha256"])
+            try:
+                shard = indexed.load(str(path / entry["name"]))
+                faults += _shard_faults(shard, entry, tokenizer, advance)
+                lines.append(f"{shard.path}: {_describe(shard)}")
+            except ConfigError as error:
+                faults += error.faults
     for key in ("documents", "tokens", "text_bytes"):
         if sum(entry[key] for entry in manifest["shards"]) != manifest[key]:
             faults.append(
@@ -56,8 +60,12 @@ def _describe(shard: Shard) -> str:
     return f"{len(shard.starts) - 1:,} documents, {len(shard.tokens):,} tokens"
 
 
-def _chunks(tokens: np.ndarray):
-    return (tokens[start : start + CHUNK] for start in range(0, len(tokens), CHUNK))
+def _chunks(tokens: np.ndarray, advance: Callable) -> Iterator[np.ndarray]:
+    """Yields the tokens in chunks; `advance` gets the number of tokens of each that the caller is done with."""
+    for start in range(0, len(tokens), CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        yield chunk
+        advance(len(chunk))
 
 
 def _hash_faults(path: Path, sha256: str) -> list[str]:
@@ -70,7 +78,7 @@ def _hash_faults(path: Path, sha256: str) -> list[str]:
     return [f"{path}: was changed since it was written (sha256); copy it again"]
 
 
-def _shard_faults(shard: Shard, entry: dict, tokenizer: dict) -> list[str]:
+def _shard_faults(shard: Shard, entry: dict, tokenizer: dict, advance: Callable) -> list[str]:
     """Returns the faults of a shard; `entry` and `tokenizer` are the entries in the manifest."""
     faults = []
     counts = {"tokens": len(shard.tokens), "documents": len(shard.starts) - 1}
@@ -80,7 +88,7 @@ def _shard_faults(shard: Shard, entry: dict, tokenizer: dict) -> list[str]:
         if count != entry[key]
     ]
     vocab_size = tokenizer["vocab_size"]
-    for number, chunk in enumerate(_chunks(shard.tokens)):
+    for number, chunk in enumerate(_chunks(shard.tokens, advance)):
         wrong = np.flatnonzero((chunk >= vocab_size) | (chunk < 0))
         if wrong.size:
             offset = (number * CHUNK + wrong[0]) * chunk.itemsize

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshtrain import console
 from meshtrain.cluster import distributed
 from meshtrain.config import checks
 from meshtrain.config.build import build_data
@@ -62,8 +63,10 @@ def evaluate(
     with contextlib.closing(loader), program.active():
         compiled = jax.jit(measure).lower(params, loader.peek()).compile()
         distributed.barrier("evaluation compiled")
-        for _ in range(num_batches):
-            sums += jax.device_get(compiled(params, next(loader)))
+        with console.progress("evaluating", num_batches) as advance:
+            for _ in range(num_batches):
+                sums += jax.device_get(compiled(params, next(loader)))
+                advance()
     nats, weight, num_bytes = sums.tolist()
     if not weight:
         raise ConfigError("data: every token has weight 0; see data.separator and data.seq_len")
