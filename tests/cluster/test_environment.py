@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -10,7 +11,7 @@ import zlib
 import pytest
 from conftest import free_port
 
-from meshtrain.cluster import environment, launchers, rendezvous
+from meshtrain.cluster import distributed, environment, launchers, rendezvous
 from meshtrain.cluster.environment import ProcessInfo
 from meshtrain.errors import ConfigError
 
@@ -359,3 +360,12 @@ def test_connections_of_other_programs_are_ignored(received):
         rendezvous.wait_for_all(second, seconds=20)
     thread.join(30)
     assert results == [None]
+
+
+def test_processes_with_different_versions_report_the_difference(monkeypatch):
+    monkeypatch.setattr(distributed, "num_processes", lambda: 2)
+    monkeypatch.setattr(distributed, "gather", lambda found: [found, {**found, "jax": "0.1"}])
+    here = distributed.versions()["jax"]
+    line = f"jax differs between processes: {here} on process 0, 0.1 on process 1; use the same"
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+        distributed.check_same({"train": {"steps": 3}})

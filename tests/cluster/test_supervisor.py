@@ -121,6 +121,10 @@ F1123 04:36:12.977217    3156 parse_flags_from_env.cc:234] Unknown flag in XLA_F
             "os.kill(os.getpid(), 9)",
             "rank 1 .* killed by signal 9 .SIGKILL. in phase step of step 3",
         ),
+        (
+            "import ctypes; ctypes.string_at(0)",
+            "rank 1 .* killed by signal 11 .SIGSEGV. in phase step of step 3",
+        ),
         ("sys.exit('the reason')", "rank 1 .* ended with exit code 1 in phase step of step 3"),
         (
             "os.kill(os.getpid(), 19)",
