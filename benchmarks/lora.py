@@ -121,12 +121,12 @@ def main():
     parser.add_argument("--start", required=True, type=Path, metavar="WORKDIR")
     parser.add_argument("--data", required=True, type=Path, metavar="FOLDER")
     parser.add_argument("--config", default="smollm2")
-    for name, value in dict(steps=30, rows=4, seq_len=256, rank=8, eval_batches=6).items():
+    for name, value in dict(steps=24, rows=4, seq_len=256, rank=8, eval_batches=6).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--heldout", type=float, default=0.1)
     rates = dict(nargs="+", type=float, metavar="RATE")
-    parser.add_argument("--full-rates", default=[5e-5, 1e-4, 2e-4], **rates)
-    parser.add_argument("--lora-rates", default=[1e-3, 2e-3, 4e-3], **rates)
+    parser.add_argument("--full-rates", default=[1e-4, 2e-4], **rates)
+    parser.add_argument("--lora-rates", default=[1e-3, 3e-3], **rates)
     args = parser.parse_args()
     runtime.setup()
     results = record.about(args)
