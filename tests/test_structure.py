@@ -36,7 +36,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "meshtrain"
 CONFIGS = sorted((ROOT / "meshtrain" / "configs").glob("[!_]*.py"))
 LONGER = {
     "meshtrain/train.py:train": 120,  # the loop, to be read in one go
-    "meshtrain/configs/default.py:get_config": 295,  # a list of keys, fewer than 130
+    "meshtrain/configs/default.py:get_config": 295,  # a list of keys, fewer than 132
 }
 
 
@@ -238,7 +238,7 @@ def test_every_key_of_the_default_config_has_a_comment_on_its_line_or_directly_a
     comments = comments_of_keys(ROOT / "configs" / "default.py")
     # Few enough to be read in one go. 107 until latent attention, whose four sizes are those of every paper about it;
     # the rest is for the slices of a mesh and how they synchronise, and for adapters.
-    assert len(comments) == count_keys(default.get_config().to_dict()) < 130
+    assert len(comments) == count_keys(default.get_config().to_dict()) < 132
     without = [key for key, comment in comments.items() if not comment]
     assert not without, f"without a comment: {', '.join(without)}"
 

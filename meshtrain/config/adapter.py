@@ -10,3 +10,4 @@ class AdapterConfig:
     rank: int = 0
     alpha: float = 16.0
     targets: tuple = ("layers/*",)
+    dropout: float = 0.0

@@ -171,6 +171,7 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
     for name in ("context", "sync", "adapter", "monitor"):
         raw.setdefault(name, defaults[name])
     added = {"train": ("epochs", "batch_per_device"), "data": ("per_process",)}
+    added |= {"adapter": ("dropout",)}
     for name, keys in added.items():
         if isinstance(raw.get(name), dict):
             raw[name] = {**{key: defaults[name][key] for key in keys}, **raw[name]}

@@ -241,11 +241,11 @@ def get_config() -> ConfigDict:
 
     # Used if adapter.rank is more than 0: LoRA (arXiv 2106.09685).
     config.adapter = adapter = ConfigDict()
-    # rank of the trained update A B of the kernels of linear layers, whose parameters keep their values; 0: none
-    adapter.rank = 0
+    adapter.rank = 0  # rank of the update A B of the kernels of linear layers; 0: no adapter
     adapter.alpha = 16.0  # the update is multiplied by alpha / rank
     # patterns of the linear layers that get an update, such as ("layers/attention/query", "layers/attention/value")
     adapter.targets = ("layers/*",)
+    adapter.dropout = 0.0  # probability of dropout of the input of A, in training only
 
     config.eval = evaluation = ConfigDict()
     evaluation.every = 0  # steps between evaluations; 0: only at the end

@@ -67,7 +67,7 @@ def write(
         "base_model_name_or_path": None,
         "r": adapter["rank"],
         "lora_alpha": adapter["alpha"],
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.get("dropout", 0.0),
         "bias": "none",
         # Whether the kernels in the files are (inputs, outputs), as GPT-2's are.
         "fan_in_fan_out": all(_begins_with_inputs(row) for row in rows),

@@ -3,20 +3,24 @@
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshtrain.config.adapter import AdapterConfig
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, did_you_mean, minimum_faults
 from meshtrain.models import low_rank, subset
-from meshtrain.models.base import MEASURED, Model, Params
+from meshtrain.models.base import FIRST, MEASURED, NUMBER, Model, Params
 from meshtrain.models.layers import normal_initializer
-from meshtrain.models.low_rank import A, B
+from meshtrain.models.low_rank import DROP, A, B
+from meshtrain.ops import dropout as masks
 
 KERNEL = "/kernel"  # of a linear layer
+FIRST_SITE = 2**16  # of the masks of an adapter, see ops/dropout.py; those of models are smaller
 
 
 def adapt(model: Model, cfg: Config) -> Model:
@@ -24,7 +28,7 @@ def adapt(model: Model, cfg: Config) -> Model:
     c, only = cfg.adapter, cfg.train.only
     if c.rank:
         _check(c)
-        model = lora(model, rank=c.rank, alpha=c.alpha, targets=c.targets)
+        model = lora(model, rank=c.rank, alpha=c.alpha, targets=c.targets, dropout=c.dropout)
     if only == "*":
         return model
     patterns = [pattern.strip() for pattern in only.split(",")]
@@ -35,20 +39,29 @@ def _check(c: AdapterConfig) -> None:
     faults = minimum_faults(0, {"adapter.rank": c.rank})
     if not c.alpha > 0:
         faults.append(f"adapter.alpha={c.alpha}: use a positive number")
+    if not 0 <= c.dropout < 1:
+        faults.append(
+            f"adapter.dropout={c.dropout}: is a probability; use 0 or more, and less than 1"
+        )
     if not c.targets or not all(isinstance(pattern, str) for pattern in c.targets):
         faults.append(f"adapter.targets={c.targets!r}: use patterns, such as ('layers/*',)")
     if faults:
         raise ConfigError(*faults)
 
 
-def lora(model: Model, *, rank: int, alpha: float, targets: tuple[str, ...]) -> Model:
+def lora(
+    model: Model, *, rank: int, alpha: float, targets: tuple[str, ...], dropout: float = 0.0
+) -> Model:
     """Returns the model with kernels W + alpha / rank A B; only A and B are trained (arXiv 2106.09685).
 
     `targets` are patterns of paths of linear layers, such as layers/attention/*. A is drawn with the variance of
-    PEFT's, 1 / (3 inputs), B starts at zero. Raises ConfigError for a pattern without a linear layer.
+    PEFT's, 1 / (3 inputs), B starts at zero. In training each element of the input of A is dropped with the
+    probability `dropout`. Raises ConfigError for a pattern without a linear layer, or if the model does not support
+    dropout.
     """
     chosen = sorted(_matching(model, targets))
     shapes = {path: _dims(model, path, rank) for path in chosen}
+    model = _with_dropout(model, chosen, dropout) if dropout else model
     scale = alpha / rank
 
     def init(key):
@@ -72,6 +85,48 @@ def lora(model: Model, *, rank: int, alpha: float, targets: tuple[str, ...]) -> 
     }
     part = dict(is_trained=_is_added, flops_per_token=None)
     return dataclasses.replace(model, init=init, axes=axes, **functions, **part)
+
+
+def _with_dropout(model: Model, chosen: Sequence[str], rate: float) -> Model:
+    """Returns the model whose layers get, next to A and B, the dropout of the input of A: see ops/dropout.py.
+
+    Each adapted layer has masks of its own, as in PEFT. Raises ConfigError for a model that is not a stack.
+    """
+    if model.block is None:
+        raise ConfigError(
+            f"adapter.dropout={rate}: the model is one loss, in which nothing tells the rows and positions that a "
+            f"linear layer gets, so its masks would depend on the mesh; use adapter.dropout=0"
+        )
+
+    def added(layer: Params, prefix: str, batch: Any) -> Params:
+        if (keys_BW := masks.row_keys(batch)) is None:  # evaluation and generation
+            return layer
+        for number, path in enumerate(chosen):
+            if path.startswith(prefix):
+                drop = jax.tree_util.Partial(partial(_drop, rate, FIRST_SITE + number), keys_BW)
+                layer = subset.merge(layer, _nested(path.removeprefix(prefix), {DROP: drop}))
+        return layer
+
+    def block(layer: Params, x: Any, batch: Any) -> Any:
+        of_layer = masks.at_layer(batch, layer[NUMBER])
+        return model.block(added(layer, "layers/", of_layer), x, batch)
+
+    def embed(params: Params, batch: Any) -> Any:
+        for number in params.get(FIRST, {}):
+            name, of_layer = f"{FIRST}/{number}", masks.at_layer(batch, int(number))
+            layer = added(_leaf(params, name), f"{name}/", of_layer)
+            params = subset.merge(params, _nested(name, layer))
+        return model.embed(params, batch)
+
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    num_first = len(shapes.get(FIRST, {}))
+    numbers = num_first + np.arange(len(jax.tree.leaves(shapes["layers"])[0]), dtype=np.int32)
+    constants = {NUMBER: numbers, **model.constants}
+    return dataclasses.replace(model, block=block, embed=embed, constants=constants, row_keys=True)
+
+
+def _drop(rate: float, site: int, keys_BW: jax.Array, x: jax.Array) -> jax.Array:
+    return masks.dropout(x, {masks.NAME: keys_BW}, rate=rate, site=site)
 
 
 def _is_added(path: str) -> bool:

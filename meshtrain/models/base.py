@@ -21,6 +21,7 @@ Params = Any  # nested dict of arrays
 MEASURED = "measured"
 # Name of the parameters of layers that `Model.embed` runs before the stack, if there are any, by number.
 FIRST = "first_layers"
+NUMBER = "layer_number"  # of a layer, among the constants of a stack with dropout
 Axes = Any  # the same nested dict; each leaf is a tuple of logical names, one per dim
 
 

@@ -13,7 +13,9 @@ from flax import nnx
 
 # Names of the parameters: A (*dims of the input, rank) and B (rank, *dims of the output).
 A, B = "lora_a", "lora_b"
-Pair = tuple[jax.Array, jax.Array]
+# Next to A and B in training with dropout: the function of the input whose result A multiplies. It is no parameter.
+DROP = "lora_drop"
+Factors = tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]
 
 
 def is_low_rank(path: str) -> bool:
@@ -35,35 +37,35 @@ def linears(module: nnx.Module) -> dict[str, int]:
     return found
 
 
-def take(values: Any) -> tuple[Any, dict[tuple, Pair]]:
-    """Returns the parameters without A and B, and A and B by the path of their layer."""
+def take(values: Any) -> tuple[Any, dict[tuple, Factors]]:
+    """Returns the parameters without A and B, and A, B and the dropout of A's input by the path of their layer."""
     if not isinstance(values, Mapping):
         return values, {}
     rest, found = {}, {}
     for key, value in values.items():
-        if key in (A, B):
+        if key in (A, B, DROP):
             continue
         rest[key], inner = take(value)
-        found |= {(key, *path): pair for path, pair in inner.items()}
+        found |= {(key, *path): factors for path, factors in inner.items()}
     if A in values:
-        found[()] = values[A], values[B]
+        found[()] = values[A], values[B], values.get(DROP, lambda x: x)
     return rest, found
 
 
-def attach(module: nnx.Module, pairs: Mapping[tuple, Pair]) -> None:
+def attach(module: nnx.Module, of_layers: Mapping[tuple, Factors]) -> None:
     """Makes the linear layers of a module add (x A) B."""
-    if not pairs:
+    if not of_layers:
         return
     for path, layer in nnx.iter_modules(module):
-        if path in pairs:
+        if path in of_layers:
             plain = layer.dot_general or jax.lax.dot_general
-            layer.dot_general = functools.partial(_dot_general, plain, pairs[path])
+            layer.dot_general = functools.partial(_dot_general, plain, of_layers[path])
 
 
-def _dot_general(plain: Callable, pair: Pair, x, kernel, dimension_numbers, **options):
-    """Returns what `plain`, a function like `lax.dot_general`, returns for `kernel` + A B."""
-    a, b = pair
+def _dot_general(plain: Callable, factors: Factors, x, kernel, dimension_numbers, **options):
+    """Returns what `plain`, a function like `lax.dot_general`, returns for x W + (drop(x) A) B."""
+    a, b, drop = factors
     _, batch_dims = dimension_numbers
-    inner = plain(x, a, dimension_numbers, **options)
+    inner = plain(drop(x), a, dimension_numbers, **options)
     over_rank = ((inner.ndim - 1,), (0,)), batch_dims
     return plain(x, kernel, dimension_numbers, **options) + plain(inner, b, over_rank, **options)

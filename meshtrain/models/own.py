@@ -11,10 +11,9 @@ from flax import errors, linen, nnx
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
 from meshtrain.models import base
-from meshtrain.models.base import Functional, Model
+from meshtrain.models.base import NUMBER, Functional, Model
 from meshtrain.ops.dropout import at_layer
 
-NUMBER = "layer_number"  # of a block, among the constants of the stack
 Part = Callable[[nnx.Rngs], nnx.Module] | linen.Module
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from meshtrain.data.source import Batch
 from meshtrain.metrics import Metrics, weighted
 from meshtrain.models import base, mixture
-from meshtrain.models.base import FIRST
+from meshtrain.models.base import FIRST, NUMBER
 from meshtrain.models.cache import CachedAttention
 from meshtrain.models.flops import flops_per_token, inactive_parameters
 from meshtrain.models.latent_attention import LatentAttention
@@ -44,7 +44,6 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
 # B batch, S sequence, T positions of the cache, D model, V padded vocabulary
 
-NUMBER = "layer_number"  # of a layer, among the constants of a stack with dropout
 # Linear layers that get no update of low rank: generation multiplies queries by the kernel of the first.
 NOT_ADAPTED = ("/kv_up", "/router")
 

@@ -30,7 +30,7 @@ def folders(tmp_path_factory):
     c.model.update({key: value for key, value in found["model"].items() if value != []})
     c.data.update(vocab_size=c.model.vocab_size)
     c.train.update(steps=2, only="final_norm/*")
-    c.adapter.update(rank=RANK, alpha=ALPHA)
+    c.adapter.update(rank=RANK, alpha=ALPHA, dropout=0.125)
     c.optim.learning_rate, c.optim.schedule = 0.05, "constant"
     c.checkpoint.init_from = str(root / "start")
     train(c, workdir=root / "run")
@@ -49,6 +49,7 @@ def test_merged_weights_are_the_base_plus_the_product_of_the_factors(folders):
     factors = tensors(folders / "adapter")
     settings = json.loads((folders / "adapter" / "adapter_config.json").read_text())
     scale = settings["lora_alpha"] / settings["r"]
+    assert settings["lora_dropout"] == 0.125
     assert base.keys() == merged.keys() and len(factors) == 2 * len(settings["target_modules"])
     for name, weight in base.items():
         module = name.removesuffix(".weight")

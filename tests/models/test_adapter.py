@@ -1,5 +1,6 @@
 """LoRA and frozen parameters: on every layout as plain maths on one device, without state for what is frozen."""
 
+import functools
 import json
 
 import jax
@@ -9,7 +10,7 @@ import optax
 import pytest
 from conftest import tiny_config
 from flax import nnx
-from test_parity import Run
+from test_parity import Run, assert_same
 
 from meshtrain import state as states
 from meshtrain.config.build import build_model
@@ -19,7 +20,11 @@ from meshtrain.metrics import weighted
 from meshtrain.models import adapter, subset
 from meshtrain.models.base import from_nnx
 from meshtrain.train import train
-from meshtrain.verify import reference_step
+from meshtrain.verify import (
+    reference_dropout,
+    reference_model,
+    reference_step,
+)
 
 RANK, ALPHA = 3, 12.0
 LAYOUTS = [
@@ -56,10 +61,7 @@ def dense_model(targets=("layers/*",)):
                 "lir,lro->lio", a.reshape(layers, -1, rank), b.reshape(layers, rank, -1)
             )
             new = kernel["kernel"] + ALPHA / RANK * product.reshape(kernel["kernel"].shape)
-            nested = {"kernel": new}
-            for key in reversed(path.split("/")):
-                nested = {key: nested}
-            params = subset.merge(params, nested)
+            params = subset.merge(params, nested(path, {"kernel": new}))
         return params
 
     return model, add
@@ -144,6 +146,121 @@ def reference(c, params, batches):
     return losses, norms, jax.device_get(pairs)
 
 
+RATE = 0.3
+# A layer before the stack, whose layers have a shared expert; with model.dropout too.
+MIXTURE = dict(num_layers=3, first_dense_layers=1, num_experts=4, num_shared_experts=1)
+MIXTURE |= dict(d_expert=16, dropout=0.2)
+DROPOUT_LAYOUTS = {
+    "1f1b": (dict(pipeline=2, data=2), {"num_microbatches": 4}),
+    "tensor": (dict(fsdp=2, tensor=2), {"num_microbatches": 3, "remat": "full"}),
+    "interleaved, context": (
+        dict(pipeline=2, context=2),
+        {"schedule": "interleaved", "num_chunks": 2, "keep": "residuals"},
+    ),
+}
+
+
+def dropout_config(**model):
+    c = config()
+    c.train.global_batch = 24
+    c.model.update(model)
+    c.adapter.dropout = RATE
+    c.optim.epsilon = 1e-6  # Adam divides by it where the gradient is zero
+    return c
+
+
+def step_of(run):
+    """Returns the gradients of one step, the state after it, and its scalars; B is not zero at the start."""
+    state, batch = start(run), run.batch()
+    with run.program.active():
+        after, scalars = jax.jit(run.program.train_step)(state, batch)
+    return jax.device_get((after.opt_state[0], after, scalars))
+
+
+@functools.cache
+def step_on_one_device(**model):
+    return step_of(Run(dropout_config(**model), "float64"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "1f1b" else pytest.mark.slow)
+        for name in DROPOUT_LAYOUTS
+    ],
+)
+def test_dropout_of_the_input_of_a_drops_the_same_elements_on_every_layout(name):
+    layout, settings = DROPOUT_LAYOUTS[name]
+    c = dropout_config()
+    for key, value in settings.items():
+        (section,) = (part for part in (c.train, c.pipeline) if key in part)
+        section[key] = value
+    with jax.enable_x64(True):
+        c.optim.moment_dtype = "float64"
+        assert_same(step_of(Run(c, "float64", **layout)), step_on_one_device(), rtol=1e-10)
+
+
+@pytest.mark.parametrize("model", [{}, pytest.param(MIXTURE, marks=pytest.mark.slow)])
+def test_dropout_of_the_input_of_a_is_plain_maths_and_off_in_evaluation(model, monkeypatch):
+    """y = x W + alpha / rank (drop(x) A) B in the reference model, with masks hashed by numpy."""
+    c, plain = dropout_config(**model), reference_model._linear
+    first = c.model.first_dense_layers
+
+    def linear(x, p, num_in):
+        if "lora_a" not in p:
+            return plain(x, p, num_in)
+        of_a = x if "keys" not in p else reference_dropout.dropped(x, p["keys"], RATE, p["site"])
+        inner = jnp.tensordot(of_a, p["lora_a"], axes=num_in)
+        return plain(x, p, num_in) + ALPHA / RANK * jnp.tensordot(inner, p["lora_b"], axes=1)
+
+    def with_masks(params, paths, keys_BW):
+        """Adds the keys and the number of the masks to each adapted layer."""
+        for number, path in enumerate(sorted(paths)):
+            kind, layer = path.split("/")[:2]
+            if kind == "first_layers":
+                keys, site = reference_dropout.of_layer(keys_BW, int(layer)), 2**16 + number
+            else:
+                numbers = range(first, c.model.num_layers)
+                keys = np.stack([reference_dropout.of_layer(keys_BW, n) for n in numbers])
+                site = np.full(len(numbers), 2**16 + number)
+            params = subset.merge(params, nested(path, {"keys": keys, "site": site}))
+        return params
+
+    monkeypatch.setattr(reference_model, "_linear", linear)
+    with jax.enable_x64(True):
+        grads, _, scalars = step_on_one_device(**model)
+        run = Run(c, "float64")
+        params = jax.device_get(start(run).params)
+        batch = run.parts.train_data.read(np.arange(c.train.global_batch))
+        keyed = reference_step.with_row_keys(0, 0, batch)
+        frozen, pairs = split(params)
+
+        def mean(trained, batch):
+            tree = subset.merge(frozen, trained)
+            if batch.row_keys is not None:
+                tree = with_masks(tree, pairs, batch.row_keys)
+            return reference_model.loss(tree, batch, c.model.to_dict()) / batch.weights.sum()
+
+        trained = subset.where(params, lambda path: "lora_" in path)
+        value_and_grad = jax.value_and_grad(lambda trained: mean(trained, keyed))
+        loss, expected = jax.device_get(jax.jit(value_and_grad)(trained))
+        norm = float(optax.tree.norm(expected))
+        with run.program.active():
+            sums = jax.jit(run.program.eval_step)(params, batch)
+        without, found = float(mean(trained, batch)), float(sums.loss / sums.weight)
+    np.testing.assert_allclose(scalars["loss"], loss, rtol=1e-12)
+    np.testing.assert_allclose(found, without, rtol=1e-12)
+    clipped = jax.tree.map(lambda leaf: leaf * min(1, c.optim.clip_norm / norm), expected)
+    found = subset.where(grads, lambda path: "lora_" in path)  # not what a mixture measures
+    assert_same((found,), (clipped,), rtol=1e-10)
+
+
+def nested(path, tree):
+    for key in reversed(path.split("/")):
+        tree = {key: tree}
+    return tree
+
+
 def test_only_what_is_trained_has_gradients_and_moments():
     c = config(only="final_norm/*,layers/mlp/up/kernel")
     run = Run(c, data=2, fsdp=2)
@@ -213,6 +330,7 @@ def test_an_adapter_starts_as_the_model_it_starts_from_and_resumes(tmp_path):
         ({"adapter.rank": -1}, "adapter.rank=-1"),
         ({"adapter.alpha": 0.0}, "adapter.alpha=0.0: use a positive number"),
         ({"adapter.targets": ()}, r"adapter.targets=\(\)"),
+        ({"adapter.dropout": 1.0}, "adapter.dropout=1.0: is a probability"),
         (
             {"adapter.targets": ("layers/atention/*",)},
             "no linear layer has such a path.*there are layers/attention/key",
@@ -260,6 +378,12 @@ def test_a_model_of_nnx_modules_has_an_adapter_too():
 
     found, expected = (jax.value_and_grad(one)(pairs) for one in (adapted, merged))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), found, expected)
+
+
+def test_a_model_that_is_one_loss_has_no_dropout_of_its_adapter():
+    plain = from_nnx(Regressor, lambda module, x: weighted((module(x) ** 2).sum(-1)))
+    with pytest.raises(ConfigError, match=r"^adapter.dropout=0.1: the model is one loss"):
+        adapter.lora(plain, rank=2, alpha=6.0, targets=("inner",), dropout=0.1)
 
 
 def test_layers_that_nnx_stacked_get_no_adapter():
