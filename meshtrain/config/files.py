@@ -64,8 +64,9 @@ def _override_all(
     config: ConfigDict, overrides: list[str], known: Iterable[str], places: Mapping[str, str]
 ) -> tuple[ConfigDict, list[str]]:
     """Returns what `read` returns, with references between keys; a fault of an override in `places` names its place."""
+    conflicts = overlay.conflicts(overrides, places)
     try:
-        return _override(config, overrides), []
+        return _override(config, overrides), conflicts
     except Exception:
         # absl stops at the first mistake, so try the overrides one by one.
         faults = {override: _fault_of(config, override, known) for override in overrides}
@@ -75,7 +76,7 @@ def _override_all(
             for override, fault in faults.items()
             if fault
         ]
-        return _override(config, valid), faults
+        return _override(config, valid), conflicts + faults
 
 
 def reject_huggingface(folder: Path) -> None:

@@ -10,7 +10,7 @@ not that of YAML, for which `on` and `no` are booleans. A list is a tuple.
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from meshtrain.errors import ConfigError
 PREFIX = "MESHTRAIN__"
 LITERALS = {"null": "None", "~": "None", "true": "True", "false": "False"}  # of entries of lists
 FLAG = "--config."
+# A key, and the key that it replaces unless it is 0.
+REPLACED = {"train.epochs": "train.steps", "train.batch_per_device": "train.global_batch"}
 NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -66,6 +68,19 @@ def of_yaml(file: Path) -> Overlay:
         if isinstance(node, yaml.SequenceNode):
             lists[key] = place
     return Overlay(base, overrides, lists)
+
+
+def conflicts(overrides: Iterable[str], places: Mapping[str, str]) -> list[str]:
+    """Returns a line for each pair of keys of which one replaces the other, if `overrides` set both."""
+    found = {}
+    for override in overrides:
+        flag, _, value = override.partition("=")
+        found[flag.removeprefix(FLAG)] = value, places.get(override, override)
+    return [
+        f"{found[key][1]} and {found[other][1]}: {key} replaces {other}; set one of them"
+        for key, other in REPLACED.items()
+        if key in found and other in found and found[key][0].strip("0.")
+    ]
 
 
 def renamed(fault: str, override: str, place: str) -> str:

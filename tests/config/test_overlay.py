@@ -105,6 +105,28 @@ def test_keys_that_follow_others_follow_those_of_variables_and_the_command_line(
         assert config.optim.moment_dtype == "bfloat16"
 
 
+def test_keys_that_replace_each_other_are_not_set_together(tmp_path):
+    """A later layer may: the command line overrides a file, and a file its base. 0 replaces nothing."""
+    both = "train:\n  steps: 5\n  epochs: 2\n"
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, both)
+    (fault,) = caught.value.faults
+    assert fault == (
+        f"{tmp_path}/run.yaml: line 3: train.epochs and {tmp_path}/run.yaml: line 2: train.steps: train.epochs "
+        f"replaces train.steps; set one of them"
+    )
+    flags = ["--config.train.global_batch=8", "--config.train.batch_per_device=4"]
+    _, faults = files.read("quickstart", [*flags, "--config.train.stepz=1"])
+    assert faults[0] == (
+        f"{flags[1]} and {flags[0]}: train.batch_per_device replaces train.global_batch; set one of them"
+    )
+    assert len(faults) == 2
+    found = load(tmp_path, "train:\n  steps: 5\n", "--config.train.epochs=2")
+    assert found.train.epochs == 2.0
+    found = load(tmp_path, "{train: {steps: 5, epochs: 0.0, batch_per_device: 0, global_batch: 8}}")
+    assert (found.train.steps, found.train.epochs) == (5, 0.0)
+
+
 def test_a_reference_that_cannot_be_computed_is_a_fault_of_its_key(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from meshtrain.configs import default\n"
