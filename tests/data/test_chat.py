@@ -340,9 +340,10 @@ def test_a_prompt_ends_where_the_reply_begins_and_a_reply_where_the_template_end
     vocabulary = json.loads((folders[name] / "tokenizer.json").read_text())["model"]["vocab"]
     assert {vocabulary[text] for text in ends} == {*found}
     ids = chat_prompts.encode(tokenizer, template, "one")
-    text, _ = replies.render(template, CONVERSATIONS[3])
-    ((whole, _),) = replies.encoder(tokenizer.file)([text])
-    assert ids == whole[: len(ids)].tolist() and len(ids) < len(whole)
+    text, spans = replies.render(template, CONVERSATIONS[3])
+    ((whole, offsets),) = replies.encoder(tokenizer.file)([text])
+    assert ids == whole[: len(ids)].tolist()
+    assert len(ids) == np.flatnonzero(replies.is_inside(offsets, spans))[0]
 
 
 def test_the_tokens_that_generation_config_lists_end_a_reply(tmp_path):
