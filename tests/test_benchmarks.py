@@ -19,6 +19,7 @@ from benchmarks import (
     faults,
     gpu_check,
     gpu_step,
+    lora,
     memory,
     record,
     roofline,
@@ -142,6 +143,31 @@ def test_bytes_by_axis_are_compared_with_the_minimum():
     assert tensor["over"] == "tensor" and tensor["ratio"] > 1.1
     assert tensor["largest excess"] == minimum.SEPARATE_INPUT_GRADIENTS
     assert collectives.reasons(audited.values())[0].startswith(minimum.SEPARATE_INPUT_GRADIENTS)
+
+
+def test_the_validation_part_chooses_the_learning_rate_of_fine_tuning():
+    def row(method, rate, validation, test, num_bytes):
+        after = {"validation": validation, "test": test}
+        return {
+            "method": method,
+            "learning rate": rate,
+            "optimizer bytes": num_bytes,
+            "after": after,
+            "seconds": [1.0, 9.0, 2.0],
+        }
+
+    rows = [row(lora.FULL, 1, 2.0, 2.5, 4e6), row(lora.FULL, 2, 3.0, 1.0, 4e6)]
+    rows += [row(lora.LORA, 3, 2.0, 1.0, 1e6), row(lora.LORA, 4, 1.0, 3.0, 1e6)]
+    rows[0]["before"] = {"validation": 8.0, "test": 9.0}
+    full, low_rank = lora.figures(rows)
+    assert (full["learning rate"], full["loss before"], full["loss after"]) == (1, 9.0, 2.5)
+    assert (low_rank["learning rate"], low_rank["loss after"]) == (4, 3.0)
+    assert low_rank["relative, %"] == pytest.approx(20) and low_rank["of it, %"] == 25
+    assert full["s per step"] == 2.0
+    batches = lora.heldout_parts(
+        SimpleNamespace(rows=2, eval_batches=3), SimpleNamespace(size=12, read=list)
+    )
+    assert sum(batches["validation"] + batches["test"], []) == [*range(12)]
 
 
 def test_every_layout_has_eight_devices():
