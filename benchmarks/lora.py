@@ -107,7 +107,7 @@ def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         entry |= {"loss before": before, "loss after": loss}
         entry |= {"relative, %": 100 * (loss / first["loss after"] - 1) if first else 0.0}
         entry |= {"optimizer MB": bytes_ / 1e6}
-        entry |= {"of it, %": 100 * bytes_ / 1e6 / first["optimizer MB"] if first else 100.0}
+        entry |= {"memory, %": 100 * bytes_ / 1e6 / first["optimizer MB"] if first else 100.0}
         table.append(entry | {"s per step": float(np.median(best["seconds"]))})
     return table
 

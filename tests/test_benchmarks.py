@@ -162,7 +162,7 @@ def test_the_validation_part_chooses_the_learning_rate_of_fine_tuning():
     full, low_rank = lora.figures(rows)
     assert (full["learning rate"], full["loss before"], full["loss after"]) == (1, 9.0, 2.5)
     assert (low_rank["learning rate"], low_rank["loss after"]) == (4, 3.0)
-    assert low_rank["relative, %"] == pytest.approx(20) and low_rank["of it, %"] == 25
+    assert low_rank["relative, %"] == pytest.approx(20) and low_rank["memory, %"] == 25
     assert full["s per step"] == 2.0
     batches = lora.heldout_parts(
         SimpleNamespace(rows=2, eval_batches=3), SimpleNamespace(size=12, read=list)
