@@ -87,18 +87,18 @@ BUGS = {
     ),
     "optimizer state not restored": (
         (saver.Saver, "restore"),
-        "allow_cast=cast)",
-        "allow_cast=cast)\n"
-        "    zeros = __import__('jax').tree.map(lambda leaf: 0 * leaf, state.opt_state)\n"
-        "    state = state._replace(opt_state=zeros)",
+        "abstract, **options)",
+        "abstract, **options)\n"
+        "            zeros = __import__('jax').tree.map(lambda leaf: 0 * leaf, state.opt_state)\n"
+        "            state = state._replace(opt_state=zeros)",
         "learning rates",
     ),
     "moments not restored": (
         (saver.Saver, "restore"),
-        "allow_cast=cast)",
-        "allow_cast=cast)\n"
-        "    reset = lambda leaf: 0 * leaf if leaf.ndim else leaf\n"
-        "    state = state._replace(opt_state=__import__('jax').tree.map(reset, state.opt_state))",
+        "abstract, **options)",
+        "abstract, **options)\n"
+        "            reset = lambda leaf: 0 * leaf if leaf.ndim else leaf\n"
+        "            state = state._replace(opt_state=__import__('jax').tree.map(reset, state.opt_state))",
         "resume",
     ),
     "position computed from the step, although a rollback skipped data": (
