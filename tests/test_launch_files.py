@@ -236,7 +236,9 @@ def test_a_pod_finds_its_process_id_and_the_timeouts_fit_together(path):
     launch_flags = container["args"][: container["args"].index("--")]
     flags = argparse.ArgumentParser()
     add_flags(flags)
-    settings = Settings(**vars(flags.parse_args(launch_flags)))
+    given = vars(flags.parse_args(launch_flags))
+    assert given.pop("hosts") is None  # each pod starts one supervisor
+    settings = Settings(**given)
     assert settings.grace < pod["terminationGracePeriodSeconds"]
     assert settings.join_seconds > LONGEST_BACKOFF
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy requires it
