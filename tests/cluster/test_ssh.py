@@ -141,7 +141,11 @@ def test_a_run_on_two_hosts_saves_at_a_signal_and_resumes(server, tmp_path):
     events = rows(tmp_path / "run", "events.jsonl")
     (stopped,) = (row["step"] for row in events if row["event"] == "preempted")
     assert 0 < stopped < steps
-    assert start().wait(timeout=300) == 0
+    second = start()
+    try:
+        assert second.wait(timeout=300) == 0
+    finally:
+        second.kill()
     assert_losses_equal_uninterrupted(tmp_path, steps=steps)
 
 
