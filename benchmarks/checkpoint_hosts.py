@@ -3,8 +3,8 @@
   python benchmarks/checkpoint_hosts.py [--processes=1,2,4] [--mib=256] [--rate=50] [--output=PATH]
 
 One array of this size (MiB) is sharded over the processes, each with one CPU device, then saved and restored by the
-trainer's own functions. `--rate` slows down every process: a library loaded before libc lets it read and write so many
-MB per second, as if each were a host with a link to a common disk. Bytes are those of /proc/PID/io.
+functions of the trainer. `--rate` limits the MB per second that each process reads and writes, as if each were a host
+with a link to a common disk; it needs a C compiler. Bytes are those of /proc/PID/io.
 """
 
 import json
