@@ -1,9 +1,10 @@
 """Restores arrays with Orbax: each process reads the shards it needs, and verifies the chunks that it reads."""
 
+import asyncio
 import contextlib
 import fnmatch
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint._src import asyncio_utils
 
 from meshtrain.checkpoint import chunks, manifest, residual, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
@@ -24,6 +26,28 @@ from meshtrain.state import LossScale, TrainState, averages, start_loss_scale
 FOLDER = "arrays"  # in a checkpoint
 MAX_LISTED = 20  # mismatched arrays that an error message lists
 Agree = Callable[[CorruptCheckpoint | TransientError | None], None]
+
+
+def _waits_for_all(run: Callable[[Coroutine], Any]) -> Callable[[Coroutine], Any]:
+    """Returns Orbax's function that runs a coroutine; after an error it waits for all other reads.
+
+    Orbax would close their event loop at once, and Python print a traceback for each.
+    """
+
+    async def waited(coroutine: Coroutine) -> Any:
+        try:
+            return await coroutine
+        except BaseException:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(
+                *others, return_exceptions=True
+            )  # a cancelled read may still answer
+            raise
+
+    return lambda coroutine: run(waited(coroutine))
+
+
+asyncio_utils._run_sync_via_new_loop = _waits_for_all(asyncio_utils._run_sync_via_new_loop)
 
 
 def _raise(fault: Exception | None) -> None:

@@ -439,6 +439,19 @@ def test_without_a_valid_checkpoint_a_run_starts_only_with_from_scratch(workdir,
         train(saving(2), workdir=workdir)
 
 
+def test_after_damage_was_found_no_read_is_left_behind(workdir, monkeypatch):
+    """Python would print a traceback for each."""
+    left = []
+    monkeypatch.setattr(sys, "unraisablehook", left.append)
+    directory = checkpoints(workdir) / "6"
+    flip(largest_file(directory))
+    for _ in range(3):
+        with pytest.raises(CorruptCheckpoint), chunks.reading(directory):
+            arrays.as_numpy(directory)
+        gc.collect()
+    assert not left
+
+
 def test_leftovers_of_an_interrupted_save_are_ignored_and_removed(workdir):
     leftover = checkpoints(workdir) / "8.partial" / "arrays.orbax-checkpoint-tmp"
     shutil.copytree(checkpoints(workdir) / "6", leftover)
