@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from meshtrain.cluster import distributed, environment, launchers
+from meshtrain.cluster import distributed, efa, environment, launchers
 from meshtrain.errors import ConfigError
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from malloc.h
@@ -37,6 +37,7 @@ def start(args: argparse.Namespace) -> None:
     if line := launchers.batch_script_line(os.environ):
         print(line, file=sys.stderr)
     setup()
+    _log_unused_adapters(args)
 
 
 def check_joined() -> None:
@@ -100,6 +101,16 @@ def _log_unused_gpus() -> None:
             f"[cuda13], or set JAX_PLATFORMS=cpu",
             file=sys.stderr,
         )
+
+
+def _log_unused_adapters(args: argparse.Namespace) -> None:
+    """Logs if GPUs of several hosts communicate without the EFA adapters of this host: the first process of it does."""
+    flags = (args.coordinator, args.num_processes, args.process_id)
+    process = environment.process_info(os.environ, flags)
+    if not process or process.local_id or process.on_one_host or jax.default_backend() != "gpu":
+        return
+    if line := efa.fault(os.environ):
+        print(line, file=sys.stderr)
 
 
 def _keep_memory() -> None:
