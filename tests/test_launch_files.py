@@ -30,6 +30,7 @@ SCRIPTS = [*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/**/*.sh"), *ROOT.glob("l
 SCRIPTS.append(ROOT / ".ci" / "run")
 SECRET = secrets.token_hex(32)
 MANIFESTS = sorted(ROOT.glob("launch/kubernetes/*.yaml"))
+JOB, JOB_SET = (ROOT / "launch" / "kubernetes" / name for name in ("job.yaml", "jobset.yaml"))
 KUBERNETES = "1.34"  # job.yaml must match the schemas of this version
 LONGEST_BACKOFF = 360  # seconds until Kubernetes replaces a pod that failed repeatedly
 
@@ -129,9 +130,10 @@ def test_the_job_matches_the_schema_of_kubernetes():
     lint("kubernetes-validate", "--strict", "-k", KUBERNETES, ROOT / "launch/kubernetes/job.yaml")
 
 
-def test_the_job_set_matches_the_schema_of_jobset():
+@pytest.mark.parametrize("path", [p for p in MANIFESTS if p != JOB], ids=lambda path: path.name)
+def test_a_job_set_matches_the_schema_of_jobset(path):
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    (document,) = documents("jobset.yaml")
+    (document,) = documents(path.name)
     parsed = models.JobsetV1alpha2JobSet.from_dict(document)  # raises for a wrong type
     assert unknown_keys(document, parsed.to_dict()) == []
     document["spec"]["replicatedJobs"][0]["replicass"] = 2
@@ -185,7 +187,7 @@ def documents(name):
 
 
 def job_of(path):
-    """Returns the Job, the host names of its pods, and how often a JobSet restarts it completely."""
+    """Returns the Job, the host names of the pods of all its replicas, and how often a JobSet restarts all."""
     *services, top = documents(path.name)
     if top["kind"] == "Job":
         (service,) = services
@@ -193,14 +195,14 @@ def job_of(path):
         assert job["template"]["spec"].pop("subdomain") == domain
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
-        restarts = 0
+        names, restarts = [name], 0
     else:
         (group,) = top["spec"]["replicatedJobs"]
-        assert group["replicas"] == 1
         job, domain = group["template"]["spec"], top["metadata"]["name"]
-        name = f"{domain}-{group['name']}-0"
+        names = [f"{domain}-{group['name']}-{number}" for number in range(group["replicas"])]
         restarts = top["spec"]["failurePolicy"]["maxRestarts"]
-    return job, [f"{name}-{number}.{domain}" for number in range(job["completions"])], restarts
+    hosts = [f"{name}-{number}.{domain}" for name in names for number in range(job["completions"])]
+    return job, hosts, restarts
 
 
 def container_of(job):
@@ -208,15 +210,34 @@ def container_of(job):
     return container
 
 
-def environ_of(job, number):
-    """Returns the variables of a pod; the value of a Secret is another for each run of the tests."""
-    variables = {one["name"]: one.get("value", SECRET) for one in container_of(job)["env"]}
-    return {**variables, "JOB_COMPLETION_INDEX": str(number)}
+def environ_of(job, hosts, number):
+    """Returns the variables of pod `number` of all; the value of a Secret is another for each run of the tests.
+
+    JobSet sets the labels, Kubernetes the index, and GKE the variables of pods that request TPUs.
+    """
+    replica, index = divmod(number, job["completions"])
+    replicas = len(hosts) // job["completions"]
+    labels = {"job-index": replica, "replicatedjob-replicas": replicas}
+
+    def value_of(source):
+        if "fieldRef" not in source:
+            return SECRET
+        (name,) = re.findall(r"jobset.sigs.k8s.io/([\w-]+)'\]$", source["fieldRef"]["fieldPath"])
+        return str(labels[name])
+
+    container = container_of(job)
+    found = {
+        one["name"]: one.get("value") or value_of(one["valueFrom"]) for one in container["env"]
+    }
+    if "google.com/tpu" in container["resources"]["limits"]:
+        slice_hosts = hosts[replica * job["completions"] :][: job["completions"]]
+        found |= {"TPU_WORKER_ID": str(index), "TPU_WORKER_HOSTNAMES": ",".join(slice_hosts)}
+    return {**found, "JOB_COMPLETION_INDEX": str(index)}
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_supervisors_sign_their_messages_if_the_secret_exists(path):
-    (one,) = (one for one in container_of(job_of(path)[0])["env"] if "valueFrom" in one)
+    (one,) = (one for one in container_of(job_of(path)[0])["env"] if "secretKeyRef" in str(one))
     assert one["name"] == signature.VARIABLE
     assert one["valueFrom"] == {
         "secretKeyRef": {"name": "meshtrain", "key": "secret", "optional": True}
@@ -226,9 +247,9 @@ def test_supervisors_sign_their_messages_if_the_secret_exists(path):
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_a_pod_finds_its_process_id_and_the_timeouts_fit_together(path):
     job, hosts, _ = job_of(path)
-    assert job["completionMode"] == "Indexed" and job["parallelism"] == len(hosts)
+    assert job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"]
     for number in range(len(hosts)):
-        found = environment.process_info(environ_of(job, number))
+        found = environment.process_info(environ_of(job, hosts, number))
         assert (found.host, found.num_processes, found.process_id) == (hosts[0], len(hosts), number)
 
     pod, container = job["template"]["spec"], container_of(job)
@@ -245,7 +266,7 @@ def test_a_pod_finds_its_process_id_and_the_timeouts_fit_together(path):
 
 
 def test_both_manifests_start_the_same_pods():
-    (job, hosts, _), (other, other_hosts, _) = map(job_of, MANIFESTS)
+    (job, hosts, _), (other, other_hosts, _) = map(job_of, (JOB, JOB_SET))
     assert job["podFailurePolicy"] == other["podFailurePolicy"]
     pod, other_pod = job["template"]["spec"], other["template"]["spec"]
     assert repr(other_pod).replace(other_hosts[0], hosts[0]) == repr(pod)
@@ -282,22 +303,27 @@ class Pods:
     """Runs local processes as Kubernetes runs the pods of a Job or JobSet."""
 
     def __init__(self, path, arguments, environ):
-        self.job, hosts, self.restarts_left = job_of(path)
+        self.job, self._hosts, self.restarts_left = job_of(path)
+        self._local_address = self._on_loopback()
+        self._arguments, self._environ = arguments, environ
+        self.running, self.codes = {}, {number: [] for number in range(len(self._hosts))}
+        self._failures, self._start_at = 0, dict.fromkeys(self.codes, 0.0)
+
+    def _on_loopback(self):
+        """Returns variables that replace those of the manifest with host names."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        address = environ_of(self.job, 0)["JAX_COORDINATOR_ADDRESS"]
-        assert address.startswith(hosts[0] + ":")
-        self._local_address = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
-        self._arguments, self._environ = arguments, environ
-        self.running, self.codes = {}, {number: [] for number in range(len(hosts))}
-        self._failures, self._start_at = 0, dict.fromkeys(self.codes, 0.0)
+        address = environ_of(self.job, self._hosts, 0)["JAX_COORDINATOR_ADDRESS"]
+        assert address.startswith(self._hosts[0] + ":")
+        return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
 
     def start(self, number):
         container = container_of(self.job)
         launch_flags = container["args"][: container["args"].index("--") + 1]
         command = [sys.executable, *container["command"][1:], *launch_flags, *self._arguments]
-        environ = {**self._environ, **environ_of(self.job, number), **self._local_address}
+        own = environ_of(self.job, self._hosts, number)
+        environ = {**self._environ, **own, **self._local_address}
         self.running[number] = subprocess.Popen(command, cwd=ROOT, env=environ)
 
     def tick(self):
@@ -377,7 +403,7 @@ def test_a_job_completes_after_losing_a_pod(tmp_path, name, victim, signal_numbe
 @pytest.mark.multiprocess
 def test_an_invalid_config_fails_the_job_at_once(tmp_path):
     arguments, environ = tiny_run(tmp_path, steps=5)
-    pods = Pods(MANIFESTS[0], [*arguments, "--config.mesh.fsdp=3"], environ)
+    pods = Pods(JOB, [*arguments, "--config.mesh.fsdp=3"], environ)
     deadline = time.monotonic() + 100
     try:
         while (completed := pods.tick()) is None:
