@@ -96,7 +96,9 @@ class Program:
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """Returns the train step, compiled for batches of these shapes. It donates the state's buffers."""
         shardings = states.shardings_of(self.abstract_state)
-        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, None))
+        # Process 0 reads the scalars, also one for each layer, which XLA would shard over the stages.
+        out = (shardings, shardings.step)
+        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
         lowered = jitted.lower(self.abstract_state, batch)
         return xla.compile_with(lowered, self.compiler_options)
 

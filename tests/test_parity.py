@@ -65,6 +65,8 @@ class Run:
         with self.program.active():
             start, batch = self.start(), self.batch()
             state, scalars = self.program.compile(batch)(start, batch)
+            # Process 0 reads them.
+            assert all(scalar.is_fully_replicated for scalar in jax.tree.leaves(scalars))
             return jax.device_get((state.opt_state[0], state, scalars))
 
 

@@ -93,7 +93,22 @@ def layer_losses(ledger: Ledger, c: Collective) -> Explanation | None:
     return Explanation(c, LAYER_LOSSES, 0, reason)
 
 
-RULES = tokens_and_results, routing, scores, layer_losses
+def layer_metrics(ledger: Ledger, c: Collective) -> Explanation | None:
+    """Explains the gather of the metrics of each layer from the stages, for process 0, which logs them."""
+    is_of_layers = ledger.placement.experts is not None and c.array.size in _numbers_of_layers(
+        ledger
+    )
+    if not is_of_layers or c.kind != "all-gather" or c.axes != ("pipeline",) or c.origin or c.phase:
+        return None
+    return Explanation(c, "scalars", 0, "metrics of each layer")
+
+
+RULES = tokens_and_results, routing, scores, layer_losses, layer_metrics
+
+
+def _numbers_of_layers(ledger: Ledger) -> set[int]:
+    """Returns the numbers of layers of the stacks of the model."""
+    return {leaf.shape[0] for leaf in ledger.placement.leaves if leaf.used_by == ("block",)}
 
 
 def _size_of_group(ledger: Ledger, c: Collective) -> float:
