@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import meshtrain
-from meshtrain import console
+from meshtrain import console, storage
 from meshtrain.cluster import environment, progress
 from meshtrain.commands import VERBS
 from meshtrain.commands.parser import Parser
@@ -260,7 +260,7 @@ def report_errors(run: Callable[[], int], verb: str) -> int:
     try:
         code = run()
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(storage.readable(str(error)), file=sys.stderr)
         may_pass = isinstance(error, TransientError) and progress.VARIABLE in os.environ
         code = EXIT_FAILED if may_pass else EXIT_USER
     except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain import checkpoint, console
+from meshtrain import checkpoint, console, storage
 from meshtrain.analysis import hardware
 from meshtrain.checkpoint import initial, lock, run_tokenizer
 from meshtrain.checkpoint.saver import Saver
@@ -74,8 +74,8 @@ def train(
             checks.check_place(workdir, cfg, sinks.faults(cfg, workdir))
             parts = build(cfg, model=model, data=data)
             program = assemble(cfg := with_steps(cfg, parts.train_data), parts)
-        workdir = Path(workdir) if workdir else None
         distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
+        workdir = storage.local(workdir, distributed.process_id()) if workdir else None
         model, data = parts.model, parts.train_data
         eval_data = parts.heldout_data if eval_data is None else heldout.kept(eval_data, cfg)
         stack.enter_context(program.active())

@@ -23,7 +23,9 @@ from meshtrain.parallel import sharding
 ROOT = Path(__file__).resolve().parent.parent
 # A folder or root module imports only names before its own: on a line above, or to its left.
 LAYERS = """
-errors console analysis.hardware analysis.hlo parallel.pipeline.schedules configs config
+errors storage
+console analysis.hardware analysis.hlo
+parallel.pipeline.schedules configs config
 metrics cluster parallel
 ops data
 models optim optimizers blocks

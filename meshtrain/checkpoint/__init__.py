@@ -8,9 +8,11 @@ reads every chunk (chunks.py). This module selects the checkpoint to read.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from meshtrain.checkpoint import chunks, manifest, quarantine, strays
+from meshtrain import storage
+from meshtrain.checkpoint import chunks, manifest, quarantine, remote, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
-from meshtrain.errors import ConfigError
+from meshtrain.config import checks
+from meshtrain.errors import ConfigError, TransientError
 
 FOLDER = "checkpoints"  # in a workdir
 
@@ -61,6 +63,26 @@ def to_resume(
         *(f"  step {step}: {why}" for step, why in corrupt.items()),
         *(f"  {path}: quarantined before" for path in quarantined),
     )
+
+
+def opened(path: Path) -> Path:
+    """Returns the scratch folder of a run, or of one of its checkpoints, on an object store, with all but the chunks.
+
+    Another path is returned as it is. Raises ConfigError if there is nothing, or if the store cannot be read.
+    """
+    if not storage.is_url(path):
+        return path
+    folder = storage.local(path)
+    workdir = workdir_of(folder)
+    if faults := checks.store_faults(storage.url(workdir) or str(path)):
+        raise ConfigError(*(fault.removeprefix("--workdir=") for fault in faults))
+    try:
+        remote.download(workdir, FOLDER)
+    except OSError as error:
+        raise TransientError(f"{error.filename}: {error.strerror}") from error
+    if not workdir.is_dir():
+        raise ConfigError(f"{storage.url(workdir)}: there are no objects under this name")
+    return folder
 
 
 def workdir_of(path: Path) -> Path:

@@ -1,10 +1,9 @@
 """Restores arrays with Orbax: each process reads the shards it needs, and verifies the chunks that it reads."""
 
-import asyncio
 import contextlib
 import fnmatch
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
-from orbax.checkpoint._src import asyncio_utils
 
-from meshtrain.checkpoint import chunks, manifest, residual, strays
+from meshtrain import storage
+from meshtrain.checkpoint import chunks, manifest, orbax_patches, residual, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.errors import ConfigError, TransientError
 from meshtrain.models import subset
@@ -24,30 +23,9 @@ from meshtrain.models.low_rank import is_low_rank
 from meshtrain.state import LossScale, TrainState, averages, start_loss_scale
 
 FOLDER = "arrays"  # in a checkpoint
+orbax_patches.apply()
 MAX_LISTED = 20  # mismatched arrays that an error message lists
 Agree = Callable[[CorruptCheckpoint | TransientError | None], None]
-
-
-def _waits_for_all(run: Callable[[Coroutine], Any]) -> Callable[[Coroutine], Any]:
-    """Returns Orbax's function that runs a coroutine; after an error it waits for all other reads.
-
-    Orbax would close their event loop at once, and Python print a traceback for each.
-    """
-
-    async def waited(coroutine: Coroutine) -> Any:
-        try:
-            return await coroutine
-        except BaseException:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            await asyncio.gather(
-                *others, return_exceptions=True
-            )  # a cancelled read may still answer
-            raise
-
-    return lambda coroutine: run(waited(coroutine))
-
-
-asyncio_utils._run_sync_via_new_loop = _waits_for_all(asyncio_utils._run_sync_via_new_loop)
 
 
 def _raise(fault: Exception | None) -> None:
@@ -186,6 +164,16 @@ def shapes_of(state: TrainState) -> dict[str, str]:
     return shapes(fields(state))
 
 
+def check_kinds(abstract: TrainState) -> None:
+    """Raises ConfigError if checkpoints do not support an array of states like `abstract`."""
+    for path, kind in shapes_of(abstract).items():
+        if " key<" in kind:
+            raise ConfigError(
+                f"optim.build: {path} is a typed PRNG key, which checkpoints cannot store; "
+                f"use an optimizer with jax.random.PRNGKey, or no --workdir"
+            )
+
+
 def _read(directory: Path, saved: Mapping[str, str], wanted: Any, agree: Agree = _raise) -> Any:
     """Reads arrays in their saved dtype, then casts: Orbax itself would cast silently."""
     target = jax.tree.map_with_path(
@@ -213,7 +201,7 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any, agree: Agree =
 def _listed_files(directory: Path) -> Iterator[Path]:
     """Yields a folder with only the arrays' files that the manifest lists: Orbax would read others too."""
     found = manifest.read(directory)
-    if not strays.find(directory, found):
+    if storage.url(directory) or not strays.find(directory, found):
         yield (directory / FOLDER).absolute()
         return
     with tempfile.TemporaryDirectory() as links:

@@ -12,15 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from meshtrain import console
+from meshtrain import console, storage
 from meshtrain.checkpoint import manifest
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 
 MAX_THREADS = 4  # each holds one chunk, which may be as large as the shard of a device
-# In the messages of TensorStore: what only damaged bytes cause, the key of the chunk, and errors of the disk.
-DAMAGED = re.compile("DATA_LOSS|Digest mismatch|ZSTD_decompress")
+# In the messages of TensorStore: what only damage causes, the key of the chunk, errors of the disk and of a store.
+DAMAGED = re.compile("DATA_LOSS|Digest mismatch|ZSTD_decompress|http_response_code='(404|416)'")
 KEY = re.compile('in "([^"]+)" in OCDBT')
 OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+STORE_ERROR = re.compile("http_response_code=|curl_code=")
 
 
 def verify(directory: Path) -> Manifest:
@@ -46,7 +47,7 @@ def verify(directory: Path) -> Manifest:
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Raises CorruptCheckpoint for damaged chunks that the block reads, and ConfigError for errors of the disk."""
+    """Raises CorruptCheckpoint for damaged chunks that the block reads, ConfigError for errors of disk or store."""
     try:
         yield
     except Exception as error:
@@ -60,6 +61,9 @@ def reading(directory: Path) -> Iterator[None]:
             key = KEY.search(text)
             name = f"arrays/{key[1]}" if key else "a chunk of arrays"
             raise CorruptCheckpoint(f"{name} fails its checksum") from error
+        if STORE_ERROR.search(text):
+            why = OSError(None, storage.cause(text), storage.url(directory))
+            raise manifest.unreadable(directory, why) from error
         raise
 
 
@@ -67,7 +71,8 @@ def _arrays(directory: Path) -> Iterator[Any]:
     """Yields a TensorStore for each array of a checkpoint."""
     import tensorstore  # here, since it takes a while and a run does not need it
 
-    store = {"driver": "ocdbt", "base": f"file://{directory.absolute()}/arrays/"}
+    base = storage.spec(directory / "arrays") or f"file://{directory.absolute()}/arrays/"
+    store = {"driver": "ocdbt", "base": base}
     for key in tensorstore.KvStore.open(store).result().list().result():
         if key.endswith(b"/zarr.json"):
             path = key.decode().removesuffix("zarr.json")

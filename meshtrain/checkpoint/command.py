@@ -13,7 +13,7 @@ import datetime
 import shutil
 from pathlib import Path
 
-from meshtrain import checkpoint
+from meshtrain import checkpoint, storage
 from meshtrain.checkpoint import chunks, manifest, quarantine, retention, strays
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.config.schema import AXES
@@ -51,8 +51,9 @@ def _described(one: Manifest) -> str:
     values = [
         f"{key} {one.metrics[key]:.4f}" for key in ("loss", "eval_loss") if key in one.metrics
     ]
-    parts = [when, f"{one.bytes / 1e6:,.1f} MB", mesh or "one device", *values]
-    return " · ".join([*parts, f"sample {one.position:,}"])
+    size = None if one.bytes is None else f"{one.bytes / 1e6:,.1f} MB"
+    parts = [when, size, mesh or "one device", *values, f"sample {one.position:,}"]
+    return " · ".join(filter(None, parts))
 
 
 def differences(a: Path, b: Path) -> tuple[list[str], bool]:
@@ -157,7 +158,7 @@ def _run(args: argparse.Namespace) -> int:
         )
     if args.verb == "diff":
         lines, same = differences(*args.paths)
-        print(*lines, sep="\n")
+        print(storage.readable("\n".join(lines)))
         return 0 if same else 1
     (workdir,) = args.paths
     if not (workdir / checkpoint.FOLDER).is_dir():
@@ -173,8 +174,8 @@ def _run(args: argparse.Namespace) -> int:
         from meshtrain.checkpoint import lock
 
         with lock.held(workdir):
-            print(*prune(workdir, args), sep="\n")
+            print(storage.readable("\n".join(prune(workdir, args))))
         return 0
     lines, all_valid = listing(workdir / checkpoint.FOLDER)
-    print(*lines or ["no checkpoint yet"], sep="\n")
+    print(storage.readable("\n".join(lines or ["no checkpoint yet"])))
     return 0 if all_valid or args.verb == "ls" else 1

@@ -19,10 +19,10 @@ def find_source(
 
     Logs if its run had another tokenizer than the data of this run; `identity` has their digests.
     """
-    path = Path(settings.init_from)
     try:
         if not settings.init_from:
             return None
+        path = checkpoint.opened(Path(settings.init_from))
         files.reject_huggingface(path)
         directory, saved = checkpoint.find_valid(path, log=log, verify=manifest.check)
     except ConfigError as error:

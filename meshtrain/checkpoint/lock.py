@@ -4,12 +4,14 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshtrain.checkpoint import FOLDER
+from meshtrain import checkpoint, console, storage
+from meshtrain.checkpoint import lease, remote
 from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError
 
@@ -22,7 +24,8 @@ def held(workdir: Path) -> Iterator[None]:
     """Holds the lock of a workdir until the context exits or the process dies, even by SIGKILL.
 
     Creates the folder. If the context fails before the run has written its config.json, removes what was
-    created. Raises ConfigError if another run holds the lock, or if processes see different folders.
+    created. Raises ConfigError if another run holds the lock, or if processes see different folders. For a workdir on
+    an object store, `workdir` is the scratch folder of this process; its files are downloaded, and uploaded at the end.
     """
     handle, fault, created = None, "", []
     try:
@@ -34,27 +37,56 @@ def held(workdir: Path) -> Iterator[None]:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
                 handle = os.open(workdir / NAME, flags, 0o644)
                 fault = _acquire(handle, workdir)
+                if (
+                    storage.url(workdir)
+                    and not fault
+                    and not (fault := lease.acquire(workdir / NAME))
+                ):
+                    _download(workdir)
             except OSError as error:
-                where = f"{error.filename}: " if error.filename else ""
-                fault = f"--workdir={workdir}: {where}{error.strerror}; use a folder that can be written"
+                place = storage.url(workdir) or str(workdir)
+                where = f"{error.filename}: " if error.filename not in (None, place) else ""
+                fault = (
+                    f"--workdir={place}: {where}{error.strerror}; use a folder that can be written"
+                )
         if fault := distributed.broadcast(fault):
             raise ConfigError(fault)
-        _check_shared(workdir)
+        if not storage.url(workdir):
+            _check_shared(workdir)
         yield
     except BaseException:
         if not (workdir / "config.json").exists():
             _remove(created)
         raise
     finally:
+        _close(workdir)
         if handle is not None:
             # Closing alone is not enough: a forked child holds the file open too.
             fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
 
+def _download(workdir: Path) -> None:
+    """Downloads what a run reads; what a supervisor left in the scratch folder is newer, but for the checkpoints."""
+    shutil.rmtree(workdir / checkpoint.FOLDER, ignore_errors=True)
+    remote.download(workdir, checkpoint.FOLDER, but=(NAME, "logs"))
+
+
+def _close(workdir: Path) -> None:
+    """Uploads the files of a run that has started, and releases the lease."""
+    if storage.url(workdir) and (workdir / "config.json").exists() and lease.is_held():
+        try:
+            lease.confirm()
+            storage.push(workdir)
+        except OSError as error:
+            place = storage.url(workdir)
+            console.say(f"{place}: {error.strerror}; the last lines of the run are not there")
+    lease.release()
+
+
 def _contents(workdir: Path) -> list[Path]:
     """Returns the paths that the start of a run creates, the innermost first."""
-    names = (NAME, FOLDER, "events.jsonl")
+    names = (NAME, checkpoint.FOLDER, "events.jsonl")
     return [*(workdir / name for name in names), workdir, *workdir.parents]
 
 

@@ -4,8 +4,8 @@ A checkpoint is the folder `STEP`. It is written in four stages: the arrays go t
 files are flushed to disk (fsync); MANIFEST.json is written, which lists size and CRC-32 of every file;
 the folder is renamed to `STEP`. A crash in any stage is harmless. Nothing here needs jax.
 
-Files of arrays have no CRC-32 there: each of their chunks ends with its CRC-32C (writer.py), so no file is
-read a second time, and each process verifies what it reads. `chunks.verify` reads all of them.
+Files of arrays have no CRC-32 there: each of their chunks ends with its CRC-32C, so no file is read a second time,
+and each process verifies what it reads (`chunks.verify`: all). On object stores (remote.py) they have no size either.
 """
 
 import errno
@@ -24,7 +24,7 @@ from typing import Any
 
 from isal import isal_zlib  # CRC-32 at the speed of memory
 
-from meshtrain import console
+from meshtrain import console, storage
 from meshtrain.errors import ConfigError, TransientError
 
 NAME = "MANIFEST.json"
@@ -60,14 +60,17 @@ class Manifest:
     versions: dict[str, str]
     config: dict[str, Any]
     arrays: dict[str, str]  # path in the state -> "(shape) dtype"
-    files: dict[str, tuple[int, str]]  # path in the folder -> size in bytes, CRC-32 or "" (CHUNKS)
+    files: dict[
+        str, tuple[int | None, str]
+    ]  # path -> size in bytes, CRC-32; None and "": see above
     identity: dict[str, str] = field(default_factory=dict)  # digests of data and tokenizer
     format: int = FORMAT
 
     @property
-    def bytes(self) -> int:
-        """Total size of the files."""
-        return sum(size for size, _ in self.files.values())
+    def bytes(self) -> int | None:
+        """Total size of the files; None if it is unknown."""
+        sizes = [size for size, _ in self.files.values()]
+        return None if None in sizes else sum(sizes)
 
 
 def checksum(value: Any) -> str:
@@ -80,10 +83,10 @@ def partial_folder(folder: Path, step: int) -> Path:
     return folder / f"{step}{PARTIAL}"
 
 
-def commit(folder: Path, step: int, **fields: Any) -> Manifest:
-    """Commits the files in `partial_folder` as a checkpoint; `fields` are the manifest's other fields."""
+def commit(folder: Path, step: int, *, remote: Iterable[str] = (), **fields: Any) -> Manifest:
+    """Commits the files in `partial_folder`, and `remote` ones, as a checkpoint; `fields` are the manifest's others."""
     written = partial_folder(folder, step)
-    files = _measure(written, list(_files(written)), sync=True)
+    files = _measure(written, list(_files(written)), sync=True) | dict.fromkeys(remote, (None, ""))
     manifest = Manifest(step=step, files=files, **fields)
     write(written, manifest)
     for directory in {written, *(path.parent for path in written.rglob("*"))}:
@@ -171,8 +174,12 @@ def check(directory: Path) -> Manifest:
     """
     manifest = read(directory)
     try:
+        objects = {*storage.names(directory)} if storage.url(directory) else None
         for name, (size, _) in manifest.files.items():
-            _check_file(directory, name, size)
+            if objects is None or size is not None:
+                _check_file(directory, name, size)
+            elif name not in objects:
+                raise CorruptCheckpoint(f"{name} is missing")
         sizes = {name: size for name, (size, crc) in manifest.files.items() if crc}
         with console.progress(f"checking {directory}", sum(sizes.values())) as advance:
             found = _measure(directory, sizes, sync=False, advance=advance)
@@ -184,8 +191,8 @@ def check(directory: Path) -> Manifest:
     return manifest
 
 
-def _check_file(directory: Path, name: str, size: int) -> None:
-    """Raises CorruptCheckpoint unless `name` is a file of this size in the folder, and not behind a link."""
+def _check_file(directory: Path, name: str, size: int | None) -> None:
+    """Raises CorruptCheckpoint unless `name` is a file of this size, if given, in the folder, and not behind a link."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name:
         raise CorruptCheckpoint(f"{name!r} points outside the checkpoint")
@@ -198,7 +205,7 @@ def _check_file(directory: Path, name: str, size: int) -> None:
         raise CorruptCheckpoint(f"{name} is missing") from None
     if not stat.S_ISREG(status.st_mode):
         raise CorruptCheckpoint(f"{name} is not a file")
-    if status.st_size != size:
+    if size is not None and status.st_size != size:
         raise CorruptCheckpoint(f"{name} has {status.st_size} bytes of {size}")
 
 
@@ -234,8 +241,14 @@ def remove_partial(folder: Path) -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint. Renames it first, so that a partly removed folder is not a checkpoint."""
-    if not path.name.endswith(PARTIAL):
+    """Removes a checkpoint. Renames it first, so that a partly removed folder is not a checkpoint.
+
+    On an object store the manifest is removed first; the path of an unfinished save removes no checkpoint.
+    """
+    is_unfinished = path.name.endswith(PARTIAL)
+    if storage.url(path) and not (is_unfinished and NAME in storage.names(path)):
+        storage.remove(path, first=NAME)
+    if not is_unfinished:
         leftover = path.with_name(path.name + PARTIAL)
         shutil.rmtree(leftover, ignore_errors=True)  # a folder can only replace an empty one
         path = path.rename(leftover)
@@ -256,7 +269,7 @@ def _measure(
 ) -> dict[str, tuple[int, str]]:
     """Returns size and CRC-32 of each file; `advance` gets each block's size.
 
-    `sync` is for a new checkpoint: files are flushed to disk, and those of CHUNKS are not read.
+    `sync` is for a new checkpoint: files are flushed to disk, and files of chunks are not read.
     """
 
     def measure(name: str) -> tuple[int, str]:

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from meshtrain import storage
+from meshtrain.checkpoint.manifest import NAME as MANIFEST
 from meshtrain.checkpoint.manifest import STEP_NAME, sync_folder
 
 NAME = "quarantine"  # a folder beside the checkpoints
@@ -15,7 +17,10 @@ def move(folder: Path, step: int) -> Path:
         folder / NAME / f"{step}{suffix}" for suffix in ("", *map(".{}".format, range(1, 10**6)))
     )
     target = next(path for path in names if not os.path.lexists(path))
-    os.rename(folder / str(step), target)
+    if storage.url(source := folder / str(step)):
+        storage.copy(source, target, last=MANIFEST)
+        storage.remove(source, first=MANIFEST)
+    os.rename(source, target)
     sync_folder(folder)
     return target
 

@@ -1,5 +1,6 @@
 """Saves checkpoints in the background, and finds the checkpoint to resume from."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,7 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint import arrays, manifest, quarantine, resume, retention, strays, to_resume
+from meshtrain import storage
+from meshtrain.checkpoint import (
+    arrays,
+    lease,
+    manifest,
+    place,
+    quarantine,
+    remote,
+    resume,
+    retention,
+    strays,
+    to_resume,
+)
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.checkpoint.writer import AsyncWriter
 from meshtrain.cluster import distributed
@@ -19,7 +32,6 @@ from meshtrain.config.schema import CheckpointConfig
 from meshtrain.errors import ConfigError, TransientError, first_line
 from meshtrain.state import TrainState, bytes_of
 
-SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the state's bytes
 FIRST_WAIT, LONGEST_WAIT = 5.0, 600.0  # seconds from a failed save to the next try
 LAST_TRIES = 4  # for the save at the end of a run
 
@@ -77,30 +89,10 @@ class Saver:
         self._saved_at, self._newest_step = time.monotonic(), -1
 
     def prepare(self, abstract: TrainState) -> None:
-        """Creates the folder, removes unfinished saves, and checks that states like `abstract` can be saved.
-
-        Raises ConfigError if the folder is not writable or has no space for a state, or if checkpoints
-        do not support an array of the state.
-        """
-        fault = ""
-        for path, kind in arrays.shapes_of(abstract).items():
-            if " key<" in kind:
-                raise ConfigError(
-                    f"optim.build: {path} is a typed PRNG key, which checkpoints cannot store; "
-                    f"use an optimizer with jax.random.PRNGKey, or no --workdir"
-                )
-        if distributed.process_id() == 0:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                # A test that the folder is writable; the next line removes the new folder.
-                manifest.partial_folder(self._folder, 0).mkdir(exist_ok=True)
-                manifest.remove_partial(self._folder)
-                if space_fault := self._space_fault(bytes_of(abstract)):
-                    fault = f"{space_fault}; make room, or use another folder"
-            except OSError as error:
-                fault = f"{error.strerror or error}; use a folder that can be written"
-        if fault := distributed.broadcast(fault):
-            raise ConfigError(f"--workdir: {self._folder}: {fault}")
+        """Prepares the folder for states like `abstract`; raises ConfigError if they cannot be saved there."""
+        arrays.check_kinds(abstract)
+        size = bytes_of(abstract)
+        distributed.on_first_process(lambda: place.prepare(self._folder, size))
 
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
         """Returns the newest valid checkpoint, or None if there is none.
@@ -115,6 +107,11 @@ class Saver:
         if step is None:
             return None
         directory, now = self._folder / str(step), self._run_fields
+        if distributed.process_id() > 0 and storage.url(directory):
+            shutil.rmtree(
+                directory, ignore_errors=True
+            )  # process 0 may have rewritten the manifest
+            remote.fetch(directory)
         saved = manifest.read(directory)
         self._changed = resume.check(saved, now["config"], now["identity"], source=directory)
         return saved
@@ -178,7 +175,9 @@ class Saver:
         if distributed.process_id() == 0:
             moved = replace(saved, position=position, watch=dict(watch))
             try:
-                manifest.write(self._folder / str(saved.step), moved)
+                manifest.write(directory := self._folder / str(saved.step), moved)
+                if storage.url(directory):
+                    storage.upload(directory / manifest.NAME)
             except OSError as error:
                 why = f"{error.filename or self._folder}: {error.strerror}"
                 self._log(
@@ -224,25 +223,21 @@ class Saver:
         if distributed.process_id() > 0:
             return ""
         try:
-            manifest.remove(folder)
-            folder.mkdir(parents=True, exist_ok=True)
             if os.path.lexists(folder.with_suffix("")):  # a valid checkpoint is not written again
                 self._quarantine(int(folder.stem), "appeared during the run")
-            return self._space_fault(size)
+            manifest.remove(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            return place.space_fault(self._folder, size)
         except OSError as error:
             return f"{error.strerror}: {error.filename}"
-
-    def _space_fault(self, size: int) -> str:
-        """Returns an error message if the disk has no space for a state of `size` bytes, else an empty string."""
-        needed, free = SPACE_FACTOR * size, shutil.disk_usage(self._folder).free
-        return f"{needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free" if free < needed else ""
 
     def _commit(self, job: _Save, fields: dict[str, Any]) -> None:
         try:
             self._arrays.wait()
             if distributed.process_id() == 0:
+                lease.confirm()
                 self._sync()
-                job.manifest = manifest.commit(self._folder, job.step, **fields)
+                job.manifest = remote.commit(self._folder, job.step, **fields)
             job.seconds = time.perf_counter() - job.began
             if job.manifest:
                 retention.remove_old(self._folder, self._settings)
@@ -262,7 +257,8 @@ class Saver:
             self._event("save", step=job.step, bytes=size, **seconds)
             return
         if distributed.process_id() == 0:
-            manifest.remove(manifest.partial_folder(self._folder, job.step))
+            with contextlib.suppress(OSError):  # the next start removes it
+                manifest.remove(manifest.partial_folder(self._folder, job.step))
         wait = min(FIRST_WAIT * 2 ** min(self._failures, 20), LONGEST_WAIT)
         when = f"next try at the first step after {wait:.0f} s, or when the run ends"
         if self._last_waits is not None:  # the run has ended

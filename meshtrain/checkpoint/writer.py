@@ -1,33 +1,15 @@
-"""Writes arrays with Orbax in the background: each process its shards.
-
-Each chunk ends with its CRC-32C, which TensorStore computes when it writes the chunk and checks when it reads it.
-"""
+"""Writes arrays with Orbax in the background: each process its shards."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
+from meshtrain.checkpoint import orbax_patches
 
-def _with_checksums(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns Orbax's function that says how an array is written, with a CRC-32C for each chunk."""
-
-    def build_with_checksums(*args: Any, **kwargs: Any) -> Any:
-        spec = build(*args, **kwargs)
-        array = spec.json.get("base", spec.json)  # within a cast
-        if array["driver"] == "zarr3":  # the format of AsyncWriter
-            (sharding,) = array["metadata"]["codecs"]
-            sharding["configuration"]["codecs"].append({"name": "crc32c"})
-        return spec
-
-    return build_with_checksums
-
-
-# Orbax has no option for it.
-tensorstore_utils.build_array_write_spec = _with_checksums(tensorstore_utils.build_array_write_spec)
+orbax_patches.apply()
 
 
 class AsyncWriter:

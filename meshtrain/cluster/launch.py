@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshtrain import storage
 from meshtrain.cluster import environment, launchers, signature, ssh
 from meshtrain.cluster.restart_policy import Settings
 from meshtrain.cluster.supervisor import Supervisor
@@ -41,9 +42,11 @@ def launch(arguments: Sequence[str], **settings) -> int:
         )
     is_training = arguments[0].startswith("-") or arguments[0] == "train"
     flags = _flags(arguments)
-    workdir = Path(flags.workdir) if is_training and flags.workdir else None
-    if workdir and (faults := checks.workdir_faults(flags.workdir)):
-        raise ConfigError(*faults)
+    workdir = None
+    if is_training and flags.workdir:
+        if faults := checks.workdir_faults(flags.workdir):
+            raise ConfigError(*faults)
+        workdir = storage.local(flags.workdir)
     if not is_training:
         s = dataclasses.replace(s, grace=0.1)  # nothing to save
     command = [sys.executable, "-m", "meshtrain", *arguments]
@@ -59,19 +62,47 @@ def launch(arguments: Sequence[str], **settings) -> int:
         command.append("--elastic")
     folders = Folders(workdir)
     logs = folders.make() if workdir else None
+    environ = _environment()
+    if workdir and storage.url(workdir):
+        environ[storage.VARIABLE] = str(storage.root())
+        if s.node_rank == 0:
+            _download_events(workdir)
     code = EXIT_USER
     try:
         secret = signature.of_environment(os.environ) if s.nnodes > 1 else ""
         code = Supervisor(s, workdir=workdir, secret=secret).run(
             command,
             logs=logs,
-            environ=_environment(),
+            environ=environ,
             local_id=process.local_id if process else 0,
             num_supervisors=process.num_local if process else 1,
         )
         return code
     finally:
         folders.remove_if_unused(code)
+        if workdir and storage.url(workdir) and code != EXIT_USER:  # perhaps another run is in it
+            _upload(workdir, node_rank=s.node_rank)
+
+
+def _download_events(workdir: Path) -> None:
+    """Downloads the events of earlier runs, to which the supervisor appends its own. Raises ConfigError."""
+    try:
+        storage.download(workdir, {"events.jsonl"} & {*storage.names(workdir)})
+    except OSError as error:
+        raise ConfigError(f"--workdir={error.filename}: {error.strerror}") from error
+
+
+def _upload(workdir: Path, *, node_rank: int) -> None:
+    """Uploads the logs of this host; those of a run that never started, and its events, are dropped."""
+    started = node_rank > 0 or (workdir / "config.json").exists()
+    try:
+        for folder in (workdir, workdir / "logs") if node_rank == 0 else (workdir / "logs",):
+            if started:
+                storage.push(folder)
+    except OSError as error:
+        print(
+            f"launch: {error.filename}: {error.strerror}; not all logs are there", file=sys.stderr
+        )
 
 
 def _place(settings: dict[str, Any]) -> environment.ProcessInfo | None:

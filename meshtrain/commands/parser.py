@@ -5,10 +5,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+from meshtrain import storage
 from meshtrain.cluster import environment
 from meshtrain.config import checks
 from meshtrain.config.bind import flag_faults
 from meshtrain.errors import ConfigError, did_you_mean
+
+RUNS = {
+    "workdir",
+    "workdirs",
+    "paths",
+    "source",
+    "measured",
+}  # arguments that may be runs on object stores
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,13 +46,38 @@ class Parser(argparse.ArgumentParser):
         faults = [fault for name, value in items for fault in flag_faults(name, value)]
         keys = {one.dest: "=".join([*one.option_strings[:1], ""]) for one in self._actions}
         for name, value in items:
-            paths = [one for one in _as_list(value) if isinstance(one, Path) or name == "workdir"]
+            if name in RUNS:
+                continue
+            paths = [one for one in _as_list(value) if isinstance(one, Path)]
             faults += filter(None, (checks.url_fault(keys.get(name, ""), path) for path in paths))
+        for name in RUNS & {*vars(found)}:
+            faults += self._opened(found, name, keys.get(name, ""))
         if faults:
             raise ConfigError(*faults)
         if hasattr(found, "process_id"):  # has the flags of `environment.add_flags`
             environment.check_flags(found, os.environ)
         return found, rest
+
+    def _opened(self, found: argparse.Namespace, name: str, key: str) -> list[str]:
+        """Downloads the small files of runs on object stores, in place of their URLs; returns the faults."""
+        faults, opened = [], []
+        for path in _as_list(getattr(found, name)):
+            fault = ""
+            if isinstance(path, Path) and storage.is_url(path):
+                from meshtrain import checkpoint
+
+                try:
+                    path = checkpoint.opened(path)
+                except ConfigError as error:
+                    fault = f"{key}{error}"
+            elif path is not None and storage.is_url(path):
+                fault = "".join(checks.store_faults(path))
+            elif path is not None:
+                fault = checks.url_fault(key, path)
+            faults += [fault] if fault else []
+            opened.append(path)
+        setattr(found, name, opened if isinstance(getattr(found, name), list) else opened[0])
+        return faults
 
     def error(self, message: str) -> None:
         missing = "arguments are required" in message

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshtrain import storage
 from meshtrain.config.bind import has_type
 from meshtrain.config.schema import AXES, Config, MeshConfig, TrainConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
@@ -27,12 +28,25 @@ def url_fault(key: str, path: Any) -> str:
     )
 
 
+def store_faults(workdir: str) -> list[str]:
+    """Returns the faults of a workdir on an object store."""
+    scheme, _, rest = workdir.partition(":")
+    bucket, *key = rest.strip("/").split("/")
+    if not bucket or not key or {"", ".", ".."} & {*key}:
+        return [
+            f"--workdir={workdir}: use a bucket and a folder of its own in it, such as {scheme}://BUCKET/RUN"
+        ]
+    return []
+
+
 def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:
     """Returns the faults of a workdir's place.
 
     Faults are a URL, the root, a folder of another run, such as one of its checkpoints, and a folder in or
     around one of `data`.
     """
+    if storage.is_url(workdir):
+        return store_faults(workdir)
     if fault := url_fault("--workdir=", workdir):
         return [fault]
     place = Path(workdir).resolve()

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain import console
+from meshtrain import console, storage
 from meshtrain.analysis import hardware
 from meshtrain.config.schema import Config
 from meshtrain.monitor import files, memory
@@ -211,7 +211,7 @@ class Writer:
     def log(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
         if self._leader:
-            console.say(text)
+            console.say(storage.readable(text))
             self._report_lost_output()
 
     def _report_lost_output(self) -> None:
@@ -260,9 +260,11 @@ class Writer:
                 )
 
     def sync(self) -> None:
-        """Flushes metrics.jsonl and events.jsonl to disk."""
+        """Flushes metrics.jsonl and events.jsonl to disk; uploads all files to an object store."""
         if self._folder:
             files.sync(self._folder)
+            if storage.url(self._folder):
+                storage.push(self._folder)
 
     def close(self) -> None:
         """Removes the bar; `log` and `event` still work."""

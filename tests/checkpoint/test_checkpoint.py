@@ -29,7 +29,7 @@ from test_train import assert_bit_equal, losses, quick, rows
 
 import meshtrain
 from meshtrain import __main__, checkpoint, cli, errors
-from meshtrain.checkpoint import arrays, chunks, lock, manifest, retention, saver
+from meshtrain.checkpoint import arrays, chunks, lock, manifest, place, retention, saver
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.checkpoint.writer import AsyncWriter
 from meshtrain.cluster import distributed
@@ -856,7 +856,7 @@ def test_a_save_to_a_full_disk_fails_and_keeps_the_newest_valid_checkpoint(
     if mount.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mount.stderr.decode().strip()}")
     try:
-        monkeypatch.setattr(saver, "SPACE_FACTOR", 0.0)  # so that only the write itself fails
+        monkeypatch.setattr(place, "SPACE_FACTOR", 0.0)  # so that only the write itself fails
         monkeypatch.setattr(saver.time, "sleep", lambda seconds: None)
         train(saving(1, every=1), workdir=disk / "run")
         other = disk / "other"  # leaves less space than a save needs, 321 kB of random floats

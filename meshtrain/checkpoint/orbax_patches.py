@@ -1,0 +1,112 @@
+"""What meshtrain changes in Orbax, which has no options for it; for the version range in pyproject.toml.
+
+Each chunk of an array ends with its CRC-32C, which TensorStore computes when it writes the chunk and checks when it
+reads it. The arrays of a workdir on an object store are there. After an error no read or write is left behind.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint._src import asyncio_utils
+from orbax.checkpoint._src.metadata import array_metadata_store
+from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
+
+from meshtrain import storage
+
+
+@functools.cache
+def apply() -> None:
+    """Replaces functions of Orbax, once."""
+    for module, name, change in (
+        (tensorstore_utils, "build_array_write_spec", _with_checksums),
+        (tensorstore_utils, "build_kvstore_tspec", _on_object_stores),
+        (ocdbt_utils, "merge_ocdbt_per_process_files", _with_folders),
+        (array_metadata_store.Store, "_maybe_create_base_dir", _creates_folder),
+        (array_metadata_store, "validate_all_array_metadatas", _validates_on_disks),
+        (asyncio_utils, "_run_sync_via_new_loop", _waits_for_all),
+    ):
+        setattr(module, name, change(getattr(module, name)))
+
+
+def _with_checksums(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that says how an array is written, with a CRC-32C for each chunk."""
+
+    def build_with_checksums(*args: Any, **kwargs: Any) -> Any:
+        spec = build(*args, **kwargs)
+        array = spec.json.get("base", spec.json)  # within a cast
+        if array["driver"] == "zarr3":  # the format of AsyncWriter
+            (sharding,) = array["metadata"]["codecs"]
+            sharding["configuration"]["codecs"].append({"name": "crc32c"})
+        return spec
+
+    return build_with_checksums
+
+
+def _on_object_stores(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that says where the files of arrays are, with the store for a scratch folder."""
+
+    def build_on_object_stores(*args: Any, **kwargs: Any) -> Any:
+        spec = build(*args, **kwargs)
+        if spec["driver"] == "ocdbt" and (remote := storage.spec(Path(spec["base"]["path"]))):
+            spec["base"] = remote
+            spec.pop("manifest", None)  # on a disk it is written in another way than the data
+        return spec
+
+    return build_on_object_stores
+
+
+def _with_folders(merge: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that merges the arrays of all processes; it looks for a folder of each process."""
+
+    async def merge_with_folders(directory: Any, *args: Any, **kwargs: Any) -> None:
+        if storage.url(Path(directory)):
+            for process in range(jax.process_count()):
+                (Path(directory) / f"ocdbt.process_{process}").mkdir(exist_ok=True)
+        await merge(directory, *args, **kwargs)
+
+    return merge_with_folders
+
+
+def _creates_folder(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method that waits until process 0 has created a folder; each process has its own scratch folder."""
+
+    async def create_or_wait(store: Any, folder: Any) -> None:
+        if storage.url(Path(folder)):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        else:
+            await wait(store, folder)
+
+    return create_or_wait
+
+
+def _validates_on_disks(validate: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that compares what all processes wrote about the arrays; on an object store it cannot."""
+
+    async def validate_on_disks(validator: Any, store: Any, folder: Any) -> None:
+        if not storage.url(Path(folder)):
+            await validate(validator, store, folder)
+
+    return validate_on_disks
+
+
+def _waits_for_all(run: Callable[[Coroutine], Any]) -> Callable[[Coroutine], Any]:
+    """Returns the function that runs a coroutine; after an error it waits for all other reads and writes.
+
+    Orbax would close their event loop at once, and Python print a traceback for each.
+    """
+
+    async def waited(coroutine: Coroutine) -> Any:
+        try:
+            return await coroutine
+        except BaseException:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(
+                *others, return_exceptions=True
+            )  # a cancelled read may still answer
+            raise
+
+    return lambda coroutine: run(waited(coroutine))

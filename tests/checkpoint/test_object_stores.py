@@ -1,0 +1,391 @@
+"""Workdirs on object stores: servers on loopback speak the protocols of S3 and of Google Cloud Storage."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, free_port
+from test_train import assert_bit_equal, losses, quick, rows
+
+import meshtrain
+from meshtrain import checkpoint, cli, errors, storage
+from meshtrain.checkpoint import arrays, chunks, lease, manifest, remote
+from meshtrain.checkpoint.manifest import CorruptCheckpoint
+from meshtrain.train import train
+
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("moto", "gcp_storage_emulator", "flask"))),
+    reason="needs the servers of the extra stores",
+)
+SERVERS = {
+    "s3": ["-m", "moto.server", "-p"],
+    "gs": [str(Path(__file__).with_name("gcs_server.py"))],
+}
+# argv: workdir, steps, where to be killed in the save of step 4.
+PROGRAM = """
+import os, signal, sys
+sys.path[:0] = ["tests", "."]
+from test_object_stores import saving
+from meshtrain import storage
+from meshtrain.checkpoint import remote, writer
+from meshtrain.train import train
+
+def killed_before(module, name, is_now):
+    original = getattr(module, name)
+    def function(*args, **options):
+        if is_now(*args):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **options)
+    setattr(module, name, function)
+
+workdir, steps, where = sys.argv[1:]
+if where == "arrays":
+    killed_before(writer.AsyncWriter, "wait", lambda self: lock["step"] == 4)
+if where == "small files":
+    killed_before(storage, "upload", lambda path: path.parts[-3:-1] == ("4", "arrays"))
+if where == "manifest":
+    killed_before(storage, "create", lambda path: path.parent.name == "4")
+if where == "end":
+    killed_before(storage, "remove", lambda path, **_: path.name == "2")
+lock = {}
+original = writer.AsyncWriter.save
+def save(self, folder, tree):
+    original(self, folder, tree)
+    lock["step"] = int(folder.parent.name.partition(".")[0])
+writer.AsyncWriter.save = save
+train(saving(int(steps)), workdir=workdir)
+"""
+
+
+def saving(steps, **settings):
+    c = quick(steps=steps)
+    c.checkpoint.update(every=2, keep=1, **settings)
+    return c
+
+
+@pytest.fixture(scope="module", params=list(SERVERS))
+def server(request):
+    """Starts a server; sets the variables with which clients of the store find it. Returns the bucket's URL."""
+    port = free_port()
+    bucket = ["bucket"] if request.param == "gs" else []
+    command = [sys.executable, *SERVERS[request.param], str(port), *bucket]
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=ROOT, stdout=null, stderr=null)
+    address = f"http://127.0.0.1:{port}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", address)
+        patch.setenv("STORAGE_EMULATOR_HOST", address)
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
+        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                    break
+                except OSError:
+                    assert process.poll() is None and time.monotonic() < deadline
+                    time.sleep(0.1)
+            if not bucket:
+                urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT"))
+            yield f"{request.param}://bucket"
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def url(server, tmp_path, monkeypatch):
+    """The URL of a new workdir. A test may call `new_process`, whose scratch folders are empty."""
+    number = 0
+
+    def new_process():
+        nonlocal number
+        number += 1
+        monkeypatch.setenv(storage.VARIABLE, str(tmp_path / f"scratch-{number}"))
+        storage.root.cache_clear()
+
+    new_process()
+    yield Run(f"{server}/{tmp_path.name}", new_process)
+    lease.release()
+    storage.root.cache_clear()
+
+
+class Run(str):
+    """A URL."""
+
+    def __new__(cls, url, new_process):
+        run = super().__new__(cls, url)
+        run.new_process = new_process
+        return run
+
+
+def opened(url):
+    """Returns the files of a run as another process finds them."""
+    url.new_process()
+    return checkpoint.opened(Path(url))
+
+
+def checkpoints(workdir):
+    return workdir / checkpoint.FOLDER
+
+
+def restored(workdir):
+    directory, _ = checkpoint.find_valid(workdir)
+    return arrays.as_numpy(directory)
+
+
+def test_a_run_on_a_store_equals_a_run_on_a_disk(url, tmp_path, capsys):
+    train(saving(4), workdir=tmp_path / "disk")
+    train(saving(4), workdir=url)
+    assert str(storage.root()) not in capsys.readouterr().out
+    found = opened(url)
+    assert losses(found) == losses(tmp_path / "disk")
+    assert_bit_equal(restored(found), restored(tmp_path / "disk"))
+    assert manifest.steps(checkpoints(found)) == [4]
+    # The objects have the names of the files, so that a copy is a workdir.
+    copy = tmp_path / "copy"
+    for name in storage.names(found):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(storage.read(found / name)[0])
+    assert (
+        chunks.verify(checkpoints(copy) / "4").arrays
+        == chunks.verify(checkpoints(found) / "4").arrays
+    )
+    # Both resume on another mesh.
+    url.new_process()
+    c = saving(6)
+    c.mesh.update(data=2, fsdp=2, tensor=2)
+    train(c, workdir=url)
+    train(c, workdir=copy)
+    found = opened(url)
+    assert_bit_equal(restored(found), restored(copy))
+    assert losses(found) == losses(copy) and len(losses(found)) == 6
+    assert [row["step"] for row in rows(found, "events.jsonl") if row["event"] == "restore"] == [4]
+    assert "LOCK" not in storage.names(found)
+
+
+@pytest.mark.slow
+def test_a_damaged_or_missing_chunk_is_found_and_an_older_checkpoint_resumed(url):
+    c = saving(6)
+    c.checkpoint.keep = 9
+    train(c, workdir=url)
+    found = opened(url)
+    expected = restored(found)
+    for step, change in ((6, lambda data: bytes(b ^ 1 for b in data)), (4, lambda data: None)):
+        directory = checkpoints(found) / str(step)
+        names = [name for name in manifest.read(directory).files if "ocdbt.process_0/d/" in name]
+        largest = max(names, key=lambda name: len(storage.read(directory / name)[0]))
+        storage.write(directory / largest, change(storage.read(directory / largest)[0]))
+        with pytest.raises(CorruptCheckpoint):
+            chunks.verify(directory)
+    url.new_process()
+    train(c, workdir=url)
+    found = opened(url)
+    events = rows(found, "events.jsonl")
+    assert [row["step"] for row in events if row["event"] == "restore"] == [2]
+    assert sorted(row["step"] for row in events if row["event"] == "quarantine") == [4, 6]
+    assert {"4", "6"} == {path.name for path in (checkpoints(found) / "quarantine").iterdir()}
+    assert_bit_equal(restored(found), expected)
+
+
+def test_a_store_that_cannot_be_reached_is_not_damage(url, monkeypatch):
+    train(saving(2), workdir=url)
+    directory = checkpoints(opened(url)) / "2"
+    monkeypatch.setattr(storage, "RETRIES", {"max_retries": 1, "initial_delay": "1ms"})
+    spec = storage.spec
+
+    def elsewhere(folder):
+        found = spec(folder)
+        return found and {"driver": "s3", "bucket": "bucket", "path": found["path"], **closed}
+
+    closed = {"endpoint": f"http://127.0.0.1:{free_port()}", "aws_region": "us-east-1"}
+    closed["context"] = {
+        "s3_request_retries": storage.RETRIES,
+        "aws_credentials": {"type": "environment"},
+    }
+    monkeypatch.setattr(storage, "spec", elsewhere)
+    with pytest.raises(errors.TransientError, match="may be valid"), chunks.reading(directory):
+        list(chunks._arrays(directory))
+    with pytest.raises(errors.TransientError, match="may be valid"):
+        chunks.verify(directory)
+    with pytest.raises(OSError) as error:
+        storage.names(directory)
+    assert error.value.filename == storage.url(directory) and "connect" in error.value.strerror
+
+
+def test_one_run_at_a_time_holds_the_lock(url, monkeypatch, capsys):
+    monkeypatch.setattr(lease, "TERM", 1.0)
+    lock = storage.local(url) / "LOCK"
+    assert lease.acquire(lock) == ""
+    first, lease._held = lease._held, None  # as in another process
+    monkeypatch.setattr(lease, "_is_dead", lambda holder: False)
+    assert "another run is in it" in lease.acquire(lock)
+    assert "waits 1 s" in capsys.readouterr().out
+    # The holder is suspended for longer than a term: the next one takes over, and the first one notices.
+    first._released.set()
+    first._thread.join()
+    assert lease.acquire(lock) == ""
+    assert not first.renew()
+    second, lease._held = lease._held, first
+    with pytest.raises(OSError, match="taken over"):
+        lease.confirm()
+    first.release()  # does not remove the lock of the second
+    assert storage.read(lock)[0] is not None
+    lease._held = second
+    lease.confirm()
+    lease.release()
+    assert storage.read(lock)[0] is None
+
+
+def test_a_lock_of_a_process_that_has_ended_is_taken_over_at_once(url):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    lock = storage.local(url) / "LOCK"
+    record = {"pid": ended.pid, "host": socket.gethostname()}
+    storage.write(lock, json.dumps(record).encode())
+    began = time.monotonic()
+    assert lease.acquire(lock) == "" and time.monotonic() - began < lease.TERM / 2
+    lease.release()
+    assert lease._is_dead({"pid": os.getpid(), "host": socket.gethostname()})
+    assert not lease._is_dead({"pid": os.getppid(), "host": socket.gethostname()})
+    assert not lease._is_dead({"pid": ended.pid, "host": "another"}) and not lease._is_dead({})
+
+
+def test_a_checkpoint_is_committed_once(url, tmp_path):
+    path = storage.local(url) / "checkpoints" / "2" / manifest.NAME
+    path.parent.mkdir(parents=True)
+    path.write_text("of the first run")
+    storage.create(path)
+    storage.create(path)  # a repeated request finds its own object
+    path.write_text("of the second run")
+    with pytest.raises(OSError, match="another run has written it"):
+        storage.create(path)
+    assert storage.read(path)[0] == b"of the first run"
+
+
+def test_a_run_that_lost_its_lock_cannot_save(url, monkeypatch):
+    monkeypatch.setattr(lease, "RENEWALS", 1e-3)  # the thread does not notice it first
+    monkeypatch.setattr("meshtrain.checkpoint.saver.LAST_TRIES", 1)
+    original = remote.commit
+
+    def stolen(folder, step, **fields):
+        saved = original(folder, step, **fields)
+        storage.write(folder.parent / "LOCK", b"{}")
+        return saved
+
+    monkeypatch.setattr(remote, "commit", stolen)
+    with pytest.raises(meshtrain.ConfigError, match="could not be saved"):
+        train(saving(4), workdir=url)
+    assert manifest.steps(checkpoints(opened(url))) == [2]
+
+
+def test_a_rollback_is_recorded_in_the_store(url):
+    """After a crash the run resumes at the position behind the spike."""
+    train(saving(2), workdir=url)
+    directory = checkpoints(opened(url)) / "2"
+    from meshtrain.checkpoint.saver import Saver
+
+    saver = object.__new__(Saver)
+    saver._folder, saver._log = directory.parent, print
+    saver.move(manifest.read(directory), 777, {})
+    assert manifest.read(checkpoints(opened(url)) / "2").position == 777
+
+
+@pytest.mark.parametrize(
+    "arguments, fault",
+    [
+        (
+            ["train", "--config=quickstart", "--workdir=s3://bucket"],
+            "use a bucket and a folder of its own",
+        ),
+        (
+            ["train", "--config=quickstart", "--workdir=gs://bucket/../x"],
+            "use a bucket and a folder of its own",
+        ),
+        (
+            ["launch", "--nproc=1", "--", "--config=quickstart", "--workdir=s3://"],
+            "use a bucket and a folder",
+        ),
+        (
+            ["train", "--config=quickstart", "--workdir=az://a/b"],
+            "does not read or write az storage",
+        ),
+        (["prepare", "x.txt", "--output=s3://bucket/data"], "does not read or write s3 storage"),
+    ],
+)
+def test_what_is_not_supported_is_rejected_in_a_line(arguments, fault, capsys):
+    assert cli.command(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and fault in lines[0]
+
+
+def test_a_bucket_or_run_that_does_not_exist_is_reported_in_a_line(url, capsys):
+    bucket = url.replace("//bucket", "//nobucket")
+    with pytest.raises(meshtrain.ConfigError, match=f"^--workdir={bucket}: ") as error:
+        train(saving(2), workdir=bucket)
+    assert len(error.value.faults) == 1
+    assert cli.command(["checkpoint", "ls", url]) == 2
+    assert capsys.readouterr().err == f"{url}: there are no objects under this name\n"
+
+
+def test_other_verbs_read_a_run_on_a_store(url, capsys, tmp_path):
+    train(saving(2), workdir=url)
+    for arguments in (
+        ["checkpoint", "verify", url],
+        ["checkpoint", "diff", f"{url}/checkpoints/2", url],
+        ["convert", url, str(tmp_path / "converted")],
+        ["report", url, f"--output={tmp_path}/report.html"],
+    ):
+        url.new_process()
+        assert cli.command(arguments) == 0, capsys.readouterr().err
+    assert str(storage.root()) not in capsys.readouterr().out
+    url.new_process()
+    c = saving(1)
+    c.checkpoint.init_from = str(url)
+    train(c)
+    assert "parameters of /" not in capsys.readouterr().out
+    url.new_process()
+    assert cli.command(["checkpoint", "prune", url, "--keep=1"]) == 0
+
+
+def program(workdir, steps, where=""):
+    command = [sys.executable, "-c", PROGRAM, workdir, str(steps), where]
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": f"{ROOT}/tests/checkpoint:{ROOT}/tests:{ROOT}",
+    }
+    env.pop(storage.VARIABLE)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["arrays", "small files", "manifest", "end"])
+def test_after_kill_in_a_save_the_run_resumes_from_a_valid_checkpoint(url, where, tmp_path):
+    assert program(url, 6, where).returncode == -signal.SIGKILL
+    found = opened(url)
+    there = manifest.steps(checkpoints(found))
+    assert there == ([4, 2] if where == "end" else [2])
+    assert [chunks.verify(checkpoints(found) / str(step)).step for step in there] == there
+    resumed = program(url, 6)
+    assert resumed.returncode == 0, resumed.stderr
+    train(saving(6), workdir=tmp_path / "disk")
+    found = opened(url)
+    assert manifest.steps(checkpoints(found)) == [6]
+    assert {
+        name.split("/")[1] for name in storage.names(found) if name.startswith("checkpoints/")
+    } == {"6"}
+    assert losses(found) == losses(tmp_path / "disk")
+    assert_bit_equal(restored(found), restored(tmp_path / "disk"))
