@@ -1,23 +1,29 @@
 """Fault tolerance: the time from a kill to the next step, and a soak test with a fault every minute.
 
   python benchmarks/faults.py recovery [--runs=10] [--output=PATH]
-  python benchmarks/faults.py soak [--minutes=15] [--every=60] [--seed=0] [--output=PATH]
+  python benchmarks/faults.py soak [--minutes=15] [--every=60] [--seed=0] [--s3] [--output=PATH]
 
-A tiny model on two processes with a CPU device each, under `meshtrain launch`. `recovery` kills a worker (rank 1
+A tiny model on two processes with a CPU device each, under `meshtrain launch`; with --s3 a mixture of experts on four
+processes with two devices each, on the axes pipeline, context and expert, and a workdir on an S3 server on loopback
+(extra `stores`). `recovery` kills a worker (rank 1
 and rank 0 alternately) in a step; the restarted run compiles again each time. `soak` draws a random fault every
 minute: kill, stop, SIGTERM, a sleep before the next batch, abort, or segmentation fault of a worker. The final
 parameters, optimizer state and losses must be bit-equal to an uninterrupted run.
 """
 
+import contextlib
 import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,9 +32,10 @@ import jax
 import numpy as np
 
 from benchmarks import record
-from meshtrain import checkpoint
+from meshtrain import checkpoint, storage
 from meshtrain.checkpoint import arrays
 from meshtrain.cluster.progress import VARIABLE
+from meshtrain.commands.verify import QUICK_COMPILE_FLAGS
 from meshtrain.data import synthetic
 from meshtrain.data.source import Source
 
@@ -53,13 +60,23 @@ def build(*, split: str, workdir: str, pace: float, **section) -> Source:
     return Source(read, description="synthetic, with delays")
 
 
+PROCESSES = 2
+# With --s3.
+S3_PROCESSES = 4
+MIXTURE = {"mesh.data": 1, "mesh.pipeline": 2, "mesh.context": 2, "mesh.expert": 2}
+MIXTURE |= {"model.num_experts": 4, "pipeline.schedule": "1f1b", "train.num_microbatches": 2}
+MIXTURE |= {"checkpoint.every": 5}
+
+
 def command(workdir: Path, steps: int, pace: float, *flags: str) -> list[str]:
+    place = storage.url(workdir)
     settings = {"train.steps": steps, "train.global_batch": 8, "train.log_every": 1}
     settings |= {"model.num_layers": 2, "model.d_model": 32, "model.num_heads": 2}
     settings |= {"model.num_kv_heads": 2, "model.d_ff": 64, "model.vocab_size": 64}
     settings |= {"data.build": "benchmarks.faults:build", "data.seq_len": 16, "eval.batches": 0}
     settings |= {"checkpoint.every": 20, "data.workdir": str(workdir), "data.pace": pace}
     settings |= {"optim.schedule": "constant"}  # independent of train.steps, which differs
+    settings |= MIXTURE if place else {}
     overrides = [f"--config.{key}={value}" for key, value in settings.items()]
     config = f"--config={__file__}"
     launch = [
@@ -67,11 +84,11 @@ def command(workdir: Path, steps: int, pace: float, *flags: str) -> list[str]:
         "-m",
         "meshtrain",
         "launch",
-        "--nproc=2",
-        "--simulate_devices=1",
+        f"--nproc={S3_PROCESSES if place else PROCESSES}",
+        f"--simulate_devices={2 if place else 1}",
         *flags,
     ]
-    return [*launch, "--", config, f"--workdir={workdir}", *overrides]
+    return [*launch, "--", config, f"--workdir={place or workdir}", *overrides]
 
 
 def get_config():
@@ -94,7 +111,8 @@ def worker_pids(workdir: Path) -> dict[int, int]:
                 for pair in (folder / "environ").read_text(errors="replace").split("\0")
                 if "=" in pair
             )
-            if VARIABLE in variables and str(workdir) in (folder / "cmdline").read_text():
+            place = storage.url(workdir) or str(workdir)
+            if VARIABLE in variables and place in (folder / "cmdline").read_text():
                 pids[int(variables["JAX_PROCESS_ID"])] = int(folder.name)
         except OSError:
             continue
@@ -163,11 +181,46 @@ def inject(kind: str, rank: int, workdir: Path) -> None:
         os.kill(worker_pids(workdir)[rank], SIGNALS[kind])
 
 
+@contextlib.contextmanager
+def s3_server(folder: Path) -> Iterator[str]:
+    """Starts an S3 server with a bucket, whose URL it yields, for this process and its children."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address, null = f"http://127.0.0.1:{port}", subprocess.DEVNULL
+    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=null, stderr=null)
+    os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    os.environ |= {"AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": address}
+    os.environ[storage.VARIABLE] = str(folder / "scratch")
+    os.environ["XLA_FLAGS"] = QUICK_COMPILE_FLAGS  # two cores compile for eight devices
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT"))
+                break
+            time.sleep(0.1)
+        yield "s3://bucket"
+    finally:
+        server.kill()
+
+
 def soak(args, folder: Path) -> dict:
+    if not args.s3:
+        workdirs = folder / "interrupted", folder / "uninterrupted"
+        return soak_in(args, *workdirs, PROCESSES, 0.05, "--stall_seconds=5")
+    with s3_server(folder) as bucket:
+        workdirs = [storage.local(f"{bucket}/{name}") for name in ("interrupted", "uninterrupted")]
+        workdirs[0].parent.mkdir(parents=True)
+        return soak_in(args, *workdirs, S3_PROCESSES, 0.3, "--stall_seconds=15")
+
+
+def soak_in(
+    args, interrupted: Path, uninterrupted: Path, processes: int, pace: float, *flags: str
+) -> dict:
     rng, remaining, injected = random.Random(args.seed), [], []
-    interrupted, uninterrupted = folder / "interrupted", folder / "uninterrupted"
-    run = start(interrupted, 10**9, 0.05, "--max_restarts=1000", "--stall_seconds=5")
-    wait_for(lambda: newest_step(interrupted) > 5, 120, run)
+    run = start(interrupted, 10**9, pace, "--max_restarts=1000", *flags)
+    wait_for(lambda: newest_step(interrupted) > 5, 400, run)
     began, end = time.monotonic(), time.monotonic() + 60 * args.minutes
     while True:
         next_fault = began + (len(injected) + 0.5 + rng.uniform(-0.3, 0.3)) * args.every
@@ -180,7 +233,7 @@ def soak(args, folder: Path) -> dict:
         if now < next_fault:
             continue
         remaining = remaining or rng.sample(FAULTS, len(FAULTS))  # each kind once, in random order
-        rank = rng.randrange(2)
+        rank = rng.randrange(processes)
         try:
             inject(remaining[0], rank, interrupted)
         except (KeyError, ProcessLookupError):
@@ -188,6 +241,7 @@ def soak(args, folder: Path) -> dict:
         injected.append(remaining.pop(0))
         at = f"{time.monotonic() - began:6.0f} s"
         print(f"{at}: {injected[-1]} rank {rank} at step {newest_step(interrupted)}", flush=True)
+    wait_for(lambda: not is_recovering(interrupted), 400, run)  # its rows would not be its steps
     run.terminate()
     code, minutes, steps = (
         run.wait(120),
@@ -197,7 +251,8 @@ def soak(args, folder: Path) -> dict:
     print(f"{steps} steps, {len(injected)} faults, {minutes:.1f} minutes, exit code {code}")
     print(Path(f"{interrupted}.log").read_text().splitlines()[-1], flush=True)
     assert start(uninterrupted, steps, 0.0).wait() == 0
-    same = final_state(interrupted) == final_state(uninterrupted)
+    ends = [storage.url(one) or one for one in (interrupted, uninterrupted)]
+    same = final_state(ends[0]) == final_state(ends[1])
     relation = "bit-equal to" if same else "DIFFERENT from"
     print(f"parameters, optimizer state and {steps} losses: {relation} an uninterrupted run")
     events = read_jsonl(interrupted, "events.jsonl")
@@ -206,8 +261,18 @@ def soak(args, folder: Path) -> dict:
     return {"faults": injected, **counts, "same": same, "goodput": goodput}
 
 
-def final_state(workdir: Path) -> tuple:
+def is_recovering(workdir: Path) -> bool:
+    """Whether the run has not taken a step since its last restart."""
+    names = [row["event"] for row in read_jsonl(workdir, "events.jsonl")]
+    return [name for name in names if name in ("restart", "recovered")][-1:] == ["restart"]
+
+
+def final_state(workdir: Path | str) -> tuple:
     """Returns the newest checkpoint's step and arrays, as bytes by path, and the loss of each step."""
+    if storage.is_url(workdir):  # as a process sees it that has no scratch folder yet
+        os.environ[storage.VARIABLE] = tempfile.mkdtemp()
+        storage.root.cache_clear()
+        workdir = checkpoint.opened(Path(workdir))
     newest = max(
         (int(path.name) for path in (workdir / checkpoint.FOLDER).glob("[0-9]*")), default=0
     )
@@ -223,6 +288,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=15, help="duration of soak")
     parser.add_argument("--every", type=float, default=60, help="seconds between faults of soak")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--s3", action="store_true", help="soak: see above")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     results, folder = record.about(args), Path(tempfile.mkdtemp())

@@ -536,6 +536,6 @@ def test_a_soak_injects_nothing_after_its_end_and_records_its_steps(tmp_path, mo
     monkeypatch.setattr(faults, "final_state", lambda workdir: 1)
     monkeypatch.setattr(faults, "read_jsonl", lambda *_: [{"event": "goodput"}])
     (tmp_path / "interrupted.log").write_text("launch: goodput")
-    results = faults.soak(SimpleNamespace(seed=0, minutes=2, every=60), tmp_path)
+    results = faults.soak(SimpleNamespace(seed=0, minutes=2, every=60, s3=False), tmp_path)
     assert clock[0] > 120 and injected and max(injected) < 120
     assert results["steps"] == 100 and len(results["faults"]) == len(injected)
