@@ -20,10 +20,8 @@ from typing import Any
 DRIVERS = {"s3": "s3", "gs": "gcs"}  # scheme of a URL -> driver of TensorStore
 VARIABLE = "MESHTRAIN_SCRATCH"  # folder of all scratch folders; `launch` sets it for its processes
 LOCAL = ("checkpoints", "logs", "LOCK")  # in a workdir: what `push` does not upload
-WRITING = (
-    ".partial",
-    ".orbax-checkpoint-tmp",
-)  # ends of the names of folders until they are renamed
+# The folders STEP and arrays of a checkpoint, until they are renamed.
+WRITING = re.compile(r"^(\d+|arrays)\.(partial|orbax-checkpoint-tmp)$")
 RETRIES = {"max_retries": 5, "initial_delay": "200ms", "max_delay": "4s"}
 ABSENT = b"\x02"  # TensorStore's generation of an object that does not exist
 
@@ -61,9 +59,8 @@ def url(path: Path) -> str:
         _, scheme, *rest = Path(path).relative_to(root()).parts
     except ValueError:
         return ""
-    for end in WRITING:
-        rest = [part.removesuffix(end) for part in rest]
-    return f"{scheme}://{'/'.join(rest)}" if rest else ""
+    place = "/".join(WRITING.sub(r"\1", part) for part in rest)
+    return f"{scheme}://{place}" if place else ""
 
 
 def readable(text: str) -> str:

@@ -249,6 +249,19 @@ def test_one_run_at_a_time_holds_the_lock(url, monkeypatch, capsys):
     assert storage.read(lock)[0] is None
 
 
+def test_a_path_in_a_scratch_folder_has_a_url(tmp_path, monkeypatch):
+    monkeypatch.setenv(storage.VARIABLE, str(tmp_path))
+    storage.root.cache_clear()
+    run = storage.local("s3://bucket/a run.partial/", process=3)
+    assert storage.url(run) == "s3://bucket/a run.partial" and not storage.url(tmp_path / "x")
+    saving = run / "checkpoints" / "20.partial" / "arrays.orbax-checkpoint-tmp" / "d"
+    assert storage.url(saving) == "s3://bucket/a run.partial/checkpoints/20/arrays/d"
+    assert storage.spec(saving)["path"] == "a run.partial/checkpoints/20/arrays/d/"
+    assert storage.readable(f"saved in {run}.") == "saved in s3://bucket/a run.partial."
+    assert storage.spec(tmp_path) is None and storage.local(tmp_path) == tmp_path
+    storage.root.cache_clear()
+
+
 def test_a_lock_of_a_process_that_has_ended_is_taken_over_at_once(url):
     ended = subprocess.Popen(["true"])
     ended.wait()
