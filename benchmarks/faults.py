@@ -241,7 +241,7 @@ def soak_in(
         injected.append(remaining.pop(0))
         at = f"{time.monotonic() - began:6.0f} s"
         print(f"{at}: {injected[-1]} rank {rank} at step {newest_step(interrupted)}", flush=True)
-    wait_for(lambda: not is_recovering(interrupted), 400, run)  # its rows would not be its steps
+    wait_for(lambda: not is_recovering(interrupted), 900, run)  # its rows would not be its steps
     run.terminate()
     code, minutes, steps = (
         run.wait(120),
