@@ -33,7 +33,7 @@ class OutOfMemory(MemoryError):
 
 def first_line(error: Exception) -> str:
     """Returns the type and the first line of an error; messages of libraries can be a page long."""
-    lines = str(error).strip().splitlines()
+    lines = str(error).strip().removeprefix("[Errno None] ").splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 

@@ -25,7 +25,7 @@ WRITING = re.compile(r"^(\d+|arrays)\.(partial|orbax-checkpoint-tmp)$")
 RETRIES = {"max_retries": 5, "initial_delay": "200ms", "max_delay": "4s"}
 ABSENT = b"\x02"  # TensorStore's generation of an object that does not exist
 
-_pushed: dict[Path, tuple[int, int]] = {}  # mtime and size of the files that were uploaded
+_pushed: dict[Path, tuple[int, int]] = {}  # `_state` of the files that equal their objects
 
 
 def is_url(path: Any) -> bool:
@@ -170,6 +170,7 @@ def download(folder: Path, wanted: Iterable[str]) -> None:
     for name, data in _read_all(folder, [one for one in wanted if not (folder / one).exists()]):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
+        _pushed[folder / name] = _state(folder / name)
 
 
 def _read_all(folder: Path, found: Iterable[str]) -> Iterator[tuple[str, bytes]]:
@@ -186,8 +187,13 @@ def push(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.relative_to(folder).parts[0] in LOCAL or not path.is_file():
             continue
-        status = path.stat()
-        state = (status.st_mtime_ns, status.st_size)
+        state = _state(path)
         if _pushed.get(path) != state and path.suffix != ".new":
             upload(path)
             _pushed[path] = state
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Returns what changes when a file is written: its mtime and size."""
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size

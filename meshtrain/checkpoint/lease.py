@@ -44,10 +44,7 @@ class Lease:
         """Returns whether this process still holds the lock."""
         with self._one_at_a_time:
             self._record["renewals"] += 1
-            generation, data = _write(self._lock, self._record, self._generation)
-            # Perhaps only the answer to the write was lost.
-            if not generation and storage.read(self._lock)[0] == data:
-                generation = storage.read(self._lock)[1]
+            generation = _write(self._lock, self._record, self._generation)
             self._generation = generation or self._generation
             return bool(generation)
 
@@ -58,9 +55,13 @@ class Lease:
             storage.write(self._lock, None, only_if=self._generation)
 
 
-def _write(lock: Path, record: dict[str, Any], generation: bytes) -> tuple[bytes, bytes]:
-    data = json.dumps(record).encode()
-    return storage.write(lock, data, only_if=generation), data
+def _write(lock: Path, record: dict[str, Any], generation: bytes) -> bytes:
+    """Writes the lock on a condition; returns its generation, or b"" if it is not this record's."""
+    if written := storage.write(lock, json.dumps(record).encode(), only_if=generation):
+        return written
+    # Perhaps only the answer to this write, or to an earlier one, was lost.
+    found, generation = storage.read(lock)
+    return generation if found and _record(found).get("id") == record["id"] else b""
 
 
 def acquire(lock: Path) -> str:
@@ -85,10 +86,11 @@ def acquire(lock: Path) -> str:
         "id": uuid.uuid4().hex,
         "pid": os.getpid(),
         "host": socket.gethostname(),
+        "kernel": _kernel(),
         "since": time.time(),
         "renewals": 0,
     }
-    new, _ = _write(lock, record, generation)
+    new = _write(lock, record, generation)
     if not new and storage.read(lock)[0] is None:
         raise OSError(None, "nothing can be written there; is there such a bucket?", workdir)
     if not new:
@@ -104,9 +106,19 @@ def _record(data: bytes) -> dict[str, Any]:
         return {}
 
 
+def _kernel() -> str:
+    """Returns what only processes with pids of the same table share; names of hosts are not unique. "" if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this host that has ended, or, in a container, had this pid."""
-    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
+    """Whether the holder was a process of this host that has ended, or had this pid."""
+    is_here = holder.get("kernel") == _kernel() != ""
+    if not is_here or not isinstance(holder.get("pid"), int):
         return False
     if holder["pid"] == os.getpid():
         return True

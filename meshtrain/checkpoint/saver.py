@@ -225,11 +225,12 @@ class Saver:
         try:
             if os.path.lexists(folder.with_suffix("")):  # a valid checkpoint is not written again
                 self._quarantine(int(folder.stem), "appeared during the run")
+            lease.confirm()  # otherwise the objects may be those of another run
             manifest.remove(folder)
             folder.mkdir(parents=True, exist_ok=True)
             return place.space_fault(self._folder, size)
         except OSError as error:
-            return f"{error.strerror}: {error.filename}"
+            return ": ".join(filter(None, (error.strerror, error.filename)))
 
     def _commit(self, job: _Save, fields: dict[str, Any]) -> None:
         try:
@@ -258,6 +259,7 @@ class Saver:
             return
         if distributed.process_id() == 0:
             with contextlib.suppress(OSError):  # the next start removes it
+                lease.confirm()
                 manifest.remove(manifest.partial_folder(self._folder, job.step))
         wait = min(FIRST_WAIT * 2 ** min(self._failures, 20), LONGEST_WAIT)
         when = f"next try at the first step after {wait:.0f} s, or when the run ends"

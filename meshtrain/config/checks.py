@@ -32,9 +32,17 @@ def store_faults(workdir: str) -> list[str]:
     """Returns the faults of a workdir on an object store."""
     scheme, _, rest = workdir.partition(":")
     bucket, *key = rest.strip("/").split("/")
-    if not bucket or not key or {"", ".", ".."} & {*key}:
+    if not bucket or not key or {"", ".", ".."} & {bucket, *key}:
         return [
             f"--workdir={workdir}: use a bucket and a folder of its own in it, such as {scheme}://BUCKET/RUN"
+        ]
+    if found := [end for part in key for end in storage.WRITING if part.endswith(end)]:
+        return [f"--workdir={workdir}: {found[0]} is the end of names of unfinished saves; omit it"]
+    if key[-2:-1] == ["checkpoints"] and key[-1].isdecimal():
+        run = "/".join(key[:-2])
+        return [
+            f"--workdir={workdir}: is a checkpoint; use --workdir={scheme}://{bucket}/{run} to resume its run, "
+            f"or another folder"
         ]
     return []
 

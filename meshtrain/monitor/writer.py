@@ -243,7 +243,7 @@ class Writer:
             for key, v in row.items()
         }
         unwritten = self._unwritten.setdefault(name, [])
-        unwritten.append(json.dumps(finite) + "\n")
+        unwritten.append(storage.readable(json.dumps(finite)) + "\n")
         path, size = self._folder / name, None
         try:
             with open(path, "a") as file:

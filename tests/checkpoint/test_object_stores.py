@@ -196,6 +196,9 @@ def test_a_damaged_or_missing_chunk_is_found_and_an_older_checkpoint_resumed(url
     events = rows(found, "events.jsonl")
     assert [row["step"] for row in events if row["event"] == "restore"] == [2]
     assert sorted(row["step"] for row in events if row["event"] == "quarantine") == [4, 6]
+    assert str(storage.root()) not in (found / "events.jsonl").read_text()
+    places = [row["place"] for row in events if row["event"] == "quarantine"]
+    assert sorted(places) == [f"{url}/checkpoints/quarantine/{step}" for step in (4, 6)]
     assert {"4", "6"} == {path.name for path in (checkpoints(found) / "quarantine").iterdir()}
     assert_bit_equal(restored(found), expected)
 
@@ -266,14 +269,70 @@ def test_a_lock_of_a_process_that_has_ended_is_taken_over_at_once(url):
     ended = subprocess.Popen(["true"])
     ended.wait()
     lock = storage.local(url) / "LOCK"
-    record = {"pid": ended.pid, "host": socket.gethostname()}
+    here = {"host": socket.gethostname(), "kernel": lease._kernel()}
+    record = {"pid": ended.pid, **here}
     storage.write(lock, json.dumps(record).encode())
     began = time.monotonic()
     assert lease.acquire(lock) == "" and time.monotonic() - began < lease.TERM / 2
     lease.release()
-    assert lease._is_dead({"pid": os.getpid(), "host": socket.gethostname()})
-    assert not lease._is_dead({"pid": os.getppid(), "host": socket.gethostname()})
-    assert not lease._is_dead({"pid": ended.pid, "host": "another"}) and not lease._is_dead({})
+    assert lease._is_dead({"pid": os.getpid(), **here})
+    assert not lease._is_dead({"pid": os.getppid(), **here}) and not lease._is_dead({})
+    # Another machine or container may have the same name.
+    assert not lease._is_dead({"pid": ended.pid, "host": here["host"], "kernel": "another"})
+    assert not lease._is_dead({"pid": os.getpid(), "host": here["host"]})
+
+
+def test_a_lost_answer_to_a_renewal_does_not_lose_the_lock(url, monkeypatch):
+    """Neither if the client repeats the write, nor if that fails too and the next renewal finds it done."""
+    original = storage.write
+
+    def lost(path, data, **options):
+        assert original(path, data, **options)
+        if is_unreachable:
+            raise OSError(None, "no answer", str(path))
+        return b""  # the repeated write finds another generation
+
+    monkeypatch.setattr(storage, "write", lost)
+    is_unreachable = False
+    lock = storage.local(url) / "LOCK"
+    assert lease.acquire(lock) == ""
+    assert lease._held.renew()
+    is_unreachable = True
+    with pytest.raises(OSError, match="no answer"):
+        lease._held.renew()
+    monkeypatch.setattr(storage, "write", original)
+    assert lease._held.renew() and lease._held.renew()
+
+
+def test_a_run_that_lost_its_lock_leaves_the_objects_of_the_other_run(url, monkeypatch):
+    """They may be of a save of the same step that is not finished."""
+    monkeypatch.setattr(lease, "RENEWALS", 1e-3)  # the thread does not notice it first
+    monkeypatch.setattr("meshtrain.checkpoint.saver.LAST_TRIES", 1)
+    original, chunk = lease.confirm, storage.local(url) / "checkpoints" / "2" / "arrays" / "chunk"
+
+    written = []
+
+    def stolen():
+        if not written:
+            written.append(storage.write(chunk, b"of the other run"))
+            storage.write(chunk.parents[3] / "LOCK", b"{}")
+        original()
+
+    monkeypatch.setattr(lease, "confirm", stolen)
+    with pytest.raises(meshtrain.ConfigError, match="could not be saved"):
+        train(saving(2), workdir=url)
+    assert storage.read(chunk)[0] == b"of the other run"
+
+
+def test_files_that_did_not_change_are_not_uploaded_again(url):
+    """The workdir may be a folder around another run, whose files have changed in the store since the download."""
+    train(saving(2), workdir=url)
+    storage.write(storage.local(url) / "other" / "LOCK", b"older")
+    found = opened(url)
+    assert (found / "other" / "LOCK").read_bytes() == b"older"
+    storage.write(found / "other" / "LOCK", b"newer")
+    storage.push(found)
+    assert storage.read(found / "other" / "LOCK")[0] == b"newer"
 
 
 def test_a_checkpoint_is_committed_once(url, tmp_path):
@@ -330,6 +389,18 @@ def test_a_rollback_is_recorded_in_the_store(url):
         (
             ["launch", "--nproc=1", "--", "--config=quickstart", "--workdir=s3://"],
             "use a bucket and a folder",
+        ),
+        (
+            ["train", "--config=quickstart", "--workdir=s3://./x"],
+            "use a bucket and a folder of its own",
+        ),
+        (
+            ["train", "--config=quickstart", "--workdir=s3://bucket/x.partial"],
+            ".partial is the end of names of unfinished saves",
+        ),
+        (
+            ["train", "--config=quickstart", "--workdir=s3://bucket/run/checkpoints/4"],
+            "use --workdir=s3://bucket/run to resume",
         ),
         (
             ["train", "--config=quickstart", "--workdir=az://a/b"],
