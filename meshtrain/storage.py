@@ -23,6 +23,12 @@ LOCAL = ("checkpoints", "logs", "LOCK")  # in a workdir: what `push` does not up
 # The folders STEP and arrays of a checkpoint, until they are renamed.
 WRITING = re.compile(r"^(\d+|arrays)\.(partial|orbax-checkpoint-tmp)$")
 RETRIES = {"max_retries": 5, "initial_delay": "200ms", "max_delay": "4s"}
+# Of TensorStore's client, which otherwise waits forever for a server that does not answer.
+TIMEOUTS = {
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "10",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+}
 ABSENT = b"\x02"  # TensorStore's generation of an object that does not exist
 
 _pushed: dict[Path, tuple[int, int]] = {}  # `_state` of the files that equal their objects
@@ -75,6 +81,8 @@ def spec(folder: Path) -> dict[str, Any] | None:
     scheme, _, rest = url(folder).partition("://")
     if not rest:
         return None
+    for name, value in TIMEOUTS.items():
+        os.environ.setdefault(name, value)
     bucket, _, key = rest.partition("/")
     found = {"driver": DRIVERS[scheme], "bucket": bucket, "path": f"{key}/" if key else ""}
     if scheme == "gs":

@@ -36,8 +36,6 @@ def store_faults(workdir: str) -> list[str]:
         return [
             f"--workdir={workdir}: use a bucket and a folder of its own in it, such as {scheme}://BUCKET/RUN"
         ]
-    if found := [end for part in key for end in storage.WRITING if part.endswith(end)]:
-        return [f"--workdir={workdir}: {found[0]} is the end of names of unfinished saves; omit it"]
     if key[-2:-1] == ["checkpoints"] and key[-1].isdecimal():
         run = "/".join(key[:-2])
         return [

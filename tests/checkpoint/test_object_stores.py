@@ -395,10 +395,6 @@ def test_a_rollback_is_recorded_in_the_store(url):
             "use a bucket and a folder of its own",
         ),
         (
-            ["train", "--config=quickstart", "--workdir=s3://bucket/x.partial"],
-            ".partial is the end of names of unfinished saves",
-        ),
-        (
             ["train", "--config=quickstart", "--workdir=s3://bucket/run/checkpoints/4"],
             "use --workdir=s3://bucket/run to resume",
         ),
