@@ -228,6 +228,25 @@ def test_a_store_that_cannot_be_reached_is_not_damage(url, monkeypatch):
     assert error.value.filename == storage.url(directory) and "connect" in error.value.strerror
 
 
+def test_a_store_that_accepts_requests_and_never_answers_is_an_error():
+    """In a new process, since the client reads its settings once."""
+    code = """
+import sys
+from meshtrain import cli, storage
+storage.RETRIES["max_retries"] = 1
+storage.TIMEOUTS["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "1"
+sys.exit(cli.command(["checkpoint", "ls", "s3://bucket/run"]))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = {**os.environ, "AWS_ENDPOINT_URL": address, "AWS_REGION": "us-east-1"}
+        env |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+        found = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, timeout=60
+        )
+    assert found.returncode == 2 and b"Timeout was reached" in found.stderr
+
+
 def test_one_run_at_a_time_holds_the_lock(url, monkeypatch, capsys):
     monkeypatch.setattr(lease, "TERM", 1.0)
     lock = storage.local(url) / "LOCK"
