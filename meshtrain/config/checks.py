@@ -22,8 +22,9 @@ def url_fault(key: str, path: Any) -> str:
     found = re.match(r"(\w{2,}):/", str(path))
     if not found:
         return ""
+    place = re.sub("(?<=:)/(?!/)", "//", str(path), count=1)  # pathlib made one slash of two
     return (
-        f"{key}{path}: this version does not read or write {found[1]} storage; use a folder, such as one of a "
+        f"{key}{place}: this version does not read or write {found[1]} storage; use a folder, such as one of a "
         f"mounted file system"
     )
 

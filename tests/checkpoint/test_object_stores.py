@@ -421,7 +421,10 @@ def test_a_rollback_is_recorded_in_the_store(url):
             ["train", "--config=quickstart", "--workdir=az://a/b"],
             "does not read or write az storage",
         ),
-        (["prepare", "x.txt", "--output=s3://bucket/data"], "does not read or write s3 storage"),
+        (
+            ["prepare", "x.txt", "--output=s3://bucket/data"],
+            "s3://bucket/data: this version does not",
+        ),
     ],
 )
 def test_what_is_not_supported_is_rejected_in_a_line(arguments, fault, capsys):
