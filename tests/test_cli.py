@@ -200,13 +200,13 @@ def test_numbers_that_are_too_large_are_one_line_for_every_verb(arguments, capsy
 @pytest.mark.parametrize(
     "line",
     [
-        "train --config=quickstart --workdir=gs://b/run",
-        "convert s3://b/model out",
+        "train --config=quickstart --workdir=az://b/run",
+        "convert az://b/model out",
         "convert model hf://b/run",
         "verify --config=quickstart --output=gs://b/x",
         "prepare text --output=az://b/x",
-        "checkpoint ls s3://b/run",
-        "generate --workdir=gs://b/run --prompt=http://x",
+        "checkpoint ls az://b/run",
+        "generate --workdir=az://b/run --prompt=http://x",
         "schedule --stages=2 --microbatches=2 --schedule=gpipe --output=gs://b/x.svg",
     ],
 )

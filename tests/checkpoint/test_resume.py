@@ -273,8 +273,8 @@ def test_a_workdir_that_cannot_be_used_is_rejected_before_anything_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     places = {
-        "gs://bucket/run": "does not read or write gs storage",
-        "s3://bucket/run": "does not read or write s3 storage",
+        "az://bucket/run": "does not read or write az storage",
+        "s3://bucket": "use a bucket and a folder of its own",
         "/": "use a folder of its own",
         "//": "use a folder of its own",
         str(text): "is in data.path",
