@@ -12,12 +12,16 @@ from typing import Any
 
 from meshtrain import storage
 from meshtrain.checkpoint import manifest
-from meshtrain.checkpoint.manifest import CHUNKS, NAME, Manifest
+from meshtrain.checkpoint.manifest import NAME, Manifest
+
+# Objects that one process writes: chunks, which have checksums, and its index, which nothing reads once process 0 has
+# merged all. So the late writes of a run that was suspended change nothing that another one has committed.
+OF_PROCESSES = "arrays/ocdbt.process_*/*"
 
 
-def _is_chunks(name: str) -> bool:
-    """Whether a file holds only chunks of arrays, by its path in a checkpoint or in a workdir."""
-    return fnmatch.fnmatchcase(name, CHUNKS) or fnmatch.fnmatchcase(name, f"*/{CHUNKS}")
+def _is_of_process(name: str) -> bool:
+    """Whether an object is one of OF_PROCESSES, by its path in a checkpoint or in a workdir."""
+    return any(fnmatch.fnmatchcase(name, f"{prefix}{OF_PROCESSES}") for prefix in ("", "*/"))
 
 
 def download(workdir: Path, folder: str, but: Collection[str] = ()) -> None:
@@ -33,7 +37,7 @@ def download(workdir: Path, folder: str, but: Collection[str] = ()) -> None:
         is_unfinished = (
             first == folder and second.isdecimal() and f"{first}/{second}" not in finished
         )
-        return first not in but and not is_unfinished and not _is_chunks(name)
+        return first not in but and not is_unfinished and not _is_of_process(name)
 
     storage.download(workdir, filter(wanted, names))
 
@@ -41,16 +45,16 @@ def download(workdir: Path, folder: str, but: Collection[str] = ()) -> None:
 def fetch(directory: Path) -> list[str]:
     """Downloads the small files of a checkpoint, and returns the names of its other objects. Raises OSError."""
     names = storage.names(directory)
-    storage.download(directory, [name for name in names if not _is_chunks(name)])
-    return [name for name in names if _is_chunks(name)]
+    storage.download(directory, [name for name in names if not _is_of_process(name)])
+    return [name for name in names if _is_of_process(name)]
 
 
 def commit(folder: Path, step: int, **fields: Any) -> Manifest:
     """Does what `manifest.commit` does, also on an object store. Raises OSError."""
     if not storage.url(folder):
         return manifest.commit(folder, step, **fields)
-    chunks = fetch(manifest.partial_folder(folder, step))
-    saved = manifest.commit(folder, step, remote=chunks, **fields)
+    objects = fetch(manifest.partial_folder(folder, step))
+    saved = manifest.commit(folder, step, remote=objects, **fields)
     directory = folder / str(step)
     try:
         for name in saved.files.keys() - {*storage.names(directory)}:

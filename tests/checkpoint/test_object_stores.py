@@ -1,5 +1,6 @@
 """Workdirs on object stores: servers on loopback speak the protocols of S3 and of Google Cloud Storage."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import jax
 import pytest
 from conftest import ROOT, free_port
 from test_train import assert_bit_equal, losses, quick, rows
@@ -19,6 +21,7 @@ import meshtrain
 from meshtrain import checkpoint, cli, errors, storage
 from meshtrain.checkpoint import arrays, chunks, lease, manifest, remote
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
+from meshtrain.checkpoint.writer import AsyncWriter
 from meshtrain.train import train
 
 pytestmark = pytest.mark.skipif(
@@ -341,6 +344,26 @@ def test_a_run_that_lost_its_lock_leaves_the_objects_of_the_other_run(url, monke
     with pytest.raises(meshtrain.ConfigError, match="could not be saved"):
         train(saving(2), workdir=url)
     assert storage.read(chunk)[0] == b"of the other run"
+
+
+def test_late_writes_of_a_suspended_run_change_no_committed_checkpoint(url, monkeypatch):
+    """It was suspended while it wrote arrays, and another run has saved the same step."""
+    monkeypatch.setattr(lease, "RENEWALS", 1e-3)  # the thread does not notice it first
+    monkeypatch.setattr("meshtrain.checkpoint.saver.LAST_TRIES", 1)
+    train(saving(2), workdir=url)
+    found = opened(url)
+    before = restored(found)
+    tree = {"step": jax.numpy.int32(2), "params": {"w": jax.numpy.ones(1000)}}
+    folder = manifest.partial_folder(checkpoints(found), 2) / arrays.FOLDER
+    assert lease.acquire(found / "LOCK") == ""
+    storage.write(found / "LOCK", b"{}")
+    with contextlib.closing(AsyncWriter()) as writer:
+        writer.save(folder, tree)
+        with pytest.raises(OSError, match="taken over"):
+            writer.wait()
+    found = opened(url)
+    chunks.verify(checkpoints(found) / "2")
+    assert_bit_equal(restored(found), before)
 
 
 def test_files_that_did_not_change_are_not_uploaded_again(url):
