@@ -237,13 +237,14 @@ def test_a_store_that_accepts_requests_and_never_answers_is_an_error():
 import sys
 from meshtrain import cli, storage
 storage.RETRIES["max_retries"] = 1
-storage.TIMEOUTS["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "1"
 sys.exit(cli.command(["checkpoint", "ls", "s3://bucket/run"]))
 """
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         env = {**os.environ, "AWS_ENDPOINT_URL": address, "AWS_REGION": "us-east-1"}
         env |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+        # Its names are those that a run sets; this process may have set them.
+        env |= dict(storage.TIMEOUTS, TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS="1")
         found = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, timeout=60
         )

@@ -201,7 +201,7 @@ def test_a_folder_with_other_files_is_left_as_it_was(workdir, name, left):
     assert len([*workdir.rglob("*")]) == left  # a run keeps its logs
 
 
-@pytest.mark.parametrize("place", ["/", "gs://bucket/run"])
+@pytest.mark.parametrize("place", ["/", "az://bucket/run", "s3://bucket"])
 def test_nothing_is_made_in_a_place_that_is_rejected(place, monkeypatch):
     monkeypatch.setattr(launch_module.Folders, "_mkdir", lambda *args, **options: 1 / 0)
     with pytest.raises(ConfigError, match=f"--workdir={place}: "):
