@@ -6,10 +6,11 @@ import os
 import socket
 from pathlib import Path
 
-from meshtrain.commands.verify import QUICK_COMPILE_FLAGS
+from meshtrain.commands.verify import NO_LOCATIONS, QUICK_COMPILE_FLAGS
 
 # Tests spend most of their time compiling; these flags halve it. Child processes inherit them.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE_FLAGS}"
+os.environ.setdefault(*NO_LOCATIONS)
 
 import jax
 import numpy as np
@@ -59,6 +60,19 @@ def few_programs():
         programs.clear()
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def locations(request):
+    """In tests/analysis, operations have the lines of the code that made them."""
+    if request.path.parent.name != "analysis":
+        yield
+        return
+    programs.clear()  # the key of a program does not contain them
+    jax.clear_caches()
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 def pytest_collection_modifyitems(items):

@@ -83,6 +83,7 @@ def test_a_broken_stream_changes_only_the_exit_code(script, code):
         assert "stdout: " in output and "the output is incomplete" in output
 
 
+@pytest.mark.slow
 def test_a_run_whose_streams_break_continues_and_logs_to_the_workdir(tmp_path):
     runs = {
         "full": "$M train $SMALL --workdir=DIR >/dev/full 2>/dev/full",
@@ -364,6 +365,7 @@ def test_only_the_bar_uses_codes_of_the_terminal_and_only_where_there_are_any(tm
     assert "\x1b[K" in shown["plain"] and not re.search(r"\x1b\[[\d;]*m", shown["plain"])
 
 
+@pytest.mark.slow
 def test_long_verbs_show_their_progress_and_ctrl_c_interrupts_all_their_processes(tmp_path, tiny):
     tiny.model.vocab_size = 259
     from meshtrain.train import train

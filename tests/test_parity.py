@@ -127,6 +127,7 @@ def test_micro_batches_add_up_to_the_batch(layout, num_microbatches, x64):
     assert_same(Run(c, dtype="float64", **layout).one_step(), one_device(), rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -32,7 +32,11 @@ def sent_by_formula(method, n, tensor=1, rows=16):
 
 
 @pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
-@pytest.mark.parametrize("mesh", [{"data": 2, "context": 4}, {"fsdp": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 2, "context": 4}, pytest.param({"fsdp": 2, "context": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_attention_sends_keys_and_values_by_the_formula_of_its_method(method, mesh):
     result = audited(method, **mesh)
     assert_explained(result)

@@ -30,6 +30,7 @@ def needed(result, label, *axes):
     return sum(one.needed_bytes for one in found if one.collective.axes == axes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "num_shards"),
     [
@@ -55,6 +56,7 @@ def test_a_group_sends_by_the_formula_and_the_minimum_is_a_dispatch(mesh, num_sh
         assert all(f"would send {share} times" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "context": 2}, {"tensor": 2, "fsdp": 2}], ids=str)
 def test_dense_layers_at_the_start_need_what_other_layers_need(mesh):
     result = audited(mesh, model=dict(num_layers=3, first_dense_layers=1))
@@ -81,6 +83,7 @@ def test_gradients_of_experts_are_summed_over_fsdp_and_context_at_once():
     assert result.total("fsdp").bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["inputs", "residuals"])
 def test_a_pipeline_of_experts_is_explained(keep):
     mesh = {"expert": 2, "pipeline": 2, "fsdp": 2}

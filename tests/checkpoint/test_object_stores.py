@@ -466,6 +466,7 @@ def test_a_bucket_or_run_that_does_not_exist_is_reported_in_a_line(url, capsys):
     assert capsys.readouterr().err == f"{url}: there are no objects under this name\n"
 
 
+@pytest.mark.slow
 def test_other_verbs_read_a_run_on_a_store(url, capsys, tmp_path):
     train(saving(2), workdir=url)
     for arguments in (
@@ -498,13 +499,14 @@ def program(workdir, steps, where=""):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["arrays", "small files", "manifest", "end"])
-def test_after_kill_in_a_save_the_run_resumes_from_a_valid_checkpoint(url, where, tmp_path):
-    assert program(url, 6, where).returncode == -signal.SIGKILL
-    found = opened(url)
-    there = manifest.steps(checkpoints(found))
-    assert there == ([4, 2] if where == "end" else [2])
-    assert [chunks.verify(checkpoints(found) / str(step)).step for step in there] == there
+def test_after_kill_in_a_save_the_run_resumes_from_a_valid_checkpoint(url, tmp_path):
+    for where in ("arrays", "small files", "manifest", "end"):  # each resumes the run before it
+        killed = program(url, 6, where)
+        assert killed.returncode == -signal.SIGKILL, (where, killed.stderr)
+        found = opened(url)
+        there = manifest.steps(checkpoints(found))
+        assert there == ([4, 2] if where == "end" else [2]), where
+        assert [chunks.verify(checkpoints(found) / str(step)).step for step in there] == there
     resumed = program(url, 6)
     assert resumed.returncode == 0, resumed.stderr
     train(saving(6), workdir=tmp_path / "disk")

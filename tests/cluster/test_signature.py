@@ -232,6 +232,7 @@ def test_ports_are_checked(ports):
         restart_policy.Settings(ports=ports)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("secrets", [(SECRET, SECRET), (SECRET, SECRET + "!"), (SECRET, "")])
 def test_two_hosts_meet_if_their_secrets_are_the_same(tmp_path, secrets):

@@ -144,6 +144,7 @@ while number == 1: step(3); time.sleep(0.1)
     assert re.search(message + ".*; restart 1 of 3", output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump", [1e6, -1e6])
 def test_a_clock_of_a_process_that_jumps_neither_causes_nor_hides_a_stall(supervise, jump):
     """The times that a process writes are compared only with each other."""
@@ -211,11 +212,13 @@ def test_a_crash_loop_at_one_step_stops_early_and_one_that_progresses_at_max_res
     assert "2 restarts within 3600 s, the limit of --max_restarts" in output
 
 
+@pytest.mark.slow
 def test_a_run_that_always_hangs_ends_with_18(supervise, tmp_path):
     code, _ = supervise("step(3); time.sleep(99)", max_restarts=9)
     assert code == 18 and attempts_of(tmp_path) == 3
 
 
+@pytest.mark.slow
 def test_a_preempted_run_resumes_without_using_the_restart_budget(supervise, tmp_path):
     code, output = supervise("step(3); sys.exit(75 if number < 4 else 0)", max_restarts=0)
     assert code == 0 and attempts_of(tmp_path) == 4 and "restart after saving" in output

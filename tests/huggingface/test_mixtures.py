@@ -161,6 +161,7 @@ def test_the_bias_of_a_router_is_exported_in_float32(tmp_path):
 # ---- generation ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

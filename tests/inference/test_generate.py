@@ -68,6 +68,7 @@ def test_several_prompts_give_the_same_text_on_every_mesh(workdir, tmp_path, cap
     assert sharded[1].splitlines() == ["--- 0", '!"#$%&', "--- 1", "XYZ[\\]^_", "--- 2", "012345"]
 
 
+@pytest.mark.slow
 def test_a_pipeline_mesh_gives_the_text_of_one_device(tmp_path, capsys, monkeypatch):
     c = tiny_config()
     c.train.steps, c.eval.batches, c.model.num_layers = 0, 0, 4

@@ -185,7 +185,7 @@ def step_on_one_device(**model):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name == "1f1b" else pytest.mark.slow)
+        pytest.param(name, marks=[] if name == "tensor" else pytest.mark.slow)
         for name in DROPOUT_LAYOUTS
     ],
 )

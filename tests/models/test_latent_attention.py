@@ -64,7 +64,13 @@ CASES = [
     ),
     ("direct queries, windows", {"data": 2, "fsdp": 2, "tensor": 2}, {}, {"num_microbatches": 2}),
     pytest.param("direct queries, windows", {"context": 8}, {"method": "ring"}, {}, marks=slow),
-    ("experts", {"pipeline": 2, "expert": 2, "tensor": 2}, {}, {"num_microbatches": 2}),
+    pytest.param(
+        "experts",
+        {"pipeline": 2, "expert": 2, "tensor": 2},
+        {},
+        {"num_microbatches": 2},
+        marks=slow,
+    ),
     pytest.param("experts", {"expert": 2, "context": 2, "fsdp": 2}, {}, {}, marks=slow),
 ]
 

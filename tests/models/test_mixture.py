@@ -38,11 +38,11 @@ slow = pytest.mark.slow
 CASES = [
     pytest.param("loss of the batch", {"expert": 8}, marks=slow),
     ("loss of the batch", {"pipeline": 2, "expert": 2, "fsdp": 2}),
-    ("loss of a sequence", {"expert": 2, "context": 2, "tensor": 2}),
+    pytest.param("loss of a sequence", {"expert": 2, "context": 2, "tensor": 2}, marks=slow),
     pytest.param("loss of a sequence", {"data": 2, "fsdp": 2, "expert": 2}, marks=slow),
     pytest.param("bias and groups", {"pipeline": 2, "expert": 2, "tensor": 2}, marks=slow),
     ("bias and groups", {"expert": 2, "tensor": 4}),
-    ("capacity", {"expert": 2, "context": 4}),
+    pytest.param("capacity", {"expert": 2, "context": 4}, marks=slow),
     pytest.param("capacity", {"data": 2, "tensor": 4}, marks=slow),
 ]
 
@@ -84,7 +84,12 @@ def test_a_layout_trains_like_one_device(name, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [{"data": 2, "expert": 4}, {"pipeline": 2, "expert": 2, "fsdp": 2}], ids=str
+    "layout",
+    [
+        {"data": 2, "expert": 4},
+        pytest.param({"pipeline": 2, "expert": 2, "fsdp": 2}, marks=slow),
+    ],
+    ids=str,
 )
 def test_no_token_is_dropped_if_all_choose_the_same_experts(layout):
     expected = SkewedRun(mixture(), "float64").one_step()
@@ -160,6 +165,7 @@ def test_a_run_resumes_on_another_mesh_with_what_it_measured(tmp_path):
     assert 0 < bias <= 4 * 0.01 and len(rows[3]["router_bias_range"]) == NUM_LAYERS
 
 
+@slow
 def test_parameters_in_bfloat16_measure_in_float32():
     c = mixture()
     c.train.update(dtype="bfloat16", param_dtype="bfloat16")

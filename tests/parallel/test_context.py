@@ -133,7 +133,13 @@ STEPS = [
     ("ring", {}, {"data": 2, "context": 2, "tensor": 2}, {}),
     ("gather", {}, {"fsdp": 2, "context": 4}, {"zero_stage": 1, "num_microbatches": 4}),
     ("ulysses", {}, {"pipeline": 2, "context": 2, "data": 2}, {"num_microbatches": 2}),
-    ("ring", MIXED, {"pipeline": 2, "context": 4}, {"num_microbatches": 2, "remat": "full"}),
+    pytest.param(
+        "ring",
+        MIXED,
+        {"pipeline": 2, "context": 4},
+        {"num_microbatches": 2, "remat": "full"},
+        marks=pytest.mark.slow,
+    ),
     ("gather", GPT2, {"context": 4, "tensor": 2}, {"remat": "dots"}),
 ]
 
@@ -272,6 +278,7 @@ def test_activations_of_a_step_are_gathered_nowhere():
     assert not gathered, "of 96 positions"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_device_keeps_what_one_device_keeps_of_a_sequence_as_long_as_its_part(method):
     """Neither the keys of other devices nor second copies, also of layers that XLA sees together."""

@@ -9,6 +9,7 @@ from meshtrain import ConfigError, cli
 from meshtrain.verify import here, precision
 
 
+@pytest.mark.slow
 def test_layouts_in_bfloat16_pass_and_the_certificate_says_what_is_missing(
     tmp_path, monkeypatch, capsys
 ):

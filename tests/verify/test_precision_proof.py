@@ -51,6 +51,7 @@ def check(subject, row, dtype):
     return precision.check_layout(subject, row, dtype, program_of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "dtype"),
     [

@@ -94,6 +94,7 @@ def samples(indices):
     return {"x": x[indices], "y": y[indices]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["source", "iterable"])
 def test_a_users_own_model_is_verified(kind):
     data = Source(samples)
@@ -108,6 +109,7 @@ def test_a_users_own_model_is_verified(kind):
     assert result.fault is None and result.differences["gradients"] < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "axes"),
     [
