@@ -33,7 +33,7 @@ def verify(directory: Path) -> Manifest:
     if all(crc for _, crc in found.files.values()):
         return found
     with reading(directory):
-        arrays = list(_arrays(directory))
+        arrays = _arrays(directory)
         size = sum(array.size * array.dtype.numpy_dtype.itemsize for array in arrays)
         with (
             console.progress(f"reading {directory}", size) as advance,
@@ -67,12 +67,13 @@ def reading(directory: Path) -> Iterator[None]:
         raise
 
 
-def _arrays(directory: Path) -> Iterator[Any]:
-    """Yields a TensorStore for each array of a checkpoint."""
+def _arrays(directory: Path) -> list[Any]:
+    """Returns a TensorStore for each array of a checkpoint; they are opened in parallel."""
     import tensorstore  # here, since it takes a while and a run does not need it
 
     base = storage.spec(directory / "arrays") or f"file://{directory.absolute()}/arrays/"
     store = {"driver": "ocdbt", "base": base}
+    opened = []
     for key in tensorstore.KvStore.open(store).result().list().result():
         if key.endswith(b"/zarr.json"):
             path = key.decode().removesuffix("zarr.json")
@@ -82,7 +83,8 @@ def _arrays(directory: Path) -> Iterator[Any]:
                 "kvstore": store | {"path": path},
                 "fill_missing_data_reads": False,
             }
-            yield tensorstore.open(spec, read=True).result()
+            opened.append(tensorstore.open(spec, read=True))
+    return [array.result() for array in opened]
 
 
 def _boxes(array: Any) -> Iterator[tuple[slice, ...]]:
