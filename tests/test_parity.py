@@ -185,6 +185,7 @@ def test_remat_needs_less_memory():
     assert temporary_bytes("full") < 0.8 * temporary_bytes("none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [{"fsdp": 8}, {"tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}],

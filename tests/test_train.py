@@ -52,7 +52,12 @@ def assert_bit_equal(a, b):
 
 @pytest.mark.parametrize(
     "layout",
-    [{"data": 8}, {"fsdp": 8}, {"data": 1, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}],
+    [
+        pytest.param({"data": 8}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 8}, marks=pytest.mark.slow),
+        pytest.param({"data": 1, "tensor": 4}, marks=pytest.mark.slow),
+        {"data": 2, "fsdp": 2, "tensor": 2},
+    ],
     ids=str,
 )
 def test_losses_of_steps_0_to_10_equal_one_device(tmp_path, layout, monkeypatch):

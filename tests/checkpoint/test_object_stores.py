@@ -149,6 +149,7 @@ def restored(workdir):
     return arrays.as_numpy(directory)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_store_equals_a_run_on_a_disk(url, tmp_path, capsys):
     train(saving(4), workdir=tmp_path / "disk")
     train(saving(4), workdir=url)
@@ -347,6 +348,7 @@ def test_a_run_that_lost_its_lock_leaves_the_objects_of_the_other_run(url, monke
     assert storage.read(chunk)[0] == b"of the other run"
 
 
+@pytest.mark.slow
 def test_late_writes_of_a_suspended_run_change_no_committed_checkpoint(url, monkeypatch):
     """It was suspended while it wrote arrays, and another run has saved the same step."""
     monkeypatch.setattr(lease, "RENEWALS", 1e-3)  # the thread does not notice it first

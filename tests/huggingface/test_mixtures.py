@@ -161,19 +161,22 @@ def test_the_bias_of_a_router_is_exported_in_float32(tmp_path):
 # ---- generation ----
 
 
-@pytest.mark.slow
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("mixtral", {"expert": 2, "tensor": 2, "data": 2}),
-        ("mixtral", {"expert": 4, "fsdp": 2}),
-        ("qwen3_moe", {"expert": 2, "tensor": 2, "fsdp": 2}),
-        ("qwen3_moe", {"fsdp": 8}),
-        ("olmoe", {"tensor": 4, "data": 2}),  # its 5 experts cannot be sharded
+        pytest.param("mixtral", {"expert": 2, "tensor": 2, "data": 2}, marks=SLOW),
+        pytest.param("mixtral", {"expert": 4, "fsdp": 2}, marks=SLOW),
+        pytest.param("qwen3_moe", {"expert": 2, "tensor": 2, "fsdp": 2}, marks=SLOW),
+        pytest.param("qwen3_moe", {"fsdp": 8}, marks=SLOW),
+        # The 5 experts of olmoe cannot be sharded.
+        pytest.param("olmoe", {"tensor": 4, "data": 2}, marks=SLOW),
         ("dots1", {"expert": 2, "tensor": 2, "fsdp": 2}),
-        ("deepseek_v2", {"tensor": 4, "data": 2}),
-        ("deepseek_v2_groups", {"expert": 2, "fsdp": 4}),
-        ("deepseek_v3", {"expert": 2, "tensor": 2, "fsdp": 2}),
+        pytest.param("deepseek_v2", {"tensor": 4, "data": 2}, marks=SLOW),
+        pytest.param("deepseek_v2_groups", {"expert": 2, "fsdp": 4}, marks=SLOW),
+        pytest.param("deepseek_v3", {"expert": 2, "tensor": 2, "fsdp": 2}, marks=SLOW),
     ],
     ids=str,
 )

@@ -64,6 +64,7 @@ def greedy_uncached(program, params, prompt, length, width=64):
     return text[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama 3", "gemma 3", "gpt-2", "mistral"])
 @pytest.mark.parametrize("attention_impl", ["xla", "blockwise"])
 def test_cached_sampling_matches_full_forward_passes(family, attention_impl):

@@ -73,7 +73,10 @@ def batch():
     return synthetic.build(**options).read(np.arange(4))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name == "llama 2" else pytest.mark.slow) for name in FAMILIES],
+)
 def test_initialisation_loss_and_gradient_of_a_family_equal_the_reference(family, batch):
     with jax.enable_x64(True):
         assert laws.decoder(section(**FAMILIES[family]), batch) is None

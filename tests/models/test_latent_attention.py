@@ -57,7 +57,9 @@ def x64():
 CASES = [
     ("plain", {"tensor": 4}, {}, {}),
     pytest.param("plain", {"fsdp": 8}, {}, {"zero_stage": 1}, marks=slow),
-    ("plain", {"context": 4, "tensor": 2}, {"method": "ring"}, {"remat": "full"}),
+    pytest.param(
+        "plain", {"context": 4, "tensor": 2}, {"method": "ring"}, {"remat": "full"}, marks=slow
+    ),
     pytest.param("plain", {"context": 2, "fsdp": 4}, {"method": "ulysses"}, {}, marks=slow),
     pytest.param(
         "wide values, biases", {"context": 4, "fsdp": 2}, {"method": "gather"}, {}, marks=slow
@@ -123,7 +125,9 @@ def logits_of(model, params, tokens):
     return model.logits(params, x)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "plain" else slow) for name in MODELS]
+)
 def test_a_cache_of_latents_gives_the_logits_of_full_rows(name, x64):
     """It computes another formula: queries and results are projected, not keys and values."""
     section = latent(name).model.to_dict()
@@ -155,6 +159,7 @@ def cached_logits(model, params, tokens, caches, start):
     return model.logits(params, x), (first, of_layers)
 
 
+@slow
 @pytest.mark.parametrize("layout", [{"tensor": 4, "data": 2}, {"fsdp": 4, "tensor": 2}], ids=str)
 def test_generation_has_the_same_tokens_on_every_mesh(layout):
     def tokens_on(**layout):

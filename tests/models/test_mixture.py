@@ -83,11 +83,12 @@ def test_a_layout_trains_like_one_device(name, layout):
     assert_same(Run(c, "float64", **layout).one_step(), expected, 1e-10)
 
 
+@slow
 @pytest.mark.parametrize(
     "layout",
     [
         {"data": 2, "expert": 4},
-        pytest.param({"pipeline": 2, "expert": 2, "fsdp": 2}, marks=slow),
+        {"pipeline": 2, "expert": 2, "fsdp": 2},
     ],
     ids=str,
 )
@@ -165,7 +166,6 @@ def test_a_run_resumes_on_another_mesh_with_what_it_measured(tmp_path):
     assert 0 < bias <= 4 * 0.01 and len(rows[3]["router_bias_range"]) == NUM_LAYERS
 
 
-@slow
 def test_parameters_in_bfloat16_measure_in_float32():
     c = mixture()
     c.train.update(dtype="bfloat16", param_dtype="bfloat16")

@@ -173,6 +173,7 @@ NUMBERS = np.int32(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
 def test_the_code_of_documents_replaces_the_mask(num_kv_heads, window):

@@ -132,7 +132,13 @@ MIXED = {"attention": "lg", "window": 5}
 STEPS = [
     ("ring", {}, {"data": 2, "context": 2, "tensor": 2}, {}),
     ("gather", {}, {"fsdp": 2, "context": 4}, {"zero_stage": 1, "num_microbatches": 4}),
-    ("ulysses", {}, {"pipeline": 2, "context": 2, "data": 2}, {"num_microbatches": 2}),
+    pytest.param(
+        "ulysses",
+        {},
+        {"pipeline": 2, "context": 2, "data": 2},
+        {"num_microbatches": 2},
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         "ring",
         MIXED,
@@ -153,7 +159,11 @@ def test_a_step_equals_one_device(method, model, layout, train, x64):
     assert_same(found, one_device(**model), rtol=1e-10)
 
 
-@pytest.mark.parametrize("model", [{}, {"positions": "learned"}], ids=["rope", "learned"])
+@pytest.mark.parametrize(
+    "model",
+    [{}, pytest.param({"positions": "learned"}, marks=pytest.mark.slow)],
+    ids=["rope", "learned"],
+)
 def test_positions_of_rows_without_documents_follow_the_order(model, x64):
     """The batch has no positions then."""
 

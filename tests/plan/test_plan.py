@@ -72,6 +72,7 @@ def test_the_error_on_our_own_steps_on_one_gpu(model):
     assert 1e3 * seconds == pytest.approx(record["rows"][0]["ms per step"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_errors_against_compiled_programs():
     """The record has what XLA's compiler reports for each layout; it is predicted again."""
     (file,) = (ROOT / "benchmarks" / "results").glob("plan_*.json")
