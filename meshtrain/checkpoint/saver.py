@@ -290,7 +290,8 @@ class Saver:
             time.sleep(wait)
         raise ConfigError(
             f"{self._folder}: step {step} could not be saved in {LAST_TRIES} tries, see events.jsonl; "
-            f"make room or repair the disk, and run again: the run resumes from the newest checkpoint"
+            f"make room, or repair the disk or the access to the store, and run again: the run resumes from the "
+            f"newest checkpoint"
         )
 
     def close(self) -> None:

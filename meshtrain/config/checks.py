@@ -49,9 +49,13 @@ def store_faults(workdir: str) -> list[str]:
 def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:
     """Returns the faults of a workdir's place.
 
-    Faults are a URL, the root, a folder of another run, such as one of its checkpoints, and a folder in or
-    around one of `data`.
+    Faults are a URL that names no run, the root, a folder of another run, such as one of its checkpoints, and a
+    folder in or around one of `data`.
     """
+    if found := re.match(rf"({'|'.join(storage.DRIVERS)}):(?!/)", str(workdir)):
+        return [
+            f"--workdir={workdir}: write {found[1]}://BUCKET/RUN; for a folder, its absolute path"
+        ]
     if storage.is_url(workdir):
         return store_faults(workdir)
     if fault := url_fault("--workdir=", workdir):

@@ -444,6 +444,10 @@ def test_a_rollback_is_recorded_in_the_store(url):
             "use --workdir=s3://bucket/run to resume",
         ),
         (
+            ["train", "--config=quickstart", "--workdir=s3:bucket/run"],
+            "write s3://BUCKET/RUN; for a folder, its absolute path",
+        ),
+        (
             ["train", "--config=quickstart", "--workdir=az://a/b"],
             "does not read or write az storage",
         ),
