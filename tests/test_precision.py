@@ -198,6 +198,7 @@ def test_stochastic_rounding_does_not_depend_on_the_sharding():
     assert abs(np.corrcoef(errors[0].ravel(), errors[1].ravel())[0, 1]) < 0.9
 
 
+@pytest.mark.slow
 def test_a_run_with_bfloat16_moments_and_parameters_resumes_bit_equal(tmp_path):
     def run(steps, folder):
         c = tiny_config()

@@ -132,6 +132,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path):
     assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_mesh(tmp_path):
     def deeper(**options):
         c = quick(**options)

@@ -570,6 +570,7 @@ def test_a_run_applies_retention_and_saves_every_few_minutes(tmp_path):
     assert saved.metrics["eval_loss"] == measured[best]
 
 
+@slow
 def test_a_failed_save_is_logged_and_retried_while_training_continues(
     tmp_path, monkeypatch, capsys
 ):

@@ -129,6 +129,7 @@ def test_logits_match_transformers(family):
     assert_same_logits(GOLDEN / family, *load(GOLDEN / family), LOGIT_ATOL[family])
 
 
+@slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_in_shards_restores_every_bit(family, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface, "COPY_BYTES", 200)  # so that a tensor needs several copies
@@ -148,6 +149,7 @@ def test_an_export_in_shards_restores_every_bit(family, tmp_path, monkeypatch):
     assert {key for key in original if original[key] != exported.get(key)} <= made_explicit
 
 
+@slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_import_of_bfloat16_shards_keeps_every_bit(family, tmp_path):
     shutil.copytree(GOLDEN / family, source := tmp_path / "shards")
@@ -222,6 +224,7 @@ MIXES = {
 }
 
 
+@slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_each_tensor_keeps_its_dtype(mix, family, tmp_path, folder_of):

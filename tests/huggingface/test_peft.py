@@ -43,6 +43,7 @@ def tensors(folder):
     return {name: np.stack([*one.read()]) for name, one in files.tensors(folder).items()}
 
 
+@pytest.mark.slow
 def test_merged_weights_are_the_base_plus_the_product_of_the_factors(folders):
     base, merged = tensors(GOLDEN / "llama2"), tensors(folders / "merged")
     (folders / "adapter" / "model.safetensors").symlink_to("adapter_model.safetensors")

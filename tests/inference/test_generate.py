@@ -50,6 +50,7 @@ def run_verb(verb, *arguments, capsys):
     return code, output.out, output.err
 
 
+@pytest.mark.slow
 def test_a_text_continues_past_the_context(workdir, capsys):
     options = [f"--workdir={workdir}", "--temperature=0", "--prompt=ABC", "--length=40"]
     code, out, _ = run_verb("generate", *options, capsys=capsys)

@@ -85,6 +85,7 @@ def test_a_layout_trains_like_one_device(name, layout, context, train, x64):
     assert_same(Run(c, "float64", **layout).one_step(), one_device(name), 1e-10)
 
 
+@slow
 @pytest.mark.parametrize("name", ["direct queries, windows", "wide values, biases"])
 def test_blocks_of_any_size_compute_the_same_gradients(name, x64):
     for implementation in ("blockwise:5", "xla:3"):

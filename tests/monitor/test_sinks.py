@@ -49,6 +49,7 @@ def curve(folder, name):
     return found
 
 
+@pytest.mark.slow
 def test_a_function_gets_each_row_and_tensorboard_its_numbers_also_after_a_crash(tmp_path):
     found = []
 

@@ -367,6 +367,7 @@ def test_cudnn_gets_even_lengths_and_equally_sharded_heads(monkeypatch, lower_fo
 LENGTH = 22  # unlike all other sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"fsdp": 2}, {"tensor": 4}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("model", [{}, {"attention": "lg", "window": 5}], ids=["global", "mixed"])
 def test_a_train_step_with_packed_rows_calls_cudnn_without_a_mask(layout, model, simulated_gpu):

@@ -29,6 +29,7 @@ def test_a_config_without_it_stays_as_it_is(tiny):
     assert auto.resolved(tiny) == (tiny, [])
 
 
+@pytest.mark.slow
 def test_a_run_uses_and_logs_the_choice(config, tmp_path, capsys):
     result = train(config, workdir=tmp_path)
     assert result.step == 3

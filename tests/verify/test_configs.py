@@ -71,7 +71,7 @@ def full_plan():
     return subject, rows, low, laws
 
 
-# The full verification takes 8 minutes on two cores: `meshtrain verify --config=quickstart`. Here a few of its
+# The full verification takes 7 minutes on two cores: `meshtrain verify --config=quickstart`. Here a few of its
 # layouts run, and all laws that --quick leaves out.
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
