@@ -11,7 +11,7 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)
 python=$(bash "$root/launch/setup.sh" dev)
 cd -- "$root"
-# glibc asks for large pages: fewer page faults, a twentieth of the time.
+# glibc asks for large pages: fewer page faults.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 
 "$python" -m ruff check --quiet

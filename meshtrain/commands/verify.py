@@ -40,7 +40,7 @@ QUICK_COMPILE_FLAGS = (
 if version("jaxlib").startswith("0.10."):  # jax ends the process for a flag that it does not know
     QUICK_COMPILE_FLAGS += " --xla_cpu_use_fusion_emitters=false"  # a third less time
 
-# Without the lines of the code that made each operation, tracing and lowering take a tenth less time.
+# Operations without the lines of the code that made them: tests/test_parity.py takes 4 % less time.
 NO_LOCATIONS = ("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 

@@ -21,6 +21,7 @@ from meshtrain.state import TrainState
 from tests.huggingface.test_convert import BF16, GOLDEN, arrays, load, run, save, tensor_bytes
 from tests.huggingface.test_rope import assert_same_generation
 
+SLOW = pytest.mark.slow
 FAMILIES = ("dots1", "mixtral", "olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 # By family: the names that save_pretrained(save_original_format=False) of transformers writes.
 FUSED = {
@@ -159,9 +160,6 @@ def test_the_bias_of_a_router_is_exported_in_float32(tmp_path):
 
 
 # ---- generation ----
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
