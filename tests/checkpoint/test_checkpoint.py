@@ -24,6 +24,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from conftest import ROOT
+from flax import traverse_util
 from jax.sharding import SingleDeviceSharding
 from test_train import assert_bit_equal, losses, quick, rows
 
@@ -100,12 +101,23 @@ def test_a_manifest_describes_its_checkpoint(finished_run):
     assert all(0 < row["blocked_seconds"] <= row["seconds"] for row in saves)
 
 
+def noise(path, draw):
+    """Overwrites up to 64 bytes, so that decoding fails in other ways than for a flipped bit."""
+    data = bytearray(path.read_bytes())
+    at = draw.randrange(len(data))
+    data[at : at + 64] = draw.randbytes(len(data[at : at + 64]))
+    path.write_bytes(data)
+
+
 def mutate(directory, draw):
     """Corrupts one file of a checkpoint; returns the kind of corruption and the file."""
     files = sorted(p for p in directory.rglob("*") if p.is_file())
-    path, kind = draw.choice(files), draw.choice(["flip", "truncate", "delete", "swap", "append"])
+    path = draw.choice(files)
+    kind = draw.choice(["flip", "noise", "truncate", "delete", "swap", "append"])
     if kind == "flip" and path.stat().st_size:
         flip(path, draw.randrange(path.stat().st_size))
+    elif kind == "noise" and path.stat().st_size:
+        noise(path, draw)
     elif kind == "truncate" and path.stat().st_size:
         path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
     elif kind == "swap":
@@ -329,16 +341,49 @@ def test_checkpoints_of_format_1_are_read_and_verified(workdir):
     assert chunks.verify(checkpoints(workdir) / "5").format == manifest.FORMAT
 
 
-# The ends of messages of TensorStore, for a flipped byte, an error of the disk, and a mistake of the caller.
-DAMAGED = 'DATA_LOSS: Error reading shard entry {0} in "params.w/c/0/1" in OCDBT database at x: Digest mismatch'
+def test_a_restore_finds_damage_in_any_file_of_the_arrays(finished_run, tmp_path):
+    """An index too: its arrays cannot be opened."""
+    draw = random.Random(0)
+    valid, saved = checkpoint.find_valid(finished_run)
+    expected = {
+        path: jnp.asarray(value)
+        for path, value in arrays.as_numpy(valid).items()
+        if path.startswith("params/")
+    }
+    params = traverse_util.unflatten_dict(expected, sep="/")["params"]
+    faults = []
+    for trial, file in enumerate(5 * sorted(valid.glob("arrays/**/d/*"))):
+        directory = shutil.copytree(valid, tmp_path / str(trial) / valid.name)
+        noise(directory / file.relative_to(valid), draw)
+        try:
+            found, *_ = arrays.restore_params(directory, saved.arrays, params)
+        except errors.ConfigError as error:
+            faults.append(str(error))
+        else:  # only in bytes that nothing reads, or of other arrays
+            assert jax.tree.all(jax.tree.map(np.array_equal, found, params))
+    assert all("fails its checksum" in fault for fault in faults)
+    assert any("a chunk of arrays" in fault for fault in faults)
+
+
+# Messages of TensorStore: of damage, then an error of the disk, a store's, and a mistake of the caller.
+SHARD = 'Error reading shard entry {0} in "params.w/c/0/1" in OCDBT database at x: '
+DAMAGED = f"DATA_LOSS: {SHARD}Digest mismatch"
+CUT = f"FAILED_PRECONDITION: {SHARD}Truncated Zstd-compressed stream; at byte 1944"
+NODE = "Error reading Byte range [0, 9) of local file x: Error decoding b-tree node: End of data expected"
 UNREADABLE = "UNKNOWN: Error reading x: Input/output error [os_error_code='5']"
+REFUSED = "Error reading x: HTTP response code: 400 [http_response_code='400']"
 
 
 @pytest.mark.parametrize(
     ("message", "kind", "fault"),
     [
         (DAMAGED, CorruptCheckpoint, "^arrays/params.w/c/0/1 fails its checksum$"),
+        (CUT, CorruptCheckpoint, "^arrays/params.w/c/0/1 fails its checksum$"),
+        (NODE, CorruptCheckpoint, "^a chunk of arrays fails"),
+        (f'Error opening "zarr3" driver: {NODE}', CorruptCheckpoint, "^a chunk of arrays fails"),
         (UNREADABLE, errors.TransientError, "Input/output error; the checkpoint may be valid"),
+        (REFUSED, errors.TransientError, "the checkpoint may be valid"),
+        (REFUSED.replace("400", "404"), CorruptCheckpoint, "^a chunk of arrays fails"),
         ("INVALID_ARGUMENT: no such field", ValueError, "no such field"),
     ],
 )
