@@ -1,6 +1,7 @@
 """Every layout trains like one device: equal initial parameters, losses, gradients and updates."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -112,11 +113,21 @@ def test_the_same_seed_gives_bit_equal_parameters_on_every_mesh(layout):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(expected))
 
 
-@pytest.mark.parametrize("model", [{}, GPT2, ALL_HEADS], ids=["llama", "gpt2", "all heads"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_gradients_and_updates_equal_one_device_in_float64(layout, model, x64):
-    found = Run(packed(**model), dtype="float64", **layout).one_step()
-    assert_same(found, one_device(**model), rtol=1e-10)
+MODELS = {"llama": {}, "gpt2": GPT2, "all heads": ALL_HEADS}
+DEFAULT = [(layout, "llama") for layout in LAYOUTS] + [(LAYOUTS[-1], name) for name in MODELS]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        pytest.param(*step, marks=[] if step in DEFAULT else pytest.mark.slow)
+        for step in itertools.product(LAYOUTS, MODELS)
+    ],
+    ids=str,
+)
+def test_gradients_and_updates_equal_one_device_in_float64(layout, name, x64):
+    found = Run(packed(**MODELS[name]), dtype="float64", **layout).one_step()
+    assert_same(found, one_device(**MODELS[name]), rtol=1e-10)
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4])

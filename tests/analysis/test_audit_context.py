@@ -11,6 +11,7 @@ from meshtrain.data.source import Source, to_batch
 from meshtrain.ops import between_chunks
 from meshtrain.parallel import sharding
 
+METHODS = ["ring", pytest.param("gather", marks=pytest.mark.slow), "ulysses"]
 KEYS_AND_VALUES = "keys and values between parts of a sequence"
 
 
@@ -31,7 +32,7 @@ def sent_by_formula(method, n, tensor=1, rows=16):
     return 2 * ((n - 1) * kv * 2 + (n - (method == "gather")) * kv)
 
 
-@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "mesh",
     [{"data": 2, "context": 4}, pytest.param({"fsdp": 2, "context": 2}, marks=pytest.mark.slow)],
@@ -45,7 +46,7 @@ def test_attention_sends_keys_and_values_by_the_formula_of_its_method(method, me
     assert not any(role == KEYS_AND_VALUES for _, role, _ in result.unsent_bytes)
 
 
-@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("method", METHODS)
 def test_what_recomputed_attention_sends_again_is_explained(method):
     result = audited(method, remat="full", context=4)
     (extra,) = (row for row in result.extra_bytes if row[1] == KEYS_AND_VALUES)

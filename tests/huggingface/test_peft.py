@@ -69,6 +69,7 @@ def test_merged_weights_are_the_base_plus_the_product_of_the_factors(folders):
             assert (merged[name] == weight).all()
 
 
+@pytest.mark.slow
 def test_a_run_without_an_adapter_has_none_to_write(folders, capsys):
     assert cli.main("convert", [str(folders / "start"), str(folders / "no"), "--adapter"]) == 2
     assert "the run has no adapter (adapter.rank=0)" in capsys.readouterr().err

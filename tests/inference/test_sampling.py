@@ -92,8 +92,9 @@ def test_prefill_uses_the_configured_attention_and_decoding_uses_xla(monkeypatch
 @pytest.mark.parametrize(
     ("layout", "sampling"),
     [
-        ({"tensor": 2}, GREEDY),
-        ({"fsdp": 4}, GREEDY),  # three rows on four devices
+        pytest.param({"tensor": 2}, GREEDY, marks=pytest.mark.slow),
+        # three rows on four devices
+        pytest.param({"fsdp": 4}, GREEDY, marks=pytest.mark.slow),
         ({"data": 2, "fsdp": 2, "tensor": 2}, Sampling(1.5, top_k=20, top_p=0.9, seed=3)),
     ],
     ids=str,

@@ -182,13 +182,8 @@ def step_on_one_device(**model):
     return step_of(Run(dropout_config(**model), "float64"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "tensor" else pytest.mark.slow)
-        for name in DROPOUT_LAYOUTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DROPOUT_LAYOUTS)
 def test_dropout_of_the_input_of_a_drops_the_same_elements_on_every_layout(name):
     layout, settings = DROPOUT_LAYOUTS[name]
     c = dropout_config()

@@ -41,7 +41,7 @@ CASES = [
     pytest.param("loss of a sequence", {"expert": 2, "context": 2, "tensor": 2}, marks=slow),
     pytest.param("loss of a sequence", {"data": 2, "fsdp": 2, "expert": 2}, marks=slow),
     pytest.param("bias and groups", {"pipeline": 2, "expert": 2, "tensor": 2}, marks=slow),
-    ("bias and groups", {"expert": 2, "tensor": 4}),
+    pytest.param("bias and groups", {"expert": 2, "tensor": 4}, marks=slow),
     pytest.param("capacity", {"expert": 2, "context": 4}, marks=slow),
     pytest.param("capacity", {"data": 2, "tensor": 4}, marks=slow),
 ]

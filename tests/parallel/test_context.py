@@ -27,6 +27,7 @@ from meshtrain.program import assemble
 
 RULES = default.get_config().rules
 METHODS = ("ring", "gather", "ulysses")
+slow = pytest.mark.slow
 
 
 @pytest.fixture
@@ -93,8 +94,13 @@ CASES = {
 }
 
 
+DEFAULT = ("data", "eight devices, several blocks", "window of two chunks", "dropout")
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in DEFAULT else slow) for case in CASES]
+)
 def test_attention_and_gradients_equal_one_device(method, case, x64):
     sizes, options = CASES[case]
     options = dict(length=32, num_heads=4, num_kv_heads=2, documents=6, block=3) | options
@@ -131,22 +137,28 @@ def test_attention_and_gradients_equal_one_device(method, case, x64):
 MIXED = {"attention": "lg", "window": 5}
 STEPS = [
     ("ring", {}, {"data": 2, "context": 2, "tensor": 2}, {}),
-    ("gather", {}, {"fsdp": 2, "context": 4}, {"zero_stage": 1, "num_microbatches": 4}),
+    pytest.param(
+        "gather",
+        {},
+        {"fsdp": 2, "context": 4},
+        {"zero_stage": 1, "num_microbatches": 4},
+        marks=slow,
+    ),
     pytest.param(
         "ulysses",
         {},
         {"pipeline": 2, "context": 2, "data": 2},
         {"num_microbatches": 2},
-        marks=pytest.mark.slow,
+        marks=slow,
     ),
     pytest.param(
         "ring",
         MIXED,
         {"pipeline": 2, "context": 4},
         {"num_microbatches": 2, "remat": "full"},
-        marks=pytest.mark.slow,
+        marks=slow,
     ),
-    ("gather", GPT2, {"context": 4, "tensor": 2}, {"remat": "dots"}),
+    pytest.param("gather", GPT2, {"context": 4, "tensor": 2}, {"remat": "dots"}, marks=slow),
 ]
 
 
@@ -161,7 +173,7 @@ def test_a_step_equals_one_device(method, model, layout, train, x64):
 
 @pytest.mark.parametrize(
     "model",
-    [{}, pytest.param({"positions": "learned"}, marks=pytest.mark.slow)],
+    [{}, pytest.param({"positions": "learned"}, marks=slow)],
     ids=["rope", "learned"],
 )
 def test_positions_of_rows_without_documents_follow_the_order(model, x64):
@@ -288,7 +300,7 @@ def test_activations_of_a_step_are_gathered_nowhere():
     assert not gathered, "of 96 positions"
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_device_keeps_what_one_device_keeps_of_a_sequence_as_long_as_its_part(method):
     """Neither the keys of other devices nor second copies, also of layers that XLA sees together."""

@@ -28,13 +28,13 @@ CASES = [
         ("interleaved", 4, "residuals"),
         {"num_microbatches": 4},
     ),
+]
+MORE = [  # `verify` tries many more
     (
         {"pipeline": 2, "data": 2, "fsdp": 2},
         ("gpipe", 1, "inputs"),
         {"num_microbatches": 4, "zero_stage": 1, "remat": "dots"},
     ),
-]
-MORE = [  # `verify` tries many more
     ({"pipeline": 2}, ("gpipe", 1, "residuals"), {"num_microbatches": 1}),
     ({"pipeline": 8}, ("1f1b", 1, "inputs"), {"num_microbatches": 16}),
     (
