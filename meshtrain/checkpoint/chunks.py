@@ -17,16 +17,14 @@ from meshtrain.checkpoint import manifest
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 
 MAX_THREADS = 4  # each holds one chunk, which may be as large as the shard of a device
-# In the messages of TensorStore: errors of the disk and of a store, an object that the store lacks, bytes that
-# cannot be read or decoded for no such cause, and the key of their chunk.
-OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-STORE_ERROR = re.compile("http_response_code=|curl_code=")
-MISSING = re.compile("http_response_code='(404|416)'")
+# In the messages of TensorStore: what only damage causes (decoders say at which byte they failed), the key of the chunk,
+# errors of the disk and of a store.
 DAMAGED = re.compile(
-    "^((DATA_LOSS|FAILED_PRECONDITION|OUT_OF_RANGE): )?(Error opening .*)?Error (reading|decoding) ",
-    re.M,
+    r"DATA_LOSS|; at byte \d|Requested byte range .* is not valid|http_response_code='(404|416)'"
 )
 KEY = re.compile('in "([^"]+)" in OCDBT')
+OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+STORE_ERROR = re.compile("http_response_code=|curl_code=")
 
 
 def verify(directory: Path) -> Manifest:
@@ -62,12 +60,11 @@ def reading(directory: Path) -> Iterator[None]:
         if code := OS_ERROR.search(text):
             why = OSError(int(code[1]), os.strerror(int(code[1])))
             raise manifest.unreadable(directory, why) from error
-        from_store = STORE_ERROR.search(text)
-        if (MISSING if from_store else DAMAGED).search(text):
+        if DAMAGED.search(text):
             key = KEY.search(text)
             name = f"arrays/{key[1]}" if key else "a chunk of arrays"
             raise CorruptCheckpoint(f"{name} fails its checksum") from error
-        if from_store:
+        if STORE_ERROR.search(text):
             why = OSError(None, storage.cause(text), storage.url(directory))
             raise manifest.unreadable(directory, why) from error
         raise
