@@ -17,8 +17,8 @@ from meshtrain.checkpoint import manifest
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 
 MAX_THREADS = 4  # each holds one chunk, which may be as large as the shard of a device
-# In the messages of TensorStore: what only damage causes (decoders say at which byte they failed), the key of the chunk,
-# errors of the disk and of a store.
+# In the messages of TensorStore: what only damage causes (decoders say at which byte they failed), the key of the
+# chunk, errors of the disk and of a store.
 DAMAGED = re.compile(
     r"DATA_LOSS|; at byte \d|Requested byte range .* is not valid|http_response_code='(404|416)'"
 )
