@@ -194,7 +194,8 @@ def one_device():
 
 
 @pytest.mark.parametrize(
-    "pattern", ["ring", pytest.param("tree", marks=pytest.mark.slow), "hierarchical"]
+    "pattern",
+    [pytest.param(name, marks=pytest.mark.slow if name == "tree" else []) for name in LAYOUTS],
 )
 def test_a_step_in_a_pattern_equals_one_device(x64, pattern):
     c = packed()
