@@ -3,24 +3,22 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from meshtrain import grads
 from meshtrain import state as states
-from meshtrain.config import schema as sync_keys
-from meshtrain.config.build import Parts
+from meshtrain.config.build import RunParts
 from meshtrain.config.checks import layer_faults
-from meshtrain.config.schema import Config
+from meshtrain.config.schema import Config, changed_sync_key, has_sync_feedback
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import GradFn, Metrics
 from meshtrain.models.base import STATS_KEY, Model, Params
 from meshtrain.ops import dropout
 from meshtrain.optim import base as optim
 from meshtrain.parallel import context, grad_sync, sharding, xla
-from meshtrain.parallel.grad_sync import BITS, Wire
 from meshtrain.parallel.mesh import make_mesh, network_of
 from meshtrain.pipeline import executor
 from meshtrain.schedules import SCHEDULES, Table
@@ -45,38 +43,7 @@ class Program:
     eval_step: Callable[[Params, Any], Metrics]
     compiler_options: dict[str, bool | int | str]
     context_method: str = "gather"  # see `context.choose`
-    how: grad_sync.Sync | None = None  # None: XLA adds the gradients of the batch shards
-
-    @staticmethod
-    def plan(
-        cfg: Config,
-        parts: Parts,
-        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-        how: grad_sync.Sync | None = None,
-    ) -> tuple:
-        """Returns schedule, optimizer, init, abstract state and the gradients' shardings of these settings."""
-        c = cfg.train
-        schedule = optim.make_schedule(cfg.optim, steps=c.steps)
-        optimizer = optim.store_moments(
-            parts.make_optimizer(schedule),
-            moment_dtype=cfg.optim.moment_dtype,
-            param_dtype=c.param_dtype,
-        )
-        dtypes = {"param_dtype": c.param_dtype, "dtype": c.dtype}
-        of_state = {"start_residual": how.start_residual} if how else {}
-        init = states.initializer(parts.model, optimizer, **dtypes, **of_state)
-        placed = {"residual_shardings": how.residual_shardings} if how else {}
-        planned = states.abstract_state(
-            init,
-            parts.model.axes,
-            optimizer,
-            cfg.rules,
-            mesh,
-            zero_stage=c.zero_stage,
-            is_trained=parts.model.is_trained,
-            **placed,
-        )
-        return schedule, optimizer, init, *planned
+    sync: grad_sync.Sync | None = None  # None: XLA adds the gradients of the batch shards
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -104,95 +71,166 @@ class Program:
         return xla.compile_with(lowered, self.compiler_options)
 
 
-def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = None) -> Program:
+class AbstractState(NamedTuple):
+    """The optimizer of a program, and its state without values: shapes, dtypes and shardings."""
+
+    schedule: optim.Schedule  # step -> learning rate
+    optimizer: optax.GradientTransformation
+    init: Callable[[jax.Array], TrainState]  # PRNG key -> state; not compiled
+    state: TrainState
+    grad_shardings: Any
+
+
+def abstract_state(
+    cfg: Config,
+    parts: RunParts,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    sync: grad_sync.Sync | None = None,
+) -> AbstractState:
+    """Returns optimizer and abstract state of these settings on a mesh, which may have no devices."""
+    train = cfg.train
+    schedule = optim.make_schedule(cfg.optim, steps=train.steps)
+    optimizer = optim.store_moments(
+        parts.make_optimizer(schedule),
+        moment_dtype=cfg.optim.moment_dtype,
+        param_dtype=train.param_dtype,
+    )
+    init = states.initializer(
+        parts.model,
+        optimizer,
+        param_dtype=train.param_dtype,
+        dtype=train.dtype,
+        start_residual=sync.start_residual if sync else _no_residual,
+    )
+    state, grad_shardings = states.abstract_state(
+        init,
+        parts.model.axes,
+        optimizer,
+        cfg.rules,
+        mesh,
+        zero_stage=train.zero_stage,
+        is_trained=parts.model.is_trained,
+        residual_shardings=sync.residual_shardings if sync else _no_residual,
+    )
+    return AbstractState(schedule, optimizer, init, state, grad_shardings)
+
+
+def _no_residual(_: Any) -> None:
+    """The residual of gradients that are sent without loss."""
+
+
+def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None = None) -> Program:
     """Returns the program of these settings and parts, on all devices or on the given ones."""
-    model = parts.model
+    model, train = parts.model, cfg.train
     mesh = make_mesh(cfg.mesh, devices=devices)
-    c = cfg.train
-    # Where gradients are not sharded over fsdp, they are summed over it once per step as well.
-    partial_over = ("data",) if c.zero_stage >= 2 else ("data", "fsdp")
-    if model.block is None and c.num_microbatches == 1:
-        partial_over = ()  # a user's loss may mix rows, for example a contrastive loss
+    # Axes over which gradients stay partial sums until the end of the step, when they are summed once. Where
+    # gradients are not sharded over fsdp, it is one of them.
+    unreduced_axes = ("data",) if train.zero_stage >= 2 else ("data", "fsdp")
+    if model.block is None and train.num_microbatches == 1:
+        unreduced_axes = ()  # a user's loss may mix rows, for example a contrastive loss
     # Only the abstract mesh: optax computes its counters here, and the devices may be a topology
     # description for ahead-of-time compilation, which cannot run anything.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), sharding.use_rules(cfg.rules):
-        how = _sync(cfg, mesh, partial_over)
-        planned = Program.plan(cfg, parts, mesh, how)
-    schedule, optimizer, init, abstract_state, grad_shardings = planned
-    check_saved_names(c.remat, model.saved_names)
+        sync = _sync(cfg, mesh, unreduced_axes)
+        abstract = abstract_state(cfg, parts, mesh, sync)
+    check_saved_names(train.remat, model.saved_names)
     _check_context(cfg.mesh.context, model)
-    run = {"remat": c.remat, "unroll": c.unroll}
-    meet = {"grad_shardings": grad_shardings, "partial_over": partial_over, "how": how}
+
+    # Every kind of gradient function has the type GradFn, so the step knows none of them.
     if cfg.mesh.pipeline > 1:
-        table = _table_of(cfg, model, abstract_state.params)
+        table = _table_of(cfg, model, abstract.state.params)
         grad_fn = executor.pipelined(
-            model, table, keep=cfg.pipeline.keep, dtype=c.dtype, **run, **meet
+            model,
+            table,
+            keep=cfg.pipeline.keep,
+            dtype=train.dtype,
+            remat=train.remat,
+            unroll=train.unroll,
+            grad_shardings=abstract.grad_shardings,
+            partial_over=unreduced_axes,
+            how=sync,
         )
-        eval_step = executor.make_eval_step(model, table, dtype=c.dtype, partial_over=partial_over)
+        eval_step = executor.make_eval_step(
+            model, table, dtype=train.dtype, partial_over=unreduced_axes
+        )
     else:
-        loss_fn = grads.make_loss(model, **run)
-        split = {"dtype": c.dtype, "num_microbatches": c.num_microbatches}
-        grad_fn = grads.accumulate(loss_fn, **split, **meet)
-        eval_step = grads.make_eval_step(loss_fn, **split)
-    # XLA would copy the loop over micro-batches, keep their activations, and compute products twice (jaxlib 0.10.2).
-    without = (xla.PIPELINED_ALL_GATHER,) if c.num_microbatches > 1 else ()
+        loss_fn = grads.make_loss(model, remat=train.remat, unroll=train.unroll)
+        grad_fn = grads.accumulate(
+            loss_fn,
+            dtype=train.dtype,
+            num_microbatches=train.num_microbatches,
+            grad_shardings=abstract.grad_shardings,
+            partial_over=unreduced_axes,
+            how=sync,
+        )
+        eval_step = grads.make_eval_step(
+            loss_fn, dtype=train.dtype, num_microbatches=train.num_microbatches
+        )
     train_step = make_train_step(
         grad_fn,
-        optimizer,
-        schedule,
+        abstract.optimizer,
+        abstract.schedule,
         clip_norm=cfg.optim.clip_norm,
-        seed=c.seed,
+        seed=train.seed,
         with_row_keys=dropout.with_row_keys if model.row_keys else None,
         measure=model.measure,
     )
+    # XLA would copy the loop over micro-batches, keep their activations, and compute products twice (jaxlib 0.10.2).
+    without = (xla.PIPELINED_ALL_GATHER,) if train.num_microbatches > 1 else ()
     return Program(
         mesh=mesh,
         rules=cfg.rules,
         model=model,
-        optimizer=optimizer,
-        abstract_state=abstract_state,
-        grad_shardings=grad_shardings,
-        init=init,
+        optimizer=abstract.optimizer,
+        abstract_state=abstract.state,
+        grad_shardings=abstract.grad_shardings,
+        init=abstract.init,
         grad_fn=grad_fn,
         train_step=train_step,
         eval_step=eval_step,
-        compiler_options=xla.options(c.xla_preset, mesh, without=without),
+        compiler_options=xla.options(train.xla_preset, mesh, without=without),
         context_method=_context_method(cfg, mesh),
-        how=how,
+        sync=sync,
     )
 
 
 def _sync(
-    cfg: Config, mesh: jax.sharding.Mesh, partial_over: Sequence[str]
+    cfg: Config, mesh: jax.sharding.Mesh, unreduced_axes: Sequence[str]
 ) -> grad_sync.Sync | None:
-    """Returns how the gradients of the shards along the mesh axes `partial_over` meet; None: XLA adds them.
+    """Returns how partial gradients are summed over the mesh axes `unreduced_axes`; None: XLA adds them.
 
     Call it with the rules active. Raises ConfigError for settings that the model or the mesh does not support.
     """
-    settings, network = cfg.sync, network_of(mesh, cfg.mesh.slices)
-    if not (changed := sync_keys.changed_sync_key(settings)):
+    changed = changed_sync_key(cfg.sync)
+    if not changed:
         return None
-    if not partial_over:
+    if not unreduced_axes:
         raise ConfigError(
             f"{changed}: the model is one loss, which may mix rows, so that no sum per shard exists; use "
             f"train.num_microbatches=2 or more, or a model that is a stack of blocks"
         )
-    axes, num_shards = sharding.batch_slices(partial_over)
+    axes, num_shards = sharding.batch_slices(unreduced_axes)
     if num_shards == 1:
         return None
-    parts = network.num_parts(*axes)
-    if settings.pattern == "hierarchical" and parts == 1:
-        if (link := network.link_along(*axes)) == "host":
+    network = network_of(mesh, cfg.mesh.slices)
+    num_parts = network.num_parts(*axes)
+    if cfg.sync.pattern == "hierarchical" and num_parts == 1:
+        link = network.link_along(*axes)
+        if link == "host":
             return None  # nothing leaves a host
         raise ConfigError(
             f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of {' x '.join(axes)}; "
             f"use another mesh, or sync.pattern=xla"
         )
-    is_narrow, has_feedback = settings.wire != "float32", sync_keys.has_sync_feedback(settings)
-    is_random = settings.wire == "int4" and not has_feedback
-    form = Wire(BITS[settings.wire], settings.block, is_random) if is_narrow else None
-    levels = grad_sync.levels_of(settings.pattern, num_shards, parts)
-    return grad_sync.Sync(axes, levels, form, (*settings.exact, STATS_KEY), has_feedback)
+    has_feedback = has_sync_feedback(cfg.sync)
+    wire = None
+    if cfg.sync.wire != "float32":
+        # Without feedback, nearest rounding of so few bits would lose small gradients in every step.
+        is_stochastic = cfg.sync.wire == "int4" and not has_feedback
+        wire = grad_sync.Wire(grad_sync.BITS[cfg.sync.wire], cfg.sync.block, is_stochastic)
+    levels = grad_sync.levels_of(cfg.sync.pattern, num_shards, num_parts)
+    exact = (*cfg.sync.exact, STATS_KEY)
+    return grad_sync.Sync(axes, levels, wire, exact, has_feedback)
 
 
 def _check_context(size: int, model: Model) -> None:

@@ -1,34 +1,22 @@
-"""The trainer. Read `train` (check, build, restore or initialise, compile), then `_loop` (step by step)."""
+"""The trainer. `train` opens a run, compiles its step and saves its last state; `_loop` takes the steps."""
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain import console, hardware, storage
-from meshtrain.checkpoint import find, initial, lock, run_tokenizer
-from meshtrain.checkpoint.saver import Saver
+from meshtrain import console, hardware
 from meshtrain.cluster import distributed, progress, runtime, signals
-from meshtrain.config import checks
-from meshtrain.config.build import build, with_steps
-from meshtrain.config.parse import parse
+from meshtrain.config.parse import on_devices, parse
 from meshtrain.config.schema import Config
-from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model, check_model
-from meshtrain.monitor import health, heldout, sinks, summary
-from meshtrain.monitor.divergence import LossMonitor
-from meshtrain.monitor.writer import Units, Writer, units_of
-from meshtrain.program import Program, assemble
+from meshtrain.monitor import summary
+from meshtrain.run import Run, open_run
 from meshtrain.state import TrainState
-from meshtrain.tools.hlo.oom_advice import MemoryAdvice
-from meshtrain.tools.plan import auto
-from meshtrain.tools.plan.predict import step_seconds
 
 
 class Result(NamedTuple):
@@ -39,7 +27,7 @@ class Result(NamedTuple):
 
 
 def train(
-    config: Mapping[str, Any],
+    config: Config | Mapping[str, Any],
     *,
     workdir: str | Path | None = None,
     model: Model | None = None,
@@ -58,207 +46,165 @@ def train(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(console.guarded())
+        # From here on a signal asks the run to stop and save; before, it would end the process.
         stop = stack.enter_context(signals.stop_event())
         clock = stack.enter_context(contextlib.closing(progress.Clock()))
         distributed.reset_stop_requests()
         runtime.setup()
         runtime.check_joined()
-
-        # ---- check and build, on all processes or on none: nothing is computed yet ----
         with distributed.raise_on_all_processes():
             check_model(model)
-            config, chosen = auto.resolve(config, model=model)
-            cfg = parse(config, num_devices=jax.device_count())
-            checks.check_place(workdir, cfg, sinks.sink_faults(cfg, workdir))
-            parts = build(cfg, model=model, data=data)
-            program = assemble(cfg := with_steps(cfg, parts.train_data), parts)
-        distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
-        workdir = storage.local(workdir, distributed.process_id()) if workdir else None
-        model, data = parts.model, parts.train_data
-        eval_data = (
-            parts.heldout_data if eval_data is None else heldout.fixed_batches(eval_data, cfg)
+            cfg = _resolve(config, model)
+        run, state = open_run(
+            cfg,
+            stack=stack,
+            stop=stop,
+            clock=clock,
+            workdir=workdir,
+            model=model,
+            data=data,
+            eval_data=eval_data,
+            from_scratch=from_scratch,
+            on_metrics=on_metrics,
         )
-        stack.enter_context(program.active())
-        heldout_loss = heldout.heldout_loss(program.eval_step, eval_data, cfg, program.mesh)
-
-        # ---- open files, restore: each device its own shards; open data, log what the run is about to do ----
-        if workdir:
-            stack.enter_context(lock.held(workdir))
-        leader = distributed.process_id() == 0
-        writer = stack.enter_context(contextlib.closing(Writer(workdir, leader=leader)))
-        with distributed.raise_on_all_processes():
-            writer.open(sinks.open_sinks(cfg, workdir, on_metrics) if leader else [])
-        saver = saved = state = None
-        identity = getattr(data, "identity", {})
-        clock.enter("restore")
-        if workdir:
-            saver = stack.enter_context(_open_saver(workdir, cfg, identity, writer))
-            saver.prepare(program.abstract_state)
-            saved, state = saver.restore(program.abstract_state, from_scratch=from_scratch)
-        start, position = (saved.step, saved.position) if saved else (0, 0)
-        source = None if saved else initial.find_source(cfg.checkpoint, identity, log=writer.log)
-        callbacks = dict(event=writer.event, log=writer.log)
-        loss_monitor = LossMonitor(cfg.divergence, saved.watch if saved else {}, **callbacks)
-        check = health.ReplicaCheck(cfg.health, program.mesh, clock.page, **callbacks)
-        loader = stack.enter_context(open_loader(data, cfg, program.mesh, position))
-        units = units_of(loader.peek(), model)
-        advice = MemoryAdvice(
-            cfg, parts, program, jax.eval_shape(lambda batch: batch, loader.peek())
-        )
-        stack.enter_context(advice.when_out_of_memory())
-        for line in chosen:
-            writer.log(f"mesh.auto   {line}")
-        abstract = program.abstract_state
-        for line in summary.start_lines(cfg, model, abstract, units, data, program.how):
-            writer.log(line)
-        layout = summary.layout_warnings(cfg, model, program.mesh, abstract.params, loader.peek())
-        for warning in (*layout, *summary.setting_warnings(cfg, data)):
-            writer.log(f"warning     {warning.text}")
-            writer.event("warning", **warning.fields, text=warning.text)
-        run = Run(cfg, program, clock, writer, saver, loss_monitor, check, loader, units, stop)
-
-        # ---- initialise, if there is nothing to resume from ----
-        if saved:
-            writer.event("restore", step=start, position=position, mesh=saved.mesh)
-            writer.log(f"restored step {start} from {workdir}")
-        else:
-            state = program.start(cfg.train.seed)
-            if source:
-                only = cfg.checkpoint.init_only
-                params = initial.load_params(state.params, *source, only, **callbacks)
-                state = state._replace(params=params)
-        if workdir and leader:
-            run_tokenizer.copy_tokenizer(workdir, cfg.to_dict(), identity.get("tokenizer", ""))
-        writer.config(cfg.to_dict())
-        writer.event("start", step=start, jax=jax.__version__, mesh=asdict(cfg.mesh))
-
-        # ---- compile, loop, save the last state ----
-        step = start
-        if saved and start >= cfg.train.steps:
-            writer.log(f"train.steps={cfg.train.steps}: the run is at step {start} already")
-        if start < cfg.train.steps and not distributed.broadcast(run.stop_requested()):
-            clock.enter("compile")
-            began = time.perf_counter()
-            train_step = program.compile(loader.peek())
-            writer.log(f"compiled in {time.perf_counter() - began:.1f} s")
-            for line in advice.start_lines(train_step):
-                writer.log(f"memory      {line}")
-            distributed.barrier("compiled")  # no collective waits for a slow compiler
-            state, step = _loop(run, state, start, train_step, heldout_loss)
-        finished = step >= cfg.train.steps
-        clock.enter("eval")
-        eval_loss = heldout_loss(state) if finished else None
-        clock.enter("save")
-        # After a spike nothing is saved: the run resumes from the checkpoint before it.
-        if saver and loss_monitor.spike is None:
-            saver.finish(step, state, **run.facts(eval_loss))
-        if finished:
-            loss_monitor.check_final(step, writer.newest)
-        clock.enter("end")
-        seconds = {phase: spent for phase, spent in clock.page.seconds().items() if spent}
-        name = "end" if finished else "preempted"
-        writer.event(name, step=step, eval_loss=eval_loss, seconds=seconds)
-        writer.close()
-        writer.log(summary.final_line(step, cfg, eval_loss, data, workdir))
-        return Result(state, step, eval_loss, not finished)
+        return _train(run, state)
 
 
-@dataclass(frozen=True)
-class Run:
-    """What `_loop` works with."""
+def _resolve(config: Config | Mapping[str, Any], model: Model | None) -> Config:
+    """Returns the typed config, on the devices of this job."""
+    cfg = parse(config)
+    if cfg.mesh.auto:
+        # Loaded when it is used: training starts without the planner.
+        from meshtrain.tools.plan import auto
 
-    cfg: Config
-    program: Program
-    clock: progress.Clock
-    writer: Writer
-    saver: Saver | None
-    loss_monitor: LossMonitor
-    check: health.ReplicaCheck
-    loader: Loader
-    units: Units
-    stop: threading.Event  # set by a signal
+        return auto.resolve(cfg, model=model)
+    return on_devices(cfg, jax.device_count())
 
-    def stop_requested(self) -> bool:
-        """Whether any process was asked to stop, on process 0, which decides for all; on others False."""
-        return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.stop_requested)
 
-    def facts(self, eval_loss: float | None) -> dict[str, Any]:
-        """Returns what the manifest of a checkpoint records besides the state."""
-        measured = {} if eval_loss is None else {"eval_loss": eval_loss}
-        metrics = {**self.writer.newest, **measured}
-        return {
-            "position": self.loader.position,
-            "metrics": metrics,
-            "watch": self.loss_monitor.statistics,
-        }
+def _train(run: Run, state: TrainState) -> Result:
+    """Compiles the step, takes all steps, evaluates and saves."""
+    cfg, clock, writer = run.cfg, run.clock, run.writer
+    num_steps = cfg.train.steps
+    step = run.first_step
+    if step and step >= num_steps:
+        writer.log(f"train.steps={num_steps}: the run is at step {step} already")
+    if step < num_steps and not distributed.broadcast(run.stop_requested()):
+        clock.enter("compile")
+        began = time.perf_counter()
+        train_step = run.program.compile(run.loader.peek())
+        writer.log(f"compiled in {time.perf_counter() - began:.1f} s")
+        for line in run.memory_advice.start_lines(train_step):
+            writer.log(f"memory      {line}")
+        distributed.barrier("compiled")  # no collective waits for a slow compiler
+        state, step = _loop(run, state, train_step)
 
-    def begin(self, step: int, position: int) -> None:
-        """Starts the writer at `step`, at the start of the run or after a rollback."""
-        device = hardware.device_of(jax.devices()[0].device_kind)
-        params = self.program.abstract_state.params
-        run = self.cfg, self.program.model, params, self.loader.peek()
-        self.writer.begin(
-            step,
-            self.cfg,
-            self.units,
-            samples=position,
-            waited=self.clock.page["data"],
-            observe=self.loss_monitor.observe,
-            predicted=step_seconds(*run, device),
-        )
+    is_finished = step >= num_steps
+    clock.enter("eval")
+    eval_loss = run.heldout_loss(state) if is_finished else None
+    clock.enter("save")
+    # After a spike nothing is saved: the run resumes from the checkpoint before it.
+    if run.saver and run.loss_monitor.spike is None:
+        run.saver.finish(step, state, **run.manifest_fields(eval_loss))
+    if is_finished:
+        run.loss_monitor.check_final(step, writer.newest)
+    clock.enter("end")
+    seconds = {phase: spent for phase, spent in clock.page.seconds().items() if spent}
+    name = "end" if is_finished else "preempted"
+    writer.event(name, step=step, eval_loss=eval_loss, seconds=seconds)
+    writer.close()
+    writer.log(summary.final_line(step, cfg, eval_loss, run.data, run.workdir))
+    return Result(state, step, eval_loss, interrupted=not is_finished)
 
 
 def _loop(
     run: Run,
     state: TrainState,
-    start: int,
     train_step: Callable[[TrainState, Any], tuple[TrainState, Any]],
-    heldout_loss: Callable[[TrainState], float | None],
 ) -> tuple[TrainState, int]:
-    """Checks, evaluates, saves, takes a step, logs the previous step; returns the last state and step."""
+    """Takes steps until the last one or a request to stop; returns the last state and step.
+
+    `step` counts the batches that `state` has seen: at the top of the loop, batch `step` is the next one.
+    """
     cfg, clock, writer, saver, loader = run.cfg, run.clock, run.writer, run.saver, run.loader
-    step = start
-    run.begin(start, loader.position)
+    step = run.first_step
+    _begin(run, step, loader.position)
     while True:
-        save_due = saver is not None and saver.due(step, start)
-        stopping, save_due = distributed.broadcast((run.stop_requested(), save_due))
-        last = step >= cfg.train.steps
-        eval_due = not last and cfg.eval.every > 0 and step > 0 and step % cfg.eval.every == 0
-        check_due = run.check.due(step, saving=save_due or last or stopping)
-        if stopping or last or eval_due or save_due or check_due:
-            writer.flush()  # it raises if the last steps were not finite: do not evaluate or save them
-        if run.loss_monitor.spike is not None and not stopping:
+        # ---- decide what is due; process 0 decides for all, whose clocks and signals differ ----
+        save_due = saver is not None and saver.due(step, run.first_step)
+        is_stopping, save_due = distributed.broadcast((run.stop_requested(), save_due))
+        is_last = step >= cfg.train.steps
+        eval_due = not is_last and cfg.eval.every > 0 and step > 0 and step % cfg.eval.every == 0
+        check_due = run.replica_check.due(step, saving=save_due or is_last or is_stopping)
+        if is_stopping or is_last or eval_due or save_due or check_due:
+            # Raises if the last steps were not finite: such a state is neither evaluated nor saved.
+            writer.flush()
+        if run.loss_monitor.spike is not None and not is_stopping:
             state, step = _roll_back(run, state, step)
             continue
+
+        # ---- look after the state of before this step; the time does not count as step time ----
         with writer.paused():
+            # Before a save, so that no checkpoint holds a state whose replicas differ.
             if check_due:
                 clock.enter("check")
-                run.check.run(step, state)
-            if stopping or last:
+                run.replica_check.run(step, state)
+            if is_stopping or is_last:
                 return state, step
+            eval_loss = None
             if eval_due:
                 clock.enter("eval")
-            eval_loss = heldout_loss(state) if eval_due else None
+                eval_loss = run.heldout_loss(state)
+            # Before next(loader): a resumed run must see the batch that this step will consume.
             if save_due:
                 clock.enter("save")
-                saver.save(step, state, **run.facts(eval_loss))
+                saver.save(step, state, **run.manifest_fields(eval_loss))
+
+        # ---- the next batch, and the step on it, which donates the old state's buffers ----
         clock.enter("data", step)
         try:
             batch = next(loader)
         except Exception:
-            writer.flush()
-            # Other processes may still have data. After a spike nothing is saved.
-            if saver and distributed.num_processes() == 1 and run.loss_monitor.spike is None:
-                if run.check.due(step, saving=True):
-                    run.check.run(step, state)
-                saver.finish(step, state, **run.facts(None))
+            _save_before_data_error(run, state, step)
             raise
         clock.enter("step", step)
         state, scalars = train_step(state, batch)
+        # Hands over this step's scalars and writes those of the previous step, while the device computes.
         log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
-        # Writes the previous step while the device computes this one.
         writer.step(step, scalars, eval_loss, waited=clock.page["data"], log=log)
         step += 1
+
+
+def _begin(run: Run, step: int, position: int) -> None:
+    """Starts the writer's clock at `step`, at the start of the loop or after a rollback."""
+    # Loaded here: of the planner, a run uses only the prediction next to the measured step time.
+    from meshtrain.tools.plan.predict import step_seconds
+
+    predicted = step_seconds(
+        run.cfg,
+        run.program.model,
+        run.program.abstract_state.params,
+        run.loader.peek(),
+        hardware.device_of(jax.devices()[0].device_kind),
+    )
+    run.writer.begin(
+        step,
+        run.cfg,
+        run.units,
+        samples=position,
+        waited=run.clock.page["data"],
+        observe=run.loss_monitor.observe,
+        predicted=predicted,
+    )
+
+
+def _save_before_data_error(run: Run, state: TrainState, step: int) -> None:
+    """Saves the state when the data has ended or failed, so that no step is lost."""
+    run.writer.flush()
+    # Other processes may still have data. After a spike nothing is saved.
+    if run.saver and distributed.num_processes() == 1 and run.loss_monitor.spike is None:
+        if run.replica_check.due(step, saving=True):
+            run.replica_check.run(step, state)
+        run.saver.finish(step, state, **run.manifest_fields(None))
 
 
 def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
@@ -273,22 +219,6 @@ def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]
     try:
         run.loss_monitor.roll_back(saved.step, run.loader.position)
     finally:
-        run.saver.move(saved, run.loader.position, run.loss_monitor.statistics)
-    run.begin(saved.step, run.loader.position)
+        run.saver.record_rollback(saved, run.loader.position, run.loss_monitor.statistics)
+    _begin(run, saved.step, run.loader.position)
     return state, saved.step
-
-
-def _open_saver(
-    workdir: Path, cfg: Config, identity: Mapping[str, str], writer: Writer
-) -> contextlib.closing:
-    saver = Saver(
-        workdir / find.FOLDER,
-        cfg.checkpoint,
-        config=cfg.to_dict(),
-        mesh=asdict(cfg.mesh),
-        identity=identity,
-        event=writer.event,
-        log=writer.log,
-        sync=writer.sync,
-    )
-    return contextlib.closing(saver)

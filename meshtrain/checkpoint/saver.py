@@ -162,7 +162,7 @@ class Saver:
                 self._log(line)
         return saved, state
 
-    def move(self, saved: Manifest, position: int, watch: Mapping[str, float]) -> None:
+    def record_rollback(self, saved: Manifest, position: int, watch: Mapping[str, float]) -> None:
         """Makes a checkpoint, to which the run has rolled back, one that continues at sample `position`.
 
         `watch` are the statistics to resume with. Without this a crash before the next save would undo the rollback.

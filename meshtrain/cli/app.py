@@ -9,23 +9,22 @@ import contextlib
 import errno
 import faulthandler
 import functools
-import importlib
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import meshtrain
 from meshtrain import console, storage
+from meshtrain.cli import verbs
 from meshtrain.cli.parser import Parser
-from meshtrain.cli.verbs import VERBS
+from meshtrain.cli.verbs import Verb
 from meshtrain.cluster import environment, progress
 from meshtrain.config import checks, load
-from meshtrain.config.parse import parse
+from meshtrain.config.parse import on_devices, parse
 from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError, memory_fault
 from meshtrain.tools.plan import constraints
@@ -44,8 +43,8 @@ def command(arguments: list[str]) -> int:
         return _with_complete_output(lambda: _print_lines([f"meshtrain {meshtrain.__version__}"]))
     if first.startswith("-"):
         first, rest = "train", arguments
-    if first not in VERBS:
-        print(f"{first}: unknown verb; use one of {', '.join(VERBS)}", file=sys.stderr)
+    if first not in verbs.NAMES:
+        print(f"{first}: unknown verb; use one of {', '.join(verbs.NAMES)}", file=sys.stderr)
         return EXIT_USER
     return main(first, rest)
 
@@ -54,7 +53,7 @@ def _overview() -> list[str]:
     return [
         "usage: meshtrain VERB [FLAGS]; without a verb it trains",
         "",
-        *(f"  {name:12}{verb.summary}" for name, verb in VERBS.items()),
+        *(f"  {name:12}{verbs.load(name).summary}" for name in verbs.NAMES),
         "",
         "meshtrain VERB --help describes a verb; meshtrain --version prints the version.",
     ]
@@ -65,13 +64,13 @@ def _print_lines(lines: list[str]) -> int:
     return 0
 
 
-def main(verb: str, argv: list[str] | None = None) -> int:
-    """Runs a verb and returns its exit code."""
+def main(name: str, argv: list[str] | None = None) -> int:
+    """Runs the verb of this name and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        run = functools.partial(report_errors, lambda: _run(verb, argv), verb)
+        run = functools.partial(report_errors, lambda: _run(name, argv), name)
         # A run logs to its workdir what stdout does not accept; of the other verbs, the output is the result.
-        return run() if verb in ("train", "launch") else _with_complete_output(run)
+        return run() if name in ("train", "launch") else _with_complete_output(run)
     except SystemExit as end:  # after --help
         code = end.code
     return _with_complete_output(lambda: code)
@@ -88,38 +87,41 @@ def _with_complete_output(run: Callable[[], int]) -> int:
     return code
 
 
-def _run(verb: str, argv: list[str]) -> int:
-    module, _, reads, forwards = VERBS[verb]
-    module = importlib.import_module(module)
+def _run(name: str, argv: list[str]) -> int:
+    verb = verbs.load(name)
     flags = Parser(
-        prog=f"meshtrain {verb}",
-        description=module.__doc__,
+        prog=f"meshtrain {name}",
+        description=verb.help,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    module.add_flags(flags)
-    if reads == "config":
-        return module.run(*_with_config(module, flags, argv))
-    if reads == "run":
-        return module.run(*_with_run(flags, argv))
+    verb.add_flags(flags)
+    if verb.reads == "config":
+        args, cfg = _read_config(verb, flags, argv)
+        return verb.run(args, cfg)
+    if verb.reads == "run":
+        args, cfg = _read_run(flags, argv)
+        return verb.run(args, cfg)
     rest: list[str] = []
-    if forwards:
+    if verb.forwards:
         flags.remedy = "; the arguments of the run come after --"
-    if forwards and "--" in argv:
-        argv, rest = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+        if "--" in argv:
+            argv, rest = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     args = flags.parse_args(argv)
     args.rest = rest
-    return module.run(args)
+    return verb.run(args)
 
 
-def _with_config(
-    module: ModuleType, flags: Parser, argv: list[str]
-) -> tuple[argparse.Namespace, Any]:
-    """Returns the flags and the config with its overrides, after joining the other processes."""
-    may_lack = getattr(module, "CONFIG_IS_OPTIONAL", False)
+def _read_config(
+    verb: Verb, flags: Parser, argv: list[str]
+) -> tuple[argparse.Namespace, Config | None]:
+    """Returns the flags and the config, after joining the other processes.
+
+    The config is parsed here, once. A process that runs alone does it before jax is loaded.
+    """
     flags.add_argument(
         "--config",
-        required=not may_lack,
+        required=not verb.config_is_optional,
         metavar="FILE",
         help="a Python file with get_config(), the name of a config of the package, such as quickstart, a YAML file, "
         "or a run's config.json",
@@ -129,44 +131,86 @@ def _with_config(
     args, overrides = flags.parse_known_args(argv)
     config, faults = None, []
     if args.config is not None:
-        options = dict(trust_code=args.trust_code, known=flags.known(), environ=os.environ)
-        config, faults = load.read(args.config, overrides, **options)
+        config, faults = load.read(
+            args.config,
+            overrides,
+            trust_code=args.trust_code,
+            known=flags.known(),
+            environ=os.environ,
+        )
     elif overrides:
-        keys = [f"{one}: add --config=FILE" for one in overrides if one.startswith("--config.")]
-        raise ConfigError(*keys, *flags.unknown(overrides))
-    if hasattr(module, "prepare"):
-        module.prepare(args, config)
-    alone, fits_devices = _is_alone(args), getattr(module, "FITS_DEVICES", False)
-    named = getattr(args, "devices", None)  # devices that need not be there
-    flag = "--devices" if named else "--simulate_devices"
-    num_devices = None if fits_devices else named or args.simulate_devices
-    if (
-        alone
-        and config is not None
-        and (faults := [*faults, *_faults_of(config, num_devices, flag)])
-    ):
+        keys = [override for override in overrides if override.startswith("--config.")]
+        missing = [f"{key}: add --config=FILE" for key in keys]
+        raise ConfigError(*missing, *flags.unknown(overrides))
+    if verb.prepare:
+        verb.prepare(args, config)
+
+    is_alone = _is_alone(args)
+    asked_devices = getattr(args, "devices", None)  # devices that need not be there
+    device_flag = "--devices" if asked_devices else "--simulate_devices"
+    cfg = None
+    if config is not None:
+        # The number of devices of a job of several processes is known when they have joined.
+        num_devices = asked_devices or args.simulate_devices if is_alone else None
+        if verb.ignores_mesh:
+            num_devices = None
+        cfg, config_faults = _parse(config, num_devices, device_flag)
+        faults += config_faults
+    if is_alone and faults:
         raise ConfigError(*faults)
     # Before jax is loaded, which takes seconds; the data's own reader checks the rest.
-    reads_data = getattr(module, "READS_DATA", False)
-    if alone and reads_data and (missing := checks.missing_data(config)):
+    if is_alone and verb.reads_data and (missing := checks.missing_data(cfg)):
         raise ConfigError(*missing)
+
     from meshtrain.cluster import distributed, runtime
 
     runtime.start(args)
-    if not alone:  # a fault of one process ends all, so that none waits for it
-        with distributed.raise_on_all_processes():
-            import jax
-
-            num_devices = None if fits_devices else named or jax.device_count()
-            if config is not None:
-                faults = [*faults, *_faults_of(config, num_devices, flag)]
+    if not is_alone:
+        with distributed.raise_on_all_processes():  # so that no process waits for one that ended
             if faults:
                 raise ConfigError(*faults)
-    return args, config
+            if cfg and not verb.ignores_mesh:
+                import jax
+
+                _, faults = _on_devices(cfg, asked_devices or jax.device_count(), device_flag)
+                if faults:
+                    raise ConfigError(*faults)
+    return args, cfg
 
 
-def _with_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Returns the flags and the settings of the run in --workdir, with all devices on the axis `fsdp`."""
+def _parse(config: Any, num_devices: int | None, flag: str) -> tuple[Config | None, list[str]]:
+    """Returns the typed config, and its faults; with `num_devices`, also those of a mesh that does not fit them.
+
+    `flag` is the one that sets the number of devices, for messages.
+    """
+    is_auto = checks.is_auto(config)
+    try:
+        cfg = parse(config, num_devices=None if is_auto else num_devices)
+    except ConfigError as error:
+        return None, _naming_flag(flag, error)
+    if is_auto and num_devices:
+        return _on_devices(cfg, num_devices, flag)
+    return cfg, []
+
+
+def _on_devices(cfg: Config, num_devices: int, flag: str) -> tuple[Config, list[str]]:
+    """Returns the config on this number of devices, and the faults if it does not fit them."""
+    if cfg.mesh.auto:
+        raw = cfg.to_dict()
+        return cfg, constraints.fixed_faults(raw, constraints.auto_sizes(raw), num_devices)
+    try:
+        return on_devices(cfg, num_devices), []
+    except ConfigError as error:
+        return cfg, _naming_flag(flag, error)
+
+
+def _naming_flag(flag: str, error: ConfigError) -> list[str]:
+    """Returns the faults with the flag that sets the number of devices of this verb."""
+    return [fault.replace("--simulate_devices=", f"{flag}=") for fault in error.faults]
+
+
+def _read_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Returns the flags and the config of the run in --workdir, with all devices on the axis `fsdp`."""
     flags.add_argument(
         "--workdir",
         type=Path,
@@ -193,16 +237,21 @@ def _with_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Confi
     runtime.start(args)
     import jax
 
-    options = dict(change=_use_all_devices, trust_code=args.trust_code, known=flags.known())
-    config, faults = load.read(str(file), overrides, **options)
+    config, faults = load.read(
+        str(file),
+        overrides,
+        change=_use_all_devices,
+        trust_code=args.trust_code,
+        known=flags.known(),
+    )
     with distributed.raise_on_all_processes():
         try:
-            settings = parse(config, num_devices=jax.device_count())
+            cfg = parse(config, num_devices=jax.device_count())
         except ConfigError as error:
             raise ConfigError(*faults, *error.faults) from error
         if faults:
             raise ConfigError(*faults)
-        return args, settings
+        return args, cfg
 
 
 def _add_common_flags(flags: argparse.ArgumentParser) -> None:
@@ -218,9 +267,8 @@ def _use_all_devices(config: Any) -> None:
     """Changes the mesh and the batch size to fit the devices of now, not of the training run."""
     import jax
 
-    with contextlib.suppress(
-        AttributeError, KeyError, TypeError
-    ):  # parse() reports what is not a section
+    # parse() reports what is not a section.
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
         config.mesh.update({**dict.fromkeys((*AXES, "slices"), 1), "fsdp": -1})
         # Round the batch up to a multiple of the number of devices.
         num_devices = jax.device_count()
@@ -228,23 +276,8 @@ def _use_all_devices(config: Any) -> None:
         config.train.update(global_batch=global_batch, num_microbatches=1)
 
 
-def _faults_of(config: Any, num_devices: int | None, flag: str) -> tuple[str, ...]:
-    """Returns the faults of a config; with `num_devices`, also checks that the mesh fits them.
-
-    `flag` sets the number of devices.
-    """
-    is_auto = checks.is_auto(config)
-    try:
-        parse(config, num_devices=None if is_auto else num_devices)
-    except ConfigError as error:
-        return tuple(fault.replace("--simulate_devices=", f"{flag}=") for fault in error.faults)
-    if is_auto and num_devices:
-        return tuple(constraints.fixed_faults(config, constraints.auto_sizes(config), num_devices))
-    return ()
-
-
 def _is_alone(args: argparse.Namespace) -> bool:
-    """Whether this process is the only one of the run: no other process waits for it."""
+    """Returns whether this process is the only one of the run: no other process waits for it."""
     given = (args.coordinator, args.num_processes, args.process_id)
     return environment.process_info(os.environ, given) is None
 

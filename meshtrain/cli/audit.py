@@ -24,6 +24,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError
 
 
@@ -76,3 +77,13 @@ def run(args: argparse.Namespace, config: Any) -> int:
         args.output.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
     print(*text.lines(found), sep="\n")
     return 0
+
+
+VERB = Verb(
+    summary="count the bytes that a step sends",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+    reads="config",
+    prepare=prepare,
+)

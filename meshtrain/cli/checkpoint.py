@@ -16,6 +16,7 @@ from pathlib import Path
 from meshtrain import storage
 from meshtrain.checkpoint import find, manifest
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
+from meshtrain.cli.verbs import Verb
 from meshtrain.config.schema import AXES
 from meshtrain.errors import ConfigError, minimum_faults
 
@@ -182,3 +183,11 @@ def _run(args: argparse.Namespace) -> int:
     lines, all_valid = listing(workdir / find.FOLDER)
     print(storage.readable("\n".join(lines or ["no checkpoint yet"])))
     return 0 if all_valid or args.verb == "ls" else 1
+
+
+VERB = Verb(
+    summary="list, verify, compare, remove checkpoints",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+)

@@ -12,6 +12,7 @@ it is complete.
 import argparse
 from pathlib import Path
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.cluster import environment
 
 
@@ -48,3 +49,11 @@ def run(args: argparse.Namespace) -> int:
     from meshtrain.huggingface import convert
 
     return convert.run(args)
+
+
+VERB = Verb(
+    summary="convert from and to Hugging Face folders",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+)

@@ -8,6 +8,7 @@ It uses the data of the run; change it with --config.data.KEY=VALUE.
 
 import argparse
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.config.schema import Config
 
 
@@ -34,3 +35,12 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     from meshtrain.inference import evaluate
 
     return evaluate.run(args, cfg)
+
+
+VERB = Verb(
+    summary="measure loss and bits per byte",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+    reads="run",
+)

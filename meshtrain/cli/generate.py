@@ -7,6 +7,7 @@ meshtrain generate --workdir=runs/smollm2-chat --chat --prompt="What is a prime 
 import argparse
 from pathlib import Path
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.config.schema import Config
 
 
@@ -75,3 +76,12 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     from meshtrain.inference import generate
 
     return generate.run(args, cfg)
+
+
+VERB = Verb(
+    summary="generate text with a model",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+    reads="run",
+)

@@ -17,9 +17,8 @@ config keys can be set, as for training.
 import argparse
 from typing import Any
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError, minimum_faults
-
-CONFIG_IS_OPTIONAL = True
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -77,3 +76,14 @@ def run(args: argparse.Namespace, config: Any) -> int:
     from meshtrain.tools import info
 
     return info.print_mesh(args, config) if args.mesh else info.print_report(args)
+
+
+VERB = Verb(
+    summary="print devices, test an all-reduce, or draw a mesh",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+    reads="config",
+    config_is_optional=True,
+    prepare=prepare,
+)

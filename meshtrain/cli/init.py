@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError
 
 CONFIG = """\
@@ -81,3 +82,11 @@ def run(args: argparse.Namespace) -> int:
     print(*(f"written {folder / name}" for name in texts), sep="\n")
     print(f"start with: bash {folder / 'train.sh'}")
     return 0
+
+
+VERB = Verb(
+    summary="write a folder with a config and a script to start from",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+)

@@ -11,6 +11,7 @@ newest valid checkpoint. The exit code is the run's; 18 if it hung too often.
 
 import argparse
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError
 from meshtrain.supervise import launch, ssh
 from meshtrain.supervise.launch import CLUSTER
@@ -79,3 +80,12 @@ def run(args: argparse.Namespace) -> int:
         if value != defaults[name]
     ]
     return ssh.launch(ssh.hosts_of(hosts), flags, arguments, address)
+
+
+VERB = Verb(
+    summary="start the processes of a run, and restart them",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+    forwards=True,
+)

@@ -16,9 +16,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError
-
-FITS_DEVICES = True  # the mesh of the config does not matter
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -126,3 +125,14 @@ def run(args: argparse.Namespace, config: Any) -> int:
         return 0
     print(*text.lines(plan, report, tokens=args.tokens, price=args.price), sep="\n")
     return 0
+
+
+VERB = Verb(
+    summary="rank layouts for devices",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+    reads="config",
+    ignores_mesh=True,
+    prepare=prepare,
+)

@@ -17,6 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.data import tokenizer
 from meshtrain.data.prepare import folder, inputs, shards, tokenize, validate
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, minimum_faults
@@ -134,3 +135,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+VERB = Verb(
+    summary="tokenize text, JSON lines or Parquet",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+)

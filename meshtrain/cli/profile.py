@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError, minimum_faults
 
 
@@ -59,3 +60,12 @@ def _steps(value: str) -> range:
     if not steps or steps.start < 1:
         raise ConfigError(f"--steps={value}: use N or FIRST..LAST, 1 or later (step 0 warms up)")
     return steps
+
+
+VERB = Verb(
+    summary="show where a step's time goes",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+    reads="config",
+)

@@ -14,6 +14,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError
 
 DEFAULT_PORT = 8420
@@ -79,3 +80,11 @@ def _write(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             new.unlink()
         raise ConfigError(f"--output={path}: {error.strerror}; use another file") from error
+
+
+VERB = Verb(
+    summary="show runs in one HTML page",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+)

@@ -10,6 +10,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError, did_you_mean, minimum_faults, nearest_multiples
 from meshtrain.schedules import SCHEDULES, Table
 from meshtrain.tools import schedule_drawing
@@ -84,3 +85,11 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(
             f"--output={path}: {error.strerror}; use a file that can be written"
         ) from error
+
+
+VERB = Verb(
+    summary="print and draw a pipeline schedule",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+)

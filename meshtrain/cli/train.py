@@ -12,9 +12,8 @@ import argparse
 import sys
 from typing import Any
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, ConfigError
-
-READS_DATA = True
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -54,3 +53,14 @@ def run(args: argparse.Namespace, config: Any) -> int:
         print(error, file=sys.stderr)
         return EXIT_NOT_FINITE if isinstance(error, FloatingPointError) else EXIT_FAILED
     return EXIT_PREEMPTED if result.interrupted else 0
+
+
+VERB = Verb(
+    summary="train a model, or resume a run",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+    reads="config",
+    reads_data=True,
+    prepare=prepare,
+)

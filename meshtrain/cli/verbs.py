@@ -1,45 +1,54 @@
-"""The verbs. This folder has the flags and help of those whose work needs jax, which takes seconds to load."""
+"""The verbs of the command `meshtrain`: each is one module of this folder, which ends with its `VERB`."""
 
-from typing import NamedTuple
+import argparse
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# In the order in which `meshtrain help` lists them.
+NAMES = (
+    "train",
+    "launch",
+    "init",
+    "info",
+    "prepare",
+    "convert",
+    "generate",
+    "evaluate",
+    "verify",
+    "plan",
+    "audit",
+    "profile",
+    "report",
+    "schedule",
+    "checkpoint",
+)
 
 
-class Verb(NamedTuple):
-    """The module of a verb, what it does, and what it reads.
+@dataclass(frozen=True)
+class Verb:
+    """One verb of the command.
 
-    The module defines `add_flags(parser)` and `run(args)`, or `run(args, config)` if the verb reads a
-    config or a run; `run` returns the exit code. `--help` prints the module's docstring, so the module
-    loads jax only in `run`. A verb that reads a config may define `prepare(args, config)`, called before
-    the config is checked and jax is started, and `FITS_DEVICES = True` if it sets the mesh and the batch
-    itself, so that those of the config need not fit the devices. With `CONFIG_IS_OPTIONAL = True` it may be called
-    without a config, which is then None.
+    `run` returns the exit code. It gets the flags, and the `Config` of a verb that reads a config or a run. Its module
+    imports jax only there, since jax takes seconds to load.
     """
 
-    module: str
     summary: str
-    reads: str = "flags"  # "config": --config=FILE; "run": --workdir=DIR of a run
-    forwards: bool = False  # passes on the arguments after --
+    help: str  # what --help prints
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[..., int]
+    # "config": --config=FILE with its overrides; "run": --workdir=DIR of a run
+    reads: Literal["flags", "config", "run"] = "flags"
+    config_is_optional: bool = False  # without --config the verb gets None
+    # The verb sets the mesh and the batch itself, so that those of the config need not fit the devices.
+    ignores_mesh: bool = False
+    reads_data: bool = False  # the data must exist before jax is loaded
+    # Checks the flags and changes the config, a ConfigDict, before it is checked and jax is loaded.
+    prepare: Callable[[argparse.Namespace, Any], None] | None = None
+    forwards: bool = False  # accepts the arguments of another verb after --
 
 
-VERBS = {
-    "train": Verb("meshtrain.cli.train", "train a model, or resume a run", "config"),
-    "launch": Verb(
-        "meshtrain.cli.launch",
-        "start the processes of a run, and restart them",
-        forwards=True,
-    ),
-    "init": Verb("meshtrain.cli.init", "write a folder with a config and a script to start from"),
-    "info": Verb(
-        "meshtrain.cli.info", "print devices, test an all-reduce, or draw a mesh", "config"
-    ),
-    "prepare": Verb("meshtrain.cli.prepare", "tokenize text, JSON lines or Parquet"),
-    "convert": Verb("meshtrain.cli.convert", "convert from and to Hugging Face folders"),
-    "generate": Verb("meshtrain.cli.generate", "generate text with a model", "run"),
-    "evaluate": Verb("meshtrain.cli.evaluate", "measure loss and bits per byte", "run"),
-    "verify": Verb("meshtrain.cli.verify", "compare layouts with one device", "config"),
-    "plan": Verb("meshtrain.cli.plan", "rank layouts for devices", "config"),
-    "audit": Verb("meshtrain.cli.audit", "count the bytes that a step sends", "config"),
-    "profile": Verb("meshtrain.cli.profile", "show where a step's time goes", "config"),
-    "report": Verb("meshtrain.cli.report", "show runs in one HTML page"),
-    "schedule": Verb("meshtrain.cli.schedule", "print and draw a pipeline schedule"),
-    "checkpoint": Verb("meshtrain.cli.checkpoint", "list, verify, compare, remove checkpoints"),
-}
+def load(name: str) -> Verb:
+    """Returns the verb of this name, which must be in NAMES."""
+    return importlib.import_module(f"meshtrain.cli.{name}").VERB

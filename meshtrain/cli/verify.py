@@ -22,13 +22,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from meshtrain.cli.verbs import Verb
 from meshtrain.cluster import limits
 from meshtrain.errors import ConfigError
 from meshtrain.tools.verify import GC_THRESHOLDS, OPTIONAL, QUICK_LAYOUTS
 
 EXIT_DIFFERS = 1
-
-FITS_DEVICES = True  # the mesh and the batch of the config need not fit the devices
 
 MAX_JOBS = 4
 
@@ -129,3 +128,14 @@ def num_jobs(args: argparse.Namespace) -> int:
         return 1
     by_memory = int(limits.available_memory() / BYTES_PER_JOB)
     return args.jobs or max(1, min(MAX_JOBS, os.cpu_count() or 1, by_memory))
+
+
+VERB = Verb(
+    summary="compare layouts with one device",
+    help=__doc__,
+    add_flags=add_flags,
+    run=run,
+    reads="config",
+    ignores_mesh=True,
+    prepare=prepare,
+)

@@ -16,7 +16,7 @@ from meshtrain.errors import ConfigError
 KINDS = {"model": "Model", "data": "Source", "optim": "GradientTransformation"}
 
 
-class Parts(NamedTuple):
+class RunParts(NamedTuple):
     """What a run consists of besides its settings."""
 
     model: Any  # models.base.Model
@@ -25,7 +25,7 @@ class Parts(NamedTuple):
     heldout_data: Any = None  # a Source; None if eval.batches is 0 or the caller passed data
 
 
-def build(cfg: Config, *, model: Any = None, data: Any = None) -> Parts:
+def build(cfg: Config, *, model: Any = None, data: Any = None) -> RunParts:
     """Builds all parts, or raises ConfigError with every fault; `model` and `data` replace what is configured."""
     faults = checks.position_faults(cfg) if model is None and data is None else []
 
@@ -44,7 +44,7 @@ def build(cfg: Config, *, model: Any = None, data: Any = None) -> Parts:
         heldout = cfg.eval.batches and data and attempt(build_data, cfg.data, "heldout")
     if faults:
         raise ConfigError(*faults)
-    return Parts(model, make_optimizer, data, heldout or None)
+    return RunParts(model, make_optimizer, data, heldout or None)
 
 
 def with_steps(cfg: Config, data: Any) -> Config:

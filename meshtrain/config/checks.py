@@ -88,13 +88,14 @@ def check_place(workdir: str | Path | None, cfg: Config, faults: list[str]) -> N
         raise ConfigError(*found)
 
 
-def missing_data(config: Mapping[str, Any]) -> list[str]:
+def missing_data(cfg: Config) -> list[str]:
     """Returns a fault if the package's own readers would find nothing at `data.path`; others have paths of any kind."""
-    data = config["data"]
-    path = data.get("path")
-    is_own = str(data.get("build")).startswith("meshtrain.data.") and isinstance(path, str) and path
+    path = cfg.data.options.get("path")
+    is_path = isinstance(path, str) and path
+    if not is_path or not cfg.data.build.startswith("meshtrain.data."):
+        return []
     # A path may also be the prefix of a pair of files.
-    if not is_own or data.get("mixture") or os.path.exists(path) or os.path.exists(f"{path}.idx"):
+    if cfg.data.options.get("mixture") or os.path.exists(path) or os.path.exists(f"{path}.idx"):
         return []
     return [f"data.path={path}: no such file or folder; give a file or a folder of data"]
 

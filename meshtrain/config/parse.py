@@ -16,12 +16,14 @@ from meshtrain.config.schema import SECTIONS, AdapterConfig, BuildConfig, Config
 from meshtrain.errors import ConfigError, did_you_mean
 
 
-def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
-    """Returns the settings, or raises ConfigError with every fault found.
+def parse(config: Mapping | Config, *, num_devices: int | None = None) -> Config:
+    """Returns the typed config, or raises ConfigError with every fault found.
 
-    `config` is a ConfigDict or a dict of sections. With `num_devices`, a -1 in the mesh is resolved, and
+    `config` is a ConfigDict or a dict of sections; a Config is returned on its devices. With `num_devices`, a -1 in the mesh is resolved, and
     the mesh must use all devices. Without it, a -1 stays.
     """
+    if isinstance(config, Config):
+        return on_devices(config, num_devices) if num_devices else config
     raw = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     reader = _Reader(raw)
     settings = {
@@ -44,25 +46,39 @@ def parse(config: Mapping, *, num_devices: int | None = None) -> Config:
         "hardware": reader.section("hardware", schema.HardwareConfig),
     }
     reader.faults += checks.rule_faults(raw["rules"])
-    if mesh := settings["mesh"]:
-        settings["mesh"] = reader.attempt(mesh.resolve, num_devices) if num_devices else mesh
-        if train := _with_batch(settings["train"], settings["mesh"] or mesh):
-            settings["train"] = train
-            reader.faults += checks.train_faults(settings["mesh"] or mesh, train)
-        if data := settings["data"]:
-            reader.faults += checks.sequence_faults(
-                data.options, (settings["mesh"] or mesh).context
-            )
+    mesh, train, data = settings["mesh"], settings["train"], settings["data"]
+    if mesh and num_devices:
+        settings["mesh"] = reader.attempt(mesh.resolve, num_devices)
+        mesh = settings["mesh"] or mesh  # the other checks go on with the sizes that are known
+    if mesh and train:
+        settings["train"] = train = _with_batch(train, mesh)
+        reader.faults += checks.train_faults(mesh, train)
+    if mesh and data:
+        reader.faults += checks.sequence_faults(data.options, mesh.context)
     if reader.faults:
         raise ConfigError(*reader.faults)
     settings["rules"] = tuple(tuple(rule) for rule in settings["rules"])
     return Config(**settings)
 
 
-def _with_batch(train: schema.TrainConfig | None, mesh: schema.MeshConfig) -> Any:
+def on_devices(cfg: Config, num_devices: int) -> Config:
+    """Returns the config with its mesh on all of `num_devices`: a -1 is resolved, and so is the global batch.
+
+    A mesh that is resolved already must have this number of devices. Raises ConfigError with every fault.
+    """
+    mesh = cfg.mesh.resolve(num_devices)
+    train = _with_batch(cfg.train, mesh)
+    faults = checks.train_faults(mesh, train)
+    faults += checks.sequence_faults(cfg.data.options, mesh.context)
+    if faults:
+        raise ConfigError(*faults)
+    return dataclasses.replace(cfg, mesh=mesh, train=train)
+
+
+def _with_batch(train: schema.TrainConfig, mesh: schema.MeshConfig) -> schema.TrainConfig:
     """Returns the section with the global batch of `train.batch_per_device`, if the sizes of the mesh are known."""
     sizes = [getattr(mesh, axis) for axis in checks.BATCH_AXES]
-    if not train or not train.batch_per_device or min(sizes) < 1:
+    if not train.batch_per_device or min(sizes) < 1:
         return train
     global_batch = train.batch_per_device * math.prod(sizes)
     return dataclasses.replace(train, global_batch=global_batch, batch_per_device=0)

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from meshtrain.config import paths
@@ -388,6 +389,20 @@ class Config:
     health: HealthConfig
     monitor: MonitorConfig
     hardware: HardwareConfig
+    layout_reasons: tuple[str, ...] = ()  # why mesh.auto chose this layout; a run logs them
+
+    def with_keys(self, values: Mapping[str, Any]) -> "Config":
+        """Returns a copy with other values of keys such as "mesh.data"."""
+        sections: dict[str, Any] = {}
+        for key, value in values.items():
+            name, _, key_in_section = key.partition(".")
+            section = sections.get(name, getattr(self, name))
+            if isinstance(section, BuildConfig):
+                options = MappingProxyType({**section.options, key_in_section: value})
+                sections[name] = replace(section, options=options)
+            else:
+                sections[name] = replace(section, **{key_in_section: value})
+        return replace(self, **sections)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the sections as a config file has them: mesh sizes resolved, paths absolute."""
@@ -406,4 +421,7 @@ class Config:
         return raw
 
 
-SECTIONS = tuple(field.name for field in fields(Config) if field.name != "optimizer")
+# The sections of a config file. `optim` is two fields of Config.
+SECTIONS = tuple(
+    field.name for field in fields(Config) if field.name not in ("optimizer", "layout_reasons")
+)

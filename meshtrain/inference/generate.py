@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from meshtrain.checkpoint import arrays, find, resume, run_tokenizer
-from meshtrain.config.build import Parts, build_model, optimizer_builder
+from meshtrain.config.build import RunParts, build_model, optimizer_builder
 from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.tokenizer import Tokenizer
@@ -211,7 +211,7 @@ def restore_params(cfg: Config, path: Path, *, tokenizer: str = "") -> tuple[Pro
     the model computes.
     """
     model = build_model(cfg)
-    program = assemble(cfg, Parts(model, optimizer_builder(cfg, model)))
+    program = assemble(cfg, RunParts(model, optimizer_builder(cfg, model)))
     directory, found = find.find_valid(path, log=partial(print, file=sys.stderr))
     if not found.identity.get("tokenizer"):  # of a run of an older version
         digest = run_tokenizer.digest(find.workdir_of(path), found.config)

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from meshtrain import state as states
-from meshtrain.config.build import Parts, build_model, optimizer_builder
+from meshtrain.config.build import RunParts, build_model, optimizer_builder
 from meshtrain.config.schema import AXES, Config
 from meshtrain.hardware import Device
 from meshtrain.models.base import trained_part
 from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import Network, network_of
-from meshtrain.program import Program
+from meshtrain.program import abstract_state
 
 MAX_ROWS = 16  # of devices; the rest is counted
 
@@ -156,9 +156,10 @@ def _placement_lines(cfg: Config, sizes: dict[str, int]) -> Iterator[str]:
     """Yields the axes that shard each kind of parameter, and the bytes of the state on a device."""
     model = build_model(cfg)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    parts = Parts(model, optimizer_builder(cfg, model))
+    parts = RunParts(model, optimizer_builder(cfg, model))
     with jax.sharding.use_abstract_mesh(mesh), sharding.use_rules(cfg.rules):
-        _, _, _, state, of_gradients = Program.plan(cfg, parts, mesh)
+        abstract = abstract_state(cfg, parts, mesh)
+    state, of_gradients = abstract.state, abstract.grad_shardings
     rows = [("dims", "sharded over", "on each", "MB", "parameters")]
     yield from _table([*rows, *_kinds(state.params, model.axes), _batch_row(cfg, sizes)])
     yield ""

@@ -202,8 +202,8 @@ def test_a_step_in_a_pattern_equals_one_device(x64, pattern):
     c.train.num_microbatches, c.sync.pattern = 2, pattern
     c.train.zero_stage = 1 if pattern == "hierarchical" else 3
     run = Run(c, "float64", **LAYOUTS[pattern])
-    assert run.program.how.levels == grad_sync.levels_of(
-        pattern, run.program.how.num_shards, LAYOUTS[pattern].get("slices", 1)
+    assert run.program.sync.levels == grad_sync.levels_of(
+        pattern, run.program.sync.num_shards, LAYOUTS[pattern].get("slices", 1)
     )
     found = run.one_step()
     assert_same(found[:1], one_device()[:1], rtol=1e-10)
@@ -212,7 +212,7 @@ def test_a_step_in_a_pattern_equals_one_device(x64, pattern):
 
 def test_by_default_xla_sums_and_nothing_is_held(tiny):
     run = Run(tiny, data=8)
-    assert run.program.how is None and run.program.abstract_state.residual is None
+    assert run.program.sync is None and run.program.abstract_state.residual is None
 
 
 def int4(c, **changes):
@@ -254,7 +254,7 @@ def test_a_residual_is_kept_per_unit_of_weight_and_loss_scale():
 
 
 def test_measured_parameters_and_those_named_are_exact(tiny):
-    how = Run(int4(tiny, exact=("scale", "bias", "tokens")), data=8).program.how
+    how = Run(int4(tiny, exact=("scale", "bias", "tokens")), data=8).program.sync
     compressed = {name for name in how.start_residual(Run(tiny).program.abstract_state.params)}
     assert not any("scale" in name or "tokens" in name for name in compressed)
     assert "layers.mlp.up.kernel" in compressed

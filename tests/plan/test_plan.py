@@ -17,12 +17,12 @@ from benchmarks import plan as replay
 from meshtrain import hardware
 from meshtrain import state as states
 from meshtrain.cli import app
-from meshtrain.config.build import Parts, build_model, optimizer_builder
+from meshtrain.config.build import RunParts, build_model, optimizer_builder
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import SyncConfig
 from meshtrain.configs import deepseek_v2_lite, gemma2, gpt2, llama3, mixtral, quickstart
 from meshtrain.errors import ConfigError
-from meshtrain.program import Program
+from meshtrain.program import abstract_state
 from meshtrain.tools.plan import compiled, constraints, memory, search, text, work
 from meshtrain.tools.plan import machine as machines
 from meshtrain.tools.plan.cost import levels_of, step_cost
@@ -206,10 +206,11 @@ def test_the_state_is_that_of_the_program(config, layout):
     c.train.global_batch = 64
     cfg = parse(c, num_devices=8)
     model = build_model(cfg)
-    parts = Parts(model, optimizer_builder(cfg, model))
+    parts = RunParts(model, optimizer_builder(cfg, model))
     names, numbers = zip(*layout.sizes().items(), strict=True)
     mesh = jax.sharding.AbstractMesh(numbers, names)
-    *_, state, grads = Program.plan(cfg, parts, mesh)
+    abstract = abstract_state(cfg, parts, mesh)
+    state, grads = abstract.state, abstract.grad_shardings
     found = PlanInput(c).stored.bytes(layout)
     gradients = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), state.params, grads)
     expected = [

@@ -13,7 +13,6 @@ import numpy as np
 from meshtrain import hardware
 from meshtrain import state as states
 from meshtrain.config.build import build
-from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
 from meshtrain.data import synthetic
 from meshtrain.data.loader import from_iterable
@@ -151,7 +150,7 @@ class Audit:
 
 
 def audit(
-    config: Mapping[str, Any],
+    config: Config | Mapping[str, Any],
     *,
     model: Model | None = None,
     data: Source | Iterable[Any] | None = None,
@@ -162,8 +161,7 @@ def audit(
     `devices` (default: all) may come from a topology (`jax.experimental.topologies`).
     """
     devices = devices or jax.devices()
-    config, _ = auto.resolve(config, devices=devices, model=model)
-    with_files = cfg = parse(config, num_devices=len(devices))
+    with_files = cfg = auto.resolve(config, devices=devices, model=model)
     if data is None:  # the step needs only shapes
         cfg = _without_files(cfg)
     parts = build(cfg, model=model, data=data)
@@ -176,7 +174,7 @@ def audit(
         placement = placement_of(*run)
         attention = sharded_attention(cfg, parts.model, batch, placement)
         experts = sharded_experts(cfg, batch, placement)
-        known = {"attention": attention, "experts": experts, "sync": program.how}
+        known = {"attention": attention, "experts": experts, "sync": program.sync}
         placement = dataclasses.replace(placement, **known)
         before_compiling = [one.text for one in layout_warnings(*run)]
     device, state = program.mesh.devices.flat[0], program.abstract_state

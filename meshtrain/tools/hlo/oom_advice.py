@@ -11,12 +11,13 @@ import numpy as np
 
 from meshtrain import grads
 from meshtrain import state as states
-from meshtrain.config.build import Parts
+from meshtrain.config.build import RunParts
 from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import OutOfMemory, memory_fault
 from meshtrain.models import blocks, trees
 from meshtrain.ops.losses import MIB
 from meshtrain.parallel import sharding
+from meshtrain.program import Program, abstract_state
 from meshtrain.schedules import SCHEDULES
 from meshtrain.tools.hlo import activations
 from meshtrain.tools.hlo.memory import Memory, describe_memory, gigabytes, memory_of
@@ -38,8 +39,8 @@ class MemoryAdvice:
     """What the ways out of a run depend on."""
 
     cfg: Config
-    parts: Parts
-    program: Any  # program.Program
+    parts: RunParts
+    program: Program
     batch: Any  # shapes
     memory: Memory | None = None  # of the compiled step, once it is known
     traces: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes kept, by train.remat
@@ -127,7 +128,8 @@ class MemoryAdvice:
         types = (jax.sharding.AxisType.Auto,) * len(AXES)
         mesh = jax.sharding.AbstractMesh(sizes, AXES, axis_types=types)
         with jax.sharding.use_abstract_mesh(self.program.mesh.abstract_mesh):
-            *_, state, grad_shardings = self.program.plan(cfg, self.parts, mesh)
+            abstract = abstract_state(cfg, self.parts, mesh)
+        state, grad_shardings = abstract.state, abstract.grad_shardings
         gradients = jax.tree.map(
             lambda leaf, one: leaf.update(sharding=one),
             trees.intersect(state.params, grad_shardings),

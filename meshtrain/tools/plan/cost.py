@@ -11,7 +11,7 @@ from meshtrain.tools.plan.layout import Layout
 from meshtrain.tools.plan.machine import LAUNCH, Machine
 from meshtrain.tools.plan.sizes import BYTES, ModelWork
 
-# Parts of a step's cost that each axis causes.
+# RunParts of a step's cost that each axis causes.
 COST_OF_AXIS = {
     "pipeline": ("bubble", "sends"),
     "data": ("gradients",),
@@ -36,7 +36,7 @@ class OverlapModel:
     fused_attention: bool = True
     # Time of attention of a part of a sequence, for which there is no fused kernel; 1: as fast as fused.
     context_attention: float = 2.0
-    # Parts of communication that computation hides: over `tensor`, between stages; part of a backward pass that
+    # RunParts of communication that computation hides: over `tensor`, between stages; part of a backward pass that
     # hides the sum of gradients, and of a layer that hides the collectives over `fsdp`.
     tensor_hidden: float = 0.0
     sends_hidden: float = 0.7

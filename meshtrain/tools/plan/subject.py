@@ -26,8 +26,8 @@ class PlanInput:
     """A config without its mesh. Nothing is compiled, and no file is read."""
 
     def __init__(self, config: Mapping[str, Any], *, model: Model | None = None):
-        self.raw = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        self.cfg = cfg = parse(self.raw)
+        self.cfg = cfg = parse(config)
+        self.raw = cfg.to_dict()
         if cfg.train.batch_per_device:
             raise ConfigError(
                 f"train.batch_per_device={cfg.train.batch_per_device}: the planner compares layouts of one batch; set "

@@ -14,7 +14,7 @@ import jax
 
 from meshtrain.cluster import distributed
 from meshtrain.config.build import build
-from meshtrain.config.parse import parse
+from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
@@ -69,7 +69,7 @@ class Profile:
 
 
 def profile(
-    config: Mapping[str, Any],
+    config: Config | Mapping[str, Any],
     *,
     steps: range,
     output: Path,
@@ -82,8 +82,7 @@ def profile(
     process's devices.
     """
     with distributed.raise_on_all_processes():
-        config, _ = auto.resolve(config, model=model)
-        cfg = parse(config, num_devices=jax.device_count())
+        cfg = auto.resolve(config, model=model)
         parts = build(cfg, model=model, data=data)
         program = assemble(cfg, parts)
         folder = _trace_folder(output)

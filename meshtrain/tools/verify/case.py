@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshtrain.config.build import Parts, build, build_model
+from meshtrain.config.build import RunParts, build, build_model
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, MeshConfig
 from meshtrain.data import synthetic
@@ -89,7 +89,7 @@ class VerifyCase:
         """The TrainState before the first step; its optimizer state also holds the gradients."""
         program = assemble(
             dataclasses.replace(self.cfg, mesh=MeshConfig()),
-            Parts(self.model, lambda _: keep_gradients(self.optimizer)),
+            RunParts(self.model, lambda _: keep_gradients(self.optimizer)),
             devices=jax.devices()[:1],
         )
         with program.active():

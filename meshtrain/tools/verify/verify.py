@@ -10,7 +10,7 @@ import jax
 
 from meshtrain import console
 from meshtrain import state as states
-from meshtrain.config.build import Parts, build_model, optimizer_builder
+from meshtrain.config.build import RunParts, build_model, optimizer_builder
 from meshtrain.config.checks import BATCH_AXES
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
@@ -149,7 +149,7 @@ def program_of(subject: VerifyCase, row: Row) -> Program:
     model = subject.model if raw["model"] == subject.raw["model"] else build_model(cfg)
     make_optimizer = optimizer_builder(cfg, model)
     model = dataclasses.replace(model, row_keys=bool(row.get("dropout")))
-    parts = Parts(model, lambda schedule: keep_gradients(make_optimizer(schedule)))
+    parts = RunParts(model, lambda schedule: keep_gradients(make_optimizer(schedule)))
     return assemble(cfg, parts)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshtrain.config.build import Parts
+from meshtrain.config.build import RunParts
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
 from meshtrain.metrics import weighted
@@ -29,7 +29,7 @@ def repeated(raw: Mapping[str, Any]) -> str | None:
     raw["train"].update(num_microbatches=NUM_MICROBATCHES)
     raw["optim"].update(clip_norm=np.inf)
     cfg = parse(raw, num_devices=num_devices)
-    program = assemble(cfg, Parts(_probe(), lambda _: optax.sgd(cfg.train.global_batch)))
+    program = assemble(cfg, RunParts(_probe(), lambda _: optax.sgd(cfg.train.global_batch)))
     batch = {"x": np.ones(cfg.train.global_batch)}
     with program.active():
         state = program.start(cfg.train.seed)

@@ -1,0 +1,209 @@
+"""Everything that a run has open. `open_run` opens it from top to bottom; `train.py` is the loop that uses it."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshtrain import storage
+from meshtrain.checkpoint import find, initial, lock, run_tokenizer
+from meshtrain.checkpoint.saver import Saver
+from meshtrain.cluster import distributed, progress
+from meshtrain.config import checks
+from meshtrain.config.build import build, with_steps
+from meshtrain.config.schema import Config
+from meshtrain.data.loader import Loader, open_loader
+from meshtrain.data.source import Source
+from meshtrain.models.base import Model
+from meshtrain.monitor import health, heldout, sinks, summary
+from meshtrain.monitor.divergence import LossMonitor
+from meshtrain.monitor.writer import Units, Writer, units_of
+from meshtrain.program import Program, assemble
+from meshtrain.state import TrainState
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run has open."""
+
+    cfg: Config
+    program: Program
+    data: Any  # a Source, or the caller's iterable
+    heldout_loss: Callable[[TrainState], float | None]
+    workdir: Path | None
+    writer: Writer
+    saver: Saver | None  # None without a workdir
+    loss_monitor: LossMonitor
+    replica_check: health.ReplicaCheck
+    loader: Loader
+    units: Units
+    memory_advice: Any  # tools.hlo.oom_advice.MemoryAdvice
+    stop: threading.Event  # set by a signal
+    clock: progress.Clock
+    first_step: int  # 0, or that of the checkpoint from which the run resumes
+
+    def stop_requested(self) -> bool:
+        """Returns whether any process was asked to stop: on process 0, which decides for all; on others False."""
+        return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.stop_requested)
+
+    def manifest_fields(self, eval_loss: float | None) -> dict[str, Any]:
+        """Returns what the manifest of a checkpoint records besides the state."""
+        metrics = dict(self.writer.newest)
+        if eval_loss is not None:
+            metrics["eval_loss"] = eval_loss
+        return {
+            "position": self.loader.position,
+            "metrics": metrics,
+            "watch": self.loss_monitor.statistics,
+        }
+
+
+def open_run(
+    cfg: Config,
+    *,
+    stack: contextlib.ExitStack,
+    stop: threading.Event,
+    clock: progress.Clock,
+    workdir: str | Path | None = None,
+    model: Model | None = None,
+    data: Source | Iterable[Any] | None = None,
+    eval_data: Source | Iterable[Any] | None = None,
+    from_scratch: bool = False,
+    on_metrics: Callable[[dict[str, Any]], None] | None = None,
+) -> tuple[Run, TrainState]:
+    """Returns the open run and its first state, restored or initialised.
+
+    `cfg` has its mesh on the devices of the job. `stack` closes what is opened, in reverse order; mesh and rules are
+    active until then. `stop` is set by a signal; `clock` records the phases. For the other arguments see `train`.
+    """
+    # ---- check and build, on all processes or on none: nothing is computed, no file is touched ----
+    with distributed.raise_on_all_processes():
+        checks.check_place(workdir, cfg, sinks.sink_faults(cfg, workdir))
+        parts = build(cfg, model=model, data=data)
+        cfg = with_steps(cfg, parts.train_data)
+        program = assemble(cfg, parts)
+    distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
+    data = parts.train_data
+    if eval_data is None:
+        eval_data = parts.heldout_data
+    else:
+        eval_data = heldout.fixed_batches(eval_data, cfg)
+    stack.enter_context(program.active())
+    heldout_loss = heldout.heldout_loss(program.eval_step, eval_data, cfg, program.mesh)
+
+    # ---- the workdir, which this run alone may write, and the files of metrics in it ----
+    folder = storage.local(workdir, distributed.process_id()) if workdir else None
+    if folder:
+        stack.enter_context(lock.held(folder))
+    is_leader = distributed.process_id() == 0
+    writer = stack.enter_context(contextlib.closing(Writer(folder, leader=is_leader)))
+    with distributed.raise_on_all_processes():
+        writer.open(sinks.open_sinks(cfg, folder, on_metrics) if is_leader else [])
+
+    # ---- the newest valid checkpoint: each device reads its own shards ----
+    clock.enter("restore")
+    identity = getattr(data, "identity", {})
+    saver = saved = state = None
+    if folder:
+        saver = Saver(
+            folder / find.FOLDER,
+            cfg.checkpoint,
+            config=cfg.to_dict(),
+            mesh=asdict(cfg.mesh),
+            identity=identity,
+            event=writer.event,
+            log=writer.log,
+            sync=writer.sync,
+        )
+        stack.enter_context(contextlib.closing(saver))
+        saver.prepare(program.abstract_state)
+        saved, state = saver.restore(program.abstract_state, from_scratch=from_scratch)
+    first_step = saved.step if saved else 0
+    position = saved.position if saved else 0
+    # Where the parameters of a new run come from is checked now, before anything is compiled.
+    initial_params = None
+    if not saved:
+        initial_params = initial.find_source(cfg.checkpoint, identity, log=writer.log)
+    loss_monitor = LossMonitor(
+        cfg.divergence,
+        saved.watch if saved else {},
+        event=writer.event,
+        log=writer.log,
+    )
+    replica_check = health.ReplicaCheck(
+        cfg.health,
+        program.mesh,
+        clock.page,
+        event=writer.event,
+        log=writer.log,
+    )
+
+    # ---- the data, from the sample after the checkpoint's last one ----
+    loader = stack.enter_context(open_loader(data, cfg, program.mesh, position))
+    first_batch = loader.peek()
+    units = units_of(first_batch, parts.model)
+    # Loaded here, since it reads compiled programs and plans: no other part of a run needs these.
+    from meshtrain.tools.hlo.oom_advice import MemoryAdvice
+
+    batch_shapes = jax.eval_shape(lambda batch: batch, first_batch)
+    memory_advice = MemoryAdvice(cfg, parts, program, batch_shapes)
+    stack.enter_context(memory_advice.when_out_of_memory())
+
+    # ---- log what the run is about to do ----
+    for line in cfg.layout_reasons:
+        writer.log(f"mesh.auto   {line}")
+    abstract_state = program.abstract_state
+    for line in summary.start_lines(cfg, parts.model, abstract_state, units, data, program.sync):
+        writer.log(line)
+    layout_warnings = summary.layout_warnings(
+        cfg, parts.model, program.mesh, abstract_state.params, first_batch
+    )
+    for warning in (*layout_warnings, *summary.setting_warnings(cfg, data)):
+        writer.log(f"warning     {warning.text}")
+        writer.event("warning", **warning.fields, text=warning.text)
+
+    # ---- the first state ----
+    if saved:
+        writer.event("restore", step=first_step, position=position, mesh=saved.mesh)
+        writer.log(f"restored step {first_step} from {folder}")
+    else:
+        state = program.start(cfg.train.seed)
+        if initial_params:
+            directory, manifest = initial_params
+            params = initial.load_params(
+                state.params,
+                directory,
+                manifest,
+                cfg.checkpoint.init_only,
+                event=writer.event,
+                log=writer.log,
+            )
+            state = state._replace(params=params)
+    if folder and is_leader:
+        run_tokenizer.copy_tokenizer(folder, cfg.to_dict(), identity.get("tokenizer", ""))
+    # A workdir with a config.json is a run; from here on it is kept even if the run fails.
+    writer.config(cfg.to_dict())
+    writer.event("start", step=first_step, jax=jax.__version__, mesh=asdict(cfg.mesh))
+
+    run = Run(
+        cfg=cfg,
+        program=program,
+        data=data,
+        heldout_loss=heldout_loss,
+        workdir=folder,
+        writer=writer,
+        saver=saver,
+        loss_monitor=loss_monitor,
+        replica_check=replica_check,
+        loader=loader,
+        units=units,
+        memory_advice=memory_advice,
+        stop=stop,
+        clock=clock,
+        first_step=first_step,
+    )
+    return run, state
