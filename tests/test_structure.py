@@ -13,14 +13,14 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import free_port
 
 from meshtrain.config.build import resolve
 from meshtrain.config.schema import AXES
 from meshtrain.configs import default
 from meshtrain.parallel import sharding
+from tests.lib.paths import ROOT
+from tests.lib.processes import free_port
 
-ROOT = Path(__file__).resolve().parent.parent
 # A folder or root module imports only names before its own: on a line above, or to its left.
 LAYERS = """
 errors storage
@@ -97,6 +97,26 @@ def test_a_folder_imports_only_from_lower_layers(file):
             continue
         layer, imported_layer = layer_of(module), layer_of(other)
         assert LAYERS.index(imported_layer) <= LAYERS.index(layer), f"{file} imports {imported}"
+
+
+def test_the_layers_in_the_readme_are_the_tested_ones():
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    block = next(block for block in blocks if block.startswith("commands "))
+    lines = [re.split(r"\s{2,}", line)[0].split() for line in reversed(block.splitlines())]
+    assert [name for line in lines for name in line] == LAYERS
+
+
+def test_no_test_file_imports_another_one():
+    """What several share is in tests/lib; programs in strings, for other processes, count too."""
+    test_file = re.compile(
+        r"^\s*(?:from|import)\s+(?:[\w.]+\.)?(?:test_\w+|conftest)\b", re.MULTILINE
+    )
+    found = {
+        path.relative_to(ROOT).as_posix(): lines
+        for path in (ROOT / "tests").rglob("*.py")
+        if (lines := test_file.findall(path.read_text()))
+    }
+    assert found == {}
 
 
 def test_no_two_test_files_have_the_same_name():

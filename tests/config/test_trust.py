@@ -6,12 +6,13 @@ import sys
 
 import optax
 import pytest
-from conftest import ROOT, tiny_config
 
 from meshtrain.cli import app
 from meshtrain.config import build, load
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
+from tests.lib.configs import tiny_config
+from tests.lib.paths import ROOT
 
 HOSTILE = {
     "model": {"build": "os:system", "command": "touch PWNED"},

@@ -3,14 +3,13 @@
 import functools
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import tiny_config
 from flax import nnx
-from test_parity import Run, assert_same
 
 from meshtrain import state as states
 from meshtrain.config.build import build_model
@@ -23,6 +22,9 @@ from meshtrain.tools.verify.reference import dropout as reference_dropout
 from meshtrain.tools.verify.reference import model as reference_model
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
+from tests.lib.compare import assert_same
+from tests.lib.configs import tiny_config
+from tests.lib.runs import Run
 
 RANK, ALPHA = 3, 12.0
 LAYOUTS = [
@@ -115,7 +117,7 @@ def test_losses_gradients_and_updates_equal_dense_maths_on_one_device(layout):
         for a, b in zip(own[path], pairs[path], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12, err_msg=path)
     # What is frozen keeps every bit.
-    jax.tree.map(np.testing.assert_array_equal, plain, split(first)[0])
+    chex.assert_trees_all_equal(plain, split(first)[0], strict=True)
 
 
 def reference(c, params, batches):
@@ -314,7 +316,7 @@ def test_an_adapter_starts_as_the_model_it_starts_from_and_resumes(tmp_path):
         result.state.params, lambda path: "lora_" not in path and "final" not in path
     )
     before = trees.intersect(base.state.params, kept)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), jax.device_get(before))
+    chex.assert_trees_all_equal(kept, before, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +372,7 @@ def test_a_model_of_nnx_modules_has_an_adapter_too():
         return model.loss(trees.merge(base, nested), x, None).loss
 
     found, expected = (jax.value_and_grad(one)(pairs) for one in (adapted, merged))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), found, expected)
+    chex.assert_trees_all_close(found, expected, rtol=2e-5)
 
 
 def test_a_model_that_is_one_loss_has_no_dropout_of_its_adapter():

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain import metrics
@@ -20,6 +19,7 @@ from meshtrain.models.base import Model
 from meshtrain.monitor import summary
 from meshtrain.program import Program, assemble
 from meshtrain.train import train
+from tests.lib.configs import tiny_config
 
 
 def unsharded(model=None, rules=(), zero_stage=3, sizes=None, **mesh):
