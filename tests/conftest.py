@@ -23,6 +23,7 @@ from meshtrain.configs import default
 from meshtrain.parallel import accelerator
 from meshtrain.verify import GC_THRESHOLDS
 
+pytest_plugins = ["slow_groups"]  # the options --slow-group and --write-durations
 gc.set_threshold(*GC_THRESHOLDS)
 ROOT = Path(__file__).resolve().parent.parent
 
