@@ -8,11 +8,11 @@ Without --nproc and --simulate_devices it measures between all GPUs of this host
 there is nothing to measure. With --nproc, each process is pinned to a core and has one XLA thread and one device, or
 --devices; with --mbit it is a host of its own (network.py; as root), with a link of that rate.
 Two times are measured: `device` is the compiled collective on float32 arrays that are on the devices already, `host`
-a complete call of meshtrain.parallel.collectives, from numpy to numpy. Each time is the median over calls after
+a complete call of meshtrain.tools.collectives, from numpy to numpy. Each time is the median over calls after
 warm-up, on the slowest process. The size S is the larger of a member's input and output, and bus bandwidth is S/t
 times a factor that depends on the collective, both as in nccl-tests:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-The last column is the share of the link's rate in meshtrain/analysis/hardware.py. Between simulated devices this
+The last column is the share of the link's rate in meshtrain/hardware.py. Between simulated devices this
 measures copies within one process. collectives.py counts the bytes that a training step sends.
 
 A second table compares the patterns of all_reduce on float32 arrays, called one after the other; "hierarchical" needs
@@ -39,11 +39,11 @@ import numpy as np
 
 from benchmarks import devices, network, record
 from benchmarks.workers import launch, read_reply
-from meshtrain.analysis import hardware
+from meshtrain import hardware
 from meshtrain.cluster import distributed, runtime
-from meshtrain.cluster.environment import JAX_VARIABLES
-from meshtrain.config.sync import PATTERNS
-from meshtrain.parallel import collectives
+from meshtrain.cluster.launchers import JAX_VARIABLES
+from meshtrain.config.schema import SYNC_PATTERNS
+from meshtrain.tools import collectives
 
 # Each collective, with its reduction or its root.
 COLLECTIVES = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": None}
@@ -112,7 +112,7 @@ def measure_patterns(largest: int) -> list[dict[str, Any]]:
     num_hosts, num_members = jax.process_count(), jax.device_count()
     # Elsewhere hierarchical is one collective, that of xla.
     has_levels = 1 < num_hosts < num_members
-    names = [name for name in PATTERNS if has_levels or name != "hierarchical"]
+    names = [name for name in SYNC_PATTERNS if has_levels or name != "hierarchical"]
     while size <= largest:
         rows = np.ones((jax.local_device_count(), size // 4), np.float32)
         inputs = [collectives.to_devices(rows, **members)]
@@ -141,7 +141,7 @@ def show_patterns(table: list[dict[str, Any]], link: str) -> None:
     rows = []
     for entry in table:
         row = {"all_reduce, KiB": entry["bytes"] // 1024, "link": link}
-        times = {name: entry.get(name) for name in PATTERNS}
+        times = {name: entry.get(name) for name in SYNC_PATTERNS}
         row |= {f"{name} us": t and t * 1e6 for name, t in times.items()}
         known = {name: t for name, t in times.items() if t}
         rows.append(row | {"fastest": min(known, key=known.get)})

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks import record
 from meshtrain import state
-from meshtrain.checkpoint import chunks
+from meshtrain.checkpoint import find
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
@@ -78,7 +78,7 @@ def measure(args) -> dict:
             saved = time.perf_counter()
             raw_write(folder / "raw", blocks)
             written = time.perf_counter()
-            chunks.verify(folder / str(number))
+            find.verify(folder / str(number))
             checked = time.perf_counter()
             saved_manifest, restored_state = saver.restore(program.abstract_state)
             jax.block_until_ready(restored_state)

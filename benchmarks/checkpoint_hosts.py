@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks import record
 from meshtrain.checkpoint import arrays, manifest
-from meshtrain.checkpoint.writer import AsyncWriter
+from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.cluster import distributed, environment
 from meshtrain.state import TrainState
 

@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import llama, record
-from meshtrain.analysis.audit.audit import audit
 from meshtrain.cluster import runtime
+from meshtrain.tools.audit.audit import audit
 
 DEVICES = 8
 # Mesh axes, whose sizes multiply to DEVICES, and the zero stage if it is not the default.

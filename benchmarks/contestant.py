@@ -54,7 +54,7 @@ def prepare_meshtrain(folder: Path, tokens: np.ndarray):
     from benchmarks import devices
     from meshtrain import state
     from meshtrain.cluster import runtime
-    from meshtrain.config import files as configfile
+    from meshtrain.config import load as configfile
     from meshtrain.config.build import build
     from meshtrain.config.parse import parse
     from meshtrain.config.schema import AXES
@@ -166,7 +166,7 @@ def write_initial(folder: Path) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from meshtrain.config import files as configfile
+    from meshtrain.config import load as configfile
     from meshtrain.config.build import build
     from meshtrain.config.parse import parse
     from meshtrain.program import assemble

@@ -31,14 +31,13 @@ import jax
 import numpy as np
 
 from benchmarks import llama, record, workers
-from meshtrain.analysis import hlo
-from meshtrain.analysis.audit.audit import audit
 from meshtrain.cluster import runtime
 from meshtrain.configs import default
-from meshtrain.monitor import activations
 from meshtrain.ops.attention import attention
 from meshtrain.parallel import context, sharding
 from meshtrain.parallel.mesh import make_mesh
+from meshtrain.tools.audit.audit import audit
+from meshtrain.tools.hlo import activations, hlo
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("ring", "gather", "ulysses")

@@ -26,10 +26,9 @@ import jax
 import numpy as np
 
 from benchmarks import llama, record
-from meshtrain import checkpoint
-from meshtrain.checkpoint import arrays, manifest
+from meshtrain.checkpoint import arrays, find, manifest
+from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.checkpoint.saver import Saver
-from meshtrain.checkpoint.writer import AsyncWriter
 from meshtrain.configs import default
 from meshtrain.train import train
 
@@ -145,7 +144,7 @@ def main() -> int:
         assert code in (0, -signal.SIGKILL), f"killed at {kill_point}: exit code {code}"
         assert code, f"the run ended after {dict(killed)}: raise STEPS_PER_KILL"
         killed[kill_point] += 1
-        saved = manifest.steps(interrupted / checkpoint.FOLDER)
+        saved = manifest.steps(interrupted / find.FOLDER)
         print(
             f"killed {sum(killed.values()):2}: {kill_point:8} · newest checkpoint {saved[:1]}",
             flush=True,
@@ -153,7 +152,7 @@ def main() -> int:
     assert launch(interrupted, kills) == 0
 
     def final_state(workdir: Path):
-        saved = arrays.as_numpy(workdir / checkpoint.FOLDER / str(steps))
+        saved = arrays.as_numpy(workdir / find.FOLDER / str(steps))
         rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
         return saved, {row["step"]: row["loss"] for row in rows}
 

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from benchmarks import record
-from meshtrain import cli
+from meshtrain.cli import app
 from meshtrain.data import tokens
 from meshtrain.data.loader import Loader
 from meshtrain.data.tokenizer import load
@@ -53,7 +53,7 @@ def prepare_speeds(folder: Path, texts: list[str]) -> dict[str, float]:
     small = folder / "small.jsonl"
     small.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::10]))
     flags = [f"--output={tokenizer_folder}", "--train_bpe=8192", "--num_workers=1"]
-    cli.main("prepare", [str(small), *flags])
+    app.main("prepare", [str(small), *flags])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = load(tokenizer_folder)
     began = time.perf_counter()

@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
 
-from meshtrain.analysis import collective_ops, hardware, hlo
-from meshtrain.analysis.roofline import roofline
+from meshtrain import hardware
 from meshtrain.models.flops import flops_per_token
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.program import Program
+from meshtrain.tools.hlo import collective_ops, hlo
+from meshtrain.tools.hlo.roofline import roofline
 
 AMPERE = 8.0  # compute capability: the first with bfloat16 and with fused attention
 # Variables of child processes that run on simulated devices instead.
@@ -117,7 +118,7 @@ def mfu_at_most(program: Program, compiled: Any, c: Any) -> float | None:
     if row is None:
         return None
     module = hlo.parse(compiled.as_text())
-    found = collective_ops.find(module, program.mesh.shape, device.platform)
+    found = collective_ops.find_collectives(module, program.mesh.shape, device.platform)
     tokens = c.train.global_batch * c.data.seq_len / program.mesh.size
     flops = tokens * flops_per_token(transformer_of(c), c.data.seq_len)
     return roofline(module, found, row, program.mesh, model_flops=flops).mfu

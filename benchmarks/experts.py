@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks import llama, record, workers
 from meshtrain.cluster import runtime
 from meshtrain.models import mixture
-from meshtrain.models.base import MEASURED
+from meshtrain.models.base import STATS_KEY
 from meshtrain.ops import experts
 
 # T tokens, k experts per token, n experts, D model, F feed-forward, E all experts, L layers
@@ -82,11 +82,11 @@ def prepare(args):
         compiled = program.compile(batch)
         state = program.start(0)
         if args.kind == "skewed":
-            bias = state.params["layers"]["mlp"][MEASURED]["bias"]
+            bias = state.params["layers"]["mlp"][STATS_KEY]["bias"]
             value = np.zeros(bias.shape, np.float32)
             value[:, 0], value[:, args.experts // 2 :] = BIAS, -BIAS
             whole = jax.make_array_from_callback(value.shape, bias.sharding, value.__getitem__)
-            state.params["layers"]["mlp"][MEASURED]["bias"] = whole
+            state.params["layers"]["mlp"][STATS_KEY]["bias"] = whole
         state, metrics = compiled(state, batch)
     facts = {name: np.asarray(one).tolist() for name, one in metrics.items() if "expert" in name}
     return compiled, state, batch, {"kind": args.kind, **facts}

@@ -32,10 +32,10 @@ import jax
 import numpy as np
 
 from benchmarks import record
-from meshtrain import checkpoint, storage
-from meshtrain.checkpoint import arrays
+from meshtrain import storage
+from meshtrain.checkpoint import arrays, find
+from meshtrain.cli.verify import QUICK_COMPILE_FLAGS
 from meshtrain.cluster.progress import VARIABLE
-from meshtrain.commands.verify import QUICK_COMPILE_FLAGS
 from meshtrain.data import synthetic
 from meshtrain.data.source import Source
 
@@ -272,11 +272,9 @@ def final_state(workdir: Path | str) -> tuple:
     if storage.is_url(workdir):  # as a process sees it that has no scratch folder yet
         os.environ[storage.VARIABLE] = tempfile.mkdtemp()
         storage.root.cache_clear()
-        workdir = checkpoint.opened(Path(workdir))
-    newest = max(
-        (int(path.name) for path in (workdir / checkpoint.FOLDER).glob("[0-9]*")), default=0
-    )
-    saved = arrays.as_numpy(workdir / checkpoint.FOLDER / str(newest))
+        workdir = find.download_metadata(Path(workdir))
+    newest = max((int(path.name) for path in (workdir / find.FOLDER).glob("[0-9]*")), default=0)
+    saved = arrays.as_numpy(workdir / find.FOLDER / str(newest))
     losses = {row["step"]: row["loss"] for row in read_jsonl(workdir, "metrics.jsonl")}
     return newest, {path: np.asarray(array).tobytes() for path, array in saved.items()}, losses
 

@@ -2,7 +2,7 @@
 
   python benchmarks/lookup.py [--toy] [--output=PATH]
 
-Plain indexing adds up the gradients of equal tokens in bfloat16; meshtrain/ops/lookup.py adds them up in float32.
+Plain indexing adds up the gradients of equal tokens in bfloat16; meshtrain/ops/embedding.py adds them up in float32.
 Tokens are uniform, or distributed like the words of a text (Zipf's law).
 """
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import record
-from meshtrain.ops.lookup import lookup
+from meshtrain.ops.embedding import lookup
 
 SIZES = ((64, 1024, 50304, 768), (2, 4096, 128256, 4096))  # rows, tokens per row, vocabulary, width
 TOY = ((4, 64, 512, 16),)

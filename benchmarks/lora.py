@@ -21,7 +21,7 @@ from benchmarks import record
 from meshtrain.checkpoint import initial
 from meshtrain.cluster import runtime
 from meshtrain.config.build import build
-from meshtrain.config.files import load_config
+from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.data.loader import Loader
 from meshtrain.monitor.heldout import heldout_loss

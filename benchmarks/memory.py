@@ -34,7 +34,7 @@ import numpy as np
 from benchmarks import llama, record
 from meshtrain import state
 from meshtrain.cluster import runtime
-from meshtrain.parallel.pipeline.schedules import SCHEDULES
+from meshtrain.schedules import SCHEDULES
 
 DEVICES, STAGES, MB = 8, 4, 1e6
 # schedule, chunks per stage, pipeline.keep

@@ -26,37 +26,37 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import record
-from meshtrain.analysis import hardware
-from meshtrain.config.files import load_config
+from meshtrain import hardware
+from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
-from meshtrain.plan import compiled, memory, search, text
-from meshtrain.plan.cost import Habits, step_cost
-from meshtrain.plan.layout import Layout
-from meshtrain.plan.machine import Machine
-from meshtrain.plan.predict import layout_of
-from meshtrain.plan.sizes import Work, decoder
-from meshtrain.plan.subject import Subject
+from meshtrain.tools.plan import compiled, memory, search, text
+from meshtrain.tools.plan.cost import OverlapModel, step_cost
+from meshtrain.tools.plan.layout import Layout
+from meshtrain.tools.plan.machine import Machine
+from meshtrain.tools.plan.predict import layout_of
+from meshtrain.tools.plan.sizes import ModelWork, decoder
+from meshtrain.tools.plan.subject import PlanInput
 
 STEPS = Path(__file__).with_name("published_steps.csv")
 # What is known of the frameworks: Megatron of 2021 had no fused attention and did not overlap the sum of gradients.
 HABITS = {
-    "megatron": Habits(
+    "megatron": OverlapModel(
         fused_attention=False, data_hidden=0.0, sends_hidden=0.0, head_on_all_stages=False
     ),
-    "nemo": Habits(
+    "nemo": OverlapModel(
         tensor_hidden=0.7,
         head_on_all_stages=False,
         data_holds_moments=True,
         context_attention=1.0,
     ),
-    "meta": Habits(
+    "meta": OverlapModel(
         tensor_hidden=0.3,
         head_on_all_stages=False,
         data_holds_moments=True,
         context_attention=1.0,
     ),
-    "llm-foundry": Habits(grad_bytes=2),
+    "llm-foundry": OverlapModel(grad_bytes=2),
 }
 # Layouts whose memory is compared with that of the compiled step: config, device, number, batch, keys.
 KEYS = {
@@ -211,7 +211,7 @@ def prediction(case: tuple) -> Predicted:
     name, _, devices, batch, keys = case
     config = load_config(name)
     config.train.global_batch = batch
-    subject = Subject(config)
+    subject = PlanInput(config)
     with_keys = search.with_keys(subject.raw, KEYS | keys)
     layout = layout_of(parse(with_keys, num_devices=devices))
     parts = memory.parts(subject.work, layout, subject.stored, subject.seq_len)
@@ -219,7 +219,7 @@ def prediction(case: tuple) -> Predicted:
     return Predicted(with_keys, text.name_of(layout), sum(parts.values()), products)
 
 
-def product_flops(w: Work, p: Layout, seq_len: int) -> float:
+def product_flops(w: ModelWork, p: Layout, seq_len: int) -> float:
     """Returns the FLOPs of a device's matrix products in a step, without attention and routers."""
     tokens = p.rows * seq_len / p.context  # of a micro-batch
     flops = [2 * tokens * n * k / p.tensor for n, k in w.products]

@@ -40,9 +40,9 @@ import jax
 from benchmarks import contest, devices, gpu_step, llama, record, workers
 from benchmarks.devices import Devices
 from meshtrain import state
-from meshtrain.analysis.hardware import peak_flops
 from meshtrain.cluster import runtime
-from meshtrain.parallel.pipeline.schedules import SCHEDULES
+from meshtrain.hardware import peak_flops
+from meshtrain.schedules import SCHEDULES
 
 DEVICE_COUNTS = (1, 2, 4, 8)  # simulated devices
 CHUNKS = {"interleaved": 2}  # per stage; 1 for the other schedules

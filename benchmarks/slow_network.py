@@ -24,14 +24,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import jax
 
 from benchmarks import network, record, workers
-from meshtrain.analysis.audit.audit import audit
 from meshtrain.cluster import distributed, runtime
-from meshtrain.cluster.environment import JAX_VARIABLES
+from meshtrain.cluster.launchers import JAX_VARIABLES
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.configs import quickstart
 from meshtrain.data.loader import Loader
 from meshtrain.program import assemble
+from meshtrain.tools.audit.audit import audit
 
 PORT = 9911  # every host has all ports for itself
 WIRES = ("float32", "bfloat16", "int8", "int4")

@@ -28,7 +28,7 @@ def work(args) -> dict[str, float]:
 
     from benchmarks import llama
     from meshtrain.cluster import runtime
-    from meshtrain.config import files as configfile
+    from meshtrain.config import load as configfile
 
     ends = {"import": time.time()}
     c = configfile.load_config(args.config)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from meshtrain.analysis import drawing
-from meshtrain.parallel.pipeline.schedules import SCHEDULES
+from meshtrain.schedules import SCHEDULES
+from meshtrain.tools import schedule_drawing
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 INK, PALE, LINE = "#222222", "#ececec", "#999999"
@@ -180,7 +180,7 @@ def pictures() -> dict[str, str]:
         "context.svg": picture("Chunks of a sequence on devices", 740, 330, *context()),
         "experts.svg": picture("Tokens and experts", 700, 320, *experts()),
         "sync.svg": picture("A hierarchical sum of gradients", 720, 290, *sync()),
-        "pipeline.svg": drawing.svg("1f1b", table),
+        "pipeline.svg": schedule_drawing.svg("1f1b", table),
     }
 
 

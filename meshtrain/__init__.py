@@ -6,6 +6,7 @@ Names are imported when they are first used, so that a command without devices d
 import importlib
 
 __version__ = "0.1.0"
+
 _MODULES = {
     "Batch": "data.source",
     "ConfigError": "errors",
@@ -14,13 +15,14 @@ _MODULES = {
     "Result": "train",
     "Source": "data.source",
     "dropout": "ops.dropout",
-    "from_blocks": "models.own",
-    "from_linen": "models.own",
+    "from_blocks": "models.from_modules",
+    "from_linen": "models.from_modules",
     "from_nnx": "models.base",
-    "launch": "cluster.launch",
-    "load_config": "config.files",
+    "launch": "supervise.launch",
+    "load_config": "config.load",
     "weighted": "metrics",
 }
+
 __all__ = list(_MODULES)
 
 

@@ -1,6 +1,7 @@
 """Exit codes, and ConfigError: one line per fault, with the key, its value and what to do."""
 
 import difflib
+import importlib
 import os
 import re
 import sys
@@ -9,9 +10,13 @@ from typing import Any
 
 # Exit codes; 0 is done.
 EXIT_FAILED = 1  # a crash, a lost process, silent data corruption: worth a restart
+
 EXIT_USER = 2  # the configuration or the data is wrong
+
 EXIT_NOT_FINITE = 17
+
 EXIT_STALLED = 18  # no process makes progress
+
 EXIT_PREEMPTED = 75  # stopped by a signal, state saved
 
 
@@ -63,10 +68,12 @@ def memory_fault(error: BaseException, verb: str | None = "train") -> str | None
 OUT_OF_MEMORY = re.compile(
     "(?i)out.of.memory|memory space|(failed|trying|unable) to allocate|attempting to (reserve|allocate)|alloc_failed"
 )
+
 LOWER_TRAIN = (
     "raise train.num_microbatches, set train.remat=full, lower train.global_batch or the model's sizes, "
     "or shard over more devices with mesh.fsdp"
 )
+
 LOWER = {
     "train": LOWER_TRAIN,
     "profile": LOWER_TRAIN,
@@ -75,6 +82,7 @@ LOWER = {
     "evaluate": "lower --batch, or use more devices",
     "generate": "use fewer prompts or samples, a lower --length, or more devices",
 }
+
 LOWER_OTHERS = "use smaller inputs, or a machine with more memory"
 
 
@@ -130,3 +138,13 @@ def _x64_enabled() -> bool:
     if "jax" in sys.modules:
         return sys.modules["jax"].config.jax_enable_x64
     return os.environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true", "t", "yes", "y", "on")
+
+
+def import_optional(package: str, extra: str = "tokenizers") -> Any:
+    """Returns an optional package; raises ConfigError with the install command if it is missing."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(
+            f"the package {package} is missing; pip install 'meshtrain[{extra}]'"
+        ) from None

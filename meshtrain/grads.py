@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.blocks import cast, run_blocks
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import GradFn, Metrics
-from meshtrain.models import subset
+from meshtrain.models import trees
 from meshtrain.models.base import Model, Params
-from meshtrain.parallel import sharding, sync
+from meshtrain.models.blocks import run_blocks, to_compute_dtype
+from meshtrain.parallel import grad_sync, sharding
 from meshtrain.parallel.remat import rematerialised
 
 # (params, batch, key) -> Metrics; in evaluation the key is None.
@@ -58,7 +58,7 @@ def accumulate(
     num_microbatches: int,
     grad_shardings: Any,
     partial_over: Sequence[str] = (),
-    how: sync.Sync | None = None,
+    how: grad_sync.Sync | None = None,
 ) -> GradFn:
     """Returns the GradFn that runs micro-batches one after the other and adds up their gradients.
 
@@ -72,17 +72,17 @@ def accumulate(
 
     def grads_of(params, batch, key, scale):
         def total(trained):
-            metrics = loss(subset.merge(params, trained), batch, key)
+            metrics = loss(trees.merge(params, trained), batch, key)
             return metrics.loss * scale, metrics
 
-        grads, metrics = jax.grad(total, has_aux=True)(subset.only(params, grad_shardings))
+        grads, metrics = jax.grad(total, has_aux=True)(trees.intersect(params, grad_shardings))
         # Cast before the sum over micro-batches: bfloat16 would lose small terms.
         return jax.tree.map(
             lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads
         ), metrics
 
     def grad_fn(params, batch, key, scale=1.0, residual=None):
-        params = cast(params, dtype)
+        params = to_compute_dtype(params, dtype)
         axes, num_shards = sharding.batch_slices(partial_over)
         if num_microbatches == num_shards == 1:
             grads, metrics = grads_of(params, batch, jax.random.fold_in(key, 0), scale)
@@ -108,18 +108,18 @@ def accumulate(
         shapes = jax.eval_shape(grads_of_microbatch, 0, first)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         sums, _ = jax.lax.scan(add, zeros, (jnp.arange(num_microbatches), microbatches))
-        return sync.synchronise(sums, grad_shardings, residual, how, key)
+        return grad_sync.synchronise(sums, grad_shardings, residual, how, key)
 
     return grad_fn
 
 
-def evaluate(
+def make_eval_step(
     loss: LossFn, *, dtype: str, num_microbatches: int
 ) -> Callable[[Params, Any], Metrics]:
     """Returns the function (params, batch) -> Metrics, computed micro-batch by micro-batch."""
 
     def metrics_of(params, batch):
-        params = cast(params, dtype)
+        params = to_compute_dtype(params, dtype)
         microbatches = split(batch, num_microbatches)
         sums = jax.lax.map(lambda microbatch: loss(params, microbatch, None), microbatches)
         return jax.tree.map(lambda values: values.sum(0), sums)

@@ -1,66 +1,8 @@
-"""Trains a model.
+"""`python -m meshtrain.main --config=FILE ...`: the same as `meshtrain train --config=FILE ...`."""
 
-  meshtrain train --config=configs/quickstart.py --workdir=runs/quickstart
-
-Every key of configs/default.py can be set: --config.train.steps=1000 --config.mesh.fsdp=4 ...
-If the workdir has a checkpoint, the run resumes from it.
-
-`meshtrain help` lists the other verbs; without a verb, meshtrain trains.
-"""
-
-import argparse
 import sys
-from typing import Any
 
-from meshtrain import console
-from meshtrain.cluster import signals
-from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, ConfigError
-
-READS_DATA = True
-
-
-def add_flags(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument(
-        "--workdir",
-        metavar="DIR",
-        help="folder for metrics and checkpoints, or s3://BUCKET/RUN or gs://BUCKET/RUN; without it nothing is saved",
-    )
-    flags.add_argument(
-        "--from_scratch",
-        action="store_true",
-        help="if all checkpoints in the workdir are corrupt, quarantine them and start from step 0",
-    )
-    flags.add_argument(
-        "--elastic",
-        action="store_true",
-        help="set mesh.data to -1, all remaining devices, unless another axis is -1 already",
-    )
-
-
-def prepare(args: argparse.Namespace, config: Any) -> None:
-    """Applies the flags that change the config, before it is checked."""
-    if args.workdir == "":
-        raise ConfigError("--workdir=: is empty; name a folder, or omit the flag to save nothing")
-    if args.elastic and -1 not in config.mesh.to_dict().values():
-        config.mesh.data = -1
-
-
-def run(args: argparse.Namespace, config: Any) -> int:
-    """Trains and returns the exit code."""
-    from meshtrain.monitor.health import CorruptState
-    from meshtrain.train import train
-
-    try:
-        result = train(config, workdir=args.workdir, from_scratch=args.from_scratch)
-    except (FloatingPointError, CorruptState) as error:
-        print(error, file=sys.stderr)
-        return EXIT_NOT_FINITE if isinstance(error, FloatingPointError) else EXIT_FAILED
-    return EXIT_PREEMPTED if result.interrupted else 0
-
+from meshtrain.__main__ import main
 
 if __name__ == "__main__":
-    console.guard()
-    with signals.handled_in_thread():
-        from meshtrain import cli
-
-        sys.exit(cli.main("train"))
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -8,21 +8,22 @@ from typing import Any
 import jax
 import optax
 
-from meshtrain import grads, optim
+from meshtrain import grads
 from meshtrain import state as states
-from meshtrain.config import sync as sync_keys
+from meshtrain.config import schema as sync_keys
 from meshtrain.config.build import Parts
 from meshtrain.config.checks import layer_faults
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import GradFn, Metrics
-from meshtrain.models.base import MEASURED, Model, Params
+from meshtrain.models.base import STATS_KEY, Model, Params
 from meshtrain.ops import dropout
-from meshtrain.parallel import context, patterns, sharding, sync, xla
+from meshtrain.optim import base as optim
+from meshtrain.parallel import context, grad_sync, sharding, xla
+from meshtrain.parallel.grad_sync import BITS, Wire
 from meshtrain.parallel.mesh import make_mesh, network_of
-from meshtrain.parallel.pipeline import executor
-from meshtrain.parallel.pipeline.schedules import SCHEDULES, Table
-from meshtrain.parallel.wire import BITS, Wire
+from meshtrain.pipeline import executor
+from meshtrain.schedules import SCHEDULES, Table
 from meshtrain.state import TrainState
 from meshtrain.step import Scalars, make_train_step
 
@@ -44,14 +45,14 @@ class Program:
     eval_step: Callable[[Params, Any], Metrics]
     compiler_options: dict[str, bool | int | str]
     context_method: str = "gather"  # see `context.choose`
-    how: sync.Sync | None = None  # None: XLA adds the gradients of the batch shards
+    how: grad_sync.Sync | None = None  # None: XLA adds the gradients of the batch shards
 
     @staticmethod
     def plan(
         cfg: Config,
         parts: Parts,
         mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-        how: sync.Sync | None = None,
+        how: grad_sync.Sync | None = None,
     ) -> tuple:
         """Returns schedule, optimizer, init, abstract state and the gradients' shardings of these settings."""
         c = cfg.train
@@ -65,7 +66,7 @@ class Program:
         of_state = {"start_residual": how.start_residual} if how else {}
         init = states.initializer(parts.model, optimizer, **dtypes, **of_state)
         placed = {"residual_shardings": how.residual_shardings} if how else {}
-        planned = states.plan(
+        planned = states.abstract_state(
             init,
             parts.model.axes,
             optimizer,
@@ -127,12 +128,12 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
         grad_fn = executor.pipelined(
             model, table, keep=cfg.pipeline.keep, dtype=c.dtype, **run, **meet
         )
-        eval_step = executor.evaluate(model, table, dtype=c.dtype, partial_over=partial_over)
+        eval_step = executor.make_eval_step(model, table, dtype=c.dtype, partial_over=partial_over)
     else:
         loss_fn = grads.make_loss(model, **run)
         split = {"dtype": c.dtype, "num_microbatches": c.num_microbatches}
         grad_fn = grads.accumulate(loss_fn, **split, **meet)
-        eval_step = grads.evaluate(loss_fn, **split)
+        eval_step = grads.make_eval_step(loss_fn, **split)
     # XLA would copy the loop over micro-batches, keep their activations, and compute products twice (jaxlib 0.10.2).
     without = (xla.PIPELINED_ALL_GATHER,) if c.num_microbatches > 1 else ()
     train_step = make_train_step(
@@ -161,13 +162,15 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
     )
 
 
-def _sync(cfg: Config, mesh: jax.sharding.Mesh, partial_over: Sequence[str]) -> sync.Sync | None:
+def _sync(
+    cfg: Config, mesh: jax.sharding.Mesh, partial_over: Sequence[str]
+) -> grad_sync.Sync | None:
     """Returns how the gradients of the shards along the mesh axes `partial_over` meet; None: XLA adds them.
 
     Call it with the rules active. Raises ConfigError for settings that the model or the mesh does not support.
     """
     settings, network = cfg.sync, network_of(mesh, cfg.mesh.slices)
-    if not (changed := sync_keys.changed(settings)):
+    if not (changed := sync_keys.changed_sync_key(settings)):
         return None
     if not partial_over:
         raise ConfigError(
@@ -185,11 +188,11 @@ def _sync(cfg: Config, mesh: jax.sharding.Mesh, partial_over: Sequence[str]) -> 
             f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of {' x '.join(axes)}; "
             f"use another mesh, or sync.pattern=xla"
         )
-    is_narrow, has_feedback = settings.wire != "float32", sync_keys.has_feedback(settings)
+    is_narrow, has_feedback = settings.wire != "float32", sync_keys.has_sync_feedback(settings)
     is_random = settings.wire == "int4" and not has_feedback
     form = Wire(BITS[settings.wire], settings.block, is_random) if is_narrow else None
-    levels = patterns.levels_of(settings.pattern, num_shards, parts)
-    return sync.Sync(axes, levels, form, (*settings.exact, MEASURED), has_feedback)
+    levels = grad_sync.levels_of(settings.pattern, num_shards, parts)
+    return grad_sync.Sync(axes, levels, form, (*settings.exact, STATS_KEY), has_feedback)
 
 
 def _check_context(size: int, model: Model) -> None:

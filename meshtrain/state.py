@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax import contrib
 
 from meshtrain.errors import ConfigError
-from meshtrain.models import subset
+from meshtrain.models import trees
 from meshtrain.models.base import Axes, Model, Params, is_measured, trained_part
 from meshtrain.parallel import sharding
 
@@ -20,6 +20,7 @@ from meshtrain.parallel import sharding
 # scale of 2^3, with 256 tokens up to 2^8. A scale that is too high costs one skipped step per halving.
 # Scales are powers of two, so that dividing by them is exact.
 FIRST_LOSS_SCALE = 2.0**4
+
 GROWTH_INTERVAL = 2000  # finite steps before the loss scale doubles, as in PyTorch's GradScaler
 
 
@@ -76,7 +77,7 @@ def initializer(
     return init
 
 
-def plan(
+def abstract_state(
     init: Callable,
     axes: Axes,
     optimizer: optax.GradientTransformation,
@@ -92,12 +93,12 @@ def plan(
     _check_axes(axes, shapes.params, mesh)
     made = {"zero_stage": zero_stage, "residual_shardings": residual_shardings}
     made |= {"is_trained": is_trained}
-    shardings, of_gradients = place(shapes, axes, optimizer, rules, mesh, **made)
+    shardings, of_gradients = state_shardings(shapes, axes, optimizer, rules, mesh, **made)
     abstract = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, shardings)
     return abstract, of_gradients
 
 
-def place(
+def state_shardings(
     shapes: TrainState,
     axes: Axes,
     optimizer: optax.GradientTransformation,
@@ -185,8 +186,8 @@ def evaluation_params(state: TrainState) -> Params:
     found = [node for node in nodes if is_schedule_free(node)]
     if not found:
         return state.params
-    y = subset.only(state.params, found[0].z)  # frozen parameters have no averages
-    return subset.merge(state.params, averages(y, found[0].z, found[0].b1))
+    y = trees.intersect(state.params, found[0].z)  # frozen parameters have no averages
+    return trees.merge(state.params, averages(y, found[0].z, found[0].b1))
 
 
 def averages(y: Params, z: Params, b1: jax.Array) -> Params:

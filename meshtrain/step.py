@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.metrics import GradFn
-from meshtrain.models import subset
+from meshtrain.models import trees
 from meshtrain.models.base import Params, is_measured
-from meshtrain.optim import Schedule, updates_done
+from meshtrain.optim.base import Schedule, updates_done
 from meshtrain.state import TrainState
 
 Scalars = dict[str, jax.Array]  # of one step, to be logged
@@ -57,9 +57,9 @@ def make_train_step(
         norm = optax.tree.norm(grads)
         grads, _ = clip.update(grads, clip.init(None))
         count = updates_done(state.opt_state, otherwise=state.step)
-        trained = subset.only(state.params, grads)
+        trained = trees.intersect(state.params, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
-        params = subset.merge(state.params, optax.apply_updates(trained, updates))
+        params = trees.merge(state.params, optax.apply_updates(trained, updates))
         # An overflow in the forward pass shows in the loss, one in the backward pass in the norm.
         finite = jnp.isfinite(means["loss"] + norm)
         scalars = {**means, "grad_norm": norm, "learning_rate": schedule(count)}

@@ -18,17 +18,23 @@ from pathlib import Path
 from typing import Any
 
 DRIVERS = {"s3": "s3", "gs": "gcs"}  # scheme of a URL -> driver of TensorStore
+
 VARIABLE = "MESHTRAIN_SCRATCH"  # folder of all scratch folders; `launch` sets it for its processes
+
 LOCAL = ("checkpoints", "logs", "LOCK")  # in a workdir: what `push` does not upload
+
 # The folders STEP and arrays of a checkpoint, until they are renamed.
 WRITING = re.compile(r"^(\d+|arrays)\.(partial|orbax-checkpoint-tmp)$")
+
 RETRIES = {"max_retries": 5, "initial_delay": "200ms", "max_delay": "4s"}
+
 # Of TensorStore's client, which otherwise waits forever for a server that does not answer.
 TIMEOUTS = {
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "10",
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
 }
+
 ABSENT = b"\x02"  # TensorStore's generation of an object that does not exist
 
 _pushed: dict[Path, tuple[int, int]] = {}  # `_state` of the files that equal their objects

@@ -10,27 +10,25 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain import checkpoint, console, storage
-from meshtrain.analysis import hardware
-from meshtrain.checkpoint import initial, lock, run_tokenizer
+from meshtrain import console, hardware, storage
+from meshtrain.checkpoint import find, initial, lock, run_tokenizer
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cluster import distributed, progress, runtime, signals
 from meshtrain.config import checks
 from meshtrain.config.build import build, with_steps
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import Config
-from meshtrain.data.loader import Loader, opened
+from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model, check_model
-from meshtrain.monitor import health, heldout, sinks, summary, warnings
+from meshtrain.monitor import health, heldout, sinks, summary
 from meshtrain.monitor.divergence import LossMonitor
-from meshtrain.monitor.units import Units, units_of
-from meshtrain.monitor.ways_out import Advice
-from meshtrain.monitor.writer import Writer
-from meshtrain.plan import auto
-from meshtrain.plan.predict import step_seconds
+from meshtrain.monitor.writer import Units, Writer, units_of
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
+from meshtrain.tools.hlo.oom_advice import MemoryAdvice
+from meshtrain.tools.plan import auto
+from meshtrain.tools.plan.predict import step_seconds
 
 
 class Result(NamedTuple):
@@ -69,15 +67,17 @@ def train(
         # ---- check and build, on all processes or on none: nothing is computed yet ----
         with distributed.raise_on_all_processes():
             check_model(model)
-            config, chosen = auto.resolved(config, model=model)
+            config, chosen = auto.resolve(config, model=model)
             cfg = parse(config, num_devices=jax.device_count())
-            checks.check_place(workdir, cfg, sinks.faults(cfg, workdir))
+            checks.check_place(workdir, cfg, sinks.sink_faults(cfg, workdir))
             parts = build(cfg, model=model, data=data)
             program = assemble(cfg := with_steps(cfg, parts.train_data), parts)
         distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
         workdir = storage.local(workdir, distributed.process_id()) if workdir else None
         model, data = parts.model, parts.train_data
-        eval_data = parts.heldout_data if eval_data is None else heldout.kept(eval_data, cfg)
+        eval_data = (
+            parts.heldout_data if eval_data is None else heldout.fixed_batches(eval_data, cfg)
+        )
         stack.enter_context(program.active())
         heldout_loss = heldout.heldout_loss(program.eval_step, eval_data, cfg, program.mesh)
 
@@ -87,7 +87,7 @@ def train(
         leader = distributed.process_id() == 0
         writer = stack.enter_context(contextlib.closing(Writer(workdir, leader=leader)))
         with distributed.raise_on_all_processes():
-            writer.open(sinks.opened(cfg, workdir, on_metrics) if leader else [])
+            writer.open(sinks.open_sinks(cfg, workdir, on_metrics) if leader else [])
         saver = saved = state = None
         identity = getattr(data, "identity", {})
         clock.enter("restore")
@@ -99,18 +99,20 @@ def train(
         source = None if saved else initial.find_source(cfg.checkpoint, identity, log=writer.log)
         callbacks = dict(event=writer.event, log=writer.log)
         loss_monitor = LossMonitor(cfg.divergence, saved.watch if saved else {}, **callbacks)
-        check = health.Check(cfg.health, program.mesh, clock.page, **callbacks)
-        loader = stack.enter_context(opened(data, cfg, program.mesh, position))
+        check = health.ReplicaCheck(cfg.health, program.mesh, clock.page, **callbacks)
+        loader = stack.enter_context(open_loader(data, cfg, program.mesh, position))
         units = units_of(loader.peek(), model)
-        advice = Advice(cfg, parts, program, jax.eval_shape(lambda batch: batch, loader.peek()))
+        advice = MemoryAdvice(
+            cfg, parts, program, jax.eval_shape(lambda batch: batch, loader.peek())
+        )
         stack.enter_context(advice.when_out_of_memory())
         for line in chosen:
             writer.log(f"mesh.auto   {line}")
         abstract = program.abstract_state
         for line in summary.start_lines(cfg, model, abstract, units, data, program.how):
             writer.log(line)
-        layout = warnings.layout_warnings(cfg, model, program.mesh, abstract.params, loader.peek())
-        for warning in (*layout, *warnings.setting_warnings(cfg, data)):
+        layout = summary.layout_warnings(cfg, model, program.mesh, abstract.params, loader.peek())
+        for warning in (*layout, *summary.setting_warnings(cfg, data)):
             writer.log(f"warning     {warning.text}")
             writer.event("warning", **warning.fields, text=warning.text)
         run = Run(cfg, program, clock, writer, saver, loss_monitor, check, loader, units, stop)
@@ -126,7 +128,7 @@ def train(
                 params = initial.load_params(state.params, *source, only, **callbacks)
                 state = state._replace(params=params)
         if workdir and leader:
-            run_tokenizer.keep(workdir, cfg.to_dict(), identity.get("tokenizer", ""))
+            run_tokenizer.copy_tokenizer(workdir, cfg.to_dict(), identity.get("tokenizer", ""))
         writer.config(cfg.to_dict())
         writer.event("start", step=start, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
@@ -171,7 +173,7 @@ class Run:
     writer: Writer
     saver: Saver | None
     loss_monitor: LossMonitor
-    check: health.Check
+    check: health.ReplicaCheck
     loader: Loader
     units: Units
     stop: threading.Event  # set by a signal
@@ -280,7 +282,7 @@ def _open_saver(
     workdir: Path, cfg: Config, identity: Mapping[str, str], writer: Writer
 ) -> contextlib.closing:
     saver = Saver(
-        workdir / checkpoint.FOLDER,
+        workdir / find.FOLDER,
         cfg.checkpoint,
         config=cfg.to_dict(),
         mesh=asdict(cfg.mesh),

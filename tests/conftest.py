@@ -6,7 +6,11 @@ import os
 import socket
 from pathlib import Path
 
-from meshtrain.commands.verify import NO_LOCATIONS, QUICK_COMPILE_FLAGS
+from meshtrain.cli.verify import NO_LOCATIONS, QUICK_COMPILE_FLAGS
+from meshtrain.cluster import runtime
+from meshtrain.configs import default
+from meshtrain.parallel import accelerator
+from meshtrain.tools.verify import GC_THRESHOLDS
 
 # Tests spend most of their time compiling; these flags halve it. Child processes inherit them.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE_FLAGS}"
@@ -17,11 +21,6 @@ import numpy as np
 import pytest
 from jax._src import cache_key, compiler
 from jax._src.cudnn import fused_attention_stablehlo
-
-from meshtrain.cluster import runtime
-from meshtrain.configs import default
-from meshtrain.parallel import accelerator
-from meshtrain.verify import GC_THRESHOLDS
 
 pytest_plugins = ["slow_groups"]  # the options --slow-group and --write-durations
 gc.set_threshold(*GC_THRESHOLDS)

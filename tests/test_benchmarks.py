@@ -26,12 +26,12 @@ from benchmarks import (
     scaling,
 )
 from meshtrain import state
-from meshtrain.analysis import target
-from meshtrain.analysis.audit import minimum
 from meshtrain.config.build import build
-from meshtrain.config.files import load_config
+from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
+from meshtrain.tools.audit import minimum
+from meshtrain.tools.hlo import target
 
 FOLDER = Path(record.__file__).parent
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "record.parser(" in path.read_text())

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.blocks import run_blocks
+from meshtrain.models.blocks import run_blocks
 
 
 @pytest.mark.parametrize("num_layers", [1, 5, 6, 8])

@@ -11,7 +11,8 @@ import pytest
 from conftest import ROOT
 
 import meshtrain
-from meshtrain import cli, errors
+from meshtrain import errors
+from meshtrain.cli import app
 
 HEAVY = ("jax", "flax", "orbax", "optax", "rich", "tokenizers", "pyarrow")
 QUICKSTART = "--config=configs/quickstart.py"
@@ -42,7 +43,7 @@ def run(*arguments):
         (["--help"], 0, ""),
         (["help"], 0, ""),
         (["--version"], 0, ""),
-        *(([verb, "--help"], 0, "") for verb in cli.VERBS),
+        *(([verb, "--help"], 0, "") for verb in app.VERBS),
         (["schedule", "--schedule=1f1b", "--stages=2", "--microbatches=4"], 0, ""),
         (["launch", "--", "--config=configs/nope.py"], 2, "rank 0"),
         ([], 2, "the following arguments are required: --config; see meshtrain train --help\n"),
@@ -91,25 +92,25 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_help_lists_the_verbs_and_describes_one(capsys):
     def printed(*arguments):
-        assert cli.command([*arguments]) == 0
+        assert app.command([*arguments]) == 0
         return capsys.readouterr().out
 
     overview = printed("--help")
     assert printed("help") == printed("-h") == overview
     listed = {line.split()[0]: line for line in overview.splitlines() if line.startswith("  ")}
-    assert [*listed] == [*cli.VERBS] and max(map(len, overview.splitlines())) < 80
-    assert all(cli.VERBS[verb].summary in line for verb, line in listed.items())
+    assert [*listed] == [*app.VERBS] and max(map(len, overview.splitlines())) < 80
+    assert all(app.VERBS[verb].summary in line for verb, line in listed.items())
     for arguments in (["help", "audit"], ["audit", "--help"], ["audit", "-h"]):
         assert printed(*arguments).startswith("usage: meshtrain audit")
     assert printed("--config=x.py", "--help").startswith("usage: meshtrain train")
     assert printed("--version") == f"meshtrain {meshtrain.__version__}\n"
-    assert cli.command(["help", "trian"]) == 2
+    assert app.command(["help", "trian"]) == 2
     assert "trian: unknown verb" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", app.VERBS)
 def test_every_verb_has_a_help_text(verb, capsys):
-    assert cli.main(verb, ["--help"]) == 0
+    assert app.main(verb, ["--help"]) == 0
     assert f"usage: meshtrain {verb}" in capsys.readouterr().out
 
 
@@ -129,7 +130,7 @@ def test_out_of_memory_on_a_device_is_one_line_that_says_what_to_lower(message, 
     def run():
         raise jax.errors.JaxRuntimeError(message)
 
-    assert cli.report_errors(run, "train") == 2
+    assert app.report_errors(run, "train") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("out of memory: ") and DEVICE_MESSAGES[message] in line
     assert "train.num_microbatches" in line and "train.remat=full" in line and "mesh.fsdp" in line
@@ -142,7 +143,7 @@ def test_out_of_memory_on_the_host_is_one_line_too(capsys):
         except MemoryError as error:
             raise RuntimeError("reading failed") from error
 
-    assert cli.report_errors(wrapped, "evaluate") == 2
+    assert app.report_errors(wrapped, "evaluate") == 2
     assert capsys.readouterr().err == "out of memory; lower --batch, or use more devices\n"
 
 
@@ -192,7 +193,7 @@ def test_a_model_that_no_machine_can_hold_ends_with_exit_code_2():
     ids=lambda arguments: arguments[-1][:40],
 )
 def test_numbers_that_are_too_large_are_one_line_for_every_verb(arguments, capsys):
-    assert cli.main(arguments[0], arguments[1:]) == 2
+    assert app.main(arguments[0], arguments[1:]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("--") or line.startswith(("train.", "optim."))
 
@@ -212,7 +213,7 @@ def test_numbers_that_are_too_large_are_one_line_for_every_verb(arguments, capsy
 )
 def test_a_url_is_not_taken_for_a_folder(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert cli.command(line.split()) == 2
+    assert app.command(line.split()) == 2
     (fault,) = capsys.readouterr().err.splitlines()
     assert re.match(
         r"(--\w+=)?\w+:/.*: this version does not read or write \w+ storage; use a folder", fault

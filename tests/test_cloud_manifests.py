@@ -22,8 +22,8 @@ from test_launch_files import (
 )
 from test_train import rows
 
-from meshtrain.cluster import efa, environment, tpu_slices
-from meshtrain.config import files as configfile
+from meshtrain.cluster import environment, launchers, runtime
+from meshtrain.config import load as configfile
 from meshtrain.config import parse
 
 EKS, SLICE, MULTISLICE = (
@@ -68,8 +68,8 @@ def test_with_the_variables_for_eks_a_missing_plugin_is_reported(tmp_path):
     def nothing(name):
         raise OSError(name)
 
-    assert "libnccl-net.so" in efa.fault(environ, root=tmp_path, load=nothing)
-    assert efa.fault(environ, root=tmp_path, load=len) == ""
+    assert "libnccl-net.so" in runtime.efa_fault(environ, root=tmp_path, load=nothing)
+    assert runtime.efa_fault(environ, root=tmp_path, load=len) == ""
 
 
 # ---- TPU slices ----
@@ -116,7 +116,7 @@ def test_a_pod_has_the_rank_that_jax_gives_it(path, monkeypatch):
                 patch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "")
                 patch.setenv("MEGASCALE_NUM_SLICES", "")
                 patch.setenv("MEGASCALE_SLICE_ID", "")
-            address = GkeTpuCluster.get_coordinator_address(1, str(tpu_slices.PORT))
+            address = GkeTpuCluster.get_coordinator_address(1, str(launchers.TPU_PORT))
             expected = (address, GkeTpuCluster.get_process_count(), GkeTpuCluster.get_process_id())
         found = environment.process_info(environ)
         assert (found.address, found.num_processes, found.process_id) == expected
@@ -138,9 +138,9 @@ class TpuPods(Pods):
 def test_slices_complete_after_losing_a_pod(tmp_path):
     with socket.socket() as port:
         try:
-            port.bind(("127.0.0.1", tpu_slices.PORT))
+            port.bind(("127.0.0.1", launchers.TPU_PORT))
         except OSError:
-            pytest.skip(f"port {tpu_slices.PORT} is in use, and the pods can have no other")
+            pytest.skip(f"port {launchers.TPU_PORT} is in use, and the pods can have no other")
     steps, sent, deadline = 40, False, time.monotonic() + 300
     arguments, environ = tiny_run(tmp_path, steps=steps)
     pods = TpuPods(MULTISLICE, [*arguments, "--config.mesh.slices=2"], {**os.environ, **environ})

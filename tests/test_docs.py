@@ -25,7 +25,8 @@ from typing import NamedTuple
 import pytest
 from test_structure import LAYERS
 
-from meshtrain import cli, errors
+from meshtrain import errors
+from meshtrain.cli import app
 from meshtrain.cluster import environment
 from meshtrain.configs import default
 
@@ -263,14 +264,14 @@ def flags_of(add_flags) -> set[str]:
     return {flag for action in parser._actions for flag in action.option_strings}
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", app.VERBS)
 def test_the_flags_of_a_verb_are_listed(verb):
     assert re.search(rf"^\| .*`{verb}`.* \|", README.read_text(), re.MULTILINE)
     text = PAGES["docs/reference/verbs.md"].read_text()
     section = re.search(rf"^## {verb}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
     rows = "\n".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE))
     shared = flags_of(environment.add_flags) | {"--config", "--workdir"}
-    actual = flags_of(importlib.import_module(cli.VERBS[verb].module).add_flags)
+    actual = flags_of(importlib.import_module(app.VERBS[verb].module).add_flags)
     assert {*re.findall(r"--[\w-]+", rows)} - shared == actual - shared
 
 

@@ -14,7 +14,8 @@ import meshtrain
 from meshtrain.models import transformer
 from meshtrain.ops import dropout as masks
 from meshtrain.ops.attention import attention
-from meshtrain.verify import dropout_laws, reference_dropout
+from meshtrain.tools.verify.laws import dropout as dropout_laws
+from meshtrain.tools.verify.reference import dropout as reference_dropout
 
 RATE = 0.25
 KEYS = np.random.default_rng(0).integers(2**32, size=(4, 2), dtype=np.uint32)

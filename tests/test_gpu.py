@@ -27,8 +27,8 @@ from test_parity import Run, assert_same, packed
 from test_train import losses, rows
 
 from benchmarks import devices
+from meshtrain.cli.verify import QUICK_COMPILE_FLAGS
 from meshtrain.cluster import environment
-from meshtrain.commands.verify import QUICK_COMPILE_FLAGS
 from meshtrain.ops import cudnn
 from meshtrain.ops.attention import attention
 

@@ -18,11 +18,12 @@ import pytest
 import yaml
 from test_train import losses, rows
 
-from meshtrain.cluster import environment, signature
-from meshtrain.cluster.launch import add_flags
-from meshtrain.cluster.restart_policy import Settings
-from meshtrain.config import files as configfile
+from meshtrain.cli.launch import add_flags
+from meshtrain.cluster import environment
+from meshtrain.config import load as configfile
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
+from meshtrain.supervise import messages
+from meshtrain.supervise.restart_policy import Settings
 from meshtrain.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -238,7 +239,7 @@ def environ_of(job, hosts, number):
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_supervisors_sign_their_messages_if_the_secret_exists(path):
     (one,) = (one for one in container_of(job_of(path)[0])["env"] if "secretKeyRef" in str(one))
-    assert one["name"] == signature.VARIABLE
+    assert one["name"] == messages.SECRET_VARIABLE
     assert one["valueFrom"] == {
         "secretKeyRef": {"name": "meshtrain", "key": "secret", "optional": True}
     }

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from meshtrain import optim
 from meshtrain.config.schema import OptimConfig
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import weighted
+from meshtrain.optim import base as optim
 from meshtrain.state import TrainState
 from meshtrain.step import make_train_step
 

@@ -12,21 +12,22 @@ import pytest
 from test_parity import assert_same, packed
 
 import meshtrain
-from meshtrain import checkpoint, optimizers
-from meshtrain.analysis import collective_ops, hlo
-from meshtrain.checkpoint import arrays
+from meshtrain.checkpoint import arrays, find
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import MeshConfig
 from meshtrain.configs import default
-from meshtrain.data.loader import opened
+from meshtrain.data.loader import open_loader
 from meshtrain.models.base import Model
 from meshtrain.models.layers import normal_initializer
-from meshtrain.parallel import orthogonal, sharding
+from meshtrain.optim import muon
+from meshtrain.optim import others as optim_others
+from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.program import assemble
+from meshtrain.tools.hlo import collective_ops, hlo
+from meshtrain.tools.verify.laws import optimizers as optimizer_laws
 from meshtrain.train import train
-from meshtrain.verify import optimizer_laws
 
 NAMES = ("muon", "lion", "adafactor", "schedule_free_adamw")
 KEYS = {"b1": 0.9, "b2": 0.95, "epsilon": 1e-6, "weight_decay": 0.1, "no_decay": ("scale", "bias")}
@@ -62,7 +63,7 @@ def small_model():
             shape = tuple(SIZES[name] for name in names)
             return normal_initializer(0.3)(jax.random.fold_in(key, number), shape)
 
-        return jax.tree.map_with_path(draw, SMALL, is_leaf=orthogonal.is_entry)
+        return jax.tree.map_with_path(draw, SMALL, is_leaf=muon.is_entry)
 
     def block(x_BD, layer):
         heads_BHK = jnp.einsum("bd,dhk->bhk", x_BD, layer["query"])
@@ -79,7 +80,7 @@ def small_model():
 
 def config_of(name, **layout):
     c = packed()
-    c.optim.build = f"meshtrain.optimizers:{name}"
+    c.optim.build = f"meshtrain.optim.others:{name}"
     c.optim.weight_decay = 0.3
     c.train.dtype = c.train.param_dtype = "float64"
     c.mesh.update({"data": 1, **layout})
@@ -97,7 +98,7 @@ def three_steps(name, *, is_small=True, num_microbatches=1, only="*", **layout):
     given = {"model": small_model(), "data": batches} if is_small else {}
     parts = build(cfg, **given)
     program = assemble(cfg, parts, devices=jax.devices()[:num_devices])
-    with program.active(), opened(parts.train_data, cfg, program.mesh, 0) as loader:
+    with program.active(), open_loader(parts.train_data, cfg, program.mesh, 0) as loader:
         state = program.start(0)
         step = program.compile(loader.peek())
         for _ in range(3):
@@ -132,7 +133,7 @@ def test_three_steps_of_a_transformer_equal_one_device_in_float64(name, x64):
 
 @pytest.mark.parametrize("name", ["muon", "lion"])
 def test_the_updates_are_those_of_numpy(name, x64):
-    assert optimizer_laws.LAWS[f"meshtrain.optimizers:{name}"](KEYS) is None
+    assert optimizer_laws.LAWS[f"meshtrain.optim.others:{name}"](KEYS) is None
 
 
 def rate(step):
@@ -146,7 +147,7 @@ def test_adafactor_treats_each_layer_and_expert_as_an_array_of_its_own(shape, x6
     names = ("layers", "embed", "mlp") if len(shape) == 3 else ("layers", "expert", "embed", "mlp")
     found = {"kernel": rng.normal(size=shape)}
     grads = [{"kernel": rng.normal(size=shape) * 10.0 ** rng.normal(size=shape)} for _ in range(3)]
-    build = functools.partial(optimizers.adafactor, rate, **KEYS, min_dim_size_to_factor=4)
+    build = functools.partial(optim_others.adafactor, rate, **KEYS, min_dim_size_to_factor=4)
     stacked = build(axes={"kernel": names})
     alone = optax.adafactor(rate, min_dim_size_to_factor=4)
     state, expected = jax.jit(stacked.init)(found), {}
@@ -170,13 +171,13 @@ def test_adafactor_treats_each_layer_and_expert_as_an_array_of_its_own(shape, x6
 def test_what_is_no_matrix_gets_adamw():
     """Embeddings, heads, norms and biases; heads and their dims are one side of a matrix."""
     axes = SMALL
-    found = orthogonal.matrices(axes)
+    found = muon.matrices(axes)
     assert found["layers"]["query"] == ((0,), (1,), (2, 3))
     assert found["layers"]["out"] == ((0,), (1, 2), (3,))
     assert found["layers"]["expert"] == ((0, 1), (2,), (3,))
     others = {"tokens": ("vocab", "embed"), "embedding": (None, "embed"), "unnamed": (None, None)}
     others |= {"bias": ("layers", "heads", "head_dim"), "kernel": (None, None, "in", "out")}
-    assert set(orthogonal.matrices(others).values()) == {None}
+    assert set(muon.matrices(others).values()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_what_is_no_matrix_gets_adamw():
 def test_a_number_out_of_range_is_a_config_error(name, change, message):
     axes = {"axes": SMALL} if name in ("muon", "adafactor") else {}
     with pytest.raises(meshtrain.ConfigError, match=message):
-        getattr(optimizers, name)(rate, **{**axes, **KEYS, **change})
+        getattr(optim_others, name)(rate, **{**axes, **KEYS, **change})
 
 
 def test_the_averages_of_a_schedule_free_run_are_evaluated_and_restored(tmp_path):
@@ -216,7 +217,7 @@ def test_the_averages_of_a_schedule_free_run_are_evaluated_and_restored(tmp_path
     loss, at_y = float(compute(x)), float(compute(params))
     assert result.eval_loss == pytest.approx(loss, rel=1e-5)
     assert result.eval_loss != pytest.approx(at_y, rel=1e-3)
-    directory, saved = checkpoint.find_valid(tmp_path, log=print)
+    directory, saved = find.find_valid(tmp_path, log=print)
     restored, *_ = arrays.restore_params(directory, saved.arrays, result.state.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), restored, x)
 
@@ -255,7 +256,7 @@ def test_each_device_orthogonalizes_its_share_and_the_cost_is_that_of_the_progra
     """No collective is inside the iterations, and what a device computes and receives is what `cost` says."""
     rules = default.get_config().rules
     mesh, params = make_mesh(MeshConfig(**layout)), shapes_of(num_layers)
-    transform = orthogonal.orthogonalize(AXES, num_steps=5, rms=0.2)
+    transform = muon.orthogonalize(AXES, num_steps=5, rms=0.2)
     with jax.set_mesh(mesh), sharding.use_rules(rules):
         shardings = sharding.shardings(AXES, params, rules, mesh)
         updates = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), params, shardings)
@@ -263,8 +264,8 @@ def test_each_device_orthogonalizes_its_share_and_the_cost_is_that_of_the_progra
         shardings |= dict.fromkeys(("tokens", "bias"), optax.MaskedNode())
         run = jax.jit(lambda leaves: transform.update(leaves, None)[0], out_shardings=shardings)
         compiled = run.lower(updates).compile()
-    cost = orthogonal.cost(params, AXES, rules, mesh.shape, num_steps=5)
+    cost = muon.cost(params, AXES, rules, mesh.shape, num_steps=5)
     assert compiled.cost_analysis()["flops"] == pytest.approx(cost.flops, rel=0.1)
-    found = collective_ops.find(hlo.parse(compiled.as_text()), mesh.shape)
+    found = collective_ops.find_collectives(hlo.parse(compiled.as_text()), mesh.shape)
     assert {one.kind for one in found} == kinds
     assert sum(one.bytes for one in found) == pytest.approx(cost.num_bytes)

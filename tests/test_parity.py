@@ -17,7 +17,7 @@ from meshtrain.config.parse import parse
 from meshtrain.data.loader import Loader
 from meshtrain.ops import blockwise, losses
 from meshtrain.program import assemble
-from meshtrain.verify.subject import keep_gradients
+from meshtrain.tools.verify.case import keep_gradients
 
 LAYOUTS = [
     {"data": 8},

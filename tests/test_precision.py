@@ -13,8 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_parity import GPT2, Run, assert_same, packed
 
 import meshtrain
-from meshtrain import cli, grads, metrics, optim, state
-from meshtrain.config import files as configfile
+from meshtrain import grads, metrics, state
+from meshtrain.cli import app
+from meshtrain.config import load as configfile
+from meshtrain.optim import base as optim
 from meshtrain.program import assemble
 from meshtrain.train import train
 
@@ -388,7 +390,7 @@ def test_a_run_that_skips_every_step_ends_with_exit_code_17(tmp_path, capsys):
         "eval.batches": 0,
     }
     arguments = [f"--config.{key}={value}" for key, value in overrides.items()]
-    code = cli.main("train", ["--config=configs/default.py", f"--workdir={tmp_path}", *arguments])
+    code = app.main("train", ["--config=configs/default.py", f"--workdir={tmp_path}", *arguments])
     assert code == 17
     (line,) = capsys.readouterr().err.splitlines()
     assert (

@@ -130,7 +130,7 @@ PRIVATE_API = {
         # cannot compare their configs, agree on the step to stop at, or wait for a slow compiler.
         "jax._src"  # .distributed
     },
-    "meshtrain/analysis/target.py": {
+    "meshtrain/tools/hlo/target.py": {
         # jax allows fused attention with head dims above 128 by the compute capability of the local device.
         # Without it a step for an absent Hopper GPU cannot be compiled.
         "jax._src.cudnn"
@@ -168,7 +168,7 @@ state.client.wait_at_barrier("d", 1000)
     [
         ("flax", "meshtrain/models/"),
         ("orbax", "meshtrain/checkpoint/"),
-        ("ml_collections", ("meshtrain/config/files.py", "meshtrain/configs/")),
+        ("ml_collections", ("meshtrain/config/load.py", "meshtrain/configs/")),
     ],
 )
 def test_a_library_is_imported_in_one_place_only(library, files):
@@ -190,9 +190,9 @@ def test_modules_named_by_text_are_imported_in_few_places():
     """Each place is listed with what limits the names; tests/config/test_trust.py runs hostile configs."""
     places = {
         "meshtrain/__init__.py": "names of this package",
-        "meshtrain/cli.py": "VERBS",
+        "meshtrain/cli/app.py": "VERBS",
         "meshtrain/config/build.py": "the keys `build`, which files.py restricts to meshtrain in a config.json",
-        "meshtrain/config/files.py": "the config file that the user names",
+        "meshtrain/config/load.py": "the config file that the user names",
         "meshtrain/data/tokenizer.py": "optional dependencies, named in the code",
     }
     risky = re.compile(r"import_module|__import__|spec_from_file_location|\bexec_module|runpy")

@@ -18,8 +18,9 @@ from conftest import tiny_config
 from jax._src.array import ArrayImpl
 
 import meshtrain
-from meshtrain import cli, program
-from meshtrain.checkpoint import chunks
+from meshtrain import program
+from meshtrain.checkpoint import find
+from meshtrain.cli import app
 from meshtrain.cluster import distributed
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
@@ -264,7 +265,7 @@ def test_a_link_in_a_workdir_does_not_change_the_file_at_its_end(tmp_path, name)
 
 def command(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "meshtrain.main", *arguments],
+        [sys.executable, "-m", "meshtrain.cli.train", *arguments],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
@@ -337,7 +338,7 @@ train(c, workdir={str(tmp_path / "two")!r}, data=Source(read))
         for rank in range(2)
     ]
     assert [process.wait(timeout=200) for process in processes] == [0, 0]
-    newest = chunks.verify(tmp_path / "two" / "checkpoints" / "5")
+    newest = find.verify(tmp_path / "two" / "checkpoints" / "5")
     assert (newest.processes, newest.position) == (2, 80)
     train(quick(steps=6), workdir=tmp_path / "two")
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
@@ -402,7 +403,7 @@ def test_attention_that_is_not_supported_is_the_only_line_of_a_run(keys, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(tiny_config().to_dict()))
     arguments = [f"--config={tmp_path / 'config.json'}", f"--workdir={tmp_path / 'run'}"]
     arguments += [f"--config.{key}={value}" for key, value in keys.items()]
-    assert cli.main("train", arguments) == 2
+    assert app.main("train", arguments) == 2
     output = capsys.readouterr()
     assert output.out == "" and len(output.err.splitlines()) == 1 and "; use '" in output.err
     assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.loader import Loader
 from meshtrain.program import assemble
-from meshtrain.verify.certificate import name_of
+from meshtrain.tools.verify.certificate import name_of
 
 # Replicated over fsdp: the rules shard none of their dims (`heads`, `mlp`) over it.
 REPLICATED = [

@@ -1,9 +1,15 @@
-"""Restores arrays with Orbax: each process reads the shards it needs, and verifies the chunks that it reads."""
+"""Writes and restores arrays with Orbax: each process its shards, and it verifies the chunks that it reads.
 
+The residual of compressed gradients has one row per batch shard. Only its sum over the shards matters: on the same
+number of shards each gets its own row back, on another number the sum is split equally.
+"""
+
+import ast
 import contextlib
 import fnmatch
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +20,20 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain import storage
-from meshtrain.checkpoint import chunks, manifest, orbax_patches, residual, strays
+from meshtrain.checkpoint import find, manifest, orbax_patches
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.errors import ConfigError, TransientError
-from meshtrain.models import subset
+from meshtrain.models import trees
 from meshtrain.models.base import Params
-from meshtrain.models.low_rank import is_low_rank
+from meshtrain.models.lora_layer import is_low_rank
 from meshtrain.state import LossScale, TrainState, averages, start_loss_scale
 
 FOLDER = "arrays"  # in a checkpoint
+
 orbax_patches.apply()
+
 MAX_LISTED = 20  # mismatched arrays that an error message lists
+
 Agree = Callable[[CorruptCheckpoint | TransientError | None], None]
 
 
@@ -54,15 +63,15 @@ def restore(
     has_loss_scale = any(path.startswith("loss_scale") for path in saved)
     target = abstract._replace(
         loss_scale=init_loss_scale.eval_shape() if has_loss_scale else None,
-        residual=residual.saved_like(saved, abstract.residual) or None,
+        residual=saved_residual(saved, abstract.residual) or None,
     )
     wanted = shapes(fields(target))
     kept = {
-        p: kind for p, kind in saved.items() if not p.startswith(residual.PREFIX) or p in wanted
+        p: kind for p, kind in saved.items() if not p.startswith(RESIDUAL_PREFIX) or p in wanted
     }
     _check_same(kept, wanted, directory, allow_cast)
     state = TrainState(**_read(directory, saved, fields(target), agree))
-    state = state._replace(residual=residual.shared(state.residual or {}, abstract.residual))
+    state = state._replace(residual=share_residual(state.residual or {}, abstract.residual))
     if abstract.loss_scale is None:
         return state._replace(loss_scale=None)
     return state if has_loss_scale else state._replace(loss_scale=init_loss_scale())
@@ -103,7 +112,7 @@ def restore_params(
     )
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
-        subset.where(params, wanted.__contains__),
+        trees.matching(params, wanted.__contains__),
     )
     try:
         read = _read_params(directory, saved, abstract)
@@ -125,7 +134,7 @@ def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> P
     stored = jax.tree.map(
         lambda leaf: leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32)), wanted
     )
-    z = subset.where(stored, lambda path: f"{prefix}/z/{path}" in saved)  # trained parameters
+    z = trees.matching(stored, lambda path: f"{prefix}/z/{path}" in saved)  # trained parameters
     if not z:
         return _read(directory, saved, {"params": wanted})["params"]
     mesh = jax.tree.leaves(wanted)[0].sharding.mesh
@@ -139,7 +148,7 @@ def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> P
     for name in prefix.split("/"):
         state = state[name]
     y = read["params"]
-    used = subset.merge(y, averages(subset.only(y, z), state["z"], state["b1"]))
+    used = trees.merge(y, averages(trees.intersect(y, z), state["z"], state["b1"]))
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), used, wanted)
 
 
@@ -186,7 +195,7 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any, agree: Agree =
     )
     fault = None
     try:
-        with _listed_files(directory) as path, chunks.reading(directory):
+        with _listed_files(directory) as path, find.reading_chunks(directory):
             # Without a Checkpointer, which would wait for processes that failed.
             read = ocp.PyTreeCheckpointHandler().restore(path, args=args)
     except (CorruptCheckpoint, TransientError) as error:
@@ -201,7 +210,7 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any, agree: Agree =
 def _listed_files(directory: Path) -> Iterator[Path]:
     """Yields a folder with only the arrays' files that the manifest lists: Orbax would read others too."""
     found = manifest.read(directory)
-    if storage.url(directory) or not strays.find(directory, found):
+    if storage.url(directory) or not manifest.unlisted_files(directory, found):
         yield (directory / FOLDER).absolute()
         return
     with tempfile.TemporaryDirectory() as links:
@@ -259,3 +268,80 @@ def _check_same(
 
 def _shape(described: str) -> str:
     return described.rpartition(" ")[0]
+
+
+orbax_patches.apply()
+
+
+class AsyncWriter:
+    """Writes trees of arrays in the background, one at a time."""
+
+    def __init__(self):
+        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True))
+
+    def save(self, folder: Path, tree: Any) -> None:
+        """Starts to write to a new folder; returns after the copy to the host, when the arrays may be donated."""
+        with self._first_error():
+            self._orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(tree), force=True)
+
+    def wait(self) -> None:
+        """Waits until all processes have written their arrays; raises the first error of the write."""
+        with self._first_error():
+            self._orbax.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _first_error(self) -> Iterator[None]:
+        """Drops all errors of a save but the first: Orbax raises one per call, and would raise the next in `close`."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(Exception):
+                self._orbax.wait_until_finished()
+            raise
+
+    def close(self) -> None:
+        self._orbax.close()
+
+
+RESIDUAL_PREFIX = "residual/"
+
+Residual = Mapping[str, jax.Array]  # by the path of the parameter: (N, ...)
+
+
+def saved_residual(
+    saved: Mapping[str, str], wanted: Residual | None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the arrays to read: those in `wanted` that were saved, with the saved number of shards.
+
+    `saved` is the manifest's `arrays`. An array of a parameter of another shape is read as it is wanted.
+    """
+    found = {}
+    for name, leaf in (wanted or {}).items():
+        if RESIDUAL_PREFIX + name not in saved:
+            continue
+        num, *shape = ast.literal_eval(saved[RESIDUAL_PREFIX + name].rpartition(" ")[0])
+        spec = leaf.sharding.spec
+        if num % leaf.shape[0]:
+            spec = jax.P(None, *spec[1:])  # the devices along its axes cannot share the rows
+        sharding = jax.NamedSharding(leaf.sharding.mesh, spec)
+        same = tuple(shape) == leaf.shape[1:]
+        found[name] = leaf.update(shape=(num, *shape), sharding=sharding) if same else leaf
+    return found
+
+
+def share_residual(read: Residual, wanted: Residual | None) -> dict[str, jax.Array] | None:
+    """Returns the residual that was read for as many shards as `wanted`; zeros for what was not saved."""
+    if wanted is None:
+        return None
+
+    def of(name: str, leaf: jax.Array) -> jax.Array:
+        if name in read and read[name].shape == leaf.shape:
+            return read[name]
+        run = partial(jax.jit, out_shardings=leaf.sharding)
+        if name not in read:
+            return run(lambda: jnp.zeros(leaf.shape, leaf.dtype))()
+        return run(lambda rows: jnp.broadcast_to(rows.sum(0) / leaf.shape[0], leaf.shape))(
+            read[name]
+        )
+
+    return {name: of(name, leaf) for name, leaf in wanted.items()}

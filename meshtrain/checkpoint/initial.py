@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from meshtrain import checkpoint
-from meshtrain.checkpoint import arrays, manifest, resume
+from meshtrain.checkpoint import arrays, find, manifest, resume
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.config import files
+from meshtrain.config import load
 from meshtrain.config.schema import CheckpointConfig
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Params
@@ -22,9 +21,9 @@ def find_source(
     try:
         if not settings.init_from:
             return None
-        path = checkpoint.opened(Path(settings.init_from))
-        files.reject_huggingface(path)
-        directory, saved = checkpoint.find_valid(path, log=log, verify=manifest.check)
+        path = find.download_metadata(Path(settings.init_from))
+        load.reject_huggingface(path)
+        directory, saved = find.find_valid(path, log=log, verify=manifest.check)
     except ConfigError as error:
         raise ConfigError(f"checkpoint.init_from={error}") from error
     if pair := resume.identity_changes(saved, identity).get("tokenizer"):

@@ -1,11 +1,12 @@
-"""The manifest of a checkpoint: written last, verified first.
+"""The manifest of a checkpoint: written last, verified first; and what else its folder may contain.
 
 A checkpoint is the folder `STEP`. It is written in four stages: the arrays go to `STEP.partial/`; all
 files are flushed to disk (fsync); MANIFEST.json is written, which lists size and CRC-32 of every file;
 the folder is renamed to `STEP`. A crash in any stage is harmless. Nothing here needs jax.
 
 Files of arrays have no CRC-32 there: each of their chunks ends with its CRC-32C, so no file is read a second time,
-and each process verifies what it reads (`chunks.verify`: all). On object stores (remote.py) they have no size either.
+and each process verifies what it reads (`find.verify`: all). On object stores (remote.py) they have no size either.
+Corrupt checkpoints are quarantined, not removed. Files that no manifest lists are reported.
 """
 
 import errno
@@ -28,12 +29,19 @@ from meshtrain import console, storage
 from meshtrain.errors import ConfigError, TransientError
 
 NAME = "MANIFEST.json"
+
 PARTIAL = ".partial"
+
 FORMAT = 2  # 1: every file has a CRC-32, chunks have none
+
 CHUNKS = "arrays/ocdbt.process_*/d/*"  # files whose chunks have checksums of their own
+
 STEP_NAME = re.compile("0|[1-9][0-9]*")  # name of a checkpoint folder
+
 BLOCK_BYTES = 256 << 10  # read at once; fits in a core's cache
+
 MAX_BYTES = 256 << 20  # of a manifest; a larger file is not read
+
 # Files of NFS and macOS that come and go: a manifest that lists one would make its checkpoint corrupt.
 TRANSIENT_FILES = (".nfs", "._", ".DS_Store")
 
@@ -298,3 +306,51 @@ def sync_folder(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def unlisted_files(directory: Path, manifest: Manifest) -> list[str]:
+    """Returns the paths that the manifest does not list; of a folder without listed files, only its own."""
+    files = {NAME, f"._{NAME}", *manifest.files}  # the second: of a crash while it was replaced
+    folders = {str(parent) for name in files for parent in PurePosixPath(name).parents}
+    found = []
+    for root, subfolders, names in os.walk(directory):
+        inside = Path(root).relative_to(directory)
+        paths = [str(inside / name) for name in (*subfolders, *names)]
+        found += [path for path in paths if path not in files | folders]
+        subfolders[:] = [name for name in subfolders if str(inside / name) in folders]
+    return sorted(found)
+
+
+def describe_unlisted_files(directory: Path, manifest: Manifest) -> str:
+    """Returns a note on the files that the manifest does not list, or an empty string."""
+    found = unlisted_files(directory, manifest)
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"ignores {', '.join(found[:3])}{more}: not in the manifest" if found else ""
+
+
+QUARANTINE = "quarantine"  # a folder beside the checkpoints
+
+
+def quarantine(folder: Path, step: int) -> Path:
+    """Moves a corrupt checkpoint to the quarantine folder and returns its new path."""
+    (folder / QUARANTINE).mkdir(exist_ok=True)
+    names = (
+        folder / QUARANTINE / f"{step}{suffix}"
+        for suffix in ("", *map(".{}".format, range(1, 10**6)))
+    )
+    target = next(path for path in names if not os.path.lexists(path))
+    if storage.url(source := folder / str(step)):
+        storage.copy(source, target, last=NAME)
+        storage.remove(source, first=NAME)
+    os.rename(source, target)
+    sync_folder(folder)
+    return target
+
+
+def quarantined_paths(folder: Path) -> list[Path]:
+    """Returns the checkpoints in the quarantine folder."""
+    return sorted(
+        path
+        for path in (folder / QUARANTINE).glob("*")
+        if STEP_NAME.fullmatch(path.name.partition(".")[0])
+    )

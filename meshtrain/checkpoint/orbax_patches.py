@@ -16,7 +16,7 @@ from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
 
 from meshtrain import storage
-from meshtrain.checkpoint import lease
+from meshtrain.checkpoint import lock
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def _with_folders(merge: Callable[..., Any]) -> Callable[..., Any]:
 
     async def merge_with_folders(directory: Any, *args: Any, **kwargs: Any) -> None:
         if storage.url(Path(directory)):
-            lease.confirm()  # another run may have committed this step
+            lock.confirm_lease()  # another run may have committed this step
             for process in range(jax.process_count()):
                 (Path(directory) / f"ocdbt.process_{process}").mkdir(exist_ok=True)
         await merge(directory, *args, **kwargs)

@@ -11,9 +11,12 @@ from meshtrain.configs import default
 from meshtrain.errors import ConfigError
 
 IDENTITY = {"data": "other tokens", "tokenizer": "another tokenizer"}  # keys of Manifest.identity
+
 # What the model computes, and what it is trained on; all other keys may change, and are reported.
 FIXED = ("model.*", "adapter.*", "data.build", "data.separator", "data.heldout", *IDENTITY)
+
 ALLOW = "checkpoint.allow_change"
+
 FREE = ("model.attention_impl", "model.loss_chunk_mib")  # how it is computed
 
 

@@ -7,15 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint import workdir_of
+from meshtrain.checkpoint.find import workdir_of
 from meshtrain.data import prepared, tokenizer
 from meshtrain.errors import ConfigError
 
 FOLDER = "tokenizer"  # in a workdir
+
 HUGGINGFACE_CONFIG = "huggingface.json"  # the config.json of a folder that was converted
+
 # Of a Hugging Face folder, besides its weights and config.json.
 FILES = (*tokenizer.FILES, "tokenizer_config.json", "generation_config.json")
+
 FILES += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+
 FILES += ("chat_template.jinja",)
 
 
@@ -27,7 +31,7 @@ def folders(workdir: Path, config: Mapping[str, Any]) -> list[Path]:
     return [workdir / FOLDER, workdir, *_sources(config)]
 
 
-def keep(workdir: Path, config: Mapping[str, Any], known: str) -> None:
+def copy_tokenizer(workdir: Path, config: Mapping[str, Any], known: str) -> None:
     """Copies the tokenizer of the run's data, or of the parameters that it starts from, into the workdir.
 
     `known` is the digest of the data's tokenizer, or "".

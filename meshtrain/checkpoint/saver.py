@@ -13,26 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain import storage
-from meshtrain.checkpoint import (
-    arrays,
-    lease,
-    manifest,
-    place,
-    quarantine,
-    remote,
-    resume,
-    retention,
-    strays,
-    to_resume,
-)
+from meshtrain.checkpoint import arrays, find, lock, manifest, remote, resume
+from meshtrain.checkpoint.arrays import AsyncWriter
+from meshtrain.checkpoint.find import to_resume
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
-from meshtrain.checkpoint.writer import AsyncWriter
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import CheckpointConfig
 from meshtrain.errors import ConfigError, TransientError, first_line
 from meshtrain.state import TrainState, bytes_of
 
 FIRST_WAIT, LONGEST_WAIT = 5.0, 600.0  # seconds from a failed save to the next try
+
 LAST_TRIES = 4  # for the save at the end of a run
 
 
@@ -92,7 +83,7 @@ class Saver:
         """Prepares the folder for states like `abstract`; raises ConfigError if they cannot be saved there."""
         arrays.check_kinds(abstract)
         size = bytes_of(abstract)
-        distributed.on_first_process(lambda: place.prepare(self._folder, size))
+        distributed.on_first_process(lambda: check_writable(self._folder, size))
 
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
         """Returns the newest valid checkpoint, or None if there is none.
@@ -122,8 +113,12 @@ class Saver:
         if newest is None:
             return None
         directory = self._folder / str(newest.step)
-        if text := strays.note(directory, newest):
-            self._event("stray_files", step=newest.step, files=strays.find(directory, newest)[:20])
+        if text := manifest.describe_unlisted_files(directory, newest):
+            self._event(
+                "stray_files",
+                step=newest.step,
+                files=manifest.unlisted_files(directory, newest)[:20],
+            )
             self._log(f"checkpoint of step {newest.step}: {text}")
         return newest.step
 
@@ -137,7 +132,7 @@ class Saver:
             ) from error
 
     def _quarantine(self, step: int, why: str) -> None:
-        target = quarantine.move(self._folder, step)
+        target = manifest.quarantine(self._folder, step)
         self._damaged.pop(step, None)
         self._event("quarantine", step=step, why=why, place=str(target))
         self._log(f"checkpoint of step {step}: {why}; moved to {target}")
@@ -225,10 +220,10 @@ class Saver:
         try:
             if os.path.lexists(folder.with_suffix("")):  # a valid checkpoint is not written again
                 self._quarantine(int(folder.stem), "appeared during the run")
-            lease.confirm()  # otherwise the objects may be those of another run
+            lock.confirm_lease()  # otherwise the objects may be those of another run
             manifest.remove(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            return place.space_fault(self._folder, size)
+            return space_fault(self._folder, size)
         except OSError as error:
             return ": ".join(filter(None, (error.strerror, error.filename)))
 
@@ -236,12 +231,12 @@ class Saver:
         try:
             self._arrays.wait()
             if distributed.process_id() == 0:
-                lease.confirm()
+                lock.confirm_lease()
                 self._sync()
                 job.manifest = remote.commit(self._folder, job.step, **fields)
             job.seconds = time.perf_counter() - job.began
             if job.manifest:
-                retention.remove_old(self._folder, self._settings)
+                find.remove_old_checkpoints(self._folder, self._settings)
         except Exception as error:  # noqa: BLE001  logged by `_handle_finished_save`, in the main thread
             job.error = error
 
@@ -259,7 +254,7 @@ class Saver:
             return
         if distributed.process_id() == 0:
             with contextlib.suppress(OSError):  # the next start removes it
-                lease.confirm()
+                lock.confirm_lease()
                 manifest.remove(manifest.partial_folder(self._folder, job.step))
         wait = min(FIRST_WAIT * 2 ** min(self._failures, 20), LONGEST_WAIT)
         when = f"next try at the first step after {wait:.0f} s, or when the run ends"
@@ -297,3 +292,35 @@ class Saver:
     def close(self) -> None:
         self._wait()
         self._arrays.close()
+
+
+SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the state's bytes
+
+
+def check_writable(folder: Path, size: int) -> None:
+    """Creates the folder and removes unfinished saves.
+
+    Raises ConfigError if it is not writable, or has no space for a state of `size` bytes.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A test that the folder is writable; the next line removes the new folder.
+        manifest.partial_folder(folder, 0).mkdir(exist_ok=True)
+        manifest.remove_partial(folder)
+        remote.remove_unfinished(folder)
+        fault = space_fault(folder, size)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(
+            f"--workdir: {folder}: {why}; use a folder that can be written"
+        ) from error
+    if fault:
+        raise ConfigError(f"--workdir: {folder}: {fault}; make room, or use another folder")
+
+
+def space_fault(folder: Path, size: int) -> str:
+    """Returns an error message if the disk has no space for a state of `size` bytes, else an empty string."""
+    if storage.url(folder):
+        return ""
+    needed, free = SPACE_FACTOR * size, shutil.disk_usage(folder).free
+    return f"{needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free" if free < needed else ""

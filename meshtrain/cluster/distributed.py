@@ -21,10 +21,15 @@ from meshtrain.cluster import environment, launchers, rendezvous
 from meshtrain.errors import EXIT_PREEMPTED, ConfigError, TransientError
 
 TIMEOUT = 3600  # seconds to wait for another process, which may have a large program to compile
+
 MAX_STORED_VALUES = 1000  # broadcasts that others may not have read yet; older ones are deleted
+
 EXIT_TIMEOUT = 3.0  # seconds that a failed process waits for the others to print their errors
+
 EXIT_DELAY = 0.5  # seconds that process 0 waits longer than the others
+
 PACKAGES = ("meshtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
 STOP_KEYS = "meshtrain/stop"
 
 _sequence, _run, _stop_sent = itertools.count(), 0, False
@@ -91,7 +96,7 @@ def process_id() -> int:
     return jax_distributed.global_state.process_id
 
 
-def _check_gpus(process: environment.ProcessInfo) -> None:
+def _check_gpus(process: launchers.ProcessInfo) -> None:
     allotted = environment.num_allotted_gpus(process, os.environ)
     if allotted:
         found, kind = jax.local_device_count(), jax.default_backend()

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain.cluster import launchers, limits, tpu_slices
+from meshtrain.cluster import launchers, limits
 from meshtrain.cluster.launchers import FLAGS, JAX_VARIABLES, LOOPBACK, ProcessInfo
 from meshtrain.errors import ConfigError
 
 MAX_SECONDS = 1e8
+
 JOIN_SECONDS = 120.0  # timeout for all processes to connect
 
 
@@ -81,7 +82,7 @@ def process_info(
         return labels[name] if is_flag else name
 
     if not any(map(environ.get, JAX_VARIABLES)) and not launchers.complete(environ):
-        if found := tpu_slices.of_host(environ):
+        if found := launchers.tpu_slice_process(environ):
             environ |= dict(zip(JAX_VARIABLES, found, strict=True))
     if any(not environ[name] for name in given):
         raise ConfigError(*(f"{label(name)}=: is empty" for name in given if not environ[name]))

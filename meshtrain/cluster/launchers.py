@@ -12,12 +12,19 @@ from typing import Any, NamedTuple
 from meshtrain.errors import ConfigError
 
 JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
 FLAGS = ("--coordinator", "--num_processes", "--process_id")  # they override JAX_VARIABLES
+
 MAX_PROCESSES = 100_000
+
 LOOPBACK = "127.0.0.1"
+
 LOOPBACK_IPV6 = "::1"
+
 LOCALHOST = (LOOPBACK, "localhost", LOOPBACK_IPV6)
+
 FIRST_PORT, NUM_PORTS = 61440, 4096  # for launchers that give a job id but no port
+
 ALONE = f"to run alone, set {JAX_VARIABLES[1]}=1"
 
 Environ = Mapping[str, str]
@@ -116,6 +123,7 @@ def _open_mpi(environ: Environ) -> dict[str, Any]:
 
 
 JAX = Launcher("JAX_*", JAX_VARIABLES[1:2], JAX_VARIABLES[2], JAX_VARIABLES[:1], _jax)
+
 # In the order in which they are asked.
 LAUNCHERS = (
     JAX,
@@ -142,6 +150,7 @@ LAUNCHERS = (
         lambda environ: {},
     ),
 )
+
 # Count and rank of launchers that do not say where process 0 listens; some of them set only the rank.
 NOT_READ = (
     ("PMI_SIZE", "PMI_RANK"),
@@ -151,6 +160,7 @@ NOT_READ = (
     ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
     ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
 )
+
 # Number of processes on this host and rank among them: there are others if one of them says so.
 LOCAL = (
     ("LOCAL_WORLD_SIZE", "LOCAL_RANK"),
@@ -295,3 +305,32 @@ def _tasks_per_node(name: str, text: str) -> list[int]:
             raise ConfigError(f"{name}={text}: use the tasks of each node, such as 2(x3),1")
         tasks += [int(found[1])] * int(found[2] or 1)
     return tasks
+
+
+TPU_PORT = 8476  # as of jax before 0.8.1; the firewall of Cloud TPU VMs admits it, jax-ml/jax#35905
+
+
+def tpu_slice_process(environ: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Returns HOST:PORT of process 0, the number of processes and the rank; None if there are not several hosts.
+
+    The hosts of slice 0 have the lowest ranks. jax reads the same variables (jax/_src/clusters/cloud_tpu_cluster.py).
+    Raises ConfigError if a number is out of range. Without one of the variables it is None too.
+    """
+    given = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES", "")
+    hosts = [name.strip() for name in given.split(",") if name.strip()]
+    slices = _number_below(environ, "MEGASCALE_NUM_SLICES", "1", 10**5)
+    first = environ.get("MEGASCALE_COORDINATOR_ADDRESS") if slices > 1 else ",".join(hosts[:1])
+    needed = ("TPU_WORKER_ID", "MEGASCALE_SLICE_ID") if slices > 1 else ("TPU_WORKER_ID",)
+    if len(hosts) * slices < 2 or not first or not all(map(environ.get, needed)):
+        return None
+    rank = _number_below(environ, "TPU_WORKER_ID", "", len(hosts))
+    if slices > 1:
+        rank += _number_below(environ, "MEGASCALE_SLICE_ID", "", slices) * len(hosts)
+    return f"{first.partition(':')[0]}:{TPU_PORT}", str(len(hosts) * slices), str(rank)
+
+
+def _number_below(environ: Mapping[str, str], name: str, default: str, end: int) -> int:
+    text = environ.get(name) or default
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and int(text) < end):
+        raise ConfigError(f"{name}={text}: use a number from 0 to {end - 1}")
+    return int(text)

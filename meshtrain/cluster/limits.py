@@ -8,13 +8,18 @@ from pathlib import Path
 from meshtrain.errors import ConfigError
 
 MAX_DEVICES = 2048  # of one process: jax's ids of CPU devices have 11 bits for them
+
 # A device is two threads and 0.2 MB; what a step takes depends on the model (quickstart replicated on each
 # device: 60 MB). The bound is for numbers that no model could run with.
 DEVICES_PER_CORE, DEVICE_BYTES = 128, 16 << 20
+
 # A process that has imported jax takes 0.2 GB.
 PROCESSES_PER_CORE, PROCESS_BYTES = 16, 256 << 20
+
 MAX_PROCESSES = 10_000  # on a host
+
 ALWAYS = 8  # devices or processes that are allowed on any machine
+
 CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),

@@ -16,7 +16,9 @@ from pathlib import Path
 VARIABLE = (
     "MESHTRAIN_PROGRESS"  # environment variable with the path of the file; the supervisor sets it
 )
+
 PHASES = ("start", "restore", "compile", "data", "step", "save", "eval", "check", "end")
+
 FIELDS = (
     "heartbeat",  # time of the last one
     "phase",  # index in PHASES
@@ -27,7 +29,9 @@ FIELDS = (
     "stop_requested",
     *PHASES,  # seconds in each
 )
+
 HEARTBEAT_SECONDS = 0.5  # between heartbeats
+
 MEDIAN_STEPS = 50  # latest steps whose median duration is `step_seconds`
 
 

@@ -1,4 +1,4 @@
-"""Set up jax in this process: simulated devices, the other processes, memory and the compile cache."""
+"""Sets up jax in this process: simulated devices, the other processes, network adapters, memory, compile cache."""
 
 import argparse
 import ctypes
@@ -9,12 +9,14 @@ import logging
 import os
 import stat
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from meshtrain.cluster import distributed, efa, environment, launchers
+from meshtrain.cluster import distributed, environment, launchers
 from meshtrain.errors import ConfigError
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from malloc.h
@@ -109,7 +111,7 @@ def _log_unused_adapters(args: argparse.Namespace) -> None:
     process = environment.process_info(os.environ, flags)
     if not process or process.local_id or process.on_one_host or jax.default_backend() != "gpu":
         return
-    if line := efa.fault(os.environ):
+    if line := efa_fault(os.environ):
         print(line, file=sys.stderr)
 
 
@@ -188,3 +190,48 @@ def _cpu_features() -> str:
         lines = []
     found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return hashlib.sha256(found.encode()).hexdigest()[:12]
+
+
+AMAZON_VENDOR = "0x1d0f"  # the PCI vendor in sysfs
+
+EFA_PLUGIN = "libnccl-net{}.so"  # of aws-ofi-nccl; NCCL loads it by this name
+
+
+def efa_fault(
+    environ: Mapping[str, str], *, root: Path = Path("/"), load: Callable[[str], Any] = ctypes.CDLL
+) -> str:
+    """Returns a line to log if this host has EFA adapters that NCCL will not use, or "".
+
+    `root` is the root of the file system, `load` raises OSError for a library that cannot be loaded.
+    """
+    count = _num_efa_adapters(root)
+    chosen = environ.get("NCCL_NET", "").lower()
+    if not count or chosen in ("socket", "ib") or environ.get("NCCL_NET_PLUGIN") == "none":
+        return ""  # there are none, or another network is chosen
+    start = f"this host has {count} EFA adapter{'s' * (count > 1)}, and NCCL cannot use them:"
+    if not any(root.glob("dev/infiniband/uverbs*")):
+        return f"{start} none is in this container; request vpc.amazonaws.com/efa in its resources"
+    provider = environ.get("FI_PROVIDER", "efa")
+    if "efa" not in provider and not provider.startswith("^"):
+        return f"{start} FI_PROVIDER={provider}; unset it, or set FI_PROVIDER=efa"
+    if error := _load_error(environ.get("NCCL_NET_PLUGIN", ""), load):
+        return f"{start} {error}; add aws-ofi-nccl to the image, and its folder to LD_LIBRARY_PATH"
+    return ""
+
+
+def _num_efa_adapters(root: Path) -> int:
+    """Returns the number of RDMA devices that Amazon makes."""
+    vendors = root.glob("sys/class/infiniband/*/device/vendor")
+    return sum(path.read_text().strip() == AMAZON_VENDOR for path in vendors)
+
+
+def _load_error(plugin: str, load: Callable[[str], Any]) -> str:
+    """Returns why the plugin cannot be loaded, or ""; NCCL tries the same names."""
+    error = ""
+    for name in (plugin, EFA_PLUGIN.format(f"-{plugin}")) if plugin else (EFA_PLUGIN.format(""),):
+        try:
+            load(name)
+            return ""
+        except OSError as why:
+            error = str(why)
+    return error

@@ -84,7 +84,7 @@ def adapted(model: Any, cfg: Config) -> Any:
     """Returns the Model with what section `adapter` and `train.only` say; raises ConfigError if they do not fit."""
     if not cfg.adapter.rank and cfg.train.only == "*":
         return model
-    return resolve("meshtrain.models.adapter:adapt", key="adapter")(model, cfg)
+    return resolve("meshtrain.models.lora:adapt", key="adapter")(model, cfg)
 
 
 def optimizer_builder(cfg: Config, model: Any) -> Callable[[Any], Any]:

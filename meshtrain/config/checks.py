@@ -13,6 +13,7 @@ from meshtrain.config.schema import AXES, Config, MeshConfig, TrainConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
 BATCH_AXES = ("data", "fsdp", "expert")  # shard the rows of the batch
+
 # What a run itself writes and removes in its workdir.
 RUN_FOLDERS = ("checkpoints", "tokenizer", "config_history", "logs")
 

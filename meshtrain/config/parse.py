@@ -11,9 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from meshtrain.config import checks, schema
-from meshtrain.config.adapter import AdapterConfig
 from meshtrain.config.bind import bind
-from meshtrain.config.schema import SECTIONS, BuildConfig, Config, OptimConfig
+from meshtrain.config.schema import SECTIONS, AdapterConfig, BuildConfig, Config, OptimConfig
 from meshtrain.errors import ConfigError, did_you_mean
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from meshtrain.config import adapter, mesh_sizes, paths, sync, xla_presets
+from meshtrain.config import paths
 from meshtrain.errors import (
     ConfigError,
     choice_faults,
@@ -15,16 +15,126 @@ from meshtrain.errors import (
     seed_faults,
     x64_faults,
 )
-from meshtrain.parallel.pipeline.schedules import SCHEDULES
+from meshtrain.schedules import SCHEDULES
+
+# The options are passed to the compiler by name: for an unknown one it raises an error. In XLA_FLAGS an
+# unknown option would abort the process.
+XLA_PRESETS: dict[str, dict[str, bool | int | str]] = {
+    "none": {},
+    # Collectives overlap with computation.
+    "overlap": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_enable_highest_priority_async_stream": True,
+        "xla_gpu_enable_while_loop_double_buffering": True,
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_enable_pipelined_all_reduce": True,
+        "xla_gpu_enable_pipelined_p2p": True,
+        # Otherwise XLA runs matrix products again to free memory that the step does not need: 5 to 20 % more FLOPs.
+        "xla_disable_hlo_passes": "rematerialization",
+    },
+    # Kernels are launched in groups, as CUDA graphs.
+    "cuda_graphs": {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN",
+        "xla_gpu_graph_min_graph_size": 1,
+    },
+}
+
+XLA_PRESET_NAMES = ("auto", *XLA_PRESETS)
+
+XLA_OPTIONS_REMOVED_IN = {  # first jaxlib version whose XLA rejects the option
+    "xla_gpu_enable_pipelined_all_gather": (0, 11),
+    "xla_gpu_enable_pipelined_reduce_scatter": (0, 11),
+    "xla_gpu_enable_pipelined_all_reduce": (0, 11),
+}
+
+
+def fill_mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[dict[str, int], str]:
+    """Returns the sizes with the -1 replaced, and the fault if their product is not `num_devices`, else ""."""
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            return {}, (
+                f"mesh.{axis}={size} is not an axis size; use 1 or more, or -1 for all remaining devices"
+            )
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        return {}, f"{' and '.join(f'mesh.{axis}' for axis in free)} are -1; only one axis may be"
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    product = " x ".join(
+        f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)
+    )
+    if free and num_devices % fixed:
+        return {}, (
+            f"{product} needs a multiple of {fixed} devices for mesh.{free[0]}=-1 and there are {num_devices}; "
+            f"use sizes whose product divides {num_devices}, or --simulate_devices={fixed}"
+        )
+    if not free and fixed != num_devices:
+        return {}, (
+            f"{product or 'a mesh with all axes 1'} needs {fixed} devices and there are {num_devices}; "
+            f"use --simulate_devices={fixed}, or set one axis to -1"
+        )
+    return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}, ""
+
+
+SYNC_DTYPES = ("float32", "bfloat16", "int8", "int4")
+
+SYNC_PATTERNS = ("xla", "hierarchical", "ring", "tree")
+
+SYNC_FEEDBACK = ("auto", "on", "off")
+
+
+def sync_faults(settings: Any) -> list[str]:
+    """Returns the faults of a SyncConfig whose choices are known."""
+    found, wire, pattern = [], settings.wire, settings.pattern
+    if settings.block < 2 or settings.block % 2:
+        found.append(f"sync.block={settings.block}: use an even number of elements, such as 256")
+    if wire != "float32" and pattern in ("ring", "tree"):
+        found.append(
+            f"sync.pattern={pattern}: each of its steps would round what sync.wire={wire} sends once more; "
+            f"use sync.pattern=hierarchical or xla"
+        )
+    if wire == "float32" and settings.feedback == "on":
+        found.append("sync.feedback=on: sync.wire=float32 loses nothing; use sync.feedback=auto")
+    return found
+
+
+def has_sync_feedback(settings: Any) -> bool:
+    """Returns whether what a step loses is added to the gradients of the next."""
+    return settings.feedback == "on" or (settings.feedback == "auto" and settings.wire == "int4")
+
+
+def changed_sync_key(settings: Any) -> str:
+    """Returns the key and value that ask for more than XLA's sum, as KEY=VALUE; "" if none does."""
+    if settings.wire != "float32":
+        return f"sync.wire={settings.wire}"
+    return "" if settings.pattern == "xla" else f"sync.pattern={settings.pattern}"
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Values are checked where they are used, in `models.adapter`."""
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: tuple = ("layers/*",)
+    dropout: float = 0.0
+
 
 # From the slowest links to the fastest: neighbours along `tensor` exchange the most data.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # compute dtypes
+
 STORED_DTYPES = ("float32", "bfloat16", "float64")  # float16 would lose most updates
+
 REMAT = ("none", "full", "dots", "names:NAME,NAME")
+
 LEARNING_RATE_SCHEDULES = ("constant", "cosine", "linear", "wsd")
+
 POSITIVE = ("num_microbatches", "log_every", "unroll")
+
 KEEP = ("inputs", "residuals")
+
 CONTEXT_METHODS = ("auto", "ring", "gather", "ulysses")
 
 
@@ -60,7 +170,7 @@ class MeshConfig:
             )
         sizes = asdict(self)
         slices, _ = sizes.pop("slices"), sizes.pop("auto")
-        sizes, fault = mesh_sizes.fill(sizes, num_devices)
+        sizes, fault = fill_mesh_sizes(sizes, num_devices)
         if fault:
             raise ConfigError(fault)
         if sizes["data"] % slices:
@@ -94,7 +204,7 @@ class TrainConfig:
         for least, keys in ((1, POSITIVE), (0, ("steps", "epochs", "batch_per_device"))):
             faults += minimum_faults(least, {f"train.{key}": getattr(self, key) for key in keys})
         faults += seed_faults("train.seed", self.seed)
-        faults += choice_faults("train.xla_preset", self.xla_preset, xla_presets.NAMES)
+        faults += choice_faults("train.xla_preset", self.xla_preset, XLA_PRESET_NAMES)
         faults += choice_faults("train.dtype", self.dtype, DTYPES)
         faults += choice_faults("train.param_dtype", self.param_dtype, STORED_DTYPES)
         faults += x64_faults({"train.dtype": self.dtype, "train.param_dtype": self.param_dtype})
@@ -141,10 +251,10 @@ class SyncConfig:
     pattern: str = "xla"
 
     def __post_init__(self):
-        faults = choice_faults("sync.wire", self.wire, sync.WIRES)
-        faults += choice_faults("sync.pattern", self.pattern, sync.PATTERNS)
-        faults += choice_faults("sync.feedback", self.feedback, sync.FEEDBACK)
-        _raise(faults or sync.faults(self))
+        faults = choice_faults("sync.wire", self.wire, SYNC_DTYPES)
+        faults += choice_faults("sync.pattern", self.pattern, SYNC_PATTERNS)
+        faults += choice_faults("sync.feedback", self.feedback, SYNC_FEEDBACK)
+        _raise(faults or sync_faults(self))
 
 
 @dataclass(frozen=True)
@@ -271,7 +381,7 @@ class Config:
     data: BuildConfig
     optim: OptimConfig  # what the trainer itself reads
     optimizer: BuildConfig  # the other keys of section `optim`
-    adapter: adapter.AdapterConfig
+    adapter: AdapterConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
     divergence: DivergenceConfig

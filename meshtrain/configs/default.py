@@ -221,8 +221,8 @@ def get_config() -> ConfigDict:
     config.optim = optim = ConfigDict()
     # function, "package.module:name", that builds an optax optimizer from the keys that the trainer does not use
     # itself: b1, b2, epsilon, weight_decay and no_decay, or the keys of your own function; also of the package:
-    # "meshtrain.optimizers:muon", "...:adafactor", "...:lion" and "...:schedule_free_adamw"
-    optim.build = "meshtrain.optim:adamw"
+    # "meshtrain.optim.muon:muon", "...:adafactor", "...:lion" and "...:schedule_free_adamw"
+    optim.build = "meshtrain.optim.base:adamw"
     optim.learning_rate = 3e-4  # peak learning rate
     optim.schedule = "cosine"  # learning-rate schedule: "constant", "cosine", "linear" or "wsd"
     optim.warmup_steps = 100  # steps of linear warm-up to learning_rate
@@ -294,7 +294,7 @@ def get_config() -> ConfigDict:
 
     config.hardware = hardware = ConfigDict()
     # peak FLOP/s of a device, by which the MFU divides; 0: the dense bfloat16 peak by the device's name, as in
-    # meshtrain/analysis/hardware.py
+    # meshtrain/hardware.py
     hardware.peak_flops = 0.0
 
     return config.lock()

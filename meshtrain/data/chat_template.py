@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshtrain.data.tokenizer import import_optional
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, import_optional
 
 FILE = "chat_template.jinja"  # in the folder of a tokenizer; it replaces what CONFIG has
+
 CONFIG = "tokenizer_config.json"
+
 # Names of a message's reasoning; the first is what templates read.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+
 Message = Mapping[str, Any]  # "role", "content" and what else the template reads
+
 Span = tuple[int, int]  # first character, and the one after the last
 
 

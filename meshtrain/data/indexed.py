@@ -15,8 +15,11 @@ import numpy as np
 from meshtrain.errors import ConfigError
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+
 HEADER = struct.Struct("<9sQBQQ")
+
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
 # Tokens; lengths are int32. A longer document is stored as several sequences.
 MAX_SEQUENCE_LENGTH = 2**31 - 1
 

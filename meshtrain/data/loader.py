@@ -209,7 +209,9 @@ def _padded(batch: Any, num_rows: int, size: int, what: str) -> Any:
     )
 
 
-def opened(source: Any, cfg: Config, mesh: jax.sharding.Mesh, position: int) -> contextlib.closing:
+def open_loader(
+    source: Any, cfg: Config, mesh: jax.sharding.Mesh, position: int
+) -> contextlib.closing:
     """Returns a context with the Loader of a run's Source, or of an iterable of global batches.
 
     With `data.per_process` the iterable yields the rows of this process. Raises ConfigError if several processes

@@ -1,11 +1,10 @@
-"""A weighted mixture of sources: the index of a sample alone determines its source."""
+"""A weighted mixture of sources, and the shuffle of each: the index of a sample alone determines what it is."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from meshtrain.data import identity
-from meshtrain.data.permute import permute
 from meshtrain.data.source import Batch, Source, concatenate
 from meshtrain.errors import ConfigError
 
@@ -79,3 +78,32 @@ def _with_segments(batch: Batch) -> Batch:
     shape = batch.tokens.shape
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     return batch._replace(positions=positions, segments=np.zeros_like(positions))
+
+
+def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
+    """Returns the images of `indices` (int64, each < n <= 2^62) under a pseudo-random permutation of range(n).
+
+    A four-round Feistel network on the smallest even number of bits that holds n - 1; a result outside
+    range(n) is permuted again until it lies inside (cycle walking), which keeps it a permutation
+    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    """
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half_bits) - 1)
+    shift = np.uint64(half_bits)
+    result = np.asarray(indices, np.uint64)
+    outside = np.ones(result.shape, bool)
+    while outside.any():
+        left, right = result[outside] >> shift, result[outside] & mask
+        for round_ in range(4):
+            left, right = right, left ^ (_hash(right, key * 4 + round_) & mask)
+        result[outside] = (left << shift) | right
+        outside = result >= np.uint64(n)
+    return result.astype(np.int64)
+
+
+def _hash(x: np.ndarray, key: int) -> np.ndarray:
+    """Returns a 64-bit hash (splitmix64's finaliser; Steele et al., OOPSLA 2014)."""
+    x = x + np.uint64((key * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

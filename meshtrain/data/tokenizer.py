@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import importlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from meshtrain import errors
 from meshtrain.data import files, prepared, split_points
 from meshtrain.errors import ConfigError
 
 # V vocabulary
 
 PIECE_CHARS = 1 << 20  # a long text is tokenized in pieces of about this size, if it can be split
+
 FILES = ("tokenizer.json", "tokenizer.model")  # file names of a tokenizer in a folder
+
 # The first of these in a tokenizer.json ends documents; --eos selects another token.
 EOS_TOKENS = (
     "<|endoftext|>",
@@ -28,7 +30,9 @@ EOS_TOKENS = (
     "<|im_end|>",
     "<eos>",
 )
+
 BYTES = "bytes"  # kind and digest of the tokenizer of bytes
+
 BYTES_ENTRY = {
     "kind": BYTES,
     "file": None,
@@ -37,6 +41,7 @@ BYTES_ENTRY = {
     "eos": 0,
     "bos": None,
 }
+
 BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>")
 
 
@@ -173,7 +178,7 @@ def _bytes() -> Tokenizer:
 
 
 def _huggingface(path: Path, eos: str) -> Tokenizer:
-    tokenizers = import_optional("tokenizers")
+    tokenizers = errors.import_optional("tokenizers")
     try:
         model = tokenizers.Tokenizer.from_file(str(path))
         tokenizer_json = json.loads(model.to_str())
@@ -253,7 +258,7 @@ def _piece_bytes(piece: str) -> int:
 
 
 def _sentencepiece(path: Path, eos: str) -> Tokenizer:
-    sentencepiece = import_optional("sentencepiece")
+    sentencepiece = errors.import_optional("sentencepiece")
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except Exception as error:  # the package raises nothing more specific
@@ -284,13 +289,3 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
         file=path,
     )
     return _with_eos(tokenizer, eos, ids)
-
-
-def import_optional(package: str, extra: str = "tokenizers") -> Any:
-    """Returns an optional package; raises ConfigError with the install command if it is missing."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise ConfigError(
-            f"the package {package} is missing; pip install 'meshtrain[{extra}]'"
-        ) from None

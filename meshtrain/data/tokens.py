@@ -9,7 +9,7 @@ import numpy as np
 
 from meshtrain.data import corpus, mixture, packing
 from meshtrain.data.corpus import Corpus
-from meshtrain.data.permute import permute
+from meshtrain.data.mixture import permute
 from meshtrain.data.source import (
     Batch,
     Source,
@@ -23,8 +23,11 @@ from meshtrain.errors import ConfigError, choice_faults
 # B batch, S sequence
 
 ENTROPY_TOKENS = 1 << 26  # the unigram entropy is estimated from at most this many tokens
+
 BLOCK = 1 << 10  # samples whose rows are computed together: most samples are read in order
+
 PACKINGS = ("windows", "best_fit")
+
 CHAT_BUILD = "data.build=meshtrain.data.chat:build"
 
 

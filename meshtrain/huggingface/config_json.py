@@ -5,24 +5,34 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import architectures, deepseek, dropout, experts, families, rope
-from meshtrain.huggingface.families import Family
+from meshtrain.huggingface import experts, rope
+from meshtrain.huggingface.families import base as families
+from meshtrain.huggingface.families import deepseek, dense, gpt2
+from meshtrain.huggingface.families.base import Family
 
 NAME = "config.json"
+
 # Written as null, because the defaults in transformers are the token ids of the original models.
 NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
 NULLABLE = (
     "num_kv_heads",
     "head_dim",
     "q_lora_rank",
     *families.SOFTCAP_KEYS,
 )  # keys of a section: may be null
+
 # Keys of a section that do not change the logits, and those that matter only with experts.
 NOT_IN_LOGITS = ("z_loss", "dropout", "attention_impl", "loss_chunk_mib")
+
 NOT_IN_LOGITS += ("balance", "balance_weight", "router_z_loss")
+
 EXPERTS = ("experts_per_token", "d_expert", "num_shared_experts", "router", "router_scale")
+
 EXPERTS += ("expert_groups", "capacity_factor")
+
 Config = dict[str, Any]  # a config.json
+
 Section = dict[str, Any]  # the `model` section of a config
 
 
@@ -35,14 +45,12 @@ def read(path: Path) -> Config:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     text, model_type = config.get("text_config"), config.get("model_type")
-    is_multimodal = architectures.TEXT_ARCHITECTURES.keys() & {*_architectures(config)}
-    is_multimodal = is_multimodal or model_type in [*architectures.TEXT_MODEL_TYPES]
+    is_multimodal = dense.TEXT_ARCHITECTURES.keys() & {*_architectures(config)}
+    is_multimodal = is_multimodal or model_type in [*dense.TEXT_MODEL_TYPES]
     if is_multimodal and isinstance(text, dict):
         shared = {key: config[key] for key in families.TOP_LEVEL_KEYS if key in config}
-        text = {
-            key: value for key, value in text.items() if key not in architectures.IGNORED_TEXT_KEYS
-        }
-        default = {"model_type": architectures.TEXT_MODEL_TYPES.get(model_type, model_type)}
+        text = {key: value for key, value in text.items() if key not in dense.IGNORED_TEXT_KEYS}
+        default = {"model_type": dense.TEXT_MODEL_TYPES.get(model_type, model_type)}
         config = {"architectures": config.get("architectures")} | default | shared | text
     return config
 
@@ -55,8 +63,8 @@ def _architectures(config: Config) -> list[str]:
 def family_of(config: Config) -> Family:
     """Returns the family of a config.json; raises ConfigError if it is not supported."""
     named, model_type = _architectures(config), config.get("model_type")
-    wanted = {architectures.TEXT_ARCHITECTURES.get(name, name) for name in named}
-    for family in architectures.FAMILIES:
+    wanted = {dense.TEXT_ARCHITECTURES.get(name, name) for name in named}
+    for family in dense.FAMILIES:
         if family.architecture in wanted or (not named and family.model_type == model_type):
             if model_type not in (None, family.model_type):
                 raise ConfigError(
@@ -64,7 +72,7 @@ def family_of(config: Config) -> Family:
                     f"architectures={named}; make them agree"
                 )
             return family
-    supported = ", ".join(family.architecture for family in architectures.FAMILIES)
+    supported = ", ".join(family.architecture for family in dense.FAMILIES)
     raise ConfigError(
         f"architectures={config.get('architectures')}: not supported; use a model of {supported}"
     )
@@ -77,7 +85,7 @@ def to_section(config: Config) -> Section:
     faults = _faults(config, family)
     if faults:
         raise ConfigError(*faults)
-    section = families.SECTION_DEFAULTS | family.section | dropout.to_section(config, family)
+    section = families.SECTION_DEFAULTS | family.section | gpt2.dropout_of_config(config, family)
     section |= {key: config[hf_key] for key, hf_key in family.keys.items()}
     heads = section["num_heads"]
     section["num_kv_heads"] = section.get("num_kv_heads") or heads
@@ -191,7 +199,7 @@ def to_config(section: Section, original: Config | None = None) -> Config:
     original, nearest = dict(original or {}), None
     preferred = family_of(original) if original else None
     is_mixture = bool(section.get("num_experts"))
-    candidates = [f for f in architectures.FAMILIES if f.is_mixture == is_mixture]
+    candidates = [f for f in dense.FAMILIES if f.is_mixture == is_mixture]
     for family in sorted(candidates, key=lambda family: family is not preferred):
         config = _config_for(section, family)
         if family is preferred:
@@ -226,7 +234,7 @@ def _config_for(section: Section, family: Family) -> Config:
     s = families.SECTION_DEFAULTS | section
     s |= {"head_dim": head_dim(s)}
     config = {"architectures": [family.architecture], "model_type": family.model_type}
-    config |= dropout.to_config(s, family) | {
+    config |= gpt2.dropout_rates(s, family) | {
         key: values[0] for key, values in family.supported_values.items() if values[0] is not None
     }
     config |= {

@@ -19,26 +19,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain import checkpoint, console, huggingface
-from meshtrain.checkpoint import arrays, manifest, run_tokenizer
-from meshtrain.checkpoint.writer import AsyncWriter
+from meshtrain import console
+from meshtrain.checkpoint import arrays, find, manifest, run_tokenizer
+from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.cluster import distributed, runtime
-from meshtrain.config import files as configfile
+from meshtrain.config import load as configfile
 from meshtrain.config.bind import bind
 from meshtrain.config.build import resolve
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, experts, peft
-from meshtrain.huggingface.families import BUILD
-from meshtrain.models.base import MEASURED, Model, Params, is_measured
+from meshtrain.huggingface import config_json, experts, files, peft, weights
+from meshtrain.huggingface.families.base import BUILD
+from meshtrain.models.base import STATS_KEY, Model, Params, is_measured
 from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.state import TrainState, bytes_of, count
 
 ORIGINAL = run_tokenizer.HUGGINGFACE_CONFIG
+
 DTYPES = "huggingface_dtypes.json"  # in a workdir: the dtypes of the tensors that the run stores in another one
+
 PREFIX = "params/"  # of parameter paths in a checkpoint
-BIAS = f"layers/mlp/{MEASURED}/bias"  # of the router
+
+BIAS = f"layers/mlp/{STATS_KEY}/bias"  # of the router
 
 
 def model_of(section: dict[str, Any]) -> Model:
@@ -66,23 +69,23 @@ def abstract_params(model: Model, dtype: np.dtype, rules: sharding.Rules, mesh: 
 
 def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     """Converts a Hugging Face folder to a workdir with a checkpoint of the parameters; returns a summary."""
-    huggingface.check_sizes(source)
-    section = huggingface.model_section(source)
-    dtypes = huggingface.dtypes_in(source)
+    weights.check_sizes(source)
+    section = weights.model_section(source)
+    dtypes = weights.dtypes_in(source)
     trained = [one for name, one in dtypes.items() if not name.endswith(experts.BIAS)]
     dtype = stored_dtype(args.dtype, trained)
     config = run_config(args.config, section, dtype)
     mesh = make_mesh(fsdp=-1)
     abstract = abstract_params(model_of(section), dtype, config["rules"], mesh)
-    huggingface.check(source, abstract, section)
+    weights.check(source, abstract, section)
     check_free_space(target, bytes_of(abstract))
     with distributed.raise_on_all_processes():
-        params = huggingface.read(source, abstract, section)
+        params = weights.read(source, abstract, section)
     replicated = NamedSharding(mesh, PartitionSpec())
     step = jax.make_array_from_callback((), replicated, lambda _: np.int32(0))
     state = TrainState(step, params, opt_state=None)
     with atomic_folder(target) as workdir, contextlib.closing(AsyncWriter()) as writer:
-        folder = workdir / checkpoint.FOLDER
+        folder = workdir / find.FOLDER
         if distributed.process_id() == 0:
             run_tokenizer.copy_files([source], workdir, run_tokenizer.FILES)
             shutil.copyfile(source / config_json.NAME, workdir / ORIGINAL)
@@ -106,9 +109,9 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
             facts |= dict(position=0, time=time.time(), metrics={}, watch={})
             facts |= dict(identity={"tokenizer": tokenizer.digest_of(source)})
             manifest.commit(folder, 0, **facts)
-    left_out = huggingface.num_left_out(source)
+    left_out = weights.num_left_out(source)
     without = f", without {left_out} tensors of layers for further tokens" if left_out else ""
-    return f"step 0, a {huggingface.family_in(source).architecture} in {dtype}{without}"
+    return f"step 0, a {weights.family_in(source).architecture} in {dtype}{without}"
 
 
 def stored_dtype(flag: str | None, dtypes: Iterable[np.dtype]) -> np.dtype:
@@ -131,7 +134,7 @@ def original_dtypes(workdir: Path) -> dict[str, np.dtype]:
     path = workdir / DTYPES
     try:
         names = json.loads(path.read_text(encoding="utf-8"))
-        known = {str(dtype): dtype for dtype in huggingface.files.DTYPES.values()}
+        known = {str(dtype): dtype for dtype in files.DTYPES.values()}
         return {tensor: known[name] for tensor, name in names.items()}
     except FileNotFoundError:
         return {}
@@ -153,11 +156,11 @@ def run_config(path: str, section: dict[str, Any], dtype: np.dtype) -> dict[str,
 
 def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     """Converts a checkpoint to a Hugging Face folder, one parameter at a time; returns a summary."""
-    directory, saved = checkpoint.find_valid(source, log=functools.partial(print, file=sys.stderr))
+    directory, saved = find.find_valid(source, log=functools.partial(print, file=sys.stderr))
     try:
         section, rules = saved.config["model"], saved.config["rules"]
         model, adapter = model_of(section), saved.config.get("adapter", {})
-        folders = run_tokenizer.folders(checkpoint.workdir_of(directory), saved.config)
+        folders = run_tokenizer.folders(find.workdir_of(directory), saved.config)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{directory}: the config in its manifest lacks {error!r}") from error
     original = next(
@@ -165,12 +168,12 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     )
     config = config_json.to_config(section, original and config_json.read(original))
     dtypes = {path: entry.rpartition(" ")[2] for path, entry in saved.arrays.items()}
-    trained = [path for path in dtypes if path.startswith(PREFIX) and f"/{MEASURED}/" not in path]
+    trained = [path for path in dtypes if path.startswith(PREFIX) and f"/{STATS_KEY}/" not in path]
     stored = jnp.result_type(*{dtypes[path] for path in trained})
     dtype = np.dtype(args.dtype or stored)
     # Trained parameters keep the dtype of the run.
     is_import = saved.step == 0 and not args.dtype
-    dtypes = original_dtypes(checkpoint.workdir_of(directory)) if is_import else {}
+    dtypes = original_dtypes(find.workdir_of(directory)) if is_import else {}
     if not dtypes:
         config |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     mesh = make_mesh(devices=jax.devices()[:1])
@@ -194,12 +197,12 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     with atomic_folder(target) as folder:
         run_tokenizer.copy_files(folders, folder, run_tokenizer.FILES)
         write_json(folder / config_json.NAME, config)
-        huggingface.write(
+        weights.write(
             folder,
             family,
             section,
             peft.merging(load, adapter, layers),
-            parameters=huggingface.paths(abstract, family),
+            parameters=weights.paths(abstract, family),
             dtype=dtype,
             dtypes=dtypes,
             shard_bytes=round(args.max_shard_gb * 1e9),
@@ -257,10 +260,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.target}: exists already; use another TARGET, or remove it")
     if not args.max_shard_gb > 0:
         raise ConfigError(f"--max_shard_gb={args.max_shard_gb}: use more than 0")
-    is_export = (source / checkpoint.FOLDER).is_dir() or (source / manifest.NAME).is_file()
+    is_export = (source / find.FOLDER).is_dir() or (source / manifest.NAME).is_file()
     if not is_export and not (source / config_json.NAME).is_file():
         raise ConfigError(
-            f"{args.source}: neither a workdir ({checkpoint.FOLDER}/) nor a Hugging Face folder (config.json)"
+            f"{args.source}: neither a workdir ({find.FOLDER}/) nor a Hugging Face folder (config.json)"
         )
     if target.parent.resolve().is_relative_to(source):
         raise ConfigError(f"{args.target}: is inside {args.source}; use a TARGET outside of it")

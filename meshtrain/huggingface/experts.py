@@ -7,19 +7,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain.huggingface import families, files
-from meshtrain.huggingface.families import Family
+from meshtrain.huggingface import files
+from meshtrain.huggingface.families import base as families
+from meshtrain.huggingface.families.base import Family
 from meshtrain.models import mixture
 
 Config = dict[str, Any]  # a config.json
+
 Section = dict[str, Any]  # the `model` section of a config
+
 LOSS_WEIGHT = "router_aux_loss_coef"
+
 LOSSES = ("batch", "sequence")  # values of `balance` that have such a weight
+
 # Whether the weights of the experts of a token are divided by their sum.
 NORMALIZED = "norm_topk_prob"
+
 BIAS = ".e_score_correction_bias"  # end of the name of the only tensor that a layer measures
+
 FIRST_DENSE = "first_k_dense_replace"
+
 ALPHA = "aux_loss_alpha"  # weight of DeepSeek-V2's balance loss
+
 BIAS_STEP = 0.001  # of a router that is balanced by a bias, as in DeepSeek-V3
 
 
@@ -116,6 +125,6 @@ def unfuse(name: str, tensor: files.Tensor, family: Family) -> dict[str, files.T
 def initial_measured(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns what a layer has measured before the first step, for all layers."""
     num_experts = leaf.shape[-1] if leaf.ndim == 2 else 1
-    value = np.asarray(getattr(mixture.Measured(num_experts), name)[...], leaf.dtype)
+    value = np.asarray(getattr(mixture.RouterStats(num_experts), name)[...], leaf.dtype)
     values = np.broadcast_to(value, leaf.shape)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])

@@ -20,17 +20,23 @@ import numpy as np
 from meshtrain.errors import ConfigError
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+
 # Only the size of the other dtypes matters: no parameter has one of them.
 ITEM_BYTES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
+
 ITEM_BYTES |= dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
+
 ITEM_BYTES |= dict.fromkeys(("I16", "U16"), 2) | dict.fromkeys(("I32", "U32"), 4)
+
 ITEM_BYTES |= dict.fromkeys(("I64", "U64", "C64"), 8)
 
 

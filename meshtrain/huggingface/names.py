@@ -63,7 +63,8 @@ DIMS = {
     "layers/mlp/measured/bias": "E",
     "layers/mlp_post_norm/scale": "D",
 }
-FIRST = f"{base.FIRST}/"  # then the number of the layer; without it in the tables below
+
+FIRST = f"{base.FIRST_LAYERS_KEY}/"  # then the number of the layer; without it in the tables below
 
 LLAMA = {
     "tokens/embedding": "model.embed_tokens.weight V D",
@@ -95,16 +96,19 @@ QWEN3_MOE = LLAMA | {
     "layers/mlp/up/kernel": "model.layers.*.mlp.experts.*.up_proj.weight F D",
     "layers/mlp/down/kernel": "model.layers.*.mlp.experts.*.down_proj.weight D F",
 }
+
 OLMOE = QWEN3_MOE | {
     "layers/attention/query_norm/scale": "model.layers.*.self_attn.q_norm.weight HK",
     "layers/attention/key_norm/scale": "model.layers.*.self_attn.k_norm.weight GK",
 }
+
 MIXTRAL = LLAMA | {
     "layers/mlp/router/kernel": "model.layers.*.block_sparse_moe.gate.weight E D",
     "layers/mlp/gate/kernel": "model.layers.*.block_sparse_moe.experts.*.w1.weight F D",
     "layers/mlp/up/kernel": "model.layers.*.block_sparse_moe.experts.*.w3.weight F D",
     "layers/mlp/down/kernel": "model.layers.*.block_sparse_moe.experts.*.w2.weight D F",
 }
+
 # The names of a dense layer have priority in the first layers.
 DEEPSEEK = QWEN3_MOE | {
     **{FIRST + name: LLAMA[f"layers/{name}"] for name in ("mlp/gate/kernel", "mlp/up/kernel")},
@@ -114,6 +118,7 @@ DEEPSEEK = QWEN3_MOE | {
     "layers/mlp/shared/down/kernel": "model.layers.*.mlp.shared_experts.down_proj.weight D U",
     "layers/mlp/measured/bias": "model.layers.*.mlp.gate.e_score_correction_bias E",
 }
+
 DEEPSEEK_V3 = DEEPSEEK | {
     "layers/attention/query_down/kernel": "model.layers.*.self_attn.q_a_proj.weight Q D",
     "layers/attention/query_down_norm/scale": "model.layers.*.self_attn.q_a_layernorm.weight Q",
@@ -122,7 +127,9 @@ DEEPSEEK_V3 = DEEPSEEK | {
     "layers/attention/kv_down_norm/scale": "model.layers.*.self_attn.kv_a_layernorm.weight C",
     "layers/attention/kv_up/kernel": "model.layers.*.self_attn.kv_b_proj.weight HM C",
 }
+
 DEEPSEEK_V2 = {name: row for name, row in DEEPSEEK_V3.items() if "measured" not in name}
+
 # The tensors of all experts that transformers 5 has in memory, and writes with save_original_format=False: by the
 # end of their name, the names of their parts, one after the other, for each expert.
 QWEN3_MOE_FUSED = {
@@ -132,6 +139,7 @@ QWEN3_MOE_FUSED = {
     ),
     "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
 }
+
 MIXTRAL_FUSED = {
     "mlp.experts.gate_up_proj": (
         "block_sparse_moe.experts.*.w1.weight",

@@ -9,12 +9,13 @@ import numpy as np
 
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import files, names
-from meshtrain.huggingface.families import Family
-from meshtrain.models import adapter as adapters
+from meshtrain.huggingface.families.base import Family
+from meshtrain.models import lora as adapters
 from meshtrain.models.base import Model
-from meshtrain.models.low_rank import A, B
+from meshtrain.models.lora_layer import A, B
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
 PREFIX, KERNEL = "base_model.model.", "/kernel"
 
 

@@ -4,13 +4,17 @@ import math
 from typing import Any
 
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import families
-from meshtrain.huggingface.families import Family
+from meshtrain.huggingface.families import base as families
+from meshtrain.huggingface.families.base import Family
 
 Config = dict[str, Any]  # a config.json
+
 Section = dict[str, Any]  # the `model` section of a config
+
 ORIGINAL_LENGTH = "original_max_position_embeddings"
+
 LENGTH = "max_position_embeddings"
+
 ROPE_SCALINGS = {  # rope type: the values that follow it in a section's rope_scaling
     "default": (),
     "linear": ("factor",),
@@ -18,6 +22,7 @@ ROPE_SCALINGS = {  # rope type: the values that follow it in a section's rope_sc
     "yarn": ("factor", "beta_fast", "beta_slow", ORIGINAL_LENGTH, "attention_factor", "truncate"),
     "dynamic": ("factor", LENGTH),  # of the model: transformers ignores original_...
 }
+
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 0.0, "truncate": True}
 
 

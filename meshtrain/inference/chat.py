@@ -4,7 +4,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from meshtrain.data import chat_template, replies
+from meshtrain.data import chat, chat_template
 from meshtrain.data.chat_template import ChatTemplate
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
@@ -25,7 +25,7 @@ def encode(tokenizer: Tokenizer, template: ChatTemplate, text: str) -> list[int]
         prompt = template.render([{"role": "user", "content": text}], add_generation_prompt=True)
     except ValueError as error:
         raise ConfigError(f"--prompt={text!r}: {error}") from None
-    ((ids, _),) = replies.encoder(tokenizer.file)([prompt.text])
+    ((ids, _),) = chat.reply_encoder(tokenizer.file)([prompt.text])
     return ids.tolist()
 
 
@@ -35,15 +35,15 @@ def end_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
     These are the tokenizer's end of a document, its `eos_token`, those that generation_config.json lists, and the
     special token that the template writes after a reply.
     """
-    read = replies.encoder(tokenizer.file)
+    read = chat.reply_encoder(tokenizer.file)
     found = [tokenizer.eos, *_listed(tokenizer.file.parent / "generation_config.json")]
     ((ids, _),) = read([template.eos_token])
     found += ids.tolist() if len(ids) == 1 else []
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
     with contextlib.suppress(ValueError):  # a template that always needs something else
-        text, spans = replies.render(template, replies.Conversation(messages))
+        text, spans = chat.render(template, chat.Conversation(messages))
         ((ids, offsets),) = read([text])
-        replied = ids[replies.is_inside(offsets, spans)]
+        replied = ids[chat.is_inside(offsets, spans)]
         found += replied[tokenizer.token_bytes()[replied] == 0][:1].tolist()
     return sorted({token for token in found if token is not None})
 

@@ -19,7 +19,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError, minimum_faults
-from meshtrain.inference import restore
+from meshtrain.inference import generate
 from meshtrain.models.base import Params
 from meshtrain.program import Program
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
         raise ConfigError(*faults)
     source = _source(cfg, args.split)
     used = source.identity.get("tokenizer", "")
-    program, params = restore.restore(cfg, args.workdir, tokenizer=used)
+    program, params = generate.restore_params(cfg, args.workdir, tokenizer=used)
     sizes = dict(global_batch=global_batch, max_batches=args.max_batches)
     evaluation = evaluate(program, params, source, **sizes)
     if jax.process_index() == 0:

@@ -1,21 +1,25 @@
-"""Generates text: encodes the prompts, runs the model, and prints what it continues."""
+"""Generates text: restores a run's model, encodes the prompts, and prints what the model continues."""
 
 import argparse
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
 
-from meshtrain import checkpoint
-from meshtrain.checkpoint import run_tokenizer
+from meshtrain.checkpoint import arrays, find, resume, run_tokenizer
+from meshtrain.config.build import Parts, build_model, optimizer_builder
 from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, minimum_faults
-from meshtrain.inference import chat, restore, sampling
+from meshtrain.inference import chat, sampling
+from meshtrain.models.base import Params
+from meshtrain.program import Program, assemble
 
 DECODE_CONTEXT = 16  # earlier tokens that are decoded together with a new one
 
@@ -38,14 +42,14 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
         )
     if faults:
         raise ConfigError(*faults)
-    tokenizer = _load_tokenizer(args.tokenizer, cfg, checkpoint.workdir_of(args.workdir))
+    tokenizer = _load_tokenizer(args.tokenizer, cfg, find.workdir_of(args.workdir))
     size = model.get("vocab_size", tokenizer.vocab_size)
     encode, ends = _encoder(args, cfg, tokenizer)
     prompts = [_encode_prompt(encode, text, size) for text in _read_prompts(args)]
     stop = [_token_id(tokenizer, text) for text in args.stop] or ends
     settings = dataclasses.replace(settings, vocab_size=tokenizer.vocab_size)
     used = tokenizers.digest(tokenizer)
-    program, params = restore.restore(_without_stages(cfg), args.workdir, tokenizer=used)
+    program, params = restore_params(_without_stages(cfg), args.workdir, tokenizer=used)
     options = dict(length=args.length, context=context, dtype=cfg.train.dtype)
     steps = sampling.generate(program, params, prompts, sampling=settings, stop=stop, **options)
     if jax.process_index() == 0:
@@ -141,7 +145,7 @@ def _prompt_prefix(args: argparse.Namespace, cfg: Config, tokenizer: Tokenizer) 
     """Returns the tokens to put before each prompt: the tokenizer's bos, or none."""
     use_bos = args.bos
     if use_bos is None:
-        folders = run_tokenizer.folders(checkpoint.workdir_of(args.workdir), cfg.to_dict())
+        folders = run_tokenizer.folders(find.workdir_of(args.workdir), cfg.to_dict())
         use_bos = any(map(tokenizers.has_bos, folders))
     if use_bos and tokenizer.bos is None:
         raise ConfigError(
@@ -197,3 +201,21 @@ def _load_tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
             f"use the model's tokenizer"
         )
     return tokenizer
+
+
+def restore_params(cfg: Config, path: Path, *, tokenizer: str = "") -> tuple[Program, Params]:
+    """Returns the program of a config, and the parameters of the newest valid checkpoint of a run.
+
+    `path` is the workdir of the run, or one of its checkpoints. The parameters get the program's shardings.
+    Raises ConfigError if `tokenizer`, the digest of the one in use, is not the run's, or if a key changes what
+    the model computes.
+    """
+    model = build_model(cfg)
+    program = assemble(cfg, Parts(model, optimizer_builder(cfg, model)))
+    directory, found = find.find_valid(path, log=partial(print, file=sys.stderr))
+    if not found.identity.get("tokenizer"):  # of a run of an older version
+        digest = run_tokenizer.digest(find.workdir_of(path), found.config)
+        found = dataclasses.replace(found, identity={"tokenizer": digest})
+    resume.check(found, cfg.to_dict(), {"tokenizer": tokenizer}, source=directory, only="model.*")
+    abstract_params = program.abstract_state.params
+    return program, arrays.restore_params(directory, found.arrays, abstract_params)[0]

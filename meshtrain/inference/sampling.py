@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import blocks, state
+from meshtrain import state
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError, minimum_faults, seed_faults
-from meshtrain.models.base import Model, Params, Past
+from meshtrain.models import blocks
+from meshtrain.models.base import CacheState, Model, Params
 from meshtrain.parallel import sharding
 from meshtrain.program import Program
 
@@ -159,7 +160,7 @@ def _decode(
         segments=(slot_BS >= num_pads[:, None]).astype(jnp.int32),
     )
     filled_BT = jnp.arange(size)[None] >= num_pads[:, None]
-    past = Past(jnp.asarray(start, jnp.int32), filled_BT.astype(jnp.int32))
+    past = CacheState(jnp.asarray(start, jnp.int32), filled_BT.astype(jnp.int32))
 
     def block(x, layer_and_cache):
         layer, cache = layer_and_cache
@@ -183,4 +184,6 @@ def _window(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.n
 def _cast(program: Program, params: Params, dtype: str) -> Params:
     shardings = state.shardings_of(program.abstract_state.params)
     with program.active():
-        return jax.jit(partial(blocks.cast, dtype=dtype), out_shardings=shardings)(params)
+        return jax.jit(partial(blocks.to_compute_dtype, dtype=dtype), out_shardings=shardings)(
+            params
+        )

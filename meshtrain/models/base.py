@@ -14,18 +14,22 @@ from flax import nnx
 
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
-from meshtrain.models import low_rank, subset
+from meshtrain.models import lora_layer, trees
 
 Params = Any  # nested dict of arrays
+
 # Name of the dicts in the parameters whose leaves no optimizer trains, see `Model.measure`.
-MEASURED = "measured"
+STATS_KEY = "measured"
+
 # Name of the parameters of layers that `Model.embed` runs before the stack, if there are any, by number.
-FIRST = "first_layers"
-NUMBER = "layer_number"  # of a layer, among the constants of a stack with dropout
+FIRST_LAYERS_KEY = "first_layers"
+
+LAYER_NUMBER_KEY = "layer_number"  # of a layer, among the constants of a stack with dropout
+
 Axes = Any  # the same nested dict; each leaf is a tuple of logical names, one per dim
 
 
-class Past(NamedTuple):
+class CacheState(NamedTuple):
     """The state of a key/value cache of T positions before a call."""
 
     start: jax.Array  # () int32, number of positions that earlier calls filled
@@ -55,9 +59,9 @@ class Model:
     # Generation with a key/value cache: (rows, length, dtype) -> (cache of embed, cache with a leading `layers` dim).
     empty_cache: Callable[[int, int, Any], tuple[Any, Any]] | None = None
     # (params, batch, cache of embed, past) -> (x, updated cache)
-    cached_embed: Callable[[Params, Any, Any, Past], tuple[Any, Any]] | None = None
+    cached_embed: Callable[[Params, Any, Any, CacheState], tuple[Any, Any]] | None = None
     # (layer, x, batch, cache of the layer, past) -> (x, updated cache)
-    cached_block: Callable[[Params, Any, Any, Any, Past], tuple[Any, Any]] | None = None
+    cached_block: Callable[[Params, Any, Any, Any, CacheState], tuple[Any, Any]] | None = None
     # names that the blocks mark with `checkpoint_name`, for train.remat="names:..."; (): unknown
     saved_names: tuple[str, ...] = ()
     # sequence length -> FLOPs, forward and backward
@@ -92,7 +96,7 @@ class Model:
 
 def trained_part(tree: Any, is_trained: Callable[[str], bool] | None) -> Any:
     """Returns the part of a tree like the parameters that has gradients; `is_trained` is `Model.is_trained`."""
-    return tree if is_trained is None else subset.where(tree, is_trained)
+    return tree if is_trained is None else trees.matching(tree, is_trained)
 
 
 def check_model(model: Any) -> None:
@@ -105,7 +109,7 @@ def check_model(model: Any) -> None:
 
 def is_measured(path: tuple) -> bool:
     """Whether a parameter with this path is in a dict named MEASURED."""
-    return any(getattr(entry, "key", None) == MEASURED for entry in path)
+    return any(getattr(entry, "key", None) == STATS_KEY for entry in path)
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         with nnx.use_eager_sharding(False):
             module = build(nnx.Rngs(key))
             dropouts[:] = _active_dropouts(module)
-            linears.update(low_rank.linears(module))
+            linears.update(lora_layer.linears(module))
             return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
     graph, params, streams, rest = jax.eval_shape(split, jax.random.key(0))
@@ -168,7 +172,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
 
     def bind(values, *keys):
         """`keys` is empty in a stack, else the key, or None in evaluation."""
-        values, pairs = low_rank.take(values)
+        values, pairs = lora_layer.take(values)
         state = jax.tree.map(lambda leaf: leaf, params)  # a copy: the next line overwrites it
         nnx.replace_by_pure_dict(state, {name: values[name] for name in nnx.to_pure_dict(params)})
         leaves, tree = jax.tree.flatten(streams)
@@ -176,7 +180,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         # Each stream needs its own key, or all layers would drop the same units.
         stream_leaves = [_stream_leaf(leaf, base, n) for n, leaf in enumerate(leaves)]
         module = nnx.merge(graph, state, jax.tree.unflatten(tree, stream_leaves))
-        low_rank.attach(module, pairs)
+        lora_layer.attach(module, pairs)
         if not keys and leaves:
             for _, node in nnx.iter_graph(module):
                 if isinstance(node, nnx.RngStream):

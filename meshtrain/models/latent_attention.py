@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.models.cache import CachedAttention
-from meshtrain.models.layers import Attend, dense, norm
+from meshtrain.models.layers import Attend, CachedAttention, dense, norm
 from meshtrain.models.rope import rope, select
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered

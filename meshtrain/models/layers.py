@@ -7,6 +7,7 @@ and softmax compute in float32 or wider.
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.data.source import Batch
+from meshtrain.models.base import CacheState
 from meshtrain.models.rope import rope, select
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
@@ -155,6 +157,7 @@ class NormOfAllHeads(nnx.Module):
 # (q_BSHK, k_BSGK, v_BSGV, scale=, softcap=, window=, is_local=) -> out_BSHV. The caller of the layers chooses it:
 # attention within a row in training, attention over the key/value cache in generation.
 Attend = Callable[..., jax.Array]
+
 Drop = Callable[..., jax.Array]  # (x_BSD, site=) -> x_BSD: dropout with the keys of this layer
 
 
@@ -295,3 +298,30 @@ class Block(nnx.Module):
 def _add(post_norm: nnx.Module | None, drop: Callable, x_BSD, branch_BSD) -> jax.Array:
     branch_BSD = branch_BSD if post_norm is None else post_norm(branch_BSD)
     return constrain(x_BSD + drop(branch_BSD), "batch", "residual_seq", "residual")
+
+
+# B batch, S sequence, T positions of the cache, H heads, G key/value heads, K head dim
+
+
+class CachedAttention:
+    """Attention over a cache: keys and values, each (B, T, G, K), to which a call adds those of its tokens.
+
+    A cache of one array holds latent keys, which are the values as well. `attend` is as `ops.attention.attention`.
+    """
+
+    def __init__(
+        self, attend: Callable[..., jax.Array], cache: Any, batch: Batch, past: CacheState
+    ):
+        self.attend, self.cache, self.batch, self.past = attend, cache, batch, past
+
+    def __call__(self, q_BSHK: jax.Array, *new: jax.Array, **options: Any) -> jax.Array:
+        start, names = self.past.start, ("batch", None, "kv_heads", "head_dim")
+        self.cache = tuple(
+            constrain(
+                jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, 1), *names
+            )
+            for old, x in zip(self.cache, new, strict=True)
+        )
+        keys, values = self.cache[0], self.cache[-1]
+        segments = self.batch.segments, self.past.segments_BT
+        return self.attend(q_BSHK, keys, values, *segments, start=start, **options)

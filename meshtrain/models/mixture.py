@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.data.source import Batch
-from meshtrain.models.base import MEASURED, Params
+from meshtrain.models.base import STATS_KEY, Params
 from meshtrain.models.layers import MLP, dense, normal_initializer
 from meshtrain.ops import experts
 from meshtrain.parallel import context, expert
@@ -28,7 +28,7 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 ROUNDING = 1e-5  # of a share of the load, relative to an equal one
 
 
-class Kernel(nnx.Module):
+class ExpertKernel(nnx.Module):
     """A matrix for each expert: (E, in, out)."""
 
     def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes, scale: float = 1.0):
@@ -42,7 +42,7 @@ class Kernel(nnx.Module):
         return gathered(self.kernel[...], self.axes, used)
 
 
-class Measured(nnx.Module):
+class RouterStats(nnx.Module):
     """What a layer measured in the last step, and the bias that follows from it; `measure` updates them."""
 
     def __init__(self, num_experts: int):
@@ -62,13 +62,13 @@ class Mixture(nnx.Module):
         E, D, F = c.num_experts, c.d_model, c.expert_size
         self.router = dense(rngs, D, E, axes=("embed", None), bias=False)
         into = ("expert", "embed", None)
-        self.gate = Kernel(rngs, (E, D, F), into) if c.gated else None
-        self.up = Kernel(rngs, (E, D, F), into)
-        self.down = Kernel(rngs, (E, F, D), ("expert", None, "embed"), c.residual_scale)
+        self.gate = ExpertKernel(rngs, (E, D, F), into) if c.gated else None
+        self.up = ExpertKernel(rngs, (E, D, F), into)
+        self.down = ExpertKernel(rngs, (E, F, D), ("expert", None, "embed"), c.residual_scale)
         self.activation = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
         size = c.num_shared_experts * F
         self.shared = MLP(c, rngs, size) if size else None
-        self.measured = Measured(E)
+        self.measured = RouterStats(E)
 
     def __call__(
         self, norm: Callable[[jax.Array], jax.Array], x_BSD: jax.Array, batch: Batch
@@ -116,7 +116,7 @@ class Mixture(nnx.Module):
             loss_BS += c.router_z_loss * log_z_BS**2
         values = dict(load=load_BSE, score=share_BSE, log_z=log_z_BS)
         loss_BS += observe(self.measured, **values, dropped=(~kept_BSk).mean(-1, dtype=wide))
-        experts_BSk = jnp.where(kept_BSk, experts_BSk, experts.NOWHERE)
+        experts_BSk = jnp.where(kept_BSk, experts_BSk, experts.DROPPED)
         weights_BSk = (c.router_scale * weights_BSk).astype(x_BSD.dtype)
         return experts_BSk, weights_BSk, constrain(loss_BS, "batch", "seq")
 
@@ -154,7 +154,7 @@ class Mixture(nnx.Module):
         return c.balance_weight * c.num_experts * (load * share_BSE).sum(-1)
 
 
-def observe(measured: Measured, **values_BS: jax.Array) -> jax.Array:
+def observe(measured: RouterStats, **values_BS: jax.Array) -> jax.Array:
     """Returns zeros (B, S), whose gradient with respect to a leaf of `measured` is that leaf's value of each token.
 
     The gradients of the global batch are therefore weighted sums of these values, whatever micro-batches, stages
@@ -212,7 +212,7 @@ def measure(c, params: Params, means: Params) -> tuple[Params, dict[str, jax.Arr
     bias changes by `balance_weight` towards an equal load (arXiv 2408.15664).
     """
     layers, E = params["layers"], c.num_experts
-    old, mean = layers["mlp"][MEASURED], means["layers"]["mlp"][MEASURED]
+    old, mean = layers["mlp"][STATS_KEY], means["layers"]["mlp"][STATS_KEY]
     new = {
         **{name: mean[name].astype(leaf.dtype) for name, leaf in old.items()},
         "bias": old["bias"],
@@ -233,5 +233,5 @@ def measure(c, params: Params, means: Params) -> tuple[Params, dict[str, jax.Arr
     }
     if c.balance == "bias":
         scalars["router_bias_range"] = new["bias"].max(-1) - new["bias"].min(-1)
-    mlp = {**layers["mlp"], MEASURED: new}
+    mlp = {**layers["mlp"], STATS_KEY: new}
     return {**params, "layers": {**layers, "mlp": mlp}}, scalars

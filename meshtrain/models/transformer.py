@@ -14,8 +14,7 @@ from flax import nnx
 from meshtrain.data.source import Batch
 from meshtrain.metrics import Metrics, weighted
 from meshtrain.models import base, mixture
-from meshtrain.models.base import FIRST, NUMBER
-from meshtrain.models.cache import CachedAttention
+from meshtrain.models.base import FIRST_LAYERS_KEY, LAYER_NUMBER_KEY
 from meshtrain.models.flops import flops_per_token, inactive_parameters
 from meshtrain.models.latent_attention import LatentAttention
 from meshtrain.models.layers import (
@@ -23,6 +22,7 @@ from meshtrain.models.layers import (
     OF_PROBABILITIES,
     Attention,
     Block,
+    CachedAttention,
     dense,
     embedding,
     flat_dot_general,
@@ -36,7 +36,7 @@ from meshtrain.ops.attention import (
     choose_implementation,
 )
 from meshtrain.ops.dropout import OfAttention, at_layer, dropout
-from meshtrain.ops.lookup import lookup
+from meshtrain.ops.embedding import lookup
 from meshtrain.ops.losses import chunked_cross_entropy
 from meshtrain.parallel import context
 from meshtrain.parallel.remat import rematerialised
@@ -170,13 +170,15 @@ class Decoder:
         self.init_layers, layer_axes = base.stack(self.block, len(self.is_local))
         self.axes = {**self.outer.axes, "layers": layer_axes}
         if self.num_first:
-            self.axes[FIRST] = {str(n): self.dense.axes for n in range(self.num_first)}
+            self.axes[FIRST_LAYERS_KEY] = {str(n): self.dense.axes for n in range(self.num_first)}
 
     def linears(self) -> dict[str, int]:
         """Returns the linear layers whose kernels nothing but the layer itself reads, as `Model.linears`."""
         found = {f"layers/{path}": num for path, num in self.block.linears.items()}
         for n in range(self.num_first):
-            found |= {f"{FIRST}/{n}/{path}": num for path, num in self.dense.linears.items()}
+            found |= {
+                f"{FIRST_LAYERS_KEY}/{n}/{path}": num for path, num in self.dense.linears.items()
+            }
         return {path: num for path, num in found.items() if not path.endswith(NOT_ADAPTED)}
 
     def init(self, key: jax.Array) -> base.Params:
@@ -184,7 +186,7 @@ class Decoder:
         params = {**self.outer.init(outer_key), "layers": self.init_layers(layers_key)}
         if self.num_first:
             keys = [jax.random.fold_in(outer_key, n) for n in range(self.num_first)]
-            params[FIRST] = {str(n): self.dense.init(key) for n, key in enumerate(keys)}
+            params[FIRST_LAYERS_KEY] = {str(n): self.dense.init(key) for n, key in enumerate(keys)}
         return params
 
     def embed(self, params: base.Params, batch: Batch) -> Any:
@@ -196,25 +198,27 @@ class Decoder:
                 return self._run_first(number, layer, x, of_layer, self._attend_within(of_layer))
 
             # A few layers: to compute them again costs little, whatever train.remat is.
-            x = rematerialised(run, "full")(params[FIRST][str(number)], x)
+            x = rematerialised(run, "full")(params[FIRST_LAYERS_KEY][str(number)], x)
         return x
 
-    def cached_embed(self, params: base.Params, batch: Batch, caches: Any, past: base.Past):
+    def cached_embed(self, params: base.Params, batch: Batch, caches: Any, past: base.CacheState):
         """`caches` are those of the first layers, one by one."""
         x, updated = self.outer.bind(params).embed(batch), []
         for number, cache in enumerate(caches):
             attend = CachedAttention(self._attend_over_cache, cache, batch, past)
-            layer = params[FIRST][str(number)]
+            layer = params[FIRST_LAYERS_KEY][str(number)]
             x = self._run_first(number, layer, x, batch, attend, past.start)
             updated.append(attend.cache)
         return x, updated
 
     def run_block(self, layer: base.Params, x: Any, batch: Batch) -> Any:
         if self.c.dropout:
-            batch = at_layer(batch, layer[NUMBER])
+            batch = at_layer(batch, layer[LAYER_NUMBER_KEY])
         return self._run(layer, x, batch, self._attend_within(batch))
 
-    def cached_block(self, layer: base.Params, x: Any, batch: Batch, cache: Any, past: base.Past):
+    def cached_block(
+        self, layer: base.Params, x: Any, batch: Batch, cache: Any, past: base.CacheState
+    ):
         """`cache` is that of this layer, see CachedAttention."""
         attend = CachedAttention(self._attend_over_cache, cache, batch, past)
         return self._run(layer, x, batch, attend, past.start), attend.cache
@@ -263,7 +267,7 @@ def build(**config) -> base.Model:
     if decoder.mixed:
         constants["is_local"] = decoder.is_local
     if c.dropout:
-        constants[NUMBER] = np.arange(c.first_dense_layers, c.num_layers, dtype=np.int32)
+        constants[LAYER_NUMBER_KEY] = np.arange(c.first_dense_layers, c.num_layers, dtype=np.int32)
     return base.Model(
         init=decoder.init,
         axes=decoder.axes,

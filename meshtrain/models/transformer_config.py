@@ -10,6 +10,7 @@ from meshtrain.models import rope
 from meshtrain.ops import implementations
 
 VOCAB_MULTIPLE = 128  # every usual mesh.tensor divides a multiple of it
+
 LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim")
 
 

@@ -23,11 +23,15 @@ from meshtrain.config.schema import AXES, HealthConfig
 
 # A process below this fraction of the median speed is slow (as in NVIDIA's resiliency extension).
 SLOW_SPEED = 0.75
+
 MIN_SLOW_CHECKS = 3  # in a row before a process is logged; a single slow check may be noise
+
 # Steps of a run after which speeds are compared too: a slow process is logged at the last one, not only
 # after several times `health.every` steps.
 EARLY_STEPS = (10, 20, 40, 80)
+
 NUM_TIMINGS = 5  # of the test matrix product; the fastest is used
+
 # Rows of the square matrices: their product takes milliseconds.
 PRODUCT_SIZE = collections.defaultdict(lambda: 4096, cpu=1024)
 
@@ -36,7 +40,7 @@ class CorruptState(RuntimeError):
     """Replicas of the state differ between devices."""
 
 
-class Check:
+class ReplicaCheck:
     """Compares replicas and speeds; writes to `event(name, **fields)` and `log(text)`."""
 
     def __init__(

@@ -8,13 +8,13 @@ import jax
 
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import Config
-from meshtrain.data.loader import opened
+from meshtrain.data.loader import open_loader
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.state import TrainState, evaluation_params
 
 
-def kept(data: Any, cfg: Config) -> Any:
+def fixed_batches(data: Any, cfg: Config) -> Any:
     """Returns `data` if it is a Source, else a list of its first `eval.batches` batches.
 
     Each evaluation uses the same batches, also those of an iterator, which can be read only once.
@@ -41,7 +41,7 @@ def heldout_loss(
         if data is None or not cfg.eval.batches:
             return None
         params = evaluation_params(state)
-        with opened(data, cfg, mesh, 0) as heldout:
+        with open_loader(data, cfg, mesh, 0) as heldout:
             if not compiled:
                 example = params, heldout.peek()
                 compiled.append(jax.jit(eval_step).lower(*example).compile())

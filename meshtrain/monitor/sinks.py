@@ -11,6 +11,7 @@ from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
 
 Row = dict[str, Any]
+
 RUN_ID = "wandb_run_id"  # file in the workdir, so that a resumed run continues its curves
 
 
@@ -26,7 +27,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def opened(
+def open_sinks(
     cfg: Config, workdir: Path | None, on_metrics: Callable[[Row], None] | None
 ) -> list[Sink]:
     """Returns the sinks of a run. Raises ConfigError for one that cannot be opened."""
@@ -38,7 +39,7 @@ def opened(
     return found
 
 
-def faults(cfg: Config, workdir: str | Path | None) -> list[str]:
+def sink_faults(cfg: Config, workdir: str | Path | None) -> list[str]:
     """Returns a line for each sink that a run cannot have."""
     found = []
     for key, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):

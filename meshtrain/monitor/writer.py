@@ -1,23 +1,86 @@
 """Writes metrics.jsonl, events.jsonl and config.json of a run, and lines or a progress bar to the console."""
 
 import contextlib
+import errno
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshtrain import console, storage
-from meshtrain.analysis import hardware
+from meshtrain import console, hardware, storage
 from meshtrain.config.schema import Config
-from meshtrain.monitor import files, memory
+from meshtrain.data.source import Batch
+from meshtrain.errors import ConfigError
+from meshtrain.models.base import Model
 from meshtrain.monitor.sinks import Sink
-from meshtrain.monitor.units import Units
+
+TABLES = ("metrics.jsonl", "events.jsonl")
+
+
+def check_outputs(folder: Path) -> None:
+    """Raises ConfigError with a line for each output of an earlier run that this run cannot continue."""
+    faults = []
+    names = (*TABLES, "config.json", console.LOG)
+    for path in filter(os.path.lexists, (folder / name for name in names)):
+        try:
+            # Opening a pipe would wait for its other end; a link may lead out of the workdir.
+            if path.is_symlink() or not path.is_file():
+                raise OSError(errno.EINVAL, "is not a file")
+            open(path, "ab").close()
+        except OSError as error:
+            faults.append(f"{path}: {error.strerror}; move it away, or use another --workdir")
+    if faults:
+        raise ConfigError(*faults)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replaces a file atomically. Raises ConfigError if it cannot be written."""
+    new = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        new.unlink(missing_ok=True)  # it may be a link
+        new.write_text(text)
+        os.replace(new, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise ConfigError(f"{path}: {error.strerror}; make room, or repair it") from error
+
+
+def sync_tables(folder: Path) -> None:
+    """Flushes the tables and their folder to disk; one that cannot be flushed does not stop the run."""
+    for path in (*(folder / name for name in TABLES), folder):
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Tokens for a language model, else examples."""
+
+    name: str
+    per_sample: int
+    flops: float | None  # per unit, forward and backward
+    packed: bool = False  # rows hold several documents
+
+
+def units_of(batch: Any, model: Model) -> Units:
+    if not isinstance(batch, Batch):
+        return Units("examples", 1, None)
+    seq_len = batch.tokens.shape[1]
+    flops = model.flops_per_token and model.flops_per_token(seq_len)
+    return Units("tokens", seq_len, flops, packed=batch.segments is not None)
 
 
 def _step_of(row: str) -> float:
@@ -50,7 +113,7 @@ class Writer:
         ] = {}  # metrics of the newest finished step, of the whole model
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
-            files.check(self._folder)
+            check_outputs(self._folder)
         self._sinks: list[Sink] = []
         console.log_to(workdir and workdir / console.LOG)
 
@@ -88,7 +151,7 @@ class Writer:
             rows = metrics.read_text(errors="replace").splitlines()
             earlier = [row for row in rows if _step_of(row) < start]
             if earlier != rows:
-                files.replace(metrics, "".join(row + "\n" for row in earlier))
+                replace_file(metrics, "".join(row + "\n" for row in earlier))
         for sink in self._sinks:
             sink.begin(start)
         if self._leader and not self._bar:
@@ -166,7 +229,7 @@ class Writer:
             row["predicted_step_time"] = self._predicted
         if eval_loss is not None:
             row["eval_loss"] = eval_loss
-        if (peak := memory.peak_in_use()) is not None:
+        if (peak := peak_bytes_in_use()) is not None:
             row["peak_memory"] = peak
         self._append("metrics.jsonl", row)
         for sink in [*self._sinks]:
@@ -231,8 +294,8 @@ class Writer:
         if previous != text:
             history = self._folder / "config_history"
             numbers = [int(p.stem) for p in history.glob("*.json") if p.stem.isdecimal()]
-            files.replace(history / f"{1 + max(numbers, default=0):04}.json", previous)
-        files.replace(path, text)
+            replace_file(history / f"{1 + max(numbers, default=0):04}.json", previous)
+        replace_file(path, text)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to a file; if that fails, writes the line together with the next line."""
@@ -262,7 +325,7 @@ class Writer:
     def sync(self) -> None:
         """Flushes metrics.jsonl and events.jsonl to disk; uploads all files to an object store."""
         if self._folder:
-            files.sync(self._folder)
+            sync_tables(self._folder)
             if storage.url(self._folder):
                 storage.push(self._folder)
 
@@ -273,3 +336,9 @@ class Writer:
             self._bar = None
         while self._sinks:
             self._sinks.pop().close()
+
+
+def peak_bytes_in_use() -> int | None:
+    """Returns the most bytes that any device of this process has held; None if they do not report it."""
+    reports = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((report.get("peak_bytes_in_use", 0) for report in reports), default=0) or None

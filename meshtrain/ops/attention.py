@@ -7,16 +7,19 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.errors import ConfigError
-from meshtrain.ops import between_chunks, blockwise, conditional, cudnn, implementations
+from meshtrain.ops import blockwise, context_attention, cudnn, implementations
 from meshtrain.ops.blockwise import Dropout
 from meshtrain.parallel import context, sharding
 
 # B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim, V of values
 
 MAX_XLA_TOKENS = 2048  # longer sequences are computed blockwise if no fused kernel supports them
+
 UNLIMITED_WINDOW = 2**30  # positions; more than any sequence has
+
 # The XLA implementation splits queries into blocks, unless its name gives their size.
 MAX_QUERY_BLOCKS = 4
+
 MIN_QUERIES_PER_BLOCK = 64
 
 
@@ -77,7 +80,7 @@ def attention(
     if name == "cudnn":  # its windows are static
         choices = partial(windowed, window), partial(windowed, None)
         constrain = partial(cudnn.constrain, num_heads=q_BSHK.shape[2])
-        return conditional.either(is_local, *choices, *qkv, constrain=constrain)
+        return cudnn.either(is_local, *choices, *qkv, constrain=constrain)
     return windowed(jnp.where(is_local, window, UNLIMITED_WINDOW), *qkv)
 
 
@@ -99,7 +102,7 @@ def _of_sharded_sequences(
         window = jnp.where(is_local, window, UNLIMITED_WINDOW)
     options |= dict(method=method, window=window, scale=scale or K**-0.5)
     options["implementation"] = implementation
-    return between_chunks.attention(q_BSHK, k_BSGK, v_BSGV, segments_BS, **options)
+    return context_attention.attention(q_BSHK, k_BSGK, v_BSGV, segments_BS, **options)
 
 
 def choose_for_context(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 # K head dim, V of values, N blocks, s and t positions within a block; ... dims that queries and keys share, such as B
 
 BLOCK = 256
+
 # (probabilities, positions of queries, positions of keys) -> probabilities: ops.dropout.OfAttention, a pytree
 Dropout = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

@@ -1,10 +1,13 @@
 """cuDNN's fused attention on NVIDIA GPUs: which inputs it supports, and the call."""
 
+import math
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
-from meshtrain.analysis import hardware
-from meshtrain.ops import document_code
+from meshtrain import hardware
 from meshtrain.parallel import accelerator, sharding
 
 # B batch, S sequence, H heads, G key/value heads, K head dim
@@ -30,7 +33,7 @@ def why_not(
         return f"it does not support a soft cap, and model.attention_softcap is {softcap}"
     # Of the backward pass: docs.nvidia.com/deeplearning/cudnn/frontend, operations, attention.
     max_head_dim = 256 if HOPPER <= version < BLACKWELL else 128
-    extra = document_code.DIMS if packed else 0
+    extra = SEGMENT_DIMS if packed else 0
     if head_dim % 8 or head_dim + extra > max_head_dim:
         limit = f"it supports head dims up to {max_head_dim} on this GPU, in multiples of 8"
         more = f", and packed rows need {extra} more" if packed else ""
@@ -68,7 +71,7 @@ def attention(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) 
         )
     inputs = q_BSHK, k_BSGK, v_BSGK
     if segments[0] is not None:
-        inputs = document_code.append(*inputs, segments[0], scale)
+        inputs = append_segment_dims(*inputs, segments[0], scale)
     padding = S % 2  # cuDNN's backward pass supports only even lengths
     inputs = (jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)]) for x in inputs)
     out_BSHK = jax.nn.dot_product_attention(
@@ -89,3 +92,92 @@ def constrain(x: jax.Array, *, num_heads: int) -> jax.Array:
         heads = "heads" if x.shape[2] == num_heads else "kv_heads"
         return sharding.constrain(x, "batch", "seq", heads, "head_dim")
     return x
+
+
+# B batch, S sequence, H query heads, G key/value heads, K head dim, N digits of a number, C = 2 N dims of the code
+
+NUM_DIGITS = 4
+
+SEGMENT_DIMS = 2 * NUM_DIGITS
+
+# By this, at least, the code lowers the scores of other documents. exp(-104) is 0 in float32: a key of another
+# document has no weight unless its score is 400 higher than the best of the query's own document.
+SEGMENT_GAP = 512.0
+
+
+def append_segment_dims(q_BSHK, k_BSGK, v_BSGK, segments_BS, scale: float) -> tuple[jax.Array, ...]:
+    """Returns queries, keys and values with DIMS more dims: the code of their document, and zeros.
+
+    Each document of a row has a number, and each digit of the number is a point on a circle. The score of a
+    query and a key of its own document grows by the same constant for all keys, which the softmax cancels; each
+    digit that differs lowers the score by GAP or more. The constant is 7,000 for rows of 4,096 tokens, where
+    float32 has a resolution of 0.0005, less than that of weights in bfloat16.
+    """
+    base = 2
+    while base**NUM_DIGITS < segments_BS.shape[1]:
+        base += 1
+    digits_BSN = (
+        _segment_numbers(segments_BS)[:, :, None]
+        // jnp.array([base**n for n in range(NUM_DIGITS)])[None, None]
+        % base
+    )
+    angles_BSN = digits_BSN * (2 * math.pi / base)
+    radius = math.sqrt(SEGMENT_GAP / (1 - math.cos(2 * math.pi / base)) / scale)
+    code_BSC = radius * jnp.concatenate([jnp.cos(angles_BSN), jnp.sin(angles_BSN)], -1)
+
+    def with_code(x):
+        code = jnp.broadcast_to(code_BSC.astype(x.dtype)[:, :, None], (*x.shape[:3], SEGMENT_DIMS))
+        return jnp.concatenate([x, code], -1)
+
+    return with_code(q_BSHK), with_code(k_BSGK), jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, SEGMENT_DIMS)])
+
+
+def _segment_numbers(segments_BS) -> jax.Array:
+    """Returns numbers below S, (B, S) int32, that are equal where the segments of a row are equal.
+
+    Two sorts: gathers and scatters would be replicated where the batch is sharded.
+    """
+    position_BS = jax.lax.broadcasted_iota(jnp.int32, segments_BS.shape, 1)
+    by_segment = jax.lax.sort((segments_BS, position_BS), dimension=1, num_keys=1)
+    is_new = jnp.pad(by_segment[0][:, 1:] != by_segment[0][:, :-1], [(0, 0), (1, 0)])
+    numbers = jnp.cumsum(is_new, 1, dtype=jnp.int32)
+    return jax.lax.sort((by_segment[1], numbers), dimension=1, num_keys=1)[1]
+
+
+def either(
+    predicate: jax.Array,
+    if_true: Callable[..., jax.Array],
+    if_false: Callable[..., jax.Array],
+    *operands: jax.Array,
+    constrain: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Returns `if_true(*operands)` or `if_false(*operands)`; their residuals have the same shapes.
+
+    `constrain` shards an operand, result or residual. With `lax.cond` alone, XLA replicates the residuals: it does
+    not propagate shardings out of and into the branches.
+    """
+    vjp_trees = {}
+
+    def cond(predicate, branch, *args):
+        return jax.lax.cond(predicate, partial(branch, if_true), partial(branch, if_false), *args)
+
+    def forward(predicate, *operands):
+        def branch(compute, *operands):
+            out, vjp = jax.vjp(compute, *map(constrain, operands))
+            residuals, vjp_trees[compute] = jax.tree.flatten(vjp)
+            return constrain(out), [*map(constrain, residuals)]
+
+        out, residuals = cond(predicate, branch, *operands)
+        return out, (predicate, residuals)
+
+    def backward(kept, grad):
+        def branch(compute, residuals, grad):
+            vjp = jax.tree.unflatten(vjp_trees[compute], [*map(constrain, residuals)])
+            return [*map(constrain, vjp(constrain(grad)))]
+
+        predicate, residuals = kept
+        return None, *cond(predicate, branch, residuals, grad)
+
+    chosen = jax.custom_vjp(lambda *args: forward(*args)[0])
+    chosen.defvjp(forward, backward)
+    return chosen(predicate, *operands)

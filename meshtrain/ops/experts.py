@@ -23,8 +23,10 @@ from meshtrain.parallel.remat import recomputed
 # Rows of a block: fewer waste less where experts have few rows left. On accelerators a block reads the weights of its
 # expert from memory: in bfloat16 256 rows are 256 FLOPs per byte read, and an H100 does 295 in that time.
 BLOCK, BLOCK_OF_ACCELERATORS = 64, 256
+
 LEFTOVER = "leftover_blocks"  # name of the loop over blocks in compiled programs, for the audit
-NOWHERE = -1  # the expert of a row that is dropped
+
+DROPPED = -1  # the expert of a row that is dropped
 
 # (up, gate) or (up,), each (..., F) -> hidden (..., F)
 Combine = Callable[..., jax.Array]

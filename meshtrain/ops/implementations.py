@@ -3,6 +3,7 @@
 from meshtrain.errors import choice_faults
 
 NAMES = ("auto", "xla", "cudnn", "blockwise")
+
 WITH_BLOCKS = ("xla", "blockwise")
 
 

@@ -21,7 +21,7 @@ from meshtrain.parallel import sharding
 Axes = tuple[str, ...]
 
 
-class Layout(NamedTuple):
+class ExpertAxes(NamedTuple):
     """How the active rules shard tokens and experts; the mesh axes of each dim."""
 
     groups: Axes  # of the batch, outside of a group
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
         return self.sizes[2] * self.sizes[3]
 
 
-def layout(num_rows: int, length: int, num_experts: int) -> Layout:
+def layout(num_rows: int, length: int, num_experts: int) -> ExpertAxes:
     """Returns the layout of a batch (B, S) and E experts under the active rules."""
     batch = sharding.axes_for("batch", num_rows)
     experts = sharding.axes_for("expert", num_experts)
@@ -55,7 +55,7 @@ def layout(num_rows: int, length: int, num_experts: int) -> Layout:
         gathered = ()  # not the inner dims of the batch: XLA moves the tokens
     others = tuple(axis for axis in experts if axis not in gathered)
     axes = (groups, sequence, gathered, others)
-    return Layout(*axes, tuple(map(sharding.num_devices, axes)))
+    return ExpertAxes(*axes, tuple(map(sharding.num_devices, axes)))
 
 
 def run_experts(
@@ -84,7 +84,7 @@ def run_experts(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _stack(where: Layout, kernel: jax.Array) -> jax.Array:
+def _stack(where: ExpertAxes, kernel: jax.Array) -> jax.Array:
     """Returns a kernel (E, ...) by shard of the experts: (e, E / e, ...)."""
     stacked = kernel.reshape(where.num_shards, -1, *kernel.shape[1:])
     return sharding.shard_over(stacked, where.experts)
@@ -112,7 +112,7 @@ def _over(function: Callable, size: int, axes: Axes, in_axes: tuple) -> Callable
     return once
 
 
-def _split(where: Layout, x_BS: jax.Array) -> jax.Array:
+def _split(where: ExpertAxes, x_BS: jax.Array) -> jax.Array:
     """Returns x (B, S, ...) as the tokens of each group, gathered within it: (g, T, ...)."""
     num_groups, num_parts, *_ = where.sizes
     (B, S), rest = x_BS.shape[:2], x_BS.shape[2:]
@@ -124,7 +124,7 @@ def _split(where: Layout, x_BS: jax.Array) -> jax.Array:
 
 # The gradients of these two are each other. What XLA derives would all-reduce the gradients of all tokens of a group.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _spread(where: Layout, shape: tuple[int, int], x_BS: jax.Array) -> jax.Array:
+def _spread(where: ExpertAxes, shape: tuple[int, int], x_BS: jax.Array) -> jax.Array:
     """Returns `_split(x)` for each shard of the experts: (e, g, T, ...)."""
     x = _split(where, x_BS)[None]
     x = jnp.broadcast_to(x, (where.num_shards, *x.shape[1:]))
@@ -132,7 +132,7 @@ def _spread(where: Layout, shape: tuple[int, int], x_BS: jax.Array) -> jax.Array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _collect(where: Layout, shape: tuple[int, int], y: jax.Array) -> jax.Array:
+def _collect(where: ExpertAxes, shape: tuple[int, int], y: jax.Array) -> jax.Array:
     """Returns the sum over the shards of the experts: (e, g, T, ...) -> (B, S, ...)."""
     (B, S), rest = shape, y.shape[3:]
     num_groups, num_parts, num_gathered, num_others = where.sizes
@@ -152,6 +152,7 @@ _spread.defvjp(
     lambda where, shape, x_BS: (_spread(where, shape, x_BS), None),
     lambda where, shape, _, grad: (_collect(where, shape, grad),),
 )
+
 _collect.defvjp(
     lambda where, shape, y: (_collect(where, shape, y), None),
     lambda where, shape, _, grad: (_spread(where, shape, grad),),

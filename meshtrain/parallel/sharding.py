@@ -11,8 +11,10 @@ from meshtrain.errors import ConfigError, did_you_mean
 
 # (logical name, mesh axis or axes or None), in order of preference; a name may have several rules.
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
+
 # Parameters, gradients and optimizer state are sharded over these axes as far as the ZeRO stage says.
 ZERO_AXES = ("fsdp", "context")
+
 Names = Sequence[str | None]  # one logical name per dim, None for a dim that is never sharded
 
 # jax keys its caches of traces by this context; with a context variable, functions that jax traces once

@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jaxlib
 
-from meshtrain.config.xla_presets import PRESETS, REMOVED_IN
+from meshtrain.config.schema import XLA_OPTIONS_REMOVED_IN, XLA_PRESETS
 from meshtrain.errors import ConfigError
 
 DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
+
 PIPELINED_ALL_GATHER = "xla_gpu_enable_pipelined_all_gather"
+
 DISABLED_PASSES = "xla_disable_hlo_passes"
 
 
@@ -28,8 +30,9 @@ def options(
     version = tuple(int(part) for part in jaxlib.__version__.split(".")[:2])
     found = {
         name: value
-        for name, value in PRESETS[preset].items()
-        if name not in without and (name not in REMOVED_IN or version < REMOVED_IN[name])
+        for name, value in XLA_PRESETS[preset].items()
+        if name not in without
+        and (name not in XLA_OPTIONS_REMOVED_IN or version < XLA_OPTIONS_REMOVED_IN[name])
     }
     own = re.findall(rf"--{DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
     if own and DISABLED_PASSES in found:  # else the option would replace that of the user

@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from meshtrain import cli
-from meshtrain.analysis import collective_ops
-from meshtrain.analysis.audit import audit
+from meshtrain.cli import app
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.configs import default
 from meshtrain.models import layers, transformer
 from meshtrain.ops import losses
 from meshtrain.parallel import sharding
+from meshtrain.tools.audit import audit
+from meshtrain.tools.hlo import collective_ops
 
 GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
 # XLA on CPU sends this above the minimum of a layout; TPU does not.
@@ -110,7 +110,7 @@ def test_the_command_prints_all_sections_for_a_product_of_axes(capsys):
     mesh = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
     model = ["--config.model.num_layers=2", "--config.model.d_model=64", "--config.model.d_ff=96"]
     # configs/default.py names no token file, and none is needed.
-    assert cli.main("audit", ["--config=configs/default.py", *mesh, *model]) == 0
+    assert app.main("audit", ["--config=configs/default.py", *mesh, *model]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert max(map(len, printed)) <= 100 and printed[-1] == "no warnings"
     ratios = {line.split()[0]: float(line.split()[3]) for line in printed[4:7]}
@@ -165,6 +165,6 @@ def test_the_audit_warns_of_what_train_warns_of():
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, line, capsys):
-    assert cli.main("audit", ["--config=configs/default.py", *arguments]) == 2
+    assert app.main("audit", ["--config=configs/default.py", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and line in printed.err.splitlines()[0]

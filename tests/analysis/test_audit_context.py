@@ -6,10 +6,10 @@ import pytest
 from conftest import tiny_config
 from test_audit import assert_explained
 
-from meshtrain.analysis.audit import audit, text
 from meshtrain.data.source import Source, to_batch
-from meshtrain.ops import between_chunks
+from meshtrain.ops import context_attention
 from meshtrain.parallel import sharding
+from meshtrain.tools.audit import audit, text
 
 METHODS = ["ring", pytest.param("gather", marks=pytest.mark.slow), "ulysses"]
 KEYS_AND_VALUES = "keys and values between parts of a sequence"
@@ -59,13 +59,13 @@ def test_what_recomputed_attention_sends_again_is_explained(method):
 
 
 def test_an_extra_gather_of_sequences_is_reported(monkeypatch):
-    attend = between_chunks.attention
+    attend = context_attention.attention
 
     def gathers_queries(q_BSHK, *args, **options):
         whole = sharding.constrain(q_BSHK, "batch", None, "heads", "head_dim")
         return attend(q_BSHK + whole[:, ::-1], *args, **options)
 
-    monkeypatch.setattr(between_chunks, "attention", gathers_queries)
+    monkeypatch.setattr(context_attention, "attention", gathers_queries)
     warnings = audited("ring", context=2).warnings
     assert any("all-gather over context" in warning for warning in warnings)
 

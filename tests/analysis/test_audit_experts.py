@@ -6,10 +6,10 @@ import pytest
 from conftest import tiny_config
 from test_audit import assert_explained
 
-from meshtrain.analysis import hardware
-from meshtrain.analysis.audit import audit, text
+from meshtrain import hardware
 from meshtrain.ops import experts
 from meshtrain.parallel import expert, sharding
+from meshtrain.tools.audit import audit, text
 
 TOKENS, RESULTS, SUMS = "tokens for experts", "results of experts", "gradients summed"
 D_MODEL, NUM_LAYERS, NUM_TOKENS, PER_TOKEN = 32, 2, 16 * 16, 2  # of tiny_config

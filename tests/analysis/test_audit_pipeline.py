@@ -4,7 +4,7 @@ import jax
 import pytest
 from test_audit import ONE_BY_ONE, assert_explained, audited
 
-from meshtrain.parallel.pipeline import ring
+from meshtrain.pipeline import per_stage
 
 STAGE_MESSAGES = "messages from stage to stage"
 END_BROADCAST = "last stage's output or first stage's gradient, for all stages"
@@ -93,6 +93,6 @@ def test_activations_gathered_over_stages_are_reported(monkeypatch):
     def gathered(x, stage):
         return jax.lax.with_sharding_constraint(x, jax.P())[stage]
 
-    monkeypatch.setattr(ring, "share", gathered)
+    monkeypatch.setattr(per_stage, "share", gathered)
     result = pipelined(2, layers=2, pipeline=2)
     assert any("all-gather over pipeline" in warning for warning in result.warnings)

@@ -17,9 +17,9 @@ import pytest
 from conftest import ROOT
 
 from benchmarks import plan, roofline
-from meshtrain.analysis import hlo, target, traffic
 from meshtrain.errors import ConfigError
-from meshtrain.plan.compiled import audited
+from meshtrain.tools.hlo import hlo, target, traffic
+from meshtrain.tools.plan.compiled import audited
 
 pytestmark = pytest.mark.slow
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshtrain.analysis import hardware
-from meshtrain.analysis.hardware import peak_flops
+from meshtrain import hardware
+from meshtrain.hardware import peak_flops
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain.analysis import collective_ops, groups, hlo
+from meshtrain.tools.hlo import collective_ops, hlo
 
 MESH = {"pipeline": 1, "data": 2, "fsdp": 2, "tensor": 2}
 HEADER = "HloModule step, num_partitions=8\n\n"
@@ -23,7 +23,7 @@ def collectives_in(body, before="", platform="cpu"):
     """Returns the collectives of a program with this entry computation after the computations `before`."""
     text = f"{HEADER}{before}\nENTRY %main (p: f32[8,4]) -> f32[8,4] {{\n  %p = f32[8,4]{{1,0}} parameter(0)"
     module = hlo.parse(text + f"{body}\n}}\n")
-    return collective_ops.find(module, MESH, platform)
+    return collective_ops.find_collectives(module, MESH, platform)
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def collectives_in(body, before="", platform="cpu"):
     ],
 )
 def test_groups_are_parsed_in_every_form_and_named_by_mesh_axes(written, expected, axes):
-    found = groups.groups_of(f", channel_id=1, replica_groups={written}, to_apply=%add", 8)
+    found = collective_ops.groups_of(f", channel_id=1, replica_groups={written}, to_apply=%add", 8)
     assert sorted(found) == expected
-    assert groups.axes_of(found, MESH) == axes
+    assert collective_ops.axes_of(found, MESH) == axes
 
 
 def test_groups_within_one_axis_are_named_by_it():
-    assert groups.axes_of(((0, 1), (2, 3)), {"data": 1, "tensor": 4}) == ("tensor",)
+    assert collective_ops.axes_of(((0, 1), (2, 3)), {"data": 1, "tensor": 4}) == ("tensor",)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ ENTRY %main (p: f32[8,4]) -> f32[8,4] {{
   ROOT %c = f32[8,4]{{1,0}} all-reduce(%p), replica_groups={{}}, metadata={{op_name="x" stack_frame_id=2}}
 }}
 """
-    (c,) = collective_ops.find(hlo.parse(text), MESH)
+    (c,) = collective_ops.find_collectives(hlo.parse(text), MESH)
     assert c.source.endswith("me/model.py:12 Net.__call__")
 
 

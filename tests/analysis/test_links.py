@@ -8,19 +8,19 @@ import pytest
 from conftest import tiny_config
 
 from meshtrain import state as states
-from meshtrain.analysis import collective_ops, hlo
-from meshtrain.analysis.audit import audit, text
-from meshtrain.analysis.audit.explain import explain
-from meshtrain.analysis.audit.placement import placement_of
-from meshtrain.analysis.collective_ops import MESSAGE_NOTE, Collective
-from meshtrain.analysis.hardware import BY_NAME
-from meshtrain.analysis.links import LinkBytes, links
-from meshtrain.analysis.roofline import roofline
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
+from meshtrain.hardware import BY_NAME
 from meshtrain.parallel.mesh import Network
 from meshtrain.program import assemble
+from meshtrain.tools.audit import audit, text
+from meshtrain.tools.audit.explain import explain
+from meshtrain.tools.audit.layout import placement_of
+from meshtrain.tools.hlo import collective_ops, hlo
+from meshtrain.tools.hlo.collective_ops import MESSAGE_NOTE, Collective
+from meshtrain.tools.hlo.roofline import roofline
+from meshtrain.tools.hlo.traffic import LinkBytes, link_traffic
 
 
 def network(hosts, slices):
@@ -62,7 +62,7 @@ ALL = tuple(range(8))
     ],
 )  # fmt: skip
 def test_bytes_are_counted_for_the_link_that_carries_them(one, by_link, leaving):
-    found = links([("some", one)], FOUR_HOSTS)
+    found = link_traffic([("some", one)], FOUR_HOSTS)
     assert found.by_axes == [LinkBytes("some", *map(pytest.approx, by_link))]
     assert (found.leaving_host, found.leaving_slice) == pytest.approx(leaving)
     assert (found.num_hosts, found.num_slices) == (4, 2)
@@ -70,7 +70,7 @@ def test_bytes_are_counted_for_the_link_that_carries_them(one, by_link, leaving)
 
 def test_an_uneven_group_leaves_a_slice_once():
     # Three devices of slice 0 and one of slice 1: the ring crosses there and back.
-    found = links([("some", collective("all-gather", (0, 1, 2, 4)))], FOUR_HOSTS)
+    found = link_traffic([("some", collective("all-gather", (0, 1, 2, 4)))], FOUR_HOSTS)
     assert found.by_axes == [LinkBytes("some", 3000 / 8, 3000 / 8, 6000 / 8)]
     assert found.leaving_slice == 3000 and found.leaving_host == 3000
 
@@ -107,7 +107,7 @@ def test_the_messages_between_tpu_slices_are_collectives():
     """XLA compiles the program of one slice; its devices 0 to 3 are these numbers of each slice in the mesh."""
     module, sizes = hlo.parse(SLICE), dict.fromkeys(AXES, 1) | dict(pipeline=2, data=2, tensor=2)
     slices = [0, 0, 1, 1, 0, 0, 1, 1]  # stages are within a slice, so data is its second axis
-    found = collective_ops.find(module, sizes, "tpu", slices)
+    found = collective_ops.find_collectives(module, sizes, "tpu", slices)
     inside, between = found
     assert (inside.kind, inside.axes) == ("all-reduce", ("tensor",))
     assert inside.groups == ((0, 1), (4, 5), (2, 3), (6, 7))
@@ -115,7 +115,7 @@ def test_the_messages_between_tpu_slices_are_collectives():
     assert between.groups == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert between.bytes == inside.bytes == 4096 * 256 * 4
     where = Network(*[np.array(slices).reshape(2, 2, 1, 1, 1, 2)] * 2)
-    counted = links([("-".join(one.axes), one) for one in found], where)
+    counted = link_traffic([("-".join(one.axes), one) for one in found], where)
     assert [(row.axes, row.host, row.slices) for row in counted.by_axes] == [
         ("data", 0, between.bytes),
         ("tensor", inside.bytes, 0),

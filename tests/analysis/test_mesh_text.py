@@ -4,15 +4,17 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import cli
+from meshtrain import hardware
 from meshtrain import state as states
-from meshtrain.analysis import hardware, mesh_text, target
+from meshtrain.cli import app
 from meshtrain.config.build import build
-from meshtrain.config.files import load_config
+from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.program import assemble
+from meshtrain.tools import mesh_drawing
+from meshtrain.tools.hlo import target
 
 QUICKSTART = ["--mesh", "--config=quickstart"]
 CUBE = [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "tensor")]
@@ -25,7 +27,7 @@ def same_environment(monkeypatch):
 
 
 def printed(capsys, *flags):
-    code = cli.main("info", [*QUICKSTART, *flags])
+    code = app.main("info", [*QUICKSTART, *flags])
     out, err = capsys.readouterr()
     return code, out.splitlines(), err
 
@@ -70,7 +72,7 @@ def test_the_bytes_on_a_device_are_those_of_the_program(capsys, zero_stage):
 
 def test_a_device_is_drawn_where_jax_places_its_shard():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    grid = mesh_text.grid_of_mesh(mesh, 1, None)
+    grid = mesh_drawing.grid_of_mesh(mesh, 1, None)
     sharding = jax.NamedSharding(mesh, jax.P("fsdp", "tensor"))
     for device, (rows, columns) in sharding.devices_indices_map((4, 6)).items():
         place = np.argwhere(grid.numbers == jax.devices().index(device))[0]
@@ -99,8 +101,8 @@ def test_the_links_of_absent_devices(capsys, device, per_host, links):
 def test_hosts_are_named_above_their_rows_or_in_each_cell():
     def drawn(per_host, **sizes):
         numbers = [sizes.get(axis, 1) for axis in AXES]
-        grid = mesh_text.grid_of_sizes(numbers, per_host, 1, hardware.BY_NAME["h200"])
-        return [*mesh_text.device_lines(grid)]
+        grid = mesh_drawing.grid_of_sizes(numbers, per_host, 1, hardware.BY_NAME["h200"])
+        return [*mesh_drawing.device_lines(grid)]
 
     assert drawn(2, fsdp=2, tensor=2) == [
         "          tensor 0  tensor 1",
@@ -115,7 +117,7 @@ def test_hosts_are_named_above_their_rows_or_in_each_cell():
     ]
     large = drawn(8, data=256, fsdp=16)
     assert large[-1] == "  ... 240 more rows, up to d4095"
-    assert max(map(len, large)) <= mesh_text.WIDTH and "..." in large[0]
+    assert max(map(len, large)) <= mesh_drawing.WIDTH and "..." in large[0]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,6 @@ def test_hosts_are_named_above_their_rows_or_in_each_cell():
     ],
 )
 def test_a_mistake_is_one_line(capsys, flags, fault):
-    assert cli.main("info", flags) == 2
+    assert app.main("info", flags) == 2
     out, err = capsys.readouterr()
     assert fault in err.splitlines()[0] and not out

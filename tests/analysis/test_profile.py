@@ -7,8 +7,9 @@ import jax
 import pytest
 from conftest import tiny_config
 
-from meshtrain import cli
-from meshtrain.analysis.profile import label, profile, text, trace
+from meshtrain.cli import app
+from meshtrain.tools.hlo import labels as hlo_labels
+from meshtrain.tools.profile import profile, text, trace
 
 # A program as XLA prints it; one of its kernels is in a CUDA graph.
 PROGRAM = """\
@@ -108,7 +109,7 @@ def trace_of(kernels):
 def gpu(tmp_path):
     file = tmp_path / "host.xplane.pb"
     file.write_bytes(trace_of(KERNELS))
-    labels = label.Labels(PROGRAM)
+    labels = hlo_labels.Labels(PROGRAM)
     return [(one, labels.label_of(one.path, one.name)) for one in trace.read(file)]
 
 
@@ -154,7 +155,7 @@ def test_gpu_kernels_are_labelled_from_the_program(gpu):
     ],
 )
 def test_kernels_outside_the_program_are_labelled_by_name(kernel, kind):
-    assert label.Labels(PROGRAM).label_of("call.5", kernel).kind == kind
+    assert hlo_labels.Labels(PROGRAM).label_of("call.5", kernel).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -162,18 +163,18 @@ def test_kernels_outside_the_program_are_labelled_by_name(kernel, kind):
     [("gemm_fusion.6", "dot", "forward"), ("async-start.7", "reduce-scatter", "other")],
 )
 def test_an_operation_has_the_kind_of_its_main_nested_instruction(name, kind, phase):
-    found = label.Labels(PROGRAM).label_of(name, name)
+    found = hlo_labels.Labels(PROGRAM).label_of(name, name)
     assert found == (kind, phase, "home/me/model.py:7 Net.__call__", name)
 
 
 def test_a_combined_collective_is_labelled_by_its_largest_tensor():
-    found = label.Labels(PROGRAM).label_of("all-reduce.8", "")
+    found = hlo_labels.Labels(PROGRAM).label_of("all-reduce.8", "")
     assert found[:2] == ("all-reduce", "forward")  # the pass of gemm_fusion.6
     assert found.source == "home/me/model.py:7 Net.__call__, combined"
 
 
 def test_an_operation_without_a_source_line_is_near_another():
-    found = label.Labels(PROGRAM).label_of("copy.4", "copy.4")
+    found = hlo_labels.Labels(PROGRAM).label_of("copy.4", "copy.4")
     assert found.source.startswith("near home/me/model.py:7")
 
 
@@ -264,6 +265,6 @@ def test_a_wrong_flag_is_reported_in_one_line_before_compiling(
     monkeypatch.setattr("meshtrain.program.Program.compile", None)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config().to_dict()))
     flags = f"--config={tmp_path}/config.json", f"--output={tmp_path}", flag.format(tmp_path)
-    assert cli.main("profile", [*flags]) == 2
+    assert app.main("profile", [*flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from meshtrain.analysis import collective_ops, hlo, traffic
-from meshtrain.analysis.audit import text
-from meshtrain.analysis.hardware import BY_NAME
-from meshtrain.analysis.roofline import link_rate, roofline
 from meshtrain.config.schema import AXES
+from meshtrain.hardware import BY_NAME
 from meshtrain.parallel.mesh import Network
+from meshtrain.tools.audit import text
+from meshtrain.tools.hlo import collective_ops, hlo, traffic
+from meshtrain.tools.hlo.roofline import link_rate, roofline
 
 MEGA = 1024 * 1024
 FUSIONS = """
@@ -134,7 +134,7 @@ LOOP = """
 def measured(body, before="", **sizes):
     module = module_of(body, FUSIONS + before)
     shape = {axis: sizes.get(axis, 1) for axis in AXES}
-    found = collective_ops.find(module, shape, "gpu")
+    found = collective_ops.find_collectives(module, shape, "gpu")
     one_host = Network(*[np.zeros([*shape.values()], int)] * 2)
     return roofline(module, found, BY_NAME["h200"], one_host, model_flops=1e9)
 

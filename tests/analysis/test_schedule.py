@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 import pytest
 
 from meshtrain import __main__ as command
-from meshtrain import cli
-from meshtrain.analysis import drawing
-from meshtrain.parallel.pipeline.schedules import SCHEDULES
+from meshtrain.cli import app
+from meshtrain.schedules import SCHEDULES
+from meshtrain.tools import schedule_drawing
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -67,7 +67,7 @@ def test_the_printed_table_and_figures(monkeypatch, capsys, case, columns, print
 @pytest.mark.parametrize("columns", [1, 40, 80, 100])
 def test_a_wide_table_is_wrapped_and_complete(columns):
     table = SCHEDULES["1f1b"](4, 120, 1)
-    lines = drawing.text_lines(table, columns)
+    lines = schedule_drawing.text_lines(table, columns)
     assert max(map(len, lines)) <= max(columns, 30)
     rows = [line[9:].split() for line in lines if line.startswith("stage 2 F")]
     expected = ["·" if m < 0 else str(m) for m in table.forward.microbatch[:, 2]]
@@ -82,7 +82,7 @@ def test_a_wide_table_is_wrapped_and_complete(columns):
 
 def test_every_chunk_has_a_distinct_name():
     for V in (2, 26, 27, 100):
-        assert len({drawing.cell(3, chunk, V) for chunk in range(V)}) == V
+        assert len({schedule_drawing.cell(3, chunk, V) for chunk in range(V)}) == V
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_every_chunk_has_a_distinct_name():
 def test_a_wrong_flag_is_reported_in_one_line(monkeypatch, tmp_path, capsys, changes, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.svg").mkdir()
-    assert cli.main("schedule", flags(**{"name": "1f1b", "P": 4, "M": 8, **changes})) == 2
+    assert app.main("schedule", flags(**{"name": "1f1b", "P": 4, "M": 8, **changes})) == 2
     assert capsys.readouterr() == ("", message + "\n")
     assert [path.name for path in tmp_path.iterdir()] == ["d.svg"]
 
@@ -138,7 +138,7 @@ def boxes(root, kind):
 )
 def test_the_drawing_has_a_box_for_each_forward_and_backward(tmp_path, capsys, name, P, M, V):
     path = tmp_path / "x.svg"
-    assert cli.main("schedule", flags(name, P, M, V, path)) == 0
+    assert app.main("schedule", flags(name, P, M, V, path)) == 0
     table, root = SCHEDULES[name](P, M, V), ElementTree.parse(path).getroot()
     forward, backward = boxes(root, "forward"), boxes(root, "backward")
     unit = forward[0][2]
@@ -155,14 +155,14 @@ def test_the_drawing_has_a_box_for_each_forward_and_backward(tmp_path, capsys, n
     for row in {box[1] for box in everything}:  # no two boxes of a stage overlap
         spans = sorted((x, x + w) for x, y, w, *_ in everything if y == row)
         assert all(a[1] <= b[0] + 1e-6 for a, b in zip(spans, spans[1:], strict=False))
-    assert len({fill for *_, fill in everything}) == 2 * V * min(M, len(drawing.COLOURS))
+    assert len({fill for *_, fill in everything}) == 2 * V * min(M, len(schedule_drawing.COLOURS))
     width, height = float(root.get("width")), float(root.get("height"))
     assert max(x + w for x, _, w, *_ in everything) < width and max(b[1] for b in forward) < height
     background = root.find(SVG + "rect")
     assert tuple(background.get(key) for key in ("width", "height", "fill")) == (
         root.get("width"),
         root.get("height"),
-        drawing.WHITE,
+        schedule_drawing.WHITE,
     )
     words = " ".join(text.text for text in root.iter(SVG + "text"))
     for part in (name, f"P = {P}", f"M = {M}", f"V = {V}", f"{100 * table.bubble:.1f} %", "time"):
@@ -171,14 +171,14 @@ def test_the_drawing_has_a_box_for_each_forward_and_backward(tmp_path, capsys, n
 
 def test_a_tick_has_time_for_a_forward_and_a_backward_if_any_stage_has_one():
     table = SCHEDULES["1f1b"](2, 2, 1)  # F, FB, FB, B
-    start_times = drawing.start_times(table)
+    start_times = schedule_drawing.start_times(table)
     assert start_times["forward"].tolist() == [0, 1, 4, 7]
     assert start_times["backward"].tolist() == [1, 2, 5, 7]
 
 
 def test_boxes_of_a_long_drawing_are_exactly_spaced():
     table = SCHEDULES["1f1b"](1, 10_000, 1)
-    root = ElementTree.fromstring(drawing.svg("a <b> & c", table))
+    root = ElementTree.fromstring(schedule_drawing.svg("a <b> & c", table))
     for kind in ("forward", "backward"):  # more than a million pixels wide
         drawn, unit = boxes(root, kind), boxes(root, "forward")[0][2]
         assert {b[0] - a[0] for a, b in zip(drawn, drawn[1:], strict=False)} == {3 * unit}
@@ -193,9 +193,9 @@ def test_numbers_contrast_with_their_boxes(kind, num_chunks):
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    ink = luminance({"forward": drawing.INK, "backward": drawing.WHITE}[kind])
-    for m in range(len(drawing.COLOURS)):
+    ink = luminance({"forward": schedule_drawing.INK, "backward": schedule_drawing.WHITE}[kind])
+    for m in range(len(schedule_drawing.COLOURS)):
         for chunk in range(num_chunks):
-            box = luminance(drawing.shade(kind, m, chunk, num_chunks))
+            box = luminance(schedule_drawing.shade(kind, m, chunk, num_chunks))
             contrast = (max(box, ink) + 0.05) / (min(box, ink) + 0.05)
             assert contrast >= 4.5, (m, chunk)  # WCAG AA

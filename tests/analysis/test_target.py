@@ -9,10 +9,11 @@ import pytest
 from conftest import ROOT
 from jax._src.cudnn import fused_attention_stablehlo
 
-from meshtrain import cli
-from meshtrain.analysis import hardware, target
-from meshtrain.config import files
+from meshtrain import hardware
+from meshtrain.cli import app
+from meshtrain.config import load
 from meshtrain.errors import ConfigError
+from meshtrain.tools.hlo import target
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_jax_checks_fused_attention_for_the_target(monkeypatch):
 @pytest.mark.parametrize(("text", "extra"), [("h200:8", "aot-gpu"), ("v5e:4x4", "aot-tpu")])
 def test_missing_wheels_are_one_line(monkeypatch, capsys, text, extra):
     monkeypatch.setattr(target, "_is_installed", lambda module: False)
-    assert cli.main("audit", ["--config=quickstart", f"--target={text}"]) == 2
+    assert app.main("audit", ["--config=quickstart", f"--target={text}"]) == 2
     error = capsys.readouterr().err
     assert error.endswith(f"is not installed; pip install 'meshtrain[{extra}]'\n")
     assert error.count("\n") == 1
@@ -83,7 +84,7 @@ def test_missing_wheels_are_one_line(monkeypatch, capsys, text, extra):
 @pytest.mark.parametrize("flag", ["--output", "--keep_hlo"])
 def test_a_file_that_cannot_be_written_is_found_before_compiling(flag, tmp_path, capsys):
     for file in (tmp_path, tmp_path / "missing" / "audit.json"):
-        assert cli.main("audit", ["--config=quickstart", f"{flag}={file}"]) == 2
+        assert app.main("audit", ["--config=quickstart", f"{flag}={file}"]) == 2
         expected = f"{flag}={file}: use a file in a folder that can be written\n"
         assert capsys.readouterr().err == expected
 
@@ -130,7 +131,7 @@ def test_the_step_is_compiled_for_gpus_that_are_not_there(tmp_path):
     assert found["device"] == "8 NVIDIA H200" and 0 < found["roofline"]["mfu"] < 1
     assert "__cudnn$fmhaSoftmax" in (tmp_path / "step.hlo").read_text()
     rows = {row["name"]: row for row in found["roofline"]["rows"]}
-    c = files.load_config("quickstart")
+    c = load.load_config("quickstart")
     kv_width, d = c.model.num_kv_heads * c.model.d_model // c.model.num_heads, c.model.d_model
     layer = 2 * d * d + 2 * d * kv_width + 3 * d * c.model.d_ff
     tokens = c.train.global_batch * c.data.seq_len / 8

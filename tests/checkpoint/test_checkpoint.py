@@ -29,10 +29,11 @@ from jax.sharding import SingleDeviceSharding
 from test_train import assert_bit_equal, losses, quick, rows
 
 import meshtrain
-from meshtrain import __main__, checkpoint, cli, errors
-from meshtrain.checkpoint import arrays, chunks, lock, manifest, place, retention, saver
+from meshtrain import __main__, errors
+from meshtrain.checkpoint import arrays, find, lock, manifest, saver
+from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
-from meshtrain.checkpoint.writer import AsyncWriter
+from meshtrain.cli import app
 from meshtrain.cluster import distributed
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
@@ -65,7 +66,7 @@ def workdir(finished_run, tmp_path):
 
 
 def checkpoints(workdir):
-    return workdir / checkpoint.FOLDER
+    return workdir / find.FOLDER
 
 
 def largest_file(directory):
@@ -85,7 +86,7 @@ def events(workdir, name):
 
 
 def test_a_manifest_describes_its_checkpoint(finished_run):
-    one = chunks.verify(checkpoints(finished_run) / "4")
+    one = find.verify(checkpoints(finished_run) / "4")
     assert (one.step, one.position, one.processes, one.mesh["data"]) == (4, 64, 1, 8)
     assert one.metrics["loss"] == losses(finished_run)[3]
     assert one.config["model"]["d_model"] == 32 and one.versions["jax"] == jax.__version__
@@ -139,7 +140,7 @@ def test_300_random_corruptions_are_all_detected(finished_run, tmp_path):
         directory = shutil.copytree(valid, tmp_path / str(trial) / "4")
         corruption = mutate(directory, draw)
         try:
-            found = chunks.verify(directory)
+            found = find.verify(directory)
         except CorruptCheckpoint:
             continue
         # An undetected change is harmless only if all content is equal, as after adding a final space, or if
@@ -171,7 +172,7 @@ def test_a_corrupt_checkpoint_is_rejected_with_the_reason(workdir, change, messa
     directory = checkpoints(workdir) / "4"
     change(directory)
     with pytest.raises(CorruptCheckpoint, match=message):
-        chunks.verify(directory)
+        find.verify(directory)
 
 
 def replace_by_link(path):
@@ -206,10 +207,10 @@ def test_stray_files_do_not_make_a_checkpoint_corrupt_and_are_reported_once(
         add_strays(checkpoints(workdir) / str(step))
     for stray in (".DS_Store", "6~", "._6", "12", ".nfs000000000034", "quarantine"):
         (checkpoints(workdir) / stray).write_text("junk")
-    assert cli.main("checkpoint", ["verify", str(workdir)]) == 0
+    assert app.main("checkpoint", ["verify", str(workdir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all("valid" in x and "ignores #MANIFEST.json#" in x for x in lines)
-    assert cli.main("checkpoint", ["diff", str(workdir), str(finished_run)]) == 0
+    assert app.main("checkpoint", ["diff", str(workdir), str(finished_run)]) == 0
     assert capsys.readouterr().out.count(": not in the manifest\n") == 1
     result = train(saving(8), workdir=workdir)
     (line,) = (x for x in capsys.readouterr().out.splitlines() if "not in the manifest" in x)
@@ -220,7 +221,7 @@ def test_stray_files_do_not_make_a_checkpoint_corrupt_and_are_reported_once(
     assert_bit_equal(
         params_of(checkpoints(finished_run) / "6"), params_of(checkpoints(workdir) / "6")
     )
-    assert cli.main("checkpoint", ["prune", str(workdir), "--keep=1"]) == 0
+    assert app.main("checkpoint", ["prune", str(workdir), "--keep=1"]) == 0
     assert manifest.steps(checkpoints(workdir)) == [8] and (checkpoints(workdir) / "6~").exists()
     assert not (checkpoints(workdir) / "6").exists()
 
@@ -240,7 +241,7 @@ def test_a_save_lists_no_files_that_come_and_go_and_writes_where_something_stand
 
     monkeypatch.setattr(AsyncWriter, "wait", wait)
     train(saving(8, every=0), workdir=workdir)
-    files = chunks.verify(checkpoints(workdir) / "8").files
+    files = find.verify(checkpoints(workdir) / "8").files
     assert not {name for name in files if ".nfs" in name or "._" in name or name == "link"}
     (moved,) = events(workdir, "quarantine")
     assert moved["step"] == 8 and "appeared" in moved["why"]
@@ -273,11 +274,11 @@ def test_a_checkpoint_that_cannot_be_read_is_never_quarantined(workdir, change, 
         with pytest.raises(meshtrain.ConfigError, match=message):
             train(saving(8), workdir=workdir, from_scratch=from_scratch)
     with pytest.raises(meshtrain.ConfigError, match=message):
-        checkpoint.find_valid(workdir)
-    assert cli.main("checkpoint", ["verify", str(workdir)]) == 1
+        find.find_valid(workdir)
+    assert app.main("checkpoint", ["verify", str(workdir)]) == 1
     output = capsys.readouterr().out
     assert "6  unreadable  " in output and "4  corrupt  " in output and "2  valid" in output
-    assert cli.main("checkpoint", ["prune", str(workdir), "--keep=1"]) == 0
+    assert app.main("checkpoint", ["prune", str(workdir), "--keep=1"]) == 0
     assert "neither counted nor removed: step 6: " in capsys.readouterr().out
     assert sorted(checkpoints(workdir).rglob("*")) == before and not events(workdir, "quarantine")
 
@@ -296,12 +297,12 @@ def test_an_error_of_the_disk_is_not_corruption(workdir, monkeypatch, where, cod
     for module, name in ((io, "open"), (builtins, "open"), (os, "listdir"), (os, "scandir")):
         monkeypatch.setattr(module, name, failing(getattr(module, name)))
     with pytest.raises(errors.TransientError, match=f"{where}: {os.strerror(code)}; .* valid"):
-        checkpoint.find_valid(workdir)
+        find.find_valid(workdir)
     with pytest.raises(meshtrain.ConfigError, match=os.strerror(code)):
         train(saving(8), workdir=workdir, from_scratch=True)
     monkeypatch.undo()
     assert manifest.steps(checkpoints(workdir)) == [6, 4, 2] and not events(workdir, "quarantine")
-    assert checkpoint.find_valid(workdir)[1].step == 6
+    assert find.find_valid(workdir)[1].step == 6
 
 
 def rewrite(directory, **fields):
@@ -335,16 +336,16 @@ def test_checkpoints_of_format_1_are_read_and_verified(workdir):
     assert events(workdir, "restore")[-1]["step"] == 6
     flip(largest_file(checkpoints(workdir) / "6"))
     with pytest.raises(CorruptCheckpoint, match="arrays/.* fails its checksum"):
-        chunks.verify(checkpoints(workdir) / "6")
+        find.verify(checkpoints(workdir) / "6")
     assert train(saving(5), workdir=workdir).step == 5
     assert events(workdir, "restore")[-1]["step"] == 4
-    assert chunks.verify(checkpoints(workdir) / "5").format == manifest.FORMAT
+    assert find.verify(checkpoints(workdir) / "5").format == manifest.FORMAT
 
 
 def test_a_restore_finds_damage_in_any_file_of_the_arrays(finished_run, tmp_path):
     """An index too: its arrays cannot be opened."""
     draw = random.Random(0)
-    valid, saved = checkpoint.find_valid(finished_run)
+    valid, saved = find.find_valid(finished_run)
     expected = {
         path: jnp.asarray(value)
         for path, value in arrays.as_numpy(valid).items()
@@ -392,7 +393,7 @@ REFUSED = "Error reading x: HTTP response code: 400 [http_response_code='400']"
     ],
 )
 def test_only_damaged_bytes_make_a_checkpoint_corrupt(message, kind, fault, tmp_path):
-    with pytest.raises(kind, match=fault), chunks.reading(tmp_path):
+    with pytest.raises(kind, match=fault), find.reading_chunks(tmp_path):
         try:
             raise ValueError(message)
         except ValueError as error:
@@ -447,11 +448,11 @@ def test_a_save_reads_no_array_and_a_restore_reads_each_once(tmp_path):
 def test_a_manifest_of_an_older_or_newer_version_is_read(workdir):
     """Manifests had a field `config_crc32` until it was removed, without a new format number."""
     directory = checkpoints(workdir) / "6"
-    expected = chunks.verify(directory)
+    expected = find.verify(directory)
     assert "config_crc32" not in json.loads((directory / manifest.NAME).read_text())
     rewrite(directory, config_crc32=manifest.checksum(expected.config), a_field_of_the_future=[1])
     assert "config_crc32" in json.loads((directory / manifest.NAME).read_text())
-    assert chunks.verify(directory) == expected
+    assert find.verify(directory) == expected
     assert train(saving(6), workdir=workdir).step == 6
     assert events(workdir, "restore")[-1]["step"] == 6 and not events(workdir, "quarantine")
 
@@ -467,7 +468,7 @@ def test_a_run_resumes_from_the_newest_valid_checkpoint_and_quarantines_corrupt_
     assert line.startswith("checkpoint of step 6: ") and line.endswith("quarantine/6")
     assert (checkpoints(workdir) / "quarantine" / "6").is_dir()
     assert events(workdir, "restore")[-1]["step"] == 4 and result.step == 6
-    directory, _ = checkpoint.find_valid(finished_run)
+    directory, _ = find.find_valid(finished_run)
     expected, actual = arrays.as_numpy(directory), arrays.as_numpy(checkpoints(workdir) / "6")
     assert_bit_equal(expected, actual)
 
@@ -495,7 +496,7 @@ def test_after_damage_was_found_no_read_is_left_behind(workdir, monkeypatch):
     directory = checkpoints(workdir) / "6"
     flip(largest_file(directory))
     for _ in range(3):
-        with pytest.raises(CorruptCheckpoint), chunks.reading(directory):
+        with pytest.raises(CorruptCheckpoint), find.reading_chunks(directory):
             arrays.as_numpy(directory)
         gc.collect()
     assert not left
@@ -519,15 +520,15 @@ def test_finding_a_checkpoint_changes_nothing_on_disk(workdir):
     (checkpoints(workdir) / "8.partial").mkdir()
     before = sorted(workdir.rglob("*"))
     lines = []
-    directory, found = checkpoint.find_valid(workdir, log=lines.append)
+    directory, found = find.find_valid(workdir, log=lines.append)
     assert found.step == 4 and sorted(workdir.rglob("*")) == before
     assert len(lines) == 1 and lines[0].endswith("fails its checksum; step 4 is used")
 
 
 def test_a_workdir_whose_name_is_a_number_is_not_a_checkpoint(workdir):
     job = workdir.rename(workdir.with_name("12345"))
-    assert checkpoint.find_valid(job)[0] == checkpoints(job) / "6"
-    assert checkpoint.find_valid(checkpoints(job) / "4")[1].step == 4
+    assert find.find_valid(job)[0] == checkpoints(job) / "6"
+    assert find.find_valid(checkpoints(job) / "4")[1].step == 4
 
 
 def test_a_failing_data_source_loses_no_step(tmp_path):
@@ -590,7 +591,7 @@ def test_retention_keeps_the_newest_every_nth_and_the_best(finished_run):
     ]
 
     def steps(keep, keep_every=0, keep_best=0):
-        return retention.steps_to_keep(
+        return find.steps_to_keep(
             found, keep=keep, keep_every=keep_every, keep_best=keep_best, best_by="e"
         )
 
@@ -677,7 +678,7 @@ def test_a_final_save_that_always_fails_is_an_error_and_keeps_earlier_checkpoint
 
 
 def test_an_unusable_folder_is_an_error_before_training(tmp_path, monkeypatch):
-    (tmp_path / checkpoint.FOLDER).symlink_to(tmp_path / "nowhere" / "at all")
+    (tmp_path / find.FOLDER).symlink_to(tmp_path / "nowhere" / "at all")
     with pytest.raises(meshtrain.ConfigError, match="--workdir: .*checkpoints: .*exist"):
         train(quick(), workdir=tmp_path)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
@@ -689,7 +690,7 @@ def test_an_unusable_folder_is_an_error_before_training(tmp_path, monkeypatch):
 HOLD = """
 import sys, time
 from pathlib import Path
-from meshtrain.checkpoint import lock
+from meshtrain.checkpoint.find import lock
 with lock.held(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(300)
@@ -783,7 +784,7 @@ def test_parameters_are_initialised_by_pattern_and_the_others_are_logged(workdir
 
 
 def test_another_dtype_is_rejected_without_allow_cast(workdir, finished_run):
-    directory, saved = checkpoint.find_valid(finished_run)
+    directory, saved = find.find_valid(finished_run)
     state = train(saving(6), workdir=workdir).state
     in_bfloat16 = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
@@ -852,7 +853,7 @@ def test_a_checkpoint_is_restored_bit_equal_on_any_mesh(tmp_path, layout, monkey
 
 def test_the_command_lists_verifies_compares_and_prunes(workdir, capsys, monkeypatch):
     def run(*arguments):
-        code = cli.main("checkpoint", [*map(str, arguments)])
+        code = app.main("checkpoint", [*map(str, arguments)])
         return code, capsys.readouterr()
 
     monkeypatch.setattr(sys, "argv", ["meshtrain", "checkpoint", "ls", str(workdir)])
@@ -906,7 +907,7 @@ def test_a_save_to_a_full_disk_fails_and_keeps_the_newest_valid_checkpoint(
     if mount.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mount.stderr.decode().strip()}")
     try:
-        monkeypatch.setattr(place, "SPACE_FACTOR", 0.0)  # so that only the write itself fails
+        monkeypatch.setattr(saver, "SPACE_FACTOR", 0.0)  # so that only the write itself fails
         monkeypatch.setattr(saver.time, "sleep", lambda seconds: None)
         train(saving(1, every=1), workdir=disk / "run")
         other = disk / "other"  # leaves less space than a save needs, 321 kB of random floats
@@ -914,7 +915,7 @@ def test_a_save_to_a_full_disk_fails_and_keeps_the_newest_valid_checkpoint(
         with pytest.raises(meshtrain.ConfigError, match="step 30 could not be saved"):
             train(saving(30, every=1), workdir=disk / "run")
         assert "could not be saved: ValueError: RESOURCE_EXHAUSTED" in capsys.readouterr().out
-        newest, corrupt = checkpoint.newest_valid(checkpoints(disk / "run"))
+        newest, corrupt = find.newest_valid(checkpoints(disk / "run"))
         assert newest.step == 1 and not corrupt
         other.unlink()  # free space again: the run resumes
         assert train(saving(31, every=0), workdir=disk / "run").step == 31

@@ -18,10 +18,12 @@ from conftest import ROOT, free_port
 from test_train import assert_bit_equal, losses, quick, rows
 
 import meshtrain
-from meshtrain import checkpoint, cli, errors, storage
-from meshtrain.checkpoint import arrays, chunks, lease, manifest, remote
+from meshtrain import errors, storage
+from meshtrain.checkpoint import arrays, find, manifest, remote
+from meshtrain.checkpoint import lock as checkpoint_lock
+from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
-from meshtrain.checkpoint.writer import AsyncWriter
+from meshtrain.cli import app
 from meshtrain.train import train
 
 pytestmark = pytest.mark.skipif(
@@ -38,7 +40,7 @@ import os, signal, sys
 sys.path[:0] = ["tests", "."]
 from test_object_stores import saving
 from meshtrain import storage
-from meshtrain.checkpoint import remote, writer
+from meshtrain.checkpoint.find import remote, writer
 from meshtrain.train import train
 
 def killed_before(module, name, is_now):
@@ -121,7 +123,7 @@ def url(server, tmp_path, monkeypatch):
 
     new_process()
     yield Run(f"{server}/{tmp_path.name}", new_process)
-    lease.release()
+    checkpoint_lock.release_lease()
     storage.root.cache_clear()
 
 
@@ -137,15 +139,15 @@ class Run(str):
 def opened(url):
     """Returns the files of a run as another process finds them."""
     url.new_process()
-    return checkpoint.opened(Path(url))
+    return find.download_metadata(Path(url))
 
 
 def checkpoints(workdir):
-    return workdir / checkpoint.FOLDER
+    return workdir / find.FOLDER
 
 
 def restored(workdir):
-    directory, _ = checkpoint.find_valid(workdir)
+    directory, _ = find.find_valid(workdir)
     return arrays.as_numpy(directory)
 
 
@@ -164,8 +166,7 @@ def test_a_run_on_a_store_equals_a_run_on_a_disk(url, tmp_path, capsys):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes(storage.read(found / name)[0])
     assert (
-        chunks.verify(checkpoints(copy) / "4").arrays
-        == chunks.verify(checkpoints(found) / "4").arrays
+        find.verify(checkpoints(copy) / "4").arrays == find.verify(checkpoints(found) / "4").arrays
     )
     # Both resume on another mesh.
     url.new_process()
@@ -193,7 +194,7 @@ def test_a_damaged_or_missing_chunk_is_found_and_an_older_checkpoint_resumed(url
         largest = max(names, key=lambda name: len(storage.read(directory / name)[0]))
         storage.write(directory / largest, change(storage.read(directory / largest)[0]))
         with pytest.raises(CorruptCheckpoint):
-            chunks.verify(directory)
+            find.verify(directory)
     url.new_process()
     train(c, workdir=url)
     found = opened(url)
@@ -223,10 +224,10 @@ def test_a_store_that_cannot_be_reached_is_not_damage(url, monkeypatch):
         "aws_credentials": {"type": "environment"},
     }
     monkeypatch.setattr(storage, "spec", elsewhere)
-    with pytest.raises(errors.TransientError, match="may be valid"), chunks.reading(directory):
-        list(chunks._arrays(directory))
+    with pytest.raises(errors.TransientError, match="may be valid"), find.reading_chunks(directory):
+        list(find._arrays(directory))
     with pytest.raises(errors.TransientError, match="may be valid"):
-        chunks.verify(directory)
+        find.verify(directory)
     with pytest.raises(OSError) as error:
         storage.names(directory)
     assert error.value.filename == storage.url(directory) and "connect" in error.value.strerror
@@ -253,26 +254,26 @@ sys.exit(cli.command(["checkpoint", "ls", "s3://bucket/run"]))
 
 
 def test_one_run_at_a_time_holds_the_lock(url, monkeypatch, capsys):
-    monkeypatch.setattr(lease, "TERM", 1.0)
+    monkeypatch.setattr(checkpoint_lock, "TERM", 1.0)
     lock = storage.local(url) / "LOCK"
-    assert lease.acquire(lock) == ""
-    first, lease._held = lease._held, None  # as in another process
-    monkeypatch.setattr(lease, "_is_dead", lambda holder: False)
-    assert "another run is in it" in lease.acquire(lock)
+    assert checkpoint_lock.acquire_lease(lock) == ""
+    first, checkpoint_lock._held = checkpoint_lock._held, None  # as in another process
+    monkeypatch.setattr(checkpoint_lock, "_is_dead", lambda holder: False)
+    assert "another run is in it" in checkpoint_lock.acquire_lease(lock)
     assert "waits 1 s" in capsys.readouterr().out
     # The holder is suspended for longer than a term: the next one takes over, and the first one notices.
     first._released.set()
     first._thread.join()
-    assert lease.acquire(lock) == ""
+    assert checkpoint_lock.acquire_lease(lock) == ""
     assert not first.renew()
-    second, lease._held = lease._held, first
+    second, checkpoint_lock._held = checkpoint_lock._held, first
     with pytest.raises(OSError, match="taken over"):
-        lease.confirm()
+        checkpoint_lock.confirm_lease()
     first.release()  # does not remove the lock of the second
     assert storage.read(lock)[0] is not None
-    lease._held = second
-    lease.confirm()
-    lease.release()
+    checkpoint_lock._held = second
+    checkpoint_lock.confirm_lease()
+    checkpoint_lock.release_lease()
     assert storage.read(lock)[0] is None
 
 
@@ -293,17 +294,24 @@ def test_a_lock_of_a_process_that_has_ended_is_taken_over_at_once(url):
     ended = subprocess.Popen(["true"])
     ended.wait()
     lock = storage.local(url) / "LOCK"
-    here = {"host": socket.gethostname(), "kernel": lease._kernel()}
+    here = {"host": socket.gethostname(), "kernel": checkpoint_lock._kernel_id()}
     record = {"pid": ended.pid, **here}
     storage.write(lock, json.dumps(record).encode())
     began = time.monotonic()
-    assert lease.acquire(lock) == "" and time.monotonic() - began < lease.TERM / 2
-    lease.release()
-    assert lease._is_dead({"pid": os.getpid(), **here})
-    assert not lease._is_dead({"pid": os.getppid(), **here}) and not lease._is_dead({})
+    assert (
+        checkpoint_lock.acquire_lease(lock) == ""
+        and time.monotonic() - began < checkpoint_lock.TERM / 2
+    )
+    checkpoint_lock.release_lease()
+    assert checkpoint_lock._is_dead({"pid": os.getpid(), **here})
+    assert not checkpoint_lock._is_dead(
+        {"pid": os.getppid(), **here}
+    ) and not checkpoint_lock._is_dead({})
     # Another machine or container may have the same name.
-    assert not lease._is_dead({"pid": ended.pid, "host": here["host"], "kernel": "another"})
-    assert not lease._is_dead({"pid": os.getpid(), "host": here["host"]})
+    assert not checkpoint_lock._is_dead(
+        {"pid": ended.pid, "host": here["host"], "kernel": "another"}
+    )
+    assert not checkpoint_lock._is_dead({"pid": os.getpid(), "host": here["host"]})
 
 
 def test_a_lost_answer_to_a_renewal_does_not_lose_the_lock(url, monkeypatch):
@@ -319,20 +327,23 @@ def test_a_lost_answer_to_a_renewal_does_not_lose_the_lock(url, monkeypatch):
     monkeypatch.setattr(storage, "write", lost)
     is_unreachable = False
     lock = storage.local(url) / "LOCK"
-    assert lease.acquire(lock) == ""
-    assert lease._held.renew()
+    assert checkpoint_lock.acquire_lease(lock) == ""
+    assert checkpoint_lock._held.renew()
     is_unreachable = True
     with pytest.raises(OSError, match="no answer"):
-        lease._held.renew()
+        checkpoint_lock._held.renew()
     monkeypatch.setattr(storage, "write", original)
-    assert lease._held.renew() and lease._held.renew()
+    assert checkpoint_lock._held.renew() and checkpoint_lock._held.renew()
 
 
 def test_a_run_that_lost_its_lock_leaves_the_objects_of_the_other_run(url, monkeypatch):
     """They may be of a save of the same step that is not finished."""
-    monkeypatch.setattr(lease, "RENEWALS", 1e-3)  # the thread does not notice it first
+    monkeypatch.setattr(checkpoint_lock, "RENEWALS", 1e-3)  # the thread does not notice it first
     monkeypatch.setattr("meshtrain.checkpoint.saver.LAST_TRIES", 1)
-    original, chunk = lease.confirm, storage.local(url) / "checkpoints" / "2" / "arrays" / "chunk"
+    original, chunk = (
+        checkpoint_lock.confirm_lease,
+        storage.local(url) / "checkpoints" / "2" / "arrays" / "chunk",
+    )
 
     written = []
 
@@ -342,7 +353,7 @@ def test_a_run_that_lost_its_lock_leaves_the_objects_of_the_other_run(url, monke
             storage.write(chunk.parents[3] / "LOCK", b"{}")
         original()
 
-    monkeypatch.setattr(lease, "confirm", stolen)
+    monkeypatch.setattr(checkpoint_lock, "confirm_lease", stolen)
     with pytest.raises(meshtrain.ConfigError, match="could not be saved"):
         train(saving(2), workdir=url)
     assert storage.read(chunk)[0] == b"of the other run"
@@ -351,21 +362,21 @@ def test_a_run_that_lost_its_lock_leaves_the_objects_of_the_other_run(url, monke
 @pytest.mark.slow
 def test_late_writes_of_a_suspended_run_change_no_committed_checkpoint(url, monkeypatch):
     """It was suspended while it wrote arrays, and another run has saved the same step."""
-    monkeypatch.setattr(lease, "RENEWALS", 1e-3)  # the thread does not notice it first
+    monkeypatch.setattr(checkpoint_lock, "RENEWALS", 1e-3)  # the thread does not notice it first
     monkeypatch.setattr("meshtrain.checkpoint.saver.LAST_TRIES", 1)
     train(saving(2), workdir=url)
     found = opened(url)
     before = restored(found)
     tree = {"step": jax.numpy.int32(2), "params": {"w": jax.numpy.ones(1000)}}
     folder = manifest.partial_folder(checkpoints(found), 2) / arrays.FOLDER
-    assert lease.acquire(found / "LOCK") == ""
+    assert checkpoint_lock.acquire_lease(found / "LOCK") == ""
     storage.write(found / "LOCK", b"{}")
     with contextlib.closing(AsyncWriter()) as writer:
         writer.save(folder, tree)
         with pytest.raises(OSError, match="taken over"):
             writer.wait()
     found = opened(url)
-    chunks.verify(checkpoints(found) / "2")
+    find.verify(checkpoints(found) / "2")
     assert_bit_equal(restored(found), before)
 
 
@@ -393,7 +404,7 @@ def test_a_checkpoint_is_committed_once(url, tmp_path):
 
 
 def test_a_run_that_lost_its_lock_cannot_save(url, monkeypatch):
-    monkeypatch.setattr(lease, "RENEWALS", 1e-3)  # the thread does not notice it first
+    monkeypatch.setattr(checkpoint_lock, "RENEWALS", 1e-3)  # the thread does not notice it first
     monkeypatch.setattr("meshtrain.checkpoint.saver.LAST_TRIES", 1)
     original = remote.commit
 
@@ -458,7 +469,7 @@ def test_a_rollback_is_recorded_in_the_store(url):
     ],
 )
 def test_what_is_not_supported_is_rejected_in_a_line(arguments, fault, capsys):
-    assert cli.command(arguments) == 2
+    assert app.command(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and fault in lines[0]
 
@@ -468,7 +479,7 @@ def test_a_bucket_or_run_that_does_not_exist_is_reported_in_a_line(url, capsys):
     with pytest.raises(meshtrain.ConfigError, match=f"^--workdir={bucket}: ") as error:
         train(saving(2), workdir=bucket)
     assert len(error.value.faults) == 1
-    assert cli.command(["checkpoint", "ls", url]) == 2
+    assert app.command(["checkpoint", "ls", url]) == 2
     assert capsys.readouterr().err == f"{url}: there are no objects under this name\n"
 
 
@@ -482,7 +493,7 @@ def test_other_verbs_read_a_run_on_a_store(url, capsys, tmp_path):
         ["report", url, f"--output={tmp_path}/report.html"],
     ):
         url.new_process()
-        assert cli.command(arguments) == 0, capsys.readouterr().err
+        assert app.command(arguments) == 0, capsys.readouterr().err
     assert str(storage.root()) not in capsys.readouterr().out
     url.new_process()
     c = saving(1)
@@ -490,7 +501,7 @@ def test_other_verbs_read_a_run_on_a_store(url, capsys, tmp_path):
     train(c)
     assert "parameters of /" not in capsys.readouterr().out
     url.new_process()
-    assert cli.command(["checkpoint", "prune", url, "--keep=1"]) == 0
+    assert app.command(["checkpoint", "prune", url, "--keep=1"]) == 0
 
 
 def program(workdir, steps, where=""):
@@ -512,7 +523,7 @@ def test_after_kill_in_a_save_the_run_resumes_from_a_valid_checkpoint(url, tmp_p
         found = opened(url)
         there = manifest.steps(checkpoints(found))
         assert there == ([4, 2] if where == "end" else [2]), where
-        assert [chunks.verify(checkpoints(found) / str(step)).step for step in there] == there
+        assert [find.verify(checkpoints(found) / str(step)).step for step in there] == there
     resumed = program(url, 6)
     assert resumed.returncode == 0, resumed.stderr
     train(saving(6), workdir=tmp_path / "disk")

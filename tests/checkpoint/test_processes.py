@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from test_checkpoint import checkpoints, events, flip, largest_file
 
-from meshtrain.checkpoint import chunks, manifest
+from meshtrain.checkpoint import find, manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 PROGRAM = """
@@ -50,9 +50,9 @@ def test_a_chunk_that_one_process_finds_damaged_is_used_by_none(tmp_path):
     assert of_second.relative_to(newest).match(manifest.CHUNKS)
     flip(of_second)
     with pytest.raises(manifest.CorruptCheckpoint, match="arrays/.* fails its checksum"):
-        chunks.verify(newest)
+        find.verify(newest)
     run(tmp_path / "run", 4)
     assert [one["step"] for one in events(tmp_path / "run", "restore")] == [2]
     assert [one["step"] for one in events(tmp_path / "run", "quarantine")] == [3]
     assert manifest.steps(checkpoints(tmp_path / "run")) == [4, 3, 2, 1]
-    assert chunks.verify(checkpoints(tmp_path / "run") / "4").processes == 2
+    assert find.verify(checkpoints(tmp_path / "run") / "4").processes == 2

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from meshtrain import cli
 from meshtrain.checkpoint import initial, manifest, resume, run_tokenizer
+from meshtrain.cli import app
 from meshtrain.config.parse import parse
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
-from meshtrain.inference import restore
+from meshtrain.inference import generate
 from meshtrain.train import train
 
 
@@ -177,14 +177,14 @@ def test_a_resumed_run_reports_its_changes_and_keeps_the_config_before(text, tmp
 
 def test_a_checkpoint_is_read_with_the_model_and_tokenizer_that_it_has(finished, text):
     cfg = parse(text_config(text), num_devices=8)
-    restore.restore(cfg, finished, tokenizer=tokenizer.BYTES)
+    generate.restore_params(cfg, finished, tokenizer=tokenizer.BYTES)
     with pytest.raises(ConfigError, match="^tokenizer: another tokenizer"):
-        restore.restore(cfg, finished, tokenizer="0123456789abcdef")
+        generate.restore_params(cfg, finished, tokenizer="0123456789abcdef")
     other = dataclasses.replace(
         cfg, model=dataclasses.replace(cfg.model, options={**cfg.model.options, "rope_theta": 5.0})
     )
     with pytest.raises(ConfigError, match="^model.rope_theta=5.0"):
-        restore.restore(other, finished)
+        generate.restore_params(other, finished)
 
 
 # ---- a run is self-contained ----
@@ -204,7 +204,7 @@ def test_a_run_is_used_from_any_folder_after_its_data_has_moved(tmp_path, monkey
     (tmp_path / "input.txt").write_text("some words and some more words\n" * 300)
     monkeypatch.chdir(tmp_path)
     prepare = "input.txt --output=tokens --tokenizer=my-words.json --num_workers=1"
-    assert cli.main("prepare", prepare.split()) == 0
+    assert app.main("prepare", prepare.split()) == 0
 
     config = text_config("tokens")
     size = tokenizer.load(tmp_path / "tokens").vocab_size
@@ -225,17 +225,17 @@ def test_a_run_is_used_from_any_folder_after_its_data_has_moved(tmp_path, monkey
     monkeypatch.chdir(elsewhere)
     run = f"--workdir={tmp_path / 'run'}"
     capsys.readouterr()
-    assert cli.main("generate", [run, "--prompt=some words", "--length=4"]) == 0
+    assert app.main("generate", [run, "--prompt=some words", "--length=4"]) == 0
     assert capsys.readouterr().out.startswith("some words")
-    assert cli.main("evaluate", [run]) == 2
+    assert app.main("evaluate", [run]) == 2
     assert "data.path=" in capsys.readouterr().err
-    assert cli.main("evaluate", [run, "--config.data.path=moved", "--split=all"]) == 0
+    assert app.main("evaluate", [run, "--config.data.path=moved", "--split=all"]) == 0
     (elsewhere / "bytes").mkdir()
     (elsewhere / "bytes" / "a.txt").write_text("other words " * 1000)
     as_bytes = ["--config.data.path=bytes", "--config.data.dtype=uint8", "--split=all"]
-    assert cli.main("evaluate", [run, *as_bytes]) == 2
+    assert app.main("evaluate", [run, *as_bytes]) == 2
     assert "tokenizer: another tokenizer" in capsys.readouterr().err
-    assert cli.main("generate", [run, "--tokenizer=bytes"]) == 2
+    assert app.main("generate", [run, "--tokenizer=bytes"]) == 2
     assert "--config.checkpoint.allow_change=tokenizer" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ import argparse
 import jax
 import pytest
 
-from meshtrain.cluster import efa, runtime
+from meshtrain.cluster import runtime
 
 START = "this host has 2 EFA adapters, and NCCL cannot use them: "
 
@@ -58,20 +58,20 @@ def missing(name):
     ],
 )
 def test_adapters_that_nccl_cannot_use_are_reported(environ, present, expected, tmp_path):
-    assert efa.fault(environ, root=host(tmp_path), load=loader(*present)) == expected
+    assert runtime.efa_fault(environ, root=host(tmp_path), load=loader(*present)) == expected
 
 
 def test_adapters_that_the_container_lacks_are_reported(tmp_path):
     why = "none is in this container; request vpc.amazonaws.com/efa in its resources"
-    assert efa.fault({}, root=host(tmp_path, devices=0), load=loader("libnccl-net.so")) == (
+    assert runtime.efa_fault({}, root=host(tmp_path, devices=0), load=loader("libnccl-net.so")) == (
         START + why
     )
 
 
 def test_other_hosts_need_no_plugin(tmp_path):
-    assert efa.fault({}, root=tmp_path, load=loader()) == ""
+    assert runtime.efa_fault({}, root=tmp_path, load=loader()) == ""
     infiniband = host(tmp_path, adapters=["mlx5_0"], vendor="0x15b3")
-    assert efa.fault({}, root=infiniband, load=loader()) == ""
+    assert runtime.efa_fault({}, root=infiniband, load=loader()) == ""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_other_hosts_need_no_plugin(tmp_path):
 )
 def test_each_host_of_a_run_on_gpus_logs_it(address, rank, backend, is_logged, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(efa, "fault", lambda environ: "no plugin")
+    monkeypatch.setattr(runtime, "efa_fault", lambda environ: "no plugin")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     args = argparse.Namespace(coordinator=address, num_processes=address and 2, process_id=rank)
     runtime._log_unused_adapters(args)
@@ -95,7 +95,7 @@ def test_each_host_of_a_run_on_gpus_logs_it(address, rank, backend, is_logged, m
 
 def test_only_the_first_process_of_a_host_logs_it(monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(efa, "fault", lambda environ: "no plugin")
+    monkeypatch.setattr(runtime, "efa_fault", lambda environ: "no plugin")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for local_id in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(local_id))

@@ -12,7 +12,7 @@ import pytest
 from conftest import free_port
 
 from meshtrain.cluster import distributed, environment, launchers, rendezvous
-from meshtrain.cluster.environment import ProcessInfo
+from meshtrain.cluster.launchers import ProcessInfo
 from meshtrain.errors import ConfigError
 
 JAX = {"JAX_COORDINATOR_ADDRESS": "head:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}

@@ -14,7 +14,7 @@ from conftest import ROOT, free_port, tiny_config
 
 import meshtrain
 from benchmarks import faults
-from meshtrain.config import files as configfile
+from meshtrain.config import load as configfile
 from meshtrain.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -97,7 +97,14 @@ def start_two(*arguments, second=None):
     port, found = free_port(), []
     for number, own in enumerate([arguments, second or arguments]):
         flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={number}"]
-        command = [sys.executable, "-m", "meshtrain.main", *flags, "--simulate_devices=1", *own]
+        command = [
+            sys.executable,
+            "-m",
+            "meshtrain.cli.train",
+            *flags,
+            "--simulate_devices=1",
+            *own,
+        ]
         pipe = subprocess.PIPE
         found.append(subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True))
     return found
@@ -153,7 +160,7 @@ jax.config.update("jax_num_cpu_devices", 1)
 from meshtrain import ConfigError
 from meshtrain.train import train
 from meshtrain.cluster import distributed
-from meshtrain.checkpoint import lock
+from meshtrain.checkpoint.find import lock
 lock.VISIBLE_WITHIN = 1.0
 distributed.initialize("127.0.0.1:{port}", 2, {number})
 try:

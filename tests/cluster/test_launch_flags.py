@@ -6,12 +6,12 @@ import sys
 import pytest
 from conftest import ROOT
 
-from meshtrain import cli
-from meshtrain.cluster import launch as launch_module
-from meshtrain.cluster import restart_policy
-from meshtrain.cluster.launch import launch
-from meshtrain.cluster.restart_policy import RestartBudget, Settings
+from meshtrain.cli import app
 from meshtrain.errors import ConfigError
+from meshtrain.supervise import launch as launch_module
+from meshtrain.supervise import restart_policy
+from meshtrain.supervise.launch import launch
+from meshtrain.supervise.restart_policy import RestartBudget, Settings
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -42,7 +42,7 @@ def started(monkeypatch):
 
 def run(arguments, capsys):
     """Returns the exit code and stderr of `meshtrain launch ARGUMENTS`."""
-    code = cli.main("launch", arguments.split())
+    code = app.main("launch", arguments.split())
     return code, capsys.readouterr().err
 
 

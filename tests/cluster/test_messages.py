@@ -10,10 +10,11 @@ import time
 import pytest
 from conftest import free_port
 
-from meshtrain.cluster import messages, nodes, rendezvous, restart_policy
+from meshtrain.cluster import rendezvous
 from meshtrain.cluster.launchers import ProcessInfo
-from meshtrain.cluster.messages import InvalidMessage
-from meshtrain.cluster.workers import Exit, ProcessStatus, RankAssignment, Workers
+from meshtrain.supervise import messages, nodes, restart_policy
+from meshtrain.supervise.messages import InvalidMessage
+from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
 
 STATUS = dict(
     rank=1,

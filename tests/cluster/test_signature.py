@@ -13,11 +13,11 @@ import pytest
 from conftest import ROOT, free_port
 from test_messages import HELLO, NOT_HELLO, is_closed, line, poll
 
-from meshtrain.cluster import messages, nodes, rendezvous, restart_policy, signature
-from meshtrain.cluster.messages import Link
-from meshtrain.cluster.signature import Signer
-from meshtrain.cluster.workers import RankAssignment
+from meshtrain.cluster import rendezvous
 from meshtrain.errors import ConfigError
+from meshtrain.supervise import messages, nodes, restart_policy
+from meshtrain.supervise.messages import Link, Signer
+from meshtrain.supervise.workers import RankAssignment
 
 SECRET = "correct horse battery"
 RANKS = RankAssignment("a:1", 2, 1, 1)
@@ -40,7 +40,7 @@ def connect(server):
     def connect(secret=SECRET, kind=Link):
         connection = socket.create_connection(("127.0.0.1", server.port))
         poll(server, lambda: server._pending)  # sends the nonce
-        signer = signature.signer_of_node(secret, connection)
+        signer = messages.signer_of_node(secret, connection)
         links.append(link := kind(connection, signer=signer))
         link.send(**HELLO, **signer.greeting)
         return link
@@ -95,18 +95,18 @@ def test_lines_of_strangers_do_not_keep_node_0_busy(secret):
 
 
 def test_a_node_waits_for_a_nonce_for_a_limited_time(monkeypatch):
-    monkeypatch.setattr(signature, "NONCE_SECONDS", 0.5)
+    monkeypatch.setattr(messages, "NONCE_SECONDS", 0.5)
     ours, theirs = socket.socketpair()
     with theirs, pytest.raises(TimeoutError):
         theirs.sendall(b"{")
-        signature.signer_of_node(SECRET, ours)
+        messages.signer_of_node(SECRET, ours)
 
 
 def test_a_signal_ends_the_wait_for_a_nonce():
     ours, theirs = socket.socketpair()
     with theirs, pytest.raises(TimeoutError):
         theirs.sendall(b'{"nonce": "no such"}\n')  # without the signal: ConnectionResetError
-        signature.signer_of_node(SECRET, ours, lambda: 1)
+        messages.signer_of_node(SECRET, ours, lambda: 1)
 
 
 def test_a_second_message_that_comes_with_the_first_is_not_lost(server, connect):
@@ -162,7 +162,7 @@ def test_what_a_node_has_sent_cannot_be_sent_again(server, connect):
     link.connection.setblocking(True)
     link.connection.sendall(recorded[1])
     poll(server, lambda: not server.connected())
-    assert signature.WRONG in server.remotes[1].link.fault
+    assert messages.WRONG_SIGNATURE in server.remotes[1].link.fault
 
 
 def test_10_000_changed_and_repeated_messages_are_rejected():
@@ -218,12 +218,12 @@ def test_messages_in_the_right_order_are_accepted():
     [({}, ""), ({"MESHTRAIN_SECRET": ""}, ""), ({"MESHTRAIN_SECRET": "x" * 16}, "x" * 16)],
 )
 def test_the_secret_is_read_from_the_environment(environ, secret):
-    assert signature.of_environment(environ) == secret
+    assert messages.secret_of_environment(environ) == secret
 
 
 def test_a_short_secret_is_a_mistake():
     with pytest.raises(ConfigError, match="MESHTRAIN_SECRET: has 3 characters; use 16 or more"):
-        signature.of_environment({"MESHTRAIN_SECRET": "abc"})
+        messages.secret_of_environment({"MESHTRAIN_SECRET": "abc"})
 
 
 @pytest.mark.parametrize("ports", ["", "20000", "2-1", "0-5", "1-65536", "a-b", "-"])

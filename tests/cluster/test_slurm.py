@@ -13,7 +13,7 @@ from conftest import ROOT
 from test_launch_files import assert_losses_equal_uninterrupted, newest_step, tiny_run
 from test_train import rows
 
-from meshtrain.checkpoint import chunks
+from meshtrain.checkpoint import find
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -136,7 +136,7 @@ def test_a_preempted_job_saves_requeues_and_ends_like_an_uninterrupted_one(submi
     assert re.findall(r"Exited with exit code (\d+)", job.output) == ["75", "75"]
     assert job.facts["Restarts"] == "1"
     (preempted,) = events(job, "preempted")
-    saved = chunks.verify(job.workdir / "checkpoints" / str(preempted["step"]))
+    saved = find.verify(job.workdir / "checkpoints" / str(preempted["step"]))
     assert saved.processes == 2 and 15 < preempted["step"] < steps
 
     job.start_now()

@@ -13,9 +13,9 @@ from conftest import ROOT, free_port
 from test_launch_files import assert_losses_equal_uninterrupted, newest_step, tiny_run
 from test_train import rows
 
-from meshtrain import cli
-from meshtrain.cluster import ssh
+from meshtrain.cli import app
 from meshtrain.errors import ConfigError
+from meshtrain.supervise import ssh
 
 HOSTS = "127.0.0.1,127.0.0.2"
 SERVER = """
@@ -63,7 +63,7 @@ def test_hosts_are_names_or_addresses_with_or_without_a_user():
     ],
 )
 def test_flags_that_hosts_contradict_are_rejected(flags, fault, capsys):
-    assert cli.main("launch", ["--hosts=a,b", *flags, "--", "--config=quickstart"]) == 2
+    assert app.main("launch", ["--hosts=a,b", *flags, "--", "--config=quickstart"]) == 2
     assert fault in capsys.readouterr().err
 
 
@@ -156,11 +156,11 @@ def test_hosts_that_cannot_be_used_are_reported_before_anything_is_started(
     monkeypatch.setenv("PATH", server.path)
     monkeypatch.chdir(tmp_path)
     arguments = ["--hosts=127.0.0.1,127.0.0.3", "--", "--config=quickstart", "--workdir=run"]
-    assert cli.main("launch", arguments) == 2
+    assert app.main("launch", arguments) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("--hosts: 127.0.0.3: ") and "Connection refused" in line
     monkeypatch.setattr(sys, "executable", "/no/python")
-    assert cli.main("launch", [f"--hosts={HOSTS}", *arguments[1:]]) == 2
+    assert app.main("launch", [f"--hosts={HOSTS}", *arguments[1:]]) == 2
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2 and all("or /no/python, which all hosts need" in one for one in lines)
     assert not (tmp_path / "run").exists()

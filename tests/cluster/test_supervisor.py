@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, free_port
 
-from meshtrain.cluster import nodes, progress, restart_policy
-from meshtrain.cluster.restart_policy import Outcome, RestartBudget, Settings
-from meshtrain.cluster.supervisor import Supervisor, _remove_processes
-from meshtrain.cluster.workers import Exit, ProcessStatus, RankAssignment, Workers
+from meshtrain.cluster import progress
 from meshtrain.errors import ConfigError
+from meshtrain.supervise import nodes, restart_policy
+from meshtrain.supervise.restart_policy import Outcome, RestartBudget, Settings
+from meshtrain.supervise.supervisor import Supervisor, _remove_processes
+from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
 
 # A worker that writes its progress page without importing jax, which takes seconds.
 WORKER = """
@@ -252,8 +253,8 @@ def test_a_second_signal_aborts(supervise):
 def test_processes_die_when_their_supervisor_is_killed(tmp_path):
     code = """
 import os, sys
-from meshtrain.cluster.restart_policy import Settings
-from meshtrain.cluster.supervisor import Supervisor
+from meshtrain.supervise.restart_policy import Settings
+from meshtrain.supervise.supervisor import Supervisor
 worker = "import os, time; print(os.getpid(), flush=True); time.sleep(99)"
 Supervisor(Settings(nproc=2), workdir=None).run([sys.executable, "-c", worker], environ=dict(os.environ), logs=None)
 """
@@ -422,8 +423,8 @@ def supervisors(tmp_path, code, count, **settings):
         (folder := tmp_path / str(node)).mkdir(exist_ok=True)
         program = f"""
 import os, sys
-from meshtrain.cluster.restart_policy import Settings
-from meshtrain.cluster.supervisor import Supervisor
+from meshtrain.supervise.restart_policy import Settings
+from meshtrain.supervise.supervisor import Supervisor
 settings = Settings(nnodes={count}, node_rank={node}, coordinator="127.0.0.1:{port}", **{settings})
 command = [sys.executable, "-c", {WORKER + code!r}, {str(folder)!r}, {",".join(progress.FIELDS)!r}]
 sys.exit(Supervisor(settings, workdir=None).run(command, environ=dict(os.environ), logs=None))

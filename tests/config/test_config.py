@@ -8,7 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 import meshtrain
-from meshtrain.config import files as configfile
+from meshtrain.config import load as configfile
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.configs import default

@@ -8,15 +8,15 @@ import sys
 import pytest
 from conftest import ROOT
 
-from meshtrain import cli
-from meshtrain.config import files
+from meshtrain.cli import app
+from meshtrain.config import load as config_load
 from meshtrain.configs import default, quickstart
 from meshtrain.errors import ConfigError
 
 
 def load(folder, text, *overrides, **options):
     (folder / "run.yaml").write_text(text)
-    return files.load_config(str(folder / "run.yaml"), overrides, **options)
+    return config_load.load_config(str(folder / "run.yaml"), overrides, **options)
 
 
 def test_a_yaml_file_changes_keys_of_its_base(tmp_path):
@@ -100,7 +100,7 @@ def test_keys_that_follow_others_follow_those_of_variables_and_the_command_line(
     (tmp_path / "run.yaml").write_text(text)
     environ = {"MESHTRAIN__TRAIN__PARAM_DTYPE": "bfloat16"}
     for path in (str(tmp_path / "run.yaml"), "quickstart"):
-        config, faults = files.read(path, flags, environ=environ)
+        config, faults = config_load.read(path, flags, environ=environ)
         assert (config.data.seed, config.data.vocab_size, faults) == (7, 512, [])
         assert config.optim.moment_dtype == "bfloat16"
 
@@ -116,7 +116,7 @@ def test_keys_that_replace_each_other_are_not_set_together(tmp_path):
         f"replaces train.steps; set one of them"
     )
     flags = ["--config.train.global_batch=8", "--config.train.batch_per_device=4"]
-    _, faults = files.read("quickstart", [*flags, "--config.train.stepz=1"])
+    _, faults = config_load.read("quickstart", [*flags, "--config.train.stepz=1"])
     assert faults[0] == (
         f"{flags[1]} and {flags[0]}: train.batch_per_device replaces train.global_batch; set one of them"
     )
@@ -136,7 +136,7 @@ def test_a_reference_that_cannot_be_computed_is_a_fault_of_its_key(tmp_path):
         "    return c\n"
     )
     with pytest.raises(ConfigError, match="--config.train.steps=0: .*division"):
-        files.load_config(str(tmp_path / "mine.py"), ["--config.train.steps=0"])
+        config_load.load_config(str(tmp_path / "mine.py"), ["--config.train.steps=0"])
 
 
 def test_a_value_that_looks_like_a_build_is_no_code(tmp_path):
@@ -162,10 +162,10 @@ def test_a_file_as_base_needs_trust(tmp_path):
 
 def test_variables_are_overrides_before_those_of_the_command_line():
     environ = {"MESHTRAIN__TRAIN__STEPS": "7", "MESHTRAIN__MODEL__D_MODEL": "64", "OTHER": "1"}
-    config, faults = files.read("quickstart", ["--config.train.steps=9"], environ=environ)
+    config, faults = config_load.read("quickstart", ["--config.train.steps=9"], environ=environ)
     assert (config.train.steps, config.model.d_model, faults) == (9, 64, [])
     environ = {"MESHTRAIN__TRAIN__STEPZ": "7", "MESHTRAIN__OPTIM__LEARNING_RATE": "x"}
-    config, faults = files.read("quickstart", ["--config.train.steps=9"], environ=environ)
+    config, faults = config_load.read("quickstart", ["--config.train.steps=9"], environ=environ)
     assert config.train.steps == 9
     assert [fault.partition(": ")[0] for fault in faults] == [
         "MESHTRAIN__OPTIM__LEARNING_RATE=x",
@@ -175,14 +175,14 @@ def test_variables_are_overrides_before_those_of_the_command_line():
 
 def test_the_command_line_reads_variables_and_reports_their_mistakes(monkeypatch, capsys):
     monkeypatch.setenv("MESHTRAIN__TRAIN__STEPZ", "7")
-    assert cli.main("train", ["--config=quickstart"]) == 2
+    assert app.main("train", ["--config=quickstart"]) == 2
     assert capsys.readouterr().err.startswith("MESHTRAIN__TRAIN__STEPZ: unknown key")
 
 
 def test_init_writes_a_project_that_trains_and_keeps_what_is_there(tmp_path, capsys):
-    assert cli.main("init", [str(tmp_path / "a b")]) == 0
+    assert app.main("init", [str(tmp_path / "a b")]) == 0
     assert "train.sh" in capsys.readouterr().out
-    assert cli.main("init", [str(tmp_path / "a b")]) == 2
+    assert app.main("init", [str(tmp_path / "a b")]) == 2
     assert "exists already; use a new folder" in capsys.readouterr().err
     done = subprocess.run(
         ["bash", tmp_path / "a b" / "train.sh", "--config.model.num_layers=1"],

@@ -8,8 +8,8 @@ import optax
 import pytest
 from conftest import ROOT, tiny_config
 
-from meshtrain import cli
-from meshtrain.config import build, files
+from meshtrain.cli import app
+from meshtrain.config import build, load
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
 
@@ -21,11 +21,11 @@ HOSTILE = {
 # Functions of meshtrain that build nothing, among them some that remove files or start processes.
 NOT_BUILDERS = (
     "meshtrain.checkpoint.manifest:remove",
-    "meshtrain.cluster.launch:launch",
+    "meshtrain.supervise.launch:launch",
     "meshtrain.config.build:importlib",
-    "meshtrain.data.tokenizer:import_optional",
+    "meshtrain.errors:import_optional",
     "meshtrain.config.build:resolve",
-    "meshtrain.cli:signal",
+    "meshtrain.cli.app:signal",
 )
 
 
@@ -45,8 +45,8 @@ def write_run(folder, **sections):
 def test_a_config_json_names_only_functions_of_meshtrain(tmp_path, section):
     file = str(write_run(tmp_path, **{section: HOSTILE[section]}))
     with pytest.raises(ConfigError, match=rf"{section}.build=.*outside meshtrain.*--trust_code"):
-        files.load_config(file)
-    trusted = files.load_config(file, trust_code=True)
+        load.load_config(file)
+    trusted = load.load_config(file, trust_code=True)
     assert trusted[section].build == HOSTILE[section]["build"]
 
 
@@ -82,7 +82,7 @@ sys.exit(any(cli.main(verb, arguments) != 2 for verb, arguments in {verbs!r}.ite
 def test_of_meshtrain_only_builders_are_called(tmp_path, section, name):
     written = write_run(tmp_path, **{section: {"build": name}})
     config = tiny_config().to_dict()
-    config[section]["build"] = files.load_config(str(written))[section].build
+    config[section]["build"] = load.load_config(str(written))[section].build
     with pytest.raises(ConfigError, match=f"{section}.build={name}: is "):
         build.build(parse(config))
 
@@ -136,7 +136,7 @@ def test_a_config_json_may_lack_only_the_section_that_earlier_versions_lack(
     config = json.loads(file.read_text())
     del config[section]
     file.write_text(json.dumps(config))
-    raw = files.load_config(str(file)).to_dict()
+    raw = load.load_config(str(file)).to_dict()
     if may_be_missing:
         assert parse(raw).context == parse(tiny_config().to_dict()).context
     else:
@@ -149,5 +149,5 @@ def test_a_config_json_may_lack_only_the_section_that_earlier_versions_lack(
 )
 def test_a_damaged_config_json_is_reported_in_a_line(tmp_path, capsys, content):
     (tmp_path / "config.json").write_text(content)
-    assert cli.main("train", [f"--config={tmp_path / 'config.json'}"]) == 2
+    assert app.main("train", [f"--config={tmp_path / 'config.json'}"]) == 2
     assert "Traceback" not in capsys.readouterr().err

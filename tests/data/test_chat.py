@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from meshtrain import cli
-from meshtrain.data import chat, chat_template, conversations, replies
+from meshtrain.cli import app
+from meshtrain.data import chat, chat_template
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.errors import ConfigError
 from meshtrain.inference import chat as chat_prompts
@@ -25,7 +25,7 @@ pytest.importorskip("tokenizers")
 GOLDEN = Path(__file__).parent / "chat"
 FOUND = json.loads((GOLDEN / "golden.json").read_text())
 CONVERSATIONS = [
-    replies.Conversation(one["messages"], 0, one.get("tools")) for one in FOUND["conversations"]
+    chat.Conversation(one["messages"], 0, one.get("tools")) for one in FOUND["conversations"]
 ]
 NAMES = sorted(FOUND["templates"])
 
@@ -50,7 +50,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 def test_text_and_tokens_are_those_of_transformers(name, folders):
     template = chat_template.load(folders[name])
-    encode = replies.encoder(folders[name] / "tokenizer.json")
+    encode = chat.reply_encoder(folders[name] / "tokenizer.json")
     for one, texts, ids in zip(
         CONVERSATIONS, FOUND["texts"][name], FOUND["ids"][name], strict=True
     ):
@@ -65,11 +65,9 @@ def test_text_and_tokens_are_those_of_transformers(name, folders):
 
 def learned(folder, one):
     """Returns the learned parts of a conversation's text, and whether each token is learned."""
-    text, spans = replies.render(chat_template.load(folder), one)
-    ((_, offsets),) = replies.encoder(folder / "tokenizer.json")([text])
-    return [text[first:last] for first, last in spans], replies.is_inside(offsets, spans).astype(
-        int
-    )
+    text, spans = chat.render(chat_template.load(folder), one)
+    ((_, offsets),) = chat.reply_encoder(folder / "tokenizer.json")([text])
+    return [text[first:last] for first, last in spans], chat.is_inside(offsets, spans).astype(int)
 
 
 def test_what_generation_blocks_mark_is_learned_as_in_transformers(folders):
@@ -103,7 +101,7 @@ def test_a_template_that_rewrites_earlier_replies_is_rejected(tmp_path):
     text = "{% for m in messages %}{{ m.role }}{{ '!' if loop.last else m.content }}{% endfor %}"
     template = chat_template.load(put(tmp_path / "t", text))
     with pytest.raises(ValueError, match="first 2 messages differently if more follow"):
-        replies.render(template, CONVERSATIONS[2])
+        chat.render(template, CONVERSATIONS[2])
 
 
 def test_templates_come_from_a_file_a_list_or_the_settings(tmp_path):
@@ -185,11 +183,11 @@ def test_rows_hold_whole_conversations_and_weigh_the_tokens_before_learned_ones(
 ):
     path, folder = write(tmp_path / "a.jsonl"), folders[name]
     expected = []
-    encode = replies.encoder(folder / "tokenizer.json")
-    for _, one in conversations.read([path]):
-        text, spans = replies.render(chat_template.load(folder), one)
+    encode = chat.reply_encoder(folder / "tokenizer.json")
+    for _, one in chat.read_conversations([path]):
+        text, spans = chat.render(chat_template.load(folder), one)
         ((ids, offsets),) = encode([text])
-        mask = replies.is_inside(offsets, spans)
+        mask = chat.is_inside(offsets, spans)
         # A token has weight 1 if the next one is learned.
         expected.append([*zip(ids.tolist(), [*map(float, mask[1:]), 0.0], strict=True)])
     found = [documents(build(path, folder, split=split)) for split in ("train", "heldout")]
@@ -311,13 +309,13 @@ def test_a_run_learns_replies_and_keeps_the_template(workdir):
 def test_generate_writes_the_reply_to_a_message(workdir, capsys):
     arguments = [f"--workdir={workdir}", "--chat", "--prompt=count 5", "--temperature=0"]
     capsys.readouterr()
-    assert cli.main("generate", [*arguments, "--length=30"]) == 0
+    assert app.main("generate", [*arguments, "--length=30"]) == 0
     assert capsys.readouterr().out == f"{REPLY}\n"
-    assert cli.main("generate", [*arguments, "--prompt=count 77", "--length=30"]) == 0
+    assert app.main("generate", [*arguments, "--prompt=count 77", "--length=30"]) == 0
     assert capsys.readouterr().out == f"--- 0\n{REPLY}\n--- 1\n{REPLY}\n"
-    assert cli.main("generate", [*arguments, "--no-bos"]) == 2
+    assert app.main("generate", [*arguments, "--no-bos"]) == 2
     assert "the chat template writes the token" in capsys.readouterr().err
-    assert cli.main("generate", [*arguments, "--tokenizer=bytes"]) == 2
+    assert app.main("generate", [*arguments, "--tokenizer=bytes"]) == 2
     assert "a bytes tokenizer has no chat template" in capsys.readouterr().err
 
 
@@ -340,10 +338,10 @@ def test_a_prompt_ends_where_the_reply_begins_and_a_reply_where_the_template_end
     vocabulary = json.loads((folders[name] / "tokenizer.json").read_text())["model"]["vocab"]
     assert {vocabulary[text] for text in ends} == {*found}
     ids = chat_prompts.encode(tokenizer, template, "one")
-    text, spans = replies.render(template, CONVERSATIONS[3])
-    ((whole, offsets),) = replies.encoder(tokenizer.file)([text])
+    text, spans = chat.render(template, CONVERSATIONS[3])
+    ((whole, offsets),) = chat.reply_encoder(tokenizer.file)([text])
     assert ids == whole[: len(ids)].tolist()
-    assert len(ids) == np.flatnonzero(replies.is_inside(offsets, spans))[0]
+    assert len(ids) == np.flatnonzero(chat.is_inside(offsets, spans))[0]
 
 
 def test_the_tokens_that_generation_config_lists_end_a_reply(tmp_path):

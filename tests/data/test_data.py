@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import cli
+from meshtrain.cli import app
 from meshtrain.config import build as builders
 from meshtrain.config.parse import parse
 from meshtrain.data import indexed, loader, synthetic, tokens
-from meshtrain.data.permute import permute
+from meshtrain.data.mixture import permute
 from meshtrain.data.source import Source, to_batch
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import mesh
@@ -195,7 +195,7 @@ def write_texts(folder):
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_the_files_of_a_folder_are_documents_as_in_a_prepared_folder(tmp_path, packing, split):
     folder, prepared = write_texts(tmp_path / "in"), tmp_path / "out"
-    assert cli.main("prepare", ["--num_workers=1", str(folder), f"--output={prepared}"]) == 0
+    assert app.main("prepare", ["--num_workers=1", str(folder), f"--output={prepared}"]) == 0
     settings = dict(seq_len=8, vocab_size=256, packing=packing, split=split, heldout=0.6)
     sources = [build(path, **settings) for path in (folder, prepared)]
     batches = [source.read(np.arange(sources[1].size)) for source in sources]

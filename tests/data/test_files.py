@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtrain import cli
+from meshtrain.cli import app
 from meshtrain.data import corpus, indexed, tokenizer, tokens
 from meshtrain.errors import ConfigError
 
@@ -21,7 +21,7 @@ def build(path, **changes):
 
 
 def prepare(*arguments):
-    return cli.main("prepare", ["--num_workers=1", *map(str, arguments)])
+    return app.main("prepare", ["--num_workers=1", *map(str, arguments)])
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from meshtrain import cli
+from meshtrain.cli import app
 from meshtrain.data import identity, indexed, loader, synthetic, tokens
 
 NUMBERS = np.arange(3, 203)
@@ -45,7 +45,7 @@ def write_text(folder, numbers=NUMBERS):
 def write_prepared(folder, numbers=NUMBERS):
     (folder / "in.jsonl").write_text(json.dumps({"text": str(numbers)}) + "\n")
     output = f"--output={folder / 'out'}"
-    assert cli.main("prepare", ["--num_workers=1", str(folder / "in.jsonl"), output]) == 0
+    assert app.main("prepare", ["--num_workers=1", str(folder / "in.jsonl"), output]) == 0
     return folder / "out"
 
 

@@ -16,8 +16,8 @@ from meshtrain.data import corpus, indexed, mixture, packing, tokens
 from meshtrain.data.source import Source, to_batch
 from meshtrain.errors import ConfigError
 from meshtrain.program import assemble
+from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
-from meshtrain.verify import reference_step
 
 SIZES = (3, 40, 1, 7, 8, 9, 16, 2, 25, 6, 5, 1, 33, 8, 4)
 

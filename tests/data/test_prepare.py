@@ -14,18 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtrain import cli
-from meshtrain.data import (
-    bpe,
-    indexed,
-    inputs,
-    prepared,
-    shards,
-    split_points,
-    tokenize,
-    tokenizer,
-    tokens,
-)
+from meshtrain.cli import app
+from meshtrain.data import indexed, prepared, split_points, tokenizer, tokens
+from meshtrain.data.prepare import inputs, shards, tokenize
 from meshtrain.errors import ConfigError
 
 TEXTS = ["first\n", "zweitens: äöü\n\n  x", "third 3", "日本語\n", "a" * 300, "last\r\nline\r\n"]
@@ -35,7 +26,7 @@ WORDS = WORDS.split(" ")
 
 def run(*arguments):
     """Returns the exit code of `meshtrain prepare`, in this process, with one worker by default."""
-    return cli.main("prepare", [*("--num_workers=1",), *map(str, arguments)])
+    return app.main("prepare", [*("--num_workers=1",), *map(str, arguments)])
 
 
 def write_jsonl(folder, texts=TEXTS):
@@ -78,9 +69,9 @@ def hugging_face(path, text=None, eos="<|endoftext|>"):
     pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     write_jsonl(path, [text or prose(0, 3000)])
     files = [path / "a.jsonl"]
-    bpe.train(files, inputs.ReadOptions("text", "", ""), 320, path / "tokenizer.json")
-    if eos != bpe.EOS:
-        content = (path / "tokenizer.json").read_text().replace(bpe.EOS, eos)
+    tokenize.train_bpe(files, inputs.ReadOptions("text", "", ""), 320, path / "tokenizer.json")
+    if eos != tokenize.BPE_EOS:
+        content = (path / "tokenizer.json").read_text().replace(tokenize.BPE_EOS, eos)
         (path / "tokenizer.json").write_text(content)
     return path / "tokenizer.json"
 
@@ -233,7 +224,7 @@ def test_workers_block_ctrl_c():
     code = """
 from functools import partial
 from signal import SIG_BLOCK, SIGINT, pthread_sigmask
-from meshtrain.data.tokenize import map_in_order
+from meshtrain.data.prepare.tokenize import map_in_order
 
 masks = list(map_in_order(partial(pthread_sigmask, SIG_BLOCK), [[], []], num_workers=2))
 assert masks == [{SIGINT}] * 2, masks

@@ -6,9 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from meshtrain import huggingface
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json
+from meshtrain.huggingface import config_json, weights
 from tests.huggingface.test_convert import GOLDEN, assert_same_logits, load
 
 FULL, LOCAL = "full_attention", "sliding_attention"
@@ -199,12 +198,12 @@ def test_a_key_has_the_effect_that_it_has_in_transformers(family, keys, expected
     (tmp_path / "config.json").write_text(json.dumps(changed_config(family, keys)))
     if isinstance(expected, str):
         with pytest.raises(ConfigError) as error:
-            huggingface.model_section(tmp_path)
+            weights.model_section(tmp_path)
         assert [fault for fault in error.value.faults if "config.json: " not in fault] == []
         assert any(expected in fault for fault in error.value.faults)
         return
-    original = huggingface.model_section(GOLDEN / family)
-    found = huggingface.model_section(tmp_path)
+    original = weights.model_section(GOLDEN / family)
+    found = weights.model_section(tmp_path)
     assert config_json.differences(original | expected, found) == []
 
 
@@ -221,8 +220,8 @@ def test_a_changed_key_gives_the_logits_of_transformers(family, keys, tmp_path):
     folder = shutil.copytree(GOLDEN / family, tmp_path / "changed")
     (folder / "config.json").write_text(json.dumps(changed_config(family, keys)))
     config = transformers.AutoConfig.from_pretrained(folder)
-    section = huggingface.model_section(folder)
-    if section["num_experts"] != huggingface.model_section(GOLDEN / family)["num_experts"]:
+    section = weights.model_section(folder)
+    if section["num_experts"] != weights.model_section(GOLDEN / family)["num_experts"]:
         assert (
             section["num_experts"] == config.num_local_experts
         )  # the tensors are of another number
@@ -238,7 +237,7 @@ def test_the_final_cap_of_a_multimodal_gemma3_is_ignored(tmp_path):
     text = changed_config("gemma3", dict(architectures=REMOVED, final_logit_softcapping=2.0))
     config = dict(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3")
     (tmp_path / "config.json").write_text(json.dumps(config | dict(text_config=text)))
-    assert huggingface.model_section(tmp_path)["logit_softcap"] == 0.0
+    assert weights.model_section(tmp_path)["logit_softcap"] == 0.0
 
 
 # (family, changed keys of its section, the key that no family has)
@@ -268,7 +267,7 @@ NOT_EXPORTED = [
 
 @pytest.mark.parametrize(("family", "keys", "part"), NOT_EXPORTED, ids=row_id)
 def test_a_model_that_transformers_computes_otherwise_is_not_exported(family, keys, part):
-    section = huggingface.model_section(GOLDEN / family) | keys
+    section = weights.model_section(GOLDEN / family) | keys
     original = config_json.read(GOLDEN / family / "config.json")
     for known in (None, original):
         with pytest.raises(ConfigError) as error:
@@ -279,7 +278,7 @@ def test_a_model_that_transformers_computes_otherwise_is_not_exported(family, ke
 
 
 def test_the_other_names_of_gpt2_in_the_original_do_not_override_the_export():
-    section = huggingface.model_section(GOLDEN / "gpt2")
+    section = weights.model_section(GOLDEN / "gpt2")
     original = config_json.read(GOLDEN / "gpt2" / "config.json") | dict(num_attention_heads=4)
     config = config_json.to_config(section, original)
     assert config["n_head"] == 2 and "num_attention_heads" not in config

@@ -16,15 +16,17 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from meshtrain import blocks, checkpoint, cli, huggingface
-from meshtrain.config import files as configfile
+from meshtrain.checkpoint import manifest
+from meshtrain.cli import app
+from meshtrain.config import load as configfile
 from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
 from meshtrain.configs import default
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, convert, files, names
-from meshtrain.inference import restore
+from meshtrain.huggingface import config_json, convert, files, names, weights
+from meshtrain.inference import generate
+from meshtrain.models import blocks
 from meshtrain.parallel.mesh import make_mesh
 
 slow = pytest.mark.slow
@@ -76,20 +78,20 @@ def run(*arguments):
         patch.setattr(
             "sys.stderr", type("Tee", (), {"write": printed.append, "flush": lambda: None})
         )
-        code = cli.main("convert", [str(argument) for argument in arguments])
+        code = app.main("convert", [str(argument) for argument in arguments])
     if code:
         raise ConfigError(f"exit code {code}: " + "".join(printed))
 
 
 def load(folder, dtype="float32", **sizes):
     """Returns the model and parameters of a folder, on a mesh of 8 devices or of `sizes`."""
-    section = huggingface.model_section(folder)
+    section = weights.model_section(folder)
     model = convert.model_of(section)
     sizes = sizes or {"fsdp": 8}
     mesh = make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
     rules = default.get_config().rules
     abstract = convert.abstract_params(model, np.dtype(dtype), rules, mesh)
-    return model, huggingface.read(folder, abstract, section)
+    return model, weights.read(folder, abstract, section)
 
 
 def logits(model, params, tokens, positions=None, segments=None):
@@ -132,7 +134,7 @@ def test_logits_match_transformers(family):
 @slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_in_shards_restores_every_bit(family, tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface, "COPY_BYTES", 200)  # so that a tensor needs several copies
+    monkeypatch.setattr(weights, "COPY_BYTES", 200)  # so that a tensor needs several copies
     run(GOLDEN / family, tmp_path / "run")
     run(tmp_path / "run", tmp_path / "back", "--max_shard_gb=14e-6")
     shards = sorted((tmp_path / "back").glob("*.safetensors"))
@@ -144,7 +146,7 @@ def test_an_export_in_shards_restores_every_bit(family, tmp_path, monkeypatch):
     made_explicit = {
         "n_inner",
         "max_window_layers",
-        *huggingface.family_in(GOLDEN / family).aliases,
+        *weights.family_in(GOLDEN / family).aliases,
     }
     assert {key for key in original if original[key] != exported.get(key)} <= made_explicit
 
@@ -170,7 +172,7 @@ def test_an_imported_workdir_can_be_restored_as_a_run(tmp_path):
     raw = configfile.load_config(str(tmp_path / "run" / "config.json"))
     assert raw.data.vocab_size == 61 and raw.data.seq_len == 64  # as in the model
     cfg = parse(raw, num_devices=8)
-    _, params = restore.restore(cfg, tmp_path / "run")
+    _, params = generate.restore_params(cfg, tmp_path / "run")
     assert_same_logits(GOLDEN / "gemma3", build_model(cfg), params, LOGIT_ATOL["gemma3"])
 
 
@@ -182,9 +184,9 @@ def test_an_imported_workdir_can_be_restored_as_a_run(tmp_path):
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "qwen3_moe", "olmoe"])
 def test_each_byte_is_read_once_on_every_mesh(family, sizes, monkeypatch):
     copied = []
-    copy_values = huggingface._copy_values
+    copy_values = weights._copy_values
     monkeypatch.setattr(
-        huggingface,
+        weights,
         "_copy_values",
         lambda *args, **keys: (copied.append(args[0].nbytes), copy_values(*args, **keys)),
     )
@@ -248,12 +250,12 @@ def test_trained_parameters_have_the_dtype_of_the_run(tmp_path, folder_of):
 
     run(folder_of("qwen3", change=change), tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
-    saved = checkpoint.manifest.read(checkpoints / "0")
+    saved = manifest.read(checkpoints / "0")
     (checkpoints / "0").rename(checkpoints / "5.partial")
     (checkpoints / "5.partial" / "MANIFEST.json").unlink()
     facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
     facts |= dict(processes=1, versions={}, config=saved.config, arrays=saved.arrays)
-    checkpoint.manifest.commit(checkpoints, 5, **facts)
+    manifest.commit(checkpoints, 5, **facts)
     run(tmp_path / "run", tmp_path / "back")
     assert {x.dtype for x in arrays(tmp_path / "back").values()} == {np.dtype("float32")}
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
@@ -286,7 +288,7 @@ def test_values_that_are_not_finite_are_rejected(dtype, value, tmp_path, folder_
 
 def test_a_run_with_values_that_are_not_finite_is_not_exported(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(huggingface.np, "isfinite", lambda x: np.ones(x.shape, bool))
+        patch.setattr(weights.np, "isfinite", lambda x: np.ones(x.shape, bool))
         folder = shutil.copytree(GOLDEN / "gpt2", tmp_path / "nan")
         tensors = arrays(folder)
         tensors["transformer.h.1.attn.c_attn.bias"][0] = np.nan
@@ -569,9 +571,9 @@ def write_config(path, config):
 def test_a_hub_config_gives_the_number_of_parameters_of_its_model(model, tmp_path):
     config, num_parameters = HUB[model]
     folder = write_config(tmp_path / "config.json", config)
-    section = huggingface.model_section(folder)
-    family, init = huggingface.family_in(folder), convert.model_of(section).init
-    paths = huggingface.paths(jax.eval_shape(init, jax.random.key(0)), family)
+    section = weights.model_section(folder)
+    family, init = weights.family_in(folder), convert.model_of(section).init
+    paths = weights.paths(jax.eval_shape(init, jax.random.key(0)), family)
     rows = names.rows(family.names, paths, section)
     sizes = {name: math.prod(row.shape) for row in rows for name in row.tensors}
     assert sum(sizes.values()) == num_parameters
@@ -580,7 +582,7 @@ def test_a_hub_config_gives_the_number_of_parameters_of_its_model(model, tmp_pat
 def test_a_hub_config_gives_the_attention_and_rope_of_each_layer(tmp_path):
     found = {}
     for model, (config, _) in HUB.items():
-        s = huggingface.model_section(write_config(tmp_path / "config.json", config))
+        s = weights.model_section(write_config(tmp_path / "config.json", config))
         found[model] = s["attention"], s["window"], s["rope_theta"], s["rope_theta_local"]
         found[model] += (s["rope_scaling"],)
     assert found == {
@@ -666,7 +668,7 @@ OLD_KEYS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype")
 @pytest.mark.parametrize("removed", [NEW_KEYS, OLD_KEYS, ()], ids=["old keys", "new keys", "both"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_exported_config_can_be_read_by_old_and_new_keys(family, removed):
-    section = huggingface.model_section(GOLDEN / family)
+    section = weights.model_section(GOLDEN / family)
     config = config_json.to_config(section)
     partial = {key: value for key, value in config.items() if key not in removed}
     assert config_json.to_section(partial) == section
@@ -697,7 +699,7 @@ def test_a_run_trained_here_is_exported_as_the_matching_family(tiny, changes, ar
 def test_defaults_of_transformers_that_do_not_apply_are_overridden(tiny):
     """Token ids must be null; Gemma 2 of transformers rejects a null window, so it gets the default."""
     assert config_json.to_config(tiny.model.to_dict())["eos_token_id"] is None
-    section = huggingface.model_section(GOLDEN / "gemma2") | {"attention": "g", "window": 0}
+    section = weights.model_section(GOLDEN / "gemma2") | {"attention": "g", "window": 0}
     assert config_json.to_config(section)["sliding_window"] == 4096
 
 
@@ -763,7 +765,7 @@ def test_unsupported_keys_are_reported(family, keys, parts, tmp_path):
     config = json.loads((GOLDEN / family / "config.json").read_text())
     folder = write_config(tmp_path / "config.json", config | keys)
     with pytest.raises(ConfigError) as error:
-        huggingface.model_section(folder)
+        weights.model_section(folder)
     assert [part for part in (*parts, "config.json: ") if part not in str(error.value)] == []
 
 
@@ -771,13 +773,13 @@ def test_unsupported_keys_are_reported(family, keys, parts, tmp_path):
 def test_an_unreadable_config_is_reported(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="config.json: "):
-        huggingface.model_section(tmp_path)
+        weights.model_section(tmp_path)
 
 
 def test_a_config_may_have_a_byte_order_mark_and_crlf(tmp_path):
     text = (GOLDEN / "llama3" / "config.json").read_text().replace("\n", "\r\n")
     (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert huggingface.model_section(tmp_path) == huggingface.model_section(GOLDEN / "llama3")
+    assert weights.model_section(tmp_path) == weights.model_section(GOLDEN / "llama3")
 
 
 # ---- alternative names, extra tensors ----
@@ -1025,7 +1027,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(error, tmp_path, monkeypatch
 
     run(GOLDEN / "gpt2", tmp_path / "run")
     monkeypatch.setattr(convert.AsyncWriter, "wait", full)
-    monkeypatch.setattr(huggingface, "write", full)
+    monkeypatch.setattr(weights, "write", full)
     for source in (GOLDEN / "gpt2", tmp_path / "run"):
         with pytest.raises(ConfigError, match="exit code 2: .*new: No space left on device\\n$"):
             run(source, tmp_path / "new")
@@ -1044,12 +1046,12 @@ def test_float64_is_rounded_only_if_the_flag_says_so(tmp_path, folder_of):
 def test_a_manifest_without_a_config_is_reported(config, tmp_path):
     run(GOLDEN / "gpt2", tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
-    saved = checkpoint.manifest.read(checkpoints / "0")
+    saved = manifest.read(checkpoints / "0")
     (checkpoints / "0").rename(checkpoints / "1.partial")
     (checkpoints / "1.partial" / "MANIFEST.json").unlink()
     facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
     facts |= dict(processes=1, versions={}, config=config, arrays=saved.arrays)
-    checkpoint.manifest.commit(checkpoints, 1, **facts)
+    manifest.commit(checkpoints, 1, **facts)
     with pytest.raises(ConfigError, match="exit code 2: "):
         run(tmp_path / "run", tmp_path / "back")
 
@@ -1090,7 +1092,7 @@ def test_a_failed_conversion_leaves_nothing_and_a_killed_one_can_be_repeated(tmp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.manifest, "commit", interrupted)
+        patch.setattr(manifest, "commit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(GOLDEN / "gpt2", tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
@@ -1114,13 +1116,13 @@ def test_an_export_has_the_tokenizer_even_if_the_run_started_from_an_import(tmp_
     for name in ("tokenizer.json", "tokenizer_config.json", "huggingface.json"):
         (tmp_path / "tuned" / name).unlink()
     directory = tmp_path / "tuned" / "checkpoints"
-    saved = checkpoint.manifest.read(directory / "0")
+    saved = manifest.read(directory / "0")
     saved.config["checkpoint"]["init_from"] = str(tmp_path / "run" / "checkpoints" / "0")
     facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
     facts |= dict(processes=1, versions={}, config=saved.config, arrays=saved.arrays)
     (directory / "0").rename(directory / "0.partial")
     (directory / "0.partial" / "MANIFEST.json").unlink()
-    checkpoint.manifest.commit(directory, 0, **facts)
+    manifest.commit(directory, 0, **facts)
     for name in ("run", "tuned"):
         run(tmp_path / name, tmp_path / f"{name}-back")
         back = {path.name for path in (tmp_path / f"{name}-back").iterdir()}

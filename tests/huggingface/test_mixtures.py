@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain import checkpoint, huggingface
 from meshtrain.checkpoint import arrays as saved_arrays
-from meshtrain.checkpoint.writer import AsyncWriter
-from meshtrain.config import files as configfile
+from meshtrain.checkpoint import manifest
+from meshtrain.checkpoint.arrays import AsyncWriter
+from meshtrain.config import load as configfile
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, files
-from meshtrain.inference import restore
+from meshtrain.huggingface import config_json, files, weights
+from meshtrain.inference import generate as inference_generate
 from meshtrain.inference.sampling import Sampling, generate
 from meshtrain.state import TrainState
 from tests.huggingface.test_convert import BF16, GOLDEN, arrays, load, run, save, tensor_bytes
@@ -104,7 +104,7 @@ def test_a_fused_tensor_of_another_shape_is_reported_by_its_name(shape, fused_fo
 def test_an_import_has_what_layers_measure_before_the_first_step(dtype, tmp_path):
     run(GOLDEN / "olmoe", tmp_path / "run", f"--dtype={dtype}")
     cfg = parse(configfile.load_config(str(tmp_path / "run" / "config.json")), num_devices=8)
-    program, params = restore.restore(cfg, tmp_path / "run")
+    program, params = inference_generate.restore_params(cfg, tmp_path / "run")
     with program.active():
         fresh = program.start(0).params
     found, expected = (p["layers"]["mlp"]["measured"] for p in (params, fresh))
@@ -117,14 +117,14 @@ def test_an_import_has_what_layers_measure_before_the_first_step(dtype, tmp_path
 def rewrite(workdir, path, change):
     """Changes a parameter in the checkpoint of a run at step 0, and writes it as step 1."""
     cfg = parse(configfile.load_config(str(workdir / "config.json")), num_devices=8)
-    _, params = restore.restore(cfg, workdir)
+    _, params = inference_generate.restore_params(cfg, workdir)
     changed = jax.tree.map_with_path(
         lambda keys, leaf: change(leaf) if "/".join(k.key for k in keys) == path else leaf, params
     )
     directory = workdir / "checkpoints"
-    saved = checkpoint.manifest.read(directory / "0")
+    saved = manifest.read(directory / "0")
     state = TrainState(np.int32(1), changed, opt_state=None)
-    folder = checkpoint.manifest.partial_folder(directory, 1)
+    folder = manifest.partial_folder(directory, 1)
     folder.mkdir()
     writer = AsyncWriter()
     writer.save(folder / saved_arrays.FOLDER, saved_arrays.fields(state))
@@ -133,7 +133,7 @@ def rewrite(workdir, path, change):
     facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
     facts |= dict(processes=1, versions={}, config=saved.config)
     facts |= dict(arrays=saved_arrays.shapes_of(state))
-    checkpoint.manifest.commit(directory, 1, **facts)
+    manifest.commit(directory, 1, **facts)
 
 
 def test_what_layers_measured_is_not_exported_but_a_bias_is_an_error(tmp_path):
@@ -185,7 +185,7 @@ def test_generation_with_a_cache_has_the_logits_and_tokens_of_transformers(
     raw = configfile.load_config(str(tmp_path / "run" / "config.json"))
     raw.mesh.update({"data": 1, **layout})
     cfg = parse(raw, num_devices=8)
-    program, params = restore.restore(cfg, tmp_path / "run")
+    program, params = inference_generate.restore_params(cfg, tmp_path / "run")
     golden = np.load(GOLDEN / family / "logits.npz")
     with program.active():
         assert_same_generation(GOLDEN / family, program.model, params)
@@ -249,7 +249,7 @@ def test_a_mixture_that_transformers_computes_otherwise_is_not_exported(changes,
 
 @pytest.mark.parametrize("family", FAMILIES[1:4])
 def test_a_run_with_experts_is_exported_as_its_original_family_with_new_weights_of_the_loss(family):
-    section = huggingface.model_section(GOLDEN / family) | dict(balance_weight=0.125)
+    section = weights.model_section(GOLDEN / family) | dict(balance_weight=0.125)
     original = json.loads((GOLDEN / family / "config.json").read_text())
     config = config_json.to_config(section, original)
     assert config["architectures"] == original["architectures"]
@@ -257,6 +257,6 @@ def test_a_run_with_experts_is_exported_as_its_original_family_with_new_weights_
 
 
 def test_the_width_of_dense_layers_makes_another_model():
-    section = huggingface.model_section(GOLDEN / "dots1")
+    section = weights.model_section(GOLDEN / "dots1")
     found = config_json.differences(section, section | dict(d_ff=32))
     assert found == ["model.d_ff is 32, not 24"]

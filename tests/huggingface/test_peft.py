@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, tiny_config
 
-from meshtrain import cli
+from meshtrain.cli import app
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Source
@@ -24,7 +24,7 @@ RANK, ALPHA = 3, 12.0
 def folders(tmp_path_factory):
     """Returns a Llama of the golden files, a run that trained an adapter of it, and both exports."""
     root = tmp_path_factory.mktemp("peft")
-    assert cli.main("convert", [str(GOLDEN / "llama2"), str(root / "start")]) == 0
+    assert app.main("convert", [str(GOLDEN / "llama2"), str(root / "start")]) == 0
     found = json.loads((root / "start" / "config.json").read_text())
     c = tiny_config()
     c.model.update({key: value for key, value in found["model"].items() if value != []})
@@ -34,8 +34,8 @@ def folders(tmp_path_factory):
     c.optim.learning_rate, c.optim.schedule = 0.05, "constant"
     c.checkpoint.init_from = str(root / "start")
     train(c, workdir=root / "run")
-    assert cli.main("convert", [str(root / "run"), str(root / "merged")]) == 0
-    assert cli.main("convert", [str(root / "run"), str(root / "adapter"), "--adapter"]) == 0
+    assert app.main("convert", [str(root / "run"), str(root / "merged")]) == 0
+    assert app.main("convert", [str(root / "run"), str(root / "adapter"), "--adapter"]) == 0
     return root
 
 
@@ -71,13 +71,13 @@ def test_merged_weights_are_the_base_plus_the_product_of_the_factors(folders):
 
 @pytest.mark.slow
 def test_a_run_without_an_adapter_has_none_to_write(folders, capsys):
-    assert cli.main("convert", [str(folders / "start"), str(folders / "no"), "--adapter"]) == 2
+    assert app.main("convert", [str(folders / "start"), str(folders / "no"), "--adapter"]) == 2
     assert "the run has no adapter (adapter.rank=0)" in capsys.readouterr().err
 
 
 def test_the_three_parts_of_a_fused_tensor_have_no_adapter_in_peft(tmp_path, capsys):
     start, run = tmp_path / "start", tmp_path / "run"
-    assert cli.main("convert", [str(GOLDEN / "gpt2"), str(start)]) == 0
+    assert app.main("convert", [str(GOLDEN / "gpt2"), str(start)]) == 0
     found = json.loads((start / "config.json").read_text())
     c = tiny_config()
     c.model.update({key: value for key, value in found["model"].items() if value != []})
@@ -85,7 +85,7 @@ def test_the_three_parts_of_a_fused_tensor_have_no_adapter_in_peft(tmp_path, cap
     c.train.steps, c.eval.batches, c.adapter.rank = 0, 0, RANK
     c.checkpoint.init_from = str(start)
     train(c, workdir=run)
-    assert cli.main("convert", [str(run), str(tmp_path / "a"), "--adapter"]) == 2
+    assert app.main("convert", [str(run), str(tmp_path / "a"), "--adapter"]) == 2
     assert "which PEFT cannot adapt alone" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
@@ -146,7 +146,7 @@ def test_peft_and_torch_take_the_same_ten_steps(folders, tmp_path):
     c.train.steps = 0
     train(c, workdir=tmp_path / "run", data=data)
     arguments = [str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter"]
-    assert cli.main("convert", arguments) == 0
+    assert app.main("convert", arguments) == 0
     c.train.steps = 10
     train(c, workdir=tmp_path / "run", data=data, on_metrics=rows.append)
     batches = dict(batches)

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain import huggingface
 from meshtrain.data.source import Batch
-from meshtrain.huggingface import config_json
+from meshtrain.huggingface import config_json, weights
 from meshtrain.models import rope
-from meshtrain.models.base import Past
+from meshtrain.models.base import CacheState
 from tests.huggingface.test_convert import GOLDEN, load, logits
 
 HERE = Path(__file__).resolve().parent
@@ -55,7 +54,7 @@ def test_keys_of_an_exported_rope_are_those_of_the_model_card():
 def test_rows_longer_than_the_original_length_have_the_logits_of_transformers():
     golden = np.load(HERE / "dynamic" / "logits.npz")
     model, params = load(HERE / "dynamic")
-    assert huggingface.model_section(HERE / "dynamic")["rope_scaling"] == ("dynamic", 4.0, 16.0)
+    assert weights.model_section(HERE / "dynamic")["rope_scaling"] == ("dynamic", 4.0, 16.0)
     with jax.default_matmul_precision("highest"):
         actual = jax.jit(partial(logits, model))(params, golden["tokens"].astype(np.int32))
     np.testing.assert_allclose(actual[..., :61], golden["logits"], rtol=0, atol=ATOL)
@@ -86,7 +85,7 @@ def assert_same_generation(folder, model, params):
         zeros = jnp.zeros(tokens.shape, jnp.int32)
         batch = Batch(tokens, tokens, jnp.ones(tokens.shape), positions, zeros)
 
-        past = Past(start, segments_BT)
+        past = CacheState(start, segments_BT)
 
         def block(x_BSD, layer_and_cache):
             layer, cache = layer_and_cache

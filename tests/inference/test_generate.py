@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from conftest import ROOT, tiny_config
 
-from meshtrain import cli
 from meshtrain import state as states
+from meshtrain.cli import app
 from meshtrain.config.build import build_data, build_model
 from meshtrain.config.parse import parse
-from meshtrain.inference import generate, restore
+from meshtrain.inference import generate
+from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
-from meshtrain.verify import reference_step
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def workdir(tmp_path_factory, text):
 
 
 def run_verb(verb, *arguments, capsys):
-    code = cli.main(verb, [*map(str, arguments)])
+    code = app.main(verb, [*map(str, arguments)])
     output = capsys.readouterr()
     return code, output.out, output.err
 
@@ -78,12 +78,12 @@ def test_a_pipeline_mesh_gives_the_text_of_one_device(tmp_path, capsys, monkeypa
     capsys.readouterr()
     bytes_of = []
 
-    def record(cfg, path, real=restore.restore, **options):
+    def record(cfg, path, real=generate.restore_params, **options):
         program, params = real(cfg, path, **options)
         bytes_of.append(states.bytes_per_device(params))
         return program, params
 
-    monkeypatch.setattr(restore, "restore", record)
+    monkeypatch.setattr(generate, "restore_params", record)
     options = [f"--workdir={tmp_path}", "--temperature=0.9", "--prompt=abcdefgh", "--length=7"]
     layouts = [
         ["mesh.data=8", "mesh.fsdp=1"],
@@ -152,7 +152,7 @@ def run_on_prepared_text(folder, *flags):
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "a.txt").write_text("abc " * 100)
     out = [str(folder / "a.txt"), f"--output={folder / 'out'}", "--num_workers=1"]
-    assert cli.main("prepare", [*out, f"--tokenizer={folder / 'tokenizer.json'}", *flags]) == 0
+    assert app.main("prepare", [*out, f"--tokenizer={folder / 'tokenizer.json'}", *flags]) == 0
     c = tiny_config()
     c.train.steps, c.eval.batches, c.model.vocab_size = 0, 0, 128
     c.data.update(build="meshtrain.data.tokens:build", path=str(folder / "out"))
@@ -256,7 +256,7 @@ def expected(workdir, text):
     raw = json.loads((workdir / "config.json").read_text())
     cfg = parse(raw, num_devices=8)
     model = build_model(cfg)
-    params = jax.device_get(restore.restore(cfg, workdir)[1])
+    params = jax.device_get(generate.restore_params(cfg, workdir)[1])
     expected = {}
     for split, heldout in {"heldout": 0.25, "train": 0.25, "all": 0.0}.items():
         options = {**cfg.data.options, "heldout": heldout}
@@ -273,7 +273,7 @@ def expected(workdir, text):
 def test_data_of_another_tokenizer_is_reported(workdir, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("abc " * 100)
     flags = [f"--workdir={workdir}", "--split=all", f"--config.data.path={tmp_path / 'out'}"]
-    assert cli.main("prepare", [str(tmp_path / "a.txt"), f"--output={tmp_path / 'out'}"]) == 0
+    assert app.main("prepare", [str(tmp_path / "a.txt"), f"--output={tmp_path / 'out'}"]) == 0
     flags.append("--config.data.vocab_size=256")
     shutil.copytree(workdir, tmp_path / "run")
     for content, reported in (("", False), ("{}", True)):

@@ -14,7 +14,7 @@ from meshtrain.data.source import Batch
 from meshtrain.inference.sampling import Sampling, generate
 from meshtrain.models import transformer
 from meshtrain.program import assemble
-from meshtrain.verify import reference_step
+from meshtrain.tools.verify.reference import step as reference_step
 from tests.models.test_families import FAMILIES
 
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [60, 3, 60, 3]]

@@ -17,14 +17,12 @@ from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import weighted
-from meshtrain.models import adapter, subset
+from meshtrain.models import lora, trees
 from meshtrain.models.base import from_nnx
+from meshtrain.tools.verify.reference import dropout as reference_dropout
+from meshtrain.tools.verify.reference import model as reference_model
+from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
-from meshtrain.verify import (
-    reference_dropout,
-    reference_model,
-    reference_step,
-)
 
 RANK, ALPHA = 3, 12.0
 LAYOUTS = [
@@ -61,7 +59,7 @@ def dense_model(targets=("layers/*",)):
                 "lir,lro->lio", a.reshape(layers, -1, rank), b.reshape(layers, rank, -1)
             )
             new = kernel["kernel"] + ALPHA / RANK * product.reshape(kernel["kernel"].shape)
-            params = subset.merge(params, nested(path, {"kernel": new}))
+            params = trees.merge(params, nested(path, {"kernel": new}))
         return params
 
     return model, add
@@ -69,8 +67,8 @@ def dense_model(targets=("layers/*",)):
 
 def split(params):
     """Returns the parameters without A and B, and both by the path of their layer."""
-    plain = subset.where(params, lambda path: "lora_" not in path)
-    found = {subset.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    plain = trees.matching(params, lambda path: "lora_" not in path)
+    found = {trees.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     ends = [path.removesuffix("/lora_a") for path in found if path.endswith("/lora_a")]
     return plain, {path: (found[f"{path}/lora_a"], found[f"{path}/lora_b"]) for path in ends}
 
@@ -218,7 +216,7 @@ def test_dropout_of_the_input_of_a_is_plain_maths_and_off_in_evaluation(model, m
                 numbers = range(first, c.model.num_layers)
                 keys = np.stack([reference_dropout.of_layer(keys_BW, n) for n in numbers])
                 site = np.full(len(numbers), 2**16 + number)
-            params = subset.merge(params, nested(path, {"keys": keys, "site": site}))
+            params = trees.merge(params, nested(path, {"keys": keys, "site": site}))
         return params
 
     monkeypatch.setattr(reference_model, "_linear", linear)
@@ -231,12 +229,12 @@ def test_dropout_of_the_input_of_a_is_plain_maths_and_off_in_evaluation(model, m
         frozen, pairs = split(params)
 
         def mean(trained, batch):
-            tree = subset.merge(frozen, trained)
+            tree = trees.merge(frozen, trained)
             if batch.row_keys is not None:
                 tree = with_masks(tree, pairs, batch.row_keys)
             return reference_model.loss(tree, batch, c.model.to_dict()) / batch.weights.sum()
 
-        trained = subset.where(params, lambda path: "lora_" in path)
+        trained = trees.matching(params, lambda path: "lora_" in path)
         value_and_grad = jax.value_and_grad(lambda trained: mean(trained, keyed))
         loss, expected = jax.device_get(jax.jit(value_and_grad)(trained))
         norm = float(optax.tree.norm(expected))
@@ -246,7 +244,7 @@ def test_dropout_of_the_input_of_a_is_plain_maths_and_off_in_evaluation(model, m
     np.testing.assert_allclose(scalars["loss"], loss, rtol=1e-12)
     np.testing.assert_allclose(found, without, rtol=1e-12)
     clipped = jax.tree.map(lambda leaf: leaf * min(1, c.optim.clip_norm / norm), expected)
-    found = subset.where(grads, lambda path: "lora_" in path)  # not what a mixture measures
+    found = trees.matching(grads, lambda path: "lora_" in path)  # not what a mixture measures
     assert_same((found,), (clipped,), rtol=1e-10)
 
 
@@ -273,7 +271,7 @@ def test_only_what_is_trained_has_gradients_and_moments():
 
 
 def paths(tree):
-    return [subset.name_of(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    return [trees.name_of(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 SLOW = [
@@ -291,7 +289,7 @@ def test_parameters_that_match_no_pattern_keep_every_bit_in_a_pipeline(only):
         batch = run.parts.train_data.read(np.arange(16))
         after, _ = jax.jit(run.program.train_step)(state, batch)
     is_changed = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, after.params)
-    changed = [subset.name_of(path) for path, one in jax.tree.leaves_with_path(is_changed) if one]
+    changed = [trees.name_of(path) for path, one in jax.tree.leaves_with_path(is_changed) if one]
     assert changed == [path for path in paths(state.params) if path.startswith(only[:-1])]
 
 
@@ -312,10 +310,10 @@ def test_an_adapter_starts_as_the_model_it_starts_from_and_resumes(tmp_path):
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses.append([row["loss"] for row in rows if "loss" in row])
     assert losses[0] == losses[1] and len(losses[0]) == 4
-    kept = subset.where(
+    kept = trees.matching(
         result.state.params, lambda path: "lora_" not in path and "final" not in path
     )
-    before = subset.only(base.state.params, kept)
+    before = trees.intersect(base.state.params, kept)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), jax.device_get(before))
 
 
@@ -354,7 +352,7 @@ def test_a_model_of_nnx_modules_has_an_adapter_too():
     x = np.random.default_rng(0).normal(size=(6, 2, 3)).astype(np.float32)
     plain = from_nnx(Regressor, lambda module, x: weighted((module(x) ** 2).sum(-1)))
     assert plain.linears == {"inner": 1, "outer": 2}
-    model = adapter.lora(plain, rank=2, alpha=6.0, targets=("inner", "out*"))
+    model = lora.lora(plain, rank=2, alpha=6.0, targets=("inner", "out*"))
     params = jax.tree.map(lambda leaf: leaf + 0.1, model.init(jax.random.key(0)))
     base, pairs = split(params)
 
@@ -369,7 +367,7 @@ def test_a_model_of_nnx_modules_has_an_adapter_too():
 
     def adapted(pairs):
         nested = {name: {"lora_a": a, "lora_b": b} for name, (a, b) in pairs.items()}
-        return model.loss(subset.merge(base, nested), x, None).loss
+        return model.loss(trees.merge(base, nested), x, None).loss
 
     found, expected = (jax.value_and_grad(one)(pairs) for one in (adapted, merged))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), found, expected)
@@ -378,7 +376,7 @@ def test_a_model_of_nnx_modules_has_an_adapter_too():
 def test_a_model_that_is_one_loss_has_no_dropout_of_its_adapter():
     plain = from_nnx(Regressor, lambda module, x: weighted((module(x) ** 2).sum(-1)))
     with pytest.raises(ConfigError, match=r"^adapter.dropout=0.1: the model is one loss"):
-        adapter.lora(plain, rank=2, alpha=6.0, targets=("inner",), dropout=0.1)
+        lora.lora(plain, rank=2, alpha=6.0, targets=("inner",), dropout=0.1)
 
 
 def test_layers_that_nnx_stacked_get_no_adapter():

@@ -14,7 +14,7 @@ from conftest import tiny_config
 from meshtrain import ConfigError
 from meshtrain.data import synthetic
 from meshtrain.models import transformer
-from meshtrain.verify import laws
+from meshtrain.tools.verify.laws import model as model_laws
 
 FAMILIES = {
     "llama 2": dict(rope_scaling=("linear", 4.0)),
@@ -79,7 +79,7 @@ def batch():
 )
 def test_initialisation_loss_and_gradient_of_a_family_equal_the_reference(family, batch):
     with jax.enable_x64(True):
-        assert laws.decoder(section(**FAMILIES[family]), batch) is None
+        assert model_laws.decoder(section(**FAMILIES[family]), batch) is None
 
 
 @pytest.mark.parametrize(

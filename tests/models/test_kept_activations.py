@@ -8,7 +8,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from meshtrain.config.build import build_model
-from meshtrain.config.files import load_config
+from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
 from meshtrain.grads import make_loss

@@ -13,10 +13,10 @@ from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
-from meshtrain.grads import run_blocks
 from meshtrain.inference.sampling import Sampling, generate
 from meshtrain.models import transformer
-from meshtrain.models.base import Past
+from meshtrain.models.base import CacheState
+from meshtrain.models.blocks import run_blocks
 from meshtrain.ops import attention as attention_ops
 
 slow = pytest.mark.slow
@@ -150,7 +150,7 @@ def cached_logits(model, params, tokens, caches, start):
     """Returns the logits of tokens that follow `start` cached ones, and the updated caches."""
     positions = start + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     batch = Batch(tokens, tokens, jnp.ones(tokens.shape), positions, jnp.zeros_like(positions))
-    past = Past(start, jnp.zeros((2, 9), jnp.int32))
+    past = CacheState(start, jnp.zeros((2, 9), jnp.int32))
     x, first = model.cached_embed(params, batch, caches[0], past)
 
     def block(x, layer_and_cache):

@@ -15,7 +15,7 @@ from flax import linen, nnx
 
 import meshtrain
 from meshtrain.data.source import Source
-from meshtrain.verify import subject, verify
+from meshtrain.tools.verify import case, verify
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "own_model.py"
 
@@ -98,7 +98,7 @@ def test_a_stack_of_own_modules_is_verified_in_a_pipeline(kind):
     row |= dict(schedule="interleaved", num_chunks=2, keep="inputs", dropout=True)
     row |= dict(packing=False, masks=False, sequence_parallel=False)
     with jax.enable_x64(True):
-        own = subject.Subject(tiny_config(), stack(kind), Source(samples), keep_sizes=False)
+        own = case.VerifyCase(tiny_config(), stack(kind), Source(samples), keep_sizes=False)
         result = verify.check_layout(own, row)
     assert result.fault is None and result.differences["gradients"] < 1e-12
 

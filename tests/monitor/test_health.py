@@ -97,7 +97,7 @@ def test_speeds_are_fractions_of_the_median():
 
 def test_a_slow_process_is_logged_soon_after_the_start(monkeypatch):
     page, logged = {"data": 0.0, "step": 0.0, "first_step": 1003.0}, []
-    check = health.Check(
+    check = health.ReplicaCheck(
         type("", (), {"every": 500}), None, page, event=lambda *_, **fields: None, log=logged.append
     )
     monkeypatch.setattr(health, "time_product", lambda: 0.01)
@@ -123,7 +123,7 @@ def test_a_slow_process_is_logged_soon_after_the_start(monkeypatch):
 def test_a_process_that_is_slow_three_times_in_a_row_is_logged(monkeypatch):
     lines, events = [], []
     page = {"data": 0.0, "step": 0.0}
-    check = health.Check(
+    check = health.ReplicaCheck(
         type("", (), {"every": 10}),
         None,
         page,
@@ -151,8 +151,8 @@ def test_a_process_that_is_slow_three_times_in_a_row_is_logged(monkeypatch):
 
 def test_replicas_are_compared_before_each_save():
     quiet = {"event": lambda *_, **__: None, "log": lambda _: None}
-    check = health.Check(HealthConfig(every=5), None, {"first_step": 0}, **quiet)
+    check = health.ReplicaCheck(HealthConfig(every=5), None, {"first_step": 0}, **quiet)
     assert [step for step in range(11) if check.due(step, saving=False)] == [5, 10]
     assert [step for step in range(4) if check.due(step, saving=True)] == [1, 2, 3]
-    never = health.Check(HealthConfig(every=0), None, {"first_step": 0}, **quiet)
+    never = health.ReplicaCheck(HealthConfig(every=0), None, {"first_step": 0}, **quiet)
     assert not never.due(5, saving=True)

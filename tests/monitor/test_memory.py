@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.analysis import hlo
 from meshtrain.cluster import limits
 from meshtrain.config.schema import MeshConfig
-from meshtrain.monitor import activations, memory
+from meshtrain.monitor import writer
 from meshtrain.parallel.mesh import make_mesh
+from meshtrain.tools.hlo import activations, hlo, memory
 
 PARAMETERS, BATCH, TEMPORARIES = 4_000_000 // 8, 1000, 7_000_000
 
@@ -72,7 +72,7 @@ def test_without_a_peak_it_is_the_sum_of_the_buffers(program):
 
 def test_a_step_that_does_not_fit_says_by_how_much():
     found = memory.Memory(10**9, 10**9, 0, 3 * 10**9, 10**8, 9 * 10**8, 6 * 10**9, capacity=4e9)
-    assert memory.describe(found) == (
+    assert memory.describe_memory(found) == (
         "the step needs 6 of 4 GB on each device: 2 GB too much: state 2, gradients 0.1, "
         "activations 3, temporaries 0.9"
     )
@@ -85,7 +85,7 @@ def test_a_program_of_another_form_has_activations_among_its_temporaries(program
     step = compiled(argument=3 * PARAMETERS, temp=TEMPORARIES, text=text)
     found = memory.memory_of(program, step)
     assert (found.activations, found.temporaries) == (0, TEMPORARIES - 4_000_000)
-    assert "gradients 0.004, activations and temporaries " in memory.describe(found)
+    assert "gradients 0.004, activations and temporaries " in memory.describe_memory(found)
 
 
 def test_a_compiler_that_reports_nothing_has_no_memory(program):
@@ -94,11 +94,11 @@ def test_a_compiler_that_reports_nothing_has_no_memory(program):
 
 
 def test_the_peak_in_use_is_that_of_the_fullest_device(monkeypatch):
-    assert memory.peak_in_use() is None  # CPU devices report nothing
+    assert writer.peak_bytes_in_use() is None  # CPU devices report nothing
     reports = [{"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 7}, None]
     devices = [SimpleNamespace(memory_stats=lambda one=one: one) for one in reports]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    assert memory.peak_in_use() == 7
+    assert writer.peak_bytes_in_use() == 7
 
 
 def test_kept_arrays_are_computed_in_the_forward_and_read_in_the_backward_pass():

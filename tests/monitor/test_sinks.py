@@ -125,7 +125,7 @@ def test_lists_are_curves_of_layers_and_what_is_no_number_is_left_out():
 
 def test_a_sink_that_a_run_cannot_have_is_one_line(tmp_path, monkeypatch):
     cfg = parse(config(tensorboard=True, wandb="test"), num_devices=1)
-    assert len(sinks.faults(cfg, None)) == 2
+    assert len(sinks.sink_faults(cfg, None)) == 2
     with pytest.raises(ConfigError, match="monitor.tensorboard=True: there is no folder"):
         train(config(tensorboard=True))
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda module: None)

@@ -7,15 +7,18 @@ import jax
 import pytest
 from conftest import tiny_config
 
-from meshtrain import checkpoint, cli, train
-from meshtrain.analysis.audit import audit
+from meshtrain import train
+from meshtrain.checkpoint import find
+from meshtrain.cli import app
 from meshtrain.cluster import limits
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.errors import OutOfMemory
-from meshtrain.monitor import memory
-from meshtrain.monitor.ways_out import Advice
+from meshtrain.monitor import writer
 from meshtrain.program import Program, assemble
+from meshtrain.tools.audit import audit
+from meshtrain.tools.hlo import memory
+from meshtrain.tools.hlo.oom_advice import MemoryAdvice
 
 NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes."
 
@@ -34,7 +37,7 @@ def advice_for(c, num_devices=1):
     cfg = parse(c, num_devices=num_devices)
     parts = build(cfg)
     program = assemble(cfg, parts, devices=jax.devices()[:num_devices])
-    return Advice(cfg, parts, program, audit._batch_like(cfg, program, parts.train_data))
+    return MemoryAdvice(cfg, parts, program, audit._batch_like(cfg, program, parts.train_data))
 
 
 def measured(c, num_devices=1):
@@ -127,7 +130,7 @@ def test_a_compiler_without_memory_ends_the_run_with_the_ways_out(tiny, monkeypa
         raise jax.errors.JaxRuntimeError(NO_MEMORY)
 
     monkeypatch.setattr(Program, "compile", compile)
-    assert cli.report_errors(lambda: train.train(tiny) and 0, "train") == 2
+    assert app.report_errors(lambda: train.train(tiny) and 0, "train") == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "out of memory: 4.770 GB could not be allocated"
     assert lines[1].startswith("each device needs ") and "about" in lines[1]
@@ -137,7 +140,7 @@ def test_a_compiler_without_memory_ends_the_run_with_the_ways_out(tiny, monkeypa
 def test_a_first_step_without_memory_keeps_the_checkpoint(tiny, monkeypatch, tmp_path):
     tiny.train.steps = 1
     train.train(tiny, workdir=tmp_path)
-    before = sorted((tmp_path / checkpoint.FOLDER).rglob("*"))
+    before = sorted((tmp_path / find.FOLDER).rglob("*"))
     compile = Program.compile
 
     class Compiled:
@@ -154,7 +157,7 @@ def test_a_first_step_without_memory_keeps_the_checkpoint(tiny, monkeypatch, tmp
     with pytest.raises(OutOfMemory, match="the step needs .* GB on each device") as raised:
         train.train(tiny, workdir=tmp_path)
     check_lines(str(raised.value).splitlines())
-    assert sorted((tmp_path / checkpoint.FOLDER).rglob("*")) == before
+    assert sorted((tmp_path / find.FOLDER).rglob("*")) == before
     monkeypatch.setattr(Program, "compile", compile)
     assert train.train(tiny, workdir=tmp_path).step == 2
 
@@ -163,7 +166,7 @@ def test_a_step_that_does_not_fit_is_audited_with_the_ways_out(tiny, monkeypatch
     monkeypatch.setattr(limits, "available_memory", lambda: 8000.0)
     flags = ["--config=configs/default.py", "--config.model.d_model=32", "--config.model.d_ff=64"]
     flags += ["--config.model.num_layers=2", "--config.data.seq_len=16"]
-    assert cli.main("audit", flags) == 0
+    assert app.main("audit", flags) == 0
     lines = capsys.readouterr().out.splitlines()
     (verdict,) = (line for line in lines if "does NOT fit" in line)
     assert max(map(len, lines)) <= 100
@@ -172,7 +175,7 @@ def test_a_step_that_does_not_fit_is_audited_with_the_ways_out(tiny, monkeypatch
 
 def test_a_run_that_may_not_fit_logs_the_ways_out_and_goes_on(tiny, monkeypatch, capsys, tmp_path):
     tiny.train.steps = 1
-    monkeypatch.setattr(memory, "peak_in_use", lambda: 7)
+    monkeypatch.setattr(writer, "peak_bytes_in_use", lambda: 7)
     monkeypatch.setattr(memory, "_capacity", lambda *_: 8000.0)
     assert train.train(tiny, workdir=tmp_path).step == 1
     assert '"peak_memory": 7' in (tmp_path / "metrics.jsonl").read_text()

@@ -11,7 +11,7 @@ A bug is a patch: NAME.patch, a unified diff after a header. `Bug:` says what is
 the repository, where the stages run one after the other until one of them finds the bug. A crash is not a find: it
 is reported, and the next stage runs.
 
-Each result is appended to results.jsonl. A stage that has a result for the same patch is not run again: to run
+Each result is appended to results.jsonl. A stage that has a result for the same change is not run again: to run
 all stages again, for example after a change of verify, remove that file.
 """
 
@@ -57,7 +57,7 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]  # files, or FILE::TEST
     config: str  # flags of verify, or "none"
     patch: str  # header and diff
-    digest: str  # of the patch
+    digest: str  # see `digest_of`
 
 
 def load() -> list[Mutant]:
@@ -67,9 +67,22 @@ def load() -> list[Mutant]:
         patch = path.read_text()
         header = dict(line.split(": ", 1) for line in patch.partition("\n\n")[0].splitlines())
         tests, config = tuple(header["Tests"].split()), header.get("Config", QUICKSTART)
-        digest = hashlib.sha256(patch.encode()).hexdigest()[:12]
-        mutants.append(Mutant(path.stem, header["Bug"], tests, config, patch, digest))
+        mutants.append(Mutant(path.stem, header["Bug"], tests, config, patch, digest_of(patch)))
     return mutants
+
+
+def digest_of(patch: str) -> str:
+    """Returns a digest of the lines that a patch removes and adds.
+
+    It does not depend on their place: a moved file, other lines around the bug, another indent or line break, and
+    another list of tests keep the result.
+    """
+    _, _, diff = patch.partition("\n\n")
+    lines = [line for line in diff.splitlines() if line[:1] in ("-", "+")]
+    lines = [line for line in lines if not line.startswith(("--- ", "+++ "))]
+    removed = "".join("".join(line[1:].split()) for line in lines if line[0] == "-")
+    added = "".join("".join(line[1:].split()) for line in lines if line[0] == "+")
+    return hashlib.sha256(f"{removed}\0{added}".encode()).hexdigest()[:12]
 
 
 def plant(patch: str, folder: Path, *flags: str) -> None:

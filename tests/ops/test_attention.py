@@ -13,7 +13,7 @@ from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
 from meshtrain.ops import attention as attention_module
-from meshtrain.ops import blockwise, cudnn, document_code
+from meshtrain.ops import blockwise, cudnn
 from meshtrain.ops.attention import attention
 from meshtrain.parallel import accelerator
 
@@ -182,7 +182,7 @@ def test_the_code_of_documents_replaces_the_mask(num_kv_heads, window):
     *inputs, weights = (rng.normal(size=shape) for shape in shapes)
 
     def coded(q, k, v, segments, **options):
-        qkv = document_code.append(q, k, v, segments, K**-0.5)
+        qkv = cudnn.append_segment_dims(q, k, v, segments, K**-0.5)
         return attention(*qkv, None, scale=K**-0.5, **options)[..., :K]
 
     def run(compute):
@@ -202,7 +202,7 @@ def test_the_code_of_documents_replaces_the_mask(num_kv_heads, window):
 
 def test_each_token_of_a_row_may_be_a_document():
     q, k, v = (np.random.default_rng(0).normal(size=(1, 300, 1, 8)).astype("f") for _ in range(3))
-    coded = document_code.append(q, k, v, np.arange(300)[None], 8**-0.5)
+    coded = cudnn.append_segment_dims(q, k, v, np.arange(300)[None], 8**-0.5)
     np.testing.assert_allclose(attention(*coded, None, scale=8**-0.5)[..., :8], v, rtol=1e-6)
 
 
@@ -210,7 +210,7 @@ def test_keys_of_other_documents_have_no_weight_even_if_their_scores_are_400_hig
     q, k, v = (np.ones((1, 4, 1, 8), np.float32) for _ in range(3))
     k[:, :2], v[:, :2] = 1 + 400 / 8**0.5, 1e30
     segments = np.int32([[6, 6, 7, 7]])
-    out = attention(*document_code.append(q, k, v, segments, 8**-0.5), None, scale=8**-0.5)
+    out = attention(*cudnn.append_segment_dims(q, k, v, segments, 8**-0.5), None, scale=8**-0.5)
     np.testing.assert_array_equal(out[:, 2:, :, :8], 1)
 
 
@@ -355,7 +355,7 @@ def test_cudnn_calls_its_fused_kernels_without_a_mask(segments, options, lower_f
 
 
 def test_cudnn_gets_even_lengths_and_equally_sharded_heads(monkeypatch, lower_for_cuda):
-    for segments, width in ((None, 64), (SEGMENTS[:, :5], 64 + document_code.DIMS)):
+    for segments, width in ((None, 64), (SEGMENTS[:, :5], 64 + cudnn.SEGMENT_DIMS)):
         found = calls(lower_for_cuda(segments, {}, length=5))
         assert len(found) == 2 and all(f"x6x4x{width}xbf16" in line for line in found)
     shards = {"heads": 4, "kv_heads": 1, "seq": 1}

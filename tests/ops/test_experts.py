@@ -15,8 +15,8 @@ ASSIGNMENTS = {
     "balanced": BALANCED,
     "all to one expert": np.full((T, K), 3),
     "two experts and three without a token": np.stack([np.full(T, 4), np.full(T, 0)], 1),
-    "some dropped": np.where(np.arange(T)[:, None] % 3 == 0, experts.NOWHERE, BALANCED),
-    "all dropped": np.full((T, K), experts.NOWHERE),
+    "some dropped": np.where(np.arange(T)[:, None] % 3 == 0, experts.DROPPED, BALANCED),
+    "all dropped": np.full((T, K), experts.DROPPED),
     "fewer rows than experts": BALANCED[:2],
 }
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.ops.lookup import lookup
+from meshtrain.ops.embedding import lookup
 
 
 def gradient(table, index, terms):

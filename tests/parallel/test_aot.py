@@ -15,12 +15,12 @@ import jax
 import pytest
 from conftest import ROOT, tiny_config
 
-from meshtrain.analysis import collective_ops, hlo, target
-from meshtrain.analysis.audit import audit
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
 from meshtrain.program import assemble
+from meshtrain.tools.audit import audit
+from meshtrain.tools.hlo import collective_ops, hlo, target
 
 LAYOUT = {"pipeline": 4, "data": 2, "fsdp": 2, "tensor": 2}
 TARGETS = {"cpu": "", "tpu": "v5e:4x8", "cuda": "h200:4x8"}
@@ -88,7 +88,7 @@ def main(platform, schedule, keep):
     batch = audit._batch_like(cfg, program, parts.train_data)
     with program.active():
         text = program.compile(batch).as_text()
-    found = collective_ops.find(hlo.parse(text), program.mesh.shape, platform)
+    found = collective_ops.find_collectives(hlo.parse(text), program.mesh.shape, platform)
     print(json.dumps([(one.kind, one.axes) for one in found]))
 
 

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from meshtrain import cli
+from meshtrain.cli import app
 from meshtrain.cluster import distributed
-from meshtrain.config.sync import PATTERNS
+from meshtrain.config.schema import SYNC_PATTERNS
 from meshtrain.errors import ConfigError
-from meshtrain.parallel import collectives, patterns
+from meshtrain.parallel import grad_sync
 from meshtrain.parallel import mesh as meshes
 from meshtrain.parallel.mesh import make_mesh
+from meshtrain.tools import collectives
 
 CALLS = [(name, op) for name in ("all_reduce", "reduce_scatter") for op in collectives.OPS]
 CALLS += [("all_gather", None), ("all_to_all", None), ("broadcast", 1)]
@@ -112,7 +113,7 @@ def test_a_hierarchical_sum_meets_first_inside_each_host(layout, monkeypatch):
     mesh, rows = jax.make_mesh((8,), (axis,)), rows_of(8, np.int64, (5,))
     result = collectives.all_reduce(rows, axis=axis, mesh=mesh, pattern="hierarchical")
     check(result, numpy_result("all_reduce", "sum", rows))
-    levels = patterns.levels_of("hierarchical", 8, collectives._num_parts(mesh, axis))
+    levels = grad_sync.levels_of("hierarchical", 8, collectives._num_parts(mesh, axis))
     assert [level.size for level in levels] == ([num_each, num_hosts] if 1 < num_hosts < 8 else [8])
 
 
@@ -245,7 +246,7 @@ def along(value, axis="data", *, name="all_reduce"):
 
 
 def test_info_prints_versions_and_devices_and_checks_a_collective(capsys):
-    assert cli.main("info", []) == 0
+    assert app.main("info", []) == 0
     output = capsys.readouterr().out
     assert re.search(rf"^jax +{re.escape(jax.__version__)}$", output, re.MULTILINE)
     assert f"pid {os.getpid()} on " in output and ": 8 x cpu\n" in output
@@ -261,7 +262,7 @@ def test_info_fails_if_a_device_adds_wrongly(capsys, monkeypatch):
         return result
 
     monkeypatch.setattr(collectives, "all_reduce", broken)
-    assert cli.main("info", []) == 1
+    assert app.main("info", []) == 1
     assert "over 8 devices: WRONG on processes [0]: not 29.0" in capsys.readouterr().out
 
 
@@ -290,7 +291,7 @@ def check_on_each_process():
                 result = getattr(collectives, name)(value, *options, axis="data", mesh=mesh)
                 check(result["x"], numpy_result(name, option, rows)[positions])
                 check(result["y"][0], numpy_result(name, option, rows[:, ::-1])[positions])
-            for pattern in PATTERNS:
+            for pattern in SYNC_PATTERNS:
                 result = collectives.all_reduce(
                     rows[positions], axis="data", mesh=mesh, pattern=pattern
                 )
@@ -298,7 +299,7 @@ def check_on_each_process():
     check_interleaved_devices(me)
     check_while_another_program_runs(me)
     noise = np.random.default_rng(me).normal(size=9999).astype(np.float32)
-    for pattern in PATTERNS:
+    for pattern in SYNC_PATTERNS:
         total = collectives.all_reduce(noise, pattern=pattern)
         assert len({row.tobytes() for row in collectives.all_gather(total)}) == 1
     check(collectives.all_reduce(np.array([np.nan, 1.0][me]), "max"), np.float64(np.nan))

@@ -10,7 +10,6 @@ import pytest
 from conftest import tiny_config
 from test_parity import GPT2, Run, assert_same, one_device, packed
 
-from meshtrain.analysis import hlo
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.configs import default
@@ -18,12 +17,12 @@ from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
-from meshtrain.monitor import activations
 from meshtrain.ops.attention import attention, choose_for_context
 from meshtrain.ops.dropout import OfAttention
 from meshtrain.parallel import context, sharding
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.program import assemble
+from meshtrain.tools.hlo import activations, hlo
 
 RULES = default.get_config().rules
 METHODS = ("ring", "gather", "ulysses")

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import cli
+from meshtrain.cli import app
 from meshtrain.config.schema import AXES, MeshConfig
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import mesh as meshes
@@ -139,7 +139,7 @@ def test_slices_that_the_devices_cannot_form_are_one_line(devices, sizes, fault)
 )  # fmt: skip
 def test_a_mistake_is_exit_code_2_and_one_line(flags, line, capsys):
     flags = [f"--config.mesh.{flag}" for flag in flags]
-    assert cli.main("audit", ["--config=quickstart", *flags]) == 2
+    assert app.main("audit", ["--config=quickstart", *flags]) == 2
     (fault,) = capsys.readouterr().err.splitlines()
     assert fault.removeprefix("--config.") == f"mesh.slices{line}"
 

@@ -10,14 +10,14 @@ import pytest
 from conftest import tiny_config
 from test_parity import Run, assert_same, packed
 
-from meshtrain.analysis.audit.audit import audit
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
-from meshtrain.parallel import patterns
+from meshtrain.parallel import grad_sync
+from meshtrain.parallel.grad_sync import Wire
 from meshtrain.parallel.mesh import make_mesh
-from meshtrain.parallel.wire import Wire
+from meshtrain.tools.audit.audit import audit
+from meshtrain.tools.verify.laws import grad_sync as sync_laws
 from meshtrain.train import train
-from meshtrain.verify import sync_laws
 
 WIRES = {
     "bfloat16": Wire(16, 256),
@@ -37,7 +37,7 @@ def reduced(x, levels, wire=None, key=None, axes=("data", "fsdp"), **sizes):
     mesh = make_mesh(**sizes, devices=jax.devices()[: len(x)])
 
     def member(x, key):
-        total, error = patterns.all_reduce(x[0], axes, levels, wire, key)
+        total, error = grad_sync.all_reduce(x[0], axes, levels, wire, key)
         return total[None], None if error is None else error[None]
 
     with jax.set_mesh(mesh):
@@ -56,7 +56,7 @@ def test_a_pattern_adds_like_the_flat_sum_on_all_members(x64, pattern, num_netwo
     num = np.prod([*sizes.values()])
     if num % num_networks:
         pytest.skip("6 devices are not 4 equal networks")
-    levels = patterns.levels_of(pattern, num, num_networks)
+    levels = grad_sync.levels_of(pattern, num, num_networks)
     random = np.random.default_rng(0)
     x = random.normal(size=(num, 101))
     whole = random.integers(-1000, 1000, (num, 101))
@@ -67,14 +67,14 @@ def test_a_pattern_adds_like_the_flat_sum_on_all_members(x64, pattern, num_netwo
 
 
 def test_a_tree_halves_within_hosts_before_it_crosses_them():
-    levels = patterns.levels_of("tree", 12, 3)
+    levels = grad_sync.levels_of("tree", 12, 3)
     assert [(level.size, level.stride) for level in levels] == [(2, 1), (2, 2), (3, 4)]
     assert levels[0].groups(12)[:2] == [[0, 1], [2, 3]]
     assert levels[-1].groups(12)[:2] == [[0, 4, 8], [1, 5, 9]]
 
 
 def test_a_hierarchy_has_members_of_one_host_and_then_one_of_each_host():
-    inside, across = patterns.levels_of("hierarchical", 8, 2)
+    inside, across = grad_sync.levels_of("hierarchical", 8, 2)
     assert inside.groups(8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert across.groups(8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
@@ -94,7 +94,7 @@ def test_a_hierarchy_has_members_of_one_host_and_then_one_of_each_host():
 )
 def test_bytes_that_a_device_sends_for_an_element(pattern, wire, expected):
     """Of 8 devices on 2 hosts: twice (N - 1) / N of what a level works on."""
-    assert patterns.bytes_sent(patterns.levels_of(pattern, 8, 2), wire, 4) == pytest.approx(
+    assert grad_sync.bytes_sent(grad_sync.levels_of(pattern, 8, 2), wire, 4) == pytest.approx(
         expected
     )
 
@@ -159,7 +159,7 @@ def test_stochastic_rounding_is_unbiased():
 def test_members_round_with_different_numbers():
     x = np.full((8, 64), 0.3, np.float32)
     x[:, 0] = 7  # the scale is 1
-    levels = patterns.levels_of("xla", 8, 1)
+    levels = grad_sync.levels_of("xla", 8, 1)
     wire = Wire(4, 64, stochastic=True)
     _, error = reduced(x, levels, wire, jax.random.key(0), data=8)
     assert len({row[1:].tobytes() for row in error}) == 8
@@ -167,7 +167,7 @@ def test_members_round_with_different_numbers():
 
 def test_what_a_sum_lacks_is_returned_with_it(x64):
     """Over many steps, the sum of all results and what is still held is the sum of all inputs."""
-    random, levels = np.random.default_rng(0), patterns.levels_of("hierarchical", 8, 2)
+    random, levels = np.random.default_rng(0), grad_sync.levels_of("hierarchical", 8, 2)
     held, given, received = np.zeros((8, 50)), 0.0, 0.0
     for _ in range(5):
         x = random.normal(size=(8, 50))
@@ -202,7 +202,7 @@ def test_a_step_in_a_pattern_equals_one_device(x64, pattern):
     c.train.num_microbatches, c.sync.pattern = 2, pattern
     c.train.zero_stage = 1 if pattern == "hierarchical" else 3
     run = Run(c, "float64", **LAYOUTS[pattern])
-    assert run.program.how.levels == patterns.levels_of(
+    assert run.program.how.levels == grad_sync.levels_of(
         pattern, run.program.how.num_shards, LAYOUTS[pattern].get("slices", 1)
     )
     found = run.one_step()

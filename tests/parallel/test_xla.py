@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from meshtrain.config import xla_presets
+from meshtrain.config import schema
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
@@ -22,7 +22,7 @@ def fake_mesh(platform, size):
     return SimpleNamespace(devices=devices, size=size)
 
 
-@pytest.mark.parametrize("preset", xla_presets.PRESETS)
+@pytest.mark.parametrize("preset", schema.XLA_PRESETS)
 def test_this_version_of_xla_knows_every_option_of_a_preset(preset):
     found = xla.options(preset, fake_mesh("gpu", 8))
     lowered = jax.jit(lambda x: x + 1).lower(1.0)

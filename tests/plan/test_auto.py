@@ -7,13 +7,14 @@ import math
 import jax
 import pytest
 
-from meshtrain import cli
-from meshtrain.analysis import hardware
+from meshtrain import hardware
+from meshtrain.cli import app
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
 from meshtrain.configs import quickstart
 from meshtrain.errors import ConfigError
-from meshtrain.plan import auto, host
+from meshtrain.tools.plan import auto
+from meshtrain.tools.plan import machine as machines
 from meshtrain.train import train
 
 H100 = hardware.BY_NAME["h100"]
@@ -26,7 +27,7 @@ def config(tiny):
 
 
 def test_a_config_without_it_stays_as_it_is(tiny):
-    assert auto.resolved(tiny) == (tiny, [])
+    assert auto.resolve(tiny) == (tiny, [])
 
 
 @pytest.mark.slow
@@ -42,15 +43,15 @@ def test_a_run_uses_and_logs_the_choice(config, tmp_path, capsys):
 def test_devices_of_the_table_are_not_measured(config, monkeypatch):
     """The same choice as that of the command, without a measurement."""
     monkeypatch.setitem(hardware.BY_KIND, "cpu", H100)
-    monkeypatch.setattr(host, "measured", None)
-    raw, lines = auto.resolved(config)
+    monkeypatch.setattr(machines, "measure_host", None)
+    raw, lines = auto.resolve(config)
     assert "layouts by `meshtrain plan`" in lines[0]
     parse(raw, num_devices=8)
 
 
 def test_sizes_above_one_are_kept(config):
     config.mesh.tensor = 2
-    raw, _ = auto.resolved(config)
+    raw, _ = auto.resolve(config)
     assert raw["mesh"]["tensor"] == 2
     parse(raw, num_devices=8)
 
@@ -58,14 +59,14 @@ def test_sizes_above_one_are_kept(config):
 def test_slow_links_are_avoided(config, monkeypatch):
     """With links that take as long as a thousand layers, the axis with the fewest messages is chosen."""
     device = dataclasses.replace(H100, chip=None, link=1e6, network=1e6, latency=1.0)
-    monkeypatch.setattr(host, "measured", lambda: device)
-    raw, _ = auto.resolved(config)
+    monkeypatch.setattr(machines, "measure_host", lambda: device)
+    raw, _ = auto.resolve(config)
     assert raw["mesh"]["tensor"] == raw["mesh"]["context"] == raw["mesh"]["pipeline"] == 1
     assert raw["train"]["num_microbatches"] == 1
 
 
 def test_the_devices_are_measured():
-    device = host.measured()
+    device = machines.measure_host()
     figures = device.flops_16, device.bandwidth, device.link, device.latency, device.memory
     assert device.name == "cpu" and all(0 < figure < 1e15 for figure in figures)
 
@@ -74,14 +75,14 @@ def test_a_batch_that_the_devices_do_not_divide_is_one_line(config):
     config.train.global_batch = 3
     config.mesh.data = 8
     with pytest.raises(ConfigError, match="train.global_batch=3 is not divisible by mesh.data=8"):
-        auto.resolved(config)
+        auto.resolve(config)
 
 
 def test_a_model_that_does_not_fit_is_one_line(config, monkeypatch):
     device = dataclasses.replace(H100, memory=1e4)
     monkeypatch.setitem(hardware.BY_KIND, "cpu", device)
     with pytest.raises(ConfigError, match="no layout fits 0 GB on each; the nearest needs"):
-        auto.resolved(config)
+        auto.resolve(config)
 
 
 def test_commands_that_choose_no_mesh_say_so():
@@ -90,5 +91,5 @@ def test_commands_that_choose_no_mesh_say_so():
 
 
 def test_audit_chooses_the_mesh_of_its_target(tmp_path, capsys):
-    assert cli.main("audit", ["--config=quickstart", "--config.mesh.auto=True"]) == 0
+    assert app.main("audit", ["--config=quickstart", "--config.mesh.auto=True"]) == 0
     assert capsys.readouterr().out

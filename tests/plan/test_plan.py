@@ -14,21 +14,22 @@ from conftest import ROOT
 
 from benchmarks import gpu_step
 from benchmarks import plan as replay
-from meshtrain import cli
+from meshtrain import hardware
 from meshtrain import state as states
-from meshtrain.analysis import hardware
+from meshtrain.cli import app
 from meshtrain.config.build import Parts, build_model, optimizer_builder
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import SyncConfig
 from meshtrain.configs import deepseek_v2_lite, gemma2, gpt2, llama3, mixtral, quickstart
 from meshtrain.errors import ConfigError
-from meshtrain.plan import compiled, device_file, fix, measured, memory, search, text, work
-from meshtrain.plan.cost import levels_of, step_cost
-from meshtrain.plan.layout import Layout
-from meshtrain.plan.machine import Machine
-from meshtrain.plan.sizes import decoder
-from meshtrain.plan.subject import Subject
 from meshtrain.program import Program
+from meshtrain.tools.plan import compiled, constraints, memory, search, text, work
+from meshtrain.tools.plan import machine as machines
+from meshtrain.tools.plan.cost import levels_of, step_cost
+from meshtrain.tools.plan.layout import Layout
+from meshtrain.tools.plan.machine import Machine
+from meshtrain.tools.plan.sizes import decoder
+from meshtrain.tools.plan.subject import PlanInput
 from meshtrain.train import train
 
 H100 = hardware.BY_NAME["h100"]
@@ -66,7 +67,7 @@ def test_the_error_on_our_own_steps_on_one_gpu(model):
     (file,) = (ROOT / "benchmarks" / "results").glob(f"{model}_nvidia-h200-x1_*.json")
     record = json.loads(file.read_text())
     c = gpu_step.settings(model, rows=record["batch"])
-    subject, machine = Subject(c), Machine(hardware.BY_NAME["h200"], 1, 1)
+    subject, machine = PlanInput(c), Machine(hardware.BY_NAME["h200"], 1, 1)
     layout = Layout(rows=record["batch"], zero_stage=c.train.zero_stage, remat=c.train.remat)
     seconds = step_cost(subject.work, layout, machine, subject.seq_len).seconds * machine.of_xla
     assert 1e3 * seconds == pytest.approx(record["rows"][0]["ms per step"], rel=0.05)
@@ -174,7 +175,7 @@ def test_traced_products_are_those_of_the_config(name):
     c.model.head_dim = 0
     c.data.seq_len = c.model.max_seq_len = 64
     c.model.attention_impl = "xla"
-    subject = Subject(c)
+    subject = PlanInput(c)
     shapes = subject.stored.shapes.params
     batch = subject.batch
     traced = work.of_traced(subject.model, shapes, batch, "float32")
@@ -209,7 +210,7 @@ def test_the_state_is_that_of_the_program(config, layout):
     names, numbers = zip(*layout.sizes().items(), strict=True)
     mesh = jax.sharding.AbstractMesh(numbers, names)
     *_, state, grads = Program.plan(cfg, parts, mesh)
-    found = Subject(c).stored.bytes(layout)
+    found = PlanInput(c).stored.bytes(layout)
     gradients = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), state.params, grads)
     expected = [
         states.bytes_per_device(tree) for tree in (state.params, state.opt_state, gradients)
@@ -218,7 +219,7 @@ def test_the_state_is_that_of_the_program(config, layout):
 
 
 def test_memory_grows_with_what_is_kept():
-    subject = Subject(llama3.get_config())
+    subject = PlanInput(llama3.get_config())
 
     def activations(**changes):
         layout = Layout(**{"fsdp": 8, "rows": 1, **changes})
@@ -233,7 +234,7 @@ def test_memory_grows_with_what_is_kept():
 
 
 def test_a_residual_is_as_large_as_the_gradients():
-    subject = Subject(llama3.get_config())
+    subject = PlanInput(llama3.get_config())
     for layout, expected in [
         (Layout(data=8, sync=SyncConfig(wire="int4")), True),
         (Layout(data=8, sync=SyncConfig(wire="int8")), False),
@@ -247,9 +248,9 @@ def test_a_residual_is_as_large_as_the_gradients():
 
 
 def plan_of(config, device, num, *, fixed=(), limit=0.9, per_host=8):
-    subject, machine = Subject(config), Machine(hardware.BY_NAME[device], num, per_host)
+    subject, machine = PlanInput(config), Machine(hardware.BY_NAME[device], num, per_host)
     size = limit * machine.device.memory
-    values = fix.values([("--fix", flag) for flag in fixed], num, config)
+    values = constraints.values([("--fix", flag) for flag in fixed], num, config)
     found = search.search(subject, machine, limit=size, fixed=values)
     return subject, machine, found
 
@@ -328,7 +329,7 @@ def test_tensor_stays_inside_a_host_and_rows_of_a_tpu_are_wide():
 
 
 def run(*flags, config="llama3", batch=64):
-    return cli.main("plan", [f"--config={config}", f"--config.train.global_batch={batch}", *flags])
+    return app.main("plan", [f"--config={config}", f"--config.train.global_batch={batch}", *flags])
 
 
 def test_variables_do_not_change_what_is_compiled(tmp_path, monkeypatch):
@@ -438,7 +439,7 @@ def test_a_mistake_is_one_line(flags, fault, capsys):
 def test_a_device_of_a_file_differs_from_one_of_the_table(tmp_path, capsys):
     file = tmp_path / "slow.toml"
     file.write_text('base = "h200"\nnetwork = 1e9\nmemory = 100_000_000_000\n')
-    found = device_file.device_of(str(file))
+    found = hardware.device_named(str(file))
     table = hardware.BY_NAME["h200"]
     assert found == dataclasses.replace(table, name="slow", network=1e9, memory=100e9)
     assert run(f"--device={file}", "--devices=16") == 0
@@ -475,7 +476,7 @@ def test_a_mistake_in_a_file_of_a_device_is_one_line(content, fault, tmp_path, c
 def test_a_measured_run_scales_all_predictions(tmp_path, capsys):
     rows = [{"step": n, "step_time": 3.0, "predicted_step_time": 2.0} for n in range(20)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, [{"step": 0}, *rows])))
-    assert measured.factor(tmp_path) == 1.5
+    assert machines.measured_factor(tmp_path) == 1.5
     seconds = []
     for flags in ([], [f"--measured={tmp_path}"]):
         output = tmp_path / "plan.json"
@@ -485,7 +486,7 @@ def test_a_measured_run_scales_all_predictions(tmp_path, capsys):
     assert "after the factor of the measured run" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match="predicted_step_time"):
-        measured.factor(tmp_path)
+        machines.measured_factor(tmp_path)
 
 
 def test_a_run_on_known_devices_writes_its_predicted_step_time(tiny, tmp_path, monkeypatch):
@@ -501,7 +502,7 @@ def test_a_run_on_known_devices_writes_its_predicted_step_time(tiny, tmp_path, m
     assert all("predicted_step_time" not in row for row in first)
     predicted = {row["predicted_step_time"] for row in second}
     assert len(predicted) == 1 and 1e-5 < predicted.pop() < 1e-2
-    assert measured.factor(tmp_path / "known") > 1
+    assert machines.measured_factor(tmp_path / "known") > 1
 
 
 def test_a_layout_is_taken_apart(tmp_path, capsys):

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from meshtrain import cli
+from meshtrain.cli import app
 from meshtrain.config.schema import AXES
 from meshtrain.errors import ConfigError
-from meshtrain.report import facts, page, read, serve, verdicts
-from meshtrain.report.decimate import PER_BUCKET, decimate
+from meshtrain.tools.report import facts, page, read, serve
+from meshtrain.tools.report.facts import PER_BUCKET, decimate
 
 HOSTILE = "</script><script>alert(1)</script><!--\u2028"
 
@@ -68,7 +68,7 @@ def facts_of(workdir):
 
 
 def fault(capsys, *arguments):
-    assert cli.main("report", [*map(str, arguments)]) == 2
+    assert app.main("report", [*map(str, arguments)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     return lines[0]
@@ -201,7 +201,7 @@ def test_verdicts_are_found_in_the_workdir_and_given(tmp_path, capsys):
     audit = {"device": "8 cpu", "platform": "cpu by jax", "axes": [], "warnings": ["no rule"]}
     given = tmp_path / "other.json"
     given.write_text(json.dumps(audit | {"memory": {"peak": 5, "capacity": 4.0}, "roofline": None}))
-    certificate, found = verdicts.find([tmp_path], [given])
+    certificate, found = facts.find_verdicts([tmp_path], [given])
     assert certificate["lines"] == [
         "one device: causality",
         "data 2 · zero_stage 3 · dtype float64: loss: 1 here, 2 there",
@@ -210,7 +210,7 @@ def test_verdicts_are_found_in_the_workdir_and_given(tmp_path, capsys):
     assert (found["ok"], found["fits"], found["lines"]) == (False, False, ["no rule"])
     for warnings, is_ok in ((["no rule"], False), ([], True)):
         given.write_text(json.dumps(audit | {"warnings": warnings}))
-        assert verdicts.verdict_of(given)["ok"] is is_ok
+        assert facts.verdict_of(given)["ok"] is is_ok
     given.write_text("{}")
     output = tmp_path / "page.html"
     line = fault(capsys, tmp_path, f"--output={output}", f"--verdict={given}")
@@ -236,7 +236,7 @@ def test_a_page_is_one_file_that_loads_nothing(tmp_path, capsys):
     story(tmp_path / "one"), story(tmp_path / "two", steps=200)
     output = tmp_path / "page.html"
     assert (
-        cli.main("report", [str(tmp_path / "one"), str(tmp_path / "two"), f"--output={output}"])
+        app.main("report", [str(tmp_path / "one"), str(tmp_path / "two"), f"--output={output}"])
         == 0
     )
     assert "2 runs, 500 rows" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import threading
 import pytest
 from test_report import row, story, write
 
-from meshtrain.report import page, read, serve
+from meshtrain.tools.report import page, read, serve
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

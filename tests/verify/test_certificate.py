@@ -5,8 +5,8 @@ import json
 import jax
 from conftest import LAYOUT, tiny_config
 
-from meshtrain.verify import certificate
-from meshtrain.verify.certificate import Certificate, Result, describe
+from meshtrain.tools.verify import certificate
+from meshtrain.tools.verify.certificate import Certificate, Result, describe
 
 ROW = LAYOUT | {"schedule": None, "num_chunks": None, "keep": None}
 

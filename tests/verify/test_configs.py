@@ -9,10 +9,11 @@ import jax
 import pytest
 from conftest import ROOT
 
-from meshtrain import cli
-from meshtrain.config.files import load_config
-from meshtrain.verify import layouts, precision_laws, verify
-from meshtrain.verify.subject import Subject
+from meshtrain.cli import app
+from meshtrain.config.load import load_config
+from meshtrain.tools.verify import layouts, verify
+from meshtrain.tools.verify.case import VerifyCase
+from meshtrain.tools.verify.laws import precision as precision_laws
 
 # A quick verification takes two to twelve minutes next to other tests. The others differ from this one and from the
 # quickstart in sizes and in what the laws vary in the certificate of every config, so one layout each runs here,
@@ -29,7 +30,7 @@ OTHERS = sorted(
 @pytest.mark.parametrize("name", QUICK)
 def test_a_quick_verification_of_a_config_passes_and_is_written(name, tmp_path, capsys):
     options = [f"--config=configs/{name}.py", "--quick", f"--output={tmp_path}"]
-    assert cli.main("verify", options) == 0
+    assert app.main("verify", options) == 0
     assert "all equal to one device" in capsys.readouterr().out
     record = json.loads((tmp_path / "verify.json").read_text())
     assert record["passed"] and len(record["results"]) == verify.QUICK_LAYOUTS
@@ -45,7 +46,7 @@ def test_a_quick_verification_of_a_config_passes_and_is_written(name, tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_config_like_another_equals_one_device_in_a_layout(name, x64):
-    subject = Subject(load_config(name), None, None, keep_sizes=False)
+    subject = VerifyCase(load_config(name), None, None, keep_sizes=False)
     rows = [row for row in layouts.select(subject) if row["pipeline"] > 1]
     # Those of few layers take less time.
     rows = [row for row in rows if subject.for_layout(row) is subject.shallow]
@@ -66,7 +67,7 @@ def test_a_quick_verification_in_two_processes(tmp_path):
 @functools.cache
 def full_plan():
     """The parts of the quickstart's full verification: its layouts, those in low precision, and its laws."""
-    subject = Subject(load_config("quickstart"), None, None, keep_sizes=False)
+    subject = VerifyCase(load_config("quickstart"), None, None, keep_sizes=False)
     rows, low, laws = verify.plan(subject, quick=False, without=())
     assert len(rows) > 40 and {row["dtype"] for row in low} == {"bfloat16", "float16"}
     return subject, rows, low, laws

@@ -5,8 +5,9 @@ import json
 import pytest
 from conftest import tiny_config
 
-from meshtrain import ConfigError, cli
-from meshtrain.verify import here, precision
+from meshtrain import ConfigError
+from meshtrain.cli import app
+from meshtrain.tools.verify import on_devices, precision
 
 
 @pytest.mark.slow
@@ -14,7 +15,7 @@ def test_layouts_in_bfloat16_pass_and_the_certificate_says_what_is_missing(
     tmp_path, monkeypatch, capsys
 ):
     for name, value in {"QUICK_LAYOUTS": 2, "HEAD_DIM": 8, "SEQ_LEN": 16}.items():
-        monkeypatch.setattr(here, name, value)  # for speed
+        monkeypatch.setattr(on_devices, name, value)  # for speed
     monkeypatch.setattr(precision, "NUM_DRAWS", 4)
     overrides = {
         "train.dtype": "bfloat16",
@@ -24,7 +25,7 @@ def test_layouts_in_bfloat16_pass_and_the_certificate_says_what_is_missing(
     }
     arguments = [f"--config.{key}={value}" for key, value in overrides.items()]
     options = ["--config=configs/quickstart.py", "--here", "--quick", f"--output={tmp_path}"]
-    assert cli.main("verify", [*options, *arguments]) == 0
+    assert app.main("verify", [*options, *arguments]) == 0
     out = capsys.readouterr().out
     assert "2 layouts of 8 devices in bfloat16" in out
     assert "no layout is less precise than one device" in out
@@ -43,17 +44,17 @@ def test_float64_is_compared_without_here():
     c = tiny_config()
     c.train.dtype = "float64"
     with pytest.raises(ConfigError, match="train.dtype=float64: verify compares float64"):
-        here.verify_here(c)
+        on_devices.verify_here(c)
 
 
 def test_sizes_are_reduced_to_what_fused_kernels_support():
     raw = tiny_config().to_dict()
     raw["model"].update(d_model=4096, num_heads=32, num_kv_heads=8, max_seq_len=8192)
     raw["data"]["seq_len"] = 8192
-    here.shrink_for_kernels(raw)
+    on_devices.shrink_for_kernels(raw)
     model = raw["model"]
     assert model["d_model"] == 64 * model["num_heads"] and model["num_heads"] < 32
     assert (raw["data"]["seq_len"], model["max_seq_len"]) == (64, 64)
     small = tiny_config().to_dict()
-    here.shrink_for_kernels(small)
+    on_devices.shrink_for_kernels(small)
     assert small["model"]["d_model"] == 32 and small["data"]["seq_len"] == 16

@@ -11,14 +11,16 @@ from conftest import LAYOUT, tiny_config
 from flax import nnx
 
 import meshtrain
-from meshtrain import grads, optim, state, step
+from meshtrain import grads, state, step
 from meshtrain.data.source import Source
 from meshtrain.models import layers, transformer
 from meshtrain.ops import blockwise, losses
-from meshtrain.parallel import sync
-from meshtrain.parallel.pipeline import executor
-from meshtrain.verify import precision, precision_laws, verify
-from meshtrain.verify.subject import Subject
+from meshtrain.optim import base as optim
+from meshtrain.parallel import grad_sync
+from meshtrain.pipeline import executor
+from meshtrain.tools.verify import precision, verify
+from meshtrain.tools.verify.case import VerifyCase
+from meshtrain.tools.verify.laws import precision as precision_laws
 
 CUBE = LAYOUT | dict(masks=True)
 DATA = LAYOUT | dict(data=8, fsdp=1, tensor=1, remat="none", masks=True)
@@ -33,7 +35,7 @@ def subject():
     c = tiny_config()
     c.model.update(tie_embeddings=True, qkv_bias=True)
     with jax.enable_x64(True):
-        subject = Subject(c, None, None, keep_sizes=True)
+        subject = VerifyCase(c, None, None, keep_sizes=True)
         for dtype in ("bfloat16", "float16"):  # cached, before any bug is planted
             precision.expect(subject, dtype, False)
         yield subject
@@ -44,7 +46,7 @@ def program_of(subject, row):
     if "attention_impl" in row:
         section = {key: value for key, value in subject.raw["model"].items() if key != "build"}
         subject.model = transformer.build(**section | {"attention_impl": row["attention_impl"]})
-    return verify._program(subject, row)
+    return verify.program_of(subject, row)
 
 
 def check(subject, row, dtype):
@@ -120,13 +122,15 @@ def micro_batches_are_added_in_bfloat16(patch):
 
 @mutant(ONE_BATCH, "bfloat16", SUM)
 def data_shards_are_added_in_bfloat16(patch):
-    original = sync.synchronise
+    original = grad_sync.synchronise
 
     def synchronise(sums, *rest):
-        added, metrics, residual = original((grads.cast(sums[0], "bfloat16"), sums[1]), *rest)
-        return grads.cast(added, "float32"), metrics, residual
+        added, metrics, residual = original(
+            (grads.to_compute_dtype(sums[0], "bfloat16"), sums[1]), *rest
+        )
+        return grads.to_compute_dtype(added, "float32"), metrics, residual
 
-    patch.setattr(sync, "synchronise", synchronise)
+    patch.setattr(grad_sync, "synchronise", synchronise)
 
 
 @mutant(PIPELINE | dict(data=1, fsdp=2), "bfloat16", (SUM, NORM))
@@ -163,8 +167,10 @@ def the_loss_in_bfloat16_on_one_path(patch):
 
 @mutant(CUBE, "float16", "gradients/")
 def parameters_cast_twice(patch):
-    cast = grads.cast
-    patch.setattr(grads, "cast", lambda params, dtype: cast(cast(params, "bfloat16"), dtype))
+    cast = grads.to_compute_dtype
+    patch.setattr(
+        grads, "to_compute_dtype", lambda params, dtype: cast(cast(params, "bfloat16"), dtype)
+    )
 
 
 @mutant(ONE_BATCH, "bfloat16", "update of ")
@@ -243,5 +249,5 @@ def test_a_users_own_model_that_is_not_a_language_model():
 
     data = Source(lambda rows: {"x": np.random.default_rng(0).normal(size=(256, 16))[rows]})
     with jax.enable_x64(True):
-        own = Subject(tiny_config(), meshtrain.from_nnx(build, loss), data, keep_sizes=False)
+        own = VerifyCase(tiny_config(), meshtrain.from_nnx(build, loss), data, keep_sizes=False)
         assert check(own, CUBE | dict(masks=False), "bfloat16").fault is None

@@ -15,8 +15,8 @@ from meshtrain.data import tokens
 from meshtrain.models.base import Model
 from meshtrain.monitor import divergence, health, heldout, writer
 from meshtrain.ops import losses
-from meshtrain.verify import run_laws
-from meshtrain.verify.subject import Subject
+from meshtrain.tools.verify.case import VerifyCase
+from meshtrain.tools.verify.laws import runs as run_laws
 
 
 def small_model():
@@ -45,7 +45,7 @@ def small_model():
 @pytest.fixture(scope="module")
 def subject():
     with jax.enable_x64(True):
-        yield Subject(tiny_config(), small_model(), None, keep_sizes=False)
+        yield VerifyCase(tiny_config(), small_model(), None, keep_sizes=False)
 
 
 def test_the_laws_hold(subject):
@@ -144,7 +144,7 @@ BUGS = {
         "skips in a row",
     ),
     "replicas checked at multiples of health.every only": (
-        (health.Check, "due"),
+        (health.ReplicaCheck, "due"),
         "(saving or self._speeds_due(step))",
         "self._speeds_due(step)",
         "replicas",

@@ -9,15 +9,18 @@ from conftest import LAYOUT, tiny_config
 from flax import nnx
 
 import meshtrain
-from meshtrain import cli
-from meshtrain.config import files
+from meshtrain.cli import app
+from meshtrain.config import load
 from meshtrain.data.source import Source
 from meshtrain.models import transformer
 from meshtrain.ops import blockwise, losses
+from meshtrain.tools.verify import case, layouts, variants, verify
+from meshtrain.tools.verify.certificate import compare
+from meshtrain.tools.verify.laws import keys as key_laws
+from meshtrain.tools.verify.laws import model as model_laws
+from meshtrain.tools.verify.pairwise import pairwise
+from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
-from meshtrain.verify import keys, laws, layouts, reference_step, sections, subject, verify
-from meshtrain.verify.certificate import compare
-from meshtrain.verify.covering import pairwise
 
 
 def test_pairwise_covers_every_possible_pair_of_values():
@@ -102,9 +105,9 @@ def test_a_users_own_model_is_verified(kind):
         data = [samples(slice(start, start + 16)) for start in range(0, 256, 16)]
     model = meshtrain.from_nnx(Digits, squares)
     with jax.enable_x64(True):
-        own = subject.Subject(tiny_config(), model, data, keep_sizes=False)
+        own = case.VerifyCase(tiny_config(), model, data, keep_sizes=False)
         assert not own.is_text
-        assert [fault for law in laws.laws(own).values() for fault in law()] == []
+        assert [fault for law in model_laws.laws(own).values() for fault in law()] == []
         result = verify.check_layout(own, LAYOUT)
     assert result.fault is None and result.differences["gradients"] < 1e-12
 
@@ -124,7 +127,7 @@ def test_heads_and_a_vocabulary_that_are_not_divisible_by_the_tensor_axis(sizes,
     c.model.vocab_size = 61
     row = {**LAYOUT, **axes, "packing": True, "masks": True, "sequence_parallel": True}
     with jax.enable_x64(True):
-        own = subject.Subject(c, None, None, keep_sizes=True)
+        own = case.VerifyCase(c, None, None, keep_sizes=True)
         assert verify.check_layout(own, row).fault is None
 
 
@@ -135,7 +138,7 @@ def test_a_loss_that_mixes_rows_is_detected():
 
     with jax.enable_x64(True):
         model = meshtrain.from_nnx(Digits, centred)
-        own = subject.Subject(tiny_config(), model, Source(samples), keep_sizes=False)
+        own = case.VerifyCase(tiny_config(), model, Source(samples), keep_sizes=False)
         assert verify.check_layout(own, LAYOUT).fault.startswith("evaluation loss: ")
         one_microbatch = {**LAYOUT, "num_microbatches": 1}
         assert verify.check_layout(own, one_microbatch).fault is None
@@ -145,22 +148,22 @@ def test_shrinking_keeps_the_structure():
     raw = tiny_config().to_dict()
     raw["model"].update(num_layers=32, num_heads=32, num_kv_heads=8, d_model=4096, d_ff=14336)
     raw["model"].update(vocab_size=128256)
-    subject.shrink(raw)
+    case.shrink(raw)
     model = raw["model"]
     sizes = ("num_layers", "num_heads", "num_kv_heads", "d_model", "d_ff", "vocab_size")
     assert [model[size] for size in sizes] == [24, 8, 2, 64, 64, 125]
     model.update(attention="llg", window=512, num_layers=26)
-    subject.shrink(raw)
+    case.shrink(raw)
     assert (model["num_layers"], model["window"]) == (24, 5)
     model.update(attention="llllg")
-    subject.shrink(raw)
+    case.shrink(raw)
     assert model["num_layers"] == 120  # a multiple of the pattern and of the chunks
 
 
 @pytest.fixture(scope="module")
 def quickstart():
     with jax.enable_x64(True):
-        yield subject.Subject(files.read("quickstart", [])[0], None, None, keep_sizes=False)
+        yield case.VerifyCase(load.read("quickstart", [])[0], None, None, keep_sizes=False)
 
 
 def test_layouts_vary_what_a_run_can_choose(quickstart):
@@ -181,7 +184,7 @@ def test_layouts_vary_what_a_run_can_choose(quickstart):
         for row in rows:
             chunks = row["pipeline"] * (row["num_chunks"] or 1)
             assert quickstart.for_layout(row).num_layers >= 2 * chunks
-    assert depths == {subject.FEW_LAYERS, subject.NUM_LAYERS}
+    assert depths == {case.FEW_LAYERS, case.NUM_LAYERS}
     assert rows[0].keys() == rows[-1].keys() and layouts.SHORT_GROUP not in rows[0]
     quick = rows[: verify.QUICK_LAYOUTS]
     assert any(
@@ -202,7 +205,7 @@ def test_layouts_vary_what_a_run_can_choose(quickstart):
 
 def test_a_model_without_choices_of_attention_has_no_layouts_of_them(quickstart):
     model = meshtrain.from_nnx(Digits, squares)
-    own = subject.Subject(tiny_config(), model, Source(samples), keep_sizes=False)
+    own = case.VerifyCase(tiny_config(), model, Source(samples), keep_sizes=False)
     rows = layouts.select(own, without=["packing"])
     assert not {"attention_impl", "loss_chunks"} & rows[0].keys()
     assert {(row["pipeline"], row["packing"]) for row in rows} == {(1, False)}
@@ -221,7 +224,7 @@ def test_the_forced_sizes_reach_attention_and_loss(quickstart, monkeypatch):
         monkeypatch.setattr(module, name, spy)
     row = LAYOUT | {"data": 1, "tensor": 4, "attention_impl": "blockwise:5", "loss_chunks": 3}
     with jax.enable_x64(True):
-        program = verify._program(quickstart, row)
+        program = verify.program_of(quickstart, row)
         samples = jax.tree.map(lambda leaf: leaf[:48], quickstart.samples)
         with program.active():
             jax.eval_shape(program.train_step, program.abstract_state, samples)
@@ -234,33 +237,33 @@ def test_the_users_choice_of_attention_does_not_matter():
     c = tiny_config()
     c.model.attention_impl = "cudnn"
     with jax.enable_x64(True):
-        own = subject.Subject(c, None, None, keep_sizes=False)
+        own = case.VerifyCase(c, None, None, keep_sizes=False)
     assert (own.raw["model"]["attention_impl"], own.raw["model"]["loss_chunk_mib"]) == ("xla", 0)
 
 
 def test_choices_of_the_model_are_varied_in_pairs(quickstart):
     section = {key: value for key, value in quickstart.raw["model"].items() if key != "build"}
-    own, *others = sections.select(section)
+    own, *others = variants.select(section)
     assert own == section | {"num_layers": 2}
     assert all(c["num_layers"] > len(c["attention"]) for c in others)
     assert any(c["positions"] == "rope" and c["qk_norm"] and c["attention"] == "lg" for c in others)
     for c in others:
         transformer.build(**c)
-    quick = others[: sections.NUM_QUICK - 1]
-    assert [c["attention_impl"] for c in quick] == list(sections.BLOCKS)
+    quick = others[: variants.NUM_QUICK - 1]
+    assert [c["attention_impl"] for c in quick] == list(variants.BLOCKS)
     for c in quick:
-        assert (c["attention"], c["window"], c["attention_softcap"]) == ("lg", 5, sections.SOFTCAP)
-    gemma = sections.select({**section, "attention": "lllllg", "window": 5})
+        assert (c["attention"], c["window"], c["attention_softcap"]) == ("lg", 5, variants.SOFTCAP)
+    gemma = variants.select({**section, "attention": "lllllg", "window": 5})
     assert gemma[0]["num_layers"] == 7
 
 
 def test_a_law_has_the_same_name_with_and_without_quick(quickstart, monkeypatch):
-    monkeypatch.setattr(laws, "decoder_of", lambda c, batch: c["attention_impl"])
-    quick = laws.laws(quickstart, quick=True)
+    monkeypatch.setattr(model_laws, "decoder_of", lambda c, batch: c["attention_impl"])
+    quick = model_laws.laws(quickstart, quick=True)
     names = [name for name in quick if name.startswith("transformer")]
-    found = [laws.check(quickstart, name)[0] for name in names]
+    found = [model_laws.check(quickstart, name)[0] for name in names]
     assert found == [quick[name]()[0] for name in names]
-    assert [fault.split(": ")[1] for fault in found] == ["xla", *sections.BLOCKS]
+    assert [fault.split(": ")[1] for fault in found] == ["xla", *variants.BLOCKS]
 
 
 @pytest.mark.parametrize("bug", [None, "step", "micro-batch", "shard"])
@@ -278,7 +281,7 @@ def test_random_keys_that_repeat_are_found(quickstart, bug, monkeypatch):
 
         monkeypatch.setattr(jax.random, "fold_in", constant)
     with jax.enable_x64(True):
-        fault = keys.repeated(quickstart.raw)
+        fault = key_laws.repeated(quickstart.raw)
     assert (fault is None) == (bug is None) and (bug is None or "the same random key" in fault)
 
 
@@ -292,7 +295,7 @@ def test_random_keys_that_repeat_are_found(quickstart, bug, monkeypatch):
 )
 def test_a_user_mistake_is_one_line(options, line, capsys, tmp_path):
     arguments = ["--config=configs/quickstart.py", f"--output={tmp_path}", *options]
-    assert cli.main("verify", arguments) == 2
+    assert app.main("verify", arguments) == 2
     error = capsys.readouterr().err
     assert line in error and error.count("\n") == 1
 

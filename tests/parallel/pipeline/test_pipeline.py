@@ -14,7 +14,7 @@ from test_parity import Run, assert_same, one_device, packed
 from meshtrain import ConfigError
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
-from meshtrain.parallel.pipeline import executor, ring, stages
+from meshtrain.pipeline import executor, per_stage, stages
 from meshtrain.program import assemble
 
 # The pattern of attention kinds is not aligned with the chunks.
@@ -177,7 +177,7 @@ def test_memory_of_gpipe_grows_by_each_microbatch():
 
 @slow
 def test_kept_residuals_avoid_the_second_forward_and_hold_no_weights(monkeypatch):
-    kept, original = [], ring.put
+    kept, original = [], per_stage.put
 
     def put(tree, index, value):
         kept.extend(leaf.shape for leaf in jax.tree.leaves(value))
@@ -186,7 +186,7 @@ def test_kept_residuals_avoid_the_second_forward_and_hold_no_weights(monkeypatch
     def products(keep):
         return len(re.findall(r" dot\(", compiled("1f1b", 1, keep, 8).as_text()))
 
-    monkeypatch.setattr(ring, "put", put)
+    monkeypatch.setattr(per_stage, "put", put)
     compiled.cache_clear()
     assert products("residuals") < products("inputs")
     weights = {(32, 4, 8), (32, 2, 8), (4, 8, 32), (32, 64), (64, 32)}
@@ -263,7 +263,7 @@ def test_each_chunk_moves_once_to_its_stage_and_back(stages, chunks):
     state = np.arange(stages * chunks).reshape(stages, chunks)  # stage i holds those in order
     for inward, expected in [(True, state.reshape(chunks, stages).T), (False, state)]:
         moved = np.full_like(state, -1)
-        for pairs, outgoing, incoming in ring.rounds(stages, chunks, inward=inward):
+        for pairs, outgoing, incoming in per_stage.rounds(stages, chunks, inward=inward):
             assert sorted(a for a, _ in pairs) == sorted(b for _, b in pairs) == [*range(stages)]
             for source, target in pairs:
                 moved[target, incoming[target]] = state[source, outgoing[source]]

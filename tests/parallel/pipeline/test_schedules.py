@@ -5,14 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from meshtrain.parallel.pipeline.schedules import (
-    IDLE,
-    SCHEDULES,
-    check,
-    gpipe,
-    interleaved,
-    tabulate,
-)
+from meshtrain.schedules import IDLE, SCHEDULES, check, gpipe, interleaved, tabulate
 
 STAGES, MICROBATCHES = range(1, 9), range(1, 33)
 

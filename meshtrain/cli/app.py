@@ -1,0 +1,291 @@
+"""The command line: verbs, shared flags, and errors in flags and configs, one per line, with exit code 2.
+
+A process that runs alone imports jax only after it has checked the flags and the config, so that
+`--help`, a misspelt key and verbs that need no devices are quick.
+"""
+
+import argparse
+import contextlib
+import errno
+import faulthandler
+import functools
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import meshtrain
+from meshtrain import console, storage
+from meshtrain.cli.parser import Parser
+from meshtrain.cli.verbs import VERBS
+from meshtrain.cluster import environment, progress
+from meshtrain.config import checks, load
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import AXES, Config
+from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError, memory_fault
+from meshtrain.tools.plan import constraints
+
+HELP = ("help", "--help", "-h")
+
+
+def command(arguments: list[str]) -> int:
+    """Runs `meshtrain ARGUMENTS...` and returns the exit code."""
+    first, *rest = arguments or ["train"]
+    if first == "help" and rest:
+        first, rest = rest[0], ["--help"]
+    if first in HELP:
+        return _with_complete_output(lambda: _print_lines(_overview()))
+    if first == "--version":
+        return _with_complete_output(lambda: _print_lines([f"meshtrain {meshtrain.__version__}"]))
+    if first.startswith("-"):
+        first, rest = "train", arguments
+    if first not in VERBS:
+        print(f"{first}: unknown verb; use one of {', '.join(VERBS)}", file=sys.stderr)
+        return EXIT_USER
+    return main(first, rest)
+
+
+def _overview() -> list[str]:
+    return [
+        "usage: meshtrain VERB [FLAGS]; without a verb it trains",
+        "",
+        *(f"  {name:12}{verb.summary}" for name, verb in VERBS.items()),
+        "",
+        "meshtrain VERB --help describes a verb; meshtrain --version prints the version.",
+    ]
+
+
+def _print_lines(lines: list[str]) -> int:
+    print(*lines, sep="\n")
+    return 0
+
+
+def main(verb: str, argv: list[str] | None = None) -> int:
+    """Runs a verb and returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        run = functools.partial(report_errors, lambda: _run(verb, argv), verb)
+        # A run logs to its workdir what stdout does not accept; of the other verbs, the output is the result.
+        return run() if verb in ("train", "launch") else _with_complete_output(run)
+    except SystemExit as end:  # after --help
+        code = end.code
+    return _with_complete_output(lambda: code)
+
+
+def _with_complete_output(run: Callable[[], int]) -> int:
+    """Returns the exit code of `run`; EXIT_FAILED if stdout broke, except by a reader that has ended, such as head."""
+    code = run()
+    sys.stdout.flush()
+    error = console.faults.get("stdout")
+    if error and getattr(error, "errno", None) != errno.EPIPE and not code:
+        print(f"stdout: {console.describe(error)}: the output is incomplete", file=sys.stderr)
+        return EXIT_FAILED
+    return code
+
+
+def _run(verb: str, argv: list[str]) -> int:
+    module, _, reads, forwards = VERBS[verb]
+    module = importlib.import_module(module)
+    flags = Parser(
+        prog=f"meshtrain {verb}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_flags(flags)
+    if reads == "config":
+        return module.run(*_with_config(module, flags, argv))
+    if reads == "run":
+        return module.run(*_with_run(flags, argv))
+    rest: list[str] = []
+    if forwards:
+        flags.remedy = "; the arguments of the run come after --"
+    if forwards and "--" in argv:
+        argv, rest = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    args = flags.parse_args(argv)
+    args.rest = rest
+    return module.run(args)
+
+
+def _with_config(
+    module: ModuleType, flags: Parser, argv: list[str]
+) -> tuple[argparse.Namespace, Any]:
+    """Returns the flags and the config with its overrides, after joining the other processes."""
+    may_lack = getattr(module, "CONFIG_IS_OPTIONAL", False)
+    flags.add_argument(
+        "--config",
+        required=not may_lack,
+        metavar="FILE",
+        help="a Python file with get_config(), the name of a config of the package, such as quickstart, a YAML file, "
+        "or a run's config.json",
+    )
+    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
+    _add_common_flags(flags)
+    args, overrides = flags.parse_known_args(argv)
+    config, faults = None, []
+    if args.config is not None:
+        options = dict(trust_code=args.trust_code, known=flags.known(), environ=os.environ)
+        config, faults = load.read(args.config, overrides, **options)
+    elif overrides:
+        keys = [f"{one}: add --config=FILE" for one in overrides if one.startswith("--config.")]
+        raise ConfigError(*keys, *flags.unknown(overrides))
+    if hasattr(module, "prepare"):
+        module.prepare(args, config)
+    alone, fits_devices = _is_alone(args), getattr(module, "FITS_DEVICES", False)
+    named = getattr(args, "devices", None)  # devices that need not be there
+    flag = "--devices" if named else "--simulate_devices"
+    num_devices = None if fits_devices else named or args.simulate_devices
+    if (
+        alone
+        and config is not None
+        and (faults := [*faults, *_faults_of(config, num_devices, flag)])
+    ):
+        raise ConfigError(*faults)
+    # Before jax is loaded, which takes seconds; the data's own reader checks the rest.
+    reads_data = getattr(module, "READS_DATA", False)
+    if alone and reads_data and (missing := checks.missing_data(config)):
+        raise ConfigError(*missing)
+    from meshtrain.cluster import distributed, runtime
+
+    runtime.start(args)
+    if not alone:  # a fault of one process ends all, so that none waits for it
+        with distributed.raise_on_all_processes():
+            import jax
+
+            num_devices = None if fits_devices else named or jax.device_count()
+            if config is not None:
+                faults = [*faults, *_faults_of(config, num_devices, flag)]
+            if faults:
+                raise ConfigError(*faults)
+    return args, config
+
+
+def _with_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Returns the flags and the settings of the run in --workdir, with all devices on the axis `fsdp`."""
+    flags.add_argument(
+        "--workdir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of a run, or of one checkpoint: WORKDIR/checkpoints/STEP",
+    )
+    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of its config")
+    _add_common_flags(flags)
+    args, overrides = flags.parse_known_args(argv)
+    from meshtrain.checkpoint import find
+
+    file = find.workdir_of(args.workdir) / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"--workdir={args.workdir}: not a run (config.json is missing); give the workdir of a run"
+        )
+    try:
+        load.reject_huggingface(file.parent)
+    except ConfigError as error:
+        raise ConfigError(f"--workdir={error}") from error
+    from meshtrain.cluster import distributed, runtime
+
+    runtime.start(args)
+    import jax
+
+    options = dict(change=_use_all_devices, trust_code=args.trust_code, known=flags.known())
+    config, faults = load.read(str(file), overrides, **options)
+    with distributed.raise_on_all_processes():
+        try:
+            settings = parse(config, num_devices=jax.device_count())
+        except ConfigError as error:
+            raise ConfigError(*faults, *error.faults) from error
+        if faults:
+            raise ConfigError(*faults)
+        return args, settings
+
+
+def _add_common_flags(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument(
+        "--trust_code",
+        action="store_true",
+        help="run functions outside meshtrain that a config.json or a YAML file names",
+    )
+    environment.add_flags(flags)
+
+
+def _use_all_devices(config: Any) -> None:
+    """Changes the mesh and the batch size to fit the devices of now, not of the training run."""
+    import jax
+
+    with contextlib.suppress(
+        AttributeError, KeyError, TypeError
+    ):  # parse() reports what is not a section
+        config.mesh.update({**dict.fromkeys((*AXES, "slices"), 1), "fsdp": -1})
+        # Round the batch up to a multiple of the number of devices.
+        num_devices = jax.device_count()
+        global_batch = -(-config.train.global_batch // num_devices) * num_devices
+        config.train.update(global_batch=global_batch, num_microbatches=1)
+
+
+def _faults_of(config: Any, num_devices: int | None, flag: str) -> tuple[str, ...]:
+    """Returns the faults of a config; with `num_devices`, also checks that the mesh fits them.
+
+    `flag` sets the number of devices.
+    """
+    is_auto = checks.is_auto(config)
+    try:
+        parse(config, num_devices=None if is_auto else num_devices)
+    except ConfigError as error:
+        return tuple(fault.replace("--simulate_devices=", f"{flag}=") for fault in error.faults)
+    if is_auto and num_devices:
+        return tuple(constraints.fixed_faults(config, constraints.auto_sizes(config), num_devices))
+    return ()
+
+
+def _is_alone(args: argparse.Namespace) -> bool:
+    """Whether this process is the only one of the run: no other process waits for it."""
+    given = (args.coordinator, args.num_processes, args.process_id)
+    return environment.process_info(os.environ, given) is None
+
+
+def report_errors(run: Callable[[], int], verb: str) -> int:
+    """Calls `run` and returns its exit code; prints a ConfigError to stderr, one line per fault.
+
+    So does a lack of memory, in one line; the verb decides what it advises to lower.
+    With several processes, a process that crashes exits at once, without waiting for the others.
+    """
+    # On SIGUSR1, print the stacks of all threads, even in a stuck process: the supervisor sends it.
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    try:
+        code = run()
+    except ConfigError as error:
+        print(storage.readable(str(error)), file=sys.stderr)
+        may_pass = isinstance(error, TransientError) and progress.VARIABLE in os.environ
+        code = EXIT_FAILED if may_pass else EXIT_USER
+    except Exception as error:
+        if fault := environment.jax_variable_fault(error, os.environ):
+            print(fault, file=sys.stderr)
+            return EXIT_USER
+        if fault := memory_fault(error, verb):
+            print(fault, file=sys.stderr)
+            _exit_if_failed(EXIT_USER, wait_for_others=False)
+            return EXIT_USER
+        if _num_processes() > 1:
+            traceback.print_exc()
+            _exit_if_failed(EXIT_FAILED, wait_for_others=False)
+        raise
+    _exit_if_failed(code, wait_for_others=True)
+    return code
+
+
+def _num_processes() -> int:
+    """Returns the number of joined processes: 1 unless cluster.distributed has been imported."""
+    distributed = sys.modules.get("meshtrain.cluster.distributed")
+    return distributed.num_processes() if distributed else 1
+
+
+def _exit_if_failed(code: int, *, wait_for_others: bool) -> None:
+    if _num_processes() > 1:
+        distributed = sys.modules["meshtrain.cluster.distributed"]
+        distributed.exit_failed_process(code, wait_for_others=wait_for_others)

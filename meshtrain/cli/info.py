@@ -1,0 +1,79 @@
+"""Prints versions, processes, devices and settings, and tests an all-reduce; or draws a mesh.
+
+  meshtrain info                       # with several processes, process 0 prints
+  meshtrain info --simulate_devices=8
+
+The all-reduce runs over all devices and, with several processes, over the processes. The exit code is 1
+if a result is wrong.
+
+  meshtrain info --mesh --config=configs/quickstart.py --simulate_devices=8 --config.mesh.fsdp=4
+  meshtrain info --mesh --config=configs/llama3.py --device=h200 --devices=64 --config.mesh.fsdp=8
+
+--mesh draws the mesh of a config instead, on the devices of this job or on devices that need not be there: which
+device is where, the slowest link along each axis, and which axes shard which parameters. Nothing is compiled. All
+config keys can be set, as for training.
+"""
+
+import argparse
+from typing import Any
+
+from meshtrain.errors import ConfigError, minimum_faults
+
+CONFIG_IS_OPTIONAL = True
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    add = flags.add_argument
+    add("--mesh", action="store_true", help="draw the mesh of --config=FILE")
+    add("--device", metavar="NAME", help="with --mesh: such as h200 or v5p, or a file NAME.toml")
+    add("--devices", type=int, metavar="N", help="with --device: how many there are")
+    add("--devices_per_host", type=int, metavar="N", help="default: 8; of TPUs, all are one slice")
+
+
+def prepare(args: argparse.Namespace, config: Any) -> None:
+    """Checks the flags, before jax is started."""
+    given = {"devices": args.devices, "devices_per_host": args.devices_per_host}
+    given = {key: value for key, value in given.items() if value is not None}
+    if args.mesh and config is None:
+        raise ConfigError(
+            "--mesh: draws the mesh of a config; add --config=FILE, such as quickstart"
+        )
+    if config is not None and not args.mesh:
+        raise ConfigError(f"--config={args.config}: only --mesh reads a config; add it")
+    if args.device is None and given:
+        raise ConfigError(
+            *(f"--{key}={value}: only with --device=NAME" for key, value in given.items())
+        )
+    if args.device is not None and not args.mesh:
+        raise ConfigError(f"--device={args.device}: only with --mesh")
+    if args.device is not None:
+        from meshtrain.tools.hlo import target
+
+        _check_devices(args, given)
+        target.prepare()  # the devices of this host are not used
+
+
+def _check_devices(args: argparse.Namespace, given: dict[str, int]) -> None:
+    """Replaces --device by its row of the table, and completes --devices_per_host; raises ConfigError."""
+    from meshtrain import hardware
+
+    if args.simulate_devices is not None:
+        raise ConfigError(f"--device={args.device} and --simulate_devices: use one of them")
+    if args.devices is None:
+        raise ConfigError(f"--device={args.device}: say how many there are, such as --devices=8")
+    if faults := minimum_faults(1, {f"--{key}": value for key, value in given.items()}):
+        raise ConfigError(*faults)
+    args.device = hardware.device_named(args.device)
+    per_host = args.devices_per_host or (8 if args.device.chip else args.devices)
+    args.devices_per_host = min(per_host, args.devices)
+    if args.devices % args.devices_per_host:
+        raise ConfigError(
+            f"--devices={args.devices} is not divisible by --devices_per_host={args.devices_per_host}"
+        )
+
+
+def run(args: argparse.Namespace, config: Any) -> int:
+    """Prints the report, or with --mesh the mesh of a config; returns the exit code."""
+    from meshtrain.tools import info
+
+    return info.print_mesh(args, config) if args.mesh else info.print_report(args)

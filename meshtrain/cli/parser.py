@@ -1,0 +1,100 @@
+"""The parser of a verb's flags: reports every unknown flag, one per line."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from meshtrain import storage
+from meshtrain.cluster import environment
+from meshtrain.config import checks
+from meshtrain.config.bind import flag_faults
+from meshtrain.errors import ConfigError, did_you_mean
+
+RUNS = {
+    "workdir",
+    "workdirs",
+    "paths",
+    "source",
+    "measured",
+}  # arguments that may be runs on object stores
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit."""
+
+    remedy = ""  # what to do with an argument that is unknown
+
+    def known(self) -> list[str]:
+        """Returns the flags, such as "--workdir"."""
+        names = [name for action in self._actions for name in action.option_strings]
+        return [name for name in names if name.startswith("--") and "." not in name]
+
+    def parse_args(self, args=None, namespace=None):
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            raise ConfigError(*self.unknown(rest))
+        return found
+
+    def parse_known_args(self, args=None, namespace=None):
+        try:
+            found, rest = super().parse_known_args(args, namespace)
+        except ConfigError as error:  # such as a missing flag, because it is misspelt
+            flags = [one for one in args or () if one.startswith("--") and one != "--"]
+            raise ConfigError(*self.unknown(flags), *error.faults) from error
+        items = vars(found).items()
+        faults = [fault for name, value in items for fault in flag_faults(name, value)]
+        keys = {one.dest: "=".join([*one.option_strings[:1], ""]) for one in self._actions}
+        for name, value in items:
+            if name in RUNS:
+                continue
+            paths = [one for one in _as_list(value) if isinstance(one, Path)]
+            faults += filter(None, (checks.url_fault(keys.get(name, ""), path) for path in paths))
+        for name in RUNS & {*vars(found)}:
+            faults += self._opened(found, name, keys.get(name, ""))
+        if faults:
+            raise ConfigError(*faults)
+        if hasattr(found, "process_id"):  # has the flags of `environment.add_flags`
+            environment.check_flags(found, os.environ)
+        return found, rest
+
+    def _opened(self, found: argparse.Namespace, name: str, key: str) -> list[str]:
+        """Downloads the small files of runs on object stores, in place of their URLs; returns the faults."""
+        faults, opened = [], []
+        for path in _as_list(getattr(found, name)):
+            fault = ""
+            if isinstance(path, Path) and storage.is_url(path):
+                from meshtrain.checkpoint import find
+
+                try:
+                    path = find.download_metadata(path)
+                except ConfigError as error:
+                    fault = f"{key}{error}"
+            elif path is not None and storage.is_url(path):
+                fault = "".join(checks.store_faults(path))
+            elif path is not None:
+                fault = checks.url_fault(key, path)
+            faults += [fault] if fault else []
+            opened.append(path)
+        setattr(found, name, opened if isinstance(getattr(found, name), list) else opened[0])
+        return faults
+
+    def error(self, message: str) -> None:
+        missing = "arguments are required" in message
+        raise ConfigError(message + (f"; see {self.prog} --help" if missing else ""))
+
+    def unknown(self, arguments: list[str]) -> list[str]:
+        """Returns a fault for each argument that is no flag and no key of the config."""
+        known = self.known()
+        names = [one.partition("=")[0] for one in arguments]
+        if "--config.KEY" in self._option_string_actions:
+            names = [name for name in names if not name.startswith(("--config.", "--noconfig."))]
+        return [
+            f"{name}: unknown argument{did_you_mean(name, known)}{self.remedy}"
+            for name in names
+            if name not in known
+        ]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

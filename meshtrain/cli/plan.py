@@ -1,0 +1,128 @@
+"""Ranks the layouts of a config on devices that need not be there, by predicted step time and memory.
+
+  meshtrain plan --config=configs/llama3.py --device=h200 --devices=256
+
+Tries every legal mesh over all axes, ZeRO stage, number of micro-batches, pipeline schedule, remat, and size of loss
+chunks; the batch and the sequence length are those of the config. The closed form adds what devices compute, read and
+write, what they send that computation does not hide, and the idle ticks of the pipeline's schedule. --compile=N
+compiles the best N ahead of time, as `meshtrain audit --target` does, and removes those that do not fit.
+docs/guides/plan.md says how wrong the predictions are.
+"""
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import ConfigError
+
+FITS_DEVICES = True  # the mesh of the config does not matter
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    add = flags.add_argument
+    add(
+        "--device",
+        required=True,
+        metavar="NAME",
+        help="such as h100, h200 or v5p, or a file NAME.toml",
+    )
+    add("--devices", required=True, type=int, metavar="N", help="how many there are")
+    add("--devices_per_host", type=int, metavar="N", help="default: 8; of TPUs, all are one slice")
+    add("--memory", type=float, default=0.9, help="part of a device's memory that a step may use")
+    add(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key that all layouts have, such as mesh.tensor=8 or train.remat=full; may be repeated",
+    )
+    add(
+        "--explain",
+        metavar="KEY=VALUE,...",
+        help="take the best layout with these values apart, such as mesh.fsdp=8,mesh.tensor=8",
+    )
+    add("--svg", type=Path, metavar="FILE.svg", help="draw what --explain prints")
+    add("--compile", type=int, default=0, metavar="N", help="compile the best N ahead of time")
+    add("--measured", type=Path, metavar="DIR", help="workdir of a run on such devices: one factor")
+    add("--tokens", type=float, default=0.0, help="print the days for this many tokens")
+    add("--price", type=float, default=0.0, help="of a device-hour, for the cost of --tokens")
+    add("--output", type=Path, metavar="FILE", help="write the plan as JSON")
+
+
+def prepare(args: argparse.Namespace, config: Any) -> None:
+    """Checks the flags, before jax is started."""
+    from meshtrain import hardware
+    from meshtrain.tools.hlo import target
+    from meshtrain.tools.plan import constraints
+    from meshtrain.tools.plan import machine as machines
+
+    target.prepare()  # the devices of this host are not used
+    args.device = device = hardware.device_named(args.device)
+    faults = []
+    for name in ("devices", "devices_per_host"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            faults.append(f"--{name}={value}: use 1 or more")
+    if not 0 < args.memory <= 1:
+        faults.append(f"--memory={args.memory:g}: use a part of the memory, such as 0.9")
+    for name in ("compile", "tokens", "price"):
+        if not 0 <= (value := getattr(args, name)) < math.inf:
+            faults.append(f"--{name}={value:g}: use 0 or more")
+    for name in ("output", "svg"):
+        file = getattr(args, name)
+        if file and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            faults.append(f"--{name}={file}: use a file in a folder that can be written")
+    if args.svg and args.explain is None:
+        faults.append(f"--svg={args.svg}: draws what --explain prints; use --explain as well")
+    if not faults:
+        args.devices_per_host = args.devices_per_host or (8 if device.chip else args.devices)
+        args.devices_per_host = min(args.devices_per_host, args.devices)
+        if args.devices % args.devices_per_host:
+            faults.append(
+                f"--devices={args.devices} is not divisible by --devices_per_host={args.devices_per_host}"
+            )
+        elif args.compile:
+            base = hardware.BY_KIND[device.kinds[0]]  # of a device of a file
+            args.target = target.text_of(base, args.devices, args.devices_per_host)
+            target.parse(args.target)
+    if faults:
+        raise ConfigError(*faults)
+    flags = [("--fix", flag) for flag in args.fix]
+    flags += [("--explain", flag) for flag in (args.explain or "").split(",") if flag]
+    args.fix = constraints.values(flags, args.devices, config)
+    args.measured = machines.measured_factor(args.measured) if args.measured else None
+
+
+def run(args: argparse.Namespace, config: Any) -> int:
+    """Prints the plan; returns the exit code."""
+    from meshtrain.tools.plan import compiled, search, text
+    from meshtrain.tools.plan.machine import Machine
+    from meshtrain.tools.plan.subject import PlanInput
+
+    device = args.device
+    machine = Machine(device, args.devices, args.devices_per_host)
+    limit = args.memory * device.memory
+    subject = PlanInput(config)
+    plan = search.search(
+        subject, machine, limit=limit, fixed=args.fix, scale=machine.of_xla * (args.measured or 1)
+    )
+    if plan.found and args.compile:
+        plan = compiled.compile_best(
+            plan, args.target, subject, limit=limit, most=args.compile, log=print
+        )
+    if not plan.found:
+        reason = search.way_out(subject, machine, plan, limit, args.fix)
+        raise ConfigError(f"--devices={args.devices}: {reason}")
+    report = text.Report(subject, machine, limit=limit, scale=args.measured)
+    if args.output:
+        args.output.write_text(json.dumps(text.to_dict(plan, report), indent=2) + "\n")
+    if args.explain is not None:
+        print(*text.explain_lines(plan.found[0], report), sep="\n")
+        if args.svg:
+            args.svg.write_text(text.explain_svg(plan.found[0], report))
+        return 0
+    print(*text.lines(plan, report, tokens=args.tokens, price=args.price), sep="\n")
+    return 0

@@ -1,0 +1,136 @@
+"""Tokenize text once, into shards on disk that training maps into memory (data.path).
+
+  meshtrain prepare INPUT... --output=DIR                        bytes, without a tokenizer
+  meshtrain prepare INPUT... --output=DIR --tokenizer=PATH       tokenizer.json, or SentencePiece's .model
+  meshtrain prepare INPUT... --output=DIR --train_bpe=8192       a tokenizer trained on the text
+  meshtrain prepare --verify DIR                                 check every token
+
+INPUT is a text file, JSON lines (.jsonl) or Parquet, or a folder of them; text and JSON lines may be
+compressed (.gz). Blank JSON lines are ignored. If the command is killed or stopped, run it again to
+resume. The output is the same, byte for byte, for any number of workers.
+"""
+
+import argparse
+import os
+import sys
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from pathlib import Path
+
+from meshtrain.data import tokenizer
+from meshtrain.data.prepare import folder, inputs, shards, tokenize, validate
+from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, minimum_faults
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepares or verifies a folder; returns the exit code."""
+    try:
+        return _prepare_or_verify(args)
+    except KeyboardInterrupt:
+        print("stopped; the same command resumes after the last finished shard", file=sys.stderr)
+        return EXIT_PREEMPTED
+    except BrokenProcessPool:
+        print(
+            "a worker was killed, perhaps because memory ran out; the same command resumes; "
+            "if memory ran out, use fewer --num_workers",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    except OSError as error:
+        raise ConfigError(f"{error.filename or 'the files'}: {error.strerror}") from error
+
+
+def _prepare_or_verify(args: argparse.Namespace) -> int:
+    if args.verify:
+        print(*validate.validate(args.verify), sep="\n")
+        return 0
+    _check_flags(args)
+    files, notes = inputs.find_files(args.inputs, args.pattern, args.output)
+    settings = {
+        "inputs": inputs.fingerprint(files),
+        "tokenizer": f"bpe {args.train_bpe}"
+        if args.train_bpe
+        else tokenizer.digest(tokenizer.load(args.tokenizer)),
+        **{key: getattr(args, key) for key in ("eos", "bos", "field", "separator", "shard_tokens")},
+    }
+    print(*notes, sep="\n", end="\n" if notes else "")
+    with closing(shards.Journal(args.output, settings)) as journal:
+        if journal.is_done:
+            print(f"{args.output} is already prepared")
+            return 0
+        folder.write_folder(args, files, settings, journal)
+        journal.finish()
+    return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    faults = minimum_faults(
+        1, {"--num_workers": args.num_workers, "--shard_tokens": args.shard_tokens}
+    )
+    if not args.inputs:
+        faults.append("no input; give files or folders of text, .jsonl or .parquet")
+    if args.output is None:
+        faults.append("--output is missing; give a new folder")
+    if args.train_bpe and args.tokenizer != "bytes":
+        faults.append(
+            f"--train_bpe={args.train_bpe} and --tokenizer={args.tokenizer}: give one of them"
+        )
+    if args.train_bpe and args.train_bpe < tokenize.MIN_VOCAB_SIZE:
+        faults.append(
+            f"--train_bpe={args.train_bpe}: use {tokenize.MIN_VOCAB_SIZE} or more, all bytes and {tokenize.BPE_EOS}"
+        )
+    if faults:
+        raise ConfigError(*faults)
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    add = flags.add_argument
+    add("inputs", nargs="*", metavar="INPUT", help="files or folders of text")
+    add("--output", type=Path, metavar="DIR", help="a new folder, or one to resume")
+    add(
+        "--tokenizer",
+        default="bytes",
+        metavar="PATH",
+        help='a tokenizer file, a folder with one, or "bytes" (default)',
+    )
+    add("--train_bpe", type=int, default=0, metavar="N", help="train a BPE tokenizer of N tokens")
+    add(
+        "--eos",
+        default="",
+        metavar="TOKEN",
+        help="token that ends each document (default: detected)",
+    )
+    add("--bos", action="store_true", help="begin each document with the tokenizer's BOS token")
+    add(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="field (JSON lines) or column (Parquet) of the text",
+    )
+    add(
+        "--separator",
+        default="",
+        metavar="TEXT",
+        help="text between the documents of a text file (default: one document per file)",
+    )
+    add("--pattern", default="", metavar="GLOB", help="files to read in folders, such as *.py")
+    add(
+        "--shard_tokens",
+        type=int,
+        default=100_000_000,
+        metavar="N",
+        help="approximate tokens per shard",
+    )
+    add(
+        "--num_workers",
+        type=int,
+        default=_num_cores(),
+        metavar="N",
+        help="processes (default: %(default)s)",
+    )
+    add("--skip_bad", action="store_true", help="skip faulty documents")
+    add("--verify", type=Path, metavar="DIR", help="check a prepared folder instead")
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))

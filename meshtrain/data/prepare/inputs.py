@@ -1,0 +1,337 @@
+"""Reads documents from text, JSON lines and Parquet, in order, starting at any position."""
+
+import codecs
+import contextlib
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from isal import igzip
+
+from meshtrain.data import files, prepared
+from meshtrain.errors import ConfigError, import_optional
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")  # one document per line
+
+# Files with these extensions are read from a folder; all but .parquet may end in .gz.
+EXTENSIONS = (".txt", *JSON_LINES, ".parquet")
+
+CHUNK = 1 << 20  # bytes read at a time
+
+
+class Position(NamedTuple):
+    """The start of a document in the inputs. The journal of a prepared folder stores the three numbers."""
+
+    file: int = 0  # index in the list of inputs
+    offset: int = 0  # bytes after decompression; rows of a Parquet file
+    number: int = 0  # lines, documents or rows before it
+
+
+START = Position()
+
+
+class Record(NamedTuple):
+    """A document, or a piece of a long one, as read from a file."""
+
+    data: Any  # JSON lines: the line as bytes; Parquet: the text, or None; other files: the text
+    # Where the next document begins. Its `number` is the number of this document, counted from 1.
+    next_position: Position
+    bytes_read: int  # read from the file so far, before decompression
+    starts_document: bool = True  # False for a piece after the first
+    ends_document: bool = True  # False for a piece before the last
+    fault: str = ""  # why the record cannot be used; "": it can
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    field: str  # the field (JSON lines) or column (Parquet) with the text
+    separator: str  # between the documents of a text file; "": one document per file
+    forbidden: str  # a character that documents must not contain; "": none
+
+
+def find_files(inputs: list[str], pattern: str, output: Path) -> tuple[list[Path], list[str]]:
+    """Returns the input files, including those in input folders, and lines about what is left out.
+
+    Hidden files in folders are left out, and what `meshtrain prepare` wrote: to `output`, or before.
+    The order is shuffled with a fixed seed: training may hold out the end, which is then a fair sample.
+    Raises ConfigError for an input that cannot be read, or a folder without matching files.
+    """
+    found: list[Path] = []
+    faults, skipped, num_unknown = [], set(), 0
+    for name in inputs:
+        path = Path(name)
+        if fault := files.path_fault(path):
+            faults.append(f"{name}: {fault}; give files or folders of text")
+            continue
+        if path.is_dir():
+            with files.report_errors(name):
+                inside, written = files.find(
+                    path, pattern or "*", key="--pattern", skip=lambda name: name.startswith(".")
+                )
+            visible = [file for file in inside if not file.name.startswith(".")]
+            inside = [file for file in visible if pattern or extension_of(file) in EXTENSIONS]
+            num_unknown += len(visible) - len(inside)
+        else:
+            inside = [path]
+            written = [path.parent] if prepared.is_prepared(path.parent) else []
+        # An output that was killed at once is prepared too, with an empty journal.
+        own = [file for file in inside if output.resolve() in file.resolve().parents]
+        skipped.update([*written, *(file.parent for file in own)])
+        if own and not ((output / prepared.JOURNAL).exists() or prepared.is_prepared(output)):
+            faults.append(f"--output={output}: holds {own[0]}, an input; use another folder")
+        elif not (inside or written):
+            kinds = f"match --pattern={pattern}" if pattern else f"end in {', '.join(EXTENSIONS)}"
+            faults.append(f"{name}: no files in it {kinds}; give another folder or --pattern")
+        found += [file for file in inside if file.parent not in skipped]
+    if not found and not faults:
+        faults.append(f"{', '.join(inputs)}: written by `meshtrain prepare`; give the text itself")
+    if faults:
+        raise ConfigError(*faults)
+    notes = [f"ignored: {folder}, which `meshtrain prepare` wrote" for folder in sorted(skipped)]
+    if num_unknown:
+        kinds = ", ".join(EXTENSIONS)
+        notes.append(
+            f"ignored: {num_unknown:,} files that do not end in {kinds}; --pattern=GLOB selects others"
+        )
+    return [found[i] for i in np.random.default_rng(0).permutation(len(found))], notes
+
+
+def extension_of(path: Path) -> str:
+    """Returns the extension without .gz: a.txt.gz -> .txt"""
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
+
+
+def fingerprint(files: list[Path]) -> str:
+    """Returns a hash of the paths, sizes and modification times of the files."""
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+
+
+def read_records(
+    files: list[Path],
+    options: ReadOptions,
+    last_split_point: Callable[[str], int],
+    start: Position = START,
+) -> Iterator[Record]:
+    """Yields the records of the files, starting at `start`.
+
+    `last_split_point` returns where a long text can be split; see tokenizer.py. Raises ConfigError for
+    a file that cannot be read.
+    """
+    for number in range(start.file, len(files)):
+        path = files[number]
+        begin = start if number == start.file else Position(number)
+        try:
+            if extension_of(path) == ".parquet":
+                yield from _read_parquet(path, options, begin)
+            elif not path.stat().st_size:
+                continue  # not opened: a file of /proc may wait for ever
+            elif extension_of(path) in JSON_LINES:
+                yield from _read_lines(path, begin)
+            elif options.separator:
+                yield from _read_separated(path, options, begin)
+            elif not begin.number:
+                yield from _read_document(path, options, begin, last_split_point)
+        except (OSError, EOFError, zlib.error) as error:
+            fault = f"{path}: cannot be read: {error}; repair it or leave it out"
+            raise ConfigError(fault) from None
+
+
+@contextlib.contextmanager
+def _open_at(path: Path, offset: int) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """Yields the decompressed file at an offset, and a function: the bytes read so far, before decompression."""
+    with open(path, "rb") as raw:
+        is_gzip = path.suffix == ".gz"
+        file = io.BufferedReader(igzip.IGzipFile(fileobj=raw), CHUNK) if is_gzip else raw
+        if not offset and file.peek(3)[:3] == codecs.BOM_UTF8:
+            offset = 3
+        file.seek(offset)
+        yield file, raw.tell
+
+
+def _read_lines(path: Path, begin: Position) -> Iterator[Record]:
+    """Yields the lines of a file, except blank ones."""
+    with _open_at(path, begin.offset) as (file, bytes_read):
+        offset, number = file.tell(), begin.number
+        for line in file:
+            offset, number = offset + len(line), number + 1
+            if line.strip():
+                yield Record(line, Position(begin.file, offset, number), bytes_read())
+
+
+def _read_parquet(path: Path, options: ReadOptions, begin: Position) -> Iterator[Record]:
+    for row, num_rows, value in read_parquet_column(path, options.field, begin.offset):
+        text, fault = (None, "") if value is None else _decode(value, 0)
+        bytes_read = path.stat().st_size * row // num_rows
+        yield Record(text, Position(begin.file, row, row), bytes_read, fault=fault)
+
+
+def _read_separated(path: Path, options: ReadOptions, begin: Position) -> Iterator[Record]:
+    """Yields the documents between separators, except blank ones."""
+    separator = options.separator.encode()
+    with _open_at(path, begin.offset) as (file, bytes_read):
+        offset, number, pending = file.tell(), begin.number, [b""]
+        while chunk := file.read(CHUNK):
+            pending.append(chunk)
+            # Search only the new bytes: searching all of a long document per chunk would be quadratic.
+            if separator not in b"".join(pending[-2:])[-len(chunk) - len(separator) :]:
+                continue
+            *documents, rest = b"".join(pending).split(separator)
+            pending = [rest]
+            for document in documents:
+                start, offset = offset, offset + len(document) + len(separator)
+                if document.strip():
+                    number += 1
+                    text, fault = _decode(document, start)
+                    after = Position(begin.file, offset, number)
+                    yield Record(text, after, bytes_read(), fault=fault)
+        if (rest := b"".join(pending)).strip():
+            text, fault = _decode(rest, offset)
+            after = Position(begin.file, file.tell(), number + 1)
+            yield Record(text, after, bytes_read(), fault=fault)
+
+
+def _read_document(
+    path: Path, options: ReadOptions, begin: Position, last_split_point: Callable[[str], int]
+) -> Iterator[Record]:
+    """Yields a text file as one document, in pieces if it is long and can be split."""
+    end = Position(begin.file, 0, 1)  # number 1: a resumed run skips the file
+    with _open_at(path, 0) as (file, bytes_read):
+        start = file.tell()
+        if fault := _find_fault(file, options.forbidden):
+            yield Record("", end, bytes_read(), fault=fault)
+            return
+        file.seek(start)
+        pending, is_first = [""], True
+        for text, is_last in _mark_last(_decode_chunks(file)):
+            before = pending[-1][-1:]  # the split point may lie between two chunks
+            split = 0 if is_last else last_split_point(before + text)
+            if not split:
+                pending.append(text)
+                continue
+            piece = "".join([*pending, text[: split - len(before)]])
+            yield Record(piece, end, bytes_read(), starts_document=is_first, ends_document=False)
+            pending, is_first = [text[split - len(before) :]], False
+        if rest := "".join(pending):
+            yield Record(rest, end, bytes_read(), starts_document=is_first)
+
+
+def _decode_chunks(file: BinaryIO) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    while chunk := file.read(CHUNK):
+        yield decoder.decode(chunk)
+
+
+def _mark_last(items: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yields (item, is_last) for the items that are not empty."""
+    held = ""
+    for item in items:
+        if held and item:
+            yield held, False
+        held = item or held
+    if held:
+        yield held, True
+
+
+def _find_fault(file: BinaryIO, forbidden: str) -> str:
+    """Reads to the end of the file; returns the first fault of the text, or ""."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    while True:
+        offset, chunk = file.tell() - len(decoder.getstate()[0]), file.read(CHUNK)
+        try:
+            text = decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            return f"invalid UTF-8 at byte {offset + error.start}"
+        if forbidden and forbidden in text:
+            return f"holds {forbidden!r}, which ends documents"
+        if not chunk:
+            return ""
+
+
+def _decode(data: bytes, offset: int) -> tuple[str, str]:
+    """Returns the text of bytes at an offset of the file, and its fault or ""."""
+    try:
+        return data.decode(), ""
+    except UnicodeDecodeError as error:
+        return "", f"invalid UTF-8 at byte {offset + error.start}"
+
+
+def text_of(record: Record, options: ReadOptions) -> str:
+    """Returns the text of a record; raises ValueError if it has none or the text is faulty."""
+    if record.fault:
+        raise ValueError(record.fault)
+    text = record.data
+    if isinstance(text, bytes):
+        text = _parse_line(text, options.field)
+    if not isinstance(text, str):
+        raise ValueError(f"{options.field} is {type(text).__name__}, not a string")
+    if not text:
+        raise ValueError(f"{options.field} is empty")
+    if options.forbidden and options.forbidden in text:
+        raise ValueError(f"holds {options.forbidden!r}, which ends documents")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+        raise ValueError("invalid UTF-8: half of a surrogate pair") from None
+    return text
+
+
+def parse_json(line: bytes) -> Any:
+    """Returns the value in a line of JSON; raises ValueError that says what is wrong."""
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"invalid UTF-8 at byte {error.start} of the line") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+
+
+def _parse_line(line: bytes, field: str) -> Any:
+    parsed = parse_json(line)
+    if not isinstance(parsed, dict) or field not in parsed:
+        raise ValueError(f"no field {field!r}")
+    return parsed[field]
+
+
+PARQUET_ROWS = 256  # rows read at a time
+
+
+def read_parquet_column(
+    path: Path, field: str, start: int
+) -> Iterator[tuple[int, int, bytes | None]]:
+    """Yields the rows of a column, beginning at row `start`: the row + 1, the number of rows, and the text or None."""
+    parquet, pyarrow = (import_optional(name, "parquet") for name in ("pyarrow.parquet", "pyarrow"))
+    try:
+        table = parquet.ParquetFile(path)
+        column = table.schema_arrow.field(field).type
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{path}: not a Parquet file with a column {field!r}: {error}") from None
+    if not _is_text(column, pyarrow):
+        raise ConfigError(f"{path}: column {field!r} holds {column}, not strings; set --field")
+    row = 0
+    for group in range(table.num_row_groups):
+        num_rows = table.metadata.row_group(group).num_rows
+        if row + num_rows <= start:
+            row += num_rows
+            continue
+        for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group], columns=[field]):
+            found = batch.column(0)
+            if pyarrow.types.is_dictionary(column):
+                found = found.dictionary_decode()
+            for value in found.cast(pyarrow.large_binary()).to_pylist():
+                row += 1
+                if row > start:
+                    yield row, table.metadata.num_rows, value
+
+
+def _is_text(column: Any, pyarrow: Any) -> bool:
+    """Returns True for strings, also if the file stores each different one once, in a dictionary."""
+    if pyarrow.types.is_dictionary(column):
+        column = column.value_type
+    return column in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())

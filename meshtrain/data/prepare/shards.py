@@ -1,0 +1,246 @@
+"""Write documents as shards; a run that was killed resumes after its last complete shard.
+
+The journal is progress.jsonl in the folder. Its first line holds the settings. Every other line
+describes a complete shard, and the position in the inputs where the next one begins. At the end,
+the manifest replaces the journal.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from meshtrain.data import indexed, prepared
+from meshtrain.data.prepare.inputs import Position
+from meshtrain.errors import ConfigError
+
+FIRST_LINE = b'{"settings": {'  # of a journal
+
+MAX_FAULTS = 20  # messages stored per shard, and in the manifest; further faults are only counted
+
+
+class Journal:
+    """The progress of a prepared folder. Holds a lock on the folder until it is closed."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]):
+        """Open or create a folder; raises ConfigError if it holds other files or is locked."""
+        self.path = folder / prepared.JOURNAL
+        self.is_done = False
+        self.shards: list[dict[str, Any]] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            present = {path.name for path in folder.iterdir()}
+            if present and prepared.MANIFEST not in present and not _is_own(self.path):
+                raise ConfigError(
+                    f"--output={folder}: holds other files; use an empty or new folder"
+                )
+            self._file = open(self.path, "a+b")
+        except OSError as error:
+            raise ConfigError(f"--output={folder}: {error.strerror}; use another folder") from None
+        try:
+            self._start(folder, settings)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _start(self, folder: Path, settings: dict[str, Any]) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--output={folder}: another `meshtrain prepare` is running in it; wait until it ends"
+            ) from None
+        if (folder / prepared.MANIFEST).exists():
+            self.is_done = True
+            _check_settings(folder, prepared.read_manifest(folder)["settings"], settings)
+            self.finish()
+            return
+        lines = self._read_complete_lines()
+        if len(lines) < 2:  # no complete shard, so there is nothing to resume
+            self._file.truncate(0)
+            if lines != [{"settings": settings}]:
+                # The old tokenizer may have been trained with other settings.
+                (folder / "tokenizer.json").unlink(missing_ok=True)
+            self._append({"settings": settings})
+            prepared.sync_folder(folder)
+            return
+        _check_settings(folder, lines[0]["settings"], settings)
+        self.shards = lines[1:]
+        try:
+            files = [
+                (folder / f"{shard['name']}.{kind}", file["size"])
+                for shard in self.shards
+                for kind, file in shard["files"].items()
+            ]
+            Position(*self.shards[-1]["next"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise self._damaged(error) from error
+        for path, size in files:
+            if not path.is_file() or path.stat().st_size != size:
+                raise ConfigError(
+                    f"{path}: changed since it was written; remove {folder} and start again"
+                )
+
+    def _damaged(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: is damaged: {error!r}; remove {self.path.parent} and start again"
+        )
+
+    def _read_complete_lines(self) -> list[dict[str, Any]]:
+        """Returns the lines; removes an incomplete last line from the file."""
+        self._file.seek(0)
+        text = self._file.read()
+        complete = text[: text.rfind(b"\n") + 1]
+        self._file.truncate(len(complete))
+        try:
+            return [json.loads(line) for line in complete.splitlines()]
+        except ValueError as error:
+            raise self._damaged(error) from error
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def add(self, shard: dict[str, Any]) -> None:
+        self._append(shard)
+        self.shards.append(shard)
+
+    @property
+    def next_position(self) -> Position:
+        """The position in the inputs where the next shard begins."""
+        return Position(*self.shards[-1]["next"]) if self.shards else Position()
+
+    def finish(self) -> None:
+        """Remove the journal; the manifest replaces it."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _is_own(journal: Path) -> bool:
+    """Whether `meshtrain prepare` has written a journal, which may be empty or cut within its first line."""
+    if not journal.is_file():
+        return False
+    with open(journal, "rb") as file:
+        start = file.readline()
+    is_cut = not start.endswith(b"\n") and start.startswith(FIRST_LINE[: len(start)])
+    return is_cut or prepared.is_prepared(journal.parent)
+
+
+def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raises ConfigError if the folder was started with different settings."""
+    old = old if isinstance(old, dict) else {}
+    changed = [key for key in new.keys() | old.keys() if new.get(key) != old.get(key)]
+    changes = [
+        "the inputs have changed (files, sizes or times)"
+        if key == "inputs"
+        else f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        for key in sorted(changed)
+    ]
+    if changes:
+        raise ConfigError(
+            f"--output={folder}: was started with different settings: {'; '.join(changes)}; "
+            f"use another --output, or remove it"
+        )
+
+
+class ShardWriter:
+    """Writes documents to shards. A shard is finished after the document that fills it."""
+
+    def __init__(self, folder: Path, journal: Journal, *, dtype: np.dtype, shard_tokens: int):
+        self._folder, self._journal = folder, journal
+        self._dtype, self._shard_tokens = dtype, shard_tokens
+        self._file: BinaryIO | None = None
+        self._start_shard()
+
+    def _start_shard(self) -> None:
+        self._name = f"{len(self._journal.shards):05d}"
+        self._lengths: list[int] = []
+        self._tokens = self._document_tokens = self._text_bytes = self._num_faults = 0
+        self._faults: list[str] = []
+        self._hash = hashlib.sha256()
+
+    @property
+    def _partial_path(self) -> Path:
+        return self._folder / f"{self._name}.bin.new"
+
+    def write(self, tokens: np.ndarray, text_bytes: int) -> None:
+        """Append tokens to the current document."""
+        if self._file is None:
+            self._file = open(self._partial_path, "wb")
+        data = tokens.astype(self._dtype, copy=False).tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self._document_tokens += len(tokens)
+        self._text_bytes += text_bytes
+
+    def end_document(self, next_position: Position) -> None:
+        """End the current document; the next one begins at `next_position` in the inputs."""
+        self._lengths.append(self._document_tokens)
+        self._tokens += self._document_tokens
+        self._document_tokens = 0
+        if self._tokens >= self._shard_tokens:
+            self._finish_shard(next_position)
+
+    def add_fault(self, fault: str) -> None:
+        """Count a skipped document, and store its fault."""
+        self._num_faults += 1
+        if len(self._faults) < MAX_FAULTS:
+            self._faults.append(fault)
+
+    def _finish_shard(self, next_position: Position) -> None:
+        files = {}
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+            os.replace(self._partial_path, self._folder / f"{self._name}.bin")
+            index = indexed.pack_index(np.array(self._lengths, np.int64), self._dtype)
+            prepared.write_durably(self._folder / f"{self._name}.idx", index)
+            size = self._tokens * self._dtype.itemsize
+            files["bin"] = {"size": size, "sha256": self._hash.hexdigest()}
+            files["idx"] = {"size": len(index), "sha256": hashlib.sha256(index).hexdigest()}
+        self._journal.add(
+            {
+                "name": self._name,
+                "documents": len(self._lengths),
+                "tokens": self._tokens,
+                "text_bytes": self._text_bytes,
+                "files": files,
+                "skipped": self._num_faults,
+                "faults": self._faults,
+                "next": next_position,
+            }
+        )
+        self._start_shard()
+
+    def finish(self, next_position: Position) -> None:
+        """Finish the last shard, at the end of all inputs."""
+        if self._lengths or self._num_faults:
+            self._finish_shard(next_position)
+
+    def close(self) -> None:
+        """Close the file of an unfinished shard; a resumed run writes the shard again."""
+        if self._file is not None:
+            self._file.close()
+
+
+def summary(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the entries of the shards in the manifest, and their totals."""
+    keys = ("name", "documents", "tokens", "text_bytes", "files")
+    totals = {
+        key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "text_bytes")
+    }
+    faults = [fault for shard in shards for fault in shard["faults"]]
+    skipped = {"count": sum(shard["skipped"] for shard in shards), "first": faults[:MAX_FAULTS]}
+    written = [{key: shard[key] for key in keys} for shard in shards if shard["files"]]
+    return totals | {"skipped": skipped, "shards": written}

@@ -1,0 +1,164 @@
+"""Models of Linen modules, and stacks of blocks of a user's own modules: `from_linen` and `from_blocks`."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import errors, linen, nnx
+
+from meshtrain.errors import ConfigError
+from meshtrain.metrics import Metrics
+from meshtrain.models import base
+from meshtrain.models.base import LAYER_NUMBER_KEY, Functional, Model
+from meshtrain.ops.dropout import at_layer
+
+Part = Callable[[nnx.Rngs], nnx.Module] | linen.Module
+
+
+def from_blocks(
+    *,
+    embed: Part,
+    block: Part,
+    head: Part,
+    num_layers: int,
+    shards_sequences: bool = False,
+    example: Any = None,
+) -> Model:
+    """Returns a Model of `num_layers` blocks of your own between an embedding and a head.
+
+    Each part is a function `rngs -> nnx.Module`, or a Linen module. They are called as `embed(batch) -> x`,
+    `block(x, batch) -> x` and `head(x, batch) -> Metrics`, with the activations x an array or a pytree of arrays whose
+    first dim are the rows. The batch is a dict or a `meshtrain.Batch`; in training it also has the keys for
+    `meshtrain.dropout`, under the name "row_keys". `shards_sequences`: see `Model`. `example` is a batch, of which only
+    shapes and dtypes matter; Linen modules need it. Raises ConfigError for parts that a stack does not support.
+    """
+    if num_layers < 1:
+        raise ConfigError(f"from_blocks: num_layers={num_layers}: use 1 or more")
+    parts, inputs = [], (example,)
+    for part in (embed, block, head):
+        parts.append(_functional(part, inputs))
+        if len(parts) == 1 and example is not None:
+            inputs = jax.eval_shape(_runs_alone(parts[0]), example), example
+    of_embed, of_block, of_head = parts
+    init_layers, layer_axes = base.stack(of_block, num_layers)
+
+    def init(key: jax.Array) -> base.Params:
+        keys = jax.random.split(key, 3)
+        outer = {"embed": of_embed.init(keys[0]), "head": of_head.init(keys[1])}
+        return {**outer, "layers": init_layers(keys[2])}
+
+    def run_head(params: base.Params, x: Any, batch: Any) -> Metrics:
+        # Numbers of layers are below: the masks of the head differ from theirs, and from those of the embedding.
+        metrics = of_head.bind(params["head"])(x, at_layer(batch, num_layers))
+        if not isinstance(metrics, Metrics):
+            raise ConfigError(
+                f"from_blocks: the head returned {type(metrics).__name__}; return "
+                f"meshtrain.weighted(loss of each example)"
+            )
+        return metrics
+
+    return Model(
+        init=init,
+        axes={"embed": of_embed.axes, "head": of_head.axes, "layers": layer_axes},
+        embed=lambda params, batch: of_embed.bind(params["embed"])(batch),
+        block=lambda layer, x, batch: of_block.bind(layer)(
+            x, at_layer(batch, layer[LAYER_NUMBER_KEY])
+        ),
+        head=run_head,
+        constants={LAYER_NUMBER_KEY: np.arange(num_layers, dtype=np.int32)},
+        shards_sequences=shards_sequences,
+        row_keys=True,
+    )
+
+
+def from_linen(
+    module: linen.Module, loss: Callable[[Callable, Any], Metrics], *, example: Any
+) -> Model:
+    """Returns a Model from your Linen module: `loss(apply, batch) -> Metrics`; `apply(*inputs)` calls it.
+
+    `example` is one input (an array, or a tuple of arrays); only its shape and dtype matter.
+    """
+    init, axes = _linen_init(module, *(example if isinstance(example, tuple) else (example,)))
+
+    def run(params, batch, key):
+        def apply(*inputs, **options):
+            rngs = {} if key is None else {"dropout": key}
+            return module.apply({"params": params}, *inputs, rngs=rngs, **options)
+
+        try:
+            with (
+                linen.intercept_methods(_without_dropout)
+                if key is None
+                else contextlib.nullcontext()
+            ):
+                return loss(apply, batch)
+        except errors.InvalidRngError as error:
+            raise ConfigError(
+                f"model: {str(error).partition(' (http')[0]}; a Linen model gets only the stream 'dropout', none in "
+                f"evaluation, where linen.Dropout is off"
+            ) from error
+
+    return Model(init, axes, loss=run)
+
+
+def _linen_init(
+    module: linen.Module, *example: Any
+) -> tuple[Callable[[jax.Array], base.Params], base.Axes]:
+    """Returns init and axes of a Linen module that is called with inputs of these shapes, pytrees of arrays.
+
+    Raises ConfigError if the module has other variables than parameters, such as BatchNorm's.
+    """
+
+    def variables(key):
+        zeros = jax.tree.map(jax.numpy.zeros_like, example)
+        return module.init({"params": key, "dropout": key}, *zeros)
+
+    boxed = jax.eval_shape(variables, jax.random.key(0))
+    for collection in boxed.keys() - {"params"}:
+        raise ConfigError(
+            f"model state {collection!r}: meshtrain trains parameters only; use a layer without running state "
+            f"(LayerNorm or GroupNorm instead of BatchNorm)"
+        )
+    shapes = linen.unbox(boxed).get("params", {})
+    specs = linen.get_partition_spec(boxed).get("params", {})
+    names = {path: tuple(spec) or None for path, spec in jax.tree.leaves_with_path(specs)}
+    axes = jax.tree.map_with_path(lambda path, leaf: names[path] or (None,) * leaf.ndim, shapes)
+    return lambda key: linen.unbox(variables(key)).get("params", {}), axes
+
+
+def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) -> Any:
+    return args[0] if isinstance(context.module, linen.Dropout) else run(*args, **options)
+
+
+def _functional(part: Part, inputs: tuple) -> Functional:
+    """Returns a part as pure functions; `inputs` are what it is called with, for the shapes of a Linen module."""
+    if not isinstance(part, linen.Module):
+        return base.functional(part)
+    if inputs[-1] is None:
+        raise ConfigError(
+            f"from_blocks: {type(part).__name__} is a Linen module, whose parameters have the shapes of its first "
+            f"call; pass example=BATCH"
+        )
+    init, axes = _linen_init(part, *inputs)
+
+    def bind(params: base.Params) -> Callable:
+        own = {name: tree for name, tree in params.items() if name in axes}
+
+        def run(*args: Any) -> Any:
+            try:
+                return part.apply({"params": own}, *args)
+            except errors.InvalidRngError as error:
+                raise ConfigError(
+                    f"model: {type(part).__name__} draws random numbers, and {base.NO_KEYS}"
+                ) from error
+
+        return run
+
+    return Functional(init, axes, bind)
+
+
+def _runs_alone(part: Functional) -> Callable:
+    """Returns the function inputs -> result of a part with initial parameters, for its shapes."""
+    return lambda *inputs: part.bind(part.init(jax.random.key(0)))(*inputs)

@@ -1,0 +1,221 @@
+"""Models of which a part is trained: updates of low rank (LoRA), and parameters by pattern."""
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtrain.config.schema import AdapterConfig, Config
+from meshtrain.errors import ConfigError, did_you_mean, minimum_faults
+from meshtrain.models import lora_layer, trees
+from meshtrain.models.base import FIRST_LAYERS_KEY, LAYER_NUMBER_KEY, STATS_KEY, Model, Params
+from meshtrain.models.layers import normal_initializer
+from meshtrain.models.lora_layer import DROP, A, B
+from meshtrain.ops import dropout as masks
+
+KERNEL = "/kernel"  # of a linear layer
+
+FIRST_SITE = 2**16  # of the masks of an adapter, see ops/dropout.py; those of models are smaller
+
+
+def adapt(model: Model, cfg: Config) -> Model:
+    """Returns the model with what `adapter` and `train.only` say; raises ConfigError if they do not fit it."""
+    c, only = cfg.adapter, cfg.train.only
+    if c.rank:
+        _check(c)
+        model = lora(model, rank=c.rank, alpha=c.alpha, targets=c.targets, dropout=c.dropout)
+    if only == "*":
+        return model
+    patterns = [pattern.strip() for pattern in only.split(",")]
+    return train_only(model, patterns)
+
+
+def _check(c: AdapterConfig) -> None:
+    faults = minimum_faults(0, {"adapter.rank": c.rank})
+    if not c.alpha > 0:
+        faults.append(f"adapter.alpha={c.alpha}: use a positive number")
+    if not 0 <= c.dropout < 1:
+        faults.append(
+            f"adapter.dropout={c.dropout}: is a probability; use 0 or more, and less than 1"
+        )
+    if not c.targets or not all(isinstance(pattern, str) for pattern in c.targets):
+        faults.append(f"adapter.targets={c.targets!r}: use patterns, such as ('layers/*',)")
+    if faults:
+        raise ConfigError(*faults)
+
+
+def lora(
+    model: Model, *, rank: int, alpha: float, targets: tuple[str, ...], dropout: float = 0.0
+) -> Model:
+    """Returns the model with kernels W + alpha / rank A B; only A and B are trained (arXiv 2106.09685).
+
+    `targets` are patterns of paths of linear layers, such as layers/attention/*. A is drawn with the variance of
+    PEFT's, 1 / (3 inputs), B starts at zero. In training each element of the input of A is dropped with the
+    probability `dropout`. Raises ConfigError for a pattern without a linear layer, or if the model does not support
+    dropout.
+    """
+    chosen = sorted(_matching(model, targets))
+    shapes = {path: _dims(model, path, rank) for path in chosen}
+    model = _with_dropout(model, chosen, dropout) if dropout else model
+    scale = alpha / rank
+
+    def init(key):
+        params = model.init(key)
+        for number, path in enumerate(chosen):
+            of_a, of_b, num_in = shapes[path]
+            draw = normal_initializer((3 * num_in) ** -0.5)
+            a = draw(jax.random.fold_in(key, number), of_a)
+            pair = {A: a, B: jax.numpy.zeros(of_b, a.dtype)}
+            params = trees.merge(params, _nested(path, pair))
+        return params
+
+    axes = model.axes
+    for path in chosen:
+        axes = trees.merge(axes, _nested(path, _axes(model, path)))
+    # The scale is applied to B, which is small, before the layers see it.
+    functions = {
+        name: _scaled(getattr(model, name), scale)
+        for name in ("loss", "embed", "block", "head", "logits", "cached_embed", "cached_block")
+        if getattr(model, name) is not None
+    }
+    part = dict(is_trained=_is_added, flops_per_token=None)
+    return dataclasses.replace(model, init=init, axes=axes, **functions, **part)
+
+
+def _with_dropout(model: Model, chosen: Sequence[str], rate: float) -> Model:
+    """Returns the model whose layers get, next to A and B, the dropout of the input of A: see ops/dropout.py.
+
+    Each adapted layer has masks of its own, as in PEFT. Raises ConfigError for a model that is not a stack.
+    """
+    if model.block is None:
+        raise ConfigError(
+            f"adapter.dropout={rate}: the model is one loss, in which nothing tells the rows and positions that a "
+            f"linear layer gets, so its masks would depend on the mesh; use adapter.dropout=0"
+        )
+
+    def added(layer: Params, prefix: str, batch: Any) -> Params:
+        if (keys_BW := masks.row_keys(batch)) is None:  # evaluation and generation
+            return layer
+        for number, path in enumerate(chosen):
+            if path.startswith(prefix):
+                drop = jax.tree_util.Partial(partial(_drop, rate, FIRST_SITE + number), keys_BW)
+                layer = trees.merge(layer, _nested(path.removeprefix(prefix), {DROP: drop}))
+        return layer
+
+    def block(layer: Params, x: Any, batch: Any) -> Any:
+        of_layer = masks.at_layer(batch, layer[LAYER_NUMBER_KEY])
+        return model.block(added(layer, "layers/", of_layer), x, batch)
+
+    def embed(params: Params, batch: Any) -> Any:
+        for number in params.get(FIRST_LAYERS_KEY, {}):
+            name, of_layer = f"{FIRST_LAYERS_KEY}/{number}", masks.at_layer(batch, int(number))
+            layer = added(_leaf(params, name), f"{name}/", of_layer)
+            params = trees.merge(params, _nested(name, layer))
+        return model.embed(params, batch)
+
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    num_first = len(shapes.get(FIRST_LAYERS_KEY, {}))
+    numbers = num_first + np.arange(len(jax.tree.leaves(shapes["layers"])[0]), dtype=np.int32)
+    constants = {LAYER_NUMBER_KEY: numbers, **model.constants}
+    return dataclasses.replace(model, block=block, embed=embed, constants=constants, row_keys=True)
+
+
+def _drop(rate: float, site: int, keys_BW: jax.Array, x: jax.Array) -> jax.Array:
+    return masks.dropout(x, {masks.NAME: keys_BW}, rate=rate, site=site)
+
+
+def _is_added(path: str) -> bool:
+    """Whether a parameter has a gradient although no pattern names it: it is one of `lora`, or is measured."""
+    return lora_layer.is_low_rank(path) or STATS_KEY in path.split("/")
+
+
+def train_only(model: Model, patterns: list[str]) -> Model:
+    """Returns the model of which only the parameters that match a pattern are trained, besides A and B of `lora`.
+
+    Raises ConfigError for a pattern without a parameter.
+    """
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    paths = [trees.name_of(path) for path, _ in jax.tree.leaves_with_path(shapes)]
+    if unmatched := [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]:
+        raise ConfigError(
+            f"train.only={','.join(unmatched)}: no parameter has such a path{did_you_mean(unmatched[0], paths)}; "
+            f"there are {', '.join(paths[:5])}, ..."
+        )
+    before = model.is_trained or _is_added
+
+    def is_trained(path: str) -> bool:
+        return before(path) or any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+    return dataclasses.replace(model, is_trained=is_trained, flops_per_token=None)
+
+
+def merged(kernel: Any, a: Any, b: Any, *, scale: float, num_lead: int) -> Any:
+    """Returns the numpy array W + scale A B; W, A and B have `num_lead` leading dims of layers in common."""
+    lead, rank = kernel.shape[:num_lead], b.shape[num_lead]
+    product = a.reshape(*lead, -1, rank) @ b.reshape(*lead, rank, -1)
+    return kernel + scale * product.reshape(kernel.shape)
+
+
+def _matching(model: Model, targets: tuple[str, ...]) -> set[str]:
+    found: set[str] = set()
+    faults = []
+    for pattern in targets:
+        matching = fnmatch.filter(model.linears, pattern)
+        if not matching:
+            faults.append(
+                f"adapter.targets={pattern!r}: no linear layer has such a path"
+                f"{did_you_mean(pattern, model.linears)}; there are {', '.join(model.linears) or 'none'}"
+            )
+        found |= {*matching}
+    if faults:
+        raise ConfigError(*faults)
+    return found
+
+
+def _leaf(tree: Params, path: str) -> Any:
+    for key in path.split("/"):
+        tree = tree[key]
+    return tree
+
+
+def _nested(path: str, tree: Params) -> Params:
+    for key in reversed(path.split("/")):
+        tree = {key: tree}
+    return tree
+
+
+def num_lead(path: str) -> int:
+    """Returns the number of leading dims of a linear layer's parameters: that of the stack of layers."""
+    return 1 if path.startswith("layers/") else 0
+
+
+def _dims(model: Model, path: str, rank: int) -> tuple[tuple, tuple, int]:
+    """Returns the shapes of A and B, and the number of inputs of a linear layer."""
+    kernel = _leaf(jax.eval_shape(model.init, jax.random.key(0)), path + KERNEL).shape
+    lead, dims = kernel[: num_lead(path)], kernel[num_lead(path) :]
+    into, out = dims[: model.linears[path]], dims[model.linears[path] :]
+    return (*lead, *into, rank), (*lead, rank, *out), math.prod(into)
+
+
+def _axes(model: Model, path: str) -> dict[str, tuple]:
+    names = _leaf(model.axes, path + KERNEL)
+    lead, dims = names[: num_lead(path)], names[num_lead(path) :]
+    into, out = dims[: model.linears[path]], dims[model.linears[path] :]
+    return {A: (*lead, *into, None), B: (*lead, None, *out)}
+
+
+def _scaled(function: Callable, scale: float) -> Callable:
+    """Returns a function of parameters that gets every B times `scale`."""
+
+    def scaled(path, leaf):
+        return leaf * jax.numpy.asarray(scale, leaf.dtype) if path[-1].key == B else leaf
+
+    def call(params, *args):
+        return function(jax.tree.map_with_path(scaled, params), *args)
+
+    return call

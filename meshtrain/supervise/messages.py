@@ -1,0 +1,365 @@
+"""Messages between supervisors: lines of JSON over a connection, each field checked before it is used.
+
+Anybody who reaches the port can send anything: a wrong message ends its connection and nothing else. With a secret
+(`signature.py`) that holds for every message of a stranger.
+"""
+
+import contextlib
+import dataclasses
+import hmac
+import json
+import math
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meshtrain.cluster import progress
+from meshtrain.cluster.limits import MAX_PROCESSES as MAX_LOCAL
+from meshtrain.cluster.rendezvous import is_integer, parse_line
+from meshtrain.errors import ConfigError
+from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment
+
+SECRET_VARIABLE = "MESHTRAIN_SECRET"
+
+SHORTEST_SECRET = 16  # characters
+
+MAX_NONCE_LINE = 100  # bytes
+
+NONCE_SECONDS = 5.0  # within which node 0 sends it
+
+NONCE_TICK = 0.2
+
+WRONG_SIGNATURE = (
+    f"a message without the right signature; set the same {SECRET_VARIABLE} on all hosts"
+)
+
+
+def secret_of_environment(environ: Mapping[str, str]) -> str:
+    """Returns the secret, "" without one. Raises ConfigError if it is short."""
+    secret = environ.get(SECRET_VARIABLE, "")
+    if secret and len(secret) < SHORTEST_SECRET:
+        raise ConfigError(
+            f"{SECRET_VARIABLE}: has {len(secret)} characters; use {SHORTEST_SECRET} or more, such as the output of "
+            f"`openssl rand -hex 32`"
+        )
+    return secret
+
+
+class Signer:
+    """Signs and checks the messages of one end of a connection, in their order."""
+
+    def __init__(self, secret: str, *, is_node_0: bool):
+        self._secret, self.is_node_0 = os.fsencode(secret), is_node_0
+        self.nonce = secrets.token_hex(16)
+        self._key, self._num_sent, self._num_received = b"", 0, 0
+
+    @property
+    def greeting(self) -> dict[str, str]:
+        return {"nonce": self.nonce}
+
+    def sign(self, text: bytes) -> bytes:
+        """Returns the next message to send with its signature."""
+        tag = self._tag(self.is_node_0, self._num_sent, text)
+        self._num_sent += 1
+        return tag + b" " + text
+
+    def checked(self, line: bytes) -> bytes | None:
+        """Returns the text of the next message received, without its signature; None if that is wrong."""
+        tag, _, text = line.partition(b" ")
+        if not self._key and not self.meet(text):
+            return None
+        if not hmac.compare_digest(tag, self._tag(not self.is_node_0, self._num_received, text)):
+            return None
+        self._num_received += 1
+        return text
+
+    def meet(self, text: bytes) -> bool:
+        """Takes the nonce of the other end from its first message; returns whether there is one."""
+        try:
+            nonce = json.loads(text)["nonce"]
+            if not re.fullmatch("[0-9a-f]{32}", nonce):
+                return False
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return False
+        both = (self.nonce, nonce) if self.is_node_0 else (nonce, self.nonce)
+        self._key = hmac.digest(self._secret, " ".join(both).encode(), "sha256")
+        return True
+
+    def _tag(self, is_node_0: bool, number: int, text: bytes) -> bytes:
+        signed = b"%d %d %b" % (is_node_0, number, text)
+        return hmac.digest(self._key, signed, "sha256").hex().encode()
+
+
+def signer_of_node(
+    secret: str, connection: socket.socket, num_signals: Callable[[], int] = lambda: 0
+) -> Signer | None:
+    """Returns the signer of a new connection to node 0 after it has sent its nonce; None without a secret.
+
+    Closes the connection and raises OSError if it sends something else, or nothing in NONCE_SECONDS, or after a signal.
+    """
+    if not secret:
+        return None
+    signer, line, deadline = Signer(secret, is_node_0=False), b"", time.monotonic() + NONCE_SECONDS
+    connection.settimeout(NONCE_TICK)
+    try:
+        while not line.endswith(b"\n") and len(line) < MAX_NONCE_LINE:
+            if num_signals() or time.monotonic() > deadline:
+                raise TimeoutError
+            with contextlib.suppress(TimeoutError):
+                received = connection.recv(1)
+                if not received:
+                    raise ConnectionResetError
+                line += received
+        if not signer.meet(line):
+            raise ConnectionResetError
+    except OSError:
+        connection.close()
+        raise
+    return signer
+
+
+RETRY = 0.5  # seconds between attempts to reach node 0
+
+MAX_READS = 100  # of 64 KiB at a time: a peer that sends without pause must not block the others
+
+LOST_AFTER = 30.0  # seconds of silence after which a host counts as lost
+
+MAX_HELLO = 1000  # bytes of the first line
+
+MAX_MESSAGE = 64 << 20  # bytes of a later line: the last output of all processes of a host
+
+MAX_TAIL_LINE = 2000  # characters of a line of output in a message
+
+MAX_NODES = 100_000
+
+COMMANDS = ("start", "stop", "dump", "kill", "reject", "end", "nothing")  # of node 0
+
+
+class InvalidMessage(ValueError):
+    """A message that no supervisor of this version sends."""
+
+
+class Link:
+    """Lines of JSON over a connection. Until `accepted`, a line may have only MAX_HELLO bytes."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        peer: str = "",
+        *,
+        accepted: bool = True,
+        signer: Signer | None = None,
+    ):
+        connection.setblocking(False)
+        self.connection, self.open, self.received_at = connection, True, time.monotonic()
+        self.peer, self.accepted, self.fault = peer, accepted, ""
+        self.answered = False  # whether a valid message has arrived
+        self.on_answer: Callable[[], None] = lambda: None  # called at the first
+        self._partial_line, self._signer = b"", signer
+        if signer and signer.is_node_0:
+            self._send(json.dumps(signer.greeting).encode())
+
+    def send(self, **message: Any) -> None:
+        text = json.dumps(message).encode()
+        self._send(self._signer.sign(text) if self._signer else text)
+
+    def _send(self, line: bytes) -> None:
+        try:
+            self.connection.setblocking(True)
+            self.connection.settimeout(LOST_AFTER)
+            self.connection.sendall(line + b"\n")
+            self.connection.setblocking(False)
+        except OSError:
+            self.open = False
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the messages that have arrived, without waiting; closes the connection of a stranger."""
+        limit = MAX_MESSAGE if self.accepted else MAX_HELLO
+        try:
+            for _ in range(MAX_READS):
+                received = self.connection.recv(min(1 << 16, limit + 1))
+                if not received:
+                    self.open = False
+                    break
+                self.received_at = time.monotonic()
+                self._partial_line += received
+                if len(self._partial_line) > limit:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.open = False
+        # Of a stranger only the first line: to check many would keep the others waiting.
+        *lines, self._partial_line = self._partial_line.split(b"\n", -1 if self.accepted else 1)
+        if time.monotonic() - self.received_at > LOST_AFTER:
+            self.open = False
+        if len(self._partial_line) > limit and not (lines and not self.accepted):
+            self.reject("a line that is too long")
+        messages = []
+        for line in lines:
+            text = self._signer.checked(line) if self._signer else line
+            message = None if text is None else parse_line(text)
+            if message is None:
+                wrong = "a line that is not a JSON object" if text is not None else WRONG_SIGNATURE
+                self.reject(wrong)
+                return []
+            if self._signer:
+                message.pop("nonce", None)
+            messages.append(message)
+        return messages
+
+    def reject(self, why: str) -> None:
+        """Closes the connection because of what the peer has sent."""
+        who = "" if SECRET_VARIABLE in why else ": not a supervisor of this run"
+        self.fault = f"{self.peer} has sent {why}{who}; connection closed"
+        self.close()
+
+    def close(self) -> None:
+        self.open = False
+        self.connection.close()
+
+
+def connect(
+    host: str,
+    port: int,
+    hello: dict,
+    deadline: float,
+    num_signals: Callable[[], int],
+    secret: str,
+) -> Link | None:
+    """Returns a connection to node 0; None after `deadline` or a signal."""
+    while time.monotonic() < deadline and not num_signals():
+        try:
+            connection = socket.create_connection((host, port), timeout=RETRY * 10)
+            signer = signer_of_node(secret, connection, num_signals)
+        except OSError:
+            time.sleep(RETRY)
+            continue
+        link = Link(connection, f"{host}:{port}", signer=signer)
+        link.send(**hello, **(signer.greeting if signer else {}))
+        return link
+    return None
+
+
+def exit_message(one: Exit) -> dict[str, Any]:
+    fields = dataclasses.asdict(one)
+    return {**fields, "tail": [line[:MAX_TAIL_LINE] for line in one.tail]}
+
+
+def parse_hello(message: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Returns the rank of a node, the number of nodes it knows, and its number of processes."""
+    checks = {
+        "node": _integer(0, MAX_NODES),
+        "nnodes": _integer(1, MAX_NODES),
+        "nproc": _integer(1, MAX_LOCAL),
+    }
+    _check(message, checks)
+    return message["node"], message["nnodes"], message["nproc"]
+
+
+def parse_report(
+    message: Mapping[str, Any], ranks: range
+) -> tuple[list[Exit], list[ProcessStatus] | None, bool | None]:
+    """Returns the exits, the statuses and the field `dead` of a report about processes with these ranks.
+
+    The last two are None if the report does not have them.
+    """
+    if unknown := set(message) - {"exits", "statuses", "dead"}:
+        raise InvalidMessage(f"field {min(unknown)[:99]!r}")
+    exits = [_parse_exit(fields, ranks) for fields in _list(message, "exits", len(ranks))]
+    statuses = None
+    if "statuses" in message:
+        found = _list(message, "statuses", len(ranks))
+        statuses = [_parse_status(fields, ranks) for fields in found]
+    dead = message.get("dead")
+    if dead not in (None, True, False) or isinstance(dead, int) and type(dead) is not bool:
+        raise InvalidMessage(f"dead={dead!r}"[:99])
+    return exits, statuses, dead
+
+
+def parse_command(message: Mapping[str, Any], num_local: int) -> dict[str, Any]:
+    """Returns a command of node 0 to a host of `num_local` processes; `ranks` are a RankAssignment."""
+    if [*message] == ["nonce"]:
+        raise InvalidMessage(f"a nonce: it has {SECRET_VARIABLE}; set the same on all hosts")
+    do = message.get("do")
+    if not isinstance(do, str) or do not in COMMANDS:
+        raise InvalidMessage(f"do={do!r}"[:99])
+    checks: dict[str, Callable[[Any], bool]] = {"do": lambda value: True}
+    if do == "start":
+        checks["ranks"] = lambda value: isinstance(value, dict)
+    elif do == "reject":
+        checks["fault"] = lambda value: _is_text(value, MAX_HELLO)
+    elif do == "end":
+        checks["code"] = _integer(-255, 255)
+    _check(message, checks)
+    if do != "start":
+        return dict(message)
+    ranks = message["ranks"]
+    checks = {
+        "address": lambda value: _is_text(value, 300),
+        "num_processes": _integer(1, MAX_NODES * MAX_LOCAL),
+        "first_rank": _integer(0, MAX_NODES * MAX_LOCAL),
+        "num_local": _integer(0, num_local),
+    }
+    _check(ranks, checks)
+    if ranks["first_rank"] + ranks["num_local"] > ranks["num_processes"]:
+        raise InvalidMessage("more ranks than processes")
+    return {"do": do, "ranks": RankAssignment(**ranks)}
+
+
+def _parse_exit(fields: Any, ranks: range) -> Exit:
+    checks = {
+        "rank": lambda value: is_integer(value, ranks.start, ranks.stop - 1),
+        "code": _integer(-255, 255),
+        "status": lambda value: True,
+        "tail": lambda value: (
+            isinstance(value, list) and all(isinstance(one, str) for one in value)
+        ),
+    }
+    _check(fields, checks)
+    return Exit(**{**fields, "status": _parse_status(fields["status"], ranks)})
+
+
+def _parse_status(fields: Any, ranks: range) -> ProcessStatus:
+    checks = {
+        "rank": lambda value: is_integer(value, ranks.start, ranks.stop - 1),
+        "pid": _integer(1, 2**31),
+        "phase": lambda value: isinstance(value, str) and value in progress.PHASES,
+        "current_step": _integer(-1, 2**53),
+        "first_step": _integer(-1, 2**53),
+    }
+    names = ("phase_age", "heartbeat_age", "stopped_for", "step_seconds")
+    _check(fields, checks | dict.fromkeys(names, _is_finite))
+    return ProcessStatus(**fields)
+
+
+def _check(fields: Any, checks: Mapping[str, Callable[[Any], bool]]) -> None:
+    """Raises InvalidMessage unless `fields` has exactly these names, with values that pass."""
+    if not isinstance(fields, dict) or set(fields) != set(checks):
+        raise InvalidMessage("other fields than " + ", ".join(checks))
+    for name, is_valid in checks.items():
+        if not is_valid(fields[name]):
+            raise InvalidMessage(f"{name}={fields[name]!r}"[:99])
+
+
+def _list(message: Mapping[str, Any], name: str, length: int) -> list[Any]:
+    found = message.get(name, [])
+    if not isinstance(found, list) or len(found) > length:
+        raise InvalidMessage(f"{name}={found!r}"[:99])
+    return found
+
+
+def _integer(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda value: is_integer(value, low, high)
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
+
+
+def _is_text(value: Any, length: int) -> bool:
+    return isinstance(value, str) and len(value) <= length and value.isprintable()

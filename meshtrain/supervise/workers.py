@@ -1,0 +1,279 @@
+"""Starts, observes and kills the processes of a run on one host, with all their subprocesses."""
+
+import collections
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshtrain.cluster import progress
+
+MAX_FINAL_READS = 100  # of 64 KiB, from a process that has ended
+
+KILL_TIMEOUT = 30.0  # seconds; a process may be blocked in the kernel
+
+MAX_LINE = 1 << 16  # bytes; a longer line is split
+
+TAIL = 30  # last lines of each process, shown if it fails
+
+# Executes a command after asking Linux to kill it when the thread that started it dies (1:
+# PR_SET_PDEATHSIG). A preexec_fn, between fork and exec, would not be safe with jax's threads.
+DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(parent):
+    os.execvp(command[0], command)
+"""
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """What a process is doing; times in seconds."""
+
+    rank: int
+    pid: int
+    phase: str
+    current_step: int
+    first_step: int  # of this attempt; -1 before it
+    phase_age: float  # time in this phase
+    heartbeat_age: float  # time since the last heartbeat; 0 before the first one
+    stopped_for: float  # time since a signal stopped it; 0 if it is running
+    step_seconds: float  # median duration of a step; 0 if unknown
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended."""
+
+    rank: int
+    code: int  # negative: the signal that killed it
+    status: ProcessStatus  # the last one
+    tail: list[str]
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """The ranks of the processes of one host in an attempt."""
+
+    address: str  # of process 0
+    num_processes: int  # over all hosts
+    first_rank: int
+    num_local: int
+
+
+class _Child:
+    def __init__(
+        self, rank: int, process: subprocess.Popen, path: Path, page: progress.ProgressPage
+    ):
+        self.rank, self.process, self.path, self.page = rank, process, path, page
+        self.tail: collections.deque = collections.deque(maxlen=TAIL)
+        self.partial_line = b""
+        self.stopped_since = 0.0
+        self.ended = False
+        # When this supervisor has last seen a change: the clock of a process may differ from its own, or jump.
+        self._seen: dict[str, tuple[tuple, float]] = {}
+
+    def changed_at(self, name: str, value: tuple) -> float:
+        """Returns the time, by this supervisor's clock, at which `value` had last changed."""
+        if self._seen.get(name, (None, 0.0))[0] != value:
+            self._seen[name] = value, time.monotonic()
+        return self._seen[name][1]
+
+
+class Workers:
+    """The processes on one host. `show(rank, line)` gets each line of output; `close` kills them."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        local_id: int = 0,
+        num_supervisors: int = 1,
+        logs: Path | None,
+        show: Callable[[int, str], None],
+    ):
+        """`local_id` is the rank of this supervisor among the `num_supervisors` of this host."""
+        self._command, self._environ, self._logs, self._show = command, dict(environ), logs, show
+        self._local_id, self._num_supervisors = local_id, num_supervisors
+        self._children: list[_Child] = []
+        self._ready = selectors.DefaultSelector()
+        self._folder = tempfile.TemporaryDirectory(prefix="meshtrain-")
+        self._attempt, self._polled_at = 0, time.monotonic()
+        self._resumed_at = 0.0  # when this supervisor itself was last stopped and continued
+
+    def start(self, ranks: RankAssignment) -> None:
+        self._attempt += 1
+        self._children = []
+        for i in range(ranks.num_local):
+            rank = ranks.first_rank + i
+            path = Path(self._folder.name) / f"{self._attempt}-{rank}"
+            path.parent.mkdir(exist_ok=True)  # in a long run, a cleaner of /tmp may have deleted it
+            page = progress.ProgressPage.create(path)
+            environ = {
+                **self._environ,
+                "JAX_COORDINATOR_ADDRESS": ranks.address,
+                "JAX_NUM_PROCESSES": str(ranks.num_processes),
+                "JAX_PROCESS_ID": str(rank),
+                "LOCAL_RANK": str(self._local_id * ranks.num_local + i),
+                "LOCAL_WORLD_SIZE": str(self._num_supervisors * ranks.num_local),
+                "PYTHONUNBUFFERED": "1",
+                progress.VARIABLE: str(path),
+            }
+            wrapper = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())]
+            process = subprocess.Popen(
+                [*wrapper, *self._command],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # its own process group: Ctrl-C reaches only the supervisor
+            )
+            os.set_blocking(process.stdout.fileno(), False)
+            child = _Child(rank, process, path, page)
+            self._ready.register(process.stdout, selectors.EVENT_READ, child)
+            self._children.append(child)
+            self._log(rank, f"---- attempt {self._attempt}, pid {process.pid} ----\n".encode())
+
+    def poll(self, seconds: float) -> None:
+        """Waits at most `seconds` for output, then shows and logs it."""
+        now = time.monotonic()
+        if now - self._polled_at > 5 + seconds:
+            # The supervisor itself was stopped: do not count that time against the processes.
+            self._resumed_at = now
+        self._polled_at = now
+        for key, _ in self._ready.select(seconds):
+            self._read(key.data)
+
+    def _read(self, child: _Child) -> None:
+        """Reads once only: a process that prints without pause must not block the others."""
+        try:
+            output = os.read(child.process.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        if not output:
+            self._ready.unregister(child.process.stdout)
+            return
+        self._log(child.rank, output)
+        *lines, child.partial_line = (child.partial_line + output).split(b"\n")
+        if len(child.partial_line) > MAX_LINE:
+            lines, child.partial_line = [*lines, child.partial_line], b""
+        for line in lines:
+            self._show_line(child, line)
+
+    def _show_line(self, child: _Child, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r")
+        child.tail.append(text)
+        self._show(child.rank, text)
+
+    def _log(self, rank: int, output: bytes) -> None:
+        if self._logs:
+            with contextlib.suppress(OSError):  # a full disk must not stop the training
+                with open(self._logs / f"rank-{rank}.log", "ab") as file:
+                    file.write(output)
+
+    def new_exits(self) -> list[Exit]:
+        """Returns the processes that have ended since the last call."""
+        found = []
+        for child in self._children:
+            if child.ended or child.process.poll() is None:
+                continue
+            child.ended = True
+            self._drain(child)
+            code = child.process.returncode
+            found.append(Exit(child.rank, code, self._status(child), list(child.tail)))
+        return found
+
+    def _drain(self, child: _Child) -> None:
+        pipe = child.process.stdout
+        for _ in range(MAX_FINAL_READS):
+            if pipe in self._ready.get_map():
+                self._read(child)
+        if pipe in self._ready.get_map():  # a subprocess still has it open
+            self._ready.unregister(pipe)
+        if child.partial_line:
+            self._show_line(child, child.partial_line)
+        pipe.close()
+
+    def statuses(self) -> list[ProcessStatus]:
+        """Returns the status of each process that is still running."""
+        return [self._status(child) for child in self._children if not child.ended]
+
+    def _status(self, child: _Child) -> ProcessStatus:
+        page, now = child.page, time.monotonic()
+        if not _is_stopped(child.process.pid):
+            child.stopped_since = 0.0
+        elif not child.stopped_since:
+            child.stopped_since = now
+        heartbeat = child.changed_at("heartbeat", (page["heartbeat"],))
+        phase = (page.phase, page["phase_start"], page["current_step"])
+        phase_start = child.changed_at("phase", phase)
+        return ProcessStatus(
+            rank=child.rank,
+            pid=child.process.pid,
+            phase=page.phase,
+            current_step=int(page["current_step"]),
+            first_step=int(page["first_step"]),
+            phase_age=max(0.0, now - max(phase_start, self._resumed_at)),
+            heartbeat_age=max(0.0, now - max(heartbeat, self._resumed_at))
+            if page["heartbeat"]
+            else 0.0,
+            stopped_for=now - child.stopped_since if child.stopped_since else 0.0,
+            step_seconds=page["step_seconds"],
+        )
+
+    def first_status(self) -> ProcessStatus | None:
+        """Returns the last status of the first process on this host."""
+        return self._status(self._children[0]) if self._children else None
+
+    def first_phase_seconds(self) -> dict[str, float]:
+        """Returns the time that the first process on this host has spent in each phase."""
+        return self._children[0].page.seconds() if self._children else {}
+
+    def request_stop(self) -> None:
+        """Asks all processes to save and stop, without a signal: a second one, from the cluster, would abort."""
+        for child in self._children:
+            child.page["stop_requested"] = 1
+
+    def dump_stacks(self) -> None:
+        """Makes all processes print their stacks."""
+        for child in self._children:
+            if not child.ended:
+                child.process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """Kills each process group, even if its first process has ended, and waits for the processes."""
+        for child in self._children:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+        for child in self._children:
+            try:
+                child.process.wait(KILL_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                message = f"pid {child.process.pid} cannot be killed; continuing without it"
+                self._show(child.rank, message)
+            if not child.ended:
+                self._drain(child)
+            child.path.unlink(missing_ok=True)
+        self._children = []  # from now on the system may reuse their pids
+
+    def close(self) -> None:
+        self.kill()
+        self._ready.close()
+        self._folder.cleanup()
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False

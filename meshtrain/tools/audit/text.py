@@ -1,0 +1,166 @@
+"""Formats an audit as text of at most 100 columns."""
+
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from meshtrain.tools.audit.minimum import PARAMETER_GATHER, Explanation
+from meshtrain.tools.audit.warnings import axes_label
+
+WIDTH = 100
+
+MAX_WARNINGS = 20
+
+
+def lines(audit: Any) -> Iterator[str]:
+    """Yields the lines of an Audit: totals by axis, collectives, bytes above the minimum, warnings."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in audit.mesh.items() if size > 1)
+    slices = f" · {audit.links.num_slices} slices" if audit.links.num_slices > 1 else ""
+    yield f"mesh {mesh or 'one device'}{slices} · {audit.device} · compiled for {audit.platform}"
+    yield f"{audit.param_bytes:,} bytes of parameters on each device"
+    yield ""
+    yield f"{'bytes each device sends in a step, over':44}{'bytes':>16}{'minimum':>16}{'ratio':>9}"
+    for total in audit.axes:
+        is_known = total.minimum is not None
+        minimum = f"{total.minimum:>16,.0f}" if is_known else f"{'unknown':>16}"
+        ratio = f"{total.ratio:>9.3f}" if total.ratio is not None else ""
+        yield f"  {total.name:42}{total.bytes:>16,.0f}{minimum}{ratio}"
+    if not audit.axes:
+        yield "  nothing: no collective, and none needed"
+    yield from _links(audit.links)
+    yield from _collectives(audit.explanations)
+    yield from _differences(audit)
+    yield from _imbalance(audit.imbalance)
+    yield from _memory(audit.memory)
+    yield from (f"  {line}" for line in audit.ways_out)
+    yield from _roofline(audit.roofline)
+    yield ""
+    yield f"{len(audit.warnings) or 'no'} warning{'s' * (len(audit.warnings) != 1)}"
+    for warning in audit.warnings[:MAX_WARNINGS]:
+        yield from _wrapped("! ", warning)
+    if len(audit.warnings) > MAX_WARNINGS:
+        yield f"! and {len(audit.warnings) - MAX_WARNINGS} more warnings, about fewer bytes"
+
+
+def _links(links: Any) -> Iterator[str]:
+    """Yields the bytes by link, if there is more than one link."""
+    columns = {"host": "within a host", "hosts": "between hosts", "slices": "between slices"}
+    if links.num_hosts == links.num_slices:  # of TPUs, all hosts of a slice share its fast network
+        columns = {"host": "within a slice", "slices": "between slices"}
+    if links.num_slices == 1:
+        del columns["slices"]
+    if links.num_hosts == 1 or not links.by_axes:
+        return
+    yield ""
+    yield f"{'of these bytes, over links':44}{''.join(f'{name:>16}' for name in columns.values())}"
+    for row in links.by_axes:
+        yield f"  {row.axes:42}{''.join(f'{getattr(row, link):>16,.0f}' for link in columns)}"
+    leaving = {"hosts": links.leaving_host, "slices": links.leaving_slice}
+    for link in [*columns][1:]:
+        place = link.removesuffix("s")
+        yield f"  {f'all devices of a {place} send to other {link}':42}{leaving[link]:>16,.0f}"
+
+
+def _collectives(explanations: list[Explanation]) -> Iterator[str]:
+    merged: dict[tuple, list[Explanation]] = defaultdict(list)
+    for explanation in explanations:
+        c = explanation.collective
+        merged[axes_label(c.axes), explanation.label, c.kind, c.source].append(explanation)
+    last = None
+    for (axes, label, kind, source), group in sorted(merged.items(), key=lambda item: item[0]):
+        if (axes, label) != last:
+            yield ""
+            yield f"{axes}: {label}"
+            last = axes, label
+        count = sum(explanation.collective.count for explanation in group)
+        num_bytes = sum(explanation.collective.bytes for explanation in group)
+        where = textwrap.shorten(source or "(no source line)", 50, placeholder="...")
+        yield f"  {kind:20}{count:>6g} x{num_bytes / count:>13,.0f}  {where}"
+
+
+def _differences(audit: Any) -> Iterator[str]:
+    yield ""
+    yield "bytes above the minimum"
+    for axes, label, reason, num_bytes in audit.extra_bytes:
+        yield from _wrapped(f"  {num_bytes:+15,.0f}  ", f"{axes}: {label}: {reason}")
+    if not audit.extra_bytes:
+        yield "  none"
+    for axes, role, num_bytes in audit.unsent_bytes:
+        reason = "this program does not need them"
+        if role == PARAMETER_GATHER:
+            reason = (
+                "parameters stay gathered for several passes or micro-batches, which costs memory"
+            )
+        text = f"{axes}: {role}: {num_bytes:,.0f} bytes that this layout may send are not sent: {reason}"
+        yield from _wrapped("  note: ", text)
+    notes = [explanation.collective.notes for explanation in audit.explanations]
+    for note in sorted({note for each in notes for note in each}):
+        count = sum(note in each for each in notes)
+        yield from _wrapped("  note: ", f"{count} of the tensors: {note}")
+
+
+def _imbalance(imbalance: Any) -> Iterator[str]:
+    if imbalance is None:
+        return
+    yield ""
+    yield f"most query/key pairs of a device over the mean: {imbalance.zigzag:.3f} (zigzag order)"
+    of = f"{imbalance.contiguous:.3f} with contiguous parts of sequences · of {imbalance.of}"
+    yield from _wrapped("  ", of)
+
+
+def _wrapped(start: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+    )
+
+
+def _memory(memory: Any) -> Iterator[str]:
+    if memory is None:
+        return
+    yield ""
+    yield f"{'memory of each device, in the step':44}{'bytes':>16}"
+    state = ("parameters", "optimizer_state", *(["residual"] if memory.residual else []))
+    for name in (*state, "batch", "activations", "gradients", "temporaries", "peak"):
+        label = {"activations": "activations kept"}.get(name, name.replace("_", " "))
+        yield f"  {label:42}{getattr(memory, name):>16,}"
+    if memory.capacity:
+        free = memory.capacity - memory.peak
+        verdict = (
+            f"fits: {free / 1e9:,.1f} GB free"
+            if memory.fits
+            else f"does NOT fit: {-free / 1e9:,.1f} GB too much"
+        )
+        yield f"  {'capacity':42}{memory.capacity:>16,.0f}  {verdict}"
+
+
+def _roofline(roofline: Any) -> Iterator[str]:
+    if roofline is None:
+        return
+    yield ""
+    title = f"roofline on {roofline.device}, of one step"
+    yield f"{title:32}{'TFLOPs':>12}{'GB of HBM':>12}{'ms at peak':>12}{'ms by rule':>12}"
+    for row in roofline.rows:
+        times = f"{row.seconds * 1e3:>12,.2f}{row.ceiling_seconds * 1e3:>12,.2f}"
+        yield f"  {row.name:30}{row.flops / 1e12:>12,.3f}{row.hbm_bytes / 1e9:>12,.2f}{times}"
+    for one in roofline.transfers:
+        times = f"{one.seconds * 1e3:>12,.2f}{one.exposed * 1e3:>12,.2f}"
+        link = f"{one.bytes / 1e9:,.2f} GB at {one.rate / 1e9:,.0f} GB/s"
+        yield f"  {one.kind + ' over ' + one.name:30}{link:>24}{times}"
+    total, mfu = f"{roofline.seconds * 1e3:,.2f} ms", roofline.mfu
+    missing = "the model does not count its FLOPs" if roofline.has_all_counts else "see the note"
+    ceiling = f"MFU at most {mfu:.1%}" if mfu else f"no ceiling of MFU: {missing}"
+    yield from _wrapped("  ", f"a step takes at least {total} · {ceiling} · rule: {roofline.rule}")
+    if not roofline.has_all_counts:
+        yield "  note: a loop of unknown length counts as one iteration: the figures are too low"
+    if roofline.is_balanced:
+        yield "  note: for balanced routing: rows of experts beyond an equal share are not counted"
+    yield ""
+    yield f"{'GB of HBM':>9}{'runs':>7}  most bytes: group, pass, source, operation"
+    for one in roofline.operations[:20]:
+        text = f"{one.group}, {one.phase}, {one.source}, {one.name}"
+        yield f"{one.hbm_bytes / 1e9:>9,.2f}{one.runs:>7,.0f}  {text}"

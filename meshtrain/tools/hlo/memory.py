@@ -1,0 +1,117 @@
+"""The memory that a compiled step needs on each device, compared with what the device has."""
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshtrain import hardware
+from meshtrain import state as states
+from meshtrain.cluster import limits
+from meshtrain.models import trees
+from meshtrain.tools.hlo import activations, hlo
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each device while a step runs; all but `capacity` add up to `peak`."""
+
+    parameters: int
+    optimizer_state: int
+    batch: int  # with other small arguments
+    activations: int  # kept from the forward pass for the backward pass
+    gradients: int  # without those that use the memory of activations that are no longer needed
+    temporaries: int  # what operations need, and activations that are computed again
+    peak: int
+    capacity: float | None  # None if unknown
+    residual: int = 0  # of compressed gradients, see `parallel.sync`
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.capacity is None else self.peak <= self.capacity
+
+
+def memory_of(
+    program: Any,
+    compiled: jax.stages.Compiled,
+    *,
+    allocated: int = 0,
+    module: hlo.Module | None = None,
+) -> Memory | None:
+    """Returns the memory of the compiled step of a `program.Program`; None if the compiler does not report it.
+
+    `allocated`: bytes of the state that each device holds already. `module`: the step's HLO, if it is parsed already.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    state = program.abstract_state
+    arguments = stats.argument_size_in_bytes
+    buffers = arguments + stats.temp_size_in_bytes + stats.output_size_in_bytes
+    buffers -= stats.alias_size_in_bytes
+    # On CPU the peak that XLA reports lacks the temporaries (jaxlib 0.10.2 and 0.12.0.1).
+    on_cpu = program.mesh.devices.flat[0].platform == "cpu"
+    reported = 0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0)
+    peak = max(reported or buffers, arguments)
+    gradients = jax.tree.map(
+        lambda leaf, sharding: leaf.update(sharding=sharding),
+        trees.intersect(state.params, program.grad_shardings),
+        program.grad_shardings,
+    )
+    free = peak - arguments
+    # The HLO of another version of XLA may have another form. No run ends for that; temporaries include them then.
+    kept = 0
+    with contextlib.suppress(LookupError, StopIteration, TypeError, ValueError):
+        module = module or hlo.parse(compiled.as_text() or "")
+        kept = min(activations.kept_bytes(module, state.params), free)
+    gradient_bytes = min(states.bytes_per_device(gradients), free - kept)
+    parts = state.params, state.opt_state, state.residual
+    parameters, optimizer_state, residual = map(states.bytes_per_device, parts)
+    return Memory(
+        parameters=parameters,
+        optimizer_state=optimizer_state,
+        residual=residual,
+        batch=arguments - parameters - optimizer_state - residual,
+        activations=kept,
+        gradients=gradient_bytes,
+        temporaries=free - kept - gradient_bytes,
+        peak=peak,
+        capacity=_capacity(program.mesh, allocated),
+    )
+
+
+def describe_memory(memory: Memory) -> str:
+    """Returns what a step needs and what there is, in one line."""
+    state = memory.parameters + memory.optimizer_state + memory.residual
+    over = (
+        f": {gigabytes(memory.peak - memory.capacity)} GB too much" if memory.fits is False else ""
+    )
+    capacity = f" of {gigabytes(memory.capacity)}" if memory.capacity else ""
+    kept = (
+        f"activations {gigabytes(memory.activations)}, "
+        if memory.activations
+        else "activations and "
+    )
+    return (
+        f"the step needs {gigabytes(memory.peak)}{capacity} GB on each device{over}: state {gigabytes(state)}, "
+        f"gradients {gigabytes(memory.gradients)}, {kept}temporaries {gigabytes(memory.temporaries)}"
+    )
+
+
+def gigabytes(size: float) -> str:
+    """Returns bytes in units of 10^9 bytes, with three digits."""
+    return f"{size / 1e9:.3g}" if size < 1e11 else f"{size / 1e9:,.0f}"
+
+
+def _capacity(mesh: jax.sharding.Mesh, allocated: int) -> float | None:
+    """Returns the bytes of a device; of simulated devices, their share of the host's free memory."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        free = limits.available_memory() / jax.local_device_count() + allocated
+        return free if math.isfinite(free) else None
+    is_here = device in jax.local_devices()  # else it may be of a topology, which reports nothing
+    reported = (device.memory_stats() or {}).get("bytes_limit") if is_here else None
+    row = hardware.device_of(device.device_kind)
+    return reported or (row and row.memory)

@@ -1,0 +1,80 @@
+"""The values that --fix gives to layouts, checked before jax is loaded."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from meshtrain.config import checks, schema
+from meshtrain.config.schema import AXES, KEEP, MeshConfig
+from meshtrain.errors import ConfigError, did_you_mean, nearest_divisors
+from meshtrain.schedules import SCHEDULES
+from meshtrain.tools.plan.layout import REMATS
+
+# The values that each key of a layout may have, as the command line has the keys; None: any number from 1 up.
+KEYS: dict[str, tuple | None] = {
+    **{f"mesh.{axis}": None for axis in AXES},
+    "train.zero_stage": (0, 1, 2, 3),
+    "train.num_microbatches": None,
+    "train.remat": REMATS,
+    "pipeline.schedule": tuple(SCHEDULES),
+    "pipeline.num_chunks": None,
+    "pipeline.keep": KEEP,
+    "sync.wire": schema.SYNC_DTYPES,
+    "sync.pattern": schema.SYNC_PATTERNS,
+    "model.loss_chunk_mib": None,
+}
+
+
+def mesh_faults(config: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
+    """Returns why the trainer refuses a mesh for the model and the data of a config; other axes count as 1."""
+    mesh, model = MeshConfig(**sizes), config["model"]
+    faults = checks.batch_faults(
+        mesh, global_batch=config["train"]["global_batch"], num_microbatches=1
+    )
+    faults += checks.tensor_faults(model, mesh.tensor) + checks.expert_faults(model, mesh.expert)
+    return faults + checks.sequence_faults(config["data"], mesh.context)
+
+
+def fixed_faults(
+    config: Mapping[str, Any], sizes: Mapping[str, int], num_devices: int
+) -> list[str]:
+    """Returns why no mesh of the devices has these sizes of some axes."""
+    if num_devices % math.prod(sizes.values()) == 0:
+        return mesh_faults(config, sizes)
+    (axis, size), *others = sizes.items()
+    use = f"{nearest_divisors(num_devices, size)}, or " if not others else ""
+    given = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    return [f"{given}: {num_devices} devices are not divisible by it; use {use}other sizes"]
+
+
+def auto_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the sizes of the mesh that `mesh.auto` keeps."""
+    return {axis: size for axis in AXES if (size := config["mesh"][axis]) > 1}
+
+
+def values(
+    flags: list[tuple[str, str]], num_devices: int, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the values of layouts that (flag, KEY=VALUE) fix, by field of Layout.
+
+    Raises ConfigError for keys that no layout sets, values that a key cannot have, and meshes that do not divide
+    the devices or do not fit the config.
+    """
+    found, faults = {}, []
+    for name, flag in flags:
+        key, _, value = flag.partition("=")
+        if key not in KEYS:
+            near = did_you_mean(key, KEYS)
+            faults.append(f"{name}={flag}: unknown key{near}; use one of {', '.join(KEYS)}")
+            continue
+        choices = [str(choice) for choice in KEYS[key] or ()]
+        is_number = value.isdecimal() and int(value) >= 1
+        if value not in choices if choices else not is_number:
+            use = f"one of {', '.join(choices)}" if choices else "a number from 1 up"
+            faults.append(f"{name}={flag}: use {use}")
+            continue
+        found[key.rpartition(".")[2]] = int(value) if value.isdecimal() else value
+    sizes = {axis: found[axis] for axis in AXES if axis in found}
+    if faults := faults or fixed_faults(config, sizes, num_devices):
+        raise ConfigError(*faults)
+    return found

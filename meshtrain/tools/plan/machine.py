@@ -1,0 +1,218 @@
+"""The devices as the planner sees them: sustained speeds, links along each mesh axis, measured or from the table."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from meshtrain.cluster import limits
+from meshtrain.errors import ConfigError
+from meshtrain.hardware import Device
+
+# What is sustained, as a part of the data sheet's figure. Fitted to half of the published steps that
+# benchmarks/plan.py replays (its table names them), and of the size that others measured: matrix products by cuBLAS
+# on A100 and H100, 230 to 260 of 312 and 650 to 750 of 989 TFLOP/s; NCCL inside a host 394 of 450 GB/s on 8 H100.
+PRODUCTS = {"gpu": 0.74, "tpu": 0.85, "measured": 1.0}
+
+ATTENTION = {"gpu": (0.55, 0.45), "tpu": (0.45, 0.40), "measured": (0.5, 0.5)}  # forward, backward
+
+MEMORY = 0.80
+
+LINK = 0.80
+
+NETWORK = 0.65
+
+LAUNCH = {"gpu": 4e-6, "tpu": 1e-6, "measured": 10e-6}  # seconds of an operation that does nothing
+
+# Measured / predicted of trainers that XLA compiles, the median of their published steps: nothing is tuned by hand.
+# Those on GPUs are on several. On one H200, meshtrain's own steps took 1.00 and 0.97 of the prediction.
+XLA = {"gpu": 1.25, "tpu": 1.0, "measured": 1.0}
+
+LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds of a collective of no bytes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one kind, `per_host` on each host; of TPUs, `per_host` is a slice, whose network is the torus."""
+
+    device: Device
+    num_devices: int
+    per_host: int
+
+    @property
+    def kind(self) -> str:
+        if self.device.latency:
+            return "measured"
+        return "gpu" if self.device.chip else "tpu"
+
+    @property
+    def of_xla(self) -> float:
+        """The factor of a predicted step: that of XLA on several devices, 1 on one."""
+        return XLA[self.kind] if self.num_devices > 1 else 1.0
+
+    def products(self, flops: float, num_bytes: float) -> float:
+        """Returns the seconds of a 16-bit matrix product: arithmetic, and the memory that it reads and writes."""
+        return flops / (self.device.flops_16 * PRODUCTS[self.kind]) + self.memory(num_bytes)
+
+    def attention(self, flops: float, *, backward: bool) -> float:
+        """Returns the seconds of fused attention."""
+        return flops / (self.device.flops_16 * ATTENTION[self.kind][backward])
+
+    def memory(self, num_bytes: float) -> float:
+        """Returns the seconds in which a device reads or writes these bytes."""
+        return num_bytes / (self.device.bandwidth * MEMORY)
+
+    def link_of(self, size: int, stride: int) -> str:
+        """Returns the slowest link along an axis of `size` devices that are `stride` apart: link, network or none."""
+        if size == 1:
+            return "none"
+        return "link" if size * stride <= self.per_host else "network"
+
+    def collective(self, num_bytes: float, size: int, stride: int) -> float:
+        """Returns the seconds in which each of `size` devices gathers, or reduces and scatters, `num_bytes` in total.
+
+        Each sends the (size - 1) / size of the bytes. Of an axis that leaves the host, the members inside one share
+        its network cards, one card for each device.
+        """
+        if size == 1 or not num_bytes:
+            return 0.0
+        rate = self.device.link * LINK
+        where = self.link_of(size, stride)
+        if where == "network":
+            members = max(1, self.per_host // stride)
+            rate = min(rate, members * (self.device.network or self.device.link) * NETWORK)
+        return num_bytes * (size - 1) / size / rate + self._latency(where)
+
+    def parts_inside(self, size: int, stride: int) -> int:
+        """Returns how many of `size` devices share a host, if all hosts hold equally many; else 1."""
+        inside = min(size, self.per_host // stride)
+        return inside if inside and self.per_host % stride == 0 and size % inside == 0 else 1
+
+    def exchange(self, num_bytes: float, size: int, stride: int, *, is_ring: bool) -> float:
+        """Returns the seconds in which each of `size` devices sends 1 / `size` of `num_bytes` to each other one.
+
+        In a ring everything goes to the next device, in `size` - 1 steps; so one of a host sends all that leaves it.
+        """
+        where = self.link_of(size, stride)
+        if where == "none":
+            return 0.0
+        link, network = self.device.link * LINK, self.device.network * NETWORK
+        if where == "link":
+            sent, rate = num_bytes * (size - 1) / size, link
+        else:
+            inside = 1 if is_ring else self.parts_inside(size, stride)
+            sent, rate = num_bytes * (size - inside) / size, min(link, network or link)
+        return sent / rate + self._latency(where) * (size - 1 if is_ring else 1)
+
+    def send(self, num_bytes: float, stride: int) -> float:
+        """Returns the seconds in which a device sends to the one `stride` further."""
+        where = self.link_of(2, stride)
+        rate = self.device.link * LINK if where == "link" else self.device.network * NETWORK
+        return num_bytes / (rate or self.device.link * LINK) + self._latency(where)
+
+    def _latency(self, where: str) -> float:
+        return self.device.latency or LATENCY[where]
+
+
+MATRIX_SIZE = 384  # of the matrices
+
+COPIED_ELEMENTS = 1 << 20  # elements of the arrays that are copied and summed
+
+REPEATS = 3
+
+
+def measure_host() -> Device:
+    """Returns all devices of this job as a row of the table of hardware; all processes must call it.
+
+    Every device works at the same time, so what they share is shared in the figures too. The link is that of the
+    slowest pair.
+    """
+    devices = jax.devices()
+    num = len(devices)
+    mesh = jax.sharding.Mesh(np.array(devices), ("all",))
+    of_all = PartitionSpec("all")
+
+    def ones(*shape: int) -> jax.Array:
+        make = jax.jit(
+            lambda: jnp.ones((num, *shape)), out_shardings=jax.NamedSharding(mesh, of_all)
+        )
+        return make()
+
+    summed = jax.shard_map(
+        lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=of_all, out_specs=PartitionSpec()
+    )
+    of_product = _seconds(
+        lambda x: jnp.einsum("bij,bjk->bik", x, x), ones(MATRIX_SIZE, MATRIX_SIZE)
+    )
+    large = ones(COPIED_ELEMENTS)
+    of_copy, of_sum = _seconds(lambda x: x + 1, large), _seconds(summed, large)
+    latency = _seconds(summed, ones(1))
+    sent = 2 * (num - 1) / num * 4 * COPIED_ELEMENTS  # of an all-reduce, from each device
+    link = sent / max(of_sum - latency, 1e-6) if num > 1 else float("inf")
+    flops = 2 * MATRIX_SIZE**3 / of_product
+    return Device(
+        jax.devices()[0].platform,
+        (),
+        flops_16=flops,
+        flops_32=flops,
+        memory=_memory(),
+        bandwidth=2 * 4 * COPIED_ELEMENTS / of_copy,  # read and written
+        link=link,
+        network=link,
+        latency=latency,
+    )
+
+
+def _seconds(function: Callable, x: jax.Array) -> float:
+    """Returns the shortest time of a call, without compiling."""
+    compiled = jax.jit(function).lower(x).compile()
+    times = []
+    for _ in range(1 + REPEATS):
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(x))
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+def _memory() -> float:
+    """Returns the bytes of a device; of simulated devices, their share of the host's free memory."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return limits.available_memory() / jax.local_device_count()
+    return (device.memory_stats() or {}).get("bytes_limit", float("inf"))
+
+
+SKIPPED_ROWS = 5  # rows that are left out: the first steps compile, read caches and fill queues
+
+
+def measured_factor(workdir: Path) -> float:
+    """Returns measured / predicted, the median over the rows of a run's metrics.jsonl that have both.
+
+    Raises ConfigError if there is no such row.
+    """
+    file = workdir / "metrics.jsonl"
+    try:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--measured={workdir}: metrics.jsonl cannot be read ({error})"
+        ) from error
+    ratios = [
+        row["step_time"] / row["predicted_step_time"]
+        for row in rows
+        if row.get("step_time") and row.get("predicted_step_time")
+    ]
+    ratios = ratios[SKIPPED_ROWS:] or ratios
+    if not ratios:
+        raise ConfigError(
+            f"--measured={workdir}: no row of metrics.jsonl has predicted_step_time, which runs on devices of "
+            f"meshtrain/hardware.py write; use such a run"
+        )
+    return statistics.median(ratios)

@@ -1,0 +1,50 @@
+"""The step time of a run, predicted as `meshtrain plan` does; metrics.jsonl has it next to the measured one."""
+
+from typing import Any
+
+import jax
+
+from meshtrain import hardware
+from meshtrain.config.schema import AXES, Config
+from meshtrain.models.base import Model, Params
+from meshtrain.tools.plan.cost import step_cost
+from meshtrain.tools.plan.layout import Layout
+from meshtrain.tools.plan.machine import Machine
+from meshtrain.tools.plan.work import work_of
+
+
+def step_seconds(
+    cfg: Config, model: Model, params: Params, batch: Any, device: hardware.Device | None
+) -> float | None:
+    """Returns the predicted seconds of a step; None for devices or data whose figures are not known.
+
+    `params` and `batch` need shapes only.
+    """
+    seq_len = cfg.data.options.get("seq_len")
+    if device is None or seq_len is None:
+        return None
+    row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch)
+    layout = layout_of(cfg)
+    num_devices = layout.num_devices
+    per_host = jax.local_device_count() if device.chip else num_devices // cfg.mesh.slices
+    machine = Machine(device, num_devices, min(per_host, num_devices))
+    work = work_of(cfg, model, params, row)
+    return machine.of_xla * step_cost(work, layout, machine, seq_len).seconds
+
+
+def layout_of(cfg: Config) -> Layout:
+    """Returns the layout of a config whose mesh is resolved."""
+    sizes, train = {axis: getattr(cfg.mesh, axis) for axis in AXES}, cfg.train
+    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    return Layout(
+        **sizes,
+        zero_stage=train.zero_stage,
+        rows=train.global_batch // shards // train.num_microbatches,
+        num_microbatches=train.num_microbatches,
+        schedule=cfg.pipeline.schedule,
+        num_chunks=cfg.pipeline.num_chunks,
+        keep=cfg.pipeline.keep,
+        remat=train.remat,
+        sync=cfg.sync,
+        loss_chunk_mib=cfg.model.options.get("loss_chunk_mib", 0.0),
+    )

@@ -1,0 +1,437 @@
+"""Laws of a run of `train`: what surrounds a step is right, and the same after interruptions on any mesh."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshtrain.checkpoint import manifest
+from meshtrain.checkpoint.find import FOLDER
+from meshtrain.cluster import progress
+from meshtrain.config import checks
+from meshtrain.config.build import build_model
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import AXES
+from meshtrain.configs import default
+from meshtrain.data import tokens
+from meshtrain.data.source import Source
+from meshtrain.metrics import Metrics, weighted
+from meshtrain.models.base import Model
+from meshtrain.monitor import health
+from meshtrain.optim import base as optim
+from meshtrain.state import evaluation_params
+from meshtrain.tools.verify import certificate
+from meshtrain.tools.verify.certificate import Trees
+from meshtrain.tools.verify.reference import model as reference_model
+from meshtrain.tools.verify.reference import step as reference_step
+from meshtrain.train import Result, train
+
+STEPS, WARMUP_STEPS, NUM_LAYERS = 64, 8, 2
+
+EVAL_EVERY, EVAL_BATCHES, SAVE_EVERY = 20, 3, 28
+
+CRASH = 56  # step of the checkpoint from which a run resumes after a crash just after its rollback
+
+EARLY_CRASH = 28  # the same, of a crash before the loss spike
+
+SPIKE = CRASH  # batch with a loss spike: found after the next step, and rolled back to step CRASH
+
+STOP = 61  # step at which a run stops, because it was asked to in the evaluation before
+
+SKIPPED = (10, 55, 59, 62)  # batches whose loss is not finite; after the rollback two batches later
+
+NO_VALUE = -1.0  # in Run.rows
+
+TIMES = ("step_time", "data_wait", "tokens_per_second", "mfu")  # columns of metrics.jsonl
+
+
+class Run(NamedTuple):
+    """A finished run."""
+
+    rows: dict[str, np.ndarray]  # column of metrics.jsonl -> (steps,)
+    events: list[dict[str, Any]]  # skips, spikes and rollbacks from step CRASH on
+    saved: manifest.Manifest  # of the last checkpoint
+    result: Result
+
+
+class Setup(NamedTuple):
+    """What the runs of a subject have in common."""
+
+    raw: dict[str, Any]
+    model: Model
+    source: Source  # of batches for `_with_events`
+    meshes: tuple[dict[str, int], dict[str, int]]  # axis sizes and num_microbatches
+    zero_gradients: list[str]  # see `certificate.compare`
+
+    @property
+    def global_batch(self) -> int:
+        return self.raw["train"]["global_batch"]
+
+
+def setup_of(subject: Any) -> Setup:
+    """Returns the settings, model and data of a subject's runs."""
+    raw, own = copy.deepcopy(subject.raw), default_settings()
+    raw["train"].update(steps=STEPS, log_every=1)
+    raw["optim"].update(schedule="cosine", warmup_steps=WARMUP_STEPS, final_fraction=0.1)
+    raw["optim"].update(clip_norm=subject.clip_norm)
+    raw["eval"].update(every=EVAL_EVERY, batches=EVAL_BATCHES)
+    raw["checkpoint"] = own["checkpoint"] | {"every": SAVE_EVERY, "keep": STEPS}
+    raw["divergence"] = own["divergence"] | {"rollback": True}
+    raw["health"]["every"] = 0  # `run_laws.replicas` checks it
+    model = subject.model
+    if subject.name == raw["model"]["build"]:
+        small = {"num_layers": NUM_LAYERS, "first_dense_layers": 0, "z_loss": 1e-3}
+        raw["model"].update({key: n for key, n in small.items() if key in raw["model"]})
+        model = build_model(parse(raw))
+    masks = subject.is_text
+    grads = subject.steps(packing=False, masks=masks, dropout=subject.model.row_keys)[0].grads
+    samples, _ = subject.batches(packing=False, masks=masks)
+    source = _numbered(samples, raw["train"]["global_batch"])
+    zero = certificate.zero_gradient_names(grads)
+    return Setup(raw, model, source, _meshes(raw, model), zero)
+
+
+def _meshes(raw: dict[str, Any], model: Model) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns a mesh with data and fsdp, and one with pipeline, tensor and fsdp as far as possible."""
+    num_devices = jax.device_count()
+    half = 2 if num_devices % 2 == 0 else 1
+    pipeline = half if model.block else 1
+    tensor = 2 if num_devices % (2 * pipeline) == 0 else 1
+    tensor = 1 if checks.tensor_faults(raw["model"], tensor) else tensor
+    fsdp = num_devices // pipeline // tensor
+    second = {"pipeline": pipeline, "tensor": tensor, "fsdp": fsdp, "num_microbatches": 4}
+    return {"data": num_devices // half, "fsdp": half, "num_microbatches": 2}, second
+
+
+def all_runs(setup: Setup) -> dict[str, Run]:
+    """Returns the undisturbed run and the interrupted runs, by name."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        original = Path(folder, "undisturbed")
+        runs = {"undisturbed": _run(setup, original)}
+        crashes = {"resumed": CRASH, "resumed on another mesh": EARLY_CRASH}
+        for (name, crash), mesh in zip(crashes.items(), setup.meshes, strict=True):
+            workdir = Path(folder, name)
+            # What is left after a crash before the next save.
+            shutil.copytree(original / FOLDER / str(crash), workdir / FOLDER / str(crash))
+            shutil.copy(original / "metrics.jsonl", workdir)
+            if crash == CRASH:
+                lines = (original / "events.jsonl").read_text().splitlines(keepends=True)
+                last = max((n for n, line in enumerate(lines) if '"rollback"' in line), default=-1)
+                (workdir / "events.jsonl").write_text("".join(lines[: last + 1]))
+            step = _train(setup, mesh, workdir, stop=True).step
+            assert step == STOP, f"asked to stop at step {STOP}, the run stopped at step {step}"
+            runs[name] = _run(setup, workdir)
+    return runs
+
+
+def _run(setup: Setup, workdir: Path) -> Run:
+    """Trains to the last step on the first mesh."""
+    result = _train(setup, setup.meshes[0], workdir)
+    lines, events = (
+        [json.loads(line) for line in (workdir / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "events.jsonl")
+    )
+    rows = {
+        name: np.array([NO_VALUE if (x := row.get(name)) is None else x for row in lines], float)
+        for name in sorted({name for row in lines for name in row} - {*TIMES})
+    }
+    kept = ("skip", "spike", "rollback")
+    events = [one for one in events if one["event"] in kept and one["step"] >= CRASH]
+    saved = manifest.read(workdir / FOLDER / str(result.step))
+    return Run(rows, events, saved, result._replace(state=jax.device_get(result.state)))
+
+
+def _train(setup: Setup, mesh: dict[str, int], workdir: Path, *, stop: bool = False) -> Result:
+    """Trains on a mesh; with `stop`, asks the run to stop during the evaluation before step STOP."""
+    raw = copy.deepcopy(setup.raw)
+    raw["train"]["num_microbatches"] = mesh["num_microbatches"]
+    raw["mesh"] = {axis: mesh.get(axis, 1) for axis in AXES}
+    raw["pipeline"].update(schedule="1f1b", num_chunks=1)
+    page = progress.ProgressPage.create(path := workdir.parent / "page")
+
+    def read(indices: np.ndarray) -> Any:
+        if stop and page["current_step"] == STOP - 2:
+            page["stop_requested"] = 1  # as the supervisor does
+        return setup.source.read(indices)
+
+    os.environ[progress.VARIABLE] = str(path)
+    try:
+        data = {"data": setup.source, "eval_data": Source(read)}
+        result = train(raw, workdir=workdir, model=_with_events(setup.model), **data)
+    finally:
+        del os.environ[progress.VARIABLE]
+    if result.interrupted and not stop:  # by a signal, which `train` has received
+        raise KeyboardInterrupt
+    return result
+
+
+def _numbered(samples: Any, global_batch: int) -> Source:
+    """Returns a source without end; "batch" is the number of the batch that a sample belongs to."""
+    num = len(jax.tree.leaves(samples)[0])
+
+    # float64 is enabled in the main thread only, not in the loader's.
+    samples = jax.tree.map(
+        lambda leaf: leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf, samples
+    )
+
+    def read(indices: np.ndarray) -> Any:
+        rows = jax.tree.map(lambda leaf: leaf[indices % num], samples)
+        return {"samples": rows, "batch": (indices // global_batch).astype(np.float32)}
+
+    return Source(read)
+
+
+def _with_events(model: Model) -> Model:
+    """Returns the model for batches of `_numbered`; its loss has another factor in each batch."""
+
+    def change(metrics: Metrics, batch: Any) -> Metrics:
+        number = batch["batch"].mean().astype(metrics.loss.dtype)
+        factor = jnp.where(number == SPIKE, 1000, factor_of(number))
+        factor = jnp.where(jnp.isin(number, jnp.array(SKIPPED)), jnp.nan, factor)
+        extra = {"cross_entropy": cross_entropy(metrics), "model_loss": metrics.loss}
+        extra |= {"batch": number * metrics.weight}
+        return Metrics(metrics.loss * factor, metrics.weight, {**metrics.extra, **extra})
+
+    if model.block is None:
+        loss = model.loss
+        return dataclasses.replace(
+            model, loss=lambda params, b, key: change(loss(params, b["samples"], key), b)
+        )
+    return dataclasses.replace(
+        model,
+        embed=lambda params, batch: model.embed(params, batch["samples"]),
+        block=lambda layer, x, batch: model.block(layer, x, batch["samples"]),
+        head=lambda params, x, batch: change(model.head(params, x, batch["samples"]), batch),
+    )
+
+
+def factor_of(number: Any) -> Any:
+    """Returns the factor of the loss in an ordinary batch."""
+    return 1 + number / STEPS
+
+
+def cross_entropy(metrics: Metrics) -> jax.Array:
+    """Returns the loss without z-loss."""
+    return metrics.extra.get("cross_entropy", metrics.loss)
+
+
+def default_settings() -> dict[str, Any]:
+    return default.get_config().copy_and_resolve_references().to_dict()
+
+
+def fit(
+    folder: str, values: list[float], sections: dict[str, dict], *, replicas_differ: bool = False
+) -> Exception | None:
+    """Trains a linear model on batches of these values, after which the data fails; returns the error."""
+    raw, size = default_settings(), jax.device_count()
+    raw["train"].update(steps=20, global_batch=size)
+    for name, section in sections.items():
+        raw[name].update(section)
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        def of_device():
+            return jnp.ones(4) + replicas_differ * jax.lax.axis_index("data")
+
+        # Unchecked: jax would reject replicas that differ.
+        return {
+            "kernel": jax.shard_map(of_device, in_specs=(), out_specs=jax.P(), check_vma=False)()
+        }
+
+    def loss(params, batch, key):
+        return weighted((batch @ params["kernel"] - 1) ** 2)
+
+    source = Source(lambda indices: np.full((len(indices), 4), values[indices[0] // size], "f"))
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            train(raw, workdir=folder, model=Model(init, {"kernel": (None,)}, loss), data=source)
+        except Exception as error:  # noqa: BLE001  a law judges it
+            return error
+    return None
+
+
+TOLERANCE = 1e-10  # between meshes; on the same mesh all values are bit-equal
+
+
+def laws(subject: Any) -> dict[str, Callable[[], str | None]]:
+    """Returns the laws by name; each returns a line about its first violation, or None."""
+    setup = functools.cache(lambda: setup_of(subject))
+    found = functools.cache(lambda: all_runs(setup()))
+
+    def of_each_run(law: Callable) -> Callable:
+        def first_fault():
+            faults = ((name, law(setup(), run)) for name, run in found().items())
+            return next((f"{name}: {fault}" for name, fault in faults if fault), None)
+
+        return first_fault
+
+    def compared(name: str, tolerance: float) -> Callable:
+        return lambda: resume(setup(), found()[name], found()["undisturbed"], tolerance)
+
+    return {
+        "data order": of_each_run(data_order),
+        "learning rates": of_each_run(learning_rates),
+        "evaluation": of_each_run(evaluation),
+        "divergence": of_each_run(divergence),
+        "resume": compared("resumed", 0.0),
+        "resume on another mesh": compared("resumed on another mesh", TOLERANCE),
+        "skips in a row": skips_in_a_row,
+        "replicas": replicas,
+        "epochs": epochs,
+    }
+
+
+def data_order(setup: Setup, run: Run) -> str | None:
+    """Law: each step has the batch after the previous one; a rollback skips the batches since the spike."""
+    steps = np.arange(STEPS)
+    batches = np.where(steps < CRASH, steps, steps + 2)
+    samples = (batches + 1) * setup.global_batch
+    for name, expected in {"step": steps, "batch": batches, "tokens": samples}.items():
+        pairs = itertools.zip_longest(run.rows[name].tolist(), expected.tolist())
+        for number, (found, wanted) in enumerate(pairs):
+            if found != wanted:
+                return f"row {number} of metrics.jsonl: {name} {found}, not {wanted}"
+    if run.saved.position != samples[-1]:
+        return f"the last checkpoint is at sample {run.saved.position}, not {samples[-1]}"
+    return None
+
+
+def learning_rates(setup: Setup, run: Run) -> str | None:
+    """Law: learning rates and optimizer counts follow the number of updates, without skipped steps."""
+    section, opt_state, updates = setup.raw["optim"], run.result.state.opt_state, 0
+    has_count = optim.updates_done(opt_state, otherwise=None) is not None
+    for step, rate in enumerate(run.rows["learning_rate"]):
+        expected = reference_model.learning_rate(updates if has_count else step, section, STEPS)
+        if not abs(rate - expected) <= 1e-6 * section["learning_rate"]:
+            return f"step {step}: {rate:.9g} is not {expected:.9g}"
+        updates += run.rows["skipped"][step] == 0
+    for path, leaf in jax.tree.leaves_with_path(opt_state):
+        name, is_own = certificate.name_of(path), section["build"] == "meshtrain.optim.base:adamw"
+        if is_own and name.endswith("count") and leaf != updates:
+            return f"optimizer state {name}: {leaf} after {updates} updates"
+    return None
+
+
+def evaluation(setup: Setup, run: Run) -> str | None:
+    """Law: the held-out loss is total cross-entropy / total weight; the loss of a step has all its terms."""
+    one_device = jax.jit(functools.partial(reference_step.loss, setup.model))
+    sums, size, params = [], setup.global_batch, evaluation_params(run.result.state)
+    for number in range(EVAL_BATCHES):
+        batch = setup.source.read(number * size + np.arange(size))["samples"]
+        sums.append(one_device(params, batch))
+    total = sum(map(cross_entropy, sums)) / sum(one.weight for one in sums)
+    losses = run.rows["model_loss"] * factor_of(run.rows["batch"])
+    losses = np.where(run.rows["skipped"], NO_VALUE, losses)
+    return _difference(
+        {"held-out loss": run.result.eval_loss, "loss of step": run.rows["loss"]},
+        {"held-out loss": total, "loss of step": losses},
+    )
+
+
+def divergence(setup: Setup, run: Run) -> str | None:
+    """Law: a spike is judged by mean and deviation of all finite losses before it, and rolled back."""
+    expected = [("spike", SPIKE), ("rollback", SPIKE)]
+    expected += [("skip", batch - 2) for batch in SKIPPED if batch > SPIKE]
+    if (events := [(one["event"], one["step"]) for one in run.events]) != expected:
+        return f"{events}, not {expected}"
+    spike, rollback, *_ = run.events
+    finite = run.rows["loss"][run.rows["skipped"] == 0]
+    losses = finite[: SPIKE - sum(batch < SPIKE for batch in SKIPPED)]
+    mean = losses.mean()
+    deviations = (spike["loss"] - mean) / max(losses.std(), 0.01 * mean)
+    place = (SPIKE + 2) * setup.global_batch
+    if not finite.min() < run.saved.watch["mean"] < finite.max():
+        return f"running mean {run.saved.watch['mean']:.9g}: the spike's loss is in it"
+    return _difference(
+        {key: spike[key] for key in ("mean", "deviations")}
+        | {key: rollback[key] for key in ("to", "position")},
+        {"mean": mean, "deviations": deviations, "to": CRASH, "position": place},
+    )
+
+
+def resume(setup: Setup, run: Run, undisturbed: Run, tolerance: float) -> str | None:
+    """Law: an interrupted run has the metrics, last checkpoint and state of the undisturbed run."""
+    keys = ("step", "position", "watch", "metrics")
+    actual, expected = (
+        {
+            "metrics": one.rows,
+            "checkpoint": {key: getattr(one.saved, key) for key in keys},
+            "state": one.result.state._asdict(),
+            "held-out loss": one.result.eval_loss,
+        }
+        for one in (run, undisturbed)
+    )
+    if len({str(jax.tree.map(np.shape, tree)) for tree in (actual, expected)}) > 1:
+        return "other steps, metrics or arrays than in the undisturbed run"
+    zero = setup.zero_gradients if tolerance else ()
+    return _difference(actual, expected, "the undisturbed run", tolerance, zero)
+
+
+def skips_in_a_row() -> str | None:
+    """Law: a run ends after `max_skips` skipped steps in a row, those before a resume included."""
+    sections = {"checkpoint": {"every": 4}, "divergence": {"max_skips": 4}}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            error = fit(folder, [1, 1, *[np.nan] * 8], sections)
+            if not isinstance(error, FloatingPointError) or not str(error).startswith("step 5:"):
+                return f"{error!r}, not the end of the run at step 5"
+    return None
+
+
+def replicas() -> str | None:
+    """Law: a state whose replicas differ is not saved: in the run, at its end, and if the data fails."""
+    cases = ((2, 4, 4), (0, 3, 3), (0, 3, 2)) if jax.device_count() > 1 else ()
+    for every, steps, num_batches in cases:
+        sections = {"checkpoint": {"every": every}, "train": {"steps": steps}}
+        with tempfile.TemporaryDirectory() as folder:
+            error = fit(folder, [1] * num_batches, sections, replicas_differ=True)
+            saved = manifest.steps(Path(folder, FOLDER))
+        if saved or not isinstance(error, health.CorruptState):
+            return f"checkpoint.every={every}: saved at steps {saved}, {error!r}"
+    return None
+
+
+def epochs() -> str | None:
+    """Law: an epoch has each row once, in its own order; rows do not depend on how they are read."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "a.txt").write_bytes(np.random.default_rng(0).bytes(300))
+        options = {**default_settings()["data"], "path": folder, "seq_len": 8, "heldout": 0.0}
+        del options["build"], options["per_process"]
+        source = tokens.build(**options, split="train")
+        num = (
+            tokens.BLOCK // source.size + 2
+        )  # epochs: the rows of BLOCK samples are computed together
+        rows = source.read(np.arange(num * source.size)).tokens
+        for first in range(3 * num, -1, -1):  # in another order
+            part = np.arange(first, len(rows), 3 * num + 1)
+            if not np.array_equal(source.read(part).tokens, rows[part]):
+                return f"samples {part.tolist()}: other rows than in order"
+    orders = {tuple(map(bytes, epoch.astype(np.uint8))) for epoch in np.split(rows, num)}
+    sizes = {len({*order}) for order in orders}
+    if sizes != {source.size} or len(orders) < num:
+        return f"{len(orders)} different orders of {sizes} rows in {num} epochs of {source.size}"
+    return None
+
+
+def _difference(
+    actual: Trees,
+    expected: Trees,
+    source: str = "the reference",
+    tolerance: float = TOLERANCE,
+    zero_gradients: list[str] = (),
+) -> str | None:
+    options = dict(tolerance=tolerance, zero_gradients=zero_gradients)
+    _, fault = certificate.compare(actual, expected, **options)
+    return fault and fault.removesuffix("on one device") + f"in {source}"

@@ -1,0 +1,147 @@
+"""Varies the `model` section of a transformer, for the comparison with the reference model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshtrain.tools.verify.pairwise import Row, pairwise
+
+LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 8)
+
+# Heads of 6 or 8 dims have frequencies that are kept, divided, and in between.
+YARN = ("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)
+
+DYNAMIC = ("dynamic", 4.0, 8)
+
+# Implementations of attention with several blocks, and what `--quick` tries together with each of them.
+BLOCKS = {
+    "xla:5": {"positions": "rope", "rope_scaling": LLAMA3, "dropout": 0.0},
+    "blockwise:5": {
+        "positions": "learned",
+        "rope_scaling": (),
+        "embed_scale": 2.0,
+        "dropout": 0.2,
+    },
+}
+
+NUM_QUICK = 1 + len(BLOCKS)
+
+SOFTCAP = 3.0
+
+LATENT = {"kv_lora_rank": 10, "q_lora_rank": 9, "rope_head_dim": 6, "v_head_dim": 5}
+
+
+def select(section: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the given section, one for each of BLOCKS, and sections in which every pair of two choices occurs.
+
+    The first NUM_QUICK sections are those that `--quick` tries; besides the given one they have local and
+    global layers, and a soft cap. The last two have latent attention, as all of them do if the given one has it.
+    """
+    rows = pairwise([{}], _choices(section))
+    hard = {"attention": "lg", "window": _window(section), "attention_softcap": SOFTCAP}
+    first = [
+        next(row for row in rows if row["attention_impl"] == name) | hard | choices
+        for name, choices in BLOCKS.items()
+    ]
+    latent = [first[0] | LATENT, first[1] | LATENT | {"q_lora_rank": 0}]
+    sections = [_compatible({**section, **row}) for row in [{}, *first, *rows, *latent]]
+    # One layer more than the pattern has, so that it repeats, and the first ones.
+    return [
+        {**c, "num_layers": c["first_dense_layers"] + len(c["attention"]) + 1} for c in sections
+    ]
+
+
+def _compatible(c: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section without what latent attention does not support, if it has that."""
+    if not c["kv_lora_rank"]:
+        return c
+    without = {"qk_norm": False, "qkv_bias": False, "num_kv_heads": c["num_heads"]}
+    return {**c, **without, "positions": "rope"}
+
+
+def _window(c: Mapping[str, Any]) -> int:
+    return max(1, c["window"] or 5)
+
+
+def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
+    """Returns the choices: for each, a row of each of its values. All combinations are valid models."""
+
+    def choice(key: str, *values: Any) -> list[Row]:
+        return [{key: value} for value in values]
+
+    local = {"window": _window(c)}
+    return [
+        choice("norm", "rms", "layer", "rms_1p"),
+        [
+            {"positions": "rope", "rope_scaling": ()},
+            {"positions": "rope", "rope_scaling": ("linear", 2.0)},
+            {"positions": "rope", "rope_scaling": LLAMA3},
+            {"positions": "rope", "rope_scaling": YARN},
+            {"positions": "rope", "rope_scaling": DYNAMIC},
+            {"positions": "learned", "rope_scaling": ()},
+        ],
+        choice("mlp", "swiglu", "gelu", "geglu"),
+        [
+            {"bias": False, "qkv_bias": False},
+            {"bias": False, "qkv_bias": True},
+            {"bias": True, "qkv_bias": False},
+        ],
+        _experts(c),
+        [
+            {"qk_norm": False, "qk_norm_heads": "each"},
+            *({"qk_norm": True, "qk_norm_heads": heads} for heads in ("each", "all")),
+        ],
+        choice("post_norm", False, True),
+        choice("tie_embeddings", False, True),
+        [{"attention": "g", "window": 0}, *({"attention": kind, **local} for kind in ("l", "lg"))],
+        choice("rope_theta_local", 0.0, 100.0),
+        choice("attention_softcap", 0.0, SOFTCAP),
+        choice("logit_softcap", 0.0, 3.0),
+        choice("embed_scale", 1.0, 2.0),
+        choice("query_scale", 0.0, 0.3),
+        choice("z_loss", 0.0, 1e-3),
+        choice("dropout", 0.0, 0.2),
+        [{"num_heads": 4, "num_kv_heads": number} for number in (4, 2, 1)],
+        choice("head_dim", 0, 6),
+        choice("attention_impl", "xla", *BLOCKS),
+        choice("loss_chunk_mib", 0.0, _mib(tokens=30)),
+    ]
+
+
+def _experts(c: Mapping[str, Any]) -> list[Row]:
+    """Returns no experts, and mixtures that differ in everything that a router, balance or capacity can do."""
+    if c["num_experts"]:
+        shared = {key: c[key] for key in ("num_experts", "experts_per_token", "d_expert")}
+        shared["expert_groups"] = ()
+    else:
+        shared = {"num_experts": 4, "experts_per_token": 2, "d_expert": 12, "expert_groups": ()}
+    common = {"num_shared_experts": 0, "router_scale": 1.0, "capacity_factor": 0.0}
+    common |= {"balance": "none", "balance_weight": 0.3, "router_z_loss": 0.0}
+    common |= {"router": "topk_softmax", "first_dense_layers": 0}
+    groups = (2, 1) if 2 * shared["experts_per_token"] <= shared["num_experts"] else ()
+    groups = () if shared["num_experts"] % 2 else groups
+    return [
+        {**common, **shared, "num_experts": 0},
+        {**common, **shared, "balance": "batch", "router_z_loss": 0.1},
+        {
+            **common,
+            **shared,
+            "router": "softmax",
+            "balance": "sequence",
+            "num_shared_experts": 2,
+            "first_dense_layers": 1,
+        },
+        {**common, **shared, "router": "sigmoid", "router_scale": 2.5, "expert_groups": groups},
+        {**common, **shared, "capacity_factor": 0.75, "expert_groups": groups},
+    ]
+
+
+def _mib(*, tokens: int) -> float:
+    """Returns the MiB of the logits of this number of tokens, for a vocabulary of up to 128."""
+    return tokens * 128 * 4 / 2**20
+
+
+def describe(c: Mapping[str, Any]) -> str:
+    """Returns the choices of a section, for a message."""
+    keys = {key for factor in _choices(c) for row in factor for key in row}
+    keys |= {*LATENT} if c["kv_lora_rank"] else {*()}
+    return ", ".join(f"{key}={c[key]}" for key in sorted(keys))

@@ -1,7 +1,0 @@
-"""Checks that layouts compute what one device computes; see verify.py."""
-
-QUICK_LAYOUTS = 5  # number of layouts that `quick` tries
-# Checks that `--without` can leave out, for models that they do not apply to.
-OPTIONAL = ("packing", "masks", "weights", "causality", "cross-entropy", "gradient")
-# Of Python's garbage collection. Tracing makes many objects and few cycles; the usual thresholds cost 7 % of the time.
-GC_THRESHOLDS = 200_000, 50, 100
