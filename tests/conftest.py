@@ -20,6 +20,7 @@ from jax._src import cache_key, compiler
 from jax._src.cudnn import fused_attention_stablehlo
 
 pytest.register_assert_rewrite("tests.lib")  # its failed assertions show their values too
+pytest_plugins = ["slow_groups"]  # the options --slow-group and --write-durations
 gc.set_threshold(*GC_THRESHOLDS)
 
 # Set before any test initializes a backend.
