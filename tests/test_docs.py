@@ -12,7 +12,6 @@ comment directly above a block changes that:
 """
 
 import argparse
-import importlib
 import importlib.util
 import os
 import re
@@ -25,7 +24,7 @@ from typing import NamedTuple
 import pytest
 
 from meshtrain import errors
-from meshtrain.cli import app
+from meshtrain.cli import verbs
 from meshtrain.cluster import environment
 from meshtrain.configs import default
 from tests.lib.paths import ROOT
@@ -265,14 +264,14 @@ def flags_of(add_flags) -> set[str]:
     return {flag for action in parser._actions for flag in action.option_strings}
 
 
-@pytest.mark.parametrize("verb", app.VERBS)
+@pytest.mark.parametrize("verb", verbs.NAMES)
 def test_the_flags_of_a_verb_are_listed(verb):
     assert re.search(rf"^\| .*`{verb}`.* \|", README.read_text(), re.MULTILINE)
     text = PAGES["docs/reference/verbs.md"].read_text()
     section = re.search(rf"^## {verb}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
     rows = "\n".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE))
     shared = flags_of(environment.add_flags) | {"--config", "--workdir"}
-    actual = flags_of(importlib.import_module(app.VERBS[verb].module).add_flags)
+    actual = flags_of(verbs.load(verb).add_flags)
     assert {*re.findall(r"--[\w-]+", rows)} - shared == actual - shared
 
 

@@ -199,19 +199,33 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
     if not trust_code:
         _reject_foreign_code(file, raw)
     raw = moved.new_names(raw)
-    # Files of earlier versions lack these sections, and keys of the model. Anything else that is missing is a mistake.
+    return ConfigDict(_with_tuples(_with_added_keys(raw))).lock()
+
+
+# Sections, and keys of others, that files of earlier versions lack. Anything else that is missing is a mistake.
+ADDED_SECTIONS = ("context", "sync", "adapter", "monitor")
+ADDED_KEYS = {
+    "train": ("epochs", "batch_per_device"),
+    "data": ("per_process",),
+    "adapter": ("dropout",),
+}
+
+
+def _with_added_keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sections of a file of an earlier version with the defaults of what came later."""
     defaults = default.get_config().to_dict()
-    for name in ("context", "sync", "adapter", "monitor"):
+    raw = dict(raw)
+    for name in ADDED_SECTIONS:
         raw.setdefault(name, defaults[name])
-    added = {"train": ("epochs", "batch_per_device"), "data": ("per_process",)}
-    added |= {"adapter": ("dropout",)}
-    for name, keys in added.items():
+    for name, keys in ADDED_KEYS.items():
         if isinstance(raw.get(name), dict):
-            raw[name] = {**{key: defaults[name][key] for key in keys}, **raw[name]}
+            added = {key: defaults[name][key] for key in keys}
+            raw[name] = {**added, **raw[name]}
     model = raw.get("model")
+    # The keys of the built-in model; those of another one are its own.
     if isinstance(model, dict) and model.get("build") == defaults["model"]["build"]:
         raw["model"] = {**defaults["model"], **model}
-    return ConfigDict(_with_tuples(raw)).lock()
+    return raw
 
 
 def _read_yaml(file: Path, trust_code: bool) -> ConfigDict:

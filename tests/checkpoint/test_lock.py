@@ -15,7 +15,7 @@ from tests.lib.paths import ROOT
 HOLD = """
 import sys, time
 from pathlib import Path
-from meshtrain.checkpoint.find import lock
+from meshtrain.checkpoint import lock
 with lock.held(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(300)

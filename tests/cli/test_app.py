@@ -11,7 +11,7 @@ import pytest
 
 import meshtrain
 from meshtrain import errors
-from meshtrain.cli import app
+from meshtrain.cli import app, verbs
 from tests.lib.paths import ROOT
 
 HEAVY = ("jax", "flax", "orbax", "optax", "rich", "tokenizers", "pyarrow")
@@ -43,7 +43,7 @@ def run(*arguments):
         (["--help"], 0, ""),
         (["help"], 0, ""),
         (["--version"], 0, ""),
-        *(([verb, "--help"], 0, "") for verb in app.VERBS),
+        *(([verb, "--help"], 0, "") for verb in verbs.NAMES),
         (["schedule", "--schedule=1f1b", "--stages=2", "--microbatches=4"], 0, ""),
         (["launch", "--", "--config=configs/nope.py"], 2, "rank 0"),
         ([], 2, "the following arguments are required: --config; see meshtrain train --help\n"),
@@ -98,8 +98,8 @@ def test_help_lists_the_verbs_and_describes_one(capsys):
     overview = printed("--help")
     assert printed("help") == printed("-h") == overview
     listed = {line.split()[0]: line for line in overview.splitlines() if line.startswith("  ")}
-    assert [*listed] == [*app.VERBS] and max(map(len, overview.splitlines())) < 80
-    assert all(app.VERBS[verb].summary in line for verb, line in listed.items())
+    assert [*listed] == [*verbs.NAMES] and max(map(len, overview.splitlines())) < 80
+    assert all(verbs.load(verb).summary in line for verb, line in listed.items())
     for arguments in (["help", "audit"], ["audit", "--help"], ["audit", "-h"]):
         assert printed(*arguments).startswith("usage: meshtrain audit")
     assert printed("--config=x.py", "--help").startswith("usage: meshtrain train")
@@ -108,7 +108,7 @@ def test_help_lists_the_verbs_and_describes_one(capsys):
     assert "trian: unknown verb" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", app.VERBS)
+@pytest.mark.parametrize("verb", verbs.NAMES)
 def test_every_verb_has_a_help_text(verb, capsys):
     assert app.main(verb, ["--help"]) == 0
     assert f"usage: meshtrain {verb}" in capsys.readouterr().out
@@ -224,8 +224,8 @@ def test_a_url_is_not_taken_for_a_folder(line, tmp_path, monkeypatch, capsys):
 def test_missing_data_is_reported_before_jax_is_loaded():
     program = """
 import sys
-from meshtrain import cli
-code = cli.main("train", ["--config=quickstart", "--config.data.path=/nonexistent"])
+from meshtrain.cli import app
+code = app.main("train", ["--config=quickstart", "--config.data.path=/nonexistent"])
 sys.exit(9 if "jax" in sys.modules else code)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

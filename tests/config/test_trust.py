@@ -63,8 +63,8 @@ def test_no_verb_runs_what_a_config_json_names(tmp_path):
     }
     program = f"""
 import sys
-from meshtrain import cli
-sys.exit(any(cli.main(verb, arguments) != 2 for verb, arguments in {verbs!r}.items()))
+from meshtrain.cli import app
+sys.exit(any(app.main(verb, arguments) != 2 for verb, arguments in {verbs!r}.items()))
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
