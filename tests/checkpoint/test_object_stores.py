@@ -244,9 +244,10 @@ def test_a_store_that_accepts_requests_and_never_answers_is_an_error():
     """In a new process, since the client reads its settings once."""
     code = """
 import sys
-from meshtrain import cli, storage
+from meshtrain import storage
+from meshtrain.cli import app
 storage.RETRIES["max_retries"] = 1
-sys.exit(cli.command(["checkpoint", "ls", "s3://bucket/run"]))
+sys.exit(app.command(["checkpoint", "ls", "s3://bucket/run"]))
 """
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
