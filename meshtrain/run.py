@@ -86,7 +86,8 @@ def open_run(
         parts = build(cfg, model=model, data=data)
         cfg = with_steps(cfg, parts.train_data)
         program = assemble(cfg, parts)
-    distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
+    config = cfg.to_dict()  # as files and checkpoints record it
+    distributed.check_same({**config, "workdir": str(workdir)})
     data = parts.train_data
     if eval_data is None:
         eval_data = parts.heldout_data
@@ -112,7 +113,7 @@ def open_run(
         saver = Saver(
             folder / find.FOLDER,
             cfg.checkpoint,
-            config=cfg.to_dict(),
+            config=config,
             mesh=asdict(cfg.mesh),
             identity=identity,
             event=writer.event,
@@ -184,9 +185,9 @@ def open_run(
             )
             state = state._replace(params=params)
     if folder and is_leader:
-        run_tokenizer.copy_tokenizer(folder, cfg.to_dict(), identity.get("tokenizer", ""))
+        run_tokenizer.copy_tokenizer(folder, config, identity.get("tokenizer", ""))
     # A workdir with a config.json is a run; from here on it is kept even if the run fails.
-    writer.config(cfg.to_dict())
+    writer.config(config)
     writer.event("start", step=first_step, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
     run = Run(
