@@ -74,7 +74,7 @@ def find(
 
 
 def read(path: Path) -> bytes:
-    """Returns the content of a file; an error names the file, also one that occurs after it was opened."""
+    """Returns the content of a file; an error names the file, even after it was opened."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A digest of the tokens that a run reads: moved or renamed data keeps it, other data has another."""
+"""A digest of the tokens that a run reads: it stays the same if the data is moved or renamed."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ BLOCK = 1 << 18  # bytes of a block
 
 
 def of_tokens(tokens_T: np.ndarray, starts: np.ndarray | None = None, *, full: bool = False) -> str:
-    """Returns a digest of tokens, their dtype, and the starts of the documents (D + 1,) if they are known.
+    """Returns a digest of tokens, their dtype, and the starts of the documents (D + 1,) if known.
 
     Unless `full`, only NUM_BLOCKS blocks of an array above NUM_BLOCKS * BLOCK bytes (16 MiB) are
     read: the first, the last and others at equal distances. A change outside these blocks does not
@@ -36,7 +36,7 @@ def of_tokens(tokens_T: np.ndarray, starts: np.ndarray | None = None, *, full: b
 
 
 def of_manifest(manifest: dict[str, Any]) -> str:
-    """Returns the digest of a prepared folder: of its tokenizer, and of the hashes of all its shards."""
+    """Returns the digest of a prepared folder: of its tokenizer and the hashes of its shards."""
     shard_hashes = []
     for shard in manifest["shards"]:
         shard_files = sorted(shard["files"].items())

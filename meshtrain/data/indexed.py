@@ -1,4 +1,4 @@
-"""Megatron-LM's token files: PREFIX.bin holds the tokens, PREFIX.idx the boundaries of the documents.
+"""Megatron-LM's token files: PREFIX.bin holds the tokens, PREFIX.idx the document boundaries.
 
 An .idx is little-endian: the magic, u64 version, u8 dtype, u64 number of sequences, u64 number of
 documents + 1; then the int32 lengths (tokens) and int64 pointers (bytes) of the sequences; then the
@@ -64,7 +64,7 @@ def pack_index(lengths: np.ndarray, dtype: np.dtype) -> bytes:
 
 
 def prefix_of(path: str) -> str | None:
-    """Returns the PREFIX if `path` is a prefix, .bin or .idx of an existing pair of files, or None."""
+    """Returns the PREFIX if `path` is a prefix, .bin or .idx of existing files, else None."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     is_pair = os.path.isfile(prefix + ".idx") and os.path.isfile(prefix + ".bin")
     return prefix if is_pair else None
@@ -144,7 +144,7 @@ def _read_index(name: str) -> _Index:
 
 
 def map_tokens(path: str, dtype: np.dtype | str) -> np.ndarray:
-    """Returns the tokens of a raw file as a plain array, which numpy slices faster than a memmap."""
+    """Returns the tokens of a raw file, as a plain array: numpy slices it faster than a memmap."""
     return np.asarray(np.memmap(path, dtype, mode="r"))
 
 

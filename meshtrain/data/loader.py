@@ -1,4 +1,4 @@
-"""Load the batches of a source onto devices: each process reads only its own rows, ahead of the step."""
+"""Load the batches of a source onto devices, ahead of the step; a process reads only its own rows."""
 
 import contextlib
 import itertools
@@ -123,7 +123,7 @@ class Loader:
         return jax.tree.unflatten(tree, sharded)
 
     def _sequences_to_devices(self, rows: np.ndarray) -> jax.Array:
-        """Returns rows (b, S) as an array whose sequences are in the order that the devices hold."""
+        """Returns rows (b, S) as an array with the sequences in the order of `context.order`."""
         length = rows.shape[1]
         sizes = self._mesh.shape
         (axes,) = spec_for(("seq",), (length,), self._rules, sizes)

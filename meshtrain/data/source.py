@@ -35,7 +35,7 @@ class Source:
 
     read: Callable[[np.ndarray], Any]
     description: str = ""
-    # Loss of the best guess without context (the unigram entropy), in nats per token; None: unknown.
+    # Loss of the best guess without context (unigram entropy), in nats per token; None: unknown.
     baseline: float | None = None
     size: int | None = None  # samples per epoch; None: there are no epochs
     token_bytes: np.ndarray | None = None  # (V,) number of text bytes of each token
@@ -59,7 +59,7 @@ def check_sizes(seq_len: int, vocab_size: int, seed: int, separator: int = -1) -
 
 
 def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
-    """Returns a Batch of (B, S + 1) tokens. Each row is one document, unless `separator` splits it."""
+    """Returns a Batch of (B, S + 1) tokens; a row is one document, unless `separator` splits it."""
     tokens = rows[:, :-1]
     batch = Batch(tokens, targets=rows[:, 1:], weights=np.ones(tokens.shape, np.float32))
     return split_documents(batch, separator)

@@ -80,7 +80,8 @@ def build(
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
     if tokenizer_path:
         faults.append(
-            f"data.tokenizer_path={tokenizer_path}: only data.build=meshtrain.data.chat:build reads it"
+            f"data.tokenizer_path={tokenizer_path}: only data.build=meshtrain.data.chat:build "
+            f"reads it"
         )
     paths, weights = _parse_mixture(path, mixture)
     if faults:
