@@ -1,7 +1,7 @@
 """Chat templates: Jinja templates with which Hugging Face tokenizers write conversations.
 
 Templates are code of whoever made the model, so they run in jinja2's sandbox. The environment is
-that of `transformers.utils.chat_template_utils` (5.24), so that the text is the same, byte for byte.
+that of `transformers.utils.chat_template_utils` (5.24), so that the text is the same, to the byte.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""Load the batches of a source onto devices, ahead of the step; a process reads only its own rows."""
+"""Load the batches of a source onto devices, ahead of the step; a process reads its own rows."""
 
 import contextlib
 import itertools

@@ -123,7 +123,7 @@ def _pieces(corpus: Corpus, first: int, last: int, seq_len: int) -> tuple[np.nda
 
 
 def best_fit(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the row of each piece and its slot there, (N,) int64 each; a piece has 1 ... S tokens.
+    """Returns the row of each piece and its slot there, (N,) int64; a piece has 1 ... S tokens.
 
     Each piece, longest first, goes to the row with the least room that fits it, else to a new row.
     Rows with equal room are interchangeable, so they are handled as groups.

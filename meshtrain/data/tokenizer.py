@@ -27,7 +27,8 @@ class Tokenizer:
     """Converts text into token ids below `vocab_size`, and back.
 
     Special tokens spelled in a text are encoded as text. `encode_batch` returns an int32 array per
-    text, without special tokens; `decode` skips special tokens, and writes U+FFFD for invalid UTF-8.
+    text, without special tokens; `decode` skips special tokens, and writes U+FFFD for invalid
+    UTF-8.
     `token_bytes` returns the number of text bytes of each token (V,): 0 for special tokens.
     """
 
@@ -64,8 +65,9 @@ class Tokenizer:
 
 
 def load(path: str | Path, eos: str = "") -> Tokenizer:
-    """Returns the tokenizer "bytes", or the one in a file, in a folder with one, or in prepared data.
+    """Returns the tokenizer "bytes", or the one in a file or in a folder.
 
+    A folder has one of FILES, or was written by `meshtrain prepare`.
     `eos` overrides the token that ends documents. Raises ConfigError if there is no such tokenizer.
     """
     if str(path) == "bytes":
