@@ -28,7 +28,7 @@ def stream(request, tmp_path, monkeypatch):
     parts = [docs[:2], docs[2:9], docs[9:]]
     shards = [indexed.load(write(tmp_path / f"{i}", part)) for i, part in enumerate(parts)]
     joined = corpus._join_shards("joined", shards)._replace(cache_prefix=str(tmp_path / "joined"))
-    monkeypatch.setattr(corpus, "load", lambda path, **unused: joined)
+    monkeypatch.setattr(tokens, "load_corpus", lambda path, **unused: joined)
     return "joined"
 
 
