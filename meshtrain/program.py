@@ -62,21 +62,27 @@ class Program:
             moment_dtype=cfg.optim.moment_dtype,
             param_dtype=c.param_dtype,
         )
-        dtypes = {"param_dtype": c.param_dtype, "dtype": c.dtype}
-        of_state = {"start_residual": how.start_residual} if how else {}
-        init = states.initializer(parts.model, optimizer, **dtypes, **of_state)
-        placed = {"residual_shardings": how.residual_shardings} if how else {}
-        planned = states.abstract_state(
-            init,
+        init = states.initializer(
+            parts.model,
+            optimizer,
+            param_dtype=c.param_dtype,
+            dtype=c.dtype,
+            start_residual=how.start_residual if how else None,
+        )
+        shapes = jax.eval_shape(init, jax.random.key(0))
+        states.check_axes(parts.model.axes, shapes.params, mesh)
+        shardings, grad_shardings = states.state_shardings(
+            shapes,
             parts.model.axes,
             optimizer,
             cfg.rules,
             mesh,
             zero_stage=c.zero_stage,
             is_trained=parts.model.is_trained,
-            **placed,
+            residual_shardings=how.residual_shardings if how else None,
         )
-        return schedule, optimizer, init, *planned
+        abstract_state = states.with_shardings(shapes, shardings)
+        return schedule, optimizer, init, abstract_state, grad_shardings
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -122,13 +128,19 @@ def assemble(cfg: Config, parts: Parts, *, devices: list[jax.Device] | None = No
     check_saved_names(c.remat, model.saved_names)
     _check_context(cfg.mesh.context, model)
     run = {"remat": c.remat, "unroll": c.unroll}
-    meet = {"grad_shardings": grad_shardings, "partial_over": partial_over, "how": how}
+    meet = {
+        "grad_shardings": grad_shardings,
+        "unreduced_axes": partial_over,
+        "grad_sync": how,
+    }
     if cfg.mesh.pipeline > 1:
         table = _table_of(cfg, model, abstract_state.params)
         grad_fn = executor.pipelined(
             model, table, keep=cfg.pipeline.keep, dtype=c.dtype, **run, **meet
         )
-        eval_step = executor.make_eval_step(model, table, dtype=c.dtype, partial_over=partial_over)
+        eval_step = executor.make_eval_step(
+            model, table, dtype=c.dtype, unreduced_axes=partial_over
+        )
     else:
         loss_fn = grads.make_loss(model, **run)
         split = {"dtype": c.dtype, "num_microbatches": c.num_microbatches}
