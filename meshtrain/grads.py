@@ -1,4 +1,4 @@
-"""From a model to gradients: the loss of a stack of blocks, and its gradients, summed over micro-batches."""
+"""From a model to gradients: its loss, and the gradients summed over micro-batches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

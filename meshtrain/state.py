@@ -64,7 +64,7 @@ def initializer(
     dtype: str,
     start_residual: Callable[[Params], Any] | None = None,
 ) -> Callable[[jax.Array], TrainState]:
-    """Returns the function key -> TrainState at step 0; `start_residual` is that of `grad_sync.Sync`."""
+    """Returns the function key -> TrainState at step 0; `start_residual` is that of `Sync`."""
     # What a model measures stays at least float32, whatever the parameters are.
     stats_dtype = jnp.promote_types(param_dtype, jnp.float32)
 
@@ -105,9 +105,9 @@ def state_shardings(
 ) -> tuple[TrainState, Any]:
     """Returns the shardings of the state, and those of the gradients.
 
-    Only trained parameters have gradients. The ZeRO stage (arXiv 1910.02054) selects what is sharded
-    over ZERO_AXES: nothing at stage 0, optimizer state from stage 1, gradients from stage 2,
-    parameters at stage 3. `residual_shardings` is that of `grad_sync.Sync`.
+    Only trained parameters have gradients. The ZeRO stage (arXiv 1910.02054) selects what is
+    sharded over ZERO_AXES: nothing at stage 0, optimizer state from stage 1, gradients from stage
+    2, parameters at stage 3. `residual_shardings` is that of `grad_sync.Sync`.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     rules_without_zero = sharding.rules_without(rules, *sharding.ZERO_AXES)
@@ -227,7 +227,7 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def bytes_of(tree: Any) -> int:
-    """Returns the bytes of a tree of shaped leaves, each element counted once, whatever the sharding."""
+    """Returns the bytes of a tree of shaped leaves, as if on one device."""
     return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 

@@ -89,7 +89,7 @@ def make_train_step(
 
 
 def _where_measured(if_measured: Params, otherwise: Params) -> Params:
-    """Returns the leaves that the model measures from the first tree, all others from the second."""
+    """Returns the measured leaves of the first tree, and all other leaves of the second."""
     return jax.tree.map_with_path(
         lambda path, a, b: a if is_measured(path) else b, if_measured, otherwise
     )

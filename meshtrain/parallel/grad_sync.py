@@ -51,7 +51,7 @@ class Sync:
         return math.prod(level.size for level in self.levels)
 
     def is_compressed(self, name: str) -> bool:
-        """Returns whether the gradient of a parameter, such as layers.mlp.up.kernel, is compressed."""
+        """Returns whether a gradient is compressed; `name` is such as layers.mlp.up.kernel."""
         is_exact = bool({*name.split(".")} & {*self.exact})
         return self.wire is not None and not is_exact
 
@@ -98,11 +98,11 @@ def synchronise(
     residual: Any = None,
     key: jax.Array | None = None,
 ) -> tuple[Any, Metrics, Any]:
-    """Sums gradients and Metrics over their leading dim of N shards: the only collective over `data`.
+    """Sums gradients and Metrics over their leading dim of N batch shards.
 
-    Returns the gradients, the Metrics and the new residual. Without `grad_sync` XLA chooses the
-    collective, and the residual is returned as it is. `key` is that of the step, for stochastic
-    rounding.
+    It is the only collective over the mesh axis `data`. Returns the gradients, the Metrics and the
+    new residual. Without `grad_sync` XLA chooses the collective, and the residual is returned as it
+    is. `key` is that of the step, for stochastic rounding.
     """
     metrics = jax.tree.map(lambda leaf: leaf.sum(0), metrics)
     if grad_sync is None:
@@ -286,9 +286,9 @@ def all_reduce(
 
     Each level reduce-scatters, so the next one works on a part; then the levels all-gather in
     reverse order. With a `wire` the last level, that of the slowest links, sends its format, and
-    adds in the dtype of `x`; summed over all devices, the errors are the exact sum minus the result.
-    Without a wire the error is None. All devices return the same bits. `key` is the same on all
-    devices.
+    adds in the dtype of `x`; summed over all devices, the errors are the exact sum minus the
+    result. Without a wire the error is None. All devices return the same bits. `key` is the same on
+    all devices.
     """
     num_devices = math.prod(level.size for level in levels)
     if wire is None and levels == (Level(num_devices, 1),):
@@ -325,7 +325,7 @@ def _compressed_all_reduce(
     wire: "Wire",
     keys: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum over each group, sent in the format of `wire`, and this device's error (L,)."""
+    """Returns the sum over the group, sent in the format of `wire`, and this device's error."""
     rows_NC = x_L.reshape(level.size, -1)
     length = rows_NC.shape[1]
     index = level.index_in_group(axes)
@@ -424,7 +424,7 @@ BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
 
 
 class Wire(NamedTuple):
-    """A format: `bits` per element, and a float32 scale per `block` elements (bfloat16 has none)."""
+    """A format: `bits` per element; but for bfloat16, a float32 scale per `block` elements."""
 
     bits: int
     block: int
@@ -440,8 +440,8 @@ class Wire(NamedTuple):
     def encode(self, rows_RC: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Returns rows (R, C), C a multiple of `block`, as they are sent.
 
-        They are (R, bytes) uint8, or of bfloat16 (R, C) uint16. Raises ValueError without a `key` if
-        the rounding is stochastic.
+        They are (R, bytes) uint8, or of bfloat16 (R, C) uint16. Raises ValueError without a `key`
+        if the rounding is stochastic.
         """
         if self.bits == 16:
             # As integers, because XLA on CPU would send bfloat16 as float32.

@@ -140,7 +140,7 @@ def _make_stages(
     keep: str,
     trained: Params | None = None,
 ) -> Stages:
-    """Returns the stages for one step; `trained` is a tree with the leaves of the trained parameters."""
+    """Returns the stages for one step; `trained` is a tree with the trained leaves."""
     run_layers = functools.partial(
         blocks.run_blocks,
         rematerialised(model.block, remat),
@@ -265,7 +265,7 @@ class _GradLoop:
         )
 
     def tick(self, rows: Tick, carry: Carry, row: Tick) -> tuple[Carry, None]:
-        """Runs one tick; `rows` are all ticks of the loop, as numpy arrays, and `row` is this one."""
+        """Runs the tick `row`; `rows` are all ticks of the loop, as numpy arrays."""
         if rows.forward.active.any():
             carry = self.forward(rows, carry, row)
         if rows.backward.active.any():
@@ -380,7 +380,8 @@ def _unless_idle(microbatches: np.ndarray, microbatch: jax.Array, compute: Calla
     if num_active == num_ticks:
         return compute()
     shapes = jax.eval_shape(compute)
-    # A compiled program does not show how often a branch is taken; the audit reads it from this name.
+    # A compiled program does not show how often a branch is taken; the audit reads it from this
+    # name.
     with jax.named_scope(f"{num_active}_of_{num_ticks}_ticks"):
         if num_active == 0:
             return _zeros_like(shapes)

@@ -30,8 +30,8 @@ FREE = PartitionSpec.UNCONSTRAINED
 class Stages:
     """The parameters and the batch of one step, arranged by stage, and the functions that use them.
 
-    `layers` and `constants` (not trained) are (P, V, N, K, ...); `outer` and `outer_constants`
-    (N, ...) have all other parameters. With the dim N, each batch shard has its own gradients. It is
+    `layers` and `constants` (not trained) are (P, V, N, K, ...); `outer` and `outer_constants` (N,
+    ...) have all other parameters. With the dim N, each batch shard has its own gradients. It is
     sharded, so no device holds more than one copy. Activations `x` are an array or a pytree of
     arrays.
     """
@@ -91,7 +91,7 @@ class Stages:
         return self.pin(jnp.broadcast_to(jnp.expand_dims(leaf, dim), shape), *lead)
 
     def pin(self, x: Any, *lead: str | None, rest: tuple | None = None) -> Any:
-        """Constrains the sharding of each leaf: `lead`, the batch axes, then `rest` (default: free)."""
+        """Shards each leaf: by `lead`, then the batch axes, then `rest` (default: left to XLA)."""
 
         def pin_leaf(leaf):
             others = rest
@@ -166,7 +166,7 @@ class Stages:
     def backward(
         self, layers: tuple[Params, Params], kept: Any, microbatches: Any
     ) -> tuple[Any, Callable]:
-        """Returns the output of the chunk and its vjp, for `apply_vjp`; `kept` comes from `forward`."""
+        """Returns the output of the chunk and its vjp, for `apply_vjp`; `kept` is from `forward`."""
         if self.keep == "inputs":
             y, residuals = self._run_with_residuals(layers, kept, microbatches)
             return y, self._chunk_vjp(layers, kept, microbatches).vjp_from(residuals)
@@ -182,7 +182,7 @@ class Stages:
         return y, chunk_vjp.vjp_from(residuals)
 
     def apply_vjp(self, vjp: Callable, grad: Any) -> tuple[Params, Any]:
-        """Returns the gradients of each stage's chunk and of its input, from `grad` of its output."""
+        """Returns the gradients of each stage's chunk and of its input; `grad` is of its output."""
         layer_grads, grad = self._per_stage(lambda vjp, grad: vjp(grad))(vjp, grad)
         return layer_grads, self.pin(grad, "pipeline")
 
@@ -200,7 +200,7 @@ class Stages:
         return self.pin(y, "pipeline"), residuals
 
     def _chunk_vjp(self, layers: tuple[Params, Params], x: Any, microbatches: Any) -> "ChunkVjp":
-        """Returns the vjp of a chunk of one stage and batch shard; the arguments are (P, N, ...)."""
+        """Returns the vjp of a chunk of one stage and shard; the arguments are (P, N, ...)."""
         if self._vjp is None:
 
             def one_shard(leaf):
@@ -272,7 +272,7 @@ def trace_vjp(chunk: Callable, layers: Any, x: Any, microbatch: Any) -> ChunkVjp
 
 
 def _depends_on_x(run: Callable, layers: Any, x: Any, microbatch: Any) -> list[bool]:
-    """Returns for each residual of `run` whether it depends on x: whether it is batched when x is."""
+    """Returns for each residual of `run` whether it depends on x: is batched when x is."""
     batched: list[bool] = []
 
     @jax.custom_batching.custom_vmap
