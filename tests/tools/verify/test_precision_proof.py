@@ -15,7 +15,6 @@ from meshtrain.data.source import Source
 from meshtrain.models import layers, transformer
 from meshtrain.ops import blockwise, losses
 from meshtrain.optim import base as optim
-from meshtrain.parallel import grad_sync
 from meshtrain.pipeline import executor
 from meshtrain.tools.verify import precision, verify
 from meshtrain.tools.verify.case import VerifyCase
@@ -122,21 +121,20 @@ def micro_batches_are_added_in_bfloat16(patch):
 
 @mutant(ONE_BATCH, "bfloat16", SUM)
 def data_shards_are_added_in_bfloat16(patch):
-    original = grad_sync.synchronise
+    original = grads.synchronise
 
-    def synchronise(sums, *rest):
-        added, metrics, residual = original(
-            (grads.to_compute_dtype(sums[0], "bfloat16"), sums[1]), *rest
-        )
+    def synchronise(sums, *args, **kwargs):
+        sums = grads.to_compute_dtype(sums, "bfloat16")
+        added, metrics, residual = original(sums, *args, **kwargs)
         return grads.to_compute_dtype(added, "float32"), metrics, residual
 
-    patch.setattr(grad_sync, "synchronise", synchronise)
+    patch.setattr(grads, "synchronise", synchronise)
 
 
 @mutant(PIPELINE | dict(data=1, fsdp=2), "bfloat16", (SUM, NORM))
 def a_pipeline_adds_gradients_in_bfloat16(patch):
-    bug = changed(executor._Step.start, PROMOTED.format("leaf"), "leaf.dtype")
-    patch.setattr(executor._Step, "start", bug)
+    bug = changed(executor._GradLoop.initial_carry, PROMOTED.format("leaf"), "leaf.dtype")
+    patch.setattr(executor._GradLoop, "initial_carry", bug)
 
 
 @mutant(BLOCKWISE, "bfloat16", "dtype: the step computes exp of bfloat16")
