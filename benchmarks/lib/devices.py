@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 
 from meshtrain import hardware
-from meshtrain.models.flops import flops_per_token
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.program import Program
 from meshtrain.tools.hlo import collective_ops, hlo
@@ -121,7 +120,7 @@ def mfu_at_most(program: Program, compiled: Any, c: Any) -> float | None:
     module = hlo.parse(compiled.as_text())
     found = collective_ops.find_collectives(module, program.mesh.shape, device.platform)
     tokens = c.train.global_batch * c.data.seq_len / program.mesh.size
-    flops = tokens * flops_per_token(transformer_of(c), c.data.seq_len)
+    flops = tokens * program.model.flops_per_token(c.data.seq_len)
     return roofline(module, found, row, program.mesh, model_flops=flops).mfu
 
 

@@ -3,12 +3,13 @@
 `TOY` has tiny models, for any device.
 """
 
+import dataclasses
 import itertools
 
 from benchmarks.lib import devices
 from benchmarks.lib.devices import Devices
 from meshtrain.configs import default
-from meshtrain.models.flops import flops_per_token
+from meshtrain.models import transformer
 
 GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
 # layers, width, heads, key/value heads, feed-forward, vocabulary, tokens, rows, other keys
@@ -57,5 +58,5 @@ def model_flops(model: str) -> dict[str, float]:
     """Returns the FLOPs per token, forward and backward, under each counting rule."""
     c = devices.transformer_of(settings(model))
     length = (SHAPES | TOY)[model][6]
-    palm = flops_per_token(c, length)
+    palm = transformer.build(**dataclasses.asdict(c)).flops_per_token(length)
     return {"PaLM": palm, "causal": palm - 6.0 * c.num_layers * c.num_heads * c.head_size * length}

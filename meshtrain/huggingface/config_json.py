@@ -9,6 +9,7 @@ from meshtrain.huggingface import experts, rope
 from meshtrain.huggingface.families import base as families
 from meshtrain.huggingface.families import deepseek, dense, gpt2
 from meshtrain.huggingface.families.base import Family
+from meshtrain.models import transformer_config
 
 NAME = "config.json"
 
@@ -21,15 +22,6 @@ NULLABLE = (
     "q_lora_rank",
     *families.SOFTCAP_KEYS,
 )  # keys of a section: may be null
-
-# Keys of a section that do not change the logits, and those that matter only with experts.
-NOT_IN_LOGITS = ("z_loss", "dropout", "attention_impl", "loss_chunk_mib")
-
-NOT_IN_LOGITS += ("balance", "balance_weight", "router_z_loss")
-
-EXPERTS = ("experts_per_token", "d_expert", "num_shared_experts", "router", "router_scale")
-
-EXPERTS += ("expert_groups", "capacity_factor")
 
 Config = dict[str, Any]  # a config.json
 
@@ -292,14 +284,8 @@ def normalize(section: Section) -> Section:
         s["rope_theta_local"] = s["rope_theta_local"], ()
     if s["positions"] != "rope" or "g" not in letters:
         del s["rope_theta"], s["rope_scaling"]
-    for key in NOT_IN_LOGITS:
-        del s[key]
-    if not s["qk_norm"]:
-        del s["qk_norm_heads"]
-    if not s["num_experts"]:
-        for key in EXPERTS:
-            del s[key]
-    else:
+    s = transformer_config.effective(s)
+    if s["num_experts"]:
         s["d_expert"] = s["d_expert"] or s["d_ff"]
         s["expert_groups"] = tuple(s["expert_groups"])
         if not s["first_dense_layers"]:

@@ -184,9 +184,17 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     load = _loader(directory, saved, abstract_params(with_adapter, stored, rules, mesh))
     layers = peft.layers_in(saved.arrays)
     if args.adapter:
-        of_adapter = dict(layers=layers, adapter=adapter, dtype=dtype)
         with atomic_folder(target) as folder:
-            peft.write(folder, family, section, load, **of_adapter)
+            peft.write(
+                folder,
+                family,
+                section,
+                load,
+                shapes=weights.shapes_in_files(abstract, family),
+                layers=layers,
+                adapter=adapter,
+                dtype=dtype,
+            )
         return f"step {saved.step}, an adapter of rank {adapter['rank']} in {dtype}"
     has_bias = f"{PREFIX}{BIAS}" in saved.arrays and BIAS not in family.names
     if has_bias and load(BIAS).any():
@@ -202,7 +210,7 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
             family,
             section,
             peft.merging(load, adapter, layers),
-            parameters=weights.paths(abstract, family),
+            shapes=weights.shapes_in_files(abstract, family),
             dtype=dtype,
             dtypes=dtypes,
             shard_bytes=round(args.max_shard_gb * 1e9),

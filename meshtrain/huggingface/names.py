@@ -8,7 +8,7 @@ second for that of the expert.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,34 +227,38 @@ class Row:
         return self.sizes.get(letter, 3)  # a digit: the dim of query, key and value
 
 
-def rows(table: Mapping[str, str], paths: Iterable[str], section: Mapping[str, Any]) -> list[Row]:
-    """Returns the row of each parameter of a model; raises KeyError for a path that is not in the table."""
-    s, first = section, section["first_dense_layers"]
-    dense = {"L": s["num_layers"] - first, "V": s["vocab_size"], "P": s["max_seq_len"]}
-    dense |= {"D": s["d_model"], "H": s["num_heads"], "G": s["num_kv_heads"], "F": s["d_ff"]}
-    head_dim, C = s["head_dim"] or s["d_model"] // s["num_heads"], s["kv_lora_rank"]
-    dense |= {"K": head_dim + s["rope_head_dim"], "W": s["v_head_dim"] or head_dim}
-    dense |= {
-        "Q": s["q_lora_rank"],
-        "C": C,
-        "J": C + s["rope_head_dim"],
-        "M": head_dim + dense["W"],
-    }
-    sizes = dense
-    if s["num_experts"]:
-        width = s["d_expert"] or s["d_ff"]
-        sizes = dense | {"E": s["num_experts"], "F": width, "U": s["num_shared_experts"] * width}
-    found = []
-    for path in paths:
+def rows(
+    table: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], section: Mapping[str, Any]
+) -> list[Row]:
+    """Returns the row of each parameter of a model, from its shape in this package, by path.
+
+    Raises KeyError for a path that is not in the table.
+    """
+    rows = []
+    for path, shape in shapes.items():
         number, _, rest = path.removeprefix(FIRST).partition("/")
         if path.startswith(FIRST):
-            key = FIRST + rest
+            key, first = FIRST + rest, 0
             name, *dims = table[key if key in table else in_stack(path)].split()
-            found.append(Row(path, name.replace("*", number), tuple(dims), dense))
+            name = name.replace("*", number)
         else:
+            first = section["first_dense_layers"]
             name, *dims = table[path].split()
-            found.append(Row(path, name, tuple(dims), sizes, first))
-    return found
+        sizes = _sizes(path, shape)
+        if "V" in sizes:
+            sizes["V"] = section["vocab_size"]  # without the padding of this package
+        rows.append(Row(path, name, tuple(dims), sizes, first))
+    return rows
+
+
+def _sizes(path: str, shape: tuple[int, ...]) -> dict[str, int]:
+    """Returns the size of each dim of a parameter, by its letter."""
+    letters = DIMS[in_stack(path)]
+    lead = "L" if path.startswith("layers/") else ""
+    num_own = len(shape) - len(lead)
+    if num_own > len(letters):
+        letters = "E" + letters  # of all experts
+    return dict(zip(lead + letters[-num_own:], shape, strict=True))
 
 
 def in_stack(path: str) -> str:

@@ -25,20 +25,23 @@ def write(
     config: Mapping[str, Any],
     load: Callable[[str], np.ndarray],
     *,
+    shapes: Mapping[str, tuple[int, ...]],
     layers: Sequence[str],
     adapter: Mapping[str, Any],
     dtype: np.dtype,
 ) -> None:
-    """Writes the adapter of `layers`, the paths of linear layers; `load` returns a parameter by its path.
+    """Writes the adapter of `layers`, the paths of linear layers.
 
-    `config` is the model section, `adapter` the section of this name. Raises ConfigError for a layer that has no
-    tensor of its own in the family's files.
+    `shapes` are those of the parameters, by path; `load` returns a parameter by its path. `config`
+    is the model section, `adapter` the section of this name. Raises ConfigError for a layer that
+    has no tensor of its own in the family's files.
 
     PEFT's A is (rank, inputs), its B (outputs, rank), whatever the order of the kernel's dims.
     """
     if not layers:
         raise ConfigError("--adapter: the run has no adapter (adapter.rank=0); leave out --adapter")
-    rows = names.rows(family.names, [path + KERNEL for path in layers], config)
+    kernels = {path + KERNEL: shapes[path + KERNEL] for path in layers}
+    rows = names.rows(family.names, kernels, config)
     specs, arrays, targets = [], [], set()
     for row in rows:
         if any(letter.isdigit() for dim in row.dims for letter in dim):

@@ -118,7 +118,7 @@ def check(
 ) -> list[tuple[Row, list[files.Tensor]]]:
     """Returns the tensors of each parameter; reads only headers. Raises the same errors as `read`."""
     family, found = _parameter_tensors(folder)
-    rows = _rows(family, paths(abstract_params, family), section)
+    rows = _rows(family, shapes_in_files(abstract_params, family), section)
     _check_tensors(folder, family, found, rows)
     return [(row, [found[name] for name in row.tensors]) for row in rows]
 
@@ -129,7 +129,7 @@ def write(
     section: Section,
     load: Callable[[str], np.ndarray],
     *,
-    parameters: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
     dtypes: Mapping[str, np.dtype],
     shard_bytes: int,
@@ -138,11 +138,11 @@ def write(
 
     Their dtype is `dtype`, except those in `dtypes`, by name, which must represent the values exactly, and the bias
     of a router, which is not narrower than float32.
-    `parameters` are the paths of the parameters. `load` returns a parameter by its path; it is called
+    `shapes` are those of the parameters, by path. `load` returns a parameter by its path; it is called
     once for each. Memory holds only the parameters of one tensor at a time.
     """
     tensors: dict[str, list[Row]] = {}  # by name; a fused tensor of GPT-2 holds three parameters
-    for row in _rows(family, parameters, section):
+    for row in _rows(family, shapes, section):
         tensors.setdefault(row.name, []).append(row)
 
     def dtype_of(name: str) -> np.dtype:
@@ -175,10 +175,16 @@ def write(
         files.write(folder, specs, values(), shard_bytes=shard_bytes)
 
 
-def paths(params: Params, family: Family) -> list[str]:
-    """Returns the path of each parameter that the files of a family have, in the leaf order of JAX."""
-    leaves = jax.tree.leaves_with_path(params)
-    return [_name(path) for path, _ in leaves if _is_in_files(path, family)]
+def shapes_in_files(params: Params, family: Family) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each parameter that the files of a family have, by path.
+
+    They are in the leaf order of JAX.
+    """
+    return {
+        _name(path): leaf.shape
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if _is_in_files(path, family)
+    }
 
 
 def _name(path: tuple) -> str:
@@ -190,9 +196,9 @@ def _is_in_files(path: tuple, family: Family) -> bool:
     return not is_measured(path) or _name(path) in family.names
 
 
-def _rows(family: Family, parameters: Iterable[str], section: Section) -> list[Row]:
+def _rows(family: Family, shapes: Mapping[str, tuple[int, ...]], section: Section) -> list[Row]:
     try:
-        return names.rows(family.names, parameters, section)
+        return names.rows(family.names, shapes, section)
     except KeyError as error:
         raise ConfigError(f"{family.architecture} has no parameter {error.args[0]}") from error
 

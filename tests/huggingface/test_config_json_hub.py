@@ -273,8 +273,8 @@ def test_a_hub_config_gives_the_number_of_parameters_of_its_model(model, tmp_pat
     folder = write_config(tmp_path / "config.json", config)
     section = weights.model_section(folder)
     family, init = weights.family_in(folder), convert.model_of(section).init
-    paths = weights.paths(jax.eval_shape(init, jax.random.key(0)), family)
-    rows = names.rows(family.names, paths, section)
+    shapes = weights.shapes_in_files(jax.eval_shape(init, jax.random.key(0)), family)
+    rows = names.rows(family.names, shapes, section)
     sizes = {name: math.prod(row.shape) for row in rows for name in row.tensors}
     assert sum(sizes.values()) == num_parameters
 

@@ -18,6 +18,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.metrics import weighted
 from meshtrain.models import lora, trees
 from meshtrain.models.base import from_nnx
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.tools.verify.reference import dropout as reference_dropout
 from meshtrain.tools.verify.reference import model as reference_model
 from meshtrain.tools.verify.reference import step as reference_step
@@ -199,6 +200,7 @@ def test_dropout_of_the_input_of_a_drops_the_same_elements_on_every_layout(name)
 def test_dropout_of_the_input_of_a_is_plain_maths_and_off_in_evaluation(model, monkeypatch):
     """y = x W + alpha / rank (drop(x) A) B in the reference model, with masks hashed by numpy."""
     c, plain = dropout_config(**model), reference_model._linear
+    typed = TransformerConfig(**{k: v for k, v in c.model.to_dict().items() if k != "build"})
     first = c.model.first_dense_layers
 
     def linear(x, p, num_in):
@@ -234,7 +236,7 @@ def test_dropout_of_the_input_of_a_is_plain_maths_and_off_in_evaluation(model, m
             tree = trees.merge(frozen, trained)
             if batch.row_keys is not None:
                 tree = with_masks(tree, pairs, batch.row_keys)
-            return reference_model.loss(tree, batch, c.model.to_dict()) / batch.weights.sum()
+            return reference_model.loss(tree, batch, typed) / batch.weights.sum()
 
         trained = trees.matching(params, lambda path: "lora_" in path)
         value_and_grad = jax.value_and_grad(lambda trained: mean(trained, keyed))

@@ -1,54 +1,16 @@
 """What a model family of transformers consists of, and the keys of a config.json that are common to families."""
 
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-BUILD = "meshtrain.models.transformer:build"
+from meshtrain.configs import default
+from meshtrain.models.transformer_config import TransformerConfig
 
-# A `model` section without its sizes; Family.section overrides these.
-SECTION_DEFAULTS = {
-    "build": BUILD,
-    "kv_lora_rank": 0,
-    "q_lora_rank": 0,
-    "rope_head_dim": 0,
-    "v_head_dim": 0,
-    "norm": "rms",
-    "positions": "rope",
-    "rope_theta": 10000.0,
-    "rope_scaling": (),
-    "rope_theta_local": 0.0,
-    "mlp": "swiglu",
-    "num_experts": 0,
-    "experts_per_token": 2,
-    "d_expert": 0,
-    "num_shared_experts": 0,
-    "first_dense_layers": 0,
-    "router": "topk_softmax",
-    "router_scale": 1.0,
-    "expert_groups": (),
-    "capacity_factor": 0.0,
-    "balance": "none",
-    "balance_weight": 0.0,
-    "router_z_loss": 0.0,
-    "bias": False,
-    "qkv_bias": False,
-    "qk_norm": False,
-    "qk_norm_heads": "each",
-    "post_norm": False,
-    "attention": "g",
-    "window": 0,
-    "dropout": 0.0,
-    "query_scale": 0.0,
-    "attention_softcap": 0.0,
-    "logit_softcap": 0.0,
-    "embed_scale": 1.0,
-    "z_loss": 0.0,
-    "attention_impl": "auto",
-    "loss_chunk_mib": 2048.0,
-}
+BUILD = "meshtrain.models.transformer:build"
 
 CONFIG_KEYS = {  # key of a `model` section: key of config.json
     "num_layers": "num_hidden_layers",
@@ -63,15 +25,21 @@ CONFIG_KEYS = {  # key of a `model` section: key of config.json
     "tie_embeddings": "tie_word_embeddings",
 }
 
+# A `model` section without the keys above; Family.section overrides these. A balance loss is not
+# assumed: a config.json says it, if its model has experts.
+SECTION_DEFAULTS = {
+    key: value
+    for key, value in default.get_config().model.to_dict().items()
+    if key not in CONFIG_KEYS
+} | {"balance": "none", "balance_weight": 0.0}
+
 SOFTCAP_KEYS = {
     "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
 }
 
-# Types of values in a `model` section; keys that are not listed are int.
-VALUE_TYPES = {"norm_epsilon": float, "tie_embeddings": bool, "router_scale": float}
-
-VALUE_TYPES |= dict.fromkeys(SOFTCAP_KEYS, float)
+# Types of the values in a `model` section.
+VALUE_TYPES = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
 
 # Keys next to `text_config` in a multimodal config.json that apply to the language model.
 TOP_LEVEL_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")

@@ -96,8 +96,8 @@ COUNTS |= {"v3": (V3, 671_026_419_200)}
 def test_a_hub_config_gives_the_number_of_parameters_of_its_model(model):
     config, num_parameters = COUNTS[model]
     section, family = config_json.to_section(config), config_json.family_of(config)
-    shapes = jax.eval_shape(convert.model_of(section).init, jax.random.key(0))
-    rows = names.rows(family.names, weights.paths(shapes, family), section)
+    abstract = jax.eval_shape(convert.model_of(section).init, jax.random.key(0))
+    rows = names.rows(family.names, weights.shapes_in_files(abstract, family), section)
     assert sum(math.prod(row.shape) for row in rows for _ in row.tensors) == num_parameters
 
 
