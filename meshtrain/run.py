@@ -137,7 +137,7 @@ def open_run(
     replica_check = health.ReplicaCheck(
         cfg.health,
         program.mesh,
-        clock.page,
+        clock.progress,
         event=writer.event,
         log=writer.log,
     )
