@@ -19,7 +19,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
-from meshtrain.monitor import health, heldout, sinks, summary
+from meshtrain.monitor import health, heldout, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.writer import Units, Writer, units_of
 from meshtrain.program import Program, assemble
@@ -138,7 +138,7 @@ def open_run(
     replica_check = health.ReplicaCheck(
         cfg.health,
         program.mesh,
-        clock.page,
+        clock.progress,
         event=writer.event,
         log=writer.log,
     )
@@ -158,12 +158,20 @@ def open_run(
     for line in cfg.layout_reasons:
         writer.log(f"mesh.auto   {line}")
     abstract_state = program.abstract_state
-    for line in summary.start_lines(cfg, parts.model, abstract_state, units, data, program.sync):
+    start_lines = summary.start_lines(
+        cfg,
+        parts.model,
+        abstract_state,
+        units=units,
+        data=data,
+        grad_sync=program.sync,
+    )
+    for line in start_lines:
         writer.log(line)
-    layout_warnings = summary.layout_warnings(
+    layout_warnings = warnings.layout_warnings(
         cfg, parts.model, program.mesh, abstract_state.params, first_batch
     )
-    for warning in (*layout_warnings, *summary.setting_warnings(cfg, data)):
+    for warning in (*layout_warnings, *warnings.setting_warnings(cfg, data)):
         writer.log(f"warning     {warning.text}")
         writer.event("warning", **warning.fields, text=warning.text)
 

@@ -170,7 +170,7 @@ def test_10_000_changed_and_repeated_messages_are_rejected():
     draw = random.Random(0)
     node_0 = Signer(SECRET, is_node_0=True)
     sender = Signer(SECRET, is_node_0=False)
-    assert sender.meet(json.dumps(node_0.greeting).encode())
+    assert sender.accept_nonce(json.dumps(node_0.greeting).encode())
     texts = [json.dumps({**HELLO, **sender.greeting}), *(json.dumps({"dead": True}),) * 9]
     valid = [sender.sign(text.encode()) for text in texts]
     for _ in range(10_000):
@@ -205,7 +205,7 @@ def test_10_000_changed_and_repeated_messages_are_rejected():
 
 def test_messages_in_the_right_order_are_accepted():
     first, second = Signer(SECRET, is_node_0=True), Signer(SECRET, is_node_0=False)
-    assert second.meet(json.dumps(first.greeting).encode())
+    assert second.accept_nonce(json.dumps(first.greeting).encode())
     hello = json.dumps(second.greeting).encode()
     sent = [second.sign(text) for text in (hello, b"1", b"2")]
     assert [first.checked(one) for one in sent] == [hello, b"1", b"2"]

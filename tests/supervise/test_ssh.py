@@ -49,11 +49,11 @@ Host *
 )
 def test_hosts_that_are_not_valid_are_rejected(hosts, fault):
     with pytest.raises(ConfigError, match=fault):
-        ssh.hosts_of(hosts)
+        ssh.parse_hosts(hosts)
 
 
 def test_hosts_are_names_or_addresses_with_or_without_a_user():
-    assert ssh.hosts_of("a, me@b.c,10.0.0.1,fe80::1") == ["a", "me@b.c", "10.0.0.1", "fe80::1"]
+    assert ssh.parse_hosts("a, me@b.c,10.0.0.1,fe80::1") == ["a", "me@b.c", "10.0.0.1", "fe80::1"]
 
 
 @pytest.mark.parametrize(

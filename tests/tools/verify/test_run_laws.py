@@ -120,9 +120,9 @@ BUGS = {
         "data order",
     ),
     "rows of lost steps kept after a resume": (
-        (writer.Writer, "begin"),
-        "_step_of(row) < start",
-        "_step_of(row) <= start",
+        (writer.Writer, "_remove_rows_from"),
+        "_row_step(row) < start",
+        "_row_step(row) <= start",
         "data order",
     ),
     "loss statistics forgotten in a resume": (
@@ -133,14 +133,14 @@ BUGS = {
     ),
     "loss of a spike in the running mean": (
         (divergence.LossMonitor, "observe"),
-        'metrics["loss"] if deviations <= limit else self._losses.mean',
-        'metrics["loss"]',
+        "mean if is_spike else loss",
+        "loss",
         "divergence",
     ),
     "skips in a row forgotten in a resume": (
         (divergence.LossMonitor, "__init__"),
-        'losses.pop("skips", 0)',
-        '0 * losses.pop("skips", 0)',
+        'statistics.get("skips", 0)',
+        '0 * statistics.get("skips", 0)',
         "skips in a row",
     ),
     "replicas checked at multiples of health.every only": (
