@@ -23,13 +23,12 @@ from meshtrain.config.schema import SyncConfig
 from meshtrain.configs import deepseek_v2_lite, gemma2, gpt2, llama3, mixtral, quickstart
 from meshtrain.errors import ConfigError
 from meshtrain.program import Program
-from meshtrain.tools.plan import compiled, constraints, memory, search, text, work
+from meshtrain.tools.plan import compiled, constraints, from_config, memory, search, work
 from meshtrain.tools.plan import machine as machines
 from meshtrain.tools.plan.cost import levels_of, step_cost
-from meshtrain.tools.plan.layout import Layout
+from meshtrain.tools.plan.layout import Layout, name_of, overrides, with_layout
 from meshtrain.tools.plan.machine import Machine
 from meshtrain.tools.plan.sizes import decoder
-from meshtrain.tools.plan.subject import PlanInput
 from meshtrain.train import train
 
 H100 = hardware.BY_NAME["h100"]
@@ -67,9 +66,11 @@ def test_the_error_on_our_own_steps_on_one_gpu(model):
     (file,) = (ROOT / "benchmarks" / "results").glob(f"{model}_nvidia-h200-x1_*.json")
     record = json.loads(file.read_text())
     c = gpu_step.settings(model, rows=record["batch"])
-    subject, machine = PlanInput(c), Machine(hardware.BY_NAME["h200"], 1, 1)
+    plan_input, machine = from_config.plan_input(c), Machine(hardware.BY_NAME["h200"], 1, 1)
     layout = Layout(rows=record["batch"], zero_stage=c.train.zero_stage, remat=c.train.remat)
-    seconds = step_cost(subject.work, layout, machine, subject.seq_len).seconds * machine.of_xla
+    seconds = (
+        step_cost(plan_input.work, layout, machine, plan_input.seq_len).seconds * machine.xla_factor
+    )
     assert 1e3 * seconds == pytest.approx(record["rows"][0]["ms per step"], rel=0.05)
 
 
@@ -175,17 +176,17 @@ def test_traced_products_are_those_of_the_config(name):
     c.model.head_dim = 0
     c.data.seq_len = c.model.max_seq_len = 64
     c.model.attention_impl = "xla"
-    subject = PlanInput(c)
-    shapes = subject.stored.shapes.params
-    batch = subject.batch
-    traced = work.of_traced(subject.model, shapes, batch, "float32")
-    read = sum(n * k for n, k in subject.work.products)
-    attention = 2 * 64 * subject.work.heads * subject.work.head_dim
+    plan_input = from_config.plan_input(c)
+    shapes = plan_input.stored.shapes.params
+    batch = from_config.abstract_row(plan_input.cfg)
+    traced = work.of_traced(plan_input.model, shapes, batch, "float32")
+    read = sum(n * k for n, k in plan_input.work.products)
+    attention = 2 * 64 * plan_input.work.heads * plan_input.work.head_dim
     found = sum(n * k for n, k in traced.products)
     if name != "mixtral":  # whose blocks of tokens are padded
         assert found == pytest.approx(read + attention, rel=0.01)
-    assert traced.num_layers == subject.work.num_layers == 2
-    assert (traced.layer, traced.others) == (subject.work.layer, subject.work.others)
+    assert traced.num_layers == plan_input.work.num_layers == 2
+    assert (traced.layer, traced.others) == (plan_input.work.layer, plan_input.work.others)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_the_state_is_that_of_the_program(config, layout):
     names, numbers = zip(*layout.sizes().items(), strict=True)
     mesh = jax.sharding.AbstractMesh(numbers, names)
     *_, state, grads = Program.plan(cfg, parts, mesh)
-    found = PlanInput(c).stored.bytes(layout)
+    found = from_config.plan_input(c).stored.bytes(layout)
     gradients = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), state.params, grads)
     expected = [
         states.bytes_per_device(tree) for tree in (state.params, state.opt_state, gradients)
@@ -219,11 +220,13 @@ def test_the_state_is_that_of_the_program(config, layout):
 
 
 def test_memory_grows_with_what_is_kept():
-    subject = PlanInput(llama3.get_config())
+    plan_input = from_config.plan_input(llama3.get_config())
 
     def activations(**changes):
         layout = Layout(**{"fsdp": 8, "rows": 1, **changes})
-        return memory.parts(subject.work, layout, subject.stored, 8192)["activations"]
+        return memory.parts(plan_input.work, layout, plan_input.stored.bytes(layout), 8192)[
+            "activations"
+        ]
 
     assert activations(remat="none") > activations(remat="dots") > activations(remat="full") > 0
     # Full remat keeps the input of each layer.
@@ -234,13 +237,13 @@ def test_memory_grows_with_what_is_kept():
 
 
 def test_a_residual_is_as_large_as_the_gradients():
-    subject = PlanInput(llama3.get_config())
+    plan_input = from_config.plan_input(llama3.get_config())
     for layout, expected in [
         (Layout(data=8, sync=SyncConfig(wire="int4")), True),
         (Layout(data=8, sync=SyncConfig(wire="int8")), False),
         (Layout(fsdp=8, sync=SyncConfig(wire="int4")), False),  # no partial sums at ZeRO stage 3
     ]:
-        parts = memory.parts(subject.work, layout, subject.stored, 8192)
+        parts = memory.parts(plan_input.work, layout, plan_input.stored.bytes(layout), 8192)
         assert parts["residual"] == (parts["gradients"] if expected else 0)
 
 
@@ -248,26 +251,29 @@ def test_a_residual_is_as_large_as_the_gradients():
 
 
 def plan_of(config, device, num, *, fixed=(), limit=0.9, per_host=8):
-    subject, machine = PlanInput(config), Machine(hardware.BY_NAME[device], num, per_host)
+    plan_input, machine = (
+        from_config.plan_input(config),
+        Machine(hardware.BY_NAME[device], num, per_host),
+    )
     size = limit * machine.device.memory
     values = constraints.values([("--fix", flag) for flag in fixed], num, config)
-    found = search.search(subject, machine, limit=size, fixed=values)
-    return subject, machine, found
+    found = search.search(plan_input, machine, limit=size, fixed=values)
+    return plan_input, machine, found
 
 
 @pytest.mark.parametrize("name", ["llama3", "mixtral"])
 def test_layouts_are_legal_fit_and_are_ranked(name):
     c = CONFIGS[name].get_config()
     c.train.global_batch = 128
-    subject, machine, plan = plan_of(c, "h200", 64)
-    assert 5 < len(plan.found) <= 20 and plan.num_tried > 1000
-    for one in plan.found:
+    plan_input, machine, plan = plan_of(c, "h200", 64)
+    assert 5 < len(plan.candidates) <= 20 and plan.num_tried > 1000
+    for one in plan.candidates:
         assert math.prod(one.layout.sizes().values()) == 64
         assert one.memory_bytes <= 0.9 * 141e9
-        parse(search.settings(subject, one.layout), num_devices=64)
-    best = plan.found[0].seconds
-    assert all(one.seconds > best * 0.97 for one in plan.found)
-    assert plan.found[-1].seconds >= best
+        parse(with_layout(plan_input.config, one.layout), num_devices=64)
+    best = plan.candidates[0].seconds
+    assert all(one.seconds > best * 0.97 for one in plan.candidates)
+    assert plan.candidates[-1].seconds >= best
 
 
 def test_fixed_keys_hold_for_all():
@@ -279,9 +285,9 @@ def test_fixed_keys_hold_for_all():
     }
     flags = [f"{key}={value}" for key, value in wanted.items()]
     *_, plan = plan_of(c, "h200", 64, fixed=flags)
-    assert plan.found
-    for one in plan.found:
-        assert wanted.items() <= search.overrides(one.layout).items()
+    assert plan.candidates
+    for one in plan.candidates:
+        assert wanted.items() <= overrides(one.layout).items()
 
 
 def test_gradients_are_sent_as_the_config_says():
@@ -290,13 +296,13 @@ def test_gradients_are_sent_as_the_config_says():
     c.train.global_batch = 64
     fixed = ["mesh.data=16", "mesh.fsdp=4", "mesh.tensor=1", "mesh.context=1", "mesh.pipeline=1"]
     *_, plan = plan_of(c, "h200", 64, fixed=fixed)
-    assert {one.layout.sync.wire for one in plan.found} == {"float32"}
+    assert {one.layout.sync.wire for one in plan.candidates} == {"float32"}
     c.sync.wire = "int8"
     *_, plan = plan_of(c, "h200", 64, fixed=fixed)
-    (best,) = {(one.layout.sync.wire, one.layout.sync.pattern) for one in plan.found}
+    (best,) = {(one.layout.sync.wire, one.layout.sync.pattern) for one in plan.candidates}
     assert best == ("int8", "hierarchical")
     *_, plan = plan_of(c, "h200", 64, fixed=[*fixed, "sync.pattern=xla", "sync.wire=bfloat16"])
-    keys = search.overrides(plan.found[0].layout)
+    keys = overrides(plan.candidates[0].layout)
     assert (keys["sync.wire"], keys["sync.pattern"]) == ("bfloat16", "xla")
 
 
@@ -305,24 +311,24 @@ def test_loss_chunks_are_small_where_they_make_a_layout_fit():
     c.train.global_batch = 8
     fixed = ["mesh.fsdp=8", "train.remat=full", "train.num_microbatches=1"]
     _, _, plan = plan_of(c, "h200", 8, fixed=fixed)
-    (one,) = plan.found
-    assert search.overrides(one.layout)["model.loss_chunk_mib"] == 2048
+    (one,) = plan.candidates
+    assert overrides(one.layout)["model.loss_chunk_mib"] == 2048
     _, machine, plan = plan_of(c, "h200", 8, fixed=fixed, limit=(one.memory_bytes - 1e9) / 141e9)
-    (smaller,) = plan.found
-    assert search.overrides(smaller.layout)["model.loss_chunk_mib"] == search.SMALL_LOSS_CHUNK
+    (smaller,) = plan.candidates
+    assert overrides(smaller.layout)["model.loss_chunk_mib"] == search.SMALL_LOSS_CHUNK
     assert one.memory_bytes - smaller.memory_bytes == (2048 - 256) * 2**20
     assert smaller.seconds > one.seconds
     _, _, plan = plan_of(c, "h200", 8, fixed=[*fixed, "model.loss_chunk_mib=64"])
-    assert search.overrides(plan.found[0].layout)["model.loss_chunk_mib"] == 64
+    assert overrides(plan.candidates[0].layout)["model.loss_chunk_mib"] == 64
 
 
 def test_tensor_stays_inside_a_host_and_rows_of_a_tpu_are_wide():
     c = llama3.get_config()
     c.train.global_batch = 256
     *_, plan = plan_of(c, "h100", 32, per_host=4)
-    assert plan.found and all(one.layout.tensor <= 4 for one in plan.found)
+    assert plan.candidates and all(one.layout.tensor <= 4 for one in plan.candidates)
     *_, plan = plan_of(c, "v5p", 256, per_host=256)
-    assert plan.found and all(4096 // one.layout.fsdp >= 128 for one in plan.found)
+    assert plan.candidates and all(4096 // one.layout.fsdp >= 128 for one in plan.candidates)
 
 
 # ---- its command ----
@@ -526,8 +532,8 @@ def test_a_layout_is_taken_apart(tmp_path, capsys):
 def test_a_layout_in_words():
     layout = Layout(pipeline=2, fsdp=4, num_microbatches=4, schedule="interleaved", num_chunks=2)
     words = "pipeline 2 x fsdp 4 · zero 3 · 4 x 1 rows · interleaved of 2 chunks, residuals kept · remat none"
-    assert text.name_of(layout) == words
+    assert name_of(layout) == words
     narrow = SyncConfig(wire="int8", pattern="hierarchical")
     words = "data 8 · zero 3 · 1 x 1 rows · remat none · gradients in int8, hierarchical"
-    assert text.name_of(Layout(data=8, sync=narrow)) == words
-    assert "gradients" not in text.name_of(Layout(fsdp=8, sync=narrow))
+    assert name_of(Layout(data=8, sync=narrow)) == words
+    assert "gradients" not in name_of(Layout(fsdp=8, sync=narrow))

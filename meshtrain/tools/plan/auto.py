@@ -12,10 +12,10 @@ from meshtrain.config.schema import AXES
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
 from meshtrain.parallel.mesh import host_of
-from meshtrain.tools.plan import constraints
+from meshtrain.tools.plan import constraints, from_config, search
 from meshtrain.tools.plan import machine as machines
 from meshtrain.tools.plan.cost import OverlapModel
-from meshtrain.tools.plan.layout import overrides
+from meshtrain.tools.plan.layout import name_of, overrides, with_keys
 from meshtrain.tools.plan.machine import Machine
 
 MEMORY = 0.9  # part of a device's memory that a step may use
@@ -32,49 +32,52 @@ def resolve(
 ) -> tuple[Mapping[str, Any], list[str]]:
     """Returns the config with the layout that is predicted to be fastest, and lines that say why.
 
-    Sizes of the mesh above 1 are kept; the other axes, ZeRO stage, micro-batches, remat and the pipeline are chosen. A
-    config without `mesh.auto` is returned as it is. All processes must call it, and get the choice of process 0.
-    Raises ConfigError if no layout fits.
+    Sizes of the mesh above 1 are kept; the other axes, ZeRO stage, micro-batches, remat and the
+    pipeline are chosen. A config without `mesh.auto` is returned as it is. All processes must call
+    it, and get the choice of process 0. Raises ConfigError if no layout fits.
     """
     raw = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     if not checks.is_auto(raw):
         return config, []
-    # Loaded when it is used: training starts without the planner.
-    from meshtrain.tools.plan import search, text
-    from meshtrain.tools.plan.subject import PlanInput
-
     if "seq_len" not in raw["data"]:
         raise ConfigError("mesh.auto=True: the planner needs data.seq_len; set the sizes of mesh")
+    devices = devices or jax.devices()
     fixed = constraints.auto_sizes(raw)
-    if faults := constraints.fixed_faults(raw, fixed, len(devices := devices or jax.devices())):
+    faults = constraints.fixed_faults(raw, fixed, len(devices))
+    if faults:
         raise ConfigError(*faults)
+
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "slices": raw["mesh"]["slices"], "auto": False}
-    subject, machine = PlanInput(raw, model=model), _machine(devices)
+    plan_input = from_config.plan_input(raw, model=model)
+    machine = _machine(devices)
+    limit = MEMORY * machine.device.memory
     plan = search.search(
-        subject,
+        plan_input,
         machine,
-        limit=(limit := MEMORY * machine.device.memory),
+        limit=limit,
         fixed=fixed,
-        scale=machine.of_xla,
-        habits=MEASURED_OVERLAP if machine.kind == "measured" else None,
+        scale=machine.xla_factor,
+        overlap=MEASURED_OVERLAP if machine.kind == "measured" else None,
     )
-    if not plan.found:
-        raise ConfigError(f"mesh.auto=True: {search.way_out(subject, machine, plan, limit, fixed)}")
-    best, *others = plan.found
+    if not plan.candidates:
+        reason = search.way_out(plan_input, machine, plan, limit, fixed)
+        raise ConfigError(f"mesh.auto=True: {reason}")
+
+    best, *others = plan.candidates
     lines = [
-        f"{text.name_of(best.layout)}: the fastest of {plan.num_tried:,} layouts by `meshtrain plan`, "
+        f"{name_of(best.layout)}: the fastest of {plan.num_tried:,} layouts by `meshtrain plan`, "
         f"{best.seconds:.3g} s a step"
     ]
     if others:
-        lines.append(f"{text.name_of(others[0].layout)} {text.why_slower(others[0], best)}")
-    values, lines = distributed.broadcast([overrides(best.layout), lines])
-    return search.with_keys(raw, values), lines
+        lines.append(f"{name_of(others[0].layout)} {search.why_slower(others[0], best)}")
+    # Measured devices differ a little between processes, and so could their choices.
+    keys, lines = distributed.broadcast([overrides(best.layout), lines])
+    return with_keys(raw, keys), lines
 
 
 def _machine(devices: Sequence[jax.Device]) -> Machine:
     """Returns devices of the table, or measured ones. `per_host` is what shares the fast links."""
     device = hardware.device_of(devices[0].device_kind)
-    groups = {*map(host_of, devices)}
-    return Machine(
-        device or machines.measure_host(), len(devices), max(1, len(devices) // len(groups))
-    )
+    hosts = {host_of(device) for device in devices}
+    per_host = max(1, len(devices) // len(hosts))
+    return Machine(device or machines.measure_host(), len(devices), per_host)
