@@ -18,7 +18,7 @@ from meshtrain.ops import blockwise, losses
 from meshtrain.optim import base as optim
 from meshtrain.parallel import grad_sync
 from meshtrain.pipeline import executor
-from meshtrain.tools.verify import precision, verify
+from meshtrain.tools.verify import case, precision
 from meshtrain.tools.verify.case import VerifyCase
 from meshtrain.tools.verify.laws import precision as precision_laws
 
@@ -46,7 +46,7 @@ def program_of(subject, row):
     if "attention_impl" in row:
         section = {key: value for key, value in subject.raw["model"].items() if key != "build"}
         subject.model = transformer.build(**section | {"attention_impl": row["attention_impl"]})
-    return verify.program_of(subject, row)
+    return case.program_of(subject, row)
 
 
 def check(subject, row, dtype):
