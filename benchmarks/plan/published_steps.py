@@ -30,13 +30,12 @@ from meshtrain import hardware
 from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
-from meshtrain.tools.plan import compiled, memory, search, text
+from meshtrain.tools.plan import compiled, from_config, memory
 from meshtrain.tools.plan.cost import OverlapModel, step_cost
-from meshtrain.tools.plan.layout import Layout
+from meshtrain.tools.plan.layout import Layout, name_of, with_keys
 from meshtrain.tools.plan.machine import Machine
 from meshtrain.tools.plan.predict import layout_of
 from meshtrain.tools.plan.sizes import ModelWork, decoder
-from meshtrain.tools.plan.subject import PlanInput
 
 STEPS = Path(__file__).with_name("published_steps.csv")
 # What is known of the frameworks: Megatron of 2021 had no fused attention and did not overlap the sum of gradients.
@@ -211,12 +210,14 @@ def prediction(case: tuple) -> Predicted:
     name, _, devices, batch, keys = case
     config = load_config(name)
     config.train.global_batch = batch
-    subject = PlanInput(config)
-    with_keys = search.with_keys(subject.raw, KEYS | keys)
-    layout = layout_of(parse(with_keys, num_devices=devices))
-    parts = memory.parts(subject.work, layout, subject.stored, subject.seq_len)
-    products = product_flops(subject.work, layout, subject.seq_len)
-    return Predicted(with_keys, text.name_of(layout), sum(parts.values()), products)
+    plan_input = from_config.plan_input(config)
+    resolved = with_keys(plan_input.config, KEYS | keys)
+    layout = layout_of(parse(resolved, num_devices=devices))
+    parts = memory.parts(
+        plan_input.work, layout, plan_input.stored.bytes(layout), plan_input.seq_len
+    )
+    products = product_flops(plan_input.work, layout, plan_input.seq_len)
+    return Predicted(resolved, name_of(layout), sum(parts.values()), products)
 
 
 def product_flops(w: ModelWork, p: Layout, seq_len: int) -> float:

@@ -1,4 +1,4 @@
-"""RunParts of the parameters, as nested dicts with fewer leaves: those that are trained, and all others."""
+"""Parts of the parameters, as nested dicts with fewer leaves: those that are trained, and all others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
