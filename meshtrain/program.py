@@ -192,7 +192,7 @@ def _sync(
     axes, num_shards = sharding.batch_slices(partial_over)
     if num_shards == 1:
         return None
-    parts = network.num_parts(*axes)
+    parts = network.num_islands(*axes)
     if settings.pattern == "hierarchical" and parts == 1:
         if (link := network.link_along(*axes)) == "host":
             return None  # nothing leaves a host

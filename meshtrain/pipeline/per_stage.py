@@ -122,7 +122,7 @@ def on_all_stages(x: Any) -> Any:
 
 
 def either(stages: jax.Array, if_true: Any, if_false: Any) -> Any:
-    """Returns `if_true` on the `stages` (P,) that are True, `if_false` on others; leaves (P, ...)."""
+    """Returns `if_true` (P, ...) on the `stages` (P,) that are True, `if_false` on the others."""
 
     def choose_leaf(a, b):
         return jnp.where(stages.reshape(-1, *[1] * (a.ndim - 1)), a, b)
