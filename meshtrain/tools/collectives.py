@@ -187,7 +187,7 @@ def _num_parts(mesh: jax.sharding.Mesh, axis: str) -> int:
     sizes = {"data": len(rows), "tensor": rows.size // len(rows)}
     grid = rows.reshape([sizes.get(name, 1) for name in AXES])
     network = network_of(jax.sharding.Mesh(grid, AXES))
-    number = network.num_parts("data")
+    number = network.num_islands("data")
     return 0 if number == 1 and network.link_along("data") != "host" else number
 
 

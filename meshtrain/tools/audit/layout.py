@@ -314,13 +314,13 @@ def sharded_experts(cfg: Config, batch: Any, placement: Placement) -> ShardedExp
     def larger(axes: Axes) -> Axes:
         return tuple(axis for axis in placement.mesh if axis in axes and placement.mesh[axis] > 1)
 
-    num_rows = placement.num_tokens * where.sizes[2] * c.experts_per_token
+    num_rows = placement.num_tokens * where.num_gathered * c.experts_per_token
     return ShardedExperts(
         gathered=larger(where.gathered),
         others=larger(where.others),
         per_token=c.experts_per_token,
         num_experts=c.num_experts,
-        num_devices=where.sizes[2],
+        num_devices=where.num_gathered,
         num_shards=where.num_shards,
         itemsize=jnp.dtype(cfg.train.dtype).itemsize,
         has_first_pass=num_rows >= c.num_experts,
