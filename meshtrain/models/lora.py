@@ -24,7 +24,10 @@ FIRST_SITE = 2**16  # of the masks of an adapter, see ops/dropout.py; those of m
 
 
 def adapt(model: Model, cfg: Config) -> Model:
-    """Returns the model with what `adapter` and `train.only` say; raises ConfigError if they do not fit it."""
+    """Returns the model with `adapter` and `train.only` applied.
+
+    Raises ConfigError if they do not fit it.
+    """
     c, only = cfg.adapter, cfg.train.only
     if c.rank:
         _check(c)
@@ -52,12 +55,14 @@ def _check(c: AdapterConfig) -> None:
 def lora(
     model: Model, *, rank: int, alpha: float, targets: tuple[str, ...], dropout: float = 0.0
 ) -> Model:
-    """Returns the model with kernels W + alpha / rank A B; only A and B are trained (arXiv 2106.09685).
+    """Returns the model with kernels W + alpha / rank A B, of which only A and B are trained.
 
-    `targets` are patterns of paths of linear layers, such as layers/attention/*. A is drawn with the variance of
-    PEFT's, 1 / (3 inputs), B starts at zero. In training each element of the input of A is dropped with the
-    probability `dropout`. Raises ConfigError for a pattern without a linear layer, or if the model does not support
-    dropout.
+    (LoRA, arXiv 2106.09685.)
+
+    `targets` are patterns of paths of linear layers, such as layers/attention/*. A is drawn with
+    the variance of PEFT's, 1 / (3 inputs), B starts at zero. In training each element of the input
+    of A is dropped with the probability `dropout`. Raises ConfigError for a pattern without a
+    linear layer, or if the model does not support dropout.
     """
     chosen = sorted(_matching(model, targets))
     shapes = {path: _dims(model, path, rank) for path in chosen}
@@ -88,14 +93,16 @@ def lora(
 
 
 def _with_dropout(model: Model, chosen: Sequence[str], rate: float) -> Model:
-    """Returns the model whose layers get, next to A and B, the dropout of the input of A: see ops/dropout.py.
+    """Returns the model whose layers get the dropout of A's input, next to A and B.
 
-    Each adapted layer has masks of its own, as in PEFT. Raises ConfigError for a model that is not a stack.
+    Each adapted layer has masks of its own, as in PEFT. Raises ConfigError for a model that is not
+    a stack.
     """
     if model.block is None:
         raise ConfigError(
-            f"adapter.dropout={rate}: the model is one loss, in which nothing tells the rows and positions that a "
-            f"linear layer gets, so its masks would depend on the mesh; use adapter.dropout=0"
+            f"adapter.dropout={rate}: the model is one loss, in which nothing tells the rows and "
+            "positions that a linear layer gets, so its masks would depend on the mesh; use "
+            "adapter.dropout=0"
         )
 
     def added(layer: Params, prefix: str, batch: Any) -> Params:
@@ -130,12 +137,15 @@ def _drop(rate: float, site: int, keys_BW: jax.Array, x: jax.Array) -> jax.Array
 
 
 def _is_added(path: str) -> bool:
-    """Whether a parameter has a gradient although no pattern names it: it is one of `lora`, or is measured."""
+    """Returns whether a parameter has a gradient although no pattern names it.
+
+    So have A and B, and router statistics.
+    """
     return lora_layer.is_low_rank(path) or STATS_KEY in path.split("/")
 
 
 def train_only(model: Model, patterns: list[str]) -> Model:
-    """Returns the model of which only the parameters that match a pattern are trained, besides A and B of `lora`.
+    """Returns the model that trains only the parameters that match a pattern, and A and B.
 
     Raises ConfigError for a pattern without a parameter.
     """
@@ -143,8 +153,8 @@ def train_only(model: Model, patterns: list[str]) -> Model:
     paths = [trees.name_of(path) for path, _ in jax.tree.leaves_with_path(shapes)]
     if unmatched := [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]:
         raise ConfigError(
-            f"train.only={','.join(unmatched)}: no parameter has such a path{did_you_mean(unmatched[0], paths)}; "
-            f"there are {', '.join(paths[:5])}, ..."
+            f"train.only={','.join(unmatched)}: no parameter has such a "
+            f"path{did_you_mean(unmatched[0], paths)}; there are {', '.join(paths[:5])}, ..."
         )
     before = model.is_trained or _is_added
 
@@ -155,7 +165,10 @@ def train_only(model: Model, patterns: list[str]) -> Model:
 
 
 def merged(kernel: Any, a: Any, b: Any, *, scale: float, num_lead: int) -> Any:
-    """Returns the numpy array W + scale A B; W, A and B have `num_lead` leading dims of layers in common."""
+    """Returns the numpy array W + scale A B.
+
+    W, A and B have `num_lead` leading dims of layers in common.
+    """
     lead, rank = kernel.shape[:num_lead], b.shape[num_lead]
     product = a.reshape(*lead, -1, rank) @ b.reshape(*lead, rank, -1)
     return kernel + scale * product.reshape(kernel.shape)
@@ -168,8 +181,9 @@ def _matching(model: Model, targets: tuple[str, ...]) -> set[str]:
         matching = fnmatch.filter(model.linears, pattern)
         if not matching:
             faults.append(
-                f"adapter.targets={pattern!r}: no linear layer has such a path"
-                f"{did_you_mean(pattern, model.linears)}; there are {', '.join(model.linears) or 'none'}"
+                f"adapter.targets={pattern!r}: no linear layer has such a "
+                f"path{did_you_mean(pattern, model.linears)}; there are "
+                f"{', '.join(model.linears) or 'none'}"
             )
         found |= {*matching}
     if faults:
@@ -190,7 +204,7 @@ def _nested(path: str, tree: Params) -> Params:
 
 
 def num_lead(path: str) -> int:
-    """Returns the number of leading dims of a linear layer's parameters: that of the stack of layers."""
+    """Returns the number of leading dims of a linear layer's parameters: 1 in the stack, else 0."""
     return 1 if path.startswith("layers/") else 0
 
 

@@ -1,6 +1,7 @@
 """Linear layers with an update of low rank (LoRA, arXiv 2106.09685): y = x W + (x A) B.
 
-A and B are parameters next to the kernel W. The layer itself applies them, so no gradient of W is computed.
+A and B are parameters next to the kernel W. The layer itself applies them, so no gradient of W is
+computed.
 """
 
 import functools
@@ -14,19 +15,20 @@ from flax import nnx
 # Names of the parameters: A (*dims of the input, rank) and B (rank, *dims of the output).
 A, B = "lora_a", "lora_b"
 
-# Next to A and B in training with dropout: the function of the input whose result A multiplies. It is no parameter.
+# Next to A and B in training with dropout: the function of the input whose result A multiplies. It
+# is no parameter.
 DROP = "lora_drop"
 
 Factors = tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]
 
 
 def is_low_rank(path: str) -> bool:
-    """Whether a parameter with this path belongs to an update of low rank."""
+    """Returns whether a parameter with this path belongs to an update of low rank."""
     return path.rpartition("/")[2] in (A, B)
 
 
 def linears(module: nnx.Module) -> dict[str, int]:
-    """Returns the paths of the linear layers of a module, each with the number of dims of its input.
+    """Returns the paths of a module's linear layers, each with the number of dims of its input.
 
     Layers with a batch dim in their kernel, such as those that `nnx.vmap` stacked, are left out.
     """
@@ -40,7 +42,7 @@ def linears(module: nnx.Module) -> dict[str, int]:
 
 
 def take(values: Any) -> tuple[Any, dict[tuple, Factors]]:
-    """Returns the parameters without A and B, and A, B and the dropout of A's input by the path of their layer."""
+    """Splits the parameters into those without A and B, and A, B and A's dropout by layer."""
     if not isinstance(values, Mapping):
         return values, {}
     rest, found = {}, {}

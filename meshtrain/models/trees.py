@@ -1,4 +1,4 @@
-"""Parts of the parameters, as nested dicts with fewer leaves: those that are trained, and all others."""
+"""Parts of nested dicts, such as the trained parameters and all others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ Tree = Any  # nested dict
 
 
 def matching(tree: Tree, is_wanted: Callable[[str], bool], prefix: str = "") -> Tree:
-    """Returns the leaves with a wanted path, such as layers/mlp/up/kernel, in their dicts; no dict is empty."""
+    """Returns the leaves with a wanted path, such as layers/mlp/up/kernel; no dict is empty."""
     found = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
