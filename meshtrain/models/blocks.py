@@ -30,7 +30,7 @@ def run_blocks(block: Callable, layers: Params, x: Any, batch: Any, unroll: int 
     unroll = max(n for n in range(1, unroll + 1) if num_layers % n == 0)
     # On accelerators a partly unrolled loop costs memory: XLA holds what it keeps of a group of
     # layers twice.
-    unroll = unroll if unroll == num_layers or accelerator.platform() == "cpu" else 1
-    return jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, layers, unroll=unroll)[
-        0
-    ]
+    if unroll < num_layers and accelerator.platform() != "cpu":
+        unroll = 1
+    x, _ = jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, layers, unroll=unroll)
+    return x
