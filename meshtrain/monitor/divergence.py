@@ -105,10 +105,10 @@ class LossMonitor:
         self._losses.add(mean if is_spike else loss)
 
     def roll_back(self, step: int | None, position: int) -> None:
-        """Records that the run returns to `step` (None: no checkpoint), and skips to `position`.
+        """Records that the run returns to `step`, or that there is no checkpoint (None).
 
-        Raises FloatingPointError at the last of MAX_ROLLBACKS successive rollbacks to the same
-        step.
+        `position` is the sample from which it continues. Raises FloatingPointError at the last of
+        MAX_ROLLBACKS successive rollbacks to the same step.
         """
         spike = self.spike
         self.spike = None

@@ -1,8 +1,8 @@
 """The supervisors of several hosts: node 0 decides, the others execute its commands.
 
-Node 0 has a `Server` with `RemoteWorkers` for each other host; these call `follow_node_0`. The
-messages contain ranks, commands and the status of processes, never code; `messages.py` checks each
-of them.
+Node 0 has a `Server`, with `RemoteWorkers` for each other host; the other hosts call
+`follow_node_0`. The messages contain ranks, commands and the status of processes, never code;
+`messages.py` checks each of them.
 """
 
 import contextlib

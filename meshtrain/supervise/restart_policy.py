@@ -85,7 +85,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: the exit code of the process that failed first, or 0."""
+    """The end of an attempt: the exit code of the process that failed first, or 0."""
 
     code: int  # negative: the signal that killed it
     why: str = ""
