@@ -14,7 +14,7 @@ does not call fused attention.
 The dtype is float16 below compute capability 8.0, for which only meshtrain scales the loss: the others do not run.
 The batch has the rows that fit the memory, and half of them after a step that runs out of it; a model that does not
 fit is left out. The last column is the MFU that the compiled program can reach at most, by the rule of
-`meshtrain audit`, on devices of meshtrain/hardware.py.
+`meshtrain audit`, on devices of meshtrain/hardware.toml.
 
 It needs jax, flax, optax, orbax, ml-collections and isal. Torch is included if it is installed; its
 max-autotune mode, which compiles slowly, runs for gpt2-124m only, unless --only names it. Memory is the compiler's

@@ -32,7 +32,7 @@ from meshtrain.tools.plan.sizes import decoder
 from meshtrain.tools.plan.subject import PlanInput
 from meshtrain.train import train
 
-H100 = hardware.BY_NAME["h100"]
+H100 = hardware.devices()["h100"]
 SMALL = decoder(32, 4096, 14336, 32, 8, 128, 128256, gated=True, tied=False)
 
 
@@ -67,7 +67,7 @@ def test_the_error_on_our_own_steps_on_one_gpu(model):
     (file,) = (ROOT / "benchmarks" / "results").glob(f"{model}_nvidia-h200-x1_*.json")
     record = json.loads(file.read_text())
     c = gpu_step.settings(model, rows=record["batch"])
-    subject, machine = PlanInput(c), Machine(hardware.BY_NAME["h200"], 1, 1)
+    subject, machine = PlanInput(c), Machine(hardware.devices()["h200"], 1, 1)
     layout = Layout(rows=record["batch"], zero_stage=c.train.zero_stage, remat=c.train.remat)
     seconds = step_cost(subject.work, layout, machine, subject.seq_len).seconds * machine.of_xla
     assert 1e3 * seconds == pytest.approx(record["rows"][0]["ms per step"], rel=0.05)
@@ -248,7 +248,7 @@ def test_a_residual_is_as_large_as_the_gradients():
 
 
 def plan_of(config, device, num, *, fixed=(), limit=0.9, per_host=8):
-    subject, machine = PlanInput(config), Machine(hardware.BY_NAME[device], num, per_host)
+    subject, machine = PlanInput(config), Machine(hardware.devices()[device], num, per_host)
     size = limit * machine.device.memory
     values = constraints.values([("--fix", flag) for flag in fixed], num, config)
     found = search.search(subject, machine, limit=size, fixed=values)
@@ -440,7 +440,7 @@ def test_a_device_of_a_file_differs_from_one_of_the_table(tmp_path, capsys):
     file = tmp_path / "slow.toml"
     file.write_text('base = "h200"\nnetwork = 1e9\nmemory = 100_000_000_000\n')
     found = hardware.device_named(str(file))
-    table = hardware.BY_NAME["h200"]
+    table = hardware.devices()["h200"]
     assert found == dataclasses.replace(table, name="slow", network=1e9, memory=100e9)
     assert run(f"--device={file}", "--devices=16") == 0
     assert (
@@ -493,7 +493,7 @@ def test_a_run_on_known_devices_writes_its_predicted_step_time(tiny, tmp_path, m
     tiny.mesh.data = 2
     tiny.mesh.tensor = 4
     train(tiny, workdir=tmp_path / "unknown")
-    monkeypatch.setitem(hardware.BY_KIND, "cpu", H100)
+    monkeypatch.setitem(hardware.devices_by_kind(), "cpu", H100)
     train(tiny, workdir=tmp_path / "known")
     first, second = (
         [json.loads(row) for row in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

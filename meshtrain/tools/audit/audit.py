@@ -128,7 +128,7 @@ class Audit:
     imbalance: Imbalance | None  # of attention, if sequences are sharded
     memory: Memory | None
     ways_out: list[str]  # if the step does not fit
-    roofline: Roofline | None  # None for devices without a row in `analysis.hardware`
+    roofline: Roofline | None  # None for devices that hardware.toml does not have
     hlo: str = field(repr=False)  # text of the optimised program
 
     def to_dict(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _row_of(kind: str, network: Network) -> tuple[hardware.Device | None, list[s
     row = hardware.device_of(kind)
     if row is None or row.network or network.link_along(*AXES) == "host":
         return row, []
-    unknown = f"no roofline: meshtrain/hardware.py has no rate of the network between slices of {row.name}"
+    unknown = f"no roofline: meshtrain/hardware.toml has no rate of the network between slices of {row.name}"
     return None, [unknown]
 
 

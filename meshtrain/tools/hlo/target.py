@@ -54,9 +54,9 @@ def parse(text: str) -> tuple[Device, tuple[int, ...]]:
     """
     name, _, size = text.partition(":")
     torus, _, slices = size.partition(":")
-    device = hardware.BY_NAME.get(name)
+    device = hardware.devices().get(name)
     if device is None:
-        known = [*hardware.BY_NAME]
+        known = [*hardware.devices()]
         raise ConfigError(
             f"--target={text}: unknown device{did_you_mean(name, known)}; use one of {', '.join(known)}"
         )
