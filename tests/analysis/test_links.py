@@ -163,9 +163,9 @@ def test_padded_messages_between_slices_are_the_gradients_that_nothing_else_sums
 
 def test_without_the_rate_of_its_network_a_device_has_no_roofline_over_slices():
     one, two = network([0, 0], [0, 0]), network([0, 1], [0, 1])
-    assert audit._row_of("TPU v4", one) == (devices()["v4"], [])
-    assert audit._row_of("TPU v5p", two) == (devices()["v5p"], [])
-    row, (warning,) = audit._row_of("TPU v4", two)
+    assert audit._table_device("TPU v4", one) == (devices()["v4"], [])
+    assert audit._table_device("TPU v5p", two) == (devices()["v5p"], [])
+    row, (warning,) = audit._table_device("TPU v4", two)
     assert row is None and "no rate of the network between slices of v4" in warning
 
 
