@@ -59,7 +59,7 @@ def devices() -> dict[str, Device]:
 
 
 def _device(name: str, values: dict[str, Any], table: dict[str, Device]) -> Device:
-    """Returns the device of one section of hardware.toml; its base stands before it in the table."""
+    """Returns the device of a section of hardware.toml; its base stands before it in the table."""
     base = values.pop("base", None)
     values["kinds"] = tuple(values["kinds"])
     if "chip" in values:
@@ -84,7 +84,7 @@ def device_of(kind: str) -> Device | None:
 
 
 def peak_flops(kind: str, given: float = 0.0) -> float | None:
-    """Returns the peak that MFU divides by: `given` (config.hardware.peak_flops), else the kind's."""
+    """Returns the peak that MFU divides by: `given` (config.hardware.peak_flops) or the kind's."""
     device = device_of(kind)
     return given or (device and device.flops_16)
 
@@ -100,7 +100,8 @@ def device_named(name: str) -> Device:
     if name not in devices():
         near = did_you_mean(name, devices())
         raise ConfigError(
-            f"--device={name}: unknown{near}; use one of {', '.join(devices())}, or a file NAME.toml"
+            f"--device={name}: unknown{near}; use one of {', '.join(devices())}, "
+            f"or a file NAME.toml"
         )
     return devices()[name]
 

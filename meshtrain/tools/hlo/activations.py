@@ -17,7 +17,10 @@ PASSING = ("bitcast", "copy", "opt-barrier", "optimization-barrier")  # of their
 
 
 def kept_bytes(module: Module, params: Any) -> int:
-    """Returns the bytes of these arrays on a device, of a micro-batch, after sharding and fusion."""
+    """Returns the bytes of these arrays on a device, after sharding and fusion.
+
+    With micro-batches, those of one.
+    """
     if not module.entry:
         return 0
     kept = without_parameters(_kept_in(module, module.entry), params)

@@ -163,8 +163,8 @@ def _tensors(
             value = (computation, instruction.operands[element], None)
             origin, smallest = dataflow.source_argument(module, value)
 
-        # XLA on CPU sends 16-bit values in 32 bits. A copy needs no more bits than its source; a sum
-        # in float32 does.
+        # XLA on CPU sends 16-bit values in 32 bits. A copy needs no more bits than its source; a
+        # sum in float32 does.
         is_16_bit = (
             (smallest == 2 and kind != "all-reduce")
             or dataflow.is_rounded_to_16_bits(uses)
