@@ -174,7 +174,7 @@ class Placement:
         return math.prod(self.mesh[axis] for axis in axes)
 
     def local_shape(self, leaf: Leaf, spec: Spec, replicated_over: Axes) -> list[int]:
-        """Returns the shape of a leaf on a device: sharded by `spec`, but not over `replicated_over`."""
+        """Returns the shape of a leaf on a device: sharded by `spec`, less `replicated_over`."""
         local = []
         for size, axes in zip(leaf.shape, spec, strict=True):
             sharded_over = tuple(axis for axis in axes if axis not in replicated_over)
