@@ -103,10 +103,10 @@ COMPILED = [
     ("mixtral", "h200", 64, 64, {"mesh.fsdp": 64, "train.remat": "dots"}),
     ("llama3_128k", "h200", 64, 8, {"mesh.fsdp": 8, "mesh.context": 8, "train.remat": "full"}),
 ]
-DEVICES = hardware.BY_NAME | {
+DEVICES = hardware.devices() | {
     # Limited to 500 W, which sustains about a fifth less.
     "h100-500w": dataclasses.replace(
-        hardware.BY_NAME["h100"], flops_16=0.8 * hardware.BY_NAME["h100"].flops_16
+        hardware.devices()["h100"], flops_16=0.8 * hardware.devices()["h100"].flops_16
     )
 }
 

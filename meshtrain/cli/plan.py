@@ -72,7 +72,7 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
                 f"--devices_per_host={args.devices_per_host}"
             )
         elif args.compile:
-            base = hardware.BY_KIND[args.device.kinds[0]]  # of a device of a file
+            base = hardware.devices_by_kind()[args.device.kinds[0]]  # of a device of a file
             args.target = target.text_of(base, args.devices, args.devices_per_host)
             target.parse(args.target)
     if faults:

@@ -8,7 +8,7 @@ from meshtrain.tools.plan.cost import step_cost
 from meshtrain.tools.plan.machine import Machine
 from meshtrain.tools.plan.sizes import decoder
 
-H100 = hardware.BY_NAME["h100"]
+H100 = hardware.devices()["h100"]
 SMALL = decoder(32, 4096, 14336, 32, 8, 128, 128256, gated=True, tied=False)
 
 
@@ -28,7 +28,7 @@ CONFIGS = {"llama3": llama3, "gpt2": gpt2, "gemma2": gemma2, "mixtral": mixtral}
 def plan_of(config, device, num, *, fixed=(), limit=0.9, per_host=8):
     plan_input, machine = (
         from_config.plan_input(config),
-        Machine(hardware.BY_NAME[device], num, per_host),
+        Machine(hardware.devices()[device], num, per_host),
     )
     size = limit * machine.device.memory
     values = constraints.values([("--fix", flag) for flag in fixed], num, config)

@@ -231,6 +231,6 @@ def measured_factor(workdir: Path) -> float:
     if not ratios:
         raise ConfigError(
             f"--measured={workdir}: no row of metrics.jsonl has predicted_step_time, which runs on "
-            f"devices of meshtrain/hardware.py write; use such a run"
+            f"devices of meshtrain/hardware.toml write; use such a run"
         )
     return statistics.median(ratios)
