@@ -1,4 +1,4 @@
-"""Models of Linen modules, and stacks of blocks of a user's own modules: `from_linen` and `from_blocks`."""
+"""Models of Linen modules, and stacks of blocks of a user's own modules."""
 
 import contextlib
 from collections.abc import Callable
@@ -28,11 +28,13 @@ def from_blocks(
 ) -> Model:
     """Returns a Model of `num_layers` blocks of your own between an embedding and a head.
 
-    Each part is a function `rngs -> nnx.Module`, or a Linen module. They are called as `embed(batch) -> x`,
-    `block(x, batch) -> x` and `head(x, batch) -> Metrics`, with the activations x an array or a pytree of arrays whose
-    first dim are the rows. The batch is a dict or a `meshtrain.Batch`; in training it also has the keys for
-    `meshtrain.dropout`, under the name "row_keys". `shards_sequences`: see `Model`. `example` is a batch, of which only
-    shapes and dtypes matter; Linen modules need it. Raises ConfigError for parts that a stack does not support.
+    Each part is a function `rngs -> nnx.Module`, or a Linen module. They are called as
+    `embed(batch) -> x`, `block(x, batch) -> x` and `head(x, batch) -> Metrics`, with the
+    activations x an array or a pytree of arrays whose first dim are the rows. The batch is a dict
+    or a `meshtrain.Batch`; in training it also has the keys for `meshtrain.dropout`, under the name
+    "row_keys". `shards_sequences`: see `Model`. `example` is a batch, of which only shapes and
+    dtypes matter; Linen modules need it. Raises ConfigError for parts that a stack does not
+    support.
     """
     if num_layers < 1:
         raise ConfigError(f"from_blocks: num_layers={num_layers}: use 1 or more")
@@ -50,7 +52,8 @@ def from_blocks(
         return {**outer, "layers": init_layers(keys[2])}
 
     def run_head(params: base.Params, x: Any, batch: Any) -> Metrics:
-        # Numbers of layers are below: the masks of the head differ from theirs, and from those of the embedding.
+        # Numbers of layers are below: the masks of the head differ from theirs, and from those of
+        # the embedding.
         metrics = of_head.bind(params["head"])(x, at_layer(batch, num_layers))
         if not isinstance(metrics, Metrics):
             raise ConfigError(
@@ -76,7 +79,9 @@ def from_blocks(
 def from_linen(
     module: linen.Module, loss: Callable[[Callable, Any], Metrics], *, example: Any
 ) -> Model:
-    """Returns a Model from your Linen module: `loss(apply, batch) -> Metrics`; `apply(*inputs)` calls it.
+    """Returns a Model from a Linen module of yours.
+
+    `loss(apply, batch) -> Metrics` gets a function `apply(*inputs)` that calls the module.
 
     `example` is one input (an array, or a tuple of arrays); only its shape and dtype matter.
     """
@@ -96,8 +101,8 @@ def from_linen(
                 return loss(apply, batch)
         except errors.InvalidRngError as error:
             raise ConfigError(
-                f"model: {str(error).partition(' (http')[0]}; a Linen model gets only the stream 'dropout', none in "
-                f"evaluation, where linen.Dropout is off"
+                f"model: {str(error).partition(' (http')[0]}; a Linen model gets only the stream "
+                "'dropout', none in evaluation, where linen.Dropout is off"
             ) from error
 
     return Model(init, axes, loss=run)
@@ -106,7 +111,7 @@ def from_linen(
 def _linen_init(
     module: linen.Module, *example: Any
 ) -> tuple[Callable[[jax.Array], base.Params], base.Axes]:
-    """Returns init and axes of a Linen module that is called with inputs of these shapes, pytrees of arrays.
+    """Returns init and axes of a Linen module for inputs of these shapes, pytrees of arrays.
 
     Raises ConfigError if the module has other variables than parameters, such as BatchNorm's.
     """
@@ -118,8 +123,8 @@ def _linen_init(
     boxed = jax.eval_shape(variables, jax.random.key(0))
     for collection in boxed.keys() - {"params"}:
         raise ConfigError(
-            f"model state {collection!r}: meshtrain trains parameters only; use a layer without running state "
-            f"(LayerNorm or GroupNorm instead of BatchNorm)"
+            f"model state {collection!r}: meshtrain trains parameters only; use a layer without "
+            "running state (LayerNorm or GroupNorm instead of BatchNorm)"
         )
     shapes = linen.unbox(boxed).get("params", {})
     specs = linen.get_partition_spec(boxed).get("params", {})
@@ -133,13 +138,16 @@ def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) ->
 
 
 def _functional(part: Part, inputs: tuple) -> Functional:
-    """Returns a part as pure functions; `inputs` are what it is called with, for the shapes of a Linen module."""
+    """Returns a part as pure functions.
+
+    `inputs` are the arguments of its calls, from which a Linen module gets its shapes.
+    """
     if not isinstance(part, linen.Module):
         return base.functional(part)
     if inputs[-1] is None:
         raise ConfigError(
-            f"from_blocks: {type(part).__name__} is a Linen module, whose parameters have the shapes of its first "
-            f"call; pass example=BATCH"
+            f"from_blocks: {type(part).__name__} is a Linen module, whose parameters have the "
+            "shapes of its first call; pass example=BATCH"
         )
     init, axes = _linen_init(part, *inputs)
 

@@ -1,4 +1,4 @@
-"""Decoder-only transformers: Llama by default; GPT-2, Mistral, Mixtral, Qwen and Gemma by config."""
+"""Decoder-only transformers: Llama by default; GPT-2, Mistral, Mixtral, Qwen, Gemma by config."""
 
 import dataclasses
 import inspect
@@ -45,7 +45,8 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
 # B batch, S sequence, T positions of the cache, D model, V padded vocabulary
 
-# Linear layers that get no update of low rank: generation multiplies queries by the kernel of the first.
+# Linear layers that get no update of low rank: generation multiplies queries by the kernel of the
+# first.
 NOT_ADAPTED = ("/kv_up", "/router")
 
 
@@ -71,7 +72,8 @@ class EmbeddingAndHead(nnx.Module):
 
         Of a mixture of experts also the loss of its layers (B, S), which is still 0.
         """
-        # The lookup is unsharded in S: if S were sharded, XLA would all-gather a table sharded in V.
+        # The lookup is unsharded in S: if S were sharded, XLA would all-gather a table sharded in
+        # V.
         x_BSD = look_up(self.tokens, "vocab", batch.tokens)
         x_BSD = constrain(x_BSD, "batch", "seq", "residual")
         if self.c.embed_scale != 1:
@@ -137,7 +139,7 @@ def look_up(embedding: nnx.Embed, rows: str | None, index_BS: jax.Array) -> jax.
 
 
 def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: bool) -> str:
-    """Returns text to log: the attention implementation; raises ConfigError if it is unsupported."""
+    """Returns the attention implementation as text to log; raises ConfigError if unsupported."""
     choose = choose_implementation
     if num_shards("seq", seq_len) > 1:
         choose = partial(choose_for_context, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
@@ -154,14 +156,14 @@ def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: b
 
 
 def positions_of(batch: Batch) -> jax.Array:
-    """Returns (B or 1, S) positions: `batch.positions` if rows are packed, else those in the row."""
+    """Returns positions (B or 1, S): those of the batch if rows are packed, else in the row."""
     if batch.positions is not None:
         return batch.positions
     return context.positions(batch.tokens.shape[1])[None, :]
 
 
 class Decoder:
-    """The functions of a `Model`: embedding and head, the stack of blocks, and dense layers before it.
+    """The functions of a `Model`: embedding and head, the stack, and dense layers before it.
 
     Only the stack is split into pipeline stages. The first layers of a mixture, which may be dense,
     belong to the embedding.
@@ -183,7 +185,7 @@ class Decoder:
             self.axes[FIRST_LAYERS_KEY] = {str(n): self.dense.axes for n in range(self.num_first)}
 
     def linears(self) -> dict[str, int]:
-        """Returns `Model.linears`: linear layers whose kernels nothing but the layer itself reads."""
+        """Returns `Model.linears`: the layers whose kernels nothing but the layer itself reads."""
         layers = {"layers": self.block}
         for n in range(self.num_first):
             layers[f"{FIRST_LAYERS_KEY}/{n}"] = self.dense

@@ -27,7 +27,7 @@ Section = Mapping[str, Any]  # the `optim` section of a config
 
 
 def loss(params: Params, batch: Batch, c: TransformerConfig) -> jax.Array:
-    """Returns the training loss of a decoder with this `model` section: a weighted sum over tokens."""
+    """Returns the training loss of a decoder: a weighted sum over tokens."""
     x_BSD = params["tokens"]["embedding"][batch.tokens] * c.embed_scale
     if c.positions == "learned":
         x_BSD = x_BSD + params["positions"]["embedding"][: batch.tokens.shape[1]][None]
@@ -68,9 +68,10 @@ def loss(params: Params, batch: Batch, c: TransformerConfig) -> jax.Array:
 def attention(
     x_BSD: jax.Array, p: Params, c: TransformerConfig, local: bool, keys=None
 ) -> jax.Array:
-    """Returns the output of a causal attention layer: softmax(q k^T * scale) v, and its projections.
+    """Returns softmax(q k^T * scale) v of a causal attention layer, with its projections.
 
-    In a `local` layer a position attends only to the last `window` positions. `keys` are those of dropout.
+    In a `local` layer a position attends only to the last `window` positions. `keys` are those of
+    dropout.
     """
     if c.kv_lora_rank:
         q_BSHK, k_BSHK, v_BSHV = reference_latent_attention.heads(
@@ -157,7 +158,7 @@ def _yarn_ramp(
     """Returns how much of frequency k YaRN divides by the factor, 0 to 1."""
 
     def dim_of(rotations: float) -> float:
-        """Solves rotations = length / wavelength for the dim, with wavelength = 2 pi theta^(2 dim / K)."""
+        """Solves rotations = length / wavelength, with wavelength = 2 pi theta^(2 dim / K)."""
         wavelength = length / rotations
         return K / 2 * math.log(wavelength / (2 * math.pi), theta)
 
@@ -212,7 +213,7 @@ def _norm_of_all_heads(x_BSHK: jax.Array, p: Params, c: TransformerConfig) -> ja
 
 
 def initial_stddevs(c: TransformerConfig) -> dict[str, float]:
-    """Returns the standard deviation of each parameter's initial values, by path, for a `model` section."""
+    """Returns the standard deviation of each parameter's initial values, by path."""
     layers = {"layers": _stddevs_of_layer(c, bool(c.num_experts))}
     for number in range(c.first_dense_layers):
         layers[f"first_layers/{number}"] = _stddevs_of_layer(c, False)
