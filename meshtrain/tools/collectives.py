@@ -10,7 +10,7 @@ have a leading dim with one row [...] per position that has a device of this pro
 positions if there is one process). Processes that share a position must pass the same row. `mesh`
 defaults to the mesh of `jax.set_mesh`. Raises ConfigError for invalid arguments.
 
-`all_reduce` of op sum or mean may choose who sends to whom (parallel/patterns.py):
+`all_reduce` of op sum or mean may choose who sends to whom (parallel/grad_sync.py):
 
   total = collectives.all_reduce(rows, axis="data", pattern="hierarchical")
 
