@@ -27,7 +27,6 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 # Numbers of the masks of dropout in a layer, see ops/dropout.py.
 OF_PROBABILITIES, AFTER_ATTENTION, AFTER_MLP = range(3)
 
-
 # (q_BSHK, k_BSGK, v_BSGV, scale=, softcap=, window=, is_local=) -> out_BSHV. The caller of the
 # layers chooses it: attention within a row in training, over the key/value cache in generation.
 Attend = Callable[..., jax.Array]
@@ -55,11 +54,11 @@ class Block(nnx.Module):
         def make_norm():
             return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
 
+        # The order of these calls decides which random numbers each layer gets.
         self.attention_norm = make_norm()
         self.attention = make_attention(rngs)
         self.attention_post_norm = make_norm() if c.post_norm else None
         self.mlp_norm = make_norm()
-        # Created here: the order of these calls decides which random numbers each layer gets.
         self.mlp = make_mlp(rngs)
         self.mlp_post_norm = make_norm() if c.post_norm else None
 
@@ -102,10 +101,8 @@ class Attention(nnx.Module):
     def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
         self.c = c
         D, H, G = c.d_model, (c.num_heads, c.head_size), (c.num_kv_heads, c.head_size)
-        into_heads, into_kv_heads = (
-            ("embed", heads, "head_dim") for heads in ("heads", "kv_heads")
-        )
-        out_of_heads = ("heads", "head_dim", "embed")
+        into_heads, out_of_heads = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
+        into_kv_heads = ("embed", "kv_heads", "head_dim")
         bias = c.bias or c.qkv_bias
         self.query = dense(rngs, D, H, axes=into_heads, bias=bias)
         self.key = dense(rngs, D, G, axes=into_kv_heads, bias=bias)

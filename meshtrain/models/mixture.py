@@ -9,6 +9,7 @@ tokens may attend to them.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain.data.source import Batch
 from meshtrain.models.base import STATS_KEY, Params
 from meshtrain.models.layers import MLP, dense, normal_initializer
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops import experts
 from meshtrain.parallel import context, expert
 from meshtrain.parallel.remat import recomputed
@@ -25,9 +27,6 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
 # B batch, S sequence, D model, F feed-forward of an expert, E experts, k experts per token, L
 # layers
-
-
-ROUNDING = 1e-5  # of a share of the load, relative to an equal one
 
 
 class ExpertKernel(nnx.Module):
@@ -59,7 +58,7 @@ class RouterStats(nnx.Module):
 class Mixture(nnx.Module):
     """A feed-forward layer of `experts_per_token` routed experts, and experts that all share."""
 
-    def __init__(self, c, rngs: nnx.Rngs):
+    def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
         self.c = c
         E, D, F = c.num_experts, c.d_model, c.expert_size
         self.router = dense(rngs, D, E, axes=("embed", None), bias=False)
@@ -80,11 +79,8 @@ class Mixture(nnx.Module):
         experts_BSk, weights_BSk, loss_BS = recomputed(
             lambda x_BSD: self._route(x_BSD, batch), x_BSD
         )
-        kernels = [one() for one in (self.up, self.gate, self.down) if one is not None]
-
-        def feed_forward(*args):
-            return experts.feed_forward(self._combine, c.num_experts, *args)
-
+        kernels = [kernel() for kernel in (self.up, self.gate, self.down) if kernel is not None]
+        feed_forward = partial(experts.feed_forward, self._combine, c.num_experts)
         y_BSD = expert.run_experts(feed_forward, x_BSD, experts_BSk, weights_BSk, kernels)
         if self.shared is not None:
             y_BSD += self.shared(lambda x_BSD: x_BSD, x_BSD)
@@ -115,8 +111,13 @@ class Mixture(nnx.Module):
         loss_BS = self._balance_loss(share_BSE, load_BSE, batch)
         if c.router_z_loss:
             loss_BS += c.router_z_loss * log_z_BS**2
-        values = dict(load=load_BSE, score=share_BSE, log_z=log_z_BS)
-        loss_BS += observe(self.measured, **values, dropped=(~kept_BSk).mean(-1, dtype=wide))
+        loss_BS += observe(
+            self.measured,
+            load=load_BSE,
+            score=share_BSE,
+            log_z=log_z_BS,
+            dropped=(~kept_BSk).mean(-1, dtype=wide),
+        )
         experts_BSk = jnp.where(kept_BSk, experts_BSk, experts.DROPPED)
         weights_BSk = (c.router_scale * weights_BSk).astype(x_BSD.dtype)
         return experts_BSk, weights_BSk, constrain(loss_BS, "batch", "seq")
@@ -130,10 +131,9 @@ class Mixture(nnx.Module):
             by_group = scores_BSE.reshape(*scores_BSE.shape[:2], num_groups, -1)
             # DeepSeek-V3 (arXiv 2412.19437) adds up the two highest scores of a group, V2 takes the
             # highest.
-            best = jax.lax.top_k(
-                by_group, min(2 if c.router == "sigmoid" else 1, by_group.shape[-1])
-            )[0]
-            groups = jax.lax.top_k(best.sum(-1), groups_per_token)[1]
+            num_best = min(2 if c.router == "sigmoid" else 1, by_group.shape[-1])
+            best, _ = jax.lax.top_k(by_group, num_best)
+            _, groups = jax.lax.top_k(best.sum(-1), groups_per_token)
             number = jnp.arange(num_groups)[None, None, None]
             allowed = (groups[..., None] == number).any(-2)[..., None]
             scores_BSE = jnp.where(allowed, by_group, -jnp.inf).reshape(scores_BSE.shape)
@@ -173,7 +173,7 @@ def observe(measured: RouterStats, **values_BS: jax.Array) -> jax.Array:
     return total
 
 
-def within_capacity(c, experts_BSk: jax.Array) -> jax.Array:
+def within_capacity(c: TransformerConfig, experts_BSk: jax.Array) -> jax.Array:
     """Returns which assignments an expert accepts (B, S, k): all if `capacity_factor` is 0.
 
     In each row of the batch an expert accepts the first capacity_factor x S x k / E assignments,
@@ -209,7 +209,12 @@ def _mean_of_documents(values_BSE: jax.Array, batch: Batch) -> jax.Array:
     return total / jnp.where(weight == 0, 1, weight)
 
 
-def measure(c, params: Params, means: Params) -> tuple[Params, dict[str, jax.Array]]:
+ROUNDING = 1e-5  # of a share of the load, relative to an equal one
+
+
+def measure(
+    c: TransformerConfig, params: Params, means: Params
+) -> tuple[Params, dict[str, jax.Array]]:
     """Updates the router statistics; returns the parameters, and scalars to log (L,) by name.
 
     `means` are the gradients with respect to the parameters, per unit of weight. With
@@ -218,10 +223,8 @@ def measure(c, params: Params, means: Params) -> tuple[Params, dict[str, jax.Arr
     """
     layers, E = params["layers"], c.num_experts
     old, mean = layers["mlp"][STATS_KEY], means["layers"]["mlp"][STATS_KEY]
-    new = {
-        **{name: mean[name].astype(leaf.dtype) for name, leaf in old.items()},
-        "bias": old["bias"],
-    }
+    new = {name: mean[name].astype(leaf.dtype) for name, leaf in old.items()}
+    new["bias"] = old["bias"]
     if c.balance == "bias":
         # A load that is equal but for rounding, which differs between meshes, changes nothing.
         missing = 1 / E - new["load"]

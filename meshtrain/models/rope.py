@@ -12,8 +12,14 @@ import numpy as np
 SCALINGS = {
     "linear": ("FACTOR",),
     "llama3": ("FACTOR", "LOW_FREQ_FACTOR", "HIGH_FREQ_FACTOR", "ORIGINAL_LENGTH"),
-    "yarn": ("FACTOR", "BETA_FAST", "BETA_SLOW")
-    + ("ORIGINAL_LENGTH", "ATTENTION_FACTOR", "TRUNCATE"),
+    "yarn": (
+        "FACTOR",
+        "BETA_FAST",
+        "BETA_SLOW",
+        "ORIGINAL_LENGTH",
+        "ATTENTION_FACTOR",
+        "TRUNCATE",
+    ),
     "dynamic": ("FACTOR", "ORIGINAL_LENGTH"),
 }
 
@@ -37,7 +43,7 @@ def frequencies(
     if kind == "llama3":
         return _llama3(frequency_k, *numbers)
     if kind == "yarn":
-        return _yarn(frequency_k, theta, *numbers)
+        return _yarn(frequency_k, theta, numbers)
     return _dynamic(frequency_k, row_length, *numbers)
 
 
@@ -53,7 +59,7 @@ def _llama3(frequency_k, factor, low, high, length):
     return frequency_k * (unscaled_k + (1 - unscaled_k) / factor)
 
 
-def _yarn(frequency_k, theta, factor, fast, slow, length, _, truncate):
+def _yarn(frequency_k, theta, numbers):
     """Divides frequencies with fewer than `slow` rotations in `length` positions by `factor`.
 
     Those with more than `fast` rotations are kept.
@@ -61,6 +67,7 @@ def _yarn(frequency_k, theta, factor, fast, slow, length, _, truncate):
     In between it interpolates linearly in k (YaRN, arXiv 2309.00071). `truncate` rounds both ends
     of that range outwards to integers, as the authors' code does, and transformers by default.
     """
+    factor, fast, slow, length, _, truncate = numbers
     half = len(frequency_k)
     first, last = (
         half * math.log(length / (2 * math.pi * rotations)) / math.log(theta)
@@ -90,7 +97,7 @@ def attention_factor(scaling: tuple) -> float:
     """Returns the factor of cos and sin: 1 except with YaRN (arXiv 2309.00071)."""
     if not scaling or scaling[0] != "yarn":
         return 1.0
-    factor, *_, given, _ = scaling[1:]
+    _, factor, _, _, _, given, _ = scaling
     return given or 0.1 * math.log(factor) + 1
 
 

@@ -135,7 +135,7 @@ def _frequency(
     if kind == "llama3":
         return _llama3_frequency(frequency, factor, *rest)
     if kind == "yarn":
-        divided = _yarn_ramp(k, K, theta, *rest)
+        divided = _yarn_ramp(k, K, theta, rest)
         return divided * frequency / factor + (1 - divided) * frequency
     return frequency / factor
 
@@ -152,10 +152,9 @@ def _llama3_frequency(
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def _yarn_ramp(
-    k: int, K: int, theta: float, fast: float, slow: float, length: float, _: float, truncate: bool
-) -> float:
+def _yarn_ramp(k: int, K: int, theta: float, numbers: tuple) -> float:
     """Returns how much of frequency k YaRN divides by the factor, 0 to 1."""
+    fast, slow, length, _, truncate = numbers
 
     def dim_of(rotations: float) -> float:
         """Solves rotations = length / wavelength, with wavelength = 2 pi theta^(2 dim / K)."""
