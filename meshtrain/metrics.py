@@ -48,6 +48,6 @@ def weighted(loss: jax.Array, weight: jax.Array | None = None, **extra: jax.Arra
 
 # The gradients that a train step asks for, with or without a pipeline:
 #   (params, batch, key, scale=1.0, residual=None) -> (gradients, Metrics, residual)
-# The gradients are those of `scale` times the summed loss, in float32 or float64; the Metrics are not
-# scaled; the residual is that of `grad_sync.Sync`, for the next step.
+# The gradients are those of `scale` times the summed loss, in float32 or float64; the Metrics are
+# not scaled; the residual is that of `grad_sync.Sync`, for the next step.
 GradFn = Callable[..., tuple[Any, Metrics, Any]]

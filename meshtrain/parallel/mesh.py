@@ -80,7 +80,8 @@ def _check_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
     if not within_hosts and splits_a_host:
         fits = [n for n in range(1, config.data + 1) if config.data % n == num_hosts % n == 0]
         raise ConfigError(
-            f"mesh.slices={count} splits a host: there are {num_hosts}, with {len(devices)} devices; "
+            f"mesh.slices={count} splits a host: there are {num_hosts}, "
+            f"with {len(devices)} devices; "
             f"use mesh.slices={' or '.join(map(str, fits))}"
         )
     return count
