@@ -24,7 +24,7 @@ from meshtrain.config.parse import parse
 from meshtrain.configs import default
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, convert, files, names, weights
+from meshtrain.huggingface import config_json, convert, files, tensor_rows, weights
 from meshtrain.inference import generate
 from meshtrain.models import blocks
 from meshtrain.parallel.mesh import make_mesh
@@ -574,7 +574,7 @@ def test_a_hub_config_gives_the_number_of_parameters_of_its_model(model, tmp_pat
     section = weights.model_section(folder)
     family, init = weights.family_in(folder), convert.model_of(section).init
     paths = weights.paths(jax.eval_shape(init, jax.random.key(0)), family)
-    rows = names.rows(family.names, paths, section)
+    rows = tensor_rows.rows(family.names, paths, section)
     sizes = {name: math.prod(row.shape) for row in rows for name in row.tensors}
     assert sum(sizes.values()) == num_parameters
 

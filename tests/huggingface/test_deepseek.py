@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, convert, names, weights
+from meshtrain.huggingface import config_json, convert, tensor_rows, weights
 from meshtrain.huggingface.families import deepseek
 from tests.huggingface.test_convert import GOLDEN, arrays, folder_of, run, save, tensor_bytes
 
@@ -98,7 +98,7 @@ def test_a_hub_config_gives_the_number_of_parameters_of_its_model(model):
     config, num_parameters = COUNTS[model]
     section, family = config_json.to_section(config), config_json.family_of(config)
     shapes = jax.eval_shape(convert.model_of(section).init, jax.random.key(0))
-    rows = names.rows(family.names, weights.paths(shapes, family), section)
+    rows = tensor_rows.rows(family.names, weights.paths(shapes, family), section)
     assert sum(math.prod(row.shape) for row in rows for _ in row.tensors) == num_parameters
 
 
