@@ -1,11 +1,12 @@
-"""Cost of a checkpoint: blocked time compared with a copy, save with a raw write, verification with restore.
+"""Cost of a checkpoint: blocked time compared with a copy, save with a raw write, verification with
+restore.
 
   python benchmarks/checkpoint.py [--rounds=7] [--folder=DIR] [--output=PATH]
 
-A Llama-style model with AdamW, 305 MB of state on one CPU device, is saved by the trainer's Saver while nothing
-else runs. `blocked` is the time for which training waits for a save; `raw write` writes one file with the same
-bytes; `verify` reads every chunk, as `meshtrain checkpoint verify` does. Each round measures everything once; the
-results are ratios of medians.
+A Llama-style model with AdamW, 305 MB of state on one CPU device, is saved by the trainer's Saver
+while nothing else runs. `blocked` is the time for which training waits for a save; `raw write`
+writes one file with the same bytes; `verify` reads every chunk, as `meshtrain checkpoint verify`
+does. Each round measures everything once; the results are ratios of medians.
 """
 
 import os
@@ -17,12 +18,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
 
-from benchmarks import record
+from benchmarks.lib import record
 from meshtrain import state
 from meshtrain.checkpoint import find
 from meshtrain.checkpoint.saver import Saver

@@ -1,10 +1,12 @@
-"""Bytes read and written by each process at a save and at a restore, and the seconds on disks of a given rate.
+"""Bytes read and written by each process at a save and at a restore, and the seconds on disks of a
+given rate.
 
   python benchmarks/checkpoint_hosts.py [--processes=1,2,4] [--mib=256] [--rate=50] [--output=PATH]
 
-One array of this size (MiB) is sharded over the processes, each with one CPU device, then saved and restored by the
-functions of the trainer. `--rate` limits the MB per second that each process reads and writes, as if each were a host
-with a link to a common disk; it needs a C compiler. Bytes are those of /proc/PID/io.
+One array of this size (MiB) is sharded over the processes, each with one CPU device, then saved and
+restored by the functions of the trainer. `--rate` limits the MB per second that each process reads
+and writes, as if each were a host with a link to a common disk; it needs a C compiler. Bytes are
+those of /proc/PID/io.
 """
 
 import json
@@ -16,12 +18,12 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
 
-from benchmarks import record
+from benchmarks.lib import record
 from meshtrain.checkpoint import arrays, manifest
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.cluster import distributed, environment

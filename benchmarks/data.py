@@ -1,9 +1,11 @@
-"""Speed of the data pipeline: reading rows, loading onto devices, `meshtrain prepare` compared with its tokenizer.
+"""Speed of the data pipeline: reading rows, loading onto devices, `meshtrain prepare` compared with
+its tokenizer.
 
   python benchmarks/data.py [--seconds=2] [--megabytes=30] [--output=PATH]
 
-Rows are read from a memory map that is in the page cache, with all checks on, for both values of data.packing.
-The text is the .py files of Python's standard library; the tokenizer has 8192 tokens and is trained on it.
+Rows are read from a memory map that is in the page cache, with all checks on, for both values of
+data.packing. The text is the .py files of Python's standard library; the tokenizer has 8192 tokens
+and is trained on it.
 """
 
 import contextlib
@@ -16,12 +18,12 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
 
-from benchmarks import record
+from benchmarks.lib import record
 from meshtrain.cli import app
 from meshtrain.data import tokens
 from meshtrain.data.loader import Loader

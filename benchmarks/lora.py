@@ -1,10 +1,11 @@
-"""Held-out loss and optimizer memory of fine-tuning with LoRA, compared with training all parameters.
+"""Held-out loss and optimizer memory of LoRA, compared with training all parameters.
 
   python benchmarks/lora.py --start=runs/smollm2-start --data=data/smollm2 [--output=PATH]
 
---start is a run of SmolLM2, and --data its prepared text: launch/smollm2.sh makes both. All cases start with the same
-parameters and see the same batches. The held-out rows are in two parts. Each method is trained with every one of its
-learning rates; the first part, for validation, decides which one is used, and only the second part is reported.
+--start is a run of SmolLM2, and --data its prepared text: launch/smollm2.sh makes both. All cases
+start with the same parameters and see the same batches. The held-out rows are in two parts. Each
+method is trained with every one of its learning rates; the first part, for validation, decides
+which one is used, and only the second part is reported.
 """
 
 import sys
@@ -12,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
 
-from benchmarks import record
+from benchmarks.lib import record
 from meshtrain.checkpoint import initial
 from meshtrain.cluster import runtime
 from meshtrain.config.build import build

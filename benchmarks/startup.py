@@ -3,9 +3,10 @@
   python benchmarks/startup.py [--rounds=5] [--config=FILE] [--output=PATH]
 
 Each run is a new process on one CPU device. A cold run starts with an empty compile cache
-(JAX_COMPILATION_CACHE_DIR, a temporary folder), which the warm run after it reads; by default jax stores programs
-that took at least a second to compile. `import` includes the start of the interpreter; `state` compiles and runs
-the initialization of the parameters. Tokens are synthetic: no data is read.
+(JAX_COMPILATION_CACHE_DIR, a temporary folder), which the warm run after it reads; by default jax
+stores programs that took at least a second to compile. `import` includes the start of the
+interpreter; `state` compiles and runs the initialization of the parameters. Tokens are synthetic:
+no data is read.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 
@@ -26,7 +27,7 @@ def work(args) -> dict[str, float]:
     """Runs this new process to the end of its first step; returns the seconds of each part."""
     import jax
 
-    from benchmarks import llama
+    from benchmarks.lib import llama
     from meshtrain.cluster import runtime
     from meshtrain.config import load as configfile
 
@@ -58,7 +59,7 @@ def run(args, cache: str) -> dict[str, float]:
 
 
 def main():
-    from benchmarks import record
+    from benchmarks.lib import record
     from meshtrain.cluster import runtime
 
     parser = record.parser(__doc__)

@@ -16,6 +16,7 @@ OUTSIDE = {
     "README.md": "project/overview.md",
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
+    "benchmarks/README.md": "project/benchmarks.md",
     "tests/mutants/README.md": "project/mutants.md",
 }
 LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")

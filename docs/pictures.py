@@ -1,8 +1,9 @@
-"""Draws the pictures of the concepts:  python docs/pictures.py
+"""Draws the pictures of the pages:  python docs/pictures.py
 
 Writes docs/pictures/*.svg, which are in the repository; a test compares them with what this file draws.
 """
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -11,6 +12,8 @@ from meshtrain.schedules import SCHEDULES
 from meshtrain.tools import schedule_drawing
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
+PACKAGE = FOLDER.parents[1] / "meshtrain"
+DOORS = ("cli", "main", "__main__")  # of the package; they may import everything
 INK, PALE, LINE = "#222222", "#ececec", "#999999"
 # One colour per device, and its pale form for what the device has a copy of.
 COLOURS = ("#2f6db3", "#b3541a", "#2d7d4f", "#8a4bb0")
@@ -171,6 +174,77 @@ def sync() -> Iterator[str]:
                 yield line((x, 182), (x, 144), width=2, arrow=True)
 
 
+def own_imports(path: Path) -> Iterator[tuple[str, ...]]:
+    """Yields the module or name in the package of each import in a file, within functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield tuple(f"{node.module}.{alias.name}".split("."))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield tuple(alias.name.split("."))
+
+
+def box_of(parts: tuple[str, ...]) -> str:
+    """Returns the box of a module: its folder or file in the package, of the tools `tools/NAME`."""
+    return "/".join(parts[: 2 if parts[0] == "tools" else 1])
+
+
+def imports_of_boxes() -> dict[str, set[str]]:
+    """Returns for each box of the package those that it imports."""
+    files = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    modules = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in files}
+    imports = {box_of(module): set() for module in modules if module[0] not in DOORS}
+    for module, path in modules.items():
+        if module[0] in DOORS:
+            continue
+        own = (parts[1:] for parts in own_imports(path) if parts[0] == "meshtrain")
+        imports[box_of(module)] |= {box_of(parts) for parts in own if parts}
+    return {box: (others & {*imports}) - {box} for box, others in imports.items()}
+
+
+def rows_of(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Returns rows of boxes from the top, each with imports only from rows below."""
+    rows, left = [], dict(imports)
+    while left:
+        rows.append(sorted(box for box, others in left.items() if not others & {*left}))
+        assert rows[-1], f"boxes that import each other: {sorted(left)}"
+        left = {box: others for box, others in left.items() if box not in rows[-1]}
+    return rows[::-1]
+
+
+def wing(
+    left: float, width: float, title: str, rows: list[list[str]], *, longest: int
+) -> Iterator[str]:
+    """Yields a panel with rows of boxes from y = 96 down, at most `longest` side by side."""
+    lines = [row[i : i + longest] for row in rows for i in range(0, len(row), longest)]
+    height = 40 * len(lines) + 34
+    yield f'<rect x="{left}" y="96" width="{width}" height="{height}" rx="8" fill="{PALE}"/>'
+    yield label(left + 12, 116, title)
+    for number, names in enumerate(lines):
+        size = (width - 16) / len(names)
+        for column, name in enumerate(names):
+            x, y = left + 12 + size * column, 126 + 40 * number
+            yield box(x, y, size - 8, 28, FORMS[0], name.removeprefix("tools/"))
+
+
+def code() -> Iterator[str]:
+    """Yields the core and the tools, drawn from the imports: a box imports only from lower rows."""
+    imports = imports_of_boxes()
+    tools = {name: others for name, others in imports.items() if name.startswith("tools/")}
+    core = {name: others - {*tools} for name, others in imports.items() if name not in tools}
+    yield box(20, 34, 800, 32, COLOURS[0], "cli: a file for each verb")
+    yield line((250, 66), (250, 92), arrow=True)
+    yield line((680, 66), (680, 92), arrow=True)
+    yield from wing(20, 460, "the core", rows_of(core), longest=6)
+    yield line((540, 112), (484, 112), arrow=True)
+    yield from wing(540, 280, "tools/", rows_of(tools), longest=2)
+    lazy = [(name, other) for name in core for other in imports[name] & {*tools}]
+    yield label(540, 400, "The core imports:")
+    for number, (name, other) in enumerate(sorted(lazy)):
+        yield label(540, 422 + 20 * number, f"{other}, in {name}")
+
+
 def pictures() -> dict[str, str]:
     """Returns the text of each file."""
     table = SCHEDULES["1f1b"](4, 8, 1)
@@ -179,6 +253,7 @@ def pictures() -> dict[str, str]:
         "zero.svg": picture("What ZeRO shards", 480, 424, *zero()),
         "context.svg": picture("Chunks of a sequence on devices", 740, 330, *context()),
         "experts.svg": picture("Tokens and experts", 700, 320, *experts()),
+        "code.svg": picture("The folders of the package", 840, 550, *code()),
         "sync.svg": picture("A hierarchical sum of gradients", 720, 290, *sync()),
         "pipeline.svg": schedule_drawing.svg("1f1b", table),
     }

@@ -5,7 +5,7 @@
 #
 #   EXTRA=cuda13                          CUDA of jax's wheels; default: cuda12
 #
-# The arguments are those of benchmarks/gpu_check.py. For PYTHON and VENV see launch/setup.sh.
+# The arguments are those of benchmarks/gpu/check.py. For PYTHON and VENV see launch/setup.sh.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)
@@ -13,4 +13,4 @@ extras=dev
 [[ " $* " == *" --toy "* ]] || extras=${EXTRA:-cuda12},dev
 python=$(bash "$root/launch/setup.sh" "$extras")
 cd -- "$root"
-exec "$python" benchmarks/gpu_check.py "$@"
+exec "$python" benchmarks/gpu/check.py "$@"

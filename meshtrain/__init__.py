@@ -5,6 +5,8 @@ Names are imported when they are first used, so that a command without devices d
 
 import importlib
 
+from meshtrain import moved
+
 __version__ = "0.1.0"
 
 _MODULES = {
@@ -24,6 +26,8 @@ _MODULES = {
 }
 
 __all__ = list(_MODULES)
+
+moved.install()
 
 
 def __getattr__(name: str):

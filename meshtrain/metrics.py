@@ -44,6 +44,7 @@ def weighted(loss: jax.Array, weight: jax.Array | None = None, **extra: jax.Arra
     )
 
 
-# What a train step calls, with or without a pipeline: (params, batch, key, scale=1.0, residual=None) -> gradients
-# of `scale` times the summed loss, in float32 or float64, the unscaled Metrics, and the new residual of `Sync`.
+# What a train step calls, with or without a pipeline: (params, batch, key, scale=1.0,
+# residual=None) -> gradients of `scale` times the summed loss, in float32 or float64, the unscaled
+# Metrics, and the new residual of `Sync`.
 GradFn = Callable[..., tuple[Any, Metrics, Any]]

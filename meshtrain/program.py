@@ -100,23 +100,22 @@ def abstract_state(
         optimizer,
         param_dtype=train.param_dtype,
         dtype=train.dtype,
-        start_residual=sync.start_residual if sync else _no_residual,
+        start_residual=sync.start_residual if sync else None,
     )
-    state, grad_shardings = states.abstract_state(
-        init,
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    states.check_axes(parts.model.axes, shapes.params, mesh)
+    shardings, grad_shardings = states.state_shardings(
+        shapes,
         parts.model.axes,
         optimizer,
         cfg.rules,
         mesh,
         zero_stage=train.zero_stage,
         is_trained=parts.model.is_trained,
-        residual_shardings=sync.residual_shardings if sync else _no_residual,
+        residual_shardings=sync.residual_shardings if sync else None,
     )
+    state = states.with_shardings(shapes, shardings)
     return AbstractState(schedule, optimizer, init, state, grad_shardings)
-
-
-def _no_residual(_: Any) -> None:
-    """The residual of gradients that are sent without loss."""
 
 
 def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None = None) -> Program:
@@ -147,11 +146,11 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
             remat=train.remat,
             unroll=train.unroll,
             grad_shardings=abstract.grad_shardings,
-            partial_over=unreduced_axes,
-            how=sync,
+            unreduced_axes=unreduced_axes,
+            grad_sync=sync,
         )
         eval_step = executor.make_eval_step(
-            model, table, dtype=train.dtype, partial_over=unreduced_axes
+            model, table, dtype=train.dtype, unreduced_axes=unreduced_axes
         )
     else:
         loss_fn = grads.make_loss(model, remat=train.remat, unroll=train.unroll)
@@ -160,8 +159,8 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
             dtype=train.dtype,
             num_microbatches=train.num_microbatches,
             grad_shardings=abstract.grad_shardings,
-            partial_over=unreduced_axes,
-            how=sync,
+            unreduced_axes=unreduced_axes,
+            grad_sync=sync,
         )
         eval_step = grads.make_eval_step(
             loss_fn, dtype=train.dtype, num_microbatches=train.num_microbatches

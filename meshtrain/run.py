@@ -19,7 +19,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
-from meshtrain.monitor import health, heldout, sinks, summary
+from meshtrain.monitor import health, heldout, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.writer import Units, Writer, units_of
 from meshtrain.program import Program, assemble
@@ -86,7 +86,8 @@ def open_run(
         parts = build(cfg, model=model, data=data)
         cfg = with_steps(cfg, parts.train_data)
         program = assemble(cfg, parts)
-    distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
+    config = cfg.to_dict()  # as files and checkpoints record it
+    distributed.check_same({**config, "workdir": str(workdir)})
     data = parts.train_data
     if eval_data is None:
         eval_data = parts.heldout_data
@@ -112,7 +113,7 @@ def open_run(
         saver = Saver(
             folder / find.FOLDER,
             cfg.checkpoint,
-            config=cfg.to_dict(),
+            config=config,
             mesh=asdict(cfg.mesh),
             identity=identity,
             event=writer.event,
@@ -137,7 +138,7 @@ def open_run(
     replica_check = health.ReplicaCheck(
         cfg.health,
         program.mesh,
-        clock.page,
+        clock.progress,
         event=writer.event,
         log=writer.log,
     )
@@ -157,12 +158,20 @@ def open_run(
     for line in cfg.layout_reasons:
         writer.log(f"mesh.auto   {line}")
     abstract_state = program.abstract_state
-    for line in summary.start_lines(cfg, parts.model, abstract_state, units, data, program.sync):
+    start_lines = summary.start_lines(
+        cfg,
+        parts.model,
+        abstract_state,
+        units=units,
+        data=data,
+        grad_sync=program.sync,
+    )
+    for line in start_lines:
         writer.log(line)
-    layout_warnings = summary.layout_warnings(
+    layout_warnings = warnings.layout_warnings(
         cfg, parts.model, program.mesh, abstract_state.params, first_batch
     )
-    for warning in (*layout_warnings, *summary.setting_warnings(cfg, data)):
+    for warning in (*layout_warnings, *warnings.setting_warnings(cfg, data)):
         writer.log(f"warning     {warning.text}")
         writer.event("warning", **warning.fields, text=warning.text)
 
@@ -184,9 +193,9 @@ def open_run(
             )
             state = state._replace(params=params)
     if folder and is_leader:
-        run_tokenizer.copy_tokenizer(folder, cfg.to_dict(), identity.get("tokenizer", ""))
+        run_tokenizer.copy_tokenizer(folder, config, identity.get("tokenizer", ""))
     # A workdir with a config.json is a run; from here on it is kept even if the run fails.
-    writer.config(cfg.to_dict())
+    writer.config(config)
     writer.event("start", step=first_step, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
     run = Run(

@@ -1,9 +1,9 @@
 """Pipeline schedules as tables: what each stage does in each tick. Plain numpy, no devices needed.
 
-The stack of layers is split into P x V chunks of equal length. Chunk v of stage i is the (v P + i)-th
-of the stack, so an activation passes through all stages V times. In one tick every stage runs at most
-one forward and then at most one backward of a chunk, all stages in lock step. The neighbour uses a
-message in the next tick, so no buffers for waiting messages are needed.
+The stack of layers is split into P x V chunks of equal length. Chunk v of stage i is the (v P +
+i)-th of the stack, so an activation passes through all stages V times. In one tick every stage runs
+at most one forward and then at most one backward of a chunk, all stages in lock step. The neighbour
+uses a message in the next tick, so no buffers for waiting messages are needed.
 
 A schedule is a function of (num_stages, num_microbatches, num_chunks), P, M and V for short.
 """
@@ -131,9 +131,9 @@ def tabulate(forward: np.ndarray, backward: np.ndarray) -> Table:
 def check(table: Table) -> None:
     """Raises ValueError unless the table does all work exactly once, in an order that the executor can run.
 
-    The input of a forward must be computed exactly one tick earlier, on the stage of the previous chunk,
-    and the input of a backward on the stage of the next chunk. No slot may be overwritten while its content
-    is still needed, not even by an idle forward.
+    The input of a forward must be computed exactly one tick earlier, on the stage of the previous
+    chunk, and the input of a backward on the stage of the next chunk. No slot may be overwritten
+    while its content is still needed, not even by an idle forward.
     """
     P, M, V = table.num_stages, table.num_microbatches, table.num_chunks
     ticks = [np.full((M, V * P), IDLE) for _ in range(2)]  # of each micro-batch and chunk

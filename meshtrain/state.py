@@ -15,10 +15,10 @@ from meshtrain.models import trees
 from meshtrain.models.base import Axes, Model, Params, is_measured, trained_part
 from meshtrain.parallel import sharding
 
-# Other trainers start at 2^16, for the gradients of a mean. Here the loss is a sum over tokens, and its
-# gradients are thousands of times larger: with 4,096 tokens per micro-batch they fit in float16 up to a
-# scale of 2^3, with 256 tokens up to 2^8. A scale that is too high costs one skipped step per halving.
-# Scales are powers of two, so that dividing by them is exact.
+# Other trainers start at 2^16, for the gradients of a mean. Here the loss is a sum over tokens, and
+# its gradients are thousands of times larger: with 4,096 tokens per micro-batch they fit in float16
+# up to a scale of 2^3, with 256 tokens up to 2^8. A scale that is too high costs one skipped step
+# per halving. Scales are powers of two, so that dividing by them is exact.
 FIRST_LOSS_SCALE = 2.0**4
 
 GROWTH_INTERVAL = 2000  # finite steps before the loss scale doubles, as in PyTorch's GradScaler
@@ -31,7 +31,10 @@ class LossScale(NamedTuple):
     good_steps: jax.Array  # () int32, finite steps since the scale last changed
 
     def after(self, finite: jax.Array) -> "LossScale":
-        """Returns the next loss scale: halved if not `finite`, doubled after GROWTH_INTERVAL finite steps."""
+        """Returns the next loss scale.
+
+        It is halved if not `finite`, and doubled after GROWTH_INTERVAL finite steps.
+        """
         good_steps = jnp.where(finite, self.good_steps + 1, 0)
         grow = good_steps >= GROWTH_INTERVAL
         factor = jnp.where(finite, jnp.where(grow, 2.0, 1.0), 0.5).astype(jnp.float32)
@@ -44,11 +47,13 @@ def start_loss_scale() -> LossScale:
 
 
 class TrainState(NamedTuple):
+    """All that a step updates, and that a checkpoint holds."""
+
     step: jax.Array  # () int32, batches seen
     params: Params
     opt_state: Any
     loss_scale: LossScale | None = None  # with train.dtype=float16 only
-    residual: Any = None  # with error feedback only, see `parallel.sync.Sync`
+    residual: Any = None  # with error feedback only, see `grad_sync.Sync`
 
 
 def initializer(
@@ -57,45 +62,34 @@ def initializer(
     *,
     param_dtype: str,
     dtype: str,
-    start_residual: Callable[[Params], Any] = lambda params: None,
-) -> Callable:
-    """Returns the function key -> TrainState at step 0; `start_residual` is that of `parallel.sync.Sync`."""
+    start_residual: Callable[[Params], Any] | None = None,
+) -> Callable[[jax.Array], TrainState]:
+    """Returns the function key -> TrainState at step 0; `start_residual` is that of `Sync`."""
+    # What a model measures stays at least float32, whatever the parameters are.
+    stats_dtype = jnp.promote_types(param_dtype, jnp.float32)
+
+    def cast(path, leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return leaf.astype(stats_dtype if is_measured(path) else param_dtype)
 
     def init(key):
-        def cast(path, leaf):
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                return leaf
-            wide = jnp.promote_types(param_dtype, jnp.float32)
-            return leaf.astype(wide if is_measured(path) else param_dtype)
-
         params = jax.tree.map_with_path(cast, model.init(key))
-        loss_scale = start_loss_scale() if dtype == "float16" else None
         trained = trained_part(params, model.is_trained)
-        residual = start_residual(trained)
-        return TrainState(jnp.int32(0), params, optimizer.init(trained), loss_scale, residual)
+        return TrainState(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=optimizer.init(trained),
+            loss_scale=start_loss_scale() if dtype == "float16" else None,
+            residual=None if start_residual is None else start_residual(trained),
+        )
 
     return init
 
 
-def abstract_state(
-    init: Callable,
-    axes: Axes,
-    optimizer: optax.GradientTransformation,
-    rules: sharding.Rules,
-    mesh,
-    *,
-    zero_stage: int,
-    is_trained: Callable[[str], bool] | None = None,
-    residual_shardings: Callable[[Any], Any] = lambda shardings: None,
-) -> tuple[TrainState, Any]:
-    """Returns the abstract state of `init`, each array with its sharding, and the gradients' shardings."""
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    _check_axes(axes, shapes.params, mesh)
-    made = {"zero_stage": zero_stage, "residual_shardings": residual_shardings}
-    made |= {"is_trained": is_trained}
-    shardings, of_gradients = state_shardings(shapes, axes, optimizer, rules, mesh, **made)
-    abstract = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, shardings)
-    return abstract, of_gradients
+def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
+    """Returns the abstract state: `shapes`, each with its sharding."""
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)
 
 
 def state_shardings(
@@ -103,35 +97,31 @@ def state_shardings(
     axes: Axes,
     optimizer: optax.GradientTransformation,
     rules: sharding.Rules,
-    mesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     *,
     zero_stage: int,
     is_trained: Callable[[str], bool] | None = None,
-    residual_shardings: Callable[[Any], Any] = lambda shardings: None,
+    residual_shardings: Callable[[Any], Any] | None = None,
 ) -> tuple[TrainState, Any]:
-    """Returns the shardings of the state, and those of the gradients, which only trained parameters have.
+    """Returns the shardings of the state, and those of the gradients.
 
-    The ZeRO stage (arXiv 1910.02054) selects what is sharded over ZERO_AXES: nothing at stage 0, optimizer
-    state from stage 1, gradients from stage 2, parameters at stage 3.
+    Only trained parameters have gradients. The ZeRO stage (arXiv 1910.02054) selects what is
+    sharded over ZERO_AXES: nothing at stage 0, optimizer state from stage 1, gradients from stage
+    2, parameters at stage 3. `residual_shardings` is that of `grad_sync.Sync`.
     """
+    replicated = NamedSharding(mesh, PartitionSpec())
+    rules_without_zero = sharding.rules_without(rules, *sharding.ZERO_AXES)
 
     def shardings_from(first_stage: int):
-        below = sharding.rules_without(rules, *sharding.ZERO_AXES)
-        active = rules if zero_stage >= first_stage else below
-        return sharding.shardings(axes, shapes.params, active, mesh)
+        """Returns the shardings of arrays like the parameters, sharded from this ZeRO stage on."""
+        active_rules = rules if zero_stage >= first_stage else rules_without_zero
+        return sharding.shardings(axes, shapes.params, active_rules, mesh)
 
-    replicated = NamedSharding(mesh, PartitionSpec())
-
-    def is_masked(
-        leaf,
-    ):  # optax's placeholder for a parameter that a masked optimizer does not update
-        return isinstance(leaf, optax.MaskedNode)
-
-    def like_its_parameter(leaf, of_parameter, parameter):
-        if is_masked(leaf):
+    def like_its_parameter(leaf, param_sharding, parameter):
+        if isinstance(leaf, optax.MaskedNode):
             return leaf
         # Arrays of another shape, such as factored moments, are replicated.
-        return of_parameter if leaf.shape == parameter.shape else replicated
+        return param_sharding if leaf.shape == parameter.shape else replicated
 
     opt_state = optax.tree.map_params(
         optimizer,
@@ -140,37 +130,53 @@ def state_shardings(
         trained_part(shardings_from(1), is_trained),
         trained_part(shapes.params, is_trained),
         transform_non_params=lambda _: replicated,
-        is_leaf=is_masked,
+        # a leaf: optax's placeholder for a parameter that a masked optimizer does not update
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
-    loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
-    of_gradients = trained_part(shardings_from(2), is_trained)
-    residual = residual_shardings(of_gradients)
-    placed = TrainState(replicated, shardings_from(3), opt_state, loss_scale, residual)
-    return placed, of_gradients
+    grad_shardings = trained_part(shardings_from(2), is_trained)
+    residual = None if residual_shardings is None else residual_shardings(grad_shardings)
+    shardings = TrainState(
+        step=replicated,
+        params=shardings_from(3),
+        opt_state=opt_state,
+        loss_scale=jax.tree.map(lambda _: replicated, shapes.loss_scale),
+        residual=residual,
+    )
+    return shardings, grad_shardings
 
 
-def _check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:
-    """Raises ConfigError unless each parameter has a name or None per dim; fsdp and tensor need a name."""
+def check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:
+    """Raises ConfigError unless each parameter has a name or None for each of its dims.
+
+    A mesh that shards parameters needs at least one name.
+    """
 
     def is_names(node):
         return node is None or isinstance(node, tuple)
 
-    given = dict(jax.tree.leaves_with_path(axes, is_leaf=is_names))
+    names_of_path = dict(jax.tree.leaves_with_path(axes, is_leaf=is_names))
     faults = []
     for path, leaf in jax.tree.leaves_with_path(params):
-        if given.get(path) is None or len(given[path]) != leaf.ndim:
+        names = names_of_path.get(path)
+        if names is None or len(names) != leaf.ndim:
             faults.append(
-                f"model.axes: parameter {jax.tree_util.keystr(path, simple=True, separator='/')} of shape "
-                f"{leaf.shape} has {given.get(path)}; give a tuple with a name, or None, for each dim"
+                f"model.axes: parameter {trees.name_of(path)} of shape {leaf.shape} has {names}; "
+                f"give a tuple with a name, or None, for each dim"
             )
     if faults:
         raise ConfigError(*faults[:3])
-    used = [axis for axis in (*sharding.ZERO_AXES, "tensor") if mesh.shape[axis] > 1]
-    if used and not any(name for names in given.values() for name in names):
-        raise ConfigError(
-            f"mesh.{used[0]}={mesh.shape[used[0]]}: no parameter of the model names its dims, so nothing can be "
-            f'sharded; name them (nnx.with_partitioning(init, ("embed", "mlp"))), or use mesh.data alone'
-        )
+
+    has_names = any(any(names) for names in names_of_path.values() if names)
+    for axis in (*sharding.ZERO_AXES, "tensor"):
+        if mesh.shape[axis] > 1 and not has_names:
+            raise ConfigError(
+                f"mesh.{axis}={mesh.shape[axis]}: no parameter of the model names its dims, so "
+                f"nothing can be sharded; name them "
+                f'(nnx.with_partitioning(init, ("embed", "mlp"))), or use mesh.data alone'
+            )
+
+
+# ---- schedule-free optimizers ----
 
 
 def evaluation_params(state: TrainState) -> Params:
@@ -183,23 +189,28 @@ def evaluation_params(state: TrainState) -> Params:
         return isinstance(node, contrib.ScheduleFreeState)
 
     nodes = jax.tree.leaves(state.opt_state, is_leaf=is_schedule_free)
-    found = [node for node in nodes if is_schedule_free(node)]
-    if not found:
-        return state.params
-    y = trees.intersect(state.params, found[0].z)  # frozen parameters have no averages
-    return trees.merge(state.params, averages(y, found[0].z, found[0].b1))
+    for node in nodes:
+        if is_schedule_free(node):
+            # Frozen parameters have no averages.
+            y = trees.intersect(state.params, node.z)
+            return trees.merge(state.params, averages(y, node.z, node.b1))
+    return state.params
 
 
 def averages(y: Params, z: Params, b1: jax.Array) -> Params:
-    """Returns the x of y = b1 x + (1 - b1) z (arXiv 2405.15682), with the dtypes and shardings of y."""
+    """Returns the x of y = b1 x + (1 - b1) z (arXiv 2405.15682), with y's dtypes and shardings."""
     on_devices = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(y))
     shardings = shardings_of(y) if on_devices else None
+    compute = jax.jit(_averages, out_shardings=shardings)
     # Waits, because on CPU the collectives of two programs in flight mix their messages.
-    return jax.block_until_ready(jax.jit(_averages, out_shardings=shardings)(y, z, b1))
+    return jax.block_until_ready(compute(y, z, b1))
 
 
 def _averages(y: Params, z: Params, b1: jax.Array) -> Params:
     return jax.tree.map(lambda y, z: ((y - (1 - b1) * z) / b1).astype(y.dtype), y, z)
+
+
+# ---- shardings and sizes of trees ----
 
 
 def shardings_of(abstract: Any) -> Any:
@@ -216,7 +227,7 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def bytes_of(tree: Any) -> int:
-    """Returns the bytes of a tree of shaped leaves, each element counted once, whatever the sharding."""
+    """Returns the bytes of a tree of shaped leaves, as if on one device."""
     return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients, clipping, update. The update is skipped if it would not be finite."""
+"""One optimizer step: gradients, clipping, update. It is skipped if it would not be finite."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,46 +29,59 @@ def make_train_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, Scalars]]:
     """Returns the train step: (state, batch) -> (new state, scalars to log).
 
-    `loss` is the loss before the update, `grad_norm` the norm before clipping, `learning_rate` the one
-    that the update applies: the optimizer counts updates only, so its count lacks the skipped steps.
-    `with_row_keys` (batch, key of the step) adds a key for each row, for a model with dropout. `measure` is the
-    model's, see `Model.measure`.
+    `loss` is the loss before the update, `grad_norm` the norm before clipping, `learning_rate` the
+    one that the update applies: the optimizer counts updates only, so its count lacks the skipped
+    steps. `with_row_keys` (batch, key of the step) adds a key for each row, for a model with
+    dropout. `measure` is that of the model, see `Model.measure`.
     """
     clip = optax.clip_by_global_norm(clip_norm)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Scalars]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        if with_row_keys is not None:  # of the global batch, before anything splits it
+        # Keys belong to rows of the global batch, so they are added before anything splits it.
+        if with_row_keys is not None:
             batch = with_row_keys(batch, key)
+
+        # Gradients of the summed loss. A residual is kept without the loss scale, which may change
+        # from step to step.
         scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
-        # A residual is kept without the loss scale, which may change from step to step.
         residual = jax.tree.map(lambda leaf: leaf * scale, state.residual)
         grads, metrics, residual = grad_fn(state.params, batch, key, scale, residual)
         residual = jax.tree.map(lambda leaf: leaf / scale, residual)
+
         # The only division: sums become means over the weight of the global batch.
         means = metrics.mean()
         weight = jnp.where(metrics.weight == 0, 1, metrics.weight) * scale
         grads = jax.tree.map(lambda grad: (grad / weight).astype(grad.dtype), grads)
+
+        # What a model measures arrives as the gradient of its statistics: no optimizer sees it.
         if measure is not None:
-            measured, more = measure(state.params, grads)
+            measured, measured_scalars = measure(state.params, grads)
             is_empty = metrics.weight == 0
             measured = jax.tree.map(partial(jnp.where, is_empty), state.params, measured)
             grads = _where_measured(jax.tree.map(jnp.zeros_like, grads), grads)
+
+        # Clip, update.
         norm = optax.tree.norm(grads)
         grads, _ = clip.update(grads, clip.init(None))
         count = updates_done(state.opt_state, otherwise=state.step)
         trained = trees.intersect(state.params, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         params = trees.merge(state.params, optax.apply_updates(trained, updates))
+
         # An overflow in the forward pass shows in the loss, one in the backward pass in the norm.
         finite = jnp.isfinite(means["loss"] + norm)
-        scalars = {**means, "grad_norm": norm, "learning_rate": schedule(count)}
-        scalars |= {"skipped": ~finite}
+        scalars = {
+            **means,
+            "grad_norm": norm,
+            "learning_rate": schedule(count),
+            "skipped": ~finite,
+        }
         if measure is not None:
             params = _where_measured(measured, params)
-            scalars |= more
+            scalars |= measured_scalars
         if state.loss_scale is not None:
-            scalars |= {"loss_scale": scale}
+            scalars["loss_scale"] = scale
         new = TrainState(state.step + 1, params, opt_state, residual=residual)
         return _unless_skipped(finite, new, state), scalars
 
@@ -76,14 +89,17 @@ def make_train_step(
 
 
 def _where_measured(if_measured: Params, otherwise: Params) -> Params:
-    """Returns the leaves that the model measures from the first tree, and all others from the second."""
+    """Returns the measured leaves of the first tree, and all other leaves of the second."""
     return jax.tree.map_with_path(
         lambda path, a, b: a if is_measured(path) else b, if_measured, otherwise
     )
 
 
 def _unless_skipped(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
-    """Returns the new state, or the old one with the new step number; the loss scale is updated in both."""
+    """Returns the new state, or the old one with the new step number if not `finite`.
+
+    The loss scale is updated in both cases.
+    """
     # A mask, not a branch: `lax.cond` around sharded code can deadlock XLA's collectives.
     params, opt_state, residual = jax.tree.map(
         lambda after, before: jnp.where(finite, after, before),

@@ -108,7 +108,7 @@ def _train(run: Run, state: TrainState) -> Result:
     if is_finished:
         run.loss_monitor.check_final(step, writer.newest)
     clock.enter("end")
-    seconds = {phase: spent for phase, spent in clock.page.seconds().items() if spent}
+    seconds = {phase: spent for phase, spent in clock.progress.seconds().items() if spent}
     name = "end" if is_finished else "preempted"
     writer.event(name, step=step, eval_loss=eval_loss, seconds=seconds)
     writer.close()
@@ -170,7 +170,7 @@ def _loop(
         state, scalars = train_step(state, batch)
         # Hands over this step's scalars and writes those of the previous step, while the device computes.
         log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
-        writer.step(step, scalars, eval_loss, waited=clock.page["data"], log=log)
+        writer.step(step, scalars, eval_loss, waited=clock.progress["data"], log=log)
         step += 1
 
 
@@ -191,7 +191,7 @@ def _begin(run: Run, step: int, position: int) -> None:
         run.cfg,
         run.units,
         samples=position,
-        waited=run.clock.page["data"],
+        waited=run.clock.progress["data"],
         observe=run.loss_monitor.observe,
         predicted=predicted,
     )

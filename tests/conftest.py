@@ -3,12 +3,9 @@
 import collections
 import gc
 import os
-import socket
-from pathlib import Path
 
 from meshtrain.cli.verify import NO_LOCATIONS, QUICK_COMPILE_FLAGS
 from meshtrain.cluster import runtime
-from meshtrain.configs import default
 from meshtrain.parallel import accelerator
 from meshtrain.tools.verify import GC_THRESHOLDS
 
@@ -22,8 +19,9 @@ import pytest
 from jax._src import cache_key, compiler
 from jax._src.cudnn import fused_attention_stablehlo
 
+pytest.register_assert_rewrite("tests.lib")  # its failed assertions show their values too
+pytest_plugins = ["slow_groups"]  # the options --slow-group and --write-durations
 gc.set_threshold(*GC_THRESHOLDS)
-ROOT = Path(__file__).resolve().parent.parent
 
 # Set before any test initializes a backend.
 jax.config.update("jax_platforms", "cpu")
@@ -63,8 +61,8 @@ def few_programs():
 
 @pytest.fixture(scope="module", autouse=True)
 def locations(request):
-    """In tests/analysis, operations have the lines of the code that made them."""
-    if request.path.parent.name != "analysis":
+    """In these folders, operations have the lines of the code that made them."""
+    if request.path.parent.name not in ("audit", "hlo", "profile"):
         yield
         return
     programs.clear()  # the key of a program does not contain them
@@ -83,46 +81,18 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
 def tiny():
     """A config of three quick training steps; each test gets its own copy, which it may change."""
+    from tests.lib.configs import tiny_config  # after register_assert_rewrite
+
     return tiny_config()
 
-
-def tiny_config():
-    config = default.get_config()
-    config.train.steps = 3
-    config.train.global_batch = 16
-    config.train.log_every = 1
-    config.model.num_layers = 2
-    config.model.d_model = 32
-    config.model.num_heads = 4
-    config.model.num_kv_heads = 2
-    config.model.d_ff = 64
-    config.model.vocab_size = 64
-    config.model.max_seq_len = 16
-    config.data.build = "meshtrain.data.synthetic:build"
-    config.data.seq_len = 16
-    config.optim.warmup_steps = 0
-    config.eval.batches = 1
-    return config
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-# A layout of `meshtrain verify`, for tests that change single entries.
-LAYOUT = {
-    "data": 2,
-    "fsdp": 2,
-    "tensor": 2,
-    "zero_stage": 2,
-    "num_microbatches": 2,
-    "remat": "full",
-}
-LAYOUT |= {"packing": False, "masks": False, "sequence_parallel": False}
 
 KILLS = pytest.StashKey[dict]()
 

@@ -5,26 +5,18 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from benchmarks import (
-    bandwidth,
-    collectives,
-    contest,
-    devices,
-    faults,
-    gpu_check,
-    gpu_step,
-    lora,
-    memory,
-    record,
-    roofline,
-    scaling,
-)
+from benchmarks import lora
+from benchmarks.compare import gpu_step
+from benchmarks.faults import injection
+from benchmarks.gpu import check
+from benchmarks.lib import comparison, devices, gpu_models, record
+from benchmarks.parallel import bandwidth, collectives, memory, scaling
+from benchmarks.plan import roofline
 from meshtrain import state
 from meshtrain.config.build import build
 from meshtrain.config.load import load_config
@@ -33,14 +25,18 @@ from meshtrain.errors import ConfigError
 from meshtrain.tools.audit import minimum
 from meshtrain.tools.hlo import target
 
-FOLDER = Path(record.__file__).parent
-SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "record.parser(" in path.read_text())
+FOLDER = record.FOLDER.parent
+SCRIPTS = sorted(
+    path.relative_to(FOLDER).as_posix()
+    for path in FOLDER.rglob("*.py")
+    if path.parent.name != "lib"
+)
 TOY = dict(layers=4, width=32, seq_len=32, rows=2)
 
 
 def run(script, *flags):
     return subprocess.Popen(
-        [sys.executable, FOLDER / f"{script}.py", *flags],
+        [sys.executable, FOLDER / script, *flags],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         text=True,
@@ -192,7 +188,7 @@ def test_help_of_every_script_has_a_command_to_run():
     running = {name: run(name, "--help") for name in SCRIPTS}
     for name, process in running.items():
         output, _ = process.communicate()
-        assert process.returncode == 0 and f"python benchmarks/{name}.py" in output, name
+        assert process.returncode == 0 and f"python benchmarks/{name}" in output, name
         assert "--output" in output, name
 
 
@@ -201,7 +197,7 @@ def test_help_of_every_script_has_a_command_to_run():
 def test_scaling_at_toy_size(tmp_path):
     """The script checks that all workers have the same losses; its times mean nothing at this size."""
     toy = ["--layers=2", "--width=32", "--seq-len=32", "--rows=8", "--rounds=1", "--steps=1"]
-    process = run("scaling", *toy, "--layouts", "fsdp", "1f1b", f"--output={tmp_path}")
+    process = run("parallel/scaling.py", *toy, "--layouts", "fsdp", "1f1b", f"--output={tmp_path}")
     output, _ = process.communicate()
     assert process.returncode == 0, output
     results = json.loads(next(tmp_path.glob("scaling-llama-2x32_*.json")).read_text())
@@ -213,7 +209,7 @@ def test_scaling_at_toy_size(tmp_path):
 def test_context_at_toy_size(tmp_path):
     toy = ["--tokens=64", "--lengths", "512", "--layers=2", "--width=32", "--rounds=1", "--steps=1"]
     parts = ["--methods", "ring", "--parts", "speed", "overhead", "bytes", "memory"]
-    process = run("context", *toy, *parts, f"--output={tmp_path}")
+    process = run("parallel/context.py", *toy, *parts, f"--output={tmp_path}")
     output, _ = process.communicate()
     assert process.returncode == 0, output
     (record,) = tmp_path.glob("context-speed-*.json")
@@ -229,7 +225,7 @@ def test_context_at_toy_size(tmp_path):
 def test_experts_at_toy_size(tmp_path):
     toy = ["--d-expert=32", "--layers=1", "--width=32", "--seq-len=32", "--rounds=1", "--steps=1"]
     kinds = ["--kinds", "dense", "skewed", "initial", "dense dispatch"]
-    process = run("experts", *toy, *kinds, "--parts", "one", f"--output={tmp_path}")
+    process = run("parallel/experts.py", *toy, *kinds, "--parts", "one", f"--output={tmp_path}")
     output, _ = process.communicate()
     assert process.returncode == 0, output
     (file,) = tmp_path.glob("experts-8x32-one_*.json")
@@ -249,7 +245,7 @@ def test_experts_at_toy_size(tmp_path):
     assert losses["dense dispatch"] != pytest.approx(losses["skewed"], rel=1e-5)
 
 
-# Replaces contestant.py: it computes nothing and appends its name to a file; some contestants fail.
+# Replaces implementation.py: it computes nothing and appends its name to a file; some fail.
 FAKE = """
 import json, pathlib, sys
 name = sys.argv[1]
@@ -270,9 +266,9 @@ for number, line in enumerate(sys.stdin):
 
 @pytest.fixture
 def starts(tmp_path, monkeypatch):
-    """Replaces contestant.py by FAKE; returns a function that lists the started contestants."""
-    monkeypatch.setattr(contest, "SCRIPT", tmp_path / "fake.py")
-    contest.SCRIPT.write_text(FAKE)
+    """Replaces implementation.py by FAKE; returns a function that lists the started processes."""
+    monkeypatch.setattr(comparison, "SCRIPT", tmp_path / "fake.py")
+    comparison.SCRIPT.write_text(FAKE)
     return lambda: (tmp_path / "starts").read_text().split()
 
 
@@ -280,36 +276,36 @@ COUNTS = dict(rounds=2, steps=3)
 
 
 @pytest.mark.multiprocess
-def test_failed_contestants_are_reported_and_the_others_continue(starts, capsys):
+def test_failed_implementations_are_reported_and_the_others_continue(starts, capsys):
     names = ["meshtrain", "broken", "slow", "late"]
-    results = contest.run({}, names, **COUNTS, pairs=False)
+    results = comparison.run({}, names, **COUNTS, pairs=False)
     assert results.failed == {"broken": "out of memory", "late": "exit code 3"}
     assert "broken failed: out of memory" in capsys.readouterr().err
     assert starts() == ["initial", *["meshtrain"] * 2, "broken", *["slow"] * 2, *["late"] * 2]
-    rows = contest.table(results)
+    rows = comparison.table(results)
     columns = ("implementation", "ms per step", "speed / meshtrain")
     assert [tuple(row[column] for column in columns) for row in rows] == [
         ("meshtrain", 1000, 1),
         ("slow", 2000, 0.5),
     ]
-    assert contest.faults(results, rtol=1e-3) == []
+    assert comparison.faults(results, rtol=1e-3) == []
 
 
 @pytest.mark.multiprocess
-def test_pairs_time_each_other_contestant_with_the_first_and_start_it_cold_once(starts):
-    results = contest.run({}, ["meshtrain", "slow", "other"], **COUNTS, pairs=True)
+def test_pairs_time_each_other_implementation_with_the_first_and_start_it_cold_once(starts):
+    results = comparison.run({}, ["meshtrain", "slow", "other"], **COUNTS, pairs=True)
     groups = [["meshtrain", "slow"], ["meshtrain", "other"]]
     assert [list(group) for group in results.groups] == groups
     assert [starts().count(name) for name in ("initial", "meshtrain", "slow")] == [1, 3, 2]
-    (fault,) = contest.faults(results, rtol=1e-3)
+    (fault,) = comparison.faults(results, rtol=1e-3)
     assert fault.startswith("other has the losses [2.0,")
 
 
 @pytest.mark.multiprocess
-def test_contest_ends_when_the_first_contestant_fails(starts):
-    results = contest.run({}, ["late", "slow", "other"], **COUNTS, pairs=True)
-    assert starts().count("other") == 0 and contest.table(results) == []
-    assert contest.faults(results, rtol=1e-3) == ["late failed: exit code 3"]
+def test_comparison_ends_when_the_first_implementation_fails(starts):
+    results = comparison.run({}, ["late", "slow", "other"], **COUNTS, pairs=True)
+    assert starts().count("other") == 0 and comparison.table(results) == []
+    assert comparison.faults(results, rtol=1e-3) == ["late failed: exit code 3"]
 
 
 @pytest.mark.parametrize(
@@ -328,20 +324,26 @@ def test_flags_that_cannot_be_compared_or_saved_are_rejected(flags, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_contestants_at_toy_size_have_the_same_losses(tmp_path):
+def test_implementations_at_toy_size_have_the_same_losses(tmp_path):
     """meshtrain, bare jax, and torch if it is installed."""
     names = ["meshtrain", "bare jax, scan", "bare jax, unrolled", "torch eager"]
     process = run(
-        "gpu_step", "--toy", "--rounds=1", "--steps=5", "--only", *names, f"--output={tmp_path}"
+        "compare/gpu_step.py",
+        "--toy",
+        "--rounds=1",
+        "--steps=5",
+        "--only",
+        *names,
+        f"--output={tmp_path}",
     )
     output, _ = process.communicate()
     assert process.returncode == 0, output
-    for model in gpu_step.TOY:
+    for model in gpu_models.TOY:
         (file,) = tmp_path.glob(f"{model}_*.json")
         saved = json.loads(file.read_text(), parse_constant=pytest.fail)  # fails on NaN
         assert saved["raw"]["failed"] == {}
         rows = {row["implementation"]: row for row in saved["rows"]}
-        assert list(rows) == contest.available(names)
+        assert list(rows) == comparison.available(names)
         assert all(row["speed / meshtrain"] > 0 and row["tokens/s"] > 0 for row in rows.values())
         (group,) = saved["raw"]["groups"]
         for name, times in group.items():
@@ -367,15 +369,15 @@ def gpus(capability="9.0", gigabytes=70.0, count=1):
 def test_the_dtype_is_one_that_the_gpu_multiplies(capability, dtype, fused):
     found = gpus(capability)
     assert (found.dtype, found.has_fused_attention) == (dtype, fused)
-    names = gpu_step.contestants("gpt2-350m", None, dtype)
+    names = gpu_step.implementations("gpt2-350m", None, dtype)
     assert ("bare jax, unrolled" in names) == (dtype == "bfloat16")
 
 
 def test_the_batch_has_the_rows_that_fit_the_memory():
     def rows(model, gigabytes, capability="9.0", programs=2):
-        return gpu_step.rows_that_fit(model, gpus(capability, gigabytes), programs=programs)
+        return gpu_models.rows_that_fit(model, gpus(capability, gigabytes), programs=programs)
 
-    most = {model: shape[7] for model, shape in gpu_step.SHAPES.items()}
+    most = {model: shape[7] for model, shape in gpu_models.SHAPES.items()}
     assert rows("gpt2-124m", 180) == most["gpt2-124m"]
     found = [rows("gpt2-124m", gigabytes) for gigabytes in (8, 12, 20, 70)]
     assert found == sorted({*found}) and found[0] >= 1
@@ -383,7 +385,7 @@ def test_the_batch_has_the_rows_that_fit_the_memory():
     assert rows("gpt2-124m", 14, "7.0") < rows("gpt2-124m", 14)  # the scores need memory
     assert rows("llama3-8b", 70, programs=1) == 0 and rows("llama3-8b", 130, programs=1) == 1
     unknown = devices.Devices("cpu", "cpu", 1, "", None)
-    assert gpu_step.rows_that_fit("gpt2-350m", unknown) == most["gpt2-350m"]
+    assert gpu_models.rows_that_fit("gpt2-350m", unknown) == most["gpt2-350m"]
 
 
 @pytest.mark.slow
@@ -396,8 +398,8 @@ def test_a_compiled_step_needs_at_most_the_estimated_memory(where, tmp_path):
     except ConfigError as error:
         pytest.skip(str(error))
     found = gpus(device.chip.capability, 0.93 * device.memory / 1e9)
-    rows = gpu_step.rows_that_fit("gpt2-124m", found, programs=2)
-    config = gpu_step.settings("gpt2-124m", rows=rows, dtype=found.dtype)
+    rows = gpu_models.rows_that_fit("gpt2-124m", found, programs=2)
+    config = gpu_models.settings("gpt2-124m", rows=rows, dtype=found.dtype)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     flags = [f"--config={tmp_path}/config.json", f"--target={where}", f"--output={tmp_path}/found"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), *sys.path])}
@@ -416,15 +418,15 @@ def test_a_step_that_runs_out_of_memory_is_tried_with_half_the_rows(monkeypatch)
     def run(config, names, **options):
         tried.append(config["train"]["global_batch"])
         failed = {"meshtrain": "RESOURCE_EXHAUSTED: 3 GB"} if tried[-1] > limit else {}
-        return contest.Results({}, [], failed)
+        return comparison.Results({}, [], failed)
 
-    monkeypatch.setattr(contest, "run", run)
+    monkeypatch.setattr(comparison, "run", run)
     args, limit = SimpleNamespace(only=None, rounds=1, steps=1), 16
-    _, config = gpu_step.run_contest(args, "gpt2-124m", gpus(gigabytes=180))
+    _, config = gpu_step.run_comparison(args, "gpt2-124m", gpus(gigabytes=180))
     assert tried == [64, 32, 16] and config.train.global_batch == 16
     limit = 0
     with pytest.raises(gpu_step.DoesNotFit, match="no row fits in 180 GB"):
-        gpu_step.run_contest(args, "gpt2-124m", gpus(gigabytes=180))
+        gpu_step.run_comparison(args, "gpt2-124m", gpus(gigabytes=180))
     assert tried[-1] == 1
 
 
@@ -448,14 +450,14 @@ def test_the_layouts_fit_every_number_of_gpus(count):
 
 
 def part(code, minutes=1.0, output="", read=None):
-    return gpu_check.Part("part", minutes, ["-c", code], output, read)
+    return check.Part("part", minutes, ["-c", code], output, read)
 
 
 @pytest.mark.multiprocess
 def test_a_failed_part_is_a_row_and_a_part_has_a_time_limit(tmp_path):
     def row(name, *arguments):
-        (row,), saved = gpu_check.run_part(part(*arguments), tmp_path / name)
-        assert list(row) == [*gpu_check.COLUMNS]
+        (row,), saved = check.run_part(part(*arguments), tmp_path / name)
+        assert list(row) == [*check.COLUMNS]
         return row["result"], row["note"], saved
 
     assert row("a", "print(1)")[0] == "passed"
@@ -472,18 +474,18 @@ def test_a_failed_part_is_a_row_and_a_part_has_a_time_limit(tmp_path):
         (5, ("passed", "3 passed, 2 skipped")),
     ):
         code = tests.format(counts.format(number))
-        found = row(f"d{number}", code, 1.0, "junit.xml", gpu_check.rows_of_tests)
+        found = row(f"d{number}", code, 1.0, "junit.xml", check.rows_of_tests)
         assert found[:2] == expected
 
 
 @pytest.mark.multiprocess
 def test_the_exit_code_says_if_a_part_failed_and_the_table_is_saved(tmp_path, monkeypatch, capsys):
     codes = iter(["", "raise SystemExit('no')"])
-    monkeypatch.setattr(gpu_check, "parts_of", lambda *_, **__: [part(code) for code in codes])
+    monkeypatch.setattr(check, "parts_of", lambda *_, **__: [part(code) for code in codes])
     monkeypatch.setattr(devices, "find", lambda: gpus(count=2))
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", f"--output={tmp_path}"])
+    monkeypatch.setattr(sys, "argv", ["check.py", f"--output={tmp_path}"])
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert gpu_check.main() == 1
+    assert check.main() == 1
     (text,) = tmp_path.glob("*.txt")
     assert (
         text.name.startswith("gpu-check_nvidia-h100-80gb-hbm3-x2_")
@@ -492,18 +494,18 @@ def test_the_exit_code_says_if_a_part_failed_and_the_table_is_saved(tmp_path, mo
     saved = json.loads(text.with_suffix(".json").read_text())
     assert [row["result"] for row in saved["rows"]] == ["passed", "FAILED"]
     codes = iter([""])
-    assert gpu_check.main() == 0
+    assert check.main() == 0
     monkeypatch.setattr(devices, "find", lambda: devices.Devices("cpu", "cpu", 1, "", None))
-    assert gpu_check.main() == 2
+    assert check.main() == 2
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_measurements_on_gpus_at_toy_size(tmp_path):
     running = [
-        run("scaling", "--toy", "--rounds=1", "--steps=1", f"--output={tmp_path}"),
-        run("bandwidth", "--toy", f"--output={tmp_path}"),
-        run("lookup", "--toy", f"--output={tmp_path}"),
+        run("parallel/scaling.py", "--toy", "--rounds=1", "--steps=1", f"--output={tmp_path}"),
+        run("parallel/bandwidth.py", "--toy", f"--output={tmp_path}"),
+        run("gpu/lookup.py", "--toy", f"--output={tmp_path}"),
     ]
     for process in running:
         output, _ = process.communicate()
@@ -527,15 +529,15 @@ def test_a_soak_injects_nothing_after_its_end_and_records_its_steps(tmp_path, mo
     def sleep(seconds):
         clock[0] += seconds + 40.0
 
-    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(injection, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     process = SimpleNamespace(poll=lambda: None, wait=lambda *_: 0, terminate=lambda: None)
-    monkeypatch.setattr(faults, "start", lambda *_: process)
-    monkeypatch.setattr(faults, "wait_for", lambda *_: None)
-    monkeypatch.setattr(faults, "inject", lambda *_: injected.append(clock[0]))
-    monkeypatch.setattr(faults, "newest_step", lambda workdir: 99)
-    monkeypatch.setattr(faults, "final_state", lambda workdir: 1)
-    monkeypatch.setattr(faults, "read_jsonl", lambda *_: [{"event": "goodput"}])
+    monkeypatch.setattr(injection, "start", lambda *_: process)
+    monkeypatch.setattr(injection, "wait_for", lambda *_: None)
+    monkeypatch.setattr(injection, "inject", lambda *_: injected.append(clock[0]))
+    monkeypatch.setattr(injection, "newest_step", lambda workdir: 99)
+    monkeypatch.setattr(injection, "final_state", lambda workdir: 1)
+    monkeypatch.setattr(injection, "read_jsonl", lambda *_: [{"event": "goodput"}])
     (tmp_path / "interrupted.log").write_text("launch: goodput")
-    results = faults.soak(SimpleNamespace(seed=0, minutes=2, every=60, s3=False), tmp_path)
+    results = injection.soak(SimpleNamespace(seed=0, minutes=2, every=60, s3=False), tmp_path)
     assert clock[0] > 120 and injected and max(injected) < 120
     assert results["steps"] == 100 and len(results["faults"]) == len(injected)

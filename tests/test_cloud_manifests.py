@@ -8,23 +8,14 @@ import time
 
 import pytest
 from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
-from test_launch_files import (
-    JOB_SET,
-    ROOT,
-    Pods,
-    assert_losses_equal_uninterrupted,
-    container_of,
-    documents,
-    environ_of,
-    job_of,
-    newest_step,
-    tiny_run,
-)
-from test_train import rows
 
 from meshtrain.cluster import environment, launchers, runtime
 from meshtrain.config import load as configfile
 from meshtrain.config import parse
+from tests.lib.manifests import JOB_SET, Pods, container_of, documents, environ_of, job_of
+from tests.lib.paths import ROOT
+from tests.lib.rows import newest_step, rows
+from tests.lib.tiny_run import assert_losses_equal_uninterrupted, tiny_run
 
 EKS, SLICE, MULTISLICE = (
     ROOT / "launch" / "kubernetes" / name

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from meshtrain import console
+from tests.lib.paths import ROOT
 
 SMALL = [
     "--config=meshtrain/configs/default.py",

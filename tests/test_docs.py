@@ -1,4 +1,4 @@
-"""README.md and docs/: their commands run, their links lead somewhere, and what they list exists.
+"""README.md, benchmarks/README.md and docs/: their commands run, their links lead somewhere, and what they list exists.
 
 Every ```bash and ```python block runs, in the order of its page, in a folder that looks like the repository. A
 comment directly above a block changes that:
@@ -12,7 +12,6 @@ comment directly above a block changes that:
 """
 
 import argparse
-import importlib
 import importlib.util
 import os
 import re
@@ -23,17 +22,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from test_structure import LAYERS
 
 from meshtrain import errors
-from meshtrain.cli import app
+from meshtrain.cli import verbs
 from meshtrain.cluster import environment
 from meshtrain.configs import default
+from tests.lib.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = {
-    path.relative_to(ROOT).as_posix(): path for path in (README, *sorted(ROOT.glob("docs/**/*.md")))
+    path.relative_to(ROOT).as_posix(): path
+    for path in (README, ROOT / "benchmarks" / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
 }
 BIN = Path(sys.executable).parent
 SECONDS = 600  # time limit of a block
@@ -217,8 +216,15 @@ def test_links_lead_to_a_file_and_a_heading(page):
 
 def test_every_page_is_in_the_index():
     index = PAGES["docs/index.md"].read_text()
-    missing = [page for page in PAGES if f"]({page.removeprefix('docs/')})" not in index]
-    assert missing == ["README.md", "docs/index.md"]
+    missing = [page for page in PAGES if f"]({os.path.relpath(page, 'docs')})" not in index]
+    assert missing == ["docs/index.md"]
+
+
+def test_every_benchmark_is_on_its_page():
+    text = PAGES["benchmarks/README.md"].read_text()
+    scripts = [path.relative_to(ROOT) for path in ROOT.glob("benchmarks/**/*.py")]
+    missing = [path for path in scripts if path.parent.name != "lib" and f"{path}" not in text]
+    assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -252,26 +258,20 @@ def test_files_and_config_keys_that_a_page_names_exist(page):
     assert not missing
 
 
-def test_the_layers_in_the_readme_are_the_tested_ones():
-    block = next(block for block in BLOCKS["README.md"] if block.text.startswith("commands "))
-    lines = [re.split(r"\s{2,}", line)[0].split() for line in reversed(block.text.splitlines())]
-    assert [name for line in lines for name in line] == LAYERS
-
-
 def flags_of(add_flags) -> set[str]:
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
     return {flag for action in parser._actions for flag in action.option_strings}
 
 
-@pytest.mark.parametrize("verb", app.VERBS)
+@pytest.mark.parametrize("verb", verbs.NAMES)
 def test_the_flags_of_a_verb_are_listed(verb):
     assert re.search(rf"^\| .*`{verb}`.* \|", README.read_text(), re.MULTILINE)
     text = PAGES["docs/reference/verbs.md"].read_text()
     section = re.search(rf"^## {verb}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
     rows = "\n".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE))
     shared = flags_of(environment.add_flags) | {"--config", "--workdir"}
-    actual = flags_of(importlib.import_module(app.VERBS[verb].module).add_flags)
+    actual = flags_of(verbs.load(verb).add_flags)
     assert {*re.findall(r"--[\w-]+", rows)} - shared == actual - shared
 
 

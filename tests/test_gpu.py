@@ -3,7 +3,7 @@
   python -m pytest tests/test_gpu.py -m gpu
 
 The other tests run on simulated CPU devices, so each check runs in a process of its own, with the devices of the
-host: this file, as `python tests/test_gpu.py CHECK` with PYTHONPATH=.:tests. The same checks run on two simulated
+host: this file, as `python tests/test_gpu.py CHECK` with PYTHONPATH=. The same checks run on two simulated
 CPU devices, without the mark; there "fused" attention is the blockwise implementation.
 """
 
@@ -20,17 +20,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, tiny_config
-from ops.test_attention import CUDNN_CASES, check_cudnn
-from test_launch_files import TINY, newest_step
-from test_parity import Run, assert_same, packed
-from test_train import losses, rows
 
-from benchmarks import devices
+from benchmarks.lib import devices
 from meshtrain.cli.verify import QUICK_COMPILE_FLAGS
 from meshtrain.cluster import environment
 from meshtrain.ops import cudnn
 from meshtrain.ops.attention import attention
+from tests.lib.attention import CUDNN_CASES, check_cudnn
+from tests.lib.compare import assert_same
+from tests.lib.configs import packed, tiny_config
+from tests.lib.paths import ROOT
+from tests.lib.rows import losses, newest_step, rows
+from tests.lib.runs import Run
+from tests.lib.tiny_run import TINY
 
 SECONDS = 600  # time limit of a check
 STEPS = 40  # of the curve
@@ -39,7 +41,7 @@ STEPS = 40  # of the curve
 def environ_of(platform):
     """Returns the environment of a process on these devices. conftest.py changed XLA_FLAGS, for CPU."""
     environ = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
-    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     if platform == "cpu":
         return environ | devices.TOY
     environ["XLA_FLAGS"] = without_quick_flags(environ["XLA_FLAGS"])
@@ -268,11 +270,5 @@ def losses_in(dtype):
 CHECKS = (describe, parity, fused_attention, cudnn_cases, curve)
 
 if __name__ == "__main__":
-    # conftest.py has chosen 8 simulated CPU devices, and flags for them. No backend has started.
-    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
-    if "JAX_NUM_CPU_DEVICES" in os.environ:
-        jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
-    else:
-        os.environ["XLA_FLAGS"] = without_quick_flags(os.environ["XLA_FLAGS"])
     (check,) = (check for check in CHECKS if check.__name__ == sys.argv[1])
     print(json.dumps(check()))

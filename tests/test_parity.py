@@ -1,23 +1,18 @@
 """Every layout trains like one device: equal initial parameters, losses, gradients and updates."""
 
-import functools
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain import grads, state
-from meshtrain.config.build import build
-from meshtrain.config.parse import parse
-from meshtrain.data.loader import Loader
 from meshtrain.ops import blockwise, losses
-from meshtrain.program import assemble
-from meshtrain.tools.verify.case import keep_gradients
+from tests.lib.compare import assert_same
+from tests.lib.configs import GPT2, packed, tiny_config
+from tests.lib.runs import Run, one_device
 
 LAYOUTS = [
     {"data": 8},
@@ -25,86 +20,8 @@ LAYOUTS = [
     {"tensor": 4},
     {"data": 2, "fsdp": 2, "tensor": 2},
 ]
-GPT2 = dict(
-    norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True, z_loss=1e-3
-)
 
 ALL_HEADS = dict(qk_norm=True, qk_norm_heads="all", num_kv_heads=2)
-
-
-class Run:
-    """The parts of a run on one mesh, built as in train()."""
-
-    def __init__(self, c, dtype=None, **layout):
-        layout = {"data": 1, **layout}
-        c.mesh.update(layout)
-        if dtype:
-            c.train.dtype = c.train.param_dtype = dtype
-        num_devices = math.prod(size for axis, size in layout.items() if axis != "slices")
-        self.cfg = parse(c, num_devices=num_devices)
-        parts = build(self.cfg)
-        make_optimizer = parts.make_optimizer
-        self.parts = parts._replace(
-            make_optimizer=lambda rate: keep_gradients(make_optimizer(rate))
-        )
-        self.program = assemble(self.cfg, self.parts, devices=jax.devices()[:num_devices])
-
-    def start(self):
-        with self.program.active():
-            return self.program.start(0)
-
-    def batch(self, number=0):
-        size = self.cfg.train.global_batch
-        loader = Loader(self.parts.train_data, self.program.mesh, self.cfg.rules, global_batch=size)
-        try:
-            return loader.read(number * size)
-        finally:
-            loader.close()
-
-    def one_step(self):
-        """Returns the gradients of one step, the state after it, and its scalars."""
-        with self.program.active():
-            start, batch = self.start(), self.batch()
-            state, scalars = self.program.compile(batch)(start, batch)
-            # Process 0 reads them.
-            assert all(scalar.is_fully_replicated for scalar in jax.tree.leaves(scalars))
-            return jax.device_get((state.opt_state[0], state, scalars))
-
-
-def assert_same(found, expected, rtol):
-    """Compares each leaf relative to its largest value, but at least 1 % of the largest value of all.
-
-    The minimum is for the gradient of a key's bias: its exact value is zero, so all of it is rounding noise.
-    """
-    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[0]))
-
-    def compare(path, a, b):
-        scale = max(np.abs(b).max(), 0.01 * largest)
-        name = jax.tree_util.keystr(path)
-        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * scale, err_msg=name)
-
-    jax.tree_util.tree_map_with_path(compare, found, expected)
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-def packed(**model):
-    """Returns a tiny config with packed rows, so with positions, segments and uneven token weights."""
-    c = tiny_config()
-    c.model.update(model)
-    c.data.separator = 7
-    c.optim.epsilon = 1e-6  # Adam divides by it where the gradient is zero
-    return c
-
-
-@functools.cache
-def one_device(**model):
-    """Returns gradients, next state and scalars of one step on one device, in float64."""
-    return Run(packed(**model), dtype="float64").one_step()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

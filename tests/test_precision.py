@@ -2,15 +2,14 @@
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import tiny_config
 from jax._src.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
-from test_parity import GPT2, Run, assert_same, packed
 
 import meshtrain
 from meshtrain import grads, metrics, state
@@ -19,6 +18,9 @@ from meshtrain.config import load as configfile
 from meshtrain.optim import base as optim
 from meshtrain.program import assemble
 from meshtrain.train import train
+from tests.lib.compare import assert_same
+from tests.lib.configs import GPT2, packed, tiny_config
+from tests.lib.runs import Run
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -32,7 +34,7 @@ def rows(workdir, name="metrics.jsonl"):
 
 
 def assert_bit_equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+    chex.assert_trees_all_equal(a, b, strict=True)
 
 
 def dtypes(tree):

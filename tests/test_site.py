@@ -9,9 +9,9 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from conftest import ROOT
 
 import meshtrain
+from tests.lib.paths import ROOT
 
 DOCS = ROOT / "docs"
 # Elements that a browser loads by itself. A link of another kind is loaded when the reader clicks on it.

@@ -9,12 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_config
 from jax._src.array import ArrayImpl
 
 import meshtrain
@@ -26,29 +24,10 @@ from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Source, to_batch
 from meshtrain.train import train
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def rows(workdir, name="metrics.jsonl"):
-    return [json.loads(line) for line in (workdir / name).read_text().splitlines()]
-
-
-def losses(workdir):
-    return {row["step"]: row["loss"] for row in rows(workdir)}
-
-
-def quick(**train):
-    """Returns a config whose learning rate does not depend on train.steps."""
-    c = tiny_config()
-    c.optim.schedule, c.optim.learning_rate = "constant", 1e-2
-    c.eval.batches = 0
-    c.train.update(train)
-    return c
-
-
-def assert_bit_equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+from tests.lib.compare import assert_bit_equal
+from tests.lib.configs import quick, tiny_config
+from tests.lib.paths import ROOT
+from tests.lib.rows import losses, rows
 
 
 @pytest.mark.parametrize(
@@ -305,13 +284,13 @@ def test_two_processes_train_like_one_and_resume_its_checkpoints_and_vice_versa(
     program = f"""
 import sys, jax
 jax.config.update("jax_num_cpu_devices", 4)
-sys.path[:0] = ["tests", "."]
+sys.path[:0] = ["."]
 from meshtrain import Source
 from meshtrain.train import train
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.cluster import distributed
-from test_train import quick
+from tests.lib.configs import quick
 distributed.initialize()
 source = build(parse(quick(), num_devices=8)).train_data
 def read(indices):

@@ -4,14 +4,13 @@ import contextlib
 
 import jax
 import pytest
-from conftest import tiny_config
-from test_parity import GPT2
 
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.loader import Loader
 from meshtrain.program import assemble
 from meshtrain.tools.verify.certificate import name_of
+from tests.lib.configs import GPT2, tiny_config
 
 # Replicated over fsdp: the rules shard none of their dims (`heads`, `mlp`) over it.
 REPLICATED = [

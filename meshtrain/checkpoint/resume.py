@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshtrain import moved
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError
@@ -26,7 +27,9 @@ def changes(saved: Manifest, config: Mapping[str, Any]) -> dict[str, list]:
     A key that a config of another version lacks has its default value. The request to allow changes is none.
     """
     defaults = _flatten(default.get_config().copy_and_resolve_references().to_dict())
-    then, now = ({**defaults, **_flatten(one)} for one in (saved.config, config))
+    saved_config = moved.new_names(saved.config, is_reported=False)
+    then = {**defaults, **_flatten(saved_config)}
+    now = {**defaults, **_flatten(config)}
     found = {key: [then.get(key), now.get(key)] for key in {**then, **now} if key != ALLOW}
     return {key: pair for key, pair in found.items() if pair[0] != pair[1]}
 

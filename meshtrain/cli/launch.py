@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         for name, value in settings.items()
         if value != defaults[name]
     ]
-    return ssh.launch(ssh.hosts_of(hosts), flags, arguments, address)
+    return ssh.launch(ssh.parse_hosts(hosts), flags, arguments, address)
 
 
 VERB = Verb(

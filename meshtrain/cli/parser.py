@@ -42,14 +42,20 @@ class Parser(argparse.ArgumentParser):
         except ConfigError as error:  # such as a missing flag, because it is misspelt
             flags = [one for one in args or () if one.startswith("--") and one != "--"]
             raise ConfigError(*self.unknown(flags), *error.faults) from error
-        items = vars(found).items()
-        faults = [fault for name, value in items for fault in flag_faults(name, value)]
-        keys = {one.dest: "=".join([*one.option_strings[:1], ""]) for one in self._actions}
-        for name, value in items:
+        faults: list[str] = []
+        for name, value in vars(found).items():
+            faults += flag_faults(name, value)
+        # For messages, "--workdir="; "" for an argument that is no flag.
+        keys = {
+            action.dest: f"{action.option_strings[0]}=" if action.option_strings else ""
+            for action in self._actions
+        }
+        for name, value in vars(found).items():
             if name in RUNS:
                 continue
-            paths = [one for one in _as_list(value) if isinstance(one, Path)]
-            faults += filter(None, (checks.url_fault(keys.get(name, ""), path) for path in paths))
+            for path in _as_list(value):
+                if isinstance(path, Path) and (fault := checks.url_fault(keys.get(name, ""), path)):
+                    faults.append(fault)
         for name in RUNS & {*vars(found)}:
             faults += self._opened(found, name, keys.get(name, ""))
         if faults:

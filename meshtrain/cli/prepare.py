@@ -1,13 +1,13 @@
 """Tokenize text once, into shards on disk that training maps into memory (data.path).
 
-  meshtrain prepare INPUT... --output=DIR                        bytes, without a tokenizer
-  meshtrain prepare INPUT... --output=DIR --tokenizer=PATH       tokenizer.json, or SentencePiece's .model
-  meshtrain prepare INPUT... --output=DIR --train_bpe=8192       a tokenizer trained on the text
-  meshtrain prepare --verify DIR                                 check every token
+  meshtrain prepare INPUT... --output=DIR                   bytes, without a tokenizer
+  meshtrain prepare INPUT... --output=DIR --tokenizer=PATH  tokenizer.json, or SentencePiece's .model
+  meshtrain prepare INPUT... --output=DIR --train_bpe=8192  a tokenizer trained on the text
+  meshtrain prepare --verify DIR                            check every token
 
-INPUT is a text file, JSON lines (.jsonl) or Parquet, or a folder of them; text and JSON lines may be
-compressed (.gz). Blank JSON lines are ignored. If the command is killed or stopped, run it again to
-resume. The output is the same, byte for byte, for any number of workers.
+INPUT is a text file, JSON lines (.jsonl) or Parquet, or a folder of them; text and JSON lines may
+be compressed (.gz). Blank JSON lines are ignored. If the command is killed or stopped, run it again
+to resume. The output is the same, byte for byte, for any number of workers.
 """
 
 import argparse
@@ -47,24 +47,46 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         return 0
     _check_flags(args)
     files, notes = inputs.find_files(args.inputs, args.pattern, args.output)
+    if args.train_bpe:
+        tokenizer_digest = f"bpe {args.train_bpe}"
+    else:
+        tokenizer_digest = tokenizer.digest(tokenizer.load(args.tokenizer))
+    # All that the output depends on: a folder is resumed only with the same settings.
     settings = {
         "inputs": inputs.fingerprint(files),
-        "tokenizer": f"bpe {args.train_bpe}"
-        if args.train_bpe
-        else tokenizer.digest(tokenizer.load(args.tokenizer)),
-        **{key: getattr(args, key) for key in ("eos", "bos", "field", "separator", "shard_tokens")},
+        "tokenizer": tokenizer_digest,
+        "eos": args.eos,
+        "bos": args.bos,
+        "field": args.field,
+        "separator": args.separator,
+        "shard_tokens": args.shard_tokens,
     }
-    print(*notes, sep="\n", end="\n" if notes else "")
+    for note in notes:
+        print(note)
     with closing(shards.Journal(args.output, settings)) as journal:
         if journal.is_done:
             print(f"{args.output} is already prepared")
             return 0
-        folder.write_folder(args, files, settings, journal)
+        folder.write_folder(
+            args.output,
+            files,
+            journal,
+            tokenizer_path=args.tokenizer,
+            train_bpe=args.train_bpe,
+            eos=args.eos,
+            bos=args.bos,
+            field=args.field,
+            separator=args.separator,
+            shard_tokens=args.shard_tokens,
+            num_workers=args.num_workers,
+            skip_bad=args.skip_bad,
+        )
         journal.finish()
     return 0
 
 
 def _check_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError with every fault of the flags."""
     faults = minimum_faults(
         1, {"--num_workers": args.num_workers, "--shard_tokens": args.shard_tokens}
     )
@@ -78,7 +100,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
     if args.train_bpe and args.train_bpe < tokenize.MIN_VOCAB_SIZE:
         faults.append(
-            f"--train_bpe={args.train_bpe}: use {tokenize.MIN_VOCAB_SIZE} or more, all bytes and {tokenize.BPE_EOS}"
+            f"--train_bpe={args.train_bpe}: use {tokenize.MIN_VOCAB_SIZE} or more, all bytes and "
+            f"{tokenize.BPE_EOS}"
         )
     if faults:
         raise ConfigError(*faults)
@@ -125,16 +148,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     add(
         "--num_workers",
         type=int,
-        default=_num_cores(),
+        default=len(os.sched_getaffinity(0)),  # the cores that this process may use
         metavar="N",
         help="processes (default: %(default)s)",
     )
     add("--skip_bad", action="store_true", help="skip faulty documents")
     add("--verify", type=Path, metavar="DIR", help="check a prepared folder instead")
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 VERB = Verb(

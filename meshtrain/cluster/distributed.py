@@ -1,4 +1,4 @@
-"""Join the processes of a run, and exchange small values between them.
+"""Joins the processes of a run, and exchanges small values between them.
 
 Nothing here uses the devices: they keep running, and the supervisor can name a stuck process.
 """
@@ -22,18 +22,6 @@ from meshtrain.errors import EXIT_PREEMPTED, ConfigError, TransientError
 
 TIMEOUT = 3600  # seconds to wait for another process, which may have a large program to compile
 
-MAX_STORED_VALUES = 1000  # broadcasts that others may not have read yet; older ones are deleted
-
-EXIT_TIMEOUT = 3.0  # seconds that a failed process waits for the others to print their errors
-
-EXIT_DELAY = 0.5  # seconds that process 0 waits longer than the others
-
-PACKAGES = ("meshtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-
-STOP_KEYS = "meshtrain/stop"
-
-_sequence, _run, _stop_sent = itertools.count(), 0, False
-
 
 def initialize(
     coordinator: str | None = None,
@@ -42,29 +30,33 @@ def initialize(
     *,
     join_seconds: float = environment.JOIN_SECONDS,
 ) -> None:
-    """Joins the run that arguments, variables or a launcher describe (see `environment.process_info`).
+    """Joins the run that arguments, variables or a launcher describe, see `environment.process_info`.
 
-    Without any of them, this process is the only one. Raises ConfigError if the description is wrong, if
-    a process is missing after `join_seconds`, or if jax does not find the GPUs that the launcher allotted.
+    Without any of them, this process is the only one. Raises ConfigError if the description is wrong,
+    if a process is missing after `join_seconds`, or if jax does not find the GPUs that the launcher
+    allotted.
     """
     process = environment.process_info(os.environ, (coordinator, num_processes, process_id))
     if process is None:
         return
     rendezvous.wait_for_all(process, seconds=join_seconds)
-    loopback = None
+
+    # On one host, no other host shall reach the coordinator.
+    bind_address = None
     if process.on_one_host:
-        loopback = process.address.replace("localhost", launchers.LOOPBACK)
+        bind_address = process.address.replace("localhost", launchers.LOOPBACK)
     on_cpu = "cpu" in (jax.config.jax_platforms or "")
+    local_device_ids = None if on_cpu else environment.local_gpus(process, os.environ)
     # jax's own SIGTERM handler would replace ours; see `any_asked_to_stop`.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         process.address,
         process.num_processes,
         process.process_id,
-        local_device_ids=None if on_cpu else environment.local_gpus(process, os.environ),
+        local_device_ids=local_device_ids,
         # Under SLURM, detection uses only one GPU of a node (jax-ml/jax#16788).
         cluster_detection_method="deactivate",
-        coordinator_bind_address=loopback,
+        coordinator_bind_address=bind_address,
     )
     with raise_on_all_processes():
         if not on_cpu:
@@ -73,7 +65,7 @@ def initialize(
 
 
 def start_backend() -> None:
-    """Starts jax's backend; raises ConfigError if there are no devices of the kind that a variable names."""
+    """Starts jax's backend; raises ConfigError if it has no devices of the kind that a variable names."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # jax asserts that there is one
@@ -82,8 +74,23 @@ def start_backend() -> None:
             raise
         reason = str(error).partition("\n")[0] or "jax finds no such devices"
         raise ConfigError(
-            f"{name}={os.environ[name]}: {reason}; set JAX_PLATFORMS=cpu, or unset it to use what there is"
+            f"{name}={os.environ[name]}: {reason}; set JAX_PLATFORMS=cpu, or unset it to use what "
+            f"there is"
         ) from error
+
+
+def _check_gpus(process: launchers.ProcessInfo) -> None:
+    """Raises ConfigError if jax has not found the GPUs that the launcher allots to this process."""
+    num_allotted = environment.num_allotted_gpus(process, os.environ)
+    if not num_allotted:
+        return
+    num_devices = jax.local_device_count()
+    kind = jax.default_backend()
+    if kind == "cpu" or num_devices != num_allotted:
+        raise ConfigError(
+            f"{process.source} gives this process {num_allotted} GPUs, and jax found {num_devices} "
+            f"devices of kind {kind}; install meshtrain[cuda12] or [cuda13], or set JAX_PLATFORMS=cpu"
+        )
 
 
 def num_processes() -> int:
@@ -96,15 +103,12 @@ def process_id() -> int:
     return jax_distributed.global_state.process_id
 
 
-def _check_gpus(process: launchers.ProcessInfo) -> None:
-    allotted = environment.num_allotted_gpus(process, os.environ)
-    if allotted:
-        found, kind = jax.local_device_count(), jax.default_backend()
-        if kind == "cpu" or found != allotted:
-            raise ConfigError(
-                f"{process.source} gives this process {allotted} GPUs, and jax found {found} devices of kind "
-                f"{kind}; install meshtrain[cuda12] or [cuda13], or set JAX_PLATFORMS=cpu"
-            )
+# ---- values that all processes exchange, as JSON in the key-value store of jax.distributed ----
+
+MAX_STORED_VALUES = 1000  # broadcasts that others may not have read yet; older ones are deleted
+
+# The number of the next exchange: the same on all processes, which make the same calls.
+_sequence = itertools.count()
 
 
 def broadcast(value: Any) -> Any:
@@ -115,7 +119,8 @@ def broadcast(value: Any) -> Any:
     value = json.loads(json.dumps(value))
     if num_processes() == 1:
         return value
-    client, number = jax_distributed.global_state.client, next(_sequence)
+    client = jax_distributed.global_state.client
+    number = next(_sequence)
     if process_id() > 0:
         return json.loads(client.blocking_key_value_get(f"meshtrain/{number}", TIMEOUT * 1000))
     client.key_value_set(f"meshtrain/{number}", json.dumps(value))
@@ -128,21 +133,42 @@ def gather(value: Any) -> list[Any]:
     """Returns the values of all processes, by rank, on every process (an all-gather through JSON)."""
     if num_processes() == 1:
         return [json.loads(json.dumps(value))]
-    client, number = jax_distributed.global_state.client, next(_sequence)
+    client = jax_distributed.global_state.client
+    number = next(_sequence)
     if process_id() > 0:
         client.key_value_set(f"meshtrain/{number}/{process_id()}", json.dumps(value))
         return broadcast(None)
+    values = [value]
     keys = [f"meshtrain/{number}/{rank}" for rank in range(1, num_processes())]
-    others = [json.loads(client.blocking_key_value_get(key, TIMEOUT * 1000)) for key in keys]
+    for key in keys:
+        values.append(json.loads(client.blocking_key_value_get(key, TIMEOUT * 1000)))
     for key in keys:
         client.key_value_delete(key)
-    return broadcast([value, *others])
+    return broadcast(values)
+
+
+def barrier(name: str) -> None:
+    """Returns when all processes have called it."""
+    if num_processes() > 1:
+        client = jax_distributed.global_state.client
+        number = next(_sequence)
+        client.wait_at_barrier(f"meshtrain/{number}/{name}", TIMEOUT * 1000)
+
+
+# ---- requests to stop ----
+
+STOP_KEYS = "meshtrain/stop"
+
+_run = 0  # number of the run in these processes
+
+_stop_sent = False  # whether this process has sent its request
 
 
 def reset_stop_requests() -> None:
     """Forgets the stop requests of an earlier run in these processes. All processes must call it."""
     global _run, _stop_sent
-    _run, _stop_sent = _run + 1, False
+    _run += 1
+    _stop_sent = False
 
 
 def any_asked_to_stop(asked: bool) -> bool:
@@ -162,11 +188,7 @@ def any_asked_to_stop(asked: bool) -> bool:
     return False
 
 
-def barrier(name: str) -> None:
-    """Returns when all processes have called it."""
-    if num_processes() > 1:
-        client, number = jax_distributed.global_state.client, next(_sequence)
-        client.wait_at_barrier(f"meshtrain/{number}/{name}", TIMEOUT * 1000)
+# ---- errors of one process that all of them raise ----
 
 
 @contextlib.contextmanager
@@ -180,7 +202,7 @@ def raise_on_all_processes() -> Iterator[None]:
     by_process = gather(faults)
     if not any(by_process):
         return
-    if all(one == by_process[0] for one in by_process):
+    if all(faults == by_process[0] for faults in by_process):
         raise ConfigError(*by_process[0])
     raise ConfigError(
         *(f"process {rank}: {fault}" for rank, faults in enumerate(by_process) for fault in faults)
@@ -188,50 +210,66 @@ def raise_on_all_processes() -> Iterator[None]:
 
 
 def on_first_process(action: Callable[[], Any]) -> Any:
-    """Returns on all processes what `action` returns on process 0, through JSON; its ConfigErrors are raised on all."""
-    result, faults, may_pass = None, [], False
+    """Returns what `action` returns on process 0, through JSON; its ConfigErrors are raised on all."""
+    result = None
+    faults: Sequence[str] = ()
+    may_pass = False
     if process_id() == 0:
         try:
             result = action()
         except ConfigError as error:
-            faults, may_pass = error.faults, isinstance(error, TransientError)
+            faults = error.faults
+            may_pass = isinstance(error, TransientError)
     result, faults, may_pass = broadcast((result, faults, may_pass))
     if faults:
-        raise (TransientError if may_pass else ConfigError)(*faults)
+        error_type = TransientError if may_pass else ConfigError
+        raise error_type(*faults)
     return result
 
 
 def raise_first(error: Exception | None, kinds: Sequence[type[Exception]]) -> None:
-    """Raises on all processes one of the errors that they have: of the kind listed first, of the lowest rank."""
-    found = gather(error and (kinds.index(type(error)), str(error)))
-    if faults := [one for one in found if one]:
-        number, text = min(faults, key=lambda one: one[0])
+    """Raises one of the errors that processes have, on all: of the kind listed first, then of the lowest rank."""
+    own = error and (kinds.index(type(error)), str(error))
+    errors = [other for other in gather(own) if other]
+    if errors:
+        number, text = min(errors, key=lambda numbered: numbered[0])
         raise kinds[number](text)
+
+
+# ---- a comparison of what the processes run ----
+
+# A result depends on the versions of these.
+PACKAGES = ("meshtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def check_same(config: Mapping[str, Any]) -> None:
     """Raises ConfigError if the config or the package versions differ between processes."""
-    settings = dict(_flatten(config, "config."))
-    by_process = gather({**settings, **versions()} if num_processes() > 1 else {})
+    if num_processes() == 1:
+        return
+    by_process = gather({**dict(_flatten(config, "config.")), **versions()})
+    names: dict[str, None] = {}  # a dict keeps the order
+    for values in by_process:
+        names |= dict.fromkeys(values)
     faults = []
-    for name in {name: None for values in by_process for name in values}:  # a dict keeps the order
+    for name in names:
         ranks_by_value: dict[str, list[int]] = {}
         for rank, values in enumerate(by_process):
-            ranks_by_value.setdefault(values.get(name, "nothing"), []).append(rank)
+            value = values.get(name, "nothing")
+            ranks_by_value.setdefault(value, []).append(rank)
         if len(ranks_by_value) > 1:
-            found = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
-            faults.append(f"{name} differs between processes: {', '.join(found)}; use the same")
+            places = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
+            faults.append(f"{name} differs between processes: {', '.join(places)}; use the same")
     if faults:
         raise ConfigError(*faults)
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that a result depends on."""
-    found = {"python": platform.python_version()}
+    by_name = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run without installing
-            found[name] = importlib.metadata.version(name)
-    return found
+            by_name[name] = importlib.metadata.version(name)
+    return by_name
 
 
 def _flatten(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
@@ -243,8 +281,17 @@ def _flatten(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:8]))
+    if len(ranks) > 8:
+        shown += ", ..."
     return f"process {shown}" if len(ranks) == 1 else f"processes {shown}"
+
+
+# ---- the end of a process that has failed ----
+
+EXIT_TIMEOUT = 3.0  # seconds that a failed process waits for the others to print their errors
+
+EXIT_DELAY = 0.5  # seconds that process 0 waits longer than the others
 
 
 def exit_failed_process(code: int, *, wait_for_others: bool) -> None:

@@ -1,8 +1,8 @@
-"""Find out the rank of this process and the address of process 0, from flags or environment variables.
+"""Finds the rank of this process and the address of process 0, from flags or environment variables.
 
 The first complete description is used, in this order: flags, JAX_* variables (Kubeflow sets these too),
 torchrun, SLURM, Open MPI, an Indexed Job of Kubernetes, TPU slices on GKE. If there is only a part of one, that
-is a fault.
+is a fault. The last section finds the GPUs of this process.
 """
 
 import argparse
@@ -13,12 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.cluster import launchers, limits
-from meshtrain.cluster.launchers import FLAGS, JAX_VARIABLES, LOOPBACK, ProcessInfo
+from meshtrain.cluster.launchers import (
+    FLAGS,
+    JAX_VARIABLES,
+    LOOPBACK,
+    Launcher,
+    Placement,
+    ProcessInfo,
+)
 from meshtrain.errors import ConfigError
 
-MAX_SECONDS = 1e8
-
 JOIN_SECONDS = 120.0  # timeout for all processes to connect
+
+MAX_SECONDS = 1e8  # of any timeout
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -47,8 +54,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def check_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError if a flag of `add_flags`, or a variable in its place, is wrong; without loading jax."""
-    if faults := seconds_faults({"join_seconds": args.join_seconds}):
+    """Raises ConfigError if a flag of `add_flags`, or a variable in its place, is wrong. Does not load jax."""
+    faults = seconds_faults({"join_seconds": args.join_seconds})
+    if faults:
         raise ConfigError(*faults)
     limits.check_devices(args.simulate_devices, environ, force=args.force)
     process_info(environ, (args.coordinator, args.num_processes, args.process_id))
@@ -73,78 +81,102 @@ def process_info(
     `flags` override the variables in JAX_VARIABLES unless they are None. Raises ConfigError if the
     description is incomplete or a value is out of range; it names the launcher's own variable.
     """
-    given = {name: str(v) for name, v in zip(JAX_VARIABLES, flags, strict=True) if v is not None}
-    environ, labels = {**environ, **given}, dict(zip(JAX_VARIABLES, flag_names, strict=True))
+    address_variable, count_variable, rank_variable = JAX_VARIABLES
+    given: dict[str, str] = {}
+    for name, value in zip(JAX_VARIABLES, flags, strict=True):
+        if value is not None:
+            given[name] = str(value)
+    environ = {**environ, **given}
+    labels = dict(zip(JAX_VARIABLES, flag_names, strict=True))
 
     def label(name: str) -> str:
-        # A missing one is named as the flag if there are flags.
-        is_flag = name in given or name in labels and given and not environ.get(name)
-        return labels[name] if is_flag else name
+        """Returns the name of a variable, or of the flag that gives it or should give it."""
+        missing_flag = name in labels and given and not environ.get(name)
+        return labels[name] if name in given or missing_flag else name
 
-    if not any(map(environ.get, JAX_VARIABLES)) and not launchers.complete(environ):
-        if found := launchers.tpu_slice_process(environ):
-            environ |= dict(zip(JAX_VARIABLES, found, strict=True))
-    if any(not environ[name] for name in given):
-        raise ConfigError(*(f"{label(name)}=: is empty" for name in given if not environ[name]))
-    address = environ.get(JAX_VARIABLES[0])
-    host, port = _split_address(address, label(JAX_VARIABLES[0])) if address else ("", "")
-    if launchers.is_one(environ.get(JAX_VARIABLES[1])) and not environ.get(JAX_VARIABLES[2]):
+    if not any(map(environ.get, JAX_VARIABLES)) and not launchers.find(environ):
+        values = launchers.tpu_slice_process(environ)
+        if values:
+            environ |= dict(zip(JAX_VARIABLES, values, strict=True))
+    empty = [name for name in given if not environ[name]]
+    if empty:
+        raise ConfigError(*(f"{label(name)}=: is empty" for name in empty))
+
+    # A given address is checked first, even if the process turns out to be alone.
+    host, port = "", 0
+    address = environ.get(address_variable)
+    if address:
+        host, port = _split_address(address, label(address_variable))
+    if launchers.is_one(environ.get(count_variable)) and not environ.get(rank_variable):
         return None
-    launcher = launchers.complete(environ)
+
+    launcher = launchers.find(environ)
     if launcher is None:
-        if fault := launchers.half_set_fault(environ, label):
+        fault = launchers.half_set_fault(environ, label)
+        if fault:
             raise ConfigError(fault)
         return None
-    num_processes, process_id = launchers.count_and_number(launcher, environ, label)
-    count_name = launcher.count_name(environ)
-    for name, own in ((JAX_VARIABLES[1], num_processes), (JAX_VARIABLES[2], process_id)):
-        if environ.get(name, str(own)) not in ("", str(own)):
+    num_processes, process_id = launchers.count_and_rank(launcher, environ, label)
+    for name, number in ((count_variable, num_processes), (rank_variable, process_id)):
+        if environ.get(name, "") not in ("", str(number)):
             # Half of jax's variables: the launcher would silently win.
             raise ConfigError(
-                f"{label(name)}={environ[name]}: differs from {own} of {launcher.name}; "
-                f"set {label(JAX_VARIABLES[1])} and {label(JAX_VARIABLES[2])}, or neither"
+                f"{label(name)}={environ[name]}: differs from {number} of {launcher.name}; "
+                f"set {label(count_variable)} and {label(rank_variable)}, or neither"
             )
     if num_processes == 1:
         return None
-    fields = launcher.read(environ)
-    own_host, own_port = fields.pop("host", ""), fields.pop("port", "")
-    address_name = label(JAX_VARIABLES[0])
-    if not address:
+
+    placement = launcher.read(environ)
+    if address:
+        address_name = label(address_variable)
+    else:
         address_name = ":".join(launcher.address)
-        host = LOOPBACK if fields.get("num_local") == num_processes else own_host
-        port = own_port
-        if not host or not port:
-            raise ConfigError(_address_fault(environ, launcher, label, needs_host=not host))
-        _check_host(host, f"{launcher.address[0]}={environ.get(launcher.address[0], host)}")
-        port = _parse_port(port, f"{launcher.address[-1]}={environ.get(launcher.address[-1])}")
-    names = (address_name, label(count_name), label(launcher.number))
+        host, port = _launcher_address(
+            environ, launcher, placement, label, num_processes=num_processes
+        )
     return ProcessInfo(
-        host, int(port), num_processes, process_id, source=launcher.name, names=names, **fields
+        host=host,
+        port=port,
+        num_processes=num_processes,
+        process_id=process_id,
+        local_id=placement.local_id,
+        num_local=placement.num_local,
+        source=launcher.name,
+        names=(address_name, label(launcher.count_name(environ)), label(launcher.rank)),
     )
 
 
-def _address_fault(
+def _launcher_address(
     environ: Mapping[str, str],
-    launcher: launchers.Launcher,
+    launcher: Launcher,
+    placement: Placement,
     label: Callable[[str], str],
     *,
-    needs_host: bool,
-) -> str:
-    names = (launcher.count_name(environ), launcher.number)
-    given = " ".join(f"{label(name)}={environ[name]}" for name in names)
-    missing = [name for name in launcher.address if not environ.get(name)]
-    if not needs_host:
-        missing = [name for name in missing if name == launcher.address[-1]]
-    return (
-        f"{given}: {launcher.name} describes several processes but not where process 0 listens: "
-        f"{', '.join(missing)} not set; set {JAX_VARIABLES[0]}=HOST:PORT"
-    )
+    num_processes: int,
+) -> tuple[str, int]:
+    """Returns host and port of process 0. Raises ConfigError if the launcher does not give them."""
+    host_variable, port_variable = launcher.address[0], launcher.address[-1]
+    host = LOOPBACK if placement.num_local == num_processes else placement.host
+    if not host or not placement.port:
+        names = (launcher.count_name(environ), launcher.rank)
+        given = " ".join(f"{label(name)}={environ[name]}" for name in names)
+        needed = [port_variable] if host else launcher.address
+        missing = [name for name in needed if not environ.get(name)]
+        raise ConfigError(
+            f"{given}: {launcher.name} describes several processes but not where process 0 listens: "
+            f"{', '.join(missing)} not set; set {JAX_VARIABLES[0]}=HOST:PORT"
+        )
+    _check_host(host, f"{host_variable}={environ.get(host_variable, host)}")
+    port = _parse_port(placement.port, f"{port_variable}={environ.get(port_variable)}")
+    return host, port
 
 
 def _split_address(address: str, label: str) -> tuple[str, int]:
     """Returns the host and the port of HOST:PORT or [IPV6]:PORT."""
     host, _, port = address.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
     if not host:
         raise ConfigError(f"{label}={address}: use HOST:PORT")
     _check_host(host, f"{label}={address}")
@@ -152,10 +184,10 @@ def _split_address(address: str, label: str) -> tuple[str, int]:
 
 
 def _check_host(host: str, given: str) -> None:
-    is_name = re.fullmatch(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?", host, re.ASCII) and len(host) < 254
-    if not is_name and not re.fullmatch(
-        r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?", host, re.ASCII
-    ):
+    name = r"[\w-]{1,63}(\.[\w-]{1,63})*\.?"
+    ipv6 = r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?"
+    is_name = re.fullmatch(name, host, re.ASCII) and len(host) < 254
+    if not is_name and not re.fullmatch(ipv6, host, re.ASCII):
         raise ConfigError(f"{given}: use a host name or an IP address")
 
 
@@ -163,6 +195,22 @@ def _parse_port(port: str, given: str) -> int:
     if not (launchers.is_number(port) and 0 < int(port) < 65536):
         raise ConfigError(f"{given}: use HOST:PORT, with a port from 1 to 65535")
     return int(port)
+
+
+def jax_variable_fault(error: Exception, environ: Mapping[str, str]) -> str:
+    """Returns a fault if jax cannot be imported because of one of its environment variables, or ""."""
+    # An import that fails is removed from sys.modules.
+    if not isinstance(error, ValueError) or "jax" in sys.modules:
+        return ""
+    for name, value in environ.items():
+        if not name.startswith("JAX_") or not value:
+            continue
+        if re.search(f"['\"]{re.escape(value)}['\"]", str(error)):
+            return f"{name}={value}: {error}; unset it, or correct it"
+    return ""
+
+
+# ---- the GPUs of this process ----
 
 
 def local_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> list[int] | None:
@@ -180,8 +228,9 @@ def local_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> list[int] | 
             f"{visible} GPUs on this host and {process.num_local} processes: use a number of "
             f"processes that divides the GPUs, such as one for all GPUs, or one for each"
         )
-    num_each = visible // process.num_local
-    return list(range(num_each * process.local_id, num_each * (process.local_id + 1)))
+    num_gpus_each = visible // process.num_local
+    first = num_gpus_each * process.local_id
+    return list(range(first, first + num_gpus_each))
 
 
 def num_allotted_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> int:
@@ -198,26 +247,13 @@ def num_gpus(environ: Mapping[str, str]) -> int:
     return _num_gpus(environ)[0]
 
 
-def jax_variable_fault(error: Exception, environ: Mapping[str, str]) -> str:
-    """Returns a fault if jax cannot be imported because of one of its environment variables, or ""."""
-    if (
-        not isinstance(error, ValueError) or "jax" in sys.modules
-    ):  # an import that fails is removed there
-        return ""
-    found = (
-        f"{name}={value}: {error}; unset it, or correct it"
-        for name, value in environ.items()
-        if name.startswith("JAX_")
-        and value
-        and re.search(f"['\"]{re.escape(value)}['\"]", str(error))
-    )
-    return next(found, "")
-
-
 def _num_gpus(environ: Mapping[str, str]) -> tuple[int, int]:
     """Returns the number of GPUs visible to this process, and the number SLURM allots to its node."""
     allotted = environ.get("SLURM_GPUS_ON_NODE", "")
-    allotted = int(allotted) if allotted.isdigit() else 0
-    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1")]), allotted
-    return allotted or len(list(Path("/dev").glob("nvidia[0-9]*"))), allotted
+    num_allotted = int(allotted) if allotted.isdigit() else 0
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = [gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1")]
+        return len(gpus), num_allotted
+    num_files = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return num_allotted or num_files, num_allotted

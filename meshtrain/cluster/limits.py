@@ -1,4 +1,4 @@
-"""How many simulated devices and processes a machine can run; without a limit they take all of its memory."""
+"""Limits the simulated devices and processes to what a machine can run: they could take all its memory."""
 
 import os
 import re
@@ -9,21 +9,20 @@ from meshtrain.errors import ConfigError
 
 MAX_DEVICES = 2048  # of one process: jax's ids of CPU devices have 11 bits for them
 
-# A device is two threads and 0.2 MB; what a step takes depends on the model (quickstart replicated on each
-# device: 60 MB). The bound is for numbers that no model could run with.
-DEVICES_PER_CORE, DEVICE_BYTES = 128, 16 << 20
+# A device is two threads and 0.2 MB; what a step takes depends on the model (quickstart replicated on
+# each device: 60 MB). The bound is for numbers that no model could run with.
+DEVICES_PER_CORE = 128
+
+DEVICE_BYTES = 16 << 20
 
 # A process that has imported jax takes 0.2 GB.
-PROCESSES_PER_CORE, PROCESS_BYTES = 16, 256 << 20
+PROCESSES_PER_CORE = 16
+
+PROCESS_BYTES = 256 << 20
 
 MAX_PROCESSES = 10_000  # on a host
 
 ALWAYS = 8  # devices or processes that are allowed on any machine
-
-CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 def check_devices(num_devices: int | None, environ: Mapping[str, str], *, force: bool) -> None:
@@ -31,16 +30,17 @@ def check_devices(num_devices: int | None, environ: Mapping[str, str], *, force:
 
     Called before jax is imported: starting the devices could no longer be stopped.
     """
+    faults = []
     if num_devices is not None:
-        faults = device_faults("--simulate_devices", num_devices, force=force)
+        faults += device_faults("--simulate_devices", num_devices, force=force)
     else:
-        found = re.findall(
-            r"--xla_force_host_platform_device_count=(\S+)", environ.get("XLA_FLAGS", "")
-        )
-        given = {"XLA_FLAGS=--xla_force_host_platform_device_count": found[-1] if found else ""}
-        given["JAX_NUM_CPU_DEVICES"] = environ.get("JAX_NUM_CPU_DEVICES", "")
-        faults = []
-        for name, text in given.items():
+        flag = "--xla_force_host_platform_device_count"
+        values = re.findall(rf"{flag}=(\S+)", environ.get("XLA_FLAGS", ""))
+        variables = {
+            f"XLA_FLAGS={flag}": values[-1] if values else "",
+            "JAX_NUM_CPU_DEVICES": environ.get("JAX_NUM_CPU_DEVICES", ""),
+        }
+        for name, text in variables.items():
             if re.fullmatch("[0-9]{1,9}", text):
                 faults += device_faults(name, int(text), force=force)
             elif text not in ("", "-1"):  # -1: jax's default
@@ -74,11 +74,16 @@ def process_faults(num_processes: int, *, force: bool) -> list[str]:
 
 def _enough_for(limit: int) -> str:
     memory = available_memory() / (1 << 30)
-    return f"this machine has {_num_cores()} cores and {memory:.1f} GiB of free memory, enough for {limit}"
+    return (
+        f"this machine has {_num_cores()} cores and {memory:.1f} GiB of free memory, "
+        f"enough for {limit}"
+    )
 
 
 def _limit(per_core: int, num_bytes: int) -> int:
-    return max(ALWAYS, int(min(per_core * _num_cores(), available_memory() / num_bytes)))
+    by_cores = per_core * _num_cores()
+    by_memory = available_memory() / num_bytes
+    return max(ALWAYS, int(min(by_cores, by_memory)))
 
 
 def _num_cores() -> int:
@@ -87,14 +92,24 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
+# Limit and usage of memory, in cgroups 2 and 1.
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
 def available_memory() -> float:
     """Returns the bytes that this process can still allocate; infinite if the system does not say."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
-    free = [float(found[1]) * 1024] if found else []
-    for limit, used in CGROUP_FILES:
-        limit, used = _read(limit).strip(), _read(used).strip()
-        if limit.isdecimal() and used.isdecimal():
-            free.append(float(limit) - float(used))
+    free = []
+    available = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
+    if available:
+        free.append(float(available[1]) * 1024)
+    for limit_path, usage_path in CGROUP_FILES:
+        limit = _read(limit_path).strip()
+        usage = _read(usage_path).strip()
+        if limit.isdecimal() and usage.isdecimal():
+            free.append(float(limit) - float(usage))
     return max(0.0, min(free, default=float("inf")))
 
 

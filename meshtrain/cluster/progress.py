@@ -10,12 +10,11 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-VARIABLE = (
-    "MESHTRAIN_PROGRESS"  # environment variable with the path of the file; the supervisor sets it
-)
+# The environment variable with the path of the file; the supervisor sets it.
+VARIABLE = "MESHTRAIN_PROGRESS"
 
 PHASES = ("start", "restore", "compile", "data", "step", "save", "eval", "check", "end")
 
@@ -50,8 +49,12 @@ class ProgressPage:
         """Creates the file for a process that is about to be started."""
         path.write_bytes(bytes(8 * len(FIELDS)))
         page = cls(path)
-        page["phase_start"], page["first_step"] = time.monotonic(), -1
+        page.start()
         return page
+
+    def start(self) -> None:
+        self["phase_start"] = time.monotonic()
+        self["first_step"] = -1
 
     def __getitem__(self, name: str) -> float:
         return self._numbers[FIELDS.index(name)]
@@ -75,10 +78,12 @@ class Clock:
 
     def __init__(self):
         path = os.environ.get(VARIABLE)
-        self.page = ProgressPage(Path(path)) if path else ProgressPage()
-        if not path:
-            self.page["phase_start"], self.page["first_step"] = time.monotonic(), -1
-        self._durations: collections.deque = collections.deque(maxlen=MEDIAN_STEPS)
+        if path:  # the supervisor has created it, and its time began then
+            self.progress = ProgressPage(Path(path))
+        else:
+            self.progress = ProgressPage()
+            self.progress.start()
+        self._durations: collections.deque[float] = collections.deque(maxlen=MEDIAN_STEPS)
         self._total_at_step_start = 0.0  # seconds in phases `data` and `step`
         self._closed = threading.Event()
         if path:
@@ -86,9 +91,11 @@ class Clock:
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begins a phase, of a step if one is given; each step begins with the phase `data`."""
-        page, now = self.page, time.monotonic()
+        page = self.progress
+        now = time.monotonic()
         page[page.phase] += now - page["phase_start"]
-        page["phase_start"], page["phase"] = now, PHASES.index(phase)
+        page["phase_start"] = now
+        page["phase"] = PHASES.index(phase)
         if step is None:
             return
         if phase == "data":
@@ -105,19 +112,19 @@ class Clock:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the supervisor has asked the run to save and stop."""
-        return self.page["stop_requested"] > 0
+        """Returns whether the supervisor has asked the run to save and stop."""
+        return self.progress["stop_requested"] > 0
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS):
-            self.page["heartbeat"] = time.monotonic()
+            self.progress["heartbeat"] = time.monotonic()
 
     def close(self) -> None:
         """Stops the heartbeat. The phase stays, so that the supervisor sees where a run failed."""
         self._closed.set()
 
 
-def sum_by_name(accounts: Iterable[dict[str, float]]) -> dict[str, float]:
+def sum_by_name(accounts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Returns the sums of the values with the same name."""
     total: dict[str, float] = {}
     for account in accounts:

@@ -1,11 +1,10 @@
-"""Wait for all processes before jax joins them: if one is missing, jax aborts the others minutes later.
+"""Waits for all processes before jax joins them: if one is missing, jax aborts the others minutes later.
 
 Process 0 listens on the address that jax will use. Each other process sends it one line of JSON, and
 all get the same answer: a list of faults, empty if all is well.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -28,17 +27,14 @@ from meshtrain.errors import ConfigError, TransientError
 
 RETRY = 0.2  # seconds between attempts to reach process 0
 
-PORT_SECONDS = 10.0  # in which one of --ports has to become free
-
 LOG_EVERY = 10.0  # seconds between log lines that name the missing processes
 
 ANSWER_TIMEOUT = 5.0  # seconds after the deadline until process 0 must have answered
 
 MAX_LINE = 1000  # bytes
 
-MAX_PENDING = (
-    100  # connections that have not sent their line; if there are more, the oldest is closed
-)
+# Connections that have not sent their line; if there are more, the oldest is closed.
+MAX_PENDING = 100
 
 MAX_ANSWER = 100_000  # bytes
 
@@ -50,7 +46,7 @@ MISSING = "missing"  # marks a fault that is not a user's mistake
 
 
 class RendezvousError(TransientError):
-    """A process is missing, or the port is taken: not the user's mistake if a supervisor started the run."""
+    """A process is missing, or the port is in use: no mistake of the user if a supervisor started the run."""
 
 
 def wait_for_all(process: ProcessInfo, *, seconds: float) -> None:
@@ -60,45 +56,21 @@ def wait_for_all(process: ProcessInfo, *, seconds: float) -> None:
     they disagree.
     """
     deadline = time.monotonic() + seconds
-    hello = {"meshtrain": 1, "id": process.process_id, "count": process.num_processes}
-    hello["who"] = f"pid {os.getpid()} on {socket.gethostname()}"
-    if process.process_id > 0:
-        faults = _connect(process, hello, deadline, seconds)
-    else:
+    hello = {
+        "meshtrain": 1,
+        "id": process.process_id,
+        "count": process.num_processes,
+        "who": f"pid {os.getpid()} on {socket.gethostname()}",
+    }
+    if process.process_id == 0:
         with _listen(process) as server:
             faults = _serve(server, hello, deadline, process)
+    else:
+        faults = _connect(process, hello, deadline, seconds)
     if any(MISSING in fault for fault in faults):
         raise RendezvousError(*faults)
     if faults:
         raise ConfigError(*faults)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a server socket: on loopback if `host` is a name for loopback, otherwise on all addresses."""
-    if host not in LOCALHOST and socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    if host == LOOPBACK_IPV6:
-        return socket.create_server((host, port), family=socket.AF_INET6)
-    return socket.create_server((LOOPBACK if host in LOCALHOST else "", port))
-
-
-def free_port(ports: str) -> int:
-    """Returns a random free port. Raises ConfigError if there is none for PORT_SECONDS."""
-    low, _, high = ports.partition("-")
-    until = time.monotonic() + PORT_SECONDS
-    while True:
-        for port in random.sample(range(int(low), int(high) + 1), int(high) - int(low) + 1):
-            with socket.socket() as probe:
-                # A port is free although connections of the last attempt are not yet forgotten.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind(("", port))
-                    return port
-                except OSError as error:
-                    why = error.strerror
-        if time.monotonic() > until:
-            raise ConfigError(f"--ports={ports}: {why}; use a larger range, or other ports")
-        time.sleep(RETRY)
 
 
 def _listen(process: ProcessInfo) -> socket.socket:
@@ -111,39 +83,49 @@ def _listen(process: ProcessInfo) -> socket.socket:
         ) from error
 
 
-def _serve(server: socket.socket, own: dict, deadline: float, process: ProcessInfo) -> list[str]:
-    """On process 0: waits for the others, checks what they send, and answers all of them."""
-    count, arrived, faults, logged_at = process.num_processes, {0: own}, [], time.monotonic()
-    server.setblocking(False)
-    pending: dict[socket.socket, bytes] = {}  # connections and the part of a line received so far
+def _serve(
+    server: socket.socket, own: dict[str, Any], deadline: float, process: ProcessInfo
+) -> list[str]:
+    """Waits for the others on process 0, checks what they send, and answers all of them."""
+    count = process.num_processes
+    arrived = {0: own}  # by rank
     members: list[socket.socket] = []
+    faults: list[str] = []
+    pending: dict[socket.socket, bytes] = {}  # connections and the part of a line received so far
+    logged_at = time.monotonic()
+    server.setblocking(False)
     with selectors.DefaultSelector() as ready:
         ready.register(server, selectors.EVENT_READ)
 
-        def forget(connection: socket.socket) -> bytes:
+        def forget(connection: socket.socket) -> None:
             ready.unregister(connection)
-            return pending.pop(connection)
+            del pending[connection]
 
         while len(arrived) < count and not faults and time.monotonic() < deadline:
             for key, _ in ready.select(timeout=min(0.5, max(0, deadline - time.monotonic()))):
-                if key.fileobj is server:
-                    if connection := _accept(server):
+                connection = key.fileobj
+                if connection is server:
+                    connection = _accept(server)
+                    if connection:
                         pending[connection] = b""
                         ready.register(connection, selectors.EVENT_READ)
-                elif (connection := key.fileobj) in pending:  # else closed in this round
-                    received = pending[connection] + (new := _read(connection))
-                    pending[connection] = received
-                    if new and b"\n" not in received and len(received) < MAX_LINE:
+                elif connection in pending:  # else closed in this round
+                    received = _read(connection)
+                    pending[connection] += received
+                    line = pending[connection]
+                    if received and b"\n" not in line and len(line) < MAX_LINE:
                         continue  # an incomplete line
                     forget(connection)
-                    if hello := _parse_hello(received):
+                    hello = _parse_hello(line)
+                    if hello:
                         faults += _hello_faults(hello, arrived, process)
                         arrived.setdefault(hello["id"], hello)
                         members.append(connection)
                     else:
                         connection.close()  # not a meshtrain process: a port scan, a health check
                 if len(pending) > MAX_PENDING:
-                    forget(oldest := next(iter(pending)))
+                    oldest = next(iter(pending))
+                    forget(oldest)
                     oldest.close()
             if time.monotonic() - logged_at > LOG_EVERY:
                 logged_at = time.monotonic()
@@ -182,48 +164,40 @@ def _read(connection: socket.socket) -> bytes:
         return b""
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Returns the JSON object in a line; None if there is something else."""
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return message if isinstance(message, dict) else None
-
-
-def is_integer(value: Any, low: int, high: int) -> bool:
-    """Whether a value from JSON is an integer from `low` to `high`."""
-    return type(value) is int and low <= value <= high
-
-
 def _parse_hello(line: bytes) -> dict[str, Any] | None:
+    """Returns the first line of a process; None if something else has connected."""
     hello = parse_line(line) or {}
-    number, count, who = hello.get("id"), hello.get("count"), hello.get("who")
+    rank, count, who = hello.get("id"), hello.get("count"), hello.get("who")
     if hello.get("meshtrain") != 1 or not is_integer(count, 2, MAX_PROCESSES):
         return None
-    named = isinstance(who, str) and len(who) < MAX_WHO and who.isprintable()
-    return hello if named and is_integer(number, 1, count - 1) else None
+    if not is_integer(rank, 1, count - 1):
+        return None
+    if not isinstance(who, str) or len(who) >= MAX_WHO or not who.isprintable():
+        return None
+    return hello
 
 
 def _hello_faults(hello: dict, arrived: dict[int, dict], process: ProcessInfo) -> list[str]:
-    number, who, count = hello["id"], hello["who"], process.num_processes
+    rank, who = hello["id"], hello["who"]
+    count = process.num_processes
     if hello["count"] != count:
         return [
-            f"process 0 ({arrived[0]['who']}) is one of {count} processes and process {number} ({who}) "
+            f"process 0 ({arrived[0]['who']}) is one of {count} processes and process {rank} ({who}) "
             f"one of {hello['count']}; set {process.names[1]} to the same on all"
         ]
-    if number in arrived:
+    if rank in arrived:
         return [
-            f"two processes have number {number}: {arrived[number]['who']} and {who}; "
+            f"two processes have number {rank}: {arrived[rank]['who']} and {who}; "
             f"give each its own {process.names[2]}"
         ]
     return []
 
 
 def _describe_missing(arrived: dict[int, dict], count: int) -> str:
-    missing = (number for number in range(count) if number not in arrived)
-    shown = [str(number) for number in itertools.islice(missing, MAX_SHOWN + 1)]
-    shown = shown[:MAX_SHOWN] + ["..."] * (len(shown) > MAX_SHOWN)
+    missing = [str(rank) for rank in range(count) if rank not in arrived]
+    shown = missing[:MAX_SHOWN]
+    if len(missing) > MAX_SHOWN:
+        shown.append("...")
     return f"{len(arrived)} of {count} processes arrived, {MISSING} [{', '.join(shown)}]"
 
 
@@ -234,7 +208,7 @@ def _with_address(process: ProcessInfo) -> str:
 
 
 def _connect(process: ProcessInfo, hello: dict, deadline: float, seconds: float) -> list[str]:
-    """On the other processes: sends `hello` to process 0 and returns its answer."""
+    """Sends `hello` to process 0 from another process, and returns the answer."""
     logged_at = time.monotonic()
     while True:
         try:
@@ -245,15 +219,17 @@ def _connect(process: ProcessInfo, hello: dict, deadline: float, seconds: float)
                 connection.settimeout(left + ANSWER_TIMEOUT)
                 return _read_answer(connection, process)
         except OSError as error:  # process 0 does not listen yet, or its name does not resolve yet
-            why = error.strerror or "no answer in time"
+            reason = error.strerror or "no answer in time"
         if time.monotonic() >= deadline:
             return [
-                f"{process.names[0]}={process.address}: {MISSING} process 0, not reached within {seconds:.0f} s: "
-                f"{why}; use its address, and start it on that host"
+                f"{process.names[0]}={process.address}: {MISSING} process 0, not reached within "
+                f"{seconds:.0f} s: {reason}; use its address, and start it on that host"
             ]
         if time.monotonic() - logged_at > LOG_EVERY:
             logged_at = time.monotonic()
-            print(f"waiting for process 0 at {process.address}: {why}", file=sys.stderr, flush=True)
+            print(
+                f"waiting for process 0 at {process.address}: {reason}", file=sys.stderr, flush=True
+            )
         time.sleep(RETRY)
 
 
@@ -267,6 +243,55 @@ def _read_answer(connection: socket.socket, process: ProcessInfo) -> list[str]:
         if isinstance(faults, list) and all(isinstance(fault, str) for fault in faults):
             return faults
     return [
-        f"{process.names[0]}={process.address}: the program that answers there is not a process of this run; "
-        f"use a free port{_with_address(process)}"
+        f"{process.names[0]}={process.address}: the program that answers there is not a process of this "
+        f"run; use a free port{_with_address(process)}"
     ]
+
+
+# ---- sockets and lines, for the supervisors too ----
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a server socket: on loopback if `host` is a name for loopback, else on all addresses."""
+    if host not in LOCALHOST and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    if host == LOOPBACK_IPV6:
+        return socket.create_server((host, port), family=socket.AF_INET6)
+    return socket.create_server((LOOPBACK if host in LOCALHOST else "", port))
+
+
+PORT_SECONDS = 10.0  # in which one of --ports has to become free
+
+
+def free_port(ports: str) -> int:
+    """Returns a random free port. Raises ConfigError if there is none for PORT_SECONDS."""
+    low, _, high = ports.partition("-")
+    numbers = range(int(low), int(high) + 1)
+    until = time.monotonic() + PORT_SECONDS
+    while True:
+        for port in random.sample(numbers, len(numbers)):
+            with socket.socket() as probe:
+                # A port is free although connections of the last attempt are not yet forgotten.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("", port))
+                    return port
+                except OSError as error:
+                    reason = error.strerror
+        if time.monotonic() > until:
+            raise ConfigError(f"--ports={ports}: {reason}; use a larger range, or other ports")
+        time.sleep(RETRY)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Returns the JSON object in a line; None if there is something else."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def is_integer(value: Any, low: int, high: int) -> bool:
+    """Returns whether a value from JSON is an integer from `low` to `high`."""
+    return type(value) is int and low <= value <= high

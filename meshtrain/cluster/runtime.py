@@ -1,4 +1,4 @@
-"""Sets up jax in this process: simulated devices, the other processes, network adapters, memory, compile cache."""
+"""Sets up jax in this process: simulated devices, the other processes, network, memory, compile cache."""
 
 import argparse
 import ctypes
@@ -19,8 +19,6 @@ from jax.experimental.compilation_cache import compilation_cache
 from meshtrain.cluster import distributed, environment, launchers
 from meshtrain.errors import ConfigError
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from malloc.h
-
 
 def start(args: argparse.Namespace) -> None:
     """Simulates devices if requested, joins the other processes if there are any, then sets up jax.
@@ -36,7 +34,8 @@ def start(args: argparse.Namespace) -> None:
     distributed.initialize(
         args.coordinator, args.num_processes, args.process_id, join_seconds=args.join_seconds
     )
-    if line := launchers.batch_script_line(os.environ):
+    line = launchers.batch_script_line(os.environ)
+    if line:
         print(line, file=sys.stderr)
     setup()
     _log_unused_adapters(args)
@@ -44,11 +43,14 @@ def start(args: argparse.Namespace) -> None:
 
 def check_joined() -> None:
     """Raises ConfigError if a launcher has started several processes and this one has joined no other."""
-    process = environment.process_info(os.environ) if jax.process_count() == 1 else None
+    if jax.process_count() > 1:
+        return
+    process = environment.process_info(os.environ)
     if process:
         raise ConfigError(
-            f"{process.names[1]}={process.num_processes}: this process has not joined the others and would train "
-            f"alone; start it with `meshtrain train`, or call jax.distributed.initialize() before meshtrain.train"
+            f"{process.names[1]}={process.num_processes}: this process has not joined the others and "
+            f"would train alone; start it with `meshtrain train`, or call "
+            f"jax.distributed.initialize() before meshtrain.train"
         )
 
 
@@ -84,9 +86,9 @@ def setup() -> None:
 def set_num_threads(num_devices: int) -> None:
     """Gives XLA several threads for each simulated device; it reads this when the backend starts.
 
-    A device may wait in several collectives at once, each in a thread, until all devices have reached them. By default
-    there are as many threads as devices or cores: all may wait, so that none is left for what they wait for (a pipeline
-    with experts on data 2 x fsdp 2 x pipeline 2 hung; jaxlib 0.10.2).
+    A device may wait in several collectives at once, each in a thread, until all devices have reached
+    them. By default there are as many threads as devices or cores: all may wait, so that none is left
+    for what they wait for (a pipeline with experts on data 2 x fsdp 2 x pipeline 2 hung; jaxlib 0.10.2).
     """
     if num_devices > 1:
         os.environ.setdefault("PJRT_NPROC", str(4 * num_devices))
@@ -95,37 +97,40 @@ def set_num_threads(num_devices: int) -> None:
 @functools.cache  # logs it once
 def _log_unused_gpus() -> None:
     """Logs if this machine has NVIDIA GPUs, and jax uses the CPU although nobody has asked for that."""
-    chosen = jax.config.jax_platforms or os.environ.get("JAX_PLATFORM_NAME")
-    num_gpus = 0 if chosen or jax.default_backend() != "cpu" else environment.num_gpus(os.environ)
+    is_chosen = jax.config.jax_platforms or os.environ.get("JAX_PLATFORM_NAME")
+    if is_chosen or jax.default_backend() != "cpu":
+        return
+    num_gpus = environment.num_gpus(os.environ)
     if num_gpus and distributed.process_id() == 0:
         print(
-            f"this machine has {num_gpus} NVIDIA GPUs and jax uses only the CPU; install meshtrain[cuda12] or "
-            f"[cuda13], or set JAX_PLATFORMS=cpu",
+            f"this machine has {num_gpus} NVIDIA GPUs and jax uses only the CPU; install "
+            f"meshtrain[cuda12] or [cuda13], or set JAX_PLATFORMS=cpu",
             file=sys.stderr,
         )
 
 
-def _log_unused_adapters(args: argparse.Namespace) -> None:
-    """Logs if GPUs of several hosts communicate without the EFA adapters of this host: the first process of it does."""
-    flags = (args.coordinator, args.num_processes, args.process_id)
-    process = environment.process_info(os.environ, flags)
-    if not process or process.local_id or process.on_one_host or jax.default_backend() != "gpu":
-        return
-    if line := efa_fault(os.environ):
-        print(line, file=sys.stderr)
+# Parameters of mallopt, from malloc.h.
+M_TRIM_THRESHOLD = -1
+
+M_MMAP_MAX = -4
 
 
 def _keep_memory() -> None:
     """Keeps the memory that a step on CPU frees, for the next step.
 
     XLA allocates memory in each step. By default the C library returns large freed blocks to the kernel,
-    which clears each page before it is used again: 21 to 29 % of the step of benchmarks/cpu_step.py.
+    which clears each page before it is used again: 21 to 29 % of the step of
+    benchmarks/compare/cpu_step.py.
     """
     on_one_cpu_device = jax.default_backend() == "cpu" and jax.local_device_count() == 1
+    is_async = jax.config.read("jax_cpu_enable_async_dispatch")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
-    if on_one_cpu_device and not jax.config.read("jax_cpu_enable_async_dispatch") and mallopt:
+    if on_one_cpu_device and not is_async and mallopt:
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+# ---- the compile cache ----
 
 
 def _use_cache() -> None:
@@ -140,9 +145,11 @@ def _use_cache() -> None:
         jax.config.update("jax_enable_compilation_cache", False)
     elif jax.config.jax_compilation_cache_dir:
         return
-    elif folder := _cache_folder():
-        # By default jax also caches GPU autotuning results there.
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+    else:
+        folder = _cache_folder()
+        if folder:
+            # By default jax also caches GPU autotuning results there.
+            jax.config.update("jax_compilation_cache_dir", str(folder))
     compilation_cache.reset_cache()  # it may have been initialized with other settings
 
 
@@ -152,7 +159,7 @@ def _cache_folder() -> Path | None:
     The programs in it are executed: it must be private, and no other user may be able to write to its
     parent. Its name includes the CPU's features, because CPU programs depend on them.
     """
-    folder, name = Path("~/.cache/meshtrain"), f"{jax.default_backend()}-{_cpu_features()}"
+    folder = Path("~/.cache/meshtrain")
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
         if caches.is_absolute():  # others are to be ignored: XDG Base Directory Specification
@@ -162,7 +169,7 @@ def _cache_folder() -> Path | None:
         else:
             folder = folder.expanduser()
         _make_private(folder, others=0o055)
-        folder /= name
+        folder /= f"{jax.default_backend()}-{_cpu_features()}"
         _make_private(folder, others=0)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         reason = getattr(error, "strerror", error)
@@ -172,13 +179,19 @@ def _cache_folder() -> Path | None:
 
 
 def _make_private(folder: Path, *, others: int) -> None:
-    """Creates the folder if necessary; raises OSError unless this user owns it and its mode fits `others`."""
+    """Creates the folder if necessary; raises OSError unless this user owns it and its mode fits.
+
+    `others` are the permissions that group and others may have.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid != os.getuid() or mode & 0o077 & ~others:
+    status = folder.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.getuid() or mode & 0o077 & ~others:
         allowed = 0o700 | others
-        reason = f"owned by user {found.st_uid} with mode {mode:o}; you must own it, with mode {allowed:o}"
+        reason = (
+            f"owned by user {status.st_uid} with mode {mode:o}; "
+            f"you must own it, with mode {allowed:o}"
+        )
         raise PermissionError(errno.EPERM, reason)
 
 
@@ -188,13 +201,30 @@ def _cpu_features() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(found.encode()).hexdigest()[:12]
+    features = [line for line in lines if line.startswith(("flags", "Features"))]  # one per core
+    first = features[0] if features else ""
+    return hashlib.sha256(first.encode()).hexdigest()[:12]
 
+
+# ---- Amazon's EFA network adapters ----
 
 AMAZON_VENDOR = "0x1d0f"  # the PCI vendor in sysfs
 
 EFA_PLUGIN = "libnccl-net{}.so"  # of aws-ofi-nccl; NCCL loads it by this name
+
+
+def _log_unused_adapters(args: argparse.Namespace) -> None:
+    """Logs if GPUs of several hosts communicate without the EFA adapters of this host.
+
+    The first process of each host does.
+    """
+    flags = (args.coordinator, args.num_processes, args.process_id)
+    process = environment.process_info(os.environ, flags)
+    if not process or process.local_id or process.on_one_host or jax.default_backend() != "gpu":
+        return
+    line = efa_fault(os.environ)
+    if line:
+        print(line, file=sys.stderr)
 
 
 def efa_fault(
@@ -214,7 +244,8 @@ def efa_fault(
     provider = environ.get("FI_PROVIDER", "efa")
     if "efa" not in provider and not provider.startswith("^"):
         return f"{start} FI_PROVIDER={provider}; unset it, or set FI_PROVIDER=efa"
-    if error := _load_error(environ.get("NCCL_NET_PLUGIN", ""), load):
+    error = _load_error(environ.get("NCCL_NET_PLUGIN", ""), load)
+    if error:
         return f"{start} {error}; add aws-ofi-nccl to the image, and its folder to LD_LIBRARY_PATH"
     return ""
 
@@ -227,11 +258,14 @@ def _num_efa_adapters(root: Path) -> int:
 
 def _load_error(plugin: str, load: Callable[[str], Any]) -> str:
     """Returns why the plugin cannot be loaded, or ""; NCCL tries the same names."""
-    error = ""
-    for name in (plugin, EFA_PLUGIN.format(f"-{plugin}")) if plugin else (EFA_PLUGIN.format(""),):
+    names = [EFA_PLUGIN.format("")]
+    if plugin:
+        names = [plugin, EFA_PLUGIN.format(f"-{plugin}")]
+    reason = ""
+    for name in names:
         try:
             load(name)
             return ""
-        except OSError as why:
-            error = str(why)
-    return error
+        except OSError as error:
+            reason = str(error)
+    return reason

@@ -22,37 +22,6 @@ _thread_active = False  # whether `handled_in_thread` is in effect
 _receive: Callable[[int], None] | None = None  # of the innermost `received_by`
 
 
-def _handled() -> list[int]:
-    """Returns the signals to handle."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in STOPPING if number != signal.SIGHUP or not ignored]
-
-
-@contextlib.contextmanager
-def received_by(receive: Callable[[int], None]) -> Iterator[Mapping[int, Any]]:
-    """Within the context each signal calls `receive(number)`. Yields the handlers that it has replaced.
-
-    Outside the main thread `receive` is called only if `handled_in_thread` is in effect: only the main
-    thread can set handlers.
-    """
-    global _receive
-    if _thread_active or threading.current_thread() is not threading.main_thread():
-        before, _receive = _receive, receive
-        try:
-            yield {}
-        finally:
-            _receive = before
-        return
-    handlers = {number: signal.getsignal(number) for number in _handled()}
-    for number in handlers:
-        signal.signal(number, lambda number, frame: receive(number))
-    try:
-        yield handlers
-    finally:
-        for number, previous in handlers.items():
-            signal.signal(number, previous or signal.SIG_DFL)
-
-
 @contextlib.contextmanager
 def stop_event() -> Iterator[threading.Event]:
     """Yields an event that the first signal sets; the second signal has the effect it had before."""
@@ -87,6 +56,32 @@ def deferred() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def received_by(receive: Callable[[int], None]) -> Iterator[Mapping[int, Any]]:
+    """Within the context each signal calls `receive(number)`. Yields the handlers that it has replaced.
+
+    Outside the main thread `receive` is called only if `handled_in_thread` is in effect: only the main
+    thread can set handlers.
+    """
+    global _receive
+    if _thread_active or threading.current_thread() is not threading.main_thread():
+        previous = _receive
+        _receive = receive
+        try:
+            yield {}
+        finally:
+            _receive = previous
+        return
+    handlers = {number: signal.getsignal(number) for number in _handled()}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: receive(number))
+    try:
+        yield handlers
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
 def handled_in_thread() -> Iterator[None]:
     """Handles signals in a thread: the main thread may be in native code, or wait for another process.
 
@@ -96,7 +91,8 @@ def handled_in_thread() -> Iterator[None]:
     global _thread_active
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    before = {number: signal.signal(number, lambda *args: None) for number in _handled()}
+    # The handlers do nothing: Python writes the number of each signal to `sender`, for the thread to read.
+    handlers = {number: signal.signal(number, lambda *args: None) for number in _handled()}
     previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_handle_signals, args=(receiver,), name="signals", daemon=True).start()
     _thread_active = True
@@ -105,14 +101,22 @@ def handled_in_thread() -> Iterator[None]:
     finally:
         _thread_active = False
         signal.set_wakeup_fd(previous_fd)
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
         sender.close()  # ends the thread
         # While Python exits, KeyboardInterrupt would print a traceback.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
+def _handled() -> list[int]:
+    """Returns the signals to handle."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return [number for number in STOPPING if number != signal.SIGHUP]
+    return list(STOPPING)
+
+
 def _handle_signals(receiver: socket.socket) -> None:
+    """Reads the numbers of signals until the other end is closed."""
     with receiver:
         while received := receiver.recv(1):
             number = received[0]

@@ -62,12 +62,15 @@ def number_faults(name: str, value: Any, own: bool = True) -> list[str]:
     only numbers that may be inf are in MAY_BE_INF; other programs may use 64 bits.
     """
     if isinstance(value, (tuple, list)):
-        return [fault for one in value for fault in number_faults(name, one, own)]
-    if isinstance(value, float) and (math.isnan(value) or (own and math.isinf(value))):
-        return [] if name in MAY_BE_INF and value > 0 else [f"{name}={value}: use a finite number"]
-    bits = 63 if not own or name.endswith("seed") else 31
-    if isinstance(value, int) and not -(2**bits) <= value < 2**bits:
-        return [f"{name}={_short(value)}: use a number below 2^{bits}"]
+        return [fault for entry in value for fault in number_faults(name, entry, own)]
+    if isinstance(value, float):
+        may_be_inf = not own or (name in MAY_BE_INF and value > 0)
+        if math.isnan(value) or (math.isinf(value) and not may_be_inf):
+            return [f"{name}={value}: use a finite number"]
+    if isinstance(value, int):
+        bits = 63 if not own or name.endswith("seed") else 31
+        if not -(2**bits) <= value < 2**bits:
+            return [f"{name}={_short(value)}: use a number below 2^{bits}"]
     return []
 
 
@@ -77,15 +80,15 @@ def flag_faults(name: str, value: Any) -> list[str]:
 
 
 def _short(value: int) -> str:
-    return (
-        str(value)
-        if abs(value) < 10**40
-        else f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}..."
-    )
+    """Returns an integer as text; one of many digits as a power of two."""
+    if abs(value) < 10**40:
+        return str(value)
+    sign = "-" if value < 0 else ""
+    return f"{sign}2^{value.bit_length() - 1}..."
 
 
 def has_type(value: Any, annotation: Any) -> bool:
-    """Whether a value fits a parameter's annotation; an int fits float, a bool fits neither."""
+    """Returns whether a value fits a parameter's annotation; an int fits float, a bool fits neither."""
     if isinstance(value, bool) and annotation in (int, float):
         return False
     return isinstance(value, TYPES.get(annotation, object))

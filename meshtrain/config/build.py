@@ -70,13 +70,16 @@ def with_steps(cfg: Config, data: Any) -> Config:
 def build_model(cfg: Config) -> Any:
     """Returns the Model of section `model`; raises ConfigError with every fault."""
     faults = checks.model_faults(cfg)
-    bound, found = _bound("model", cfg.model)
-    try:
-        model = None if found else _checked("model", cfg.model, bound())
-    except ConfigError as error:
-        found += error.faults
-    if faults or found:
-        raise ConfigError(*faults, *found)
+    make_model, key_faults = _bind_builder("model", cfg.model)
+    faults += key_faults
+    model = None
+    if not key_faults:
+        try:
+            model = _checked("model", cfg.model, make_model())
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(*faults)
     return adapted(model, cfg)
 
 
@@ -92,7 +95,7 @@ def optimizer_builder(cfg: Config, model: Any) -> Callable[[Any], Any]:
 
     A builder with a parameter `axes` gets the logical names of the parameters that are trained.
     """
-    bound, faults = _bound(
+    make, faults = _bind_builder(
         "optim",
         cfg.optimizer,
         given=["learning_rate", "axes"],
@@ -100,8 +103,13 @@ def optimizer_builder(cfg: Config, model: Any) -> Callable[[Any], Any]:
     )
     if faults:
         raise ConfigError(*faults)
-    given = {"axes": model.trained_axes} if model and "axes" in _parameters(bound) else {}
-    return lambda learning_rate: _checked("optim", cfg.optimizer, bound(learning_rate, **given))
+    wants_axes = model and "axes" in _parameters(make)
+
+    def build_optimizer(learning_rate: Any) -> Any:
+        given = {"axes": model.trained_axes} if wants_axes else {}
+        return _checked("optim", cfg.optimizer, make(learning_rate, **given))
+
+    return build_optimizer
 
 
 def build_data(section: BuildConfig, split: str) -> Any:
@@ -109,23 +117,25 @@ def build_data(section: BuildConfig, split: str) -> Any:
 
     A function of the user may return None for "heldout": there is no such data.
     """
+    # per_process is about an iterable of the caller, not a key of the builder.
     options = {key: value for key, value in section.options.items() if key != "per_process"}
-    bound, faults = _bound("data", BuildConfig(section.build, options), given=["split"])
-    if not faults and not {"split", "kwargs"} & _parameters(bound):
+    make, faults = _bind_builder("data", BuildConfig(section.build, options), given=["split"])
+    if not faults and not {"split", "kwargs"} & _parameters(make):
         faults = [
             f"data.build={section.build}: has no parameter `split`, which is train or heldout"
         ]
     if faults:
         raise ConfigError(*faults)
-    source = bound(split=split)
+    source = make(split=split)
     if source is None and split == "heldout":
         return None
     return _checked("data", section, source)
 
 
-def _bound(
+def _bind_builder(
     name: str, section: BuildConfig, *, given: Iterable[str] = (), known: Iterable[str] = ()
 ) -> tuple[Callable, list[str]]:
+    """Returns the function that a section names with its keys as arguments, and the faults; see `bind`."""
     key = f"{name}.build"
     function = resolve(section.build, key=key)
     # Of this package only builders are called, because a config that is data may name them.
@@ -139,8 +149,11 @@ def _bound(
 
 def _parameters(function: Callable) -> set[str]:
     """Returns the names of a function's parameters, and "kwargs" if it accepts any name."""
-    found = inspect.signature(function).parameters.values()
-    return {"kwargs" if one.kind is one.VAR_KEYWORD else one.name for one in found}
+    names = set()
+    for parameter in inspect.signature(function).parameters.values():
+        accepts_any = parameter.kind is parameter.VAR_KEYWORD
+        names.add("kwargs" if accepts_any else parameter.name)
+    return names
 
 
 def _checked(name: str, section: BuildConfig, value: Any) -> Any:

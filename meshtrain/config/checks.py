@@ -20,12 +20,12 @@ RUN_FOLDERS = ("checkpoints", "tokenizer", "config_history", "logs")
 
 def url_fault(key: str, path: Any) -> str:
     """Returns the fault of a path that is a URL, such as gs://BUCKET/RUN; it would be a local folder `gs:`."""
-    found = re.match(r"(\w{2,}):/", str(path))
-    if not found:
+    scheme = re.match(r"(\w{2,}):/", str(path))
+    if not scheme:
         return ""
     place = re.sub("(?<=:)/(?!/)", "//", str(path), count=1)  # pathlib made one slash of two
     return (
-        f"{key}{place}: this version does not read or write {found[1]} storage; use a folder, such as one of a "
+        f"{key}{place}: this version does not read or write {scheme[1]} storage; use a folder, such as one of a "
         f"mounted file system"
     )
 
@@ -82,10 +82,12 @@ def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:
 
 def check_place(workdir: str | Path | None, cfg: Config, faults: list[str]) -> None:
     """Raises ConfigError for these faults, and those of a run's workdir by `workdir_faults`."""
-    options = cfg.data.options
-    data = [options.get("path", ""), *(path for path, _ in options.get("mixture", ()))]
-    if found := [*faults, *(workdir_faults(str(workdir), data) if workdir else ())]:
-        raise ConfigError(*found)
+    if workdir:
+        options = cfg.data.options
+        mixture = [path for path, _ in options.get("mixture", ())]
+        faults = faults + workdir_faults(str(workdir), [options.get("path", ""), *mixture])
+    if faults:
+        raise ConfigError(*faults)
 
 
 def missing_data(cfg: Config) -> list[str]:
@@ -131,10 +133,15 @@ def model_faults(cfg: Config) -> list[str]:
     options = cfg.model.options
     faults = tensor_faults(options, max(1, cfg.mesh.tensor))
     faults += expert_faults(options, cfg.mesh.expert)
-    layers, first = options.get("num_layers"), options.get("first_dense_layers", 0)
-    if cfg.mesh.pipeline > 1 and has_type(layers, int) and has_type(first, int):
-        sizes = cfg.mesh.pipeline, cfg.pipeline.num_chunks
-        faults += layer_faults(layers - first, *sizes, num_first=first)
+    num_layers = options.get("num_layers")
+    num_first = options.get("first_dense_layers", 0)
+    if cfg.mesh.pipeline > 1 and has_type(num_layers, int) and has_type(num_first, int):
+        faults += layer_faults(
+            num_layers - num_first,
+            num_stages=cfg.mesh.pipeline,
+            num_chunks=cfg.pipeline.num_chunks,
+            num_first=num_first,
+        )
     return faults
 
 
@@ -231,5 +238,8 @@ def train_faults(mesh: MeshConfig, train: TrainConfig) -> list[str]:
     """Returns the faults of the mesh, and of the batch on this mesh, unless its size is not known yet."""
     if train.batch_per_device:
         return []
-    sizes = dict(global_batch=train.global_batch, num_microbatches=train.num_microbatches)
-    return batch_faults(mesh, **sizes)
+    return batch_faults(
+        mesh,
+        global_batch=train.global_batch,
+        num_microbatches=train.num_microbatches,
+    )

@@ -25,7 +25,7 @@ import yaml
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from meshtrain import configs
+from meshtrain import configs, moved
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError, did_you_mean
 
@@ -76,6 +76,7 @@ def _override_all(
     config: ConfigDict, overrides: list[str], known: Iterable[str], places: Mapping[str, str]
 ) -> tuple[ConfigDict, list[str]]:
     """Returns what `read` returns, with references between keys; a fault of an override in `places` names its place."""
+    overrides, places = _with_new_keys(overrides, places)
     conflicts = conflicting_overrides(overrides, places)
     try:
         return _override(config, overrides), conflicts
@@ -89,6 +90,24 @@ def _override_all(
             if fault
         ]
         return _override(config, valid), conflicts + faults
+
+
+def _with_new_keys(
+    overrides: list[str], places: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the overrides with the new names of their keys, and their places."""
+    renamed, new_places = [], dict(places)
+    for override in overrides:
+        flag, separator, value = override.partition("=")
+        key = flag.removeprefix(FLAG)
+        new_override = override
+        if key in moved.KEYS:
+            moved.report(key, moved.KEYS[key])
+            new_override = f"{FLAG}{moved.KEYS[key]}{separator}{value}"
+        renamed.append(new_override)
+        if override in new_places:
+            new_places[new_override] = new_places.pop(override)
+    return renamed, new_places
 
 
 def reject_huggingface(folder: Path) -> None:
@@ -179,19 +198,34 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
         raise ConfigError(f"--config={file} cannot be read: {error}") from error
     if not trust_code:
         _reject_foreign_code(file, raw)
-    # Files of earlier versions lack these sections, and keys of the model. Anything else that is missing is a mistake.
+    raw = moved.new_names(raw)
+    return ConfigDict(_with_tuples(_with_added_keys(raw))).lock()
+
+
+# Sections, and keys of others, that files of earlier versions lack. Anything else that is missing is a mistake.
+ADDED_SECTIONS = ("context", "sync", "adapter", "monitor")
+ADDED_KEYS = {
+    "train": ("epochs", "batch_per_device"),
+    "data": ("per_process",),
+    "adapter": ("dropout",),
+}
+
+
+def _with_added_keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sections of a file of an earlier version with the defaults of what came later."""
     defaults = default.get_config().to_dict()
-    for name in ("context", "sync", "adapter", "monitor"):
+    raw = dict(raw)
+    for name in ADDED_SECTIONS:
         raw.setdefault(name, defaults[name])
-    added = {"train": ("epochs", "batch_per_device"), "data": ("per_process",)}
-    added |= {"adapter": ("dropout",)}
-    for name, keys in added.items():
+    for name, keys in ADDED_KEYS.items():
         if isinstance(raw.get(name), dict):
-            raw[name] = {**{key: defaults[name][key] for key in keys}, **raw[name]}
+            added = {key: defaults[name][key] for key in keys}
+            raw[name] = {**added, **raw[name]}
     model = raw.get("model")
+    # The keys of the built-in model; those of another one are its own.
     if isinstance(model, dict) and model.get("build") == defaults["model"]["build"]:
         raw["model"] = {**defaults["model"], **model}
-    return ConfigDict(_with_tuples(raw)).lock()
+    return raw
 
 
 def _read_yaml(file: Path, trust_code: bool) -> ConfigDict:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from meshtrain import moved
 from meshtrain.config import checks, schema
 from meshtrain.config.bind import bind
 from meshtrain.config.schema import SECTIONS, AdapterConfig, BuildConfig, Config, OptimConfig
@@ -19,12 +20,12 @@ from meshtrain.errors import ConfigError, did_you_mean
 def parse(config: Mapping | Config, *, num_devices: int | None = None) -> Config:
     """Returns the typed config, or raises ConfigError with every fault found.
 
-    `config` is a ConfigDict or a dict of sections; a Config is returned on its devices. With `num_devices`, a -1 in the mesh is resolved, and
-    the mesh must use all devices. Without it, a -1 stays.
+    `config` is a ConfigDict, a dict of sections, or a Config, which is returned. With `num_devices`
+    a -1 in the mesh is resolved, and the mesh must use all devices. Without it a -1 stays.
     """
     if isinstance(config, Config):
         return on_devices(config, num_devices) if num_devices else config
-    raw = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    raw = moved.new_names(config.to_dict() if hasattr(config, "to_dict") else config)
     reader = _Reader(raw)
     settings = {
         "mesh": reader.section("mesh", schema.MeshConfig),
@@ -118,10 +119,13 @@ class _Reader:
         """Returns the dataclass of a section; of `optim`, without the keys of the optimizer's builder."""
         values = self.raw[name]
         if target is OptimConfig:
-            values = {key: value for key, value in values.items() if key in _names(OptimConfig)}
-        bound, faults = bind(name, values, target)
+            own_keys = _names(OptimConfig)
+            values = {key: value for key, value in values.items() if key in own_keys}
+        make, faults = bind(name, values, target)
         self.faults += faults
-        return None if faults else self.attempt(bound)
+        if faults:
+            return None
+        return self.attempt(make)
 
     def build_section(self, name: str, *, without: type | None = None) -> BuildConfig | None:
         """Returns a section with a `build` key, without the keys of the dataclass `without`."""

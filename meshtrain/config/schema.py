@@ -132,8 +132,6 @@ REMAT = ("none", "full", "dots", "names:NAME,NAME")
 
 LEARNING_RATE_SCHEDULES = ("constant", "cosine", "linear", "wsd")
 
-POSITIVE = ("num_microbatches", "log_every", "unroll")
-
 KEEP = ("inputs", "residuals")
 
 CONTEXT_METHODS = ("auto", "ring", "gather", "ulysses")
@@ -148,7 +146,7 @@ def _raise(faults: list[str]) -> None:
 class MeshConfig:
     """Number of devices along each axis; at most one may be -1: all remaining devices.
 
-    `slices` is no axis: it is the number of equal parts of `data` between which the network is slow.
+    `slices` is not an axis: it says into how many slow-linked parts `data` is split.
     """
 
     data: int = 1
@@ -169,16 +167,18 @@ class MeshConfig:
             raise ConfigError(
                 "mesh.auto=True: only train, audit and profile choose a mesh; set the sizes of mesh"
             )
+        # In the order of the fields, which messages have too.
         sizes = asdict(self)
-        slices, _ = sizes.pop("slices"), sizes.pop("auto")
+        del sizes["slices"], sizes["auto"]
         sizes, fault = fill_mesh_sizes(sizes, num_devices)
         if fault:
             raise ConfigError(fault)
-        if sizes["data"] % slices:
+        data, slices = sizes["data"], self.slices
+        if data % slices:
             raise ConfigError(
-                f"mesh.slices={slices} does not divide mesh.data={sizes['data']}; use "
-                f"mesh.slices={nearest_divisors(sizes['data'], slices)}, or "
-                f"mesh.data={nearest_multiples(sizes['data'], slices)}"
+                f"mesh.slices={slices} does not divide mesh.data={data}; use "
+                f"mesh.slices={nearest_divisors(data, slices)}, or "
+                f"mesh.data={nearest_multiples(data, slices)}"
             )
         return MeshConfig(**sizes, slices=slices)
 
@@ -201,16 +201,30 @@ class TrainConfig:
     batch_per_device: int = 0
 
     def __post_init__(self):
-        faults = []
-        for least, keys in ((1, POSITIVE), (0, ("steps", "epochs", "batch_per_device"))):
-            faults += minimum_faults(least, {f"train.{key}": getattr(self, key) for key in keys})
+        faults = minimum_faults(
+            1,
+            {
+                "train.num_microbatches": self.num_microbatches,
+                "train.log_every": self.log_every,
+                "train.unroll": self.unroll,
+            },
+        )
+        faults += minimum_faults(
+            0,
+            {
+                "train.steps": self.steps,
+                "train.epochs": self.epochs,
+                "train.batch_per_device": self.batch_per_device,
+            },
+        )
         faults += seed_faults("train.seed", self.seed)
         faults += choice_faults("train.xla_preset", self.xla_preset, XLA_PRESET_NAMES)
         faults += choice_faults("train.dtype", self.dtype, DTYPES)
         faults += choice_faults("train.param_dtype", self.param_dtype, STORED_DTYPES)
         faults += x64_faults({"train.dtype": self.dtype, "train.param_dtype": self.param_dtype})
         names = self.remat.removeprefix("names:")
-        if names == self.remat or not all(names.split(",")):
+        has_names = names != self.remat and all(names.split(","))
+        if not has_names:
             faults += choice_faults("train.remat", self.remat, REMAT)
         if self.zero_stage not in range(4):
             faults.append(f"train.zero_stage={self.zero_stage}: use 0, 1, 2 or 3")

@@ -1,4 +1,4 @@
-"""Find the files of a folder; report what cannot be read, instead of waiting for it or leaving it out."""
+"""Find the files of a folder; report what cannot be read, instead of waiting or leaving it out."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def path_fault(path: str | Path) -> str:
 
 @contextlib.contextmanager
 def report_errors(name: str) -> Iterator[None]:
-    """Turns an error of the file system into a ConfigError that begins with `name`."""
+    """Raises an error of the file system as a ConfigError that begins with `name`."""
     try:
         yield
     except OSError as error:
@@ -45,31 +45,36 @@ def report_errors(name: str) -> Iterator[None]:
 def find(
     root: Path, pattern: str, *, key: str, skip: Callable[[str], bool]
 ) -> tuple[list[Path], list[Path]]:
-    """Returns the files in a folder that match `pattern`, sorted, and the prepared folders that hold others.
+    """Returns the files in a folder that match `pattern`, and the prepared folders with others.
 
-    Nothing in a prepared folder is returned, nor in a subfolder whose name `skip` accepts. Symbolic links to
-    folders are not followed. Raises OSError for a folder that cannot be read, ConfigError for an invalid
-    pattern; `key` is its config key or flag.
+    Both are sorted. Nothing in a prepared folder is returned, nor in a subfolder whose name `skip`
+    accepts. Symbolic links to folders are not followed. Raises OSError for a folder that cannot be
+    read, ConfigError for an invalid pattern; `key` is its config key or flag.
     """
-    searched, written = set(), []
-    for folder, subfolders, names in os.walk(root, onerror=_raise):
-        if {MANIFEST, JOURNAL} & set(names) and is_prepared(Path(folder)):
-            written.append(Path(folder))
+    searched = set()
+    prepared_folders = []
+    for name, subfolders, file_names in os.walk(root, onerror=_raise):
+        folder = Path(name)
+        if {MANIFEST, JOURNAL} & set(file_names) and is_prepared(folder):
+            prepared_folders.append(folder)
             subfolders.clear()
             continue
-        searched.add(Path(folder))
+        searched.add(folder)
+        # In place: os.walk does not visit what is removed.
         subfolders[:] = [name for name in subfolders if not skip(name)]
     try:
         matching = list(root.rglob(pattern))
     except (ValueError, NotImplementedError):  # "**.txt", "/a/*.txt"
         raise ConfigError(f"{key}={pattern!r}: use a pattern of names, such as *.txt") from None
-    found = [path for path in matching if path.parent in searched and path.is_file()]
-    others = [one for one in written if any(one in path.parents for path in matching)]
-    return sorted(found), sorted(others)
+    paths = [path for path in matching if path.parent in searched and path.is_file()]
+    hidden = [
+        folder for folder in prepared_folders if any(folder in path.parents for path in matching)
+    ]
+    return sorted(paths), sorted(hidden)
 
 
 def read(path: Path) -> bytes:
-    """Returns the content of a file; an error names the file, also one that occurs after it was opened."""
+    """Returns the content of a file; an error names the file, even after it was opened."""
     try:
         return path.read_bytes()
     except OSError as error:

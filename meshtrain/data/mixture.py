@@ -1,4 +1,7 @@
-"""A weighted mixture of sources, and the shuffle of each: the index of a sample alone determines what it is."""
+"""A weighted mixture of sources, and the permutation that shuffles samples.
+
+Both are functions of the index of a sample, so the position in the data is one number.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -11,33 +14,10 @@ from meshtrain.errors import ConfigError
 BLOCK = 1 << 16  # samples; each source has exactly its share of every block
 
 
-def block_counts(weights: Sequence[float]) -> np.ndarray:
-    """Returns how many samples of a block each source gives; the largest remainders are rounded up."""
-    exact = BLOCK * np.asarray(weights, np.float64) / np.sum(weights)
-    counts = np.floor(exact).astype(np.int64)
-    counts[np.argsort(counts - exact, kind="stable")[: BLOCK - counts.sum()]] += 1
-    return counts
-
-
-def assign(indices: np.ndarray, counts: np.ndarray, block_key: Callable[[int], int]):
-    """Returns the source of each sample, and its index in that source; both (n,) int64.
-
-    Each block is shuffled with its own key. The indices in each source have no gaps.
-    """
-    blocks, within = np.divmod(indices, BLOCK)
-    shuffled = np.empty_like(within)
-    for block in np.unique(blocks):
-        here = blocks == block
-        shuffled[here] = permute(within[here], BLOCK, key=block_key(int(block)))
-    ends = np.cumsum(counts)
-    sources = np.searchsorted(ends, shuffled, side="right")
-    return sources, blocks * counts[sources] + shuffled - (ends - counts)[sources]
-
-
 def mix(
     sources: Sequence[Source], weights: Sequence[float], block_key: Callable[[int], int]
 ) -> Source:
-    """Returns the mixture; each source counts its own epochs."""
+    """Returns the mixture; each source counts its own epochs. `block_key`: see `assign`."""
     counts = block_counts(weights)
     if (counts == 0).any():
         raise ConfigError(
@@ -45,47 +25,78 @@ def mix(
         )
 
     def read(indices: np.ndarray) -> Batch:
-        source_of, source_indices = assign(indices, counts, block_key)
-        batches = [
-            _with_segments(sources[number].read(source_indices[source_of == number]))
-            for number in np.unique(source_of)
-        ]
+        source_numbers, source_indices = assign(indices, counts, block_key)
+        batches = []
+        for number in np.unique(source_numbers):
+            batch = sources[number].read(source_indices[source_numbers == number])
+            batches.append(_with_segments(batch))
         # The batches are grouped by source: restore the order of `indices`.
-        order = np.argsort(np.argsort(source_of, kind="stable"))
+        order = np.argsort(np.argsort(source_numbers, kind="stable"))
         return concatenate(batches, order)
 
-    description = "; ".join(
+    shares = [
         f"{count / BLOCK:.2%} {source.description}"
         for count, source in zip(counts, sources, strict=True)
-    )
-    digests = [one.identity.get("data", "") for one in sources]
-    tokenizers = [one.identity.get("tokenizer", "") for one in sources]
+    ]
+    digests = [source.identity.get("data", "") for source in sources]
+    tokenizers = [source.identity.get("tokenizer", "") for source in sources]
+    known_tokenizers = [tokenizer for tokenizer in tokenizers if tokenizer]
     return Source(
         read,
-        description=description,
+        description="; ".join(shares),
         token_bytes=sources[0].token_bytes,
         identity={
             "data": identity.of_parts([digests, counts.tolist()]),
-            "tokenizer": next(filter(None, tokenizers), ""),
+            "tokenizer": known_tokenizers[0] if known_tokenizers else "",
         },
     )
+
+
+def block_counts(weights: Sequence[float]) -> np.ndarray:
+    """Returns how many samples of a block each source gives; they add up to BLOCK."""
+    exact = BLOCK * np.asarray(weights, np.float64) / np.sum(weights)
+    counts = np.floor(exact).astype(np.int64)
+    # Largest remainder method: those that lose most by rounding down get one more.
+    by_remainder = np.argsort(counts - exact, kind="stable")
+    counts[by_remainder[: BLOCK - counts.sum()]] += 1
+    return counts
+
+
+def assign(
+    indices: np.ndarray, counts: np.ndarray, block_key: Callable[[int], int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the source of each sample, and its index in that source; both (n,) int64.
+
+    Each block is shuffled with its own key. The indices in each source have no gaps.
+    """
+    blocks, within = np.divmod(indices, BLOCK)
+    shuffled = np.empty_like(within)
+    for block in np.unique(blocks):
+        selected = blocks == block
+        shuffled[selected] = permute(within[selected], BLOCK, key=block_key(int(block)))
+    # Positions 0 ... BLOCK - 1 of a shuffled block are divided among the sources by `counts`.
+    ends = np.cumsum(counts)
+    starts = ends - counts
+    sources = np.searchsorted(ends, shuffled, side="right")
+    return sources, blocks * counts[sources] + shuffled - starts[sources]
 
 
 def _with_segments(batch: Batch) -> Batch:
     """Adds the positions and segments that packed rows have; each row is one document."""
     if batch.segments is not None:
         return batch
-    shape = batch.tokens.shape
-    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    num_rows, S = batch.tokens.shape
+    positions = np.broadcast_to(np.arange(S, dtype=np.int32), (num_rows, S))
     return batch._replace(positions=positions, segments=np.zeros_like(positions))
 
 
 def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Returns the images of `indices` (int64, each < n <= 2^62) under a pseudo-random permutation of range(n).
+    """Returns the images of `indices` under a pseudo-random permutation of range(n).
 
-    A four-round Feistel network on the smallest even number of bits that holds n - 1; a result outside
-    range(n) is permuted again until it lies inside (cycle walking), which keeps it a permutation
-    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    `indices` are int64, each below n <= 2^62. A four-round Feistel network on the smallest even
+    number of bits that holds n - 1; a result outside range(n) is permuted again until it lies
+    inside (cycle walking), which keeps it a permutation (Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002).
     """
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
@@ -93,9 +104,10 @@ def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
     result = np.asarray(indices, np.uint64)
     outside = np.ones(result.shape, bool)
     while outside.any():
-        left, right = result[outside] >> shift, result[outside] & mask
-        for round_ in range(4):
-            left, right = right, left ^ (_hash(right, key * 4 + round_) & mask)
+        left = result[outside] >> shift
+        right = result[outside] & mask
+        for round_number in range(4):
+            left, right = right, left ^ (_hash(right, key * 4 + round_number) & mask)
         result[outside] = (left << shift) | right
         outside = result >= np.uint64(n)
     return result.astype(np.int64)

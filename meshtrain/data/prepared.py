@@ -34,7 +34,10 @@ def is_prepared(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest; raises ConfigError if it is corrupt, or if a file that it lists has another size."""
+    """Returns the manifest.
+
+    Raises ConfigError if it is corrupt, or if a file that it lists has another size.
+    """
     name = folder / MANIFEST
     try:
         manifest = json.loads(name.read_text())
@@ -43,9 +46,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{name} cannot be read: {error}; prepare the folder again") from None
     if version != VERSION:
         raise ConfigError(
-            f"{name}: version {version}, but this meshtrain reads {VERSION}; prepare the folder again"
+            f"{name}: version {version}, but this meshtrain reads {VERSION}; "
+            f"prepare the folder again"
         )
-    if missing := KEYS - manifest.keys():
+    missing = KEYS - manifest.keys()
+    if missing:
         raise ConfigError(f"{name}: no {', '.join(sorted(missing))}; prepare the folder again")
     try:
         sizes = _listed_sizes(manifest)
@@ -64,16 +69,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _listed_sizes(manifest: dict[str, Any]) -> dict[str, int]:
-    """Returns the size of each file; raises KeyError, TypeError or AttributeError for a corrupt manifest."""
-    sizes, tokenizer = {}, manifest["tokenizer"]
+    """Returns the size of each file that the manifest lists.
+
+    Raises KeyError, TypeError or AttributeError for a corrupt manifest.
+    """
+    tokenizer = manifest["tokenizer"]
     texts = [tokenizer["kind"], tokenizer["sha256"], manifest["dtype"]]
     numbers = [tokenizer["vocab_size"], tokenizer["eos"], manifest["tokens"]]
+    sizes = {}
     for shard in manifest["shards"]:
         for kind, file in shard["files"].items():
             sizes[f"{shard['name']}.{kind}"] = file["size"]
-            texts += [file["sha256"]]
+            texts.append(file["sha256"])
         numbers += [shard["tokens"], shard["documents"], shard["text_bytes"]]
-    if not (sizes and all(isinstance(number, int) for number in [*numbers, *sizes.values()])):
+    numbers += sizes.values()
+    if not sizes or not all(isinstance(number, int) for number in numbers):
         raise TypeError("a count is not an integer")
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a hash is not a text")
@@ -81,8 +91,12 @@ def _listed_sizes(manifest: dict[str, Any]) -> dict[str, int]:
 
 
 def read_token_bytes(folder: Path, manifest: dict[str, Any]) -> np.ndarray:
-    """Returns the number of text bytes of each token (vocab_size,); raises ConfigError if the file is corrupt."""
-    path, vocab_size = folder / TOKEN_BYTES, manifest["tokenizer"]["vocab_size"]
+    """Returns the number of text bytes of each token (vocab_size,).
+
+    Raises ConfigError if the file is corrupt.
+    """
+    path = folder / TOKEN_BYTES
+    vocab_size = manifest["tokenizer"]["vocab_size"]
     try:
         sizes_V = np.load(path, allow_pickle=False)
         if sizes_V.shape != (vocab_size,):

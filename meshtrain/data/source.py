@@ -19,7 +19,8 @@ class Batch(NamedTuple):
     weights: np.ndarray  # (B, S) float32, 0 where the target does not count
     positions: np.ndarray | None = None  # (B, S) int32, from 0 within each segment
     segments: np.ndarray | None = None  # (B, S) int32, a token attends only to its own segment
-    # (B, W) uint32, added by the train step of a model with dropout, see ops/dropout.py; no dataset yields them
+    # (B, W) uint32, which no dataset yields: the train step of a model with dropout adds them;
+    # see ops/dropout.py.
     row_keys: Any = None
 
 
@@ -34,12 +35,12 @@ class Source:
 
     read: Callable[[np.ndarray], Any]
     description: str = ""
-    # Loss of the best guess without context (the unigram entropy), in nats per token; None: unknown.
+    # Loss of the best guess without context (unigram entropy), in nats per token; None: unknown.
     baseline: float | None = None
     size: int | None = None  # samples per epoch; None: there are no epochs
     token_bytes: np.ndarray | None = None  # (V,) number of text bytes of each token
-    # What the samples are made of, wherever it is stored: "data", a digest of all tokens, and "tokenizer", the
-    # digest of their tokenizer, or "". Empty: unknown.
+    # What the samples are made of, wherever it is stored: "data", a digest of all tokens, and
+    # "tokenizer", the digest of their tokenizer, or "". Empty: unknown.
     identity: Mapping[str, str] = field(default_factory=dict)
     warnings: Sequence[str] = ()  # lines to log before a run trains on it
 
@@ -50,23 +51,18 @@ def check_sizes(seq_len: int, vocab_size: int, seed: int, separator: int = -1) -
     faults += minimum_faults(0, {"data.seed": seed})
     if not -1 <= separator < vocab_size:
         faults.append(
-            f"data.separator={separator}: no token below data.vocab_size={vocab_size}; use the token that ends "
-            f"documents, or -1"
+            f"data.separator={separator}: no token below data.vocab_size={vocab_size}; "
+            f"use the token that ends documents, or -1"
         )
     if faults:
         raise ConfigError(*faults)
 
 
 def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:
-    """Returns a Batch of (B, S + 1) tokens. Each row is one document, unless `separator` splits it."""
-    tokens, targets = rows[:, :-1], rows[:, 1:]
-    return split_documents(Batch(tokens, targets, np.ones(tokens.shape, np.float32)), separator)
-
-
-def concatenate(batches: Iterable[Batch], order: np.ndarray) -> Batch:
-    """Returns the rows of all batches, which have the same fields, in this order."""
-    fields = zip(*batches, strict=True)
-    return Batch(*(None if one[0] is None else np.concatenate(one)[order] for one in fields))
+    """Returns a Batch of (B, S + 1) tokens; a row is one document, unless `separator` splits it."""
+    tokens = rows[:, :-1]
+    batch = Batch(tokens, targets=rows[:, 1:], weights=np.ones(tokens.shape, np.float32))
+    return split_documents(batch, separator)
 
 
 def to_segmented_batch(rows: np.ndarray, is_start: np.ndarray) -> Batch:
@@ -74,33 +70,52 @@ def to_segmented_batch(rows: np.ndarray, is_start: np.ndarray) -> Batch:
 
     `is_start` (B, S + 1) is True for the first token of each document.
     """
-    tokens, targets = rows[:, :-1], rows[:, 1:]
+    # The first token of a document does not follow from the document before it.
     weights = (~is_start[:, 1:]).astype(np.float32)
-    return Batch(tokens, targets, weights, *_positions_and_segments(is_start[:, :-1]))
+    positions, segments = _positions_and_segments(is_start[:, :-1])
+    return Batch(rows[:, :-1], rows[:, 1:], weights, positions, segments)
 
 
 def split_documents(batch: Batch, separator: int) -> Batch:
-    """Returns the batch with one more segment after each token `separator` within a document; -1: as it is.
+    """Returns the batch with one more segment after each token `separator` within a document.
 
-    The target of a separator belongs to the next document and has weight 0.
+    The target of a separator belongs to the next document and has weight 0. With `separator` -1
+    the batch is returned as it is.
     """
     if separator < 0:
         return batch
-    ends = (batch.tokens == separator) & (batch.weights > 0)
-    starts = np.zeros(ends.shape, bool) if batch.positions is None else batch.positions == 0
-    starts[:, 1:] |= ends[:, :-1]
-    weights = np.where(ends, np.float32(0), batch.weights)
-    return Batch(batch.tokens, batch.targets, weights, *_positions_and_segments(starts))
+    is_end = (batch.tokens == separator) & (batch.weights > 0)
+    if batch.positions is None:
+        is_start = np.zeros(is_end.shape, bool)
+    else:
+        is_start = batch.positions == 0
+    is_start[:, 1:] |= is_end[:, :-1]
+    weights = np.where(is_end, np.float32(0), batch.weights)
+    positions, segments = _positions_and_segments(is_start)
+    return Batch(batch.tokens, batch.targets, weights, positions, segments)
 
 
 def _positions_and_segments(is_start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns both (B, S) int32; `is_start` (B, S) is True for the first token of each segment."""
-    starts, S = is_start.copy(), is_start.shape[1]
-    starts[:, 0] = True
+    S = is_start.shape[1]
+    is_start = is_start.copy()
+    is_start[:, 0] = True
     # There are few segments and many tokens, so compute each number once and repeat it.
-    at = np.flatnonzero(starts)
-    lengths = np.diff(at, append=starts.size)
-    numbers = np.arange(at.size) - np.searchsorted(at, at - at % S)
-    positions = np.arange(starts.size, dtype=np.int32) - np.repeat(at.astype(np.int32), lengths)
+    starts = np.flatnonzero(is_start)
+    lengths = np.diff(starts, append=is_start.size)
+    # A segment's number counts from 0 in each row: subtract the number of the row's first segment.
+    row_starts = starts - starts % S
+    numbers = np.arange(starts.size) - np.searchsorted(starts, row_starts)
     segments = np.repeat(numbers.astype(np.int32), lengths)
+    segment_starts = np.repeat(starts.astype(np.int32), lengths)
+    positions = np.arange(is_start.size, dtype=np.int32) - segment_starts
     return positions.reshape(-1, S), segments.reshape(-1, S)
+
+
+def concatenate(batches: Iterable[Batch], order: np.ndarray) -> Batch:
+    """Returns the rows of all batches, which have the same fields, in this order."""
+    fields = []
+    for arrays in zip(*batches, strict=True):
+        is_missing = arrays[0] is None  # no positions and segments, or no row_keys
+        fields.append(None if is_missing else np.concatenate(arrays)[order])
+    return Batch(*fields)

@@ -17,23 +17,24 @@ def without_files(build: str) -> str:
 def build(
     *, seq_len: int, vocab_size: int, separator: int, seed: int, split: str, **unused
 ) -> Source:
-    """Returns a source of arithmetic progressions modulo `vocab_size`, each with a random start and stride."""
+    """Returns a source of arithmetic progressions modulo `vocab_size`.
+
+    Each sample has a random start and stride, which depend on the seed, the split and its index.
+    """
     check_sizes(seq_len, vocab_size, seed, separator)
 
     def read(indices: np.ndarray) -> Batch:
-        rows = np.stack(
-            [
-                _progression(index, seq_len + 1, vocab_size, (seed, split == "train"))
-                for index in indices
-            ]
-        )
-        return to_batch(rows.astype(np.int32), separator)
+        rows = np.empty((len(indices), seq_len + 1), np.int32)
+        for row, index in enumerate(indices):
+            rng = np.random.default_rng([seed, split == "train", index])
+            start, stride = rng.integers(0, vocab_size, 2)
+            rows[row] = (start + stride * np.arange(seq_len + 1)) % vocab_size
+        return to_batch(rows, separator)
 
     description = f"synthetic progressions modulo {vocab_size}"
     # As with files, the seed and the length of a row do not belong to the identity of the data.
-    return Source(read, description=description, identity={"data": description, "tokenizer": ""})
-
-
-def _progression(index: int, length: int, modulus: int, seed: tuple) -> np.ndarray:
-    start, stride = np.random.default_rng([*seed, index]).integers(0, modulus, 2)
-    return (start + stride * np.arange(length)) % modulus
+    return Source(
+        read,
+        description=description,
+        identity={"data": description, "tokenizer": ""},
+    )

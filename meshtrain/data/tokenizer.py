@@ -17,40 +17,18 @@ from meshtrain.errors import ConfigError
 
 # V vocabulary
 
-PIECE_CHARS = 1 << 20  # a long text is tokenized in pieces of about this size, if it can be split
-
 FILES = ("tokenizer.json", "tokenizer.model")  # file names of a tokenizer in a folder
 
-# The first of these in a tokenizer.json ends documents; --eos selects another token.
-EOS_TOKENS = (
-    "<|endoftext|>",
-    "</s>",
-    "<|end_of_text|>",
-    "<｜end▁of▁sentence｜>",
-    "<|im_end|>",
-    "<eos>",
-)
-
-BYTES = "bytes"  # kind and digest of the tokenizer of bytes
-
-BYTES_ENTRY = {
-    "kind": BYTES,
-    "file": None,
-    "sha256": BYTES,
-    "vocab_size": 256,
-    "eos": 0,
-    "bos": None,
-}
-
-BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>")
+PIECE_CHARS = 1 << 20  # a long text is tokenized in pieces of about this size, if it can be split
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """Converts text into token ids below `vocab_size`, and back.
 
-    Special tokens spelled in a text are encoded as text. `encode_batch` returns an int32 array per text,
-    without special tokens; `decode` skips special tokens, and writes U+FFFD for invalid UTF-8.
+    Special tokens spelled in a text are encoded as text. `encode_batch` returns an int32 array per
+    text, without special tokens; `decode` skips special tokens, and writes U+FFFD for invalid
+    UTF-8.
     `token_bytes` returns the number of text bytes of each token (V,): 0 for special tokens.
     """
 
@@ -71,46 +49,65 @@ class Tokenizer:
 
     def pieces(self, text: str) -> list[str]:
         """Splits the text into pieces; their concatenated tokens are the tokens of the text."""
-        pieces, start, end = [], 0, PIECE_CHARS
+        pieces = []
+        start = 0
+        end = PIECE_CHARS
         while end < len(text):
             split = self.last_split_point(text[start:end])
             if split:
                 pieces.append(text[start : start + split])
                 start += split
-            # Without a split point, double the range: the search takes linear time.
-            end = start + PIECE_CHARS if split else start + 2 * (end - start)
+                end = start + PIECE_CHARS
+            else:
+                # Double the range, so that the search for a split point takes linear time.
+                end = start + 2 * (end - start)
         return [*pieces, text[start:]]
 
 
 def load(path: str | Path, eos: str = "") -> Tokenizer:
-    """Returns the tokenizer "bytes", or the one in a file, in a folder with such a file, or in a prepared folder.
+    """Returns the tokenizer "bytes", or the one in a file or in a folder.
 
+    A folder has one of FILES, or was written by `meshtrain prepare`.
     `eos` overrides the token that ends documents. Raises ConfigError if there is no such tokenizer.
     """
     if str(path) == "bytes":
         return _with_eos(_bytes(), eos, {})
-    path, entry = Path(path), {}
+    path = Path(path)
     accepted = "use bytes, a tokenizer.json, a SentencePiece .model, or a folder with one"
-    if fault := files.path_fault(path):
+    fault = files.path_fault(path)
+    if fault:
         raise ConfigError(f"tokenizer {path}: {fault}; {accepted}")
+    entry = {}
     if path.is_dir():
         entry = entry_of(path)
         if entry.get("kind") == "bytes":
             return _with_eos(_bytes(), eos, {})
         names = [entry["file"]] if entry else FILES
-        found = [path / name for name in names if (path / name).is_file()]
-        if not found:
+        existing = [path / name for name in names if (path / name).is_file()]
+        if not existing:
             raise ConfigError(f"tokenizer {path}: no {' or '.join(names)} in that folder")
-        path = found[0]
+        path = existing[0]
     try:
         with open(path, "rb") as file:
             is_json = path.suffix == ".json" or file.read(64).lstrip()[:1] == b"{"
     except OSError as error:
         raise ConfigError(f"tokenizer {path}: {error.strerror}; {accepted}") from None
-    tokenizer = (_huggingface if is_json else _sentencepiece)(path, eos)
+    tokenizer = _huggingface(path, eos) if is_json else _sentencepiece(path, eos)
     if entry and not eos:
+        # The documents of prepared data end with the token that `meshtrain prepare` was given.
         return dataclasses.replace(tokenizer, eos=entry["eos"])
     return tokenizer
+
+
+def _with_eos(tokenizer: Tokenizer, eos: str, ids: dict[str, int]) -> Tokenizer:
+    if not eos:
+        return tokenizer
+    if eos not in ids:
+        raise ConfigError(f"--eos={eos}: tokenizer {tokenizer.file or 'bytes'} has no such token")
+    return dataclasses.replace(tokenizer, eos=ids[eos])
+
+
+# ---- the tokenizer of a folder, without loading it ----
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -124,12 +121,15 @@ def has_bos(folder: Path) -> bool:
 
 
 def digest_of(folder: Path) -> str:
-    """Returns the digest of a folder's tokenizer as manifests store it; "" if there is no tokenizer."""
-    if folder.is_dir() and (entry := entry_of(folder)):
+    """Returns the digest of a folder's tokenizer, as manifests store it; "": there is none."""
+    entry = entry_of(folder) if folder.is_dir() else {}
+    if entry:
         return entry["sha256"]
-    files = (folder / name for name in FILES)
-    file = next((file for file in files if file.is_file()), None)
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
+    for name in FILES:
+        file = folder / name
+        if file.is_file():
+            return hashlib.sha256(file.read_bytes()).hexdigest()
+    return ""
 
 
 def digest(tokenizer: Tokenizer) -> str:
@@ -139,7 +139,7 @@ def digest(tokenizer: Tokenizer) -> str:
 
 
 def entry_of(folder: Path) -> dict[str, Any]:
-    """Returns the tokenizer's entry in the manifest of a prepared folder; {} if there is no manifest."""
+    """Returns the tokenizer's entry in a prepared folder's manifest; {} without a manifest."""
     try:
         return {**json.loads((folder / prepared.MANIFEST).read_text())["tokenizer"]}
     except FileNotFoundError:
@@ -149,6 +149,17 @@ def entry_of(folder: Path) -> dict[str, Any]:
 
 
 # ---- bytes ----
+
+BYTES = "bytes"  # kind and digest of the tokenizer of bytes
+
+BYTES_ENTRY = {
+    "kind": BYTES,
+    "file": None,
+    "sha256": BYTES,
+    "vocab_size": 256,
+    "eos": 0,
+    "bos": None,
+}
 
 
 def _bytes() -> Tokenizer:
@@ -176,6 +187,18 @@ def _bytes() -> Tokenizer:
 
 # ---- tokenizer.json ----
 
+# The first of these in a tokenizer.json ends documents; --eos selects another token.
+EOS_TOKENS = (
+    "<|endoftext|>",
+    "</s>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+    "<|im_end|>",
+    "<eos>",
+)
+
+BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>")
+
 
 def _huggingface(path: Path, eos: str) -> Tokenizer:
     tokenizers = errors.import_optional("tokenizers")
@@ -189,20 +212,28 @@ def _huggingface(path: Path, eos: str) -> Tokenizer:
     model.encode_special_tokens = True
     ids = model.get_vocab(with_added_tokens=True)
     special = {token["content"] for token in tokenizer_json["added_tokens"] if token["special"]}
+
+    def first_id(tokens: Sequence[str]) -> int | None:
+        return next((ids[token] for token in tokens if token in special), None)
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        arrays = []
+        for group in _group_texts(texts):
+            for encoding in model.encode_batch_fast(group, add_special_tokens=False):
+                arrays.append(np.array(encoding.ids, np.int32))
+        return arrays
+
+    def decode(tokens: Iterable[int]) -> str:
+        return model.decode([int(token) for token in tokens], skip_special_tokens=True)
+
     can_split = split_points.can_split(tokenizer_json)
     tokenizer = Tokenizer(
         "huggingface",
         vocab_size=max(ids.values()) + 1,
-        eos=next((ids[token] for token in EOS_TOKENS if token in special), None),
-        bos=next((ids[token] for token in BOS_TOKENS if token in special), None),
-        encode_batch=lambda texts: [
-            np.array(encoding.ids, np.int32)
-            for group in _group_texts(texts)
-            for encoding in model.encode_batch_fast(group, add_special_tokens=False)
-        ],
-        decode=lambda tokens: model.decode(
-            [int(token) for token in tokens], skip_special_tokens=True
-        ),
+        eos=first_id(EOS_TOKENS),
+        bos=first_id(BOS_TOKENS),
+        encode_batch=encode_batch,
+        decode=decode,
         token_bytes=lambda: _token_bytes(ids, tokenizer_json),
         last_split_point=split_points.last_split_point if can_split else lambda text: 0,
         file=path,
@@ -211,7 +242,7 @@ def _huggingface(path: Path, eos: str) -> Tokenizer:
 
 
 def _group_texts(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yields lists of texts, of about PIECE_CHARS in total: larger batches would need much memory."""
+    """Yields lists of about PIECE_CHARS characters: larger batches would need much memory."""
     group: list[str] = []
     for text in texts:
         group.append(text)
@@ -221,34 +252,32 @@ def _group_texts(texts: Sequence[str]) -> Iterator[list[str]]:
     yield group
 
 
-def _with_eos(tokenizer: Tokenizer, eos: str, ids: dict[str, int]) -> Tokenizer:
-    if not eos:
-        return tokenizer
-    if eos not in ids:
-        raise ConfigError(f"--eos={eos}: tokenizer {tokenizer.file or 'bytes'} has no such token")
-    return dataclasses.replace(tokenizer, eos=ids[eos])
-
-
 def _token_bytes(ids: dict[str, int], tokenizer_json: dict) -> np.ndarray:
     """Returns the number of text bytes of each token (V,).
 
     Exact for byte-level vocabularies, and for vocabularies with a byte fallback.
     """
-    added = {token["content"]: token["special"] for token in tokenizer_json["added_tokens"]}
+    is_special = {token["content"]: token["special"] for token in tokenizer_json["added_tokens"]}
     steps = split_points.steps(tokenizer_json, "pre_tokenizer", "decoder")
-    byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
     prefix = tokenizer_json["model"].get("continuing_subword_prefix") or ""
-    sizes = np.zeros(max(ids.values()) + 1, np.int32)
+    sizes_V = np.zeros(max(ids.values()) + 1, np.int32)
     for token, number in ids.items():
-        if token in added:
-            sizes[number] = 0 if added[token] else len(token.encode())
-        else:  # a byte-level vocabulary spells each byte as one character
-            sizes[number] = len(token) if byte_level else _piece_bytes(token.removeprefix(prefix))
-    return sizes
+        if token in is_special:
+            size = 0 if is_special[token] else len(token.encode())
+        elif is_byte_level:
+            size = len(token)  # such a vocabulary spells each byte as one character
+        else:
+            size = _piece_bytes(token.removeprefix(prefix))
+        sizes_V[number] = size
+    return sizes_V
 
 
 def _piece_bytes(piece: str) -> int:
-    """Returns the number of text bytes of a vocabulary entry: 1 for <0x0A>, and for the space marker."""
+    """Returns the number of text bytes of a vocabulary entry.
+
+    It is 1 for an entry such as <0x0A>, and for the character that stands for a space.
+    """
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):
         return 1
     return len(piece.replace("\u2581", " ").encode())
@@ -266,24 +295,28 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
     size = model.get_piece_size()
     ids = {model.id_to_piece(number): number for number in range(size)}
 
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(model.encode(text), np.int32) for text in texts]
+
+    def decode(tokens: Iterable[int]) -> str:
+        return model.decode([int(token) for token in tokens])
+
     def token_bytes() -> np.ndarray:
-        return np.array(
-            [
-                0
-                if model.is_control(number) or model.is_unknown(number) or model.is_unused(number)
-                else _piece_bytes(piece)
-                for piece, number in ids.items()
-            ],
-            np.int32,
-        )
+        sizes = []
+        for piece, number in ids.items():
+            if model.is_control(number) or model.is_unknown(number) or model.is_unused(number):
+                sizes.append(0)
+            else:
+                sizes.append(_piece_bytes(piece))
+        return np.array(sizes, np.int32)
 
     tokenizer = Tokenizer(
         "sentencepiece",
         vocab_size=size,
         eos=model.eos_id() if model.eos_id() >= 0 else None,
         bos=model.bos_id() if model.bos_id() >= 0 else None,
-        encode_batch=lambda texts: [np.array(model.encode(text), np.int32) for text in texts],
-        decode=lambda tokens: model.decode([int(token) for token in tokens]),
+        encode_batch=encode_batch,
+        decode=decode,
         token_bytes=token_bytes,
         last_split_point=lambda text: 0,
         file=path,

@@ -1,5 +1,6 @@
 """Converts between a config.json of transformers and the `model` section of a config."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from meshtrain.errors import ConfigError
 from meshtrain.huggingface import rope
 from meshtrain.huggingface.families import FAMILIES, base
 from meshtrain.huggingface.families.base import Config, Family, Section
+from meshtrain.models import transformer_config
+from meshtrain.models.transformer_config import TransformerConfig
 
 NAME = "config.json"
 
@@ -99,14 +102,8 @@ ZERO_FOR_NULL = ("q_lora_rank", "attention_softcap", "logit_softcap")
 
 NULLABLE = ("num_kv_heads", "head_dim", *ZERO_FOR_NULL)
 
-# Types of the values of Family.keys; keys that are not listed are int.
-VALUE_TYPES = {
-    "norm_epsilon": float,
-    "tie_embeddings": bool,
-    "router_scale": float,
-    "attention_softcap": float,
-    "logit_softcap": float,
-}
+# Types of the values in a section.
+VALUE_TYPES = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
 
 # Of keys that any config.json may have; see Family.supported_values.
 SUPPORTED_VALUES = {
@@ -120,7 +117,10 @@ SUPPORTED_VALUES = {
 
 
 def to_section(config: Config) -> Section:
-    """Returns the `model` section of a config.json; raises ConfigError with all unsupported keys."""
+    """Returns the `model` section of a config.json.
+
+    Raises ConfigError with all unsupported keys.
+    """
     family = family_of(config)
     config = with_defaults(config, family)
     faults = _faults(config, family)
@@ -133,8 +133,7 @@ def to_section(config: Config) -> Section:
     section["num_kv_heads"] = section.get("num_kv_heads") or num_heads
     section["head_dim"] = section.get("head_dim") or section["d_model"] // num_heads
     for key in ZERO_FOR_NULL:
-        value_type = VALUE_TYPES.get(key, int)
-        section[key] = value_type(section[key] or 0)
+        section[key] = VALUE_TYPES[key](section[key] or 0)
     section |= family.to_section(config)
     if section["positions"] == "rope":
         section |= rope.to_section(config, family)
@@ -174,7 +173,7 @@ def _value_faults(config: Config, family: Family) -> list[str]:
         has_null_default = hf_key in family.defaults and family.defaults[hf_key] is None
         if value is None and (key in NULLABLE or has_null_default):
             continue
-        value_type = VALUE_TYPES.get(key, int)
+        value_type = VALUE_TYPES[key]
         # For Python a bool is an int; here it is not.
         is_right_bool = isinstance(value, bool) == (value_type is bool)
         if not is_right_bool or not isinstance(value, value_type | int):
@@ -345,28 +344,6 @@ def _attention_to_config(section: Section, family: Family) -> Config:
 
 # ---- equal models ----
 
-# Keys of a section that do not change the logits.
-NOT_IN_LOGITS = (
-    "z_loss",
-    "dropout",
-    "attention_impl",
-    "loss_chunk_mib",
-    "balance",
-    "balance_weight",
-    "router_z_loss",
-)
-
-# Keys that matter only with experts.
-EXPERT_KEYS = (
-    "experts_per_token",
-    "d_expert",
-    "num_shared_experts",
-    "router",
-    "router_scale",
-    "expert_groups",
-    "capacity_factor",
-)
-
 
 def differences(expected: Section, actual: Section) -> list[str]:
     """Returns a line for each key that makes two sections different models."""
@@ -396,14 +373,8 @@ def normalize(section: Section) -> Section:
         section["v_head_dim"] = 0
     section["qkv_bias"] = section["qkv_bias"] or section["bias"]
     _normalize_rope(section, letters)
-    for key in NOT_IN_LOGITS:
-        del section[key]
-    if not section["qk_norm"]:
-        del section["qk_norm_heads"]
-    if not section["num_experts"]:
-        for key in EXPERT_KEYS:
-            del section[key]
-    else:
+    section = transformer_config.effective(section)
+    if section["num_experts"]:
         section["d_expert"] = section["d_expert"] or section["d_ff"]
         section["expert_groups"] = tuple(section["expert_groups"])
         if not section["first_dense_layers"]:

@@ -187,7 +187,10 @@ BIAS = f"layers/mlp/{STATS_KEY}/bias"  # of the router
 
 
 def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
-    """Converts a checkpoint to a Hugging Face folder, one parameter at a time; returns a summary."""
+    """Converts a checkpoint to a Hugging Face folder, one parameter at a time.
+
+    Returns a summary.
+    """
     directory, saved = find.find_valid(source, log=functools.partial(print, file=sys.stderr))
     workdir = find.workdir_of(directory)
     try:
@@ -231,6 +234,7 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
                 family,
                 section,
                 load,
+                shapes=weights.shapes_in_files(abstract, family),
                 layers=layers,
                 adapter=adapter,
                 dtype=dtype,
@@ -252,7 +256,7 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
             family,
             section,
             peft.merging(load, adapter, layers),
-            parameters=weights.paths(abstract, family),
+            shapes=weights.shapes_in_files(abstract, family),
             dtype=dtype,
             dtypes=dtypes,
             shard_bytes=round(args.max_shard_gb * 1e9),
@@ -331,7 +335,10 @@ def check_free_space(target: Path, size: int) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yields a folder to fill. It is renamed to `target` at the end, or removed if the body raises."""
+    """Yields a folder to fill.
+
+    It is renamed to `target` at the end, or removed if the body raises.
+    """
     folder = target.with_name(target.name + manifest.PARTIAL)
     is_first = distributed.process_id() == 0
     if is_first:

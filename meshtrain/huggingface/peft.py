@@ -27,18 +27,21 @@ def write(
     section: Section,
     load: Callable[[str], np.ndarray],
     *,
+    shapes: Mapping[str, tuple[int, ...]],
     layers: Sequence[str],
     adapter: Mapping[str, Any],
     dtype: np.dtype,
 ) -> None:
     """Writes the adapter of `layers`, the paths of linear layers.
 
-    `load` returns a parameter by its path; `adapter` is the section of this name. Raises ConfigError
-    for a layer that has no tensor of its own in the family's files.
+    `shapes` are those of the parameters, by path; `load` returns a parameter by its path. `section`
+    is the model section, `adapter` the section of this name. Raises ConfigError for a layer that
+    has no tensor of its own in the family's files.
     """
     if not layers:
         raise ConfigError("--adapter: the run has no adapter (adapter.rank=0); leave out --adapter")
-    rows = tensor_rows.rows(family.names, [path + KERNEL for path in layers], section)
+    kernels = {path + KERNEL: shapes[path + KERNEL] for path in layers}
+    rows = tensor_rows.rows(family.names, kernels, section)
     specs = []
     arrays = []
     modules = set()
@@ -76,9 +79,9 @@ def write(
 
 
 def _factors(a: np.ndarray, b: np.ndarray, *, num_stacked: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the factors of each tensor as PEFT stores them, whatever the order of a kernel's dims.
+    """Returns the factors of each tensor as PEFT stores them.
 
-    A is (tensor, rank, inputs), B (tensor, outputs, rank).
+    Whatever the order of a kernel's dims, A is (tensor, rank, inputs), B (tensor, outputs, rank).
     """
     rank = a.shape[-1]
     a = a.reshape(*a.shape[:num_stacked], -1, rank).swapaxes(-1, -2)

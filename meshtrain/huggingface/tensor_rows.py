@@ -1,14 +1,14 @@
 """The tensors of each parameter in the files of transformers.
 
-The table of a family (Family.names) maps the path of a parameter to "TENSOR DIM DIM ...": the name of
-the tensor, and its dims in the file. "HK" is one dim in the file and two dims, H and K, in this
+The table of a family (Family.names) maps the path of a parameter to "TENSOR DIM DIM ...": the name
+of the tensor, and its dims in the file. "HK" is one dim in the file and two dims, H and K, in this
 package. A digit is an index into a fused tensor: 0 query, 1 key, 2 value. In the name, the first *
 stands for the index of the layer, and the second for that of the expert.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from meshtrain.models import base
 # Q latent of the queries, C of keys and values, J = C + rope key, M = K without rope + W
 
 # Dims in this package; the parameters under layers/ also have a leading dim L, those of the first
-# layers do not. Dims that the tensor of a family lacks do not apply: E if it has one tensor per expert
-# or no experts, H and G if heads are normalized one by one.
+# layers do not. Dims that the tensor of a family lacks do not apply: E if it has one tensor per
+# expert or no experts, H and G if heads are normalized one by one.
 DIMS = {
     "tokens/embedding": "VD",
     "positions/embedding": "PD",
@@ -70,7 +70,7 @@ FIRST_LAYERS = f"{base.FIRST_LAYERS_KEY}/"
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter, and its tensors in the files: one, one per layer, or one per layer and expert."""
+    """A parameter and its tensors in the files: one, one per layer, or one per layer and expert."""
 
     # Of the parameter.
     path: str
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """Returns the leading dims of the parameter that are indices in the names of the tensors."""
+        """Returns the leading dims of the parameter that are indices in the tensors' names."""
         return tuple(self.sizes[letter] for letter in "LE"[: self.name.count("*")])
 
     @property
@@ -102,7 +102,7 @@ class Row:
         return tuple(math.prod(map(self._size, dim)) for dim in self.dims)
 
     def parameter_view(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns a view of a tensor as the parameter of one layer and expert, with its dims in DIMS."""
+        """Returns a view of a tensor with the dims of the parameter, of one layer and expert."""
         letters = "".join(self.dims)
         split = tensor.reshape([self._size(letter) for letter in letters])
         # Select query, key or value of a fused tensor.
@@ -118,37 +118,39 @@ class Row:
         return self.sizes.get(letter, 3)
 
 
-def rows(table: Mapping[str, str], paths: Iterable[str], section: Mapping[str, Any]) -> list[Row]:
-    """Returns the row of each parameter of a model.
+def rows(
+    table: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], section: Mapping[str, Any]
+) -> list[Row]:
+    """Returns the row of each parameter of a model, from its shape in this package, by path.
 
     Raises KeyError for a path that is not in the table.
     """
-    s, first = section, section["first_dense_layers"]
-    dense = {"L": s["num_layers"] - first, "V": s["vocab_size"], "P": s["max_seq_len"]}
-    dense |= {"D": s["d_model"], "H": s["num_heads"], "G": s["num_kv_heads"], "F": s["d_ff"]}
-    head_dim, C = s["head_dim"] or s["d_model"] // s["num_heads"], s["kv_lora_rank"]
-    dense |= {"K": head_dim + s["rope_head_dim"], "W": s["v_head_dim"] or head_dim}
-    dense |= {
-        "Q": s["q_lora_rank"],
-        "C": C,
-        "J": C + s["rope_head_dim"],
-        "M": head_dim + dense["W"],
-    }
-    sizes = dense
-    if s["num_experts"]:
-        width = s["d_expert"] or s["d_ff"]
-        sizes = dense | {"E": s["num_experts"], "F": width, "U": s["num_shared_experts"] * width}
-    found = []
-    for path in paths:
-        number, _, rest = path.removeprefix(FIRST_LAYERS).partition("/")
+    rows = []
+    for path, shape in shapes.items():
         if path.startswith(FIRST_LAYERS):
+            number, _, rest = path.removeprefix(FIRST_LAYERS).partition("/")
             key = FIRST_LAYERS + rest
             name, *dims = table[key if key in table else in_stack(path)].split()
-            found.append(Row(path, name.replace("*", number), tuple(dims), dense))
+            name = name.replace("*", number)
+            first = 0
         else:
             name, *dims = table[path].split()
-            found.append(Row(path, name, tuple(dims), sizes, first))
-    return found
+            first = section["first_dense_layers"]
+        sizes = _sizes(path, shape)
+        if "V" in sizes:
+            sizes["V"] = section["vocab_size"]  # without the padding of this package
+        rows.append(Row(path, name, tuple(dims), sizes, first))
+    return rows
+
+
+def _sizes(path: str, shape: tuple[int, ...]) -> dict[str, int]:
+    """Returns the size of each dim of a parameter, by its letter."""
+    letters = DIMS[in_stack(path)]
+    lead = "L" if path.startswith("layers/") else ""
+    num_own = len(shape) - len(lead)
+    if num_own > len(letters):
+        letters = "E" + letters  # of all experts
+    return dict(zip(lead + letters[-num_own:], shape, strict=True))
 
 
 def in_stack(path: str) -> str:

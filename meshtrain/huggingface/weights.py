@@ -1,4 +1,4 @@
-"""Reads and writes the parameters of a model in the files of Hugging Face's transformers, bit for bit.
+"""Reads and writes the parameters of a model in the files of transformers, bit for bit.
 
 config_json.py converts config.json; tensor_rows.py maps tensors to parameters; files.py reads and
 writes safetensors; what belongs to one family lies in families/.
@@ -58,8 +58,9 @@ def _convert_config(folder: Path, convert: Callable[[Config], T]) -> T:
 
 
 def check_sizes(folder: Path) -> None:
-    """Raises ConfigError if config.json has more layers than tensors, or a dim larger than any tensor.
+    """Raises ConfigError if config.json has sizes that the tensors next to it cannot have.
 
+    These are more layers than there are tensors, or a dim larger than any tensor.
     Call it before anything is allocated: absurd sizes would use up all memory.
     """
     family, tensors = _parameter_tensors(folder)
@@ -151,10 +152,16 @@ def _unfuse(name: str, tensor: files.Tensor, family: Family) -> dict[str, files.
 # ---- parameters and their tensors ----
 
 
-def paths(params: Params, family: Family) -> list[str]:
-    """Returns the path of each parameter that a family's files have, in the leaf order of JAX."""
-    leaves = jax.tree.leaves_with_path(params)
-    return [_path_name(path) for path, _ in leaves if _is_in_files(path, family)]
+def shapes_in_files(params: Params, family: Family) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each parameter that the files of a family have, by path.
+
+    They are in the leaf order of JAX.
+    """
+    return {
+        _path_name(path): leaf.shape
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if _is_in_files(path, family)
+    }
 
 
 def _path_name(path: tuple) -> str:
@@ -162,13 +169,13 @@ def _path_name(path: tuple) -> str:
 
 
 def _is_in_files(path: tuple, family: Family) -> bool:
-    """Returns whether the files have a parameter: all but measured ones that no tensor is named for."""
+    """Returns whether the files have a parameter: all but measured ones without a tensor name."""
     return not is_measured(path) or _path_name(path) in family.names
 
 
-def _rows(family: Family, parameters: Iterable[str], section: Section) -> list[Row]:
+def _rows(family: Family, shapes: Mapping[str, tuple[int, ...]], section: Section) -> list[Row]:
     try:
-        return tensor_rows.rows(family.names, parameters, section)
+        return tensor_rows.rows(family.names, shapes, section)
     except KeyError as error:
         raise ConfigError(f"{family.architecture} has no parameter {error.args[0]}") from error
 
@@ -177,11 +184,12 @@ def _rows(family: Family, parameters: Iterable[str], section: Section) -> list[R
 
 
 def read(folder: Path, abstract_params: Params, section: Section) -> Params:
-    """Returns the parameters in a folder, with the shapes, dtypes and shardings of `abstract_params`.
+    """Returns the parameters in a folder.
 
-    `section` is the `model` section of the same model. Each device reads its shard from the files; a
-    process holds extra host memory only for its shards of one parameter. Raises ConfigError, before
-    anything is allocated, if a file is damaged or a tensor does not match `section`.
+    They have the shapes, dtypes and shardings of `abstract_params`; `section` is the `model`
+    section of the same model. Each device reads its shard from the files; a process holds extra
+    host memory only for its shards of one parameter. Raises ConfigError, before anything is
+    allocated, if a file is damaged or a tensor does not match `section`.
     """
     family = family_in(folder)
     checked = iter(check(folder, abstract_params, section))
@@ -208,9 +216,12 @@ def _initial_measured(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 def check(
     folder: Path, abstract_params: Params, section: Section
 ) -> list[tuple[Row, list[files.Tensor]]]:
-    """Returns the tensors of each parameter; reads only headers. Raises the same errors as `read`."""
+    """Returns the tensors of each parameter; reads only headers.
+
+    Raises the same errors as `read`.
+    """
     family, tensors = _parameter_tensors(folder)
-    rows = _rows(family, paths(abstract_params, family), section)
+    rows = _rows(family, shapes_in_files(abstract_params, family), section)
     _check_tensors(folder, family, tensors, rows)
     return [(row, [tensors[name] for name in row.tensors]) for row in rows]
 
@@ -221,7 +232,7 @@ MAX_LISTED = 20  # tensors that an error message lists
 def _check_tensors(
     folder: Path, family: Family, tensors: dict[str, files.Tensor], rows: Iterable[Row]
 ) -> None:
-    """Raises ConfigError, with a table, if names, shapes or dtypes of the tensors differ from `rows`."""
+    """Raises ConfigError, with a table, unless the tensors have the names and shapes of `rows`."""
     shapes = {name: row.shape for row in rows for name in row.tensors}
     head = family.names["output/kernel"].split()[0]
     embedding = family.names["tokens/embedding"].split()[0]
@@ -302,21 +313,21 @@ def write(
     section: Section,
     load: Callable[[str], np.ndarray],
     *,
-    parameters: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
     dtypes: Mapping[str, np.dtype],
     shard_bytes: int,
 ) -> None:
     """Writes the tensors of a model to files of at most `shard_bytes`.
 
-    Their dtype is `dtype`, except those in `dtypes`, by name, which must represent the values exactly,
-    and the bias of a router, which is not narrower than float32.
-    `parameters` are the paths of the parameters. `load` returns a parameter by its path; it is called
-    once for each. Memory holds only the parameters of one tensor at a time.
+    Their dtype is `dtype`, except those in `dtypes`, by name, which must represent the values
+    exactly, and the bias of a router, which is not narrower than float32. `shapes` are those of the
+    parameters, by path. `load` returns a parameter by its path; it is called once for each. Memory
+    holds only the parameters of one tensor at a time.
     """
     # By name: a fused tensor of GPT-2 holds three parameters.
     rows_by_name: dict[str, list[Row]] = {}
-    for row in _rows(family, parameters, section):
+    for row in _rows(family, shapes, section):
         rows_by_name.setdefault(row.name, []).append(row)
 
     def dtype_of(name: str) -> np.dtype:

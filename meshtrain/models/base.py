@@ -1,7 +1,8 @@
 """The model interface: pure functions over a nested dict of arrays, whose dims have logical names.
 
-Only this file and own.py split Flax modules into functions and arrays. All other code sees plain functions and
-dicts, so checkpoints contain no Flax classes, and a step uses only `jax.*` transforms.
+Only this file and from_modules.py split Flax modules into functions and arrays. All other code sees
+plain functions and dicts, so checkpoints contain no Flax classes, and a step uses only `jax.*`
+transforms.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -114,7 +115,7 @@ def is_measured(path: tuple) -> bool:
 
 @dataclass(frozen=True)
 class Functional:
-    """An NNX module as pure functions: init, the logical names of its parameters, and bind.
+    """An NNX module as pure functions: init, bind, and the logical names of its parameters.
 
     `bind(params, key)` returns the module; dropout is off if the key is None. `bind(params)` is for the
     parts of a stack, which get no key: the use of a random number in them raises ConfigError.
@@ -123,6 +124,7 @@ class Functional:
     init: Callable[[jax.Array], Params]
     axes: Axes
     bind: Callable[..., nnx.Module]
+    shapes: Params = None  # the parameters as jax.ShapeDtypeStruct, of an NNX module
     dropouts: tuple[str, ...] = ()  # paths of the dropout layers that are on
     linears: Mapping[str, int] = field(default_factory=dict)  # see `Model.linears`
 
@@ -160,7 +162,9 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
             linears.update(lora_layer.linears(module))
             return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
-    graph, params, streams, rest = jax.eval_shape(split, jax.random.key(0))
+    # An abstract key: to build a model starts no backend, which would hold memory of the GPUs.
+    key = jax.eval_shape(jax.random.key, 0)
+    graph, params, streams, rest = jax.eval_shape(split, key)
     for path, variable in nnx.to_flat_state(rest):
         raise ConfigError(
             f"model state {'/'.join(map(str, path))} is a {type(variable).__name__}: meshtrain trains parameters "
@@ -196,8 +200,15 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         path: variable.get_metadata().get("out_sharding")
         for path, variable in nnx.to_flat_state(params)
     }
-    axes = _axes_tree(nnx.to_pure_dict(params), names)
-    return Functional(init, axes, bind, tuple(dropouts), linears)
+    shapes = nnx.to_pure_dict(params)
+    return Functional(
+        init=init,
+        axes=_axes_tree(shapes, names),
+        bind=bind,
+        shapes=shapes,
+        dropouts=tuple(dropouts),
+        linears=linears,
+    )
 
 
 def _active_dropouts(module: nnx.Module) -> Iterator[str]:

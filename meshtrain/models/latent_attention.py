@@ -12,8 +12,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.models.layers import Attend, CachedAttention, dense, norm
-from meshtrain.models.rope import rope, select
+from meshtrain.models.layers import (
+    Attend,
+    AttentionMetadata,
+    CachedAttention,
+    dense,
+    norm,
+    with_scores,
+)
+from meshtrain.models.rope import rope
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered
 
@@ -26,67 +34,65 @@ EPSILON = 1e-6  # of the norms of latents, as in transformers, where no key sets
 class LatentAttention(nnx.Module):
     """Causal self-attention with low-rank queries, keys and values, and a rope key that all heads share."""
 
-    def __init__(self, c, rngs: nnx.Rngs):
+    def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
         self.c = c
-        into_heads, down = ("embed", "heads", "head_dim"), ("embed", None)
-        queries, values = (c.num_heads, c.query_size), (c.num_heads, c.value_size)
-        if Q := c.q_lora_rank:
-            self.query_down = dense(rngs, c.d_model, Q, axes=down, bias=c.bias)
+        H, D, Q, C, E = c.num_heads, c.d_model, c.q_lora_rank, c.kv_lora_rank, c.latent_size
+        into_heads, out_of_heads = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
+        down = ("embed", None)
+        queries, values = (H, c.query_size), (H, c.value_size)
+        keys_and_values = (H, c.head_size + c.value_size)
+        if Q:
+            self.query_down = dense(rngs, D, Q, axes=down, bias=c.bias)
             self.query_down_norm = norm(rngs, "rms", Q, epsilon=EPSILON)
             self.query_up = dense(rngs, Q, queries, axes=into_heads, bias=False)
         else:
-            self.query = dense(rngs, c.d_model, queries, axes=into_heads, bias=False)
-        E = c.kv_lora_rank + c.rope_head_dim
-        self.kv_down = dense(rngs, c.d_model, E, axes=down, bias=c.bias)
-        self.kv_down_norm = norm(rngs, "rms", c.kv_lora_rank, epsilon=EPSILON)
-        keys_and_values = c.num_heads, c.head_size + c.value_size
-        self.kv_up = dense(rngs, c.kv_lora_rank, keys_and_values, axes=into_heads, bias=False)
-        out = ("heads", "head_dim", "embed")
-        self.out = dense(rngs, values, c.d_model, axes=out, bias=c.bias, scale=c.residual_scale)
+            self.query = dense(rngs, D, queries, axes=into_heads, bias=False)
+        self.kv_down = dense(rngs, D, E, axes=down, bias=c.bias)
+        self.kv_down_norm = norm(rngs, "rms", C, epsilon=EPSILON)
+        self.kv_up = dense(rngs, C, keys_and_values, axes=into_heads, bias=False)
+        self.out = dense(rngs, values, D, axes=out_of_heads, bias=c.bias, scale=c.residual_scale)
 
     def __call__(
         self,
         norm: Callable[[jax.Array], jax.Array],
         x_BSD: jax.Array,
-        positions_BS: jax.Array,
-        row_length: int | jax.Array,
-        is_local: jax.Array | bool,
+        metadata: AttentionMetadata,
         attend: Attend,
     ) -> jax.Array:
         """Returns the attention of `norm(x)`."""
-        c = self.c
-        options = dict(scale=c.query_scale or c.query_size**-0.5, softcap=c.attention_softcap)
-        options |= dict(window=c.window or None, is_local=is_local)
+        scored = with_scores(attend, self.c, metadata.is_local)
         down = recomputed(lambda x_BSD: self._down(norm(x_BSD)), x_BSD)
-        up = partial(self._up, positions_BS, row_length, is_local)
+        up = partial(self._up, metadata)
         if isinstance(attend, CachedAttention):
-            out_BSHV = self._attend_to_latents(*up(*down), partial(attend, **options))
+            q_BSHK, kv_BSE = up(*down)
+            out_BSHV = self._attend_to_latents(q_BSHK, kv_BSE, scored)
         else:
             q_BSHK, k_BSHK, v_BSHV = recomputed(lambda *down: self._expand(*up(*down)), *down)
-            out_BSHV = attend(q_BSHK, k_BSHK, v_BSHV, **options)
+            out_BSHV = scored(q_BSHK, k_BSHK, v_BSHV)
         return recomputed(self._combine, out_BSHV)
 
     def _down(self, x_BSD):
-        """Returns the latents of the queries, or the queries, and what a token has for the keys of all heads."""
+        """Returns the queries or their latents, and the latents of keys and values (B, S, E)."""
         if self.c.q_lora_rank:
             query = constrain(self.query_down(x_BSD), "batch", "seq", None)
         else:
             query = constrain(self.query(x_BSD), "batch", "seq", "heads", "head_dim")
         return query, constrain(self.kv_down(x_BSD), "batch", "seq", None)
 
-    def _up(self, positions_BS, row_length, is_local, query, kv_BSE):
-        """Returns the queries (B, S, H, K) and the normalized latents with the shared key, (B, S, E), with rope."""
+    def _up(self, metadata, query, kv_BSE):
+        """Returns the queries (B, S, H, K), and the normalized latents with the shared key, (B, S, E).
+
+        Queries and the shared key have rope.
+        """
         c = self.c
         N, C = c.head_size, c.kv_lora_rank
         if c.q_lora_rank:
             query = self.query_up(self.query_down_norm(query))
         q_BSHK = constrain(query, "batch", "seq", "heads", "head_dim")
-        of_local, of_global = c.local_frequencies(row_length), c.frequencies(row_length)
-        frequency_r = select(is_local, of_local, of_global)
-        factor = select(is_local, c.local_attention_factor, c.attention_factor)
+        frequency_r, factor = c.rotation(metadata.row_length, metadata.is_local)
 
         def rotate(x_BSHR):
-            return rope(_halves_of_pairs(x_BSHR), positions_BS, frequency_r, factor)
+            return rope(_halves_of_pairs(x_BSHR), metadata.positions_BS, frequency_r, factor)
 
         q_BSHK = jnp.concatenate([q_BSHK[..., :N], rotate(q_BSHK[..., N:])], axis=-1)
         latent_BSC, key_BSR = self.kv_down_norm(kv_BSE[..., :C]), kv_BSE[..., C:]

@@ -7,7 +7,7 @@ and softmax compute in float32 or wider.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,32 +16,283 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.data.source import Batch
 from meshtrain.models.base import CacheState
-from meshtrain.models.rope import rope, select
+from meshtrain.models.rope import rope
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
-# B batch, S sequence, D model, H heads, G key/value heads, K head dim, F feed-forward
+# B batch, S sequence, T positions of the cache, D model, H heads, G key/value heads, K head dim,
+# F feed-forward
 
-# numbers of the masks of dropout in a layer, see ops/dropout.py
+# Numbers of the masks of dropout in a layer, see ops/dropout.py.
 OF_PROBABILITIES, AFTER_ATTENTION, AFTER_MLP = range(3)
 
 
-def normal_initializer(std: float) -> nnx.Initializer:
-    """Returns an initializer that draws from an approximate normal distribution, bounded at 3.46 `std`.
+# (q_BSHK, k_BSGK, v_BSGV, scale=, softcap=, window=, is_local=) -> out_BSHV. The caller of the
+# layers chooses it: attention within a row in training, over the key/value cache in generation.
+Attend = Callable[..., jax.Array]
 
-    It adds four 16-bit uniform integers and multiplies once. No rounding depends on how XLA compiles
-    this, so the same key gives the same bits on every mesh. (`jax.random.normal` differs in the last
-    bit between shards of different shapes, jax 0.12.)
+
+class AttentionMetadata(NamedTuple):
+    """What attention needs to know besides the activations."""
+
+    positions_BS: jax.Array
+    row_length: int | jax.Array  # tokens of a row; with a key/value cache, of those so far
+    is_local: jax.Array | bool
+
+
+class Block(nnx.Module):
+    """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With post_norm, the output of each branch is also normalised before it is added (Gemma 2).
+    `make_mlp` returns an MLP, or a layer that is also called with the batch, and also returns what
+    it adds to the loss of a token (B, S).
     """
-    # The variance of the sum is four times (2^32 - 1) / 12.
-    sum_std = ((2**32 - 1) / 3) ** 0.5
 
-    def init(key, shape, dtype=jnp.float32):
-        bits = jax.random.bits(key, (2, *shape), jnp.uint32)
-        total = ((bits >> 16) + (bits & 0xFFFF)).astype(jnp.int32).sum(0) - 2 * 65535
-        return (total.astype(jnp.float32) * jnp.float32(std / sum_std)).astype(dtype)
+    def __init__(
+        self, c: TransformerConfig, rngs: nnx.Rngs, make_attention: Callable, make_mlp: Callable
+    ):
+        def make_norm():
+            return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
 
-    return init
+        self.attention_norm = make_norm()
+        self.attention = make_attention(rngs)
+        self.attention_post_norm = make_norm() if c.post_norm else None
+        self.mlp_norm = make_norm()
+        # Created here: the order of these calls decides which random numbers each layer gets.
+        self.mlp = make_mlp(rngs)
+        self.mlp_post_norm = make_norm() if c.post_norm else None
+
+    def __call__(
+        self,
+        x_BSD: jax.Array,
+        metadata: AttentionMetadata,
+        attend: Attend,
+        drop: Callable[..., jax.Array],
+        batch: Batch,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the activations (B, S, D), and what the layer adds to the loss, None with an MLP.
+
+        `drop` is (x_BSD, site=) -> x_BSD: dropout with the keys of this layer.
+        """
+        branch_BSD = self.attention(self.attention_norm, x_BSD, metadata, attend)
+        add = partial(_add, self.attention_post_norm, partial(drop, site=AFTER_ATTENTION))
+        x_BSD = recomputed(add, x_BSD, branch_BSD)
+
+        loss_BS = None
+        if isinstance(self.mlp, MLP):
+            branch_BSD = self.mlp(self.mlp_norm, x_BSD)
+        else:
+            branch_BSD, loss_BS = self.mlp(self.mlp_norm, x_BSD, batch)
+        add = partial(_add, self.mlp_post_norm, partial(drop, site=AFTER_MLP))
+        return recomputed(add, x_BSD, branch_BSD), loss_BS
+
+
+def _add(post_norm: nnx.Module | None, drop: Callable, x_BSD, branch_BSD) -> jax.Array:
+    branch_BSD = branch_BSD if post_norm is None else post_norm(branch_BSD)
+    return constrain(x_BSD + drop(branch_BSD), "batch", "residual_seq", "residual")
+
+
+# ---- attention ----
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with grouped key/value heads."""
+
+    def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
+        self.c = c
+        D, H, G = c.d_model, (c.num_heads, c.head_size), (c.num_kv_heads, c.head_size)
+        into_heads, into_kv_heads = (
+            ("embed", heads, "head_dim") for heads in ("heads", "kv_heads")
+        )
+        out_of_heads = ("heads", "head_dim", "embed")
+        bias = c.bias or c.qkv_bias
+        self.query = dense(rngs, D, H, axes=into_heads, bias=bias)
+        self.key = dense(rngs, D, G, axes=into_kv_heads, bias=bias)
+        self.value = dense(rngs, D, G, axes=into_kv_heads, bias=bias)
+        self.out = dense(rngs, H, D, axes=out_of_heads, bias=c.bias, scale=c.residual_scale)
+        self.query_norm = _head_norm(c, rngs, H, "heads") if c.qk_norm else None
+        self.key_norm = _head_norm(c, rngs, G, "kv_heads") if c.qk_norm else None
+
+    def __call__(
+        self,
+        norm: Callable[[jax.Array], jax.Array],
+        x_BSD: jax.Array,
+        metadata: AttentionMetadata,
+        attend: Attend,
+    ) -> jax.Array:
+        """Returns the attention of `norm(x)`."""
+        q_BSHK, k_BSGK, v_BSGK = recomputed(lambda x_BSD: self._project(norm(x_BSD)), x_BSD)
+        q_BSHK, k_BSGK = recomputed(partial(self._rotate, metadata), q_BSHK, k_BSGK)
+        out_BSHK = with_scores(attend, self.c, metadata.is_local)(q_BSHK, k_BSGK, v_BSGK)
+        return recomputed(self._combine, out_BSHK)
+
+    def _project(self, x_BSD):
+        q_BSHK = constrain(self.query(x_BSD), "batch", "seq", "heads", "head_dim")
+        k_BSGK = constrain(self.key(x_BSD), "batch", "seq", "kv_heads", "head_dim")
+        v_BSGK = constrain(self.value(x_BSD), "batch", "seq", "kv_heads", "head_dim")
+        return q_BSHK, k_BSGK, v_BSGK
+
+    def _rotate(self, metadata, q_BSHK, k_BSGK):
+        if self.c.qk_norm:
+            q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
+        if self.c.positions == "rope":
+            frequency_k, factor = self.c.rotation(metadata.row_length, metadata.is_local)
+            q_BSHK = rope(q_BSHK, metadata.positions_BS, frequency_k, factor)
+            k_BSGK = rope(k_BSGK, metadata.positions_BS, frequency_k, factor)
+        return q_BSHK, k_BSGK
+
+    def _combine(self, out_BSHK):
+        out_BSHK = checkpoint_name(out_BSHK, "attention")
+        return self.out(constrain(out_BSHK, "batch", "seq", "heads", "head_dim"))
+
+
+def _head_norm(
+    c: TransformerConfig, rngs: nnx.Rngs, shape: tuple[int, int], heads: str
+) -> nnx.Module:
+    if c.qk_norm_heads == "all":
+        names = (heads, "head_dim")
+        return NormOfAllHeads(c.norm, shape, epsilon=c.norm_epsilon, names=names)
+    return norm(rngs, c.norm, c.head_size, epsilon=c.norm_epsilon, name="head_dim")
+
+
+def with_scores(attend: Attend, c: TransformerConfig, is_local: jax.Array | bool) -> Attend:
+    """Returns `attend` with the scale, the soft cap and the window of a layer's scores."""
+    return partial(
+        attend,
+        scale=c.score_scale,
+        softcap=c.attention_softcap,
+        window=c.window or None,
+        is_local=is_local,
+    )
+
+
+class CachedAttention:
+    """Attention over a cache: keys and values, each (B, T, G, K), to which a call adds its own.
+
+    A cache of one array holds latent keys, which are the values as well. `attend` is as
+    `ops.attention.attention`.
+    """
+
+    def __init__(
+        self, attend: Callable[..., jax.Array], cache: Any, batch: Batch, past: CacheState
+    ):
+        self.attend, self.cache, self.batch, self.past = attend, cache, batch, past
+
+    def __call__(self, q_BSHK: jax.Array, *new: jax.Array, **options: Any) -> jax.Array:
+        """Returns the attention of queries to the cache, once `new`, their keys and values, is in it."""
+        start = self.past.start
+        cache = []
+        for old, x in zip(self.cache, new, strict=True):
+            updated = jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, 1)
+            cache.append(constrain(updated, "batch", None, "kv_heads", "head_dim"))
+        self.cache = tuple(cache)
+        return self.attend(
+            q_BSHK,
+            self.cache[0],
+            self.cache[-1],
+            self.batch.segments,
+            self.past.segments_BT,
+            start=start,
+            **options,
+        )
+
+
+# ---- feed-forward ----
+
+
+class MLP(nnx.Module):
+    """Feed-forward: SwiGLU, GeGLU (arXiv 2002.05202), or GELU as in GPT-2, by tanh."""
+
+    def __init__(self, c: TransformerConfig, rngs: nnx.Rngs, size: int):
+        D, F, up, down = c.d_model, size, ("embed", "mlp"), ("mlp", "embed")
+        self.gate = dense(rngs, D, F, axes=up, bias=c.bias) if c.gated else None
+        self.gate_activation = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
+        self.up = dense(rngs, D, F, axes=up, bias=c.bias)
+        self.down = dense(rngs, F, D, axes=down, bias=c.bias, scale=c.residual_scale)
+
+    def __call__(self, norm: Callable[[jax.Array], jax.Array], x_BSD: jax.Array) -> jax.Array:
+        """Returns the feed-forward of `norm(x)`."""
+        projected = recomputed(lambda x_BSD: self._project(norm(x_BSD)), x_BSD)
+        return recomputed(self._combine, *projected)
+
+    def _project(self, x_BSD):
+        if self.gate is None:
+            return (self.up(x_BSD),)
+        return self.up(x_BSD), self.gate(x_BSD)
+
+    def _combine(self, up_BSF, gate_BSF=None):
+        if gate_BSF is None:
+            hidden_BSF = jax.nn.gelu(up_BSF)
+        else:
+            hidden_BSF = self.gate_activation(gate_BSF) * up_BSF
+        hidden_BSF = checkpoint_name(constrain(hidden_BSF, "batch", "seq", "mlp"), "mlp")
+        return self.down(hidden_BSF)
+
+
+# ---- parts: norms, linear maps, embeddings, initial values ----
+
+
+def norm(
+    rngs: nnx.Rngs, kind: str, dim: int, *, epsilon: float, bias: bool = False, name: str = "embed"
+) -> nnx.Module:
+    """Returns RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim.
+
+    `name` is the logical name of that dim.
+    """
+    names = {"out_sharding": (name,)}
+
+    def promote(arrays, **options):
+        # Otherwise XLA on CPU gathers the vectors once for each of their uses.
+        x, *vectors = nnx.nn.dtypes.promote_dtype(arrays, **options)
+        return x, *(v if v is None else gathered(v, (name,), (None,)) for v in vectors)
+
+    options = dict(promote_dtype=promote, rngs=rngs)
+    if kind == "rms":
+        return nnx.RMSNorm(dim, epsilon=epsilon, scale_metadata=names, **options)
+    if kind == "rms_1p":
+        return RMSNorm1p(dim, epsilon=epsilon, scale_metadata=names)
+    return nnx.LayerNorm(
+        dim,
+        epsilon=epsilon,
+        use_bias=bias,
+        use_fast_variance=False,
+        scale_metadata=names,
+        bias_metadata=names if bias else {},
+        **options,
+    )
+
+
+class RMSNorm1p(nnx.Module):
+    """RMSNorm that multiplies by 1 + scale, as in Gemma; the scale starts at zero."""
+
+    def __init__(self, dim: int, *, epsilon: float, scale_metadata: dict):
+        self.scale = nnx.Param(jnp.zeros(dim), **scale_metadata)
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dtype, x = x.dtype, x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        normalized = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + self.epsilon)
+        scale = 1 + self.scale[...].astype(x.dtype)
+        return (normalized * scale[(None,) * (x.ndim - 1)]).astype(dtype)
+
+
+class NormOfAllHeads(nnx.Module):
+    """A norm over all heads together, dims H and K of (B, S, H, K), as in OLMoE (arXiv 2409.02060)."""
+
+    def __init__(self, kind: str, shape: tuple[int, int], *, epsilon: float, names: tuple):
+        initial = jnp.zeros if kind == "rms_1p" else jnp.ones
+        self.scale = nnx.Param(initial(shape), out_sharding=names)
+        self.kind, self.epsilon, self.names = kind, epsilon, names
+
+    def __call__(self, x_BSHK: jax.Array) -> jax.Array:
+        dtype, x = x_BSHK.dtype, x_BSHK.astype(jnp.promote_types(x_BSHK.dtype, jnp.float32))
+        if self.kind == "layer":
+            x -= x.mean((-2, -1), keepdims=True)
+        x *= jax.lax.rsqrt((x**2).mean((-2, -1), keepdims=True) + self.epsilon)
+        scale_HK = gathered(self.scale[...], self.names, (self.names[0], None)).astype(x.dtype)
+        scale_HK += self.kind == "rms_1p"
+        return (x * scale_HK[None, None]).astype(dtype)
 
 
 def dense(
@@ -92,236 +343,19 @@ def embedding(rngs: nnx.Rngs, num: int, dim: int, *, axes) -> nnx.Embed:
     )
 
 
-class RMSNorm1p(nnx.Module):
-    """RMSNorm that multiplies by 1 + scale, as in Gemma; the scale starts at zero."""
+def normal_initializer(std: float) -> nnx.Initializer:
+    """Returns an initializer that draws from an approximate normal distribution, bounded at 3.46 `std`.
 
-    def __init__(self, dim: int, *, epsilon: float, scale_metadata: dict):
-        self.scale = nnx.Param(jnp.zeros(dim), **scale_metadata)
-        self.epsilon = epsilon
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        dtype, x = x.dtype, x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        normalized = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + self.epsilon)
-        scale = 1 + self.scale[...].astype(x.dtype)
-        return (normalized * scale[(None,) * (x.ndim - 1)]).astype(dtype)
-
-
-def norm(
-    rngs: nnx.Rngs, kind: str, dim: int, *, epsilon: float, bias: bool = False, name: str = "embed"
-) -> nnx.Module:
-    """Returns RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim.
-
-    `name` is the logical name of that dim.
+    It adds four 16-bit uniform integers and multiplies once. No rounding depends on how XLA compiles
+    this, so the same key gives the same bits on every mesh. (`jax.random.normal` differs in the last
+    bit between shards of different shapes, jax 0.12.)
     """
-    names = {"out_sharding": (name,)}
+    # The variance of the sum is four times (2^32 - 1) / 12.
+    sum_std = ((2**32 - 1) / 3) ** 0.5
 
-    def promote(arrays, **options):
-        # Otherwise XLA on CPU gathers the vectors once for each of their uses.
-        x, *vectors = nnx.nn.dtypes.promote_dtype(arrays, **options)
-        return x, *(v if v is None else gathered(v, (name,), (None,)) for v in vectors)
+    def init(key, shape, dtype=jnp.float32):
+        bits = jax.random.bits(key, (2, *shape), jnp.uint32)
+        total = ((bits >> 16) + (bits & 0xFFFF)).astype(jnp.int32).sum(0) - 2 * 65535
+        return (total.astype(jnp.float32) * jnp.float32(std / sum_std)).astype(dtype)
 
-    options = dict(promote_dtype=promote, rngs=rngs)
-    if kind == "rms":
-        return nnx.RMSNorm(dim, epsilon=epsilon, scale_metadata=names, **options)
-    if kind == "rms_1p":
-        return RMSNorm1p(dim, epsilon=epsilon, scale_metadata=names)
-    return nnx.LayerNorm(
-        dim,
-        epsilon=epsilon,
-        use_bias=bias,
-        use_fast_variance=False,
-        scale_metadata=names,
-        bias_metadata=names if bias else {},
-        **options,
-    )
-
-
-class NormOfAllHeads(nnx.Module):
-    """A norm over all heads together, dims H and K of (B, S, H, K), as in OLMoE (arXiv 2409.02060)."""
-
-    def __init__(self, kind: str, shape: tuple[int, int], *, epsilon: float, names: tuple):
-        initial = jnp.zeros if kind == "rms_1p" else jnp.ones
-        self.scale = nnx.Param(initial(shape), out_sharding=names)
-        self.kind, self.epsilon, self.names = kind, epsilon, names
-
-    def __call__(self, x_BSHK: jax.Array) -> jax.Array:
-        dtype, x = x_BSHK.dtype, x_BSHK.astype(jnp.promote_types(x_BSHK.dtype, jnp.float32))
-        if self.kind == "layer":
-            x -= x.mean((-2, -1), keepdims=True)
-        x *= jax.lax.rsqrt((x**2).mean((-2, -1), keepdims=True) + self.epsilon)
-        scale_HK = gathered(self.scale[...], self.names, (self.names[0], None)).astype(x.dtype)
-        scale_HK += self.kind == "rms_1p"
-        return (x * scale_HK[None, None]).astype(dtype)
-
-
-# (q_BSHK, k_BSGK, v_BSGV, scale=, softcap=, window=, is_local=) -> out_BSHV. The caller of the layers chooses it:
-# attention within a row in training, attention over the key/value cache in generation.
-Attend = Callable[..., jax.Array]
-
-Drop = Callable[..., jax.Array]  # (x_BSD, site=) -> x_BSD: dropout with the keys of this layer
-
-
-class Attention(nnx.Module):
-    """Causal self-attention with grouped key/value heads."""
-
-    def __init__(self, c, rngs: nnx.Rngs):
-        self.c = c
-        H, G = (c.num_heads, c.head_size), (c.num_kv_heads, c.head_size)
-        bias, kv_axes = c.bias or c.qkv_bias, ("embed", "kv_heads", "head_dim")
-        self.query = dense(rngs, c.d_model, H, axes=("embed", "heads", "head_dim"), bias=bias)
-        self.key = dense(rngs, c.d_model, G, axes=kv_axes, bias=bias)
-        self.value = dense(rngs, c.d_model, G, axes=kv_axes, bias=bias)
-        out = ("heads", "head_dim", "embed")
-        self.out = dense(rngs, H, c.d_model, axes=out, bias=c.bias, scale=c.residual_scale)
-        self.query_norm = _head_norm(c, rngs, H, "heads") if c.qk_norm else None
-        self.key_norm = _head_norm(c, rngs, G, "kv_heads") if c.qk_norm else None
-
-    def __call__(
-        self,
-        norm: Callable[[jax.Array], jax.Array],
-        x_BSD: jax.Array,
-        positions_BS: jax.Array,
-        row_length: int | jax.Array,
-        is_local: jax.Array | bool,
-        attend: Attend,
-    ) -> jax.Array:
-        """Returns the attention of `norm(x)`."""
-        c = self.c
-        options = dict(scale=c.query_scale, softcap=c.attention_softcap)
-        options |= dict(window=c.window or None, is_local=is_local)
-        q_BSHK, k_BSGK, v_BSGK = recomputed(lambda x_BSD: self._project(norm(x_BSD)), x_BSD)
-        rotate = partial(self._rotate, positions_BS, row_length, is_local)
-        q_BSHK, k_BSGK = recomputed(rotate, q_BSHK, k_BSGK)
-        return recomputed(self._combine, attend(q_BSHK, k_BSGK, v_BSGK, **options))
-
-    def _project(self, x_BSD):
-        q_BSHK = constrain(self.query(x_BSD), "batch", "seq", "heads", "head_dim")
-        k_BSGK = constrain(self.key(x_BSD), "batch", "seq", "kv_heads", "head_dim")
-        v_BSGK = constrain(self.value(x_BSD), "batch", "seq", "kv_heads", "head_dim")
-        return q_BSHK, k_BSGK, v_BSGK
-
-    def _rotate(self, positions_BS, row_length, is_local, q_BSHK, k_BSGK):
-        c = self.c
-        if c.qk_norm:
-            q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
-        if c.positions == "rope":
-            of_local, of_global = c.local_frequencies(row_length), c.frequencies(row_length)
-            frequency_k = select(is_local, of_local, of_global)
-            factor = select(is_local, c.local_attention_factor, c.attention_factor)
-            q_BSHK = rope(q_BSHK, positions_BS, frequency_k, factor)
-            k_BSGK = rope(k_BSGK, positions_BS, frequency_k, factor)
-        return q_BSHK, k_BSGK
-
-    def _combine(self, out_BSHK):
-        out_BSHK = checkpoint_name(out_BSHK, "attention")
-        return self.out(constrain(out_BSHK, "batch", "seq", "heads", "head_dim"))
-
-
-def _head_norm(c, rngs: nnx.Rngs, shape: tuple[int, int], heads: str) -> nnx.Module:
-    if c.qk_norm_heads == "all":
-        names = (heads, "head_dim")
-        return NormOfAllHeads(c.norm, shape, epsilon=c.norm_epsilon, names=names)
-    return norm(rngs, c.norm, c.head_size, epsilon=c.norm_epsilon, name="head_dim")
-
-
-class MLP(nnx.Module):
-    """Feed-forward: SwiGLU, GeGLU (arXiv 2002.05202), or GELU as in GPT-2. GELU is the tanh approximation."""
-
-    def __init__(self, c, rngs: nnx.Rngs, size: int):
-        up_axes = ("embed", "mlp")
-        self.gate = dense(rngs, c.d_model, size, axes=up_axes, bias=c.bias) if c.gated else None
-        self.gate_activation = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
-        self.up = dense(rngs, c.d_model, size, axes=up_axes, bias=c.bias)
-        self.down = dense(
-            rngs, size, c.d_model, axes=("mlp", "embed"), bias=c.bias, scale=c.residual_scale
-        )
-
-    def __call__(self, norm: Callable[[jax.Array], jax.Array], x_BSD: jax.Array) -> jax.Array:
-        """Returns the feed-forward of `norm(x)`."""
-        projected = recomputed(lambda x_BSD: self._project(norm(x_BSD)), x_BSD)
-        return recomputed(self._combine, *projected)
-
-    def _project(self, x_BSD):
-        return (self.up(x_BSD), *(() if self.gate is None else (self.gate(x_BSD),)))
-
-    def _combine(self, up_BSF, gate_BSF=None):
-        if gate_BSF is None:
-            hidden_BSF = jax.nn.gelu(up_BSF)
-        else:
-            hidden_BSF = self.gate_activation(gate_BSF) * up_BSF
-        hidden_BSF = checkpoint_name(constrain(hidden_BSF, "batch", "seq", "mlp"), "mlp")
-        return self.down(hidden_BSF)
-
-
-class Block(nnx.Module):
-    """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
-
-    With post_norm, the output of each branch is also normalised before it is added (Gemma 2). `make_mlp` returns
-    an MLP, or a layer that is also called with the batch, and also returns what it adds to the loss of a token (B, S).
-    """
-
-    def __init__(self, c, rngs: nnx.Rngs, make_attention: Callable, make_mlp: Callable):
-        def make_norm():
-            return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
-
-        self.attention_norm = make_norm()
-        self.attention = make_attention(rngs)
-        self.attention_post_norm = make_norm() if c.post_norm else None
-        self.mlp_norm = make_norm()
-        self.mlp = make_mlp(rngs)  # here: the order decides which random numbers each layer gets
-        self.mlp_post_norm = make_norm() if c.post_norm else None
-
-    def __call__(
-        self,
-        x_BSD: jax.Array,
-        positions_BS: jax.Array,
-        row_length: int | jax.Array,
-        is_local: jax.Array | bool,
-        attend: Attend,
-        drop: Drop,
-        batch: Batch,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the activations (B, S, D), and what the layer adds to the loss, None with an MLP."""
-        where = positions_BS, row_length, is_local
-        branch_BSD = self.attention(self.attention_norm, x_BSD, *where, attend)
-        add = partial(_add, self.attention_post_norm, partial(drop, site=AFTER_ATTENTION))
-        x_BSD = recomputed(add, x_BSD, branch_BSD)
-        loss_BS = None
-        if isinstance(self.mlp, MLP):
-            branch_BSD = self.mlp(self.mlp_norm, x_BSD)
-        else:
-            branch_BSD, loss_BS = self.mlp(self.mlp_norm, x_BSD, batch)
-        add = partial(_add, self.mlp_post_norm, partial(drop, site=AFTER_MLP))
-        return recomputed(add, x_BSD, branch_BSD), loss_BS
-
-
-def _add(post_norm: nnx.Module | None, drop: Callable, x_BSD, branch_BSD) -> jax.Array:
-    branch_BSD = branch_BSD if post_norm is None else post_norm(branch_BSD)
-    return constrain(x_BSD + drop(branch_BSD), "batch", "residual_seq", "residual")
-
-
-# B batch, S sequence, T positions of the cache, H heads, G key/value heads, K head dim
-
-
-class CachedAttention:
-    """Attention over a cache: keys and values, each (B, T, G, K), to which a call adds those of its tokens.
-
-    A cache of one array holds latent keys, which are the values as well. `attend` is as `ops.attention.attention`.
-    """
-
-    def __init__(
-        self, attend: Callable[..., jax.Array], cache: Any, batch: Batch, past: CacheState
-    ):
-        self.attend, self.cache, self.batch, self.past = attend, cache, batch, past
-
-    def __call__(self, q_BSHK: jax.Array, *new: jax.Array, **options: Any) -> jax.Array:
-        start, names = self.past.start, ("batch", None, "kv_heads", "head_dim")
-        self.cache = tuple(
-            constrain(
-                jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, 1), *names
-            )
-            for old, x in zip(self.cache, new, strict=True)
-        )
-        keys, values = self.cache[0], self.cache[-1]
-        segments = self.batch.segments, self.past.segments_BT
-        return self.attend(q_BSHK, keys, values, *segments, start=start, **options)
+    return init

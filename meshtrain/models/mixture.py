@@ -66,8 +66,7 @@ class Mixture(nnx.Module):
         self.up = ExpertKernel(rngs, (E, D, F), into)
         self.down = ExpertKernel(rngs, (E, F, D), ("expert", None, "embed"), c.residual_scale)
         self.activation = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
-        size = c.num_shared_experts * F
-        self.shared = MLP(c, rngs, size) if size else None
+        self.shared = MLP(c, rngs, c.shared_size) if c.num_shared_experts else None
         self.measured = RouterStats(E)
 
     def __call__(

@@ -15,12 +15,13 @@ from meshtrain.data.source import Batch
 from meshtrain.metrics import Metrics, weighted
 from meshtrain.models import base, mixture
 from meshtrain.models.base import FIRST_LAYERS_KEY, LAYER_NUMBER_KEY
-from meshtrain.models.flops import flops_per_token, inactive_parameters
+from meshtrain.models.flops import WeightCount, count_weights, flops_per_token
 from meshtrain.models.latent_attention import LatentAttention
 from meshtrain.models.layers import (
     MLP,
     OF_PROBABILITIES,
     Attention,
+    AttentionMetadata,
     Block,
     CachedAttention,
     dense,
@@ -54,21 +55,22 @@ class EmbeddingAndHead(nnx.Module):
     def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
         self.c = c
         self.tokens = embedding(rngs, c.padded_vocab, c.d_model, axes=("vocab", "embed"))
-        self.positions = (
-            embedding(rngs, c.max_seq_len, c.d_model, axes=(None, "embed"))
-            if c.positions == "learned"
-            else None
-        )
+        if c.positions == "learned":
+            self.positions = embedding(rngs, c.max_seq_len, c.d_model, axes=(None, "embed"))
+        else:
+            self.positions = None
         self.final_norm = norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
-        head = ("embed", "vocab")
-        self.output = (
-            None
-            if c.tie_embeddings
-            else dense(rngs, c.d_model, c.padded_vocab, axes=head, bias=False)
-        )
+        if c.tie_embeddings:
+            self.output = None
+        else:
+            head = ("embed", "vocab")
+            self.output = dense(rngs, c.d_model, c.padded_vocab, axes=head, bias=False)
 
     def embed(self, batch: Batch) -> Any:
-        """Returns the activations (B, S, D); of a mixture of experts also the loss of its layers (B, S), still 0."""
+        """Returns the activations (B, S, D).
+
+        Of a mixture of experts also the loss of its layers (B, S), which is still 0.
+        """
         # The lookup is unsharded in S: if S were sharded, XLA would all-gather a table sharded in V.
         x_BSD = look_up(self.tokens, "vocab", batch.tokens)
         x_BSD = constrain(x_BSD, "batch", "seq", "residual")
@@ -121,27 +123,34 @@ class EmbeddingAndHead(nnx.Module):
         if loss_BS is None:
             return metrics
         extra = {"cross_entropy": metrics.loss} | metrics.extra
-        of_layers = weighted(loss_BS, batch.weights).loss
-        return dataclasses.replace(metrics, loss=metrics.loss + of_layers, extra=extra)
+        layer_loss = weighted(loss_BS, batch.weights).loss
+        return dataclasses.replace(metrics, loss=metrics.loss + layer_loss, extra=extra)
 
 
 def look_up(embedding: nnx.Embed, rows: str | None, index_BS: jax.Array) -> jax.Array:
-    """Returns rows (B, S, D) of a table that is unsharded in D: if both dims are sharded, XLA replicates the lookup.
+    """Returns rows (B, S, D) of a table.
 
-    `rows` is the logical name of its first dim. (`nnx.Embed` would look up in the dtype of its init.)
+    `rows` is the logical name of its first dim. The table is unsharded in D: if both dims are
+    sharded, XLA replicates the lookup. (`nnx.Embed` would look up in the dtype of its init.)
     """
-    names = (rows, "residual")
-    return lookup(embedding.embedding[...], index_BS, names=names)
+    return lookup(embedding.embedding[...], index_BS, names=(rows, "residual"))
 
 
 def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: bool) -> str:
     """Returns text to log: the attention implementation; raises ConfigError if it is unsupported."""
-    shapes = dict(seq_len=seq_len, dtype=dtype, packed=packed, softcap=c.attention_softcap)
-    shapes |= dict(head_dim=max(c.query_size, c.value_size), dropout=c.dropout > 0)
+    choose = choose_implementation
     if num_shards("seq", seq_len) > 1:
-        heads = dict(num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
-        return choose_for_context(c.attention_impl, **shapes, **heads)[1]
-    return choose_implementation(c.attention_impl, **shapes)[1]
+        choose = partial(choose_for_context, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
+    _, text = choose(
+        c.attention_impl,
+        seq_len=seq_len,
+        head_dim=max(c.query_size, c.value_size),
+        dtype=dtype,
+        softcap=c.attention_softcap,
+        packed=packed,
+        dropout=c.dropout > 0,
+    )
+    return text
 
 
 def positions_of(batch: Batch) -> jax.Array:
@@ -152,9 +161,10 @@ def positions_of(batch: Batch) -> jax.Array:
 
 
 class Decoder:
-    """The functions of a `Model`: embedding and head, the stack of blocks, and layers of another kind before it.
+    """The functions of a `Model`: embedding and head, the stack of blocks, and dense layers before it.
 
-    Only the stack is split into pipeline stages. The first layers, without experts, belong to the embedding.
+    Only the stack is split into pipeline stages. The first layers of a mixture, which may be dense,
+    belong to the embedding.
     """
 
     def __init__(self, c: TransformerConfig):
@@ -173,13 +183,23 @@ class Decoder:
             self.axes[FIRST_LAYERS_KEY] = {str(n): self.dense.axes for n in range(self.num_first)}
 
     def linears(self) -> dict[str, int]:
-        """Returns the linear layers whose kernels nothing but the layer itself reads, as `Model.linears`."""
-        found = {f"layers/{path}": num for path, num in self.block.linears.items()}
+        """Returns `Model.linears`: linear layers whose kernels nothing but the layer itself reads."""
+        layers = {"layers": self.block}
         for n in range(self.num_first):
-            found |= {
-                f"{FIRST_LAYERS_KEY}/{n}/{path}": num for path, num in self.dense.linears.items()
-            }
-        return {path: num for path, num in found.items() if not path.endswith(NOT_ADAPTED)}
+            layers[f"{FIRST_LAYERS_KEY}/{n}"] = self.dense
+        linears = {}
+        for prefix, layer in layers.items():
+            for path, num_in in layer.linears.items():
+                if not path.endswith(NOT_ADAPTED):
+                    linears[f"{prefix}/{path}"] = num_in
+        return linears
+
+    def count_weights(self) -> WeightCount:
+        """Returns the number of weights in the matrix products of all layers."""
+        used, unused = (len(self.is_local) * num for num in count_weights(self.c, self.block))
+        if self.num_first:
+            used += self.num_first * count_weights(self.c, self.dense).used
+        return WeightCount(used, unused)
 
     def init(self, key: jax.Array) -> base.Params:
         outer_key, layers_key = jax.random.split(key)
@@ -194,65 +214,84 @@ class Decoder:
         for number in range(self.num_first):
 
             def run(layer, x, number=number):
-                of_layer = at_layer(batch, number)
-                return self._run_first(number, layer, x, of_layer, self._attend_within(of_layer))
+                layer_batch = at_layer(batch, number)
+                attend = self._attend_within(layer_batch)
+                return self._run_dense_layer(number, layer, x, layer_batch, attend)
 
             # A few layers: to compute them again costs little, whatever train.remat is.
             x = rematerialised(run, "full")(params[FIRST_LAYERS_KEY][str(number)], x)
         return x
 
-    def cached_embed(self, params: base.Params, batch: Batch, caches: Any, past: base.CacheState):
+    def cached_embed(
+        self, params: base.Params, batch: Batch, caches: Any, past: base.CacheState
+    ) -> tuple[Any, Any]:
         """`caches` are those of the first layers, one by one."""
         x, updated = self.outer.bind(params).embed(batch), []
         for number, cache in enumerate(caches):
             attend = CachedAttention(self._attend_over_cache, cache, batch, past)
             layer = params[FIRST_LAYERS_KEY][str(number)]
-            x = self._run_first(number, layer, x, batch, attend, past.start)
+            x = self._run_dense_layer(number, layer, x, batch, attend, start=past.start)
             updated.append(attend.cache)
         return x, updated
 
     def run_block(self, layer: base.Params, x: Any, batch: Batch) -> Any:
         if self.c.dropout:
             batch = at_layer(batch, layer[LAYER_NUMBER_KEY])
-        return self._run(layer, x, batch, self._attend_within(batch))
+        return self._run_stack_layer(layer, x, batch, self._attend_within(batch))
 
     def cached_block(
         self, layer: base.Params, x: Any, batch: Batch, cache: Any, past: base.CacheState
-    ):
+    ) -> tuple[Any, Any]:
         """`cache` is that of this layer, see CachedAttention."""
         attend = CachedAttention(self._attend_over_cache, cache, batch, past)
-        return self._run(layer, x, batch, attend, past.start), attend.cache
+        return self._run_stack_layer(layer, x, batch, attend, start=past.start), attend.cache
 
     def empty_cache(self, rows: int, length: int, dtype: Any) -> tuple[Any, Any]:
-        def zeros(*lead):
+        """Returns the caches of the first layers, one by one, and that of the stack."""
+
+        def zeros(*lead: int) -> tuple[jax.Array, ...]:
             shapes = [(*lead, rows, length, *dims) for dims in self.c.cached_dims]
             return tuple(jnp.zeros(shape, dtype) for shape in shapes)
 
         return [zeros() for _ in range(self.num_first)], zeros(len(self.is_local))
 
     def _attend_within(self, batch: Batch) -> Callable:
-        c, options = self.c, dict(segments_BS=batch.segments)
+        """Returns the attention of training: within the rows of the batch."""
+        c = self.c
+        masks = None
         if c.dropout and batch.row_keys is not None:
-            options["dropout"] = OfAttention(batch.row_keys, c.dropout, OF_PROBABILITIES)
-        return partial(attention, implementation=c.attention_impl, **options)
+            masks = OfAttention(batch.row_keys, c.dropout, OF_PROBABILITIES)
+        return partial(
+            attention,
+            segments_BS=batch.segments,
+            implementation=c.attention_impl,
+            dropout=masks,
+        )
 
     def _attend_over_cache(self, q_BSHK, k_BTGK, *args, **options):
         name = choose_for_generation(self.c.attention_impl, q_BSHK.shape[1], k_BTGK.shape[1])
         return attention(q_BSHK, k_BTGK, *args, implementation=name, **options)
 
-    def _run(self, layer, x, batch, attend, start=0):
-        x_BSD, loss_BS = x if self.c.num_experts else (x, None)
-        local = layer["is_local"] if self.mixed else bool(self.is_local.all())
-        where = positions_of(batch), start + x_BSD.shape[1], local
-        drop = partial(dropout, batch=batch, rate=self.c.dropout)
-        x_BSD, new_BS = self.block.bind(layer)(x_BSD, *where, attend, drop, batch)
-        return (x_BSD, loss_BS + new_BS) if self.c.num_experts else x_BSD
-
-    def _run_first(self, number, layer, x, batch, attend, start=0):
+    def _run_stack_layer(self, layer, x, batch, attend, *, start=0):
+        """Runs a layer of the stack; `start` is the number of tokens before those of x."""
+        is_local = layer["is_local"] if self.mixed else bool(self.is_local.all())
+        if not self.c.num_experts:
+            return self._run_layer(self.block, layer, x, batch, attend, is_local, start)[0]
         x_BSD, loss_BS = x
-        where = positions_of(batch), start + x_BSD.shape[1], bool(self.is_local_first[number])
+        x_BSD, new_BS = self._run_layer(self.block, layer, x_BSD, batch, attend, is_local, start)
+        return x_BSD, loss_BS + new_BS
+
+    def _run_dense_layer(self, number, layer, x, batch, attend, *, start=0):
+        """Runs one of the dense layers before a stack with experts."""
+        x_BSD, loss_BS = x
+        is_local = bool(self.is_local_first[number])
+        x_BSD, _ = self._run_layer(self.dense, layer, x_BSD, batch, attend, is_local, start)
+        return x_BSD, loss_BS
+
+    def _run_layer(self, block, layer, x_BSD, batch, attend, is_local, start):
+        metadata = AttentionMetadata(positions_of(batch), start + x_BSD.shape[1], is_local)
         drop = partial(dropout, batch=batch, rate=self.c.dropout)
-        return self.dense.bind(layer)(x_BSD, *where, attend, drop, batch)[0], loss_BS
+        return block.bind(layer)(x_BSD, metadata, attend, drop, batch)
 
 
 def _block(c: TransformerConfig, make_mlp: Callable) -> base.Functional:
@@ -263,7 +302,9 @@ def _block(c: TransformerConfig, make_mlp: Callable) -> base.Functional:
 def build(**config) -> base.Model:
     """Returns the model of a `model` section; raises ConfigError if its values are invalid."""
     c = TransformerConfig(**config)
-    decoder, constants = Decoder(c), {}
+    decoder = Decoder(c)
+    weights = decoder.count_weights()
+    constants = {}
     if decoder.mixed:
         constants["is_local"] = decoder.is_local
     if c.dropout:
@@ -279,12 +320,12 @@ def build(**config) -> base.Model:
         cached_embed=decoder.cached_embed,
         cached_block=decoder.cached_block,
         logits=lambda params, x: decoder.outer.bind(params).logits(x),
-        flops_per_token=lambda seq_len: flops_per_token(c, seq_len),
+        flops_per_token=partial(flops_per_token, c, weights.used),
         attention=partial(describe_attention, c),
         saved_names=("attention", "mlp"),
         shards_sequences=True,
         measure=partial(mixture.measure, c) if c.num_experts else None,
-        num_inactive=inactive_parameters(c),
+        num_inactive=weights.unused,
         linears=decoder.linears(),
         row_keys=c.dropout > 0,
     )

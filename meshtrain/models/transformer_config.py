@@ -1,6 +1,13 @@
-"""The `model` section of a transformer: its checks and the sizes derived from it."""
+"""The `model` section of a transformer: its keys, their valid values, and all sizes that follow.
 
+The one description of the decoder. Layers, caches, FLOPs, the planner, the audit, conversion and
+the reference model read sizes here, or from the parameters that the layers have.
+"""
+
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,91 +16,137 @@ from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 from meshtrain.models import rope
 from meshtrain.ops import implementations
 
-VOCAB_MULTIPLE = 128  # every usual mesh.tensor divides a multiple of it
+# The vocabulary is padded to a multiple of it, which every usual mesh.tensor divides.
+VOCAB_MULTIPLE = 128
 
 LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim")
 
 
+def _key(
+    *,
+    minimum: int | None = None,
+    above: int | None = None,
+    choices: tuple[str, ...] = (),
+    needs: str | None = None,
+    changes_logits: bool = True,
+) -> Any:
+    """Returns the field of a key with the rule of its values.
+
+    A value is valid from `minimum` on, or above `above`, or if it is one of `choices`. `needs` is
+    the key that switches this one on: while that is 0 or False, this one has no effect. With
+    `changes_logits=False`, models that differ in this key alone compute the same logits.
+    """
+    return dataclasses.field(
+        metadata={
+            "minimum": minimum,
+            "above": above,
+            "choices": choices,
+            "needs": needs,
+            "changes_logits": changes_logits,
+        }
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The `model` section of a config; configs/default.py documents each key."""
+    """The `model` section of a config; configs/default.py has the default of each key."""
 
-    num_layers: int
-    d_model: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    kv_lora_rank: int
-    q_lora_rank: int
-    rope_head_dim: int
-    v_head_dim: int
-    d_ff: int
-    vocab_size: int
-    max_seq_len: int
-    norm: str
-    norm_epsilon: float
-    positions: str
-    rope_theta: float
-    rope_theta_local: float
-    rope_scaling: tuple
-    mlp: str
-    num_experts: int
-    experts_per_token: int
-    d_expert: int
-    num_shared_experts: int
-    first_dense_layers: int
-    router: str
-    router_scale: float
-    expert_groups: tuple
-    capacity_factor: float
-    balance: str
-    balance_weight: float
-    router_z_loss: float
-    bias: bool
-    qkv_bias: bool
-    qk_norm: bool
-    qk_norm_heads: str
-    post_norm: bool
-    attention: str
-    window: int
-    query_scale: float
-    dropout: float
-    attention_softcap: float
-    logit_softcap: float
-    embed_scale: float
-    tie_embeddings: bool
-    z_loss: float
-    attention_impl: str
-    loss_chunk_mib: float
+    num_layers: int = _key(minimum=1)
+    d_model: int = _key(minimum=1)
+    num_heads: int = _key(minimum=1)
+    num_kv_heads: int = _key(minimum=1)
+    head_dim: int = _key(minimum=0)
+    kv_lora_rank: int = _key(minimum=0)
+    q_lora_rank: int = _key(minimum=0)
+    rope_head_dim: int = _key(minimum=0)
+    v_head_dim: int = _key(minimum=0)
+    d_ff: int = _key(minimum=1)
+    vocab_size: int = _key(minimum=1)
+    max_seq_len: int = _key(minimum=1)
+    norm: str = _key(choices=("rms", "layer", "rms_1p"))
+    norm_epsilon: float = _key(above=0)
+    positions: str = _key(choices=("rope", "learned"))
+    rope_theta: float = _key(above=0)
+    rope_theta_local: float = _key(minimum=0)
+    rope_scaling: tuple = _key()
+    mlp: str = _key(choices=("swiglu", "gelu", "geglu"))
+    num_experts: int = _key(minimum=0)
+    experts_per_token: int = _key(needs="num_experts")
+    d_expert: int = _key(minimum=0, needs="num_experts")
+    num_shared_experts: int = _key(minimum=0, needs="num_experts")
+    first_dense_layers: int = _key(minimum=0)
+    router: str = _key(choices=("topk_softmax", "softmax", "sigmoid"), needs="num_experts")
+    router_scale: float = _key(above=0, needs="num_experts")
+    expert_groups: tuple = _key(needs="num_experts")
+    capacity_factor: float = _key(minimum=0, needs="num_experts")
+    balance: str = _key(choices=("none", "batch", "sequence", "bias"), changes_logits=False)
+    balance_weight: float = _key(minimum=0, changes_logits=False)
+    router_z_loss: float = _key(minimum=0, changes_logits=False)
+    bias: bool = _key()
+    qkv_bias: bool = _key()
+    qk_norm: bool = _key()
+    qk_norm_heads: str = _key(choices=("each", "all"), needs="qk_norm")
+    post_norm: bool = _key()
+    attention: str = _key()
+    window: int = _key(minimum=0)
+    query_scale: float = _key(minimum=0)
+    dropout: float = _key(changes_logits=False)
+    attention_softcap: float = _key(minimum=0)
+    logit_softcap: float = _key(minimum=0)
+    embed_scale: float = _key(above=0)
+    tie_embeddings: bool = _key()
+    z_loss: float = _key(minimum=0, changes_logits=False)
+    attention_impl: str = _key(changes_logits=False)
+    loss_chunk_mib: float = _key(minimum=0, changes_logits=False)
 
     def __post_init__(self):
         if faults := _value_faults(self) or _combination_faults(self):
             raise ConfigError(*faults)
 
+    # ---- attention ----
+
     @property
     def head_size(self) -> int:
+        """Dims of a head; of latent attention, those of queries and keys without rope."""
         return self.head_dim or self.d_model // self.num_heads
 
     @property
     def query_size(self) -> int:
-        """Width of a query or key of a head."""
+        """Dims of a query or key of a head."""
         return self.head_size + self.rope_head_dim
 
     @property
+    def score_scale(self) -> float:
+        """The factor of q k in the attention scores."""
+        return self.query_scale or self.query_size**-0.5
+
+    @property
     def value_size(self) -> int:
+        """Dims of a value of a head."""
         return self.v_head_dim or self.head_size
 
     @property
-    def rope_size(self) -> int:
-        """Number of dims of a head that rope rotates."""
-        return self.rope_head_dim or self.head_size
+    def latent_size(self) -> int:
+        """Dims of what all heads share in latent attention: the latent, and the key with rope."""
+        return self.kv_lora_rank + self.rope_head_dim
 
     @property
     def cached_dims(self) -> list[tuple[int, int]]:
-        """Dims of what generation caches of a token: its key and value, or the latent key that all heads share."""
+        """Shapes cached per token: key and value, or the shared latent of latent attention."""
         if self.kv_lora_rank:
-            return [(1, self.kv_lora_rank + self.rope_head_dim)]
+            return [(1, self.latent_size)]
         return [(self.num_kv_heads, self.head_size)] * 2
+
+    @property
+    def is_local(self) -> np.ndarray:
+        """Whether each layer is local: (num_layers,) bool."""
+        return np.resize([kind == "l" for kind in self.attention], self.num_layers)
+
+    def visible_positions(self, seq_len: int) -> np.ndarray:
+        """Returns the positions that the last token of a row sees in each layer: (num_layers,)."""
+        return np.where(self.is_local, min(self.window, seq_len), seq_len)
+
+    # ---- feed-forward ----
 
     @property
     def gated(self) -> bool:
@@ -106,75 +159,85 @@ class TransformerConfig:
         return self.d_expert or self.d_ff
 
     @property
-    def is_local(self) -> np.ndarray:
-        """Whether each layer is local: (num_layers,) bool."""
-        return np.resize([kind == "l" for kind in self.attention], self.num_layers)
-
-    def frequencies(self, row_length: int | jax.Array) -> np.ndarray | jax.Array:
-        """Rope frequencies of the global layers: (rope_size / 2,)."""
-        return rope.frequencies(self.rope_size, self.rope_theta, self.rope_scaling, row_length)
-
-    def local_frequencies(self, row_length: int | jax.Array) -> np.ndarray | jax.Array:
-        theta = self.rope_theta_local
-        return rope.frequencies(self.rope_size, theta) if theta else self.frequencies(row_length)
+    def shared_size(self) -> int:
+        """Width of the feed-forward of all shared experts together."""
+        return self.num_shared_experts * self.expert_size
 
     @property
-    def attention_factor(self) -> float:
-        """The factor of cos and sin in the global layers."""
-        return rope.attention_factor(self.rope_scaling)
+    def used_mlp_size(self) -> int:
+        """Width of all feed-forward layers that a token uses in a layer of the stack."""
+        if not self.num_experts:
+            return self.d_ff
+        return self.experts_per_token * self.expert_size + self.shared_size
+
+    # ---- rope ----
 
     @property
-    def local_attention_factor(self) -> float:
-        return 1.0 if self.rope_theta_local else self.attention_factor
+    def rope_size(self) -> int:
+        """Number of dims of a head that rope rotates."""
+        return self.rope_head_dim or self.head_size
+
+    def rotation(
+        self, row_length: int | jax.Array, is_local: jax.Array | bool
+    ) -> tuple[np.ndarray | jax.Array, float | jax.Array]:
+        """Returns the rope frequencies (rope_size / 2,) of a layer, and the factor of cos and sin."""
+        global_rope = local_rope = self.rope_theta, self.rope_scaling
+        if self.rope_theta_local:
+            local_rope = self.rope_theta_local, ()
+        frequencies = [
+            rope.frequencies(self.rope_size, theta, scaling, row_length)
+            for theta, scaling in (local_rope, global_rope)
+        ]
+        factors = [rope.attention_factor(scaling) for _, scaling in (local_rope, global_rope)]
+        return rope.select(is_local, *frequencies), rope.select(is_local, *factors)
+
+    # ---- others ----
 
     @property
     def padded_vocab(self) -> int:
-        """Size of V in the embedding and the output head; equal on every mesh, so that checkpoints fit."""
+        """Size of V in embedding and output head; equal on every mesh, so that checkpoints fit."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def residual_scale(self) -> float:
-        """1/sqrt(2 L): the variance of the sum of the 2 L branches does not grow with depth (GPT-2)."""
+        """1/sqrt(2 L): the variance of the sum of 2 L branches does not grow with depth (GPT-2)."""
         return (2 * self.num_layers) ** -0.5
+
+
+def effective(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a `model` section that decide its logits.
+
+    It leaves out keys that are switched off, and those that matter in training alone.
+    """
+    kept = dict(section)
+    for field in dataclasses.fields(TransformerConfig):
+        switch = field.metadata["needs"]
+        is_off = switch is not None and not section[switch]
+        if is_off or not field.metadata["changes_logits"]:
+            del kept[field.name]
+    return kept
 
 
 def _value_faults(c: TransformerConfig) -> list[str]:
     """Returns a fault for each value that is invalid in any model."""
-    choices = {
-        "norm": ("rms", "layer", "rms_1p"),
-        "positions": ("rope", "learned"),
-        "mlp": ("swiglu", "gelu", "geglu"),
-        "router": ("topk_softmax", "softmax", "sigmoid"),
-        "qk_norm_heads": ("each", "all"),
-        "balance": ("none", "batch", "sequence", "bias"),
-    }
-    counts = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
-    non_negative = ("z_loss", "head_dim", "window", "rope_theta_local", "query_scale")
-    non_negative += ("attention_softcap", "logit_softcap", "loss_chunk_mib")
-    non_negative += ("num_experts", "d_expert", "num_shared_experts", "capacity_factor")
-    non_negative += ("first_dense_layers",)
-    non_negative += ("balance_weight", "router_z_loss")
-    non_negative += LATENT_KEYS
     faults = []
-    for key, names in choices.items():
-        faults += choice_faults(f"model.{key}", getattr(c, key), names)
+    for field in dataclasses.fields(c):
+        name, value, rule = f"model.{field.name}", getattr(c, field.name), field.metadata
+        if rule["choices"]:
+            faults += choice_faults(name, value, rule["choices"])
+        if rule["minimum"] is not None:
+            faults += minimum_faults(rule["minimum"], {name: value})
+        if rule["above"] is not None and not value > rule["above"]:
+            faults.append(f"{name}={value}: use more than {rule['above']}")
     faults += implementations.faults("model.attention_impl", c.attention_impl)
-    faults += minimum_faults(
-        1, {f"model.{key}": getattr(c, key) for key in (*counts, "max_seq_len")}
-    )
-    faults += minimum_faults(0, {f"model.{key}": getattr(c, key) for key in non_negative})
-    faults += [
-        f"model.{key}={getattr(c, key)}: use more than 0"
-        for key in ("norm_epsilon", "rope_theta", "embed_scale", "router_scale")
-        if not getattr(c, key) > 0
-    ]
     if not 0 <= c.dropout < 1:
         faults.append(
             f"model.dropout={c.dropout}: is a probability; use 0 or more, and less than 1"
         )
     if not c.attention or set(c.attention) - {"g", "l"}:
         faults.append(
-            f"model.attention={c.attention!r}: use letters g (global) and l (local), such as 'g' or 'lllllg'"
+            f"model.attention={c.attention!r}: use letters g (global) and l (local), such as 'g' "
+            f"or 'lllllg'"
         )
     return faults + rope.scaling_faults(c.rope_scaling)
 
@@ -189,13 +252,14 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
         )
     elif c.positions == "rope" and c.rope_size == c.head_size and c.head_size % 2:
         faults.append(
-            f"model.head_dim={c.head_size} (0: model.d_model / model.num_heads) is odd, but rope rotates pairs "
-            f"of dims; use an even head dim, or model.positions='learned'"
+            f"model.head_dim={c.head_size} (0: model.d_model / model.num_heads) is odd, but rope "
+            "rotates pairs of dims; use an even head dim, or model.positions='learned'"
         )
     if c.num_heads % c.num_kv_heads:
         faults.append(
-            f"model.num_heads={c.num_heads} is not divisible by model.num_kv_heads={c.num_kv_heads}; "
-            f"use a divisor, or num_kv_heads=num_heads for multi-head attention"
+            f"model.num_heads={c.num_heads} is not divisible by "
+            f"model.num_kv_heads={c.num_kv_heads}; use a divisor, or num_kv_heads=num_heads for "
+            "multi-head attention"
         )
     if "l" in c.attention and c.window == 0:
         faults.append(
@@ -205,7 +269,8 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
     kind = c.rope_scaling[0] if c.rope_scaling else None
     if kind == "yarn" and c.rope_theta <= 1:
         faults.append(
-            f"model.rope_theta={c.rope_theta}: yarn needs frequencies that decrease; use more than 1"
+            f"model.rope_theta={c.rope_theta}: yarn needs frequencies that decrease; use more "
+            "than 1"
         )
     if kind == "dynamic" and c.rope_size < 4:
         key = "rope_head_dim" if c.rope_head_dim else "head_dim"
@@ -216,10 +281,11 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
 
 
 def _latent_faults(c: TransformerConfig) -> list[str]:
-    """Returns a fault for each combination of values that multi-head latent attention does not support."""
+    """Returns a fault for each combination that multi-head latent attention does not support."""
     if not c.kv_lora_rank:
         return [
-            f"model.{key}={getattr(c, key)}: is a size of latent attention; set model.kv_lora_rank, or use 0"
+            f"model.{key}={getattr(c, key)}: is a size of latent attention; set "
+            "model.kv_lora_rank, or use 0"
             for key in LATENT_KEYS
             if getattr(c, key)
         ]
@@ -227,15 +293,15 @@ def _latent_faults(c: TransformerConfig) -> list[str]:
     faults = []
     if c.num_kv_heads != c.num_heads:
         faults.append(
-            f"model.num_kv_heads={c.num_kv_heads}: with {name} each head has keys and values of its own; use "
-            f"num_kv_heads={c.num_heads}"
+            f"model.num_kv_heads={c.num_kv_heads}: with {name} each head has keys and values of "
+            f"its own; use num_kv_heads={c.num_heads}"
         )
     if c.positions != "rope":
         faults.append(f"model.positions={c.positions!r}: {name} needs 'rope'")
     if not c.rope_head_dim or c.rope_head_dim % 2:
         faults.append(
-            f"model.rope_head_dim={c.rope_head_dim}: with {name} rope rotates pairs of these dims; use an even "
-            f"number above 0"
+            f"model.rope_head_dim={c.rope_head_dim}: with {name} rope rotates pairs of these "
+            "dims; use an even number above 0"
         )
     for key in ("qk_norm", "qkv_bias"):
         if getattr(c, key):
@@ -247,19 +313,21 @@ def _expert_faults(c: TransformerConfig) -> list[str]:
     """Returns a fault for each combination of values of a mixture of experts that is invalid."""
     if c.first_dense_layers and not c.num_experts:
         return [
-            f"model.first_dense_layers={c.first_dense_layers}: without model.num_experts all layers are dense; use 0"
+            f"model.first_dense_layers={c.first_dense_layers}: without model.num_experts all "
+            "layers are dense; use 0"
         ]
     if not c.num_experts:
         return []
     faults = []
     if c.first_dense_layers >= c.num_layers:
         faults.append(
-            f"model.first_dense_layers={c.first_dense_layers}: leaves none of model.num_layers={c.num_layers} layers "
-            f"with experts; use fewer"
+            f"model.first_dense_layers={c.first_dense_layers}: leaves none of "
+            f"model.num_layers={c.num_layers} layers with experts; use fewer"
         )
     if not 1 <= c.experts_per_token <= c.num_experts:
         faults.append(
-            f"model.experts_per_token={c.experts_per_token}: use 1 to model.num_experts={c.num_experts}"
+            f"model.experts_per_token={c.experts_per_token}: use 1 to "
+            f"model.num_experts={c.num_experts}"
         )
     if not c.expert_groups:
         return faults
@@ -268,8 +336,8 @@ def _expert_faults(c: TransformerConfig) -> list[str]:
         return [*faults, f"model.expert_groups={groups}: use () or (GROUPS, GROUPS_PER_TOKEN)"]
     if c.num_experts % groups[0]:
         faults.append(
-            f"model.expert_groups={groups}: model.num_experts={c.num_experts} is not divisible by the number of "
-            f"groups; use a divisor"
+            f"model.expert_groups={groups}: model.num_experts={c.num_experts} is not divisible by "
+            "the number of groups; use a divisor"
         )
     elif (
         not c.experts_per_token * groups[0]
@@ -277,7 +345,8 @@ def _expert_faults(c: TransformerConfig) -> list[str]:
         <= groups[0] * c.num_experts
     ):
         faults.append(
-            f"model.expert_groups={groups}: a token chooses model.experts_per_token={c.experts_per_token} experts from "
-            f"{groups[1]} groups of {c.num_experts // groups[0]}; use groups that have as many"
+            f"model.expert_groups={groups}: a token chooses "
+            f"model.experts_per_token={c.experts_per_token} experts from {groups[1]} groups of "
+            f"{c.num_experts // groups[0]}; use groups that have as many"
         )
     return faults

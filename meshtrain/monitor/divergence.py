@@ -31,7 +31,9 @@ class RunningLoss:
     def deviations_above_mean(self, loss: float) -> float:
         """Returns (loss - mean) / standard deviation; 0 during the first WARMUP_STEPS steps."""
         deviation = max(math.sqrt(self.variance), MIN_DEVIATION * abs(self.mean))
-        return (loss - self.mean) / deviation if self.count >= WARMUP_STEPS and deviation else 0.0
+        if self.count < WARMUP_STEPS or not deviation:
+            return 0.0
+        return (loss - self.mean) / deviation
 
     def add(self, loss: float) -> None:
         self.count += 1
@@ -39,9 +41,6 @@ class RunningLoss:
         change = loss - self.mean
         self.mean += weight * change
         self.variance = (1 - weight) * (self.variance + weight * change**2)
-
-
-NAMES = [one.name for one in fields(RunningLoss)]
 
 
 class LossMonitor:
@@ -56,55 +55,61 @@ class LossMonitor:
         log: Callable[[str], None],
     ):
         """`statistics` is a saved `LossMonitor.statistics` of the run to resume, or empty."""
-        self._settings, self._event, self._log = settings, event, log
-        losses = dict(statistics)
-        self._skips = losses.pop("skips", 0)  # older checkpoints lack it
+        self._settings = settings
+        self._event = event
+        self._log = log
+        names = [field.name for field in fields(RunningLoss)]
+        saved = {name: statistics[name] for name in names if name in statistics}
+        self._losses = RunningLoss(**saved)
+        # Older checkpoints lack the other counts.
+        self._skips = statistics.get("skips", 0)  # in a row
         # Rollbacks to the same step, one after the other, and that step.
-        self._rollbacks, self._rolled_back_to = (
-            losses.pop("rollbacks", 0),
-            losses.pop("rollback_step", -1),
-        )
-        self._losses = RunningLoss(**{name: losses[name] for name in losses if name in NAMES})
+        self._rollbacks = statistics.get("rollbacks", 0)
+        self._rolled_back_to = statistics.get("rollback_step", -1)
         self.spike: int | None = None  # step of a spike to roll back
 
     @property
     def statistics(self) -> dict[str, float]:
-        """What to save in a checkpoint: the resumed run finds the same spikes and ends at the same skip."""
-        counts = {"skips": self._skips}
+        """Returns what a checkpoint saves: the resumed run finds the same spikes and ends at the same skip."""
+        saved = asdict(self._losses)
+        saved["skips"] = self._skips
         if self._rollbacks:
-            counts |= {"rollbacks": self._rollbacks, "rollback_step": self._rolled_back_to}
-        return asdict(self._losses) | counts
+            saved["rollbacks"] = self._rollbacks
+            saved["rollback_step"] = self._rolled_back_to
+        return saved
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Checks the metrics of a step; raises FloatingPointError after `max_skips` skipped steps in a row."""
-        self._skips = self._skips + 1 if metrics["skipped"] else 0
-        if self._skips:
-            scale = {key: metrics[key] for key in ("loss_scale",) if key in metrics}
-            self._event(
-                "skip", step=step, loss=metrics["loss"], grad_norm=metrics["grad_norm"], **scale
-            )
+        """Checks the metrics of a step; raises FloatingPointError after `max_skips` skipped in a row."""
+        loss = metrics["loss"]
+        if metrics["skipped"]:
+            self._skips += 1
+            names = ("loss", "grad_norm", "loss_scale")
+            fields = {name: metrics[name] for name in names if name in metrics}
+            self._event("skip", step=step, **fields)
             if self._skips >= self._settings.max_skips:
                 self._end(step, metrics)
             return
-        deviations = self._losses.deviations_above_mean(metrics["loss"])
-        limit = self._settings.spike
-        if deviations > limit:
-            fields = {"loss": metrics["loss"], "mean": self._losses.mean, "deviations": deviations}
-            self._event("spike", step=step, **fields)
+        self._skips = 0
+        mean = self._losses.mean
+        deviations = self._losses.deviations_above_mean(loss)
+        is_spike = deviations > self._settings.spike
+        if is_spike:
+            self._event("spike", step=step, loss=loss, mean=mean, deviations=deviations)
             self._log(
-                f"step {step}: loss {metrics['loss']:.4f} is {deviations:.1f} standard deviations above "
-                f"the running mean {self._losses.mean:.4f}"
+                f"step {step}: loss {loss:.4f} is {deviations:.1f} standard deviations above "
+                f"the running mean {mean:.4f}"
             )
             self.spike = step if self._settings.rollback else None
         # A spike must not raise the mean: that would hide the next spike.
-        self._losses.add(metrics["loss"] if deviations <= limit else self._losses.mean)
+        self._losses.add(mean if is_spike else loss)
 
     def roll_back(self, step: int | None, position: int) -> None:
         """Records that the run returns to `step` (None: no checkpoint) and continues at sample `position`.
 
         Raises FloatingPointError at the last of MAX_ROLLBACKS successive rollbacks to the same step.
         """
-        spike, self.spike = self.spike, None
+        spike = self.spike
+        self.spike = None
         if step is None:
             self._log("no checkpoint to roll back to: training continues")
             return
@@ -133,12 +138,11 @@ class LossMonitor:
         fault = (
             f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite"
         )
-        fault += f" for {self._skips} steps in a row" if self._skips > 1 else ""
-        scale = (
-            f"; the loss scale was {metrics['loss_scale']:.1e}" if "loss_scale" in metrics else ""
-        )
-        more = ", or train.dtype=bfloat16" if "loss_scale" in metrics else ""
-        raise FloatingPointError(
-            f"{fault}; the parameters were not changed{scale}. Try a lower optim.learning_rate "
-            f"(here {metrics['learning_rate']:.1e}){more}"
-        )
+        if self._skips > 1:
+            fault += f" for {self._skips} steps in a row"
+        fault += "; the parameters were not changed"
+        remedy = f"Try a lower optim.learning_rate (here {metrics['learning_rate']:.1e})"
+        if "loss_scale" in metrics:
+            fault += f"; the loss scale was {metrics['loss_scale']:.1e}"
+            remedy += ", or train.dtype=bfloat16"
+        raise FloatingPointError(f"{fault}. {remedy}")

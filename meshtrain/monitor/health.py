@@ -2,8 +2,8 @@
 
 A faulty device can compute wrong values without an error; its replica of the parameters then differs
 from the others. Every `health.every` steps, and before each save, digests of all replicas are compared:
-one changed bit changes the digest. Every `health.every` steps, and a few times before that, the speeds of all
-processes are compared, too.
+one changed bit changes the digest. Every `health.every` steps, and a few times before that, the speeds of
+all processes are compared, too.
 """
 
 import collections
@@ -30,11 +30,6 @@ MIN_SLOW_CHECKS = 3  # in a row before a process is logged; a single slow check 
 # after several times `health.every` steps.
 EARLY_STEPS = (10, 20, 40, 80)
 
-NUM_TIMINGS = 5  # of the test matrix product; the fastest is used
-
-# Rows of the square matrices: their product takes milliseconds.
-PRODUCT_SIZE = collections.defaultdict(lambda: 4096, cpu=1024)
-
 
 class CorruptState(RuntimeError):
     """Replicas of the state differ between devices."""
@@ -47,32 +42,39 @@ class ReplicaCheck:
         self,
         settings: HealthConfig,
         mesh: jax.sharding.Mesh,
-        page: ProgressPage,
+        progress: ProgressPage,
         *,
         event: Callable[..., None],
         log: Callable[[str], None],
     ):
-        self._every, self._mesh, self._page = settings.every, mesh, page
-        self._event, self._log = event, log
-        self._digest: Callable | None = None
-        self._slow_checks = collections.Counter()  # process -> slow checks in a row
+        self._every = settings.every
+        self._mesh = mesh
+        self._progress = progress
+        self._event = event
+        self._log = log
+        self._digest: Callable[[Any], jax.Array] | None = None
+        self._slow_checks: collections.Counter[int] = collections.Counter()  # in a row, by process
         # At the last check: step, total seconds of waiting for data, total seconds in the phase "step".
         self._previous: np.ndarray | None = None
 
     def due(self, step: int, *, saving: bool) -> bool:
+        """Returns whether to call `run` before this step; `saving`: whether the state will be saved."""
         return self._every > 0 and step > 0 and (saving or self._speeds_due(step))
 
     def _speeds_due(self, step: int) -> bool:
         if step % self._every == 0:
             return True
-        since = step - self._page["first_step"]
-        return distributed.num_processes() > 1 and since < self._every and since in EARLY_STEPS
+        if distributed.num_processes() == 1:
+            return False
+        num_steps = step - self._progress["first_step"]
+        return num_steps < self._every and num_steps in EARLY_STEPS
 
     def run(self, step: int, state: Any) -> None:
         """Raises CorruptState, on all processes, if replicas differ; logs slow processes."""
         if self._digest is None:
             self._digest = make_digest(state, self._mesh)
-        faults = replica_faults(state, distributed.gather(local_digests(self._digest(state))))
+        own_digests = local_digests(self._digest(state))
+        faults = replica_faults(state, distributed.gather(own_digests))
         for fault in faults:
             self._event("corrupt", step=step, fault=fault)
         if faults:
@@ -84,23 +86,39 @@ class ReplicaCheck:
             self._compare_speeds(step)
 
     def _compare_speeds(self, step: int) -> None:
-        current = np.array([step, self._page["data"], self._page["step"]])
-        previous, self._previous = self._previous, current
+        current = np.array([step, self._progress["data"], self._progress["step"]])
+        previous = self._previous
+        self._previous = current
         if previous is None or previous[0] >= step:
             return
+        # Per step since the last check: seconds of waiting for data, seconds of the rest.
         _, data, rest = (current - previous) / (step - previous[0])
         processes = distributed.gather([data, rest, time_product(), socket.gethostname()])
-        for number, speed in enumerate(relative_speeds([timing[:3] for timing in processes])):
-            self._slow_checks[number] = self._slow_checks[number] + 1 if speed < SLOW_SPEED else 0
+        speeds = relative_speeds([(data, rest, product) for data, rest, product, _ in processes])
+        for number, speed in enumerate(speeds):
+            if speed >= SLOW_SPEED:
+                self._slow_checks[number] = 0
+                continue
+            self._slow_checks[number] += 1
             if self._slow_checks[number] < MIN_SLOW_CHECKS:
                 continue
             data, _, product, host = processes[number]
-            fields = {"process": number, "host": host, "score": speed}
-            self._event("straggler", step=step, **fields, data_seconds=data, probe_seconds=product)
+            self._event(
+                "straggler",
+                step=step,
+                process=number,
+                host=host,
+                score=speed,
+                data_seconds=data,
+                probe_seconds=product,
+            )
             self._log(
                 f"process {number} on {host} is slow: {speed:.2f} of the median speed; it waits "
                 f"{data:.3f} s per step for data, a test matrix product takes {product * 1e3:.1f} ms"
             )
+
+
+# ---- speeds ----
 
 
 def relative_speeds(timings: Sequence[Sequence[float]]) -> list[float]:
@@ -117,13 +135,20 @@ def relative_speeds(timings: Sequence[Sequence[float]]) -> list[float]:
     return [median_step / seconds for seconds in step_times]
 
 
+NUM_TIMINGS = 5  # of the test matrix product; the fastest is used
+
+# Rows of the square matrices: their product takes milliseconds.
+PRODUCT_SIZE = collections.defaultdict(lambda: 4096, cpu=1024)
+
+
 def time_product() -> float:
     """Returns the seconds that the slowest device of this process takes for a matrix product."""
     return max(_time_product(device) for device in jax.local_devices())
 
 
 def _time_product(device: jax.Device) -> float:
-    size, seconds = PRODUCT_SIZE[device.platform], []
+    size = PRODUCT_SIZE[device.platform]
+    seconds = []
     with jax.set_mesh(jax.sharding.Mesh([device], "device")):
         x = jnp.ones((size, size), jnp.float32)
         for _ in range(NUM_TIMINGS + 1):  # the first call compiles
@@ -138,6 +163,9 @@ def _product(x: jax.Array) -> jax.Array:
     return x @ x
 
 
+# ---- replicas ----
+
+
 def make_digest(state: Any, mesh: jax.sharding.Mesh) -> Callable[[Any], jax.Array]:
     """Returns a function from a state to its digests, (devices, arrays) uint32.
 
@@ -145,15 +173,21 @@ def make_digest(state: Any, mesh: jax.sharding.Mesh) -> Callable[[Any], jax.Arra
     """
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
 
-    def body(local: Any) -> jax.Array:
+    def digest_shards(local: Any) -> jax.Array:
         return jnp.stack([_digest(leaf) for leaf in jax.tree.leaves(local)])[None]
 
-    rows = jax.P(AXES)
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=rows))
+    return jax.jit(
+        jax.shard_map(
+            digest_shards,
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=jax.P(AXES),
+        )
+    )
 
 
 def _digest(x: jax.Array) -> jax.Array:
-    """Returns the sum of all words, each times another odd number: one changed word changes the sum."""
+    """Returns the sum of all words, each times another odd number: one changed word changes it."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == bool:
@@ -176,23 +210,27 @@ def replica_faults(state: Any, digests: list[dict[str, list[int]]]) -> list[str]
 
     `digests` holds the `local_digests` of each process; JSON has made their keys strings.
     """
-    rows = {int(device): row for local in digests for device, row in local.items()}
+    digests_of_device: dict[int, list[int]] = {}
+    for local in digests:
+        for device_id, row in local.items():
+            digests_of_device[int(device_id)] = row
     faults = []
     for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(state)):
         # shard index -> digest -> devices with this digest
         replicas: dict[str, dict[int, list[jax.Device]]] = {}
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-            by_digest = replicas.setdefault(str(index), {})
-            by_digest.setdefault(rows[device.id][number], []).append(device)
-        faults += [
-            f"{jax.tree_util.keystr(path)} differs {_minority(list(by_digest.values()))}"
-            for by_digest in replicas.values()
-            if len(by_digest) > 1
-        ]
+            devices_by_digest = replicas.setdefault(str(index), {})
+            digest = digests_of_device[device.id][number]
+            devices_by_digest.setdefault(digest, []).append(device)
+        name = jax.tree_util.keystr(path)
+        for devices_by_digest in replicas.values():
+            if len(devices_by_digest) > 1:
+                faults.append(f"{name} differs {_minority(list(devices_by_digest.values()))}")
     return faults
 
 
 def _minority(groups: list[list[jax.Device]]) -> str:
+    """Returns which devices differ, from the groups of devices with equal digests."""
     groups = sorted(groups, key=len)
     names = [" and ".join(_name(device) for device in group) for group in groups]
     if len(groups[-1]) > len(groups[-2]):

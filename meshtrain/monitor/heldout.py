@@ -24,7 +24,8 @@ def fixed_batches(data: Any, cfg: Config) -> Any:
     batches = list(itertools.islice(data, cfg.eval.batches))
     if not batches:
         raise ConfigError(
-            "eval_data: it yields no batch; an iterator can be used only once: give a list, or a new iterator"
+            "eval_data: it yields no batch; an iterator can be used only once: give a list, or a new "
+            "iterator"
         )
     return batches
 
@@ -33,23 +34,25 @@ def heldout_loss(
     eval_step: Callable, data: Any, cfg: Config, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState], float | None]:
     """Returns the function state -> loss on the first `eval.batches` held-out batches."""
-    compiled: list[jax.stages.Compiled] = []
-    # An iterable may have fewer: none counts twice.
-    num_batches = min(cfg.eval.batches, len(data)) if isinstance(data, list) else cfg.eval.batches
+    evaluate: jax.stages.Compiled | None = None
+    num_batches = cfg.eval.batches
+    if isinstance(data, list):  # an iterable may have fewer: none counts twice
+        num_batches = min(num_batches, len(data))
 
     def loss(state: TrainState) -> float | None:
+        nonlocal evaluate
         if data is None or not cfg.eval.batches:
             return None
         params = evaluation_params(state)
         with open_loader(data, cfg, mesh, 0) as heldout:
-            if not compiled:
-                example = params, heldout.peek()
-                compiled.append(jax.jit(eval_step).lower(*example).compile())
+            if evaluate is None:
+                evaluate = jax.jit(eval_step).lower(params, heldout.peek()).compile()
                 distributed.barrier("evaluation compiled")
-            (evaluate,) = compiled
             # One batch at a time: on CPU, processes confuse the messages of two programs in flight, and
             # hang.
-            sums = [jax.device_get(evaluate(params, next(heldout))) for _ in range(num_batches)]
+            sums = []
+            for _ in range(num_batches):
+                sums.append(jax.device_get(evaluate(params, next(heldout))))
         means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
         return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
 

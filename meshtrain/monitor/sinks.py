@@ -1,4 +1,4 @@
-"""Where the rows of metrics.jsonl go besides the file: a function of the caller, TensorBoard, Weights & Biases."""
+"""Writes the rows of metrics.jsonl elsewhere too: a function of the caller, TensorBoard, Weights & Biases."""
 
 import importlib.util
 import math
@@ -16,11 +16,13 @@ RUN_ID = "wandb_run_id"  # file in the workdir, so that a resumed run continues 
 
 
 class Sink(Protocol):
+    """Gets each row of a run."""
+
     name: str
-    optional: bool  # whether the run goes on without it after an error
+    optional: bool  # whether the run continues without it after an error
 
     def begin(self, step: int) -> None:
-        """Rows of this step and later follow; such rows from before are void."""
+        """Discards earlier rows of this step and later: those that follow replace them."""
 
     def write(self, row: Row) -> None: ...
 
@@ -31,35 +33,43 @@ def open_sinks(
     cfg: Config, workdir: Path | None, on_metrics: Callable[[Row], None] | None
 ) -> list[Sink]:
     """Returns the sinks of a run. Raises ConfigError for one that cannot be opened."""
-    found: list[Sink] = [_Function(on_metrics)] if on_metrics else []
+    opened: list[Sink] = []
+    if on_metrics:
+        opened.append(_Function(on_metrics))
     if cfg.monitor.tensorboard:
-        found.append(_TensorBoard(workdir / "tensorboard"))
+        opened.append(_TensorBoard(workdir / "tensorboard"))
     if cfg.monitor.wandb:
-        found.append(_Wandb(cfg, workdir))
-    return found
+        opened.append(_Wandb(cfg, workdir))
+    return opened
 
 
 def sink_faults(cfg: Config, workdir: str | Path | None) -> list[str]:
     """Returns a line for each sink that a run cannot have."""
-    found = []
+    faults = []
     for key, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
-        if not (value := getattr(cfg.monitor, key)):
+        value = getattr(cfg.monitor, key)
+        if not value:
             continue
         if importlib.util.find_spec(module) is None:
-            found.append(
+            faults.append(
                 f"monitor.{key}={value}: {module} is not installed; pip install 'meshtrain[{key}]'"
             )
         if not workdir:
-            found.append(f"monitor.{key}={value}: there is no folder for its files; use --workdir")
-    return found
+            faults.append(f"monitor.{key}={value}: there is no folder for its files; use --workdir")
+    return faults
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
     """Yields the numbers of a row by name; those of a list, one for each layer, as name/0, name/1, ..."""
     for name, value in row.items():
-        values = {f"{name}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {}
-        for key, number in (values or {name: value}).items():
-            if isinstance(number, int | float) and math.isfinite(number) and name != "step":
+        if name == "step":
+            continue
+        if isinstance(value, list):
+            numbers = {f"{name}/{i}": number for i, number in enumerate(value)}
+        else:
+            numbers = {name: value}
+        for key, number in numbers.items():
+            if isinstance(number, int | float) and math.isfinite(number):
                 yield key, number
 
 
@@ -80,7 +90,8 @@ class _TensorBoard:
     name, optional = "TensorBoard", True
 
     def __init__(self, folder: Path):
-        self._folder, self._writer = folder, None
+        self._folder = folder
+        self._writer: Any = None
 
     def begin(self, step: int) -> None:
         from tensorboardX import SummaryWriter
@@ -106,7 +117,6 @@ class _Wandb:
         file = workdir / RUN_ID
         if not file.exists():
             file.write_text(uuid.uuid4().hex[:8])
-        settings = wandb.Settings(console="off")  # it would break the progress bar
         try:
             self._run = wandb.init(
                 project=cfg.monitor.wandb,
@@ -114,11 +124,13 @@ class _Wandb:
                 id=file.read_text(),
                 resume="allow",
                 config=cfg.to_dict(),
-                settings=settings,
+                # Its console output would break the progress bar.
+                settings=wandb.Settings(console="off"),
             )
         except wandb.Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
-                f"monitor.wandb={cfg.monitor.wandb}: {' '.join(str(error).split()).rstrip('.')}; "
+                f"monitor.wandb={cfg.monitor.wandb}: {reason}; "
                 f"run `wandb login`, or set WANDB_MODE=offline"
             ) from error
         # W&B's own counter cannot go back to an earlier step.

@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl, events.jsonl and config.json of a run, and lines or a progress bar to the console."""
+"""Writes metrics.jsonl, events.jsonl and config.json of a run, and its lines or progress bar."""
 
 import contextlib
 import errno
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,11 +24,346 @@ from meshtrain.monitor.sinks import Sink
 TABLES = ("metrics.jsonl", "events.jsonl")
 
 
+@dataclass(frozen=True)
+class Units:
+    """The units of the data that a run counts: tokens of a language model, else examples."""
+
+    name: str  # plural
+    per_sample: int
+    flops: float | None  # per unit, forward and backward
+    packed: bool = False  # rows hold several documents
+
+
+class _Pending(NamedTuple):
+    """The report of a step that was dispatched, and that the device may still compute."""
+
+    step: int
+    report: dict[str, jax.Array]
+    ended: float | None  # when the step ended, if it had when it was handed over
+    waited: float  # total seconds of waiting for data until then
+    log: bool  # whether the step gets a row
+    eval_loss: float | None
+
+
+class Writer:
+    """Writes the output of process 0; does nothing on other processes.
+
+    Close it to remove the progress bar.
+    """
+
+    def __init__(self, workdir: Path | None, *, leader: bool):
+        self._folder = workdir if leader else None
+        self._leader = leader
+        self._bar: console.Bar | None = None
+        self._pending: _Pending | None = None  # of the latest step, see `step`
+        self._unwritten: dict[str, list[str]] = {}  # file name -> lines still to be written
+        # Metrics of the newest finished step, without those of single layers.
+        self.newest: dict[str, float] = {}
+        if self._folder:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            check_outputs(self._folder)
+        self._sinks: list[Sink] = []
+        console.log_to(workdir and workdir / console.LOG)
+
+    def open(self, sinks: list[Sink]) -> None:
+        """Writes each row to these as well, and closes them at the end."""
+        self._sinks = sinks
+
+    def begin(
+        self,
+        start: int,
+        cfg: Config,
+        units: Units,
+        *,
+        samples: int,
+        waited: float,
+        observe: Callable[[int, dict[str, float]], None],
+        predicted: float | None = None,
+    ) -> None:
+        """Starts the clock at step `start`, after `samples` samples and `waited` seconds for data.
+
+        `observe` is called with the metrics of each step after they are written. `predicted` is the
+        predicted step time in seconds, if it is known. Removes the rows of step `start` and later, which an
+        interrupted run wrote after its last checkpoint.
+        """
+        self._start, self._steps, self._units = start, cfg.train.steps, units
+        self._observe, self._predicted = observe, predicted
+        self._units_before = samples * units.per_sample
+        self._units_per_step = cfg.train.global_batch * units.per_sample
+        peak = hardware.peak_flops(jax.devices()[0].device_kind, cfg.hardware.peak_flops)
+        # Seconds per unit at peak: times units per second, it is the model FLOPs utilization (MFU).
+        self._seconds_at_peak: float | None = None
+        if units.flops and peak:
+            self._seconds_at_peak = units.flops / (peak * jax.device_count())
+        if self._folder:
+            self._remove_rows_from(start)
+        for sink in self._sinks:
+            sink.begin(start)
+        if self._leader and not self._bar:
+            self._bar = console.Bar(self._steps, stream="stdout")
+            self._bar.show(start, f"{start}/{self._steps}")
+        self._last_row_time = time.perf_counter()
+        self._steps_since_row = 0
+        self._waited_at_row = waited
+
+    def _remove_rows_from(self, start: int) -> None:
+        path = self._folder / "metrics.jsonl"
+        if not path.exists():
+            return
+        rows = path.read_text(errors="replace").splitlines()
+        earlier = [row for row in rows if _row_step(row) < start]
+        if earlier != rows:
+            replace_file(path, "".join(row + "\n" for row in earlier))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Excludes the time in the context, for example of an evaluation, from the step time."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._last_row_time += time.perf_counter() - began
+
+    def step(
+        self,
+        step: int,
+        report: dict[str, jax.Array],
+        eval_loss: float | None,
+        *,
+        waited: float,
+        log: bool,
+    ) -> None:
+        """Stores the report of the step just dispatched, and writes the report of the previous step.
+
+        Thus the device always has work while the host waits for a report. `waited` is the total of all
+        seconds spent waiting for data. With `log` the step gets a row in metrics.jsonl and a line.
+        """
+        # Simulated devices dispatch synchronously: the step has already ended.
+        ended = time.perf_counter() if report["loss"].is_ready() else None
+        self.flush()
+        self._pending = _Pending(
+            step=step,
+            report=report,
+            ended=ended,
+            waited=waited,
+            log=log,
+            eval_loss=eval_loss,
+        )
+
+    def flush(self) -> None:
+        """Waits for the pending report and writes it."""
+        if self._pending is None:
+            return
+        pending = self._pending
+        self._pending = None
+        report = jax.device_get(pending.report)  # waits for the step
+        ended = pending.ended or time.perf_counter()
+        metrics = {name: np.float64(value).tolist() for name, value in report.items()}
+        self._steps_since_row += 1
+        self.newest = {
+            name: value for name, value in metrics.items() if not isinstance(value, list)
+        }
+        if self._bar and self._bar.due():
+            step_time = (ended - self._last_row_time) / self._steps_since_row
+            self._draw(pending.step, metrics, step_time)
+        self._report_lost_output()
+        if pending.log:
+            self._write(pending, metrics, ended)
+        # Last: it may raise, and the row of the step is written then.
+        self._observe(pending.step, metrics)
+
+    def _write(self, pending: _Pending, metrics: dict[str, Any], ended: float) -> None:
+        """Writes the row of a step to metrics.jsonl, to the sinks, and as a line."""
+        # At least 1 us: a very short step may have ended before the previous one was recorded.
+        step_time = max(ended - self._last_row_time, 1e-6) / self._steps_since_row
+        per_second = self._units_per_step / step_time
+        num_steps = pending.step - self._start + 1
+        row = {
+            "step": pending.step,
+            "loss": metrics["loss"],
+            **{name: value for name, value in metrics.items() if name != "step"},
+            "tokens": self._units_before + num_steps * self._units_per_step,
+            "step_time": step_time,
+            "data_wait": (pending.waited - self._waited_at_row) / self._steps_since_row,
+            "tokens_per_second": per_second,
+            "mfu": self._seconds_at_peak and self._seconds_at_peak * per_second,
+        }
+        if self._predicted:
+            row["predicted_step_time"] = self._predicted
+        if pending.eval_loss is not None:
+            row["eval_loss"] = pending.eval_loss
+        peak = peak_bytes_in_use()
+        if peak is not None:
+            row["peak_memory"] = peak
+        self._append("metrics.jsonl", row)
+        for sink in list(self._sinks):
+            try:
+                sink.write(row)
+            except Exception as error:
+                if not sink.optional:
+                    raise
+                self._sinks.remove(sink)
+                self.log(f"{sink.name} gets no more rows: {error}")
+        self._show(row)
+        self._last_row_time = ended
+        self._steps_since_row = 0
+        self._waited_at_row = pending.waited
+
+    def _show(self, row: dict[str, Any]) -> None:
+        """Logs a row as a line."""
+        left = console.duration((self._steps - row["step"] - 1) * row["step_time"])
+        width = len(str(self._steps))
+        parts = [
+            f"step {row['step']:>{width}}/{self._steps}",
+            f"loss {row['loss']:.4f}",
+            f"grad norm {row['grad_norm']:.3f}",
+            f"lr {row['learning_rate']:.2e}",
+            f"{row['tokens_per_second']:,.0f} {self._units.name}/s",
+        ]
+        if row["mfu"]:
+            parts.append(f"mfu {row['mfu']:.1%}")
+        parts.append(f"{left} left")
+        if row.get("skipped"):
+            parts.append("skipped")
+        if "eval_loss" in row:
+            parts.append(f"held-out loss {row['eval_loss']:.4f}")
+        self.log(" · ".join(parts))
+
+    def _draw(self, step: int, metrics: dict[str, float], step_time: float) -> None:
+        """Shows a step in the bar."""
+        step_time = max(step_time, 1e-6)
+        per_second = self._units_per_step / step_time
+        parts = [
+            f"{step + 1}/{self._steps}",
+            f"loss {metrics['loss']:.4f}",
+            f"grad norm {metrics['grad_norm']:.3f}",
+            f"lr {metrics['learning_rate']:.1e}",
+            f"{_short(per_second)} {self._units.name}/s",
+            f"{console.duration((self._steps - step - 1) * step_time)} left",
+        ]
+        if self._seconds_at_peak:
+            parts.append(f"mfu {self._seconds_at_peak * per_second:.1%}")
+        self._bar.show(step + 1, *parts)
+
+    def log(self, text: str) -> None:
+        """Prints a line, above the bar if there is one."""
+        if self._leader:
+            console.say(storage.readable(text))
+            self._report_lost_output()
+
+    def _report_lost_output(self) -> None:
+        for fields in console.new_faults():
+            self.event("output_lost", **fields)
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Appends a line to events.jsonl."""
+        self._append("events.jsonl", {"event": event, "time": time.time(), **fields})
+
+    def config(self, config: dict[str, Any]) -> None:
+        """Writes config.json, the config of the latest start; keeps the one before if it differs."""
+        if not self._folder:
+            return
+        path = self._folder / "config.json"
+        text = json.dumps(config, indent=2, default=str) + "\n"
+        previous = path.read_text(errors="replace") if path.is_file() else text
+        if previous != text:
+            history = self._folder / "config_history"
+            names = [file.stem for file in history.glob("*.json")]
+            newest = max((int(name) for name in names if name.isdecimal()), default=0)
+            replace_file(history / f"{newest + 1:04}.json", previous)
+        replace_file(path, text)
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        """Appends a line to a file; if that fails, writes the line together with the next line."""
+        if not self._folder:
+            return
+        # JSON has no numbers that are not finite.
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
+        unwritten = self._unwritten.setdefault(name, [])
+        unwritten.append(storage.readable(json.dumps(finite)) + "\n")
+        path = self._folder / name
+        size = None
+        try:
+            with open(path, "a") as file:
+                size = file.tell()
+                file.writelines(unwritten)
+            unwritten.clear()
+        except OSError as error:
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(path, size)  # removes a partly written line
+            if len(unwritten) == 1:
+                self.log(
+                    f"{path}: {error.strerror}; its lines are kept in memory until it can be written"
+                )
+
+    def sync(self) -> None:
+        """Flushes metrics.jsonl and events.jsonl to disk; uploads all files to an object store."""
+        if self._folder:
+            sync_tables(self._folder)
+            if storage.url(self._folder):
+                storage.push(self._folder)
+
+    def close(self) -> None:
+        """Removes the bar; `log` and `event` still work."""
+        if self._bar:
+            self._bar.close()
+            self._bar = None
+        while self._sinks:
+            self._sinks.pop().close()
+
+
+def units_of(batch: Any, model: Model) -> Units:
+    """Returns the units that a run counts: tokens if its data yields a `Batch`."""
+    if not isinstance(batch, Batch):
+        return Units("examples", 1, None)
+    seq_len = batch.tokens.shape[1]
+    flops = model.flops_per_token and model.flops_per_token(seq_len)
+    return Units("tokens", seq_len, flops, packed=batch.segments is not None)
+
+
+# ---- rows ----
+
+
+def _row_step(row: str) -> float:
+    """Returns the step of a row; inf for a row truncated by a crash, so that it is dropped."""
+    try:
+        return json.loads(row)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _short(number: float) -> str:
+    """Returns a number with three digits: 123k."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def peak_bytes_in_use() -> int | None:
+    """Returns the most bytes that a device of this process has held; None if they do not report it."""
+    peaks = []
+    for device in jax.local_devices():
+        report = device.memory_stats() or {}
+        peaks.append(report.get("peak_bytes_in_use", 0))
+    return max(peaks, default=0) or None
+
+
+# ---- files ----
+
+
 def check_outputs(folder: Path) -> None:
     """Raises ConfigError with a line for each output of an earlier run that this run cannot continue."""
     faults = []
     names = (*TABLES, "config.json", console.LOG)
-    for path in filter(os.path.lexists, (folder / name for name in names)):
+    for name in names:
+        path = folder / name
+        if not os.path.lexists(path):
+            continue
         try:
             # Opening a pipe would wait for its other end; a link may lead out of the workdir.
             if path.is_symlink() or not path.is_file():
@@ -63,282 +398,3 @@ def sync_tables(folder: Path) -> None:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-
-
-@dataclass(frozen=True)
-class Units:
-    """Tokens for a language model, else examples."""
-
-    name: str
-    per_sample: int
-    flops: float | None  # per unit, forward and backward
-    packed: bool = False  # rows hold several documents
-
-
-def units_of(batch: Any, model: Model) -> Units:
-    if not isinstance(batch, Batch):
-        return Units("examples", 1, None)
-    seq_len = batch.tokens.shape[1]
-    flops = model.flops_per_token and model.flops_per_token(seq_len)
-    return Units("tokens", seq_len, flops, packed=batch.segments is not None)
-
-
-def _step_of(row: str) -> float:
-    """Returns the step of a row; inf for a row truncated by a crash, so that it is dropped."""
-    try:
-        return json.loads(row)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
-def _short(number: float) -> str:
-    """Returns a number with three digits: 123k."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"
-
-
-class Writer:
-    """Writes the output of process 0; does nothing on other processes. Close it to remove the progress bar."""
-
-    def __init__(self, workdir: Path | None, *, leader: bool):
-        self._folder = workdir if leader else None
-        self._leader = leader
-        self._bar: console.Bar | None = None
-        self._pending: tuple | None = None  # the report of the latest step, see `step`
-        self._unwritten: dict[str, list[str]] = {}  # file name -> lines still to be written
-        self.newest: dict[
-            str, float
-        ] = {}  # metrics of the newest finished step, of the whole model
-        if self._folder:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            check_outputs(self._folder)
-        self._sinks: list[Sink] = []
-        console.log_to(workdir and workdir / console.LOG)
-
-    def open(self, sinks: list[Sink]) -> None:
-        """Writes each row to these as well, and closes them at the end."""
-        self._sinks = sinks
-
-    def begin(
-        self,
-        start: int,
-        cfg: Config,
-        units: Units,
-        *,
-        samples: int,
-        waited: float,
-        observe: Callable[[int, dict[str, float]], None],
-        predicted: float | None = None,
-    ) -> None:
-        """Starts the clock at step `start`, after `samples` samples and `waited` seconds for data.
-
-        `observe` is called with the metrics of each step after they are written. `predicted` is the predicted step
-        time in seconds, if it is known. Removes the rows of step `start` and later, which an interrupted run wrote
-        after its last checkpoint.
-        """
-        self._start, self._steps, self._units = start, cfg.train.steps, units
-        self._observe, self._predicted = observe, predicted
-        self._units_before = samples * units.per_sample
-        self._units_per_step = cfg.train.global_batch * units.per_sample
-        peak = hardware.peak_flops(jax.devices()[0].device_kind, cfg.hardware.peak_flops)
-        # Times units per second: the model FLOPs utilization (MFU).
-        self._seconds_at_peak = (
-            units.flops / (peak * jax.device_count()) if units.flops and peak else None
-        )
-        if self._folder and (metrics := self._folder / "metrics.jsonl").exists():
-            rows = metrics.read_text(errors="replace").splitlines()
-            earlier = [row for row in rows if _step_of(row) < start]
-            if earlier != rows:
-                replace_file(metrics, "".join(row + "\n" for row in earlier))
-        for sink in self._sinks:
-            sink.begin(start)
-        if self._leader and not self._bar:
-            self._bar = console.Bar(self._steps, stream="stdout")
-            self._bar.show(start, f"{start}/{self._steps}")
-        self._last_row_time = time.perf_counter()
-        self._steps_since_row, self._waited_at_row = 0, waited
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Excludes the time in the context, for example of an evaluation, from the step time."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._last_row_time += time.perf_counter() - began
-
-    def step(
-        self,
-        step: int,
-        report: dict[str, jax.Array],
-        eval_loss: float | None,
-        *,
-        waited: float,
-        log: bool,
-    ) -> None:
-        """Stores the report of the step just dispatched, and writes the report of the previous step.
-
-        Thus the device always has work while the host waits for a report. `waited` is the total of all
-        seconds spent waiting for data. With `log` the step gets a row in metrics.jsonl and a line.
-        """
-        # Simulated devices dispatch synchronously: the step has already ended.
-        ended = time.perf_counter() if report["loss"].is_ready() else None
-        self.flush()
-        self._pending = step, report, ended, waited, log, eval_loss
-
-    def flush(self) -> None:
-        """Waits for the pending report and writes it."""
-        if self._pending is None:
-            return
-        (step, report, ended, waited, log, eval_loss), self._pending = self._pending, None
-        metrics = {name: np.float64(x).tolist() for name, x in jax.device_get(report).items()}
-        ended = ended or time.perf_counter()
-        self._steps_since_row += 1
-        self.newest = {name: one for name, one in metrics.items() if not isinstance(one, list)}
-        if self._bar and self._bar.due():
-            self._draw(step, metrics, (ended - self._last_row_time) / self._steps_since_row)
-        self._report_lost_output()
-        if log:
-            self._write(step, metrics, ended, waited, eval_loss)
-        self._observe(step, metrics)
-
-    def _write(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        ended: float,
-        waited: float,
-        eval_loss: float | None,
-    ) -> None:
-        # At least 1 us: a very short step may have ended before the previous one was recorded.
-        step_time = max(ended - self._last_row_time, 1e-6) / self._steps_since_row
-        per_second = self._units_per_step / step_time
-        row = {
-            "step": step,
-            "loss": metrics["loss"],
-            **{name: value for name, value in metrics.items() if name != "step"},
-            "tokens": self._units_before + (step - self._start + 1) * self._units_per_step,
-            "step_time": step_time,
-            "data_wait": (waited - self._waited_at_row) / self._steps_since_row,
-            "tokens_per_second": per_second,
-            "mfu": self._seconds_at_peak and self._seconds_at_peak * per_second,
-        }
-        if self._predicted:
-            row["predicted_step_time"] = self._predicted
-        if eval_loss is not None:
-            row["eval_loss"] = eval_loss
-        if (peak := peak_bytes_in_use()) is not None:
-            row["peak_memory"] = peak
-        self._append("metrics.jsonl", row)
-        for sink in [*self._sinks]:
-            try:
-                sink.write(row)
-            except Exception as error:
-                if not sink.optional:
-                    raise
-                self._sinks.remove(sink)
-                self.log(f"{sink.name} gets no more rows: {error}")
-        self._show(row)
-        self._last_row_time, self._steps_since_row, self._waited_at_row = ended, 0, waited
-
-    def _show(self, row: dict[str, Any]) -> None:
-        """Logs a row as a line."""
-        left = console.duration((self._steps - row["step"] - 1) * row["step_time"])
-        speed = f"{row['tokens_per_second']:,.0f} {self._units.name}/s"
-        speed += f" · mfu {row['mfu']:.1%}" if row["mfu"] else ""
-        more = " · skipped" if row.get("skipped") else ""
-        more += f" · held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
-        self.log(
-            f"step {row['step']:>{len(str(self._steps))}}/{self._steps} · loss {row['loss']:.4f} · "
-            f"grad norm {row['grad_norm']:.3f} · lr {row['learning_rate']:.2e} · {speed} · {left} left{more}"
-        )
-
-    def _draw(self, step: int, metrics: dict[str, float], step_time: float) -> None:
-        """Shows a step in the bar."""
-        step_time = max(step_time, 1e-6)
-        per_second = self._units_per_step / step_time
-        parts = [
-            f"{step + 1}/{self._steps}",
-            f"loss {metrics['loss']:.4f}",
-            f"grad norm {metrics['grad_norm']:.3f}",
-            f"lr {metrics['learning_rate']:.1e}",
-            f"{_short(per_second)} {self._units.name}/s",
-            f"{console.duration((self._steps - step - 1) * step_time)} left",
-        ]
-        if self._seconds_at_peak:
-            parts.append(f"mfu {self._seconds_at_peak * per_second:.1%}")
-        self._bar.show(step + 1, *parts)
-
-    def log(self, text: str) -> None:
-        """Prints a line, above the bar if there is one."""
-        if self._leader:
-            console.say(storage.readable(text))
-            self._report_lost_output()
-
-    def _report_lost_output(self) -> None:
-        for fields in console.new_faults():
-            self.event("output_lost", **fields)
-
-    def event(self, event: str, **fields: Any) -> None:
-        """Appends a line to events.jsonl."""
-        self._append("events.jsonl", {"event": event, "time": time.time(), **fields})
-
-    def config(self, config: dict[str, Any]) -> None:
-        """Writes config.json, the resolved config of the latest start; keeps the one before if it differs."""
-        if not self._folder:
-            return
-        path, text = self._folder / "config.json", json.dumps(config, indent=2, default=str) + "\n"
-        previous = path.read_text(errors="replace") if path.is_file() else text
-        if previous != text:
-            history = self._folder / "config_history"
-            numbers = [int(p.stem) for p in history.glob("*.json") if p.stem.isdecimal()]
-            replace_file(history / f"{1 + max(numbers, default=0):04}.json", previous)
-        replace_file(path, text)
-
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        """Appends a line to a file; if that fails, writes the line together with the next line."""
-        if not self._folder:
-            return
-        finite = {
-            key: None if isinstance(v, float) and not math.isfinite(v) else v
-            for key, v in row.items()
-        }
-        unwritten = self._unwritten.setdefault(name, [])
-        unwritten.append(storage.readable(json.dumps(finite)) + "\n")
-        path, size = self._folder / name, None
-        try:
-            with open(path, "a") as file:
-                size = file.tell()
-                file.writelines(unwritten)
-            unwritten.clear()
-        except OSError as error:
-            if size is not None:
-                with contextlib.suppress(OSError):
-                    os.truncate(path, size)  # removes a partly written line
-            if len(unwritten) == 1:
-                self.log(
-                    f"{path}: {error.strerror}; its lines are kept in memory until it can be written"
-                )
-
-    def sync(self) -> None:
-        """Flushes metrics.jsonl and events.jsonl to disk; uploads all files to an object store."""
-        if self._folder:
-            sync_tables(self._folder)
-            if storage.url(self._folder):
-                storage.push(self._folder)
-
-    def close(self) -> None:
-        """Removes the bar; `log` and `event` still work."""
-        if self._bar:
-            self._bar.close()
-            self._bar = None
-        while self._sinks:
-            self._sinks.pop().close()
-
-
-def peak_bytes_in_use() -> int | None:
-    """Returns the most bytes that any device of this process has held; None if they do not report it."""
-    reports = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max((report.get("peak_bytes_in_use", 0) for report in reports), default=0) or None

@@ -14,7 +14,7 @@ def lookup(table_VD: jax.Array, index_BS: jax.Array, *, names: sharding.Names = 
 
     The gradient of each row is added up in float32 or wider, and rounded once. The gradient of plain indexing is
     rounded after each term: in bfloat16, up to two thirds of the gradient of a token that occurs thousands of times
-    in a batch were lost (docs/benchmarks.md).
+    in a batch were lost (benchmarks/README.md).
     """
 
     def look_up(table_VD, index):

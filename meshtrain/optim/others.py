@@ -1,6 +1,7 @@
-"""Optimizers besides AdamW: Muon, Adafactor, Lion and schedule-free AdamW, for parameters stacked over layers.
+"""Lion, Adafactor and schedule-free AdamW, for parameters that are stacked over layers.
 
-Each is a function for `optim.build`. They take the keys of section `optim` that AdamW takes.
+Each is a function for `optim.build`. Each repeats the keys of AdamW, also those without a use,
+since the keys that section `optim` may have are read from the signature.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from optax import contrib
 
 from meshtrain.errors import ConfigError
 from meshtrain.optim import base as optim
-from meshtrain.optim import muon as optim_muon
+from meshtrain.optim import muon
 from meshtrain.optim.base import Schedule
 
 
@@ -24,14 +25,21 @@ def lion(
     weight_decay: float,
     no_decay: tuple,
 ) -> optax.GradientTransformation:
-    """Lion (arXiv 2302.06675, Algorithm 2) with one moment; the paper's b2 is 0.99, and `epsilon` has no use in it.
+    """Lion (arXiv 2302.06675, Algorithm 2), with one moment; `epsilon` is not used.
 
-    The sign of an interpolated gradient is larger than AdamW's update: the paper uses a learning rate 3 to 10 times
-    smaller, and a weight decay larger by the same factor. Raises ConfigError if a number is out of range.
+    The paper's b2 is 0.99. The sign of an interpolated gradient is larger than AdamW's update: the
+    paper uses a learning rate 3 to 10 times smaller, and a weight decay larger by the same factor.
+    Raises ConfigError if a number is out of range.
     """
-    _check(b1=b1, b2=b2, epsilon=epsilon, weight_decay=weight_decay, no_decay=no_decay)
+    _check_keys_of_adamw(
+        b1=b1, b2=b2, epsilon=epsilon, weight_decay=weight_decay, no_decay=no_decay
+    )
     return optax.lion(
-        learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=optim.decay_mask(no_decay)
+        learning_rate,
+        b1=b1,
+        b2=b2,
+        weight_decay=weight_decay,
+        mask=optim.decay_mask(no_decay),
     )
 
 
@@ -47,31 +55,36 @@ def adafactor(
     decay_rate: float = 0.8,
     min_dim_size_to_factor: int = 128,
 ) -> optax.GradientTransformation:
-    """Adafactor (arXiv 1804.04235, Algorithm 4): second moments as rows and columns, no first moment.
+    """Adafactor (arXiv 1804.04235, Algorithm 4): factored second moments, no first moment.
 
-    The learning rate is relative to the RMS of a parameter, at least 1e-3. b1, b2 and epsilon have no use in it:
-    the second moment decays with 1 - step^-decay_rate. Layers stacked into one array, and experts, are factored,
-    clipped and scaled each by itself. Weight decay is that of AdamW. Raises ConfigError if a number is out of range.
+    The learning rate is relative to the RMS of a parameter, at least 1e-3. b1, b2 and epsilon are
+    not used: the second moment decays with 1 - step^-decay_rate. Layers stacked into one array, and
+    experts, are factored, clipped and scaled each by itself. Weight decay is that of AdamW. Raises
+    ConfigError if a number is out of range.
     """
-    _check(b1=b1, b2=b2, epsilon=epsilon, weight_decay=weight_decay, no_decay=no_decay)
+    _check_keys_of_adamw(
+        b1=b1, b2=b2, epsilon=epsilon, weight_decay=weight_decay, no_decay=no_decay
+    )
     if decay_rate <= 0:
         raise ConfigError(f"optim.decay_rate={decay_rate}: must be above 0")
-    of_array = optax.chain(
+    adafactor_of_array = optax.chain(
         optax.scale_by_factored_rms(
             decay_rate=decay_rate, min_dim_size_to_factor=min_dim_size_to_factor
         ),
         optax.clip_by_block_rms(1.0),
         optax.scale_by_param_block_rms(),
     )
+    # By the number of stacked dims: layers, and experts.
+    optimizers = {
+        "stacked_0": adafactor_of_array,
+        "stacked_1": _mapped(adafactor_of_array),
+        "stacked_2": _mapped(_mapped(adafactor_of_array)),
+    }
     labels = jax.tree.map(
-        lambda names: f"stacked_{len(optim_muon.stacked_dims(names))}",
-        axes,
-        is_leaf=optim_muon.is_entry,
+        lambda names: f"stacked_{len(muon.stacked_dims(names))}", axes, is_leaf=muon.is_entry
     )
-    once = _mapped(of_array)
-    parts = {"stacked_0": of_array, "stacked_1": once, "stacked_2": _mapped(once)}
     return optax.chain(
-        optax.partition(parts, labels),
+        optax.partition(optimizers, labels),
         optax.add_decayed_weights(weight_decay, mask=optim.decay_mask(no_decay)),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -86,13 +99,15 @@ def schedule_free_adamw(
     weight_decay: float,
     no_decay: tuple,
 ) -> optax.GradientTransformation:
-    """Schedule-free AdamW (arXiv 2405.15682): an average of the iterates in place of a decay; use a constant rate.
+    """Schedule-free AdamW (arXiv 2405.15682): an average of the iterates replaces the decay.
 
-    The train state holds the parameters y at which gradients are computed. Those to evaluate and to use are the
-    averages x, which `state.evaluation_params` returns; b1 interpolates between both. Raises ConfigError if a number is
-    out of range.
+    Use a constant learning rate. The train state holds the parameters y at which gradients are
+    computed. Those to evaluate and to use are the averages x, which `state.evaluation_params`
+    returns; b1 interpolates between both. Raises ConfigError if a number is out of range.
     """
-    _check(b1=b1, b2=b2, epsilon=epsilon, weight_decay=weight_decay, no_decay=no_decay)
+    _check_keys_of_adamw(
+        b1=b1, b2=b2, epsilon=epsilon, weight_decay=weight_decay, no_decay=no_decay
+    )
     if b1 == 0:
         raise ConfigError("optim.b1=0: schedule-free AdamW divides by it; use 0.9")
     # Adam without its first moment, whose place the averaging takes.
@@ -105,13 +120,14 @@ def schedule_free_adamw(
 
 
 def _mapped(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the optimizer of each array along the first dim, on its own."""
+    """Returns the transformation that applies the optimizer to each array along the first dim."""
 
+    # `jax.vmap` needs an array, but optax also passes trees without arrays: to ask for the
+    # structure of the state, and if no parameter has this number of stacked dims.
     def init(params):
-        # Without arrays optax asks for the structure of the state.
-        return (
-            jax.vmap(optimizer.init)(params) if jax.tree.leaves(params) else optimizer.init(params)
-        )
+        if not jax.tree.leaves(params):
+            return optimizer.init(params)
+        return jax.vmap(optimizer.init)(params)
 
     def update(grads, state, params):
         if not jax.tree.leaves(params):
@@ -121,6 +137,15 @@ def _mapped(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     return optax.GradientTransformation(init, update)
 
 
-def _check(**keys: Any) -> None:
-    """Raises ConfigError for keys that AdamW rejects too."""
-    optim.adamw(lambda step: 0.0, **keys)
+def _check_keys_of_adamw(
+    *, b1: float, b2: float, epsilon: float, weight_decay: float, no_decay: tuple
+) -> None:
+    """Raises ConfigError for values that AdamW rejects too."""
+    optim.adamw(
+        lambda step: 0.0,
+        b1=b1,
+        b2=b2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        no_decay=no_decay,
+    )

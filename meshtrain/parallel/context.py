@@ -1,7 +1,8 @@
 """Context parallelism: the order of sequences that are sharded over devices, and the methods for their attention.
 
-Of the 2 c chunks of a sequence device i of c holds chunks i and 2 c - 1 - i, so that causal attention is equal work
-on all devices ("zigzag"). The loader puts each sequence in this order; attention sees positions, not the order.
+Of the 2 c chunks of a sequence device i of c holds chunks i and 2 c - 1 - i, so that causal
+attention is equal work on all devices ("zigzag"). The loader puts each sequence in this order;
+attention sees positions, not the order.
 
   ring     keys and values travel from device to device: each holds those of one other device at a time
            (arXiv 2310.01889)
@@ -51,9 +52,10 @@ def positions(length: int) -> jax.Array:
 def choose(num_heads: int, num_kv_heads: int, num_devices: int, *, fused: bool) -> str:
     """Returns the method for these heads, which the active rules shard, and sequences over `num_devices`.
 
-    `fused`: there is a fused kernel for whole sequences, which only "ulysses" can use. "auto" selects "ulysses" if
-    the heads divide and there is such a kernel or it sends fewer bytes, and otherwise "gather", or "ring" where
-    devices of a sequence are in different hosts. Raises ConfigError if "ulysses" is asked for, and they do not.
+    `fused`: there is a fused kernel for whole sequences, which only "ulysses" can use. "auto"
+    selects "ulysses" if the heads divide and there is such a kernel or it sends fewer bytes, and
+    otherwise "gather", or "ring" where devices of a sequence are in different hosts. Raises
+    ConfigError if "ulysses" is asked for, and they do not.
     """
     method, _, fallback = active_method.value.partition(":")
     shards = num_devices * sharding.num_shards("heads", num_heads)
@@ -65,7 +67,8 @@ def choose(num_heads: int, num_kv_heads: int, num_devices: int, *, fused: bool) 
         )
     if method != "auto":
         return method
-    # Per token: ulysses sends q, k, v and the output, a share (c - 1) / c of each; the others send k and v c - 1 times.
+    # Per token: ulysses sends q, k, v and the output, a share (c - 1) / c of each; the others send
+    # k and v c - 1 times.
     repeats = kv_repeats(num_heads, num_kv_heads, shards)
     sends_less = num_heads + num_kv_heads * repeats < num_kv_heads * num_devices
     return "ulysses" if divides and (fused or sends_less) else fallback

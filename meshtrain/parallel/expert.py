@@ -1,9 +1,10 @@
 """Expert parallelism: each device holds some of the experts, and computes them for the tokens of a group of devices.
 
-The axis `expert` shards the batch as well. Within a group, devices that differ only along `expert`, tokens are
-gathered; each device computes its own experts for all tokens of the group; an all-to-all and a sum return to each
-device the results of its own tokens. With the rule `("expert", ("expert", "tensor"))` the experts are sharded over
-`tensor` too. All collectives are here, and so outside of the loop in ops/experts.py.
+The axis `expert` shards the batch as well. Within a group, devices that differ only along `expert`,
+tokens are gathered; each device computes its own experts for all tokens of the group; an all-to-all
+and a sum return to each device the results of its own tokens. With the rule `("expert", ("expert",
+"tensor"))` the experts are sharded over `tensor` too. All collectives are here, and so outside of
+the loop in ops/experts.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 
 from meshtrain.parallel import sharding
 
-# B batch, S sequence, E experts, k experts per token; e shards of the experts, g groups along batch and sequence,
-# T tokens of a group, n experts of a shard
+# B batch, S sequence, E experts, k experts per token; e shards of the experts, g groups along batch
+# and sequence, T tokens of a group, n experts of a shard
 
 Axes = tuple[str, ...]
 
@@ -67,8 +68,8 @@ def run_experts(
 ) -> jax.Array:
     """Returns the sum over all experts of `feed_forward(x_TD, experts_Tk, weights_Tk, first, kernels)`: (B, S, D).
 
-    `kernels` are (E, ...), sharded by the logical name "expert" alone; `feed_forward` gets those of the experts from
-    `first` on.
+    `kernels` are (E, ...), sharded by the logical name "expert" alone; `feed_forward` gets those of
+    the experts from `first` on.
     """
     (B, S), E = x_BSD.shape[:2], len(kernels[0])
     where = layout(B, S, E)
@@ -77,7 +78,8 @@ def run_experts(
     firsts = jnp.arange(e) * (E // e)
     x, weights = (_spread(where, (B, S), one) for one in (x_BSD, weights_BSk))
     args = x, _split(where, experts_BSk), weights, firsts
-    # Mapped over shards of experts, and over groups: as one dim, so that gradients of experts are summed at once.
+    # Mapped over shards of experts, and over groups: as one dim, so that gradients of experts are
+    # summed at once.
     run = _over(feed_forward, g, where.outside, (0, 0, 0, None, None))
     run = _over(run, e, where.experts, (0, None, 0, 0, 0))
     return _collect(where, (B, S), run(*args, tuple(stacked)))
@@ -90,7 +92,8 @@ def _stack(where: ExpertAxes, kernel: jax.Array) -> jax.Array:
     return sharding.shard_over(stacked, where.experts)
 
 
-# Its gradient gets no constraint here, so that XLA can reduce-scatter it to the shards of the parameter.
+# Its gradient gets no constraint here, so that XLA can reduce-scatter it to the shards of the
+# parameter.
 _stack.defvjp(
     lambda where, kernel: (_stack(where, kernel), None),
     lambda where, _, grad: (grad.reshape(-1, *grad.shape[2:]),),
@@ -122,7 +125,8 @@ def _split(where: ExpertAxes, x_BS: jax.Array) -> jax.Array:
     return sharding.shard_over(x, where.outside)
 
 
-# The gradients of these two are each other. What XLA derives would all-reduce the gradients of all tokens of a group.
+# The gradients of these two are each other. What XLA derives would all-reduce the gradients of all
+# tokens of a group.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _spread(where: ExpertAxes, shape: tuple[int, int], x_BS: jax.Array) -> jax.Array:
     """Returns `_split(x)` for each shard of the experts: (e, g, T, ...)."""

@@ -11,8 +11,8 @@ from jax.experimental import mesh_utils
 from meshtrain.config.schema import AXES, MeshConfig
 from meshtrain.errors import ConfigError
 
-# What two devices communicate over, from the fastest to the slowest: the fast network of a host of GPUs, a TPU
-# slice or a CPU process; the network between hosts; the network between slices.
+# What two devices communicate over, from the fastest to the slowest: the fast network of a host of
+# GPUs, a TPU slice or a CPU process; the network between hosts; the network between slices.
 LINKS = ("host", "hosts", "slices")
 
 
@@ -21,14 +21,15 @@ def make_mesh(
 ):
     """Returns the `jax.sharding.Mesh` for a config, or for sizes: `make_mesh(fsdp=2, tensor=4)`.
 
-    The product of the sizes must equal the number of `devices` (by default all); see `MeshConfig.resolve`. Each
-    slice holds a contiguous part of `data`. Raises ConfigError for slices that the devices cannot form.
+    The product of the sizes must equal the number of `devices` (by default all); see
+    `MeshConfig.resolve`. Each slice holds a contiguous part of `data`. Raises ConfigError for
+    slices that the devices cannot form.
     """
     devices = jax.devices() if devices is None else devices
     config = (config or MeshConfig(**sizes)).resolve(len(devices))
     sizes = tuple(getattr(config, axis) for axis in AXES)
-    # Auto on purpose: with jax's default, Explicit, users' models would need sharding annotations in
-    # their contractions.
+    # Auto on purpose: with jax's default, Explicit, users' models would need sharding annotations
+    # in their contractions.
     types = (jax.sharding.AxisType.Auto,) * len(AXES)
     num_slices = _check_slices(config, devices)
     if num_slices > 1:
@@ -49,9 +50,9 @@ def make_mesh(
 def host_of(device: jax.Device) -> int:
     """Returns the number of the device's fast network.
 
-    jax numbers these networks by `slice_index`: of TPUs a slice, of GPUs a host, or several hosts that NVLink
-    connects. CPU devices share the memory of their process. In a description of a GPU cluster that is not there,
-    hosts are processes.
+    jax numbers these networks by `slice_index`: of TPUs a slice, of GPUs a host, or several hosts
+    that NVLink connects. CPU devices share the memory of their process. In a description of a GPU
+    cluster that is not there, hosts are processes.
     """
     is_gpu_of_nobody = device.platform == "gpu" and not device.client.local_device_count()
     is_process = device.platform == "cpu" or is_gpu_of_nobody
@@ -84,7 +85,8 @@ def _check_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
 def _grid_of_slices(sizes: Sequence[int], devices: Sequence[jax.Device], num_slices: int):
     """Returns the devices in the shape of the mesh: slices split `data`, each in contiguous blocks.
 
-    TPU slices that do not divide `data` split the other axes as well, the ones with the least traffic first.
+    TPU slices that do not divide `data` split the other axes as well, the ones with the least
+    traffic first.
     """
     outer, left = dict.fromkeys(AXES, 1), num_slices
     for axis in ("data", *AXES):

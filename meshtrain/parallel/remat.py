@@ -36,12 +36,13 @@ def rematerialised(function: Callable, remat: str) -> Callable:
 def recomputed(function: Callable, *args: jax.Array) -> Any:
     """Returns `function(*args)`; its backward pass keeps only `args` and computes what it needs again.
 
-    For cheap operations followed by a matrix product: the product's result is kept by its consumer, so no
-    product is computed twice.
+    For cheap operations followed by a matrix product: the product's result is kept by its consumer,
+    so no product is computed twice.
     """
     if _in_rematerialised.value:
         return function(*args)
-    # Without a barrier XLA merges the recomputation with the forward pass if both are in one computation,
-    # that is if all layers are unrolled. On CPU that is welcome: time is scarce there, not memory.
+    # Without a barrier XLA merges the recomputation with the forward pass if both are in one
+    # computation, that is if all layers are unrolled. On CPU that is welcome: time is scarce there,
+    # not memory.
     barrier = accelerator.platform() != "cpu"
     return jax.checkpoint(function, prevent_cse=barrier)(*args)

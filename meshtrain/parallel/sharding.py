@@ -12,13 +12,14 @@ from meshtrain.errors import ConfigError, did_you_mean
 # (logical name, mesh axis or axes or None), in order of preference; a name may have several rules.
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
-# Parameters, gradients and optimizer state are sharded over these axes as far as the ZeRO stage says.
+# Parameters, gradients and optimizer state are sharded over these axes as far as the ZeRO stage
+# says.
 ZERO_AXES = ("fsdp", "context")
 
 Names = Sequence[str | None]  # one logical name per dim, None for a dim that is never sharded
 
-# jax keys its caches of traces by this context; with a context variable, functions that jax traces once
-# (jit, checkpoint, custom_vjp) would keep the constraints of the first rules.
+# jax keys its caches of traces by this context; with a context variable, functions that jax traces
+# once (jit, checkpoint, custom_vjp) would keep the constraints of the first rules.
 _active_rules = jax.make_user_context(default_value=None)
 
 
@@ -40,9 +41,10 @@ def spec_for(
 ) -> PartitionSpec:
     """Returns the PartitionSpec of an array with these dims: each dim gets the first rule that fits.
 
-    Rules are tried from top to bottom. A rule fits a dim of its name if none of its mesh axes already
-    shards another dim of this array, and the product of their sizes divides the dim. A dim that no rule
-    fits is unsharded. Raises ConfigError for a name without a rule, or an axis that `sizes` lacks.
+    Rules are tried from top to bottom. A rule fits a dim of its name if none of its mesh axes
+    already shards another dim of this array, and the product of their sizes divides the dim. A dim
+    that no rule fits is unsharded. Raises ConfigError for a name without a rule, or an axis that
+    `sizes` lacks.
     """
     known = {name for name, _ in rules}
     for name in names:
@@ -73,8 +75,9 @@ def not_divisible(
 ) -> dict[str, tuple[int, tuple[str, ...]]]:
     """Returns the mesh axes that leave this array replicated because they do not divide the dim of their rule.
 
-    Each with the number of the dim and the axes of the rule. Not among them are axes that shard another dim,
-    and axes of rules that are not tried, because an earlier rule fits or another dim uses an axis of theirs.
+    Each with the number of the dim and the axes of the rule. Not among them are axes that shard
+    another dim, and axes of rules that are not tried, because an earlier rule fits or another dim
+    uses an axis of theirs.
     """
     spec = [axes_of(entry) for entry in spec_for(names, shape, rules, sizes)]
     found = {}
@@ -125,7 +128,8 @@ def pin(x: jax.Array, dim: int, name: str | None) -> jax.Array:
 def gathered(x: jax.Array, stored: Names, used: Names) -> jax.Array:
     """Returns the parameter `x`, stored sharded by the names `stored`, sharded by `used`.
 
-    Its gradient is sharded by `stored`; with `constrain` alone XLA would all-reduce it on GPU, not reduce-scatter.
+    Its gradient is sharded by `stored`; with `constrain` alone XLA would all-reduce it on GPU, not
+    reduce-scatter.
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
     if mesh.empty or rules is None:

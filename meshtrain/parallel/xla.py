@@ -44,8 +44,8 @@ def options(
 def quick_compile_options(mesh: jax.sharding.Mesh) -> dict[str, int]:
     """Returns options for a program that runs once: on CPUs optimization level 1, unless XLA_FLAGS sets it.
 
-    The program that initialises configs/quickstart.py then compiles in a sixth of the time, and runs as
-    fast.
+    The program that initialises configs/quickstart.py then compiles in a sixth of the time, and
+    runs as fast.
     """
     level, on_cpu = "xla_backend_optimization_level", mesh.devices.flat[0].platform == "cpu"
     return {level: 1} if on_cpu and level not in os.environ.get("XLA_FLAGS", "") else {}
@@ -56,8 +56,8 @@ def compile_with(
 ) -> jax.stages.Compiled:
     """Compiles the program; raises ConfigError for an option that XLA does not know.
 
-    XLA's double buffering of loops fails for some programs, such as GPT-2 on fsdp=8 (jaxlib 0.10.2): these are
-    compiled without it.
+    XLA's double buffering of loops fails for some programs, such as GPT-2 on fsdp=8 (jaxlib
+    0.10.2): these are compiled without it.
     """
     try:
         return lowered.compile(compiler_options=compiler_options)

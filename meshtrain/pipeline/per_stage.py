@@ -1,9 +1,10 @@
 """Messages between pipeline stages, and each stage's own index into its arrays.
 
-Arrays have a leading dim of stages, sharded over the mesh axis `pipeline`. The maths of a stage runs
-under `jax.vmap` over that dim. Only the functions here differ from stage to stage or send something, so
-they are `jax.shard_map` regions, manual over `pipeline` alone. Stage indices are passed as data, because
-XLA cannot always compute `jax.lax.axis_index` in such a region (PartitionId is not supported).
+Arrays have a leading dim of stages, sharded over the mesh axis `pipeline`. The maths of a stage
+runs under `jax.vmap` over that dim. Only the functions here differ from stage to stage or send
+something, so they are `jax.shard_map` regions, manual over `pipeline` alone. Stage indices are
+passed as data, because XLA cannot always compute `jax.lax.axis_index` in such a region (PartitionId
+is not supported).
 """
 
 import functools
@@ -88,8 +89,9 @@ def send(x: Any, by: int) -> Any:
 def share(x: Any, stage: int) -> Any:
     """Broadcasts one stage's shard of `x` (P, ...) to all stages; -1 is the last stage."""
 
-    # Not `jax.lax.psum`: in bfloat16, in a region that is manual over some axes only, it makes XLA abort
-    # on CPU (jax 0.10.2). Not `sum`: it would send float32. The audit finds this by the scope's name.
+    # Not `jax.lax.psum`: in bfloat16, in a region that is manual over some axes only, it makes XLA
+    # abort on CPU (jax 0.10.2). Not `sum`: it would send float32. The audit finds this by the
+    # scope's name.
     def share_leaf(leaf):
         is_source = (np.arange(len(leaf)) == stage % len(leaf)).reshape(-1, *[1] * (leaf.ndim - 1))
         zero = jnp.zeros((), leaf.dtype)
@@ -162,10 +164,10 @@ def _move(tree: Any, V: int, *, inward: bool) -> Any:
 def rounds(P: int, V: int, *, inward: bool):
     """Yields the V exchanges that move chunks from the model's order to the stages' order, or back.
 
-    The state holds chunks i V ... i V + V - 1 on stage i; the schedule needs chunk c on stage c % P.
-    In round k stage i sends its chunk j = (k + i gcd(P, V) // P) % V, so each stage sends and receives
-    exactly one. An exchange is (pairs of stages, (P,) index of the chunk sent, (P,) index to store the
-    received chunk at).
+    The state holds chunks i V ... i V + V - 1 on stage i; the schedule needs chunk c on stage c %
+    P. In round k stage i sends its chunk j = (k + i gcd(P, V) // P) % V, so each stage sends and
+    receives exactly one. An exchange is (pairs of stages, (P,) index of the chunk sent, (P,) index
+    to store the received chunk at).
     """
     i = np.arange(P)
     for k in range(V):

@@ -103,7 +103,7 @@ def _place(settings: dict[str, Any]) -> launchers.ProcessInfo | None:
     Flags override the launcher's variables. Raises ConfigError for a flag that would be ignored.
     """
     address, nnodes, node_rank = given = [settings.pop(name, None) for name in CLUSTER]
-    if address and nnodes and node_rank is None and not launchers.complete(os.environ):
+    if address and nnodes and node_rank is None and not launchers.find(os.environ):
         given[2] = 0
     names = [f"--{name}" for name in CLUSTER]
     process = environment.process_info(os.environ, given, names)

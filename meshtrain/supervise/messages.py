@@ -1,7 +1,9 @@
 """Messages between supervisors: lines of JSON over a connection, each field checked before it is used.
 
-Anybody who reaches the port can send anything: a wrong message ends its connection and nothing else. With a secret
-(`signature.py`) that holds for every message of a stranger.
+Anybody who reaches the port can send anything: a wrong message ends its connection and nothing else. With a
+secret, each message is signed, and one without the right signature counts as wrong.
+
+`Link` sends and receives, `parse_hello`, `parse_report` and `parse_command` check, `Signer` signs.
 """
 
 import contextlib
@@ -23,105 +25,6 @@ from meshtrain.cluster.rendezvous import is_integer, parse_line
 from meshtrain.errors import ConfigError
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment
 
-SECRET_VARIABLE = "MESHTRAIN_SECRET"
-
-SHORTEST_SECRET = 16  # characters
-
-MAX_NONCE_LINE = 100  # bytes
-
-NONCE_SECONDS = 5.0  # within which node 0 sends it
-
-NONCE_TICK = 0.2
-
-WRONG_SIGNATURE = (
-    f"a message without the right signature; set the same {SECRET_VARIABLE} on all hosts"
-)
-
-
-def secret_of_environment(environ: Mapping[str, str]) -> str:
-    """Returns the secret, "" without one. Raises ConfigError if it is short."""
-    secret = environ.get(SECRET_VARIABLE, "")
-    if secret and len(secret) < SHORTEST_SECRET:
-        raise ConfigError(
-            f"{SECRET_VARIABLE}: has {len(secret)} characters; use {SHORTEST_SECRET} or more, such as the output of "
-            f"`openssl rand -hex 32`"
-        )
-    return secret
-
-
-class Signer:
-    """Signs and checks the messages of one end of a connection, in their order."""
-
-    def __init__(self, secret: str, *, is_node_0: bool):
-        self._secret, self.is_node_0 = os.fsencode(secret), is_node_0
-        self.nonce = secrets.token_hex(16)
-        self._key, self._num_sent, self._num_received = b"", 0, 0
-
-    @property
-    def greeting(self) -> dict[str, str]:
-        return {"nonce": self.nonce}
-
-    def sign(self, text: bytes) -> bytes:
-        """Returns the next message to send with its signature."""
-        tag = self._tag(self.is_node_0, self._num_sent, text)
-        self._num_sent += 1
-        return tag + b" " + text
-
-    def checked(self, line: bytes) -> bytes | None:
-        """Returns the text of the next message received, without its signature; None if that is wrong."""
-        tag, _, text = line.partition(b" ")
-        if not self._key and not self.meet(text):
-            return None
-        if not hmac.compare_digest(tag, self._tag(not self.is_node_0, self._num_received, text)):
-            return None
-        self._num_received += 1
-        return text
-
-    def meet(self, text: bytes) -> bool:
-        """Takes the nonce of the other end from its first message; returns whether there is one."""
-        try:
-            nonce = json.loads(text)["nonce"]
-            if not re.fullmatch("[0-9a-f]{32}", nonce):
-                return False
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return False
-        both = (self.nonce, nonce) if self.is_node_0 else (nonce, self.nonce)
-        self._key = hmac.digest(self._secret, " ".join(both).encode(), "sha256")
-        return True
-
-    def _tag(self, is_node_0: bool, number: int, text: bytes) -> bytes:
-        signed = b"%d %d %b" % (is_node_0, number, text)
-        return hmac.digest(self._key, signed, "sha256").hex().encode()
-
-
-def signer_of_node(
-    secret: str, connection: socket.socket, num_signals: Callable[[], int] = lambda: 0
-) -> Signer | None:
-    """Returns the signer of a new connection to node 0 after it has sent its nonce; None without a secret.
-
-    Closes the connection and raises OSError if it sends something else, or nothing in NONCE_SECONDS, or after a signal.
-    """
-    if not secret:
-        return None
-    signer, line, deadline = Signer(secret, is_node_0=False), b"", time.monotonic() + NONCE_SECONDS
-    connection.settimeout(NONCE_TICK)
-    try:
-        while not line.endswith(b"\n") and len(line) < MAX_NONCE_LINE:
-            if num_signals() or time.monotonic() > deadline:
-                raise TimeoutError
-            with contextlib.suppress(TimeoutError):
-                received = connection.recv(1)
-                if not received:
-                    raise ConnectionResetError
-                line += received
-        if not signer.meet(line):
-            raise ConnectionResetError
-    except OSError:
-        connection.close()
-        raise
-    return signer
-
-
 RETRY = 0.5  # seconds between attempts to reach node 0
 
 MAX_READS = 100  # of 64 KiB at a time: a peer that sends without pause must not block the others
@@ -134,14 +37,6 @@ MAX_MESSAGE = 64 << 20  # bytes of a later line: the last output of all processe
 
 MAX_TAIL_LINE = 2000  # characters of a line of output in a message
 
-MAX_NODES = 100_000
-
-COMMANDS = ("start", "stop", "dump", "kill", "reject", "end", "nothing")  # of node 0
-
-
-class InvalidMessage(ValueError):
-    """A message that no supervisor of this version sends."""
-
 
 class Link:
     """Lines of JSON over a connection. Until `accepted`, a line may have only MAX_HELLO bytes."""
@@ -152,20 +47,27 @@ class Link:
         peer: str = "",
         *,
         accepted: bool = True,
-        signer: Signer | None = None,
+        signer: "Signer | None" = None,
     ):
         connection.setblocking(False)
-        self.connection, self.open, self.received_at = connection, True, time.monotonic()
-        self.peer, self.accepted, self.fault = peer, accepted, ""
+        self.connection = connection
+        self.peer = peer
+        self.accepted = accepted
+        self.open = True
+        self.fault = ""  # why the connection was closed, if the peer has sent something wrong
+        self.received_at = time.monotonic()
         self.answered = False  # whether a valid message has arrived
-        self.on_answer: Callable[[], None] = lambda: None  # called at the first
-        self._partial_line, self._signer = b"", signer
+        self.on_answer: Callable[[], None] = lambda: None  # called at the first valid message
+        self._partial_line = b""
+        self._signer = signer
         if signer and signer.is_node_0:
             self._send(json.dumps(signer.greeting).encode())
 
     def send(self, **message: Any) -> None:
-        text = json.dumps(message).encode()
-        self._send(self._signer.sign(text) if self._signer else text)
+        line = json.dumps(message).encode()
+        if self._signer:
+            line = self._signer.sign(line)
+        self._send(line)
 
     def _send(self, line: bytes) -> None:
         try:
@@ -179,6 +81,33 @@ class Link:
     def receive(self) -> list[dict[str, Any]]:
         """Returns the messages that have arrived, without waiting; closes the connection of a stranger."""
         limit = MAX_MESSAGE if self.accepted else MAX_HELLO
+        self._read(limit)
+        # Of a stranger only the first line: to check many would keep the others waiting.
+        max_splits = -1 if self.accepted else 1
+        *lines, self._partial_line = self._partial_line.split(b"\n", max_splits)
+        if time.monotonic() - self.received_at > LOST_AFTER:
+            self.open = False
+        # What follows the first line of a stranger is read later, so it may be longer.
+        is_partial = self.accepted or not lines
+        if is_partial and len(self._partial_line) > limit:
+            self.reject("a line that is too long")
+        messages = []
+        for line in lines:
+            text = self._signer.checked(line) if self._signer else line
+            if text is None:
+                self.reject(WRONG_SIGNATURE)
+                return []
+            message = parse_line(text)
+            if message is None:
+                self.reject("a line that is not a JSON object")
+                return []
+            if self._signer:
+                message.pop("nonce", None)
+            messages.append(message)
+        return messages
+
+    def _read(self, limit: int) -> None:
+        """Adds what has arrived to the partial line, until that is longer than `limit` bytes."""
         try:
             for _ in range(MAX_READS):
                 received = self.connection.recv(min(1 << 16, limit + 1))
@@ -193,24 +122,6 @@ class Link:
             pass
         except OSError:
             self.open = False
-        # Of a stranger only the first line: to check many would keep the others waiting.
-        *lines, self._partial_line = self._partial_line.split(b"\n", -1 if self.accepted else 1)
-        if time.monotonic() - self.received_at > LOST_AFTER:
-            self.open = False
-        if len(self._partial_line) > limit and not (lines and not self.accepted):
-            self.reject("a line that is too long")
-        messages = []
-        for line in lines:
-            text = self._signer.checked(line) if self._signer else line
-            message = None if text is None else parse_line(text)
-            if message is None:
-                wrong = "a line that is not a JSON object" if text is not None else WRONG_SIGNATURE
-                self.reject(wrong)
-                return []
-            if self._signer:
-                message.pop("nonce", None)
-            messages.append(message)
-        return messages
 
     def reject(self, why: str) -> None:
         """Closes the connection because of what the peer has sent."""
@@ -226,12 +137,13 @@ class Link:
 def connect(
     host: str,
     port: int,
-    hello: dict,
+    *,
+    hello: Mapping[str, int],
     deadline: float,
     num_signals: Callable[[], int],
     secret: str,
 ) -> Link | None:
-    """Returns a connection to node 0; None after `deadline` or a signal."""
+    """Returns a connection to node 0, which has been sent `hello`; None after `deadline` or a signal."""
     while time.monotonic() < deadline and not num_signals():
         try:
             connection = socket.create_connection((host, port), timeout=RETRY * 10)
@@ -240,14 +152,28 @@ def connect(
             time.sleep(RETRY)
             continue
         link = Link(connection, f"{host}:{port}", signer=signer)
-        link.send(**hello, **(signer.greeting if signer else {}))
+        greeting = signer.greeting if signer else {}
+        link.send(**hello, **greeting)
         return link
     return None
 
 
-def exit_message(one: Exit) -> dict[str, Any]:
-    fields = dataclasses.asdict(one)
-    return {**fields, "tail": [line[:MAX_TAIL_LINE] for line in one.tail]}
+def exit_message(process: Exit) -> dict[str, Any]:
+    """Returns the fields of an exit, with its last lines truncated; `_parse_exit` reads them."""
+    fields = dataclasses.asdict(process)
+    fields["tail"] = [line[:MAX_TAIL_LINE] for line in process.tail]
+    return fields
+
+
+# ---- checks of the fields of a message ----
+
+MAX_NODES = 100_000
+
+COMMANDS = ("start", "stop", "dump", "kill", "reject", "end", "nothing")  # of node 0
+
+
+class InvalidMessage(ValueError):
+    """A message that no supervisor of this version sends."""
 
 
 def parse_hello(message: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -268,15 +194,16 @@ def parse_report(
 
     The last two are None if the report does not have them.
     """
-    if unknown := set(message) - {"exits", "statuses", "dead"}:
+    unknown = set(message) - {"exits", "statuses", "dead"}
+    if unknown:
         raise InvalidMessage(f"field {min(unknown)[:99]!r}")
     exits = [_parse_exit(fields, ranks) for fields in _list(message, "exits", len(ranks))]
     statuses = None
     if "statuses" in message:
-        found = _list(message, "statuses", len(ranks))
-        statuses = [_parse_status(fields, ranks) for fields in found]
+        rows = _list(message, "statuses", len(ranks))
+        statuses = [_parse_status(fields, ranks) for fields in rows]
     dead = message.get("dead")
-    if dead not in (None, True, False) or isinstance(dead, int) and type(dead) is not bool:
+    if dead is not None and type(dead) is not bool:
         raise InvalidMessage(f"dead={dead!r}"[:99])
     return exits, statuses, dead
 
@@ -317,11 +244,16 @@ def _parse_exit(fields: Any, ranks: range) -> Exit:
         "code": _integer(-255, 255),
         "status": lambda value: True,
         "tail": lambda value: (
-            isinstance(value, list) and all(isinstance(one, str) for one in value)
+            isinstance(value, list) and all(isinstance(line, str) for line in value)
         ),
     }
     _check(fields, checks)
-    return Exit(**{**fields, "status": _parse_status(fields["status"], ranks)})
+    return Exit(
+        rank=fields["rank"],
+        code=fields["code"],
+        status=_parse_status(fields["status"], ranks),
+        tail=fields["tail"],
+    )
 
 
 def _parse_status(fields: Any, ranks: range) -> ProcessStatus:
@@ -331,9 +263,12 @@ def _parse_status(fields: Any, ranks: range) -> ProcessStatus:
         "phase": lambda value: isinstance(value, str) and value in progress.PHASES,
         "current_step": _integer(-1, 2**53),
         "first_step": _integer(-1, 2**53),
+        "phase_age": _is_finite,
+        "heartbeat_age": _is_finite,
+        "stopped_for": _is_finite,
+        "step_seconds": _is_finite,
     }
-    names = ("phase_age", "heartbeat_age", "stopped_for", "step_seconds")
-    _check(fields, checks | dict.fromkeys(names, _is_finite))
+    _check(fields, checks)
     return ProcessStatus(**fields)
 
 
@@ -347,10 +282,10 @@ def _check(fields: Any, checks: Mapping[str, Callable[[Any], bool]]) -> None:
 
 
 def _list(message: Mapping[str, Any], name: str, length: int) -> list[Any]:
-    found = message.get(name, [])
-    if not isinstance(found, list) or len(found) > length:
-        raise InvalidMessage(f"{name}={found!r}"[:99])
-    return found
+    rows = message.get(name, [])
+    if not isinstance(rows, list) or len(rows) > length:
+        raise InvalidMessage(f"{name}={rows!r}"[:99])
+    return rows
 
 
 def _integer(low: int, high: int) -> Callable[[Any], bool]:
@@ -363,3 +298,113 @@ def _is_finite(value: Any) -> bool:
 
 def _is_text(value: Any, length: int) -> bool:
     return isinstance(value, str) and len(value) <= length and value.isprintable()
+
+
+# ---- signatures ----
+
+SECRET_VARIABLE = "MESHTRAIN_SECRET"
+
+SHORTEST_SECRET = 16  # characters
+
+MAX_NONCE_LINE = 100  # bytes
+
+NONCE_SECONDS = 5.0  # within which node 0 sends it
+
+NONCE_TICK = 0.2
+
+WRONG_SIGNATURE = (
+    f"a message without the right signature; set the same {SECRET_VARIABLE} on all hosts"
+)
+
+
+def secret_of_environment(environ: Mapping[str, str]) -> str:
+    """Returns the secret, "" without one. Raises ConfigError if it is short."""
+    secret = environ.get(SECRET_VARIABLE, "")
+    if secret and len(secret) < SHORTEST_SECRET:
+        raise ConfigError(
+            f"{SECRET_VARIABLE}: has {len(secret)} characters; use {SHORTEST_SECRET} or more, "
+            f"such as the output of `openssl rand -hex 32`"
+        )
+    return secret
+
+
+class Signer:
+    """Signs and checks the messages of one end of a connection, in their order."""
+
+    def __init__(self, secret: str, *, is_node_0: bool):
+        self._secret = os.fsencode(secret)
+        self.is_node_0 = is_node_0
+        self.nonce = secrets.token_hex(16)
+        self._key = b""  # of this connection, from the secret and both nonces
+        self._num_sent = 0
+        self._num_received = 0
+
+    @property
+    def greeting(self) -> dict[str, str]:
+        return {"nonce": self.nonce}
+
+    def sign(self, text: bytes) -> bytes:
+        """Returns the next message to send with its signature."""
+        tag = self._tag(self.is_node_0, self._num_sent, text)
+        self._num_sent += 1
+        return tag + b" " + text
+
+    def checked(self, line: bytes) -> bytes | None:
+        """Returns the text of the next message received, without its signature; None if that is wrong."""
+        tag, _, text = line.partition(b" ")
+        if not self._key and not self.accept_nonce(text):
+            return None
+        expected = self._tag(not self.is_node_0, self._num_received, text)
+        if not hmac.compare_digest(tag, expected):
+            return None
+        self._num_received += 1
+        return text
+
+    def accept_nonce(self, text: bytes) -> bool:
+        """Reads the nonce of the other end in its first message; returns whether there is one."""
+        try:
+            nonce = json.loads(text)["nonce"]
+            if not re.fullmatch("[0-9a-f]{32}", nonce):
+                return False
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return False
+        # Both ends sign with the same key, which no other connection has: the nonce of node 0 comes first.
+        nonces = f"{self.nonce} {nonce}" if self.is_node_0 else f"{nonce} {self.nonce}"
+        self._key = hmac.digest(self._secret, nonces.encode(), "sha256")
+        return True
+
+    def _tag(self, is_node_0: bool, number: int, text: bytes) -> bytes:
+        """Returns the signature of message `number` of an end: a replayed or reflected one has another."""
+        signed = b"%d %d %b" % (is_node_0, number, text)
+        return hmac.digest(self._key, signed, "sha256").hex().encode()
+
+
+def signer_of_node(
+    secret: str, connection: socket.socket, num_signals: Callable[[], int] = lambda: 0
+) -> Signer | None:
+    """Returns the signer of a new connection to node 0 after it has sent its nonce; None without a secret.
+
+    Closes the connection and raises OSError if node 0 sends something else, or nothing in NONCE_SECONDS,
+    and after a signal.
+    """
+    if not secret:
+        return None
+    signer = Signer(secret, is_node_0=False)
+    line = b""
+    deadline = time.monotonic() + NONCE_SECONDS
+    connection.settimeout(NONCE_TICK)
+    try:
+        while not line.endswith(b"\n") and len(line) < MAX_NONCE_LINE:
+            if num_signals() or time.monotonic() > deadline:
+                raise TimeoutError
+            with contextlib.suppress(TimeoutError):
+                received = connection.recv(1)
+                if not received:
+                    raise ConnectionResetError
+                line += received
+        if not signer.accept_nonce(line):
+            raise ConnectionResetError
+    except OSError:
+        connection.close()
+        raise
+    return signer

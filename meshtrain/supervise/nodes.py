@@ -1,6 +1,7 @@
-"""The supervisors of several hosts: node 0 decides, the others execute its commands, sent as lines of JSON.
+"""The supervisors of several hosts: node 0 decides, the others execute its commands.
 
-`cluster.messages` checks each of them. They contain ranks, commands and the status of processes; never code.
+Node 0 has a `Server` with `RemoteWorkers` for each other host; these call `follow_node_0`. The messages
+contain ranks, commands and the status of processes, never code; `messages.py` checks each of them.
 """
 
 import contextlib
@@ -22,9 +23,8 @@ REPORT_EVERY = 0.5  # seconds between status messages, which are also heartbeats
 
 REPLACE_AFTER = 5.0  # seconds of silence after which another host may take over a rank
 
-MAX_PENDING = (
-    100  # connections that have not sent their rank; if there are more, the oldest is closed
-)
+# Connections that have not sent their rank; if there are more, the oldest is closed.
+MAX_PENDING = 100
 
 MAX_REPORTED = 1000  # faults that are logged; each once
 
@@ -40,40 +40,47 @@ class RemoteWorkers:
         self.link, self.node, self.num_local = link, node, num_local
         self._exits: list[Exit] = []
         self._statuses: list[ProcessStatus] = []
-        self._dead, self._ranks, self._running = True, range(0), set()
+        self._dead = True  # whether that host has killed the processes of the latest attempt
+        self._ranks = range(0)
+        self._running: set[int] = set()  # ranks
 
     @property
     def lost(self) -> bool:
-        """Whether the connection was lost while processes were running on that host."""
+        """Returns whether the connection was lost while processes were running on that host."""
         return not self.link.open and bool(self._running)
 
     def poll(self) -> None:
+        """Reads the reports that have arrived; closes the connection at an invalid one."""
         for message in self.link.receive():
             try:
                 exits, statuses, dead = messages.parse_report(message, self._ranks)
-                self._count(exits)
+                self._remove_running(exits)
             except messages.InvalidMessage as error:
                 self.link.reject(str(error))
                 return
             self._exits += exits
-            self._statuses = self._statuses if statuses is None else statuses
-            self._dead = self._dead if dead is None else dead
+            if statuses is not None:
+                self._statuses = statuses
+            if dead is not None:
+                self._dead = dead
 
-    def _count(self, exits: list[Exit]) -> None:
-        for one in exits:
-            if one.rank not in self._running:
-                raise messages.InvalidMessage(f"a second exit of rank {one.rank}")
-            self._running.remove(one.rank)
+    def _remove_running(self, exits: list[Exit]) -> None:
+        for process in exits:
+            if process.rank not in self._running:
+                raise messages.InvalidMessage(f"a second exit of rank {process.rank}")
+            self._running.remove(process.rank)
 
     def start(self, ranks: RankAssignment) -> None:
-        self._exits, self._statuses, self._dead = [], [], False
+        self._exits = []
+        self._statuses = []
+        self._dead = False
         self._ranks = range(ranks.first_rank, ranks.first_rank + ranks.num_local)
         self._running = set(self._ranks)
         self.link.send(do="start", ranks=dataclasses.asdict(ranks))
 
     def new_exits(self) -> list[Exit]:
-        found, self._exits = self._exits, []
-        return found
+        exits, self._exits = self._exits, []
+        return exits
 
     def statuses(self) -> list[ProcessStatus]:
         return self._statuses
@@ -117,27 +124,34 @@ class Server:
         """Accepts connections and reads messages; returns the faults of rejected peers, each fault once."""
         self._accept()
         faults = []
+
+        # The first message of a new connection is its rank; the next ones are read once it is admitted.
         for link in list(self._pending):
             for message in link.receive()[:1]:
                 self._pending.remove(link)
                 faults += self._admit(link, message)
+
         heartbeat_due = time.monotonic() - self._heartbeat_at > REPORT_EVERY
         for remote in self.remotes.values():
             remote.poll()
             if heartbeat_due:
                 remote.link.send(do="nothing")
                 self._heartbeat_at = time.monotonic()
+
         faults += [link.fault for link in self._pending if link.fault]
-        faults += [
-            f"node {one.node}: {one.link.fault}" for one in self.remotes.values() if one.link.fault
-        ]
+        for remote in self.remotes.values():
+            if remote.link.fault:
+                faults.append(f"node {remote.node}: {remote.link.fault}")
+
         for link in self._pending:
             if not link.open:
                 link.close()
         self._pending = [link for link in self._pending if link.open]
         while len(self._pending) > MAX_PENDING:
             self._pending.pop(0).close()
-        new = [one for one in dict.fromkeys(faults) if one not in self._reported]
+
+        # Anybody can connect and cause faults: each is logged once, and MAX_REPORTED in all.
+        new = [fault for fault in dict.fromkeys(faults) if fault not in self._reported]
         new = new[: MAX_REPORTED - len(self._reported)]
         self._reported.update(new)
         return new
@@ -169,25 +183,32 @@ class Server:
     def _join_fault(self, node: int, nnodes: int) -> str:
         """Returns why a supervisor cannot join, or "". Closes the connection that it replaces."""
         if nnodes != self._nnodes:
-            return f"node 0 is one of {self._nnodes} nodes and node {node} one of {nnodes}; set the same --nnodes"
+            return (
+                f"node 0 is one of {self._nnodes} nodes and node {node} one of {nnodes}; "
+                f"set the same --nnodes"
+            )
         if not 0 < node < nnodes:
             return f"node {node}: use --node_rank from 0 to {nnodes - 1}"
         old = self.remotes.get(node)
-        if old and old.link.open and time.monotonic() - old.link.received_at < REPLACE_AFTER:
-            return f"two nodes have rank {node}; give each its own --node_rank"
         if old:
+            silence = time.monotonic() - old.link.received_at
+            if old.link.open and silence < REPLACE_AFTER:
+                return f"two nodes have rank {node}; give each its own --node_rank"
             old.link.close()
         return ""
 
     def connected(self) -> list[RemoteWorkers]:
         """Returns the nodes that can be reached, by rank."""
-        return [self.remotes[node] for node in sorted(self.remotes) if self.remotes[node].link.open]
+        by_rank = [self.remotes[node] for node in sorted(self.remotes)]
+        return [remote for remote in by_rank if remote.link.open]
 
     def close(self, code: int) -> None:
         for remote in self.connected():
             remote.end(code)
-        for link in [*self._pending, *(remote.link for remote in self.remotes.values())]:
+        for link in self._pending:
             link.close()
+        for remote in self.remotes.values():
+            remote.link.close()
         self._server.close()
 
 
@@ -211,26 +232,47 @@ def follow_node_0(
     stop; after the second they are killed.
     """
     hello = {"node": node, "nnodes": nnodes, "nproc": nproc}
-    said: set[str] = set()  # of connections without an answer: each fault once
+    logged: set[str] = set()  # of connections without an answer: each fault once
     deadline = time.monotonic() + seconds
-    while (link := messages.connect(host, port, hello, deadline, num_signals, secret)) is not None:
+    while True:
+        link = messages.connect(
+            host,
+            port,
+            hello=hello,
+            deadline=deadline,
+            num_signals=num_signals,
+            secret=secret,
+        )
+        if link is None:
+            break
         text = f"node {node} of {nnodes}: connected to node 0 at {host}:{port}"
         link.on_answer = partial(log, text)
         with contextlib.closing(link):
-            code = _execute_commands(workers, link, nproc, num_signals, grace)
+            code = _execute_commands(
+                workers,
+                link,
+                nproc=nproc,
+                num_signals=num_signals,
+                grace=grace,
+            )
             workers.kill()
         if code is not None:
             return code
         if num_signals():
             return EXIT_NOT_SAVED
-        why = link.fault or "lost the connection to node 0"
+
+        # Node 0 may come back: try to reach it until the deadline.
+        fault = link.fault or "lost the connection to node 0"
         if link.answered:  # else another program may answer there
             deadline = time.monotonic() + seconds
         elif not link.fault and secret:
-            why = f"node 0 has closed the connection; it must have the same {messages.SECRET_VARIABLE}"
-        if link.answered or why not in said:
-            log(f"{why}; reconnecting")
-        said.add(why)
+            fault = (
+                f"node 0 has closed the connection; "
+                f"it must have the same {messages.SECRET_VARIABLE}"
+            )
+        if link.answered or fault not in logged:
+            log(f"{fault}; reconnecting")
+        logged.add(fault)
         time.sleep(messages.RETRY)
     if num_signals():
         return EXIT_PREEMPTED  # nothing was running
@@ -240,30 +282,41 @@ def follow_node_0(
 
 
 def _execute_commands(
-    workers: Workers, link: Link, nproc: int, num_signals: Callable[[], int], grace: float
+    workers: Workers,
+    link: Link,
+    *,
+    nproc: int,
+    num_signals: Callable[[], int],
+    grace: float,
 ) -> int | None:
     """Executes commands until node 0 ends the run; returns the exit code, or None if the connection is lost.
 
     Raises ConfigError if node 0 rejects this host.
     """
-    sent_at, stop_requested_at, codes = 0.0, 0.0, [EXIT_PREEMPTED]
+    reported_at = 0.0
+    stop_requested_at: float | None = None
+    # Exit codes of this attempt; the first entry counts if no process has ended.
+    codes = [EXIT_PREEMPTED]
     with selectors.DefaultSelector() as ready:
         ready.register(link.connection, selectors.EVENT_READ)
         while link.open:
             workers.poll(TICK / 2)
             ready.select(TICK / 2)
+
+            # ---- the commands that have arrived ----
             for message in link.receive():
                 try:
-                    message = messages.parse_command(message, nproc)
+                    command = messages.parse_command(message, nproc)
                 except messages.InvalidMessage as error:
                     link.reject(str(error))
                     return None
                 if not link.answered:
                     link.answered = True
                     link.on_answer()
-                match message["do"]:
+                match command["do"]:
                     case "start":
-                        workers.start(ranks := message["ranks"])
+                        ranks = command["ranks"]
+                        workers.start(ranks)
                         codes = [0] if ranks.num_local else [EXIT_PREEMPTED]
                     case "stop":
                         workers.request_stop()
@@ -273,21 +326,26 @@ def _execute_commands(
                         workers.kill()
                         link.send(dead=True)
                     case "reject":
-                        raise ConfigError(message["fault"])
+                        raise ConfigError(command["fault"])
                     case "end":
-                        return message["code"]
-            if num_signals() and not stop_requested_at:
+                        return command["code"]
+
+            # ---- signals to this host ----
+            if num_signals() and stop_requested_at is None:
                 stop_requested_at = time.monotonic()
                 workers.request_stop()
-            late = stop_requested_at and time.monotonic() - stop_requested_at > grace
+            late = stop_requested_at is not None and time.monotonic() - stop_requested_at > grace
             if num_signals() > 1 or late:
                 return EXIT_NOT_SAVED
-            exits, statuses = workers.new_exits(), workers.statuses()
-            codes += [one.code for one in exits]
-            if exits or time.monotonic() - sent_at > REPORT_EVERY:
-                sent_at = time.monotonic()
+
+            # ---- the report to node 0: at once if a process has ended ----
+            exits = workers.new_exits()
+            statuses = workers.statuses()
+            codes += [process.code for process in exits]
+            if exits or time.monotonic() - reported_at > REPORT_EVERY:
+                reported_at = time.monotonic()
                 link.send(
-                    exits=[messages.exit_message(one) for one in exits],
+                    exits=[messages.exit_message(process) for process in exits],
                     statuses=[dataclasses.asdict(status) for status in statuses],
                 )
             if num_signals() and not statuses:

@@ -1,6 +1,7 @@
 """Starts `meshtrain launch` on several hosts with ssh: one command instead of one on each host.
 
-All hosts have the same folder, with the same Python at the same path, and ssh reaches them without a password.
+All hosts have the same folder, with the same Python at the same path, and ssh reaches them without a
+password.
 """
 
 import os
@@ -19,15 +20,17 @@ from meshtrain.supervise import messages
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
 
-REACH_SECONDS, TICK = 30, 0.2
+REACH_SECONDS = 30  # within which a host has to answer
+
+TICK = 0.2  # seconds between checks
 
 LOST = 255  # exit code of ssh itself
 
 # Variables of this host that the runs need too.
 FORWARDED = re.compile("PYTHONPATH|(JAX|XLA|NCCL|LIBTPU)_.*|MESHTRAIN__.*")
 
-# The secret comes as the first line of the input, not on the command line, which all users of the host can read.
-# The end of the input, when this host closes it or is lost, asks the run to save and stop.
+# The secret comes as the first line of the input, not on the command line, which all users of the host can
+# read. The end of the input, when this host closes it or is lost, asks the run to save and stop.
 SCRIPT = """
 IFS= read -r MESHTRAIN_SECRET && export MESHTRAIN_SECRET && cd {folder} || exit 2
 exec 3<&0
@@ -39,15 +42,15 @@ exit $code
 """
 
 
-def hosts_of(text: str) -> list[str]:
-    """Returns the hosts of --hosts=[USER@]HOST,...; raises ConfigError if one is not valid, or given twice."""
+def parse_hosts(text: str) -> list[str]:
+    """Returns the hosts of --hosts=[USER@]HOST,...; raises ConfigError if one is invalid or given twice."""
     hosts = [host.strip() for host in text.split(",")]
     for host in hosts:
         if not re.fullmatch(r"([\w.-]+@)?\w[\w.:-]*", host, re.ASCII):
             raise ConfigError(
                 f"--hosts={text}: {host!r} is not a host; use names such as a,b or user@a,user@b"
             )
-    if len({*hosts}) < len(hosts):
+    if len(set(hosts)) < len(hosts):
         raise ConfigError(
             f"--hosts={text}: a host is given twice; use --nproc for several processes on a host"
         )
@@ -59,53 +62,62 @@ def launch(
 ) -> int:
     """Runs `meshtrain launch FLAGS -- ARGUMENTS` on all hosts and returns the exit code of the run.
 
-    `address` is HOST:PORT of the supervisors on the first host, by default its name and a random port. The first signal
-    asks the run to save and stop. Raises ConfigError if a host cannot be reached, or lacks this folder or this Python.
+    `address` is HOST:PORT of the supervisors on the first host, by default its name and a random port. The
+    first signal asks the run to save and stop. Raises ConfigError if a host cannot be reached, or lacks this
+    folder or this Python.
     """
     _check(hosts)
     secret = messages.secret_of_environment(os.environ) or secrets.token_hex(32)
-    port = launchers.FIRST_PORT + secrets.randbelow(launchers.NUM_PORTS)
-    address = address or f"{hosts[0].rpartition('@')[2]}:{port}"
+    if not address:
+        name = hosts[0].rpartition("@")[2]
+        port = launchers.FIRST_PORT + secrets.randbelow(launchers.NUM_PORTS)
+        address = f"{name}:{port}"
     with signals.stop_event() as stop:
-        runs = {}
+        runs: dict[str, subprocess.Popen] = {}
         for rank, host in enumerate(hosts):
-            place = [f"--nnodes={len(hosts)}", f"--node_rank={rank}", f"--coordinator={address}"]
-            command = [
-                sys.executable,
-                "-m",
-                "meshtrain",
-                "launch",
-                *place,
-                *flags,
-                "--",
-                *arguments,
+            command = [sys.executable, "-m", "meshtrain", "launch"]
+            command += [
+                f"--nnodes={len(hosts)}",
+                f"--node_rank={rank}",
+                f"--coordinator={address}",
             ]
-            # In a session of its own: Ctrl-C shall not end ssh before the run has saved.
-            runs[host] = subprocess.Popen(
-                [*SSH, host, _script(command)], stdin=subprocess.PIPE, start_new_session=True
+            command += [*flags, "--", *arguments]
+            # In a session of its own: Ctrl-C must not end ssh before the run has saved.
+            run = subprocess.Popen(
+                [*SSH, host, _script(command)],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
             )
-            runs[host].stdin.write(f"{secret}\n".encode())
-            runs[host].stdin.flush()
+            run.stdin.write(f"{secret}\n".encode())
+            run.stdin.flush()
+            runs[host] = run
         while any(run.poll() is None for run in runs.values()):
             if stop.is_set():
                 for run in runs.values():
                     run.stdin.close()
             time.sleep(TICK)
-    codes = {host: run.returncode for host, run in runs.items()}
-    for host in (host for host, code in codes.items() if code == LOST):
-        print(f"launch: {host}: the connection was lost", file=sys.stderr)
-    known = [code for code in codes.values() if code != LOST]
-    return max(known, key=lambda code: code != 0, default=EXIT_FAILED)
+    codes = []
+    for host, run in runs.items():
+        if run.returncode == LOST:
+            print(f"launch: {host}: the connection was lost", file=sys.stderr)
+        else:
+            codes.append(run.returncode)
+    # The code of the first failure, or 0.
+    return max(codes, key=lambda code: code != 0, default=EXIT_FAILED)
 
 
 def _script(command: Sequence[str]) -> str:
     """Returns the command line of ssh, for the shell of any user."""
     variables = [f"{name}={value}" for name, value in _variables(os.environ).items()]
-    run = shlex.join(["env", *variables, *command])
-    return shlex.join(["sh", "-c", SCRIPT.format(folder=shlex.quote(os.getcwd()), command=run)])
+    script = SCRIPT.format(
+        folder=shlex.quote(os.getcwd()),
+        command=shlex.join(["env", *variables, *command]),
+    )
+    return shlex.join(["sh", "-c", script])
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of this host that all hosts get."""
     return {
         name: value
         for name, value in environ.items()
@@ -114,30 +126,26 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check(hosts: Sequence[str]) -> None:
-    """Raises ConfigError with a line for each host that cannot be reached, or lacks this folder or this Python."""
+    """Raises ConfigError with a line for each host that cannot be reached, or lacks folder or Python."""
     folder, python = os.getcwd(), sys.executable
-    tests = f"cd {shlex.quote(folder)} && test -x {shlex.quote(python)}"
+    script = f"cd {shlex.quote(folder)} && test -x {shlex.quote(python)}"
+    test = shlex.join(["sh", "-c", script])
 
-    def fault(host: str) -> str:
-        command = [
-            *SSH,
-            "-o",
-            f"ConnectTimeout={REACH_SECONDS}",
-            host,
-            shlex.join(["sh", "-c", tests]),
-        ]
+    def host_fault(host: str) -> str:
+        command = [*SSH, "-o", f"ConnectTimeout={REACH_SECONDS}", host, test]
         try:
             done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         except FileNotFoundError:
             return "ssh is not installed here"
-        said = (done.stderr.strip().splitlines() or [""])[-1]
         if done.returncode == LOST:
-            return f"{host}: {said}; it must be reached with ssh without a password"
-        return (
-            f"{host}: lacks {folder} or {python}, which all hosts need" if done.returncode else ""
-        )
+            lines = done.stderr.strip().splitlines()
+            reason = lines[-1] if lines else ""
+            return f"{host}: {reason}; it must be reached with ssh without a password"
+        if done.returncode:
+            return f"{host}: lacks {folder} or {python}, which all hosts need"
+        return ""
 
     with ThreadPoolExecutor(len(hosts)) as threads:
-        faults = dict.fromkeys(filter(None, threads.map(fault, hosts)))
+        faults = [fault for fault in threads.map(host_fault, hosts) if fault]
     if faults:
-        raise ConfigError(*(f"--hosts: {one}" for one in faults))
+        raise ConfigError(*(f"--hosts: {fault}" for fault in dict.fromkeys(faults)))

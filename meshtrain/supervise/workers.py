@@ -37,7 +37,7 @@ if os.getppid() == int(parent):
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """What a process is doing; times in seconds."""
+    """The phase, step and signs of life of a process; times in seconds."""
 
     rank: int
     pid: int
@@ -52,7 +52,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a process ended."""
+    """The end of a process."""
 
     rank: int
     code: int  # negative: the signal that killed it
@@ -74,12 +74,16 @@ class _Child:
     def __init__(
         self, rank: int, process: subprocess.Popen, path: Path, page: progress.ProgressPage
     ):
-        self.rank, self.process, self.path, self.page = rank, process, path, page
-        self.tail: collections.deque = collections.deque(maxlen=TAIL)
+        self.rank = rank
+        self.process = process
+        self.path = path  # of its progress page
+        self.page = page
+        self.tail: collections.deque[str] = collections.deque(maxlen=TAIL)
         self.partial_line = b""
         self.stopped_since = 0.0
         self.ended = False
-        # When this supervisor has last seen a change: the clock of a process may differ from its own, or jump.
+        # The last value of each name, and when this supervisor first saw it: the clock of a process may
+        # differ from its own, or jump.
         self._seen: dict[str, tuple[tuple, float]] = {}
 
     def changed_at(self, name: str, value: tuple) -> float:
@@ -103,15 +107,21 @@ class Workers:
         show: Callable[[int, str], None],
     ):
         """`local_id` is the rank of this supervisor among the `num_supervisors` of this host."""
-        self._command, self._environ, self._logs, self._show = command, dict(environ), logs, show
-        self._local_id, self._num_supervisors = local_id, num_supervisors
+        self._command = command
+        self._environ = dict(environ)
+        self._logs = logs
+        self._show = show
+        self._local_id = local_id
+        self._num_supervisors = num_supervisors
         self._children: list[_Child] = []
         self._ready = selectors.DefaultSelector()
         self._folder = tempfile.TemporaryDirectory(prefix="meshtrain-")
-        self._attempt, self._polled_at = 0, time.monotonic()
+        self._attempt = 0
+        self._polled_at = time.monotonic()
         self._resumed_at = 0.0  # when this supervisor itself was last stopped and continued
 
     def start(self, ranks: RankAssignment) -> None:
+        """Starts the processes of an attempt; the last attempt must have been killed."""
         self._attempt += 1
         self._children = []
         for i in range(ranks.num_local):
@@ -166,7 +176,8 @@ class Workers:
         self._log(child.rank, output)
         *lines, child.partial_line = (child.partial_line + output).split(b"\n")
         if len(child.partial_line) > MAX_LINE:
-            lines, child.partial_line = [*lines, child.partial_line], b""
+            lines.append(child.partial_line)
+            child.partial_line = b""
         for line in lines:
             self._show_line(child, line)
 
@@ -183,17 +194,18 @@ class Workers:
 
     def new_exits(self) -> list[Exit]:
         """Returns the processes that have ended since the last call."""
-        found = []
+        exits = []
         for child in self._children:
             if child.ended or child.process.poll() is None:
                 continue
             child.ended = True
             self._drain(child)
             code = child.process.returncode
-            found.append(Exit(child.rank, code, self._status(child), list(child.tail)))
-        return found
+            exits.append(Exit(child.rank, code, self._status(child), list(child.tail)))
+        return exits
 
     def _drain(self, child: _Child) -> None:
+        """Reads the rest of the output of a process that has ended."""
         pipe = child.process.stdout
         for _ in range(MAX_FINAL_READS):
             if pipe in self._ready.get_map():
@@ -209,25 +221,31 @@ class Workers:
         return [self._status(child) for child in self._children if not child.ended]
 
     def _status(self, child: _Child) -> ProcessStatus:
-        page, now = child.page, time.monotonic()
+        page = child.page
+        now = time.monotonic()
         if not _is_stopped(child.process.pid):
             child.stopped_since = 0.0
         elif not child.stopped_since:
             child.stopped_since = now
-        heartbeat = child.changed_at("heartbeat", (page["heartbeat"],))
+        stopped_for = now - child.stopped_since if child.stopped_since else 0.0
+
+        # Time in which this supervisor itself was stopped does not count.
+        heartbeat_at = child.changed_at("heartbeat", (page["heartbeat"],))
+        heartbeat_age = 0.0
+        if page["heartbeat"]:
+            heartbeat_age = max(0.0, now - max(heartbeat_at, self._resumed_at))
         phase = (page.phase, page["phase_start"], page["current_step"])
-        phase_start = child.changed_at("phase", phase)
+        phase_at = child.changed_at("phase", phase)
+        phase_age = max(0.0, now - max(phase_at, self._resumed_at))
         return ProcessStatus(
             rank=child.rank,
             pid=child.process.pid,
             phase=page.phase,
             current_step=int(page["current_step"]),
             first_step=int(page["first_step"]),
-            phase_age=max(0.0, now - max(phase_start, self._resumed_at)),
-            heartbeat_age=max(0.0, now - max(heartbeat, self._resumed_at))
-            if page["heartbeat"]
-            else 0.0,
-            stopped_for=now - child.stopped_since if child.stopped_since else 0.0,
+            phase_age=phase_age,
+            heartbeat_age=heartbeat_age,
+            stopped_for=stopped_for,
             step_seconds=page["step_seconds"],
         )
 
@@ -240,7 +258,10 @@ class Workers:
         return self._children[0].page.seconds() if self._children else {}
 
     def request_stop(self) -> None:
-        """Asks all processes to save and stop, without a signal: a second one, from the cluster, would abort."""
+        """Asks all processes to save and stop.
+
+        Not with a signal: if the cluster sends one too, it would be the second one, which aborts.
+        """
         for child in self._children:
             child.page["stop_requested"] = 1
 
@@ -273,7 +294,10 @@ class Workers:
 
 
 def _is_stopped(pid: int) -> bool:
+    """Returns whether a signal has stopped a process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        # The state is the first field after the name of the program, which may contain anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0] == "T"
     except (OSError, IndexError):
         return False

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import ROOT, free_port
-from test_train import assert_bit_equal, losses, quick, rows
 
 import meshtrain
 from meshtrain import errors, storage
@@ -25,6 +23,11 @@ from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.cli import app
 from meshtrain.train import train
+from tests.lib.compare import assert_bit_equal
+from tests.lib.configs import quick
+from tests.lib.paths import ROOT
+from tests.lib.processes import free_port
+from tests.lib.rows import losses, rows
 
 pytestmark = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("moto", "gcp_storage_emulator", "flask"))),
@@ -32,13 +35,15 @@ pytestmark = pytest.mark.skipif(
 )
 SERVERS = {
     "s3": ["-m", "moto.server", "-p"],
-    "gs": [str(Path(__file__).with_name("gcs_server.py"))],
+    "gs": [str(ROOT / "tests" / "lib" / "gcs_server.py")],
 }
 # argv: workdir, steps, where to be killed in the save of step 4.
 PROGRAM = """
 import os, signal, sys
-sys.path[:0] = ["tests", "."]
-from test_object_stores import saving
+import jax
+sys.path[:0] = ["."]
+jax.config.update("jax_num_cpu_devices", 8)  # as this process
+from tests.lib.configs import quick
 from meshtrain import storage
 from meshtrain.checkpoint.find import remote, writer
 from meshtrain.train import train
@@ -66,7 +71,9 @@ def save(self, folder, tree):
     original(self, folder, tree)
     lock["step"] = int(folder.parent.name.partition(".")[0])
 writer.AsyncWriter.save = save
-train(saving(int(steps)), workdir=workdir)
+config = quick(steps=int(steps))
+config.checkpoint.update(every=2, keep=1)
+train(config, workdir=workdir)
 """
 
 
@@ -237,9 +244,10 @@ def test_a_store_that_accepts_requests_and_never_answers_is_an_error():
     """In a new process, since the client reads its settings once."""
     code = """
 import sys
-from meshtrain import cli, storage
+from meshtrain import storage
+from meshtrain.cli import app
 storage.RETRIES["max_retries"] = 1
-sys.exit(cli.command(["checkpoint", "ls", "s3://bucket/run"]))
+sys.exit(app.command(["checkpoint", "ls", "s3://bucket/run"]))
 """
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -506,11 +514,7 @@ def test_other_verbs_read_a_run_on_a_store(url, capsys, tmp_path):
 
 def program(workdir, steps, where=""):
     command = [sys.executable, "-c", PROGRAM, workdir, str(steps), where]
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": f"{ROOT}/tests/checkpoint:{ROOT}/tests:{ROOT}",
-    }
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     env.pop(storage.VARIABLE)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
 

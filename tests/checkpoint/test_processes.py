@@ -5,17 +5,18 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
-from test_checkpoint import checkpoints, events, flip, largest_file
 
 from meshtrain.checkpoint import find, manifest
+from tests.lib.checkpoints import checkpoints, flip, largest_file
+from tests.lib.paths import ROOT
+from tests.lib.rows import events
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 PROGRAM = """
 import sys
 import jax
-sys.path[:0] = ["tests", "."]
-from test_train import quick
+sys.path[:0] = ["."]
+from tests.lib.configs import quick
 jax.config.update("jax_num_cpu_devices", 2)
 from meshtrain.cluster import distributed
 from meshtrain.train import train

@@ -6,9 +6,10 @@ import os
 import types
 
 import numpy as np
+import optax
 import pytest
-from conftest import tiny_config
 
+import meshtrain
 from meshtrain.checkpoint import initial, manifest, resume, run_tokenizer
 from meshtrain.cli import app
 from meshtrain.config.parse import parse
@@ -16,6 +17,9 @@ from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
 from meshtrain.inference import generate
 from meshtrain.train import train
+from tests.lib.checkpoints import checkpoints, flat, params_of, saving
+from tests.lib.compare import assert_bit_equal
+from tests.lib.configs import quick, tiny_config
 
 
 def events(workdir):
@@ -310,3 +314,45 @@ def test_a_fault_at_start_leaves_no_workdir(text, tmp_path, there_before):
             train(config, workdir=workdir)
         assert workdir.exists() == there_before and not list(workdir.rglob("*"))
         assert there_before or not workdir.parent.exists()
+
+
+def test_a_checkpoint_of_another_optimizer_is_rejected_but_can_initialise_parameters(
+    workdir, tmp_path, capsys
+):
+    c = saving(7)
+    with c.unlocked():
+        c.optim.build = f"{__name__}:momentum"
+        for key in ("b1", "b2", "epsilon", "weight_decay", "no_decay"):
+            del c.optim[key]
+    with pytest.raises(meshtrain.ConfigError, match="checkpoint.init_from"):
+        train(c, workdir=workdir)
+    c.checkpoint.init_from, c.train.steps = str(workdir), 0
+    result = train(c, workdir=tmp_path / "new")
+    assert_bit_equal(flat(result.state.params), params_of(checkpoints(workdir) / "6"))
+    assert result.step == 0 and "parameters of" in capsys.readouterr().out
+
+
+def momentum(learning_rate):
+    return optax.sgd(learning_rate, momentum=0.9)
+
+
+def test_parameters_are_initialised_by_pattern_and_the_others_are_logged(workdir, tmp_path, capsys):
+    c = quick(steps=0)
+    c.checkpoint.update(
+        init_from=str(checkpoints(workdir) / "4"), init_only="layers/*,final_norm/*"
+    )
+    c.model.vocab_size = 32  # another shape of the embedding
+    params = flat(train(c, workdir=tmp_path / "new").state.params)
+    saved = params_of(checkpoints(workdir) / "4")
+    for path, value in params.items():
+        assert np.array_equal(value, saved[path]) == path.startswith(("layers", "final_norm")), path
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("parameters of"))
+    assert "new here: output/kernel, tokens/embedding" in line and "not used: output/kernel" in line
+    c.checkpoint.init_only = "layers/*, nothing"
+    with pytest.raises(meshtrain.ConfigError, match="no parameter has such a name"):
+        train(c, workdir=tmp_path / "other")
+    c.checkpoint.init_from, c.checkpoint.init_only = str(tmp_path), "*"
+    with pytest.raises(
+        meshtrain.ConfigError, match="checkpoint.init_from=.*no valid checkpoint there"
+    ):
+        train(c, workdir=tmp_path / "third")

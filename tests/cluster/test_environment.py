@@ -9,11 +9,11 @@ import time
 import zlib
 
 import pytest
-from conftest import free_port
 
 from meshtrain.cluster import distributed, environment, launchers, rendezvous
 from meshtrain.cluster.launchers import ProcessInfo
 from meshtrain.errors import ConfigError
+from tests.lib.processes import free_port
 
 JAX = {"JAX_COORDINATOR_ADDRESS": "head:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 TORCH = {"MASTER_ADDR": "master", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "1"}

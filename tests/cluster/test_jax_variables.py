@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 
 from meshtrain.cluster import distributed, environment, runtime
+from tests.lib.paths import ROOT
 
 
 def info(**variables):

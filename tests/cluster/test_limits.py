@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 
 from meshtrain.cluster import limits
 from meshtrain.errors import ConfigError
+from tests.lib.paths import ROOT
 
 
 @pytest.fixture

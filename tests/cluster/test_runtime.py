@@ -8,11 +8,11 @@ import sys
 
 import jax
 import pytest
-from conftest import ROOT
 
 from meshtrain.cluster import runtime
 from meshtrain.errors import ConfigError
 from meshtrain.train import train
+from tests.lib.paths import ROOT
 
 
 def test_the_cache_folder_is_private(tmp_path, monkeypatch, capsys):
@@ -107,7 +107,8 @@ def test_programs_of_several_cpu_devices_are_not_cached(num_local, tmp_path, mon
 
 SCRIPT = """
 import jax, sys
-from conftest import tiny_config
+from tests.lib.configs import tiny_config
+jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 from meshtrain.train import train
@@ -121,8 +122,7 @@ print(sum("cache_hits" in name for name in events), jax.tree.leaves(result.state
 @pytest.mark.slow
 def test_a_second_run_reads_the_cached_programs_and_computes_the_same(tmp_path):
     def run():
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": paths}
+        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True
         )

@@ -9,11 +9,11 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT
-from test_launch_files import assert_losses_equal_uninterrupted, newest_step, tiny_run
-from test_train import rows
 
 from meshtrain.checkpoint import find
+from tests.lib.paths import ROOT
+from tests.lib.rows import newest_step, rows
+from tests.lib.tiny_run import assert_losses_equal_uninterrupted, tiny_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 

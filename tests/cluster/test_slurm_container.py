@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+
+from tests.lib.paths import ROOT
 
 SBATCH = ROOT / "launch" / "slurm.sbatch"
 # Records its arguments, and runs what follows the options, as `srun` of one task without containers does.

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 
 from meshtrain.cli import app
 from meshtrain.config import load as config_load
 from meshtrain.configs import default, quickstart
 from meshtrain.errors import ConfigError
+from tests.lib.paths import ROOT
 
 
 def load(folder, text, *overrides, **options):

@@ -6,12 +6,13 @@ import sys
 
 import optax
 import pytest
-from conftest import ROOT, tiny_config
 
 from meshtrain.cli import app
 from meshtrain.config import build, load
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
+from tests.lib.configs import tiny_config
+from tests.lib.paths import ROOT
 
 HOSTILE = {
     "model": {"build": "os:system", "command": "touch PWNED"},
@@ -62,8 +63,8 @@ def test_no_verb_runs_what_a_config_json_names(tmp_path):
     }
     program = f"""
 import sys
-from meshtrain import cli
-sys.exit(any(cli.main(verb, arguments) != 2 for verb, arguments in {verbs!r}.items()))
+from meshtrain.cli import app
+sys.exit(any(app.main(verb, arguments) != 2 for verb, arguments in {verbs!r}.items()))
 """
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_config
 
 from meshtrain.cli import app
 from meshtrain.data import chat, chat_template
@@ -19,6 +18,7 @@ from meshtrain.data import tokenizer as tokenizers
 from meshtrain.errors import ConfigError
 from meshtrain.inference import chat as chat_prompts
 from meshtrain.train import train
+from tests.lib.configs import tiny_config
 
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")

@@ -2,44 +2,21 @@
 
 import itertools
 import os
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_config
 
 from meshtrain.config import build as builders
 from meshtrain.config.parse import parse
-from meshtrain.data import corpus, indexed, mixture, packing, tokens
-from meshtrain.data.source import Source, to_batch
+from meshtrain.data import corpus, indexed, packing, tokens
 from meshtrain.errors import ConfigError
 from meshtrain.program import assemble
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
-
-SIZES = (3, 40, 1, 7, 8, 9, 16, 2, 25, 6, 5, 1, 33, 8, 4)
-
-
-def documents(sizes=SIZES):
-    """Returns documents with the tokens 1, 2, 3, ...: each token is its position in the stream."""
-    ends = np.cumsum(sizes)
-    return [np.arange(1 + end - size, 1 + end) for size, end in zip(sizes, ends, strict=True)]
-
-
-def write(prefix, docs, dtype="uint16"):
-    dtype = np.dtype(dtype)
-    np.concatenate(docs).astype(dtype).tofile(f"{prefix}.bin")
-    index = indexed.pack_index(np.array([len(one) for one in docs]), dtype)
-    prefix.with_name(prefix.name + ".idx").write_bytes(index)
-    return str(prefix)
-
-
-def build(path, **changes):
-    settings = {"dtype": "", "pattern": "", "exclude": (), "seq_len": 8, "vocab_size": 1 << 15}
-    settings |= {"separator": -1, "heldout": 0.0, "seed": 0, "split": "train"}
-    return tokens.build(path=str(path), **{**settings, **changes})
+from tests.lib.configs import tiny_config
+from tests.lib.documents import SIZES, build, documents, write
 
 
 @pytest.fixture(params=["one file", "three files"])
@@ -51,7 +28,7 @@ def stream(request, tmp_path, monkeypatch):
     parts = [docs[:2], docs[2:9], docs[9:]]
     shards = [indexed.load(write(tmp_path / f"{i}", part)) for i, part in enumerate(parts)]
     joined = corpus._join_shards("joined", shards)._replace(cache_prefix=str(tmp_path / "joined"))
-    monkeypatch.setattr(corpus, "load", lambda path, **unused: joined)
+    monkeypatch.setattr(tokens, "load_corpus", lambda path, **unused: joined)
     return "joined"
 
 
@@ -289,12 +266,6 @@ def test_documents_beyond_10_to_the_12_tokens_are_read(tmp_path, monkeypatch):
 # ---- gradients ----
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def one_document_per_row(docs, first, last, seq_len):
     """Returns a batch with one document per row, from tokens first ... last - 1 of documents()."""
     rows = []
@@ -344,185 +315,6 @@ def test_packed_rows_have_the_gradients_of_one_document_per_row(tmp_path, x64, k
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1.0, np.abs(b).max()))
 
     jax.tree.map(compare, packed, separate)
-
-
-# ---- mixtures ----
-
-
-def numbered(which, size):
-    def read(indices):
-        one = np.asarray(indices)[:, None].astype(np.int32)
-        return to_batch(np.concatenate([one, one * 0 + which, one], axis=1))
-
-    return Source(read, size=size)
-
-
-def block_key(block):
-    return block * 7 + 1
-
-
-def test_each_block_of_a_mixture_has_the_exact_shares_and_no_sample_twice():
-    counts = mixture.block_counts([0.7, 0.2, 0.1])
-    assert counts.sum() == mixture.BLOCK
-    assert np.abs(counts / mixture.BLOCK - [0.7, 0.2, 0.1]).max() < 1e-5
-    sources, numbers = mixture.assign(np.arange(3 * mixture.BLOCK), counts, block_key)
-    for block in np.split(sources, 3):
-        assert np.bincount(block).tolist() == counts.tolist()
-        assert abs((block[:2000] == 0).mean() - 0.7) < 0.05  # well mixed within a block
-    for one, count in enumerate(counts):
-        assert sorted(numbers[sources == one]) == list(range(3 * count))
-
-
-def test_the_source_of_a_sample_depends_only_on_its_index_beyond_10_to_the_12():
-    counts = mixture.block_counts([1, 2, 5])
-    indices = 10**13 + np.arange(-300, 300)
-    sources, numbers = mixture.assign(indices, counts, block_key)
-    assert numbers.dtype == np.int64
-    assert np.abs(numbers / (indices * (counts[sources] / mixture.BLOCK)) - 1).max() < 1e-6
-    for at in (0, 299, 300, 599):
-        alone = mixture.assign(indices[at : at + 1], counts, block_key)
-        assert (alone[0][0], alone[1][0]) == (sources[at], numbers[at])
-
-
-@pytest.mark.parametrize(
-    "weights", [[1], [3, 1], [1 / 3, 1 / 3, 1 / 3], [1e-4, 1, 1e4], [5, 5, 5, 5, 1]]
-)
-def test_block_counts_add_up_for_any_weights(weights):
-    counts = mixture.block_counts(weights)
-    assert counts.sum() == mixture.BLOCK
-    assert np.abs(counts - mixture.BLOCK * np.array(weights) / np.sum(weights)).max() < 1
-
-
-def test_a_mixture_reads_each_sample_from_its_source():
-    mixed = mixture.mix([numbered(0, 9), numbered(1, 9), numbered(2, 9)], [3, 1, 2], block_key)
-    indices = np.random.default_rng(0).integers(0, 3 * mixture.BLOCK, 60)
-    sources, numbers = mixture.assign(indices, mixture.block_counts([3, 1, 2]), block_key)
-    batch = mixed.read(indices)
-    assert batch.tokens.tolist() == np.stack([numbers, sources], axis=1).tolist()
-    assert batch.segments.tolist() == [[0, 0]] * 60 and batch.positions.tolist() == [[0, 1]] * 60
-    with pytest.raises(ConfigError, match="less than one sample in 65536"):
-        mixture.mix([numbered(0, 9), numbered(1, 9)], [1, 1e-6], block_key)
-
-
-def test_a_mixture_of_packed_files_reads_all_tokens_of_a_file(tmp_path):
-    a = write(tmp_path / "a", documents())
-    b = write(tmp_path / "b", [doc + 1000 for doc in documents()])
-    source = build("", mixture=((a, 3), [b, 1.0]), packing="best_fit")
-    batch = source.read(np.arange(400))
-    from_b = (batch.tokens >= 1000).any(axis=1)
-    assert 0.15 < from_b.mean() < 0.35
-    assert not ((batch.tokens < 1000) & (batch.tokens > 0))[from_b].any()
-    assert set(range(1, 1 + sum(SIZES))) <= set(batch.tokens.ravel())
-    assert "75.00% " in source.description and source.size is None
-
-
-@pytest.mark.parametrize(
-    ("path", "mixed", "expected"),
-    [
-        ("x", (("y", 1),), "data.path=x and data.mixture=.*give one"),
-        ("", (("y", 0),), r"\('y', 0\) is not a \(path, weight above 0\)"),
-        ("", (("y", float("nan")),), "weight above 0"),
-        ("", (("y", float("inf")),), "weight above 0"),
-        ("", ("y",), "'y' is not a"),
-        ("", (("y", "z"),), "is not a"),
-        ("", ((1, 1),), "is not a"),
-        ("", (("missing", 1),), "data.path=missing: no such file"),
-    ],
-)
-def test_an_invalid_mixture_is_rejected(path, mixed, expected):
-    with pytest.raises(ConfigError, match=expected):
-        build(path, mixture=mixed)
-
-
-# ---- Megatron-LM files ----
-
-
-def test_an_index_equals_megatrons_byte_for_byte(tmp_path):
-    """The expected bytes follow the layout of megatron-core 0.16's IndexedDataset."""
-    found = indexed.pack_index(np.array([3, 1, 2]), np.dtype("uint16"))
-    head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([8])
-    head += (3).to_bytes(8, "little") + (4).to_bytes(8, "little")
-    lengths = b"".join(n.to_bytes(4, "little") for n in (3, 1, 2))
-    pointers = b"".join(n.to_bytes(8, "little") for n in (0, 6, 8))
-    assert found == head + lengths + pointers + b"".join(n.to_bytes(8, "little") for n in range(4))
-
-
-MEGATRON = os.environ.get("MEGATRON")  # path of a Python with torch and megatron-core 0.16
-
-
-@pytest.mark.skipif(not MEGATRON, reason="needs MEGATRON=PATH, a Python with megatron-core")
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
-def test_megatron_reads_our_files_and_writes_the_same_bytes(tmp_path, dtype):
-    write(tmp_path / "meshtrain", documents(), dtype)
-    program = f"""
-import numpy
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-dataset = IndexedDataset({str(tmp_path / "meshtrain")!r})
-builder = IndexedDatasetBuilder({str(tmp_path / "megatron.bin")!r}, dtype=numpy.{dtype})
-for i in range(len(dataset)):
-    builder.add_document(dataset[i].tolist(), [len(dataset[i])])
-builder.finalize({str(tmp_path / "megatron.idx")!r})
-"""
-    subprocess.run([MEGATRON, "-c", program], check=True, capture_output=True)
-    for kind in ("bin", "idx"):
-        written, expected = (tmp_path / f"{name}.{kind}" for name in ("meshtrain", "megatron"))
-        assert written.read_bytes() == expected.read_bytes()
-
-
-def test_a_document_longer_than_the_longest_sequence_is_stored_as_several(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed, "MAX_SEQUENCE_LENGTH", 8)
-    docs = documents((8, 30, 1, 0, 16))
-    shard = indexed.load(write(tmp_path / "a", docs))
-    assert shard.starts.tolist() == [0, 8, 38, 39, 39, 55]
-    num_sequences = 1 + 4 + 1 + 1 + 2
-    assert (tmp_path / "a.idx").read_bytes()[18:26] == num_sequences.to_bytes(8, "little")
-
-
-def test_the_dtype_is_the_smallest_that_holds_the_vocabulary():
-    sizes = (256, 257, 1 << 16, (1 << 16) + 1)
-    assert [indexed.smallest_dtype(n).name for n in sizes] == ["uint8", "uint16", "uint16", "int32"]
-
-
-@pytest.mark.parametrize("name", ["a", "a.bin", "a.idx"])
-def test_a_prefix_and_both_of_its_files_name_the_same_data(tmp_path, name):
-    write(tmp_path / "a", documents())
-    assert build(tmp_path / name).size == (sum(SIZES) - 1) // 8
-
-
-@pytest.mark.parametrize(
-    ("at", "new", "expected"),
-    [
-        (0, b"X", "at byte 0: begins with"),
-        (9, b"\x02", "at byte 9: version 2"),
-        (17, b"\x07", "at byte 17: dtype 7"),
-        (18, b"\xff", "at byte 18: 255 sequences"),
-        (25, b"\xff", "at byte 18"),
-        (34 + 8 + 3, b"\x80", "at byte 42: length -2147483647"),
-        (34 + 4, b"\x29", "at byte 110: pointer 86 is not where sequence 2"),
-        (34 + 60 + 8, b"\x00", "at byte 102: pointer 0"),
-        (34 + 60 + 120 + 16, b"\x77", "document indices do not increase from 0 to 15"),
-        (34 + 60 + 120 + 120, b"\x01", "document indices do not increase"),
-        (None, b"", "at byte 18"),  # the last byte is missing
-    ],
-)
-def test_the_error_for_a_corrupt_index_names_file_and_offset(tmp_path, at, new, expected):
-    write(tmp_path / "a", documents())
-    index = (tmp_path / "a.idx").read_bytes()
-    index = index[:-1] if at is None else index[:at] + new + index[at + len(new) :]
-    (tmp_path / "a.idx").write_bytes(index)
-    with pytest.raises(ConfigError, match="a.idx.*" + expected):
-        build(tmp_path / "a")
-
-
-def test_a_truncated_or_empty_bin_is_rejected(tmp_path):
-    write(tmp_path / "a", documents())
-    with open(tmp_path / "a.bin", "r+b") as file:
-        file.truncate(335)
-    with pytest.raises(ConfigError, match="a.bin has 335 bytes, but its .idx lists 336"):
-        build(tmp_path / "a")
-    write(tmp_path / "b", [np.zeros(0)])
-    with pytest.raises(ConfigError, match="b.bin has 0 bytes"):
-        build(tmp_path / "b")
 
 
 # ---- through the trainer ----

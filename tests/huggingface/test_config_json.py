@@ -8,7 +8,7 @@ import pytest
 
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json, weights
-from tests.huggingface.test_convert import GOLDEN, assert_same_logits, load
+from tests.lib.hf import GOLDEN, assert_same_logits, load
 
 FULL, LOCAL = "full_attention", "sliding_attention"
 LINEAR = dict(rope_type="linear", factor=3.0, rope_theta=77.0)

@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, tiny_config
 
 from meshtrain.cli import app
 from meshtrain.config.build import build
@@ -15,8 +14,9 @@ from meshtrain.config.parse import parse
 from meshtrain.data.source import Source
 from meshtrain.huggingface import files
 from meshtrain.train import train
+from tests.lib.configs import tiny_config
+from tests.lib.hf import GOLDEN
 
-GOLDEN = ROOT / "tests" / "huggingface" / "golden"
 RANK, ALPHA = 3, 12.0
 
 

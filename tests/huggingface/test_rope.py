@@ -5,19 +5,15 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.data.source import Batch
 from meshtrain.huggingface import config_json, weights
 from meshtrain.models import rope
-from meshtrain.models.base import CacheState
-from tests.huggingface.test_convert import GOLDEN, load, logits
+from tests.lib.hf import ATOL, GOLDEN, assert_same_generation, load, logits
 
 HERE = Path(__file__).resolve().parent
 ENTRIES = json.loads((HERE / "rope.json").read_text())  # see make_golden.py
-ATOL = 1e-5
 
 
 def section_of(entry):
@@ -69,39 +65,6 @@ def test_dynamic_rope_depends_on_the_length_of_a_packed_row_and_not_on_its_docum
     packed = compiled(params, tokens[:1], positions, segments)
     first = compiled(params, tokens[:1])[:, :8]  # of a row of the same length
     np.testing.assert_allclose(packed[:, :8], first, rtol=0, atol=ATOL)
-
-
-def assert_same_generation(folder, model, params):
-    """Compares the logits of each step of generation with a cache with those of transformers."""
-    golden = np.load(folder / "logits.npz")
-    prompt, generated = golden["tokens"][:, :10], golden["generated"]
-    num_rows, num_steps = generated.shape
-    cache = model.empty_cache(num_rows, 10 + num_steps, jnp.float32)
-    segments_BT = jnp.zeros((num_rows, 10 + num_steps), jnp.int32)
-
-    @jax.jit
-    def call(tokens, start, cache):
-        positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1])[None], tokens.shape)
-        zeros = jnp.zeros(tokens.shape, jnp.int32)
-        batch = Batch(tokens, tokens, jnp.ones(tokens.shape), positions, zeros)
-
-        past = CacheState(start, segments_BT)
-
-        def block(x_BSD, layer_and_cache):
-            layer, cache = layer_and_cache
-            return model.cached_block(layer, x_BSD, batch, cache, past)
-
-        x_BSD, of_embed = model.cached_embed(params, batch, cache[0], past)
-        x_BSD, cache = jax.lax.scan(block, x_BSD, (model.stack(params["layers"]), cache[1]))
-        return model.logits(params, x_BSD)[:, -1, :61], (of_embed, cache)
-
-    calls = [prompt, *np.split(generated[:, :-1], num_steps - 1, axis=1)]
-    start = 0
-    with jax.default_matmul_precision("highest"):
-        for tokens, expected in zip(calls, golden["steps"].swapaxes(0, 1), strict=True):
-            actual, cache = call(tokens.astype(np.int32), jnp.int32(start), cache)
-            np.testing.assert_allclose(actual, expected, rtol=0, atol=ATOL)
-            start += tokens.shape[1]
 
 
 def test_generation_with_dynamic_rope_has_the_logits_of_transformers():

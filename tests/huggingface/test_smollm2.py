@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
 from meshtrain.data import tokenizer
 from meshtrain.huggingface import files
+from tests.lib.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,6 @@ import types
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, tiny_config
 
 from meshtrain import state as states
 from meshtrain.cli import app
@@ -21,6 +20,8 @@ from meshtrain.config.parse import parse
 from meshtrain.inference import generate
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
+from tests.lib.configs import tiny_config
+from tests.lib.paths import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_config
 
 from meshtrain import ConfigError
 from meshtrain.config.build import build
@@ -15,7 +14,8 @@ from meshtrain.inference.sampling import Sampling, generate
 from meshtrain.models import transformer
 from meshtrain.program import assemble
 from meshtrain.tools.verify.reference import step as reference_step
-from tests.models.test_families import FAMILIES
+from tests.lib.configs import tiny_config
+from tests.lib.families import FAMILIES
 
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [60, 3, 60, 3]]
 GREEDY = Sampling(temperature=0.0)

@@ -3,14 +3,13 @@
 import functools
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import tiny_config
 from flax import nnx
-from test_parity import Run, assert_same
 
 from meshtrain import state as states
 from meshtrain.config.build import build_model
@@ -19,10 +18,14 @@ from meshtrain.errors import ConfigError
 from meshtrain.metrics import weighted
 from meshtrain.models import lora, trees
 from meshtrain.models.base import from_nnx
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.tools.verify.reference import dropout as reference_dropout
 from meshtrain.tools.verify.reference import model as reference_model
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
+from tests.lib.compare import assert_same
+from tests.lib.configs import tiny_config
+from tests.lib.runs import Run
 
 RANK, ALPHA = 3, 12.0
 LAYOUTS = [
@@ -115,7 +118,7 @@ def test_losses_gradients_and_updates_equal_dense_maths_on_one_device(layout):
         for a, b in zip(own[path], pairs[path], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12, err_msg=path)
     # What is frozen keeps every bit.
-    jax.tree.map(np.testing.assert_array_equal, plain, split(first)[0])
+    chex.assert_trees_all_equal(plain, split(first)[0], strict=True)
 
 
 def reference(c, params, batches):
@@ -197,6 +200,7 @@ def test_dropout_of_the_input_of_a_drops_the_same_elements_on_every_layout(name)
 def test_dropout_of_the_input_of_a_is_plain_maths_and_off_in_evaluation(model, monkeypatch):
     """y = x W + alpha / rank (drop(x) A) B in the reference model, with masks hashed by numpy."""
     c, plain = dropout_config(**model), reference_model._linear
+    typed = TransformerConfig(**{k: v for k, v in c.model.to_dict().items() if k != "build"})
     first = c.model.first_dense_layers
 
     def linear(x, p, num_in):
@@ -232,7 +236,7 @@ def test_dropout_of_the_input_of_a_is_plain_maths_and_off_in_evaluation(model, m
             tree = trees.merge(frozen, trained)
             if batch.row_keys is not None:
                 tree = with_masks(tree, pairs, batch.row_keys)
-            return reference_model.loss(tree, batch, c.model.to_dict()) / batch.weights.sum()
+            return reference_model.loss(tree, batch, typed) / batch.weights.sum()
 
         trained = trees.matching(params, lambda path: "lora_" in path)
         value_and_grad = jax.value_and_grad(lambda trained: mean(trained, keyed))
@@ -314,7 +318,7 @@ def test_an_adapter_starts_as_the_model_it_starts_from_and_resumes(tmp_path):
         result.state.params, lambda path: "lora_" not in path and "final" not in path
     )
     before = trees.intersect(base.state.params, kept)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), jax.device_get(before))
+    chex.assert_trees_all_equal(kept, before, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +374,7 @@ def test_a_model_of_nnx_modules_has_an_adapter_too():
         return model.loss(trees.merge(base, nested), x, None).loss
 
     found, expected = (jax.value_and_grad(one)(pairs) for one in (adapted, merged))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), found, expected)
+    chex.assert_trees_all_close(found, expected, rtol=2e-5)
 
 
 def test_a_model_that_is_one_loss_has_no_dropout_of_its_adapter():

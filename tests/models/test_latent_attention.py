@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
-from test_parity import Run, assert_same
 
 from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
@@ -18,6 +16,9 @@ from meshtrain.models import transformer
 from meshtrain.models.base import CacheState
 from meshtrain.models.blocks import run_blocks
 from meshtrain.ops import attention as attention_ops
+from tests.lib.compare import assert_same
+from tests.lib.configs import tiny_config
+from tests.lib.runs import Run
 
 slow = pytest.mark.slow
 # Head dims that differ from each other: 6 + 4 of a key, 5 of a value.
@@ -46,12 +47,6 @@ def latent(name="plain", **model):
 @functools.cache
 def one_device(name):
     return Run(latent(name), "float64").one_step()
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 CASES = [

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
-from test_parity import Run, assert_same
 
 from meshtrain.errors import ConfigError
 from meshtrain.models import transformer
 from meshtrain.train import train
+from tests.lib.compare import assert_same
+from tests.lib.configs import tiny_config
+from tests.lib.runs import Run
 
 E, K, NUM_LAYERS = 8, 2, 4
 SKEW = 50.0  # of the bias of two experts: every token chooses them

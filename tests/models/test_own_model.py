@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from conftest import tiny_config
 from flax import linen, nnx
 
 import meshtrain
 from meshtrain.data.source import Source
 from meshtrain.tools.verify import case, verify
+from tests.lib.configs import tiny_config
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "own_model.py"
 

@@ -2,11 +2,11 @@
 
 from functools import partial
 
+import chex
 import jax
 import numpy as np
 import optax
 import pytest
-from conftest import tiny_config
 from flax import linen, nnx
 from sklearn.datasets import load_digits
 
@@ -15,6 +15,7 @@ from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.models import base
 from meshtrain.train import train
+from tests.lib.configs import tiny_config
 
 
 def digits(train):
@@ -96,7 +97,7 @@ def test_a_resumed_run_continues_its_iterable_where_it_stopped(tmp_path):
 
     uninterrupted, _ = run("uninterrupted", 14), run("resumed", 5)
     resumed = run("resumed", 14)
-    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, uninterrupted.state.params)
+    chex.assert_trees_all_equal(resumed.state.params, uninterrupted.state.params, strict=True)
 
 
 @pytest.mark.parametrize("kind", MODELS)

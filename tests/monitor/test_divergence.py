@@ -6,22 +6,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_config
-from flax import nnx
-from test_train import assert_bit_equal, rows
 
 import meshtrain
 from meshtrain.config.schema import DivergenceConfig
 from meshtrain.monitor.divergence import DECAY, WARMUP_STEPS, LossMonitor, RunningLoss
 from meshtrain.train import train
-
-
-def line_fit(rngs):
-    return nnx.Linear(4, 1, rngs=rngs, kernel_init=nnx.initializers.zeros)
-
-
-def squares(model, batch):
-    return meshtrain.weighted(((model(batch["x"]) - batch["y"]) ** 2).sum(-1))
+from tests.lib.compare import assert_bit_equal
+from tests.lib.configs import tiny_config
+from tests.lib.line_fit import line_fit, squares
+from tests.lib.rows import events, rows
 
 
 def batches(count):
@@ -47,10 +40,6 @@ def config_for(steps, every=10, **divergence):
 def run(data, workdir=None, *, steps=None, **divergence):
     c = config_for(len(data) if steps is None else steps, **divergence)
     return train(c, workdir=workdir, model=fit(), data=data)
-
-
-def events(workdir, name):
-    return [row for row in rows(workdir, "events.jsonl") if row["event"] == name]
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_recorded(tmp_path):

@@ -4,7 +4,6 @@ import json
 import struct
 
 import pytest
-from conftest import tiny_config
 from tensorboardX.proto.event_pb2 import Event
 from wandb.proto import wandb_internal_pb2
 
@@ -13,6 +12,7 @@ from meshtrain.config.parse import parse
 from meshtrain.monitor import sinks
 from meshtrain.monitor.sinks import scalars
 from meshtrain.train import train
+from tests.lib.configs import tiny_config
 
 
 def config(steps=3, **monitor):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain import metrics
@@ -17,9 +16,10 @@ from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
 from meshtrain.data import tokens
 from meshtrain.models.base import Model
-from meshtrain.monitor import summary
+from meshtrain.monitor import warnings
 from meshtrain.program import Program, assemble
 from meshtrain.train import train
+from tests.lib.configs import tiny_config
 
 
 def unsharded(model=None, rules=(), zero_stage=3, sizes=None, **mesh):
@@ -33,7 +33,7 @@ def unsharded(model=None, rules=(), zero_stage=3, sizes=None, **mesh):
     cfg = parse(c, num_devices=num_devices)
     program = assemble(cfg, build(cfg, model=model), devices=jax.devices()[:num_devices])
     params = program.abstract_state.params
-    return [*summary.unsharded(cfg, program.model, program.mesh, params)]
+    return [*warnings.unsharded(cfg, program.model, program.mesh, params)]
 
 
 def model_of(**params):
@@ -189,7 +189,7 @@ def mesh_of(num_devices, per_network, platform="cpu", **sizes):
     ],
 )
 def test_an_axis_that_communicates_in_every_layer_stays_within_a_fast_network(mesh, texts):
-    found = [warning.text for warning in summary.crossing(mesh)]
+    found = [warning.text for warning in warnings.crossing(mesh)]
     assert len(found) == bool(texts)
     assert all(text in found[0] for text in texts)
 
@@ -251,7 +251,7 @@ def test_a_name_in_remat_that_a_users_model_does_not_mark(model, remat, names, t
     program = assemble(cfg, parts)
     with program.active():
         run = cfg, parts.model, program.mesh, program.abstract_state.params
-        found = [*summary.layout_warnings(*run, parts.train_data.read(np.arange(16)))]
+        found = [*warnings.layout_warnings(*run, parts.train_data.read(np.arange(16)))]
     assert [warning.fields["name"] for warning in found] == names
     for warning in found:
         assert warning.text.startswith(f"train.remat={remat}: nothing is saved for ")
@@ -292,7 +292,7 @@ def test_tokens_without_document_boundaries(name, options, num_warnings, tmp_pat
 )
 def test_a_warm_up_that_does_not_end(warmup_steps, steps, is_long, tiny):
     tiny.optim.warmup_steps, tiny.train.steps = warmup_steps, steps
-    found = [*summary.setting_warnings(parse(tiny, num_devices=8), None)]
+    found = [*warnings.setting_warnings(parse(tiny, num_devices=8), None)]
     assert len(found) == is_long
     text = (
         f"optim.warmup_steps={warmup_steps} is not below train.steps={steps}: the run ends before"

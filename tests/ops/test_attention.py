@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_parity import Run, packed
 
 from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
@@ -16,8 +15,10 @@ from meshtrain.ops import attention as attention_module
 from meshtrain.ops import blockwise, cudnn
 from meshtrain.ops.attention import attention
 from meshtrain.parallel import accelerator
+from tests.lib.attention import CUDNN_CASES, B, K, S, check_cudnn, formula
+from tests.lib.configs import packed
+from tests.lib.runs import Run
 
-B, S, K = 2, 6, 4
 SEGMENTS = np.int32([[0, 0, 1, 1, 1, 2], [0, 1, 1, 2, 2, 2]])
 
 
@@ -90,6 +91,7 @@ def test_attention_within_a_segment_equals_attention_of_the_segment_alone():
 
 # ---- xla and blockwise, against autodiff of the formula ----
 
+
 CASES = {  # sequence, block, options; the last block is padded, and windows begin within blocks
     "causal": (13, 4, {}),
     "segments": (13, 4, {"segments": True}),
@@ -98,19 +100,6 @@ CASES = {  # sequence, block, options; the last block is padded, and windows beg
     "soft cap": (13, 4, {"softcap": 1.5, "scale": 0.7}),
     "one block": (5, 8, {"segments": True}),
 }
-
-
-def formula(q, k, v, segments, *, window=None, softcap=0.0, scale=K**-0.5):
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = scale * jnp.einsum("bshk,bthk->bhst", q, k)
-    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
-    distance = np.subtract.outer(np.arange(q.shape[1]), np.arange(q.shape[1]))
-    mask = (distance >= 0) & (distance < (window or len(distance)))
-    mask = np.broadcast_to(mask, (B, *mask.shape))
-    if segments is not None:
-        mask = mask & (segments[:, :, None] == segments[:, None, :])
-    exp = jnp.where(mask[:, None], jnp.exp(scores), 0)
-    return jnp.einsum("bhst,bthk->bshk", exp / exp.sum(-1, keepdims=True), v)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -166,6 +155,7 @@ def test_blockwise_attention_with_a_cache_equals_xla():
 
 
 # ---- the code of documents ----
+
 
 # Neighbours whose numbers differ in one digit; negative and repeated numbers, and documents that return
 NUMBERS = np.int32(
@@ -385,40 +375,6 @@ def test_a_train_step_with_packed_rows_calls_cudnn_without_a_mask(layout, model,
 
 
 # ---- cuDNN's results ----
-
-CUDNN_CASES = {
-    "packed": {"segments": True},
-    "mixed": {"window": 3},
-    "packed, mixed": {"segments": True, "window": 3},
-    "one document": {},
-}
-
-
-def check_cudnn(case, length, head_dim):
-    """Compares values and gradients in bfloat16 with the formula in float32; the length is odd."""
-    rng = np.random.default_rng(0)
-    options = dict(CUDNN_CASES[case])
-    shapes = [(B, length, heads, head_dim) for heads in (4, 2, 2, 4)]
-    *inputs, weights = (jnp.array(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
-    segments = np.sort(rng.integers(0, 4, (B, length)), 1) if options.pop("segments", 0) else None
-    window = options.pop("window", None)
-
-    def run(compute, dtype):
-        def summed(q, k, v):
-            out = compute(q, k, v, segments).astype(jnp.float32)
-            return (out * weights.astype(jnp.float32)).sum(), out
-
-        args = [x.astype(dtype) for x in inputs]
-        (_, out), grads = jax.jit(jax.value_and_grad(summed, (0, 1, 2), has_aux=True))(*args)
-        return out, *grads
-
-    for is_local in (True, False) if window else (True,):
-        local = {"is_local": jnp.array(is_local)} if window else {}
-        fused = partial(attention, implementation="cudnn", window=window, **local)
-        plain = partial(formula, window=window if is_local else None, scale=head_dim**-0.5)
-        found, expected = run(fused, jnp.bfloat16), run(plain, jnp.float32)
-        for a, b in zip(found, expected, strict=True):
-            np.testing.assert_allclose(np.float32(a), b, atol=0.03 * np.abs(b).max())
 
 
 @pytest.mark.parametrize("case", CUDNN_CASES)

@@ -2,7 +2,7 @@
 
 XLA partitions differently for each platform, and aborts the process on some programs. So each case
 compiles in its own process: this file, run as `python tests/parallel/test_aot.py PLATFORM SCHEDULE KEEP`
-with PYTHONPATH=.:tests.
+with PYTHONPATH=.
 """
 
 import collections
@@ -13,7 +13,6 @@ import sys
 
 import jax
 import pytest
-from conftest import ROOT, tiny_config
 
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
@@ -21,6 +20,8 @@ from meshtrain.errors import ConfigError
 from meshtrain.program import assemble
 from meshtrain.tools.audit import audit
 from meshtrain.tools.hlo import collective_ops, hlo, target
+from tests.lib.configs import tiny_config
+from tests.lib.paths import ROOT
 
 LAYOUT = {"pipeline": 4, "data": 2, "fsdp": 2, "tensor": 2}
 TARGETS = {"cpu": "", "tpu": "v5e:4x8", "cuda": "h200:4x8"}
@@ -39,7 +40,7 @@ def run(platform, *arguments):
         env={
             **os.environ,
             **target.SETTINGS,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         },
         capture_output=True,
         text=True,

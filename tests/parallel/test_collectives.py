@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
 
 from meshtrain.cli import app
 from meshtrain.cluster import distributed
@@ -21,6 +20,7 @@ from meshtrain.parallel import grad_sync
 from meshtrain.parallel import mesh as meshes
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.tools import collectives
+from tests.lib.paths import ROOT
 
 CALLS = [(name, op) for name in ("all_reduce", "reduce_scatter") for op in collectives.OPS]
 CALLS += [("all_gather", None), ("all_to_all", None), ("broadcast", 1)]
@@ -348,15 +348,6 @@ def check_faults(me):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_collectives_of_two_processes_equal_numpy():
-    program = """
-import sys, jax
-sys.path[:0] = ["tests/parallel", "tests", "."]
-import test_collectives  # first: conftest.py sets another number of devices
-from meshtrain.cluster import distributed
-jax.config.update("jax_num_cpu_devices", 2)
-distributed.initialize()
-test_collectives.check_on_each_process()
-"""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -366,9 +357,14 @@ test_collectives.check_on_each_process()
     ]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", program],
+            [sys.executable, __file__],
             cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+                **environment,
+            },
         )
         for environment in environments
     ]
@@ -377,3 +373,9 @@ test_collectives.check_on_each_process()
     finally:
         for process in processes:
             process.kill()
+
+
+if __name__ == "__main__":  # one of the two processes
+    jax.config.update("jax_num_cpu_devices", 2)
+    distributed.initialize()
+    check_on_each_process()

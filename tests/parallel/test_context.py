@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
-from test_parity import GPT2, Run, assert_same, one_device, packed
 
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
@@ -23,16 +21,13 @@ from meshtrain.parallel import context, sharding
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.program import assemble
 from meshtrain.tools.hlo import activations, hlo
+from tests.lib.compare import assert_same
+from tests.lib.configs import GPT2, packed, tiny_config
+from tests.lib.runs import Run, one_device
 
 RULES = default.get_config().rules
 METHODS = ("ring", "gather", "ulysses")
 slow = pytest.mark.slow
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 @contextlib.contextmanager

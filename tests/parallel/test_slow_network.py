@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import network, slow_network
+from benchmarks.lib import network
+from benchmarks.parallel import slow_network
 
 FAULT = network.fault()
 needs_network = pytest.mark.skipif(bool(FAULT), reason=FAULT)

@@ -6,7 +6,6 @@ import jax
 import jaxlib
 import numpy as np
 import pytest
-from conftest import tiny_config
 
 from meshtrain.config import schema
 from meshtrain.config.build import build
@@ -15,6 +14,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.parallel import xla
 from meshtrain.program import assemble
 from meshtrain.train import train
+from tests.lib.configs import tiny_config
 
 
 def fake_mesh(platform, size):

@@ -19,14 +19,14 @@ from meshtrain.errors import ConfigError, import_optional
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # one document per line
 
-# Files with these extensions are read from a folder; all but .parquet may end in .gz.
+# Of the files that are read in a folder; all but those of .parquet may end in .gz.
 EXTENSIONS = (".txt", *JSON_LINES, ".parquet")
 
 CHUNK = 1 << 20  # bytes read at a time
 
 
 class Position(NamedTuple):
-    """The start of a document in the inputs. The journal of a prepared folder stores the three numbers."""
+    """The start of a document in the inputs; the journal of a prepared folder stores it."""
 
     file: int = 0  # index in the list of inputs
     offset: int = 0  # bytes after decompression; rows of a Parquet file
@@ -50,61 +50,90 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadOptions:
+    """How documents are read from the files."""
+
     field: str  # the field (JSON lines) or column (Parquet) with the text
     separator: str  # between the documents of a text file; "": one document per file
     forbidden: str  # a character that documents must not contain; "": none
 
 
 def find_files(inputs: list[str], pattern: str, output: Path) -> tuple[list[Path], list[str]]:
-    """Returns the input files, including those in input folders, and lines about what is left out.
+    """Returns the input files, including those in input folders, and lines about what is ignored.
 
-    Hidden files in folders are left out, and what `meshtrain prepare` wrote: to `output`, or before.
-    The order is shuffled with a fixed seed: training may hold out the end, which is then a fair sample.
-    Raises ConfigError for an input that cannot be read, or a folder without matching files.
+    Ignored are hidden files in folders, and what `meshtrain prepare` wrote: to `output`, or before.
+    The order is shuffled with a fixed seed: training may hold out the end, which is then a fair
+    sample. Raises ConfigError for an input that cannot be read, or a folder without matching files.
     """
-    found: list[Path] = []
-    faults, skipped, num_unknown = [], set(), 0
+    paths: list[Path] = []
+    faults: list[str] = []
+    ignored_folders: set[Path] = set()
+    num_unknown = 0  # files with other extensions
     for name in inputs:
         path = Path(name)
-        if fault := files.path_fault(path):
+        fault = files.path_fault(path)
+        if fault:
             faults.append(f"{name}: {fault}; give files or folders of text")
             continue
         if path.is_dir():
-            with files.report_errors(name):
-                inside, written = files.find(
-                    path, pattern or "*", key="--pattern", skip=lambda name: name.startswith(".")
-                )
-            visible = [file for file in inside if not file.name.startswith(".")]
-            inside = [file for file in visible if pattern or extension_of(file) in EXTENSIONS]
-            num_unknown += len(visible) - len(inside)
+            matching, prepared_folders, num_others = _find_in_folder(name, pattern)
+            num_unknown += num_others
         else:
-            inside = [path]
-            written = [path.parent] if prepared.is_prepared(path.parent) else []
-        # An output that was killed at once is prepared too, with an empty journal.
-        own = [file for file in inside if output.resolve() in file.resolve().parents]
-        skipped.update([*written, *(file.parent for file in own)])
-        if own and not ((output / prepared.JOURNAL).exists() or prepared.is_prepared(output)):
-            faults.append(f"--output={output}: holds {own[0]}, an input; use another folder")
-        elif not (inside or written):
+            matching = [path]
+            prepared_folders = [path.parent] if prepared.is_prepared(path.parent) else []
+        in_output = [file for file in matching if output.resolve() in file.resolve().parents]
+        ignored_folders.update(prepared_folders)
+        ignored_folders.update(file.parent for file in in_output)
+        if in_output and not _is_output(output):
+            faults.append(f"--output={output}: holds {in_output[0]}, an input; use another folder")
+        elif not matching and not prepared_folders:
             kinds = f"match --pattern={pattern}" if pattern else f"end in {', '.join(EXTENSIONS)}"
             faults.append(f"{name}: no files in it {kinds}; give another folder or --pattern")
-        found += [file for file in inside if file.parent not in skipped]
-    if not found and not faults:
+        paths += [file for file in matching if file.parent not in ignored_folders]
+    if not paths and not faults:
         faults.append(f"{', '.join(inputs)}: written by `meshtrain prepare`; give the text itself")
     if faults:
         raise ConfigError(*faults)
-    notes = [f"ignored: {folder}, which `meshtrain prepare` wrote" for folder in sorted(skipped)]
+    notes = []
+    for folder in sorted(ignored_folders):
+        notes.append(f"ignored: {folder}, which `meshtrain prepare` wrote")
     if num_unknown:
-        kinds = ", ".join(EXTENSIONS)
         notes.append(
-            f"ignored: {num_unknown:,} files that do not end in {kinds}; --pattern=GLOB selects others"
+            f"ignored: {num_unknown:,} files that do not end in {', '.join(EXTENSIONS)}; "
+            f"--pattern=GLOB selects others"
         )
-    return [found[i] for i in np.random.default_rng(0).permutation(len(found))], notes
+    order = np.random.default_rng(0).permutation(len(paths))
+    return [paths[number] for number in order], notes
+
+
+def _is_output(folder: Path) -> bool:
+    """Returns whether `meshtrain prepare` wrote a folder, even if it was killed at once."""
+    return (folder / prepared.JOURNAL).exists() or prepared.is_prepared(folder)
+
+
+def _find_in_folder(name: str, pattern: str) -> tuple[list[Path], list[Path], int]:
+    """Returns the files to read, the prepared folders, and the number of files left out.
+
+    Without a pattern, files are left out by their extension; hidden ones are not counted.
+    """
+    with files.report_errors(name):
+        paths, prepared_folders = files.find(
+            Path(name),
+            pattern or "*",
+            key="--pattern",
+            skip=lambda name: name.startswith("."),
+        )
+    visible = [file for file in paths if not file.name.startswith(".")]
+    if pattern:
+        return visible, prepared_folders, 0
+    known = [file for file in visible if extension_of(file) in EXTENSIONS]
+    return known, prepared_folders, len(visible) - len(known)
 
 
 def extension_of(path: Path) -> str:
     """Returns the extension without .gz: a.txt.gz -> .txt"""
-    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
+    if path.suffix == ".gz":
+        path = path.with_suffix("")
+    return path.suffix.lower()
 
 
 def fingerprint(files: list[Path]) -> str:
@@ -121,12 +150,12 @@ def read_records(
 ) -> Iterator[Record]:
     """Yields the records of the files, starting at `start`.
 
-    `last_split_point` returns where a long text can be split; see tokenizer.py. Raises ConfigError for
-    a file that cannot be read.
+    `last_split_point` returns where a long text can be split; see tokenizer.py. Raises ConfigError
+    for a file that cannot be read.
     """
     for number in range(start.file, len(files)):
         path = files[number]
-        begin = start if number == start.file else Position(number)
+        begin = start if number == start.file else Position(file=number)
         try:
             if extension_of(path) == ".parquet":
                 yield from _read_parquet(path, options, begin)
@@ -145,12 +174,16 @@ def read_records(
 
 @contextlib.contextmanager
 def _open_at(path: Path, offset: int) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Yields the decompressed file at an offset, and a function: the bytes read so far, before decompression."""
+    """Yields the decompressed file at an offset, and a function without parameters.
+
+    It returns how many bytes of the file were read so far, before decompression.
+    """
     with open(path, "rb") as raw:
-        is_gzip = path.suffix == ".gz"
-        file = io.BufferedReader(igzip.IGzipFile(fileobj=raw), CHUNK) if is_gzip else raw
+        file: io.BufferedReader = raw
+        if path.suffix == ".gz":
+            file = io.BufferedReader(igzip.IGzipFile(fileobj=raw), CHUNK)
         if not offset and file.peek(3)[:3] == codecs.BOM_UTF8:
-            offset = 3
+            offset = len(codecs.BOM_UTF8)
         file.seek(offset)
         yield file, raw.tell
 
@@ -158,9 +191,11 @@ def _open_at(path: Path, offset: int) -> Iterator[tuple[BinaryIO, Callable[[], i
 def _read_lines(path: Path, begin: Position) -> Iterator[Record]:
     """Yields the lines of a file, except blank ones."""
     with _open_at(path, begin.offset) as (file, bytes_read):
-        offset, number = file.tell(), begin.number
+        offset = file.tell()
+        number = begin.number
         for line in file:
-            offset, number = offset + len(line), number + 1
+            offset += len(line)
+            number += 1
             if line.strip():
                 yield Record(line, Position(begin.file, offset, number), bytes_read())
 
@@ -168,6 +203,7 @@ def _read_lines(path: Path, begin: Position) -> Iterator[Record]:
 def _read_parquet(path: Path, options: ReadOptions, begin: Position) -> Iterator[Record]:
     for row, num_rows, value in read_parquet_column(path, options.field, begin.offset):
         text, fault = (None, "") if value is None else _decode(value, 0)
+        # An estimate for the progress: rows have about the same size.
         bytes_read = path.stat().st_size * row // num_rows
         yield Record(text, Position(begin.file, row, row), bytes_read, fault=fault)
 
@@ -176,22 +212,28 @@ def _read_separated(path: Path, options: ReadOptions, begin: Position) -> Iterat
     """Yields the documents between separators, except blank ones."""
     separator = options.separator.encode()
     with _open_at(path, begin.offset) as (file, bytes_read):
-        offset, number, pending = file.tell(), begin.number, [b""]
+        offset = file.tell()  # of the first byte in `pending`
+        number = begin.number
+        pending = [b""]  # chunks of the document that is being read
         while chunk := file.read(CHUNK):
             pending.append(chunk)
-            # Search only the new bytes: searching all of a long document per chunk would be quadratic.
-            if separator not in b"".join(pending[-2:])[-len(chunk) - len(separator) :]:
+            # Search only the new bytes, and a separator's length before them: searching all of a
+            # long document per chunk would take quadratic time.
+            new = b"".join(pending[-2:])[-len(chunk) - len(separator) :]
+            if separator not in new:
                 continue
             *documents, rest = b"".join(pending).split(separator)
             pending = [rest]
             for document in documents:
-                start, offset = offset, offset + len(document) + len(separator)
+                start = offset
+                offset += len(document) + len(separator)
                 if document.strip():
                     number += 1
                     text, fault = _decode(document, start)
                     after = Position(begin.file, offset, number)
                     yield Record(text, after, bytes_read(), fault=fault)
-        if (rest := b"".join(pending)).strip():
+        rest = b"".join(pending)
+        if rest.strip():
             text, fault = _decode(rest, offset)
             after = Position(begin.file, file.tell(), number + 1)
             yield Record(text, after, bytes_read(), fault=fault)
@@ -203,22 +245,28 @@ def _read_document(
     """Yields a text file as one document, in pieces if it is long and can be split."""
     end = Position(begin.file, 0, 1)  # number 1: a resumed run skips the file
     with _open_at(path, 0) as (file, bytes_read):
+        # Look for a fault first: a faulty document is skipped as one, not from some piece on.
         start = file.tell()
-        if fault := _find_fault(file, options.forbidden):
+        fault = _find_fault(file, options.forbidden)
+        if fault:
             yield Record("", end, bytes_read(), fault=fault)
             return
         file.seek(start)
-        pending, is_first = [""], True
+        pending = [""]  # of the next piece
+        is_first = True
         for text, is_last in _mark_last(_decode_chunks(file)):
             before = pending[-1][-1:]  # the split point may lie between two chunks
             split = 0 if is_last else last_split_point(before + text)
             if not split:
                 pending.append(text)
                 continue
-            piece = "".join([*pending, text[: split - len(before)]])
+            split -= len(before)
+            piece = "".join([*pending, text[:split]])
             yield Record(piece, end, bytes_read(), starts_document=is_first, ends_document=False)
-            pending, is_first = [text[split - len(before) :]], False
-        if rest := "".join(pending):
+            pending = [text[split:]]
+            is_first = False
+        rest = "".join(pending)
+        if rest:
             yield Record(rest, end, bytes_read(), starts_document=is_first)
 
 
@@ -243,7 +291,9 @@ def _find_fault(file: BinaryIO, forbidden: str) -> str:
     """Reads to the end of the file; returns the first fault of the text, or ""."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     while True:
-        offset, chunk = file.tell() - len(decoder.getstate()[0]), file.read(CHUNK)
+        incomplete, _ = decoder.getstate()  # the first bytes of a character
+        offset = file.tell() - len(incomplete)
+        chunk = file.read(CHUNK)
         try:
             text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
@@ -260,6 +310,9 @@ def _decode(data: bytes, offset: int) -> tuple[str, str]:
         return data.decode(), ""
     except UnicodeDecodeError as error:
         return "", f"invalid UTF-8 at byte {offset + error.start}"
+
+
+# ---- the text of a record ----
 
 
 def text_of(record: Record, options: ReadOptions) -> str:
@@ -299,14 +352,20 @@ def _parse_line(line: bytes, field: str) -> Any:
     return parsed[field]
 
 
+# ---- Parquet ----
+
 PARQUET_ROWS = 256  # rows read at a time
 
 
 def read_parquet_column(
     path: Path, field: str, start: int
 ) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yields the rows of a column, beginning at row `start`: the row + 1, the number of rows, and the text or None."""
-    parquet, pyarrow = (import_optional(name, "parquet") for name in ("pyarrow.parquet", "pyarrow"))
+    """Yields the rows of a column, beginning at row `start`.
+
+    Of each it yields the row + 1, the number of rows of the file, and the text or None.
+    """
+    parquet = import_optional("pyarrow.parquet", "parquet")
+    pyarrow = import_optional("pyarrow", "parquet")
     try:
         table = parquet.ParquetFile(path)
         column = table.schema_arrow.field(field).type
@@ -317,21 +376,21 @@ def read_parquet_column(
     row = 0
     for group in range(table.num_row_groups):
         num_rows = table.metadata.row_group(group).num_rows
-        if row + num_rows <= start:
+        if row + num_rows <= start:  # not read
             row += num_rows
             continue
         for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group], columns=[field]):
-            found = batch.column(0)
+            values = batch.column(0)
             if pyarrow.types.is_dictionary(column):
-                found = found.dictionary_decode()
-            for value in found.cast(pyarrow.large_binary()).to_pylist():
+                values = values.dictionary_decode()
+            for value in values.cast(pyarrow.large_binary()).to_pylist():
                 row += 1
                 if row > start:
                     yield row, table.metadata.num_rows, value
 
 
 def _is_text(column: Any, pyarrow: Any) -> bool:
-    """Returns True for strings, also if the file stores each different one once, in a dictionary."""
+    """Returns True for strings, also for a dictionary that stores each different one once."""
     if pyarrow.types.is_dictionary(column):
         column = column.value_type
     return column in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())

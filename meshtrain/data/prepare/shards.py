@@ -30,12 +30,13 @@ class Journal:
     def __init__(self, folder: Path, settings: dict[str, Any]):
         """Open or create a folder; raises ConfigError if it holds other files or is locked."""
         self.path = folder / prepared.JOURNAL
+        self.settings = settings
         self.is_done = False
         self.shards: list[dict[str, Any]] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            present = {path.name for path in folder.iterdir()}
-            if present and prepared.MANIFEST not in present and not _is_own(self.path):
+            names = {path.name for path in folder.iterdir()}
+            if names and prepared.MANIFEST not in names and not _is_own(self.path):
                 raise ConfigError(
                     f"--output={folder}: holds other files; use an empty or new folder"
                 )
@@ -43,44 +44,45 @@ class Journal:
         except OSError as error:
             raise ConfigError(f"--output={folder}: {error.strerror}; use another folder") from None
         try:
-            self._start(folder, settings)
+            self._start(folder)
         except BaseException:
             self._file.close()
             raise
 
-    def _start(self, folder: Path, settings: dict[str, Any]) -> None:
+    def _start(self, folder: Path) -> None:
+        """Lock the folder; read the shards that are complete, or write the first line."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"--output={folder}: another `meshtrain prepare` is running in it; wait until it ends"
+                f"--output={folder}: another `meshtrain prepare` is running in it; "
+                f"wait until it ends"
             ) from None
         if (folder / prepared.MANIFEST).exists():
             self.is_done = True
-            _check_settings(folder, prepared.read_manifest(folder)["settings"], settings)
-            self.finish()
+            _check_settings(folder, prepared.read_manifest(folder)["settings"], self.settings)
+            self.finish()  # it was opened for the lock
             return
         lines = self._read_complete_lines()
         if len(lines) < 2:  # no complete shard, so there is nothing to resume
             self._file.truncate(0)
-            if lines != [{"settings": settings}]:
+            if lines != [{"settings": self.settings}]:
                 # The old tokenizer may have been trained with other settings.
                 (folder / "tokenizer.json").unlink(missing_ok=True)
-            self._append({"settings": settings})
+            self._append({"settings": self.settings})
             prepared.sync_folder(folder)
             return
-        _check_settings(folder, lines[0]["settings"], settings)
+        _check_settings(folder, lines[0]["settings"], self.settings)
         self.shards = lines[1:]
+        sizes = {}
         try:
-            files = [
-                (folder / f"{shard['name']}.{kind}", file["size"])
-                for shard in self.shards
-                for kind, file in shard["files"].items()
-            ]
+            for shard in self.shards:
+                for kind, file in shard["files"].items():
+                    sizes[folder / f"{shard['name']}.{kind}"] = file["size"]
             Position(*self.shards[-1]["next"])
         except (KeyError, TypeError, AttributeError) as error:
             raise self._damaged(error) from error
-        for path, size in files:
+        for path, size in sizes.items():
             if not path.is_file() or path.stat().st_size != size:
                 raise ConfigError(
                     f"{path}: changed since it was written; remove {folder} and start again"
@@ -126,25 +128,26 @@ class Journal:
 
 
 def _is_own(journal: Path) -> bool:
-    """Whether `meshtrain prepare` has written a journal, which may be empty or cut within its first line."""
+    """Returns whether `meshtrain prepare` wrote a journal; it may end within its first line."""
     if not journal.is_file():
         return False
     with open(journal, "rb") as file:
-        start = file.readline()
-    is_cut = not start.endswith(b"\n") and start.startswith(FIRST_LINE[: len(start)])
-    return is_cut or prepared.is_prepared(journal.parent)
+        line = file.readline()
+    is_incomplete = not line.endswith(b"\n") and line.startswith(FIRST_LINE[: len(line)])
+    return is_incomplete or prepared.is_prepared(journal.parent)
 
 
 def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raises ConfigError if the folder was started with different settings."""
     old = old if isinstance(old, dict) else {}
-    changed = [key for key in new.keys() | old.keys() if new.get(key) != old.get(key)]
-    changes = [
-        "the inputs have changed (files, sizes or times)"
-        if key == "inputs"
-        else f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
-        for key in sorted(changed)
-    ]
+    changes = []
+    for key in sorted(new.keys() | old.keys()):
+        if new.get(key) == old.get(key):
+            continue
+        if key == "inputs":
+            changes.append("the inputs have changed (files, sizes or times)")
+        else:
+            changes.append(f"{key} was {old.get(key)!r}, now {new.get(key)!r}")
     if changes:
         raise ConfigError(
             f"--output={folder}: was started with different settings: {'; '.join(changes)}; "
@@ -156,15 +159,20 @@ class ShardWriter:
     """Writes documents to shards. A shard is finished after the document that fills it."""
 
     def __init__(self, folder: Path, journal: Journal, *, dtype: np.dtype, shard_tokens: int):
-        self._folder, self._journal = folder, journal
-        self._dtype, self._shard_tokens = dtype, shard_tokens
+        self._folder = folder
+        self._journal = journal
+        self._dtype = dtype
+        self._shard_tokens = shard_tokens
         self._file: BinaryIO | None = None
         self._start_shard()
 
     def _start_shard(self) -> None:
         self._name = f"{len(self._journal.shards):05d}"
-        self._lengths: list[int] = []
-        self._tokens = self._document_tokens = self._text_bytes = self._num_faults = 0
+        self._lengths: list[int] = []  # tokens of each document
+        self._document_tokens = 0  # of the current document
+        self._tokens = 0  # of all documents before it
+        self._text_bytes = 0
+        self._num_faults = 0
         self._faults: list[str] = []
         self._hash = hashlib.sha256()
 
@@ -206,9 +214,12 @@ class ShardWriter:
             os.replace(self._partial_path, self._folder / f"{self._name}.bin")
             index = indexed.pack_index(np.array(self._lengths, np.int64), self._dtype)
             prepared.write_durably(self._folder / f"{self._name}.idx", index)
-            size = self._tokens * self._dtype.itemsize
-            files["bin"] = {"size": size, "sha256": self._hash.hexdigest()}
+            files["bin"] = {
+                "size": self._tokens * self._dtype.itemsize,
+                "sha256": self._hash.hexdigest(),
+            }
             files["idx"] = {"size": len(index), "sha256": hashlib.sha256(index).hexdigest()}
+        # The files are on disk, so the journal may list them.
         self._journal.add(
             {
                 "name": self._name,
@@ -236,11 +247,20 @@ class ShardWriter:
 
 def summary(shards: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the entries of the shards in the manifest, and their totals."""
-    keys = ("name", "documents", "tokens", "text_bytes", "files")
-    totals = {
-        key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "text_bytes")
+    entries = []
+    faults = []
+    for shard in shards:
+        faults += shard["faults"]
+        if shard["files"]:  # a shard of skipped documents has none
+            keys = ("name", "documents", "tokens", "text_bytes", "files")
+            entries.append({key: shard[key] for key in keys})
+    return {
+        "documents": sum(shard["documents"] for shard in shards),
+        "tokens": sum(shard["tokens"] for shard in shards),
+        "text_bytes": sum(shard["text_bytes"] for shard in shards),
+        "skipped": {
+            "count": sum(shard["skipped"] for shard in shards),
+            "first": faults[:MAX_FAULTS],
+        },
+        "shards": entries,
     }
-    faults = [fault for shard in shards for fault in shard["faults"]]
-    skipped = {"count": sum(shard["skipped"] for shard in shards), "first": faults[:MAX_FAULTS]}
-    written = [{key: shard[key] for key in keys} for shard in shards if shard["files"]]
-    return totals | {"skipped": skipped, "shards": written}

@@ -1,6 +1,7 @@
 """Tokenizes records in several processes, in order; trains a byte-level BPE tokenizer on them."""
 
 import functools
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -53,13 +54,15 @@ class RecordResult(NamedTuple):
 
 def work_units(records: Iterable[Record]) -> Iterator[list[Record]]:
     """Yields the records in lists of about UNIT_BYTES."""
-    unit, size = [], 0
+    unit = []
+    size = 0
     for record in records:
         unit.append(record)
-        size += len(record.data or "") + 100
+        size += len(record.data or "") + 100  # an empty record costs time too
         if size >= UNIT_BYTES:
             yield unit
-            unit, size = [], 0
+            unit = []
+            size = 0
     if unit:
         yield unit
 
@@ -67,7 +70,7 @@ def work_units(records: Iterable[Record]) -> Iterator[list[Record]]:
 def tokenize_unit(job: Job, unit: list[Record]) -> tuple[np.ndarray, list[RecordResult]]:
     """Returns the concatenated tokens of all records of a unit, and a result for each record."""
     loaded = _load_tokenizer(job.tokenizer, job.sha256)
-    texts: list[str | None] = []
+    texts: list[str | None] = []  # None: the record has a fault
     faults: list[str] = []
     for record in unit:
         try:
@@ -76,11 +79,20 @@ def tokenize_unit(job: Job, unit: list[Record]) -> tuple[np.ndarray, list[Record
         except ValueError as error:
             texts.append(None)
             faults.append(str(error))
-    pieces_of = [loaded.pieces(text) if text else [] for text in texts]
-    encoded = iter(loaded.encode_batch([piece for pieces in pieces_of for piece in pieces]))
-    all_tokens, results = [], []
-    for record, text, pieces, fault in zip(unit, texts, pieces_of, faults, strict=True):
-        tokens = [next(encoded) for _ in pieces]
+
+    # Encode all texts of the unit in one call: most texts are short, and each call has a cost.
+    pieces = []
+    num_pieces = []
+    for text in texts:
+        text_pieces = loaded.pieces(text) if text else []
+        pieces += text_pieces
+        num_pieces.append(len(text_pieces))
+    encoded = iter(loaded.encode_batch(pieces))
+
+    all_tokens = [np.zeros(0, np.int64)]
+    results = []
+    for record, text, count, fault in zip(unit, texts, num_pieces, faults, strict=True):
+        tokens = list(itertools.islice(encoded, count))
         if text is not None:
             if record.starts_document and job.bos is not None:
                 tokens.insert(0, np.array([job.bos]))
@@ -96,11 +108,12 @@ def tokenize_unit(job: Job, unit: list[Record]) -> tuple[np.ndarray, list[Record
         )
         results.append(result)
         all_tokens += tokens
-    return np.concatenate([np.zeros(0, np.int64), *all_tokens]).astype(job.dtype), results
+    return np.concatenate(all_tokens).astype(job.dtype), results
 
 
 @functools.lru_cache(maxsize=1)
 def _load_tokenizer(path: str, sha256: str) -> Tokenizer:
+    """Returns the tokenizer in a file; the digest tells a changed file from the cached one."""
     return tokenizer.load(path)
 
 
@@ -113,8 +126,8 @@ def map_in_order(function: Callable, items: Iterable, num_workers: int) -> Itera
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    # Ctrl-C is for this process: its children must not print a traceback, not even while they start.
-    # Nor must the process that then removes the semaphores of this one; it gets these options.
+    # Ctrl-C is for this process: its children must not print a traceback, not even while they
+    # start. Nor must the process that removes the semaphores of this one: it gets these options.
     sys.warnoptions.append("ignore:resource_tracker")
     resource_tracker.ensure_running()  # first: it unblocks SIGINT when it has started its process
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -148,6 +161,8 @@ def _exit_with_parent() -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
+# ---- train a tokenizer ----
+
 BPE_EOS = "<|endoftext|>"
 
 SAMPLE_CHARS = 1 << 28  # train on at most this many characters, from the start of the inputs
@@ -180,7 +195,7 @@ def train_bpe(files: list[Path], options: ReadOptions, vocab_size: int, output: 
 
 
 def _sample_texts(files: list[Path], options: ReadOptions) -> Iterator[str]:
-    """Yields up to SAMPLE_CHARS characters of text; skips faulty records, which are reported later."""
+    """Yields up to SAMPLE_CHARS characters of text; skips faulty records, reported later."""
     chars_left = SAMPLE_CHARS
     for record in read_records(files, options, len):
         if chars_left <= 0:

@@ -18,10 +18,11 @@ def validate(path: Path) -> list[str]:
     """Returns lines to print about the data; raises ConfigError with a line for each fault.
 
     The files of a prepared folder must have the hashes in its manifest, all tokens must be in the
-    vocabulary, and each document must end with the end-of-document token. For Megatron-LM files only
-    the index can be checked.
+    vocabulary, and each document must end with the end-of-document token. For Megatron-LM files
+    only the index can be checked.
     """
-    if prefix := indexed.prefix_of(str(path)):
+    prefix = indexed.prefix_of(str(path))
+    if prefix:
         shard = indexed.load(prefix)
         with console.progress("checking", len(shard.tokens)) as advance:
             largest = max(int(chunk.max()) for chunk in _chunks(shard.tokens, advance))
@@ -29,7 +30,9 @@ def validate(path: Path) -> list[str]:
     if not (path / prepared.MANIFEST).is_file():
         raise ConfigError(f"--verify={path}: no {prepared.MANIFEST} there; give a prepared folder")
     manifest = prepared.read_manifest(path)
-    faults, lines, tokenizer = [], [], manifest["tokenizer"]
+    tokenizer = manifest["tokenizer"]
+    faults = []
+    lines = []
     if tokenizer["file"]:
         faults += _hash_faults(path / tokenizer["file"], tokenizer["sha256"])
     try:
@@ -61,7 +64,7 @@ def _describe(shard: Shard) -> str:
 
 
 def _chunks(tokens: np.ndarray, advance: Callable) -> Iterator[np.ndarray]:
-    """Yields the tokens in chunks; `advance` gets the number of tokens of each that the caller is done with."""
+    """Yields the tokens in chunks; calls `advance` with the size of each after it was used."""
     for start in range(0, len(tokens), CHUNK):
         chunk = tokens[start : start + CHUNK]
         yield chunk
@@ -82,11 +85,11 @@ def _shard_faults(shard: Shard, entry: dict, tokenizer: dict, advance: Callable)
     """Returns the faults of a shard; `entry` and `tokenizer` are the entries in the manifest."""
     faults = []
     counts = {"tokens": len(shard.tokens), "documents": len(shard.starts) - 1}
-    faults += [
-        f"{shard.path}: {count} {key}, but {prepared.MANIFEST} lists {entry[key]}"
-        for key, count in counts.items()
-        if count != entry[key]
-    ]
+    for key, count in counts.items():
+        if count != entry[key]:
+            faults.append(
+                f"{shard.path}: {count} {key}, but {prepared.MANIFEST} lists {entry[key]}"
+            )
     vocab_size = tokenizer["vocab_size"]
     for number, chunk in enumerate(_chunks(shard.tokens, advance)):
         wrong = np.flatnonzero((chunk >= vocab_size) | (chunk < 0))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshtrain.configs import default
 from meshtrain.errors import ConfigError
 
 Config = dict[str, Any]  # a config.json
@@ -16,48 +17,6 @@ Config = dict[str, Any]  # a config.json
 Section = dict[str, Any]  # the `model` section of a config
 
 BUILD = "meshtrain.models.transformer:build"
-
-# A `model` section without its sizes; Family.section overrides these.
-SECTION_DEFAULTS = {
-    "build": BUILD,
-    "kv_lora_rank": 0,
-    "q_lora_rank": 0,
-    "rope_head_dim": 0,
-    "v_head_dim": 0,
-    "norm": "rms",
-    "positions": "rope",
-    "rope_theta": 10000.0,
-    "rope_scaling": (),
-    "rope_theta_local": 0.0,
-    "mlp": "swiglu",
-    "num_experts": 0,
-    "experts_per_token": 2,
-    "d_expert": 0,
-    "num_shared_experts": 0,
-    "first_dense_layers": 0,
-    "router": "topk_softmax",
-    "router_scale": 1.0,
-    "expert_groups": (),
-    "capacity_factor": 0.0,
-    "balance": "none",
-    "balance_weight": 0.0,
-    "router_z_loss": 0.0,
-    "bias": False,
-    "qkv_bias": False,
-    "qk_norm": False,
-    "qk_norm_heads": "each",
-    "post_norm": False,
-    "attention": "g",
-    "window": 0,
-    "dropout": 0.0,
-    "query_scale": 0.0,
-    "attention_softcap": 0.0,
-    "logit_softcap": 0.0,
-    "embed_scale": 1.0,
-    "z_loss": 0.0,
-    "attention_impl": "auto",
-    "loss_chunk_mib": 2048.0,
-}
 
 CONFIG_KEYS = {  # key of a `model` section: key of config.json
     "num_layers": "num_hidden_layers",
@@ -71,6 +30,14 @@ CONFIG_KEYS = {  # key of a `model` section: key of config.json
     "norm_epsilon": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
+
+# A `model` section without the keys above; Family.section overrides these. A balance loss is not
+# assumed: a config.json says it, if its model has experts.
+SECTION_DEFAULTS = {
+    key: value
+    for key, value in default.get_config().model.to_dict().items()
+    if key not in CONFIG_KEYS
+} | {"balance": "none", "balance_weight": 0.0}
 
 LAYER_LETTERS = {"full_attention": "g", "sliding_attention": "l"}
 
@@ -91,7 +58,7 @@ class Multimodal:
 class Family:
     """One architecture of transformers.
 
-    Functions of a config.json get it with all defaults; functions of a section get it with all keys.
+    Functions of a config.json get it with all defaults, those of a section get it with all keys.
     """
 
     architecture: str
@@ -110,7 +77,8 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     # The minimum of an integer, by key of config.json.
     minimums: Mapping[str, int] = field(default_factory=dict)
-    # transformers rejects a hidden size that the number of heads does not divide, even with head_dim.
+    # transformers rejects a hidden size that is not a multiple of the number of heads, even with a
+    # head_dim.
     heads_divide_hidden_size: bool = False
     # The letter of each layer (see LAYER_LETTERS) if config.json has no layer_types.
     default_layers: Callable[[Config], str] = lambda config: "g"
@@ -130,9 +98,9 @@ class Family:
     ignored_prefixes: tuple[str, ...] = ()
     # Returns the prefixes of tensors of the language model that an import leaves out, and counts.
     left_out_prefixes: Callable[[Config], tuple[str, ...]] = lambda config: ()
-    # The end of the name of a tensor that holds those of all experts: the names of its parts, one after
-    # the other, for each expert. transformers 5 has such tensors in memory, and writes them with
-    # save_original_format=False.
+    # The end of the name of a tensor that holds those of all experts: the names of its parts, one
+    # after the other, for each expert. transformers 5 has such tensors in memory, and writes them
+    # with save_original_format=False.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # The architecture that contains a model of this family.
     multimodal: Multimodal | None = None

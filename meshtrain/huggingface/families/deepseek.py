@@ -66,7 +66,7 @@ def _group_faults(config: Config) -> list[str]:
 
 
 def _groups(config: Config) -> Config:
-    """Returns the keys of the groups of experts; DeepSeek-V2's "greedy" ignores all but one group."""
+    """Returns the keys of the groups of experts; "greedy" of DeepSeek-V2 has one group."""
     if config.get("topk_method") == "greedy":
         return {"n_group": 1, "topk_group": 1}
     return {"n_group": config["n_group"], "topk_group": config["topk_group"]}

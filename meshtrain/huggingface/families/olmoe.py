@@ -35,7 +35,7 @@ OLMOE = Family(
         # transformers ignores it in some implementations of attention only.
         "sliding_window": (None,),
     },
-    # The norms of queries and keys have the size of hidden_size, which leaves no choice of head_dim.
+    # The norms of queries and keys have the size hidden_size, which leaves no choice of head_dim.
     keys={key: hf_key for key, hf_key in base.EXPERT_KEYS.items() if key != "head_dim"},
     aliases={"num_local_experts": "num_experts"},
     heads_divide_hidden_size=True,

@@ -19,7 +19,7 @@ from meshtrain.data.loader import from_iterable
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
-from meshtrain.monitor.summary import layout_warnings
+from meshtrain.monitor.warnings import layout_warnings
 from meshtrain.monitor.writer import units_of
 from meshtrain.ops.experts import LEFTOVER
 from meshtrain.parallel import context, sharding

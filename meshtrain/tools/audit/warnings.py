@@ -1,6 +1,6 @@
 """Warns about large replicated arrays, idle mesh axes, unneeded collectives and loops of unknown length.
 
-What `train` warns about before it compiles is in meshtrain/monitor/summary.py, and part of an audit too.
+What `train` warns about before it compiles is in meshtrain/monitor/warnings.py, and part of an audit too.
 """
 
 from collections import Counter
@@ -57,7 +57,7 @@ def _replicated_parameters(placement: Placement, rules: Rules) -> Iterator[str]:
         num_bytes = leaf.size * leaf.itemsize / placement.num_devices(leaf.axes)
         for axis, size in placement.mesh.items():
             is_replicated = size > 1 and axis in axes - {*leaf.axes}
-            # Sizes that do not divide are warned about by meshtrain/monitor/summary.py.
+            # Sizes that do not divide are warned about by meshtrain/monitor/warnings.py.
             is_fitting = axis not in sharding.not_divisible(
                 leaf.dim_names, leaf.shape, rules, placement.mesh
             )

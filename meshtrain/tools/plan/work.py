@@ -28,18 +28,26 @@ def work_of(cfg: Config, model: Model, params: Params, batch: Any) -> ModelWork:
 
 
 def of_transformer(c: TransformerConfig, seq_len: int, params: Params) -> ModelWork:
-    """Returns the work of the built-in transformer; of experts, what a token uses."""
-    active = c.experts_per_token + c.num_shared_experts
-    width = active * c.expert_size if c.num_experts else c.d_ff
-    head_dim = c.query_size if c.kv_lora_rank else c.head_size
-    sizes = c.num_heads, c.num_kv_heads, head_dim, c.vocab_size
-    work = decoder(c.num_layers, c.d_model, width, *sizes, gated=c.gated, tied=c.tie_embeddings)
-    visible = [min(c.window, seq_len) if local else seq_len for local in c.is_local]
+    """Returns the work of the built-in transformer; of experts, what a token uses.
+
+    Latent attention counts as ordinary attention with its heads.
+    """
+    work = decoder(
+        c.num_layers,
+        c.d_model,
+        c.used_mlp_size,
+        c.num_heads,
+        c.num_kv_heads,
+        c.query_size,
+        c.vocab_size,
+        gated=c.gated,
+        tied=c.tie_embeddings,
+    )
     return replace(
         work,
         **_weights(params),
         num_layers=_depth(params),
-        window=sum(visible) / len(visible) / seq_len,
+        window=float(c.visible_positions(seq_len).mean()) / seq_len,
         num_experts=c.num_experts,
     )
 

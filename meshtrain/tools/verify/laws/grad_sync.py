@@ -58,7 +58,9 @@ def compressed() -> str | None:
             )
             for sums in steps:
                 metrics = Metrics(jnp.asarray(weights), jnp.asarray(weights))
-                grads, _, residual = grad_sync.synchronise((sums, metrics), places, residual, how)
+                grads, _, residual = grad_sync.synchronise(
+                    sums, metrics, places, grad_sync=how, residual=residual
+                )
                 found[variant].append((grads, residual))
         return found
 

@@ -19,6 +19,7 @@ from meshtrain.config.schema import LEARNING_RATE_SCHEDULES, OptimConfig
 from meshtrain.data.source import Batch, Source
 from meshtrain.models import transformer
 from meshtrain.models.base import Model, Params, is_measured
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.optim import base as optim
 from meshtrain.state import TrainState, evaluation_params
 from meshtrain.tools.verify import certificate, variants
@@ -153,12 +154,13 @@ def decoder_of(c: Mapping[str, Any], batch: Batch) -> str | None:
 def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
     """Law: a transformer has the initial standard deviations, loss and gradients of the reference model."""
     model, random = transformer.build(**c), np.random.default_rng(0)
-    if c["dropout"]:
+    typed = TransformerConfig(**c)
+    if typed.dropout:
         row_keys = random.integers(2**32, size=(len(batch.tokens), 2), dtype=np.uint32)
         batch = batch._replace(row_keys=row_keys)
     initial = reference_step.run_compiled(model.init, jax.random.key(0))
     leaves = {certificate.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(initial)}
-    stddevs = reference_model.initial_stddevs(c)
+    stddevs = reference_model.initial_stddevs(typed)
     if wrong := sorted(stddevs.keys() ^ leaves.keys()):
         return f"{wrong[0]} is {'missing' if wrong[0] in stddevs else 'not expected'}"
     for name, leaf in leaves.items():
@@ -171,7 +173,7 @@ def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
 
     def losses_and_gradients(params):
         of_model = jax.value_and_grad(lambda params: reference_step.loss(model, params, batch).loss)
-        return of_model(params), jax.value_and_grad(reference_model.loss)(params, batch, c)
+        return of_model(params), jax.value_and_grad(reference_model.loss)(params, batch, typed)
 
     results = reference_step.run_compiled(losses_and_gradients, params)
     actual, expected = ({"loss": loss, "gradients": grads} for loss, grads in results)

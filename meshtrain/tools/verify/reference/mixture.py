@@ -1,8 +1,7 @@
 """Reference implementation of a mixture of experts: every expert computes every token, and most weights are zero."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +9,24 @@ import numpy as np
 
 from meshtrain.data.source import Batch
 from meshtrain.models.base import Params
+from meshtrain.models.transformer_config import TransformerConfig
 
 # B batch, S sequence, D model, E experts, k experts per token, F feed-forward, N = S k assignments of a row
 
-Section = Mapping[str, Any]  # the `model` section of a config
-
-Mlp = Callable[[jax.Array, Params, Section], jax.Array]
+Mlp = Callable[[jax.Array, Params, TransformerConfig], jax.Array]
 
 
 def mixture(
-    x_BSD: jax.Array, p: Params, c: Section, batch: Batch, mlp: Mlp
+    x_BSD: jax.Array, p: Params, c: TransformerConfig, batch: Batch, mlp: Mlp
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output of a layer, and its part of the loss: a sum over tokens, each times its weight.
 
     `mlp(x, p, c)` is an ordinary feed-forward layer. Each row of the batch is one document.
     """
-    E, k, measured = c["num_experts"], c["experts_per_token"], p["measured"]
+    E, k, measured = c.num_experts, c.experts_per_token, p["measured"]
     logits_BSE = jnp.einsum("bsd,de->bse", x_BSD, p["router"]["kernel"])
     scores_BSE = 1 / (1 + jnp.exp(-logits_BSE))
-    if c["router"] != "sigmoid":
+    if c.router != "sigmoid":
         scores_BSE = jnp.exp(logits_BSE)
         scores_BSE = scores_BSE / scores_BSE.sum(-1, keepdims=True)
     share_BSE = scores_BSE / scores_BSE.sum(-1, keepdims=True)
@@ -37,27 +35,24 @@ def mixture(
     place_BSE = jnp.argsort(jnp.argsort(-preference_BSE, axis=-1), axis=-1)
     chosen_BSE = (place_BSE < k).astype(x_BSD.dtype)
     weights_BSE = scores_BSE * chosen_BSE
-    if c["router"] != "softmax":
+    if c.router != "softmax":
         weights_BSE = weights_BSE / weights_BSE.sum(-1, keepdims=True)
     accepted_BSE = _accepted(place_BSE, c) * chosen_BSE
     kernels = {name: p[name] for name in ("gate", "up", "down") if name in p}
-    y_EBSD = jax.vmap(lambda one: mlp(x_BSD, one, c))(kernels)
-    combined_BSE = c["router_scale"] * weights_BSE * accepted_BSE
+    y_EBSD = jax.vmap(lambda expert: mlp(x_BSD, expert, c))(kernels)
+    combined_BSE = c.router_scale * weights_BSE * accepted_BSE
     y_BSD = jnp.einsum("bse,ebsd->bsd", combined_BSE, y_EBSD)
-    if c["num_shared_experts"]:
+    if c.num_shared_experts:
         y_BSD = y_BSD + mlp(x_BSD, p["shared"], c)
     load_BSE, w_BS1 = chosen_BSE / k, batch.weights[..., None]
     log_z_BS = jnp.log(jnp.exp(logits_BSE).sum(-1))
-    loss = c["router_z_loss"] * (log_z_BS**2 * batch.weights).sum()
-    if c["balance"] == "batch":
-        loss += (
-            c["balance_weight"]
-            * E
-            * (_fixed(measured["load"])[None, None] * share_BSE * w_BS1).sum()
-        )
-    if c["balance"] == "sequence":
+    loss = c.router_z_loss * (log_z_BS**2 * batch.weights).sum()
+    if c.balance == "batch":
+        load = _fixed(measured["load"])[None, None]
+        loss += c.balance_weight * E * (load * share_BSE * w_BS1).sum()
+    if c.balance == "sequence":
         mean_BE = (load_BSE * w_BS1).sum(1) / jnp.maximum(w_BS1.sum(1), 1e-30)
-        loss += c["balance_weight"] * E * (mean_BE[:, None] * share_BSE * w_BS1).sum()
+        loss += c.balance_weight * E * (mean_BE[:, None] * share_BSE * w_BS1).sum()
     sums = {
         "load": (load_BSE * w_BS1).sum((0, 1)),
         "score": (share_BSE * w_BS1).sum((0, 1)),
@@ -74,13 +69,13 @@ def _fixed(x: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(x)
 
 
-def _in_groups(preference_BSE: jax.Array, c: Section) -> jax.Array:
+def _in_groups(preference_BSE: jax.Array, c: TransformerConfig) -> jax.Array:
     """Returns the preferences with -inf for experts outside of each token's best groups."""
-    if not c["expert_groups"]:
+    if not c.expert_groups:
         return preference_BSE
-    num_groups, groups_per_token = c["expert_groups"]
-    size = c["num_experts"] // num_groups
-    num_best = min(size, 2 if c["router"] == "sigmoid" else 1)
+    num_groups, groups_per_token = c.expert_groups
+    size = c.num_experts // num_groups
+    num_best = min(size, 2 if c.router == "sigmoid" else 1)
     by_group = jnp.stack(jnp.split(preference_BSE, num_groups, axis=-1), axis=-2)
     value = jnp.sort(by_group, axis=-1)[..., size - num_best :].sum(-1)
     place = jnp.argsort(jnp.argsort(-value, axis=-1), axis=-1)
@@ -88,30 +83,30 @@ def _in_groups(preference_BSE: jax.Array, c: Section) -> jax.Array:
     return jnp.where(allowed, preference_BSE, -jnp.inf)
 
 
-def _accepted(place_BSE: jax.Array, c: Section) -> jax.Array:
+def _accepted(place_BSE: jax.Array, c: TransformerConfig) -> jax.Array:
     """Returns 1 where an expert accepts a token that chooses it: by position."""
-    if not c["capacity_factor"]:
+    if not c.capacity_factor:
         return jnp.ones(place_BSE.shape)
-    (S, E), k = place_BSE.shape[1:], c["experts_per_token"]
-    capacity = math.ceil(c["capacity_factor"] * S * k / E)
+    (S, E), k = place_BSE.shape[1:], c.experts_per_token
+    capacity = math.ceil(c.capacity_factor * S * k / E)
     is_chosen_BSE = (place_BSE < k).astype(float)
     is_earlier_SS = np.arange(S)[None, :] < np.arange(S)[:, None]
     before_BSE = jnp.einsum("st,bte->bse", is_earlier_SS.astype(float), is_chosen_BSE)
     return (before_BSE < capacity).astype(float)
 
 
-def initial_stddevs(c: Section) -> dict[str, float]:
+def initial_stddevs(c: TransformerConfig) -> dict[str, float]:
     """Returns the standard deviation of the initial values of a layer's parameters, by path."""
-    into, out = c["d_model"] ** -0.5, (2 * c["num_layers"]) ** -0.5
-    width = c["d_expert"] or c["d_ff"]
-    is_gated = c["mlp"] != "gelu"
-    found = {"router/kernel": into, "up/kernel": into, "down/kernel": width**-0.5 * out}
-    found |= {"gate/kernel": into} if is_gated else {}
-    if c["num_shared_experts"]:
-        names = ["up", "down", *(["gate"] if is_gated else [])]
-        found |= {f"shared/{name}/kernel": into for name in names}
-        found["shared/down/kernel"] = (c["num_shared_experts"] * width) ** -0.5 * out
-        found |= {f"shared/{name}/bias": 0.0 for name in names if c["bias"]}
-    return found | dict.fromkeys(
-        (f"measured/{name}" for name in ("load", "score", "log_z", "dropped", "bias")), 0.0
-    )
+    from_residual, to_residual = c.d_model**-0.5, (2 * c.num_layers) ** -0.5
+    up_names = ("up", "gate") if c.gated else ("up",)
+    stddevs = {"router/kernel": from_residual}
+    stddevs |= {f"{name}/kernel": from_residual for name in up_names}
+    stddevs["down/kernel"] = c.expert_size**-0.5 * to_residual
+    if c.num_shared_experts:
+        stddevs |= {f"shared/{name}/kernel": from_residual for name in up_names}
+        stddevs["shared/down/kernel"] = c.shared_size**-0.5 * to_residual
+        if c.bias:
+            stddevs |= {f"shared/{name}/bias": 0.0 for name in (*up_names, "down")}
+    for name in ("load", "score", "log_z", "dropped", "bias"):
+        stddevs[f"measured/{name}"] = 0.0
+    return stddevs

@@ -2,7 +2,7 @@
 
 A comparison of layouts runs the package's model on both sides, so it cannot find an error that also
 occurs on one device; a comparison with this file does. It was written from the papers and does not
-call the code under test.
+call the code under test: it reads only the sizes of the model in TransformerConfig.
 """
 
 import math
@@ -15,6 +15,7 @@ import numpy as np
 
 from meshtrain.data.source import Batch
 from meshtrain.models.base import Params
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.tools.verify.reference import latent_attention as reference_latent_attention
 from meshtrain.tools.verify.reference import mixture as reference_mixture
 from meshtrain.tools.verify.reference.dropout import dropped, of_layer
@@ -22,54 +23,56 @@ from meshtrain.tools.verify.reference.mixture import mixture
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, k = K/2, V vocabulary
 
-Section = Mapping[str, Any]  # a section of a config
+Section = Mapping[str, Any]  # the `optim` section of a config
 
 
-def loss(params: Params, batch: Batch, c: Section) -> jax.Array:
+def loss(params: Params, batch: Batch, c: TransformerConfig) -> jax.Array:
     """Returns the training loss of a decoder with this `model` section: a weighted sum over tokens."""
-    x_BSD = params["tokens"]["embedding"][batch.tokens] * c["embed_scale"]
-    if c["positions"] == "learned":
+    x_BSD = params["tokens"]["embedding"][batch.tokens] * c.embed_scale
+    if c.positions == "learned":
         x_BSD = x_BSD + params["positions"]["embedding"][: batch.tokens.shape[1]][None]
-    x_BSD = dropped(x_BSD, batch.row_keys, c["dropout"], 0)
-    of_layers = 0.0
-    first = c["first_dense_layers"]
-    for number in range(c["num_layers"]):
-        is_sparse = c["num_experts"] and number >= first
+    x_BSD = dropped(x_BSD, batch.row_keys, c.dropout, 0)
+    layer_losses = 0.0
+    first = c.first_dense_layers
+    for number in range(c.num_layers):
+        is_sparse = c.num_experts and number >= first
         if number < first:
             layer = params["first_layers"][str(number)]
         else:
             index = number - first
             layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
         keys = of_layer(batch.row_keys, number)
-        local = c["attention"][number % len(c["attention"])] == "l"
+        local = c.attention[number % len(c.attention)] == "l"
         normed_BSD = _norm(x_BSD, layer["attention_norm"], c)
         update = attention(normed_BSD, layer["attention"], c, local, keys)
-        update = _norm(update, layer["attention_post_norm"], c) if c["post_norm"] else update
-        x_BSD += dropped(update, keys, c["dropout"], 1)
+        update = _norm(update, layer["attention_post_norm"], c) if c.post_norm else update
+        x_BSD += dropped(update, keys, c.dropout, 1)
         normed_BSD = _norm(x_BSD, layer["mlp_norm"], c)
         if is_sparse:
             update, more = mixture(normed_BSD, layer["mlp"], c, batch, _mlp)
-            of_layers += more
+            layer_losses += more
         else:
             update = _mlp(normed_BSD, layer["mlp"], c)
-        update = _norm(update, layer["mlp_post_norm"], c) if c["post_norm"] else update
-        x_BSD += dropped(update, keys, c["dropout"], 2)
+        update = _norm(update, layer["mlp_post_norm"], c) if c.post_norm else update
+        x_BSD += dropped(update, keys, c.dropout, 2)
     x_BSD = _norm(x_BSD, params["final_norm"], c)
-    tied = c["tie_embeddings"]
+    tied = c.tie_embeddings
     head_DV = params["tokens"]["embedding"].T if tied else params["output"]["kernel"]
-    logits_BSV = _capped(x_BSD @ head_DV[:, : c["vocab_size"]], c["logit_softcap"])
+    logits_BSV = _capped(x_BSD @ head_DV[:, : c.vocab_size], c.logit_softcap)
     log_z_BS = jnp.log(jnp.exp(logits_BSV).sum(-1))
     at_target_BS = jnp.take_along_axis(logits_BSV, batch.targets[..., None], axis=-1)[..., 0]
-    token_losses_BS = log_z_BS - at_target_BS + c["z_loss"] * log_z_BS**2
-    return (token_losses_BS * batch.weights).sum() + of_layers
+    token_losses_BS = log_z_BS - at_target_BS + c.z_loss * log_z_BS**2
+    return (token_losses_BS * batch.weights).sum() + layer_losses
 
 
-def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool, keys=None) -> jax.Array:
+def attention(
+    x_BSD: jax.Array, p: Params, c: TransformerConfig, local: bool, keys=None
+) -> jax.Array:
     """Returns the output of a causal attention layer: softmax(q k^T * scale) v, and its projections.
 
     In a `local` layer a position attends only to the last `window` positions. `keys` are those of dropout.
     """
-    if c["kv_lora_rank"]:
+    if c.kv_lora_rank:
         q_BSHK, k_BSHK, v_BSHV = reference_latent_attention.heads(
             x_BSD, p, c, lambda x: _rope(x, c, local)
         )
@@ -78,25 +81,25 @@ def attention(x_BSD: jax.Array, p: Params, c: Section, local: bool, keys=None) -
     position_S = jnp.arange(x_BSD.shape[1])
     mask_SS = position_S[None, :] <= position_S[:, None]
     if local:
-        mask_SS &= position_S[:, None] < position_S[None, :] + c["window"]
-    scale = c["query_scale"] or 1 / math.sqrt(q_BSHK.shape[-1])
+        mask_SS &= position_S[:, None] < position_S[None, :] + c.window
+    scale = c.query_scale or 1 / math.sqrt(q_BSHK.shape[-1])
     scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK) * scale
-    scores_BHST = jnp.exp(_capped(scores_BHST, c["attention_softcap"])) * mask_SS[None, None]
+    scores_BHST = jnp.exp(_capped(scores_BHST, c.attention_softcap)) * mask_SS[None, None]
     probs_BHST = scores_BHST / scores_BHST.sum(-1, keepdims=True)
-    probs_BHST = dropped(probs_BHST, keys, c["dropout"], 0)
+    probs_BHST = dropped(probs_BHST, keys, c.dropout, 0)
     return _linear(jnp.einsum("bhst,bthv->bshv", probs_BHST, v_BSHV), p["out"], 2)
 
 
-def _heads(x_BSD: jax.Array, p: Params, c: Section, local: bool) -> tuple[jax.Array, ...]:
+def _heads(x_BSD: jax.Array, p: Params, c: TransformerConfig, local: bool) -> tuple[jax.Array, ...]:
     """Returns queries, keys and values, the latter repeated for grouped-query attention."""
     q_BSHK, k_BSGK, v_BSGK = (_linear(x_BSD, p[name], 1) for name in ("query", "key", "value"))
-    if c["qk_norm"]:
-        norm = _norm_of_all_heads if c["qk_norm_heads"] == "all" else _norm
+    if c.qk_norm:
+        norm = _norm_of_all_heads if c.qk_norm_heads == "all" else _norm
         q_BSHK, k_BSGK = norm(q_BSHK, p["query_norm"], c), norm(k_BSGK, p["key_norm"], c)
-    if c["positions"] == "rope":
+    if c.positions == "rope":
         q_BSHK, k_BSGK = _rope(q_BSHK, c, local), _rope(k_BSGK, c, local)
     # Query heads are grouped in order: the first `group` heads use the first key/value head.
-    group = c["num_heads"] // c["num_kv_heads"]
+    group = c.num_heads // c.num_kv_heads
     k_BSHK, v_BSHV = (jnp.repeat(x, group, axis=2) for x in (k_BSGK, v_BSGK))
     return q_BSHK, k_BSHK, v_BSHV
 
@@ -105,11 +108,11 @@ def _capped(scores: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(scores / cap) if cap else scores
 
 
-def _rope(x_BSHK: jax.Array, c: Section, local: bool) -> jax.Array:
+def _rope(x_BSHK: jax.Array, c: TransformerConfig, local: bool) -> jax.Array:
     """Rotates each pair (k, k + K/2), as a complex number, by the angle position * frequency."""
     S, K = x_BSHK.shape[1], x_BSHK.shape[3]
-    local_theta = local and c["rope_theta_local"]
-    theta, scaling = (local_theta, ()) if local_theta else (c["rope_theta"], c["rope_scaling"])
+    local_theta = local and c.rope_theta_local
+    theta, scaling = (local_theta, ()) if local_theta else (c.rope_theta, c.rope_scaling)
     frequency_k = [_frequency(k, K, S, theta, *scaling) for k in range(K // 2)]
     angle_Sk = np.arange(S)[:, None] * np.array(frequency_k)
     length = _yarn_factor(*scaling[1:]) if scaling and scaling[0] == "yarn" else 1
@@ -174,12 +177,12 @@ def _yarn_factor(
     return attention_factor if attention_factor else 1 + math.log(factor) / 10
 
 
-def _mlp(x_BSD: jax.Array, p: Params, c: Section) -> jax.Array:
+def _mlp(x_BSD: jax.Array, p: Params, c: TransformerConfig) -> jax.Array:
     up_BSF = _linear(x_BSD, p["up"], 1)
-    if c["mlp"] == "gelu":
+    if c.mlp == "gelu":
         return _linear(_gelu(up_BSF), p["down"], 1)
     gate_BSF = _linear(x_BSD, p["gate"], 1)
-    gate_BSF = gate_BSF / (1 + jnp.exp(-gate_BSF)) if c["mlp"] == "swiglu" else _gelu(gate_BSF)
+    gate_BSF = gate_BSF / (1 + jnp.exp(-gate_BSF)) if c.mlp == "swiglu" else _gelu(gate_BSF)
     return _linear(gate_BSF * up_BSF, p["down"], 1)
 
 
@@ -192,61 +195,61 @@ def _linear(x: jax.Array, p: Params, num_in: int) -> jax.Array:
     return y + jnp.broadcast_to(p["bias"], y.shape) if "bias" in p else y
 
 
-def _norm(x: jax.Array, p: Params, c: Section) -> jax.Array:
+def _norm(x: jax.Array, p: Params, c: TransformerConfig) -> jax.Array:
     """Normalises the last dim."""
-    if c["norm"] == "layer":
+    if c.norm == "layer":
         x = x - x.mean(-1, keepdims=True)
-    x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + c["norm_epsilon"])
-    x = x * jnp.broadcast_to(p["scale"] + (c["norm"] == "rms_1p"), x.shape)
+    x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + c.norm_epsilon)
+    x = x * jnp.broadcast_to(p["scale"] + (c.norm == "rms_1p"), x.shape)
     return x + jnp.broadcast_to(p["bias"], x.shape) if "bias" in p else x
 
 
-def _norm_of_all_heads(x_BSHK: jax.Array, p: Params, c: Section) -> jax.Array:
+def _norm_of_all_heads(x_BSHK: jax.Array, p: Params, c: TransformerConfig) -> jax.Array:
     """Normalises the last two dims as if they were one."""
     B, S, H, K = x_BSHK.shape
     flat = jax.tree.map(lambda leaf: leaf.reshape(H * K), p)
     return _norm(x_BSHK.reshape(B, S, H * K), flat, c).reshape(B, S, H, K)
 
 
-def initial_stddevs(c: Section) -> dict[str, float]:
+def initial_stddevs(c: TransformerConfig) -> dict[str, float]:
     """Returns the standard deviation of each parameter's initial values, by path, for a `model` section."""
-    layers = {"layers": _stddevs_of_layer(c, bool(c["num_experts"]))}
-    for number in range(c["first_dense_layers"]):
+    layers = {"layers": _stddevs_of_layer(c, bool(c.num_experts))}
+    for number in range(c.first_dense_layers):
         layers[f"first_layers/{number}"] = _stddevs_of_layer(c, False)
     stddevs = {
         f"{name}/{path}": one for name, found in layers.items() for path, one in found.items()
     }
     stddevs |= {"tokens/embedding": 0.02, "final_norm/scale": 0.0}
-    if c["bias"] and c["norm"] == "layer":
+    if c.bias and c.norm == "layer":
         stddevs["final_norm/bias"] = 0.0
-    stddevs |= {"positions/embedding": 0.02} if c["positions"] == "learned" else {}
-    return stddevs if c["tie_embeddings"] else stddevs | {"output/kernel": c["d_model"] ** -0.5}
+    stddevs |= {"positions/embedding": 0.02} if c.positions == "learned" else {}
+    return stddevs if c.tie_embeddings else stddevs | {"output/kernel": c.d_model**-0.5}
 
 
-def _stddevs_of_layer(c: Section, is_sparse: bool) -> dict[str, float]:
-    from_residual, to_residual = c["d_model"] ** -0.5, (2 * c["num_layers"]) ** -0.5
+def _stddevs_of_layer(c: TransformerConfig, is_sparse: bool) -> dict[str, float]:
+    from_residual, to_residual = c.d_model**-0.5, (2 * c.num_layers) ** -0.5
     stddevs, qkv, latent = {}, {}, {}
-    if c["kv_lora_rank"]:
+    if c.kv_lora_rank:
         latent = reference_latent_attention.initial_stddevs(c)
     else:
-        heads = c["num_heads"] * c["head_dim"] if c["head_dim"] else c["d_model"]
+        heads = c.num_heads * c.head_size
         qkv = {f"attention/{name}/kernel": from_residual for name in ("query", "key", "value")}
         stddevs = {**qkv, "attention/out/kernel": heads**-0.5 * to_residual}
     if not is_sparse:
         stddevs["mlp/up/kernel"] = from_residual
-        stddevs |= {"mlp/gate/kernel": from_residual} if c["mlp"] != "gelu" else {}
-        stddevs["mlp/down/kernel"] = c["d_ff"] ** -0.5 * to_residual
+        stddevs |= {"mlp/gate/kernel": from_residual} if c.gated else {}
+        stddevs["mlp/down/kernel"] = c.d_ff**-0.5 * to_residual
     norms = ("attention_norm", "mlp_norm")
-    if c["post_norm"]:
+    if c.post_norm:
         norms += ("attention_post_norm", "mlp_post_norm")
-    biased = stddevs if c["bias"] else qkv if c["qkv_bias"] else {}
+    biased = stddevs if c.bias else qkv if c.qkv_bias else {}
     stddevs |= {name.replace("kernel", "bias"): 0.0 for name in biased}
     if is_sparse:
         of_mixture = reference_mixture.initial_stddevs(c)
         stddevs |= {f"mlp/{name}": one for name, one in of_mixture.items()}
-    if c["bias"] and c["norm"] == "layer":
+    if c.bias and c.norm == "layer":
         stddevs |= {f"{name}/bias": 0.0 for name in norms}
-    if c["qk_norm"]:
+    if c.qk_norm:
         norms += ("attention/query_norm", "attention/key_norm")
     return stddevs | latent | {f"{name}/scale": 0.0 for name in norms}
 

@@ -1,0 +1,36 @@
+"""The sections of the default config."""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from meshtrain import moved
+
+
+class Section(ConfigDict):
+    """A section whose renamed keys can also be read and set under their old names, as in a user's get_config()."""
+
+    def __getattr__(self, key: str) -> Any:
+        return super().__getattr__(self._new_key(key))
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        super().__setattr__(self._new_key(key), value)
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(self._new_key(key))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(self._new_key(key), value)
+
+    def _new_key(self, key: str) -> str:
+        """Returns the new name of a key of this section; any other key as it is."""
+        if key.startswith("_"):
+            return key
+        for old, new in moved.KEYS.items():
+            section, _, old_key = old.partition(".")
+            new_key = new.partition(".")[2]
+            # A section does not know its name, but it has the new key.
+            if old_key == key and new_key in self.keys():
+                moved.report(old, new)
+                return new_key
+        return key

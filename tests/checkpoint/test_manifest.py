@@ -1,0 +1,160 @@
+"""Manifests describe their checkpoints, of this format and of older ones, and show any corruption of a file."""
+
+import dataclasses
+import json
+import random
+import shutil
+import zlib
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from meshtrain.checkpoint import arrays, find, manifest
+from meshtrain.checkpoint.manifest import CorruptCheckpoint
+from meshtrain.train import train
+from tests.lib.checkpoints import checkpoints, flip, largest_file, noise, rewrite, saving
+from tests.lib.compare import assert_bit_equal
+from tests.lib.rows import events, losses
+
+
+def test_a_manifest_describes_its_checkpoint(finished_run):
+    one = find.verify(checkpoints(finished_run) / "4")
+    assert (one.step, one.position, one.processes, one.mesh["data"]) == (4, 64, 1, 8)
+    assert one.metrics["loss"] == losses(finished_run)[3]
+    assert one.config["model"]["d_model"] == 32 and one.versions["jax"] == jax.__version__
+    assert one.arrays["params/final_norm/scale"] == "(32,) float32"
+    on_disk = {
+        p.relative_to(checkpoints(finished_run) / "4").as_posix()
+        for p in (checkpoints(finished_run) / "4").rglob("*")
+        if p.is_file()
+    }
+    assert on_disk == {*one.files, manifest.NAME}
+    saves = events(finished_run, "save")
+    assert [row["step"] for row in saves] == [2, 4, 6]
+    assert all(0 < row["blocked_seconds"] <= row["seconds"] for row in saves)
+
+
+def mutate(directory, draw):
+    """Corrupts one file of a checkpoint; returns the kind of corruption and the file."""
+    files = sorted(p for p in directory.rglob("*") if p.is_file())
+    path = draw.choice(files)
+    kind = draw.choice(["flip", "noise", "truncate", "delete", "swap", "append"])
+    if kind == "flip" and path.stat().st_size:
+        flip(path, draw.randrange(path.stat().st_size))
+    elif kind == "noise" and path.stat().st_size:
+        noise(path, draw)
+    elif kind == "truncate" and path.stat().st_size:
+        path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+    elif kind == "swap":
+        other = draw.choice([p for p in files if p.read_bytes() != path.read_bytes()])
+        a, b = path.read_bytes(), other.read_bytes()
+        path.write_bytes(b)
+        other.write_bytes(a)
+    elif kind == "append":
+        path.write_bytes(path.read_bytes() + draw.randbytes(draw.randint(1, 9)))
+    else:
+        path.unlink()
+    return kind, path.relative_to(directory)
+
+
+def test_300_random_corruptions_are_all_detected(finished_run, tmp_path):
+    draw = random.Random(0)
+    valid = checkpoints(finished_run) / "4"
+    for trial in range(300):
+        directory = shutil.copytree(valid, tmp_path / str(trial) / "4")
+        corruption = mutate(directory, draw)
+        try:
+            found = find.verify(directory)
+        except CorruptCheckpoint:
+            continue
+        # An undetected change is harmless only if all content is equal, as after adding a final space, or if
+        # it is in bytes of the arrays' files that nothing reads.
+        assert found == manifest.read(valid), corruption
+        for path, (_, crc) in found.files.items():
+            if (directory / path).read_bytes() != (valid / path).read_bytes():
+                assert not crc, corruption
+                assert_bit_equal(arrays.as_numpy(directory), arrays.as_numpy(valid))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: replace_by_link(largest_file(d)), "arrays/.* is not a file"),
+        (lambda d: replace_by_link(d / manifest.NAME), "MANIFEST.json is not a file"),
+        (lambda d: replace_by_link(d / "arrays" / "d"), "arrays/d is not a folder"),
+        (lambda d: (d / manifest.NAME).unlink(), "MANIFEST.json is missing"),
+        (lambda d: (d / manifest.NAME).write_text("{}"), "MANIFEST.json is damaged"),
+        (lambda d: (d / manifest.NAME).write_text("[" * 10**5), "MANIFEST.json is damaged"),
+        (lambda d: shutil.rmtree(d / "arrays"), "is missing"),
+        (lambda d: rewrite(d, files={"../../../LOCK": [1, "0"]}), "points outside the checkpoint"),
+        (lambda d: rewrite(d, files={"/etc/passwd": [1, "0"]}), "points outside the checkpoint"),
+        (lambda d: rewrite(d, files={"a": 1}), "MANIFEST.json is damaged"),
+        (lambda d: rewrite(d, position="x"), "MANIFEST.json is damaged"),
+    ],
+)
+def test_a_corrupt_checkpoint_is_rejected_with_the_reason(workdir, change, message):
+    directory = checkpoints(workdir) / "4"
+    change(directory)
+    with pytest.raises(CorruptCheckpoint, match=message):
+        find.verify(directory)
+
+
+def replace_by_link(path):
+    """Moves a file or folder elsewhere, and leaves a link to it."""
+    path.symlink_to(path.rename(path.parents[3] / f"moved {path.name}"))
+
+
+def of_format_1(directory):
+    """Writes the arrays of a checkpoint again as versions before format 2 did: without checksums of chunks."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+        folder = (directory / "arrays").absolute()
+        saved = orbax.metadata(folder).item_metadata.tree
+        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+        state = orbax.restore(folder, args=ocp.args.PyTreeRestore(restore_args=on_host))
+        orbax.save(folder, args=ocp.args.PyTreeSave(state), force=True)
+    found = manifest.read(directory)
+    files = manifest._measure(directory, [*manifest._files(directory)], sync=False)
+    del files[manifest.NAME]
+    manifest.write(directory, dataclasses.replace(found, files=files, format=1))
+
+
+def test_checkpoints_of_format_1_are_read_and_verified(workdir):
+    before = arrays.as_numpy(checkpoints(workdir) / "6")
+    for step in (4, 6):
+        of_format_1(checkpoints(workdir) / str(step))
+    assert_bit_equal(before, arrays.as_numpy(checkpoints(workdir) / "6"))
+    assert train(saving(6), workdir=workdir).step == 6
+    assert events(workdir, "restore")[-1]["step"] == 6
+    flip(largest_file(checkpoints(workdir) / "6"))
+    with pytest.raises(CorruptCheckpoint, match="arrays/.* fails its checksum"):
+        find.verify(checkpoints(workdir) / "6")
+    assert train(saving(5), workdir=workdir).step == 5
+    assert events(workdir, "restore")[-1]["step"] == 4
+    assert find.verify(checkpoints(workdir) / "5").format == manifest.FORMAT
+
+
+def test_a_manifest_of_an_older_or_newer_version_is_read(workdir):
+    """Manifests had a field `config_crc32` until it was removed, without a new format number."""
+    directory = checkpoints(workdir) / "6"
+    expected = find.verify(directory)
+    assert "config_crc32" not in json.loads((directory / manifest.NAME).read_text())
+    rewrite(directory, config_crc32=manifest.checksum(expected.config), a_field_of_the_future=[1])
+    assert "config_crc32" in json.loads((directory / manifest.NAME).read_text())
+    assert find.verify(directory) == expected
+    assert train(saving(6), workdir=workdir).step == 6
+    assert events(workdir, "restore")[-1]["step"] == 6 and not events(workdir, "quarantine")
+
+
+def test_a_checksum_covers_all_blocks_of_a_file(tmp_path):
+    content = random.Random(0).randbytes(2 * manifest.BLOCK_BYTES + 1)
+    (tmp_path / "a").write_bytes(content)
+    measured = manifest._measure(tmp_path, ["a"], sync=False)
+    assert measured == {"a": (len(content), f"{zlib.crc32(content):08x}")}
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    for step in (9, 10, 100, 20):
+        (tmp_path / str(step)).mkdir()
+    assert manifest.steps(tmp_path) == [100, 20, 10, 9]

@@ -1,0 +1,166 @@
+"""Inputs of `meshtrain prepare`: every kind gives the same documents; a faulty one is named."""
+
+import gzip
+import hashlib
+import json
+
+import pytest
+
+from meshtrain.data.prepare import inputs
+from tests.lib.prepare import KINDS, TEXTS, inputs_of, prose, run, texts, write_jsonl, write_parquet
+
+# ---- kinds of input ----
+
+
+def test_prepared_tokens_decode_to_the_text_and_the_manifest_has_the_counts(tmp_path):
+    assert run(write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
+    assert texts(tmp_path / "out") == TEXTS
+    found = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert (found["documents"], found["tokens"], found["text_bytes"]) == (6, size + 6, size)
+    assert found["dtype"] == "uint8" and found["skipped"] == {"count": 0, "first": []}
+    assert found["tokenizer"] == {
+        **{"kind": "bytes", "file": None, "sha256": "bytes", "vocab_size": 256},
+        **{"eos": 0, "bos": None},
+    }
+    for kind, file in found["shards"][0]["files"].items():
+        data = (tmp_path / "out" / f"00000.{kind}").read_bytes()
+        assert file == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_input_gives_the_same_documents(tmp_path, monkeypatch, kind, chunk):
+    monkeypatch.setattr(inputs, "CHUNK", chunk)
+    assert run(*inputs_of(kind, tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
+    found = texts(tmp_path / "out")
+    are_files = kind in ("files", "gz")  # files are shuffled
+    assert (sorted(found) if are_files else found) == (sorted(TEXTS) if are_files else TEXTS)
+
+
+def test_a_folder_is_its_known_files_except_hidden_ones_and_the_output(tmp_path):
+    for name in ("a.txt", "deep/b.txt", "c.py", ".git/d.txt", ".e.txt", "f.bin", "out"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if name != "out":
+            (tmp_path / name).write_text(name)
+    for _ in range(2):
+        assert run(tmp_path, f"--output={tmp_path / 'out'}") == 0
+    assert sorted(texts(tmp_path / "out")) == ["a.txt", "deep/b.txt"]
+    assert run(tmp_path, f"--output={tmp_path / 'py'}", "--pattern=*.py") == 0
+    assert texts(tmp_path / "py") == ["c.py"]
+
+
+def test_another_field_is_read_if_given(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "yes", "text": "no"}\n')
+    assert run(tmp_path / "a.jsonl", f"--output={tmp_path / 'out'}", "--field=body") == 0
+    assert texts(tmp_path / "out") == ["yes"]
+
+
+# ---- faulty documents ----
+
+
+FAULTY_LINES = [
+    b'{"text": "good"}',
+    b"no json",
+    b'{"body": 1}',
+    b'{"text": 7}',
+    b'{"text": null}',
+    b'{"text": ""}',
+    b"",
+    b'{"text": "\xff"}',
+    b'{"text": "\\ud800"}',
+    b'["text"]',
+    b"[" * 100_000,
+    b'{"text": "nul \\u0000"}',
+    b'{"text": "good too"}',
+]
+FAULTS = [
+    *("2: not JSON", "3: no field 'text'", "4: text is int, not a string"),
+    *("5: text is NoneType, not a string", "6: text is empty"),
+    *("8: invalid UTF-8 at byte 10", "9: invalid UTF-8: half of a surrogate"),
+    *("10: no field 'text'", "11: not JSON", "12: holds '\\x00'"),
+]
+
+
+def test_faulty_lines_are_reported_and_stop_the_run_or_are_skipped(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(FAULTY_LINES))
+    flags = [tmp_path / "a.jsonl", f"--output={tmp_path / 'out'}"]
+    assert run(*flags) == 2
+    lines = capsys.readouterr().err.splitlines()
+    for line, expected in zip(lines[:5], FAULTS, strict=False):
+        assert line.startswith(f"{tmp_path / 'a.jsonl'}:{expected}")
+    assert lines[5:] == ["and at least 5 more", "repair them, or skip them with --skip_bad"]
+    assert run(*flags, "--skip_bad") == 0
+    printed = capsys.readouterr()
+    for expected in FAULTS:
+        assert f"skipped {tmp_path / 'a.jsonl'}:{expected}" in printed.err
+    assert texts(tmp_path / "out") == ["good", "good too"]
+    assert "skipped: 10" in printed.out
+    skipped = json.loads((tmp_path / "out" / "manifest.json").read_text())["skipped"]
+    assert skipped["count"] == 10 and len(skipped["first"]) == 10
+
+
+@pytest.mark.parametrize("size", [10, 3_000_000])
+@pytest.mark.parametrize("wrong", [b"\xff", b"\0", b"\xe4\xb8"])
+def test_the_error_for_invalid_utf_8_names_the_byte(tmp_path, capsys, size, wrong):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_bytes(b"x" * size + wrong)
+    (tmp_path / "in" / "b.txt").write_text("fine")
+    flags = [tmp_path / "in", f"--output={tmp_path / 'out'}"]
+    assert run(*flags) == 2
+    expected = "a.txt:1: " + (
+        "holds '\\x00'" if wrong == b"\0" else f"invalid UTF-8 at byte {size}"
+    )
+    assert expected in capsys.readouterr().err
+    assert run(*flags, "--skip_bad") == 0 and texts(tmp_path / "out") == ["fine"]
+
+
+@pytest.mark.parametrize("values", ["string", "large_string"])
+@pytest.mark.parametrize("index", ["int8", "int64"])
+def test_a_dictionary_column_of_parquet_is_read_like_its_strings(tmp_path, values, index):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `parquet`")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra `parquet`")
+    (tmp_path / "in").mkdir()
+    repeated = [TEXTS[i] for i in (0, 1, 0, 2, 2, 2, 3, 1, 4)]
+    kind = pyarrow.dictionary(getattr(pyarrow, index)(), getattr(pyarrow, values)())
+    table = pyarrow.table({"text": pyarrow.array(repeated).cast(kind)})
+    parquet.write_table(table, tmp_path / "in" / "a.parquet", row_group_size=4)
+    assert run(tmp_path / "in", f"--output={tmp_path / 'out'}", "--shard_tokens=20") == 0
+    assert texts(tmp_path / "out") == repeated
+
+
+def test_the_error_for_a_row_of_parquet_names_its_number(tmp_path, capsys):
+    write_parquet(tmp_path / "a.parquet", ["one", None, "", "four", "five", None])
+    flags = [tmp_path / "a.parquet", f"--output={tmp_path / 'out'}"]
+    assert run(*flags) == 2
+    error = capsys.readouterr().err
+    assert "a.parquet:2: text is NoneType, not a string" in error
+    assert "a.parquet:3: text is empty" in error
+    assert run(*flags, "--skip_bad") == 0 and texts(tmp_path / "out") == ["one", "four", "five"]
+    assert run(tmp_path / "a.parquet", f"--output={tmp_path / 'n'}", "--field=n") == 2
+    assert "column 'n' holds int64" in capsys.readouterr().err
+    assert run(tmp_path / "a.parquet", f"--output={tmp_path / 'x'}", "--field=x") == 2
+    assert "a column 'x'" in capsys.readouterr().err
+
+
+def test_a_truncated_or_mislabelled_file_is_rejected_in_one_line(tmp_path, capsys):
+    compressed = gzip.compress(write_jsonl(tmp_path / "in", [prose(0, 9000)]).read_bytes())
+    (tmp_path / "truncated.jsonl.gz").write_bytes(compressed[:-2000])
+    (tmp_path / "text.txt.gz").write_text("not compressed")
+    write_parquet(tmp_path / "truncated.parquet", ["a"])
+    with open(tmp_path / "truncated.parquet", "r+b") as file:
+        file.truncate(50)
+    for name in ("truncated.jsonl.gz", "text.txt.gz", "truncated.parquet"):
+        assert run(tmp_path / name, f"--output={tmp_path / (name + '-out')}", "--skip_bad") == 2
+        error = capsys.readouterr().err
+        assert name in error and len(error.splitlines()) == 1
+
+
+# ---- tokenizers ----
+
+
+def test_ignored_files_are_counted(tmp_path, capsys):
+    write_jsonl(tmp_path / "in")
+    (tmp_path / "in" / "README.md").touch()
+    assert run(tmp_path / "in", f"--output={tmp_path / 'out'}") == 0
+    assert "ignored: 1 files" in capsys.readouterr().out

@@ -1,0 +1,147 @@
+"""Iterables as data in runs of train: epochs, short last batches, rows of one process; the guide's recipes."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import meshtrain
+from meshtrain.config.build import with_steps
+from meshtrain.config.parse import parse
+from meshtrain.data.source import Source
+from meshtrain.errors import ConfigError
+from meshtrain.train import train
+from tests.lib.epochs import batches, logged, settings
+from tests.lib.paths import ROOT
+from tests.lib.processes import free_port
+
+
+def test_an_epoch_counts_each_row_once_and_padding_not_at_all():
+    result, found = logged(settings(epochs=2.0), batches())
+    assert result.step == 6
+    assert [row["row"] for row in found] == [3.5, 11.5, 17.0] * 2
+
+
+def test_epochs_resume_and_continue_to_more(tmp_path):
+    expected, _ = logged(settings(epochs=2.0), batches())
+    first, _ = logged(settings(epochs=1.0), batches(), workdir=tmp_path)
+    second, found = logged(settings(epochs=2.0), batches(), workdir=tmp_path)
+    assert (first.step, second.step) == (3, 6) and [row["row"] for row in found][0] == 3.5
+    np.testing.assert_array_equal(second.state.params["w"], expected.state.params["w"])
+    record = meshtrain.load_config(str(tmp_path / "config.json")).train
+    assert (record.steps, record.epochs) == (6, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("data", "epochs", "steps"),
+    [
+        (Source(lambda indices: indices, size=20), 1.0, 3),
+        (Source(lambda indices: indices, size=16), 1.5, 3),
+        (Source(lambda indices: indices, size=24), 1 / 3, 1),
+        ([0] * 5, 2.0, 10),
+    ],
+    ids=["once", "one and a half times", "a third", "a list"],
+)
+def test_the_steps_of_epochs(data, epochs, steps):
+    cfg = with_steps(parse(settings(epochs=epochs), num_devices=8), data)
+    assert (cfg.train.steps, cfg.train.epochs) == (steps, 0.0)
+
+
+@pytest.mark.parametrize(
+    "data", [Source(lambda indices: indices), iter([1])], ids=["source", "iterator"]
+)
+def test_epochs_of_data_without_a_size_are_an_error(data):
+    with pytest.raises(ConfigError, match="train.epochs=2: this data has no size.*set train.steps"):
+        with_steps(parse(settings(epochs=2.0), num_devices=8), data)
+
+
+def test_the_batch_per_device_counts_the_devices_that_shard_rows():
+    c = settings(batch_per_device=3)
+    c.mesh.update(data=-1, tensor=2)
+    record = parse(c, num_devices=8).to_dict()["train"]
+    assert (record["global_batch"], record["batch_per_device"]) == (12, 0)
+    with pytest.raises(ConfigError, match="train.batch_per_device=-1: use 0 or more"):
+        parse(settings(batch_per_device=-1))
+
+
+def test_a_source_is_not_per_process():
+    c = settings()
+    c.data.per_process = True
+    with pytest.raises(ConfigError, match="data.per_process=True: the data is a Source"):
+        train(c)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_that_yield_their_own_rows_train_like_one(tmp_path):
+    """Both processes pad their part of the last batch; processes that hold the same rows are an error."""
+    _, expected = logged(settings(epochs=2.0), batches())
+    program = """
+import json, sys, jax
+sys.path[:0] = ["."]
+from meshtrain.cluster import distributed
+from meshtrain.errors import ConfigError
+from tests.lib.epochs import batches, logged, settings
+jax.config.update("jax_num_cpu_devices", 4)
+distributed.initialize()
+c = settings(epochs=2.0)
+c.data.per_process = True
+own = batches(process=jax.process_index(), num_processes=2)
+assert [len(batch["x"]) for batch in own] == [4, 4, 2 - jax.process_index()]
+result, found = logged(c, own)
+if jax.process_index() == 0:
+    json.dump([[row["loss"], row["row"]] for row in found], open(sys.argv[1], "w"))
+c.mesh.update(data=1, tensor=8)
+try:
+    logged(c, own)
+except ConfigError as error:
+    assert "processes along mesh.tensor" in str(error), error
+else:
+    raise AssertionError("both processes hold all rows")
+"""
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "2"}
+    environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "found.json")],
+            cwd=ROOT,
+            env={**environ, "JAX_PROCESS_ID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=200) for process in processes] == [0, 0]
+    found = json.loads((tmp_path / "found.json").read_text())
+    np.testing.assert_allclose(found, [[row["loss"], row["row"]] for row in expected], rtol=1e-5)
+
+
+# ---- the recipes of docs/guides/loaders.md ----
+
+
+def recipes():
+    """Returns the Python blocks of the guide, by the package that they need."""
+    text = (ROOT / "docs" / "guides" / "loaders.md").read_text()
+    found = re.findall(r"<!-- not run: needs (\w+);.*?-->\n```python\n(.*?)```", text, re.DOTALL)
+    return dict(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["torch", "grain"])
+def test_a_recipe_of_the_guide_trains(package, tmp_path):
+    """In a process of its own, which has the filters for warnings of neither package."""
+    if not importlib.util.find_spec(package):
+        pytest.skip(f"{package} is not installed; `pip install {package}` to run the recipe")
+    done = subprocess.run(
+        [sys.executable, "-c", recipes()[package]],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "done: " in done.stdout

@@ -1,0 +1,45 @@
+"""Model families as keys of the transformer."""
+
+FAMILIES = {
+    "llama 2": dict(rope_scaling=("linear", 4.0)),
+    "llama 3": dict(rope_theta=5e5, rope_scaling=("llama3", 8.0, 1.0, 4.0, 64), z_loss=1e-3),
+    "mistral": dict(attention="l", window=7, head_dim=6),
+    "qwen 2": dict(qkv_bias=True, tie_embeddings=True),
+    "qwen 3": dict(qk_norm=True, head_dim=16),
+    "olmoe": dict(
+        **dict(qk_norm=True, qk_norm_heads="all", num_kv_heads=2, num_experts=5),
+        **dict(experts_per_token=2, router="softmax"),
+    ),
+    "dots.llm1": dict(
+        **dict(qk_norm=True, num_layers=3, first_dense_layers=1, attention="lg", window=5),
+        **dict(num_experts=6, experts_per_token=2, d_expert=24, num_shared_experts=1),
+        **dict(router="sigmoid", router_scale=2.5, expert_groups=(3, 2)),
+    ),
+    "all heads, layer norm": dict(qk_norm=True, qk_norm_heads="all", norm="layer", bias=True),
+    "all heads, rms_1p": dict(qk_norm=True, qk_norm_heads="all", norm="rms_1p", head_dim=6),
+    "qwen 3, yarn": dict(
+        **dict(qk_norm=True, head_dim=16, rope_scaling=("yarn", 4.0, 8.0, 1.0, 64, 0.0, True))
+    ),
+    "yarn, not truncated": dict(
+        **dict(rope_theta=100.0, rope_scaling=("yarn", 8.0, 2.0, 0.1, 8, 1.5, False)),
+    ),
+    "dynamic": dict(rope_scaling=("dynamic", 4.0, 8)),
+    "dynamic, short rows": dict(rope_scaling=("dynamic", 4.0, 32)),
+    "gemma 2": dict(
+        **dict(norm="rms_1p", mlp="geglu", post_norm=True, tie_embeddings=True, head_dim=16),
+        **dict(attention="lg", window=5, query_scale=0.3, embed_scale=32**0.5),
+        **dict(attention_softcap=5.0, logit_softcap=3.0),
+    ),
+    "gemma 3": dict(
+        **dict(norm="rms_1p", mlp="geglu", post_norm=True, qk_norm=True, attention="gl", window=4),
+        **dict(rope_theta=1e6, rope_theta_local=1e4, rope_scaling=("linear", 8.0)),
+    ),
+    "gemma 3, yarn": dict(
+        **dict(qk_norm=True, attention="gl", window=4, rope_theta=1e6, rope_theta_local=1e4),
+        **dict(rope_scaling=("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)),
+    ),
+    "dynamic in global layers": dict(
+        **dict(attention="gl", window=4, rope_theta_local=100.0, rope_scaling=("dynamic", 2.0, 4)),
+    ),
+    "gpt-2": dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True),
+}

@@ -1,0 +1,5 @@
+"""Folders of the repository."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]

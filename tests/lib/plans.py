@@ -1,0 +1,41 @@
+"""Plans for H100 GPUs."""
+
+from meshtrain import hardware
+from meshtrain.cli import app
+from meshtrain.configs import gemma2, gpt2, llama3, mixtral
+from meshtrain.tools.plan import constraints, search
+from meshtrain.tools.plan.cost import step_cost
+from meshtrain.tools.plan.machine import Machine
+from meshtrain.tools.plan.sizes import decoder
+from meshtrain.tools.plan.subject import PlanInput
+
+H100 = hardware.BY_NAME["h100"]
+SMALL = decoder(32, 4096, 14336, 32, 8, 128, 128256, gated=True, tied=False)
+
+
+def cost(layout, *, per_host=8, seq_len=8192, work=SMALL, habits=None):
+    return step_cost(work, layout, Machine(H100, layout.num_devices, per_host), seq_len, habits)
+
+
+# ---- its arithmetic ----
+
+
+CONFIGS = {"llama3": llama3, "gpt2": gpt2, "gemma2": gemma2, "mixtral": mixtral}
+
+
+# ---- its choice ----
+
+
+def plan_of(config, device, num, *, fixed=(), limit=0.9, per_host=8):
+    subject, machine = PlanInput(config), Machine(hardware.BY_NAME[device], num, per_host)
+    size = limit * machine.device.memory
+    values = constraints.values([("--fix", flag) for flag in fixed], num, config)
+    found = search.search(subject, machine, limit=size, fixed=values)
+    return subject, machine, found
+
+
+# ---- its command ----
+
+
+def run(*flags, config="llama3", batch=64):
+    return app.main("plan", [f"--config={config}", f"--config.train.global_batch={batch}", *flags])

@@ -1,0 +1,59 @@
+"""Where Muon's matrices are computed."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from meshtrain.config.schema import MeshConfig
+from meshtrain.configs import default
+from meshtrain.optim import muon
+from meshtrain.parallel import sharding
+from meshtrain.parallel.mesh import make_mesh
+from meshtrain.tools.hlo import collective_ops, hlo
+
+AXES = {
+    "up": ("layers", "embed", "mlp"),
+    "query": ("layers", "embed", "heads", "head_dim"),
+    "out": ("layers", "heads", "head_dim", "embed"),
+    "expert": ("layers", "expert", "embed", None),
+    "tokens": ("vocab", "embed"),
+    "bias": ("layers", "mlp"),
+}
+
+
+def shapes_of(num_layers):
+    L = num_layers
+    shapes = {"up": (L, 64, 96), "query": (L, 64, 4, 8), "out": (L, 4, 8, 64)}
+    shapes |= {"expert": (L, 4, 64, 32), "tokens": (128, 64), "bias": (L, 96)}
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layout", "kinds"),
+    [
+        (8, {"data": 2, "fsdp": 2, "tensor": 2}, {"all-to-all"}),
+        (8, {"data": 1, "pipeline": 2, "fsdp": 2, "tensor": 2}, {"all-to-all"}),
+        (3, {"data": 1, "fsdp": 4, "tensor": 2}, {"all-gather"}),
+    ],
+    ids=str,
+)
+def test_each_device_orthogonalizes_its_share_and_the_cost_is_that_of_the_program(
+    num_layers, layout, kinds
+):
+    """No collective is inside the iterations, and what a device computes and receives is what `cost` says."""
+    rules = default.get_config().rules
+    mesh, params = make_mesh(MeshConfig(**layout)), shapes_of(num_layers)
+    transform = muon.orthogonalize(AXES, num_steps=5, rms=0.2)
+    with jax.set_mesh(mesh), sharding.use_rules(rules):
+        shardings = sharding.shardings(AXES, params, rules, mesh)
+        updates = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), params, shardings)
+        updates |= dict.fromkeys(("tokens", "bias"), optax.MaskedNode())
+        shardings |= dict.fromkeys(("tokens", "bias"), optax.MaskedNode())
+        run = jax.jit(lambda leaves: transform.update(leaves, None)[0], out_shardings=shardings)
+        compiled = run.lower(updates).compile()
+    cost = muon.cost(params, AXES, rules, mesh.shape, num_steps=5)
+    assert compiled.cost_analysis()["flops"] == pytest.approx(cost.flops, rel=0.1)
+    found = collective_ops.find_collectives(hlo.parse(compiled.as_text()), mesh.shape)
+    assert {one.kind for one in found} == kinds
+    assert sum(one.bytes for one in found) == pytest.approx(cost.num_bytes)

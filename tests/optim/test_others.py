@@ -1,0 +1,211 @@
+"""Muon, Lion, Adafactor and schedule-free AdamW: on a mesh as on one device, and against numpy."""
+
+import functools
+import math
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshtrain
+from meshtrain.checkpoint import arrays, find
+from meshtrain.config.build import build
+from meshtrain.config.parse import parse
+from meshtrain.data.loader import open_loader
+from meshtrain.models.base import Model
+from meshtrain.models.layers import normal_initializer
+from meshtrain.optim import muon
+from meshtrain.optim import others as optim_others
+from meshtrain.program import assemble
+from meshtrain.tools.verify.laws import optimizers as optimizer_laws
+from meshtrain.train import train
+from tests.lib.compare import assert_same
+from tests.lib.configs import packed
+
+NAMES = ("muon", "lion", "adafactor", "schedule_free_adamw")
+KEYS = {"b1": 0.9, "b2": 0.95, "epsilon": 1e-6, "weight_decay": 0.1, "no_decay": ("scale", "bias")}
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+# D model, H heads, K head dim, F feed-forward, E experts; the mean of the outputs of all experts
+SMALL = {
+    "layers": {
+        "query": ("layers", "embed", "heads", "head_dim"),
+        "out": ("layers", "heads", "head_dim", "embed"),
+        "expert": ("layers", "expert", "embed", "mlp"),
+        "bias": ("layers", "mlp"),
+        "down": ("layers", "mlp", "embed"),
+    },
+    "tokens": ("vocab", "embed"),
+}
+SIZES = {"layers": 4, "embed": 8, "heads": 2, "head_dim": 6, "expert": 2, "mlp": 12, "vocab": 16}
+
+
+def small_model():
+    """Returns a model with each kind of parameter, which compiles fast."""
+
+    def init(key):
+        def draw(path, names):
+            number = zlib.crc32(jax.tree_util.keystr(path).encode())
+            shape = tuple(SIZES[name] for name in names)
+            return normal_initializer(0.3)(jax.random.fold_in(key, number), shape)
+
+        return jax.tree.map_with_path(draw, SMALL, is_leaf=muon.is_entry)
+
+    def block(x_BD, layer):
+        heads_BHK = jnp.einsum("bd,dhk->bhk", x_BD, layer["query"])
+        x_BD = x_BD + jnp.einsum("bhk,hkd->bd", jnp.tanh(heads_BHK), layer["out"])
+        hidden_BF = jnp.einsum("bd,edf->bf", x_BD, layer["expert"]) + layer["bias"][None]
+        return x_BD + jnp.tanh(hidden_BF) @ layer["down"], None
+
+    def loss(params, batch, key):
+        x_BD, _ = jax.lax.scan(block, params["tokens"][batch], params["layers"])
+        return meshtrain.weighted(jnp.square(x_BD).mean(-1) - x_BD[:, 0])
+
+    return Model(init, SMALL, loss=loss)
+
+
+def config_of(name, **layout):
+    c = packed()
+    c.optim.build = f"meshtrain.optim.others:{name}"
+    c.optim.weight_decay = 0.3
+    c.train.dtype = c.train.param_dtype = "float64"
+    c.mesh.update({"data": 1, **layout})
+    return c
+
+
+def three_steps(name, *, is_small=True, num_microbatches=1, only="*", **layout):
+    """Returns parameters and optimizer state after three steps in float64."""
+    c = config_of(name, **layout)
+    c.train.update(num_microbatches=num_microbatches, only=only)
+    num_devices = math.prod(layout.values())
+    cfg = parse(c, num_devices=num_devices)
+    rng = np.random.default_rng(0)
+    batches = [rng.integers(0, SIZES["vocab"], 16) for _ in range(3)]
+    given = {"model": small_model(), "data": batches} if is_small else {}
+    parts = build(cfg, **given)
+    program = assemble(cfg, parts, devices=jax.devices()[:num_devices])
+    with program.active(), open_loader(parts.train_data, cfg, program.mesh, 0) as loader:
+        state = program.start(0)
+        step = program.compile(loader.peek())
+        for _ in range(3):
+            state, _ = step(state, next(loader))
+    return jax.device_get((state.params, state.opt_state))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_steps_on_a_mesh_equal_one_device_in_float64(name, x64):
+    assert_same(three_steps(name, **MESH), three_steps(name), rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_optimizers_that_read_names_see_only_what_is_trained(name, x64):
+    params, _ = three_steps(name, only="layers/query,layers/bias", **MESH)
+    before = jax.device_get(small_model().init(jax.random.key(0)))
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), params, before)
+    assert changed.pop("layers") == {name: name in ("query", "bias") for name in SMALL["layers"]}
+    assert changed == {"tokens": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_three_steps_of_a_transformer_equal_one_device_in_float64(name, x64):
+    expected = three_steps(name, is_small=False)
+    assert_same(three_steps(name, is_small=False, **MESH), expected, rtol=1e-10)
+    if name == "muon":
+        pipeline = {"pipeline": 2, "fsdp": 2, "tensor": 2}
+        found = three_steps(name, is_small=False, num_microbatches=2, **pipeline)
+        assert_same(found, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["muon", "lion"])
+def test_the_updates_are_those_of_numpy(name, x64):
+    assert optimizer_laws.LAWS[f"meshtrain.optim.others:{name}"](KEYS) is None
+
+
+def rate(step):
+    return jnp.float64(0.1) / (1 + step)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 10), (2, 2, 6, 10)], ids=["layers", "layers and experts"])
+def test_adafactor_treats_each_layer_and_expert_as_an_array_of_its_own(shape, x64):
+    """Stacked arrays would be factored along the layers where those are many, and clipped together."""
+    rng = np.random.default_rng(0)
+    names = ("layers", "embed", "mlp") if len(shape) == 3 else ("layers", "expert", "embed", "mlp")
+    found = {"kernel": rng.normal(size=shape)}
+    grads = [{"kernel": rng.normal(size=shape) * 10.0 ** rng.normal(size=shape)} for _ in range(3)]
+    build = functools.partial(optim_others.adafactor, rate, **KEYS, min_dim_size_to_factor=4)
+    stacked = build(axes={"kernel": names})
+    alone = optax.adafactor(rate, min_dim_size_to_factor=4)
+    state, expected = jax.jit(stacked.init)(found), {}
+    init_alone, update_alone = jax.jit(alone.init), jax.jit(alone.update)
+    decay = [1 - KEYS["weight_decay"] * 0.1 / (1 + step) for step in range(3)]
+    for index in np.ndindex(*shape[:-2]):
+        one, own = found["kernel"][index], init_alone(found["kernel"][index])
+        for step, grad in enumerate(grads):
+            update, own = update_alone(grad["kernel"][index], own, one)
+            one = one * decay[step] + np.asarray(update)
+        expected[index] = one
+    for grad in grads:
+        updates, state = jax.jit(stacked.update)(grad, state, found)
+        found = {"kernel": found["kernel"] + np.asarray(updates["kernel"])}
+    for index, one in expected.items():
+        np.testing.assert_allclose(found["kernel"][index], one, rtol=1e-6)
+    sizes = {leaf.shape for leaf in jax.tree.leaves(state)}
+    assert shape not in sizes and {(*shape[:-2], 6), (*shape[:-2], 10)} < sizes
+
+
+def test_what_is_no_matrix_gets_adamw():
+    """Embeddings, heads, norms and biases; heads and their dims are one side of a matrix."""
+    axes = SMALL
+    found = muon.matrices(axes)
+    assert found["layers"]["query"] == ((0,), (1,), (2, 3))
+    assert found["layers"]["out"] == ((0,), (1, 2), (3,))
+    assert found["layers"]["expert"] == ((0, 1), (2,), (3,))
+    others = {"tokens": ("vocab", "embed"), "embedding": (None, "embed"), "unnamed": (None, None)}
+    others |= {"bias": ("layers", "heads", "head_dim"), "kernel": (None, None, "in", "out")}
+    assert set(muon.matrices(others).values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("muon", {"momentum": 1.0}, "optim.momentum=1.0: must be from 0 to below 1"),
+        ("muon", {"ns_steps": 0}, "optim.ns_steps=0: must be at least 1"),
+        ("muon", {"rms": 0.0}, "optim.rms=0.0: must be above 0"),
+        ("muon", {"axes": {"w": (None, None)}}, "make no parameter a matrix; name them"),
+        ("muon", {"b2": 1.0}, "optim.b2=1.0: must be"),
+        ("lion", {"b1": -0.1}, "optim.b1=-0.1: must be"),
+        ("adafactor", {"decay_rate": 0.0}, "optim.decay_rate=0.0: must be above 0"),
+        ("schedule_free_adamw", {"b1": 0.0}, "optim.b1=0: schedule-free AdamW divides by it"),
+    ],
+    ids=str,
+)
+def test_a_number_out_of_range_is_a_config_error(name, change, message):
+    axes = {"axes": SMALL} if name in ("muon", "adafactor") else {}
+    with pytest.raises(meshtrain.ConfigError, match=message):
+        getattr(optim_others, name)(rate, **{**axes, **KEYS, **change})
+
+
+def test_the_averages_of_a_schedule_free_run_are_evaluated_and_restored(tmp_path):
+    """The held-out loss in training and what a checkpoint gives to other verbs are of x; frozen leaves have only y."""
+    c = config_of("schedule_free_adamw", fsdp=2, data=4)
+    c.train.dtype = c.train.param_dtype = "float32"
+    c.optim.update(learning_rate=0.05, schedule="constant")
+    c.train.only = "layers/*"
+    batches = [np.random.default_rng(n).integers(0, SIZES["vocab"], 16) for n in range(3)]
+    data = {"model": small_model(), "data": batches, "eval_data": batches[:1]}
+    result = train(c, workdir=tmp_path, **data)
+    params, opt_state = jax.device_get((result.state.params, result.state.opt_state))
+    y, z = params["layers"], opt_state.z.pop("layers")
+    assert not opt_state.z
+    x = {**params, "layers": jax.tree.map(lambda y, z: (y - (1 - 0.9) * z) / 0.9, y, z)}
+    compute = jax.jit(lambda params: small_model().loss(params, batches[0], None).mean()["loss"])
+    loss, at_y = float(compute(x)), float(compute(params))
+    assert result.eval_loss == pytest.approx(loss, rel=1e-5)
+    assert result.eval_loss != pytest.approx(at_y, rel=1e-3)
+    directory, saved = find.find_valid(tmp_path, log=print)
+    restored, *_ = arrays.restore_params(directory, saved.arrays, result.state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), restored, x)

@@ -1,0 +1,245 @@
+"""The supervisors' port and the rendezvous port: whatever a stranger sends, the run goes on."""
+
+import os
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from meshtrain.cluster import rendezvous
+from meshtrain.cluster.launchers import ProcessInfo
+from meshtrain.supervise import messages, nodes, restart_policy
+from meshtrain.supervise.messages import InvalidMessage
+from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
+from tests.lib.hellos import HELLO, NOT_HELLO, is_closed, line, poll
+from tests.lib.processes import free_port
+
+STATUS = dict(
+    rank=1,
+    pid=7,
+    phase="step",
+    current_step=5,
+    first_step=0,
+    phase_age=0.5,
+    heartbeat_age=0,
+    stopped_for=0.0,
+    step_seconds=0.1,
+)
+EXIT = dict(rank=1, code=-9, status=STATUS, tail=["bye"])
+RANKS = dict(address="a:1", num_processes=2, first_rank=1, num_local=1)
+NOT_REPORTS = [
+    {"exits": 1},
+    {"exits": [1]},
+    {"exits": [EXIT, EXIT]},
+    {"exits": [{}]},
+    {"exits": [{**EXIT, "rank": 0}]},
+    {"exits": [{**EXIT, "code": "9"}]},
+    {"exits": [{**EXIT, "code": 10**20}]},
+    {"exits": [{**EXIT, "tail": "x"}]},
+    {"exits": [{**EXIT, "tail": [1]}]},
+    {"exits": [{**EXIT, "status": None}]},
+    {"statuses": {}},
+    {"statuses": ["x"]},
+    {"statuses": [{**STATUS, "phase": "sleep"}]},
+    {"statuses": [{**STATUS, "phase": ["step"]}]},
+    {"statuses": [{**STATUS, "phase_age": float("nan")}]},
+    {"statuses": [{**STATUS, "phase_age": 10**400}]},
+    {"statuses": [{**STATUS, "heartbeat_age": float("inf")}]},
+    {"statuses": [{**STATUS, "step_seconds": "1"}]},
+    {"statuses": [{**STATUS, "current_step": 1.5}]},
+    {"statuses": [{**STATUS, "rank": 5}]},
+    {"statuses": [{**STATUS, "more": 1}]},
+    {"statuses": [STATUS, STATUS]},
+    {"dead": "yes"},
+    {"dead": 1},
+    {"do": "end", "code": 0},
+]
+NOT_COMMANDS = [
+    {},
+    {"do": 1},
+    {"do": ["end"]},
+    {"do": "run"},
+    {"do": "end"},
+    {"do": "end", "code": "0"},
+    {"do": "end", "code": True},
+    {"do": "reject"},
+    {"do": "reject", "fault": ["x"]},
+    {"do": "reject", "fault": "\x1b[2J"},
+    {"do": "start"},
+    {"do": "start", "ranks": 1},
+    {"do": "start", "ranks": {}},
+    {"do": "start", "ranks": {**RANKS, "address": 1}},
+    {"do": "start", "ranks": {**RANKS, "address": "a:1\n"}},
+    {"do": "start", "ranks": {**RANKS, "num_local": 10**9}},
+    {"do": "start", "ranks": {**RANKS, "num_local": 2}},
+    {"do": "start", "ranks": {**RANKS, "first_rank": -1}},
+    {"do": "start", "ranks": {**RANKS, "first_rank": 2}},
+    {"do": "start", "ranks": {**RANKS, "command": "sh"}},
+]
+
+
+@pytest.fixture
+def server():
+    port = free_port()
+    server = nodes.Server("127.0.0.1", port, 2)
+    server.port = port
+    yield server
+    server.close(0)
+
+
+def join(server, hello=HELLO):
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(line(hello))
+    return connection
+
+
+def test_closing_the_server_closes_the_connection_of_a_node_that_has_left(server):
+    join(server).close()
+    poll(server, lambda: server.remotes and not server.connected())
+    server.close(0)
+    assert server.remotes[1].link.connection.fileno() == -1
+
+
+@pytest.mark.parametrize("received", NOT_HELLO, ids=lambda received: repr(received[:40]))
+def test_a_stranger_is_ignored_and_logged_once(server, received):
+    faults = []
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+            stranger.sendall(received)
+            faults += poll(server, lambda stranger=stranger: is_closed(stranger))
+    assert not server.connected() and len(faults) <= 1
+    assert all(len(fault) < 300 and fault.isprintable() for fault in faults)
+    with join(server):
+        poll(server, server.connected)
+
+
+def test_half_open_connections_and_floods_do_not_keep_a_host_out(server):
+    strangers = []
+    for _ in range(2 * nodes.MAX_PENDING):
+        strangers.append(socket.create_connection(("127.0.0.1", server.port)))
+        strangers[-1].sendall(b'{"node": 1, ')
+        server.poll()
+    with join(server):
+        poll(server, server.connected)
+    assert len(server._pending) <= nodes.MAX_PENDING
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize("message", NOT_REPORTS, ids=str)
+def test_a_wrong_report_closes_the_connection_only(server, message):
+    with join(server) as host:
+        poll(server, server.connected)
+        (remote,) = server.connected()
+        remote.start(RankAssignment(**RANKS))
+        host.sendall(line({"statuses": [STATUS], "exits": []}))
+        poll(server, remote.statuses)
+        host.sendall(line(message))
+        faults = poll(server, lambda: not remote.link.open)
+        faults += server.poll()
+    assert remote.lost and len(faults) == 1 and faults[0].startswith("node 1: 127.0.0.1 has sent ")
+
+
+def test_a_right_report_arrives(server):
+    with join(server) as host:
+        poll(server, server.connected)
+        (remote,) = server.connected()
+        remote.start(RankAssignment(**RANKS))
+        host.sendall(line({"exits": [EXIT], "statuses": []}) + line({"dead": True}))
+        poll(server, lambda: remote._dead)
+        assert remote.new_exits() == [Exit(1, -9, ProcessStatus(**STATUS), ["bye"])]
+        remote.kill()
+        assert not remote.lost
+    long = Exit(1, 1, ProcessStatus(**STATUS), ["x" * 10**6] * 30)
+    assert len(line(messages.exit_message(long))) < 100_000
+
+
+@pytest.mark.parametrize("message", NOT_COMMANDS, ids=str)
+def test_a_wrong_command_is_rejected(message):
+    with pytest.raises(InvalidMessage):
+        messages.parse_command(message, 1)
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.6\r\n", line({"do": "start", "ranks": {}})])
+def test_a_host_gives_up_on_a_program_that_is_not_node_0(answer):
+    logged, done = [], []
+    workers = Workers([sys.executable], environ=dict(os.environ), logs=None, show=print)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def serve():
+            while not done:
+                connection, _ = other.accept()
+                connection.sendall(answer)
+                time.sleep(0.05)
+                connection.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        code = nodes.follow_node_0(
+            workers,
+            host="127.0.0.1",
+            port=port,
+            node=1,
+            nnodes=2,
+            nproc=1,
+            seconds=1.5,
+            grace=1,
+            num_signals=lambda: 0,
+            log=logged.append,
+        )
+        done.append(True)
+        socket.create_connection(("127.0.0.1", port)).close()
+        thread.join()
+    workers.close()
+    assert code == 1 and "not reached within" in logged[-1] and len(logged) < 12
+    assert any("not a supervisor of this run" in text for text in logged)
+
+
+@pytest.mark.parametrize(
+    "received",
+    [
+        b"[" * 900 + b"\n",
+        b"x" * 100_000,
+        line({"meshtrain": 1, "id": -5, "count": 2, "who": "x"}),
+        line({"meshtrain": 1, "id": 2, "count": 2, "who": "x"}),
+        line({"meshtrain": 1, "id": 10**30, "count": 10**31, "who": "x"}),
+        line({"meshtrain": 1, "id": True, "count": 2, "who": "x"}),
+        line({"meshtrain": 1, "id": 1, "count": 2, "who": "\x1b[2J"}),
+        line({"meshtrain": 1, "id": 1, "count": 2, "who": ["x"]}),
+        line({"meshtrain": 1, "id": 1, "count": 2}),
+    ],
+    ids=lambda received: repr(received[:60]),
+)
+def test_a_stranger_does_not_end_a_rendezvous(received):
+    port, results = free_port(), []
+    first, second = (ProcessInfo("127.0.0.1", port, 2, number) for number in range(2))
+
+    def wait_as_process_0():
+        results.append(rendezvous.wait_for_all(first, seconds=20))
+
+    thread = threading.Thread(target=wait_as_process_0)
+    thread.start()
+    strangers = []
+    for _ in range(200):
+        try:
+            strangers.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+            break
+        except OSError:
+            time.sleep(0.02)
+    strangers += [socket.create_connection(("127.0.0.1", port)) for _ in range(150)]
+    try:
+        strangers[0].sendall(received)
+        rendezvous.wait_for_all(second, seconds=20)
+    finally:
+        for one in strangers:
+            one.close()
+    thread.join(30)
+    assert results == [None]
+
+
+def test_a_signal_without_a_name_is_described():
+    one = Exit(0, -35, ProcessStatus(**STATUS), [])
+    assert "killed by signal 35 in phase step" in restart_policy.describe_exit(one)

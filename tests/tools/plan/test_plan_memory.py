@@ -1,0 +1,71 @@
+"""The memory that the planner predicts."""
+
+import jax
+import pytest
+
+from meshtrain import state as states
+from meshtrain.config.build import RunParts, build_model, optimizer_builder
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import SyncConfig
+from meshtrain.configs import deepseek_v2_lite, gpt2, llama3, mixtral, quickstart
+from meshtrain.program import abstract_state
+from meshtrain.tools.plan import memory
+from meshtrain.tools.plan.layout import Layout
+from meshtrain.tools.plan.subject import PlanInput
+
+
+@pytest.mark.parametrize(
+    "config, layout",
+    [
+        (quickstart, Layout(data=2, fsdp=2, tensor=2, zero_stage=1)),
+        (quickstart, Layout(pipeline=2, fsdp=2, context=2, zero_stage=2)),
+        (quickstart, Layout(fsdp=8, zero_stage=3)),
+        (gpt2, Layout(data=2, tensor=4, zero_stage=0)),
+        (mixtral, Layout(expert=4, fsdp=2)),
+        (deepseek_v2_lite, Layout(expert=2, tensor=2, fsdp=2)),
+    ],
+)
+def test_the_state_is_that_of_the_program(config, layout):
+    c = config.get_config()
+    c.mesh.update(layout.sizes())
+    c.train.zero_stage = layout.zero_stage
+    c.train.global_batch = 64
+    cfg = parse(c, num_devices=8)
+    model = build_model(cfg)
+    parts = RunParts(model, optimizer_builder(cfg, model))
+    names, numbers = zip(*layout.sizes().items(), strict=True)
+    mesh = jax.sharding.AbstractMesh(numbers, names)
+    abstract = abstract_state(cfg, parts, mesh)
+    state, grads = abstract.state, abstract.grad_shardings
+    found = PlanInput(c).stored.bytes(layout)
+    gradients = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), state.params, grads)
+    expected = [
+        states.bytes_per_device(tree) for tree in (state.params, state.opt_state, gradients)
+    ]
+    assert [*found] == expected
+
+
+def test_memory_grows_with_what_is_kept():
+    subject = PlanInput(llama3.get_config())
+
+    def activations(**changes):
+        layout = Layout(**{"fsdp": 8, "rows": 1, **changes})
+        return memory.parts(subject.work, layout, subject.stored, 8192)["activations"]
+
+    assert activations(remat="none") > activations(remat="dots") > activations(remat="full") > 0
+    # Full remat keeps the input of each layer.
+    assert activations(remat="full") == pytest.approx(32 * 8192 * 4096 * 2, rel=0.01)
+    pipelined = dict(fsdp=2, pipeline=4, num_microbatches=8, remat="none")
+    assert activations(**pipelined, keep="inputs") < activations(**pipelined, keep="residuals")
+    assert activations(remat="none", rows=2) == 2 * activations(remat="none")
+
+
+def test_a_residual_is_as_large_as_the_gradients():
+    subject = PlanInput(llama3.get_config())
+    for layout, expected in [
+        (Layout(data=8, sync=SyncConfig(wire="int4")), True),
+        (Layout(data=8, sync=SyncConfig(wire="int8")), False),
+        (Layout(fsdp=8, sync=SyncConfig(wire="int4")), False),  # no partial sums at ZeRO stage 3
+    ]:
+        parts = memory.parts(subject.work, layout, subject.stored, 8192)
+        assert parts["residual"] == (parts["gradients"] if expected else 0)

@@ -1,0 +1,47 @@
+"""The work of a step: the FLOPs of the model, and the bubble of a schedule."""
+
+import pytest
+
+from meshtrain.tools.plan import work
+from meshtrain.tools.plan.layout import Layout
+from meshtrain.tools.plan.subject import PlanInput
+from tests.lib.plans import CONFIGS, H100, SMALL, cost
+
+
+def test_products_are_those_of_the_models_flops():
+    """A step of one device without attention takes at least its FLOPs at the peak, and not twice that."""
+    layout = Layout(rows=1)
+    parts = cost(layout).parts
+    flops = 6 * (SMALL.num_layers * SMALL.layer + 4096 * 128256) * 8192
+    flops += 3 * 2 * 8192**2 * SMALL.heads * SMALL.head_dim * SMALL.num_layers  # causal attention
+    least = flops / H100.flops_16
+    assert least < parts["products and attention"] + parts["head"] < 2 * least
+
+
+def test_a_bubble_shrinks_with_chunks():
+    one = cost(Layout(pipeline=4, num_microbatches=8)).parts
+    four = cost(Layout(pipeline=4, num_microbatches=8, schedule="interleaved", num_chunks=4)).parts
+    assert one["bubble"] == pytest.approx(4 * four["bubble"])
+    work = one["products and attention"]
+    assert one["bubble"] == pytest.approx(3 / 8 * work, rel=0.01)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_traced_products_are_those_of_the_config(name):
+    """The same model, once as the planner reads it and once traced, as it sees a user's own."""
+    c = CONFIGS[name].get_config()
+    c.model.update(num_layers=2, d_model=64, num_heads=8, num_kv_heads=4, d_ff=128, vocab_size=256)
+    c.model.head_dim = 0
+    c.data.seq_len = c.model.max_seq_len = 64
+    c.model.attention_impl = "xla"
+    subject = PlanInput(c)
+    shapes = subject.stored.shapes.params
+    batch = subject.batch
+    traced = work.of_traced(subject.model, shapes, batch, "float32")
+    read = sum(n * k for n, k in subject.work.products)
+    attention = 2 * 64 * subject.work.heads * subject.work.head_dim
+    found = sum(n * k for n, k in traced.products)
+    if name != "mixtral":  # whose blocks of tokens are padded
+        assert found == pytest.approx(read + attention, rel=0.01)
+    assert traced.num_layers == subject.work.num_layers == 2
+    assert (traced.layer, traced.others) == (subject.work.layer, subject.work.others)
