@@ -1,12 +1,14 @@
-"""Converts a Hugging Face folder to a workdir, or a run's newest checkpoint to a Hugging Face folder.
+"""Converts a Hugging Face folder to a workdir, or a run's newest checkpoint to such a folder.
 
-  meshtrain convert HF_FOLDER WORKDIR       reads config.json and safetensors; writes a checkpoint of step 0
-  meshtrain convert WORKDIR HF_FOLDER       WORKDIR, or one checkpoint: WORKDIR/checkpoints/STEP
+  meshtrain convert HF_FOLDER WORKDIR    reads config.json and safetensors; writes a checkpoint of
+                                         step 0
+  meshtrain convert WORKDIR HF_FOLDER    WORKDIR, or one checkpoint: WORKDIR/checkpoints/STEP
   meshtrain convert WORKDIR FOLDER --adapter
-                                            only the adapter of a run with adapter.rank, as PEFT stores it
+                                         only the adapter of a run with adapter.rank, as PEFT
+                                         stores it
 
-Parameters are copied bit for bit unless --dtype changes them. TARGET must not exist; it appears only when
-it is complete.
+Parameters are copied bit for bit unless --dtype changes them. TARGET must not exist; it appears
+only when it is complete.
 """
 
 import argparse
@@ -19,14 +21,16 @@ from meshtrain.cluster import environment
 def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("source", type=Path, metavar="SOURCE", help="folder to convert")
     flags.add_argument("target", type=Path, metavar="TARGET", help="new folder")
-    dtypes = ("float32", "bfloat16", "float16")
     flags.add_argument(
-        "--dtype", choices=dtypes, help="dtype of the parameters (default: unchanged)"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the parameters (default: unchanged)",
     )
     flags.add_argument(
         "--adapter",
         action="store_true",
-        help="of a run with adapter.rank, write only the adapter, in the layout of PEFT (default: merged weights)",
+        help="of a run with adapter.rank, write only the adapter, in the layout of PEFT "
+        "(default: merged weights)",
     )
     flags.add_argument(
         "--max_shard_gb",

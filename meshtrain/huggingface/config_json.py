@@ -1,50 +1,93 @@
 """Converts between a config.json of transformers and the `model` section of a config."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import experts, rope
-from meshtrain.huggingface.families import base as families
-from meshtrain.huggingface.families import deepseek, dense, gpt2
-from meshtrain.huggingface.families.base import Family
+from meshtrain.huggingface import rope
+from meshtrain.huggingface.families import FAMILIES, base
+from meshtrain.huggingface.families.base import Config, Family, Section
 from meshtrain.models import transformer_config
+from meshtrain.models.transformer_config import TransformerConfig
 
 NAME = "config.json"
 
-# Written as null, because the defaults in transformers are the token ids of the original models.
-NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+# ---- reading ----
 
-NULLABLE = (
-    "num_kv_heads",
-    "head_dim",
-    "q_lora_rank",
-    *families.SOFTCAP_KEYS,
-)  # keys of a section: may be null
-
-Config = dict[str, Any]  # a config.json
-
-Section = dict[str, Any]  # the `model` section of a config
+# Keys next to `text_config` in a multimodal config.json that apply to the language model.
+TOP_LEVEL_KEYS = (
+    "tie_word_embeddings",
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 def read(path: Path) -> Config:
-    """Returns the keys of a config.json for the language model; raises ConfigError if it cannot be read."""
+    """Returns the keys of a config.json for the language model.
+
+    Raises ConfigError if it cannot be read.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    text, model_type = config.get("text_config"), config.get("model_type")
-    is_multimodal = dense.TEXT_ARCHITECTURES.keys() & {*_architectures(config)}
-    is_multimodal = is_multimodal or model_type in [*dense.TEXT_MODEL_TYPES]
-    if is_multimodal and isinstance(text, dict):
-        shared = {key: config[key] for key in families.TOP_LEVEL_KEYS if key in config}
-        text = {key: value for key, value in text.items() if key not in dense.IGNORED_TEXT_KEYS}
-        default = {"model_type": dense.TEXT_MODEL_TYPES.get(model_type, model_type)}
-        config = {"architectures": config.get("architectures")} | default | shared | text
-    return config
+    text = config.get("text_config")
+    family = _multimodal_family(config)
+    if family is None or not isinstance(text, dict):
+        return config
+    model_type = config.get("model_type")
+    is_default = model_type == family.multimodal.model_type
+    language_model = {
+        "architectures": config.get("architectures"),
+        "model_type": family.model_type if is_default else model_type,
+    }
+    for key in TOP_LEVEL_KEYS:
+        if key in config:
+            language_model[key] = config[key]
+    for key, value in text.items():
+        if key not in family.multimodal.ignored_keys:
+            language_model[key] = value
+    return language_model
+
+
+def _multimodal_family(config: Config) -> Family | None:
+    """Returns the family of the language model of a multimodal config.json."""
+    architectures = _architectures(config)
+    model_type = config.get("model_type")
+    for family in FAMILIES:
+        if family.multimodal is None:
+            continue
+        is_named = family.multimodal.architecture in architectures
+        if is_named or family.multimodal.model_type == model_type:
+            return family
+    return None
+
+
+def family_of(config: Config) -> Family:
+    """Returns the family of a config.json; raises ConfigError if it is not supported."""
+    named = _architectures(config)
+    model_type = config.get("model_type")
+    for family in FAMILIES:
+        is_named = not family.architectures.isdisjoint(named)
+        if is_named or (not named and family.model_type == model_type):
+            if model_type not in (None, family.model_type):
+                raise ConfigError(
+                    f"model_type={model_type!r}: transformers uses this model, not that of "
+                    f"architectures={named}; make them agree"
+                )
+            return family
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise ConfigError(
+        f"architectures={config.get('architectures')}: not supported; use a model of {supported}"
+    )
 
 
 def _architectures(config: Config) -> list[str]:
@@ -52,129 +95,161 @@ def _architectures(config: Config) -> list[str]:
     return [*map(str, named)] if isinstance(named, list) else [str(named)]
 
 
-def family_of(config: Config) -> Family:
-    """Returns the family of a config.json; raises ConfigError if it is not supported."""
-    named, model_type = _architectures(config), config.get("model_type")
-    wanted = {dense.TEXT_ARCHITECTURES.get(name, name) for name in named}
-    for family in dense.FAMILIES:
-        if family.architecture in wanted or (not named and family.model_type == model_type):
-            if model_type not in (None, family.model_type):
-                raise ConfigError(
-                    f"model_type={model_type!r}: transformers uses this model, not that of "
-                    f"architectures={named}; make them agree"
-                )
-            return family
-    supported = ", ".join(family.architecture for family in dense.FAMILIES)
-    raise ConfigError(
-        f"architectures={config.get('architectures')}: not supported; use a model of {supported}"
-    )
+# ---- config.json to section ----
+
+# Keys of a section that are 0 where config.json has null, and all that may be null there.
+ZERO_FOR_NULL = ("q_lora_rank", "attention_softcap", "logit_softcap")
+
+NULLABLE = ("num_kv_heads", "head_dim", *ZERO_FOR_NULL)
+
+# Types of the values in a section.
+VALUE_TYPES = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
+
+# Of keys that any config.json may have; see Family.supported_values.
+SUPPORTED_VALUES = {
+    "quantization_config": (None,),
+    "partial_rotary_factor": (None, 1.0),
+    "use_bidirectional_attention": (None, False),
+    "is_causal": (True,),  # null is bidirectional
+    "per_layer_config": (None,),
+    "text_config": (None,),  # of a multimodal architecture that is not supported
+}
 
 
 def to_section(config: Config) -> Section:
-    """Returns the `model` section of a config.json; raises ConfigError with all unsupported keys."""
+    """Returns the `model` section of a config.json.
+
+    Raises ConfigError with all unsupported keys.
+    """
     family = family_of(config)
     config = with_defaults(config, family)
     faults = _faults(config, family)
     if faults:
         raise ConfigError(*faults)
-    section = families.SECTION_DEFAULTS | family.section | gpt2.dropout_of_config(config, family)
-    section |= {key: config[hf_key] for key, hf_key in family.keys.items()}
-    heads = section["num_heads"]
-    section["num_kv_heads"] = section.get("num_kv_heads") or heads
-    section["head_dim"] = section.get("head_dim") or section["d_model"] // heads
-    section["d_ff"] = section["d_ff"] or 4 * section["d_model"]
-    section |= {key: float(section[key] or 0.0) for key in families.SOFTCAP_KEYS}
-    if "mlp_bias" in family.defaults:
-        section["bias"] = bool(config["mlp_bias"])
-    if family.is_mixture:
-        section |= experts.to_section(config, family) | deepseek.to_section(config, family)
-    if section["norm"] == "rms_1p":
-        section["embed_scale"] = section["d_model"] ** 0.5
-        section["query_scale"] = config["query_pre_attn_scalar"] ** -0.5
+    section = base.SECTION_DEFAULTS | family.section
+    for key, hf_key in family.keys.items():
+        section[key] = config[hf_key]
+    num_heads = section["num_heads"]
+    section["num_kv_heads"] = section.get("num_kv_heads") or num_heads
+    section["head_dim"] = section.get("head_dim") or section["d_model"] // num_heads
+    for key in ZERO_FOR_NULL:
+        section[key] = VALUE_TYPES[key](section[key] or 0)
+    section |= family.to_section(config)
     if section["positions"] == "rope":
-        section |= rope.to_section(config, family) | _attention_section(config, family)
+        section |= rope.to_section(config, family)
+        section |= _attention_to_section(config, family)
     return section
 
 
 def with_defaults(config: Config, family: Family) -> Config:
     """Returns a config.json with the keys that it omits, and without other names of keys."""
     config = family.defaults | config
-    return config | {name: config[key] for key, name in family.aliases.items() if key in config}
+    for alias, key in family.aliases.items():
+        if alias in config:
+            config = config | {key: config[alias]}
+    return config
 
 
 def _faults(config: Config, family: Family) -> list[str]:
     """Returns an error for each key of a config.json that is missing, invalid or not supported."""
+    faults = _value_faults(config, family)
+    faults += _unsupported_faults(config, family)
+    faults += base.minimum_faults(config, family.minimums)
+    faults += _window_faults(config, family)
+    # Only valid sizes can be divided.
+    if not faults:
+        faults = _head_size_faults(config, family)
+    return faults + family.faults(config)
+
+
+def _value_faults(config: Config, family: Family) -> list[str]:
+    """Returns an error for each value of Family.keys that is missing or invalid."""
     faults = []
     for key, hf_key in family.keys.items():
-        type_ = families.VALUE_TYPES.get(key, int)
-        value = config.get(hf_key, "")
         if hf_key not in config:
             faults.append(f"{hf_key}: missing")
-        elif value is None and (key in NULLABLE or family.defaults.get(hf_key, "") is None):
             continue
-        elif isinstance(value, bool) != (type_ is bool) or not isinstance(value, type_ | int):
-            faults.append(
-                f"{hf_key}={value!r}: is of type {type(value).__name__}, not {type_.__name__}"
-            )
-        elif type_ is not bool and not (families.is_number(value) and value > 0):
+        value = config[hf_key]
+        has_null_default = hf_key in family.defaults and family.defaults[hf_key] is None
+        if value is None and (key in NULLABLE or has_null_default):
+            continue
+        value_type = VALUE_TYPES[key]
+        # For Python a bool is an int; here it is not.
+        is_right_bool = isinstance(value, bool) == (value_type is bool)
+        if not is_right_bool or not isinstance(value, value_type | int):
+            actual = type(value).__name__
+            faults.append(f"{hf_key}={value!r}: is of type {actual}, not {value_type.__name__}")
+        elif value_type is not bool and not base.is_positive(value):
             faults.append(f"{hf_key}={value!r}: is not a number above 0")
-    for key, values in (families.SUPPORTED_VALUES | family.supported_values).items():
-        if key in config and config[key] not in values:
-            supported = " or ".join("null" if value is None else repr(value) for value in values)
-            faults.append(f"{key}={config[key]!r}: not supported; only {supported} is")
-    for key, minimum in families.MINIMUMS.items():
-        if key in family.defaults and not families.is_count(config[key], minimum):
-            faults.append(f"{key}={config[key]!r}: is not an integer of at least {minimum}")
-    window = config["sliding_window"] if "sliding_window" in family.defaults else None
-    if window is not None and not families.is_count(window):
-        faults.append(f"sliding_window={window!r}: is not an integer of at least 1, nor null")
-    heads, size = (config.get(family.keys[key]) for key in ("num_heads", "d_model"))
-    if not faults and family.heads_divide_hidden_size and size % heads:
-        faults.append(f"hidden_size={size}: is not a multiple of num_attention_heads={heads}")
-    if not faults and "head_dim" not in family.keys and config.get("head_dim"):
-        if config["head_dim"] != size // heads:
-            faults.append(
-                f"head_dim={config['head_dim']}: is not hidden_size / num_attention_heads"
-            )
-    if family.is_mixture:
-        faults += experts.faults(config, family)
-    if "mlp_bias" in family.defaults and bool(config["attention_bias"]) != bool(config["mlp_bias"]):
-        faults.append(
-            f"attention_bias={config['attention_bias']}, mlp_bias={config['mlp_bias']}: "
-            f"only the same value for both is supported"
-        )
     return faults
 
 
-def _attention_section(config: Config, family: Family) -> Section:
-    """Returns `attention`, the shortest repeating pattern of layer letters, and `window`, in tokens."""
-    types, num_layers = config.get("layer_types"), config["num_hidden_layers"]
+def _unsupported_faults(config: Config, family: Family) -> list[str]:
+    faults = []
+    for key, values in (SUPPORTED_VALUES | family.supported_values).items():
+        if key in config and config[key] not in values:
+            supported = " or ".join("null" if value is None else repr(value) for value in values)
+            faults.append(f"{key}={config[key]!r}: not supported; only {supported} is")
+    return faults
+
+
+def _window_faults(config: Config, family: Family) -> list[str]:
+    if "sliding_window" not in family.defaults:
+        return []
+    window = config["sliding_window"]
+    if window is None or base.is_count(window):
+        return []
+    return [f"sliding_window={window!r}: is not an integer of at least 1, nor null"]
+
+
+def _head_size_faults(config: Config, family: Family) -> list[str]:
+    num_heads = config[family.keys["num_heads"]]
+    size = config[family.keys["d_model"]]
+    if family.heads_divide_hidden_size and size % num_heads:
+        return [f"hidden_size={size}: is not a multiple of num_attention_heads={num_heads}"]
+    # A family that has no such key ignores it.
+    head_dim = config.get("head_dim") if "head_dim" not in family.keys else None
+    if head_dim and head_dim != size // num_heads:
+        return [f"head_dim={head_dim}: is not hidden_size / num_attention_heads"]
+    return []
+
+
+def _attention_to_section(config: Config, family: Family) -> Section:
+    """Returns `attention`, the shortest pattern of letters that gives all layers, and `window`."""
+    num_layers = config["num_hidden_layers"]
     letters = repeat_to(num_layers, family.default_layers(config))
-    if types is not None:
-        default, letters = letters, _parse_layer_types(types, num_layers)
+    layer_types = config.get("layer_types")
+    if layer_types is not None:
+        default = letters
+        letters = _parse_layer_types(layer_types, num_layers)
         if not family.uses_layer_types and letters != default:
-            only = families.LAYER_TYPES[default[0]]
-            raise ConfigError(f"layer_types={types}: {family.architecture} supports only {only}")
-    is_used = config["use_sliding_window"] if "use_sliding_window" in family.defaults else True
+            only = base.LAYER_TYPES[default[0]]
+            raise ConfigError(
+                f"layer_types={layer_types}: {family.architecture} supports only {only}"
+            )
+    has_switch = "use_sliding_window" in family.defaults
+    is_used = config["use_sliding_window"] if has_switch else True
     window = config.get("sliding_window") if is_used and "l" in letters else 0
     if "l" in letters and not window:
-        used = "" if is_used else ", use_sliding_window=False"
+        switch = "" if is_used else ", use_sliding_window=False"
         raise ConfigError(
-            f"sliding_window={config.get('sliding_window')!r}{used}: {letters.count('l')} local layers need 1 or more"
+            f"sliding_window={config.get('sliding_window')!r}{switch}: "
+            f"{letters.count('l')} local layers need 1 or more"
         )
-    period = next(
-        n for n in range(1, num_layers + 1) if repeat_to(num_layers, letters[:n]) == letters
-    )
-    return {"attention": letters[:period], "window": window}
+    return {"attention": _shortest_pattern(letters), "window": window}
 
 
-def _parse_layer_types(types: Any, num_layers: int) -> str:
-    distinct = {*map(str, types)} if isinstance(types, list) else {"none"}
-    if not distinct <= families.LAYER_LETTERS.keys() or len(types) != num_layers:
-        raise ConfigError(
-            f"layer_types={types}: use one of {', '.join(families.LAYER_LETTERS)} for each layer"
-        )
-    return "".join(map(families.LAYER_LETTERS.get, types))
+def _parse_layer_types(layer_types: Any, num_layers: int) -> str:
+    distinct = {*map(str, layer_types)} if isinstance(layer_types, list) else {"none"}
+    if not distinct <= base.LAYER_LETTERS.keys() or len(layer_types) != num_layers:
+        names = ", ".join(base.LAYER_LETTERS)
+        raise ConfigError(f"layer_types={layer_types}: use one of {names} for each layer")
+    return "".join(base.LAYER_LETTERS[name] for name in layer_types)
+
+
+def _shortest_pattern(letters: str) -> str:
+    patterns = (letters[:period] for period in range(1, len(letters) + 1))
+    return next(pattern for pattern in patterns if repeat_to(len(letters), pattern) == letters)
 
 
 def repeat_to(num_layers: int, letters: str) -> str:
@@ -182,38 +257,98 @@ def repeat_to(num_layers: int, letters: str) -> str:
     return (letters * -(-num_layers // len(letters)))[:num_layers]
 
 
-def to_config(section: Section, original: Config | None = None) -> Config:
-    """Returns the config.json of a `model` section, for the first family that converts back to the same model.
+# ---- section to config.json ----
 
-    `original` is the config.json that the model came from: its family is tried first, and its other keys,
-    such as token ids, are copied. Raises ConfigError if no family matches.
+# Written as null, because the defaults in transformers are the token ids of the original models.
+NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+
+def to_config(section: Section, original: Config | None = None) -> Config:
+    """Returns the config.json of the first family that converts back to the same model.
+
+    `original` is the config.json that the model came from: its family is tried first, and its other
+    keys, such as token ids, are copied. Raises ConfigError if no family matches.
     """
-    original, nearest = dict(original or {}), None
+    original = original or {}
     preferred = family_of(original) if original else None
     is_mixture = bool(section.get("num_experts"))
-    candidates = [f for f in dense.FAMILIES if f.is_mixture == is_mixture]
-    for family in sorted(candidates, key=lambda family: family is not preferred):
+    candidates = [family for family in FAMILIES if family.is_mixture == is_mixture]
+    candidates.sort(key=lambda family: family is not preferred)
+    nearest = None
+    fewest: list[str] = []
+    for family in candidates:
         config = _config_for(section, family)
         if family is preferred:
-            config = {k: v for k, v in original.items() if k not in family.aliases} | config
+            copied = {key: value for key, value in original.items() if key not in family.aliases}
+            config = copied | config
         config = NULL_TOKEN_IDS | config
+        # Converting back finds whatever the family cannot express.
         try:
             differing = differences(section, to_section(config))
         except ConfigError as error:
             differing = list(error.faults)
         if not differing:
             return config
-        if nearest is None or len(differing) < len(nearest[1]):
-            nearest = family, differing
+        if nearest is None or len(differing) < len(fewest):
+            nearest = family
+            fewest = differing
     raise ConfigError(
         f"no supported architecture of transformers computes this model; the nearest is "
-        f"{nearest[0].architecture}, where {', '.join(nearest[1])}"
+        f"{nearest.architecture}, where {', '.join(fewest)}"
     )
+
+
+def _config_for(section: Section, family: Family) -> Config:
+    """Returns the config.json of a section, without values that `family` cannot express."""
+    section = base.SECTION_DEFAULTS | section
+    section["head_dim"] = head_dim(section)
+    config = {"architectures": [family.architecture], "model_type": family.model_type}
+    for hf_key, values in family.supported_values.items():
+        if values[0] is not None:
+            config[hf_key] = values[0]
+    for key, hf_key in family.keys.items():
+        config[hf_key] = (section[key] or None) if key in ZERO_FOR_NULL else section[key]
+    if family.is_mixture:
+        expert_key = family.keys.get("d_expert", family.keys["d_ff"])
+        config[expert_key] = section["d_expert"] or section["d_ff"]
+    config |= family.to_config(section)
+    if family.section.get("positions", "rope") == "rope":
+        config |= rope.to_config(section, family)
+        config |= _attention_to_config(section, family)
+    return config
+
+
+def _attention_to_config(section: Section, family: Family) -> Config:
+    """Returns the keys of the window, and of the layers that have it."""
+    if "sliding_window" not in family.defaults:
+        return {}
+    letters = repeat_to(section["num_layers"], section["attention"])
+    has_window = "l" in letters
+    window = section["window"] if has_window else None
+    has_switch = "use_sliding_window" in family.defaults
+    if not family.uses_layer_types:
+        config = {"sliding_window": window}
+        if has_switch:
+            config["use_sliding_window"] = has_window
+        return config
+    config = {"layer_types": [base.LAYER_TYPES[letter] for letter in letters]}
+    if has_switch:
+        config["use_sliding_window"] = has_window
+        config["max_window_layers"] = letters.index("l") if has_window else len(letters)
+        config["sliding_window"] = window
+    else:
+        # These families reject null, even if no layer uses the window.
+        config["sliding_window"] = window or family.defaults["sliding_window"]
+    return config
+
+
+# ---- equal models ----
 
 
 def differences(expected: Section, actual: Section) -> list[str]:
     """Returns a line for each key that makes two sections different models."""
-    expected, actual = normalize(expected), normalize(actual)
+    expected = normalize(expected)
+    actual = normalize(actual)
     return [
         f"model.{key} is {actual.get(key)!r}, not {value!r}"
         for key, value in expected.items()
@@ -221,73 +356,45 @@ def differences(expected: Section, actual: Section) -> list[str]:
     ]
 
 
-def _config_for(section: Section, family: Family) -> Config:
-    """Returns the config.json of a section for `family`, without the values that the family cannot express."""
-    s = families.SECTION_DEFAULTS | section
-    s |= {"head_dim": head_dim(s)}
-    config = {"architectures": [family.architecture], "model_type": family.model_type}
-    config |= gpt2.dropout_rates(s, family) | {
-        key: values[0] for key, values in family.supported_values.items() if values[0] is not None
-    }
-    config |= {
-        hf_key: (s[key] or None) if key in families.SOFTCAP_KEYS else s[key]
-        for key, hf_key in family.keys.items()
-    }
-    if family.is_mixture:
-        config |= experts.to_config(s, family) | deepseek.to_config(s, family)
-    if "mlp_bias" in family.defaults:
-        config |= {"attention_bias": s["bias"], "mlp_bias": s["bias"]}
-    if "query_pre_attn_scalar" in family.defaults:
-        config["query_pre_attn_scalar"] = round((s["query_scale"] or s["head_dim"] ** -0.5) ** -2)
-    if family.section.get("positions", "rope") == "rope":
-        config |= rope.to_config(s, family) | _attention_config(s, family)
-    return config
+def normalize(section: Section) -> Section:
+    """Returns a section with all defaults filled in, so that equal models have equal sections.
+
+    Keys that do not change the logits of this model are left out.
+    """
+    section = base.SECTION_DEFAULTS | section
+    section["head_dim"] = head_dim(section)
+    letters = repeat_to(section["num_layers"], section["attention"])
+    section["attention"] = letters
+    if "l" not in letters:
+        section["window"] = 0
+    if not section["query_scale"]:
+        section["query_scale"] = (section["head_dim"] + section["rope_head_dim"]) ** -0.5
+    if section["v_head_dim"] == section["head_dim"]:
+        section["v_head_dim"] = 0
+    section["qkv_bias"] = section["qkv_bias"] or section["bias"]
+    _normalize_rope(section, letters)
+    section = transformer_config.effective(section)
+    if section["num_experts"]:
+        section["d_expert"] = section["d_expert"] or section["d_ff"]
+        section["expert_groups"] = tuple(section["expert_groups"])
+        if not section["first_dense_layers"]:
+            del section["d_ff"]
+    return section
 
 
-def _attention_config(s: Section, family: Family) -> Config:
-    if "sliding_window" not in family.defaults:
-        return {}
-    letters = repeat_to(s["num_layers"], s["attention"])
-    window = s["window"] if "l" in letters else None
-    if not family.uses_layer_types:
-        switch = {"use_sliding_window": "l" in letters}
-        used = switch if switch.keys() <= family.defaults.keys() else {}
-        return {"sliding_window": window, **used}
-    config = {"layer_types": [families.LAYER_TYPES[letter] for letter in letters]}
-    if "use_sliding_window" in family.defaults:
-        first_local = (letters + "l").index("l")
-        config |= {"use_sliding_window": "l" in letters, "max_window_layers": first_local}
-        return config | {"sliding_window": window}
-    # These families reject null, even if no layer uses the window.
-    return config | {"sliding_window": window or family.defaults["sliding_window"]}
+def _normalize_rope(section: Section, letters: str) -> None:
+    """Replaces the rope keys by (theta, scaling) of the layers that exist."""
+    section["rope_scaling"] = tuple(section["rope_scaling"])
+    has_rope = section["positions"] == "rope"
+    if not has_rope or "l" not in letters:
+        del section["rope_theta_local"]
+    elif not section["rope_theta_local"]:
+        section["rope_theta_local"] = section["rope_theta"], section["rope_scaling"]
+    else:
+        section["rope_theta_local"] = section["rope_theta_local"], ()
+    if not has_rope or "g" not in letters:
+        del section["rope_theta"], section["rope_scaling"]
 
 
 def head_dim(section: Section) -> int:
     return section["head_dim"] or section["d_model"] // section["num_heads"]
-
-
-def normalize(section: Section) -> Section:
-    """Returns a section with all defaults filled in, so that equal models have equal sections."""
-    s = families.SECTION_DEFAULTS | section | {"head_dim": head_dim(section)}
-    letters = repeat_to(s["num_layers"], s["attention"])
-    s["attention"], s["window"] = letters, s["window"] if "l" in letters else 0
-    s["query_scale"] = s["query_scale"] or (s["head_dim"] + s["rope_head_dim"]) ** -0.5
-    if s["v_head_dim"] == s["head_dim"]:
-        s["v_head_dim"] = 0
-    s["qkv_bias"] = s["qkv_bias"] or s["bias"]
-    s["rope_scaling"] = tuple(s["rope_scaling"])
-    if s["positions"] != "rope" or "l" not in letters:
-        del s["rope_theta_local"]
-    elif not s["rope_theta_local"]:
-        s["rope_theta_local"] = s["rope_theta"], s["rope_scaling"]
-    else:
-        s["rope_theta_local"] = s["rope_theta_local"], ()
-    if s["positions"] != "rope" or "g" not in letters:
-        del s["rope_theta"], s["rope_scaling"]
-    s = transformer_config.effective(s)
-    if s["num_experts"]:
-        s["d_expert"] = s["d_expert"] or s["d_ff"]
-        s["expert_groups"] = tuple(s["expert_groups"])
-        if not s["first_dense_layers"]:
-            del s["d_ff"]
-    return s

@@ -1,4 +1,4 @@
-"""Converts a Hugging Face folder to a workdir, or a run's newest checkpoint to a Hugging Face folder."""
+"""Converts a Hugging Face folder to a workdir, or a run's newest checkpoint to such a folder."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain import console
 from meshtrain.checkpoint import arrays, find, manifest, run_tokenizer
@@ -28,125 +28,150 @@ from meshtrain.config.bind import bind
 from meshtrain.config.build import resolve
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, experts, files, peft, weights
-from meshtrain.huggingface.families.base import BUILD
+from meshtrain.huggingface import config_json, files, peft, weights
+from meshtrain.huggingface.families.base import BUILD, Section
 from meshtrain.models.base import STATS_KEY, Model, Params, is_measured
 from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.state import TrainState, bytes_of, count
 
+
+def run(args: argparse.Namespace) -> int:
+    """Converts a folder; returns the exit code."""
+    source = args.source.resolve()
+    target = args.target.absolute()
+    if os.path.lexists(target):
+        raise ConfigError(f"{args.target}: exists already; use another TARGET, or remove it")
+    if not args.max_shard_gb > 0:
+        raise ConfigError(f"--max_shard_gb={args.max_shard_gb}: use more than 0")
+    is_export = (source / find.FOLDER).is_dir() or (source / manifest.NAME).is_file()
+    if not is_export and not (source / config_json.NAME).is_file():
+        raise ConfigError(
+            f"{args.source}: neither a workdir ({find.FOLDER}/) nor a Hugging Face folder "
+            f"(config.json)"
+        )
+    if target.parent.resolve().is_relative_to(source):
+        raise ConfigError(f"{args.target}: is inside {args.source}; use a TARGET outside of it")
+    if is_export:
+        jax.config.update("jax_platforms", "cpu")  # an export computes nothing
+    runtime.start(args)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also logs what it raises
+    if is_export and distributed.num_processes() > 1:
+        raise ConfigError(f"{args.source}: an export runs in one process; start only one")
+    try:
+        convert = export_folder if is_export else import_folder
+        summary = convert(source, target, args)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or args.target}: {error.strerror or error}") from error
+    except ValueError as error:
+        # TensorStore raises it where Python raises an OSError, for example on a full disk.
+        os_error = re.search(r"([^:]+) \[os_error_code=", str(error))
+        if os_error:
+            raise ConfigError(f"{args.target}: {os_error[1].strip()}") from error
+        raise
+    if distributed.process_id() == 0:
+        print(f"{args.target}: {summary}")
+    return 0
+
+
+# ---- Hugging Face folder to workdir ----
+
 ORIGINAL = run_tokenizer.HUGGINGFACE_CONFIG
 
-DTYPES = "huggingface_dtypes.json"  # in a workdir: the dtypes of the tensors that the run stores in another one
-
-PREFIX = "params/"  # of parameter paths in a checkpoint
-
-BIAS = f"layers/mlp/{STATS_KEY}/bias"  # of the router
-
-
-def model_of(section: dict[str, Any]) -> Model:
-    """Returns the model of a section; raises ConfigError with a line for each fault."""
-    if section.get("build") != BUILD:
-        raise ConfigError(f"model.build={section.get('build')}: only {BUILD} can be converted")
-    options = {key: value for key, value in section.items() if key != "build"}
-    build, faults = bind("model", options, resolve(BUILD, key="model.build"))
-    if faults:
-        raise ConfigError(*faults)
-    return build()
-
-
-def abstract_params(model: Model, dtype: np.dtype, rules: sharding.Rules, mesh: Any) -> Params:
-    """Returns the shapes and shardings of a model's parameters, with dtype `dtype`; measured ones are not narrower."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    shardings = sharding.shardings(model.axes, shapes, rules, mesh)
-    wide = jnp.promote_types(dtype, jnp.float32)
-
-    def with_sharding(path, leaf, one):
-        return leaf.update(dtype=wide if is_measured(path) else dtype, sharding=one)
-
-    return jax.tree.map_with_path(with_sharding, shapes, shardings)
+# In a workdir: the dtypes of the tensors that the run stores in another one.
+DTYPES = "huggingface_dtypes.json"
 
 
 def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
-    """Converts a Hugging Face folder to a workdir with a checkpoint of the parameters; returns a summary."""
+    """Converts a Hugging Face folder to a workdir with a checkpoint of the parameters.
+
+    Returns a summary.
+    """
+    # Everything is checked before anything is allocated or written.
     weights.check_sizes(source)
     section = weights.model_section(source)
     dtypes = weights.dtypes_in(source)
-    trained = [one for name, one in dtypes.items() if not name.endswith(experts.BIAS)]
-    dtype = stored_dtype(args.dtype, trained)
+    trained_dtypes = [
+        dtype for name, dtype in dtypes.items() if not name.endswith(weights.ROUTER_BIAS)
+    ]
+    dtype = stored_dtype(args.dtype, trained_dtypes)
     config = run_config(args.config, section, dtype)
     mesh = make_mesh(fsdp=-1)
     abstract = abstract_params(model_of(section), dtype, config["rules"], mesh)
     weights.check(source, abstract, section)
     check_free_space(target, bytes_of(abstract))
+
     with distributed.raise_on_all_processes():
         params = weights.read(source, abstract, section)
     replicated = NamedSharding(mesh, PartitionSpec())
     step = jax.make_array_from_callback((), replicated, lambda _: np.int32(0))
     state = TrainState(step, params, opt_state=None)
+
     with atomic_folder(target) as workdir, contextlib.closing(AsyncWriter()) as writer:
         folder = workdir / find.FOLDER
+        partial = manifest.partial_folder(folder, 0)
         if distributed.process_id() == 0:
             run_tokenizer.copy_files([source], workdir, run_tokenizer.FILES)
             shutil.copyfile(source / config_json.NAME, workdir / ORIGINAL)
             changed = {
-                name: str(one)
-                for name, one in dtypes.items()
-                if one != experts.written_dtype(name, dtype)
+                name: str(original)
+                for name, original in dtypes.items()
+                if original != weights.written_dtype(name, dtype)
             }
+            # With --dtype the user wants another dtype, also after the export.
             if changed and not args.dtype:
                 write_json(workdir / DTYPES, changed)
             write_json(workdir / config_json.NAME, config)
-            manifest.partial_folder(folder, 0).mkdir(parents=True)
+            partial.mkdir(parents=True)
+        # All processes write to the folder that the first one makes.
         distributed.barrier("convert")
         with console.progress("saving", 0):
-            partial = manifest.partial_folder(folder, 0)
             writer.save(partial / arrays.FOLDER, arrays.fields(state))
             writer.wait()
         if distributed.process_id() == 0:
-            facts = dict(config=config, mesh=dict(mesh.shape), arrays=arrays.shapes_of(state))
-            facts |= dict(processes=distributed.num_processes(), versions=distributed.versions())
-            facts |= dict(position=0, time=time.time(), metrics={}, watch={})
-            facts |= dict(identity={"tokenizer": tokenizer.digest_of(source)})
-            manifest.commit(folder, 0, **facts)
+            manifest.commit(
+                folder,
+                0,
+                config=config,
+                mesh=dict(mesh.shape),
+                arrays=arrays.shapes_of(state),
+                processes=distributed.num_processes(),
+                versions=distributed.versions(),
+                position=0,
+                time=time.time(),
+                metrics={},
+                watch={},
+                identity={"tokenizer": tokenizer.digest_of(source)},
+            )
     left_out = weights.num_left_out(source)
     without = f", without {left_out} tensors of layers for further tokens" if left_out else ""
     return f"step 0, a {weights.family_in(source).architecture} in {dtype}{without}"
 
 
 def stored_dtype(flag: str | None, dtypes: Iterable[np.dtype]) -> np.dtype:
-    """Returns the dtype of an imported run's parameters: the smallest that represents every tensor exactly."""
+    """Returns the dtype of an imported run's parameters.
+
+    It is the smallest that represents every tensor exactly, unless --dtype, `flag`, is given.
+    """
     if flag == "float16":
         raise ConfigError(
             "--dtype=float16: a run stores parameters in float32 or bfloat16; use one of them"
         )
     if flag:
         return np.dtype(flag)
-    found = {*dtypes}
-    if np.dtype(np.float64) in found:
+    distinct = {*dtypes}
+    if np.dtype(np.float64) in distinct:
         raise ConfigError("--dtype: some tensors are float64; set --dtype=float32 to round them")
-    dtype = np.dtype(jnp.result_type(*found) if found else np.float32)
+    dtype = np.dtype(jnp.result_type(*distinct) if distinct else np.float32)
     return np.dtype(np.float32) if dtype == np.float16 else dtype
 
 
-def original_dtypes(workdir: Path) -> dict[str, np.dtype]:
-    """Returns the dtypes of the imported tensors that the run stores in another dtype."""
-    path = workdir / DTYPES
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))
-        known = {str(dtype): dtype for dtype in files.DTYPES.values()}
-        return {tensor: known[name] for tensor, name in names.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path}: is damaged: {error!r}; use --dtype") from error
-
-
-def run_config(path: str, section: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """Returns the config in a file, with its `model` section and the keys that depend on it replaced."""
+def run_config(path: str, section: Section, dtype: np.dtype) -> dict[str, Any]:
+    """Returns the config in a file, with another `model` section and the keys that depend on it."""
     config = configfile.load_config(path).to_dict()
     config["model"] = section
-    config["train"]["param_dtype"] = config["optim"]["moment_dtype"] = dtype.name
+    config["train"]["param_dtype"] = dtype.name
+    config["optim"]["moment_dtype"] = dtype.name
     if "vocab_size" in config["data"]:
         config["data"]["vocab_size"] = section["vocab_size"]
     if config["data"].get("seq_len", 0) > section["max_seq_len"]:
@@ -154,34 +179,53 @@ def run_config(path: str, section: dict[str, Any], dtype: np.dtype) -> dict[str,
     return config
 
 
+# ---- checkpoint to Hugging Face folder ----
+
+PREFIX = "params/"  # of parameter paths in a checkpoint
+
+BIAS = f"layers/mlp/{STATS_KEY}/bias"  # of the router
+
+
 def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
-    """Converts a checkpoint to a Hugging Face folder, one parameter at a time; returns a summary."""
+    """Converts a checkpoint to a Hugging Face folder, one parameter at a time.
+
+    Returns a summary.
+    """
     directory, saved = find.find_valid(source, log=functools.partial(print, file=sys.stderr))
+    workdir = find.workdir_of(directory)
     try:
-        section, rules = saved.config["model"], saved.config["rules"]
-        model, adapter = model_of(section), saved.config.get("adapter", {})
-        folders = run_tokenizer.folders(find.workdir_of(directory), saved.config)
+        section = saved.config["model"]
+        rules = saved.config["rules"]
+        adapter = saved.config.get("adapter", {})
+        model = model_of(section)
+        folders = run_tokenizer.folders(workdir, saved.config)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{directory}: the config in its manifest lacks {error!r}") from error
-    original = next(
-        (folder / ORIGINAL for folder in folders if (folder / ORIGINAL).is_file()), None
-    )
-    config = config_json.to_config(section, original and config_json.read(original))
-    dtypes = {path: entry.rpartition(" ")[2] for path, entry in saved.arrays.items()}
-    trained = [path for path in dtypes if path.startswith(PREFIX) and f"/{STATS_KEY}/" not in path]
-    stored = jnp.result_type(*{dtypes[path] for path in trained})
-    dtype = np.dtype(args.dtype or stored)
-    # Trained parameters keep the dtype of the run.
+
+    # A run that began with an imported one has its config.json in the folder of that one.
+    originals = [folder / ORIGINAL for folder in folders if (folder / ORIGINAL).is_file()]
+    original = config_json.read(originals[0]) if originals else None
+    config = config_json.to_config(section, original)
+    family = config_json.family_of(config)
+
+    saved_dtypes = {
+        entry.rpartition(" ")[2]
+        for path, entry in saved.arrays.items()
+        if path.startswith(PREFIX) and f"/{STATS_KEY}/" not in path
+    }
+    run_dtype = jnp.result_type(*saved_dtypes)
+    dtype = np.dtype(args.dtype or run_dtype)
+    # Trained parameters keep the dtype of the run, imported ones get back their own.
     is_import = saved.step == 0 and not args.dtype
-    dtypes = original_dtypes(find.workdir_of(directory)) if is_import else {}
+    dtypes = original_dtypes(workdir) if is_import else {}
     if not dtypes:
         config |= {"dtype": dtype.name, "torch_dtype": dtype.name}
+
     mesh = make_mesh(devices=jax.devices()[:1])
-    abstract = abstract_params(model, stored, rules, mesh)
+    abstract = abstract_params(model, run_dtype, rules, mesh)
     check_free_space(target, count(abstract) * dtype.itemsize)
-    family = config_json.family_of(config)
     with_adapter = peft.adapted(model, adapter)
-    load = _loader(directory, saved, abstract_params(with_adapter, stored, rules, mesh))
+    load = _loader(directory, saved, abstract_params(with_adapter, run_dtype, rules, mesh))
     layers = peft.layers_in(saved.arrays)
     if args.adapter:
         with atomic_folder(target) as folder:
@@ -196,11 +240,13 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
                 dtype=dtype,
             )
         return f"step {saved.step}, an adapter of rank {adapter['rank']} in {dtype}"
-    has_bias = f"{PREFIX}{BIAS}" in saved.arrays and BIAS not in family.names
-    if has_bias and load(BIAS).any():
+
+    # Without its bias the router would choose other experts.
+    loses_bias = f"{PREFIX}{BIAS}" in saved.arrays and BIAS not in family.names
+    if loses_bias and load(BIAS).any():
         raise ConfigError(
-            f"{directory}: {BIAS} is not 0 (model.balance={section['balance']!r}), and {family.architecture} "
-            f"has no such bias; train with another model.balance to export"
+            f"{directory}: {BIAS} is not 0 (model.balance={section['balance']!r}), and "
+            f"{family.architecture} has no such bias; train with another model.balance to export"
         )
     with atomic_folder(target) as folder:
         run_tokenizer.copy_files(folders, folder, run_tokenizer.FILES)
@@ -231,23 +277,73 @@ def _loader(
     return load
 
 
+def original_dtypes(workdir: Path) -> dict[str, np.dtype]:
+    """Returns the dtypes of the imported tensors that the run stores in another dtype."""
+    path = workdir / DTYPES
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+        known = {str(dtype): dtype for dtype in files.DTYPES.values()}
+        return {tensor: known[name] for tensor, name in names.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: is damaged: {error!r}; use --dtype") from error
+
+
+# ---- both ways ----
+
+
+def model_of(section: Section) -> Model:
+    """Returns the model of a section; raises ConfigError with a line for each fault."""
+    if section.get("build") != BUILD:
+        raise ConfigError(f"model.build={section.get('build')}: only {BUILD} can be converted")
+    options = {key: value for key, value in section.items() if key != "build"}
+    build, faults = bind("model", options, resolve(BUILD, key="model.build"))
+    if faults:
+        raise ConfigError(*faults)
+    return build()
+
+
+def abstract_params(model: Model, dtype: np.dtype, rules: sharding.Rules, mesh: Mesh) -> Params:
+    """Returns the shapes and shardings of a model's parameters, with dtype `dtype`.
+
+    Measured ones are not narrower than float32.
+    """
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shardings = sharding.shardings(model.axes, shapes, rules, mesh)
+    measured_dtype = jnp.promote_types(dtype, jnp.float32)
+
+    def with_sharding(
+        path: tuple, leaf: jax.ShapeDtypeStruct, leaf_sharding: NamedSharding
+    ) -> jax.ShapeDtypeStruct:
+        leaf_dtype = measured_dtype if is_measured(path) else dtype
+        return leaf.update(dtype=leaf_dtype, sharding=leaf_sharding)
+
+    return jax.tree.map_with_path(with_sharding, shapes, shardings)
+
+
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, default=str) + "\n")
 
 
 def check_free_space(target: Path, size: int) -> None:
     existing = next(folder for folder in target.parents if folder.is_dir())
-    if (free := shutil.disk_usage(existing).free) < size:
+    free = shutil.disk_usage(existing).free
+    if free < size:
         raise ConfigError(f"{target}: {size:,} bytes needed, {free:,} bytes free")
 
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yields a folder to fill. It is renamed to `target` at the end, or removed if the body raises."""
+    """Yields a folder to fill.
+
+    It is renamed to `target` at the end, or removed if the body raises.
+    """
     folder = target.with_name(target.name + manifest.PARTIAL)
     is_first = distributed.process_id() == 0
     if is_first:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a conversion that was killed
+        # A conversion that was killed may have left one.
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     distributed.barrier("folder created")
     try:
@@ -259,38 +355,3 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def run(args: argparse.Namespace) -> int:
-    """Converts a folder; returns the exit code."""
-    source, target = args.source.resolve(), args.target.absolute()
-    if os.path.lexists(target):
-        raise ConfigError(f"{args.target}: exists already; use another TARGET, or remove it")
-    if not args.max_shard_gb > 0:
-        raise ConfigError(f"--max_shard_gb={args.max_shard_gb}: use more than 0")
-    is_export = (source / find.FOLDER).is_dir() or (source / manifest.NAME).is_file()
-    if not is_export and not (source / config_json.NAME).is_file():
-        raise ConfigError(
-            f"{args.source}: neither a workdir ({find.FOLDER}/) nor a Hugging Face folder (config.json)"
-        )
-    if target.parent.resolve().is_relative_to(source):
-        raise ConfigError(f"{args.target}: is inside {args.source}; use a TARGET outside of it")
-    if is_export:
-        jax.config.update("jax_platforms", "cpu")  # an export computes nothing
-    runtime.start(args)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also logs what it raises
-    if is_export and distributed.num_processes() > 1:
-        raise ConfigError(f"{args.source}: an export runs in one process; start only one")
-    try:
-        convert = export_folder if is_export else import_folder
-        summary = convert(source, target, args)
-    except OSError as error:
-        raise ConfigError(f"{error.filename or args.target}: {error.strerror or error}") from error
-    except ValueError as error:
-        # What TensorStore raises where Python raises an OSError, for example on a full disk.
-        if found := re.search(r"([^:]+) \[os_error_code=", str(error)):
-            raise ConfigError(f"{args.target}: {found[1].strip()}") from error
-        raise
-    if distributed.process_id() == 0:
-        print(f"{args.target}: {summary}")
-    return 0

@@ -1,8 +1,8 @@
 """Reads and writes safetensors files.
 
-A file holds the length of its header (8 bytes, little endian), the header in JSON, and the bytes of the
-tensors without gaps. Reading first verifies the header of every file, then maps tensors into memory:
-only bytes that are used are read. Writing streams one tensor at a time.
+A file holds the length of its header (8 bytes, little endian), the header in JSON, and the bytes of
+the tensors without gaps. Reading first verifies the header of every file, then maps tensors into
+memory: only bytes that are used are read. Writing streams one tensor at a time.
 """
 
 import json
@@ -31,13 +31,15 @@ DTYPES = {
 }
 
 # Only the size of the other dtypes matters: no parameter has one of them.
-ITEM_BYTES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
+ITEM_BYTES = {
+    **{code: dtype.itemsize for code, dtype in DTYPES.items()},
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16"), 2),
+    **dict.fromkeys(("I32", "U32"), 4),
+    **dict.fromkeys(("I64", "U64", "C64"), 8),
+}
 
-ITEM_BYTES |= dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
-
-ITEM_BYTES |= dict.fromkeys(("I16", "U16"), 2) | dict.fromkeys(("I32", "U32"), 4)
-
-ITEM_BYTES |= dict.fromkeys(("I64", "U64", "C64"), 8)
+# ---- reading ----
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,10 @@ class Tensor:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a model's files by name; raises ConfigError if a file is missing or damaged."""
+    """Returns the tensors of a model's files by name.
+
+    Raises ConfigError if a file is missing or damaged.
+    """
     if (folder / SINGLE_FILE).is_file():
         return read_header(folder / SINGLE_FILE)
     if not (folder / INDEX).is_file():
@@ -78,19 +83,24 @@ def tensors(folder: Path) -> dict[str, Tensor]:
             raise ValueError("its weight_map does not name the file of each tensor")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{folder / INDEX}: is damaged: {error!r}") from error
-    if outside := [file for file in file_of.values() if Path(file).name != file]:
+    outside = [file for file in file_of.values() if Path(file).name != file]
+    if outside:
         raise ConfigError(
             f"{folder / INDEX}: {outside[0]!r} is not the name of a file in its folder"
         )
     headers = {file: read_header(folder / file) for file in sorted({*file_of.values()})}
-    if missing := [name for name, file in file_of.items() if name not in headers[file]]:
+    missing = [name for name, file in file_of.items() if name not in headers[file]]
+    if missing:
         name = missing[0]
         raise ConfigError(f"{folder / file_of[name]}: has no tensor {name}, which {INDEX} lists")
     return {name: headers[file][name] for name, file in file_of.items()}
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of one file; raises ConfigError unless they fill it without gaps or overlaps."""
+    """Returns the tensors of one file.
+
+    Raises ConfigError unless they fill it without gaps or overlaps.
+    """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path}: is not a file")  # a FIFO would block
     try:
@@ -103,21 +113,27 @@ def read_header(path: Path) -> dict[str, Tensor]:
                 )
             entries = json.loads(file.read(length).decode(), object_pairs_hook=_without_duplicates)
         entries.pop("__metadata__", None)
-        found = {name: _tensor(path, 8 + length, name, **entry) for name, entry in entries.items()}
-        end = 0
-        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            if entry["data_offsets"][0] != end:
-                raise ValueError(
-                    f"{name} begins at {entry['data_offsets'][0]}, but the tensor before it ends at {end}"
-                )
-            end = entry["data_offsets"][1]
-        if 8 + length + end != size:
-            raise ValueError(f"{size} bytes instead of {8 + length + end}")
+        data_start = 8 + length
+        header = {name: _tensor(path, data_start, name, **entry) for name, entry in entries.items()}
+        end = _check_no_gaps(entries)
+        if data_start + end != size:
+            raise ValueError(f"{size} bytes instead of {data_start + end}")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (struct.error, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{path}: is damaged; download it again: {error}") from error
-    return found
+    return header
+
+
+def _check_no_gaps(entries: dict[str, Any]) -> int:
+    """Returns where the last tensor ends; raises ValueError unless each begins where one ends."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        start, next_end = entry["data_offsets"]
+        if start != end:
+            raise ValueError(f"{name} begins at {start}, but the tensor before it ends at {end}")
+        end = next_end
+    return end
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -146,6 +162,9 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return all(x.tobytes() == y.tobytes() for x, y in zip(a.read(), b.read(), strict=True))
 
 
+# ---- writing ----
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor to write."""
@@ -162,20 +181,26 @@ class TensorSpec:
 def write(
     folder: Path, specs: Iterable[TensorSpec], arrays: Iterable[np.ndarray], *, shard_bytes: int
 ) -> None:
-    """Writes `arrays`, one at a time, to files of at most `shard_bytes` (a larger tensor gets its own file)."""
-    shards, arrays = _shards(specs, shard_bytes), iter(arrays)
+    """Writes `arrays`, one at a time, to files of at most `shard_bytes`.
+
+    A larger tensor gets its own file.
+    """
+    arrays = iter(arrays)
+    shards = _shards(specs, shard_bytes)
     total = len(shards)
-    names = [f"model-{n:05}-of-{total:05}.safetensors" for n in range(1, total + 1)]
-    names = names if total > 1 else [SINGLE_FILE]
-    for name, shard in zip(names, shards, strict=True):
-        write_file(folder / name, shard, arrays)
-    if total > 1:
-        size = sum(spec.bytes for shard in shards for spec in shard)
-        file_of = {
-            spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard
-        }
-        index = {"metadata": {"total_size": size}, "weight_map": file_of}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if total == 1:
+        write_file(folder / SINGLE_FILE, shards[0], arrays)
+        return
+    size = 0
+    file_of = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{total:05}.safetensors"
+        write_file(folder / file, shard, arrays)
+        for spec in shard:
+            size += spec.bytes
+            file_of[spec.name] = file
+    index = {"metadata": {"total_size": size}, "weight_map": file_of}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_file(path: Path, specs: list[TensorSpec], arrays: Iterable[np.ndarray]) -> None:
@@ -204,12 +229,13 @@ def _header(shard: list[TensorSpec]) -> bytes:
     codes = {dtype: code for code, dtype in DTYPES.items()}
     start = 0
     for spec in shard:
-        offsets = [start, start := start + spec.bytes]
+        end = start + spec.bytes
         entries[spec.name] = {
             "dtype": codes[spec.dtype],
             "shape": spec.shape,
-            "data_offsets": offsets,
+            "data_offsets": [start, end],
         }
+        start = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     return struct.pack("<Q", len(text)) + text

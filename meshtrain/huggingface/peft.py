@@ -8,21 +8,23 @@ from typing import Any
 import numpy as np
 
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import files, names
-from meshtrain.huggingface.families.base import Family
+from meshtrain.huggingface import files, tensor_rows
+from meshtrain.huggingface.families.base import Family, Section
+from meshtrain.huggingface.tensor_rows import Row
 from meshtrain.models import lora as adapters
 from meshtrain.models.base import Model
 from meshtrain.models.lora_layer import A, B
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
+# Of the names of modules in PEFT, and of the path of a kernel.
 PREFIX, KERNEL = "base_model.model.", "/kernel"
 
 
 def write(
     folder: Path,
     family: Family,
-    config: Mapping[str, Any],
+    section: Section,
     load: Callable[[str], np.ndarray],
     *,
     shapes: Mapping[str, tuple[int, ...]],
@@ -32,38 +34,33 @@ def write(
 ) -> None:
     """Writes the adapter of `layers`, the paths of linear layers.
 
-    `shapes` are those of the parameters, by path; `load` returns a parameter by its path. `config`
+    `shapes` are those of the parameters, by path; `load` returns a parameter by its path. `section`
     is the model section, `adapter` the section of this name. Raises ConfigError for a layer that
     has no tensor of its own in the family's files.
-
-    PEFT's A is (rank, inputs), its B (outputs, rank), whatever the order of the kernel's dims.
     """
     if not layers:
         raise ConfigError("--adapter: the run has no adapter (adapter.rank=0); leave out --adapter")
     kernels = {path + KERNEL: shapes[path + KERNEL] for path in layers}
-    rows = names.rows(family.names, kernels, config)
-    specs, arrays, targets = [], [], set()
+    rows = tensor_rows.rows(family.names, kernels, section)
+    specs = []
+    arrays = []
+    modules = set()
     for row in rows:
         if any(letter.isdigit() for dim in row.dims for letter in dim):
             raise ConfigError(
-                f"--adapter: {row.path} is a part of the tensor {row.name} of {family.architecture}, which PEFT "
-                f"cannot adapt alone; export the merged weights, without --adapter"
+                f"--adapter: {row.path} is a part of the tensor {row.name} of "
+                f"{family.architecture}, which PEFT cannot adapt alone; export the merged weights, "
+                f"without --adapter"
             )
-        path, lead = row.path.removesuffix(KERNEL), len(row.stack)
-        a, b = load(f"{path}/{A}"), load(f"{path}/{B}")
-        rank = a.shape[-1]
-        a = a.reshape(*a.shape[:lead], -1, rank).swapaxes(-1, -2)
-        b = b.reshape(*b.shape[:lead], rank, -1).swapaxes(-1, -2)
-        a, b = (one.reshape(-1, *one.shape[lead:]) for one in (a, b))
+        path = row.path.removesuffix(KERNEL)
+        a, b = _factors(load(f"{path}/{A}"), load(f"{path}/{B}"), num_stacked=len(row.stack))
         for number, name in enumerate(row.tensors):
             module = name.removesuffix(".weight")
-            targets.add(module)
+            modules.add(module)
             for factor, value in (("lora_A", a[number]), ("lora_B", b[number])):
-                tensor = np.ascontiguousarray(value, dtype)
-                specs.append(
-                    files.TensorSpec(f"{PREFIX}{module}.{factor}.weight", value.shape, dtype)
-                )
-                arrays.append(tensor)
+                name_in_peft = f"{PREFIX}{module}.{factor}.weight"
+                specs.append(files.TensorSpec(name_in_peft, value.shape, dtype))
+                arrays.append(np.ascontiguousarray(value, dtype))
     files.write_file(folder / WEIGHTS, specs, arrays)
     settings = {
         "peft_type": "LORA",
@@ -75,21 +72,38 @@ def write(
         "bias": "none",
         # Whether the kernels in the files are (inputs, outputs), as GPT-2's are.
         "fan_in_fan_out": all(_begins_with_inputs(row) for row in rows),
-        "target_modules": sorted(targets),
+        "target_modules": sorted(modules),
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def _begins_with_inputs(row: names.Row) -> bool:
-    return row.dims[0].startswith(names.DIMS[names.in_stack(row.path)][0])
+def _factors(a: np.ndarray, b: np.ndarray, *, num_stacked: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the factors of each tensor as PEFT stores them.
+
+    Whatever the order of a kernel's dims, A is (tensor, rank, inputs), B (tensor, outputs, rank).
+    """
+    rank = a.shape[-1]
+    a = a.reshape(*a.shape[:num_stacked], -1, rank).swapaxes(-1, -2)
+    b = b.reshape(*b.shape[:num_stacked], rank, -1).swapaxes(-1, -2)
+    return a.reshape(-1, *a.shape[num_stacked:]), b.reshape(-1, *b.shape[num_stacked:])
+
+
+def _begins_with_inputs(row: Row) -> bool:
+    return row.dims[0].startswith(tensor_rows.DIMS[tensor_rows.in_stack(row.path)][0])
 
 
 def adapted(model: Model, adapter: Mapping[str, Any]) -> Model:
     """Returns the model with the adapter of a run, from the section `adapter` of its config."""
     rank = adapter.get("rank", 0)
-    options = dict(alpha=adapter.get("alpha"), targets=tuple(adapter.get("targets", ())))
-    return adapters.lora(model, rank=rank, **options) if rank else model
+    if not rank:
+        return model
+    return adapters.lora(
+        model,
+        rank=rank,
+        alpha=adapter.get("alpha"),
+        targets=tuple(adapter.get("targets", ())),
+    )
 
 
 def layers_in(saved: Iterable[str]) -> list[str]:
@@ -106,12 +120,18 @@ def merging(
     layers = {*adapted_layers}
 
     def load_merged(path: str) -> np.ndarray:
-        kernel, layer = load(path), path.removesuffix(KERNEL)
+        kernel = load(path)
+        layer = path.removesuffix(KERNEL)
         if layer == path or layer not in layers:
             return kernel
         dtype = np.promote_types(np.float32, kernel.dtype)
-        parts = [one.astype(dtype) for one in (kernel, load(f"{layer}/{A}"), load(f"{layer}/{B}"))]
-        lead, scale = adapters.num_lead(path), adapter["alpha"] / adapter["rank"]
-        return adapters.merged(*parts, scale=scale, num_lead=lead).astype(kernel.dtype)
+        merged = adapters.merged(
+            kernel.astype(dtype),
+            load(f"{layer}/{A}").astype(dtype),
+            load(f"{layer}/{B}").astype(dtype),
+            scale=adapter["alpha"] / adapter["rank"],
+            num_lead=adapters.num_lead(path),
+        )
+        return merged.astype(kernel.dtype)
 
     return load_merged

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, convert, names, weights
+from meshtrain.huggingface import config_json, convert, tensor_rows, weights
 from tests.lib.hf import FAMILIES, GOLDEN
 
 LLAMA = dict(hidden_act="silu", rms_norm_eps=1e-5, vocab_size=32000)
@@ -274,7 +274,7 @@ def test_a_hub_config_gives_the_number_of_parameters_of_its_model(model, tmp_pat
     section = weights.model_section(folder)
     family, init = weights.family_in(folder), convert.model_of(section).init
     shapes = weights.shapes_in_files(jax.eval_shape(init, jax.random.key(0)), family)
-    rows = names.rows(family.names, shapes, section)
+    rows = tensor_rows.rows(family.names, shapes, section)
     sizes = {name: math.prod(row.shape) for row in rows for name in row.tensors}
     assert sum(sizes.values()) == num_parameters
 

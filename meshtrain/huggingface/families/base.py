@@ -1,6 +1,8 @@
-"""What a model family of transformers consists of, and the keys of a config.json that are common to families."""
+"""A family of models in transformers: one architecture; and what several families share.
 
-import dataclasses
+Each family has a file here with all that is known of it; `__init__.py` lists them.
+"""
+
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -8,7 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshtrain.configs import default
-from meshtrain.models.transformer_config import TransformerConfig
+from meshtrain.errors import ConfigError
+
+Config = dict[str, Any]  # a config.json
+
+Section = dict[str, Any]  # the `model` section of a config
 
 BUILD = "meshtrain.models.transformer:build"
 
@@ -33,80 +39,87 @@ SECTION_DEFAULTS = {
     if key not in CONFIG_KEYS
 } | {"balance": "none", "balance_weight": 0.0}
 
-SOFTCAP_KEYS = {
-    "attention_softcap": "attn_logit_softcapping",
-    "logit_softcap": "final_logit_softcapping",
-}
-
-# Types of the values in a `model` section.
-VALUE_TYPES = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
-
-# Keys next to `text_config` in a multimodal config.json that apply to the language model.
-TOP_LEVEL_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
-
-TOP_LEVEL_KEYS += ("bos_token_id", "eos_token_id", "pad_token_id")
-
-MINIMUMS = {"sliding_window_pattern": 1, "query_pre_attn_scalar": 1, "max_window_layers": 0}  # int
-
 LAYER_LETTERS = {"full_attention": "g", "sliding_attention": "l"}
 
 LAYER_TYPES = {letter: name for name, letter in LAYER_LETTERS.items()}
 
-SUPPORTED_VALUES = {  # of keys that any config.json may have; see Family.supported_values
-    "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1.0),
-    "use_bidirectional_attention": (None, False),
-    "is_causal": (True,),  # null is bidirectional
-    "per_layer_config": (None,),
-    "text_config": (None,),  # of a multimodal architecture; see config_json.read
-}
 
+@dataclass(frozen=True)
+class Multimodal:
+    """A multimodal architecture; only its language model, under `text_config`, is converted."""
 
-def is_number(value: Any) -> bool:
-    """Returns True for a number that a float can represent."""
-    is_plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_plain and abs(value) <= sys.float_info.max
-
-
-def is_count(value: Any, minimum: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    architecture: str
+    model_type: str
+    # Keys of the language model that transformers ignores here.
+    ignored_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers."""
+    """One architecture of transformers.
+
+    Functions of a config.json get it with all defaults, those of a section get it with all keys.
+    """
 
     architecture: str
     model_type: str
-    names: Mapping[str, str]  # tensor names and dims, see names.py
-    section: Mapping[str, Any]  # values in the `model` section of all models of the family
-    defaults: Mapping[str, Any]  # the values in transformers of keys that config.json may omit
-    supported_values: Mapping[str, tuple]  # by key of config.json; other values are rejected
+    # Tensor names and dims by the path of the parameter, see tensor_rows.py.
+    names: Mapping[str, str]
+    # Values in the `model` section of all models of the family.
+    section: Mapping[str, Any]
+    # The values in transformers of keys that config.json may omit.
+    defaults: Mapping[str, Any]
+    # By key of config.json; other values are rejected.
+    supported_values: Mapping[str, tuple]
+    # The key of config.json by the key of a section, where both have the same value.
     keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
-    # The letter of each layer (see LAYER_LETTERS) if config.json has no layer_types.
-    default_layers: Callable[[Mapping], str] = lambda config: "g"
-    uses_layer_types: bool = True  # False: transformers ignores layer_types
-    # (prefix in some files, prefix in names.py): the first that matches is replaced.
-    prefixes: tuple[tuple[str, str], ...] = ()
-    ignored_prefixes: tuple[str, ...] = ()  # of tensors outside the language model
     # Other names of keys, which have priority in transformers.
     aliases: Mapping[str, str] = field(default_factory=dict)
-    # The end of the name of a tensor that holds those of all experts, and its parts, see experts.unfuse.
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # transformers rejects a hidden size that is not a multiple of the number of heads, even with head_dim.
+    # The minimum of an integer, by key of config.json.
+    minimums: Mapping[str, int] = field(default_factory=dict)
+    # transformers rejects a hidden size that is not a multiple of the number of heads, even with a
+    # head_dim.
     heads_divide_hidden_size: bool = False
+    # The letter of each layer (see LAYER_LETTERS) if config.json has no layer_types.
+    default_layers: Callable[[Config], str] = lambda config: "g"
+    # False: transformers ignores layer_types.
+    uses_layer_types: bool = True
+    # Returns an error for each fault in the keys that only this family has.
+    faults: Callable[[Config], list[str]] = lambda config: []
+    # Returns the keys of a section that `keys` does not convert.
+    to_section: Callable[[Config], Section] = lambda config: {}
+    # Returns the keys of a config.json that `keys` does not convert.
+    to_config: Callable[[Section], Config] = lambda section: {}
+    # Returns the keys of rope_scaling that only this family has.
+    to_rope_config: Callable[[Section], Config] = lambda section: {}
+    # (prefix in some files, prefix in `names`): the first that matches is replaced.
+    prefixes: tuple[tuple[str, str], ...] = ()
+    # Of tensors outside the language model.
+    ignored_prefixes: tuple[str, ...] = ()
+    # Returns the prefixes of tensors of the language model that an import leaves out, and counts.
+    left_out_prefixes: Callable[[Config], tuple[str, ...]] = lambda config: ()
+    # The end of the name of a tensor that holds those of all experts: the names of its parts, one
+    # after the other, for each expert. transformers 5 has such tensors in memory, and writes them
+    # with save_original_format=False.
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # The architecture that contains a model of this family.
+    multimodal: Multimodal | None = None
 
     @property
     def is_mixture(self) -> bool:
-        """Whether its models are mixtures of experts."""
+        """Returns whether its models are mixtures of experts."""
         return "num_experts" in self.keys
 
+    @property
+    def architectures(self) -> set[str]:
+        """Returns the names by which a config.json can name the family."""
+        names = {self.architecture}
+        if self.multimodal:
+            names.add(self.multimodal.architecture)
+        return names
 
-# ---- what several families share ----
 
-SILU_ONLY = {"hidden_act": ("silu", "swish")}
-
-QWEN_SUPPORTED = SILU_ONLY | {"use_sliding_window": (True, False)}
+# ---- keys of many families ----
 
 COMMON_DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -115,31 +128,86 @@ COMMON_DEFAULTS = {
     "tie_word_embeddings": False,
 }
 
-DEEPSEEK_KEYS = CONFIG_KEYS | {
-    "num_experts": "n_routed_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "d_expert": "moe_intermediate_size",
-    "num_shared_experts": "n_shared_experts",
-    "router_scale": "routed_scaling_factor",
-}
-
-DEEPSEEK_DEFAULTS = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "moe_intermediate_size": 1408,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-}
+SILU_ONLY = {"hidden_act": ("silu", "swish")}
 
 
-def all_local(config: Mapping) -> str:
+def all_local(config: Config) -> str:
     return "g" if config["sliding_window"] is None else "l"
 
 
-def last_layers_local(config: Mapping) -> str:
-    used = config.get("use_sliding_window", True) and config["sliding_window"] is not None
-    first_local = config["max_window_layers"] if used else math.inf
+def last_layers_local(config: Config) -> str:
+    is_used = config.get("use_sliding_window", True) and config["sliding_window"] is not None
+    first_local = config["max_window_layers"] if is_used else math.inf
     return "".join("l" if i >= first_local else "g" for i in range(config["num_hidden_layers"]))
+
+
+# ---- mixtures of experts ----
+
+EXPERT_KEYS = CONFIG_KEYS | {
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+}
+
+BALANCE_WEIGHT = "router_aux_loss_coef"
+
+
+def balance_loss_faults(config: Config) -> list[str]:
+    return weight_faults(config, BALANCE_WEIGHT)
+
+
+def balance_loss_to_section(config: Config) -> Section:
+    """Returns the balance loss of a batch, with the weight in config.json.
+
+    It is the loss of this package, not of transformers; it does not change the logits.
+    """
+    return {"balance": "batch", "balance_weight": float(config[BALANCE_WEIGHT])}
+
+
+def balance_loss_to_config(section: Section) -> Config:
+    return {BALANCE_WEIGHT: balance_loss_weight(section)}
+
+
+def balance_loss_weight(section: Section) -> float:
+    """Returns the weight of the balance loss; 0.0 if the experts are balanced in another way."""
+    has_loss = section["balance"] in ("batch", "sequence")
+    return float(section["balance_weight"]) if has_loss else 0.0
+
+
+# ---- values in a config.json ----
+
+
+def json_object(config: Config, key: str) -> Config:
+    """Returns a JSON object; {} if it is missing or null, ConfigError if it is anything else."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{key}={value!r}: is not a JSON object")
+    return value or {}
+
+
+def weight_faults(config: Config, key: str) -> list[str]:
+    weight = config[key]
+    if is_number(weight) and weight >= 0:
+        return []
+    return [f"{key}={weight!r}: is not a number of at least 0"]
+
+
+def minimum_faults(config: Config, minimums: Mapping[str, int]) -> list[str]:
+    return [
+        f"{key}={config[key]!r}: is not an integer of at least {minimum}"
+        for key, minimum in minimums.items()
+        if not is_count(config[key], minimum)
+    ]
+
+
+def is_count(value: Any, minimum: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def is_number(value: Any) -> bool:
+    """Returns True for a number that a float can represent."""
+    is_plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_plain and abs(value) <= sys.float_info.max
+
+
+def is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0

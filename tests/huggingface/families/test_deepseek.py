@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, convert, names, weights
+from meshtrain.huggingface import config_json, convert, tensor_rows, weights
 from meshtrain.huggingface.families import deepseek
 from tests.lib.hf import GOLDEN, arrays, run, save, tensor_bytes
 
@@ -97,7 +97,7 @@ def test_a_hub_config_gives_the_number_of_parameters_of_its_model(model):
     config, num_parameters = COUNTS[model]
     section, family = config_json.to_section(config), config_json.family_of(config)
     abstract = jax.eval_shape(convert.model_of(section).init, jax.random.key(0))
-    rows = names.rows(family.names, weights.shapes_in_files(abstract, family), section)
+    rows = tensor_rows.rows(family.names, weights.shapes_in_files(abstract, family), section)
     assert sum(math.prod(row.shape) for row in rows for _ in row.tensors) == num_parameters
 
 

@@ -1,0 +1,47 @@
+"""OLMoE, whose experts are stored as those of Qwen 3."""
+
+from meshtrain.huggingface.families import base, qwen
+from meshtrain.huggingface.families.base import Family
+
+# The norms of queries and keys are over all heads.
+NAMES = qwen.MOE_NAMES | {
+    "layers/attention/query_norm/scale": "model.layers.*.self_attn.q_norm.weight HK",
+    "layers/attention/key_norm/scale": "model.layers.*.self_attn.k_norm.weight GK",
+}
+
+OLMOE = Family(
+    architecture="OlmoeForCausalLM",
+    model_type="olmoe",
+    names=NAMES,
+    section={"qk_norm": True, "qk_norm_heads": "all"},
+    defaults=base.COMMON_DEFAULTS
+    | {
+        "num_key_value_heads": None,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "clip_qkv": None,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        qwen.NORMALIZED: False,
+        base.BALANCE_WEIGHT: 0.01,
+    },
+    supported_values=base.SILU_ONLY
+    | {
+        qwen.NORMALIZED: (True, False),
+        "attention_bias": (False,),
+        "clip_qkv": (None,),
+        # transformers ignores it in some implementations of attention only.
+        "sliding_window": (None,),
+    },
+    # The norms of queries and keys have the size hidden_size, which leaves no choice of head_dim.
+    keys={key: hf_key for key, hf_key in base.EXPERT_KEYS.items() if key != "head_dim"},
+    aliases={"num_local_experts": "num_experts"},
+    heads_divide_hidden_size=True,
+    uses_layer_types=False,
+    faults=base.balance_loss_faults,
+    to_section=qwen.moe_to_section,
+    to_config=qwen.moe_to_config,
+    fused=qwen.MOE_FUSED,
+)

@@ -1,0 +1,110 @@
+"""Qwen 2 and 3, and the mixtures of experts of Qwen 3."""
+
+from meshtrain.huggingface.families import base, llama
+from meshtrain.huggingface.families.base import Config, Family, Section
+
+# ---- dense models ----
+
+SUPPORTED_VALUES = base.SILU_ONLY | {"use_sliding_window": (True, False)}
+
+DEFAULTS = base.COMMON_DEFAULTS | {
+    "max_position_embeddings": 32768,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+
+DENSE_DEFAULTS = DEFAULTS | {"num_key_value_heads": 32, "max_window_layers": 28}
+
+QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    names=llama.NAMES,
+    section={"qkv_bias": True},
+    defaults=DENSE_DEFAULTS,
+    supported_values=SUPPORTED_VALUES,
+    minimums={"max_window_layers": 0},
+    default_layers=base.last_layers_local,
+)
+
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    names=llama.NAMES,
+    section={"qk_norm": True},
+    defaults=DENSE_DEFAULTS | {"head_dim": 128, "attention_bias": False},
+    supported_values=SUPPORTED_VALUES | {"attention_bias": (False, None)},
+    minimums={"max_window_layers": 0},
+    default_layers=base.last_layers_local,
+)
+
+# ---- mixtures of experts ----
+
+MOE_NAMES = llama.NAMES | {
+    "layers/mlp/router/kernel": "model.layers.*.mlp.gate.weight E D",
+    "layers/mlp/gate/kernel": "model.layers.*.mlp.experts.*.gate_proj.weight F D",
+    "layers/mlp/up/kernel": "model.layers.*.mlp.experts.*.up_proj.weight F D",
+    "layers/mlp/down/kernel": "model.layers.*.mlp.experts.*.down_proj.weight D F",
+}
+
+MOE_FUSED = {
+    "mlp.experts.gate_up_proj": (
+        "mlp.experts.*.gate_proj.weight",
+        "mlp.experts.*.up_proj.weight",
+    ),
+    "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
+}
+
+# Whether the weights of the experts of a token are divided by their sum.
+NORMALIZED = "norm_topk_prob"
+
+
+def moe_to_section(config: Config) -> Section:
+    """Returns the keys of the router."""
+    router = "topk_softmax" if config[NORMALIZED] else "softmax"
+    return base.balance_loss_to_section(config) | {"router": router}
+
+
+def moe_to_config(section: Section) -> Config:
+    is_normalized = section["router"] == "topk_softmax"
+    return base.balance_loss_to_config(section) | {NORMALIZED: is_normalized}
+
+
+def _all_local_if_used(config: Config) -> str:
+    return base.all_local(config) if config["use_sliding_window"] else "g"
+
+
+QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    names=MOE_NAMES,
+    section={"qk_norm": True},
+    defaults=DEFAULTS
+    | {
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        NORMALIZED: False,
+        base.BALANCE_WEIGHT: 0.001,
+    },
+    supported_values=SUPPORTED_VALUES
+    | {
+        NORMALIZED: (True, False),
+        "attention_bias": (False, None),
+        # Only models all of whose layers have experts.
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([], None),
+    },
+    keys=base.EXPERT_KEYS | {"d_expert": "moe_intermediate_size"},
+    aliases={"num_local_experts": "num_experts"},
+    default_layers=_all_local_if_used,
+    uses_layer_types=False,
+    faults=base.balance_loss_faults,
+    to_section=moe_to_section,
+    to_config=moe_to_config,
+    fused=MOE_FUSED,
+)

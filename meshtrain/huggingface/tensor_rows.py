@@ -1,0 +1,158 @@
+"""The tensors of each parameter in the files of transformers.
+
+The table of a family (Family.names) maps the path of a parameter to "TENSOR DIM DIM ...": the name
+of the tensor, and its dims in the file. "HK" is one dim in the file and two dims, H and K, in this
+package. A digit is an index into a fused tensor: 0 query, 1 key, 2 value. In the name, the first *
+stands for the index of the layer, and the second for that of the expert.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshtrain.models import base
+
+# V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, W that of values,
+# F feed-forward, L layers, E experts, U feed-forward of the shared experts. Of latent attention:
+# Q latent of the queries, C of keys and values, J = C + rope key, M = K without rope + W
+
+# Dims in this package; the parameters under layers/ also have a leading dim L, those of the first
+# layers do not. Dims that the tensor of a family lacks do not apply: E if it has one tensor per
+# expert or no experts, H and G if heads are normalized one by one.
+DIMS = {
+    "tokens/embedding": "VD",
+    "positions/embedding": "PD",
+    "final_norm/scale": "D",
+    "final_norm/bias": "D",
+    "output/kernel": "DV",
+    "layers/attention_norm/scale": "D",
+    "layers/attention_norm/bias": "D",
+    "layers/attention/query/kernel": "DHK",
+    "layers/attention/query/bias": "HK",
+    "layers/attention/key/kernel": "DGK",
+    "layers/attention/key/bias": "GK",
+    "layers/attention/value/kernel": "DGK",
+    "layers/attention/value/bias": "GK",
+    "layers/attention/out/kernel": "HWD",
+    "layers/attention/out/bias": "D",
+    "layers/attention/query_norm/scale": "HK",
+    "layers/attention/key_norm/scale": "GK",
+    "layers/attention/query_down/kernel": "DQ",
+    "layers/attention/query_down_norm/scale": "Q",
+    "layers/attention/query_up/kernel": "QHK",
+    "layers/attention/kv_down/kernel": "DJ",
+    "layers/attention/kv_down_norm/scale": "C",
+    "layers/attention/kv_up/kernel": "CHM",
+    "layers/attention_post_norm/scale": "D",
+    "layers/mlp_norm/scale": "D",
+    "layers/mlp_norm/bias": "D",
+    "layers/mlp/router/kernel": "DE",
+    "layers/mlp/gate/kernel": "DF",
+    "layers/mlp/gate/bias": "F",
+    "layers/mlp/up/kernel": "DF",
+    "layers/mlp/up/bias": "F",
+    "layers/mlp/down/kernel": "FD",
+    "layers/mlp/down/bias": "D",
+    "layers/mlp/shared/gate/kernel": "DU",
+    "layers/mlp/shared/up/kernel": "DU",
+    "layers/mlp/shared/down/kernel": "UD",
+    "layers/mlp/measured/bias": "E",
+    "layers/mlp_post_norm/scale": "D",
+}
+
+# Then the number of the layer; the tables of the families leave it out.
+FIRST_LAYERS = f"{base.FIRST_LAYERS_KEY}/"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter and its tensors in the files: one, one per layer, or one per layer and expert."""
+
+    # Of the parameter.
+    path: str
+    # Of the tensor; * stands for the index of the layer, the next * for that of the expert.
+    name: str
+    # Of the tensor.
+    dims: tuple[str, ...]
+    # By letter of a dim.
+    sizes: Mapping[str, int]
+    # Index of the first layer of the stack.
+    first: int = 0
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Returns the leading dims of the parameter that are indices in the tensors' names."""
+        return tuple(self.sizes[letter] for letter in "LE"[: self.name.count("*")])
+
+    @property
+    def tensors(self) -> list[str]:
+        """Returns their names, in the order of the layers, and of the experts of a layer."""
+        pattern = self.name.replace("*", "{}")
+        # The indices of layers start at `first`, those of experts at 0.
+        start = (self.first, 0)[: len(self.stack)]
+        return [pattern.format(*np.add(index, start)) for index in np.ndindex(*self.stack)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape of each tensor in the file."""
+        return tuple(math.prod(map(self._size, dim)) for dim in self.dims)
+
+    def parameter_view(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns a view of a tensor with the dims of the parameter, of one layer and expert."""
+        letters = "".join(self.dims)
+        split = tensor.reshape([self._size(letter) for letter in letters])
+        # Select query, key or value of a fused tensor.
+        values = split[
+            tuple(int(letter) if letter.isdigit() else slice(None) for letter in letters)
+        ]
+        file_order = [letter for letter in letters if letter.isalpha()]
+        order = [letter for letter in DIMS[in_stack(self.path)] if letter in file_order]
+        return values.transpose([file_order.index(letter) for letter in order])
+
+    def _size(self, letter: str) -> int:
+        # A digit stands for the dim of query, key and value.
+        return self.sizes.get(letter, 3)
+
+
+def rows(
+    table: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], section: Mapping[str, Any]
+) -> list[Row]:
+    """Returns the row of each parameter of a model, from its shape in this package, by path.
+
+    Raises KeyError for a path that is not in the table.
+    """
+    rows = []
+    for path, shape in shapes.items():
+        if path.startswith(FIRST_LAYERS):
+            number, _, rest = path.removeprefix(FIRST_LAYERS).partition("/")
+            key = FIRST_LAYERS + rest
+            name, *dims = table[key if key in table else in_stack(path)].split()
+            name = name.replace("*", number)
+            first = 0
+        else:
+            name, *dims = table[path].split()
+            first = section["first_dense_layers"]
+        sizes = _sizes(path, shape)
+        if "V" in sizes:
+            sizes["V"] = section["vocab_size"]  # without the padding of this package
+        rows.append(Row(path, name, tuple(dims), sizes, first))
+    return rows
+
+
+def _sizes(path: str, shape: tuple[int, ...]) -> dict[str, int]:
+    """Returns the size of each dim of a parameter, by its letter."""
+    letters = DIMS[in_stack(path)]
+    lead = "L" if path.startswith("layers/") else ""
+    num_own = len(shape) - len(lead)
+    if num_own > len(letters):
+        letters = "E" + letters  # of all experts
+    return dict(zip(lead + letters[-num_own:], shape, strict=True))
+
+
+def in_stack(path: str) -> str:
+    """Returns the path of the parameter of the stacked layers with the same dims."""
+    return re.sub(rf"^{FIRST_LAYERS}\d+/", "layers/", path)
