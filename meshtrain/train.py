@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from meshtrain import console, hardware, storage
-from meshtrain.checkpoint import find, initial, lock, run_tokenizer
+from meshtrain.checkpoint import initial, lock, run_tokenizer
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cluster import distributed, progress, runtime, signals
 from meshtrain.config import checks
@@ -73,7 +73,10 @@ def train(
             parts = build(cfg, model=model, data=data)
             program = assemble(cfg := with_steps(cfg, parts.train_data), parts)
         distributed.check_same({**cfg.to_dict(), "workdir": str(workdir)})
-        workdir = storage.local(workdir, distributed.process_id()) if workdir else None
+        place = None
+        if workdir:
+            place = storage.open_workdir(workdir, process=distributed.process_id())
+        workdir = place and place.folder
         model, data = parts.model, parts.train_data
         eval_data = (
             parts.heldout_data if eval_data is None else heldout.fixed_batches(eval_data, cfg)
@@ -83,22 +86,24 @@ def train(
 
         # ---- open files, restore: each device its own shards; open data, log what the run is about to do ----
         if workdir:
-            stack.enter_context(lock.held(workdir))
+            stack.enter_context(lock.held(place))
         leader = distributed.process_id() == 0
-        writer = stack.enter_context(contextlib.closing(Writer(workdir, leader=leader)))
+        writer = stack.enter_context(contextlib.closing(Writer(place, leader=leader)))
         with distributed.raise_on_all_processes():
             writer.open(sinks.open_sinks(cfg, workdir, on_metrics) if leader else [])
         saver = saved = state = None
         identity = getattr(data, "identity", {})
         clock.enter("restore")
         if workdir:
-            saver = stack.enter_context(_open_saver(workdir, cfg, identity, writer))
+            saver = stack.enter_context(_open_saver(place, cfg, identity, writer))
             saver.prepare(program.abstract_state)
             saved, state = saver.restore(program.abstract_state, from_scratch=from_scratch)
         start, position = (saved.step, saved.position) if saved else (0, 0)
         source = None if saved else initial.find_source(cfg.checkpoint, identity, log=writer.log)
         callbacks = dict(event=writer.event, log=writer.log)
-        loss_monitor = LossMonitor(cfg.divergence, saved.watch if saved else {}, **callbacks)
+        loss_monitor = LossMonitor(
+            cfg.divergence, saved.loss_statistics if saved else {}, **callbacks
+        )
         check = health.ReplicaCheck(cfg.health, program.mesh, clock.page, **callbacks)
         loader = stack.enter_context(open_loader(data, cfg, program.mesh, position))
         units = units_of(loader.peek(), model)
@@ -189,7 +194,7 @@ class Run:
         return {
             "position": self.loader.position,
             "metrics": metrics,
-            "watch": self.loss_monitor.statistics,
+            "loss_statistics": self.loss_monitor.statistics,
         }
 
     def begin(self, step: int, position: int) -> None:
@@ -273,16 +278,16 @@ def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]
     try:
         run.loss_monitor.roll_back(saved.step, run.loader.position)
     finally:
-        run.saver.move(saved, run.loader.position, run.loss_monitor.statistics)
+        run.saver.record_rollback(saved, run.loader.position, run.loss_monitor.statistics)
     run.begin(saved.step, run.loader.position)
     return state, saved.step
 
 
 def _open_saver(
-    workdir: Path, cfg: Config, identity: Mapping[str, str], writer: Writer
+    workdir: storage.Workdir, cfg: Config, identity: Mapping[str, str], writer: Writer
 ) -> contextlib.closing:
     saver = Saver(
-        workdir / find.FOLDER,
+        workdir,
         cfg.checkpoint,
         config=cfg.to_dict(),
         mesh=asdict(cfg.mesh),

@@ -106,7 +106,7 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
         if distributed.process_id() == 0:
             facts = dict(config=config, mesh=dict(mesh.shape), arrays=arrays.shapes_of(state))
             facts |= dict(processes=distributed.num_processes(), versions=distributed.versions())
-            facts |= dict(position=0, time=time.time(), metrics={}, watch={})
+            facts |= dict(position=0, time=time.time(), metrics={}, loss_statistics={})
             facts |= dict(identity={"tokenizer": tokenizer.digest_of(source)})
             manifest.commit(folder, 0, **facts)
     left_out = weights.num_left_out(source)

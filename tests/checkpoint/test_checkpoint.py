@@ -29,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 from test_train import assert_bit_equal, losses, quick, rows
 
 import meshtrain
-from meshtrain import __main__, errors
+from meshtrain import __main__, errors, storage
 from meshtrain.checkpoint import arrays, find, lock, manifest, saver
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
@@ -428,7 +428,7 @@ def test_a_save_reads_no_array_and_a_restore_reads_each_once(tmp_path):
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state
     )
-    described = dict.fromkeys(("metrics", "watch", "mesh", "versions", "config"), {})
+    described = dict.fromkeys(("metrics", "loss_statistics", "mesh", "versions", "config"), {})
     described |= dict(position=0, time=0.0, processes=1, arrays=arrays.shapes_of(state))
     with contextlib.closing(AsyncWriter()) as writer:
         for step in range(2):  # the first one loads libraries
@@ -689,9 +689,9 @@ def test_an_unusable_folder_is_an_error_before_training(tmp_path, monkeypatch):
 
 HOLD = """
 import sys, time
-from pathlib import Path
-from meshtrain.checkpoint.find import lock
-with lock.held(Path(sys.argv[1])):
+from meshtrain import storage
+from meshtrain.checkpoint import lock
+with lock.held(storage.open_workdir(sys.argv[1])):
     print("held", flush=True)
     time.sleep(300)
 """
@@ -712,7 +712,7 @@ def test_a_second_run_in_a_workdir_is_rejected_while_the_first_is_alive(tmp_path
         first.send_signal(signal.SIGKILL)
         first.wait()
         first.stdout.close()
-    with lock.held(tmp_path):  # the lock of a dead process is released
+    with lock.held(storage.open_workdir(tmp_path)):  # the lock of a dead process is released
         pass
 
 

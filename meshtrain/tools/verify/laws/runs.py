@@ -352,8 +352,8 @@ def divergence(setup: Setup, run: Run) -> str | None:
     mean = losses.mean()
     deviations = (spike["loss"] - mean) / max(losses.std(), 0.01 * mean)
     place = (SPIKE + 2) * setup.global_batch
-    if not finite.min() < run.saved.watch["mean"] < finite.max():
-        return f"running mean {run.saved.watch['mean']:.9g}: the spike's loss is in it"
+    if not finite.min() < run.saved.loss_statistics["mean"] < finite.max():
+        return f"running mean {run.saved.loss_statistics['mean']:.9g}: the spike's loss is in it"
     return _difference(
         {key: spike[key] for key in ("mean", "deviations")}
         | {key: rollback[key] for key in ("to", "position")},
@@ -363,7 +363,7 @@ def divergence(setup: Setup, run: Run) -> str | None:
 
 def resume(setup: Setup, run: Run, undisturbed: Run, tolerance: float) -> str | None:
     """Law: an interrupted run has the metrics, last checkpoint and state of the undisturbed run."""
-    keys = ("step", "position", "watch", "metrics")
+    keys = ("step", "position", "loss_statistics", "metrics")
     actual, expected = (
         {
             "metrics": one.rows,
