@@ -38,6 +38,7 @@ from meshtrain.cluster import distributed
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Source
+from meshtrain.models import trees
 from meshtrain.state import TrainState
 from meshtrain.train import train
 from tests.monitor.test_divergence import line_fit, squares
@@ -393,7 +394,7 @@ REFUSED = "Error reading x: HTTP response code: 400 [http_response_code='400']"
     ],
 )
 def test_only_damaged_bytes_make_a_checkpoint_corrupt(message, kind, fault, tmp_path):
-    with pytest.raises(kind, match=fault), find.reading_chunks(tmp_path):
+    with pytest.raises(kind, match=fault), manifest.reading_chunks(tmp_path):
         try:
             raise ValueError(message)
         except ValueError as error:
@@ -496,7 +497,7 @@ def test_after_damage_was_found_no_read_is_left_behind(workdir, monkeypatch):
     directory = checkpoints(workdir) / "6"
     flip(largest_file(directory))
     for _ in range(3):
-        with pytest.raises(CorruptCheckpoint), find.reading_chunks(directory):
+        with pytest.raises(CorruptCheckpoint), manifest.reading_chunks(directory):
             arrays.as_numpy(directory)
         gc.collect()
     assert not left
@@ -752,7 +753,7 @@ def momentum(learning_rate):
 
 
 def flat(params):
-    return {arrays._name(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
+    return {trees.name_of(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
 
 
 def params_of(directory):
