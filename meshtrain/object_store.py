@@ -1,13 +1,14 @@
-"""The objects behind the scratch folder of a workdir on a store, s3://BUCKET/RUN or gs://BUCKET/RUN, and its lease.
+"""The client of object stores: URLs and scratch folders, transfers, and the lease of a workdir.
 
-Such a workdir has a scratch folder on the local disk. A run reads and writes its small files there, as in any
-workdir, and uploads them with each checkpoint. The chunks of arrays are not copied: TensorStore, which writes
-checkpoints to disks too, writes them to the store and reads them from there. Its client also transfers the small
-files: one set of credentials and no other dependency, and it can replace an object on the condition that nobody
-else did, which fsspec and etils.epath cannot.
+A workdir s3://BUCKET/RUN or gs://BUCKET/RUN has a scratch folder on the local disk. A run reads and
+writes its small files there, as in any workdir, and uploads them with each checkpoint. The chunks
+of arrays are not copied: TensorStore, which writes checkpoints to disks too, writes them to the
+store and reads them from there. Its client also transfers the small files: one set of credentials
+and no other dependency, and it can replace an object on the condition that nobody else did, which
+fsspec and etils.epath cannot.
 
-The functions take paths in scratch folders, and raise OSError for errors of the store. storage.py says when a
-workdir has one.
+The functions take paths in scratch folders, and raise OSError for errors of the store. storage.py
+says when a workdir has one.
 """
 
 import atexit
@@ -50,7 +51,7 @@ def scratch_folder(place: str | Path, process: int = 0) -> Path:
 
 @functools.cache
 def root() -> Path:
-    """Returns the folder of all scratch folders; if this process created it, it is removed at exit."""
+    """Returns the folder of all scratch folders; a temporary one is removed at exit."""
     if given := os.environ.get(VARIABLE):
         return Path(given)
     folder = Path(tempfile.mkdtemp(prefix="meshtrain-")).resolve()
@@ -100,7 +101,7 @@ def _gcs_options() -> dict[str, Any]:
 
 
 def _s3_options() -> dict[str, Any]:
-    """Returns what the variables of AWS's own tools say; TensorStore's client does not read all of them."""
+    """Returns what the variables of AWS say; TensorStore's client does not read all of them."""
     options: dict[str, Any] = {}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         options["endpoint"] = endpoint.rstrip("/")
@@ -114,7 +115,7 @@ def _s3_options() -> dict[str, Any]:
 
 
 def _request(folder: Path, action: Callable[[Any], Any]) -> Any:
-    """Returns `action(store)`, with the objects under `folder`. Raises OSError if the store reports an error."""
+    """Returns `action(store)`, with the objects under `folder`. Raises OSError."""
     import tensorstore  # here, since it takes a while and most runs do not need it
 
     try:
@@ -124,7 +125,7 @@ def _request(folder: Path, action: Callable[[Any], Any]) -> Any:
 
 
 def request_error(text: str, folder: Path) -> OSError:
-    """Returns the error of a store, with the last cause in a message of TensorStore, without its details."""
+    """Returns the last cause in an error message of TensorStore, without its details."""
     text = text.splitlines()[0] if "http_response_code=" not in text else text
     cause = re.sub(r"\s*\[[a-z_]+\W.*", "", text, flags=re.S).rpartition("Error reading ")[2]
     return OSError(None, cause[:300], url(folder))
@@ -146,7 +147,8 @@ def read(path: Path) -> tuple[bytes | None, bytes | None]:
 def write(path: Path, data: bytes | None, *, only_if: bytes | None = None) -> bytes:
     """Writes an object, or removes it if `data` is None, and returns its generation.
 
-    With `only_if` it is written only if this is its generation until now; otherwise b"" is returned.
+    With `only_if` it is written only if this is its generation until now; otherwise b"" is
+    returned.
     """
     stamp = _request(
         path.parent,
@@ -236,10 +238,11 @@ def _state(path: Path) -> tuple[int, int]:
 
 # ---- the lease ----
 #
-# The lock of a workdir on a store is an object that its holder renews, since no kernel releases it when the holder
-# dies. Another process takes it over if the holder was a process of its host that has ended, or if it was not renewed
-# for TERM seconds, by the clock of that process. Every write is conditional, so only one process can take it over, and
-# a holder that was suspended for longer notices it.
+# The lock of a workdir on a store is an object that its holder renews, since no kernel releases it
+# when the holder dies. Another process takes it over if the holder was a process of its host that
+# has ended, or if it was not renewed for TERM seconds, by the clock of that process. Every write is
+# conditional, so only one process can take it over, and a holder that was suspended for longer
+# notices it.
 
 TERM = 60.0  # seconds
 
@@ -354,7 +357,7 @@ def _parse_record(data: bytes) -> dict[str, Any]:
 
 
 def _kernel_id() -> str:
-    """Returns an id of this kernel and pid namespace, or "" if it is unknown: host names are not unique."""
+    """Returns an id of this kernel and pid namespace, or "": host names are not unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -1,7 +1,8 @@
 """Workdirs: a folder on a disk, or a folder of an object store (s3://BUCKET/RUN, gs://BUCKET/RUN).
 
-`open_workdir` alone looks at a place to see which of the two it is; `holding` does so for what has only a path. All
-others ask the workdir: it has a folder on a local disk either way, and knows which of its files are elsewhere.
+`open_workdir` alone looks at a place to see which of the two it is; `holding` does so for what has
+only a path. All others ask the workdir: it has a folder on a local disk either way, and knows which
+of its files are elsewhere.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ Spec = dict[str, Any]  # of TensorStore
 class Workdir(Protocol):
     """A workdir as one process of its run sees it; paths given to its methods are in `folder`.
 
-    Methods that transfer objects raise OSError, with the URL as its `filename`. On a disk they do nothing.
+    Methods that transfer objects raise OSError, with the URL as its `filename`. On a disk they do
+    nothing.
     """
 
     folder: Path  # the folder itself, or the scratch folder of this process
@@ -38,21 +40,21 @@ class Workdir(Protocol):
     shared: bool  # whether all processes have the same folder
 
     def url_faults(self, key: str) -> list[str]:
-        """Returns the faults of a place that is a URL but names no run; `key` is the flag, such as --workdir=."""
+        """Returns the faults of a URL that names no run; `key` is a flag, such as --workdir=."""
         ...
 
     def place_faults(self, data: Iterable[str]) -> list[str]:
-        """Returns the faults of a place that is the root, a folder of another run, or overlaps with one of `data`."""
+        """Returns the faults of the root, another run's folder, or one in or around `data`."""
         ...
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables with which other processes of this host have their folders beside it."""
+        """Returns the environment variables that other processes of this host need."""
         ...
 
     # ---- the lock, besides the one of the kernel on the file LOCK in `folder` ----
 
     def acquire_lock(self, log: Callable[[str], None]) -> str:
-        """Acquires the lock, then downloads what a run reads; returns an error message if another run holds it."""
+        """Acquires the lock and downloads what a run reads; returns an error message, or ""."""
         ...
 
     def confirm_lock(self) -> None:
@@ -60,16 +62,16 @@ class Workdir(Protocol):
         ...
 
     def release_lock(self) -> None:
-        """Uploads the files of a run that has started, if this process holds the lock, and releases it.
+        """Uploads the files of a run that has started, if this process holds the lock.
 
-        It is released even if the upload fails.
+        The lock is released even if the upload fails.
         """
         ...
 
     # ---- small files ----
 
     def download_run(self) -> None:
-        """Downloads the small files of a run with its checkpoints; raises FileNotFoundError if there are none."""
+        """Downloads the small files of a run; raises FileNotFoundError if there are none."""
         ...
 
     def download(self, names: Collection[str]) -> None:
@@ -81,32 +83,35 @@ class Workdir(Protocol):
         ...
 
     def push(self, subfolder: str = "") -> None:
-        """Uploads the files that have changed, in a subfolder or in `folder`, there without checkpoints and logs."""
+        """Uploads what has changed in a subfolder, or in `folder` but checkpoints and logs."""
         ...
 
     # ---- checkpoints: folders STEP, or STEP.partial while they are written ----
 
     def chunk_names(self, directory: Path) -> list[str]:
-        """Returns the names of the files of a checkpoint that are only in the store: the chunks of its arrays."""
+        """Returns the files of a checkpoint that are only in the store: chunks of arrays."""
         ...
 
     def fetch(self, directory: Path) -> list[str]:
-        """Downloads the small files of a checkpoint, and returns the names of its chunks."""
+        """Downloads the small files of a checkpoint, and returns the others: `chunk_names`."""
         ...
 
     def refresh(self, directory: Path) -> None:
-        """Downloads the small files of a checkpoint again, since another process may have replaced some."""
+        """Downloads the small files of a checkpoint again: another process has changed some."""
         ...
 
     def publish(self, directory: Path, names: Collection[str]) -> None:
-        """Uploads the small files `names` of a checkpoint, then its manifest on the condition that there is none.
+        """Uploads the small files among `names`, then the manifest if there is none yet.
 
         If that fails, removes the folder.
         """
         ...
 
     def remove_objects(self, directory: Path, *, unless_committed: bool) -> None:
-        """Removes the objects of a checkpoint, its manifest first; `unless_committed`: not if there is a manifest."""
+        """Removes the objects of a checkpoint, its manifest first.
+
+        With `unless_committed` only if there is no manifest.
+        """
         ...
 
     def move_objects(self, source: Path, target: Path) -> None:
@@ -156,7 +161,7 @@ def readable(text: str) -> str:
 
 
 class LocalFolder:
-    """A workdir on a disk. Its files are where they are written, so most methods have nothing to do."""
+    """A workdir on a disk: its files are where they are written."""
 
     shared = True
 
@@ -253,17 +258,18 @@ class LocalFolder:
             yield Path(links)
 
 
-# Objects that one process writes: chunks, which have checksums, and its index, which nothing reads once process 0 has
-# merged all. So the late writes of a run that was suspended change nothing that another one has committed. They are
-# never in a scratch folder.
+# Objects that one process writes: chunks, which have checksums, and its index, which nothing reads
+# once process 0 has merged all. So the late writes of a run that was suspended change nothing that
+# another one has committed. They are never in a scratch folder.
 OF_PROCESSES = "arrays/ocdbt.process_*/*"  # in a checkpoint
 
 
 class ObjectStore:
-    """A workdir on an object store: the same names as on a disk, and checkpoints committed by their manifest.
+    """A workdir on an object store, with the same names as on a disk.
 
-    The manifest is written last, on the condition that there is none, and removed first. What has no manifest is an
-    unfinished save. The scratch folder of a process holds all of a checkpoint but the chunks of arrays.
+    The manifest is written last, on the condition that there is none, and removed first. What has
+    no manifest is an unfinished save. The scratch folder of a process holds all of a checkpoint but
+    the chunks of arrays.
     """
 
     shared = False
@@ -320,7 +326,7 @@ class ObjectStore:
             raise FileNotFoundError(None, "there are no objects under this name", self.name)
 
     def _download_all(self, but: Collection[str] = ()) -> None:
-        """Downloads the small files of a run, `but` for some files and folders; unfinished saves are left out."""
+        """Downloads the small files of a run, `but` for some, without unfinished saves."""
         names = object_store.names(self.folder)
         finished = {name.removesuffix(f"/{MANIFEST}") for name in names}
 
@@ -386,16 +392,16 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def only(self, directory: Path, names: Collection[str]) -> Iterator[Path]:
-        yield directory.absolute()  # links cannot stand for objects
+        yield directory.absolute()  # a link cannot stand for an object
 
 
 def _is_of_process(name: str) -> bool:
-    """Returns whether an object is one of OF_PROCESSES, by its path in a checkpoint or in a workdir."""
+    """Returns whether an object is one of OF_PROCESSES; the name is in a checkpoint or workdir."""
     return any(fnmatch.fnmatchcase(name, f"{prefix}{OF_PROCESSES}") for prefix in ("", "*/"))
 
 
 def url_fault(key: str, path: str | Path) -> str:
-    """Returns the fault of a path that is a URL, such as gs://BUCKET/RUN; it would be a local folder `gs:`."""
+    """Returns the fault of a path that is a URL: it would be a local folder `gs:`."""
     url = re.match(r"(\w{2,}):/", str(path))
     if not url:
         return ""

@@ -1,7 +1,8 @@
-"""Writes and restores arrays with Orbax: each process its shards, and it verifies the chunks that it reads.
+"""Writes and restores arrays with Orbax: each process its shards, whose chunks it verifies.
 
-The residual of compressed gradients has one row per batch shard. Only its sum over the shards matters: on the same
-number of shards each gets its own row back, on another number the sum is split equally.
+The residual of compressed gradients has one row per batch shard. Only its sum over the shards
+matters: on the same number of shards each gets its own row back, on another number the sum is split
+equally.
 """
 
 import ast
@@ -57,7 +58,7 @@ class AsyncWriter:
             self._orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(tree), force=True)
 
     def wait(self) -> None:
-        """Waits until all processes have written their arrays; raises the first error of the write."""
+        """Waits until all processes have written their arrays; raises the first error."""
         with self._first_error():
             self._orbax.wait_until_finished()
 
@@ -84,7 +85,7 @@ def fields(state: TrainState) -> dict[str, Any]:
 
 
 def shapes(tree: Any) -> dict[str, str]:
-    """Returns "(shape) dtype" by path, with the paths of Orbax, which turns every container into a dict."""
+    """Returns "(shape) dtype" by path; as in Orbax, every container is a dict."""
     return {
         trees.name_of(path): f"{tuple(leaf.shape)} {leaf.dtype}"
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -118,11 +119,11 @@ def restore(
 ) -> TrainState:
     """Returns the state in a checkpoint, with the shardings of `abstract`.
 
-    `saved` is the manifest's `arrays`. A run may switch to or from float16: a loss scale that was not
-    saved is initialised, and a loss scale that is not needed is dropped; so is a residual, which fits any
-    number of batch shards. Raises ConfigError if any other array is missing, has another shape or, without
-    `allow_cast`, has another dtype. After reading, each process calls `agree` with None, CorruptCheckpoint
-    if a chunk is damaged, or TransientError.
+    `saved` is the manifest's `arrays`. A run may switch to or from float16: a loss scale that was
+    not saved is initialised, and a loss scale that is not needed is dropped; so is a residual,
+    which fits any number of batch shards. Raises ConfigError if any other array is missing, has
+    another shape or, without `allow_cast`, has another dtype. After reading, each process calls
+    `agree` with None, CorruptCheckpoint if a chunk is damaged, or TransientError.
     """
     replicated = abstract.step.sharding
     init_loss_scale = jax.jit(start_loss_scale, out_shardings=LossScale(replicated, replicated))
@@ -154,11 +155,11 @@ def restore_params(
 ) -> tuple[Params, list[str], list[str]]:
     """Returns `params` after reading the parameters that match a pattern from a checkpoint.
 
-    Also returns the paths of the parameters left unchanged, and the paths in the checkpoint not used.
-    Values are cast to the dtypes of `params`; those of a schedule-free optimizer are its averages. A pattern is
-    a glob over paths such as layers/attention/*. The checkpoint may have another optimizer, and lack an adapter,
-    which then keeps its initial values. Raises ConfigError if another matching parameter is missing or has
-    another shape, or if the checkpoint is corrupt.
+    Also returns the paths of the parameters left unchanged, and the paths in the checkpoint not
+    used. Values are cast to the dtypes of `params`; those of a schedule-free optimizer are its
+    averages. A pattern is a glob over paths such as layers/attention/*. The checkpoint may have
+    another optimizer, and lack an adapter, which then keeps its initial values. Raises ConfigError
+    if another matching parameter is missing or has another shape, or if the checkpoint is corrupt.
     """
     paths = [trees.name_of(path) for path, _ in jax.tree.leaves_with_path(params)]
     if unmatched := [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]:
@@ -196,7 +197,7 @@ def restore_params(
 
 
 def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> Params:
-    """Returns the parameters to use: those of the train state, or their averages (`state.averages`)."""
+    """Returns the parameters to use: those of the state, or their averages (`state.averages`)."""
     # A schedule-free optimizer keeps `z`, `b1` and `weight_sum` side by side.
     prefixes = [path.removesuffix("/b1") for path in saved if path.endswith("/b1")]
     prefixes = [prefix for prefix in prefixes if f"{prefix}/weight_sum" in saved]
@@ -268,7 +269,7 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any, agree: Agree =
 
 @contextlib.contextmanager
 def _listed_files(directory: Path) -> Iterator[Path]:
-    """Yields a folder with only the arrays' files that the manifest lists: Orbax would read others too."""
+    """Yields the folder of the arrays with only listed files: Orbax would read others too."""
     saved = manifest.read(directory)
     if not manifest.unlisted_files(directory, saved):
         yield (directory / FOLDER).absolute()
@@ -340,9 +341,10 @@ Residual = Mapping[str, jax.Array]  # by the path of the parameter: (N, ...)
 def saved_residual(
     saved: Mapping[str, str], wanted: Residual | None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the arrays to read: those in `wanted` that were saved, with the saved number of shards.
+    """Returns the arrays in `wanted` that were saved, with the saved number of shards.
 
-    `saved` is the manifest's `arrays`. An array of a parameter of another shape is read as it is wanted.
+    `saved` is the manifest's `arrays`. An array of a parameter of another shape is read as it is
+    wanted.
     """
     arrays = {}
     for name, leaf in (wanted or {}).items():
@@ -361,7 +363,7 @@ def saved_residual(
 
 
 def share_residual(read: Residual, wanted: Residual | None) -> dict[str, jax.Array] | None:
-    """Returns the residual that was read for as many shards as `wanted`; zeros for what was not saved."""
+    """Returns the residual for as many shards as `wanted`; zeros for what was not saved."""
     if wanted is None:
         return None
     return {name: _share(read.get(name), leaf) for name, leaf in wanted.items()}

@@ -1,7 +1,7 @@
 """Finds the checkpoint to read: the newest valid one, or the one to resume from.
 
-Every byte is verified when it is read. `verify` reads every chunk of the arrays, as `meshtrain checkpoint verify`
-does, and needs no jax; a run verifies only the chunks that it reads (arrays.py).
+Every byte is verified when it is read. `verify` reads every chunk of the arrays, as `meshtrain
+checkpoint verify` does, and needs no jax; a run verifies only the chunks that it reads (arrays.py).
 """
 
 import contextlib
@@ -85,11 +85,11 @@ def _chunk_boxes(array: Any) -> Iterator[tuple[slice, ...]]:
 def newest_valid(
     folder: Path, verify: Callable[[Path], Manifest] = verify
 ) -> tuple[Manifest | None, dict[int, str]]:
-    """Returns the newest valid checkpoint, and by step the reasons why newer checkpoints are corrupt.
+    """Returns the newest valid checkpoint, and by step why newer ones are corrupt.
 
-    Every byte is verified; with `manifest.check` all but the chunks of arrays, which are verified when they are
-    read. The function only reads, so it is safe while a run writes to the folder. Raises ConfigError if a newer
-    checkpoint may be valid, but cannot be read.
+    Every byte is verified; with `manifest.check` all but the chunks of arrays, which are verified
+    when they are read. The function only reads, so it is safe while a run writes to the folder.
+    Raises ConfigError if a newer checkpoint may be valid, but cannot be read.
     """
     corrupt: dict[int, str] = {}
     steps = manifest.steps(folder)
@@ -101,17 +101,20 @@ def newest_valid(
         except ConfigError:
             if step in manifest.steps(folder):  # otherwise a run has removed it in the meantime
                 raise
-    # A run may have saved a newer checkpoint and removed the one that was read here, so look again.
-    return newest_valid(folder, verify) if manifest.steps(folder) != steps else (None, corrupt)
+    if manifest.steps(folder) == steps:
+        return None, corrupt
+    # A run has saved a newer checkpoint and removed the one that was read, so look again.
+    return newest_valid(folder, verify)
 
 
 def to_resume(
     folder: Path, damaged: Mapping[int, str], *, from_scratch: bool
 ) -> tuple[Manifest | None, dict[int, str]]:
-    """Returns the checkpoint to resume from, and by step the reasons why newer checkpoints are corrupt.
+    """Returns the checkpoint to resume from, and by step why newer ones are corrupt.
 
-    Its chunks are verified when they are read; `damaged` has the checkpoints for which that failed, with the reasons.
-    Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`; see also `newest_valid`.
+    Its chunks are verified when they are read; `damaged` has the checkpoints for which that failed,
+    with the reasons. Raises ConfigError if there are checkpoints but none is valid, unless
+    `from_scratch`; see also `newest_valid`.
     """
 
     def verify(directory: Path) -> Manifest:
@@ -133,8 +136,8 @@ def to_resume(
 def download_metadata(path: Path) -> Path:
     """Returns the folder of a run or of one of its checkpoints, `path`, which may be a URL.
 
-    For a URL it is a scratch folder with all files but the chunks of arrays. Raises ConfigError if there is nothing,
-    or if the store cannot be read.
+    For a URL it is a scratch folder with all files but the chunks of arrays. Raises ConfigError if
+    there is nothing, or if the store cannot be read.
     """
     run = workdir_of(path)
     workdir = storage.open_workdir(run)
@@ -150,7 +153,7 @@ def download_metadata(path: Path) -> Path:
 
 
 def workdir_of(path: Path) -> Path:
-    """Returns the workdir of `path`: `path` itself, or W if it is a checkpoint W/checkpoints/STEP."""
+    """Returns the workdir of `path`: W of a checkpoint W/checkpoints/STEP, else `path` itself."""
     is_checkpoint = path.name.isdecimal() and path.parent.name == FOLDER
     return path.parent.parent if is_checkpoint else path
 
@@ -161,10 +164,10 @@ def find_valid(
     log: Callable[[str], None] = print,
     verify: Callable[[Path], Manifest] = verify,
 ) -> tuple[Path, Manifest]:
-    """Returns folder and manifest of `path`, or of its newest valid checkpoint if `path` is a workdir.
+    """Returns folder and manifest of `path`, or, of a workdir, of its newest valid checkpoint.
 
-    Logs newer checkpoints that are corrupt, and files that the manifest does not list. For `verify` see
-    `newest_valid`. Raises ConfigError if no checkpoint is valid.
+    Logs newer checkpoints that are corrupt, and files that the manifest does not list. For `verify`
+    see `newest_valid`. Raises ConfigError if no checkpoint is valid.
     """
     if path.name.isdecimal() and not (path / FOLDER).is_dir():
         try:
@@ -179,7 +182,8 @@ def find_valid(
     if newest is None:
         reasons = "".join(f"; step {step}: {reason}" for step, reason in corrupt.items())
         raise ConfigError(
-            f"{path}: no valid checkpoint there{reasons}; use a run's workdir, or WORKDIR/{FOLDER}/STEP"
+            f"{path}: no valid checkpoint there{reasons}; "
+            f"use a run's workdir, or WORKDIR/{FOLDER}/STEP"
         )
     for step, reason in corrupt.items():
         log(f"{folder / str(step)}: {reason}; step {newest.step} is used")
@@ -212,7 +216,7 @@ def remove_old_checkpoints(folder: Path, settings: CheckpointConfig) -> None:
 def steps_to_keep(
     manifests: Iterable[Manifest], *, keep: int, keep_every: int, keep_best: int, best_by: str
 ) -> set[int]:
-    """Returns the steps to keep: the `keep` newest, the multiples of `keep_every`, the `keep_best` best.
+    """Returns the `keep` newest steps, the multiples of `keep_every`, and the `keep_best` best.
 
     The best have the lowest metric `best_by`; values that are not finite are ignored.
     """

@@ -1,7 +1,7 @@
 """Admits one run at a time to a workdir, which it creates.
 
-The lock is the kernel's, on the file LOCK; it ends with its process. A workdir on an object store also has a lease,
-see object_store.py.
+The lock is the kernel's, on the file LOCK; it ends with its process. A workdir on an object store
+also has a lease, see object_store.py.
 """
 
 import contextlib
@@ -25,9 +25,10 @@ VISIBLE_WITHIN = 15.0  # seconds until a file written on one host must be visibl
 def held(workdir: Workdir) -> Iterator[None]:
     """Holds the lock of a workdir until the context exits or the process dies, even by SIGKILL.
 
-    Creates the folder. If the context fails before the run has written its config.json, removes what was
-    created. Raises ConfigError if another run holds the lock, or if processes see different folders. The files
-    of a workdir on an object store are downloaded, and uploaded at the end.
+    Creates the folder. If the context fails before the run has written its config.json, removes
+    what was created. Raises ConfigError if another run holds the lock, or if processes see
+    different folders. The files of a workdir on an object store are downloaded, and uploaded at the
+    end.
     """
     folder = workdir.folder
     handle = None
@@ -72,7 +73,7 @@ def held(workdir: Workdir) -> Iterator[None]:
 
 
 def _acquire(handle: int, workdir: Workdir) -> str:
-    """Acquires the kernel's lock; returns an error message if another run holds it, else an empty string."""
+    """Acquires the kernel's lock; returns an error message, or "" if this run has it now."""
     try:
         # The kernel's lock decides whether the other run is alive, not the file's content.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

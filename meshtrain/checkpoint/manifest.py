@@ -1,12 +1,14 @@
 """The manifest of a checkpoint: written last, verified first; and what else its folder may contain.
 
-A checkpoint is the folder `STEP`. It is written in four stages: the arrays go to `STEP.partial/`; all
-files are flushed to disk (fsync); MANIFEST.json is written, which lists size and CRC-32 of every file;
-the folder is renamed to `STEP`. A crash in any stage is harmless. Nothing here needs jax.
+A checkpoint is the folder `STEP`. It is written in four stages: the arrays go to `STEP.partial/`;
+all files are flushed to disk (fsync); MANIFEST.json is written, which lists size and CRC-32 of
+every file; the folder is renamed to `STEP`. A crash in any stage is harmless. Nothing here needs
+jax.
 
-Files of arrays have no CRC-32 there: each of their chunks ends with its CRC-32C, so no file is read a second
-time, and each process verifies what it reads (`find.verify`: all). On object stores they have no size either.
-Corrupt checkpoints are quarantined, not removed. Files that no manifest lists are reported.
+Files of arrays have no CRC-32 there: each of their chunks ends with its CRC-32C, so no file is read
+a second time, and each process verifies what it reads (`find.verify`: all). On object stores they
+have no size either. Corrupt checkpoints are quarantined, not removed. Files that no manifest lists
+are reported.
 """
 
 import contextlib
@@ -41,8 +43,9 @@ STEP_NAME = re.compile("0|[1-9][0-9]*")  # name of a checkpoint folder
 class CorruptCheckpoint(Exception):
     """A checkpoint that must not be used; the message says why.
 
-    Only a checkpoint that is certainly corrupt may be quarantined. A checkpoint that cannot be read here
-    and now (another format, an error of the disk or the network) may be valid: that is a ConfigError.
+    Only a checkpoint that is certainly corrupt may be quarantined. A checkpoint that cannot be read
+    here and now (another format, an error of the disk or the network) may be valid: that is a
+    ConfigError.
     """
 
 
@@ -103,7 +106,7 @@ def commit(folder: Path, step: int, **fields: Any) -> Manifest:
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Writes or replaces the manifest of a checkpoint: after a crash it is the new or the old one."""
+    """Writes or replaces a manifest: after a crash it is the new one or the old one."""
     values = {KEYS.get(name, name): value for name, value in asdict(manifest).items()}
     record = json.loads(json.dumps(values, default=str))
     text = json.dumps({**record, "crc32": checksum(record)}, indent=1) + "\n"
@@ -144,7 +147,8 @@ MAX_BYTES = 256 << 20  # of a manifest; a larger file is not read
 def read(directory: Path) -> Manifest:
     """Returns the manifest of a checkpoint.
 
-    Raises CorruptCheckpoint if it is invalid, and ConfigError if it may be valid but cannot be read.
+    Raises CorruptCheckpoint if it is invalid, and ConfigError if it may be valid but cannot be
+    read.
     """
     data = _read_file(directory)
     try:
@@ -183,7 +187,8 @@ def _read_file(directory: Path) -> bytes:
 def _parse(data: bytes, directory: Path) -> Manifest:
     """Returns the manifest in a file's content.
 
-    Raises CorruptCheckpoint for another checksum, ConfigError for another format, and other exceptions for damage.
+    Raises CorruptCheckpoint for another checksum, ConfigError for another format, and other
+    exceptions for damage.
     """
     record = json.loads(data)
     # First: another version may also have another checksum.
@@ -217,10 +222,10 @@ def _parse(data: bytes, directory: Path) -> Manifest:
 
 
 def check(directory: Path) -> Manifest:
-    """Returns the manifest after checking the size of each file it lists, and the CRC-32 if it has one.
+    """Returns the manifest after checking size and, if it has one, CRC-32 of each listed file.
 
-    See `unlisted_files` for other files. Raises CorruptCheckpoint, and ConfigError if the checkpoint may be
-    valid but cannot be read.
+    See `unlisted_files` for other files. Raises CorruptCheckpoint, and ConfigError if the
+    checkpoint may be valid but cannot be read.
     """
     manifest = read(directory)
     try:
@@ -268,8 +273,8 @@ def unreadable(path: Path, error: OSError) -> TransientError:
     )
 
 
-# In the messages of TensorStore: what only damage causes (decoders say at which byte they failed), the key of the
-# chunk, errors of the disk and of a store.
+# In the messages of TensorStore: what only damage causes (decoders say at which byte they failed),
+# the key of the chunk, errors of the disk and of a store.
 DAMAGED = re.compile(
     r"DATA_LOSS|; at byte \d|Requested byte range .* is not valid|http_response_code='(404|416)'"
 )
@@ -285,7 +290,8 @@ STORE_ERROR = re.compile("http_response_code=|curl_code=")
 def reading_chunks(directory: Path) -> Iterator[None]:
     """Translates TensorStore's errors for the chunks of a checkpoint that the block reads.
 
-    Raises CorruptCheckpoint for damaged chunks, and ConfigError for errors of the disk or the store.
+    Raises CorruptCheckpoint for damaged chunks, and ConfigError for errors of the disk or the
+    store.
     """
     try:
         yield
@@ -314,7 +320,8 @@ CHUNKS = "arrays/ocdbt.process_*/d/*"  # files whose chunks have checksums of th
 
 BLOCK_BYTES = 256 << 10  # read at once; fits in a core's cache
 
-# Files of NFS and macOS that come and go: a manifest that lists one would make its checkpoint corrupt.
+# Files of NFS and macOS that come and go: a manifest that lists one would make its checkpoint
+# corrupt.
 TRANSIENT_FILES = (".nfs", "._", ".DS_Store")
 
 
@@ -351,14 +358,15 @@ def _measure(
                 advance(count)
         return size, f"{crc:08x}"
 
-    # Largest first: otherwise one thread may still read a large file after all others have finished.
+    # Largest first: otherwise one thread may still read a large file after all others have
+    # finished.
     names = sorted(names, key=lambda name: -(directory / name).stat().st_size)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         return dict(zip(names, threads.map(measure, names), strict=True))
 
 
 def unlisted_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Returns the paths that the manifest does not list; of a folder without listed files, only its own."""
+    """Returns the paths not in the manifest; of a folder without listed files, only its own."""
     files = {NAME, f"._{NAME}", *manifest.files}  # the second: of a crash while it was replaced
     folders = {str(parent) for name in files for parent in PurePosixPath(name).parents}
     unlisted = []
@@ -396,7 +404,8 @@ def steps(folder: Path) -> list[int]:
 def remove(path: Path) -> None:
     """Removes a checkpoint. Renames it first, so that a partly removed folder is not a checkpoint.
 
-    In an object store the manifest is removed first; the path of an unfinished save removes no checkpoint.
+    In an object store the manifest is removed first; the path of an unfinished save removes no
+    checkpoint.
     """
     is_unfinished = path.name.endswith(PARTIAL)
     storage.holding(path).remove_objects(path, unless_committed=is_unfinished)

@@ -1,8 +1,8 @@
-"""What meshtrain changes in Orbax, which has no options for it; for the version range in pyproject.toml.
+"""Changes what Orbax has no options for, in the range of versions that pyproject.toml allows.
 
-Each chunk of an array ends with its CRC-32C, which TensorStore computes when it writes the chunk and checks
-when it reads it. The arrays of a workdir on an object store are in the store. After an error no read or write
-is left behind.
+Each chunk of an array ends with its CRC-32C, which TensorStore computes when it writes the chunk
+and checks when it reads it. The arrays of a workdir on an object store are in the store. After an
+error no read or write is left behind.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def _with_checksums(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _where_the_workdir_is(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that says where the files of arrays are: in the store of a scratch folder."""
+    """Returns the function that says where the files of arrays are: perhaps in a store."""
 
     def build_where_the_workdir_is(*args: Any, **kwargs: Any) -> Any:
         spec = build(*args, **kwargs)
@@ -60,7 +60,7 @@ def _where_the_workdir_is(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_folders(merge: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that merges the arrays of all processes; it looks for a folder of each process."""
+    """Returns the function that merges what all processes wrote, each in a folder."""
 
     async def merge_with_folders(directory: Any, *args: Any, **kwargs: Any) -> None:
         workdir = storage.holding(Path(directory))
@@ -74,7 +74,7 @@ def _with_folders(merge: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _creates_folder(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the method that waits until process 0 has created a folder, or creates one that is not shared."""
+    """Returns the method that waits for a folder of process 0, or creates one not shared."""
 
     async def create_or_wait(store: Any, folder: Any) -> None:
         if storage.holding(Path(folder)).shared:
@@ -86,7 +86,7 @@ def _creates_folder(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _validates_if_shared(validate: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that compares what all processes wrote about the arrays, if process 0 can see it."""
+    """Returns the function that compares what all processes wrote, if process 0 sees it."""
 
     async def validate_if_shared(validator: Any, store: Any, folder: Any) -> None:
         if storage.holding(Path(folder)).shared:
@@ -96,7 +96,7 @@ def _validates_if_shared(validate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _waits_for_all(run: Callable[[Coroutine], Any]) -> Callable[[Coroutine], Any]:
-    """Returns the function that runs a coroutine; after an error it waits for all other reads and writes.
+    """Returns the function that runs a coroutine; after an error it waits for all others.
 
     Orbax would close their event loop at once, and Python print a traceback for each.
     """

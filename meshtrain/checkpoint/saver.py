@@ -42,8 +42,9 @@ class _Save:
 class Saver:
     """Saves the states of a run in the background, one at a time; close it when done.
 
-    The outcome of each save goes to `event(name, **fields)`; failures also to `log(text)`. Before a commit
-    `sync()` flushes the rows up to its step to disk. All processes call `restore`, `save` and `finish` together.
+    The outcome of each save goes to `event(name, **fields)`; failures also to `log(text)`. Before a
+    commit `sync()` flushes the rows up to its step to disk. All processes call `restore`, `save`
+    and `finish` together.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class Saver:
         }
 
         # Recovery: what `recover` found. `_damaged` are checkpoints with chunks that failed their
-        # checksums; `_corrupt`, on process 0, are all checkpoints newer than the valid one, these included.
+        # checksums; `_corrupt`, on process 0, are all checkpoints newer than the valid one, these
+        # included.
         self._changed: dict[str, list] = {}  # settings, since the checkpoint to resume from
         self._damaged: dict[int, str] = {}
         self._corrupt: dict[int, str] = {}
@@ -131,8 +133,9 @@ class Saver:
     ) -> tuple[Manifest, TrainState] | tuple[None, None]:
         """Returns the newest valid checkpoint and its state, with the shardings of `abstract`.
 
-        See `recover`, and `arrays.restore`. Arrays are verified while they are read: if one is damaged, the next
-        older checkpoint is read. Quarantines the corrupt ones, and reports which settings have changed.
+        See `recover`, and `arrays.restore`. Arrays are verified while they are read: if one is
+        damaged, the next older checkpoint is read. Quarantines the corrupt ones, and reports which
+        settings have changed.
         """
         # What one process could not read may be valid, whatever another found.
         agree = partial(distributed.raise_first, kinds=(TransientError, CorruptCheckpoint))
@@ -159,9 +162,9 @@ class Saver:
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
         """Returns the newest valid checkpoint, or None if there is none.
 
-        Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`; if the newest may
-        be valid but cannot be read; and if its settings may not change to the present ones (`resume.check`).
-        Nothing of the arrays is read yet.
+        Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`; if the
+        newest may be valid but cannot be read; and if its settings may not change to the present
+        ones (`resume.check`). Nothing of the arrays is read yet.
         """
         self._wait()
         # Process 0 alone looks for it, so that all resume from the same one.
@@ -217,10 +220,10 @@ class Saver:
     def record_rollback(
         self, saved: Manifest, position: int, loss_statistics: Mapping[str, float]
     ) -> None:
-        """Makes a checkpoint, to which the run has rolled back, one that continues at sample `position`.
+        """Makes the checkpoint of a rollback one that continues at sample `position`.
 
-        `loss_statistics` are those to resume with. Without this a crash before the next save would undo the
-        rollback.
+        `loss_statistics` are those to resume with. Without this a crash before the next save would
+        undo the rollback.
         """
         if distributed.process_id() > 0:
             return
@@ -249,8 +252,8 @@ class Saver:
     def save(self, step: int, state: TrainState, **fields: Any) -> None:
         """Starts a save; waits only for the previous save and for the copy to the host.
 
-        `fields` are `position`, `metrics` and `loss_statistics` of the manifest. A failed save is logged, and
-        `due` asks for another.
+        `fields` are `position`, `metrics` and `loss_statistics` of the manifest. A failed save is
+        logged, and `due` asks for another.
         """
         began = time.perf_counter()
         self._wait()
@@ -275,7 +278,7 @@ class Saver:
         job.blocked = time.perf_counter() - began
 
     def _create_folder(self, folder: Path, size: int) -> str:
-        """Creates the folder for a state of `size` bytes; returns an error message, or an empty string."""
+        """Creates the folder for a state of `size` bytes; returns an error message, or ""."""
         if distributed.process_id() > 0:
             return ""
         try:
@@ -354,9 +357,9 @@ class Saver:
                 return
             time.sleep(wait)
         raise ConfigError(
-            f"{self._folder}: step {step} could not be saved in {LAST_TRIES} tries, see events.jsonl; "
-            f"make room, or repair the disk or the access to the store, and run again: "
-            f"the run resumes from the newest checkpoint"
+            f"{self._folder}: step {step} could not be saved in {LAST_TRIES} tries, "
+            f"see events.jsonl; make room, or repair the disk or the access to the store, "
+            f"and run again: the run resumes from the newest checkpoint"
         )
 
     def close(self) -> None:

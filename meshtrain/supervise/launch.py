@@ -85,7 +85,7 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
 def _place(
     settings: Mapping[str, Any],
 ) -> tuple[launchers.ProcessInfo | None, dict[str, Any]]:
-    """Returns the rank and address of this supervisor, None if it is alone, and the settings with them.
+    """Returns the rank of this supervisor, None if it is alone, and the settings with it.
 
     Flags override the launcher's variables. Raises ConfigError for a flag that would be ignored.
     """
@@ -125,7 +125,7 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment of the processes; also short compilations are cached, for the next restart."""
+    """Returns the environment of the processes; for a restart all compilations are cached."""
     environ = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ}
     environ.pop(messages.SECRET_VARIABLE, None)  # only supervisors need it
     return environ
@@ -140,7 +140,7 @@ def _download_events(workdir: Workdir) -> None:
 
 
 def _upload(workdir: Workdir, *, node_rank: int) -> None:
-    """Uploads the logs of this host; those of a run that never started, and its events, are dropped."""
+    """Uploads the logs of this host, unless the run never started."""
     if node_rank == 0 and not (workdir.folder / "config.json").exists():
         return
     try:
@@ -175,7 +175,8 @@ class Folders:
         except OSError as error:
             self.remove_if_unused(EXIT_USER)
             raise ConfigError(
-                f"--workdir={workdir}: {error.filename}: {error.strerror}; use a folder that can be written"
+                f"--workdir={workdir}: {error.filename}: {error.strerror}; "
+                f"use a folder that can be written"
             ) from error
         return logs
 
@@ -188,9 +189,9 @@ class Folders:
                 raise
 
     def remove_if_unused(self, code: int) -> None:
-        """Removes what `make` created if a mistake of the user has ended the run before it wrote anything else.
+        """Removes what `make` created if a mistake of the user has ended the run at its start.
 
-        Also if nothing was started. The logs of a crash stay.
+        Nothing else has been written then. Also if nothing was started. The logs of a crash stay.
         """
         if not self._created:
             return
