@@ -31,6 +31,7 @@ from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.configs import default
 from meshtrain.program import assemble
+from meshtrain.storage import LocalFolder
 
 
 def raw_write(path: Path, blocks: list[np.ndarray]) -> None:
@@ -54,7 +55,7 @@ def measure(args) -> dict:
     program, folder = assemble(cfg, parts), Path(tempfile.mkdtemp(dir=args.folder))
     events: list[dict] = []
     saver = Saver(
-        folder,
+        LocalFolder(folder),
         cfg.checkpoint,
         config=cfg.to_dict(),
         mesh=asdict(cfg.mesh),
@@ -75,11 +76,11 @@ def measure(args) -> dict:
             began = time.perf_counter()
             blocks = [np.array(leaf) for leaf in jax.tree.leaves(current)]
             copied = time.perf_counter()
-            saver.finish(number, current, position=0, metrics={}, watch={})
+            saver.finish(number, current, position=0, metrics={}, loss_statistics={})
             saved = time.perf_counter()
             raw_write(folder / "raw", blocks)
             written = time.perf_counter()
-            find.verify(folder / str(number))
+            find.verify(folder / find.FOLDER / str(number))
             checked = time.perf_counter()
             saved_manifest, restored_state = saver.restore(program.abstract_state)
             jax.block_until_ready(restored_state)

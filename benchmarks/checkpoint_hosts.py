@@ -74,7 +74,7 @@ def work(args) -> dict[str, float]:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
     )
     folder, writer, described = args.folder, AsyncWriter(), arrays.shapes_of(state)
-    names = ("metrics", "watch", "mesh", "versions", "config")
+    names = ("metrics", "loss_statistics", "mesh", "versions", "config")
     fields = dict.fromkeys(names, {}) | dict(position=0, time=time.time(), arrays=described)
     for step in range(2):  # the first one loads libraries
         if distributed.process_id() == 0:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from meshtrain import storage
-from meshtrain.checkpoint import find, initial, lock, run_tokenizer
+from meshtrain.checkpoint import initial, lock, run_tokenizer
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cluster import distributed, progress
 from meshtrain.config import checks
@@ -58,7 +58,7 @@ class Run:
         return {
             "position": self.loader.position,
             "metrics": metrics,
-            "watch": self.loss_monitor.statistics,
+            "loss_statistics": self.loss_monitor.statistics,
         }
 
 
@@ -97,11 +97,13 @@ def open_run(
     heldout_loss = heldout.heldout_loss(program.eval_step, eval_data, cfg, program.mesh)
 
     # ---- the workdir, which this run alone may write, and the files of metrics in it ----
-    folder = storage.local(workdir, distributed.process_id()) if workdir else None
-    if folder:
-        stack.enter_context(lock.held(folder))
+    place = folder = None
+    if workdir:
+        place = storage.open_workdir(workdir, process=distributed.process_id())
+        folder = place.folder
+        stack.enter_context(lock.held(place))
     is_leader = distributed.process_id() == 0
-    writer = stack.enter_context(contextlib.closing(Writer(folder, leader=is_leader)))
+    writer = stack.enter_context(contextlib.closing(Writer(place, leader=is_leader)))
     with distributed.raise_on_all_processes():
         writer.open(sinks.open_sinks(cfg, folder, on_metrics) if is_leader else [])
 
@@ -109,9 +111,9 @@ def open_run(
     clock.enter("restore")
     identity = getattr(data, "identity", {})
     saver = saved = state = None
-    if folder:
+    if place:
         saver = Saver(
-            folder / find.FOLDER,
+            place,
             cfg.checkpoint,
             config=config,
             mesh=asdict(cfg.mesh),
@@ -131,7 +133,7 @@ def open_run(
         initial_params = initial.find_source(cfg.checkpoint, identity, log=writer.log)
     loss_monitor = LossMonitor(
         cfg.divergence,
-        saved.watch if saved else {},
+        saved.loss_statistics if saved else {},
         event=writer.event,
         log=writer.log,
     )

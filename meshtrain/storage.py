@@ -1,213 +1,416 @@
-"""Workdirs on object stores: s3://BUCKET/RUN and gs://BUCKET/RUN.
+"""Workdirs: a folder on a disk, or a folder of an object store (s3://BUCKET/RUN, gs://BUCKET/RUN).
 
-Such a workdir has a scratch folder on the local disk. A run reads and writes its small files there, as in any
-workdir, and uploads them with each checkpoint. The chunks of arrays are not copied: TensorStore, which writes
-checkpoints to disks too, writes them to the store and reads them from there. Its client also transfers the small
-files: one set of credentials and no other dependency, and it can replace an object on the condition that nobody
-else did, which fsspec and etils.epath cannot.
+`open_workdir` alone looks at a place to see which of the two it is; `holding` does so for what has
+only a path. All others ask the workdir: it has a folder on a local disk either way, and knows which
+of its files are elsewhere.
 """
 
-import atexit
-import functools
-import os
+import contextlib
+import fnmatch
+import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-DRIVERS = {"s3": "s3", "gs": "gcs"}  # scheme of a URL -> driver of TensorStore
+from meshtrain import object_store
 
-VARIABLE = "MESHTRAIN_SCRATCH"  # folder of all scratch folders; `launch` sets it for its processes
+# What a workdir holds, on either kind of place.
+CHECKPOINTS, LOGS, LOCK = "checkpoints", "logs", "LOCK"
 
-LOCAL = ("checkpoints", "logs", "LOCK")  # in a workdir: what `push` does not upload
+MANIFEST = "MANIFEST.json"  # in a checkpoint; one without it is an unfinished save
 
-# The folders STEP and arrays of a checkpoint, until they are renamed.
-WRITING = re.compile(r"^(\d+|arrays)\.(partial|orbax-checkpoint-tmp)$")
+# What a run itself writes and removes in its workdir.
+RUN_FOLDERS = (CHECKPOINTS, "tokenizer", "config_history", LOGS)
 
-RETRIES = {"max_retries": 5, "initial_delay": "200ms", "max_delay": "4s"}
-
-# Of TensorStore's client, which otherwise waits forever for a server that does not answer.
-TIMEOUTS = {
-    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "10",
-    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",
-    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
-}
-
-ABSENT = b"\x02"  # TensorStore's generation of an object that does not exist
-
-_pushed: dict[Path, tuple[int, int]] = {}  # `_state` of the files that equal their objects
+Spec = dict[str, Any]  # of TensorStore
 
 
-def is_url(path: Any) -> bool:
-    """Whether `path` is the URL of an object store; pathlib makes one slash of its two."""
-    return re.match(f"({'|'.join(DRIVERS)}):/", str(path)) is not None
+class Workdir(Protocol):
+    """A workdir as one process of its run sees it; paths given to its methods are in `folder`.
+
+    Methods that transfer objects raise OSError, with the URL as its `filename`. On a disk they do
+    nothing.
+    """
+
+    folder: Path  # the folder itself, or the scratch folder of this process
+    name: str  # in messages: path or URL
+    shared: bool  # whether all processes have the same folder
+
+    def url_faults(self, key: str) -> list[str]:
+        """Returns the faults of a URL that names no run; `key` is a flag, such as --workdir=."""
+        ...
+
+    def place_faults(self, data: Iterable[str]) -> list[str]:
+        """Returns the faults of the root, another run's folder, or one in or around `data`."""
+        ...
+
+    def variables(self) -> dict[str, str]:
+        """Returns the environment variables that other processes of this host need."""
+        ...
+
+    # ---- the lock, besides the one of the kernel on the file LOCK in `folder` ----
+
+    def acquire_lock(self, log: Callable[[str], None]) -> str:
+        """Acquires the lock and downloads what a run reads; returns an error message, or ""."""
+        ...
+
+    def confirm_lock(self) -> None:
+        """Raises OSError if this process held the lock and has lost it."""
+        ...
+
+    def release_lock(self) -> None:
+        """Uploads the files of a run that has started, if this process holds the lock.
+
+        The lock is released even if the upload fails.
+        """
+        ...
+
+    # ---- small files ----
+
+    def download_run(self) -> None:
+        """Downloads the small files of a run; raises FileNotFoundError if there are none."""
+        ...
+
+    def download(self, names: Collection[str]) -> None:
+        """Downloads these files, if they exist in the store and not in `folder`."""
+        ...
+
+    def upload(self, path: Path) -> None:
+        """Uploads a file, over an older one."""
+        ...
+
+    def push(self, subfolder: str = "") -> None:
+        """Uploads what has changed in a subfolder, or in `folder` but checkpoints and logs."""
+        ...
+
+    # ---- checkpoints: folders STEP, or STEP.partial while they are written ----
+
+    def chunk_names(self, directory: Path) -> list[str]:
+        """Returns the files of a checkpoint that are only in the store: chunks of arrays."""
+        ...
+
+    def fetch(self, directory: Path) -> list[str]:
+        """Downloads the small files of a checkpoint, and returns the others: `chunk_names`."""
+        ...
+
+    def refresh(self, directory: Path) -> None:
+        """Downloads the small files of a checkpoint again: another process has changed some."""
+        ...
+
+    def publish(self, directory: Path, names: Collection[str]) -> None:
+        """Uploads the small files among `names`, then the manifest if there is none yet.
+
+        If that fails, removes the folder.
+        """
+        ...
+
+    def remove_objects(self, directory: Path, *, unless_committed: bool) -> None:
+        """Removes the objects of a checkpoint, its manifest first.
+
+        With `unless_committed` only if there is no manifest.
+        """
+        ...
+
+    def move_objects(self, source: Path, target: Path) -> None:
+        """Moves the objects of a checkpoint: copies the manifest last, and removes it first."""
+        ...
+
+    def remove_unfinished(self, folder: Path, finished: Collection[int]) -> None:
+        """Removes the objects of all other steps than `finished`."""
+        ...
+
+    def free_bytes(self, folder: Path) -> float:
+        """Returns the space for checkpoints."""
+        ...
+
+    def array_store(self, spec: Spec) -> Spec:
+        """Returns the OCDBT database `spec`, whose base is a folder, where its files are."""
+        ...
+
+    def only(
+        self, directory: Path, names: Collection[str]
+    ) -> contextlib.AbstractContextManager[Path]:
+        """Yields a folder with only these files of a checkpoint; it ends with the context."""
+        ...
 
 
-def local(path: str | Path, process: int = 0) -> Path:
-    """Returns the scratch folder of a URL for a process; any other path as it is."""
-    if not is_url(path):
-        return Path(path)
-    scheme, _, rest = str(path).partition(":")
-    return root() / str(process) / scheme / rest.strip("/")
+def open_workdir(place: str | Path, *, process: int = 0) -> Workdir:
+    """Returns the workdir at a path or URL, as process number `process` of its run sees it."""
+    if object_store.is_url(place):
+        return ObjectStore(object_store.scratch_folder(place, process), place)
+    return LocalFolder(place)
 
 
-@functools.cache
-def root() -> Path:
-    """Returns the folder of all scratch folders; if this process made it, it is removed at exit."""
-    if given := os.environ.get(VARIABLE):
-        return Path(given)
-    made = Path(tempfile.mkdtemp(prefix="meshtrain-")).resolve()
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+def holding(path: Path) -> Workdir:
+    """Returns the workdir that holds a path.
 
-
-def url(path: Path) -> str:
-    """Returns the URL of a path in a scratch folder, and an empty string for any other path."""
-    if not root.cache_info().currsize and VARIABLE not in os.environ:
-        return ""
-    try:
-        _, scheme, *rest = Path(path).relative_to(root()).parts
-    except ValueError:
-        return ""
-    place = "/".join(WRITING.sub(r"\1", part) for part in rest)
-    return f"{scheme}://{place}" if place else ""
+    For what has only the path of a checkpoint: functions below Orbax, and those that verify it.
+    """
+    return ObjectStore(path) if object_store.url(path) else LocalFolder(path)
 
 
 def readable(text: str) -> str:
     """Returns a text with URLs for the scratch folders that it names."""
-    if not root.cache_info().currsize:
+    if not object_store.root.cache_info().currsize:
         return text
-    return re.sub(rf"{re.escape(str(root()))}/\d+/({'|'.join(DRIVERS)})/", r"\1://", text)
+    scratch, schemes = re.escape(str(object_store.root())), "|".join(object_store.DRIVERS)
+    return re.sub(rf"{scratch}/\d+/({schemes})/", r"\1://", text)
 
 
-def spec(folder: Path) -> dict[str, Any] | None:
-    """Returns TensorStore's description of the objects under a scratch folder; None for any other folder."""
-    scheme, _, rest = url(folder).partition("://")
-    if not rest:
-        return None
-    for name, value in TIMEOUTS.items():
-        os.environ.setdefault(name, value)
-    bucket, _, key = rest.partition("/")
-    found = {"driver": DRIVERS[scheme], "bucket": bucket, "path": f"{key}/" if key else ""}
-    if scheme == "gs":
-        if host := os.environ.get("STORAGE_EMULATOR_HOST"):
-            os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", host)
-            os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
-        return {**found, "context": {"gcs_request_retries": RETRIES}}
-    for names, member in (
-        (("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "endpoint"),
-        (("AWS_REGION", "AWS_DEFAULT_REGION"), "aws_region"),
-    ):
-        if value := next(filter(None, map(os.environ.get, names)), None):
-            found[member] = value.rstrip("/")
-    context: dict[str, Any] = {"s3_request_retries": RETRIES}
-    # Otherwise the client tries one source after the other, and logs each failure.
-    if os.environ.get("AWS_ACCESS_KEY_ID"):
-        context["aws_credentials"] = {"type": "environment"}
-    return {**found, "context": context}
+class LocalFolder:
+    """A workdir on a disk: its files are where they are written."""
+
+    shared = True
+
+    def __init__(self, place: str | Path):
+        self.folder = Path(place)
+        self.name = str(self.folder)
+        self._given = str(place)
+
+    def url_faults(self, key: str) -> list[str]:
+        fault = url_fault(key, self._given)
+        return [fault] if fault else []
+
+    def place_faults(self, data: Iterable[str]) -> list[str]:
+        key = f"--workdir={self._given}"
+        if url := re.match(rf"({'|'.join(object_store.DRIVERS)}):(?!/)", self._given):
+            return [f"{key}: write {url[1]}://BUCKET/RUN; for a folder, its absolute path"]
+        place = self.folder.resolve()
+        if place == Path(place.root):
+            return [f"{key}: use a folder of its own, such as runs/NAME"]
+        for folder in (place, *place.parents):
+            if folder.name in RUN_FOLDERS and (folder.parent / "config.json").is_file():
+                return [
+                    f"{key}: belongs to the run in {folder.parent}; use --workdir={folder.parent} "
+                    f"to resume it, or another folder"
+                ]
+        for path in filter(None, data):
+            other = Path(path).resolve()
+            if place == other or place in other.parents or other in place.parents:
+                relation = "contains" if place in other.parents else "is in"
+                return [
+                    f"{key}: {relation} data.path={path}; "
+                    f"keep the run and its data in separate folders"
+                ]
+        return []
+
+    def variables(self) -> dict[str, str]:
+        return {}
+
+    def acquire_lock(self, log: Callable[[str], None]) -> str:
+        return ""
+
+    def confirm_lock(self) -> None:
+        pass
+
+    def release_lock(self) -> None:
+        pass
+
+    def download_run(self) -> None:
+        pass
+
+    def download(self, names: Collection[str]) -> None:
+        pass
+
+    def upload(self, path: Path) -> None:
+        pass
+
+    def push(self, subfolder: str = "") -> None:
+        pass
+
+    def chunk_names(self, directory: Path) -> list[str]:
+        return []
+
+    def fetch(self, directory: Path) -> list[str]:
+        return []
+
+    def refresh(self, directory: Path) -> None:
+        pass
+
+    def publish(self, directory: Path, names: Collection[str]) -> None:
+        pass
+
+    def remove_objects(self, directory: Path, *, unless_committed: bool) -> None:
+        pass
+
+    def move_objects(self, source: Path, target: Path) -> None:
+        pass
+
+    def remove_unfinished(self, folder: Path, finished: Collection[int]) -> None:
+        pass
+
+    def free_bytes(self, folder: Path) -> float:
+        return shutil.disk_usage(folder).free
+
+    def array_store(self, spec: Spec) -> Spec:
+        return spec
+
+    @contextlib.contextmanager
+    def only(self, directory: Path, names: Collection[str]) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory() as links:
+            for name in names:
+                link = Path(links, name)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to((directory / name).absolute())
+            yield Path(links)
 
 
-def _done(place: Path, work: Callable[[Any], Any]) -> Any:
-    """Returns `work(store)`, with the objects under `place`. Raises OSError if the store reports an error."""
-    import tensorstore  # here, since it takes a while and most runs do not need it
-
-    try:
-        return work(tensorstore.KvStore.open(spec(place)).result())
-    except Exception as error:
-        raise OSError(None, cause(str(error)), url(place)) from error
+# Objects that one process writes: chunks, which have checksums, and its index, which nothing reads
+# once process 0 has merged all. So the late writes of a run that was suspended change nothing that
+# another one has committed. They are never in a scratch folder.
+OF_PROCESSES = "arrays/ocdbt.process_*/*"  # in a checkpoint
 
 
-def cause(text: str) -> str:
-    """Returns the last cause in an error message of TensorStore, without its details."""
-    text = text.splitlines()[0] if "http_response_code=" not in text else text
-    return re.sub(r"\s*\[[a-z_]+\W.*", "", text, flags=re.S).rpartition("Error reading ")[2][:300]
+class ObjectStore:
+    """A workdir on an object store, with the same names as on a disk.
 
-
-def names(folder: Path) -> list[str]:
-    """Returns the names of all objects under a folder, relative to it."""
-    return sorted(key.decode() for key in _done(folder, lambda store: store.list().result()))
-
-
-def read(path: Path) -> tuple[bytes | None, bytes]:
-    """Returns an object, None if it does not exist, and its generation."""
-    found = _done(path.parent, lambda store: store.read(path.name).result())
-    generation = found.stamp.generation
-    return (found.value if found.state == "value" else None), generation if any(
-        generation
-    ) else None
-
-
-def write(path: Path, data: bytes | None, *, only_if: bytes | None = None) -> bytes:
-    """Writes an object, or removes it if `data` is None, and returns its generation.
-
-    With `only_if` it is written only if this is its generation until now; otherwise b"" is returned.
+    The manifest is written last, on the condition that there is none, and removed first. What has
+    no manifest is an unfinished save. The scratch folder of a process holds all of a checkpoint but
+    the chunks of arrays.
     """
-    done = _done(path.parent, lambda store: store.write(path.name, data, if_equal=only_if).result())
-    return done.generation
+
+    shared = False
+
+    def __init__(self, folder: Path, given: str | Path = ""):
+        self.folder = folder
+        self.name = object_store.url(folder)
+        self._given = _with_two_slashes(given) or self.name
+
+    def url_faults(self, key: str) -> list[str]:
+        scheme, _, rest = self._given.partition(":")
+        bucket, *parts = rest.strip("/").split("/")
+        if not bucket or not parts or {"", ".", ".."} & {bucket, *parts}:
+            return [
+                f"{key}{self._given}: use a bucket and a folder of its own in it, "
+                f"such as {scheme}://BUCKET/RUN"
+            ]
+        if parts[-2:-1] == [CHECKPOINTS] and parts[-1].isdecimal():
+            run = "/".join(parts[:-2])
+            return [
+                f"{key}{self._given}: is a checkpoint; use --workdir={scheme}://{bucket}/{run} "
+                f"to resume its run, or another folder"
+            ]
+        return []
+
+    def place_faults(self, data: Iterable[str]) -> list[str]:
+        return []
+
+    def variables(self) -> dict[str, str]:
+        return {object_store.VARIABLE: str(object_store.root())}
+
+    def acquire_lock(self, log: Callable[[str], None]) -> str:
+        fault = object_store.acquire_lease(self.folder / LOCK, log=log)
+        if not fault:
+            # What a supervisor has left in the scratch folder is newer, but for the checkpoints.
+            shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
+            self._download_all(but=(LOCK, LOGS))
+        return fault
+
+    def confirm_lock(self) -> None:
+        object_store.confirm_lease()
+
+    def release_lock(self) -> None:
+        try:
+            if object_store.is_lease_held() and (self.folder / "config.json").exists():
+                self.confirm_lock()
+                self.push()
+        finally:
+            object_store.release_lease()
+
+    def download_run(self) -> None:
+        self._download_all()
+        if not self.folder.is_dir():
+            raise FileNotFoundError(None, "there are no objects under this name", self.name)
+
+    def _download_all(self, but: Collection[str] = ()) -> None:
+        """Downloads the small files of a run, `but` for some, without unfinished saves."""
+        names = object_store.names(self.folder)
+        finished = {name.removesuffix(f"/{MANIFEST}") for name in names}
+
+        def is_wanted(name: str) -> bool:
+            first, second = [*name.split("/"), ""][:2]
+            is_save = first == CHECKPOINTS and second.isdecimal()
+            is_unfinished = is_save and f"{first}/{second}" not in finished
+            return first not in but and not is_unfinished and not _is_of_process(name)
+
+        object_store.download(self.folder, filter(is_wanted, names))
+
+    def download(self, names: Collection[str]) -> None:
+        object_store.download(self.folder, {*names} & {*object_store.names(self.folder)})
+
+    def upload(self, path: Path) -> None:
+        object_store.upload(path)
+
+    def push(self, subfolder: str = "") -> None:
+        object_store.push(self.folder / subfolder, but=(CHECKPOINTS, LOGS, LOCK))
+
+    def chunk_names(self, directory: Path) -> list[str]:
+        return list(filter(_is_of_process, object_store.names(directory)))
+
+    def fetch(self, directory: Path) -> list[str]:
+        names = object_store.names(directory)
+        object_store.download(directory, [name for name in names if not _is_of_process(name)])
+        return list(filter(_is_of_process, names))
+
+    def refresh(self, directory: Path) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        self.fetch(directory)
+
+    def publish(self, directory: Path, names: Collection[str]) -> None:
+        try:
+            for name in {*names} - {*object_store.names(directory)}:
+                object_store.upload(directory / name)
+            object_store.create(directory / MANIFEST)
+        except OSError:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    def remove_objects(self, directory: Path, *, unless_committed: bool) -> None:
+        if not (unless_committed and MANIFEST in object_store.names(directory)):
+            object_store.remove(directory, first=MANIFEST)
+
+    def move_objects(self, source: Path, target: Path) -> None:
+        object_store.copy(source, target, last=MANIFEST)
+        object_store.remove(source, first=MANIFEST)
+
+    def remove_unfinished(self, folder: Path, finished: Collection[int]) -> None:
+        begun = {name.partition("/")[0] for name in object_store.names(folder)}
+        for step in begun - {*map(str, finished)}:
+            if step.isdecimal():
+                object_store.remove(folder / step)
+
+    def free_bytes(self, folder: Path) -> float:
+        return math.inf
+
+    def array_store(self, spec: Spec) -> Spec:
+        base = object_store.spec(Path(spec["base"]["path"]))
+        # Without `manifest`: on a disk it is written in another way than the data.
+        return {name: value for name, value in spec.items() if name != "manifest"} | {"base": base}
+
+    @contextlib.contextmanager
+    def only(self, directory: Path, names: Collection[str]) -> Iterator[Path]:
+        yield directory.absolute()  # a link cannot stand for an object
 
 
-def upload(path: Path) -> None:
-    """Writes a file of a scratch folder to the store."""
-    write(path, path.read_bytes())
+def _is_of_process(name: str) -> bool:
+    """Returns whether an object is one of OF_PROCESSES; the name is in a checkpoint or workdir."""
+    return any(fnmatch.fnmatchcase(name, f"{prefix}{OF_PROCESSES}") for prefix in ("", "*/"))
 
 
-def create(path: Path) -> None:
-    """Writes a file to the store; raises OSError if there is an object of this name."""
-    data = path.read_bytes()
-    # After a lost answer the client tries again, and finds its own object.
-    if not write(path, data, only_if=ABSENT) and read(path)[0] != data:
-        raise OSError(None, "another run has written it", url(path))
+def url_fault(key: str, path: str | Path) -> str:
+    """Returns the fault of a path that is a URL: it would be a local folder `gs:`."""
+    url = re.match(r"(\w{2,}):/", str(path))
+    if not url:
+        return ""
+    return (
+        f"{key}{_with_two_slashes(path)}: this version does not read or write {url[1]} storage; "
+        f"use a folder, such as one of a mounted file system"
+    )
 
 
-def remove(folder: Path, first: str = "") -> None:
-    """Removes all objects under a folder, and before them the object `first`."""
-    found = names(folder)
-    if first in found:
-        write(folder / first, None)
-    futures = _done(folder, lambda store: [store.write(name, None) for name in found])
-    for future in futures:
-        _done(folder, lambda _, future=future: future.result())
-
-
-def copy(source: Path, target: Path, last: str) -> None:
-    """Copies all objects under a folder to another one, the object `last` after the others."""
-    for name in sorted(names(source), key=last.__eq__):
-        data, _ = read(source / name)
-        if data is not None:
-            write(target / name, data)
-
-
-def download(folder: Path, wanted: Iterable[str]) -> None:
-    """Downloads objects under a folder, given by their names, but not over files that exist."""
-    for name, data in _read_all(folder, [one for one in wanted if not (folder / one).exists()]):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-        _pushed[folder / name] = _state(folder / name)
-
-
-def _read_all(folder: Path, found: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """Yields names and objects; the store reads them in parallel."""
-    futures = _done(folder, lambda store: [(name, store.read(name)) for name in found])
-    for name, future in futures:
-        result = _done(folder, lambda _, future=future: future.result())
-        if result.state == "value":
-            yield name, result.value
-
-
-def push(folder: Path) -> None:
-    """Uploads the files of a workdir, or of one of its folders, that have changed; of a workdir all but LOCAL."""
-    for path in sorted(folder.rglob("*")):
-        if path.relative_to(folder).parts[0] in LOCAL or not path.is_file():
-            continue
-        state = _state(path)
-        if _pushed.get(path) != state and path.suffix != ".new":
-            upload(path)
-            _pushed[path] = state
-
-
-def _state(path: Path) -> tuple[int, int]:
-    """Returns what changes when a file is written: its mtime and size."""
-    status = path.stat()
-    return status.st_mtime_ns, status.st_size
+def _with_two_slashes(url: str | Path) -> str:
+    """Returns a URL as it was given: pathlib makes one slash of its two."""
+    return re.sub("(?<=:)/(?!/)", "//", str(url), count=1)

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from benchmarks.lib import record
-from meshtrain import storage
+from meshtrain import object_store
 from meshtrain.checkpoint import arrays, find
 from meshtrain.cli.verify import QUICK_COMPILE_FLAGS
 from meshtrain.cluster.progress import VARIABLE
@@ -69,7 +69,7 @@ MIXTURE |= {"checkpoint.every": 5}
 
 
 def command(workdir: Path, steps: int, pace: float, *flags: str) -> list[str]:
-    place = storage.url(workdir)
+    place = object_store.url(workdir)
     settings = {"train.steps": steps, "train.global_batch": 8, "train.log_every": 1}
     settings |= {"model.num_layers": 2, "model.d_model": 32, "model.num_heads": 2}
     settings |= {"model.num_kv_heads": 2, "model.d_ff": 64, "model.vocab_size": 64}
@@ -115,7 +115,7 @@ def worker_pids(workdir: Path) -> dict[int, int]:
                 for pair in (folder / "environ").read_text(errors="replace").split("\0")
                 if "=" in pair
             )
-            place = storage.url(workdir) or str(workdir)
+            place = object_store.url(workdir) or str(workdir)
             if VARIABLE in variables and place in (folder / "cmdline").read_text():
                 pids[int(variables["JAX_PROCESS_ID"])] = int(folder.name)
         except OSError:
@@ -196,7 +196,7 @@ def s3_server(folder: Path) -> Iterator[str]:
     server = subprocess.Popen(command, stdout=null, stderr=null)
     os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     os.environ |= {"AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": address}
-    os.environ[storage.VARIABLE] = str(folder / "scratch")
+    os.environ[object_store.VARIABLE] = str(folder / "scratch")
     os.environ["XLA_FLAGS"] = QUICK_COMPILE_FLAGS  # two cores compile for eight devices
     try:
         for _ in range(300):
@@ -214,7 +214,10 @@ def soak(args, folder: Path) -> dict:
         workdirs = folder / "interrupted", folder / "uninterrupted"
         return soak_in(args, *workdirs, PROCESSES, 0.05, "--stall_seconds=5")
     with s3_server(folder) as bucket:
-        workdirs = [storage.local(f"{bucket}/{name}") for name in ("interrupted", "uninterrupted")]
+        workdirs = [
+            object_store.scratch_folder(f"{bucket}/{name}")
+            for name in ("interrupted", "uninterrupted")
+        ]
         workdirs[0].parent.mkdir(parents=True)
         return soak_in(args, *workdirs, S3_PROCESSES, 0.3, "--stall_seconds=15")
 
@@ -255,7 +258,7 @@ def soak_in(
     print(f"{steps} steps, {len(injected)} faults, {minutes:.1f} minutes, exit code {code}")
     print(Path(f"{interrupted}.log").read_text().splitlines()[-1], flush=True)
     assert start(uninterrupted, steps, 0.0).wait() == 0
-    ends = [storage.url(one) or one for one in (interrupted, uninterrupted)]
+    ends = [object_store.url(one) or one for one in (interrupted, uninterrupted)]
     same = final_state(ends[0]) == final_state(ends[1])
     relation = "bit-equal to" if same else "DIFFERENT from"
     print(f"parameters, optimizer state and {steps} losses: {relation} an uninterrupted run")
@@ -273,9 +276,9 @@ def is_recovering(workdir: Path) -> bool:
 
 def final_state(workdir: Path | str) -> tuple:
     """Returns the newest checkpoint's step and arrays, as bytes by path, and the loss of each step."""
-    if storage.is_url(workdir):  # as a process sees it that has no scratch folder yet
-        os.environ[storage.VARIABLE] = tempfile.mkdtemp()
-        storage.root.cache_clear()
+    if object_store.is_url(workdir):  # as a process sees it that has no scratch folder yet
+        os.environ[object_store.VARIABLE] = tempfile.mkdtemp()
+        object_store.root.cache_clear()
         workdir = find.download_metadata(Path(workdir))
     newest = max((int(path.name) for path in (workdir / find.FOLDER).glob("[0-9]*")), default=0)
     saved = arrays.as_numpy(workdir / find.FOLDER / str(newest))

@@ -1,15 +1,14 @@
-"""Writes and restores arrays with Orbax: each process its shards, and it verifies the chunks that it reads.
+"""Writes and restores arrays with Orbax: each process its shards, whose chunks it verifies.
 
-The residual of compressed gradients has one row per batch shard. Only its sum over the shards matters: on the same
-number of shards each gets its own row back, on another number the sum is split equally.
+The residual of compressed gradients has one row per batch shard. Only its sum over the shards
+matters: on the same number of shards each gets its own row back, on another number the sum is split
+equally.
 """
 
 import ast
 import contextlib
 import fnmatch
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain import storage
-from meshtrain.checkpoint import find, manifest, orbax_patches
+from meshtrain.checkpoint import manifest, orbax_patches
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.errors import ConfigError, TransientError
 from meshtrain.models import trees
@@ -28,12 +27,11 @@ from meshtrain.models.base import Params
 from meshtrain.models.lora_layer import is_low_rank
 from meshtrain.state import LossScale, TrainState, averages, start_loss_scale
 
-FOLDER = "arrays"  # in a checkpoint
-
 orbax_patches.apply()
 
-MAX_LISTED = 20  # mismatched arrays that an error message lists
+FOLDER = "arrays"  # in a checkpoint
 
+# Gets what went wrong in this process, or None, and raises what all processes are to raise.
 Agree = Callable[[CorruptCheckpoint | TransientError | None], None]
 
 
@@ -42,129 +40,54 @@ def _raise(fault: Exception | None) -> None:
         raise fault
 
 
-def restore(
-    directory: Path,
-    saved: Mapping[str, str],
-    abstract: TrainState,
-    *,
-    allow_cast: bool = False,
-    agree: Agree = _raise,
-) -> TrainState:
-    """Returns the state in a checkpoint, with the shardings of `abstract`.
-
-    `saved` is the manifest's `arrays`. A run may switch to or from float16: a loss scale that was not
-    saved is initialised, and a loss scale that is not needed is dropped; so is a residual, which fits any
-    number of batch shards. Raises ConfigError if any other array is missing, has another shape or, without
-    `allow_cast`, has another dtype. After reading, each process calls `agree` with None, CorruptCheckpoint if a
-    chunk is damaged, or TransientError; it raises what is to be raised.
-    """
-    replicated = abstract.step.sharding
-    init_loss_scale = jax.jit(start_loss_scale, out_shardings=LossScale(replicated, replicated))
-    has_loss_scale = any(path.startswith("loss_scale") for path in saved)
-    target = abstract._replace(
-        loss_scale=init_loss_scale.eval_shape() if has_loss_scale else None,
-        residual=saved_residual(saved, abstract.residual) or None,
-    )
-    wanted = shapes(fields(target))
-    kept = {
-        p: kind for p, kind in saved.items() if not p.startswith(RESIDUAL_PREFIX) or p in wanted
-    }
-    _check_same(kept, wanted, directory, allow_cast)
-    state = TrainState(**_read(directory, saved, fields(target), agree))
-    state = state._replace(residual=share_residual(state.residual or {}, abstract.residual))
-    if abstract.loss_scale is None:
-        return state._replace(loss_scale=None)
-    return state if has_loss_scale else state._replace(loss_scale=init_loss_scale())
+# ---- writing ----
 
 
-def restore_params(
-    directory: Path, saved: Mapping[str, str], params: Params, patterns: Sequence[str] = ("*",)
-) -> tuple[Params, list[str], list[str]]:
-    """Returns `params` after reading the parameters that match a pattern from a checkpoint.
+class AsyncWriter:
+    """Writes trees of arrays in the background, one at a time."""
 
-    Also returns the paths of the parameters left unchanged, and the paths in the checkpoint not used.
-    Values are cast to the dtypes of `params`; those of a schedule-free optimizer are its averages. A pattern is
-    a glob over paths such as layers/attention/*. The checkpoint may have another optimizer, and lack an adapter,
-    which then keeps its initial values. Raises ConfigError if another matching parameter is missing or has
-    another shape, or if the checkpoint is corrupt.
-    """
-    flat = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    wanted = {
-        path: leaf
-        for path, leaf in flat.items()
-        if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-        and (f"params/{path}" in saved or not is_low_rank(path))
-    }
-    if unmatched := [pattern for pattern in patterns if not fnmatch.filter(flat, pattern)]:
-        raise ConfigError(
-            f"checkpoint.init_only={','.join(unmatched)}: no parameter has such a name; "
-            f"there are {', '.join(list(flat)[:5])}, ..."
-        )
-    prefix = "params/"
-    saved_params = {
-        path.removeprefix(prefix): shape for path, shape in saved.items() if path.startswith(prefix)
-    }
-    _check_same(
-        {path: shape for path, shape in saved_params.items() if path in wanted},
-        shapes(wanted),
-        directory,
-        allow_cast=True,
-    )
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
-        trees.matching(params, wanted.__contains__),
-    )
-    try:
-        read = _read_params(directory, saved, abstract)
-    except CorruptCheckpoint as error:
-        raise ConfigError(f"{directory}: {error}; use another checkpoint") from error
-    new = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(read)}
-    return (
-        jax.tree.map_with_path(lambda path, leaf: new.get(_name(path), leaf), params),
-        [path for path in flat if path not in wanted],
-        sorted(saved_params.keys() - wanted.keys()),
-    )
+    def __init__(self):
+        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True))
+
+    def save(self, folder: Path, tree: Any) -> None:
+        """Starts to write to a new folder; returns after the copy to the host.
+
+        Then the arrays may be donated.
+        """
+        with self._first_error():
+            self._orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(tree), force=True)
+
+    def wait(self) -> None:
+        """Waits until all processes have written their arrays; raises the first error."""
+        with self._first_error():
+            self._orbax.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _first_error(self) -> Iterator[None]:
+        """Drops all errors of a save but the first.
+
+        Orbax raises one per call, and would raise the next in `close`.
+        """
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(Exception):
+                self._orbax.wait_until_finished()
+            raise
+
+    def close(self) -> None:
+        self._orbax.close()
 
 
-def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> Params:
-    """Returns the parameters to use: those of the train state, or their averages (`state.averages`)."""
-    found = [path.removesuffix("/b1") for path in saved if path.endswith("/b1")]
-    found = [path for path in found if f"{path}/weight_sum" in saved]
-    prefix = found[0] if found else ""
-    stored = jax.tree.map(
-        lambda leaf: leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32)), wanted
-    )
-    z = trees.matching(stored, lambda path: f"{prefix}/z/{path}" in saved)  # trained parameters
-    if not z:
-        return _read(directory, saved, {"params": wanted})["params"]
-    mesh = jax.tree.leaves(wanted)[0].sharding.mesh
-    dtype = saved[f"{prefix}/b1"].rpartition(" ")[2]
-    b1 = jax.ShapeDtypeStruct((), dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-    tree: Any = {"z": z, "b1": b1}
-    for name in reversed(prefix.split("/")):
-        tree = {name: tree}
-    read = _read(directory, saved, {"params": stored, **tree})
-    state = read
-    for name in prefix.split("/"):
-        state = state[name]
-    y = read["params"]
-    used = trees.merge(y, averages(trees.intersect(y, z), state["z"], state["b1"]))
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), used, wanted)
-
-
-def as_numpy(directory: Path) -> dict[str, np.ndarray]:
-    """Returns all arrays of a checkpoint by path, on the host."""
-    with _listed_files(directory) as path, ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        saved = orbax.metadata(path).item_metadata.tree
-        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
-        tree = orbax.restore(path, args=ocp.args.PyTreeRestore(restore_args=on_host))
-    return {_name(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+def fields(state: TrainState) -> dict[str, Any]:
+    """Returns the fields of a state except None, which Orbax would save too."""
+    return {name: value for name, value in state._asdict().items() if value is not None}
 
 
 def shapes(tree: Any) -> dict[str, str]:
-    """Returns "(shape) dtype" by path, with the paths of Orbax, which turns every container into a dict."""
+    """Returns "(shape) dtype" by path; as in Orbax, every container is a dict."""
     return {
-        _name(path): f"{tuple(leaf.shape)} {leaf.dtype}"
+        trees.name_of(path): f"{tuple(leaf.shape)} {leaf.dtype}"
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
@@ -183,10 +106,146 @@ def check_kinds(abstract: TrainState) -> None:
             )
 
 
+# ---- reading a state ----
+
+
+def restore(
+    directory: Path,
+    saved: Mapping[str, str],
+    abstract: TrainState,
+    *,
+    allow_cast: bool = False,
+    agree: Agree = _raise,
+) -> TrainState:
+    """Returns the state in a checkpoint, with the shardings of `abstract`.
+
+    `saved` is the manifest's `arrays`. A run may switch to or from float16: a loss scale that was
+    not saved is initialised, and a loss scale that is not needed is dropped; so is a residual,
+    which fits any number of batch shards. Raises ConfigError if any other array is missing, has
+    another shape or, without `allow_cast`, has another dtype. After reading, each process calls
+    `agree` with None, CorruptCheckpoint if a chunk is damaged, or TransientError.
+    """
+    replicated = abstract.step.sharding
+    init_loss_scale = jax.jit(start_loss_scale, out_shardings=LossScale(replicated, replicated))
+    has_loss_scale = any(path.startswith("loss_scale") for path in saved)
+    target = abstract._replace(
+        loss_scale=init_loss_scale.eval_shape() if has_loss_scale else None,
+        residual=saved_residual(saved, abstract.residual) or None,
+    )
+    wanted = shapes(fields(target))
+    # A residual that is not wanted is not read, so it is no mismatch.
+    compared = {
+        path: kind
+        for path, kind in saved.items()
+        if path in wanted or not path.startswith(RESIDUAL_PREFIX)
+    }
+    _check_same(compared, wanted, directory, allow_cast)
+    state = TrainState(**_read(directory, saved, fields(target), agree))
+    state = state._replace(residual=share_residual(state.residual or {}, abstract.residual))
+    if abstract.loss_scale is None:
+        return state._replace(loss_scale=None)
+    return state if has_loss_scale else state._replace(loss_scale=init_loss_scale())
+
+
+# ---- reading only parameters ----
+
+
+def restore_params(
+    directory: Path, saved: Mapping[str, str], params: Params, patterns: Sequence[str] = ("*",)
+) -> tuple[Params, list[str], list[str]]:
+    """Returns `params` after reading the parameters that match a pattern from a checkpoint.
+
+    Also returns the paths of the parameters left unchanged, and the paths in the checkpoint not
+    used. Values are cast to the dtypes of `params`; those of a schedule-free optimizer are its
+    averages. A pattern is a glob over paths such as layers/attention/*. The checkpoint may have
+    another optimizer, and lack an adapter, which then keeps its initial values. Raises ConfigError
+    if another matching parameter is missing or has another shape, or if the checkpoint is corrupt.
+    """
+    paths = [trees.name_of(path) for path, _ in jax.tree.leaves_with_path(params)]
+    if unmatched := [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]:
+        raise ConfigError(
+            f"checkpoint.init_only={','.join(unmatched)}: no parameter has such a name; "
+            f"there are {', '.join(paths[:5])}, ..."
+        )
+    wanted = set()
+    for path in paths:
+        is_matching = any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+        if is_matching and (f"params/{path}" in saved or not is_low_rank(path)):
+            wanted.add(path)
+    wanted_params = trees.matching(params, wanted.__contains__)
+    saved_params = {
+        path.removeprefix("params/"): kind
+        for path, kind in saved.items()
+        if path.startswith("params/")
+    }
+    _check_same(
+        {path: kind for path, kind in saved_params.items() if path in wanted},
+        shapes(wanted_params),
+        directory,
+        allow_cast=True,
+    )
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+        wanted_params,
+    )
+    try:
+        new_params = _read_params(directory, saved, abstract)
+    except CorruptCheckpoint as error:
+        raise ConfigError(f"{directory}: {error}; use another checkpoint") from error
+    unchanged = [path for path in paths if path not in wanted]
+    return trees.merge(params, new_params), unchanged, sorted(saved_params.keys() - wanted)
+
+
+def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> Params:
+    """Returns the parameters to use: those of the state, or their averages (`state.averages`)."""
+    # A schedule-free optimizer keeps `z`, `b1` and `weight_sum` side by side.
+    prefixes = [path.removesuffix("/b1") for path in saved if path.endswith("/b1")]
+    prefixes = [prefix for prefix in prefixes if f"{prefix}/weight_sum" in saved]
+    prefix = prefixes[0] if prefixes else ""
+    wide = jax.tree.map(
+        lambda leaf: leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32)), wanted
+    )
+    z = trees.matching(wide, lambda path: f"{prefix}/z/{path}" in saved)  # trained parameters
+    if not z:
+        return _read(directory, saved, {"params": wanted})["params"]
+    mesh = jax.tree.leaves(wanted)[0].sharding.mesh
+    b1 = jax.ShapeDtypeStruct(
+        (),
+        _dtype(saved[f"{prefix}/b1"]),
+        sharding=NamedSharding(mesh, PartitionSpec()),
+    )
+    optimizer_state: Any = {"z": z, "b1": b1}
+    for name in reversed(prefix.split("/")):
+        optimizer_state = {name: optimizer_state}
+    read = _read(directory, saved, {"params": wide, **optimizer_state})
+    y = read["params"]
+    optimizer_state = read
+    for name in prefix.split("/"):
+        optimizer_state = optimizer_state[name]
+    x = averages(trees.intersect(y, z), optimizer_state["z"], optimizer_state["b1"])
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), trees.merge(y, x), wanted)
+
+
+# ---- both ----
+
+
+def as_numpy(directory: Path) -> dict[str, np.ndarray]:
+    """Returns all arrays of a checkpoint by path, on the host."""
+    with (
+        _listed_files(directory) as folder,
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax,
+    ):
+        saved = orbax.metadata(folder).item_metadata.tree
+        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+        tree = orbax.restore(folder, args=ocp.args.PyTreeRestore(restore_args=on_host))
+    leaves = jax.tree.leaves_with_path(tree)
+    return {trees.name_of(path): np.asarray(leaf) for path, leaf in leaves}
+
+
 def _read(directory: Path, saved: Mapping[str, str], wanted: Any, agree: Agree = _raise) -> Any:
     """Reads arrays in their saved dtype, then casts: Orbax itself would cast silently."""
     target = jax.tree.map_with_path(
-        lambda path, leaf: leaf.update(dtype=saved[_name(path)].rpartition(" ")[2]), wanted
+        lambda path, leaf: leaf.update(dtype=_dtype(saved[trees.name_of(path)])), wanted
     )
     args = ocp.args.PyTreeRestore(
         target,
@@ -195,38 +254,31 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any, agree: Agree =
     )
     fault = None
     try:
-        with _listed_files(directory) as path, find.reading_chunks(directory):
+        with _listed_files(directory) as folder, manifest.reading_chunks(directory):
             # Without a Checkpointer, which would wait for processes that failed.
-            read = ocp.PyTreeCheckpointHandler().restore(path, args=args)
+            arrays = ocp.PyTreeCheckpointHandler().restore(folder, args=args)
     except (CorruptCheckpoint, TransientError) as error:
         fault = error
     agree(fault)
     return jax.tree.map(
-        lambda new, leaf: new if new.dtype == leaf.dtype else new.astype(leaf.dtype), read, wanted
+        lambda new, leaf: new if new.dtype == leaf.dtype else new.astype(leaf.dtype),
+        arrays,
+        wanted,
     )
 
 
 @contextlib.contextmanager
 def _listed_files(directory: Path) -> Iterator[Path]:
-    """Yields a folder with only the arrays' files that the manifest lists: Orbax would read others too."""
-    found = manifest.read(directory)
-    if storage.url(directory) or not manifest.unlisted_files(directory, found):
+    """Yields the folder of the arrays with only listed files: Orbax would read others too."""
+    saved = manifest.read(directory)
+    if not manifest.unlisted_files(directory, saved):
         yield (directory / FOLDER).absolute()
         return
-    with tempfile.TemporaryDirectory() as links:
-        for name in found.files:
-            (link := Path(links) / name).parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to((directory / name).absolute())
-        yield Path(links) / FOLDER
+    with storage.holding(directory).only(directory, saved.files.keys()) as folder:
+        yield folder / FOLDER
 
 
-def fields(state: TrainState) -> dict[str, Any]:
-    """Returns the fields of a state except None, which Orbax would save too."""
-    return {name: value for name, value in state._asdict().items() if value is not None}
-
-
-def _name(path: tuple) -> str:
-    return "/".join(str(getattr(e, "key", getattr(e, "name", getattr(e, "idx", e)))) for e in path)
+MAX_LISTED = 20  # mismatched arrays that an error message lists
 
 
 def _check_same(
@@ -235,9 +287,10 @@ def _check_same(
     """Raises ConfigError, with a table, if the saved arrays differ from the wanted ones."""
 
     def compared(arrays: Mapping[str, str], path: str) -> str:
-        described = arrays.get(path, "absent")
-        return _shape(described) if allow_cast and path in arrays else described
+        kind = arrays.get(path, "absent")
+        return _shape(kind) if allow_cast and path in arrays else kind
 
+    # The parameters first: what is wrong with them is wrong with the optimizer's state too.
     paths = sorted(
         saved.keys() | wanted.keys(), key=lambda path: (not path.startswith("params"), path)
     )
@@ -246,7 +299,8 @@ def _check_same(
         return
     width = max(map(len, differing[:MAX_LISTED]))
     table = [
-        f"  {path:{width}}  {saved.get(path, 'absent')} in the checkpoint, {wanted.get(path, 'absent')} here"
+        f"  {path:{width}}  {saved.get(path, 'absent')} in the checkpoint, "
+        f"{wanted.get(path, 'absent')} here"
         for path in differing[:MAX_LISTED]
     ]
     if len(differing) > MAX_LISTED:
@@ -257,7 +311,10 @@ def _check_same(
     if not other_shape:
         advice = "only dtypes differ: set checkpoint.allow_cast=True, or use the saved dtypes"
     elif not any(path.startswith("params") for path in other_shape):
-        advice = "use its optimizer, or load only the parameters: use another --workdir, with checkpoint.init_from"
+        advice = (
+            "use its optimizer, or load only the parameters: "
+            "use another --workdir, with checkpoint.init_from"
+        )
     else:
         advice = "use its config, or another --workdir"
     raise ConfigError(
@@ -266,42 +323,15 @@ def _check_same(
     )
 
 
-def _shape(described: str) -> str:
-    return described.rpartition(" ")[0]
+def _shape(kind: str) -> str:
+    return kind.rpartition(" ")[0]
 
 
-orbax_patches.apply()
+def _dtype(kind: str) -> str:
+    return kind.rpartition(" ")[2]
 
 
-class AsyncWriter:
-    """Writes trees of arrays in the background, one at a time."""
-
-    def __init__(self):
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True))
-
-    def save(self, folder: Path, tree: Any) -> None:
-        """Starts to write to a new folder; returns after the copy to the host, when the arrays may be donated."""
-        with self._first_error():
-            self._orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(tree), force=True)
-
-    def wait(self) -> None:
-        """Waits until all processes have written their arrays; raises the first error of the write."""
-        with self._first_error():
-            self._orbax.wait_until_finished()
-
-    @contextlib.contextmanager
-    def _first_error(self) -> Iterator[None]:
-        """Drops all errors of a save but the first: Orbax raises one per call, and would raise the next in `close`."""
-        try:
-            yield
-        except Exception:
-            with contextlib.suppress(Exception):
-                self._orbax.wait_until_finished()
-            raise
-
-    def close(self) -> None:
-        self._orbax.close()
-
+# ---- the residual of compressed gradients ----
 
 RESIDUAL_PREFIX = "residual/"
 
@@ -311,37 +341,46 @@ Residual = Mapping[str, jax.Array]  # by the path of the parameter: (N, ...)
 def saved_residual(
     saved: Mapping[str, str], wanted: Residual | None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the arrays to read: those in `wanted` that were saved, with the saved number of shards.
+    """Returns the arrays in `wanted` that were saved, with the saved number of shards.
 
-    `saved` is the manifest's `arrays`. An array of a parameter of another shape is read as it is wanted.
+    `saved` is the manifest's `arrays`. An array of a parameter of another shape is read as it is
+    wanted.
     """
-    found = {}
+    arrays = {}
     for name, leaf in (wanted or {}).items():
         if RESIDUAL_PREFIX + name not in saved:
             continue
-        num, *shape = ast.literal_eval(saved[RESIDUAL_PREFIX + name].rpartition(" ")[0])
+        num_shards, *shape = ast.literal_eval(_shape(saved[RESIDUAL_PREFIX + name]))
+        if tuple(shape) != leaf.shape[1:]:
+            arrays[name] = leaf
+            continue
         spec = leaf.sharding.spec
-        if num % leaf.shape[0]:
+        if num_shards % leaf.shape[0]:
             spec = jax.P(None, *spec[1:])  # the devices along its axes cannot share the rows
         sharding = jax.NamedSharding(leaf.sharding.mesh, spec)
-        same = tuple(shape) == leaf.shape[1:]
-        found[name] = leaf.update(shape=(num, *shape), sharding=sharding) if same else leaf
-    return found
+        arrays[name] = leaf.update(shape=(num_shards, *shape), sharding=sharding)
+    return arrays
 
 
 def share_residual(read: Residual, wanted: Residual | None) -> dict[str, jax.Array] | None:
-    """Returns the residual that was read for as many shards as `wanted`; zeros for what was not saved."""
+    """Returns the residual for as many shards as `wanted`; zeros for what was not saved."""
     if wanted is None:
         return None
+    return {name: _share(read.get(name), leaf) for name, leaf in wanted.items()}
 
-    def of(name: str, leaf: jax.Array) -> jax.Array:
-        if name in read and read[name].shape == leaf.shape:
-            return read[name]
-        run = partial(jax.jit, out_shardings=leaf.sharding)
-        if name not in read:
-            return run(lambda: jnp.zeros(leaf.shape, leaf.dtype))()
-        return run(lambda rows: jnp.broadcast_to(rows.sum(0) / leaf.shape[0], leaf.shape))(
-            read[name]
+
+def _share(rows: jax.Array | None, leaf: jax.Array) -> jax.Array:
+    """Returns the residual of a parameter for as many shards as `leaf` has rows."""
+    if rows is None:
+        zeros = jax.jit(
+            lambda: jnp.zeros(leaf.shape, leaf.dtype),
+            out_shardings=leaf.sharding,
         )
-
-    return {name: of(name, leaf) for name, leaf in wanted.items()}
+        return zeros()
+    if rows.shape == leaf.shape:
+        return rows
+    share = jax.jit(
+        lambda rows: jnp.broadcast_to(rows.sum(0) / leaf.shape[0], leaf.shape),
+        out_shardings=leaf.sharding,
+    )
+    return share(rows)

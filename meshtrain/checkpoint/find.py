@@ -1,39 +1,30 @@
 """Finds the checkpoint to read: the newest valid one, or the one to resume from.
 
-Every byte is verified when it is read. `verify` reads every chunk of the arrays, as `meshtrain checkpoint verify`
-does, and needs no jax; a run verifies only the chunks that it reads (arrays.py).
+Every byte is verified when it is read. `verify` reads every chunk of the arrays, as `meshtrain
+checkpoint verify` does, and needs no jax; a run verifies only the chunks that it reads (arrays.py).
 """
 
 import contextlib
 import itertools
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from meshtrain import console, storage
-from meshtrain.checkpoint import manifest, remote
+from meshtrain.checkpoint import manifest
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
-from meshtrain.config import checks
 from meshtrain.config.schema import CheckpointConfig
 from meshtrain.errors import ConfigError, TransientError
 
+FOLDER = storage.CHECKPOINTS
+
 MAX_VERIFY_THREADS = 4  # each holds one chunk, which may be as large as the shard of a device
 
-# In the messages of TensorStore: what only damage causes (decoders say at which byte they failed), the key of the
-# chunk, errors of the disk and of a store.
-DAMAGED = re.compile(
-    r"DATA_LOSS|; at byte \d|Requested byte range .* is not valid|http_response_code='(404|416)'"
-)
 
-KEY_IN_ERROR = re.compile('in "([^"]+)" in OCDBT')
-
-OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-
-STORE_ERROR = re.compile("http_response_code=|curl_code=")
+# ---- one checkpoint ----
 
 
 def verify(directory: Path) -> Manifest:
@@ -41,84 +32,64 @@ def verify(directory: Path) -> Manifest:
 
     Raises CorruptCheckpoint, and ConfigError if the checkpoint may be valid but cannot be read.
     """
-    found = manifest.check(directory)
-    if all(crc for _, crc in found.files.values()):
-        return found
-    with reading_chunks(directory):
-        arrays = _arrays(directory)
+    saved = manifest.check(directory)
+    if all(crc for _, crc in saved.files.values()):
+        return saved
+    with manifest.reading_chunks(directory):
+        arrays = _open_arrays(directory)
         size = sum(array.size * array.dtype.numpy_dtype.itemsize for array in arrays)
+        num_threads = min(MAX_VERIFY_THREADS, os.cpu_count() or 1)
         with (
             console.progress(f"reading {directory}", size) as advance,
-            ThreadPoolExecutor(min(MAX_VERIFY_THREADS, os.cpu_count() or 1)) as threads,
+            ThreadPoolExecutor(num_threads) as threads,
         ):
-            chunks = (array[box] for array in arrays for box in _boxes(array))
-            for count in threads.map(lambda chunk: chunk.read().result().nbytes, chunks):
-                advance(count)
-    return found
+            chunks = (array[box] for array in arrays for box in _chunk_boxes(array))
+            for num_bytes in threads.map(lambda chunk: chunk.read().result().nbytes, chunks):
+                advance(num_bytes)
+    return saved
 
 
-@contextlib.contextmanager
-def reading_chunks(directory: Path) -> Iterator[None]:
-    """Raises CorruptCheckpoint for damaged chunks that the block reads, ConfigError for errors of disk or store."""
-    try:
-        yield
-    except Exception as error:
-        cause, text = error, str(error)
-        while cause := cause.__cause__:  # Orbax raises errors of its own
-            text += f"\n{cause}"
-        if code := OS_ERROR.search(text):
-            why = OSError(int(code[1]), os.strerror(int(code[1])))
-            raise manifest.unreadable(directory, why) from error
-        if DAMAGED.search(text):
-            key = KEY_IN_ERROR.search(text)
-            name = f"arrays/{key[1]}" if key else "a chunk of arrays"
-            raise CorruptCheckpoint(f"{name} fails its checksum") from error
-        if STORE_ERROR.search(text):
-            why = OSError(None, storage.cause(text), storage.url(directory))
-            raise manifest.unreadable(directory, why) from error
-        raise
-
-
-def _arrays(directory: Path) -> list[Any]:
+def _open_arrays(directory: Path) -> list[Any]:
     """Returns a TensorStore for each array of a checkpoint; they are opened in parallel."""
     import tensorstore  # here, since it takes a while and a run does not need it
 
-    base = storage.spec(directory / "arrays") or f"file://{directory.absolute()}/arrays/"
-    store = {"driver": "ocdbt", "base": base}
-    opened = []
+    folder = {"driver": "file", "path": f"{directory.absolute()}/arrays/"}
+    store = storage.holding(directory).array_store({"driver": "ocdbt", "base": folder})
+    futures = []
     for key in tensorstore.KvStore.open(store).result().list().result():
         if key.endswith(b"/zarr.json"):
-            path = key.decode().removesuffix("zarr.json")
-            # Without the last entry, a missing chunk would be read as zeros.
             spec = {
                 "driver": "zarr3",
-                "kvstore": store | {"path": path},
+                "kvstore": {**store, "path": key.decode().removesuffix("zarr.json")},
+                # Otherwise a missing chunk would be read as zeros.
                 "fill_missing_data_reads": False,
             }
-            opened.append(tensorstore.open(spec, read=True))
-    return [array.result() for array in opened]
+            futures.append(tensorstore.open(spec, read=True))
+    return [future.result() for future in futures]
 
 
-def _boxes(array: Any) -> Iterator[tuple[slice, ...]]:
+def _chunk_boxes(array: Any) -> Iterator[tuple[slice, ...]]:
     """Yields the index of each chunk of an array."""
-    shape = array.chunk_layout.read_chunk.shape or ()  # None for a scalar
-    starts = (range(0, size, step) for size, step in zip(array.shape, shape, strict=True))
-    for corner in itertools.product(*starts):
-        ends = (min(a + b, size) for a, b, size in zip(corner, shape, array.shape, strict=True))
-        yield tuple(map(slice, corner, ends))
+    chunk_shape = array.chunk_layout.read_chunk.shape or ()  # None for a scalar
+    sizes = list(zip(array.shape, chunk_shape, strict=True))
+    for corner in itertools.product(*(range(0, size, length) for size, length in sizes)):
+        yield tuple(
+            slice(start, min(start + length, size))
+            for start, (size, length) in zip(corner, sizes, strict=True)
+        )
 
 
-FOLDER = "checkpoints"  # in a workdir
+# ---- one of many ----
 
 
 def newest_valid(
     folder: Path, verify: Callable[[Path], Manifest] = verify
 ) -> tuple[Manifest | None, dict[int, str]]:
-    """Returns the newest valid checkpoint, and by step the reasons why newer checkpoints are corrupt.
+    """Returns the newest valid checkpoint, and by step why newer ones are corrupt.
 
-    Every byte is verified; with `manifest.check` all but the chunks of arrays, which are verified when they are
-    read. The function only reads, so it is safe while a run writes to the folder. Raises ConfigError if a newer
-    checkpoint may be valid, but cannot be read.
+    Every byte is verified; with `manifest.check` all but the chunks of arrays, which are verified
+    when they are read. The function only reads, so it is safe while a run writes to the folder.
+    Raises ConfigError if a newer checkpoint may be valid, but cannot be read.
     """
     corrupt: dict[int, str] = {}
     steps = manifest.steps(folder)
@@ -130,17 +101,20 @@ def newest_valid(
         except ConfigError:
             if step in manifest.steps(folder):  # otherwise a run has removed it in the meantime
                 raise
-    # A run may have saved a newer checkpoint and removed the one that was read here, so look again.
-    return newest_valid(folder, verify) if manifest.steps(folder) != steps else (None, corrupt)
+    if manifest.steps(folder) == steps:
+        return None, corrupt
+    # A run has saved a newer checkpoint and removed the one that was read, so look again.
+    return newest_valid(folder, verify)
 
 
 def to_resume(
     folder: Path, damaged: Mapping[int, str], *, from_scratch: bool
 ) -> tuple[Manifest | None, dict[int, str]]:
-    """Returns the checkpoint to resume from, and by step the reasons why newer checkpoints are corrupt.
+    """Returns the checkpoint to resume from, and by step why newer ones are corrupt.
 
-    Its chunks are verified when they are read; `damaged` has the checkpoints for which that failed, with the reasons.
-    Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`; see also `newest_valid`.
+    Its chunks are verified when they are read; `damaged` has the checkpoints for which that failed,
+    with the reasons. Raises ConfigError if there are checkpoints but none is valid, unless
+    `from_scratch`; see also `newest_valid`.
     """
 
     def verify(directory: Path) -> Manifest:
@@ -160,27 +134,26 @@ def to_resume(
 
 
 def download_metadata(path: Path) -> Path:
-    """Returns the scratch folder of a run, or of one of its checkpoints, on an object store, with all but the chunks.
+    """Returns the folder of a run or of one of its checkpoints, `path`, which may be a URL.
 
-    Another path is returned as it is. Raises ConfigError if there is nothing, or if the store cannot be read.
+    For a URL it is a scratch folder with all files but the chunks of arrays. Raises ConfigError if
+    there is nothing, or if the store cannot be read.
     """
-    if not storage.is_url(path):
-        return path
-    folder = storage.local(path)
-    workdir = workdir_of(folder)
-    if faults := checks.store_faults(storage.url(workdir) or str(path)):
-        raise ConfigError(*(fault.removeprefix("--workdir=") for fault in faults))
+    run = workdir_of(path)
+    workdir = storage.open_workdir(run)
+    if faults := workdir.url_faults(""):
+        raise ConfigError(*faults)
     try:
-        remote.download(workdir, FOLDER)
+        workdir.download_run()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
     except OSError as error:
         raise TransientError(f"{error.filename}: {error.strerror}") from error
-    if not workdir.is_dir():
-        raise ConfigError(f"{storage.url(workdir)}: there are no objects under this name")
-    return folder
+    return workdir.folder / path.relative_to(run)
 
 
 def workdir_of(path: Path) -> Path:
-    """Returns the workdir of `path`: `path` itself, or W if it is a checkpoint W/checkpoints/STEP."""
+    """Returns the workdir of `path`: W of a checkpoint W/checkpoints/STEP, else `path` itself."""
     is_checkpoint = path.name.isdecimal() and path.parent.name == FOLDER
     return path.parent.parent if is_checkpoint else path
 
@@ -191,25 +164,26 @@ def find_valid(
     log: Callable[[str], None] = print,
     verify: Callable[[Path], Manifest] = verify,
 ) -> tuple[Path, Manifest]:
-    """Returns folder and manifest of `path`, or of its newest valid checkpoint if `path` is a workdir.
+    """Returns folder and manifest of `path`, or, of a workdir, of its newest valid checkpoint.
 
-    Logs newer checkpoints that are corrupt, and files that the manifest does not list. For `verify` see
-    `newest_valid`. Raises ConfigError if no checkpoint is valid.
+    Logs newer checkpoints that are corrupt, and files that the manifest does not list. For `verify`
+    see `newest_valid`. Raises ConfigError if no checkpoint is valid.
     """
-    try:
-        if path.name.isdecimal() and not (path / FOLDER).is_dir():
-            found = verify(path)
-            if text := manifest.describe_unlisted_files(path, found):
-                log(f"{path}: {text}")
-            return path, found
-    except CorruptCheckpoint as error:
-        raise ConfigError(f"{path}: {error}; use another checkpoint") from error
+    if path.name.isdecimal() and not (path / FOLDER).is_dir():
+        try:
+            saved = verify(path)
+        except CorruptCheckpoint as error:
+            raise ConfigError(f"{path}: {error}; use another checkpoint") from error
+        if text := manifest.describe_unlisted_files(path, saved):
+            log(f"{path}: {text}")
+        return path, saved
     folder = path / FOLDER
     newest, corrupt = newest_valid(folder, verify)
     if newest is None:
         reasons = "".join(f"; step {step}: {reason}" for step, reason in corrupt.items())
         raise ConfigError(
-            f"{path}: no valid checkpoint there{reasons}; use a run's workdir, or WORKDIR/{FOLDER}/STEP"
+            f"{path}: no valid checkpoint there{reasons}; "
+            f"use a run's workdir, or WORKDIR/{FOLDER}/STEP"
         )
     for step, reason in corrupt.items():
         log(f"{folder / str(step)}: {reason}; step {newest.step} is used")
@@ -220,25 +194,29 @@ def find_valid(
 
 def remove_old_checkpoints(folder: Path, settings: CheckpointConfig) -> None:
     """Removes the checkpoints that the settings do not keep."""
-    s, found = settings, []
+    checkpoints = []
     for step in manifest.steps(folder):
         try:
-            found.append(manifest.read(folder / str(step)))
+            checkpoints.append(manifest.read(folder / str(step)))
         except (CorruptCheckpoint, ConfigError):
             continue  # left as it is; the next start reports it
-    keep = steps_to_keep(
-        found, keep=s.keep, keep_every=s.keep_every, keep_best=s.keep_best, best_by=s.best_by
+    kept_steps = steps_to_keep(
+        checkpoints,
+        keep=settings.keep,
+        keep_every=settings.keep_every,
+        keep_best=settings.keep_best,
+        best_by=settings.best_by,
     )
-    for one in found:
-        if one.step not in keep:
+    for checkpoint in checkpoints:
+        if checkpoint.step not in kept_steps:
             with contextlib.suppress(OSError):  # the next save tries again
-                manifest.remove(folder / str(one.step))
+                manifest.remove(folder / str(checkpoint.step))
 
 
 def steps_to_keep(
     manifests: Iterable[Manifest], *, keep: int, keep_every: int, keep_best: int, best_by: str
 ) -> set[int]:
-    """Returns the steps to keep: the `keep` newest, the multiples of `keep_every`, the `keep_best` best.
+    """Returns the `keep` newest steps, the multiples of `keep_every`, and the `keep_best` best.
 
     The best have the lowest metric `best_by`; values that are not finite are ignored.
     """

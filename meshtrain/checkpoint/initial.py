@@ -18,18 +18,20 @@ def find_source(
 
     Logs if its run had another tokenizer than the data of this run; `identity` has their digests.
     """
+    if not settings.init_from:
+        return None
     try:
-        if not settings.init_from:
-            return None
         path = find.download_metadata(Path(settings.init_from))
         load.reject_huggingface(path)
         directory, saved = find.find_valid(path, log=log, verify=manifest.check)
     except ConfigError as error:
         raise ConfigError(f"checkpoint.init_from={error}") from error
-    if pair := resume.identity_changes(saved, identity).get("tokenizer"):
+    changes = resume.identity_changes(saved, identity)
+    if "tokenizer" in changes:
+        then, now = changes["tokenizer"]
         log(
-            f"tokenizer   another one than {directory} has (digest {pair[1][:12]}, then {pair[0][:12]}): its "
-            f"embeddings are of other tokens"
+            f"tokenizer   differs from that of {directory} (digest {now[:12]} instead of "
+            f"{then[:12]}), so its embeddings belong to other tokens"
         )
     return directory, saved
 
@@ -45,14 +47,16 @@ def load_params(
 ) -> Params:
     """Returns `params` with the parameters that match `only` read from a checkpoint.
 
-    `only` holds comma-separated patterns. Logs which parameters keep their new initial values, and which
-    parameters of the checkpoint are not used.
+    `only` holds comma-separated patterns. Logs which parameters keep their new initial values, and
+    which parameters of the checkpoint are not used.
     """
     patterns = [pattern.strip() for pattern in only.split(",")]
     params, fresh, unused = arrays.restore_params(directory, saved.arrays, params, patterns)
     message = f"parameters of {directory}"
-    message += f" · new here: {', '.join(fresh)}" if fresh else ""
-    message += f" · not used: {', '.join(unused)}" if unused else ""
+    if fresh:
+        message += f" · new here: {', '.join(fresh)}"
+    if unused:
+        message += f" · not used: {', '.join(unused)}"
     log(message)
     event("init_from", path=str(directory), new=fresh, unused=unused)
     return params

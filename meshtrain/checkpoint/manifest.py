@@ -1,14 +1,17 @@
 """The manifest of a checkpoint: written last, verified first; and what else its folder may contain.
 
-A checkpoint is the folder `STEP`. It is written in four stages: the arrays go to `STEP.partial/`; all
-files are flushed to disk (fsync); MANIFEST.json is written, which lists size and CRC-32 of every file;
-the folder is renamed to `STEP`. A crash in any stage is harmless. Nothing here needs jax.
+A checkpoint is the folder `STEP`. It is written in four stages: the arrays go to `STEP.partial/`;
+all files are flushed to disk (fsync); MANIFEST.json is written, which lists size and CRC-32 of
+every file; the folder is renamed to `STEP`. A crash in any stage is harmless. Nothing here needs
+jax.
 
-Files of arrays have no CRC-32 there: each of their chunks ends with its CRC-32C, so no file is read a second time,
-and each process verifies what it reads (`find.verify`: all). On object stores (remote.py) they have no size either.
-Corrupt checkpoints are quarantined, not removed. Files that no manifest lists are reported.
+Files of arrays have no CRC-32 there: each of their chunks ends with its CRC-32C, so no file is read
+a second time, and each process verifies what it reads (`find.verify`: all). On object stores they
+have no size either. Corrupt checkpoints are quarantined, not removed. Files that no manifest lists
+are reported.
 """
 
+import contextlib
 import errno
 import fnmatch
 import json
@@ -25,32 +28,24 @@ from typing import Any
 
 from isal import isal_zlib  # CRC-32 at the speed of memory
 
-from meshtrain import console, storage
+from meshtrain import console, object_store, storage
 from meshtrain.errors import ConfigError, TransientError
 
-NAME = "MANIFEST.json"
+NAME = storage.MANIFEST
 
 PARTIAL = ".partial"
 
 FORMAT = 2  # 1: every file has a CRC-32, chunks have none
 
-CHUNKS = "arrays/ocdbt.process_*/d/*"  # files whose chunks have checksums of their own
-
 STEP_NAME = re.compile("0|[1-9][0-9]*")  # name of a checkpoint folder
-
-BLOCK_BYTES = 256 << 10  # read at once; fits in a core's cache
-
-MAX_BYTES = 256 << 20  # of a manifest; a larger file is not read
-
-# Files of NFS and macOS that come and go: a manifest that lists one would make its checkpoint corrupt.
-TRANSIENT_FILES = (".nfs", "._", ".DS_Store")
 
 
 class CorruptCheckpoint(Exception):
     """A checkpoint that must not be used; the message says why.
 
-    Only a checkpoint that is certainly corrupt may be quarantined. A checkpoint that cannot be read here
-    and now (another format, an error of the disk or the network) may be valid: that is a ConfigError.
+    Only a checkpoint that is certainly corrupt may be quarantined. A checkpoint that cannot be read
+    here and now (another format, an error of the disk or the network) may be valid: that is a
+    ConfigError.
     """
 
 
@@ -61,16 +56,15 @@ class Manifest:
     step: int  # steps taken, skipped steps included
     position: int  # index of the next sample to train on
     time: float  # seconds since 1970
-    metrics: dict[str, float]  # of the last step; plus eval_loss if the held-out data was evaluated
-    watch: dict[str, float]  # `LossMonitor.statistics`, see monitor/divergence.py
+    metrics: dict[str, float]  # of the last step; plus eval_loss if held-out data was evaluated
+    loss_statistics: dict[str, float]  # `LossMonitor.statistics`, see monitor/divergence.py
     mesh: dict[str, int]
     processes: int
     versions: dict[str, str]
     config: dict[str, Any]
     arrays: dict[str, str]  # path in the state -> "(shape) dtype"
-    files: dict[
-        str, tuple[int | None, str]
-    ]  # path -> size in bytes, CRC-32; None and "": see above
+    # path -> size in bytes and CRC-32; None and "" where there is none, see above
+    files: dict[str, tuple[int | None, str]]
     identity: dict[str, str] = field(default_factory=dict)  # digests of data and tokenizer
     format: int = FORMAT
 
@@ -81,9 +75,10 @@ class Manifest:
         return None if None in sizes else sum(sizes)
 
 
-def checksum(value: Any) -> str:
-    """Returns the CRC-32 of a value as JSON."""
-    return f"{isal_zlib.crc32(json.dumps(value, sort_keys=True, default=str).encode()):08x}"
+KEYS = {"loss_statistics": "watch"}  # field -> its key in the file, where they differ
+
+
+# ---- writing ----
 
 
 def partial_folder(folder: Path, step: int) -> Path:
@@ -91,22 +86,29 @@ def partial_folder(folder: Path, step: int) -> Path:
     return folder / f"{step}{PARTIAL}"
 
 
-def commit(folder: Path, step: int, *, remote: Iterable[str] = (), **fields: Any) -> Manifest:
-    """Commits the files in `partial_folder`, and `remote` ones, as a checkpoint; `fields` are the manifest's others."""
+def commit(folder: Path, step: int, **fields: Any) -> Manifest:
+    """Commits what is in `partial_folder` as a checkpoint; `fields` are the manifest's others.
+
+    Raises OSError, also if another run has committed this step in an object store.
+    """
+    workdir = storage.holding(folder)
     written = partial_folder(folder, step)
-    files = _measure(written, list(_files(written)), sync=True) | dict.fromkeys(remote, (None, ""))
-    manifest = Manifest(step=step, files=files, **fields)
+    chunks = workdir.fetch(written)  # where they are not files of this folder
+    files = _measure(written, list(_files(written)), sync=True)
+    manifest = Manifest(step=step, files=files | dict.fromkeys(chunks, (None, "")), **fields)
     write(written, manifest)
     for directory in {written, *(path.parent for path in written.rglob("*"))}:
         sync_folder(directory)
     os.rename(written, folder / str(step))
     sync_folder(folder)
+    workdir.publish(folder / str(step), manifest.files.keys())
     return manifest
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Writes the manifest of a checkpoint, or replaces it: after a crash it is the new one or the old one."""
-    record = json.loads(json.dumps(asdict(manifest), default=str))
+    """Writes or replaces a manifest: after a crash it is the new one or the old one."""
+    values = {KEYS.get(name, name): value for name, value in asdict(manifest).items()}
+    record = json.loads(json.dumps(values, default=str))
     text = json.dumps({**record, "crc32": checksum(record)}, indent=1) + "\n"
     if directory.is_symlink():  # it may belong to another run
         raise OSError(errno.ELOOP, "is a link", str(directory))
@@ -123,75 +125,118 @@ def write(directory: Path, manifest: Manifest) -> None:
     sync_folder(directory)
 
 
+def checksum(value: Any) -> str:
+    """Returns the CRC-32 of a value as JSON."""
+    return f"{isal_zlib.crc32(json.dumps(value, sort_keys=True, default=str).encode()):08x}"
+
+
+def sync_folder(directory: Path) -> None:
+    """Flushes the entries of a folder to disk, such as a renamed file."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- reading ----
+
+MAX_BYTES = 256 << 20  # of a manifest; a larger file is not read
+
+
 def read(directory: Path) -> Manifest:
     """Returns the manifest of a checkpoint.
 
-    Raises CorruptCheckpoint if it is invalid, and ConfigError if it may be valid but cannot be read.
+    Raises CorruptCheckpoint if it is invalid, and ConfigError if it may be valid but cannot be
+    read.
     """
+    data = _read_file(directory)
     try:
-        status = (directory / NAME).lstat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-            raise CorruptCheckpoint(f"{NAME} is not a file, or larger than {MAX_BYTES} bytes")
-        record = json.loads((directory / NAME).read_bytes())
-        # First: another version may also have another checksum.
-        if isinstance(number := record.get("format"), int) and number not in (1, FORMAT):
-            raise ConfigError(
-                f"{directory}: format {number} is not 1 or {FORMAT}, which this version reads; "
-                f"use the version of meshtrain that wrote it"
-            )
-        crc32 = record.pop("crc32")
-        if checksum(record) != crc32:
-            raise CorruptCheckpoint(f"{NAME} fails its checksum")
-        # Other versions may write fields that this one does not know.
-        names = [field.name for field in fields(Manifest)]
-        known = {name: record[name] for name in names if name in record}
-        known["files"] = {name: (size, crc) for name, (size, crc) in known["files"].items()}
-        manifest = Manifest(**known)
-        if not isinstance(manifest.step, int) or not 0 <= operator.index(manifest.position):
-            raise TypeError
-        if not all(isinstance(one, dict) for one in (manifest.config, manifest.identity)):
-            raise TypeError
-        for numbers in (manifest.metrics, manifest.watch, manifest.mesh, {"": manifest.time}):
-            if not all(isinstance(number, int | float) for number in numbers.values()):
-                raise TypeError
-    except (FileNotFoundError, NotADirectoryError):
-        if directory.is_symlink() and not directory.exists():
-            raise TransientError(
-                f"{directory}: links to {os.readlink(directory)}, which does not exist; mount its disk, "
-                f"or remove the link"
-            ) from None
-        raise CorruptCheckpoint(f"{NAME} is missing") from None
-    except OSError as error:
-        raise unreadable(directory / NAME, error) from error
+        manifest = _parse(data, directory)
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{NAME} is damaged") from error
     if str(manifest.step) != directory.name:
         raise ConfigError(
-            f"{directory}: {NAME} belongs to step {manifest.step}; rename the folder, or move it away"
+            f"{directory}: {NAME} belongs to step {manifest.step}; "
+            f"rename the folder, or move it away"
         )
     return manifest
 
 
-def check(directory: Path) -> Manifest:
-    """Returns the manifest after checking the size of each file that it lists, and the CRC-32 where it has one.
+def _read_file(directory: Path) -> bytes:
+    """Returns the content of a manifest; raises as `read` does."""
+    path = directory / NAME
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise CorruptCheckpoint(f"{NAME} is not a file, or larger than {MAX_BYTES} bytes")
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        if directory.is_symlink() and not directory.exists():
+            raise TransientError(
+                f"{directory}: links to {os.readlink(directory)}, which does not exist; "
+                f"mount its disk, or remove the link"
+            ) from None
+        raise CorruptCheckpoint(f"{NAME} is missing") from None
+    except OSError as error:
+        raise unreadable(path, error) from error
 
-    See `strays` for other files. Raises CorruptCheckpoint, and ConfigError if the checkpoint may be valid but
-    cannot be read.
+
+def _parse(data: bytes, directory: Path) -> Manifest:
+    """Returns the manifest in a file's content.
+
+    Raises CorruptCheckpoint for another checksum, ConfigError for another format, and other
+    exceptions for damage.
+    """
+    record = json.loads(data)
+    # First: another version may also have another checksum.
+    number = record.get("format")
+    if isinstance(number, int) and number not in (1, FORMAT):
+        raise ConfigError(
+            f"{directory}: format {number} is not 1 or {FORMAT}, which this version reads; "
+            f"use the version of meshtrain that wrote it"
+        )
+    crc32 = record.pop("crc32")
+    if checksum(record) != crc32:
+        raise CorruptCheckpoint(f"{NAME} fails its checksum")
+    # Other versions may write fields that this one does not know.
+    keys = {field.name: KEYS.get(field.name, field.name) for field in fields(Manifest)}
+    values = {name: record[key] for name, key in keys.items() if key in record}
+    values["files"] = {name: (size, crc) for name, (size, crc) in values["files"].items()}
+    manifest = Manifest(**values)
+    if not isinstance(manifest.step, int) or not 0 <= operator.index(manifest.position):
+        raise TypeError
+    if not isinstance(manifest.config, dict) or not isinstance(manifest.identity, dict):
+        raise TypeError
+    for numbers in (
+        manifest.metrics,
+        manifest.loss_statistics,
+        manifest.mesh,
+        {"": manifest.time},
+    ):
+        if not all(isinstance(number, int | float) for number in numbers.values()):
+            raise TypeError
+    return manifest
+
+
+def check(directory: Path) -> Manifest:
+    """Returns the manifest after checking size and, if it has one, CRC-32 of each listed file.
+
+    See `unlisted_files` for other files. Raises CorruptCheckpoint, and ConfigError if the
+    checkpoint may be valid but cannot be read.
     """
     manifest = read(directory)
     try:
-        objects = {*storage.names(directory)} if storage.url(directory) else None
+        elsewhere = {*storage.holding(directory).chunk_names(directory)}
         for name, (size, _) in manifest.files.items():
-            if objects is None or size is not None:
+            if size is not None or name not in elsewhere:
                 _check_file(directory, name, size)
-            elif name not in objects:
-                raise CorruptCheckpoint(f"{name} is missing")
         sizes = {name: size for name, (size, crc) in manifest.files.items() if crc}
         with console.progress(f"checking {directory}", sum(sizes.values())) as advance:
-            found = _measure(directory, sizes, sync=False, advance=advance)
-        for name, measured in found.items():
+            files = _measure(directory, sizes, sync=False, advance=advance)
+        for name, measured in files.items():
             if measured != manifest.files[name]:
                 raise CorruptCheckpoint(f"{name} fails its checksum")
     except OSError as error:
@@ -200,7 +245,10 @@ def check(directory: Path) -> Manifest:
 
 
 def _check_file(directory: Path, name: str, size: int | None) -> None:
-    """Raises CorruptCheckpoint unless `name` is a file of this size, if given, in the folder, and not behind a link."""
+    """Raises CorruptCheckpoint unless the folder has a file of this name and, if given, size.
+
+    A file behind a link does not count.
+    """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name:
         raise CorruptCheckpoint(f"{name!r} points outside the checkpoint")
@@ -220,49 +268,61 @@ def _check_file(directory: Path, name: str, size: int | None) -> None:
 def unreadable(path: Path, error: OSError) -> TransientError:
     """Returns the error of a checkpoint that cannot be read here and now."""
     return TransientError(
-        f"{error.filename or path}: {error.strerror or error}; the checkpoint may be valid: repair the disk, "
-        f"the network or the permissions, or move it away"
+        f"{error.filename or path}: {error.strerror or error}; the checkpoint may be valid: "
+        f"repair the disk, the network or the permissions, or move it away"
     )
 
 
-def steps(folder: Path) -> list[int]:
-    """Returns the steps of all checkpoint folders, valid or not, newest first."""
-    try:
-        names = [name for name in os.listdir(folder) if STEP_NAME.fullmatch(name)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise unreadable(folder, error) from error
-    return sorted((int(name) for name in names if not (folder / name).is_file()), reverse=True)
+# In the messages of TensorStore: what only damage causes (decoders say at which byte they failed),
+# the key of the chunk, errors of the disk and of a store.
+DAMAGED = re.compile(
+    r"DATA_LOSS|; at byte \d|Requested byte range .* is not valid|http_response_code='(404|416)'"
+)
+
+KEY_IN_ERROR = re.compile('in "([^"]+)" in OCDBT')
+
+OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+
+STORE_ERROR = re.compile("http_response_code=|curl_code=")
 
 
-def remove_partial(folder: Path) -> list[str]:
-    """Removes the leftovers of interrupted saves and returns their names."""
-    leftovers = [
-        path
-        for path in folder.iterdir()
-        if path.name.endswith(PARTIAL) and STEP_NAME.fullmatch(path.name.removesuffix(PARTIAL))
-    ]
-    for path in leftovers:
-        remove(path)
-    return sorted(path.name for path in leftovers)
+@contextlib.contextmanager
+def reading_chunks(directory: Path) -> Iterator[None]:
+    """Translates TensorStore's errors for the chunks of a checkpoint that the block reads.
 
-
-def remove(path: Path) -> None:
-    """Removes a checkpoint. Renames it first, so that a partly removed folder is not a checkpoint.
-
-    On an object store the manifest is removed first; the path of an unfinished save removes no checkpoint.
+    Raises CorruptCheckpoint for damaged chunks, and ConfigError for errors of the disk or the
+    store.
     """
-    is_unfinished = path.name.endswith(PARTIAL)
-    if storage.url(path) and not (is_unfinished and NAME in storage.names(path)):
-        storage.remove(path, first=NAME)
-    if not is_unfinished:
-        leftover = path.with_name(path.name + PARTIAL)
-        shutil.rmtree(leftover, ignore_errors=True)  # a folder can only replace an empty one
-        path = path.rename(leftover)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    shutil.rmtree(path, ignore_errors=True)
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        cause = error.__cause__  # Orbax raises errors of its own
+        while cause:
+            text += f"\n{cause}"
+            cause = cause.__cause__
+        if code := OS_ERROR.search(text):
+            disk_error = OSError(int(code[1]), os.strerror(int(code[1])))
+            raise unreadable(directory, disk_error) from error
+        if DAMAGED.search(text):
+            key = KEY_IN_ERROR.search(text)
+            name = f"arrays/{key[1]}" if key else "a chunk of arrays"
+            raise CorruptCheckpoint(f"{name} fails its checksum") from error
+        if STORE_ERROR.search(text):
+            store_error = object_store.request_error(text, directory)
+            raise unreadable(directory, store_error) from error
+        raise
+
+
+# ---- the files of a checkpoint ----
+
+CHUNKS = "arrays/ocdbt.process_*/d/*"  # files whose chunks have checksums of their own
+
+BLOCK_BYTES = 256 << 10  # read at once; fits in a core's cache
+
+# Files of NFS and macOS that come and go: a manifest that lists one would make its checkpoint
+# corrupt.
+TRANSIENT_FILES = (".nfs", "._", ".DS_Store")
 
 
 def _files(directory: Path) -> Iterator[str]:
@@ -273,7 +333,11 @@ def _files(directory: Path) -> Iterator[str]:
 
 
 def _measure(
-    directory: Path, names: Iterable[str], *, sync: bool, advance: Callable = lambda size: None
+    directory: Path,
+    names: Iterable[str],
+    *,
+    sync: bool,
+    advance: Callable[[int], Any] = lambda size: None,
 ) -> dict[str, tuple[int, str]]:
     """Returns size and CRC-32 of each file; `advance` gets each block's size.
 
@@ -289,43 +353,81 @@ def _measure(
                     return os.fstat(file.fileno()).st_size, ""
             buffer = memoryview(bytearray(BLOCK_BYTES))
             while count := file.readinto(buffer):
-                size, crc = size + count, isal_zlib.crc32(buffer[:count], crc)
+                size += count
+                crc = isal_zlib.crc32(buffer[:count], crc)
                 advance(count)
         return size, f"{crc:08x}"
 
-    # Largest first: otherwise one thread may still read a large file after all others have finished.
+    # Largest first: otherwise one thread may still read a large file after all others have
+    # finished.
     names = sorted(names, key=lambda name: -(directory / name).stat().st_size)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         return dict(zip(names, threads.map(measure, names), strict=True))
 
 
-def sync_folder(directory: Path) -> None:
-    """Flushes the entries of a folder to disk, such as a renamed file."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def unlisted_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Returns the paths that the manifest does not list; of a folder without listed files, only its own."""
+    """Returns the paths not in the manifest; of a folder without listed files, only its own."""
     files = {NAME, f"._{NAME}", *manifest.files}  # the second: of a crash while it was replaced
     folders = {str(parent) for name in files for parent in PurePosixPath(name).parents}
-    found = []
+    unlisted = []
     for root, subfolders, names in os.walk(directory):
         inside = Path(root).relative_to(directory)
         paths = [str(inside / name) for name in (*subfolders, *names)]
-        found += [path for path in paths if path not in files | folders]
+        unlisted += [path for path in paths if path not in files | folders]
         subfolders[:] = [name for name in subfolders if str(inside / name) in folders]
-    return sorted(found)
+    return sorted(unlisted)
 
 
 def describe_unlisted_files(directory: Path, manifest: Manifest) -> str:
     """Returns a note on the files that the manifest does not list, or an empty string."""
-    found = unlisted_files(directory, manifest)
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"ignores {', '.join(found[:3])}{more}: not in the manifest" if found else ""
+    unlisted = unlisted_files(directory, manifest)
+    if not unlisted:
+        return ""
+    more = f" and {len(unlisted) - 3} more" if len(unlisted) > 3 else ""
+    return f"ignores {', '.join(unlisted[:3])}{more}: not in the manifest"
+
+
+# ---- the folder of all checkpoints ----
+
+
+def steps(folder: Path) -> list[int]:
+    """Returns the steps of all checkpoint folders, valid or not, newest first."""
+    try:
+        names = [name for name in os.listdir(folder) if STEP_NAME.fullmatch(name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    return sorted((int(name) for name in names if not (folder / name).is_file()), reverse=True)
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint. Renames it first, so that a partly removed folder is not a checkpoint.
+
+    In an object store the manifest is removed first; the path of an unfinished save removes no
+    checkpoint.
+    """
+    is_unfinished = path.name.endswith(PARTIAL)
+    storage.holding(path).remove_objects(path, unless_committed=is_unfinished)
+    if not is_unfinished:
+        leftover = path.with_name(path.name + PARTIAL)
+        shutil.rmtree(leftover, ignore_errors=True)  # a folder can only replace an empty one
+        path = path.rename(leftover)
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_partial(folder: Path) -> list[str]:
+    """Removes the leftovers of interrupted saves and returns their names."""
+    leftovers = [
+        path
+        for path in folder.iterdir()
+        if path.name.endswith(PARTIAL) and STEP_NAME.fullmatch(path.name.removesuffix(PARTIAL))
+    ]
+    for path in leftovers:
+        remove(path)
+    return sorted(path.name for path in leftovers)
 
 
 QUARANTINE = "quarantine"  # a folder beside the checkpoints
@@ -334,14 +436,13 @@ QUARANTINE = "quarantine"  # a folder beside the checkpoints
 def quarantine(folder: Path, step: int) -> Path:
     """Moves a corrupt checkpoint to the quarantine folder and returns its new path."""
     (folder / QUARANTINE).mkdir(exist_ok=True)
-    names = (
-        folder / QUARANTINE / f"{step}{suffix}"
-        for suffix in ("", *map(".{}".format, range(1, 10**6)))
-    )
-    target = next(path for path in names if not os.path.lexists(path))
-    if storage.url(source := folder / str(step)):
-        storage.copy(source, target, last=NAME)
-        storage.remove(source, first=NAME)
+    source = folder / str(step)
+    target = folder / QUARANTINE / str(step)
+    number = 0
+    while os.path.lexists(target):
+        number += 1
+        target = folder / QUARANTINE / f"{step}.{number}"
+    storage.holding(source).move_objects(source, target)
     os.rename(source, target)
     sync_folder(folder)
     return target

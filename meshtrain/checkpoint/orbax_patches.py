@@ -1,7 +1,8 @@
-"""What meshtrain changes in Orbax, which has no options for it; for the version range in pyproject.toml.
+"""Changes what Orbax has no options for, in the range of versions that pyproject.toml allows.
 
-Each chunk of an array ends with its CRC-32C, which TensorStore computes when it writes the chunk and checks when it
-reads it. The arrays of a workdir on an object store are there. After an error no read or write is left behind.
+Each chunk of an array ends with its CRC-32C, which TensorStore computes when it writes the chunk
+and checks when it reads it. The arrays of a workdir on an object store are in the store. After an
+error no read or write is left behind.
 """
 
 import asyncio
@@ -16,7 +17,6 @@ from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
 
 from meshtrain import storage
-from meshtrain.checkpoint import lock
 
 
 @functools.cache
@@ -24,10 +24,10 @@ def apply() -> None:
     """Replaces functions of Orbax, once."""
     for module, name, change in (
         (tensorstore_utils, "build_array_write_spec", _with_checksums),
-        (tensorstore_utils, "build_kvstore_tspec", _on_object_stores),
+        (tensorstore_utils, "build_kvstore_tspec", _where_the_workdir_is),
         (ocdbt_utils, "merge_ocdbt_per_process_files", _with_folders),
         (array_metadata_store.Store, "_maybe_create_base_dir", _creates_folder),
-        (array_metadata_store, "validate_all_array_metadatas", _validates_on_disks),
+        (array_metadata_store, "validate_all_array_metadatas", _validates_if_shared),
         (asyncio_utils, "_run_sync_via_new_loop", _waits_for_all),
     ):
         setattr(module, name, change(getattr(module, name)))
@@ -47,25 +47,25 @@ def _with_checksums(build: Callable[..., Any]) -> Callable[..., Any]:
     return build_with_checksums
 
 
-def _on_object_stores(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that says where the files of arrays are, with the store for a scratch folder."""
+def _where_the_workdir_is(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that says where the files of arrays are: perhaps in a store."""
 
-    def build_on_object_stores(*args: Any, **kwargs: Any) -> Any:
+    def build_where_the_workdir_is(*args: Any, **kwargs: Any) -> Any:
         spec = build(*args, **kwargs)
-        if spec["driver"] == "ocdbt" and (remote := storage.spec(Path(spec["base"]["path"]))):
-            spec["base"] = remote
-            spec.pop("manifest", None)  # on a disk it is written in another way than the data
-        return spec
+        if spec["driver"] != "ocdbt":
+            return spec
+        return storage.holding(Path(spec["base"]["path"])).array_store(spec)
 
-    return build_on_object_stores
+    return build_where_the_workdir_is
 
 
 def _with_folders(merge: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that merges the arrays of all processes; it looks for a folder of each process."""
+    """Returns the function that merges what all processes wrote, each in a folder."""
 
     async def merge_with_folders(directory: Any, *args: Any, **kwargs: Any) -> None:
-        if storage.url(Path(directory)):
-            lock.confirm_lease()  # another run may have committed this step
+        workdir = storage.holding(Path(directory))
+        workdir.confirm_lock()  # another run may have committed this step
+        if not workdir.shared:
             for process in range(jax.process_count()):
                 (Path(directory) / f"ocdbt.process_{process}").mkdir(exist_ok=True)
         await merge(directory, *args, **kwargs)
@@ -74,29 +74,29 @@ def _with_folders(merge: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _creates_folder(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the method that waits until process 0 has created a folder; each process has its own scratch folder."""
+    """Returns the method that waits for a folder of process 0, or creates one not shared."""
 
     async def create_or_wait(store: Any, folder: Any) -> None:
-        if storage.url(Path(folder)):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        else:
+        if storage.holding(Path(folder)).shared:
             await wait(store, folder)
+        else:
+            Path(folder).mkdir(parents=True, exist_ok=True)
 
     return create_or_wait
 
 
-def _validates_on_disks(validate: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that compares what all processes wrote about the arrays; on an object store it cannot."""
+def _validates_if_shared(validate: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that compares what all processes wrote, if process 0 sees it."""
 
-    async def validate_on_disks(validator: Any, store: Any, folder: Any) -> None:
-        if not storage.url(Path(folder)):
+    async def validate_if_shared(validator: Any, store: Any, folder: Any) -> None:
+        if storage.holding(Path(folder)).shared:
             await validate(validator, store, folder)
 
-    return validate_on_disks
+    return validate_if_shared
 
 
 def _waits_for_all(run: Callable[[Coroutine], Any]) -> Callable[[Coroutine], Any]:
-    """Returns the function that runs a coroutine; after an error it waits for all other reads and writes.
+    """Returns the function that runs a coroutine; after an error it waits for all others.
 
     Orbax would close their event loop at once, and Python print a traceback for each.
     """
@@ -106,9 +106,8 @@ def _waits_for_all(run: Callable[[Coroutine], Any]) -> Callable[[Coroutine], Any
             return await coroutine
         except BaseException:
             others = asyncio.all_tasks() - {asyncio.current_task()}
-            await asyncio.gather(
-                *others, return_exceptions=True
-            )  # a cancelled read may still answer
+            # A cancelled read may still answer.
+            await asyncio.gather(*others, return_exceptions=True)
             raise
 
     return lambda coroutine: run(waited(coroutine))

@@ -1,8 +1,8 @@
-"""What may differ between the run that wrote a checkpoint and the run that resumes from it."""
+"""Compares the run that wrote a checkpoint with the run that resumes from it: what may differ."""
 
 import fnmatch
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,28 @@ FREE = ("model.attention_impl", "model.loss_chunk_mib")  # how it is computed
 def changes(saved: Manifest, config: Mapping[str, Any]) -> dict[str, list]:
     """Returns the keys of the config that differ from those of the checkpoint: key -> [then, now].
 
-    A key that a config of another version lacks has its default value. The request to allow changes is none.
+    A key that a config of another version lacks has its default value. The request to allow changes
+    is none.
     """
     defaults = _flatten(default.get_config().copy_and_resolve_references().to_dict())
     saved_config = moved.new_names(saved.config, is_reported=False)
     then = {**defaults, **_flatten(saved_config)}
     now = {**defaults, **_flatten(config)}
-    found = {key: [then.get(key), now.get(key)] for key in {**then, **now} if key != ALLOW}
-    return {key: pair for key, pair in found.items() if pair[0] != pair[1]}
+    differing = {}
+    for key in {**then, **now}:
+        if key != ALLOW and then.get(key) != now.get(key):
+            differing[key] = [then.get(key), now.get(key)]
+    return differing
 
 
 def identity_changes(saved: Manifest, identity: Mapping[str, str]) -> dict[str, list]:
-    """Returns the digests that differ from those of the checkpoint; an unknown digest, "", does not."""
-    pairs = {key: [saved.identity.get(key), now] for key, now in identity.items()}
-    return {key: pair for key, pair in pairs.items() if all(pair) and pair[0] != pair[1]}
+    """Returns the digests that differ from those of the checkpoint; an unknown one does not."""
+    differing = {}
+    for key, now in identity.items():
+        then = saved.identity.get(key)
+        if then and now and then != now:
+            differing[key] = [then, now]
+    return differing
 
 
 def check(
@@ -50,25 +58,24 @@ def check(
 ) -> dict[str, list]:
     """Returns `changes` and `identity_changes` for keys that match `only`.
 
-    `source` is the folder of the checkpoint. Raises ConfigError if a key in FIXED has changed, unless
-    checkpoint.allow_change names it.
+    `source` is the folder of the checkpoint. Raises ConfigError if a key in FIXED has changed,
+    unless checkpoint.allow_change names it.
     """
-    found = {key: pair for key, pair in changes(saved, config).items() if _matches(key, [only])}
-    found |= identity_changes(saved, identity)
+    differing = {key: pair for key, pair in changes(saved, config).items() if _matches(key, [only])}
+    differing |= identity_changes(saved, identity)
     allowed = config["checkpoint"].get("allow_change", "").split(",")
-    faults = [
-        _fault(key, *pair, source)
-        for key, pair in found.items()
-        if _matches(key, FIXED) and not _matches(key, [*FREE, *allowed])
-    ]
+    faults = []
+    for key, (then, now) in differing.items():
+        if _matches(key, FIXED) and not _matches(key, [*FREE, *allowed]):
+            faults.append(_fault(key, then, now, source))
     if faults:
         raise ConfigError(*faults)
-    return found
+    return differing
 
 
-def lines(found: Mapping[str, list]) -> list[str]:
+def lines(differing: Mapping[str, list]) -> list[str]:
     """Returns a line for each change."""
-    return [f"changed     {key}: {then!r} -> {now!r}" for key, (then, now) in found.items()]
+    return [f"changed     {key}: {then!r} -> {now!r}" for key, (then, now) in differing.items()]
 
 
 def _fault(key: str, then: Any, now: Any, source: Path) -> str:
@@ -86,7 +93,7 @@ def _fault(key: str, then: Any, now: Any, source: Path) -> str:
     )
 
 
-def _matches(key: str, patterns: Any) -> bool:
+def _matches(key: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern.strip()) for pattern in patterns)
 
 
@@ -94,6 +101,8 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values by "section.key", as JSON has them; `rules` is one value."""
     flat: dict[str, Any] = {}
     for name, section in json.loads(json.dumps(dict(config), default=str)).items():
-        items = section.items() if isinstance(section, dict) else [(None, section)]
-        flat |= {f"{name}.{key}" if key else name: value for key, value in items}
+        if isinstance(section, dict):
+            flat |= {f"{name}.{key}": value for key, value in section.items()}
+        else:
+            flat[name] = section
     return flat

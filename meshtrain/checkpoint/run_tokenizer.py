@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,16 @@ FOLDER = "tokenizer"  # in a workdir
 HUGGINGFACE_CONFIG = "huggingface.json"  # the config.json of a folder that was converted
 
 # Of a Hugging Face folder, besides its weights and config.json.
-FILES = (*tokenizer.FILES, "tokenizer_config.json", "generation_config.json")
-
-FILES += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
-
-FILES += ("chat_template.jinja",)
+FILES = (
+    *tokenizer.FILES,
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 
 
 def folders(workdir: Path, config: Mapping[str, Any]) -> list[Path]:
@@ -32,19 +37,21 @@ def folders(workdir: Path, config: Mapping[str, Any]) -> list[Path]:
 
 
 def copy_tokenizer(workdir: Path, config: Mapping[str, Any], known: str) -> None:
-    """Copies the tokenizer of the run's data, or of the parameters that it starts from, into the workdir.
+    """Copies the tokenizer of the run's data, or of its initial parameters, into the workdir.
 
     `known` is the digest of the data's tokenizer, or "".
     """
-    target, sources = workdir / FOLDER, _sources(config)
+    target = workdir / FOLDER
+    sources = _sources(config)
     source = next(filter(tokenizer.has_tokenizer, sources), None)
-    if (source is None and known != tokenizer.BYTES) or source in (workdir, target):
+    has_none = source is None and known != tokenizer.BYTES
+    if has_none or source in (workdir, target):
         return
     with contextlib.suppress(ConfigError):  # a damaged copy is replaced
         if tokenizer.digest_of(target) == (tokenizer.digest_of(source) if source else known):
             return
     entry = tokenizer.entry_of(source) if source else tokenizer.BYTES_ENTRY
-    names = [Path(entry["file"]).name] if entry.get("file") else []
+    named_files = [Path(entry["file"]).name] if entry.get("file") else []
     new = target.with_name(target.name + ".new")
     try:
         shutil.rmtree(new, ignore_errors=True)
@@ -52,33 +59,36 @@ def copy_tokenizer(workdir: Path, config: Mapping[str, Any], known: str) -> None
         if entry:
             (new / prepared.MANIFEST).write_text(json.dumps({"tokenizer": entry}, indent=2) + "\n")
         if source:
-            copy_files([source, *sources], new, [*names, *FILES, HUGGINGFACE_CONFIG])
+            copy_files([source, *sources], new, [*named_files, *FILES, HUGGINGFACE_CONFIG])
         shutil.rmtree(target, ignore_errors=True)
         new.rename(target)
     except OSError as error:
         raise ConfigError(f"{target}: {error.strerror}; make room, or repair it") from error
 
 
-def copy_files(sources: list[Path], target: Path, names: list[str] | tuple[str, ...]) -> None:
+def copy_files(sources: Iterable[Path], target: Path, names: Iterable[str]) -> None:
     """Copies each file from the first folder that has it."""
     for name in names:
-        if found := next((folder / name for folder in sources if (folder / name).is_file()), None):
-            shutil.copyfile(found, target / name)
+        for folder in sources:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, target / name)
+                break
 
 
 def digest(workdir: Path, config: Mapping[str, Any]) -> str:
     """Returns the digest of a run's tokenizer; "" if it is unknown."""
-    return next(filter(None, map(tokenizer.digest_of, folders(workdir, config))), "")
+    for folder in folders(workdir, config):
+        if known := tokenizer.digest_of(folder):
+            return known
+    return ""
 
 
 def _sources(config: Mapping[str, Any]) -> list[Path]:
-    """Returns the folders that a run's tokenizer may come from: its data, the source of its parameters."""
-    init_from, data = config["checkpoint"].get("init_from"), config["data"].get("path")
-    found = [Path(data)] if data else []
-    if own := config["data"].get("tokenizer_path"):
-        found = [Path(own), *found]
-    found += [Path(path) for path, _ in config["data"].get("mixture", ())]
-    if init_from:
-        initial = workdir_of(Path(init_from))
-        found += [initial / FOLDER, initial]
-    return found
+    """Returns the folders that a run's tokenizer may come from: data, initial parameters."""
+    data = config["data"]
+    sources = [Path(data[key]) for key in ("tokenizer_path", "path") if data.get(key)]
+    sources += [Path(path) for path, _ in data.get("mixture", ())]
+    if init_from := config["checkpoint"].get("init_from"):
+        run = workdir_of(Path(init_from))
+        sources += [run / FOLDER, run]
+    return sources

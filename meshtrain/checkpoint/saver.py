@@ -1,9 +1,8 @@
-"""Saves checkpoints in the background, and finds the checkpoint to resume from."""
+"""Saves checkpoints in the background, and restores the checkpoint to resume from."""
 
 import contextlib
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,19 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshtrain import storage
-from meshtrain.checkpoint import arrays, find, lock, manifest, remote, resume
+from meshtrain.checkpoint import arrays, find, manifest, resume
 from meshtrain.checkpoint.arrays import AsyncWriter
-from meshtrain.checkpoint.find import to_resume
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import CheckpointConfig
 from meshtrain.errors import ConfigError, TransientError, first_line
 from meshtrain.state import TrainState, bytes_of
+from meshtrain.storage import Workdir
 
 FIRST_WAIT, LONGEST_WAIT = 5.0, 600.0  # seconds from a failed save to the next try
 
 LAST_TRIES = 4  # for the save at the end of a run
+
+SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the state's bytes
 
 
 @dataclass
@@ -42,13 +42,14 @@ class _Save:
 class Saver:
     """Saves the states of a run in the background, one at a time; close it when done.
 
-    The outcome of each save goes to `event(name, **fields)`; failures also to `log(text)`. Before a commit `sync()`
-    flushes the rows up to its step to disk.
+    The outcome of each save goes to `event(name, **fields)`; failures also to `log(text)`. Before a
+    commit `sync()` flushes the rows up to its step to disk. All processes call `restore`, `save`
+    and `finish` together.
     """
 
     def __init__(
         self,
-        folder: Path,
+        workdir: Workdir,
         settings: CheckpointConfig,
         *,
         config: Mapping[str, Any],
@@ -58,8 +59,13 @@ class Saver:
         log: Callable[[str], None],
         sync: Callable[[], None],
     ):
-        self._folder, self._settings = folder, settings
-        self._event, self._log, self._sync = event, log, sync
+        self._workdir = workdir
+        self._folder = workdir.folder / find.FOLDER
+        self._settings = settings
+        self._event = event
+        self._log = log
+        self._sync = sync
+        # What each manifest says of the run.
         self._run_fields = {
             "config": json.loads(json.dumps(dict(config), default=str)),
             "mesh": dict(mesh),
@@ -67,49 +73,123 @@ class Saver:
             "versions": distributed.versions(),
             "processes": distributed.num_processes(),
         }
-        self._arrays = AsyncWriter()
+
+        # Recovery: what `recover` found. `_damaged` are checkpoints with chunks that failed their
+        # checksums; `_corrupt`, on process 0, are all checkpoints newer than the valid one, these
+        # included.
         self._changed: dict[str, list] = {}  # settings, since the checkpoint to resume from
-        self._damaged: dict[int, str] = {}  # checkpoints with chunks that failed their checksums
-        self._corrupt: dict[
-            int, str
-        ] = {}  # on process 0: these, and others, newer than the valid one
+        self._damaged: dict[int, str] = {}
+        self._corrupt: dict[int, str] = {}
+
+        # Saving: the save in progress, and when the next one is due.
+        self._arrays = AsyncWriter()
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
-        self._failures, self._retry_at = 0, 0.0
+        self._newest_step = -1
+        self._saved_at = time.monotonic()
+        self._failures = 0  # in a row
+        self._retry_at = 0.0
         self._last_waits: Iterator[float] | None = None  # in `finish`: seconds between its tries
-        self._saved_at, self._newest_step = time.monotonic(), -1
 
     def prepare(self, abstract: TrainState) -> None:
-        """Prepares the folder for states like `abstract`; raises ConfigError if they cannot be saved there."""
+        """Creates the folder for states like `abstract` and removes unfinished saves.
+
+        Raises ConfigError if such states cannot be saved there.
+        """
         arrays.check_kinds(abstract)
         size = bytes_of(abstract)
-        distributed.on_first_process(lambda: check_writable(self._folder, size))
+        distributed.on_first_process(lambda: self._check_writable(size))
+
+    def _check_writable(self, size: int) -> None:
+        """Raises ConfigError if the folder is not writable, or has no space for `size` bytes."""
+        folder = self._folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # A test that the folder is writable; the next line removes the new folder.
+            manifest.partial_folder(folder, 0).mkdir(exist_ok=True)
+            manifest.remove_partial(folder)
+            self._workdir.remove_unfinished(folder, finished=manifest.steps(folder))
+            fault = self._space_fault(size)
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(
+                f"--workdir: {folder}: {why}; use a folder that can be written"
+            ) from error
+        if fault:
+            raise ConfigError(f"--workdir: {folder}: {fault}; make room, or use another folder")
+
+    def _space_fault(self, size: int) -> str:
+        """Returns an error message if there is no space for `size` bytes, else an empty string."""
+        needed = SPACE_FACTOR * size
+        free = self._workdir.free_bytes(self._folder)
+        if free >= needed:
+            return ""
+        return f"{needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free"
+
+    # ---- recovery ----
+
+    def restore(
+        self, abstract: TrainState, *, from_scratch: bool = False
+    ) -> tuple[Manifest, TrainState] | tuple[None, None]:
+        """Returns the newest valid checkpoint and its state, with the shardings of `abstract`.
+
+        See `recover`, and `arrays.restore`. Arrays are verified while they are read: if one is
+        damaged, the next older checkpoint is read. Quarantines the corrupt ones, and reports which
+        settings have changed.
+        """
+        # What one process could not read may be valid, whatever another found.
+        agree = partial(distributed.raise_first, kinds=(TransientError, CorruptCheckpoint))
+        state = None
+        while state is None and (saved := self.recover(from_scratch=from_scratch)):
+            try:
+                state = arrays.restore(
+                    self._folder / str(saved.step),
+                    saved.arrays,
+                    abstract,
+                    allow_cast=self._settings.allow_cast,
+                    agree=agree,
+                )
+            except CorruptCheckpoint as error:  # on all processes
+                self._damaged[saved.step] = str(error)
+        # Not before: reading may find more of them, and if none is valid they stay where they are.
+        distributed.on_first_process(self._quarantine_corrupt)
+        if state is not None and self._changed:
+            self._event("changed", step=saved.step, settings=self._changed)
+            for line in resume.lines(self._changed):
+                self._log(line)
+        return saved, state
 
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
         """Returns the newest valid checkpoint, or None if there is none.
 
-        Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`; if the newest may
-        be valid but cannot be read; and if its settings may not change to the present ones (`resume.check`).
-        Nothing of the arrays is read yet.
+        Raises ConfigError if there are checkpoints but none is valid, unless `from_scratch`; if the
+        newest may be valid but cannot be read; and if its settings may not change to the present
+        ones (`resume.check`). Nothing of the arrays is read yet.
         """
         self._wait()
-        step = distributed.on_first_process(lambda: self._newest(from_scratch))
-        self._newest_step, self._failures = (-1 if step is None else step), 0
+        # Process 0 alone looks for it, so that all resume from the same one.
+        step = distributed.on_first_process(lambda: self._find_newest(from_scratch))
+        self._newest_step = -1 if step is None else step
+        self._failures = 0
         if step is None:
             return None
-        directory, now = self._folder / str(step), self._run_fields
-        if distributed.process_id() > 0 and storage.url(directory):
-            shutil.rmtree(
-                directory, ignore_errors=True
-            )  # process 0 may have rewritten the manifest
-            remote.fetch(directory)
+        directory = self._folder / str(step)
+        if distributed.process_id() > 0:
+            self._workdir.refresh(directory)  # process 0 may have rewritten the manifest
         saved = manifest.read(directory)
-        self._changed = resume.check(saved, now["config"], now["identity"], source=directory)
+        self._changed = resume.check(
+            saved,
+            self._run_fields["config"],
+            self._run_fields["identity"],
+            source=directory,
+        )
         return saved
 
-    def _newest(self, from_scratch: bool) -> int | None:
+    def _find_newest(self, from_scratch: bool) -> int | None:
         """Returns the step of the newest valid checkpoint."""
-        newest, self._corrupt = to_resume(self._folder, self._damaged, from_scratch=from_scratch)
+        newest, self._corrupt = find.to_resume(
+            self._folder, self._damaged, from_scratch=from_scratch
+        )
         if newest is None:
             return None
         directory = self._folder / str(newest.step)
@@ -137,64 +217,47 @@ class Saver:
         self._event("quarantine", step=step, why=why, place=str(target))
         self._log(f"checkpoint of step {step}: {why}; moved to {target}")
 
-    def restore(
-        self, abstract: TrainState, *, from_scratch: bool = False
-    ) -> tuple[Manifest, TrainState] | tuple[None, None]:
-        """Returns the newest valid checkpoint and its state, with the shardings of `abstract`.
+    def record_rollback(
+        self, saved: Manifest, position: int, loss_statistics: Mapping[str, float]
+    ) -> None:
+        """Makes the checkpoint of a rollback one that continues at sample `position`.
 
-        See `recover`, and `arrays.restore`. Arrays are verified while they are read: if one is damaged, the next
-        older checkpoint is read. Quarantines the corrupt ones, and reports which settings have changed.
+        `loss_statistics` are those to resume with. Without this a crash before the next save would
+        undo the rollback.
         """
-        # What one process could not read may be valid, whatever another found.
-        agree = partial(distributed.raise_first, kinds=(TransientError, CorruptCheckpoint))
-        state = None
-        while state is None and (saved := self.recover(from_scratch=from_scratch)):
-            directory = self._folder / str(saved.step)
-            try:
-                options = dict(allow_cast=self._settings.allow_cast, agree=agree)
-                state = arrays.restore(directory, saved.arrays, abstract, **options)
-            except CorruptCheckpoint as error:  # on all processes
-                self._damaged[saved.step] = str(error)
-        distributed.on_first_process(self._quarantine_corrupt)
-        if state is not None and self._changed:
-            self._event("changed", step=saved.step, settings=self._changed)
-            for line in resume.lines(self._changed):
-                self._log(line)
-        return saved, state
+        if distributed.process_id() > 0:
+            return
+        directory = self._folder / str(saved.step)
+        changed = replace(saved, position=position, loss_statistics=dict(loss_statistics))
+        try:
+            manifest.write(directory, changed)
+            self._workdir.upload(directory / manifest.NAME)
+        except OSError as error:
+            why = f"{error.filename or self._folder}: {error.strerror}"
+            self._log(f"rollback not recorded, a restart before the next save repeats it: {why}")
 
-    def record_rollback(self, saved: Manifest, position: int, watch: Mapping[str, float]) -> None:
-        """Makes a checkpoint, to which the run has rolled back, one that continues at sample `position`.
-
-        `watch` are the statistics to resume with. Without this a crash before the next save would undo the rollback.
-        """
-        if distributed.process_id() == 0:
-            moved = replace(saved, position=position, watch=dict(watch))
-            try:
-                manifest.write(directory := self._folder / str(saved.step), moved)
-                if storage.url(directory):
-                    storage.upload(directory / manifest.NAME)
-            except OSError as error:
-                why = f"{error.filename or self._folder}: {error.strerror}"
-                self._log(
-                    f"rollback not recorded, a restart before the next save repeats it: {why}"
-                )
+    # ---- saving ----
 
     def due(self, step: int, start: int) -> bool:
         """Returns whether a save is due. Processes may disagree; use the answer of process 0."""
         self._handle_finished_save()
-        s, now = self._settings, time.monotonic()
-        is_due = s.every > 0 and step % s.every == 0 and step > start
-        is_due |= s.every_minutes > 0 and now - self._saved_at >= 60 * s.every_minutes
-        return now >= self._retry_at if self._failures else is_due
+        now = time.monotonic()
+        if self._failures:
+            return now >= self._retry_at
+        every, minutes = self._settings.every, self._settings.every_minutes
+        if every > 0 and step % every == 0 and step > start:
+            return True
+        return minutes > 0 and now - self._saved_at >= 60 * minutes
 
     def save(self, step: int, state: TrainState, **fields: Any) -> None:
         """Starts a save; waits only for the previous save and for the copy to the host.
 
-        `fields` are `position`, `metrics` and `watch` of the manifest. A failed save is logged, and `due`
-        asks for another.
+        `fields` are `position`, `metrics` and `loss_statistics` of the manifest. A failed save is
+        logged, and `due` asks for another.
         """
         began = time.perf_counter()
         self._wait()
+        # A run that ends right after a save has nothing new.
         if distributed.broadcast(step == self._newest_step):
             return
         self._saved_at = time.monotonic()
@@ -209,36 +272,44 @@ class Saver:
             self._handle_finished_save()
             return
         fields |= {**self._run_fields, "time": time.time(), "arrays": arrays.shapes_of(state)}
+        # From here the state is on the host: training continues while the thread commits it.
         self._thread = threading.Thread(target=self._commit, args=(job, fields), name="commit")
         self._thread.start()
         job.blocked = time.perf_counter() - began
 
     def _create_folder(self, folder: Path, size: int) -> str:
-        """Creates the folder for a state of `size` bytes; returns an error message, or an empty string."""
+        """Creates the folder for a state of `size` bytes; returns an error message, or ""."""
         if distributed.process_id() > 0:
             return ""
         try:
             if os.path.lexists(folder.with_suffix("")):  # a valid checkpoint is not written again
                 self._quarantine(int(folder.stem), "appeared during the run")
-            lock.confirm_lease()  # otherwise the objects may be those of another run
+            self._workdir.confirm_lock()  # otherwise the objects may be those of another run
             manifest.remove(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            return space_fault(self._folder, size)
+            return self._space_fault(size)
         except OSError as error:
             return ": ".join(filter(None, (error.strerror, error.filename)))
 
     def _commit(self, job: _Save, fields: dict[str, Any]) -> None:
+        """Commits a save once all processes have written their arrays; runs in a thread."""
         try:
             self._arrays.wait()
             if distributed.process_id() == 0:
-                lock.confirm_lease()
+                self._workdir.confirm_lock()
+                # First the rows, then the checkpoint: a resumed run keeps all rows up to its step.
                 self._sync()
-                job.manifest = remote.commit(self._folder, job.step, **fields)
+                job.manifest = manifest.commit(self._folder, job.step, **fields)
             job.seconds = time.perf_counter() - job.began
             if job.manifest:
                 find.remove_old_checkpoints(self._folder, self._settings)
         except Exception as error:  # noqa: BLE001  logged by `_handle_finished_save`, in the main thread
             job.error = error
+
+    def _wait(self) -> None:
+        if self._thread:
+            self._thread.join()
+        self._handle_finished_save()
 
     def _handle_finished_save(self) -> None:
         """Records the outcome of a save that has ended, and sets the time of the next try."""
@@ -247,35 +318,37 @@ class Saver:
             return
         self._save = self._thread = None
         if job.error is None:
-            self._failures, self._newest_step = 0, job.step
-            size = job.manifest.bytes if job.manifest else 0
-            seconds = {"blocked_seconds": job.blocked, "seconds": job.seconds}
-            self._event("save", step=job.step, bytes=size, **seconds)
+            self._failures = 0
+            self._newest_step = job.step
+            self._event(
+                "save",
+                step=job.step,
+                bytes=job.manifest.bytes if job.manifest else 0,
+                blocked_seconds=job.blocked,
+                seconds=job.seconds,
+            )
             return
         if distributed.process_id() == 0:
             with contextlib.suppress(OSError):  # the next start removes it
-                lock.confirm_lease()
+                self._workdir.confirm_lock()
                 manifest.remove(manifest.partial_folder(self._folder, job.step))
-        wait = min(FIRST_WAIT * 2 ** min(self._failures, 20), LONGEST_WAIT)
-        when = f"next try at the first step after {wait:.0f} s, or when the run ends"
         if self._last_waits is not None:  # the run has ended
             wait = next(self._last_waits, None)
             when = "no more tries" if wait is None else f"next try in {wait:.0f} s"
+        else:
+            wait = min(FIRST_WAIT * 2 ** min(self._failures, 20), LONGEST_WAIT)
+            when = f"next try at the first step after {wait:.0f} s, or when the run ends"
         self._failures += 1
         self._retry_at = time.monotonic() + (wait or 0)
         why = first_line(job.error)
         self._event("save_failed", step=job.step, error=why, retry_seconds=wait)
         self._log(f"step {job.step} could not be saved: {why}; {when}")
 
-    def _wait(self) -> None:
-        if self._thread:
-            self._thread.join()
-        self._handle_finished_save()
-
     def finish(self, step: int, state: TrainState, **fields: Any) -> None:
         """Saves, and waits for the commit; raises ConfigError after LAST_TRIES failures."""
         self._wait()  # for a save of the training loop, whose outcome is not one of the last tries
-        self._last_waits = iter(waits := [2.0**attempt for attempt in range(LAST_TRIES - 1)])
+        waits = [2.0**attempt for attempt in range(LAST_TRIES - 1)]
+        self._last_waits = iter(waits)
         for wait in (*waits, 0.0):
             self.save(step, state, **fields)
             self._wait()
@@ -284,43 +357,11 @@ class Saver:
                 return
             time.sleep(wait)
         raise ConfigError(
-            f"{self._folder}: step {step} could not be saved in {LAST_TRIES} tries, see events.jsonl; "
-            f"make room, or repair the disk or the access to the store, and run again: the run resumes from the "
-            f"newest checkpoint"
+            f"{self._folder}: step {step} could not be saved in {LAST_TRIES} tries, "
+            f"see events.jsonl; make room, or repair the disk or the access to the store, "
+            f"and run again: the run resumes from the newest checkpoint"
         )
 
     def close(self) -> None:
         self._wait()
         self._arrays.close()
-
-
-SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the state's bytes
-
-
-def check_writable(folder: Path, size: int) -> None:
-    """Creates the folder and removes unfinished saves.
-
-    Raises ConfigError if it is not writable, or has no space for a state of `size` bytes.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # A test that the folder is writable; the next line removes the new folder.
-        manifest.partial_folder(folder, 0).mkdir(exist_ok=True)
-        manifest.remove_partial(folder)
-        remote.remove_unfinished(folder)
-        fault = space_fault(folder, size)
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(
-            f"--workdir: {folder}: {why}; use a folder that can be written"
-        ) from error
-    if fault:
-        raise ConfigError(f"--workdir: {folder}: {fault}; make room, or use another folder")
-
-
-def space_fault(folder: Path, size: int) -> str:
-    """Returns an error message if the disk has no space for a state of `size` bytes, else an empty string."""
-    if storage.url(folder):
-        return ""
-    needed, free = SPACE_FACTOR * size, shutil.disk_usage(folder).free
-    return f"{needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free" if free < needed else ""

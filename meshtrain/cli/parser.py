@@ -7,17 +7,11 @@ from typing import Any
 
 from meshtrain import storage
 from meshtrain.cluster import environment
-from meshtrain.config import checks
 from meshtrain.config.bind import flag_faults
 from meshtrain.errors import ConfigError, did_you_mean
 
-RUNS = {
-    "workdir",
-    "workdirs",
-    "paths",
-    "source",
-    "measured",
-}  # arguments that may be runs on object stores
+# Arguments that may be runs on object stores.
+RUNS = {"workdir", "workdirs", "paths", "source", "measured"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,35 +48,36 @@ class Parser(argparse.ArgumentParser):
             if name in RUNS:
                 continue
             for path in _as_list(value):
-                if isinstance(path, Path) and (fault := checks.url_fault(keys.get(name, ""), path)):
+                if isinstance(path, Path) and (
+                    fault := storage.url_fault(keys.get(name, ""), path)
+                ):
                     faults.append(fault)
         for name in RUNS & {*vars(found)}:
-            faults += self._opened(found, name, keys.get(name, ""))
+            faults += self._download_metadata(found, name, keys.get(name, ""))
         if faults:
             raise ConfigError(*faults)
         if hasattr(found, "process_id"):  # has the flags of `environment.add_flags`
             environment.check_flags(found, os.environ)
         return found, rest
 
-    def _opened(self, found: argparse.Namespace, name: str, key: str) -> list[str]:
-        """Downloads the small files of runs on object stores, in place of their URLs; returns the faults."""
-        faults, opened = [], []
-        for path in _as_list(getattr(found, name)):
-            fault = ""
-            if isinstance(path, Path) and storage.is_url(path):
-                from meshtrain.checkpoint import find
+    def _download_metadata(self, flags: argparse.Namespace, name: str, key: str) -> list[str]:
+        """Downloads the small files of runs on object stores, in place of their URLs.
+
+        A workdir that is given as text is opened later. Returns the faults.
+        """
+        faults, paths = [], []
+        for path in _as_list(getattr(flags, name)):
+            if isinstance(path, Path):
+                from meshtrain.checkpoint import find  # here, since --help must be fast
 
                 try:
                     path = find.download_metadata(path)
                 except ConfigError as error:
-                    fault = f"{key}{error}"
-            elif path is not None and storage.is_url(path):
-                fault = "".join(checks.store_faults(path))
+                    faults.append(f"{key}{error}")
             elif path is not None:
-                fault = checks.url_fault(key, path)
-            faults += [fault] if fault else []
-            opened.append(path)
-        setattr(found, name, opened if isinstance(getattr(found, name), list) else opened[0])
+                faults += storage.open_workdir(path).url_faults(key)
+            paths.append(path)
+        setattr(flags, name, paths if isinstance(getattr(flags, name), list) else paths[0])
         return faults
 
     def error(self, message: str) -> None:

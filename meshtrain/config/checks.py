@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,70 +13,15 @@ from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
 BATCH_AXES = ("data", "fsdp", "expert")  # shard the rows of the batch
 
-# What a run itself writes and removes in its workdir.
-RUN_FOLDERS = ("checkpoints", "tokenizer", "config_history", "logs")
-
-
-def url_fault(key: str, path: Any) -> str:
-    """Returns the fault of a path that is a URL, such as gs://BUCKET/RUN; it would be a local folder `gs:`."""
-    scheme = re.match(r"(\w{2,}):/", str(path))
-    if not scheme:
-        return ""
-    place = re.sub("(?<=:)/(?!/)", "//", str(path), count=1)  # pathlib made one slash of two
-    return (
-        f"{key}{place}: this version does not read or write {scheme[1]} storage; use a folder, such as one of a "
-        f"mounted file system"
-    )
-
-
-def store_faults(workdir: str) -> list[str]:
-    """Returns the faults of a workdir on an object store."""
-    scheme, _, rest = workdir.partition(":")
-    bucket, *key = rest.strip("/").split("/")
-    if not bucket or not key or {"", ".", ".."} & {bucket, *key}:
-        return [
-            f"--workdir={workdir}: use a bucket and a folder of its own in it, such as {scheme}://BUCKET/RUN"
-        ]
-    if key[-2:-1] == ["checkpoints"] and key[-1].isdecimal():
-        run = "/".join(key[:-2])
-        return [
-            f"--workdir={workdir}: is a checkpoint; use --workdir={scheme}://{bucket}/{run} to resume its run, "
-            f"or another folder"
-        ]
-    return []
-
 
 def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:
     """Returns the faults of a workdir's place.
 
-    Faults are a URL that names no run, the root, a folder of another run, such as one of its checkpoints, and a
-    folder in or around one of `data`.
+    Faults are a URL that names no run, the root, a folder of another run, such as one of its
+    checkpoints, and a folder in or around one of `data`.
     """
-    if found := re.match(rf"({'|'.join(storage.DRIVERS)}):(?!/)", str(workdir)):
-        return [
-            f"--workdir={workdir}: write {found[1]}://BUCKET/RUN; for a folder, its absolute path"
-        ]
-    if storage.is_url(workdir):
-        return store_faults(workdir)
-    if fault := url_fault("--workdir=", workdir):
-        return [fault]
-    place = Path(workdir).resolve()
-    if place == Path(place.root):
-        return [f"--workdir={workdir}: use a folder of its own, such as runs/NAME"]
-    for folder in (place, *place.parents):
-        if folder.name in RUN_FOLDERS and (folder.parent / "config.json").is_file():
-            return [
-                f"--workdir={workdir}: belongs to the run in {folder.parent}; use --workdir={folder.parent} to "
-                f"resume it, or another folder"
-            ]
-    for path in filter(None, data):
-        other = Path(path).resolve()
-        if place == other or place in other.parents or other in place.parents:
-            relation = "contains" if place in other.parents else "is in"
-            return [
-                f"--workdir={workdir}: {relation} data.path={path}; keep the run and its data in separate folders"
-            ]
-    return []
+    place = storage.open_workdir(workdir)
+    return place.url_faults("--workdir=") or place.place_faults(data)
 
 
 def check_place(workdir: str | Path | None, cfg: Config, faults: list[str]) -> None:

@@ -140,7 +140,7 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
                 position=0,
                 time=time.time(),
                 metrics={},
-                watch={},
+                loss_statistics={},
                 identity={"tokenizer": tokenizer.digest_of(source)},
             )
     left_out = weights.num_left_out(source)

@@ -20,6 +20,7 @@ from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
 from meshtrain.monitor.sinks import Sink
+from meshtrain.storage import Workdir
 
 TABLES = ("metrics.jsonl", "events.jsonl")
 
@@ -51,8 +52,9 @@ class Writer:
     Close it to remove the progress bar.
     """
 
-    def __init__(self, workdir: Path | None, *, leader: bool):
-        self._folder = workdir if leader else None
+    def __init__(self, workdir: Workdir | None, *, leader: bool):
+        self._workdir = workdir
+        self._folder = workdir.folder if workdir and leader else None
         self._leader = leader
         self._bar: console.Bar | None = None
         self._pending: _Pending | None = None  # of the latest step, see `step`
@@ -63,7 +65,7 @@ class Writer:
             self._folder.mkdir(parents=True, exist_ok=True)
             check_outputs(self._folder)
         self._sinks: list[Sink] = []
-        console.log_to(workdir and workdir / console.LOG)
+        console.log_to(workdir.folder / console.LOG if workdir else None)
 
     def open(self, sinks: list[Sink]) -> None:
         """Writes each row to these as well, and closes them at the end."""
@@ -306,8 +308,7 @@ class Writer:
         """Flushes metrics.jsonl and events.jsonl to disk; uploads all files to an object store."""
         if self._folder:
             sync_tables(self._folder)
-            if storage.url(self._folder):
-                storage.push(self._folder)
+            self._workdir.push()
 
     def close(self) -> None:
         """Removes the bar; `log` and `event` still work."""

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from meshtrain import storage
 from meshtrain.cluster import environment, launchers
 from meshtrain.config import checks
 from meshtrain.errors import EXIT_USER, ConfigError
+from meshtrain.storage import Workdir
 from meshtrain.supervise import messages
 from meshtrain.supervise.restart_policy import Settings
 from meshtrain.supervise.supervisor import Supervisor
@@ -21,12 +22,13 @@ from meshtrain.supervise.supervisor import Supervisor
 CLUSTER = ("coordinator", "nnodes", "node_rank")  # flags in place of the launcher's variables
 
 
-def launch(arguments: Sequence[str], **settings) -> int:
+def launch(arguments: Sequence[str], **settings: Any) -> int:
     """Runs `meshtrain ARGUMENTS...` in several processes and returns the exit code.
 
     `settings` are the fields of `Settings`. Raises ConfigError if one of them is invalid.
     """
-    arguments, process = list(arguments), _place(settings)
+    arguments = list(arguments)
+    process, settings = _place(settings)
     s = Settings(**settings)
     if not arguments:
         raise ConfigError(
@@ -38,7 +40,7 @@ def launch(arguments: Sequence[str], **settings) -> int:
     if is_training and flags.workdir:
         if faults := checks.workdir_faults(flags.workdir):
             raise ConfigError(*faults)
-        workdir = storage.local(flags.workdir)
+        workdir = storage.open_workdir(flags.workdir)
     if not is_training:
         s = dataclasses.replace(s, grace=0.1)  # nothing to save
     command = [sys.executable, "-m", "meshtrain", *arguments]
@@ -49,20 +51,24 @@ def launch(arguments: Sequence[str], **settings) -> int:
                 f"--simulate_devices={flags.simulate_devices}: give it once"
             )
         command.append(f"--simulate_devices={s.simulate_devices}")
-        command += ["--force"] * s.force
+        if s.force:
+            command.append("--force")
     if s.min_nproc and is_training:
         command.append("--elastic")
-    folders = Folders(workdir)
+
+    # The logs of the processes are in the workdir, before one of them has checked it.
+    folders = Folders(workdir.folder if workdir else None)
     logs = folders.make() if workdir else None
     environ = _environment()
-    if workdir and storage.url(workdir):
-        environ[storage.VARIABLE] = str(storage.root())
+    if workdir:
+        environ |= workdir.variables()
         if s.node_rank == 0:
             _download_events(workdir)
     code = EXIT_USER
     try:
         secret = messages.secret_of_environment(os.environ) if s.nnodes > 1 else ""
-        code = Supervisor(s, workdir=workdir, secret=secret).run(
+        supervisor = Supervisor(s, workdir=workdir.folder if workdir else None, secret=secret)
+        code = supervisor.run(
             command,
             logs=logs,
             environ=environ,
@@ -72,77 +78,93 @@ def launch(arguments: Sequence[str], **settings) -> int:
         return code
     finally:
         folders.remove_if_unused(code)
-        if workdir and storage.url(workdir) and code != EXIT_USER:  # perhaps another run is in it
+        if workdir and code != EXIT_USER:  # perhaps another run is in it
             _upload(workdir, node_rank=s.node_rank)
 
 
-def _download_events(workdir: Path) -> None:
-    """Downloads the events of earlier runs, to which the supervisor appends its own. Raises ConfigError."""
+def _place(
+    settings: Mapping[str, Any],
+) -> tuple[launchers.ProcessInfo | None, dict[str, Any]]:
+    """Returns the rank of this supervisor, None if it is alone, and the settings with it.
+
+    Flags override the launcher's variables. Raises ConfigError for a flag that would be ignored.
+    """
+    others = {name: value for name, value in settings.items() if name not in CLUSTER}
+    address, nnodes, node_rank = (settings.get(name) for name in CLUSTER)
+    if address and nnodes and node_rank is None and not launchers.find(os.environ):
+        node_rank = 0
+    process = environment.process_info(
+        os.environ,
+        (address, nnodes, node_rank),
+        [f"--{name}" for name in CLUSTER],
+    )
+    if process:
+        ranks = (process.address, process.num_processes, process.process_id)
+        return process, {**others, **dict(zip(CLUSTER, ranks, strict=True))}
+    if nnodes is None and (address or node_rank):
+        ignored = f"--coordinator={address}" if address else f"--node_rank={node_rank}"
+        raise ConfigError(f"{ignored}: there is only one host; give --nnodes too, or omit it")
+    if line := launchers.batch_script_line(os.environ):
+        print(f"launch: {line}", file=sys.stderr)
+    return None, others
+
+
+def _flags(arguments: list[str]) -> argparse.Namespace:
+    """Returns the flags of a run that matter to the supervisor."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--workdir", "--simulate_devices", *launchers.FLAGS):
+        parser.add_argument(name, nargs="?", default="")
+    flags, _ = parser.parse_known_args(arguments)
+    for name in launchers.FLAGS:
+        if value := getattr(flags, name.removeprefix("--")):
+            raise ConfigError(
+                f"{name}={value}: launch sets it for each process; give --nproc, "
+                f"or on several hosts --nnodes, --node_rank and --coordinator, before --"
+            )
+    return flags
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment of the processes; for a restart all compilations are cached."""
+    environ = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ}
+    environ.pop(messages.SECRET_VARIABLE, None)  # only supervisors need it
+    return environ
+
+
+def _download_events(workdir: Workdir) -> None:
+    """Downloads the events of earlier runs, to which the supervisor appends its own."""
     try:
-        storage.download(workdir, {"events.jsonl"} & {*storage.names(workdir)})
+        workdir.download({"events.jsonl"})
     except OSError as error:
         raise ConfigError(f"--workdir={error.filename}: {error.strerror}") from error
 
 
-def _upload(workdir: Path, *, node_rank: int) -> None:
-    """Uploads the logs of this host; those of a run that never started, and its events, are dropped."""
-    started = node_rank > 0 or (workdir / "config.json").exists()
+def _upload(workdir: Workdir, *, node_rank: int) -> None:
+    """Uploads the logs of this host, unless the run never started."""
+    if node_rank == 0 and not (workdir.folder / "config.json").exists():
+        return
     try:
-        for folder in (workdir, workdir / "logs") if node_rank == 0 else (workdir / "logs",):
-            if started:
-                storage.push(folder)
+        if node_rank == 0:
+            workdir.push()
+        workdir.push(storage.LOGS)
     except OSError as error:
         print(
             f"launch: {error.filename}: {error.strerror}; not all logs are there", file=sys.stderr
         )
 
 
-def _place(settings: dict[str, Any]) -> launchers.ProcessInfo | None:
-    """Returns the rank and address of this supervisor, None if it is alone, and sets them in `settings`.
-
-    Flags override the launcher's variables. Raises ConfigError for a flag that would be ignored.
-    """
-    address, nnodes, node_rank = given = [settings.pop(name, None) for name in CLUSTER]
-    if address and nnodes and node_rank is None and not launchers.find(os.environ):
-        given[2] = 0
-    names = [f"--{name}" for name in CLUSTER]
-    process = environment.process_info(os.environ, given, names)
-    if process:
-        found = (process.address, process.num_processes, process.process_id)
-        settings |= dict(zip(CLUSTER, found, strict=True))
-    elif nnodes is None and (address or node_rank):
-        ignored = f"--coordinator={address}" if address else f"--node_rank={node_rank}"
-        raise ConfigError(f"{ignored}: there is only one host; give --nnodes too, or omit it")
-    elif line := launchers.batch_script_line(os.environ):
-        print(f"launch: {line}", file=sys.stderr)
-    return process
-
-
-def _flags(arguments: list[str]) -> argparse.Namespace:
-    """Returns the flags of a run that matter to the supervisor."""
-    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("--workdir", "--simulate_devices", *launchers.FLAGS):
-        flags.add_argument(name, nargs="?", default="")
-    found = flags.parse_known_args(arguments)[0]
-    for name in launchers.FLAGS:
-        if value := getattr(found, name.removeprefix("--")):
-            raise ConfigError(
-                f"{name}={value}: launch sets it for each process; give --nproc, or on several hosts --nnodes, "
-                f"--node_rank and --coordinator, before --"
-            )
-    return found
-
-
 class Folders:
     """The workdir of a run and its folder of logs."""
 
     def __init__(self, workdir: Path | None):
-        self._workdir, self._made = workdir, []  # outermost first
+        self._workdir = workdir
+        self._created: list[Path] = []  # outermost first
         self._before: set[str] = set()  # what else the workdir held
 
     def make(self) -> Path:
-        """Returns the folder of logs."""
-        workdir, logs = self._workdir, self._workdir / "logs"
+        """Creates both, and returns the folder of logs."""
+        workdir = self._workdir
+        logs = workdir / storage.LOGS
         if logs.is_symlink():
             raise ConfigError(f"{logs}: is a link; logs are not written through links, remove it")
         try:
@@ -153,40 +175,34 @@ class Folders:
         except OSError as error:
             self.remove_if_unused(EXIT_USER)
             raise ConfigError(
-                f"--workdir={workdir}: {error.filename}: {error.strerror}; use a folder that can be written"
+                f"--workdir={workdir}: {error.filename}: {error.strerror}; "
+                f"use a folder that can be written"
             ) from error
         return logs
 
     def _mkdir(self, folder: Path) -> None:
         try:
             folder.mkdir()
-            self._made.append(folder)
+            self._created.append(folder)
         except FileExistsError:
             if not folder.is_dir():
                 raise
 
     def remove_if_unused(self, code: int) -> None:
-        """Removes what `make` made if a mistake of the user has ended the run before it wrote anything else.
+        """Removes what `make` created if a mistake of the user has ended the run at its start.
 
-        Also if nothing was started. The logs of a crash stay.
+        Nothing else has been written then. Also if nothing was started. The logs of a crash stay.
         """
-        if not self._made:
+        if not self._created:
             return
         with contextlib.suppress(OSError):
             is_run = "config.json" in self._before
-            if is_run or {*os.listdir(self._workdir)} - {"logs"} - self._before:
+            if is_run or {*os.listdir(self._workdir)} - {storage.LOGS} - self._before:
                 return
-            if code != EXIT_USER and any((self._workdir / "logs").iterdir()):
+            if code != EXIT_USER and any((self._workdir / storage.LOGS).iterdir()):
                 return
-        for folder in reversed(self._made):
-            if folder.name == "logs" and folder.parent.resolve() == self._workdir.resolve():
+        for folder in reversed(self._created):
+            if folder.name == storage.LOGS and folder.parent.resolve() == self._workdir.resolve():
                 shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):
                 folder.rmdir()  # only if it is empty
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment of the processes; also short compilations are cached, for the next restart."""
-    environ = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ}
-    environ.pop(messages.SECRET_VARIABLE, None)  # only supervisors need it
-    return environ

@@ -80,7 +80,7 @@ REFUSED = "Error reading x: HTTP response code: 400 [http_response_code='400']"
     ],
 )
 def test_only_damaged_bytes_make_a_checkpoint_corrupt(message, kind, fault, tmp_path):
-    with pytest.raises(kind, match=fault), find.reading_chunks(tmp_path):
+    with pytest.raises(kind, match=fault), manifest.reading_chunks(tmp_path):
         try:
             raise ValueError(message)
         except ValueError as error:
@@ -115,7 +115,7 @@ def test_a_save_reads_no_array_and_a_restore_reads_each_once(tmp_path):
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state
     )
-    described = dict.fromkeys(("metrics", "watch", "mesh", "versions", "config"), {})
+    described = dict.fromkeys(("metrics", "loss_statistics", "mesh", "versions", "config"), {})
     described |= dict(position=0, time=0.0, processes=1, arrays=arrays.shapes_of(state))
     with contextlib.closing(AsyncWriter()) as writer:
         for step in range(2):  # the first one loads libraries
@@ -139,7 +139,7 @@ def test_after_damage_was_found_no_read_is_left_behind(workdir, monkeypatch):
     directory = checkpoints(workdir) / "6"
     flip(largest_file(directory))
     for _ in range(3):
-        with pytest.raises(CorruptCheckpoint), find.reading_chunks(directory):
+        with pytest.raises(CorruptCheckpoint), manifest.reading_chunks(directory):
             arrays.as_numpy(directory)
         gc.collect()
     assert not left

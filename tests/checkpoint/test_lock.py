@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import meshtrain
+from meshtrain import storage
 from meshtrain.checkpoint import lock
 from meshtrain.train import train
 from tests.lib.configs import quick
@@ -16,7 +17,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from meshtrain.checkpoint import lock
-with lock.held(Path(sys.argv[1])):
+with lock.held(storage.open_workdir(sys.argv[1])):
     print("held", flush=True)
     time.sleep(300)
 """
@@ -37,5 +38,5 @@ def test_a_second_run_in_a_workdir_is_rejected_while_the_first_is_alive(tmp_path
         first.send_signal(signal.SIGKILL)
         first.wait()
         first.stdout.close()
-    with lock.held(tmp_path):  # the lock of a dead process is released
+    with lock.held(storage.open_workdir(tmp_path)):  # the lock of a dead process is released
         pass

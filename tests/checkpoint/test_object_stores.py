@@ -16,9 +16,8 @@ import jax
 import pytest
 
 import meshtrain
-from meshtrain import errors, storage
-from meshtrain.checkpoint import arrays, find, manifest, remote
-from meshtrain.checkpoint import lock as checkpoint_lock
+from meshtrain import errors, object_store, storage
+from meshtrain.checkpoint import arrays, find, manifest
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.cli import app
@@ -44,8 +43,8 @@ import jax
 sys.path[:0] = ["."]
 jax.config.update("jax_num_cpu_devices", 8)  # as this process
 from tests.lib.configs import quick
-from meshtrain import storage
-from meshtrain.checkpoint.find import remote, writer
+from meshtrain import object_store
+from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.train import train
 
 def killed_before(module, name, is_now):
@@ -58,19 +57,19 @@ def killed_before(module, name, is_now):
 
 workdir, steps, where = sys.argv[1:]
 if where == "arrays":
-    killed_before(writer.AsyncWriter, "wait", lambda self: lock["step"] == 4)
+    killed_before(AsyncWriter, "wait", lambda self: lock["step"] == 4)
 if where == "small files":
-    killed_before(storage, "upload", lambda path: path.parts[-3:-1] == ("4", "arrays"))
+    killed_before(object_store, "upload", lambda path: path.parts[-3:-1] == ("4", "arrays"))
 if where == "manifest":
-    killed_before(storage, "create", lambda path: path.parent.name == "4")
+    killed_before(object_store, "create", lambda path: path.parent.name == "4")
 if where == "end":
-    killed_before(storage, "remove", lambda path, **_: path.name == "2")
+    killed_before(object_store, "remove", lambda path, **_: path.name == "2")
 lock = {}
-original = writer.AsyncWriter.save
+original = AsyncWriter.save
 def save(self, folder, tree):
     original(self, folder, tree)
     lock["step"] = int(folder.parent.name.partition(".")[0])
-writer.AsyncWriter.save = save
+AsyncWriter.save = save
 config = quick(steps=int(steps))
 config.checkpoint.update(every=2, keep=1)
 train(config, workdir=workdir)
@@ -125,13 +124,13 @@ def url(server, tmp_path, monkeypatch):
     def new_process():
         nonlocal number
         number += 1
-        monkeypatch.setenv(storage.VARIABLE, str(tmp_path / f"scratch-{number}"))
-        storage.root.cache_clear()
+        monkeypatch.setenv(object_store.VARIABLE, str(tmp_path / f"scratch-{number}"))
+        object_store.root.cache_clear()
 
     new_process()
     yield Run(f"{server}/{tmp_path.name}", new_process)
-    checkpoint_lock.release_lease()
-    storage.root.cache_clear()
+    object_store.release_lease()
+    object_store.root.cache_clear()
 
 
 class Run(str):
@@ -162,16 +161,16 @@ def restored(workdir):
 def test_a_run_on_a_store_equals_a_run_on_a_disk(url, tmp_path, capsys):
     train(saving(4), workdir=tmp_path / "disk")
     train(saving(4), workdir=url)
-    assert str(storage.root()) not in capsys.readouterr().out
+    assert str(object_store.root()) not in capsys.readouterr().out
     found = opened(url)
     assert losses(found) == losses(tmp_path / "disk")
     assert_bit_equal(restored(found), restored(tmp_path / "disk"))
     assert manifest.steps(checkpoints(found)) == [4]
     # The objects have the names of the files, so that a copy is a workdir.
     copy = tmp_path / "copy"
-    for name in storage.names(found):
+    for name in object_store.names(found):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes(storage.read(found / name)[0])
+        (copy / name).write_bytes(object_store.read(found / name)[0])
     assert (
         find.verify(checkpoints(copy) / "4").arrays == find.verify(checkpoints(found) / "4").arrays
     )
@@ -185,7 +184,7 @@ def test_a_run_on_a_store_equals_a_run_on_a_disk(url, tmp_path, capsys):
     assert_bit_equal(restored(found), restored(copy))
     assert losses(found) == losses(copy) and len(losses(found)) == 6
     assert [row["step"] for row in rows(found, "events.jsonl") if row["event"] == "restore"] == [4]
-    assert "LOCK" not in storage.names(found)
+    assert "LOCK" not in object_store.names(found)
 
 
 @pytest.mark.slow
@@ -198,8 +197,8 @@ def test_a_damaged_or_missing_chunk_is_found_and_an_older_checkpoint_resumed(url
     for step, change in ((6, lambda data: bytes(b ^ 1 for b in data)), (4, lambda data: None)):
         directory = checkpoints(found) / str(step)
         names = [name for name in manifest.read(directory).files if "ocdbt.process_0/d/" in name]
-        largest = max(names, key=lambda name: len(storage.read(directory / name)[0]))
-        storage.write(directory / largest, change(storage.read(directory / largest)[0]))
+        largest = max(names, key=lambda name: len(object_store.read(directory / name)[0]))
+        object_store.write(directory / largest, change(object_store.read(directory / largest)[0]))
         with pytest.raises(CorruptCheckpoint):
             find.verify(directory)
     url.new_process()
@@ -208,7 +207,7 @@ def test_a_damaged_or_missing_chunk_is_found_and_an_older_checkpoint_resumed(url
     events = rows(found, "events.jsonl")
     assert [row["step"] for row in events if row["event"] == "restore"] == [2]
     assert sorted(row["step"] for row in events if row["event"] == "quarantine") == [4, 6]
-    assert str(storage.root()) not in (found / "events.jsonl").read_text()
+    assert str(object_store.root()) not in (found / "events.jsonl").read_text()
     places = [row["place"] for row in events if row["event"] == "quarantine"]
     assert sorted(places) == [f"{url}/checkpoints/quarantine/{step}" for step in (4, 6)]
     assert {"4", "6"} == {path.name for path in (checkpoints(found) / "quarantine").iterdir()}
@@ -218,8 +217,8 @@ def test_a_damaged_or_missing_chunk_is_found_and_an_older_checkpoint_resumed(url
 def test_a_store_that_cannot_be_reached_is_not_damage(url, monkeypatch):
     train(saving(2), workdir=url)
     directory = checkpoints(opened(url)) / "2"
-    monkeypatch.setattr(storage, "RETRIES", {"max_retries": 1, "initial_delay": "1ms"})
-    spec = storage.spec
+    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 1, "initial_delay": "1ms"})
+    spec = object_store.spec
 
     def elsewhere(folder):
         found = spec(folder)
@@ -227,26 +226,29 @@ def test_a_store_that_cannot_be_reached_is_not_damage(url, monkeypatch):
 
     closed = {"endpoint": f"http://127.0.0.1:{free_port()}", "aws_region": "us-east-1"}
     closed["context"] = {
-        "s3_request_retries": storage.RETRIES,
+        "s3_request_retries": object_store.RETRIES,
         "aws_credentials": {"type": "environment"},
     }
-    monkeypatch.setattr(storage, "spec", elsewhere)
-    with pytest.raises(errors.TransientError, match="may be valid"), find.reading_chunks(directory):
-        list(find._arrays(directory))
+    monkeypatch.setattr(object_store, "spec", elsewhere)
+    with (
+        pytest.raises(errors.TransientError, match="may be valid"),
+        manifest.reading_chunks(directory),
+    ):
+        list(find._open_arrays(directory))
     with pytest.raises(errors.TransientError, match="may be valid"):
         find.verify(directory)
     with pytest.raises(OSError) as error:
-        storage.names(directory)
-    assert error.value.filename == storage.url(directory) and "connect" in error.value.strerror
+        object_store.names(directory)
+    assert error.value.filename == object_store.url(directory) and "connect" in error.value.strerror
 
 
 def test_a_store_that_accepts_requests_and_never_answers_is_an_error():
     """In a new process, since the client reads its settings once."""
     code = """
 import sys
-from meshtrain import storage
+from meshtrain import object_store
 from meshtrain.cli import app
-storage.RETRIES["max_retries"] = 1
+object_store.RETRIES["max_retries"] = 1
 sys.exit(app.command(["checkpoint", "ls", "s3://bucket/run"]))
 """
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -254,7 +256,7 @@ sys.exit(app.command(["checkpoint", "ls", "s3://bucket/run"]))
         env = {**os.environ, "AWS_ENDPOINT_URL": address, "AWS_REGION": "us-east-1"}
         env |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
         # Its names are those that a run sets; this process may have set them.
-        env |= dict(storage.TIMEOUTS, TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS="1")
+        env |= dict(object_store.TIMEOUTS, TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS="1")
         found = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, timeout=60
         )
@@ -262,69 +264,74 @@ sys.exit(app.command(["checkpoint", "ls", "s3://bucket/run"]))
 
 
 def test_one_run_at_a_time_holds_the_lock(url, monkeypatch, capsys):
-    monkeypatch.setattr(checkpoint_lock, "TERM", 1.0)
-    lock = storage.local(url) / "LOCK"
-    assert checkpoint_lock.acquire_lease(lock) == ""
-    first, checkpoint_lock._held = checkpoint_lock._held, None  # as in another process
-    monkeypatch.setattr(checkpoint_lock, "_is_dead", lambda holder: False)
-    assert "another run is in it" in checkpoint_lock.acquire_lease(lock)
+    monkeypatch.setattr(object_store, "TERM", 1.0)
+    lock = object_store.scratch_folder(url) / "LOCK"
+    assert object_store.acquire_lease(lock, log=print) == ""
+    first, object_store._held = object_store._held, None  # as in another process
+    monkeypatch.setattr(object_store, "_is_dead", lambda holder: False)
+    assert "another run is in it" in object_store.acquire_lease(lock, log=print)
     assert "waits 1 s" in capsys.readouterr().out
     # The holder is suspended for longer than a term: the next one takes over, and the first one notices.
     first._released.set()
     first._thread.join()
-    assert checkpoint_lock.acquire_lease(lock) == ""
+    assert object_store.acquire_lease(lock, log=print) == ""
     assert not first.renew()
-    second, checkpoint_lock._held = checkpoint_lock._held, first
+    second, object_store._held = object_store._held, first
     with pytest.raises(OSError, match="taken over"):
-        checkpoint_lock.confirm_lease()
+        object_store.confirm_lease()
     first.release()  # does not remove the lock of the second
-    assert storage.read(lock)[0] is not None
-    checkpoint_lock._held = second
-    checkpoint_lock.confirm_lease()
-    checkpoint_lock.release_lease()
-    assert storage.read(lock)[0] is None
+    assert object_store.read(lock)[0] is not None
+    object_store._held = second
+    object_store.confirm_lease()
+    object_store.release_lease()
+    assert object_store.read(lock)[0] is None
 
 
 def test_a_path_in_a_scratch_folder_has_a_url(tmp_path, monkeypatch):
-    monkeypatch.setenv(storage.VARIABLE, str(tmp_path))
-    storage.root.cache_clear()
-    run = storage.local("s3://bucket/a run.partial/", process=3)
-    assert storage.url(run) == "s3://bucket/a run.partial" and not storage.url(tmp_path / "x")
+    monkeypatch.setenv(object_store.VARIABLE, str(tmp_path))
+    object_store.root.cache_clear()
+    run = object_store.scratch_folder("s3://bucket/a run.partial/", process=3)
+    assert object_store.url(run) == "s3://bucket/a run.partial" and not object_store.url(
+        tmp_path / "x"
+    )
     saving = run / "checkpoints" / "20.partial" / "arrays.orbax-checkpoint-tmp" / "d"
-    assert storage.url(saving) == "s3://bucket/a run.partial/checkpoints/20/arrays/d"
-    assert storage.spec(saving)["path"] == "a run.partial/checkpoints/20/arrays/d/"
+    assert object_store.url(saving) == "s3://bucket/a run.partial/checkpoints/20/arrays/d"
+    assert object_store.spec(saving)["path"] == "a run.partial/checkpoints/20/arrays/d/"
     assert storage.readable(f"saved in {run}.") == "saved in s3://bucket/a run.partial."
-    assert storage.spec(tmp_path) is None and storage.local(tmp_path) == tmp_path
-    storage.root.cache_clear()
+    assert storage.holding(saving).array_store({"base": {"path": str(saving)}, "manifest": {}}) == {
+        "base": object_store.spec(saving)
+    }
+    folder = storage.open_workdir(tmp_path)
+    assert isinstance(folder, storage.LocalFolder) and folder.folder == tmp_path
+    assert isinstance(storage.holding(tmp_path), storage.LocalFolder)
+    object_store.root.cache_clear()
 
 
 def test_a_lock_of_a_process_that_has_ended_is_taken_over_at_once(url):
     ended = subprocess.Popen(["true"])
     ended.wait()
-    lock = storage.local(url) / "LOCK"
-    here = {"host": socket.gethostname(), "kernel": checkpoint_lock._kernel_id()}
+    lock = object_store.scratch_folder(url) / "LOCK"
+    here = {"host": socket.gethostname(), "kernel": object_store._kernel_id()}
     record = {"pid": ended.pid, **here}
-    storage.write(lock, json.dumps(record).encode())
+    object_store.write(lock, json.dumps(record).encode())
     began = time.monotonic()
     assert (
-        checkpoint_lock.acquire_lease(lock) == ""
-        and time.monotonic() - began < checkpoint_lock.TERM / 2
+        object_store.acquire_lease(lock, log=print) == ""
+        and time.monotonic() - began < object_store.TERM / 2
     )
-    checkpoint_lock.release_lease()
-    assert checkpoint_lock._is_dead({"pid": os.getpid(), **here})
-    assert not checkpoint_lock._is_dead(
-        {"pid": os.getppid(), **here}
-    ) and not checkpoint_lock._is_dead({})
+    object_store.release_lease()
+    assert object_store._is_dead({"pid": os.getpid(), **here})
+    assert not object_store._is_dead({"pid": os.getppid(), **here}) and not object_store._is_dead(
+        {}
+    )
     # Another machine or container may have the same name.
-    assert not checkpoint_lock._is_dead(
-        {"pid": ended.pid, "host": here["host"], "kernel": "another"}
-    )
-    assert not checkpoint_lock._is_dead({"pid": os.getpid(), "host": here["host"]})
+    assert not object_store._is_dead({"pid": ended.pid, "host": here["host"], "kernel": "another"})
+    assert not object_store._is_dead({"pid": os.getpid(), "host": here["host"]})
 
 
 def test_a_lost_answer_to_a_renewal_does_not_lose_the_lock(url, monkeypatch):
     """Neither if the client repeats the write, nor if that fails too and the next renewal finds it done."""
-    original = storage.write
+    original = object_store.write
 
     def lost(path, data, **options):
         assert original(path, data, **options)
@@ -332,53 +339,53 @@ def test_a_lost_answer_to_a_renewal_does_not_lose_the_lock(url, monkeypatch):
             raise OSError(None, "no answer", str(path))
         return b""  # the repeated write finds another generation
 
-    monkeypatch.setattr(storage, "write", lost)
+    monkeypatch.setattr(object_store, "write", lost)
     is_unreachable = False
-    lock = storage.local(url) / "LOCK"
-    assert checkpoint_lock.acquire_lease(lock) == ""
-    assert checkpoint_lock._held.renew()
+    lock = object_store.scratch_folder(url) / "LOCK"
+    assert object_store.acquire_lease(lock, log=print) == ""
+    assert object_store._held.renew()
     is_unreachable = True
     with pytest.raises(OSError, match="no answer"):
-        checkpoint_lock._held.renew()
-    monkeypatch.setattr(storage, "write", original)
-    assert checkpoint_lock._held.renew() and checkpoint_lock._held.renew()
+        object_store._held.renew()
+    monkeypatch.setattr(object_store, "write", original)
+    assert object_store._held.renew() and object_store._held.renew()
 
 
 def test_a_run_that_lost_its_lock_leaves_the_objects_of_the_other_run(url, monkeypatch):
     """They may be of a save of the same step that is not finished."""
-    monkeypatch.setattr(checkpoint_lock, "RENEWALS", 1e-3)  # the thread does not notice it first
+    monkeypatch.setattr(object_store, "RENEWALS", 1e-3)  # the thread does not notice it first
     monkeypatch.setattr("meshtrain.checkpoint.saver.LAST_TRIES", 1)
     original, chunk = (
-        checkpoint_lock.confirm_lease,
-        storage.local(url) / "checkpoints" / "2" / "arrays" / "chunk",
+        object_store.confirm_lease,
+        object_store.scratch_folder(url) / "checkpoints" / "2" / "arrays" / "chunk",
     )
 
     written = []
 
     def stolen():
         if not written:
-            written.append(storage.write(chunk, b"of the other run"))
-            storage.write(chunk.parents[3] / "LOCK", b"{}")
+            written.append(object_store.write(chunk, b"of the other run"))
+            object_store.write(chunk.parents[3] / "LOCK", b"{}")
         original()
 
-    monkeypatch.setattr(checkpoint_lock, "confirm_lease", stolen)
+    monkeypatch.setattr(object_store, "confirm_lease", stolen)
     with pytest.raises(meshtrain.ConfigError, match="could not be saved"):
         train(saving(2), workdir=url)
-    assert storage.read(chunk)[0] == b"of the other run"
+    assert object_store.read(chunk)[0] == b"of the other run"
 
 
 @pytest.mark.slow
 def test_late_writes_of_a_suspended_run_change_no_committed_checkpoint(url, monkeypatch):
     """It was suspended while it wrote arrays, and another run has saved the same step."""
-    monkeypatch.setattr(checkpoint_lock, "RENEWALS", 1e-3)  # the thread does not notice it first
+    monkeypatch.setattr(object_store, "RENEWALS", 1e-3)  # the thread does not notice it first
     monkeypatch.setattr("meshtrain.checkpoint.saver.LAST_TRIES", 1)
     train(saving(2), workdir=url)
     found = opened(url)
     before = restored(found)
     tree = {"step": jax.numpy.int32(2), "params": {"w": jax.numpy.ones(1000)}}
     folder = manifest.partial_folder(checkpoints(found), 2) / arrays.FOLDER
-    assert checkpoint_lock.acquire_lease(found / "LOCK") == ""
-    storage.write(found / "LOCK", b"{}")
+    assert object_store.acquire_lease(found / "LOCK", log=print) == ""
+    object_store.write(found / "LOCK", b"{}")
     with contextlib.closing(AsyncWriter()) as writer:
         writer.save(folder, tree)
         with pytest.raises(OSError, match="taken over"):
@@ -391,37 +398,37 @@ def test_late_writes_of_a_suspended_run_change_no_committed_checkpoint(url, monk
 def test_files_that_did_not_change_are_not_uploaded_again(url):
     """The workdir may be a folder around another run, whose files have changed in the store since the download."""
     train(saving(2), workdir=url)
-    storage.write(storage.local(url) / "other" / "LOCK", b"older")
+    object_store.write(object_store.scratch_folder(url) / "other" / "LOCK", b"older")
     found = opened(url)
     assert (found / "other" / "LOCK").read_bytes() == b"older"
-    storage.write(found / "other" / "LOCK", b"newer")
-    storage.push(found)
-    assert storage.read(found / "other" / "LOCK")[0] == b"newer"
+    object_store.write(found / "other" / "LOCK", b"newer")
+    storage.holding(found).push()
+    assert object_store.read(found / "other" / "LOCK")[0] == b"newer"
 
 
 def test_a_checkpoint_is_committed_once(url, tmp_path):
-    path = storage.local(url) / "checkpoints" / "2" / manifest.NAME
+    path = object_store.scratch_folder(url) / "checkpoints" / "2" / manifest.NAME
     path.parent.mkdir(parents=True)
     path.write_text("of the first run")
-    storage.create(path)
-    storage.create(path)  # a repeated request finds its own object
+    object_store.create(path)
+    object_store.create(path)  # a repeated request finds its own object
     path.write_text("of the second run")
     with pytest.raises(OSError, match="another run has written it"):
-        storage.create(path)
-    assert storage.read(path)[0] == b"of the first run"
+        object_store.create(path)
+    assert object_store.read(path)[0] == b"of the first run"
 
 
 def test_a_run_that_lost_its_lock_cannot_save(url, monkeypatch):
-    monkeypatch.setattr(checkpoint_lock, "RENEWALS", 1e-3)  # the thread does not notice it first
+    monkeypatch.setattr(object_store, "RENEWALS", 1e-3)  # the thread does not notice it first
     monkeypatch.setattr("meshtrain.checkpoint.saver.LAST_TRIES", 1)
-    original = remote.commit
+    original = manifest.commit
 
     def stolen(folder, step, **fields):
         saved = original(folder, step, **fields)
-        storage.write(folder.parent / "LOCK", b"{}")
+        object_store.write(folder.parent / "LOCK", b"{}")
         return saved
 
-    monkeypatch.setattr(remote, "commit", stolen)
+    monkeypatch.setattr(manifest, "commit", stolen)
     with pytest.raises(meshtrain.ConfigError, match="could not be saved"):
         train(saving(4), workdir=url)
     assert manifest.steps(checkpoints(opened(url))) == [2]
@@ -434,8 +441,9 @@ def test_a_rollback_is_recorded_in_the_store(url):
     from meshtrain.checkpoint.saver import Saver
 
     saver = object.__new__(Saver)
-    saver._folder, saver._log = directory.parent, print
-    saver.move(manifest.read(directory), 777, {})
+    saver._workdir, saver._folder = storage.holding(directory), directory.parent
+    saver._log = print
+    saver.record_rollback(manifest.read(directory), 777, {})
     assert manifest.read(checkpoints(opened(url)) / "2").position == 777
 
 
@@ -502,7 +510,7 @@ def test_other_verbs_read_a_run_on_a_store(url, capsys, tmp_path):
     ):
         url.new_process()
         assert app.command(arguments) == 0, capsys.readouterr().err
-    assert str(storage.root()) not in capsys.readouterr().out
+    assert str(object_store.root()) not in capsys.readouterr().out
     url.new_process()
     c = saving(1)
     c.checkpoint.init_from = str(url)
@@ -515,7 +523,7 @@ def test_other_verbs_read_a_run_on_a_store(url, capsys, tmp_path):
 def program(workdir, steps, where=""):
     command = [sys.executable, "-c", PROGRAM, workdir, str(steps), where]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    env.pop(storage.VARIABLE)
+    env.pop(object_store.VARIABLE)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
 
 
@@ -534,7 +542,7 @@ def test_after_kill_in_a_save_the_run_resumes_from_a_valid_checkpoint(url, tmp_p
     found = opened(url)
     assert manifest.steps(checkpoints(found)) == [6]
     assert {
-        name.split("/")[1] for name in storage.names(found) if name.startswith("checkpoints/")
+        name.split("/")[1] for name in object_store.names(found) if name.startswith("checkpoints/")
     } == {"6"}
     assert losses(found) == losses(tmp_path / "disk")
     assert_bit_equal(restored(found), restored(tmp_path / "disk"))

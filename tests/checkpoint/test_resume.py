@@ -266,7 +266,7 @@ def test_init_from_a_run_with_another_tokenizer_is_logged(finished):
     for digest, found in (("bytes", 0), ("", 0), ("0123456789abcdef", 1)):
         lines = []
         initial.find_source(settings, {"tokenizer": digest}, log=lines.append)
-        assert sum("tokenizer   another one than" in line for line in lines) == found
+        assert sum("tokenizer   differs from that of" in line for line in lines) == found
 
 
 # ---- where a workdir may be ----

@@ -133,7 +133,10 @@ def test_trained_parameters_have_the_dtype_of_the_run(tmp_path, folder_of):
     saved = manifest.read(checkpoints / "0")
     (checkpoints / "0").rename(checkpoints / "5.partial")
     (checkpoints / "5.partial" / "MANIFEST.json").unlink()
-    facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
+    facts = {
+        key: getattr(saved, key)
+        for key in ("position", "time", "metrics", "loss_statistics", "mesh")
+    }
     facts |= dict(processes=1, versions={}, config=saved.config, arrays=saved.arrays)
     manifest.commit(checkpoints, 5, **facts)
     run(tmp_path / "run", tmp_path / "back")
@@ -268,7 +271,10 @@ def test_a_manifest_without_a_config_is_reported(config, tmp_path):
     saved = manifest.read(checkpoints / "0")
     (checkpoints / "0").rename(checkpoints / "1.partial")
     (checkpoints / "1.partial" / "MANIFEST.json").unlink()
-    facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
+    facts = {
+        key: getattr(saved, key)
+        for key in ("position", "time", "metrics", "loss_statistics", "mesh")
+    }
     facts |= dict(processes=1, versions={}, config=config, arrays=saved.arrays)
     manifest.commit(checkpoints, 1, **facts)
     with pytest.raises(ConfigError, match="exit code 2: "):
@@ -337,7 +343,10 @@ def test_an_export_has_the_tokenizer_even_if_the_run_started_from_an_import(tmp_
     directory = tmp_path / "tuned" / "checkpoints"
     saved = manifest.read(directory / "0")
     saved.config["checkpoint"]["init_from"] = str(tmp_path / "run" / "checkpoints" / "0")
-    facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
+    facts = {
+        key: getattr(saved, key)
+        for key in ("position", "time", "metrics", "loss_statistics", "mesh")
+    }
     facts |= dict(processes=1, versions={}, config=saved.config, arrays=saved.arrays)
     (directory / "0").rename(directory / "0.partial")
     (directory / "0.partial" / "MANIFEST.json").unlink()

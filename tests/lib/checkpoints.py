@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from meshtrain.checkpoint import arrays, find, manifest
+from meshtrain.models import trees
 from tests.lib.configs import quick
 
 
@@ -48,7 +49,7 @@ def rewrite(directory, **fields):
 
 
 def flat(params):
-    return {arrays._name(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
+    return {trees.name_of(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
 
 
 def params_of(directory):

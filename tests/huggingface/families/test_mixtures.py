@@ -129,7 +129,10 @@ def rewrite(workdir, path, change):
     writer.save(folder / saved_arrays.FOLDER, saved_arrays.fields(state))
     writer.wait()
     writer.close()
-    facts = {key: getattr(saved, key) for key in ("position", "time", "metrics", "watch", "mesh")}
+    facts = {
+        key: getattr(saved, key)
+        for key in ("position", "time", "metrics", "loss_statistics", "mesh")
+    }
     facts |= dict(processes=1, versions={}, config=saved.config)
     facts |= dict(arrays=saved_arrays.shapes_of(state))
     manifest.commit(directory, 1, **facts)

@@ -127,7 +127,7 @@ BUGS = {
     ),
     "loss statistics forgotten in a resume": (
         (train, "train"),
-        "saved.watch if saved else {}",
+        "saved.loss_statistics if saved else {}",
         "{}",
         "divergence",
     ),

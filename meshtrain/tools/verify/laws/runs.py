@@ -391,8 +391,8 @@ def divergence(setup: Setup, run: Run) -> str | None:
     losses = finite[: SPIKE - sum(batch < SPIKE for batch in SKIPPED)]
     mean = losses.mean()
     deviations = (spike["loss"] - mean) / max(losses.std(), 0.01 * mean)
-    if not finite.min() < run.saved.watch["mean"] < finite.max():
-        return f"running mean {run.saved.watch['mean']:.9g}: the spike's loss is in it"
+    if not finite.min() < run.saved.loss_statistics["mean"] < finite.max():
+        return f"running mean {run.saved.loss_statistics['mean']:.9g}: the spike's loss is in it"
     return _difference(
         {
             "mean": spike["mean"],
