@@ -45,6 +45,10 @@ class Program:
     context_method: str = "gather"  # see `context.choose`
     sync: grad_sync.Sync | None = None  # None: XLA adds the gradients of the batch shards
 
+    def abstract_state_of(self, cfg: Config, parts: RunParts, mesh: Any) -> "AbstractState":
+        """Returns `abstract_state` of changed settings, on a mesh that need not have devices."""
+        return abstract_state(cfg, parts, mesh)
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Sets the mesh and the rules. Trace, compile and run the functions inside this context."""

@@ -17,7 +17,6 @@ from meshtrain.errors import OutOfMemory, memory_fault
 from meshtrain.models import blocks, trees
 from meshtrain.ops.losses import MIB
 from meshtrain.parallel import sharding
-from meshtrain.program import Program, abstract_state
 from meshtrain.schedules import SCHEDULES
 from meshtrain.tools.hlo import activations
 from meshtrain.tools.hlo.memory import Memory, describe_memory, gigabytes, memory_of
@@ -40,7 +39,7 @@ class MemoryAdvice:
 
     cfg: Config
     parts: RunParts
-    program: Program
+    program: Any  # a program.Program
     batch: Any  # shapes
     memory: Memory | None = None  # of the compiled step, once it is known
     traces: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes kept, by train.remat
@@ -136,7 +135,7 @@ class MemoryAdvice:
         types = (jax.sharding.AxisType.Auto,) * len(AXES)
         mesh = jax.sharding.AbstractMesh(sizes, AXES, axis_types=types)
         with jax.sharding.use_abstract_mesh(self.program.mesh.abstract_mesh):
-            abstract = abstract_state(cfg, self.parts, mesh)
+            abstract = self.program.abstract_state_of(cfg, self.parts, mesh)
         state, grad_shardings = abstract.state, abstract.grad_shardings
         gradients = jax.tree.map(
             lambda leaf, grad_sharding: leaf.update(sharding=grad_sharding),

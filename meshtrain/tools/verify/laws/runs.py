@@ -431,7 +431,7 @@ def _outcome(run: Run) -> Trees:
         "checkpoint": {
             "step": run.saved.step,
             "position": run.saved.position,
-            "watch": run.saved.watch,
+            "loss_statistics": run.saved.loss_statistics,
             "metrics": run.saved.metrics,
         },
         "state": run.result.state._asdict(),
