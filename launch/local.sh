@@ -9,7 +9,7 @@
 # The exit codes are the same as for `meshtrain launch`. For PYTHON and VENV see launch/setup.sh.
 #
 # Open MPI can start the processes as well, on its hosts, but without a supervisor that restarts them:
-#   mpirun -n 2 .venv/bin/python -m meshtrain.cli.train --config=... --workdir=...
+#   mpirun -n 2 .venv/bin/python -m meshtrain.main --config=... --workdir=...
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)

@@ -11,5 +11,5 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)
 python=$(bash "$root/launch/setup.sh")
 cd -- "$root"
 
-"$python" -m meshtrain.cli.train --config=configs/quickstart.py --workdir=runs/quickstart "$@"
+"$python" -m meshtrain.main --config=configs/quickstart.py --workdir=runs/quickstart "$@"
 "$python" -m meshtrain generate --workdir=runs/quickstart --prompt="def "

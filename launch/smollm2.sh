@@ -23,7 +23,7 @@ evaluate() {
 }
 
 evaluate runs/smollm2-start
-"$python" -m meshtrain.cli.train --config=configs/smollm2.py --workdir=runs/smollm2 "$@"
+"$python" -m meshtrain.main --config=configs/smollm2.py --workdir=runs/smollm2 "$@"
 evaluate runs/smollm2
 "$python" -m meshtrain generate --workdir=runs/smollm2 --length=64 --temperature=0 \
     --prompt='async def fetch(reader, writer):'

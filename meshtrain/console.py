@@ -1,7 +1,7 @@
-"""The output of this process: stdout and stderr that never fail, and a progress bar below the lines.
+"""The output of this process: stdout and stderr that never fail, and a progress bar below them.
 
-Text that cannot be written (the reader of a pipe has ended, the disk is full, the terminal is closed)
-goes to a log file instead. Nothing here needs more than the standard library.
+Text that cannot be written (the reader of a pipe has ended, the disk is full, the terminal is
+closed) goes to a log file instead. Nothing here needs more than the standard library.
 """
 
 import contextlib
@@ -19,11 +19,9 @@ LOG = "log.txt"  # in a workdir
 
 MAX_KEPT = 1 << 16  # last bytes of lost output that are kept until there is a log file
 
-DRAW_SECONDS = 0.05  # between two drawings of the bar
-
 ERASE = b"\r\x1b[K"  # a terminal's line
 
-CELLS = 20  # of a bar
+# The state of the output, of which a process has one; _lock guards it.
 
 faults: dict[str, Exception] = {}  # the first fault of each stream that broke
 
@@ -35,18 +33,24 @@ _reported: set[str] = set()  # the streams whose fault `new_faults` has returned
 
 _log: Path | None = None
 
-_kept = bytearray()
+_kept = bytearray()  # lost output, until there is a log file
 
 _bar_line = b""  # what the bar shows; empty: nothing
 
 _in_line = False  # whether the last byte on the terminal is not a line's end
 
 
+# ---- streams that never fail ----
+
+
 class _Output(io.RawIOBase):
     """File descriptor 1 or 2; `write` always succeeds."""
 
     def __init__(self, stream: str, fd: int, *, is_open: bool):
-        self.name, self._stream, self._fd, self._is_open = f"<{stream}>", stream, fd, is_open
+        self.name = f"<{stream}>"
+        self._stream = stream
+        self._fd = fd
+        self._is_open = is_open
         self.is_terminal = os.isatty(fd) and os.environ.get("TERM") not in ("dumb", "unknown")
 
     def fileno(self) -> int:
@@ -62,15 +66,19 @@ class _Output(io.RawIOBase):
         global _in_line
         data = bytes(data)
         with _lock:
-            ends_line = data.endswith(b"\n")
-            around = (b"", b"")
+            before = after = b""
             if self.is_terminal:
-                around = (ERASE if _bar_line and not _in_line else b"", _bar_line * ends_line)
+                # A line takes the place of the bar, which is then drawn below it.
+                ends_line = data.endswith(b"\n")
+                if _bar_line and not _in_line:
+                    before = ERASE
+                if ends_line:
+                    after = _bar_line
                 _in_line = not ends_line
             try:
                 if not self._is_open:
                     raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-                _write_all(self._fd, around[0] + data + around[1])
+                _write_all(self._fd, before + data + after)
             except OSError as error:
                 lost(self._stream, error, data)
         return len(data)
@@ -79,21 +87,24 @@ class _Output(io.RawIOBase):
 def _write_all(fd: int, data: bytes) -> None:
     while data:
         try:
-            data = data[os.write(fd, data) :]
+            written = os.write(fd, data)
+            data = data[written:]
         except BlockingIOError:  # another program has made the pipe or terminal non-blocking
             select.select([], [fd], [])
 
 
 def guard() -> None:
-    """Makes sys.stdout and sys.stderr streams whose writes always succeed, for the rest of this process.
+    """Makes sys.stdout and sys.stderr streams whose writes always succeed, from now on.
 
     A character that the encoding does not have is written as a question mark. Descriptors that are
-    closed are opened on /dev/null: otherwise the next file to be opened would get the output. A stream that the
-    caller has replaced is left alone.
+    closed are opened on /dev/null: otherwise the next file to be opened would get the output. A
+    stream that the caller has replaced is left alone.
     """
     closed = {fd for fd in range(3) if not _is_open(fd)}
-    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
-        pass
+    # A new descriptor gets the lowest free number: open until 0, 1 and 2 are taken.
+    fd = os.open(os.devnull, os.O_RDWR)
+    while fd < 3:
+        fd = os.open(os.devnull, os.O_RDWR)
     os.close(fd)
     for fd, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)
@@ -117,13 +128,14 @@ def guard() -> None:
 def guarded() -> Iterator[None]:
     """Calls `guard` for the duration of the context, unless it is in effect already."""
     names = ("stdout", "stderr", "__stdout__", "__stderr__")
-    before, guarded_before = {name: getattr(sys, name) for name in names}, {*_outputs}
+    before = {name: getattr(sys, name) for name in names}
+    guarded_before = set(_outputs)
     guard()
     try:
         yield
     finally:
         faults.clear()  # the caller's next command starts anew
-        for name in {*_outputs} - guarded_before:
+        for name in set(_outputs) - guarded_before:
             getattr(sys, f"__{name}__").flush()
             del _outputs[name]
             if getattr(sys, name) is getattr(sys, f"__{name}__"):
@@ -140,7 +152,10 @@ def _is_open(fd: int) -> bool:
 
 
 def lost(stream: str, error: Exception, data: bytes) -> None:
-    """Records that a stream broke, and writes the data to the log file; keeps it until there is one."""
+    """Records that a stream broke, and writes the data to the log file.
+
+    The data is kept until there is such a file.
+    """
     with _lock:
         faults.setdefault(stream, error)
         _kept.extend(data)
@@ -154,17 +169,18 @@ def lost(stream: str, error: Exception, data: bytes) -> None:
 
 def new_faults() -> list[dict[str, str]]:
     """Returns the stream and the error of each fault that has not been returned yet."""
-    new = faults.keys() - _reported
-    _reported.update(new)
-    return [{"stream": name, "error": describe(faults[name])} for name in sorted(new)]
+    streams = faults.keys() - _reported
+    _reported.update(streams)
+    return [{"stream": name, "error": describe(faults[name])} for name in sorted(streams)]
 
 
 def describe(error: Exception) -> str:
+    """Returns the text of an error, without its number."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def say(text: str, *, stream: str = "stdout") -> None:
-    """Prints a line, also to a stream that the caller of meshtrain has replaced by one that may fail."""
+    """Prints a line, also to a stream of the caller's own that may fail."""
     try:
         print(text, file=getattr(sys, stream), flush=True)
     except (OSError, ValueError) as error:
@@ -178,13 +194,21 @@ def log_to(path: Path | None) -> None:
         _log = path
         _reported.clear()
         if _kept:
-            lost(*next(iter(faults.items())), b"")
+            stream, error = next(iter(faults.items()))
+            lost(stream, error, b"")  # writes what is kept
 
 
 def write_now(text: str) -> None:
     """Writes to stderr without waiting for another thread, in place of the bar."""
     with contextlib.suppress(OSError):
         os.write(2, (ERASE if _bar_line else b"") + text.encode("ascii", "replace"))
+
+
+# ---- the bar ----
+
+DRAW_SECONDS = 0.05  # between two drawings of the bar
+
+CELLS = 20  # of a bar
 
 
 class Bar:
@@ -198,11 +222,11 @@ class Bar:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the stream is a terminal."""
+        """True if the stream is a terminal."""
         return self._output is not None
 
     def due(self) -> bool:
-        """Whether `show` draws: it does not, within DRAW_SECONDS of the last time."""
+        """Returns whether `show` draws: not within DRAW_SECONDS of the last time."""
         return self._output is not None and time.monotonic() >= self._next
 
     def show(self, done: float, *parts: str) -> None:
@@ -214,6 +238,7 @@ class Bar:
         with _lock, contextlib.suppress(OSError):  # a closed terminal: the next line reports it
             self._next = time.monotonic() + DRAW_SECONDS
             columns = os.get_terminal_size(fd).columns or 80
+            # The last column stays free: some terminals begin a new line after it.
             text = _line(columns - 1, min(done / self._total, 1.0), parts)
             _bar_line = text.encode(sys.stdout.encoding or "ascii", "replace")
             if not _in_line:
@@ -230,6 +255,7 @@ class Bar:
 
 
 def _line(columns: int, fraction: float, parts: tuple[str, ...]) -> str:
+    """Returns the bar and the parts, in at most `columns` characters."""
     for separator in (" · ", " "):
         text = separator.join(parts)
         if len(text) <= columns:
@@ -247,18 +273,25 @@ def duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def progress(label: str, total: float, *, stream: str = "stderr") -> Iterator[Callable]:
-    """Shows a bar. Yields a function that adds to the part of `total` that is done; threads may call it."""
-    bar, began, done = Bar(total, stream=stream), time.monotonic(), 0.0
+    """Shows a bar. Yields a function that adds to what is done of `total`; threads may call it."""
+    bar = Bar(total, stream=stream)
+    began = time.monotonic()
+    done = 0.0
 
     def advance(more: float = 1) -> None:
         nonlocal done
         with _lock:
             done += more
-        if bar.due():
-            part = min(done / max(total, 1e-9), 1.0)
-            left = (time.monotonic() - began) * (1 - part) / max(part, 1e-9)
-            known = [f"{part:.0%}"] if total else []  # else nothing measures it
-            bar.show(done, label, *known, *([f"{duration(left)} left"] if done else []))
+        if not bar.due():
+            return
+        fraction = min(done / max(total, 1e-9), 1.0)
+        parts = [label]
+        if total:
+            parts.append(f"{fraction:.0%}")
+        if done:
+            seconds_left = (time.monotonic() - began) * (1 - fraction) / max(fraction, 1e-9)
+            parts.append(f"{duration(seconds_left)} left")
+        bar.show(done, *parts)
 
     advance(0)
     try:

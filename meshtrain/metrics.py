@@ -1,4 +1,4 @@
-"""What a loss function returns: sums over examples, so that micro-batches and masks add up exactly."""
+"""The result of a loss function: sums over examples, so that micro-batches add up exactly."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +23,8 @@ class Metrics:
     def mean(self) -> dict[str, jax.Array]:
         """Returns `loss` and the extras per unit of weight."""
         weight = jnp.where(self.weight == 0, 1, self.weight)
-        return {name: value / weight for name, value in {"loss": self.loss, **self.extra}.items()}
+        sums = {"loss": self.loss, **self.extra}
+        return {name: value / weight for name, value in sums.items()}
 
 
 def weighted(loss: jax.Array, weight: jax.Array | None = None, **extra: jax.Array) -> Metrics:
@@ -31,20 +32,22 @@ def weighted(loss: jax.Array, weight: jax.Array | None = None, **extra: jax.Arra
 
     Sums are float32 or float64: float16 would overflow, bfloat16 would lose small terms.
     """
-    weight = jnp.ones_like(loss) if weight is None else weight
+    if weight is None:
+        weight = jnp.ones_like(loss)
     dtype = jnp.promote_types(loss.dtype, jnp.float32)
 
     def total(values):
         return jnp.sum(jnp.where(weight == 0, 0, values * weight), dtype=dtype)  # 0 * nan is nan
 
     return Metrics(
-        total(loss),
-        jnp.sum(weight, dtype=dtype),
-        {name: total(value) for name, value in extra.items()},
+        loss=total(loss),
+        weight=jnp.sum(weight, dtype=dtype),
+        extra={name: total(value) for name, value in extra.items()},
     )
 
 
-# What a train step calls, with or without a pipeline: (params, batch, key, scale=1.0,
-# residual=None) -> gradients of `scale` times the summed loss, in float32 or float64, the unscaled
-# Metrics, and the new residual of `Sync`.
+# The gradients that a train step asks for, with or without a pipeline:
+#   (params, batch, key, scale=1.0, residual=None) -> (gradients, Metrics, residual)
+# The gradients are those of `scale` times the summed loss, in float32 or float64; the Metrics are
+# not scaled; the residual is that of `grad_sync.Sync`, for the next step.
 GradFn = Callable[..., tuple[Any, Metrics, Any]]

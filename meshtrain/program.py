@@ -212,8 +212,8 @@ def _sync(
     if num_shards == 1:
         return None
     network = network_of(mesh, cfg.mesh.slices)
-    num_parts = network.num_parts(*axes)
-    if cfg.sync.pattern == "hierarchical" and num_parts == 1:
+    num_islands = network.num_islands(*axes)
+    if cfg.sync.pattern == "hierarchical" and num_islands == 1:
         link = network.link_along(*axes)
         if link == "host":
             return None  # nothing leaves a host
@@ -227,7 +227,7 @@ def _sync(
         # Without feedback, nearest rounding of so few bits would lose small gradients in every step.
         is_stochastic = cfg.sync.wire == "int4" and not has_feedback
         wire = grad_sync.Wire(grad_sync.BITS[cfg.sync.wire], cfg.sync.block, is_stochastic)
-    levels = grad_sync.levels_of(cfg.sync.pattern, num_shards, num_parts)
+    levels = grad_sync.levels_of(cfg.sync.pattern, num_shards, num_islands)
     exact = (*cfg.sync.exact, STATS_KEY)
     return grad_sync.Sync(axes, levels, wire, exact, has_feedback)
 

@@ -76,12 +76,13 @@ def initializer(
     def init(key):
         params = jax.tree.map_with_path(cast, model.init(key))
         trained = trained_part(params, model.is_trained)
+        residual = None if start_residual is None else start_residual(trained)
         return TrainState(
             step=jnp.int32(0),
             params=params,
             opt_state=optimizer.init(trained),
             loss_scale=start_loss_scale() if dtype == "float16" else None,
-            residual=None if start_residual is None else start_residual(trained),
+            residual=residual,
         )
 
     return init

@@ -244,7 +244,7 @@ def test_a_link_in_a_workdir_does_not_change_the_file_at_its_end(tmp_path, name)
 
 def command(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "meshtrain.cli.train", *arguments],
+        [sys.executable, "-m", "meshtrain.main", *arguments],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,

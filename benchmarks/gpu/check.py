@@ -7,7 +7,7 @@ The parts: `info` (an all-reduce), the tests marked gpu, `verify --here`, gpu_st
 model, scaling.py and bandwidth.py. Each has a time limit. One that fails or exceeds its limit is a
 row FAILED, and the others continue. The table is printed, and saved with the records of all parts
 in benchmarks/results/ (DIR): as text, and as JSON. "MFU % at most" is the ceiling by the rule of
-`meshtrain audit`, on devices of meshtrain/hardware.py. The exit code is 1 if a part
+`meshtrain audit`, on devices of meshtrain/hardware.toml. The exit code is 1 if a part
 failed, and 2 without a GPU. --toy runs the same at small size on two simulated CPU devices, and
 saves nothing without --output.
 """

@@ -13,7 +13,7 @@ meshtrain.tools.collectives, from numpy to numpy. Each time is the median over c
 warm-up, on the slowest process. The size S is the larger of a member's input and output, and bus
 bandwidth is S/t times a factor that depends on the collective, both as in nccl-tests:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md The last column is the share of
-the link's rate in meshtrain/hardware.py. Between simulated devices this measures copies
+the link's rate in meshtrain/hardware.toml. Between simulated devices this measures copies
 within one process. collectives.py counts the bytes that a training step sends.
 
 A second table compares the patterns of all_reduce on float32 arrays, called one after the other;

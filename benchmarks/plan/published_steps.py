@@ -30,13 +30,12 @@ from meshtrain import hardware
 from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
-from meshtrain.tools.plan import compiled, memory, search, text
+from meshtrain.tools.plan import compiled, from_config, memory
 from meshtrain.tools.plan.cost import OverlapModel, step_cost
-from meshtrain.tools.plan.layout import Layout
+from meshtrain.tools.plan.layout import Layout, name_of, with_keys
 from meshtrain.tools.plan.machine import Machine
 from meshtrain.tools.plan.predict import layout_of
 from meshtrain.tools.plan.sizes import ModelWork, decoder
-from meshtrain.tools.plan.subject import PlanInput
 
 STEPS = Path(__file__).with_name("published_steps.csv")
 # What is known of the frameworks: Megatron of 2021 had no fused attention and did not overlap the sum of gradients.
@@ -104,10 +103,10 @@ COMPILED = [
     ("mixtral", "h200", 64, 64, {"mesh.fsdp": 64, "train.remat": "dots"}),
     ("llama3_128k", "h200", 64, 8, {"mesh.fsdp": 8, "mesh.context": 8, "train.remat": "full"}),
 ]
-DEVICES = hardware.BY_NAME | {
+DEVICES = hardware.devices() | {
     # Limited to 500 W, which sustains about a fifth less.
     "h100-500w": dataclasses.replace(
-        hardware.BY_NAME["h100"], flops_16=0.8 * hardware.BY_NAME["h100"].flops_16
+        hardware.devices()["h100"], flops_16=0.8 * hardware.devices()["h100"].flops_16
     )
 }
 
@@ -211,12 +210,14 @@ def prediction(case: tuple) -> Predicted:
     name, _, devices, batch, keys = case
     config = load_config(name)
     config.train.global_batch = batch
-    subject = PlanInput(config)
-    with_keys = search.with_keys(subject.raw, KEYS | keys)
-    layout = layout_of(parse(with_keys, num_devices=devices))
-    parts = memory.parts(subject.work, layout, subject.stored, subject.seq_len)
-    products = product_flops(subject.work, layout, subject.seq_len)
-    return Predicted(with_keys, text.name_of(layout), sum(parts.values()), products)
+    plan_input = from_config.plan_input(config)
+    resolved = with_keys(plan_input.config, KEYS | keys)
+    layout = layout_of(parse(resolved, num_devices=devices))
+    parts = memory.parts(
+        plan_input.work, layout, plan_input.stored.bytes(layout), plan_input.seq_len
+    )
+    products = product_flops(plan_input.work, layout, plan_input.seq_len)
+    return Predicted(resolved, name_of(layout), sum(parts.values()), products)
 
 
 def product_flops(w: ModelWork, p: Layout, seq_len: int) -> float:

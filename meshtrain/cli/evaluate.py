@@ -1,4 +1,5 @@
-"""Evaluates a trained or converted model: loss, perplexity and bits per byte, each sample counted once.
+"""Evaluates a trained or converted model: loss, perplexity and bits per byte, each sample
+counted once.
 
   meshtrain evaluate --workdir=runs/quickstart
   meshtrain evaluate --workdir=runs/llama --split=all --config.data.path=prepared/text
@@ -32,9 +33,16 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, cfg: Config) -> int:
     """Prints the evaluation; returns the exit code."""
+    # Here: `--help` needs no jax, which takes seconds to load.
     from meshtrain.inference import evaluate
 
-    return evaluate.run(args, cfg)
+    return evaluate.run(
+        cfg,
+        args.workdir,
+        split=args.split,
+        global_batch=args.batch,
+        max_batches=args.max_batches,
+    )
 
 
 VERB = Verb(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from meshtrain.cli.verbs import Verb
 from meshtrain.config.schema import Config
+from meshtrain.errors import ConfigError
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -24,7 +25,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--chat",
         action="store_true",
-        help="each prompt is a message to a chat model, written by its chat template; prints the replies",
+        help="each prompt is a message to a chat model, written by its chat template; prints the "
+        "replies",
     )
     flags.add_argument("--length", type=int, default=400, metavar="N", help="tokens to generate")
     flags.add_argument(
@@ -54,8 +56,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TOKEN",
-        help="stop at this token, its id or its text (default: the tokenizer's end-of-document token; with --chat also "
-        "those that end a reply)",
+        help="stop at this token, its id or its text (default: the tokenizer's end-of-document "
+        "token; with --chat also those that end a reply)",
     )
     flags.add_argument(
         "--context",
@@ -73,9 +75,37 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, cfg: Config) -> int:
     """Prints the continued prompts; returns the exit code."""
+    # Here: `--help` needs no jax, which takes seconds to load.
     from meshtrain.inference import generate
+    from meshtrain.inference.sampling import Sampling
 
-    return generate.run(args, cfg)
+    return generate.run(
+        cfg,
+        args.workdir,
+        texts=_read_prompts(args.prompt, args.prompt_file),
+        sampler=Sampling(args.temperature, args.top_k, args.top_p, args.seed),
+        length=args.length,
+        context=args.context,
+        stop=args.stop,
+        tokenizer_path=args.tokenizer,
+        bos=args.bos,
+        chat=args.chat,
+    )
+
+
+def _read_prompts(texts: list[str] | None, file: Path | None) -> list[str]:
+    """Returns the prompts of the command line, then those in the file; a newline without any."""
+    prompts = [*texts] if texts else []
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompt_file={file}: {error}") from error
+        if "" in lines:
+            number = lines.index("") + 1
+            raise ConfigError(f"--prompt_file={file}: line {number} is empty")
+        prompts += lines
+    return prompts or ["\n"]
 
 
 VERB = Verb(

@@ -3,15 +3,15 @@
   meshtrain info                       # with several processes, process 0 prints
   meshtrain info --simulate_devices=8
 
-The all-reduce runs over all devices and, with several processes, over the processes. The exit code is 1
-if a result is wrong.
+The all-reduce runs over all devices and, with several processes, over the processes. The exit code
+is 1 if a result is wrong.
 
   meshtrain info --mesh --config=configs/quickstart.py --simulate_devices=8 --config.mesh.fsdp=4
   meshtrain info --mesh --config=configs/llama3.py --device=h200 --devices=64 --config.mesh.fsdp=8
 
---mesh draws the mesh of a config instead, on the devices of this job or on devices that need not be there: which
-device is where, the slowest link along each axis, and which axes shard which parameters. Nothing is compiled. All
-config keys can be set, as for training.
+--mesh draws the mesh of a config instead, on the devices of this job or on devices that need not be
+there: which device is where, the slowest link along each axis, and which axes shard which
+parameters. Nothing is compiled. All config keys can be set, as for training.
 """
 
 import argparse
@@ -31,43 +31,48 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def prepare(args: argparse.Namespace, config: Any) -> None:
     """Checks the flags, before jax is started."""
-    given = {"devices": args.devices, "devices_per_host": args.devices_per_host}
-    given = {key: value for key, value in given.items() if value is not None}
+    counts = {"--devices": args.devices, "--devices_per_host": args.devices_per_host}
+    counts = {flag: count for flag, count in counts.items() if count is not None}
     if args.mesh and config is None:
         raise ConfigError(
             "--mesh: draws the mesh of a config; add --config=FILE, such as quickstart"
         )
     if config is not None and not args.mesh:
         raise ConfigError(f"--config={args.config}: only --mesh reads a config; add it")
-    if args.device is None and given:
-        raise ConfigError(
-            *(f"--{key}={value}: only with --device=NAME" for key, value in given.items())
-        )
+    if args.device is None and counts:
+        faults = [f"{flag}={count}: only with --device=NAME" for flag, count in counts.items()]
+        raise ConfigError(*faults)
     if args.device is not None and not args.mesh:
         raise ConfigError(f"--device={args.device}: only with --mesh")
     if args.device is not None:
         from meshtrain.tools.hlo import target
 
-        _check_devices(args, given)
-        target.prepare()  # the devices of this host are not used
+        _check_devices(args, counts)
+        # The devices of this host are not used.
+        target.prepare()
 
 
-def _check_devices(args: argparse.Namespace, given: dict[str, int]) -> None:
-    """Replaces --device by its row of the table, and completes --devices_per_host; raises ConfigError."""
+def _check_devices(args: argparse.Namespace, counts: dict[str, int]) -> None:
+    """Replaces --device by its `hardware.Device`, and completes --devices_per_host.
+
+    Raises ConfigError.
+    """
     from meshtrain import hardware
 
     if args.simulate_devices is not None:
         raise ConfigError(f"--device={args.device} and --simulate_devices: use one of them")
     if args.devices is None:
         raise ConfigError(f"--device={args.device}: say how many there are, such as --devices=8")
-    if faults := minimum_faults(1, {f"--{key}": value for key, value in given.items()}):
+    faults = minimum_faults(1, counts)
+    if faults:
         raise ConfigError(*faults)
     args.device = hardware.device_named(args.device)
     per_host = args.devices_per_host or (8 if args.device.chip else args.devices)
     args.devices_per_host = min(per_host, args.devices)
     if args.devices % args.devices_per_host:
         raise ConfigError(
-            f"--devices={args.devices} is not divisible by --devices_per_host={args.devices_per_host}"
+            f"--devices={args.devices} is not divisible by "
+            f"--devices_per_host={args.devices_per_host}"
         )
 
 

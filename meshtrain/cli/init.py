@@ -14,8 +14,9 @@ from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError
 
 CONFIG = """\
-# What differs from the config `base` of the package. --config.train.steps=20 on the command line, or the variable
-# MESHTRAIN__TRAIN__STEPS=20, changes a key for one run. A run's config.json has all keys.
+# What differs from the config `base` of the package. --config.train.steps=20 on the command line,
+# or the variable MESHTRAIN__TRAIN__STEPS=20, changes a key for one run. A run's config.json has all
+# keys.
 base: quickstart
 
 train:
@@ -33,8 +34,8 @@ optim:
 
 SCRIPT = """\
 #!/usr/bin/env bash
-# Trains, or resumes the run in WORKDIR (default: runs/first); arguments are added to those of `meshtrain train`.
-# PYTHON is the Python that has meshtrain. The run is restarted if it crashes.
+# Trains, or resumes the run in WORKDIR (default: runs/first); arguments are added to those of
+# `meshtrain train`. PYTHON is the Python that has meshtrain. The run is restarted if it crashes.
 set -euo pipefail
 
 cd -- "$(dirname -- "${{BASH_SOURCE[0]}}")"
@@ -46,15 +47,15 @@ README = """\
 # {name}
 
 ```bash
-bash train.sh                                   # trains; again: resumes, or says that the run is complete
+bash train.sh                           # trains; again: resumes, or says that the run is complete
 WORKDIR=runs/second bash train.sh --config.optim.learning_rate=1e-3
 meshtrain generate --workdir=runs/first --prompt="def " --length=200
 meshtrain verify --config=config.yaml --simulate_devices=8 --quick
 ```
 
-The last two need meshtrain's environment to be active. `config.yaml` has the settings, `runs/` the runs. `verify`
-compares training on 8 simulated devices with one device. On a machine with several GPUs `train.sh` uses them all, each
-with a part of the batch; `meshtrain plan` ranks other layouts.
+The last two need meshtrain's environment to be active. `config.yaml` has the settings, `runs/` the
+runs. `verify` compares training on 8 simulated devices with one device. On a machine with several
+GPUs `train.sh` uses them all, each with a part of the batch; `meshtrain plan` ranks other layouts.
 """
 
 

@@ -1,12 +1,13 @@
-"""Ranks the layouts of a config on devices that need not be there, by predicted step time and memory.
+"""Ranks layouts of a config on devices that need not be there, by predicted step time and memory.
 
   meshtrain plan --config=configs/llama3.py --device=h200 --devices=256
 
-Tries every legal mesh over all axes, ZeRO stage, number of micro-batches, pipeline schedule, remat, and size of loss
-chunks; the batch and the sequence length are those of the config. The closed form adds what devices compute, read and
-write, what they send that computation does not hide, and the idle ticks of the pipeline's schedule. --compile=N
-compiles the best N ahead of time, as `meshtrain audit --target` does, and removes those that do not fit.
-docs/guides/plan.md says how wrong the predictions are.
+Tries every legal mesh over all axes, ZeRO stage, number of micro-batches, pipeline schedule, remat,
+and size of loss chunks; the batch and the sequence length are those of the config. The closed form
+adds what devices compute, read and write, what they send that computation does not hide, and the
+idle ticks of the pipeline's schedule. --compile=N compiles the best N ahead of time, as
+`meshtrain audit --target` does, and removes those that do not fit. docs/guides/plan.md says how
+wrong the predictions are.
 """
 
 import argparse
@@ -36,7 +37,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a key that all layouts have, such as mesh.tensor=8 or train.remat=full; may be repeated",
+        help="a key that all layouts have, such as mesh.tensor=8 or train.remat=full; "
+        "may be repeated",
     )
     add(
         "--explain",
@@ -59,32 +61,18 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
     from meshtrain.tools.plan import machine as machines
 
     target.prepare()  # the devices of this host are not used
-    args.device = device = hardware.device_named(args.device)
-    faults = []
-    for name in ("devices", "devices_per_host"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            faults.append(f"--{name}={value}: use 1 or more")
-    if not 0 < args.memory <= 1:
-        faults.append(f"--memory={args.memory:g}: use a part of the memory, such as 0.9")
-    for name in ("compile", "tokens", "price"):
-        if not 0 <= (value := getattr(args, name)) < math.inf:
-            faults.append(f"--{name}={value:g}: use 0 or more")
-    for name in ("output", "svg"):
-        file = getattr(args, name)
-        if file and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-            faults.append(f"--{name}={file}: use a file in a folder that can be written")
-    if args.svg and args.explain is None:
-        faults.append(f"--svg={args.svg}: draws what --explain prints; use --explain as well")
+    args.device = hardware.device_named(args.device)
+    faults = _flag_faults(args)
     if not faults:
-        args.devices_per_host = args.devices_per_host or (8 if device.chip else args.devices)
-        args.devices_per_host = min(args.devices_per_host, args.devices)
+        default = 8 if args.device.chip else args.devices
+        args.devices_per_host = min(args.devices_per_host or default, args.devices)
         if args.devices % args.devices_per_host:
             faults.append(
-                f"--devices={args.devices} is not divisible by --devices_per_host={args.devices_per_host}"
+                f"--devices={args.devices} is not divisible by "
+                f"--devices_per_host={args.devices_per_host}"
             )
         elif args.compile:
-            base = hardware.BY_KIND[device.kinds[0]]  # of a device of a file
+            base = hardware.devices_by_kind()[args.device.kinds[0]]  # of a device of a file
             args.target = target.text_of(base, args.devices, args.devices_per_host)
             target.parse(args.target)
     if faults:
@@ -95,35 +83,61 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
     args.measured = machines.measured_factor(args.measured) if args.measured else None
 
 
+def _flag_faults(args: argparse.Namespace) -> list[str]:
+    """Returns what is wrong with each flag by itself."""
+    faults = []
+    for name in ("devices", "devices_per_host"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            faults.append(f"--{name}={value}: use 1 or more")
+    if not 0 < args.memory <= 1:
+        faults.append(f"--memory={args.memory:g}: use a part of the memory, such as 0.9")
+    for name in ("compile", "tokens", "price"):
+        value = getattr(args, name)
+        if not 0 <= value < math.inf:
+            faults.append(f"--{name}={value:g}: use 0 or more")
+    for name in ("output", "svg"):
+        file = getattr(args, name)
+        if file and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            faults.append(f"--{name}={file}: use a file in a folder that can be written")
+    if args.svg and args.explain is None:
+        faults.append(f"--svg={args.svg}: draws what --explain prints; use --explain as well")
+    return faults
+
+
 def run(args: argparse.Namespace, config: Any) -> int:
     """Prints the plan; returns the exit code."""
-    from meshtrain.tools.plan import compiled, search, text
+    from meshtrain.tools.plan import compiled, from_config, search, text
     from meshtrain.tools.plan.machine import Machine
-    from meshtrain.tools.plan.subject import PlanInput
 
-    device = args.device
-    machine = Machine(device, args.devices, args.devices_per_host)
-    limit = args.memory * device.memory
-    subject = PlanInput(config)
+    machine = Machine(args.device, args.devices, args.devices_per_host)
+    limit = args.memory * args.device.memory
+    plan_input = from_config.plan_input(config)
     plan = search.search(
-        subject, machine, limit=limit, fixed=args.fix, scale=machine.of_xla * (args.measured or 1)
+        plan_input,
+        machine,
+        limit=limit,
+        fixed=args.fix,
+        scale=machine.xla_factor * (args.measured or 1),
     )
-    if plan.found and args.compile:
+    if plan.candidates and args.compile:
         plan = compiled.compile_best(
-            plan, args.target, subject, limit=limit, most=args.compile, log=print
+            plan, args.target, plan_input.config, limit=limit, most=args.compile, log=print
         )
-    if not plan.found:
-        reason = search.way_out(subject, machine, plan, limit, args.fix)
+    if not plan.candidates:
+        reason = search.way_out(plan_input, machine, plan, limit, args.fix)
         raise ConfigError(f"--devices={args.devices}: {reason}")
-    report = text.Report(subject, machine, limit=limit, scale=args.measured)
+
+    report = text.Report(plan_input, machine, limit=limit, scale=args.measured)
     if args.output:
         args.output.write_text(json.dumps(text.to_dict(plan, report), indent=2) + "\n")
     if args.explain is not None:
-        print(*text.explain_lines(plan.found[0], report), sep="\n")
+        best = plan.candidates[0]
+        print(*text.explain_lines(best, report), sep="\n")
         if args.svg:
-            args.svg.write_text(text.explain_svg(plan.found[0], report))
-        return 0
-    print(*text.lines(plan, report, tokens=args.tokens, price=args.price), sep="\n")
+            args.svg.write_text(text.explain_svg(best, report))
+    else:
+        print(*text.lines(plan, report, tokens=args.tokens, price=args.price), sep="\n")
     return 0
 
 

@@ -1,9 +1,9 @@
 """Tokenize text once, into shards on disk that training maps into memory (data.path).
 
-  meshtrain prepare INPUT... --output=DIR                   bytes, without a tokenizer
-  meshtrain prepare INPUT... --output=DIR --tokenizer=PATH  tokenizer.json, or SentencePiece's .model
-  meshtrain prepare INPUT... --output=DIR --train_bpe=8192  a tokenizer trained on the text
-  meshtrain prepare --verify DIR                            check every token
+meshtrain prepare INPUT... --output=DIR                   bytes, without a tokenizer
+meshtrain prepare INPUT... --output=DIR --tokenizer=PATH  tokenizer.json, or SentencePiece's .model
+meshtrain prepare INPUT... --output=DIR --train_bpe=8192  a tokenizer trained on the text
+meshtrain prepare --verify DIR                            check every token
 
 INPUT is a text file, JSON lines (.jsonl) or Parquet, or a folder of them; text and JSON lines may
 be compressed (.gz). Blank JSON lines are ignored. If the command is killed or stopped, run it again

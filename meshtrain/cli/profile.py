@@ -2,11 +2,12 @@
 
   meshtrain profile --config=configs/quickstart.py --steps=3..5
 
-It runs the train step on the config's data up to the last traced step, and saves only the trace, for
-xprof, TensorBoard or Perfetto. It prints for each device the share of time in which it is busy, in which it
-runs collectives, and in which collectives are exposed (nothing else runs). Then it prints the costliest
-operations, grouped by kind, pass and source line; their time excludes nested operations. With
-several processes, each writes its trace to DIR/rank-N, and process 0 prints its own devices.
+It runs the train step on the config's data up to the last traced step, and saves only the trace,
+for xprof, TensorBoard or Perfetto. It prints for each device the share of time in which it is busy,
+in which it runs collectives, and in which collectives are exposed (nothing else runs). Then it
+prints the costliest operations, grouped by kind, pass and source line; their time excludes nested
+operations. With several processes, each writes its trace to DIR/rank-N, and process 0 prints its
+own devices.
 """
 
 import argparse
@@ -45,18 +46,23 @@ def run(args: argparse.Namespace, config: Any) -> int:
     from meshtrain.tools.profile import profile, text
 
     with distributed.raise_on_all_processes():
-        if faults := minimum_faults(1, {"--top": args.top}):
+        faults = minimum_faults(1, {"--top": args.top})
+        if faults:
             raise ConfigError(*faults)
         steps = _steps(args.steps)
-    found = profile.profile(config, steps=steps, output=args.output)
+    result = profile.profile(config, steps=steps, output=args.output)
     if jax.process_index() == 0:
-        print(*text.lines(found, top=args.top), sep="\n")
+        print(*text.lines(result, top=args.top), sep="\n")
     return 0
 
 
 def _steps(value: str) -> range:
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", value)
-    steps = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
+    """Returns the steps of N or FIRST..LAST."""
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", value)
+    steps = range(0)
+    if match:
+        first, last = match.groups()
+        steps = range(int(first), int(last or first) + 1)
     if not steps or steps.start < 1:
         raise ConfigError(f"--steps={value}: use N or FIRST..LAST, 1 or later (step 0 warms up)")
     return steps

@@ -4,9 +4,10 @@
   meshtrain report runs/one runs/two --output=compared.html
   meshtrain report runs/quickstart --serve
 
-The page has the curves of metrics.jsonl, where the time went, restarts and rollbacks on a time line, memory, the
-mesh and the pipeline schedule, the settings and how they differ. An audit.json or a verify.json in the workdir is
-shown as well. With --serve the page updates while the run continues; Ctrl-C ends the server.
+The page has the curves of metrics.jsonl, where the time went, restarts and rollbacks on a time
+line, memory, the mesh and the pipeline schedule, the settings and how they differ. An audit.json or
+a verify.json in the workdir is shown as well. With --serve the page updates while the run
+continues; Ctrl-C ends the server.
 """
 
 import argparse
@@ -37,7 +38,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="JSON of `audit --output`, or a verify.json, that is not in a workdir; may be repeated",
+        help="JSON of `audit --output`, or a verify.json, that is not in a workdir; "
+        "may be repeated",
     )
 
 

@@ -19,19 +19,22 @@ from meshtrain.tools import schedule_drawing
 def cost_lines(name: str, table: Table) -> list[str]:
     """Returns the cost of a schedule as lines: ticks, bubble, memory and time."""
     M, F, B = table.num_microbatches, schedule_drawing.FORWARD, schedule_drawing.BACKWARD
-    cost, ideal, num = table.cost(F, B), M * (F + B), table.num_live
+    cost = table.cost(F, B)
+    ideal = M * (F + B)
+    live = f"{table.num_live} chunk input{'s' * (table.num_live > 1)}"
     gpipe = "" if name == "gpipe" else f" (gpipe: {M})"
     return [
         f"ticks             {table.num_ticks}",
         f"bubble            {100 * table.bubble:.1f} % of a step{_formula(table)}",
-        f"live activations  at most {num} chunk input{'s' * (num > 1)} on a stage{gpipe}",
-        f"predicted cost    {round(cost, 2):.10g}, if a stage's forward of a micro-batch costs {F} and its "
-        f"backward {B}",
+        f"live activations  at most {live} on a stage{gpipe}",
+        f"predicted cost    {round(cost, 2):.10g}, if a stage's forward of a micro-batch costs {F} "
+        f"and its backward {B}",
         f"                  {cost / ideal:.2f} times the ideal, M(F+B) = {ideal}",
     ]
 
 
 def _formula(table: Table) -> str:
+    """Returns the formula of the bubble, or when it holds."""
     P, M, V = table.num_stages, table.num_microbatches, table.num_chunks
     formula = "(P-1)/(MV+P-1)"
     if abs(table.bubble - (P - 1) / (M * V + P - 1)) < 1e-9:
@@ -50,7 +53,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the schedule; returns the exit code."""
-    if faults := _faults(args):
+    faults = _faults(args)
+    if faults:
         raise ConfigError(*faults)
     table = SCHEDULES[args.schedule](args.stages, args.microbatches, args.chunks)
     if args.output:
@@ -62,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _faults(args: argparse.Namespace) -> list[str]:
     name, chunks, output = args.schedule, args.chunks, args.output
-    counts = ("stages", "microbatches", "chunks")
-    faults = minimum_faults(1, {f"--{count}": getattr(args, count) for count in counts})
+    counts = {"--stages": args.stages, "--microbatches": args.microbatches, "--chunks": chunks}
+    faults = minimum_faults(1, counts)
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)
         faults.append(f"--schedule={name}: unknown{near}; use one of {', '.join(SCHEDULES)}")

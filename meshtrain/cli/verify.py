@@ -1,17 +1,18 @@
-"""Verifies a model's parallelism: each layout must compute the same steps as one device, in float64.
+"""Verifies a model's parallelism: each layout must compute the steps of one device, in float64.
 
   meshtrain verify --config=configs/quickstart.py --simulate_devices=8
 
-The layouts are a pairwise (all-pairs) selection: each possible pair of two settings occurs in at least
-one of them. The settings are the sizes of mesh axes, ZeRO stage, number of micro-batches, pipeline
-schedule, remat, unroll, implementation of attention, chunks of the loss, packed rows, token weights,
-sequence-sharded residuals and loss scale. Each layout runs the trainer's own step. Loss, gradients,
-gradient norm, parameters and optimizer state are compared with a plain step on one device
-(meshtrain/tools/verify/reference/step.py). The model is made smaller; its structure is unchanged. The batch
-and the mesh of the config do not matter. The exit code is 1 if a layout differs; its line says where.
+The layouts are a pairwise (all-pairs) selection: each possible pair of two settings occurs in at
+least one of them. The settings are the sizes of mesh axes, ZeRO stage, number of micro-batches,
+pipeline schedule, remat, unroll, implementation of attention, chunks of the loss, packed rows,
+token weights, sequence-sharded residuals and loss scale. Each layout runs the trainer's own step.
+Loss, gradients, gradient norm, parameters and optimizer state are compared with a plain step on one
+device (meshtrain/tools/verify/reference/step.py). The model is made smaller; its structure is
+unchanged. The batch and the mesh of the config do not matter. The exit code is 1 if a layout
+differs; its line says where.
 
-With --here the layouts run in train.dtype with the kernels of these devices, such as cuDNN's attention.
-The errors of their gradients from float64 are compared with the errors of one device.
+With --here the layouts run in train.dtype with the kernels of these devices, such as cuDNN's
+attention. The errors of their gradients from float64 are compared with the errors of one device.
 """
 
 import argparse
@@ -41,8 +42,9 @@ QUICK_COMPILE_FLAGS = (
     "--xla_cpu_parallel_codegen_split_count=1"
 )
 
-if version("jaxlib").startswith("0.10."):  # jax ends the process for a flag that it does not know
-    QUICK_COMPILE_FLAGS += " --xla_cpu_use_fusion_emitters=false"  # a third less time
+# A third less time. jax ends the process for a flag that it does not know.
+if version("jaxlib").startswith("0.10."):
+    QUICK_COMPILE_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 # Operations without the lines of the code that made them: tests/test_parity.py takes 4 % less time.
 NO_LOCATIONS = ("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
@@ -70,7 +72,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--jobs",
         type=int,
         metavar="N",
-        help=f"processes that share the work on simulated devices (default: one per core, up to {MAX_JOBS})",
+        help="processes that share the work on simulated devices "
+        f"(default: one per core, up to {MAX_JOBS})",
     )
     flags.add_argument(
         "--output",
@@ -94,29 +97,32 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
 
 def run(args: argparse.Namespace, config: Any) -> int:
     """Verifies, writes the certificate, and returns the exit code."""
+    without = [name for name in args.without.split(",") if name]
+    jobs = num_jobs(args)
     if args.here:
-        from meshtrain.tools.verify.on_devices import verify_here as verify
-    else:
-        pass  # MOVED IMPORT
+        from meshtrain.tools.verify.on_devices import verify_here
 
-    options = {
-        "quick": args.quick,
-        "keep_sizes": args.keep_sizes,
-        "without": [name for name in args.without.split(",") if name],
-        "jobs": num_jobs(args),
-    }
-    if args.here:
-        del options["jobs"]  # one process uses the devices
-    began = time.perf_counter()
-    certificate = verify(config, **options)
+        began = time.perf_counter()
+        # One process uses the devices.
+        certificate = verify_here(
+            config, quick=args.quick, keep_sizes=args.keep_sizes, without=without
+        )
+        passed = "no layout is less precise than one device"
+    else:
+        from meshtrain.tools.verify.verify import verify
+
+        began = time.perf_counter()
+        certificate = verify(
+            config, quick=args.quick, keep_sizes=args.keep_sizes, without=without, jobs=jobs
+        )
+        passed = "all equal to one device"
+    seconds = time.perf_counter() - began
+
     certificate.write(args.output)
     failed = sum(result.fault is not None for result in certificate.results)
     failed += len(certificate.broken_laws)
-    passed = "no layout is less precise than" if args.here else "all equal to"
-    verdict = f"{failed} FAILED" if failed else f"{passed} one device"
-    print(
-        f"{verdict} · {time.perf_counter() - began:.0f} s · written to {args.output}/verify.md and .json"
-    )
+    verdict = f"{failed} FAILED" if failed else passed
+    print(f"{verdict} · {seconds:.0f} s · written to {args.output}/verify.md and .json")
     return EXIT_DIFFERS if failed else 0
 
 

@@ -30,11 +30,11 @@ def initialize(
     *,
     join_seconds: float = environment.JOIN_SECONDS,
 ) -> None:
-    """Joins the run that arguments, variables or a launcher describe, see `environment.process_info`.
+    """Joins the run that arguments, variables or a launcher describe; see `environment.py`.
 
-    Without any of them, this process is the only one. Raises ConfigError if the description is wrong,
-    if a process is missing after `join_seconds`, or if jax does not find the GPUs that the launcher
-    allotted.
+    Without any of them, this process is the only one. Raises ConfigError if the description is
+    wrong, if a process is missing after `join_seconds`, or if jax does not find the GPUs that the
+    launcher allotted.
     """
     process = environment.process_info(os.environ, (coordinator, num_processes, process_id))
     if process is None:
@@ -65,7 +65,7 @@ def initialize(
 
 
 def start_backend() -> None:
-    """Starts jax's backend; raises ConfigError if it has no devices of the kind that a variable names."""
+    """Starts jax's backend; raises ConfigError without devices of the kind a variable names."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # jax asserts that there is one
@@ -89,7 +89,8 @@ def _check_gpus(process: launchers.ProcessInfo) -> None:
     if kind == "cpu" or num_devices != num_allotted:
         raise ConfigError(
             f"{process.source} gives this process {num_allotted} GPUs, and jax found {num_devices} "
-            f"devices of kind {kind}; install meshtrain[cuda12] or [cuda13], or set JAX_PLATFORMS=cpu"
+            f"devices of kind {kind}; install meshtrain[cuda12] or [cuda13], or set "
+            f"JAX_PLATFORMS=cpu"
         )
 
 
@@ -130,7 +131,7 @@ def broadcast(value: Any) -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """Returns the values of all processes, by rank, on every process (an all-gather through JSON)."""
+    """Returns on every process the values of all, by rank (an all-gather through JSON)."""
     if num_processes() == 1:
         return [json.loads(json.dumps(value))]
     client = jax_distributed.global_state.client
@@ -165,7 +166,7 @@ _stop_sent = False  # whether this process has sent its request
 
 
 def reset_stop_requests() -> None:
-    """Forgets the stop requests of an earlier run in these processes. All processes must call it."""
+    """Forgets the stop requests of an earlier run in these processes. All must call it."""
     global _run, _stop_sent
     _run += 1
     _stop_sent = False
@@ -210,7 +211,7 @@ def raise_on_all_processes() -> Iterator[None]:
 
 
 def on_first_process(action: Callable[[], Any]) -> Any:
-    """Returns what `action` returns on process 0, through JSON; its ConfigErrors are raised on all."""
+    """Returns what `action` returns on process 0, through JSON; all raise its ConfigErrors."""
     result = None
     faults: Sequence[str] = ()
     may_pass = False
@@ -228,7 +229,7 @@ def on_first_process(action: Callable[[], Any]) -> Any:
 
 
 def raise_first(error: Exception | None, kinds: Sequence[type[Exception]]) -> None:
-    """Raises one of the errors that processes have, on all: of the kind listed first, then of the lowest rank."""
+    """Raises on all processes an error of one: the kind listed first, then the lowest rank."""
     own = error and (kinds.index(type(error)), str(error))
     errors = [other for other in gather(own) if other]
     if errors:
@@ -298,8 +299,8 @@ def exit_failed_process(code: int, *, wait_for_others: bool) -> None:
     """Ends this process at once if it is one of several and has failed; otherwise does nothing.
 
     At a normal exit jax waits for all other processes, and they may be waiting for this one. With
-    `wait_for_others`, waits up to EXIT_TIMEOUT for them to fail too: otherwise jax may abort them before
-    they print their errors.
+    `wait_for_others`, waits up to EXIT_TIMEOUT for them to fail too: otherwise jax may abort them
+    before they print their errors.
     """
     if num_processes() == 1 or code in (0, EXIT_PREEMPTED):
         return

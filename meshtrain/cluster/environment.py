@@ -1,8 +1,8 @@
 """Finds the rank of this process and the address of process 0, from flags or environment variables.
 
-The first complete description is used, in this order: flags, JAX_* variables (Kubeflow sets these too),
-torchrun, SLURM, Open MPI, an Indexed Job of Kubernetes, TPU slices on GKE. If there is only a part of one, that
-is a fault. The last section finds the GPUs of this process.
+The first complete description is used, in this order: flags, JAX_* variables (Kubeflow sets these
+too), torchrun, SLURM, Open MPI, an Indexed Job of Kubernetes, TPU slices on GKE. If there is only a
+part of one, that is a fault. The last section finds the GPUs of this process.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def check_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError if a flag of `add_flags`, or a variable in its place, is wrong. Does not load jax."""
+    """Raises ConfigError if a flag of `add_flags`, or its variable, is wrong. Does not load jax."""
     faults = seconds_faults({"join_seconds": args.join_seconds})
     if faults:
         raise ConfigError(*faults)
@@ -63,7 +63,7 @@ def check_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def seconds_faults(flags: Mapping[str, float]) -> list[str]:
-    """Returns a fault for each number of seconds that is not positive, or too large for a timeout."""
+    """Returns a fault for each number of seconds that is not positive, or too large."""
     return [
         f"--{name}={value}: use a positive number of seconds, up to {MAX_SECONDS:.0f}"
         for name, value in flags.items()
@@ -164,7 +164,8 @@ def _launcher_address(
         needed = [port_variable] if host else launcher.address
         missing = [name for name in needed if not environ.get(name)]
         raise ConfigError(
-            f"{given}: {launcher.name} describes several processes but not where process 0 listens: "
+            f"{given}: {launcher.name} describes several processes but not where process 0 "
+            f"listens: "
             f"{', '.join(missing)} not set; set {JAX_VARIABLES[0]}=HOST:PORT"
         )
     _check_host(host, f"{host_variable}={environ.get(host_variable, host)}")
@@ -198,7 +199,7 @@ def _parse_port(port: str, given: str) -> int:
 
 
 def jax_variable_fault(error: Exception, environ: Mapping[str, str]) -> str:
-    """Returns a fault if jax cannot be imported because of one of its environment variables, or ""."""
+    """Returns a fault if one of jax's variables keeps it from being imported, or ""."""
     # An import that fails is removed from sys.modules.
     if not isinstance(error, ValueError) or "jax" in sys.modules:
         return ""
@@ -214,11 +215,11 @@ def jax_variable_fault(error: Exception, environ: Mapping[str, str]) -> str:
 
 
 def local_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> list[int] | None:
-    """Returns the indices of this process's GPUs among the visible ones; None means all visible GPUs.
+    """Returns the indices of this process's GPUs among the visible ones; None means all of these.
 
-    A process alone on its host uses all GPUs. Several processes get equal consecutive ranges (jax would
-    give each one only the GPU with its rank, jax-ml/jax#16788). Raises ConfigError if the number of GPUs
-    is not divisible by the number of processes.
+    A process alone on its host uses all GPUs. Several processes get equal consecutive ranges (jax
+    would give each one only the GPU with its rank, jax-ml/jax#16788). Raises ConfigError if the
+    number of GPUs is not divisible by the number of processes.
     """
     visible, allotted = _num_gpus(environ)
     if process.num_local == 1 or not visible or visible < allotted:
@@ -248,7 +249,7 @@ def num_gpus(environ: Mapping[str, str]) -> int:
 
 
 def _num_gpus(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Returns the number of GPUs visible to this process, and the number SLURM allots to its node."""
+    """Returns the number of GPUs that this process sees, and that SLURM allots to its node."""
     allotted = environ.get("SLURM_GPUS_ON_NODE", "")
     num_allotted = int(allotted) if allotted.isdigit() else 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")

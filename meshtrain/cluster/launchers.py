@@ -1,7 +1,8 @@
-"""The environment variables that give a process its rank: those of jax, torchrun, SLURM, Open MPI and others.
+"""Reads the environment variables of jax, torchrun, SLURM, Open MPI and others for a rank.
 
-LAUNCHERS has a row for each; `find` returns the first one that is complete. A half-set launcher is a fault: a
-process that ignored it would train alone, next to the others. TPU slices on GKE are read into jax's variables.
+LAUNCHERS has a row for each; `find` returns the first one that is complete. A half-set launcher is
+a fault: a process that ignored it would train alone, next to the others. TPU slices on GKE are read
+into jax's variables.
 """
 
 import re
@@ -52,7 +53,7 @@ class ProcessInfo:
 
 
 class Placement(NamedTuple):
-    """Where process 0 listens according to a launcher, "" if it does not say, and the rank on this host."""
+    """Where process 0 listens ("" if the launcher does not say), and the rank on this host."""
 
     host: str = ""
     port: str = ""
@@ -78,7 +79,7 @@ class Launcher(NamedTuple):
         return all(environ.get(name) for name in needed)
 
     def is_half_set(self, environ: Environ) -> bool:
-        """Returns whether only some of count and rank are set; a count of 1 describes a process alone."""
+        """Returns whether only one of count and rank is set; a count of 1 is a process alone."""
         count = environ.get(self.count_name(environ))
         if self.is_complete(environ) or is_one(count):
             return False
@@ -102,7 +103,7 @@ def _torchrun(environ: Environ) -> Placement:
 
 
 def _slurm(environ: Environ) -> Placement:
-    """Only within `srun`: the batch script itself is one process, however many tasks the job has."""
+    """Only within `srun`: the batch script is one process, however many tasks the job has."""
     tasks_name = "SLURM_STEP_TASKS_PER_NODE"
     tasks = _tasks_per_node(tasks_name, environ.get(tasks_name, ""))
     num_local = 1
@@ -122,7 +123,8 @@ def _slurm(environ: Environ) -> Placement:
 
 
 def _open_mpi(environ: Environ) -> Placement:
-    # Open MPI 4 gives the job and the host of mpirun, "JOB.0;tcp://FIRST,SECOND:PORT"; Open MPI 5 does not.
+    # Open MPI 4 gives the job and the host of mpirun, "JOB.0;tcp://FIRST,SECOND:PORT"; Open MPI 5
+    # does not.
     job, _, rest = environ.get("OMPI_MCA_orte_hnp_uri", "").partition(".")
     host = re.search(r"tcp://\[?([^],:]+)", rest)
     local_id, num_local = _local_rank(
@@ -172,7 +174,8 @@ LAUNCHERS = (
         address=(JAX_VARIABLES[0],),
         read=_open_mpi,
     ),
-    # Kubernetes sets the index of a pod; the manifest of the Job has to set the number of processes.
+    # Kubernetes sets the index of a pod; the manifest of the Job has to set the number of
+    # processes.
     Launcher(
         name="Indexed Job",
         count=(JAX_VARIABLES[1],),
@@ -194,7 +197,7 @@ def find(environ: Environ) -> Launcher | None:
 def count_and_rank(
     launcher: Launcher, environ: Environ, label: Callable[[str], str]
 ) -> tuple[int, int]:
-    """Returns the number of processes and the rank; raises ConfigError if one is not a number in range."""
+    """Returns the number of processes and the rank; raises ConfigError if one is out of range."""
     name = launcher.count_name(environ)
     count = environ[name]
     rank = environ[launcher.rank]
@@ -214,7 +217,8 @@ def count_and_rank(
 
 # ---- descriptions that are not complete ----
 
-# Count and rank of launchers that do not say where process 0 listens; some of them set only the rank.
+# Count and rank of launchers that do not say where process 0 listens; some of them set only the
+# rank.
 NOT_READ = (
     ("PMI_SIZE", "PMI_RANK"),
     ("PMIX_SIZE", "PMIX_RANK"),
@@ -280,7 +284,7 @@ def _missing(environ: Environ, names: Collection[str], label: Callable[[str], st
 
 
 def is_batch_script(environ: Environ) -> bool:
-    """Returns whether SLURM has started this process as the batch script of a job or a shell of `salloc`.
+    """Returns whether this process is the batch script of a SLURM job, or a shell of `salloc`.
 
     Such a process is one, however many tasks the job has: `srun` starts those.
     """
@@ -303,11 +307,11 @@ TPU_PORT = 8476  # as of jax before 0.8.1; the firewall of Cloud TPU VMs admits 
 
 
 def tpu_slice_process(environ: Environ) -> tuple[str, str, str] | None:
-    """Returns the values of JAX_VARIABLES for a process of TPU slices; None if there are not several hosts.
+    """Returns the values of JAX_VARIABLES in TPU slices; None unless there are several hosts.
 
     The hosts of slice 0 have the lowest ranks. jax reads the same variables
-    (jax/_src/clusters/cloud_tpu_cluster.py); without one of them the result is None too. Raises ConfigError if
-    a number is out of range.
+    (jax/_src/clusters/cloud_tpu_cluster.py); without one of them the result is None too. Raises
+    ConfigError if a number is out of range.
     """
     addresses = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES", "")
     hosts = [name.strip() for name in addresses.split(",") if name.strip()]
@@ -358,7 +362,7 @@ def _number_below(environ: Environ, name: str, default: str, end: int) -> int:
 
 
 def _local_rank(environ: Environ, rank: str, count: str) -> tuple[int, int]:
-    """Returns the rank among the processes of this host and their number; 0 of 1 if neither is set."""
+    """Returns the rank among the processes of this host, and their number; 0 of 1 by default."""
     if not (environ.get(rank) or environ.get(count)):
         return 0, 1
     num_local = _integer(environ, count, 1)
@@ -373,7 +377,7 @@ FIRST_PORT, NUM_PORTS = 61440, 4096  # for launchers that give a job id but no p
 
 
 def _derived_port(*names: str) -> str:
-    """Returns a port computed from the job's id: all its processes get the same, other jobs rarely do."""
+    """Returns a port that all processes of a job compute from its id; other jobs rarely get it."""
     return str(FIRST_PORT + zlib.crc32("/".join(names).encode(errors="replace")) % NUM_PORTS)
 
 

@@ -1,4 +1,4 @@
-"""Limits the simulated devices and processes to what a machine can run: they could take all its memory."""
+"""Limits simulated devices and processes to what a machine can run, before they fill it."""
 
 import os
 import re
@@ -9,8 +9,8 @@ from meshtrain.errors import ConfigError
 
 MAX_DEVICES = 2048  # of one process: jax's ids of CPU devices have 11 bits for them
 
-# A device is two threads and 0.2 MB; what a step takes depends on the model (quickstart replicated on
-# each device: 60 MB). The bound is for numbers that no model could run with.
+# A device is two threads and 0.2 MB; what a step takes depends on the model (quickstart replicated
+# on each device: 60 MB). The bound is for numbers that no model could run with.
 DEVICES_PER_CORE = 128
 
 DEVICE_BYTES = 16 << 20
@@ -100,7 +100,7 @@ CGROUP_FILES = (
 
 
 def available_memory() -> float:
-    """Returns the bytes that this process can still allocate; infinite if the system does not say."""
+    """Returns the bytes that this process can still allocate; infinite if they are unknown."""
     free = []
     available = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
     if available:

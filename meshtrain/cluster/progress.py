@@ -1,7 +1,8 @@
 """The progress page of a process: a small file with its phase, step, heartbeat and times.
 
-The supervisor maps the file into memory, so it can read the page of a process that is stuck in native
-code or stopped by a signal. Without a supervisor the clock still measures the time of each phase.
+The supervisor maps the file into memory, so it can read the page of a process that is stuck in
+native code or stopped by a signal. Without a supervisor the clock still measures the time of each
+phase.
 """
 
 import collections

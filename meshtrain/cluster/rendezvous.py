@@ -1,7 +1,7 @@
-"""Waits for all processes before jax joins them: if one is missing, jax aborts the others minutes later.
+"""Waits for all processes before jax joins them: if one is missing, jax aborts the others later.
 
-Process 0 listens on the address that jax will use. Each other process sends it one line of JSON, and
-all get the same answer: a list of faults, empty if all is well.
+Process 0 listens on the address that jax will use. Each other process sends it one line of JSON,
+and all get the same answer: a list of faults, empty if all is well.
 """
 
 import contextlib
@@ -46,14 +46,14 @@ MISSING = "missing"  # marks a fault that is not a user's mistake
 
 
 class RendezvousError(TransientError):
-    """A process is missing, or the port is in use: no mistake of the user if a supervisor started the run."""
+    """A process is missing, or the port is in use: no user's mistake if there is a supervisor."""
 
 
 def wait_for_all(process: ProcessInfo, *, seconds: float) -> None:
     """Returns when all processes have connected and agree on their number.
 
-    Raises ConfigError on every process that has connected if others are missing after `seconds`, or if
-    they disagree.
+    Raises ConfigError on every process that has connected if others are missing after `seconds`, or
+    if they disagree.
     """
     deadline = time.monotonic() + seconds
     hello = {
@@ -78,7 +78,8 @@ def _listen(process: ProcessInfo) -> socket.socket:
         return listen(process.host, process.port)
     except OSError as error:
         raise RendezvousError(
-            f"{process.names[0]}={process.address}: process 0 cannot listen there: {error.strerror}; "
+            f"{process.names[0]}={process.address}: process 0 cannot listen there: "
+            f"{error.strerror}; "
             f"use a free port{_with_address(process)}, or stop the program that uses it"
         ) from error
 
@@ -182,7 +183,8 @@ def _hello_faults(hello: dict, arrived: dict[int, dict], process: ProcessInfo) -
     count = process.num_processes
     if hello["count"] != count:
         return [
-            f"process 0 ({arrived[0]['who']}) is one of {count} processes and process {rank} ({who}) "
+            f"process 0 ({arrived[0]['who']}) is one of {count} processes and process {rank} "
+            f"({who}) "
             f"one of {hello['count']}; set {process.names[1]} to the same on all"
         ]
     if rank in arrived:
@@ -243,7 +245,8 @@ def _read_answer(connection: socket.socket, process: ProcessInfo) -> list[str]:
         if isinstance(faults, list) and all(isinstance(fault, str) for fault in faults):
             return faults
     return [
-        f"{process.names[0]}={process.address}: the program that answers there is not a process of this "
+        f"{process.names[0]}={process.address}: the program that answers there is not a process of "
+        f"this "
         f"run; use a free port{_with_address(process)}"
     ]
 
@@ -252,7 +255,7 @@ def _read_answer(connection: socket.socket, process: ProcessInfo) -> list[str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a server socket: on loopback if `host` is a name for loopback, else on all addresses."""
+    """Returns a server socket: on loopback if `host` is a name for it, else on all addresses."""
     if host not in LOCALHOST and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     if host == LOOPBACK_IPV6:

@@ -1,4 +1,4 @@
-"""Sets up jax in this process: simulated devices, the other processes, network, memory, compile cache."""
+"""Sets up jax in this process: devices, the other processes, network, memory, compile cache."""
 
 import argparse
 import ctypes
@@ -42,13 +42,14 @@ def start(args: argparse.Namespace) -> None:
 
 
 def check_joined() -> None:
-    """Raises ConfigError if a launcher has started several processes and this one has joined no other."""
+    """Raises ConfigError if a launcher has started several processes and this one is alone."""
     if jax.process_count() > 1:
         return
     process = environment.process_info(os.environ)
     if process:
         raise ConfigError(
-            f"{process.names[1]}={process.num_processes}: this process has not joined the others and "
+            f"{process.names[1]}={process.num_processes}: this process has not joined the others "
+            f"and "
             f"would train alone; start it with `meshtrain train`, or call "
             f"jax.distributed.initialize() before meshtrain.train"
         )
@@ -67,8 +68,9 @@ def simulate(num_devices: int) -> None:
 def setup() -> None:
     """Sets up dispatch, memory and the compile cache, and starts the backend. May be called again.
 
-    On CPU, programs run in the thread that dispatches them, so that all memory of a step is on one heap
-    (see `_keep_memory`). This has to be set before the backend starts; other devices ignore it.
+    On CPU, programs run in the thread that dispatches them, so that all memory of a step is on one
+    heap (see `_keep_memory`). This has to be set before the backend starts; other devices ignore
+    it.
     """
     if jax.config.jax_disable_jit:
         raise ConfigError(
@@ -86,9 +88,10 @@ def setup() -> None:
 def set_num_threads(num_devices: int) -> None:
     """Gives XLA several threads for each simulated device; it reads this when the backend starts.
 
-    A device may wait in several collectives at once, each in a thread, until all devices have reached
-    them. By default there are as many threads as devices or cores: all may wait, so that none is left
-    for what they wait for (a pipeline with experts on data 2 x fsdp 2 x pipeline 2 hung; jaxlib 0.10.2).
+    A device may wait in several collectives at once, each in a thread, until all devices have
+    reached them. By default there are as many threads as devices or cores: all may wait, so that
+    none is left for what they wait for (a pipeline with experts on data 2 x fsdp 2 x pipeline 2
+    hung; jaxlib 0.10.2).
     """
     if num_devices > 1:
         os.environ.setdefault("PJRT_NPROC", str(4 * num_devices))
@@ -96,7 +99,7 @@ def set_num_threads(num_devices: int) -> None:
 
 @functools.cache  # logs it once
 def _log_unused_gpus() -> None:
-    """Logs if this machine has NVIDIA GPUs, and jax uses the CPU although nobody has asked for that."""
+    """Logs if this machine has NVIDIA GPUs, and jax uses the CPU without being asked to."""
     is_chosen = jax.config.jax_platforms or os.environ.get("JAX_PLATFORM_NAME")
     if is_chosen or jax.default_backend() != "cpu":
         return
@@ -118,7 +121,7 @@ M_MMAP_MAX = -4
 def _keep_memory() -> None:
     """Keeps the memory that a step on CPU frees, for the next step.
 
-    XLA allocates memory in each step. By default the C library returns large freed blocks to the kernel,
+        XLA allocates memory in each step. By default the C library returns large freed blocks to the kernel,
     which clears each page before it is used again: 21 to 29 % of the step of
     benchmarks/compare/cpu_step.py.
     """
@@ -136,8 +139,8 @@ def _keep_memory() -> None:
 def _use_cache() -> None:
     """Turns on jax's persistent compile cache, in a private folder unless the user has chosen one.
 
-    With several CPU devices, in one process or more, turns it off: a program that is read from the cache
-    has lost the order of its collectives and hangs (jax 0.10.2 and 0.12.0.1).
+    With several CPU devices, in one process or more, turns it off: a program that is read from the
+    cache has lost the order of its collectives and hangs (jax 0.10.2 and 0.12.0.1).
     """
     if not jax.config.jax_enable_compilation_cache:
         return
@@ -156,8 +159,8 @@ def _use_cache() -> None:
 def _cache_folder() -> Path | None:
     """Returns the cache folder, created if necessary; None if another user could write to it.
 
-    The programs in it are executed: it must be private, and no other user may be able to write to its
-    parent. Its name includes the CPU's features, because CPU programs depend on them.
+    The programs in it are executed: it must be private, and no other user may be able to write to
+    its parent. Its name includes the CPU's features, because CPU programs depend on them.
     """
     folder = Path("~/.cache/meshtrain")
     try:
@@ -232,7 +235,8 @@ def efa_fault(
 ) -> str:
     """Returns a line to log if this host has EFA adapters that NCCL will not use, or "".
 
-    `root` is the root of the file system, `load` raises OSError for a library that cannot be loaded.
+    `root` is the root of the file system, `load` raises OSError for a library that cannot be
+    loaded.
     """
     count = _num_efa_adapters(root)
     chosen = environ.get("NCCL_NET", "").lower()

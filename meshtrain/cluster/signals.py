@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and a closed terminal: the first signal asks a run to save and stop, the second ends it.
+"""Handles Ctrl-C, SIGTERM and a closed terminal: the first asks to save and stop, the second ends.
 
-SIGHUP never counts as the second signal: a terminal that is closed may send it more than once. A process
-that is started with SIGHUP ignored (nohup) ignores it.
+SIGHUP never counts as the second signal: a terminal that is closed may send it more than once. A
+process that is started with SIGHUP ignored (nohup) ignores it.
 """
 
 import atexit
@@ -24,7 +24,7 @@ _receive: Callable[[int], None] | None = None  # of the innermost `received_by`
 
 @contextlib.contextmanager
 def stop_event() -> Iterator[threading.Event]:
-    """Yields an event that the first signal sets; the second signal has the effect it had before."""
+    """Yields an event that the first signal sets; the second one has the effect it had before."""
     event = threading.Event()
 
     def receive(number: int) -> None:
@@ -57,10 +57,10 @@ def deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def received_by(receive: Callable[[int], None]) -> Iterator[Mapping[int, Any]]:
-    """Within the context each signal calls `receive(number)`. Yields the handlers that it has replaced.
+    """Calls `receive(number)` for each signal; yields the handlers that it has replaced.
 
-    Outside the main thread `receive` is called only if `handled_in_thread` is in effect: only the main
-    thread can set handlers.
+    Outside the main thread `receive` is called only if `handled_in_thread` is in effect: only the
+    main thread can set handlers.
     """
     global _receive
     if _thread_active or threading.current_thread() is not threading.main_thread():
@@ -83,15 +83,16 @@ def received_by(receive: Callable[[int], None]) -> Iterator[Mapping[int, Any]]:
 
 @contextlib.contextmanager
 def handled_in_thread() -> Iterator[None]:
-    """Handles signals in a thread: the main thread may be in native code, or wait for another process.
+    """Handles signals in a thread: the main thread may be in native code, or wait for a process.
 
-    A signal that no `received_by` receives logs a line and ends this process at once, in any state: all
-    that it writes is safe against SIGKILL too. Enter this context in the main thread.
+    A signal that no `received_by` receives logs a line and ends this process at once, in any state:
+    all that it writes is safe against SIGKILL too. Enter this context in the main thread.
     """
     global _thread_active
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    # The handlers do nothing: Python writes the number of each signal to `sender`, for the thread to read.
+    # The handlers do nothing: Python writes the number of each signal to `sender`, for the thread
+    # to read.
     handlers = {number: signal.signal(number, lambda *args: None) for number in _handled()}
     previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_handle_signals, args=(receiver,), name="signals", daemon=True).start()

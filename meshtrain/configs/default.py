@@ -294,7 +294,7 @@ def get_config() -> ConfigDict:
 
     config.hardware = hardware = ConfigDict()
     # peak FLOP/s of a device, by which the MFU divides; 0: the dense bfloat16 peak by the device's name, as in
-    # meshtrain/hardware.py
+    # meshtrain/hardware.toml
     hardware.peak_flops = 0.0
 
     return config.lock()

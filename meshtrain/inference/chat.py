@@ -14,13 +14,14 @@ def load(tokenizer: Tokenizer) -> ChatTemplate:
     """Returns the chat template in the tokenizer's folder; raises ConfigError if there is none."""
     if tokenizer.file is None or tokenizer.kind != "huggingface":
         raise ConfigError(
-            f"--chat: a {tokenizer.kind} tokenizer has no chat template; give --tokenizer=PATH of a chat model's"
+            f"--chat: a {tokenizer.kind} tokenizer has no chat template; give --tokenizer=PATH of "
+            f"a chat model's"
         )
     return chat_template.load(tokenizer.file.parent)
 
 
 def encode(tokenizer: Tokenizer, template: ChatTemplate, text: str) -> list[int]:
-    """Returns the tokens of a conversation that begins with this message, up to where the reply begins."""
+    """Returns the tokens of a conversation with this message, up to where the reply begins."""
     try:
         prompt = template.render([{"role": "user", "content": text}], add_generation_prompt=True)
     except ValueError as error:
@@ -32,26 +33,33 @@ def encode(tokenizer: Tokenizer, template: ChatTemplate, text: str) -> list[int]
 def end_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
     """Returns the tokens that end a reply.
 
-    These are the tokenizer's end of a document, its `eos_token`, those that generation_config.json lists, and the
-    special token that the template writes after a reply.
+    These are the tokenizer's end of a document, its `eos_token`, those that generation_config.json
+    lists, and the special token that the template writes after a reply.
     """
-    read = chat.reply_encoder(tokenizer.file)
-    found = [tokenizer.eos, *_listed(tokenizer.file.parent / "generation_config.json")]
-    ((ids, _),) = read([template.eos_token])
-    found += ids.tolist() if len(ids) == 1 else []
+    tokens = set(_listed_end_tokens(tokenizer.file.parent / "generation_config.json"))
+    if tokenizer.eos is not None:
+        tokens.add(tokenizer.eos)
+    encode_texts = chat.reply_encoder(tokenizer.file)
+    ((ids, _),) = encode_texts([template.eos_token])
+    if len(ids) == 1:
+        tokens.update(ids.tolist())
+    # Render an example, and take the first special token of its reply.
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
     with contextlib.suppress(ValueError):  # a template that always needs something else
         text, spans = chat.render(template, chat.Conversation(messages))
-        ((ids, offsets),) = read([text])
-        replied = ids[chat.is_inside(offsets, spans)]
-        found += replied[tokenizer.token_bytes()[replied] == 0][:1].tolist()
-    return sorted({token for token in found if token is not None})
+        ((ids, offsets),) = encode_texts([text])
+        reply = ids[chat.is_inside(offsets, spans)]
+        is_special = tokenizer.token_bytes()[reply] == 0
+        tokens.update(reply[is_special][:1].tolist())
+    return sorted(tokens)
 
 
-def _listed(file: Path) -> list[int]:
+def _listed_end_tokens(file: Path) -> list[int]:
+    """Returns the end tokens that a generation_config.json lists; none if it cannot be read."""
     try:
-        found = json.loads(file.read_text())["eos_token_id"]
+        tokens = json.loads(file.read_text())["eos_token_id"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    found = found if isinstance(found, list) else [found]
-    return [token for token in found if isinstance(token, int)]
+    if not isinstance(tokens, list):
+        tokens = [tokens]
+    return [token for token in tokens if isinstance(token, int)]

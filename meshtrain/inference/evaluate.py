@@ -1,9 +1,12 @@
-"""Evaluates a model on one epoch of its data: loss, perplexity and bits per byte, each sample counted once."""
+"""Evaluates a model on one epoch of its data: loss, perplexity and bits per byte.
 
-import argparse
+Each sample counts once.
+"""
+
 import contextlib
 import dataclasses
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -19,12 +22,63 @@ from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError, minimum_faults
-from meshtrain.inference import generate
+from meshtrain.inference.restore import restore_params
 from meshtrain.models.base import Params
 from meshtrain.program import Program
 
 
+def run(cfg: Config, path: Path, *, split: str, global_batch: int | None, max_batches: int) -> int:
+    """Prints the evaluation of a run; returns the exit code.
+
+    `path` is the workdir of the run, or one of its checkpoints. `split` is "heldout", "train" or
+    "all"; a `global_batch` of None is train.global_batch, `max_batches` 0 is no limit.
+    """
+    if global_batch is None:
+        global_batch = cfg.train.global_batch
+    num_shards = math.prod(getattr(cfg.mesh, axis) for axis in BATCH_AXES)
+    faults = minimum_faults(1, {"--batch": global_batch})
+    faults += minimum_faults(0, {"--max_batches": max_batches})
+    if not faults and global_batch % (num_shards * cfg.train.num_microbatches):
+        faults.append(
+            f"--batch={global_batch}: is not a multiple of {checks.batch_sizes(cfg.mesh)} x "
+            f"train.num_microbatches={cfg.train.num_microbatches}"
+        )
+    faults += checks.position_faults(cfg)
+    if faults:
+        raise ConfigError(*faults)
+    source = _build_source(cfg, split)
+    program, params = restore_params(cfg, path, tokenizer=source.identity.get("tokenizer", ""))
+    evaluation = evaluate(
+        program,
+        params,
+        source,
+        global_batch=global_batch,
+        max_batches=max_batches,
+    )
+    if jax.process_index() == 0:
+        print(f"{'data':14}{source.description}", *evaluation.lines(), sep="\n")
+    return 0
+
+
+def _build_source(cfg: Config, split: str) -> Source:
+    """Returns the data to evaluate; raises ConfigError if it is infinite."""
+    section = cfg.data
+    if split == "all":
+        # The training split of data of which nothing is held out.
+        split = "train"
+        section = dataclasses.replace(section, options={**section.options, "heldout": 0.0})
+    source = build_data(section, split)
+    if source.size is None:
+        raise ConfigError(
+            f"data.build={section.build}: this data has no size, so it has no epochs; evaluate the "
+            f"parts of a mixture one at a time: --config.data.mixture='()' --config.data.path=PATH"
+        )
+    return source
+
+
 class Evaluation(NamedTuple):
+    """The result of an evaluation."""
+
     loss: float  # nats per token, weighted mean
     tokens: float  # sum of the weights of all tokens
     num_bytes: float | None  # of text in these tokens; None: unknown
@@ -49,11 +103,13 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates the model on one epoch of `source`, or on `max_batches` batches (0: no limit)."""
     num_batches = -(-source.size // global_batch)
-    num_batches = min(num_batches, max_batches or num_batches)
+    if max_batches:
+        num_batches = min(num_batches, max_batches)
     loader = Loader(_one_epoch(source), program.mesh, program.rules, global_batch=global_batch)
     bytes_V = None if source.token_bytes is None else source.token_bytes.astype(np.float32)
 
-    def measure(params: Params, batch: Batch):
+    def measure(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the sums of nats, of weights and of text bytes."""
         metrics = program.eval_step(params, batch)
         nats = metrics.extra.get("cross_entropy", metrics.loss)  # the loss without z-loss
         num_bytes = jnp.float32(0) if bytes_V is None else _num_bytes(batch, bytes_V)
@@ -65,6 +121,7 @@ def evaluate(
         distributed.barrier("evaluation compiled")
         with console.progress("evaluating", num_batches) as advance:
             for _ in range(num_batches):
+                # Sums in float64 on the host: float32 would lose small terms.
                 sums += jax.device_get(compiled(params, next(loader)))
                 advance()
     nats, weight, num_bytes = sums.tolist()
@@ -78,50 +135,14 @@ def _num_bytes(batch: Batch, bytes_V: np.ndarray) -> jax.Array:
 
 
 def _one_epoch(source: Source) -> Source:
-    """Returns a source whose samples after the first epoch have weight 0; they fill the last batch."""
+    """Returns a source whose samples after the first epoch have weight 0.
+
+    They fill the last batch.
+    """
 
     def read(indices: np.ndarray) -> Batch:
         batch = source.read(np.minimum(indices, source.size - 1))
-        return batch._replace(weights=batch.weights * (indices < source.size)[:, None])
+        is_first_epoch = indices < source.size
+        return batch._replace(weights=batch.weights * is_first_epoch[:, None])
 
     return dataclasses.replace(source, read=read)
-
-
-def run(args: argparse.Namespace, cfg: Config) -> int:
-    """Prints the evaluation of a run; returns the exit code."""
-    divisor = math.prod(getattr(cfg.mesh, axis) for axis in BATCH_AXES) * cfg.train.num_microbatches
-    global_batch = cfg.train.global_batch if args.batch is None else args.batch
-    faults = minimum_faults(1, {"--batch": global_batch}) + minimum_faults(
-        0, {"--max_batches": args.max_batches}
-    )
-    if not faults and global_batch % divisor:
-        faults.append(
-            f"--batch={global_batch}: is not a multiple of {checks.batch_sizes(cfg.mesh)} x "
-            f"train.num_microbatches={cfg.train.num_microbatches}"
-        )
-    faults += checks.position_faults(cfg)
-    if faults:
-        raise ConfigError(*faults)
-    source = _source(cfg, args.split)
-    used = source.identity.get("tokenizer", "")
-    program, params = generate.restore_params(cfg, args.workdir, tokenizer=used)
-    sizes = dict(global_batch=global_batch, max_batches=args.max_batches)
-    evaluation = evaluate(program, params, source, **sizes)
-    if jax.process_index() == 0:
-        print(f"{'data':14}{source.description}", *evaluation.lines(), sep="\n")
-    return 0
-
-
-def _source(cfg: Config, split: str) -> Source:
-    """Returns the data to evaluate; raises ConfigError if it is infinite."""
-    section = cfg.data
-    if split == "all":
-        options, split = {**section.options, "heldout": 0.0}, "train"
-        section = dataclasses.replace(section, options=options)
-    source = build_data(section, split)
-    if source.size is None:
-        raise ConfigError(
-            f"data.build={section.build}: this data has no size, so it has no epochs; evaluate the parts of "
-            f"a mixture one at a time: --config.data.mixture='()' --config.data.path=PATH"
-        )
-    return source

@@ -1,157 +1,163 @@
-"""Generates text: restores a run's model, encodes the prompts, and prints what the model continues."""
+"""Generates text: restores a run's model, encodes prompts, and prints what the model writes."""
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
 
-from meshtrain.checkpoint import arrays, find, resume, run_tokenizer
-from meshtrain.config.build import RunParts, build_model, optimizer_builder
+from meshtrain.checkpoint import find, run_tokenizer
 from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, minimum_faults
-from meshtrain.inference import chat, sampling
-from meshtrain.models.base import Params
-from meshtrain.program import Program, assemble
+from meshtrain.inference import chat as chat_prompts
+from meshtrain.inference import sampling
+from meshtrain.inference.restore import restore_params
+from meshtrain.inference.sampling import Sampling
 
 DECODE_CONTEXT = 16  # earlier tokens that are decoded together with a new one
 
 
-def run(args: argparse.Namespace, cfg: Config) -> int:
-    """Prints the continued prompts; returns the exit code."""
-    settings = sampling.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+def run(
+    cfg: Config,
+    path: Path,
+    *,
+    texts: Sequence[str],
+    sampler: Sampling,
+    length: int,
+    context: int | None,
+    stop: Sequence[str],
+    tokenizer_path: str | None,
+    bos: bool | None,
+    chat: bool,
+) -> int:
+    """Prints the texts of prompts and how the run's model continues them; returns the exit code.
+
+    `path` is the workdir of the run, or one of its checkpoints. `length` tokens are generated, of
+    which the model sees the last `context`; None: data.seq_len. `stop` are tokens that end a text,
+    as ids or texts; empty: the tokenizer's end of a document. `tokenizer_path` None is the run's
+    tokenizer, `bos` None means as in the run's data. With `chat`, a prompt is a message to a chat
+    model, and only its reply is printed.
+    """
+    context = _check_lengths(cfg, length, context)
+    workdir = find.workdir_of(path)
+    folders = run_tokenizer.folders(workdir, cfg.to_dict())
+    model_vocab_size = cfg.model.options.get("vocab_size", 0)
+    tokenizer = _load_tokenizer(tokenizer_path, folders, workdir, model_vocab_size)
+    if chat:
+        if bos is not None:
+            raise ConfigError(
+                "--bos and --chat: the chat template writes the token; use one of them"
+            )
+        template = chat_prompts.load(tokenizer)
+        encode = functools.partial(chat_prompts.encode, tokenizer, template)
+        end_tokens = chat_prompts.end_tokens(tokenizer, template)
+    else:
+        if bos is None:
+            bos = any(map(tokenizers.has_bos, folders))
+        encode = _text_encoder(tokenizer, bos=bos)
+        end_tokens = [tokenizer.eos]
+    vocab_size = cfg.model.options.get("vocab_size", tokenizer.vocab_size)
+    prompts = [_encode_prompt(encode, text, vocab_size) for text in texts]
+    if stop:
+        end_tokens = [_token_id(tokenizer, text) for text in stop]
+
+    # Last, since it takes the most time: a fault of a flag is reported before.
+    program, params = restore_params(
+        _without_stages(cfg), path, tokenizer=tokenizers.digest(tokenizer)
+    )
+    steps = sampling.generate(
+        program,
+        params,
+        prompts,
+        length=length,
+        context=context,
+        dtype=cfg.train.dtype,
+        # The embedding may have more rows than the tokenizer has tokens.
+        sampling=dataclasses.replace(sampler, vocab_size=tokenizer.vocab_size),
+        stop=end_tokens,
+    )
+    if jax.process_index() == 0:
+        print_texts(tokenizer, prompts, steps, replies_only=chat)
+    else:
+        for _ in steps:  # every process runs every step
+            pass
+    return 0
+
+
+def _check_lengths(cfg: Config, length: int, context: int | None) -> int:
+    """Returns the number of tokens that the model sees; raises ConfigError if it cannot."""
     model = cfg.model.options
     max_positions = model["max_seq_len"] if model.get("positions") == "learned" else None
-    context = args.context
     if context is None:
         seq_len = cfg.data.options.get("seq_len", max_positions)
         if seq_len is None:
             raise ConfigError("--context: the run's data has no data.seq_len; set --context=N")
         context = min(seq_len, max_positions or seq_len)
-    faults = minimum_faults(1, {"--length": args.length, "--context": context})
+    faults = minimum_faults(1, {"--length": length, "--context": context})
     if max_positions and context > max_positions:
         faults.append(
-            f"--context={context}: is more than model.max_seq_len={max_positions} positions; use less"
+            f"--context={context}: is more than model.max_seq_len={max_positions} positions; "
+            f"use less"
         )
     if faults:
         raise ConfigError(*faults)
-    tokenizer = _load_tokenizer(args.tokenizer, cfg, find.workdir_of(args.workdir))
-    size = model.get("vocab_size", tokenizer.vocab_size)
-    encode, ends = _encoder(args, cfg, tokenizer)
-    prompts = [_encode_prompt(encode, text, size) for text in _read_prompts(args)]
-    stop = [_token_id(tokenizer, text) for text in args.stop] or ends
-    settings = dataclasses.replace(settings, vocab_size=tokenizer.vocab_size)
-    used = tokenizers.digest(tokenizer)
-    program, params = restore_params(_without_stages(cfg), args.workdir, tokenizer=used)
-    options = dict(length=args.length, context=context, dtype=cfg.train.dtype)
-    steps = sampling.generate(program, params, prompts, sampling=settings, stop=stop, **options)
-    if jax.process_index() == 0:
-        print_texts(tokenizer, prompts, steps, replies_only=args.chat)
-    else:
-        all(True for _ in steps)  # every process runs every step
-    return 0
+    return context
 
 
 def _without_stages(cfg: Config) -> Config:
-    """Returns the settings with the devices of the pipeline's stages as further shards of the parameters.
+    """Returns the settings with the pipeline's devices as further shards of the parameters.
 
-    A token passes all stages one after the other, so stages would only wait for each other. No device needs
-    more memory than with mesh.fsdp.
+    A token passes all stages one after the other, so stages would only wait for each other. No
+    device needs more memory than with mesh.fsdp.
     """
     if cfg.mesh.pipeline == 1:
         return cfg
     mesh = dataclasses.replace(cfg.mesh, pipeline=1, fsdp=cfg.mesh.fsdp * cfg.mesh.pipeline)
     # Below stage 3 of ZeRO, fsdp would replicate the parameters that the stages shard.
-    return dataclasses.replace(cfg, mesh=mesh, train=dataclasses.replace(cfg.train, zero_stage=3))
+    train = dataclasses.replace(cfg.train, zero_stage=3)
+    return dataclasses.replace(cfg, mesh=mesh, train=train)
 
 
-def print_texts(
-    tokenizer: Tokenizer,
-    prompts: Sequence[list[int]],
-    steps: Iterable[Sequence[int | None]],
-    *,
-    replies_only: bool = False,
-) -> None:
-    """Prints a single text token by token, or several texts once all are complete; with or without the prompts."""
-    if len(prompts) == 1:
-        (ids,) = prompts
-        print("" if replies_only else tokenizer.decode(ids), end="", flush=True)
-        for new in stream_text(tokenizer, ids, (token for (token,) in steps)):
-            print(new, end="", flush=True)
-        print()
-        return
-    for number, (ids, row) in enumerate(zip(prompts, zip(*steps, strict=True), strict=True)):
-        new = [token for token in row if token is not None]
-        shown = new if replies_only else [*ids, *new]
-        print(f"--- {number}\n{tokenizer.decode(shown)}")
+# ---- text to tokens ----
 
 
-def stream_text(
-    tokenizer: Tokenizer, ids: Sequence[int], tokens: Iterable[int | None]
-) -> Iterator[str]:
-    """Yields the text that each token adds to `ids`, up to the first None; holds back incomplete characters.
+def _load_tokenizer(
+    path: str | None, folders: Sequence[Path], workdir: Path, model_vocab_size: int
+) -> Tokenizer:
+    """Returns the tokenizer in `path`, or in the first folder that has one, or bytes.
 
-    A token is decoded together with earlier ones: some decoders drop a space at the start of the text.
+    `model_vocab_size` is 0 if the model has no such key.
     """
-    ids = list(ids)[-DECODE_CONTEXT:]
-    printed = tokenizer.decode(ids)
-    for token in itertools.takewhile(lambda token: token is not None, tokens):
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if text.endswith("\ufffd"):
-            continue
-        yield text[len(printed) :]
-        ids = ids[-DECODE_CONTEXT:]
-        printed = tokenizer.decode(ids)
-    yield tokenizer.decode(ids)[len(printed) :]
-
-
-def _read_prompts(args: argparse.Namespace) -> list[str]:
-    texts = list(args.prompt or [])
-    if args.prompt_file is not None:
-        try:
-            lines = args.prompt_file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--prompt_file={args.prompt_file}: {error}") from error
-        if "" in lines:
-            number = lines.index("") + 1
-            raise ConfigError(f"--prompt_file={args.prompt_file}: line {number} is empty")
-        texts += lines
-    return texts or ["\n"]
-
-
-def _encoder(
-    args: argparse.Namespace, cfg: Config, tokenizer: Tokenizer
-) -> tuple[Callable[[str], list[int]], list[int]]:
-    """Returns the function from a prompt to its tokens, and the tokens that end a text."""
-    if not args.chat:
-        prefix = _prompt_prefix(args, cfg, tokenizer)
-        return lambda text: prefix + tokenizer.encode(text).tolist(), [tokenizer.eos]
-    if args.bos is not None:
-        raise ConfigError("--bos and --chat: the chat template writes the token; use one of them")
-    template = chat.load(tokenizer)
-    encode = functools.partial(chat.encode, tokenizer, template)
-    return encode, chat.end_tokens(tokenizer, template)
-
-
-def _prompt_prefix(args: argparse.Namespace, cfg: Config, tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens to put before each prompt: the tokenizer's bos, or none."""
-    use_bos = args.bos
-    if use_bos is None:
-        folders = run_tokenizer.folders(find.workdir_of(args.workdir), cfg.to_dict())
-        use_bos = any(map(tokenizers.has_bos, folders))
-    if use_bos and tokenizer.bos is None:
+    if not path:
+        path = next((str(folder) for folder in folders if tokenizers.has_tokenizer(folder)), None)
+    if not path and model_vocab_size > 256:
         raise ConfigError(
-            f"--bos: tokenizer {tokenizer.file or 'bytes'} has no begin-of-document token; use --no-bos"
+            f"--workdir={workdir}: model.vocab_size={model_vocab_size} is more than the 256 bytes, "
+            f"and the run has no tokenizer; use --tokenizer=PATH of a tokenizer.json or a "
+            f"SentencePiece model"
         )
-    return [tokenizer.bos] if use_bos else []
+    tokenizer = tokenizers.load(path or "bytes")
+    if path and tokenizer.vocab_size > model_vocab_size > 0:
+        raise ConfigError(
+            f"--tokenizer={path}: has {tokenizer.vocab_size} tokens, but "
+            f"model.vocab_size={model_vocab_size}; use the model's tokenizer"
+        )
+    return tokenizer
+
+
+def _text_encoder(tokenizer: Tokenizer, *, bos: bool) -> Callable[[str], list[int]]:
+    """Returns the function from a text to its tokens, after the tokenizer's bos if requested."""
+    if bos and tokenizer.bos is None:
+        raise ConfigError(
+            f"--bos: tokenizer {tokenizer.file or 'bytes'} has no begin-of-document token; "
+            f"use --no-bos"
+        )
+    prefix = [tokenizer.bos] if bos else []
+    return lambda text: prefix + tokenizer.encode(text).tolist()
 
 
 def _encode_prompt(encode: Callable[[str], list[int]], text: str, vocab_size: int) -> list[int]:
@@ -184,38 +190,51 @@ def _token_id(tokenizer: Tokenizer, text: str) -> int:
         ) from None
 
 
-def _load_tokenizer(path: str | None, cfg: Config, workdir: Path) -> Tokenizer:
-    """Returns the tokenizer of --tokenizer, or of the run (see checkpoint.run_tokenizer), or bytes."""
-    size = cfg.model.options.get("vocab_size", 0)
-    folders = run_tokenizer.folders(workdir, cfg.to_dict())
-    found = path or next(map(str, filter(tokenizers.has_tokenizer, folders)), None)
-    if found is None and size > 256:
-        raise ConfigError(
-            f"--workdir={workdir}: model.vocab_size={size} is more than the 256 bytes, and the run has no tokenizer; "
-            f"use --tokenizer=PATH of a tokenizer.json or a SentencePiece model"
-        )
-    tokenizer = tokenizers.load(found or "bytes")
-    if tokenizer.vocab_size > size > 0 and found:
-        raise ConfigError(
-            f"--tokenizer={found}: has {tokenizer.vocab_size} tokens, but model.vocab_size={size}; "
-            f"use the model's tokenizer"
-        )
-    return tokenizer
+# ---- tokens to text ----
 
 
-def restore_params(cfg: Config, path: Path, *, tokenizer: str = "") -> tuple[Program, Params]:
-    """Returns the program of a config, and the parameters of the newest valid checkpoint of a run.
+def print_texts(
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    steps: Iterable[Sequence[int | None]],
+    *,
+    replies_only: bool = False,
+) -> None:
+    """Prints a single text token by token, or several texts once all are complete.
 
-    `path` is the workdir of the run, or one of its checkpoints. The parameters get the program's shardings.
-    Raises ConfigError if `tokenizer`, the digest of the one in use, is not the run's, or if a key changes what
-    the model computes.
+    With `replies_only` the prompts are left out. `steps` are the next token of each prompt; None
+    after its end.
     """
-    model = build_model(cfg)
-    program = assemble(cfg, RunParts(model, optimizer_builder(cfg, model)))
-    directory, found = find.find_valid(path, log=partial(print, file=sys.stderr))
-    if not found.identity.get("tokenizer"):  # of a run of an older version
-        digest = run_tokenizer.digest(find.workdir_of(path), found.config)
-        found = dataclasses.replace(found, identity={"tokenizer": digest})
-    resume.check(found, cfg.to_dict(), {"tokenizer": tokenizer}, source=directory, only="model.*")
-    abstract_params = program.abstract_state.params
-    return program, arrays.restore_params(directory, found.arrays, abstract_params)[0]
+    if len(prompts) == 1:
+        (ids,) = prompts
+        print("" if replies_only else tokenizer.decode(ids), end="", flush=True)
+        for text in stream_text(tokenizer, ids, (token for (token,) in steps)):
+            print(text, end="", flush=True)
+        print()
+        return
+    rows = zip(*steps, strict=True)
+    for number, (ids, row) in enumerate(zip(prompts, rows, strict=True)):
+        new = [token for token in row if token is not None]
+        text = tokenizer.decode(new if replies_only else [*ids, *new])
+        print(f"--- {number}\n{text}")
+
+
+def stream_text(
+    tokenizer: Tokenizer, ids: Sequence[int], tokens: Iterable[int | None]
+) -> Iterator[str]:
+    """Yields the text that each token adds to `ids`, up to the first None.
+
+    Incomplete characters are held back. A token is decoded together with earlier ones: some
+    decoders drop a space at the start of the text.
+    """
+    ids = list(ids)[-DECODE_CONTEXT:]
+    printed = tokenizer.decode(ids)
+    for token in itertools.takewhile(lambda token: token is not None, tokens):
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if text.endswith("\ufffd"):
+            continue
+        yield text[len(printed) :]
+        ids = ids[-DECODE_CONTEXT:]
+        printed = tokenizer.decode(ids)
+    yield tokenizer.decode(ids)[len(printed) :]

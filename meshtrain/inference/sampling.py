@@ -27,7 +27,8 @@ class Sampling:
 
     temperature: float = 1.0
     top_k: int = 0  # sample from the k most likely tokens; 0: all
-    # Nucleus sampling (arXiv 1904.09751): the smallest set of most likely tokens with this total probability.
+    # Nucleus sampling (arXiv 1904.09751): from the smallest set of most likely tokens with this
+    # total probability.
     top_p: float = 1.0
     seed: int = 0
     vocab_size: int = 0  # of the tokenizer, if smaller than the model's; 0: the model's
@@ -43,7 +44,7 @@ class Sampling:
             raise ConfigError(*faults)
 
     def draw(self, logits_BV: jax.Array, number: jax.Array) -> jax.Array:
-        """Returns the token of each row (B,) at step `number`; a row does not depend on the other rows."""
+        """Returns the token of each row (B,) at step `number`; it does not depend on other rows."""
         logits_BV = jnp.asarray(logits_BV, jnp.float32)
         if self.vocab_size:
             is_token_V = jnp.arange(logits_BV.shape[-1]) < self.vocab_size
@@ -83,10 +84,11 @@ def generate(
     sampling: Sampling,
     stop: Sequence[int] = (),
 ) -> Iterator[list[int | None]]:
-    """Yields the next token of each row, up to `length` times; None from the row's first `stop` token on.
+    """Yields the next token of each row, up to `length` times.
 
-    Each prompt has 1 or more tokens; lengths may differ. The model sees at most the last `context` tokens:
-    when the cache is full, a new one is computed from the newer half of the tokens.
+    From a row's first `stop` token on, it is None. Each prompt has 1 or more tokens; lengths may
+    differ. The model sees at most the last `context` tokens: when the cache is full, a new one is
+    computed from the newer half of the tokens.
     """
     model = program.model
     for name in ("cached_embed", "cached_block"):
@@ -96,9 +98,12 @@ def generate(
             )
     with program.active():
         _, num_shards = sharding.batch_slices(tuple(program.mesh.shape))
-    rows = [list(prompt) for prompt in prompts]
-    rows += [[0] for _ in range(-len(rows) % num_shards)]  # equal batch shards
-    active = [True] * len(prompts) + [False] * (len(rows) - len(prompts))
+    # Add rows that are never active, so that all batch shards have the same size.
+    num_prompts = len(prompts)
+    num_added = -num_prompts % num_shards
+    rows = [list(prompt) for prompt in prompts] + [[0] for _ in range(num_added)]
+    is_active = [True] * num_prompts + [False] * num_added
+
     replicated = jax.NamedSharding(program.mesh, jax.P())
     decode = jax.jit(
         partial(_decode, model, sampling),
@@ -106,28 +111,38 @@ def generate(
         donate_argnames="cache",
         out_shardings=(replicated, None),
     )
-    params = _cast(program, params, dtype)
-    number, width = 0, min(context, max(map(len, rows)))
-    while number < length and any(active):
+    params = _to_compute_dtype(program, params, dtype)
+    number = 0  # tokens generated so far
+    width = min(context, max(map(len, rows)))  # tokens that a new cache begins with
+    while number < length and any(is_active):
+        # Prefill: compute a new cache from the last `width` tokens of each row.
         size = min(context, width + length - number)
         window, num_pads = _window(rows, width)
-        call = partial(decode, params, num_pads=num_pads, size=size, dtype=dtype)
+        decode_step = partial(decode, params, num_pads=num_pads, size=size, dtype=dtype)
         with program.active():
-            sampled, cache = call(tokens=window, start=0, number=number, cache=None)
+            sampled, cache = decode_step(tokens=window, start=0, number=number, cache=None)
+
+        # Decode one token of each row at a time, until the cache is full.
         for start in range(width, size + 1):
-            # Wait for this step before the next starts: see `train._heldout_loss`.
-            for row, token in zip(rows, np.asarray(sampled).tolist(), strict=True):
-                row.append(token)
-            active = [a and row[-1] not in stop for a, row in zip(active, rows, strict=True)]
+            # Wait for this step before the next starts: on CPU, processes confuse the messages of
+            # two programs in flight, and hang.
+            tokens = np.asarray(sampled).tolist()
+            for index, token in enumerate(tokens):
+                rows[index].append(token)
+                if token in stop:
+                    is_active[index] = False
             number += 1
-            newest = [row[-1] if a else None for a, row in zip(active, rows, strict=True)]
-            yield newest[: len(prompts)]
-            if number == length or not any(active):
+            newest = []
+            for token, active in zip(tokens, is_active, strict=True):
+                newest.append(token if active else None)
+            yield newest[:num_prompts]
+            if number == length or not any(is_active):
                 return
             if start < size:
                 with program.active():
-                    tokens = sampled[:, None]
-                    sampled, cache = call(tokens=tokens, start=start, number=number, cache=cache)
+                    sampled, cache = decode_step(
+                        tokens=sampled[:, None], start=start, number=number, cache=cache
+                    )
         width = max(1, context // 2)
 
 
@@ -136,21 +151,22 @@ def _decode(
     sampling: Sampling,
     params: Params,
     *,
-    tokens,
-    num_pads,
-    start,
-    number,
-    cache,
-    size,
-    dtype,
+    tokens: jax.Array,
+    num_pads: jax.Array,
+    start: jax.Array | int,
+    number: jax.Array | int,
+    cache: Any,
+    size: int,
+    dtype: str,
 ) -> tuple[jax.Array, Any]:
     """Appends `tokens` (B, S) to the cache at `start`; returns the next token (B,) and the cache.
 
-    The first `num_pads` (B,) positions of a row are padding. If `cache` is None, a new one of T = `size` is used.
+    The first `num_pads` (B,) positions of a row are padding. If `cache` is None, a new one of
+    T = `size` is used.
     """
     B, S = tokens.shape
     tokens = sharding.constrain(tokens, "batch", "seq")
-    of_embed, cache = model.empty_cache(B, size, dtype) if cache is None else cache
+    embed_cache, layer_caches = model.empty_cache(B, size, dtype) if cache is None else cache
     slot_BS = jnp.broadcast_to(start + jnp.arange(S)[None], (B, S))
     batch = Batch(
         tokens,
@@ -162,28 +178,33 @@ def _decode(
     filled_BT = jnp.arange(size)[None] >= num_pads[:, None]
     past = CacheState(jnp.asarray(start, jnp.int32), filled_BT.astype(jnp.int32))
 
-    def block(x, layer_and_cache):
+    def block(x: Any, layer_and_cache: tuple[Any, Any]) -> tuple[Any, Any]:
         layer, cache = layer_and_cache
         return model.cached_block(layer, x, batch, cache, past)
 
-    x, of_embed = model.cached_embed(params, batch, of_embed, past)
-    x, cache = jax.lax.scan(block, x, (model.stack(params["layers"]), cache))
+    x, embed_cache = model.cached_embed(params, batch, embed_cache, past)
+    x, layer_caches = jax.lax.scan(block, x, (model.stack(params["layers"]), layer_caches))
     last = jax.tree.map(lambda leaf: leaf[:, -1:], x)
     logits_BV = model.logits(params, last)[:, 0]
-    return sampling.draw(logits_BV, number), (of_embed, cache)
+    return sampling.draw(logits_BV, number), (embed_cache, layer_caches)
 
 
 def _window(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the last `width` tokens of each row, right-aligned (B, S), and the number of pads (B,)."""
-    window = np.zeros((len(rows), width), np.int32)
-    for target, row in zip(window, rows, strict=True):
-        target[width - len(row[-width:]) :] = row[-width:]
-    return window, np.array([width - len(row[-width:]) for row in rows], np.int32)
+    """Returns the last `width` tokens of each row, right-aligned (B, S), and its pads (B,)."""
+    window_BS = np.zeros((len(rows), width), np.int32)
+    num_pads_B = np.zeros(len(rows), np.int32)
+    for index, row in enumerate(rows):
+        newest = row[-width:]
+        num_pads_B[index] = width - len(newest)
+        window_BS[index, width - len(newest) :] = newest
+    return window_BS, num_pads_B
 
 
-def _cast(program: Program, params: Params, dtype: str) -> Params:
-    shardings = state.shardings_of(program.abstract_state.params)
+def _to_compute_dtype(program: Program, params: Params, dtype: str) -> Params:
+    """Returns the parameters in the compute dtype, with the shardings that they have."""
+    cast = jax.jit(
+        partial(blocks.to_compute_dtype, dtype=dtype),
+        out_shardings=state.shardings_of(program.abstract_state.params),
+    )
     with program.active():
-        return jax.jit(partial(blocks.to_compute_dtype, dtype=dtype), out_shardings=shardings)(
-            params
-        )
+        return cast(params)

@@ -19,15 +19,16 @@ from meshtrain.models import lora_layer, trees
 
 Params = Any  # nested dict of arrays
 
+Axes = Any  # the same nested dict; each leaf is a tuple of logical names, one per dim
+
 # Name of the dicts in the parameters whose leaves no optimizer trains, see `Model.measure`.
 STATS_KEY = "measured"
 
-# Name of the parameters of layers that `Model.embed` runs before the stack, if there are any, by number.
+# Name of the parameters of the layers that `Model.embed` runs before the stack, by number.
 FIRST_LAYERS_KEY = "first_layers"
 
-LAYER_NUMBER_KEY = "layer_number"  # of a layer, among the constants of a stack with dropout
-
-Axes = Any  # the same nested dict; each leaf is a tuple of logical names, one per dim
+# Name of a layer's number, among the constants of a stack with dropout.
+LAYER_NUMBER_KEY = "layer_number"
 
 
 class CacheState(NamedTuple):
@@ -39,50 +40,57 @@ class CacheState(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model as pure functions. A stack of blocks defines embed, block and head; any other model, loss.
+    """A model as pure functions: embed, block and head of a stack of blocks, or loss.
 
-    In a stack, `params["layers"]` holds the parameters of all blocks with a leading `layers` dim, and
-    `block` gets the slice of one layer. The trainer runs the stack, so models need no code for remat or
-    pipelines. `constants` are untrained arrays that differ between layers, also with a leading `layers`
-    dim; `block` gets their slices together with its parameters.
+    In a stack, `params["layers"]` holds the parameters of all blocks with a leading `layers` dim,
+    and `block` gets the slice of one layer. The trainer runs the stack, so models need no code for
+    remat or pipelines. `constants` are untrained arrays that differ between layers, also with a
+    leading `layers` dim; `block` gets their slices together with its parameters.
     """
 
     init: Callable[[jax.Array], Params]  # PRNG key -> params
     axes: Axes
-    # (params, batch, key) -> sums; key is None in evaluation.
+
+    # Of a model that is one loss: (params, batch, key) -> sums; key is None in evaluation.
     loss: Callable[[Params, Any, jax.Array | None], Metrics] | None = None
-    # The activations x are an array or a pytree of arrays.
+
+    # Of a stack: the activations x are an array or a pytree of arrays.
     embed: Callable[[Params, Any], Any] | None = None  # (params, batch) -> x
     block: Callable[[Params, Any, Any], Any] | None = None  # (layer, x, batch) -> x
     head: Callable[[Params, Any, Any], Metrics] | None = None  # (params, x, batch) -> sums
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    # Of generation, with a key/value cache.
     logits: Callable[[Params, Any], jax.Array] | None = None  # (params, x) -> logits
-    # Generation with a key/value cache: (rows, length, dtype) -> (cache of embed, cache with a leading `layers` dim).
+    # (rows, length, dtype) -> (cache of embed, cache with a leading `layers` dim)
     empty_cache: Callable[[int, int, Any], tuple[Any, Any]] | None = None
     # (params, batch, cache of embed, past) -> (x, updated cache)
     cached_embed: Callable[[Params, Any, Any, CacheState], tuple[Any, Any]] | None = None
     # (layer, x, batch, cache of the layer, past) -> (x, updated cache)
     cached_block: Callable[[Params, Any, Any, Any, CacheState], tuple[Any, Any]] | None = None
-    # names that the blocks mark with `checkpoint_name`, for train.remat="names:..."; (): unknown
+
+    # What the trainer needs to know of the model.
+    # Names that the blocks mark with `checkpoint_name`, for train.remat="names:..."; (): unknown.
     saved_names: tuple[str, ...] = ()
-    # sequence length -> FLOPs, forward and backward
+    # Sequence length -> FLOPs, forward and backward.
     flops_per_token: Callable[[int], float] | None = None
-    # (sequence length, dtype, whether rows hold several documents) -> text to log: the attention implementation.
-    # ConfigError if unsupported.
+    # (sequence length, dtype, whether rows hold several documents) -> text to log: the attention
+    # implementation. ConfigError if unsupported.
     attention: Callable[[int, str, bool], str] | None = None
-    # Whether `mesh.context` may shard sequences: only `ops.attention` mixes tokens, and positions are those of
-    # the batch or of `context.positions`.
+    # Whether `mesh.context` may shard sequences: only `ops.attention` mixes tokens, and positions
+    # are those of the batch or of `context.positions`.
     shards_sequences: bool = False
-    # (params, means) -> params with the leaves in dicts named MEASURED updated, and arrays to log. `means` are the
-    # gradients per unit of weight of the global batch. These leaves stay out of clipping, norm and optimizer.
+    # (params, means) -> params with the leaves in dicts named STATS_KEY updated, and arrays to log.
+    # `means` are the gradients per unit of weight of the global batch. These leaves stay out of
+    # clipping, norm and optimizer.
     measure: Callable[[Params, Params], tuple[Params, dict[str, jax.Array]]] | None = None
     num_inactive: int = 0  # parameters that a token does not use: those of other experts
-    # Path of a parameter -> whether it is trained or measured, see `adapter`; None: all are.
+    # Path of a parameter -> whether it is trained or measured, see lora.py; None: all are.
     is_trained: Callable[[str], bool] | None = None
-    # Paths of the linear layers that `adapter.lora` may change, each with the number of dims of its input.
+    # Paths of the linear layers that may get an adapter, each with the number of dims of its input.
     linears: Mapping[str, int] = field(default_factory=dict)
-    # Whether the train step adds a key for each row to the batch (a dict or a Batch), for `meshtrain.dropout`: see
-    # ops/dropout.py. A block gets its number as one of the `constants`.
+    # Whether the train step adds a key for each row to the batch (a dict or a Batch), for
+    # `meshtrain.dropout`: see ops/dropout.py. A block gets its number as one of the `constants`.
     row_keys: bool = False
 
     @property
@@ -96,7 +104,10 @@ class Model:
 
 
 def trained_part(tree: Any, is_trained: Callable[[str], bool] | None) -> Any:
-    """Returns the part of a tree like the parameters that has gradients; `is_trained` is `Model.is_trained`."""
+    """Returns the part of a tree like the parameters that has gradients.
+
+    `is_trained` is `Model.is_trained`.
+    """
     return tree if is_trained is None else trees.matching(tree, is_trained)
 
 
@@ -104,12 +115,13 @@ def check_model(model: Any) -> None:
     """Raises ConfigError if the caller passes something that is not a Model."""
     if not isinstance(model, Model | None):
         raise ConfigError(
-            f"model={type(model).__name__}: make a Model of it with meshtrain.from_nnx or meshtrain.from_linen"
+            f"model={type(model).__name__}: make a Model of it with meshtrain.from_nnx or "
+            "meshtrain.from_linen"
         )
 
 
 def is_measured(path: tuple) -> bool:
-    """Whether a parameter with this path is in a dict named MEASURED."""
+    """Returns whether a parameter with this path is in a dict named STATS_KEY."""
     return any(getattr(entry, "key", None) == STATS_KEY for entry in path)
 
 
@@ -117,8 +129,8 @@ def is_measured(path: tuple) -> bool:
 class Functional:
     """An NNX module as pure functions: init, bind, and the logical names of its parameters.
 
-    `bind(params, key)` returns the module; dropout is off if the key is None. `bind(params)` is for the
-    parts of a stack, which get no key: the use of a random number in them raises ConfigError.
+    `bind(params, key)` returns the module; dropout is off if the key is None. `bind(params)` is for
+    the parts of a stack, which get no key: the use of a random number in them raises ConfigError.
     """
 
     init: Callable[[jax.Array], Params]
@@ -127,6 +139,12 @@ class Functional:
     shapes: Params = None  # the parameters as jax.ShapeDtypeStruct, of an NNX module
     dropouts: tuple[str, ...] = ()  # paths of the dropout layers that are on
     linears: Mapping[str, int] = field(default_factory=dict)  # see `Model.linears`
+
+
+NO_KEYS = (
+    "embed, block and head get no random keys; use meshtrain.dropout(x, batch, rate=..., "
+    "site=...), whose masks are the same on every mesh, and dropout rate 0 here"
+)
 
 
 class _NoKeys(nnx.RngStream):
@@ -138,24 +156,20 @@ class _NoKeys(nnx.RngStream):
         )
 
 
-NO_KEYS = (
-    "embed, block and head get no random keys; use meshtrain.dropout(x, batch, rate=..., site=...), whose masks are "
-    "the same on every mesh, and dropout rate 0 here"
-)
-
-
 def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
     """Returns `build(rngs) -> nnx.Module` as pure functions.
 
-    The `out_sharding` metadata of a parameter (`nnx.with_partitioning`) holds its logical names. Raises
-    ConfigError if the module has state other than parameters and random streams, such as BatchNorm's.
+    The `out_sharding` metadata of a parameter (`nnx.with_partitioning`) holds its logical names.
+    Raises ConfigError if the module has state other than parameters and random streams, such as
+    BatchNorm's.
     """
 
     dropouts: list[str] = []
     linears: dict[str, int] = {}
 
     def split(key):
-        # Otherwise Flax would shard each variable immediately, as if its logical names were mesh axes.
+        # Otherwise Flax would shard each variable immediately, as if its logical names were mesh
+        # axes.
         with nnx.use_eager_sharding(False):
             module = build(nnx.Rngs(key))
             dropouts[:] = _active_dropouts(module)
@@ -167,8 +181,9 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
     graph, params, streams, rest = jax.eval_shape(split, key)
     for path, variable in nnx.to_flat_state(rest):
         raise ConfigError(
-            f"model state {'/'.join(map(str, path))} is a {type(variable).__name__}: meshtrain trains parameters "
-            f"only; use a layer without running state (LayerNorm or GroupNorm instead of BatchNorm)"
+            f"model state {'/'.join(map(str, path))} is a {type(variable).__name__}: meshtrain "
+            "trains parameters only; use a layer without running state (LayerNorm or GroupNorm "
+            "instead of BatchNorm)"
         )
 
     def init(key):
@@ -176,30 +191,30 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
 
     def bind(values, *keys):
         """`keys` is empty in a stack, else the key, or None in evaluation."""
-        values, pairs = lora_layer.take(values)
+        is_stacked, is_evaluation = not keys, keys == (None,)
+        values, adapters = lora_layer.take(values)
         state = jax.tree.map(lambda leaf: leaf, params)  # a copy: the next line overwrites it
         nnx.replace_by_pure_dict(state, {name: values[name] for name in nnx.to_pure_dict(params)})
         leaves, tree = jax.tree.flatten(streams)
-        base = keys[0] if keys and keys[0] is not None else jax.random.key(0)
+        base = jax.random.key(0) if is_stacked or is_evaluation else keys[0]
         # Each stream needs its own key, or all layers would drop the same units.
         stream_leaves = [_stream_leaf(leaf, base, n) for n, leaf in enumerate(leaves)]
         module = nnx.merge(graph, state, jax.tree.unflatten(tree, stream_leaves))
-        lora_layer.attach(module, pairs)
-        if not keys and leaves:
+        lora_layer.attach(module, adapters)
+        if is_stacked and leaves:
             for _, node in nnx.iter_graph(module):
                 if isinstance(node, nnx.RngStream):
                     node.__class__ = _NoKeys
-        if keys == (None,):
+        if is_evaluation:
             module.eval()
             for _, layer in nnx.iter_modules(module):
                 if isinstance(layer, nnx.Dropout):
                     layer.rate = 0.0  # even if its caller passes deterministic=False
         return module
 
-    names = {
-        path: variable.get_metadata().get("out_sharding")
-        for path, variable in nnx.to_flat_state(params)
-    }
+    names = {}
+    for path, variable in nnx.to_flat_state(params):
+        names[path] = variable.get_metadata().get("out_sharding")
     shapes = nnx.to_pure_dict(params)
     return Functional(
         init=init,
@@ -227,17 +242,24 @@ def stack(block: Functional, num_layers: int) -> tuple[Callable[[jax.Array], Par
     axes = jax.tree.map(
         lambda names: ("layers", *names), block.axes, is_leaf=lambda x: isinstance(x, tuple)
     )
-    return (lambda key: jax.vmap(block.init)(jax.random.split(key, num_layers))), axes
+
+    def init(key: jax.Array) -> Params:
+        return jax.vmap(block.init)(jax.random.split(key, num_layers))
+
+    return init, axes
 
 
 def from_nnx(
     build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[nnx.Module, Any], Metrics]
 ) -> Model:
-    """Returns a Model from your NNX module: `build(rngs) -> module` and `loss(module, batch) -> Metrics`."""
+    """Returns a Model from an NNX module of yours.
+
+    The arguments are `build(rngs) -> module` and `loss(module, batch) -> Metrics`.
+    """
     pure = functional(build)
     return Model(
-        pure.init,
-        pure.axes,
+        init=pure.init,
+        axes=pure.axes,
         loss=lambda params, batch, key: loss(pure.bind(params, key), batch),
         linears=pure.linears,
     )
@@ -248,7 +270,10 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _stream_leaf(leaf: Any, base: jax.Array, number: int) -> jax.Array:
-    """Returns the key or the count of a random stream; those of layers stacked by nnx.vmap have a leading dim."""
+    """Returns the key or the count of a random stream.
+
+    Those of layers that nnx.vmap stacked have a leading dim.
+    """
     if not _is_key(leaf):
         return jax.numpy.zeros(leaf.shape, leaf.dtype)
     key = jax.random.fold_in(base, number)
@@ -257,7 +282,9 @@ def _stream_leaf(leaf: Any, base: jax.Array, number: int) -> jax.Array:
 
 def _axes_tree(shapes: Any, names: dict) -> Axes:
     """Returns the names as a tree like `shapes`; a parameter without names stays replicated."""
-    return jax.tree.map_with_path(
-        lambda path, leaf: tuple(names[tuple(entry.key for entry in path)] or (None,) * leaf.ndim),
-        shapes,
-    )
+
+    def names_of(path: tuple, leaf: Any) -> tuple:
+        keys = tuple(entry.key for entry in path)
+        return tuple(names[keys] or (None,) * leaf.ndim)
+
+    return jax.tree.map_with_path(names_of, shapes)

@@ -11,7 +11,10 @@ from meshtrain.parallel import accelerator
 
 
 def to_compute_dtype(params: Params, dtype: str) -> Params:
-    """Returns the parameters in the compute dtype; integers and what a model measures are unchanged."""
+    """Returns the parameters in the compute dtype.
+
+    Integers and router statistics are unchanged.
+    """
 
     def cast_leaf(path, leaf):
         is_cast = jnp.issubdtype(leaf.dtype, jnp.floating) and not is_measured(path)
@@ -25,8 +28,9 @@ def run_blocks(block: Callable, layers: Params, x: Any, batch: Any, unroll: int 
     num_layers = len(jax.tree.leaves(layers)[0])
     # The largest divisor: a remainder would be compiled as a second loop.
     unroll = max(n for n in range(1, unroll + 1) if num_layers % n == 0)
-    # On accelerators a partly unrolled loop costs memory: XLA holds what it keeps of a group of layers twice.
-    unroll = unroll if unroll == num_layers or accelerator.platform() == "cpu" else 1
-    return jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, layers, unroll=unroll)[
-        0
-    ]
+    # On accelerators a partly unrolled loop costs memory: XLA holds what it keeps of a group of
+    # layers twice.
+    if unroll < num_layers and accelerator.platform() != "cpu":
+        unroll = 1
+    x, _ = jax.lax.scan(lambda x, layer: (block(layer, x, batch), None), x, layers, unroll=unroll)
+    return x

@@ -1,7 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values from a small latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-The keys and values of all heads are projections of one latent vector per token, which is what generation caches.
-Positions enter by dims of their own: each query head has R more, and one key of R dims is shared by all heads.
+The keys and values of all heads are projections of one latent vector per token, which is what
+generation caches. Positions enter by dims of their own: each query head has R more, and one key of
+R dims is shared by all heads.
 """
 
 from collections.abc import Callable
@@ -25,14 +26,14 @@ from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered
 
-# B batch, S sequence, D model, H heads, N head dim without rope, R with rope, K = N + R, V of a value,
-# Q latent of queries, C latent of keys and values, E = C + R what a token has for all heads
+# B batch, S sequence, D model, H heads, N head dim without rope, R with rope, K = N + R, V of a
+# value, Q latent of queries, C latent of keys and values, E = C + R what a token has for all heads
 
 EPSILON = 1e-6  # of the norms of latents, as in transformers, where no key sets it
 
 
 class LatentAttention(nnx.Module):
-    """Causal self-attention with low-rank queries, keys and values, and a rope key that all heads share."""
+    """Causal self-attention with low-rank queries, keys and values, and a shared rope key."""
 
     def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
         self.c = c
@@ -80,7 +81,7 @@ class LatentAttention(nnx.Module):
         return query, constrain(self.kv_down(x_BSD), "batch", "seq", None)
 
     def _up(self, metadata, query, kv_BSE):
-        """Returns the queries (B, S, H, K), and the normalized latents with the shared key, (B, S, E).
+        """Returns the queries (B, S, H, K), and the normalized latents and shared key (B, S, E).
 
         Queries and the shared key have rope.
         """
@@ -111,10 +112,11 @@ class LatentAttention(nnx.Module):
         return q_BSHK, constrain(k_BSHK, *names), up_BSHM[..., N:]
 
     def _attend_to_latents(self, q_BSHK, kv_BSE, attend):
-        """Attends without the keys and values of each head: queries and results are projected instead.
+        """Attends without the keys and values of each head: queries and results are projected.
 
-        All heads share the E entries of a token as one key, of which the first C are the value: nothing else is
-        cached. (q W_key) latent = q (W_key latent), as in the paper's section 2.1.2.
+        All heads share the E entries of a token as one key, of which the first C are the value:
+        nothing else is cached. (q W_key) latent = q (W_key latent), as in the paper's section
+        2.1.2.
         """
         N, C = self.c.head_size, self.c.kv_lora_rank
         stored, used = ("embed", "heads", "head_dim"), (None, "heads", "head_dim")
@@ -131,7 +133,7 @@ class LatentAttention(nnx.Module):
 
 
 def _halves_of_pairs(x: jax.Array) -> jax.Array:
-    """Returns x with dims 2 r and 2 r + 1, which DeepSeek rotates together, at r and r + R/2, as `rope` expects.
+    """Returns x with dims 2 r and 2 r + 1 at r and r + R/2, as `rope` expects.
 
     Queries and keys are reordered alike, so their products do not change.
     """

@@ -27,14 +27,13 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 # Numbers of the masks of dropout in a layer, see ops/dropout.py.
 OF_PROBABILITIES, AFTER_ATTENTION, AFTER_MLP = range(3)
 
-
 # (q_BSHK, k_BSGK, v_BSGV, scale=, softcap=, window=, is_local=) -> out_BSHV. The caller of the
 # layers chooses it: attention within a row in training, over the key/value cache in generation.
 Attend = Callable[..., jax.Array]
 
 
 class AttentionMetadata(NamedTuple):
-    """What attention needs to know besides the activations."""
+    """The tokens and the layer that a call of attention is about."""
 
     positions_BS: jax.Array
     row_length: int | jax.Array  # tokens of a row; with a key/value cache, of those so far
@@ -55,11 +54,11 @@ class Block(nnx.Module):
         def make_norm():
             return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
 
+        # The order of these calls decides which random numbers each layer gets.
         self.attention_norm = make_norm()
         self.attention = make_attention(rngs)
         self.attention_post_norm = make_norm() if c.post_norm else None
         self.mlp_norm = make_norm()
-        # Created here: the order of these calls decides which random numbers each layer gets.
         self.mlp = make_mlp(rngs)
         self.mlp_post_norm = make_norm() if c.post_norm else None
 
@@ -102,10 +101,8 @@ class Attention(nnx.Module):
     def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
         self.c = c
         D, H, G = c.d_model, (c.num_heads, c.head_size), (c.num_kv_heads, c.head_size)
-        into_heads, into_kv_heads = (
-            ("embed", heads, "head_dim") for heads in ("heads", "kv_heads")
-        )
-        out_of_heads = ("heads", "head_dim", "embed")
+        into_heads, out_of_heads = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
+        into_kv_heads = ("embed", "kv_heads", "head_dim")
         bias = c.bias or c.qkv_bias
         self.query = dense(rngs, D, H, axes=into_heads, bias=bias)
         self.key = dense(rngs, D, G, axes=into_kv_heads, bias=bias)
@@ -180,7 +177,7 @@ class CachedAttention:
         self.attend, self.cache, self.batch, self.past = attend, cache, batch, past
 
     def __call__(self, q_BSHK: jax.Array, *new: jax.Array, **options: Any) -> jax.Array:
-        """Returns the attention of queries to the cache, once `new`, their keys and values, is in it."""
+        """Adds the keys and values `new` to the cache; returns the attention of queries to it."""
         start = self.past.start
         cache = []
         for old, x in zip(self.cache, new, strict=True):
@@ -278,7 +275,7 @@ class RMSNorm1p(nnx.Module):
 
 
 class NormOfAllHeads(nnx.Module):
-    """A norm over all heads together, dims H and K of (B, S, H, K), as in OLMoE (arXiv 2409.02060)."""
+    """A norm over dims H and K of (B, S, H, K) together, as in OLMoE (arXiv 2409.02060)."""
 
     def __init__(self, kind: str, shape: tuple[int, int], *, epsilon: float, names: tuple):
         initial = jnp.zeros if kind == "rms_1p" else jnp.ones
@@ -322,8 +319,9 @@ def flat_dot_general(x, kernel, dimension_numbers, **options):
     """Returns `lax.dot_general(x, kernel)`, computed with the batch dims of `x` flattened into one.
 
     The gradient of the kernel then contracts one dim. With two, XLA transposes both operands first,
-    which on CPU made the backward pass of a feed-forward layer 2.5 times slower. A sharded sequence stays a dim of
-    its own: no sharding describes it once it is merged with a sharded batch, so XLA would gather it.
+    which on CPU made the backward pass of a feed-forward layer 2.5 times slower. A sharded sequence
+    stays a dim of its own: no sharding describes it once it is merged with a sharded batch, so XLA
+    would gather it.
     """
     ((contracted, kernel_contracted), no_batch) = dimension_numbers
     if contracted[0] > 1 and num_shards("seq", x.shape[1]) > 1:
@@ -336,7 +334,7 @@ def flat_dot_general(x, kernel, dimension_numbers, **options):
 
 
 def embedding(rngs: nnx.Rngs, num: int, dim: int, *, axes) -> nnx.Embed:
-    """Returns an embedding of `num` vectors, initialised with standard deviation 0.02 as in GPT-2."""
+    """Returns an embedding of `num` vectors with standard deviation 0.02, as in GPT-2."""
     init = normal_initializer(0.02)
     return nnx.Embed(
         num, dim, embedding_init=init, embedding_metadata={"out_sharding": axes}, rngs=rngs
@@ -344,11 +342,11 @@ def embedding(rngs: nnx.Rngs, num: int, dim: int, *, axes) -> nnx.Embed:
 
 
 def normal_initializer(std: float) -> nnx.Initializer:
-    """Returns an initializer that draws from an approximate normal distribution, bounded at 3.46 `std`.
+    """Returns an initializer of an approximate normal distribution, bounded at 3.46 `std`.
 
-    It adds four 16-bit uniform integers and multiplies once. No rounding depends on how XLA compiles
-    this, so the same key gives the same bits on every mesh. (`jax.random.normal` differs in the last
-    bit between shards of different shapes, jax 0.12.)
+    It adds four 16-bit uniform integers and multiplies once. No rounding depends on how XLA
+    compiles this, so the same key gives the same bits on every mesh. (`jax.random.normal` differs
+    in the last bit between shards of different shapes, jax 0.12.)
     """
     # The variance of the sum is four times (2^32 - 1) / 12.
     sum_std = ((2**32 - 1) / 3) ** 0.5

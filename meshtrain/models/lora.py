@@ -24,7 +24,10 @@ FIRST_SITE = 2**16  # of the masks of an adapter, see ops/dropout.py; those of m
 
 
 def adapt(model: Model, cfg: Config) -> Model:
-    """Returns the model with what `adapter` and `train.only` say; raises ConfigError if they do not fit it."""
+    """Returns the model with `adapter` and `train.only` applied.
+
+    Raises ConfigError if they do not fit it.
+    """
     c, only = cfg.adapter, cfg.train.only
     if c.rank:
         _check(c)
@@ -52,69 +55,79 @@ def _check(c: AdapterConfig) -> None:
 def lora(
     model: Model, *, rank: int, alpha: float, targets: tuple[str, ...], dropout: float = 0.0
 ) -> Model:
-    """Returns the model with kernels W + alpha / rank A B; only A and B are trained (arXiv 2106.09685).
+    """Returns the model with kernels W + alpha / rank A B, of which only A and B are trained.
 
-    `targets` are patterns of paths of linear layers, such as layers/attention/*. A is drawn with the variance of
-    PEFT's, 1 / (3 inputs), B starts at zero. In training each element of the input of A is dropped with the
-    probability `dropout`. Raises ConfigError for a pattern without a linear layer, or if the model does not support
-    dropout.
+    (LoRA, arXiv 2106.09685.)
+
+    `targets` are patterns of paths of linear layers, such as layers/attention/*. A is drawn with
+    the variance of PEFT's, 1 / (3 inputs), B starts at zero. In training each element of the input
+    of A is dropped with the probability `dropout`. Raises ConfigError for a pattern without a
+    linear layer, or if the model does not support dropout.
     """
-    chosen = sorted(_matching(model, targets))
-    shapes = {path: _dims(model, path, rank) for path in chosen}
-    model = _with_dropout(model, chosen, dropout) if dropout else model
-    scale = alpha / rank
+    layers = sorted(_matching(model, targets))
+    shapes = {path: _factor_shapes(model, path, rank) for path in layers}
+    model = _with_dropout(model, layers, dropout) if dropout else model
 
     def init(key):
         params = model.init(key)
-        for number, path in enumerate(chosen):
-            of_a, of_b, num_in = shapes[path]
+        for number, path in enumerate(layers):
+            shape_a, shape_b, num_in = shapes[path]
             draw = normal_initializer((3 * num_in) ** -0.5)
-            a = draw(jax.random.fold_in(key, number), of_a)
-            pair = {A: a, B: jax.numpy.zeros(of_b, a.dtype)}
-            params = trees.merge(params, _nested(path, pair))
+            a = draw(jax.random.fold_in(key, number), shape_a)
+            factors = {A: a, B: jax.numpy.zeros(shape_b, a.dtype)}
+            params = trees.merge(params, _nested(path, factors))
         return params
 
     axes = model.axes
-    for path in chosen:
-        axes = trees.merge(axes, _nested(path, _axes(model, path)))
+    for path in layers:
+        axes = trees.merge(axes, _nested(path, _factor_axes(model, path)))
     # The scale is applied to B, which is small, before the layers see it.
-    functions = {
-        name: _scaled(getattr(model, name), scale)
-        for name in ("loss", "embed", "block", "head", "logits", "cached_embed", "cached_block")
-        if getattr(model, name) is not None
-    }
-    part = dict(is_trained=_is_added, flops_per_token=None)
-    return dataclasses.replace(model, init=init, axes=axes, **functions, **part)
+    functions = {}
+    for name in ("loss", "embed", "block", "head", "logits", "cached_embed", "cached_block"):
+        if (function := getattr(model, name)) is not None:
+            functions[name] = _scaled(function, alpha / rank)
+    return dataclasses.replace(
+        model,
+        init=init,
+        axes=axes,
+        is_trained=_is_added,
+        flops_per_token=None,
+        **functions,
+    )
 
 
-def _with_dropout(model: Model, chosen: Sequence[str], rate: float) -> Model:
-    """Returns the model whose layers get, next to A and B, the dropout of the input of A: see ops/dropout.py.
+def _with_dropout(model: Model, layers: Sequence[str], rate: float) -> Model:
+    """Returns the model whose layers get the dropout of A's input, next to A and B.
 
-    Each adapted layer has masks of its own, as in PEFT. Raises ConfigError for a model that is not a stack.
+    Each adapted layer has masks of its own, as in PEFT. Raises ConfigError for a model that is not
+    a stack.
     """
     if model.block is None:
         raise ConfigError(
-            f"adapter.dropout={rate}: the model is one loss, in which nothing tells the rows and positions that a "
-            f"linear layer gets, so its masks would depend on the mesh; use adapter.dropout=0"
+            f"adapter.dropout={rate}: the model is one loss, in which nothing tells the rows and "
+            "positions that a linear layer gets, so its masks would depend on the mesh; use "
+            "adapter.dropout=0"
         )
 
-    def added(layer: Params, prefix: str, batch: Any) -> Params:
-        if (keys_BW := masks.row_keys(batch)) is None:  # evaluation and generation
+    def with_drop(layer: Params, prefix: str, batch: Any) -> Params:
+        keys_BW = masks.row_keys(batch)
+        if keys_BW is None:  # evaluation and generation
             return layer
-        for number, path in enumerate(chosen):
+        for number, path in enumerate(layers):
             if path.startswith(prefix):
                 drop = jax.tree_util.Partial(partial(_drop, rate, FIRST_SITE + number), keys_BW)
                 layer = trees.merge(layer, _nested(path.removeprefix(prefix), {DROP: drop}))
         return layer
 
     def block(layer: Params, x: Any, batch: Any) -> Any:
-        of_layer = masks.at_layer(batch, layer[LAYER_NUMBER_KEY])
-        return model.block(added(layer, "layers/", of_layer), x, batch)
+        layer_batch = masks.at_layer(batch, layer[LAYER_NUMBER_KEY])
+        return model.block(with_drop(layer, "layers/", layer_batch), x, batch)
 
     def embed(params: Params, batch: Any) -> Any:
         for number in params.get(FIRST_LAYERS_KEY, {}):
-            name, of_layer = f"{FIRST_LAYERS_KEY}/{number}", masks.at_layer(batch, int(number))
-            layer = added(_leaf(params, name), f"{name}/", of_layer)
+            name = f"{FIRST_LAYERS_KEY}/{number}"
+            layer_batch = masks.at_layer(batch, int(number))
+            layer = with_drop(_leaf(params, name), f"{name}/", layer_batch)
             params = trees.merge(params, _nested(name, layer))
         return model.embed(params, batch)
 
@@ -130,12 +143,15 @@ def _drop(rate: float, site: int, keys_BW: jax.Array, x: jax.Array) -> jax.Array
 
 
 def _is_added(path: str) -> bool:
-    """Whether a parameter has a gradient although no pattern names it: it is one of `lora`, or is measured."""
+    """Returns whether a parameter has a gradient although no pattern names it.
+
+    So have A and B, and router statistics.
+    """
     return lora_layer.is_low_rank(path) or STATS_KEY in path.split("/")
 
 
 def train_only(model: Model, patterns: list[str]) -> Model:
-    """Returns the model of which only the parameters that match a pattern are trained, besides A and B of `lora`.
+    """Returns the model that trains only the parameters that match a pattern, and A and B.
 
     Raises ConfigError for a pattern without a parameter.
     """
@@ -143,8 +159,8 @@ def train_only(model: Model, patterns: list[str]) -> Model:
     paths = [trees.name_of(path) for path, _ in jax.tree.leaves_with_path(shapes)]
     if unmatched := [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]:
         raise ConfigError(
-            f"train.only={','.join(unmatched)}: no parameter has such a path{did_you_mean(unmatched[0], paths)}; "
-            f"there are {', '.join(paths[:5])}, ..."
+            f"train.only={','.join(unmatched)}: no parameter has such a "
+            f"path{did_you_mean(unmatched[0], paths)}; there are {', '.join(paths[:5])}, ..."
         )
     before = model.is_trained or _is_added
 
@@ -155,26 +171,31 @@ def train_only(model: Model, patterns: list[str]) -> Model:
 
 
 def merged(kernel: Any, a: Any, b: Any, *, scale: float, num_lead: int) -> Any:
-    """Returns the numpy array W + scale A B; W, A and B have `num_lead` leading dims of layers in common."""
+    """Returns the numpy array W + scale A B.
+
+    W, A and B have `num_lead` leading dims of layers in common.
+    """
     lead, rank = kernel.shape[:num_lead], b.shape[num_lead]
     product = a.reshape(*lead, -1, rank) @ b.reshape(*lead, rank, -1)
     return kernel + scale * product.reshape(kernel.shape)
 
 
 def _matching(model: Model, targets: tuple[str, ...]) -> set[str]:
-    found: set[str] = set()
+    """Returns the paths of the linear layers that match a pattern."""
+    paths: set[str] = set()
     faults = []
     for pattern in targets:
-        matching = fnmatch.filter(model.linears, pattern)
-        if not matching:
+        matches = fnmatch.filter(model.linears, pattern)
+        if not matches:
             faults.append(
-                f"adapter.targets={pattern!r}: no linear layer has such a path"
-                f"{did_you_mean(pattern, model.linears)}; there are {', '.join(model.linears) or 'none'}"
+                f"adapter.targets={pattern!r}: no linear layer has such a "
+                f"path{did_you_mean(pattern, model.linears)}; there are "
+                f"{', '.join(model.linears) or 'none'}"
             )
-        found |= {*matching}
+        paths |= {*matches}
     if faults:
         raise ConfigError(*faults)
-    return found
+    return paths
 
 
 def _leaf(tree: Params, path: str) -> Any:
@@ -190,11 +211,11 @@ def _nested(path: str, tree: Params) -> Params:
 
 
 def num_lead(path: str) -> int:
-    """Returns the number of leading dims of a linear layer's parameters: that of the stack of layers."""
+    """Returns the number of leading dims of a linear layer's parameters: 1 in the stack, else 0."""
     return 1 if path.startswith("layers/") else 0
 
 
-def _dims(model: Model, path: str, rank: int) -> tuple[tuple, tuple, int]:
+def _factor_shapes(model: Model, path: str, rank: int) -> tuple[tuple, tuple, int]:
     """Returns the shapes of A and B, and the number of inputs of a linear layer."""
     kernel = _leaf(jax.eval_shape(model.init, jax.random.key(0)), path + KERNEL).shape
     lead, dims = kernel[: num_lead(path)], kernel[num_lead(path) :]
@@ -202,7 +223,8 @@ def _dims(model: Model, path: str, rank: int) -> tuple[tuple, tuple, int]:
     return (*lead, *into, rank), (*lead, rank, *out), math.prod(into)
 
 
-def _axes(model: Model, path: str) -> dict[str, tuple]:
+def _factor_axes(model: Model, path: str) -> dict[str, tuple]:
+    """Returns the logical names of the dims of A and B of a linear layer."""
     names = _leaf(model.axes, path + KERNEL)
     lead, dims = names[: num_lead(path)], names[num_lead(path) :]
     into, out = dims[: model.linears[path]], dims[model.linears[path] :]

@@ -1,6 +1,7 @@
 """Linear layers with an update of low rank (LoRA, arXiv 2106.09685): y = x W + (x A) B.
 
-A and B are parameters next to the kernel W. The layer itself applies them, so no gradient of W is computed.
+A and B are parameters next to the kernel W. The layer itself applies them, so no gradient of W is
+computed.
 """
 
 import functools
@@ -11,57 +12,58 @@ import jax
 import numpy as np
 from flax import nnx
 
-# Names of the parameters: A (*dims of the input, rank) and B (rank, *dims of the output).
+# Names of the parameters: A (*dims of the input, rank), B (rank, *dims of the output).
 A, B = "lora_a", "lora_b"
 
-# Next to A and B in training with dropout: the function of the input whose result A multiplies. It is no parameter.
+# Next to A and B in training with dropout: the function of the input whose result A multiplies. It
+# is no parameter.
 DROP = "lora_drop"
 
 Factors = tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]
 
 
 def is_low_rank(path: str) -> bool:
-    """Whether a parameter with this path belongs to an update of low rank."""
+    """Returns whether a parameter with this path belongs to an update of low rank."""
     return path.rpartition("/")[2] in (A, B)
 
 
 def linears(module: nnx.Module) -> dict[str, int]:
-    """Returns the paths of the linear layers of a module, each with the number of dims of its input.
+    """Returns the paths of a module's linear layers, each with the number of dims of its input.
 
     Layers with a batch dim in their kernel, such as those that `nnx.vmap` stacked, are left out.
     """
-    found = {}
+    linears = {}
     for path, layer in nnx.iter_modules(module):
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
-            dims = [np.atleast_1d(one) for one in (layer.in_features, layer.out_features)]
-            if layer.kernel.ndim == sum(map(len, dims)):
-                found["/".join(map(str, path))] = len(dims[0])
-    return found
+            num_in = np.size(layer.in_features)
+            if layer.kernel.ndim == num_in + np.size(layer.out_features):
+                linears["/".join(map(str, path))] = num_in
+    return linears
 
 
 def take(values: Any) -> tuple[Any, dict[tuple, Factors]]:
-    """Returns the parameters without A and B, and A, B and the dropout of A's input by the path of their layer."""
+    """Splits the parameters into those without A and B, and A, B and A's dropout by layer."""
     if not isinstance(values, Mapping):
         return values, {}
-    rest, found = {}, {}
+    rest, adapters = {}, {}
     for key, value in values.items():
         if key in (A, B, DROP):
             continue
         rest[key], inner = take(value)
-        found |= {(key, *path): factors for path, factors in inner.items()}
+        adapters |= {(key, *path): factors for path, factors in inner.items()}
     if A in values:
-        found[()] = values[A], values[B], values.get(DROP, lambda x: x)
-    return rest, found
+        adapters[()] = values[A], values[B], values.get(DROP, lambda x: x)
+    return rest, adapters
 
 
-def attach(module: nnx.Module, of_layers: Mapping[tuple, Factors]) -> None:
-    """Makes the linear layers of a module add (x A) B."""
-    if not of_layers:
+def attach(module: nnx.Module, adapters: Mapping[tuple, Factors]) -> None:
+    """Makes the linear layers of a module, by path, add (x A) B."""
+    if not adapters:
         return
     for path, layer in nnx.iter_modules(module):
-        if path in of_layers:
+        if path in adapters:
             plain = layer.dot_general or jax.lax.dot_general
-            layer.dot_general = functools.partial(_dot_general, plain, of_layers[path])
+            layer.dot_general = functools.partial(_dot_general, plain, adapters[path])
 
 
 def _dot_general(plain: Callable, factors: Factors, x, kernel, dimension_numbers, **options):

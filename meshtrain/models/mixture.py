@@ -1,13 +1,15 @@
-"""A mixture of experts: a feed-forward layer of which each token uses a few parts, chosen by a router.
+"""A mixture of experts: a feed-forward layer whose router sends each token to a few experts.
 
-A layer adds to the loss of each token, in a sum that is carried next to its activations: the model's head adds the
-weighted sum, so that it is the same with any split of the batch. Through the same sum each layer measures what its
-router does in the global batch, see `observe`. Tokens of weight 0 count neither there nor in the loss; they are
-computed like all others, because later tokens may attend to them.
+A layer adds to the loss of each token, in a sum that is carried next to its activations: the
+model's head adds the weighted sum, so that it is the same with any split of the batch. Through the
+same sum each layer measures what its router does in the global batch, see `observe`. Tokens of
+weight 0 count neither there nor in the loss; they are computed like all others, because later
+tokens may attend to them.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +19,14 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain.data.source import Batch
 from meshtrain.models.base import STATS_KEY, Params
 from meshtrain.models.layers import MLP, dense, normal_initializer
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops import experts
 from meshtrain.parallel import context, expert
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
-# B batch, S sequence, D model, F feed-forward of an expert, E experts, k experts per token, L layers
-
-
-ROUNDING = 1e-5  # of a share of the load, relative to an equal one
+# B batch, S sequence, D model, F feed-forward of an expert, E experts, k experts per token, L
+# layers
 
 
 class ExpertKernel(nnx.Module):
@@ -43,7 +44,7 @@ class ExpertKernel(nnx.Module):
 
 
 class RouterStats(nnx.Module):
-    """What a layer measured in the last step, and the bias that follows from it; `measure` updates them."""
+    """Router statistics of the last step and the load-balancing bias; `measure` updates both."""
 
     def __init__(self, num_experts: int):
         E = num_experts
@@ -55,9 +56,9 @@ class RouterStats(nnx.Module):
 
 
 class Mixture(nnx.Module):
-    """The feed-forward layer: `experts_per_token` routed experts, and shared experts that all tokens use."""
+    """A feed-forward layer of `experts_per_token` routed experts, and experts that all share."""
 
-    def __init__(self, c, rngs: nnx.Rngs):
+    def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
         self.c = c
         E, D, F = c.num_experts, c.d_model, c.expert_size
         self.router = dense(rngs, D, E, axes=("embed", None), bias=False)
@@ -72,17 +73,14 @@ class Mixture(nnx.Module):
     def __call__(
         self, norm: Callable[[jax.Array], jax.Array], x_BSD: jax.Array, batch: Batch
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the feed-forward of `norm(x)`, and what it adds to the loss of each token (B, S)."""
+        """Returns the feed-forward of `norm(x)`, and the loss that it adds per token (B, S)."""
         c = self.c
         x_BSD = constrain(norm(x_BSD), "batch", "seq", "residual")
         experts_BSk, weights_BSk, loss_BS = recomputed(
             lambda x_BSD: self._route(x_BSD, batch), x_BSD
         )
-        kernels = [one() for one in (self.up, self.gate, self.down) if one is not None]
-
-        def feed_forward(*args):
-            return experts.feed_forward(self._combine, c.num_experts, *args)
-
+        kernels = [kernel() for kernel in (self.up, self.gate, self.down) if kernel is not None]
+        feed_forward = partial(experts.feed_forward, self._combine, c.num_experts)
         y_BSD = expert.run_experts(feed_forward, x_BSD, experts_BSk, weights_BSk, kernels)
         if self.shared is not None:
             y_BSD += self.shared(lambda x_BSD: x_BSD, x_BSD)
@@ -93,7 +91,7 @@ class Mixture(nnx.Module):
         return checkpoint_name(hidden, "mlp")
 
     def _route(self, x_BSD: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the experts of each token (B, S, k), their weights, and what is added to the loss (B, S)."""
+        """Returns the experts of each token (B, S, k), their weights, and the added loss (B, S)."""
         c = self.c
         wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
         logits_BSE = constrain(self.router(x_BSD.astype(wide)), "batch", "seq", None)
@@ -113,35 +111,42 @@ class Mixture(nnx.Module):
         loss_BS = self._balance_loss(share_BSE, load_BSE, batch)
         if c.router_z_loss:
             loss_BS += c.router_z_loss * log_z_BS**2
-        values = dict(load=load_BSE, score=share_BSE, log_z=log_z_BS)
-        loss_BS += observe(self.measured, **values, dropped=(~kept_BSk).mean(-1, dtype=wide))
+        loss_BS += observe(
+            self.measured,
+            load=load_BSE,
+            score=share_BSE,
+            log_z=log_z_BS,
+            dropped=(~kept_BSk).mean(-1, dtype=wide),
+        )
         experts_BSk = jnp.where(kept_BSk, experts_BSk, experts.DROPPED)
         weights_BSk = (c.router_scale * weights_BSk).astype(x_BSD.dtype)
         return experts_BSk, weights_BSk, constrain(loss_BS, "batch", "seq")
 
     def _choose(self, scores_BSE: jax.Array) -> jax.Array:
-        """Returns the numbers of the k experts with the highest scores, of equal ones those with lower numbers."""
+        """Returns the k experts with the highest scores; of equal scores, the lower numbers."""
         c = self.c
         scores_BSE += jax.lax.stop_gradient(self.measured.bias[...])[None, None]
         if c.expert_groups:
             num_groups, groups_per_token = c.expert_groups
             by_group = scores_BSE.reshape(*scores_BSE.shape[:2], num_groups, -1)
-            # DeepSeek-V3 (arXiv 2412.19437) adds up the two highest scores of a group, V2 takes the highest.
-            best = jax.lax.top_k(
-                by_group, min(2 if c.router == "sigmoid" else 1, by_group.shape[-1])
-            )[0]
-            groups = jax.lax.top_k(best.sum(-1), groups_per_token)[1]
+            # DeepSeek-V3 (arXiv 2412.19437) adds up the two highest scores of a group, V2 takes the
+            # highest.
+            num_best = min(2 if c.router == "sigmoid" else 1, by_group.shape[-1])
+            best, _ = jax.lax.top_k(by_group, num_best)
+            _, groups = jax.lax.top_k(best.sum(-1), groups_per_token)
             number = jnp.arange(num_groups)[None, None, None]
             allowed = (groups[..., None] == number).any(-2)[..., None]
             scores_BSE = jnp.where(allowed, by_group, -jnp.inf).reshape(scores_BSE.shape)
         return jax.lax.top_k(scores_BSE, c.experts_per_token)[1]
 
     def _balance_loss(self, share_BSE: jax.Array, load_BSE: jax.Array, batch: Batch) -> jax.Array:
-        """Returns the balance loss of each token (B, S): weight x E x sum of load x share, 1 x weight if balanced.
+        """Returns the balance loss of each token (B, S): weight x E x sum of load x share.
 
-        As in Switch Transformers (arXiv 2101.03961), but the load is that of the global batch of the step before
-        ("batch"): all micro-batches and devices use the same one before any of them is complete. Or it is the
-        document's own ("sequence", arXiv 2412.19437).
+        It is the weight if the load is balanced.
+
+        As in Switch Transformers (arXiv 2101.03961), but the load is that of the global batch of
+        the step before ("batch"): all micro-batches and devices use the same one before any of them
+        is complete. Or it is the document's own ("sequence", arXiv 2412.19437).
         """
         c = self.c
         if c.balance == "batch":
@@ -154,10 +159,10 @@ class Mixture(nnx.Module):
 
 
 def observe(measured: RouterStats, **values_BS: jax.Array) -> jax.Array:
-    """Returns zeros (B, S), whose gradient with respect to a leaf of `measured` is that leaf's value of each token.
+    """Returns zeros (B, S) whose gradient with respect to a leaf of `measured` is its value.
 
-    The gradients of the global batch are therefore weighted sums of these values, whatever micro-batches, stages
-    and devices it is split into. Values are (B, S) or (B, S, E).
+    The gradients of the global batch are therefore weighted sums of these values, whatever
+    micro-batches, stages and devices it is split into. Values are (B, S) or (B, S, E).
     """
     total = 0
     for name, value in values_BS.items():
@@ -168,11 +173,11 @@ def observe(measured: RouterStats, **values_BS: jax.Array) -> jax.Array:
     return total
 
 
-def within_capacity(c, experts_BSk: jax.Array) -> jax.Array:
+def within_capacity(c: TransformerConfig, experts_BSk: jax.Array) -> jax.Array:
     """Returns which assignments an expert accepts (B, S, k): all if `capacity_factor` is 0.
 
-    In each row of the batch an expert accepts the first capacity_factor x S x k / E assignments, rounded up, in the
-    order of positions: so later tokens have no effect on earlier ones.
+    In each row of the batch an expert accepts the first capacity_factor x S x k / E assignments,
+    rounded up, in the order of positions: so later tokens have no effect on earlier ones.
     """
     (S, k), E = experts_BSk.shape[1:], c.num_experts
     if not c.capacity_factor:
@@ -188,7 +193,7 @@ def within_capacity(c, experts_BSk: jax.Array) -> jax.Array:
 
 
 def _mean_of_documents(values_BSE: jax.Array, batch: Batch) -> jax.Array:
-    """Returns for each token the weighted mean over the tokens of its document; broadcasts to (B, S, E)."""
+    """Returns the weighted mean over the document of each token; broadcasts to (B, S, E)."""
     weights_BS1 = batch.weights[..., None].astype(values_BSE.dtype)
     weighted = values_BSE * weights_BS1
     if batch.segments is None:
@@ -204,18 +209,22 @@ def _mean_of_documents(values_BSE: jax.Array, batch: Batch) -> jax.Array:
     return total / jnp.where(weight == 0, 1, weight)
 
 
-def measure(c, params: Params, means: Params) -> tuple[Params, dict[str, jax.Array]]:
-    """Returns the parameters with what was measured updated, and what to log of each layer: (L,) each.
+ROUNDING = 1e-5  # of a share of the load, relative to an equal one
 
-    `means` are the gradients with respect to the parameters, per unit of weight. With balance="bias" an expert's
-    bias changes by `balance_weight` towards an equal load (arXiv 2408.15664).
+
+def measure(
+    c: TransformerConfig, params: Params, means: Params
+) -> tuple[Params, dict[str, jax.Array]]:
+    """Updates the router statistics; returns the parameters, and scalars to log (L,) by name.
+
+    `means` are the gradients with respect to the parameters, per unit of weight. With
+    balance="bias" an expert's bias changes by `balance_weight` towards an equal load (arXiv
+    2408.15664).
     """
     layers, E = params["layers"], c.num_experts
     old, mean = layers["mlp"][STATS_KEY], means["layers"]["mlp"][STATS_KEY]
-    new = {
-        **{name: mean[name].astype(leaf.dtype) for name, leaf in old.items()},
-        "bias": old["bias"],
-    }
+    new = {name: mean[name].astype(leaf.dtype) for name, leaf in old.items()}
+    new["bias"] = old["bias"]
     if c.balance == "bias":
         # A load that is equal but for rounding, which differs between meshes, changes nothing.
         missing = 1 / E - new["load"]

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoFormer, arXiv 2104.09864), and their scaling for longer sequences."""
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864), scaled for longer sequences."""
 
 import math
 
@@ -12,8 +12,14 @@ import numpy as np
 SCALINGS = {
     "linear": ("FACTOR",),
     "llama3": ("FACTOR", "LOW_FREQ_FACTOR", "HIGH_FREQ_FACTOR", "ORIGINAL_LENGTH"),
-    "yarn": ("FACTOR", "BETA_FAST", "BETA_SLOW")
-    + ("ORIGINAL_LENGTH", "ATTENTION_FACTOR", "TRUNCATE"),
+    "yarn": (
+        "FACTOR",
+        "BETA_FAST",
+        "BETA_SLOW",
+        "ORIGINAL_LENGTH",
+        "ATTENTION_FACTOR",
+        "TRUNCATE",
+    ),
     "dynamic": ("FACTOR", "ORIGINAL_LENGTH"),
 }
 
@@ -23,9 +29,10 @@ def frequencies(
 ) -> np.ndarray | jax.Array:
     """Returns the frequencies (K / 2,), in radians per position: theta^(-2k/K), K = `head_dim`.
 
-    `scaling` is model.rope_scaling. Only "dynamic" depends on `row_length`: the number of tokens in a row, packed
-    or padded or not; with a key/value cache, of those so far. As in transformers, cached keys keep the frequencies
-    of their own call, so generation beyond the original length differs from one pass over the whole row.
+    `scaling` is model.rope_scaling. Only "dynamic" depends on `row_length`: the number of tokens in
+    a row, packed or padded or not; with a key/value cache, of those so far. As in transformers,
+    cached keys keep the frequencies of their own call, so generation beyond the original length
+    differs from one pass over the whole row.
     """
     frequency_k = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if not scaling:
@@ -36,12 +43,14 @@ def frequencies(
     if kind == "llama3":
         return _llama3(frequency_k, *numbers)
     if kind == "yarn":
-        return _yarn(frequency_k, theta, *numbers)
+        return _yarn(frequency_k, theta, numbers)
     return _dynamic(frequency_k, row_length, *numbers)
 
 
 def _llama3(frequency_k, factor, low, high, length):
-    """Divides frequencies with fewer than `low` rotations in `length` positions, keeps those with more than `high`.
+    """Divides frequencies with fewer than `low` rotations in `length` positions by `factor`.
+
+    Those with more than `high` rotations are kept.
 
     In between it interpolates linearly in the number of rotations (Llama 3.1, arXiv 2407.21783).
     """
@@ -50,12 +59,15 @@ def _llama3(frequency_k, factor, low, high, length):
     return frequency_k * (unscaled_k + (1 - unscaled_k) / factor)
 
 
-def _yarn(frequency_k, theta, factor, fast, slow, length, _, truncate):
-    """Keeps frequencies with more than `fast` rotations in `length` positions, divides those with fewer than `slow`.
+def _yarn(frequency_k, theta, numbers):
+    """Divides frequencies with fewer than `slow` rotations in `length` positions by `factor`.
 
-    In between it interpolates linearly in k (YaRN, arXiv 2309.00071). `truncate` rounds both ends of that range
-    outwards to integers, as the authors' code does, and transformers by default.
+    Those with more than `fast` rotations are kept.
+
+    In between it interpolates linearly in k (YaRN, arXiv 2309.00071). `truncate` rounds both ends
+    of that range outwards to integers, as the authors' code does, and transformers by default.
     """
+    factor, fast, slow, length, _, truncate = numbers
     half = len(frequency_k)
     first, last = (
         half * math.log(length / (2 * math.pi * rotations)) / math.log(theta)
@@ -69,9 +81,12 @@ def _yarn(frequency_k, theta, factor, fast, slow, length, _, truncate):
 
 
 def _dynamic(frequency_k, row_length, factor, length):
-    """Divides the lowest frequency by n = factor * row_length / length - (factor - 1), the others by powers of n.
+    """Divides frequencies by powers of n, the lowest by n itself.
 
-    This replaces theta by theta * n^(K/(K-2)) (dynamic NTK, arXiv 2309.00071); rows of up to `length` are unchanged.
+    n = factor * row_length / length - (factor - 1).
+
+    This replaces theta by theta * n^(K/(K-2)) (dynamic NTK, arXiv 2309.00071); rows of up to
+    `length` are unchanged.
     """
     maximum = max if isinstance(row_length, int) else jnp.maximum
     divisor = factor * maximum(row_length / length, 1) - (factor - 1)
@@ -79,17 +94,17 @@ def _dynamic(frequency_k, row_length, factor, length):
 
 
 def attention_factor(scaling: tuple) -> float:
-    """Returns what multiplies cos and sin, for queries and keys: 1 except with YaRN (arXiv 2309.00071)."""
+    """Returns the factor of cos and sin: 1 except with YaRN (arXiv 2309.00071)."""
     if not scaling or scaling[0] != "yarn":
         return 1.0
-    factor, *_, given, _ = scaling[1:]
+    _, factor, _, _, _, given, _ = scaling
     return given or 0.1 * math.log(factor) + 1
 
 
 def rope(
     x_BSHK: jax.Array, positions_BS: jax.Array, frequency_k: jax.Array, factor: float | jax.Array
 ) -> jax.Array:
-    """Rotates each pair of dims (k, k + K/2) by position * frequency, and multiplies it by `factor`."""
+    """Rotates each pair of dims (k, k + K/2) by position * frequency, and scales it by `factor`."""
     half = x_BSHK.shape[-1] // 2
     dtype = jnp.promote_types(x_BSHK.dtype, jnp.float32)
     frequency_k = jnp.asarray(frequency_k, dtype)
@@ -122,7 +137,10 @@ def scaling_faults(scaling: tuple) -> list[str]:
 
 
 def _are_positive(kind: str, numbers: list) -> bool:
-    """Whether all are positive numbers, except the last two of YaRN: 0 or more, and a bool."""
+    """Returns whether all numbers are positive.
+
+    Of YaRN, the last two are a number of 0 or more, and a bool.
+    """
     if kind == "yarn":
         *numbers, factor, truncate = numbers
         if factor != 0:

@@ -1,4 +1,4 @@
-"""Decoder-only transformers: Llama by default; GPT-2, Mistral, Mixtral, Qwen and Gemma by config."""
+"""Decoder-only transformers: Llama by default; GPT-2, Mistral, Mixtral, Qwen, Gemma by config."""
 
 import dataclasses
 import inspect
@@ -45,7 +45,7 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
 # B batch, S sequence, T positions of the cache, D model, V padded vocabulary
 
-# Linear layers that get no update of low rank: generation multiplies queries by the kernel of the first.
+# Linear layers without adapters: generation multiplies queries by the kernel of the first.
 NOT_ADAPTED = ("/kv_up", "/router")
 
 
@@ -71,7 +71,7 @@ class EmbeddingAndHead(nnx.Module):
 
         Of a mixture of experts also the loss of its layers (B, S), which is still 0.
         """
-        # The lookup is unsharded in S: if S were sharded, XLA would all-gather a table sharded in V.
+        # The lookup is unsharded in S: otherwise XLA would all-gather a table sharded in V.
         x_BSD = look_up(self.tokens, "vocab", batch.tokens)
         x_BSD = constrain(x_BSD, "batch", "seq", "residual")
         if self.c.embed_scale != 1:
@@ -97,6 +97,7 @@ class EmbeddingAndHead(nnx.Module):
         return gathered(self.output.kernel[...], ("embed", "vocab"), ("residual", "vocab"))
 
     def project(self, kernel_DV: jax.Array, x_BSD: jax.Array) -> jax.Array:
+        """Returns the logits (B, S, V) of activations that are already normalised."""
         c = self.c
         logits_BSV = flat_dot_general(x_BSD, kernel_DV, (((2,), (0,)), ((), ())))
         logits_BSV = constrain(logits_BSV, "batch", "seq", "vocab")
@@ -108,6 +109,7 @@ class EmbeddingAndHead(nnx.Module):
         return jnp.where(is_token_V[None, None], logits_BSV, jnp.finfo(logits_BSV.dtype).min)
 
     def loss(self, x: Any, batch: Batch) -> Metrics:
+        """Returns the sums of the loss, including that of the layers of a mixture of experts."""
         c = self.c
         x_BSD, loss_BS = x if c.num_experts else (x, None)
         x_BSD = constrain(self.final_norm(x_BSD), "batch", "seq", "residual")
@@ -137,7 +139,7 @@ def look_up(embedding: nnx.Embed, rows: str | None, index_BS: jax.Array) -> jax.
 
 
 def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: bool) -> str:
-    """Returns text to log: the attention implementation; raises ConfigError if it is unsupported."""
+    """Returns the attention implementation as text to log; raises ConfigError if unsupported."""
     choose = choose_implementation
     if num_shards("seq", seq_len) > 1:
         choose = partial(choose_for_context, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
@@ -154,14 +156,14 @@ def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: b
 
 
 def positions_of(batch: Batch) -> jax.Array:
-    """Returns (B or 1, S) positions: `batch.positions` if rows are packed, else those in the row."""
+    """Returns positions (B or 1, S): those of the batch if rows are packed, else in the row."""
     if batch.positions is not None:
         return batch.positions
     return context.positions(batch.tokens.shape[1])[None, :]
 
 
 class Decoder:
-    """The functions of a `Model`: embedding and head, the stack of blocks, and dense layers before it.
+    """The functions of a `Model`: embedding and head, the stack, and dense layers before it.
 
     Only the stack is split into pipeline stages. The first layers of a mixture, which may be dense,
     belong to the embedding.
@@ -170,6 +172,7 @@ class Decoder:
     def __init__(self, c: TransformerConfig):
         self.c = c
         self.outer = base.functional(lambda rngs: EmbeddingAndHead(c, rngs))
+        # Dense layers are all layers, those before a stack with experts, or none.
         self.num_first = c.first_dense_layers
         if self.num_first or not c.num_experts:
             self.dense = _block(c, lambda rngs: MLP(c, rngs, c.d_ff))
@@ -183,7 +186,7 @@ class Decoder:
             self.axes[FIRST_LAYERS_KEY] = {str(n): self.dense.axes for n in range(self.num_first)}
 
     def linears(self) -> dict[str, int]:
-        """Returns `Model.linears`: linear layers whose kernels nothing but the layer itself reads."""
+        """Returns `Model.linears`: the layers whose kernels nothing but the layer itself reads."""
         layers = {"layers": self.block}
         for n in range(self.num_first):
             layers[f"{FIRST_LAYERS_KEY}/{n}"] = self.dense
@@ -210,6 +213,7 @@ class Decoder:
         return params
 
     def embed(self, params: base.Params, batch: Batch) -> Any:
+        """Returns the activations after the embedding and the dense layers."""
         x = self.outer.bind(params).embed(batch)
         for number in range(self.num_first):
 
@@ -225,7 +229,7 @@ class Decoder:
     def cached_embed(
         self, params: base.Params, batch: Batch, caches: Any, past: base.CacheState
     ) -> tuple[Any, Any]:
-        """`caches` are those of the first layers, one by one."""
+        """Returns what `embed` does, and the updated caches of the dense layers, one by one."""
         x, updated = self.outer.bind(params).embed(batch), []
         for number, cache in enumerate(caches):
             attend = CachedAttention(self._attend_over_cache, cache, batch, past)
@@ -242,7 +246,7 @@ class Decoder:
     def cached_block(
         self, layer: base.Params, x: Any, batch: Batch, cache: Any, past: base.CacheState
     ) -> tuple[Any, Any]:
-        """`cache` is that of this layer, see CachedAttention."""
+        """Returns what `run_block` does, and the updated cache of the layer."""
         attend = CachedAttention(self._attend_over_cache, cache, batch, past)
         return self._run_stack_layer(layer, x, batch, attend, start=past.start), attend.cache
 
@@ -274,24 +278,25 @@ class Decoder:
 
     def _run_stack_layer(self, layer, x, batch, attend, *, start=0):
         """Runs a layer of the stack; `start` is the number of tokens before those of x."""
+        x_BSD, loss_BS = x if self.c.num_experts else (x, None)
         is_local = layer["is_local"] if self.mixed else bool(self.is_local.all())
-        if not self.c.num_experts:
-            return self._run_layer(self.block, layer, x, batch, attend, is_local, start)[0]
-        x_BSD, loss_BS = x
-        x_BSD, new_BS = self._run_layer(self.block, layer, x_BSD, batch, attend, is_local, start)
-        return x_BSD, loss_BS + new_BS
+        metadata = AttentionMetadata(positions_of(batch), start + x_BSD.shape[1], is_local)
+        block = self.block.bind(layer)
+        x_BSD, added_BS = block(x_BSD, metadata, attend, self._drop(batch), batch)
+        return (x_BSD, loss_BS + added_BS) if self.c.num_experts else x_BSD
 
     def _run_dense_layer(self, number, layer, x, batch, attend, *, start=0):
         """Runs one of the dense layers before a stack with experts."""
         x_BSD, loss_BS = x
         is_local = bool(self.is_local_first[number])
-        x_BSD, _ = self._run_layer(self.dense, layer, x_BSD, batch, attend, is_local, start)
+        metadata = AttentionMetadata(positions_of(batch), start + x_BSD.shape[1], is_local)
+        block = self.dense.bind(layer)
+        x_BSD, _ = block(x_BSD, metadata, attend, self._drop(batch), batch)
         return x_BSD, loss_BS
 
-    def _run_layer(self, block, layer, x_BSD, batch, attend, is_local, start):
-        metadata = AttentionMetadata(positions_of(batch), start + x_BSD.shape[1], is_local)
-        drop = partial(dropout, batch=batch, rate=self.c.dropout)
-        return block.bind(layer)(x_BSD, metadata, attend, drop, batch)
+    def _drop(self, batch: Batch) -> Callable:
+        """Returns dropout with the keys of a layer's batch: (x_BSD, site=) -> x_BSD."""
+        return partial(dropout, batch=batch, rate=self.c.dropout)
 
 
 def _block(c: TransformerConfig, make_mlp: Callable) -> base.Functional:

@@ -139,7 +139,7 @@ class TransformerConfig:
 
     @property
     def is_local(self) -> np.ndarray:
-        """Whether each layer is local: (num_layers,) bool."""
+        """Returns whether each layer is local: (num_layers,) bool."""
         return np.resize([kind == "l" for kind in self.attention], self.num_layers)
 
     def visible_positions(self, seq_len: int) -> np.ndarray:
@@ -150,7 +150,7 @@ class TransformerConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward has a gate projection next to the up projection."""
+        """Returns whether the feed-forward has a gate projection next to the up projection."""
         return self.mlp != "gelu"
 
     @property
@@ -180,7 +180,7 @@ class TransformerConfig:
     def rotation(
         self, row_length: int | jax.Array, is_local: jax.Array | bool
     ) -> tuple[np.ndarray | jax.Array, float | jax.Array]:
-        """Returns the rope frequencies (rope_size / 2,) of a layer, and the factor of cos and sin."""
+        """Returns a layer's rope frequencies (rope_size / 2,), and the factor of cos and sin."""
         global_rope = local_rope = self.rope_theta, self.rope_scaling
         if self.rope_theta_local:
             local_rope = self.rope_theta_local, ()

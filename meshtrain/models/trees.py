@@ -1,4 +1,4 @@
-"""RunParts of the parameters, as nested dicts with fewer leaves: those that are trained, and all others."""
+"""Parts of nested dicts, such as the trained parameters and all others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,35 +9,37 @@ Tree = Any  # nested dict
 
 
 def matching(tree: Tree, is_wanted: Callable[[str], bool], prefix: str = "") -> Tree:
-    """Returns the leaves with a wanted path, such as layers/mlp/up/kernel, in their dicts; no dict is empty."""
-    found = {}
+    """Returns the leaves with a wanted path, such as layers/mlp/up/kernel; no dict is empty."""
+    part = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, Mapping):
             if inner := matching(value, is_wanted, f"{path}/"):
-                found[key] = inner
+                part[key] = inner
         elif is_wanted(path):
-            found[key] = value
-    return found
+            part[key] = value
+    return part
 
 
 def intersect(tree: Tree, like: Tree) -> Tree:
     """Returns the leaves that `like` has as well."""
-    return {
-        key: intersect(tree[key], one) if isinstance(one, Mapping) else tree[key]
-        for key, one in like.items()
-    }
+    part = {}
+    for key, value in like.items():
+        is_inner = isinstance(value, Mapping)
+        part[key] = intersect(tree[key], value) if is_inner else tree[key]
+    return part
 
 
 def difference(tree: Tree, like: Tree) -> Tree:
     """Returns the leaves that `like` lacks."""
-    found = {}
+    part = {}
     for key, value in tree.items():
-        if not isinstance(value, Mapping):
-            found |= {} if key in like else {key: value}
-        elif inner := difference(value, like.get(key, {})):
-            found[key] = inner
-    return found
+        if isinstance(value, Mapping):
+            if inner := difference(value, like.get(key, {})):
+                part[key] = inner
+        elif key not in like:
+            part[key] = value
+    return part
 
 
 def merge(tree: Tree, part: Tree) -> Tree:

@@ -1,8 +1,9 @@
 """Handles losses that are not finite, and loss spikes.
 
 A step whose loss or gradient is not finite is skipped (step.py); several in a row end the training.
-A spike is a finite loss far above the running mean. It is logged; with `divergence.rollback` the run
-returns to its newest checkpoint and skips the data since (as PaLM did, arXiv 2204.02311, section 5.1).
+A spike is a finite loss far above the running mean. It is logged; with `divergence.rollback` the
+run returns to its newest checkpoint and skips the data since (as PaLM did, arXiv 2204.02311,
+section 5.1).
 """
 
 import math
@@ -70,7 +71,7 @@ class LossMonitor:
 
     @property
     def statistics(self) -> dict[str, float]:
-        """Returns what a checkpoint saves: the resumed run finds the same spikes and ends at the same skip."""
+        """Returns what a checkpoint saves: a resumed run finds the same spikes and skips."""
         saved = asdict(self._losses)
         saved["skips"] = self._skips
         if self._rollbacks:
@@ -79,7 +80,7 @@ class LossMonitor:
         return saved
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Checks the metrics of a step; raises FloatingPointError after `max_skips` skipped in a row."""
+        """Checks the metrics of a step; raises FloatingPointError at `max_skips` skips in a row."""
         loss = metrics["loss"]
         if metrics["skipped"]:
             self._skips += 1
@@ -104,9 +105,10 @@ class LossMonitor:
         self._losses.add(mean if is_spike else loss)
 
     def roll_back(self, step: int | None, position: int) -> None:
-        """Records that the run returns to `step` (None: no checkpoint) and continues at sample `position`.
+        """Records that the run returns to `step`, or that there is no checkpoint (None).
 
-        Raises FloatingPointError at the last of MAX_ROLLBACKS successive rollbacks to the same step.
+        `position` is the sample from which it continues. Raises FloatingPointError at the last of
+        MAX_ROLLBACKS successive rollbacks to the same step.
         """
         spike = self.spike
         self.spike = None
@@ -121,7 +123,8 @@ class LossMonitor:
             self._rollbacks = 0  # the next start, with other settings, has all of them again
             self._event("end", step=step, reason="spikes")
             raise FloatingPointError(
-                f"step {step}: the loss spiked {MAX_ROLLBACKS} times after it, each time on other data. "
+                f"step {step}: the loss spiked {MAX_ROLLBACKS} times after it, each time on other "
+                f"data. "
                 f"Try a lower optim.learning_rate"
             )
 

@@ -1,9 +1,9 @@
 """Detects replica divergence (silent data corruption) and stragglers.
 
-A faulty device can compute wrong values without an error; its replica of the parameters then differs
-from the others. Every `health.every` steps, and before each save, digests of all replicas are compared:
-one changed bit changes the digest. Every `health.every` steps, and a few times before that, the speeds of
-all processes are compared, too.
+A faulty device can compute wrong values without an error; its replica of the parameters then
+differs from the others. Every `health.every` steps, and before each save, digests of all replicas
+are compared: one changed bit changes the digest. Every `health.every` steps, and a few times before
+that, the speeds of all processes are compared, too.
 """
 
 import collections
@@ -26,8 +26,8 @@ SLOW_SPEED = 0.75
 
 MIN_SLOW_CHECKS = 3  # in a row before a process is logged; a single slow check may be noise
 
-# Steps of a run after which speeds are compared too: a slow process is logged at the last one, not only
-# after several times `health.every` steps.
+# Steps of a run after which speeds are compared too: a slow process is logged at the last one, not
+# only after several times `health.every` steps.
 EARLY_STEPS = (10, 20, 40, 80)
 
 
@@ -54,11 +54,12 @@ class ReplicaCheck:
         self._log = log
         self._digest: Callable[[Any], jax.Array] | None = None
         self._slow_checks: collections.Counter[int] = collections.Counter()  # in a row, by process
-        # At the last check: step, total seconds of waiting for data, total seconds in the phase "step".
+        # At the last check: step, total seconds of waiting for data, total seconds in the phase
+        # "step".
         self._previous: np.ndarray | None = None
 
     def due(self, step: int, *, saving: bool) -> bool:
-        """Returns whether to call `run` before this step; `saving`: whether the state will be saved."""
+        """Returns whether to call `run` before this step; `saving`: whether it will be saved."""
         return self._every > 0 and step > 0 and (saving or self._speeds_due(step))
 
     def _speeds_due(self, step: int) -> bool:
@@ -114,7 +115,8 @@ class ReplicaCheck:
             )
             self._log(
                 f"process {number} on {host} is slow: {speed:.2f} of the median speed; it waits "
-                f"{data:.3f} s per step for data, a test matrix product takes {product * 1e3:.1f} ms"
+                f"{data:.3f} s per step for data, a test matrix product takes {product * 1e3:.1f} "
+                f"ms"
             )
 
 
@@ -199,7 +201,7 @@ def _digest(x: jax.Array) -> jax.Array:
 
 
 def local_digests(rows: jax.Array) -> dict[int, list[int]]:
-    """Returns the digests of this process's devices by device id, from the result of `make_digest`."""
+    """Returns the digests of this process's devices by id, from the result of `make_digest`."""
     return {
         shard.device.id: np.asarray(shard.data)[0].tolist() for shard in rows.addressable_shards
     }

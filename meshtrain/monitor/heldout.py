@@ -24,7 +24,8 @@ def fixed_batches(data: Any, cfg: Config) -> Any:
     batches = list(itertools.islice(data, cfg.eval.batches))
     if not batches:
         raise ConfigError(
-            "eval_data: it yields no batch; an iterator can be used only once: give a list, or a new "
+            "eval_data: it yields no batch; an iterator can be used only once: give a list, or a "
+            "new "
             "iterator"
         )
     return batches
@@ -48,8 +49,8 @@ def heldout_loss(
             if evaluate is None:
                 evaluate = jax.jit(eval_step).lower(params, heldout.peek()).compile()
                 distributed.barrier("evaluation compiled")
-            # One batch at a time: on CPU, processes confuse the messages of two programs in flight, and
-            # hang.
+            # One batch at a time: on CPU, processes confuse the messages of two programs in flight,
+            # and hang.
             sums = []
             for _ in range(num_batches):
                 sums.append(jax.device_get(evaluate(params, next(heldout))))

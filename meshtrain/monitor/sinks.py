@@ -1,4 +1,4 @@
-"""Writes the rows of metrics.jsonl elsewhere too: a function of the caller, TensorBoard, Weights & Biases."""
+"""Writes the rows of metrics.jsonl to the caller, to TensorBoard or to Weights & Biases too."""
 
 import importlib.util
 import math
@@ -60,7 +60,7 @@ def sink_faults(cfg: Config, workdir: str | Path | None) -> list[str]:
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
-    """Yields the numbers of a row by name; those of a list, one for each layer, as name/0, name/1, ..."""
+    """Yields the numbers of a row by name; a list, one per layer, as name/0, name/1, ..."""
     for name, value in row.items():
         if name == "step":
             continue

@@ -36,7 +36,8 @@ def start_lines(
     yield f"parameters  {_parameters(cfg, model, abstract_state)}"
     params_mb = states.bytes_per_device(abstract_state.params) / 1e6
     optimizer_mb = states.bytes_per_device(abstract_state.opt_state) / 1e6
-    yield f"per device  {params_mb:,.2f} MB of parameters, {optimizer_mb:,.2f} MB of optimizer state"
+    memory = f"{params_mb:,.2f} MB of parameters, {optimizer_mb:,.2f} MB of optimizer state"
+    yield f"per device  {memory}"
     per_step = cfg.train.global_batch * units.per_sample
     yield f"step        {per_step:,} {units.name} in {cfg.train.num_microbatches} micro-batches"
     if cfg.mesh.pipeline > 1:
@@ -56,7 +57,8 @@ def start_lines(
         )
         yield f"muon        {cost.describe()} per update and device"
     if units.flops:
-        yield f"FLOPs       {units.flops:,.0f} per token: 6 N + 12 L d S, N without embedding tables"
+        rule = "6 N + 12 L d S, N without embedding tables"
+        yield f"FLOPs       {units.flops:,.0f} per token: {rule}"
     if isinstance(data, Source):
         yield f"data        {data.description}"
 

@@ -30,7 +30,7 @@ class RunWarning(NamedTuple):
 def layout_warnings(
     cfg: Config, model: Model, mesh: jax.sharding.Mesh, params: Params, batch: Any
 ) -> Iterator[RunWarning]:
-    """Yields the warnings that need only shapes, while mesh and rules are active; `params` has shardings."""
+    """Yields the warnings that need shapes; mesh and rules are active, `params` has shardings."""
     yield from unsharded(cfg, model, mesh, params)
     yield from crossing(mesh)
     yield from _unmarked_names(cfg, model, params, batch)
@@ -38,7 +38,8 @@ def layout_warnings(
 
 # ---- parameters that stay replicated ----
 
-# Replicated parameters are reported from this fraction of the parameter bytes on a device, or these bytes.
+# Replicated parameters are reported from this fraction of the parameter bytes on a device, or these
+# bytes.
 MIN_FRACTION = 0.01
 
 MIN_BYTES = 64 << 20
@@ -58,8 +59,8 @@ def unsharded(
 ) -> Iterator[RunWarning]:
     """Warns about parameters that stay replicated because an axis does not divide a dim of theirs.
 
-    One warning for each axis and dim. At ZeRO stage 1 and 2, `fsdp` shards optimizer state, at stage 0
-    nothing.
+    One warning for each axis and dim. At ZeRO stage 1 and 2, `fsdp` shards optimizer state, at
+    stage 0 nothing.
     """
     mesh_sizes = mesh.shape
     rules = cfg.rules
@@ -98,7 +99,8 @@ def unsharded(
             key=key,
         )
         yield RunWarning(
-            f"{' x '.join(f'mesh.{other}={mesh_sizes[other]}' for other in axes)} does not divide {dim}: "
+            f"{' x '.join(f'mesh.{other}={mesh_sizes[other]}' for other in axes)} does not divide "
+            f"{dim}: "
             f"{num_bytes / 1e6:,.2f} MB of parameters on each device, such as {largest_name}, "
             f"{verb} replicated over {axis}; use {remedy}",
             dict(about="unsharded", axis=axis, dim=name, size=size, bytes=num_bytes),
@@ -114,7 +116,7 @@ def _sizes_that_divide(
     size: int,
     key: str | None,
 ) -> str:
-    """Returns the nearest sizes of the axis, and of the dim, with which the product of `axes` divides the dim."""
+    """Returns the nearest sizes of axis and dim with which the axes divide the dim."""
     product = math.prod(mesh_sizes[other] for other in axes)
     others = product // mesh_sizes[axis]
     divisors = [n for n in range(1, size // others + 1) if size % (n * others) == 0]
@@ -156,7 +158,7 @@ def crossing(mesh: jax.sharding.Mesh) -> Iterator[RunWarning]:
 
 
 def _unmarked_names(cfg: Config, model: Model, params: Params, batch: Any) -> Iterator[RunWarning]:
-    """Warns about names in `train.remat` that the model does not mark; program.py checks declared ones."""
+    """Warns about names in `train.remat` that the model does not mark; program.py checks others."""
     remat = cfg.train.remat
     if not remat.startswith("names:"):
         return
@@ -165,14 +167,15 @@ def _unmarked_names(cfg: Config, model: Model, params: Params, batch: Any) -> It
     for name in remat.removeprefix("names:").split(","):
         if name not in marked:
             yield RunWarning(
-                f"train.remat={remat}: nothing is saved for {name!r}, because the model marks no value "
+                f"train.remat={remat}: nothing is saved for {name!r}, because the model marks no "
+                f"value "
                 f"of that name{known}",
                 dict(about="remat", name=name, marked=sorted(marked)),
             )
 
 
 def marked_names(model: Model, params: Params, batch: Any, dtype: str) -> set[str]:
-    """Returns the names of `checkpoint_name` in a block, or in the loss of a model without blocks."""
+    """Returns the names of `checkpoint_name` in a block, or in the loss if there are no blocks."""
     names: set[str] = set()
 
     # The policy sees what `train.remat` may save, the forward passes of custom gradients too.
@@ -216,13 +219,15 @@ def setting_warnings(cfg: Config, data: Any) -> Iterator[RunWarning]:
     if cfg.optimizer.build == "meshtrain.optim.others:schedule_free_adamw":
         if cfg.optim.schedule != "constant":
             yield RunWarning(
-                f"optim.schedule={cfg.optim.schedule}: schedule-free AdamW averages the parameters in "
+                f"optim.schedule={cfg.optim.schedule}: schedule-free AdamW averages the parameters "
+                f"in "
                 f"place of a decay; use optim.schedule=constant, with a warm-up",
                 dict(about="schedule", schedule=cfg.optim.schedule),
             )
         if "bfloat16" in (cfg.optim.moment_dtype, cfg.train.param_dtype):
             yield RunWarning(
-                "optim.build=meshtrain.optim.others:schedule_free_adamw: its averages are a difference of "
+                "optim.build=meshtrain.optim.others:schedule_free_adamw: its averages are a "
+                "difference of "
                 "parameters that bfloat16 rounds; use float32 for optim.moment_dtype and "
                 "train.param_dtype",
                 dict(about="dtype", moment_dtype=cfg.optim.moment_dtype),

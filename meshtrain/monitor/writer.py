@@ -83,8 +83,8 @@ class Writer:
         """Starts the clock at step `start`, after `samples` samples and `waited` seconds for data.
 
         `observe` is called with the metrics of each step after they are written. `predicted` is the
-        predicted step time in seconds, if it is known. Removes the rows of step `start` and later, which an
-        interrupted run wrote after its last checkpoint.
+        predicted step time in seconds, if it is known. Removes the rows of step `start` and later,
+        which an interrupted run wrote after its last checkpoint.
         """
         self._start, self._steps, self._units = start, cfg.train.steps, units
         self._observe, self._predicted = observe, predicted
@@ -133,10 +133,11 @@ class Writer:
         waited: float,
         log: bool,
     ) -> None:
-        """Stores the report of the step just dispatched, and writes the report of the previous step.
+        """Stores the report of the step just dispatched, and writes that of the previous step.
 
-        Thus the device always has work while the host waits for a report. `waited` is the total of all
-        seconds spent waiting for data. With `log` the step gets a row in metrics.jsonl and a line.
+        Thus the device always has work while the host waits for a report. `waited` is the total of
+        all seconds spent waiting for data. With `log` the step gets a row in metrics.jsonl and a
+        line.
         """
         # Simulated devices dispatch synchronously: the step has already ended.
         ended = time.perf_counter() if report["loss"].is_ready() else None
@@ -260,7 +261,7 @@ class Writer:
         self._append("events.jsonl", {"event": event, "time": time.time(), **fields})
 
     def config(self, config: dict[str, Any]) -> None:
-        """Writes config.json, the config of the latest start; keeps the one before if it differs."""
+        """Writes config.json, the config of the latest start; keeps the previous if it differs."""
         if not self._folder:
             return
         path = self._folder / "config.json"
@@ -297,7 +298,8 @@ class Writer:
                     os.truncate(path, size)  # removes a partly written line
             if len(unwritten) == 1:
                 self.log(
-                    f"{path}: {error.strerror}; its lines are kept in memory until it can be written"
+                    f"{path}: {error.strerror}; its lines are kept in memory until it can be "
+                    f"written"
                 )
 
     def sync(self) -> None:
@@ -345,7 +347,7 @@ def _short(number: float) -> str:
 
 
 def peak_bytes_in_use() -> int | None:
-    """Returns the most bytes that a device of this process has held; None if they do not report it."""
+    """Returns the most bytes that a device of this process has held; None if it is unknown."""
     peaks = []
     for device in jax.local_devices():
         report = device.memory_stats() or {}
@@ -357,7 +359,7 @@ def peak_bytes_in_use() -> int | None:
 
 
 def check_outputs(folder: Path) -> None:
-    """Raises ConfigError with a line for each output of an earlier run that this run cannot continue."""
+    """Raises ConfigError with a line for each output of an earlier run that cannot be continued."""
     faults = []
     names = (*TABLES, "config.json", console.LOG)
     for name in names:
@@ -390,7 +392,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def sync_tables(folder: Path) -> None:
-    """Flushes the tables and their folder to disk; one that cannot be flushed does not stop the run."""
+    """Flushes the tables and their folder to disk; a failure does not stop the run."""
     for path in (*(folder / name for name in TABLES), folder):
         with contextlib.suppress(OSError):
             handle = os.open(path, os.O_RDONLY)

@@ -11,16 +11,13 @@ from meshtrain.ops import blockwise, context_attention, cudnn, implementations
 from meshtrain.ops.blockwise import Dropout
 from meshtrain.parallel import context, sharding
 
-# B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head dim, V of values
+# B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head
+# dim, V of values
 
-MAX_XLA_TOKENS = 2048  # longer sequences are computed blockwise if no fused kernel supports them
+# Longer sequences are computed blockwise if no fused kernel supports them.
+MAX_XLA_TOKENS = 2048
 
 UNLIMITED_WINDOW = 2**30  # positions; more than any sequence has
-
-# The XLA implementation splits queries into blocks, unless its name gives their size.
-MAX_QUERY_BLOCKS = 4
-
-MIN_QUERIES_PER_BLOCK = 64
 
 
 def attention(
@@ -41,68 +38,128 @@ def attention(
     """Returns softmax(q k scale) v over the earlier positions of the same segment, (B, S, H, V).
 
     H is a multiple of G: each key/value head serves R = H / G query heads (grouped-query attention,
-    arXiv 2305.13245). If `segments_BS` is None, each row is one segment. With a key/value cache, query s
-    has the position of key `start` + s, and `segments_BT` has the segments of the keys.
-    `scale` 0: 1/sqrt(K). `softcap` c > 0: scores become c tanh(score / c) (Gemma 2, arXiv 2408.00118).
-    `window`: the number of positions that a query sees, its own included (Mistral, arXiv 2310.06825). It
-    applies if `is_local`, which is an array where layers differ.
-    `implementation` is one of implementations.NAMES; "xla:N" and "blockwise:N" compute blocks of N positions.
-    `dropout` sets random probabilities to 0; without a cache only, and not with cuDNN.
-    Without a cache, a sequence that the rules shard is in the order of `context.order`; see parallel/context.py.
-    The softmax is in float32 or wider. Raises ConfigError if `implementation` does not support the inputs.
+    arXiv 2305.13245). If `segments_BS` is None, each row is one segment. With a key/value cache,
+    query s has the position of key `start` + s, and `segments_BT` has the segments of the keys.
+    `scale` 0: 1/sqrt(K). `softcap` c > 0: scores become c tanh(score / c) (Gemma 2, arXiv
+    2408.00118). `window`: the number of positions that a query sees, its own included (Mistral,
+    arXiv 2310.06825). It applies if `is_local`, which is an array where layers differ.
+    `implementation` is one of implementations.NAMES; "xla:N" and "blockwise:N" compute blocks of N
+    positions. `dropout` sets random probabilities to 0; without a cache only, and not with cuDNN.
+    Without a cache, a sequence that the rules shard is in the order of `context.order`; see
+    parallel/context.py. The softmax is in float32 or wider. Raises ConfigError if `implementation`
+    does not support the inputs.
     """
-    dtype, (_, S, _, K) = q_BSHK.dtype, q_BSHK.shape
-    num_devices = sharding.num_shards("seq", S) if segments_BT is None else 1
-    if num_devices > 1:
-        options = dict(scale=scale, softcap=softcap, window=window, is_local=is_local)
-        options |= dict(implementation=implementation, dropout=dropout)
-        return _of_sharded_sequences(q_BSHK, k_BTGK, v_BTGV, segments_BS, **options)
-    implementation, block = implementations.split(implementation)
-    shapes = dict(
-        seq_len=S, head_dim=max(K, v_BTGV.shape[-1]), dtype=dtype, packed=segments_BS is not None
+    S, K, V = q_BSHK.shape[1], q_BSHK.shape[-1], v_BTGV.shape[-1]
+    if segments_BT is None and sharding.num_shards("seq", S) > 1:
+        return _attend_sharded(
+            q_BSHK,
+            k_BTGK,
+            v_BTGV,
+            segments_BS,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+            is_local=is_local,
+            implementation=implementation,
+            dropout=dropout,
+        )
+    kind, block = implementations.split(implementation)
+    name, _ = choose_implementation(
+        kind,
+        seq_len=S,
+        head_dim=max(K, V),
+        dtype=q_BSHK.dtype,
+        softcap=softcap,
+        packed=segments_BS is not None,
+        dropout=dropout is not None,
     )
-    shapes |= dict(softcap=softcap, dropout=dropout is not None)
-    name, _ = choose_implementation(implementation, **shapes)
-    segments = segments_BS, segments_BS if segments_BT is None else segments_BT
-    compute = {"xla": _xla, "cudnn": cudnn.attention, "blockwise": blockwise.attention}[name]
-    options = dict(start=start, scale=scale or K**-0.5, softcap=softcap)
-    if block:
-        options |= {"block": block}
-    if name != "cudnn":
-        options |= {"dropout": dropout}
+    segments_BT = segments_BS if segments_BT is None else segments_BT
+    scale = scale or K**-0.5
 
-    def windowed(window, *qkv):
-        return compute(*qkv, *segments, window=window, **options)
+    def compute(window, q_BSHK, k_BTGK, v_BTGV):
+        inputs = q_BSHK, k_BTGK, v_BTGV, segments_BS, segments_BT
+        if name == "cudnn":
+            return cudnn.attention(
+                *inputs, start=start, scale=scale, softcap=softcap, window=window
+            )
+        function = _xla if name == "xla" else blockwise.attention
+        return function(
+            *inputs,
+            start=start,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+            block=block,
+            dropout=dropout,
+        )
 
-    qkv = q_BSHK, k_BTGK, v_BTGV
     if window is None or isinstance(is_local, bool):
-        return windowed(window if is_local else None, *qkv)
+        return compute(window if is_local else None, q_BSHK, k_BTGK, v_BTGV)
     if name == "cudnn":  # its windows are static
-        choices = partial(windowed, window), partial(windowed, None)
-        constrain = partial(cudnn.constrain, num_heads=q_BSHK.shape[2])
-        return cudnn.either(is_local, *choices, *qkv, constrain=constrain)
-    return windowed(jnp.where(is_local, window, UNLIMITED_WINDOW), *qkv)
+        return cudnn.either(
+            is_local,
+            partial(compute, window),
+            partial(compute, None),
+            q_BSHK,
+            k_BTGK,
+            v_BTGV,
+            constrain=partial(cudnn.constrain, num_heads=q_BSHK.shape[2]),
+        )
+    window = jnp.where(is_local, window, UNLIMITED_WINDOW)
+    return compute(window, q_BSHK, k_BTGK, v_BTGV)
 
 
-def _of_sharded_sequences(
-    q_BSHK, k_BSGK, v_BSGV, segments_BS, *, implementation, scale, window, is_local, **options
+def _attend_sharded(
+    q_BSHK,
+    k_BSGK,
+    v_BSGV,
+    segments_BS,
+    *,
+    scale: float,
+    softcap: float,
+    window: jax.Array | int | None,
+    is_local: jax.Array | bool,
+    implementation: str,
+    dropout: Dropout | None,
 ) -> jax.Array:
     """Computes `attention` by the method of context parallelism that is active."""
     S, H, K = q_BSHK.shape[1:]
-    shapes = dict(seq_len=S, dtype=q_BSHK.dtype, packed=segments_BS is not None)
-    shapes |= dict(head_dim=max(K, v_BSGV.shape[-1]))
-    shapes |= dict(softcap=options["softcap"], dropout=options["dropout"] is not None)
-    heads = dict(num_heads=H, num_kv_heads=k_BSGK.shape[2])
-    method, _ = choose_for_context(implementation, **shapes, **heads)
+    method, _ = choose_for_context(
+        implementation,
+        num_heads=H,
+        num_kv_heads=k_BSGK.shape[2],
+        seq_len=S,
+        head_dim=max(K, v_BSGV.shape[-1]),
+        dtype=q_BSHK.dtype,
+        softcap=softcap,
+        packed=segments_BS is not None,
+        dropout=dropout is not None,
+    )
     if method == "ulysses":
-        options |= dict(scale=scale, window=window, is_local=is_local)
-        compute = partial(attention, implementation=implementation, **options)
+        compute = partial(
+            attention,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+            is_local=is_local,
+            implementation=implementation,
+            dropout=dropout,
+        )
         return context.ulysses(compute, q_BSHK, k_BSGK, v_BSGV, segments_BS)
     if window is not None and is_local is not True:
         window = jnp.where(is_local, window, UNLIMITED_WINDOW)
-    options |= dict(method=method, window=window, scale=scale or K**-0.5)
-    options["implementation"] = implementation
-    return context_attention.attention(q_BSHK, k_BSGK, v_BSGV, segments_BS, **options)
+    return context_attention.attention(
+        q_BSHK,
+        k_BSGK,
+        v_BSGV,
+        segments_BS,
+        method=method,
+        scale=scale or K**-0.5,
+        softcap=softcap,
+        window=window,
+        implementation=implementation,
+        dropout=dropout,
+    )
 
 
 def choose_for_context(
@@ -120,8 +177,8 @@ def choose_for_context(
         return method, f"{method} over {num_devices} devices, {text}"
     if kind == "cudnn":
         raise ConfigError(
-            f"model.attention_impl='cudnn': context.method={method!r} computes attention blockwise; use 'auto' or "
-            f"'blockwise', or context.method='ulysses'"
+            f"model.attention_impl='cudnn': context.method={method!r} computes attention "
+            "blockwise; use 'auto' or 'blockwise', or context.method='ulysses'"
         )
     return method, f"{method} over {num_devices} devices, blockwise"
 
@@ -138,10 +195,9 @@ def choose_implementation(
 ) -> tuple[str, str]:
     """Returns the implementation that `name` selects for these shapes, and text to log about it.
 
-    `packed`: rows hold several documents. `dropout`: of probabilities.
-
-    "auto" selects cuDNN if it supports them; otherwise XLA, which stores the S x S scores, up to
-    MAX_XLA_TOKENS tokens, and blockwise above. Raises ConfigError if `name` is "cudnn" and cuDNN does not support them.
+    `packed`: rows hold several documents. `dropout`: of probabilities. "auto" selects cuDNN if it
+    supports them; otherwise XLA, which stores the S x S scores, up to MAX_XLA_TOKENS tokens, and
+    blockwise above. Raises ConfigError if `name` is "cudnn" and cuDNN does not support them.
     """
     if name not in ("auto", "cudnn"):
         return name, name
@@ -157,7 +213,7 @@ def choose_implementation(
 
 
 def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
-    """Returns the implementation to use with a key/value cache, which cuDNN's kernels do not support."""
+    """Returns the implementation with a key/value cache, which cuDNN does not support."""
     kind, _ = implementations.split(name)
     is_long = kind == "blockwise" or (kind != "xla" and num_keys > MAX_XLA_TOKENS)
     if not is_long or num_queries == 1:
@@ -165,14 +221,19 @@ def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
     return name if kind == "blockwise" else "blockwise"
 
 
+# Queries are split into blocks, unless the name of the implementation gives their size.
+MAX_QUERY_BLOCKS = 4
+MIN_QUERIES_PER_BLOCK = 64
+
+
 def _xla(
     q_BSHK, k_BTGK, v_BTGV, *segments, start, scale, softcap, window, block=0, dropout=None
 ) -> jax.Array:
-    """Computes the formula directly: `jax.nn.dot_product_attention` casts float64 down, so tests would not be exact.
+    """Computes the formula directly: `jax.nn.dot_product_attention` casts float64 down.
 
-    Queries are split into a few blocks. Each block gets only the keys that its queries may see, which
-    skips 6 of 16 parts of the causal S x S square. The slices are static, so a window that differs between
-    layers, and is therefore traced, skips no keys.
+    Queries are split into a few blocks. Each block gets only the keys that its queries may see,
+    which skips 6 of 16 parts of the causal S x S square. The slices are static, so a window that
+    differs between layers, and is therefore traced, skips no keys.
     """
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
@@ -233,7 +294,7 @@ def _dropped(drop, probs_BGQT) -> jax.Array:
 
 
 def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST, drop):
-    """Stores one number per score as residual, its exponential (two with a soft cap); autodiff would store three."""
+    """Keeps one number per score, its exponential (two with a soft cap); autodiff keeps three."""
     dtype = jnp.promote_types(q_BGQK.dtype, jnp.float32)
     dot = partial(jnp.einsum, preferred_element_type=dtype)
     scores_BGQT = dot("bgqk,bgtk->bgqt", q_BGQK * scale, k_BGTK)

@@ -1,4 +1,4 @@
-"""Blockwise causal attention: memory linear in the sequence length (FlashAttention-2, arXiv 2307.08691).
+"""Blockwise causal attention (FlashAttention-2, arXiv 2307.08691): memory linear in the length.
 
 Scores are computed for one block of queries and one block of keys at a time, and recomputed in the
 backward pass. Blocks of keys that no query sees (in the future, or before the window) are skipped.
@@ -12,16 +12,18 @@ import jax
 import jax.numpy as jnp
 
 # B batch, S and T sequence (queries and keys), G key/value heads, R query heads per key/value head,
-# K head dim, V of values, N blocks, s and t positions within a block; ... dims that queries and keys share, such as B
+# K head dim, V of values, N blocks, s and t positions within a block; ... dims that queries and
+# keys share, such as B
 
 BLOCK = 256
 
-# (probabilities, positions of queries, positions of keys) -> probabilities: ops.dropout.OfAttention, a pytree
+# (probabilities, positions of queries, positions of keys) -> probabilities:
+# ops.dropout.OfAttention, a pytree
 Dropout = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Visibility(NamedTuple):
-    """What decides which keys a query sees: those at most window - 1 positions before it, in its segment."""
+    """The keys that a query sees: at most window - 1 positions before it, in its segment."""
 
     # Position of query 0, if key 0 has position 0: (), or an array of the dims after B in "...".
     start: jax.Array
@@ -34,8 +36,8 @@ class Visibility(NamedTuple):
     query_start: jax.Array | None = None
 
 
-# Of a softmax over the keys seen so far, for all queries: the largest score and the sum of exponentials, both
-# (N, ..., R s), and the output that is not yet divided by the sum (N, ..., R s, V).
+# A softmax over the keys seen so far, of all queries: the largest score (N, ..., R s), the sum of
+# exponentials (N, ..., R s), and the output that is not yet divided by the sum (N, ..., R s, V).
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -53,7 +55,7 @@ def attention(
     block=0,
     dropout=None,
 ) -> jax.Array:
-    """Returns the attention (B, S, H, V) that `ops.attention.attention` defines; `scale` has no default."""
+    """Returns the attention (B, S, H, V) of `ops.attention.attention`; `scale` has no default."""
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
     if segments_BS is None:
@@ -63,16 +65,25 @@ def attention(
     R = H // G
     q = _blocks(q_BSHK.reshape(B, S, G, R, K), s, "bnsgrk->nbgrsk").reshape(-1, B, G, R * s, K)
     k, v = (_blocks(x, t, "bntgk->nbgtk") for x in (k_BTGK, v_BTGV))
-    segments = _blocks(segments_BS, s, "bns->nbs"), _blocks(segments_BT, t, "bnt->nbt")
+    segments_s = _blocks(segments_BS, s, "bns->nbs")
+    segments_t = _blocks(segments_BT, t, "bnt->nbt")
     start = jnp.int32(start)
-    visibility = Visibility(start, (start, start), jnp.int32(window), *segments, dropout, start)
+    visibility = Visibility(
+        start=start,
+        start_range=(start, start),
+        window=jnp.int32(window),
+        segments_s=segments_s,
+        segments_t=segments_t,
+        dropout=dropout,
+        query_start=start,
+    )
     out = _attention(scale, softcap, q, k, v, visibility)
     out = out.reshape(-1, B, G, R, s, out.shape[-1])
     return jnp.einsum("nbgrsv->bnsgrv", out).reshape(B, -1, H, out.shape[-1])[:, :S]
 
 
 def _blocks(x: jax.Array, size: int, order: str) -> jax.Array:
-    """Splits dim 1 into blocks, the last padded with zeros, and transposes by the einsum `order`."""
+    """Splits dim 1 into blocks, the last padded with zeros; transposes by the einsum `order`."""
     padding = -x.shape[1] % size
     x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
     return jnp.einsum(order, x.reshape(x.shape[0], -1, size, *x.shape[2:]))
@@ -102,7 +113,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def no_keys(q: jax.Array, value_size: int) -> Softmax:
-    """Returns the softmax of queries (N, ..., R s, K) that have seen no key, for values of `value_size` dims."""
+    """Returns the softmax of queries (N, ..., R s, K) before any key, for values of these dims."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     zeros = jnp.zeros(q.shape[:-1], dtype), jnp.zeros((*q.shape[:-1], value_size), dtype)
     return jnp.full(q.shape[:-1], jnp.finfo(dtype).min), *zeros
@@ -117,7 +128,7 @@ def add_keys(
     v: jax.Array,
     visibility: Visibility,
 ) -> Softmax:
-    """Returns the softmax of the queries q (N, ..., R s, K) once the keys k (N, ..., t, K) are added."""
+    """Returns the softmax of queries q (N, ..., R s, K) with the keys k (N, ..., t, K) added."""
 
     def query_block(block):
         i, softmax = block
@@ -160,7 +171,8 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradient of q from these keys alone, and `sums` plus the gradients of k and v.
 
-    `seen` has log_z and row_dot over all keys that the queries see, and the gradient of their output.
+    `seen` has log_z and row_dot over all keys that the queries see, and the gradient of their
+    output.
     """
     log_z, row_dots, grad_out = seen
     dtype = log_z.dtype
@@ -194,7 +206,7 @@ def _dot(equation: str, a: jax.Array, b: jax.Array, dtype: jax.typing.DTypeLike)
 
 
 def _visible_key_blocks(i, q, k, visibility) -> tuple[jax.Array, jax.Array]:
-    """Returns the range (first, last + 1) of the key blocks that query block `i` sees, for any of the starts."""
+    """Returns the key blocks (first, last + 1) that query block `i` sees, for any start."""
     (smallest, largest), window = visibility.start_range, visibility.window
     s, t = visibility.segments_s.shape[-1], k.shape[-2]
     first, last = smallest + i * s - window + 1, largest + (i + 1) * s - 1
@@ -230,8 +242,8 @@ def _scores(scale, softcap, q, k, visibility, i, j) -> tuple[jax.Array, jax.Arra
     distance = start[..., None, None] + distance.reshape(*[1] * start.ndim, s, t)
     mask = ((distance >= 0) & (distance < window))[None]
     mask = mask & (segments_s[i][..., :, None] == segments_t[j][..., None, :])
-    # exp(masked - max) is 0 once the query has seen a key. Before that it is 1, and `rescale` cancels it
-    # when the query sees its first key.
+    # exp(masked - max) is 0 once the query has seen a key. Before that it is 1, and `rescale`
+    # cancels it when the query sees its first key.
     of_heads = scores.reshape(*scores.shape[:-2], -1, s, t)
     of_heads = jnp.where(mask[..., None, None, :, :], of_heads, jnp.finfo(dtype).min / 2)
     return of_heads.reshape(scores.shape), softcap_slope

@@ -1,6 +1,7 @@
 """Attention of sharded sequences, computed between chunks: keys and values travel, or are gathered.
 
-See parallel/context.py for the methods and the order. In auto sharding: a device is only an index of a dim of size c.
+See parallel/context.py for the methods and the order. In auto sharding: a device is only an index
+of a dim of size c.
 """
 
 from collections.abc import Callable
@@ -15,56 +16,8 @@ from meshtrain.ops import blockwise, implementations
 from meshtrain.ops.blockwise import Dropout, Visibility
 from meshtrain.parallel import sharding
 
-# c devices, each with an early and a late chunk of a sequence
-
-
-class Pair(NamedTuple):
-    """A chunk of queries and a chunk of keys on each device."""
-
-    queries_early: jax.Array  # (c,) bool, whether the queries are those of the early chunk
-    keys_early: jax.Array  # (c,) bool
-    distance: jax.Array  # (c,) int32, chunks between the starts of queries and keys
-    # (), of all devices; computed from the distances, each would be an all-reduce.
-    smallest: jax.Array
-    largest: jax.Array
-
-
-def loop_over_pairs(
-    num_devices: int, number: jax.Array | int, add: Callable[[Any, Pair], Any], carry: Any
-) -> Any:
-    """Returns `carry` after `add(carry, pair)` for each pair of round `number`.
-
-    In round r each device has the keys of the r-th device before it. All devices compute two pairs, in round 0 three.
-    """
-    rows = zip(*_pairs_of_chunks(num_devices, number), strict=True)
-    columns = [jnp.stack([jnp.asarray(value) for value in column]) for column in rows]
-
-    def add_one(at, carry):
-        return add(carry, Pair(*(column[at] for column in columns)))
-
-    return jax.lax.fori_loop(0, 2 + (number == 0), add_one, carry)
-
-
-def _pairs_of_chunks(num_devices: int, number: jax.Array | int) -> list[Pair]:
-    """Returns the two pairs of a round, and the third of round 0.
-
-    The late chunk sees the early chunk of any device. Of the other pairs, early sees early if the keys are of a device
-    before, else late sees late; at home, in round 0, both do. So no chunk meets keys that none of its tokens sees.
-    """
-    c, r, device = num_devices, number, jnp.arange(num_devices)
-    no, yes = jnp.zeros(c, bool), jnp.ones(c, bool)
-    is_after, nearest = device >= r, jnp.minimum(r, c - r)
-    crossed = 2 * c - 1 - device - (device - r) % c
-    crossed_range = jnp.minimum(1 + r, c + 1 - r), jnp.maximum(2 * c - 1 - r, c - 1 + r)
-    straight = jnp.where(is_after, r, c - r)
-    return [
-        Pair(no, yes, crossed, *crossed_range),
-        Pair(is_after, is_after, straight, nearest, jnp.where(r == 0, 0, c - nearest)),
-        Pair(no, no, 0 * device, jnp.int32(0), jnp.int32(0)),
-    ]
-
-
-# B batch, S sequence, H heads = G key/value heads x R, K head dim, c devices, n blocks of a chunk, b tokens of a block
+# B batch, S sequence, H heads = G key/value heads x R, K head dim, n blocks of a chunk, b tokens of
+# a block, c devices, each with an early and a late chunk of a sequence
 
 C = 2  # the dim of the devices in blocks (n, B, c, ...)
 
@@ -80,6 +33,17 @@ class Options(NamedTuple):
     gathers: bool  # whether keys and values are gathered, or travel
 
 
+class Pair(NamedTuple):
+    """A chunk of queries and a chunk of keys on each device."""
+
+    queries_early: jax.Array  # (c,) bool, whether the queries are those of the early chunk
+    keys_early: jax.Array  # (c,) bool
+    distance: jax.Array  # (c,) int32, chunks between the starts of queries and keys
+    # (), of all devices; computed from the distances, each would be an all-reduce.
+    smallest: jax.Array
+    largest: jax.Array
+
+
 def attention(
     q_BSHK: jax.Array,
     k_BSGK: jax.Array,
@@ -93,69 +57,22 @@ def attention(
     implementation: str,
     dropout: Dropout | None,
 ) -> jax.Array:
-    """Returns the attention (B, S, H, K) of sequences in zigzag order, by the method "ring" or "gather"."""
+    """Returns the attention (B, S, H, K) of sequences in zigzag order, by "ring" or "gather"."""
     S = q_BSHK.shape[1]
     num_devices = sharding.num_shards("seq", S)
     length = S // (2 * num_devices)
     block = block_size(implementation, length)
-    options = Options(scale, softcap, num_devices, length, block, method == "gather")
+    options = Options(
+        scale=scale,
+        softcap=softcap,
+        num_devices=num_devices,
+        length=length,
+        block=block,
+        gathers=method == "gather",
+    )
     segments = jnp.zeros((1, S), jnp.int32) if segments_BS is None else segments_BS
     window = jnp.int32(S if window is None else window)
     return _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout)
-
-
-def block_size(implementation: str, length: int) -> int:
-    """Returns the tokens of a block of a chunk of `length`; "blockwise:N" asks for N."""
-    name, block = implementations.split(implementation)
-    return min(block if name == "blockwise" and block else blockwise.BLOCK, length)
-
-
-def _queries_and_keys(options: Options, q_BSHK, k_BSGK, v_BSGK, segments):
-    """Returns pairs, for the early and the late chunks, of (q, segments), and of (k, v, segments)."""
-    G = k_BSGK.shape[2]
-    q, k, v = (_halves(options, x, G) for x in (q_BSHK, k_BSGK, v_BSGK))
-    of_queries, of_keys = (
-        _split(options, segments, "bcnt->nbct", padding=one) for one in (0, NO_SEGMENT)
-    )
-    return tuple(zip(q, of_queries, strict=True)), tuple(zip(k, v, of_keys, strict=True))
-
-
-def _halves(options: Options, x_BSHK: jax.Array, num_groups: int) -> list[jax.Array]:
-    """Returns the early and the late chunks in blocks, (n, B, c, G, R b, K); for keys and values R is 1."""
-    B, S, _, K = x_BSHK.shape
-    x = x_BSHK.reshape(B, S, num_groups, -1, K)
-    halves = _split(options, x, "bcntgrk->nbcgrtk")
-    return [half.reshape(*half.shape[:4], -1, K) for half in halves]
-
-
-def _split(options: Options, x: jax.Array, order: str, padding: int = 0) -> list[jax.Array]:
-    """Returns the early and the late chunks of x (B, S, ...), each in blocks by the einsum `order`."""
-    chunks = x.reshape(x.shape[0], options.num_devices, 2, -1, *x.shape[2:])
-    widths = [(0, 0), (0, 0), (0, -options.length % options.block), *[(0, 0)] * (x.ndim - 2)]
-    found = []
-    for half in range(2):
-        chunk = jnp.pad(chunks[:, :, half], widths, constant_values=padding)
-        chunk = chunk.reshape(*chunk.shape[:2], -1, options.block, *chunk.shape[3:])
-        found.append(_pin(jnp.einsum(order, chunk)))
-    return found
-
-
-def _join(options: Options, halves, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns (B, S, H, K) in `dtype`: the inverse of `_halves`."""
-
-    def join(half):
-        n, B, c, G, _, K = half.shape
-        x = half.astype(dtype).reshape(n, B, c, G, -1, options.block, K)
-        x = jnp.einsum("nbcgrtk->bcntgrk", x).reshape(B, c, n * options.block, -1, K)
-        return x[:, :, : options.length]
-
-    x = jnp.stack([join(half) for half in halves], axis=2)
-    return x.reshape(x.shape[0], -1, *x.shape[4:])
-
-
-def _pin(tree, *, whole: bool = False):
-    """Shards the dim C of each array by the rule for "seq", or not at all; all other dims are free."""
-    return jax.tree.map(lambda x: sharding.pin(x, C, None if whole else "seq"), tree)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -164,13 +81,13 @@ def _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout):
 
 
 def _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout):
-    """The residuals are not in blocks, so that they share memory with what the layer keeps for its other gradients."""
+    """Keeps residuals that are not in blocks: they share memory with those of the layer."""
     queries, keys = _queries_and_keys(options, q_BSHK, k_BSGK, v_BSGK, segments)
     softmaxes = tuple(blockwise.no_keys(q, v_BSGK.shape[-1]) for q, _ in queries)
     visit = partial(_visit, options, window, dropout, queries)
     softmaxes = _rounds(options, visit, softmaxes, keys)
     dtype = q_BSHK.dtype
-    out, log_z = zip(*(blockwise.finish(one, dtype) for one in softmaxes), strict=True)
+    out, log_z = zip(*(blockwise.finish(half, dtype) for half in softmaxes), strict=True)
     out_BSHK = _join(options, out, dtype)
     return out_BSHK, (q_BSHK, k_BSGK, v_BSGK, segments, window, dropout, out_BSHK, log_z)
 
@@ -203,18 +120,22 @@ def _backward(options, residuals, grad_BSHK):
 _attention.defvjp(_forward, _backward)
 
 
-def _rounds(options: Options, visit: Callable, carry: Any, keys: Any) -> Any:
-    """Returns `carry` after c visits: in round r each device computes with the keys of the r-th device before it.
+# ---- rounds: the keys of one other device at a time ----
 
-    Keys are fetched before a visit that does not need them, so that they can arrive while it computes.
+
+def _rounds(options: Options, visit: Callable, carry: Any, keys: Any) -> Any:
+    """Returns `carry` after c visits: in round r a device has the keys of the r-th before it.
+
+    Keys are fetched before a visit that does not need them, so that they can arrive while it
+    computes.
     """
     c = options.num_devices
     if options.gathers:
-        whole, device = _pin(keys, whole=True), jnp.arange(c)
+        keys_of_all, device = _pin(keys, replicated=True), jnp.arange(c)
 
         def with_gathered(carry, number):
             home = (device - number) % c
-            keys = jax.tree.map(lambda x: jnp.take(x, home, axis=C, mode="clip"), whole)
+            keys = jax.tree.map(lambda x: jnp.take(x, home, axis=C, mode="clip"), keys_of_all)
             return visit(carry, _pin(keys), number), None
 
         return jax.lax.scan(with_gathered, visit(carry, keys, 0), jnp.arange(1, c))[0]
@@ -233,11 +154,11 @@ def _to_next_device(tree: Any) -> Any:
 
 
 def _collected(options: Options, keys, dtype) -> tuple[Any, Callable, Callable]:
-    """Returns how the gradients of keys and values are summed, and return to their device.
+    """Returns the sums of gradients of keys and values before the first round, `add` and `finish`.
 
-    These are the sums before the first round; (sums, gradients of a round, round) -> sums; and sums -> gradients. In a
-    ring the sums travel with the keys, and once more. Gathered, those of each device are kept apart, and are sent
-    and added once.
+    `add(sums, gradients of a round, round) -> sums`, and `finish(sums) -> gradients` on the device
+    of the keys. In a ring the sums travel with the keys, and once more. With gathered keys, the
+    gradients from each device are kept apart, and are sent and added once.
     """
     zeros = _no_gradients(keys, dtype)
     if not options.gathers:
@@ -262,34 +183,11 @@ def _no_gradients(keys, dtype: jax.typing.DTypeLike):
     return tuple(tuple(jnp.zeros(x.shape, dtype) for x in half[:2]) for half in keys)
 
 
-def _choose(is_early: jax.Array, halves: Any) -> Any:
-    """Returns of each pair (early, late) the array that each device computes with, (n, B, c, ...)."""
-
-    def pick(a, b):
-        shape = [1] * a.ndim
-        shape[C] = -1
-        return jnp.where(is_early.reshape(shape), a, b)
-
-    return jax.tree.map(pick, *halves)
-
-
-def _replace(is_early: jax.Array, halves: Any, new: Any) -> Any:
-    """Returns the pair (early, late) with the half that `_choose` returns replaced."""
-    early, late = halves
-    return _choose(is_early, (new, early)), _choose(is_early, (late, new))
-
-
-def _visibility(options: Options, window, dropout, pair: Pair, queries, keys) -> Visibility:
-    start_range = pair.smallest * options.length, pair.largest * options.length
-    start = pair.distance * options.length
-    device = jnp.arange(options.num_devices)
-    chunk = jnp.where(pair.queries_early, device, 2 * options.num_devices - 1 - device)
-    masks = dropout, chunk * options.length
-    return Visibility(start, start_range, window, queries, keys, *masks)
+# ---- a visit: queries meet the keys of one round ----
 
 
 def _visit(options: Options, window, dropout, queries, softmaxes, keys, number):
-    """Returns the softmaxes of the early and the late queries once what they see of these keys is added.
+    """Returns the softmaxes of the early and the late queries with these keys added.
 
     `queries` is a pair of (q, segments), `keys` of (k, v, segments).
     """
@@ -306,7 +204,7 @@ def _visit(options: Options, window, dropout, queries, softmaxes, keys, number):
 
 
 def _visit_back(options: Options, window, dropout, queries, seen, grad_q, keys, number):
-    """Returns `grad_q` plus the gradients of the queries from these keys, and the gradients of the keys."""
+    """Returns `grad_q` plus the gradients of queries from these keys, and those of the keys."""
 
     def add(grads, pair):
         grad_q, sums = grads
@@ -324,3 +222,131 @@ def _visit_back(options: Options, window, dropout, queries, seen, grad_q, keys, 
     dtype = grad_q[0].dtype
     sums = _no_gradients(keys, dtype)
     return loop_over_pairs(options.num_devices, number, add, (grad_q, sums))
+
+
+def _visibility(options: Options, window, dropout, pair: Pair, queries, keys) -> Visibility:
+    start_range = pair.smallest * options.length, pair.largest * options.length
+    device = jnp.arange(options.num_devices)
+    chunk = jnp.where(pair.queries_early, device, 2 * options.num_devices - 1 - device)
+    return Visibility(
+        start=pair.distance * options.length,
+        start_range=start_range,
+        window=window,
+        segments_s=queries,
+        segments_t=keys,
+        dropout=dropout,
+        query_start=chunk * options.length,
+    )
+
+
+def _choose(is_early: jax.Array, halves: Any) -> Any:
+    """Returns, of each pair (early, late), the array that a device computes with (n, B, c, ...)."""
+
+    def pick(a, b):
+        shape = [1] * a.ndim
+        shape[C] = -1
+        return jnp.where(is_early.reshape(shape), a, b)
+
+    return jax.tree.map(pick, *halves)
+
+
+def _replace(is_early: jax.Array, halves: Any, new: Any) -> Any:
+    """Returns the pair (early, late) with the half that `_choose` returns replaced."""
+    early, late = halves
+    return _choose(is_early, (new, early)), _choose(is_early, (late, new))
+
+
+# ---- the pairs of chunks that meet in a round ----
+
+
+def loop_over_pairs(
+    num_devices: int, number: jax.Array | int, add: Callable[[Any, Pair], Any], carry: Any
+) -> Any:
+    """Returns `carry` after `add(carry, pair)` for each pair of round `number`.
+
+    In round r each device has the keys of the r-th device before it. All devices compute two pairs,
+    in round 0 three.
+    """
+    rows = zip(*_pairs_of_chunks(num_devices, number), strict=True)
+    columns = [jnp.stack([jnp.asarray(value) for value in column]) for column in rows]
+
+    def add_one(at, carry):
+        return add(carry, Pair(*(column[at] for column in columns)))
+
+    return jax.lax.fori_loop(0, 2 + (number == 0), add_one, carry)
+
+
+def _pairs_of_chunks(num_devices: int, number: jax.Array | int) -> list[Pair]:
+    """Returns the two pairs of a round, and the third of round 0.
+
+    The late chunk sees the early chunk of any device. Of the other pairs, early sees early if the
+    keys are of a device before, else late sees late; at home, in round 0, both do. So no chunk
+    meets keys that none of its tokens sees.
+    """
+    c, r, device = num_devices, number, jnp.arange(num_devices)
+    no, yes = jnp.zeros(c, bool), jnp.ones(c, bool)
+    is_after, nearest = device >= r, jnp.minimum(r, c - r)
+    crossed = 2 * c - 1 - device - (device - r) % c
+    crossed_range = jnp.minimum(1 + r, c + 1 - r), jnp.maximum(2 * c - 1 - r, c - 1 + r)
+    straight = jnp.where(is_after, r, c - r)
+    return [
+        Pair(no, yes, crossed, *crossed_range),
+        Pair(is_after, is_after, straight, nearest, jnp.where(r == 0, 0, c - nearest)),
+        Pair(no, no, 0 * device, jnp.int32(0), jnp.int32(0)),
+    ]
+
+
+# ---- chunks and blocks ----
+
+
+def block_size(implementation: str, length: int) -> int:
+    """Returns the tokens of a block of a chunk of `length`; "blockwise:N" asks for N."""
+    name, block = implementations.split(implementation)
+    return min(block if name == "blockwise" and block else blockwise.BLOCK, length)
+
+
+def _queries_and_keys(options: Options, q_BSHK, k_BSGK, v_BSGK, segments):
+    """Returns (q, segments) and (k, v, segments), each of the early and the late chunks."""
+    G = k_BSGK.shape[2]
+    q, k, v = (_halves(options, x, G) for x in (q_BSHK, k_BSGK, v_BSGK))
+    query_segments = _split(options, segments, "bcnt->nbct", padding=0)
+    key_segments = _split(options, segments, "bcnt->nbct", padding=NO_SEGMENT)
+    return tuple(zip(q, query_segments, strict=True)), tuple(zip(k, v, key_segments, strict=True))
+
+
+def _halves(options: Options, x_BSHK: jax.Array, num_groups: int) -> list[jax.Array]:
+    """Returns the early and the late chunks in blocks, (n, B, c, G, R b, K); of keys R is 1."""
+    B, S, _, K = x_BSHK.shape
+    x = x_BSHK.reshape(B, S, num_groups, -1, K)
+    halves = _split(options, x, "bcntgrk->nbcgrtk")
+    return [half.reshape(*half.shape[:4], -1, K) for half in halves]
+
+
+def _split(options: Options, x: jax.Array, order: str, padding: int = 0) -> list[jax.Array]:
+    """Returns the early and the late chunks of x (B, S, ...), in blocks by the einsum `order`."""
+    chunks = x.reshape(x.shape[0], options.num_devices, 2, -1, *x.shape[2:])
+    widths = [(0, 0), (0, 0), (0, -options.length % options.block), *[(0, 0)] * (x.ndim - 2)]
+    halves = []
+    for half in range(2):
+        chunk = jnp.pad(chunks[:, :, half], widths, constant_values=padding)
+        chunk = chunk.reshape(*chunk.shape[:2], -1, options.block, *chunk.shape[3:])
+        halves.append(_pin(jnp.einsum(order, chunk)))
+    return halves
+
+
+def _join(options: Options, halves, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns (B, S, H, K) in `dtype`: the inverse of `_halves`."""
+
+    def join(half):
+        n, B, c, G, _, K = half.shape
+        x = half.astype(dtype).reshape(n, B, c, G, -1, options.block, K)
+        x = jnp.einsum("nbcgrtk->bcntgrk", x).reshape(B, c, n * options.block, -1, K)
+        return x[:, :, : options.length]
+
+    x = jnp.stack([join(half) for half in halves], axis=2)
+    return x.reshape(x.shape[0], -1, *x.shape[4:])
+
+
+def _pin(tree, *, replicated: bool = False):
+    """Shards the dim C of each array by the rule for "seq", or not at all; other dims are free."""
+    return jax.tree.map(lambda x: sharding.pin(x, C, None if replicated else "seq"), tree)

@@ -1,4 +1,8 @@
-"""cuDNN's fused attention on NVIDIA GPUs: which inputs it supports, and the call."""
+"""cuDNN's fused attention on NVIDIA GPUs: the inputs that it supports, and the call.
+
+Of packed rows, queries and keys get extra dims that encode their document, so that cuDNN separates
+documents without a mask of S x S scores.
+"""
 
 import math
 from collections.abc import Callable
@@ -10,9 +14,13 @@ import jax.numpy as jnp
 from meshtrain import hardware
 from meshtrain.parallel import accelerator, sharding
 
-# B batch, S sequence, H heads, G key/value heads, K head dim
+# B batch, S sequence, H query heads, G key/value heads, K head dim, V of values, N digits of a
+# document's number, C = 2 N dims that encode it
 
 AMPERE, HOPPER, BLACKWELL = 8.0, 9.0, 10.0  # compute capability
+
+NUM_DIGITS = 4
+SEGMENT_DIMS = 2 * NUM_DIGITS
 
 
 def why_not(
@@ -42,7 +50,7 @@ def why_not(
 
 
 def capability_of_target() -> str:
-    """Returns the compute capability of the GPU that is compiled for ("9.0"; on AMD "gfx..."), or ""."""
+    """Returns the compute capability of the target GPU ("9.0"; on AMD "gfx..."), or ""."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     row = device and hardware.device_of(device.device_kind)
     if row and row.chip:
@@ -64,7 +72,8 @@ def attention(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) 
         for x in (q_BSHK, k_BSGK, v_BSGK)
     )
     if sharding.num_shards("heads", H) != sharding.num_shards("kv_heads", G):
-        # cuDNN needs equal sharding of all inputs, so keys and values are repeated for each query head.
+        # cuDNN needs equal sharding of all inputs, so keys and values are repeated for each query
+        # head.
         k_BSGK, v_BSGK = (
             sharding.constrain(jnp.repeat(x, H // G, 2), "batch", "seq", "heads", "head_dim")
             for x in (k_BSGK, v_BSGK)
@@ -84,43 +93,26 @@ def attention(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) 
     return out_BSHK[:, :S, :, :V]
 
 
-def constrain(x: jax.Array, *, num_heads: int) -> jax.Array:
-    """Shards an input, result or residual of cuDNN's attention; the residuals of rank 3 are (B, H, S)."""
-    if x.ndim == 3:
-        return sharding.constrain(x, "batch", "heads", "seq")
-    if x.ndim == 4:
-        heads = "heads" if x.shape[2] == num_heads else "kv_heads"
-        return sharding.constrain(x, "batch", "seq", heads, "head_dim")
-    return x
-
-
-# B batch, S sequence, H query heads, G key/value heads, K head dim, N digits of a number, C = 2 N dims of the code
-
-NUM_DIGITS = 4
-
-SEGMENT_DIMS = 2 * NUM_DIGITS
-
-# By this, at least, the code lowers the scores of other documents. exp(-104) is 0 in float32: a key of another
-# document has no weight unless its score is 400 higher than the best of the query's own document.
+# The scores of other documents are lower by this or more. exp(-104) is 0 in float32: a key of
+# another document has no weight unless its score is 400 higher than the best of the query's own.
 SEGMENT_GAP = 512.0
 
 
 def append_segment_dims(q_BSHK, k_BSGK, v_BSGK, segments_BS, scale: float) -> tuple[jax.Array, ...]:
-    """Returns queries, keys and values with DIMS more dims: the code of their document, and zeros.
+    """Returns queries, keys and values with SEGMENT_DIMS more: the code of the document, and zeros.
 
-    Each document of a row has a number, and each digit of the number is a point on a circle. The score of a
-    query and a key of its own document grows by the same constant for all keys, which the softmax cancels; each
-    digit that differs lowers the score by GAP or more. The constant is 7,000 for rows of 4,096 tokens, where
-    float32 has a resolution of 0.0005, less than that of weights in bfloat16.
+    Each document of a row has a number, and each digit of the number is a point on a circle. The
+    score of a query and a key of its own document grows by the same constant for all keys, which
+    the softmax cancels; each digit that differs lowers the score by SEGMENT_GAP or more. The
+    constant is 7,000 for rows of 4,096 tokens, where float32 has a resolution of 0.0005, less than
+    that of weights in bfloat16.
     """
     base = 2
     while base**NUM_DIGITS < segments_BS.shape[1]:
         base += 1
-    digits_BSN = (
-        _segment_numbers(segments_BS)[:, :, None]
-        // jnp.array([base**n for n in range(NUM_DIGITS)])[None, None]
-        % base
-    )
+    numbers_BS = _segment_numbers(segments_BS)
+    places_N = jnp.array([base**n for n in range(NUM_DIGITS)])
+    digits_BSN = numbers_BS[:, :, None] // places_N[None, None] % base
     angles_BSN = digits_BSN * (2 * math.pi / base)
     radius = math.sqrt(SEGMENT_GAP / (1 - math.cos(2 * math.pi / base)) / scale)
     code_BSC = radius * jnp.concatenate([jnp.cos(angles_BSN), jnp.sin(angles_BSN)], -1)
@@ -144,6 +136,9 @@ def _segment_numbers(segments_BS) -> jax.Array:
     return jax.lax.sort((by_segment[1], numbers), dimension=1, num_keys=1)[1]
 
 
+# ---- layers of which some are local ----
+
+
 def either(
     predicate: jax.Array,
     if_true: Callable[..., jax.Array],
@@ -151,10 +146,10 @@ def either(
     *operands: jax.Array,
     constrain: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """Returns `if_true(*operands)` or `if_false(*operands)`; their residuals have the same shapes.
+    """`lax.cond` that keeps the sharding of residuals, which have the same shapes in both branches.
 
-    `constrain` shards an operand, result or residual. With `lax.cond` alone, XLA replicates the residuals: it does
-    not propagate shardings out of and into the branches.
+    `constrain` shards an operand, result or residual. With `lax.cond` alone, XLA replicates the
+    residuals: it does not propagate shardings out of and into the branches.
     """
     vjp_trees = {}
 
@@ -181,3 +176,16 @@ def either(
     chosen = jax.custom_vjp(lambda *args: forward(*args)[0])
     chosen.defvjp(forward, backward)
     return chosen(predicate, *operands)
+
+
+def constrain(x: jax.Array, *, num_heads: int) -> jax.Array:
+    """Shards an input, result or residual of cuDNN's attention.
+
+    Residuals of rank 3 are (B, H, S).
+    """
+    if x.ndim == 3:
+        return sharding.constrain(x, "batch", "heads", "seq")
+    if x.ndim == 4:
+        heads = "heads" if x.shape[2] == num_heads else "kv_heads"
+        return sharding.constrain(x, "batch", "seq", heads, "head_dim")
+    return x

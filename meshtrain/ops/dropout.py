@@ -1,13 +1,15 @@
-"""Dropout whose masks follow from global indices, so that they are the same on every mesh and schedule.
+"""Dropout whose masks follow from global indices: they are the same on every mesh and schedule.
 
-The way of the keys, from the step to a mask:
+From the key of a step to a mask:
 
-  1. The train step gives each row of the global batch a key, by seed, step and row: `with_row_keys`. The keys are part
-     of the batch: micro-batches, pipeline stages and recomputation move them as they move tokens. In evaluation and
-     generation a batch has none, and dropout is off.
+  1. The train step gives each row of the global batch a key, by seed, step and row:
+     `with_row_keys`. The keys are part of the batch: micro-batches, pipeline stages and
+     recomputation move them as they move tokens. In evaluation and generation a batch has none, and
+     dropout is off.
   2. A layer of a stack mixes its number into the keys: `at_layer`.
-  3. `dropout`, and attention for its probabilities, hash the key, a number of the call (`site`) and the indices of each
-     element: its position in the row, its dim. No index is that of a shard, a micro-batch or a device.
+  3. `dropout`, and attention for its probabilities, hash the key, a number of the call (`site`) and
+     the indices of each element: its position in the row, its dim. No index is that of a shard, a
+     micro-batch or a device.
 """
 
 from collections.abc import Sequence
@@ -22,8 +24,8 @@ import numpy as np
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import context, sharding
 
-# B batch, S sequence, W words of a key, G key/value heads, R query heads of each, s queries and t keys of a block;
-# ... dims that queries and keys share
+# B batch, S sequence, W words of a key, G key/value heads, R query heads of each, s queries and t
+# keys of a block; ... dims that queries and keys share
 
 NAME = "row_keys"  # of the keys in a batch: a field of Batch, or an entry of a dict
 
@@ -38,7 +40,7 @@ def with_row_keys(batch: Any, key: jax.Array) -> Any:
 
 
 def at_layer(batch: Any, number: jax.Array | int) -> Any:
-    """Returns the batch with the keys of layer `number`, an integer; a batch without keys as it is."""
+    """Returns the batch with the keys of layer `number`; a batch without keys is unchanged."""
     if (keys_BW := row_keys(batch)) is None:
         return batch
     word_W = jnp.arange(keys_BW.shape[1], dtype=jnp.uint32)
@@ -58,17 +60,18 @@ def with_keys(batch: Any, keys_BW: jax.Array) -> Any:
     if hasattr(batch, NAME):  # a data.source.Batch
         return batch._replace(row_keys=keys_BW)
     raise ConfigError(
-        f"data: a batch is a {type(batch).__name__}, which cannot hold the keys of its rows for dropout "
-        f"(Model.row_keys); yield a dict or a meshtrain.Batch"
+        f"data: a batch is a {type(batch).__name__}, which cannot hold the keys of its rows for "
+        "dropout (Model.row_keys); yield a dict or a meshtrain.Batch"
     )
 
 
 def dropout(x: jax.Array, batch: Any, *, rate: float, site: int) -> jax.Array:
-    """Returns x (B, ...) with each element set to 0 with probability `rate`, and the others divided by 1 - rate.
+    """Returns x (B, ...) after dropout: elements are 0 with probability `rate`, or / (1 - rate).
 
-    In evaluation, where the batch has no keys, it returns x. `site` is a number of your choice that differs between the
-    calls in the same part of a model (embed, block or head), so that their masks are independent. Of an x with three
-    dims or more, the second one is the sequence. The backward pass computes the mask again.
+    In evaluation, where the batch has no keys, it returns x. `site` is a number of your choice that
+    differs between the calls in the same part of a model (embed, block or head), so that their
+    masks are independent. Of an x with three dims or more, the second one is the sequence. The
+    backward pass computes the mask again.
     """
     keys_BW = row_keys(batch)
     if keys_BW is None or not rate:
@@ -107,7 +110,10 @@ class OfAttention:
     site: int
 
     def __call__(self, probs: jax.Array, query_s: jax.Array, key_t: jax.Array) -> jax.Array:
-        """Returns probabilities (B, ..., G, R, s, t) after dropout; (..., s) and (..., t) are positions in the row."""
+        """Returns probabilities (B, ..., G, R, s, t) after dropout.
+
+        The positions (..., s) and (..., t) are those in the row.
+        """
         G, R = probs.shape[-4:-2]
         rows = self.row_keys_BW.reshape(probs.shape[0], *[1] * (probs.ndim - 1), -1)
         head = jnp.arange(G * R, dtype=jnp.uint32).reshape(*[1] * (probs.ndim - 4), G, R, 1, 1)
@@ -118,9 +124,8 @@ class OfAttention:
 
 def _where_kept(rate: float, bits: jax.Array, x: jax.Array) -> jax.Array:
     kept = bits >= jnp.uint32(round(rate * 2**32))
-    wide = x.astype(
-        jnp.promote_types(x.dtype, jnp.float32)
-    )  # in bfloat16 the factor is off by up to 0.4 %
+    # In bfloat16 the factor is off by up to 0.4 %.
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jnp.where(kept, wide / (1 - rate), 0).astype(x.dtype)
 
 
@@ -130,10 +135,11 @@ def _words(numbers: jax.Array | int) -> jax.Array:
 
 @jax.jit  # traced once for all of its calls
 def _hash(keys: jax.Array, *words: jax.Array) -> jax.Array:
-    """Returns MurmurHash3_x86_32 of the words of `keys` (..., W) and of `words`, with seed 0, uint32.
+    """Returns MurmurHash3_x86_32, seed 0, of the words of `keys` (..., W) and of `words`.
 
-    All are uint32, and broadcast. By Austin Appleby, public domain (github.com/aappleby/smhasher); its last lines, the
-    finalizer, let each bit of the words change each bit of the result with a probability of about 1/2.
+    All are uint32, and broadcast. By Austin Appleby, public domain (github.com/aappleby/smhasher);
+    its last lines, the finalizer, let each bit of the words change each bit of the result with a
+    probability of about 1/2.
     """
     all_words: Sequence[jax.Array] = [*jnp.moveaxis(keys, -1, 0), *words]
     state = jnp.uint32(0)

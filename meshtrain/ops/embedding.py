@@ -10,11 +10,13 @@ from meshtrain.parallel import sharding
 
 
 def lookup(table_VD: jax.Array, index_BS: jax.Array, *, names: sharding.Names = ()) -> jax.Array:
-    """Returns `table_VD[index_BS]` (B, S, D). `names` are the logical names of the dims of the table, if it has any.
+    """Returns `table_VD[index_BS]` (B, S, D).
 
-    The gradient of each row is added up in float32 or wider, and rounded once. The gradient of plain indexing is
-    rounded after each term: in bfloat16, up to two thirds of the gradient of a token that occurs thousands of times
-    in a batch were lost (benchmarks/README.md).
+    `names` are the logical names of the table's dims, if it has any.
+
+    The gradient of each row is added up in float32 or wider, and rounded once. The gradient of
+    plain indexing is rounded after each term: in bfloat16, up to two thirds of the gradient of a
+    token that occurs thousands of times in a batch were lost (benchmarks/README.md).
     """
 
     def look_up(table_VD, index):
@@ -25,7 +27,8 @@ def lookup(table_VD: jax.Array, index_BS: jax.Array, *, names: sharding.Names = 
     # Positions that all rows share are not split.
     if num_rows * num_parts == 1 or B % num_rows or S % num_parts:
         return look_up(table_VD, index_BS)
-    # Each slice of the batch and of the sequence rounds its own sum: XLA adds them up in the dtype of the table.
+    # Each slice of the batch and of the sequence rounds its own sum: XLA adds them up in the dtype
+    # of the table.
     index = index_BS.reshape(num_rows, B // num_rows, num_parts, S // num_parts).swapaxes(1, 2)
     index = index.reshape(-1, *index.shape[2:])
     table_VD = sharding.constrain(table_VD, *names) if names else table_VD

@@ -1,10 +1,10 @@
-"""The feed-forward layers of a mixture of experts: each row is computed by the expert that it is assigned to.
+"""The feed-forward layers of a mixture of experts: each expert computes the rows routed to it.
 
-A row is a token and one of its experts. Rows are sorted by expert. A first pass computes an equal share of rows for
-each expert, as one batch of matrix products. The rows that are left, those of experts with more than their share, are
-computed in blocks of rows of one expert, in a loop with as many iterations as the most loaded device needs; the
-backward pass computes them again. So nothing is dropped, shapes are static, and the memory does not depend on the
-imbalance: only the time does.
+A row is a token and one of its experts. Rows are sorted by expert. A first pass computes an equal
+share of rows for each expert, as one batch of matrix products. The rows that are left, those of
+experts with more than their share, are computed in blocks of rows of one expert, in a loop with as
+many iterations as the most loaded device needs; the backward pass computes them again. So nothing
+is dropped, shapes are static, and the memory does not depend on the imbalance: only the time does.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,16 @@ import jax.numpy as jnp
 from meshtrain.parallel import accelerator
 from meshtrain.parallel.remat import recomputed
 
-# T tokens, k experts per token, R = T k rows, n experts, C rows per expert in the first pass, b rows of a block,
-# D model, F feed-forward
+# T tokens, k experts per token, R = T k rows, n experts, C rows per expert in the first pass, b
+# rows of a block, D model, F feed-forward
 
-# Rows of a block: fewer waste less where experts have few rows left. On accelerators a block reads the weights of its
-# expert from memory: in bfloat16 256 rows are 256 FLOPs per byte read, and an H100 does 295 in that time.
+# Rows of a block: fewer waste less where experts have few rows left. On accelerators a block reads
+# the weights of its expert from memory: in bfloat16 256 rows are 256 FLOPs per byte read, and an
+# H100 does 295 in that time.
 BLOCK, BLOCK_OF_ACCELERATORS = 64, 256
 
-LEFTOVER = "leftover_blocks"  # name of the loop over blocks in compiled programs, for the audit
+# Name of the loop over blocks in compiled programs, for the audit.
+LEFTOVER = "leftover_blocks"
 
 DROPPED = -1  # the expert of a row that is dropped
 
@@ -43,10 +45,10 @@ def feed_forward(
     *,
     block: int | None = None,
 ) -> jax.Array:
-    """Returns the weighted sum of what the experts `first` ... `first` + n - 1 compute of their rows: (T, D).
+    """Returns the weighted sum of the outputs of experts `first` to `first` + n - 1: (T, D).
 
-    `experts` are numbers below `num_experts`, or NOWHERE. `kernels` are the projections (n, D, F), whose results
-    `combine` accepts, and last the output projection (n, F, D).
+    `experts` are numbers below `num_experts`, or DROPPED. `kernels` are the projections (n, D, F),
+    whose results `combine` accepts, and last the output projection (n, F, D).
     """
     n, num_rows = len(kernels[0]), experts_Tk.size
     local_R = experts_Tk.reshape(-1) - first
@@ -91,7 +93,7 @@ def _compute(combine: Combine, rows: _Rows, x_TD, weights_R, *kernels: jax.Array
 
 
 class _Plan:
-    """Which rows the first pass computes, and which rows each block."""
+    """The rows that the first pass computes, and the rows of each block."""
 
     def __init__(self, size: _Size, order_R: jax.Array, sizes_n: jax.Array):
         num_rows, n = len(order_R), len(sizes_n)
@@ -104,7 +106,8 @@ class _Plan:
         blocks_n = -(-left_n // self.block)
         end_n = jnp.cumsum(blocks_n)
         number = jnp.arange(num_rows // self.block + n)
-        # Blocks beyond the last one have no valid rows: devices with fewer blocks wait for the others.
+        # Blocks beyond the last one have no valid rows: devices with fewer blocks wait for the
+        # others.
         self.expert = jnp.minimum(jnp.searchsorted(end_n, number, side="right"), n - 1)
         before = (number - (end_n - blocks_n)[self.expert]) * self.block  # rows of earlier blocks
         self.start = jnp.minimum(start_n[self.expert] + share + before, num_rows)
@@ -132,9 +135,10 @@ class _Plan:
 
 @jax.custom_batching.custom_vmap
 def _largest(count: jax.Array) -> jax.Array:
-    """Returns the largest `count` of all that are mapped: all devices run the same number of iterations.
+    """Returns the largest `count` of all that are mapped: devices run equally many iterations.
 
-    With a condition that differs between them, `jax.vmap` would copy what the loop carries in every iteration.
+    With a condition that differs between them, `jax.vmap` would copy what the loop carries in every
+    iteration.
     """
     return count
 
@@ -175,7 +179,8 @@ def _backward(combine, size, kept, grad_TD):
     def add_block(number, grad_x, grad_weights, *grad_kernels):
         rows, expert = plan.rows_of(number), plan.expert[number]
         own = [_entry(one, expert) for one in kernels]
-        # Its own rows alone: a gradient of all tokens in every block would cost more than the block.
+        # Its own rows alone: a gradient of all tokens in every block would cost more than the
+        # block.
         inside = _Rows(jnp.arange(plan.block), jnp.arange(plan.block), rows.valid)
         compute = partial(_compute, combine, inside)
         _, block_vjp = jax.vjp(compute, x_TD[rows.token], weights_R[rows.row], *own)

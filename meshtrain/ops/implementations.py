@@ -1,4 +1,4 @@
-"""The names of the implementations of attention: "blockwise", or "blockwise:256" with a block size in tokens."""
+"""The names of attention's implementations, such as "blockwise", or "blockwise:256" with a size."""
 
 from meshtrain.errors import choice_faults
 
@@ -8,7 +8,7 @@ WITH_BLOCKS = ("xla", "blockwise")
 
 
 def split(name: str) -> tuple[str, int]:
-    """Returns the name without its block size, and the block size; 0 for the implementation's own."""
+    """Returns the name without its block size, and the block size; 0: the default one."""
     kind, _, block = name.partition(":")
     return kind, int(block or 0)
 

@@ -1,4 +1,4 @@
-"""Losses, returned as weighted sums: sums of micro-batches add up, and are divided once by the total weight."""
+"""Losses as weighted sums: those of micro-batches add up, and are divided once by the weight."""
 
 import math
 from collections.abc import Callable
@@ -19,15 +19,15 @@ MIB = 1 << 20
 def cross_entropy(
     logits_BSV: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, *, z_loss: float
 ) -> Metrics:
-    """Returns the weighted sum of -log softmax(logits)[target], in nats, computed in float32 or wider.
+    """Returns the weighted sum of -log softmax(logits)[target], in nats, at least in float32.
 
     `z_loss` > 0 adds z_loss * logsumexp(logits)^2 per token, which keeps the logits from drifting
     (PaLM, arXiv 2204.02311, section 5); the cross-entropy without it is then in `extra`.
     """
     logits_BSV = logits_BSV.astype(jnp.promote_types(logits_BSV.dtype, jnp.float32))
     log_z_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
-    # Compare instead of gather: XLA partitions the comparison over a sharded vocabulary and fuses it into
-    # one pass; a gather from sharded operands can abort the process.
+    # Compare instead of gather: XLA partitions the comparison over a sharded vocabulary and fuses
+    # it into one pass; a gather from sharded operands can abort the process.
     vocab_V = jnp.arange(logits_BSV.shape[-1], dtype=targets_BS.dtype)
     is_target_BSV = vocab_V[None, None, :] == targets_BS[..., None]
     nll_BS = log_z_BS - jnp.sum(jnp.where(is_target_BSV, logits_BSV, 0), axis=-1)
@@ -48,13 +48,14 @@ def chunked_cross_entropy(
 ) -> Metrics:
     """Returns the `cross_entropy` of the logits `project(kernel, x)`, computed in chunks of tokens.
 
-    A chunk has at most `mib` MiB of float32 logits on each device. There is one chunk if `mib` is 0, or in
-    float16, where the loss must be scaled before its gradient is computed. The gradients of a chunk are
-    computed together with its loss, so logits are neither stored nor recomputed. Only Metrics.loss has
-    a gradient. `project` must not close over arrays.
+    A chunk has at most `mib` MiB of float32 logits on each device. There is one chunk if `mib` is
+    0, or in float16, where the loss must be scaled before its gradient is computed. The gradients
+    of a chunk are computed together with its loss, so logits are neither stored nor recomputed.
+    Only Metrics.loss has a gradient. `project` must not close over arrays.
     """
     loss = partial(_chunk_loss, project, z_loss)
-    # Each slice of the batch and of the sequence sums its own chunks; otherwise XLA would all-reduce in every chunk.
+    # Each slice of the batch and of the sequence sums its own chunks; otherwise XLA would
+    # all-reduce in every chunk.
     axes, num_rows, num_parts = sharding.token_slices(AXES, targets_BS.shape[1])
     num_slices = num_rows * num_parts
     num_tokens = targets_BS.size // num_slices
@@ -80,7 +81,7 @@ def chunked_cross_entropy(
 
 
 def _num_chunks(num_tokens: int, vocab: int, mib: float) -> int:
-    """Returns the smallest number of chunks that fit in `mib`, or a divisor of the tokens up to 25 % larger."""
+    """Returns the fewest chunks that fit in `mib`, or a divisor of the tokens up to 25 % larger."""
     size = num_tokens * vocab * 4 // sharding.num_shards("vocab", vocab)
     fewest = min(num_tokens, math.ceil(size / (mib * MIB))) if mib else 1
     # Each chunk reads and writes the kernel's gradient, which costs more than padding the tokens.
@@ -101,7 +102,7 @@ def _sum_over_chunks(loss: Callable, kernel_DV: jax.Array, chunks: tuple) -> Met
 
 
 def _forward(loss, kernel_DV, chunks):
-    """Returns the sums; the residuals are the gradients of the loss with respect to kernel and x."""
+    """Returns the sums, and as residuals the gradients of the loss for kernel and x."""
     dtype = jnp.promote_types(kernel_DV.dtype, jnp.float32)
 
     def add_chunk(sums, chunk):

@@ -1,10 +1,10 @@
-"""Expert parallelism: each device holds some of the experts, and computes them for the tokens of a group of devices.
+"""Expert parallelism: each device holds some experts, and computes them for a group of devices.
 
 The axis `expert` shards the batch as well. Within a group, devices that differ only along `expert`,
 tokens are gathered; each device computes its own experts for all tokens of the group; an all-to-all
-and a sum return to each device the results of its own tokens. With the rule `("expert", ("expert",
-"tensor"))` the experts are sharded over `tensor` too. All collectives are here, and so outside of
-the loop in ops/experts.py.
+and a sum return to each device the results of its own tokens. With the rule
+`("expert", ("expert", "tensor"))` the experts are sharded over `tensor` too. All collectives are
+here, and so outside of the loop in ops/experts.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +23,24 @@ Axes = tuple[str, ...]
 
 
 class ExpertAxes(NamedTuple):
-    """How the active rules shard tokens and experts; the mesh axes of each dim."""
+    """The mesh axes over which the active rules shard tokens and experts, and their sizes."""
 
-    groups: Axes  # of the batch, outside of a group
+    # of the batch, outside of a group
+    groups: Axes
+    # of the sequence
     sequence: Axes
-    gathered: Axes  # that shard the batch and the experts
-    others: Axes  # that shard only the experts
-    sizes: tuple[int, int, int, int]  # of these four
+    # that shard the batch and the experts
+    gathered: Axes
+    # that shard only the experts
+    others: Axes
+    num_batch_groups: int
+    num_sequence_groups: int
+    num_gathered: int
+    num_others: int
 
     @property
     def experts(self) -> Axes:
+        """The mesh axes that shard the experts."""
         return (*self.gathered, *self.others)
 
     @property
@@ -42,7 +50,8 @@ class ExpertAxes(NamedTuple):
 
     @property
     def num_shards(self) -> int:
-        return self.sizes[2] * self.sizes[3]
+        """Number of shards of the experts."""
+        return self.num_gathered * self.num_others
 
 
 def layout(num_rows: int, length: int, num_experts: int) -> ExpertAxes:
@@ -52,11 +61,21 @@ def layout(num_rows: int, length: int, num_experts: int) -> ExpertAxes:
     gathered = tuple(axis for axis in batch if axis in experts)
     groups = tuple(axis for axis in batch if axis not in experts)
     sequence = tuple(axis for axis in sharding.axes_for("seq", length) if axis not in experts)
+    # Tokens are gathered here only if the axes are the inner ones of the batch and the outer ones
+    # of the experts; otherwise XLA moves the tokens.
     if experts[: len(gathered)] != gathered or batch != (*groups, *gathered):
-        gathered = ()  # not the inner dims of the batch: XLA moves the tokens
+        gathered = ()
     others = tuple(axis for axis in experts if axis not in gathered)
-    axes = (groups, sequence, gathered, others)
-    return ExpertAxes(*axes, tuple(map(sharding.num_devices, axes)))
+    return ExpertAxes(
+        groups=groups,
+        sequence=sequence,
+        gathered=gathered,
+        others=others,
+        num_batch_groups=sharding.num_devices(groups),
+        num_sequence_groups=sharding.num_devices(sequence),
+        num_gathered=sharding.num_devices(gathered),
+        num_others=sharding.num_devices(others),
+    )
 
 
 def run_experts(
@@ -66,98 +85,103 @@ def run_experts(
     weights_BSk: jax.Array,
     kernels: Sequence[jax.Array],
 ) -> jax.Array:
-    """Returns the sum over all experts of `feed_forward(x_TD, experts_Tk, weights_Tk, first, kernels)`: (B, S, D).
+    """Returns the sum over all experts of `feed_forward(...)`: (B, S, D).
 
-    `kernels` are (E, ...), sharded by the logical name "expert" alone; `feed_forward` gets those of
-    the experts from `first` on.
+    `feed_forward(x_TD, experts_Tk, weights_Tk, first, kernels)` gets the kernels of the experts
+    from `first` on. `kernels` are (E, ...), sharded by the logical name "expert" alone.
     """
-    (B, S), E = x_BSD.shape[:2], len(kernels[0])
-    where = layout(B, S, E)
-    e, g = where.num_shards, where.sizes[0] * where.sizes[1]
-    stacked = [_stack(where, one) for one in kernels]
-    firsts = jnp.arange(e) * (E // e)
-    x, weights = (_spread(where, (B, S), one) for one in (x_BSD, weights_BSk))
-    args = x, _split(where, experts_BSk), weights, firsts
+    B, S = x_BSD.shape[:2]
+    E = len(kernels[0])
+    axes = layout(B, S, E)
+    num_groups = axes.num_batch_groups * axes.num_sequence_groups
+    stacked = [_stack(axes, kernel) for kernel in kernels]
+    first = jnp.arange(axes.num_shards) * (E // axes.num_shards)
+    x_egTD = _spread(axes, (B, S), x_BSD)
+    weights_egTk = _spread(axes, (B, S), weights_BSk)
+    experts_gTk = _split(axes, experts_BSk)
     # Mapped over shards of experts, and over groups: as one dim, so that gradients of experts are
     # summed at once.
-    run = _over(feed_forward, g, where.outside, (0, 0, 0, None, None))
-    run = _over(run, e, where.experts, (0, None, 0, 0, 0))
-    return _collect(where, (B, S), run(*args, tuple(stacked)))
+    run = _over(feed_forward, num_groups, axes.outside, in_axes=(0, 0, 0, None, None))
+    run = _over(run, axes.num_shards, axes.experts, in_axes=(0, None, 0, 0, 0))
+    out_egTD = run(x_egTD, experts_gTk, weights_egTk, first, tuple(stacked))
+    return _collect(axes, (B, S), out_egTD)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _stack(where: ExpertAxes, kernel: jax.Array) -> jax.Array:
+def _stack(axes: ExpertAxes, kernel: jax.Array) -> jax.Array:
     """Returns a kernel (E, ...) by shard of the experts: (e, E / e, ...)."""
-    stacked = kernel.reshape(where.num_shards, -1, *kernel.shape[1:])
-    return sharding.shard_over(stacked, where.experts)
+    stacked = kernel.reshape(axes.num_shards, -1, *kernel.shape[1:])
+    return sharding.shard_over(stacked, axes.experts)
 
 
 # Its gradient gets no constraint here, so that XLA can reduce-scatter it to the shards of the
 # parameter.
 _stack.defvjp(
-    lambda where, kernel: (_stack(where, kernel), None),
-    lambda where, _, grad: (grad.reshape(-1, *grad.shape[2:]),),
+    lambda axes, kernel: (_stack(axes, kernel), None),
+    lambda axes, _, grad: (grad.reshape(-1, *grad.shape[2:]),),
 )
 
 
-def _over(function: Callable, size: int, axes: Axes, in_axes: tuple) -> Callable:
+def _over(function: Callable, size: int, axes: Axes, *, in_axes: tuple) -> Callable:
     """Returns `function` mapped over a leading dim of this size, which these mesh axes shard."""
     if size > 1:
         return jax.vmap(function, in_axes, spmd_axis_name=axes or None)
 
     def once(*args):
-        only = [
-            arg if axis is None else jax.tree.map(lambda leaf: leaf[0], arg)
-            for arg, axis in zip(args, in_axes, strict=True)
-        ]
+        only = []
+        for arg, axis in zip(args, in_axes, strict=True):
+            if axis is not None:
+                arg = jax.tree.map(lambda leaf: leaf[0], arg)
+            only.append(arg)
         return jax.tree.map(lambda leaf: leaf[None], function(*only))
 
     return once
 
 
-def _split(where: ExpertAxes, x_BS: jax.Array) -> jax.Array:
+def _split(axes: ExpertAxes, x_BS: jax.Array) -> jax.Array:
     """Returns x (B, S, ...) as the tokens of each group, gathered within it: (g, T, ...)."""
-    num_groups, num_parts, *_ = where.sizes
     (B, S), rest = x_BS.shape[:2], x_BS.shape[2:]
-    x = x_BS.reshape(num_groups, B // num_groups, num_parts, S // num_parts, *rest)
-    x = sharding.shard_over(x, where.groups, (), where.sequence)
-    x = jnp.moveaxis(x, 2, 1).reshape(num_groups * num_parts, -1, *rest)
-    return sharding.shard_over(x, where.outside)
+    gb, gs = axes.num_batch_groups, axes.num_sequence_groups
+    x = x_BS.reshape(gb, B // gb, gs, S // gs, *rest)
+    x = sharding.shard_over(x, axes.groups, (), axes.sequence)
+    x = jnp.moveaxis(x, 2, 1).reshape(gb * gs, -1, *rest)
+    return sharding.shard_over(x, axes.outside)
 
 
 # The gradients of these two are each other. What XLA derives would all-reduce the gradients of all
 # tokens of a group.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _spread(where: ExpertAxes, shape: tuple[int, int], x_BS: jax.Array) -> jax.Array:
+def _spread(axes: ExpertAxes, shape: tuple[int, int], x_BS: jax.Array) -> jax.Array:
     """Returns `_split(x)` for each shard of the experts: (e, g, T, ...)."""
-    x = _split(where, x_BS)[None]
-    x = jnp.broadcast_to(x, (where.num_shards, *x.shape[1:]))
-    return sharding.shard_over(x, where.experts, where.outside)
+    x = _split(axes, x_BS)[None]
+    x = jnp.broadcast_to(x, (axes.num_shards, *x.shape[1:]))
+    return sharding.shard_over(x, axes.experts, axes.outside)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _collect(where: ExpertAxes, shape: tuple[int, int], y: jax.Array) -> jax.Array:
+def _collect(axes: ExpertAxes, shape: tuple[int, int], y_egT: jax.Array) -> jax.Array:
     """Returns the sum over the shards of the experts: (e, g, T, ...) -> (B, S, ...)."""
-    (B, S), rest = shape, y.shape[3:]
-    num_groups, num_parts, num_gathered, num_others = where.sizes
-    lead = (num_gathered, num_others, num_groups, num_parts)
-    y = sharding.shard_over(y, where.experts, where.outside)
-    y = y.reshape(*lead, num_gathered, -1, S // num_parts, *rest)
-    sharded = (where.others, where.groups, where.sequence)
-    y = sharding.shard_over(y, where.gathered, *sharded)
-    y = sharding.shard_over(y, (), *sharded, where.gathered)  # an all-to-all
+    (B, S), rest = shape, y_egT.shape[3:]
+    gb, gs = axes.num_batch_groups, axes.num_sequence_groups
+    # The dims: gathered, others, groups of the batch, groups of the sequence, and of the tokens of
+    # a group: gathered again, rows, positions.
+    y = sharding.shard_over(y_egT, axes.experts, axes.outside)
+    y = y.reshape(axes.num_gathered, axes.num_others, gb, gs, axes.num_gathered, -1, S // gs, *rest)
+    y = sharding.shard_over(y, axes.gathered, axes.others, axes.groups, axes.sequence)
+    # An all-to-all: from a device's experts for all rows of the group to all experts for its rows.
+    y = sharding.shard_over(y, (), axes.others, axes.groups, axes.sequence, axes.gathered)
     y = y.sum(0).sum(0)
-    y = sharding.shard_over(y, where.groups, where.sequence, where.gathered)
+    y = sharding.shard_over(y, axes.groups, axes.sequence, axes.gathered)
     y = jnp.moveaxis(y, 1, 3).reshape(B, S, *rest)
-    return sharding.shard_over(y, (*where.groups, *where.gathered), where.sequence)
+    return sharding.shard_over(y, (*axes.groups, *axes.gathered), axes.sequence)
 
 
 _spread.defvjp(
-    lambda where, shape, x_BS: (_spread(where, shape, x_BS), None),
-    lambda where, shape, _, grad: (_collect(where, shape, grad),),
+    lambda axes, shape, x_BS: (_spread(axes, shape, x_BS), None),
+    lambda axes, shape, _, grad: (_collect(axes, shape, grad),),
 )
 
 _collect.defvjp(
-    lambda where, shape, y: (_collect(where, shape, y), None),
-    lambda where, shape, _, grad: (_spread(where, shape, grad),),
+    lambda axes, shape, y_egT: (_collect(axes, shape, y_egT), None),
+    lambda axes, shape, _, grad: (_spread(axes, shape, grad),),
 )

@@ -1,4 +1,4 @@
-"""The device mesh: always the same six named axes, so that no code checks whether an axis exists."""
+"""The device mesh: always the same six axes, so that no code checks whether an axis exists."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ LINKS = ("host", "hosts", "slices")
 
 def make_mesh(
     config: MeshConfig | None = None, *, devices: Sequence[jax.Device] | None = None, **sizes: int
-):
+) -> jax.sharding.Mesh:
     """Returns the `jax.sharding.Mesh` for a config, or for sizes: `make_mesh(fsdp=2, tensor=4)`.
 
     The product of the sizes must equal the number of `devices` (by default all); see
@@ -26,24 +26,25 @@ def make_mesh(
     slices that the devices cannot form.
     """
     devices = jax.devices() if devices is None else devices
-    config = (config or MeshConfig(**sizes)).resolve(len(devices))
-    sizes = tuple(getattr(config, axis) for axis in AXES)
+    config = config or MeshConfig(**sizes)
+    config = config.resolve(len(devices))
+    shape = tuple(getattr(config, axis) for axis in AXES)
     # Auto on purpose: with jax's default, Explicit, users' models would need sharding annotations
     # in their contractions.
     types = (jax.sharding.AxisType.Auto,) * len(AXES)
     num_slices = _check_slices(config, devices)
     if num_slices > 1:
-        grid = _grid_of_slices(sizes, devices, num_slices)
+        grid = _grid_of_slices(shape, devices, num_slices)
         return jax.sharding.Mesh(grid, AXES, axis_types=types)
     if len({*map(host_of, devices)}) > 1:
         # Several hosts, which jax.make_mesh rejects: neighbours in the mesh share one.
-        grid = np.array(sorted(devices, key=host_of)).reshape(sizes)
+        grid = np.array(sorted(devices, key=host_of)).reshape(shape)
         return jax.sharding.Mesh(grid, AXES, axis_types=types)
     try:
-        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     except NotImplementedError:
         # On a TPU torus whose physical axes do not match the sizes: split a physical axis.
-        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return jax.sharding.Mesh(grid, AXES, axis_types=types)
 
 
@@ -62,7 +63,8 @@ def host_of(device: jax.Device) -> int:
 
 def _check_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
     """Returns the number of slices; raises ConfigError if the devices cannot form them."""
-    count, hosts = config.slices, [host_of(device) for device in devices]
+    count = config.slices
+    hosts = [host_of(device) for device in devices]
     num_hosts = len({*hosts})
     if devices[0].platform == "tpu":
         if count not in (1, num_hosts):
@@ -72,34 +74,44 @@ def _check_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
             )
         return num_hosts
     parts = np.sort(hosts).reshape(count, -1)
+    # A slice is within a host, or consists of hosts: no host is in two slices.
     within_hosts = all(len({*part}) == 1 for part in parts.tolist())
-    if not within_hosts and any(a[-1] == b[0] for a, b in zip(parts, parts[1:], strict=False)):
+    splits_a_host = any(a[-1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+    if not within_hosts and splits_a_host:
         fits = [n for n in range(1, config.data + 1) if config.data % n == num_hosts % n == 0]
         raise ConfigError(
-            f"mesh.slices={count} splits a host: there are {num_hosts}, with {len(devices)} devices; "
+            f"mesh.slices={count} splits a host: there are {num_hosts}, "
+            f"with {len(devices)} devices; "
             f"use mesh.slices={' or '.join(map(str, fits))}"
         )
     return count
 
 
-def _grid_of_slices(sizes: Sequence[int], devices: Sequence[jax.Device], num_slices: int):
+def _grid_of_slices(
+    sizes: Sequence[int], devices: Sequence[jax.Device], num_slices: int
+) -> np.ndarray:
     """Returns the devices in the shape of the mesh: slices split `data`, each in contiguous blocks.
 
     TPU slices that do not divide `data` split the other axes as well, the ones with the least
     traffic first.
     """
-    outer, left = dict.fromkeys(AXES, 1), num_slices
+    # An axis of size s is `between[axis]` slices times s / between[axis] devices within a slice.
+    between = dict.fromkeys(AXES, 1)
+    slices_left = num_slices
     for axis in ("data", *AXES):
-        part = math.gcd(left, sizes[AXES.index(axis)] // outer[axis])
-        outer[axis], left = outer[axis] * part, left // part
-    inner = [size // outer[axis] for axis, size in zip(AXES, sizes, strict=True)]
+        part = math.gcd(slices_left, sizes[AXES.index(axis)] // between[axis])
+        between[axis] *= part
+        slices_left //= part
+    within = [size // between[axis] for axis, size in zip(AXES, sizes, strict=True)]
     if devices[0].platform == "tpu":
-        shapes = inner, [*outer.values()], devices
         try:
-            return mesh_utils.create_hybrid_device_mesh(*shapes)
-        except NotImplementedError:  # as in make_mesh
-            return mesh_utils.create_hybrid_device_mesh(*shapes, allow_split_physical_axes=True)
-    parts = np.array(sorted(devices, key=host_of)).reshape(num_slices, *inner)
+            return mesh_utils.create_hybrid_device_mesh(within, [*between.values()], devices)
+        except NotImplementedError:
+            # As in make_mesh.
+            return mesh_utils.create_hybrid_device_mesh(
+                within, [*between.values()], devices, allow_split_physical_axes=True
+            )
+    parts = np.array(sorted(devices, key=host_of)).reshape(num_slices, *within)
     return np.concatenate(parts, axis=AXES.index("data"))
 
 
@@ -112,52 +124,61 @@ class Network:
 
     @property
     def num_slices(self) -> int:
-        """Number of slices along `data`: this many contiguous parts of it are in slices of their own."""
+        """Number of slices along `data`, each of which holds a contiguous part of it."""
         along_data = np.moveaxis(self.slices, AXES.index("data"), 0)
-        return len({*along_data.reshape(len(along_data), -1)[:, 0].tolist()})
+        first_devices = along_data.reshape(len(along_data), -1)[:, 0]
+        return len({*first_devices.tolist()})
 
     def link(self, numbers: Iterable[int]) -> str:
         """Returns the slowest of LINKS between devices, numbered in the order of the mesh."""
         numbers = [*numbers]
         if len({*self.slices.ravel()[numbers].tolist()}) > 1:
             return "slices"
-        return "hosts" if len({*self.hosts.ravel()[numbers].tolist()}) > 1 else "host"
+        if len({*self.hosts.ravel()[numbers].tolist()}) > 1:
+            return "hosts"
+        return "host"
 
     def link_along(self, *axes: str) -> str:
         """Returns the slowest of LINKS within the groups of devices along these axes."""
-        return max((self.link(group) for group in self._groups(axes)), key=LINKS.index)
+        links = [self.link(group) for group in self._groups(axes)]
+        return max(links, key=LINKS.index)
 
-    def num_parts(self, *axes: str) -> int:
-        """Returns over how many slices, or hosts if they are in one slice, the groups along these axes are spread.
+    def num_islands(self, *axes: str) -> int:
+        """Returns how many slices (or hosts, within one slice) a group along these axes spans.
 
-        1 if the members of a part are not neighbours along the axes, or if parts differ in size.
+        1 if the devices of an island are not neighbours along the axes, or if islands differ in
+        size.
         """
-        groups = self._groups(axes)
-        of_device = self.slices if self.link_along(*axes) == "slices" else self.hosts
-        parts = of_device.ravel()[groups]
-        number = len({*parts[0].tolist()})
-        if parts.shape[1] % number:
+        island_of_device = self.slices if self.link_along(*axes) == "slices" else self.hosts
+        islands = island_of_device.ravel()[self._groups(axes)]  # (groups, devices of a group)
+        num_islands = len({*islands[0].tolist()})
+        if islands.shape[1] % num_islands:
             return 1
-        blocks = parts.reshape(len(parts), number, -1)
-        are_whole = (blocks == blocks[..., :1]).all()
-        are_apart = all(len({*row}) == number for row in blocks[..., 0].tolist())
-        return number if are_whole and are_apart else 1
+        blocks = islands.reshape(len(islands), num_islands, -1)
+        is_one_island_per_block = (blocks == blocks[..., :1]).all()
+        is_one_block_per_island = all(len({*row}) == num_islands for row in blocks[..., 0].tolist())
+        return num_islands if is_one_island_per_block and is_one_block_per_island else 1
 
     def _groups(self, axes: Sequence[str]) -> np.ndarray:
         """Returns the numbers of the devices of each group along these axes."""
         numbers = np.arange(self.hosts.size).reshape(self.hosts.shape)
-        last = [AXES.index(axis) for axis in axes]
-        rest = [dim for dim in range(len(AXES)) if dim not in last]
-        size = math.prod(self.hosts.shape[dim] for dim in last)
-        return numbers.transpose(rest + last).reshape(-1, size)
+        group_dims = [AXES.index(axis) for axis in axes]
+        other_dims = [dim for dim in range(len(AXES)) if dim not in group_dims]
+        group_size = math.prod(self.hosts.shape[dim] for dim in group_dims)
+        return numbers.transpose(other_dims + group_dims).reshape(-1, group_size)
 
 
 def network_of(mesh: jax.sharding.Mesh, num_slices: int = 1) -> Network:
-    """Returns the hosts and slices of a mesh. `num_slices` (mesh.slices): parts of `data`; TPUs know their own."""
+    """Returns the hosts and slices of a mesh.
+
+    `num_slices` (mesh.slices) is the number of slices along `data`; TPUs know their own.
+    """
     hosts = np.vectorize(host_of, otypes=[int])(mesh.devices)
     if mesh.devices.flat[0].platform == "tpu":
         return Network(hosts, hosts)
-    axis = AXES.index("data")
-    numbers = np.arange(hosts.shape[axis]) * num_slices // hosts.shape[axis]
-    shape = [-1 if dim == axis else 1 for dim in range(len(AXES))]
-    return Network(hosts, np.broadcast_to(numbers.reshape(shape), hosts.shape))
+    data_dim = AXES.index("data")
+    data_size = hosts.shape[data_dim]
+    slices_along_data = np.arange(data_size) * num_slices // data_size
+    shape = [-1 if dim == data_dim else 1 for dim in range(len(AXES))]
+    slices = np.broadcast_to(slices_along_data.reshape(shape), hosts.shape)
+    return Network(hosts, slices)

@@ -1,4 +1,4 @@
-"""What the backward pass computes again: whole layers, or cheap regions of them."""
+"""Rematerialisation: the backward pass computes whole layers, or cheap regions, again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,8 @@ def rematerialised(function: Callable, remat: str) -> Callable:
     elif remat == "dots":
         policy = policies.dots_with_no_batch_dims_saveable
     else:
-        policy = policies.save_only_these_names(*remat.removeprefix("names:").split(","))
+        names = remat.removeprefix("names:").split(",")
+        policy = policies.save_only_these_names(*names)
 
     def inside(*args):
         with _in_rematerialised(True):
@@ -34,7 +35,7 @@ def rematerialised(function: Callable, remat: str) -> Callable:
 
 
 def recomputed(function: Callable, *args: jax.Array) -> Any:
-    """Returns `function(*args)`; its backward pass keeps only `args` and computes what it needs again.
+    """Returns `function(*args)`; its backward pass keeps only `args` and runs it again.
 
     For cheap operations followed by a matrix product: the product's result is kept by its consumer,
     so no product is computed twice.

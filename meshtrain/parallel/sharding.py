@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -12,11 +13,115 @@ from meshtrain.errors import ConfigError, did_you_mean
 # (logical name, mesh axis or axes or None), in order of preference; a name may have several rules.
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
 # Parameters, gradients and optimizer state are sharded over these axes as far as the ZeRO stage
 # says.
 ZERO_AXES = ("fsdp", "context")
 
 Names = Sequence[str | None]  # one logical name per dim, None for a dim that is never sharded
+
+
+# ---- from names to shardings ----
+
+
+def spec_for(
+    names: Names, shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]
+) -> PartitionSpec:
+    """Returns the PartitionSpec of an array: each dim gets the first rule that fits.
+
+    Rules are tried from top to bottom. A rule fits a dim of its name if none of its mesh axes
+    already shards another dim of this array, and the product of their sizes divides the dim. A dim
+    that no rule fits is unsharded. Raises ConfigError for a name without a rule, or an axis that
+    `sizes` lacks.
+    """
+    known = {name for name, _ in rules}
+    for name in names:
+        if name is not None and name not in known:
+            raise ConfigError(
+                f"logical axis {name!r} has no rule{did_you_mean(name, known)}; "
+                f'add ("{name}", None) to config.rules'
+            )
+    assigned: list[tuple[str, ...] | None] = [None] * len(names)
+    used: set[str] = set()
+    for name, axes in rules:
+        axes = axes_of(axes)
+        for axis in axes:
+            if axis not in sizes:
+                raise ConfigError(
+                    f"config.rules maps {name!r} to {axis!r}, which is not a mesh axis"
+                    f"{did_you_mean(axis, sizes)}"
+                )
+        for dim in range(len(names)):
+            if names[dim] != name or assigned[dim] is not None or used & set(axes):
+                continue
+            if shape[dim] % math.prod(sizes[axis] for axis in axes) == 0:
+                assigned[dim] = axes
+                used |= set(axes)
+    return PartitionSpec(*(axes or None for axes in assigned))
+
+
+def axes_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a rule or a PartitionSpec, as a tuple."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def shardings(axes: Any, shapes: Any, rules: Rules, mesh: AnyMesh) -> Any:
+    """Returns the tree of NamedShardings; `axes` has the names of the dims of each leaf."""
+    return jax.tree.map(
+        lambda leaf, names: NamedSharding(mesh, spec_for(names, leaf.shape, rules, mesh.shape)),
+        shapes,
+        axes,
+    )
+
+
+def not_divisible(
+    names: Names, shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]
+) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Returns the mesh axes over which this array is replicated because they do not divide it.
+
+    Each with the number of the dim and the axes of the rule. Not among them are axes that shard
+    another dim, and axes of rules that are not tried, because an earlier rule fits or another dim
+    uses an axis of theirs.
+    """
+    axes_of_dim = [axes_of(entry) for entry in spec_for(names, shape, rules, sizes)]
+    dim_and_rule_of_axis = {}
+    for dim, name in enumerate(names):
+        other_dims = axes_of_dim[:dim] + axes_of_dim[dim + 1 :]
+        used_by_others = {axis for axes in other_dims for axis in axes}
+        for rule_name, rule_axes in rules:
+            if rule_name != name:
+                continue
+            rule_axes = axes_of(rule_axes)
+            if rule_axes == axes_of_dim[dim]:
+                break  # this rule fits, so no later one is tried
+            if used_by_others & {*rule_axes}:
+                continue
+            for axis in rule_axes:
+                if sizes[axis] > 1 and axis not in axes_of_dim[dim]:
+                    dim_and_rule_of_axis[axis] = (dim, rule_axes)
+    return dim_and_rule_of_axis
+
+
+def rules_without(rules: Rules, *removed: str) -> Rules:
+    """Returns the rules with these mesh axes removed from each."""
+    return tuple(
+        (name, tuple(axis for axis in axes_of(axes) if axis not in removed)) for name, axes in rules
+    )
+
+
+def without_axes(sharding: NamedSharding, axes: Sequence[str]) -> NamedSharding:
+    """Returns the sharding with these mesh axes removed from its spec."""
+    entries = []
+    for entry in sharding.spec:
+        kept = tuple(axis for axis in axes_of(entry) if axis not in axes)
+        entries.append(kept or None)
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+
+
+# ---- the active rules ----
 
 # jax keys its caches of traces by this context; with a context variable, functions that jax traces
 # once (jit, checkpoint, custom_vjp) would keep the constraints of the first rules.
@@ -36,78 +141,35 @@ def active_rules() -> Rules | None:
     return _active_rules.value
 
 
-def spec_for(
-    names: Names, shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]
-) -> PartitionSpec:
-    """Returns the PartitionSpec of an array with these dims: each dim gets the first rule that fits.
-
-    Rules are tried from top to bottom. A rule fits a dim of its name if none of its mesh axes
-    already shards another dim of this array, and the product of their sizes divides the dim. A dim
-    that no rule fits is unsharded. Raises ConfigError for a name without a rule, or an axis that
-    `sizes` lacks.
-    """
-    known = {name for name, _ in rules}
-    for name in names:
-        if name is not None and name not in known:
-            raise ConfigError(
-                f'logical axis {name!r} has no rule{did_you_mean(name, known)}; add ("{name}", None) to config.rules'
-            )
-    assigned: list[tuple[str, ...] | None] = [None] * len(names)
-    used: set[str] = set()
-    for name, axes in rules:
-        axes = axes_of(axes)
-        for axis in axes:
-            if axis not in sizes:
-                raise ConfigError(
-                    f"config.rules maps {name!r} to {axis!r}, which is not a mesh axis{did_you_mean(axis, sizes)}"
-                )
-        for dim in range(len(names)):
-            if names[dim] != name or assigned[dim] is not None or used & set(axes):
-                continue
-            if shape[dim] % math.prod(sizes[axis] for axis in axes) == 0:
-                assigned[dim] = axes
-                used |= set(axes)
-    return PartitionSpec(*(axes or None for axes in assigned))
+@contextlib.contextmanager
+def partial_axes(axes: Sequence[str]) -> Iterator[None]:
+    """Makes `constrain` ignore these mesh axes, so that each shard along them has partial sums."""
+    rules = _active_rules.value
+    with use_rules(rules and rules_without(rules, *axes)):
+        yield
 
 
-def not_divisible(
-    names: Names, shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]
-) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Returns the mesh axes that leave this array replicated because they do not divide the dim of their rule.
-
-    Each with the number of the dim and the axes of the rule. Not among them are axes that shard
-    another dim, and axes of rules that are not tried, because an earlier rule fits or another dim
-    uses an axis of theirs.
-    """
-    spec = [axes_of(entry) for entry in spec_for(names, shape, rules, sizes)]
-    found = {}
-    for dim, name in enumerate(names):
-        of_other_dims = {axis for other in {*range(len(spec))} - {dim} for axis in spec[other]}
-        for axes in (axes_of(axes) for rule_name, axes in rules if rule_name == name):
-            if axes == spec[dim]:
-                break
-            if not of_other_dims & {*axes}:
-                replicated = [axis for axis in axes if sizes[axis] > 1 and axis not in spec[dim]]
-                found |= dict.fromkeys(replicated, (dim, axes))
-    return found
+@contextlib.contextmanager
+def heads_for_sequence() -> Iterator[None]:
+    """Shards heads over the mesh axes of the sequence as well, and the sequence not at all."""
+    rules = _active_rules.value
+    # Of several rules for a name the first counts, so it is entered last.
+    first_axes = {name: axes_of(axes) for name, axes in reversed(rules)}
+    changed = []
+    for name in ("heads", "kv_heads"):
+        changed.append((name, (*first_axes.get(name, ()), *first_axes["seq"])))
+    changed.append(("seq", None))
+    unchanged = [rule for rule in rules if rule[0] not in ("heads", "kv_heads", "seq")]
+    with use_rules([*changed, *unchanged]):
+        yield
 
 
-def axes_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Returns the mesh axes of one entry of a rule or a PartitionSpec, as a tuple."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def shardings(axes, shapes, rules: Rules, mesh: jax.sharding.Mesh):
-    """Returns the tree of NamedShardings; `axes` has the names of the dims of each leaf of `shapes`."""
-    return jax.tree.map(
-        lambda leaf, names: NamedSharding(mesh, spec_for(names, leaf.shape, rules, mesh.shape)),
-        shapes,
-        axes,
-    )
+# ---- constraints by the active rules, within a traced function; without mesh or rules no effect
+# ----
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Shards `x` by the active rules for these names; returns `x` if there are no active rules or no mesh."""
+    """Shards `x` by the active rules for these names."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
     if mesh.empty or rules is None:
         return x
@@ -115,7 +177,10 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def pin(x: jax.Array, dim: int, name: str | None) -> jax.Array:
-    """Shards one dim of `x` by the active rules for this name (None: not at all), and leaves all others to XLA."""
+    """Shards one dim of `x` by the active rules for this name, and leaves all others to XLA.
+
+    None: the dim is not sharded.
+    """
     mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
     if mesh.empty or rules is None:
         return x
@@ -123,6 +188,14 @@ def pin(x: jax.Array, dim: int, name: str | None) -> jax.Array:
     spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
     spec[dim] = axes
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def shard_over(x: jax.Array, *dims: Sequence[str]) -> jax.Array:
+    """Shards each leading dim of `x` over these mesh axes, and the others not at all."""
+    if jax.sharding.get_abstract_mesh().empty or _active_rules.value is None:
+        return x
+    spec = PartitionSpec(*(tuple(axes) or None for axes in dims))
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 def gathered(x: jax.Array, stored: Names, used: Names) -> jax.Array:
@@ -140,89 +213,59 @@ def gathered(x: jax.Array, stored: Names, used: Names) -> jax.Array:
     def gather(x):
         return constrain(x, *used)
 
+    def forward(x):
+        return constrain(x, *used), None
+
     def backward(_, grad):
         return (jax.lax.with_sharding_constraint(grad, spec),)
 
-    gather.defvjp(lambda x: (constrain(x, *used), None), backward)
+    gather.defvjp(forward, backward)
     return gather(x)
 
 
-def rules_without(rules: Rules, *removed: str) -> Rules:
-    """Returns the rules with these mesh axes removed from each."""
-    return tuple(
-        (name, tuple(axis for axis in axes_of(axes) if axis not in removed)) for name, axes in rules
-    )
-
-
-def batch_slices(axes: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """Returns which of these mesh axes shard the batch by the active rules, and the product of their sizes."""
-    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value or ()
-    if mesh.empty or all(name != "batch" for name, _ in rules):
-        return (), 1
-    # With mesh.size rows, which every product of axis sizes divides.
-    (batch_axes,) = spec_for(("batch",), (mesh.size,), rules, mesh.shape)
-    axes = tuple(axis for axis in axes if axis in axes_of(batch_axes))
-    return axes, math.prod(mesh.shape[axis] for axis in axes)
-
-
-def token_slices(axes: Sequence[str], length: int) -> tuple[tuple[str, ...], int, int]:
-    """Returns which of these mesh axes shard a batch (B, S = `length`), and the number of slices of B and of S."""
-    batch_axes, num_rows = batch_slices(axes)
-    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
-    if mesh.empty or rules is None:
-        return batch_axes, num_rows, 1
-    (entry,) = spec_for(("seq",), (length,), rules, mesh.shape)
-    seq_axes = tuple(axis for axis in axes_of(entry) if axis in axes and axis not in batch_axes)
-    return (*batch_axes, *seq_axes), num_rows, math.prod(mesh.shape[axis] for axis in seq_axes)
+# ---- numbers of shards, by the active mesh and rules; without them everything is one shard ----
 
 
 def axes_for(name: str, size: int) -> tuple[str, ...]:
-    """Returns the mesh axes by which the active rules shard a dim of this name and size."""
+    """Returns the mesh axes that shard a dim of this name and size."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
     if mesh.empty or rules is None:
         return ()
     return axes_of(spec_for((name,), (size,), rules, mesh.shape)[0])
 
 
-def num_devices(axes: Sequence[str]) -> int:
-    """Returns the product of the sizes of these axes of the active mesh."""
-    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
-
-
 def num_shards(name: str, size: int) -> int:
-    """Returns into how many shards the active rules split a dim of this name and size."""
+    """Returns the number of shards of a dim of this name and size."""
     return num_devices(axes_for(name, size))
 
 
-def shard_over(x: jax.Array, *dims: Sequence[str]) -> jax.Array:
-    """Shards each leading dim of `x` over these mesh axes, and the others not at all."""
-    if jax.sharding.get_abstract_mesh().empty or _active_rules.value is None:
-        return x
-    return jax.lax.with_sharding_constraint(
-        x, PartitionSpec(*(tuple(axes) or None for axes in dims))
-    )
+def num_devices(axes: Sequence[str]) -> int:
+    """Returns the product of the sizes of these mesh axes."""
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
 
 
-@contextlib.contextmanager
-def partial_axes(axes: Sequence[str]) -> Iterator[None]:
-    """Makes `constrain` ignore these mesh axes, so that each shard along them keeps partial sums."""
-    rules = _active_rules.value
-    with use_rules(rules and rules_without(rules, *axes)):
-        yield
+def batch_slices(axes: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    """Returns those of the mesh axes `axes` that shard the batch, and the number of slices."""
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value or ()
+    if mesh.empty or all(name != "batch" for name, _ in rules):
+        return (), 1
+    # The size of the batch is not known here: with mesh.size rows, which every product of axis
+    # sizes divides.
+    (entry,) = spec_for(("batch",), (mesh.size,), rules, mesh.shape)
+    batch_axes = tuple(axis for axis in axes if axis in axes_of(entry))
+    return batch_axes, math.prod(mesh.shape[axis] for axis in batch_axes)
 
 
-@contextlib.contextmanager
-def heads_for_sequence() -> Iterator[None]:
-    """Shards heads over the mesh axes of the sequence as well, and the sequence not at all."""
-    rules = _active_rules.value
-    axes = {name: axes_of(found) for name, found in reversed(rules)}
-    heads = [(name, (*axes.get(name, ()), *axes["seq"])) for name in ("heads", "kv_heads")]
-    others = [(name, found) for name, found in rules if name not in ("heads", "kv_heads", "seq")]
-    with use_rules([*heads, ("seq", None), *others]):
-        yield
+def token_slices(axes: Sequence[str], length: int) -> tuple[tuple[str, ...], int, int]:
+    """Returns those of the mesh axes `axes` that shard a batch (B, S = `length`).
 
-
-def without_axes(sharding: NamedSharding, axes: Sequence[str]) -> NamedSharding:
-    """Returns the sharding with these mesh axes removed from its spec."""
-    entries = (tuple(axis for axis in axes_of(dim) if axis not in axes) for dim in sharding.spec)
-    return NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in entries)))
+    And the number of slices of B, and that of S.
+    """
+    batch_axes, num_batch_slices = batch_slices(axes)
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
+    if mesh.empty or rules is None:
+        return batch_axes, num_batch_slices, 1
+    (entry,) = spec_for(("seq",), (length,), rules, mesh.shape)
+    seq_axes = tuple(axis for axis in axes_of(entry) if axis in axes and axis not in batch_axes)
+    num_seq_slices = math.prod(mesh.shape[axis] for axis in seq_axes)
+    return (*batch_axes, *seq_axes), num_batch_slices, num_seq_slices

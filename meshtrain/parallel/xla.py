@@ -26,29 +26,33 @@ def options(
     "auto" means "overlap" on several GPUs, else "none".
     """
     if preset == "auto":
-        preset = "overlap" if mesh.size > 1 and mesh.devices.flat[0].platform == "gpu" else "none"
+        is_gpu = mesh.devices.flat[0].platform == "gpu"
+        preset = "overlap" if mesh.size > 1 and is_gpu else "none"
     version = tuple(int(part) for part in jaxlib.__version__.split(".")[:2])
-    found = {
-        name: value
-        for name, value in XLA_PRESETS[preset].items()
-        if name not in without
-        and (name not in XLA_OPTIONS_REMOVED_IN or version < XLA_OPTIONS_REMOVED_IN[name])
-    }
-    own = re.findall(rf"--{DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    if own and DISABLED_PASSES in found:  # else the option would replace that of the user
-        passes = own[-1].strip("'\"")
-        found[DISABLED_PASSES] = f"{passes},{found[DISABLED_PASSES]}"
-    return found
+    chosen = {}
+    for name, value in XLA_PRESETS[preset].items():
+        is_removed = name in XLA_OPTIONS_REMOVED_IN and version >= XLA_OPTIONS_REMOVED_IN[name]
+        if name not in without and not is_removed:
+            chosen[name] = value
+    # The option would replace the passes that the user disables in XLA_FLAGS.
+    users_passes = re.findall(rf"--{DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    if users_passes and DISABLED_PASSES in chosen:
+        passes = users_passes[-1].strip("'\"")
+        chosen[DISABLED_PASSES] = f"{passes},{chosen[DISABLED_PASSES]}"
+    return chosen
 
 
 def quick_compile_options(mesh: jax.sharding.Mesh) -> dict[str, int]:
-    """Returns options for a program that runs once: on CPUs optimization level 1, unless XLA_FLAGS sets it.
+    """Returns options for a program that runs once: on CPUs optimization level 1.
 
-    The program that initialises configs/quickstart.py then compiles in a sixth of the time, and
-    runs as fast.
+    XLA_FLAGS wins. The program that initialises configs/quickstart.py then compiles in a sixth of
+    the time, and runs as fast.
     """
-    level, on_cpu = "xla_backend_optimization_level", mesh.devices.flat[0].platform == "cpu"
-    return {level: 1} if on_cpu and level not in os.environ.get("XLA_FLAGS", "") else {}
+    option = "xla_backend_optimization_level"
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if not on_cpu or option in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {option: 1}
 
 
 def compile_with(
@@ -63,9 +67,8 @@ def compile_with(
         return lowered.compile(compiler_options=compiler_options)
     except RuntimeError as error:  # JaxRuntimeError is one
         if compiler_options.get(DOUBLE_BUFFERING) and "control predecessor" in str(error):
-            print(
-                f"XLA cannot compile the step with {DOUBLE_BUFFERING}: without it", file=sys.stderr
-            )
+            message = f"XLA cannot compile the step with {DOUBLE_BUFFERING}: without it"
+            print(message, file=sys.stderr)
             return compile_with(lowered, {**compiler_options, DOUBLE_BUFFERING: False})
         unknown = re.search(r"No such compile option: '(\w+)'", str(error))
         if unknown is None:

@@ -238,8 +238,10 @@ class _GradLoop:
         )
 
     def initial_carry(self) -> Carry:
+        """Returns zeros: empty slots, and sums of gradients in float32 or float64."""
         stages, table = self.stages, self.table
         x, metrics = _zeros(stages, table.num_stages)
+        # Only the shapes count, so any chunk and micro-batch will do.
         first = jnp.zeros(table.num_stages, jnp.int32)
 
         def kept_of_a_chunk():
@@ -273,12 +275,14 @@ class _GradLoop:
         return carry, None
 
     def forward(self, rows: Tick, carry: Carry, row: Tick) -> Carry:
+        """Runs a chunk on each stage, saves its input or residuals, and sends the output on."""
         stages = self.stages
         y, kept = _run_forwards(stages, rows, row, carry.x, stages.forward)
         kept = per_stage.put(carry.kept, row.forward.slot, kept)
         return carry._replace(x=per_stage.send(y, 1), kept=kept)
 
     def backward(self, rows: Tick, carry: Carry, row: Tick) -> Carry:
+        """Backpropagates through a chunk on each stage, and sends the gradient back."""
         stages, table = self.stages, self.table
         active = row.backward.active
         number, chunk, slot = _valid_indices(row.backward)

@@ -9,7 +9,8 @@ is not supported).
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ AXIS = "pipeline"
 # P stages, V chunks per stage, K layers per chunk
 
 
-def _each_stage(function):
+def _each_stage(function: Callable) -> Callable:
     """Returns a function that runs `function` on each stage's shard, without the dim of stages."""
 
     def on_leaves(*args):
@@ -29,54 +30,66 @@ def _each_stage(function):
 
     @functools.wraps(function)
     def region(*args):
-        P = jax.P(AXIS)
-        return jax.shard_map(on_leaves, in_specs=P, out_specs=P, axis_names={AXIS})(*args)
+        spec = jax.P(AXIS)
+        run = jax.shard_map(on_leaves, in_specs=spec, out_specs=spec, axis_names={AXIS})
+        return run(*args)
 
     return region
 
 
 @_each_stage
 def pick(tree: Any, index: jax.Array) -> Any:
-    """Returns each stage's entry `index` (P,) of the second dim of every leaf (P, n, ...): (P, ...)."""
+    """Returns each stage's entry `index` (P,) of dim 1 of every leaf (P, n, ...): (P, ...)."""
     return jax.tree.map(lambda leaf: _entry(leaf, index), tree)
 
 
 @_each_stage
 def put(tree: Any, index: jax.Array, value: Any) -> Any:
     """Returns `tree` with entry `index` (P,) of each stage replaced by `value` (P, ...)."""
-    with jax.named_scope("kept"):  # by this name `monitor.activations` finds the buffers
-        return jax.tree.map(
-            lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0), tree, value
-        )
+
+    def put_leaf(leaf, new):
+        return jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0)
+
+    # `tools.hlo.activations` finds the buffers by this name.
+    with jax.named_scope("kept"):
+        return jax.tree.map(put_leaf, tree, value)
 
 
 @_each_stage
 def add(tree: Any, index: jax.Array, value: Any, active: jax.Array) -> Any:
     """Returns `tree` with `value` (P, ...) added to entry `index` (P,) of each `active` stage."""
 
-    def added(leaf, new):
-        new = _entry(leaf, index) + jnp.where(active, new.astype(leaf.dtype), 0)  # 0 * nan is nan
+    def add_leaf(leaf, new):
+        # Not multiplied by the mask: 0 * nan is nan.
+        new = _entry(leaf, index) + jnp.where(active, new.astype(leaf.dtype), 0)
         return jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0)
 
-    return jax.tree.map(added, tree, value)
+    return jax.tree.map(add_leaf, tree, value)
 
 
 def _entry(leaf: jax.Array, index: jax.Array) -> jax.Array:
-    # With a single entry, slicing would only make a copy.
-    return leaf[0] if len(leaf) == 1 else jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+    if len(leaf) == 1:
+        # Slicing would only make a copy.
+        return leaf[0]
+    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
 
 
 def choose(tree: Any, index: jax.Array, axis: int) -> Any:
-    """Returns each stage's entry `index` (P,) of dim `axis` of a tree that is replicated over stages: (P, ...)."""
+    """Returns each stage's entry `index` (P,) of dim `axis` of every leaf: (P, ...).
+
+    The tree is replicated over the stages.
+    """
 
     def region(tree, index):
-        return jax.tree.map(
-            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index[0], axis, keepdims=False)[None],
-            tree,
-        )
+        def choose_leaf(leaf):
+            entry = jax.lax.dynamic_index_in_dim(leaf, index[0], axis, keepdims=False)
+            return entry[None]
 
-    P = jax.P(AXIS)
-    return jax.shard_map(region, in_specs=(jax.P(), P), out_specs=P, axis_names={AXIS})(tree, index)
+        return jax.tree.map(choose_leaf, tree)
+
+    by_stage = jax.P(AXIS)
+    run = jax.shard_map(region, in_specs=(jax.P(), by_stage), out_specs=by_stage, axis_names={AXIS})
+    return run(tree, index)
 
 
 def send(x: Any, by: int) -> Any:
@@ -93,7 +106,9 @@ def share(x: Any, stage: int) -> Any:
     # abort on CPU (jax 0.10.2). Not `sum`: it would send float32. The audit finds this by the
     # scope's name.
     def share_leaf(leaf):
-        is_source = (np.arange(len(leaf)) == stage % len(leaf)).reshape(-1, *[1] * (leaf.ndim - 1))
+        num_stages = len(leaf)
+        is_source = np.arange(num_stages) == stage % num_stages
+        is_source = is_source.reshape(-1, *[1] * (leaf.ndim - 1))
         zero = jnp.zeros((), leaf.dtype)
         return jax.lax.reduce(jnp.where(is_source, leaf, zero), zero, jax.lax.add, (0,))
 
@@ -107,75 +122,102 @@ def on_all_stages(x: Any) -> Any:
 
 
 def either(stages: jax.Array, if_true: Any, if_false: Any) -> Any:
-    """Returns leaf by leaf (P, ...) the first value on the `stages` (P,) that are True, the second on others."""
+    """Returns `if_true` (P, ...) on the `stages` (P,) that are True, `if_false` on the others."""
 
-    def choose(a, b):
+    def choose_leaf(a, b):
         return jnp.where(stages.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
-    return jax.tree.map(choose, if_true, if_false)
+    return jax.tree.map(choose_leaf, if_true, if_false)
+
+
+# ---- between the order of the model and that of the stages ----
 
 
 def to_stages(layers: Any, num_chunks: int) -> Any:
-    """Moves stacked layers (L, ...) to their stages: (P, V, K, ...); chunk v of stage i is the (v P + i)-th."""
+    """Moves stacked layers (L, ...) to their stages: (P, V, K, ...).
+
+    Chunk v of stage i is number v P + i of the stack.
+    """
     return _move(layers, num_chunks, inward=True)
 
 
 def from_stages(chunks: Any) -> Any:
     """Moves chunks (P, V, K, ...) back to stacked layers (L, ...) in the model's order."""
-    return _move(chunks, jax.tree.leaves(chunks)[0].shape[1], inward=False)
+    num_chunks = jax.tree.leaves(chunks)[0].shape[1]
+    return _move(chunks, num_chunks, inward=False)
 
 
 def gradients(chunks: Any) -> dict[str, Any]:
-    """Returns gradients (P, V, N, K, ...) as those of the parameter `layers`, (N, L, ...); {} if there are none."""
-    return {"layers": jax.vmap(from_stages, in_axes=2)(chunks)} if chunks else {}
+    """Returns gradients (P, V, N, K, ...) as those of the parameter `layers`, (N, L, ...).
+
+    Without gradients of layers it returns {}.
+    """
+    if not chunks:
+        return {}
+    return {"layers": jax.vmap(from_stages, in_axes=2)(chunks)}
 
 
 def constants_of_stages(layers: Any, num_chunks: int) -> Any:
     """Returns what `to_stages` returns, for arrays that every stage has: nothing is sent."""
-    size = jax.sharding.get_abstract_mesh().shape[AXIS]
+    num_stages = jax.sharding.get_abstract_mesh().shape[AXIS]
 
     def split(leaf):
-        return np.reshape(leaf, (num_chunks, size, -1, *leaf.shape[1:])).swapaxes(0, 1)
+        # (L, ...) -> (V, P, K, ...) -> (P, V, K, ...)
+        chunks = np.reshape(leaf, (num_chunks, num_stages, -1, *leaf.shape[1:]))
+        return chunks.swapaxes(0, 1)
 
     return jax.tree.map(split, dict(layers))
 
 
-def _move(tree: Any, V: int, *, inward: bool) -> Any:
-    size = jax.sharding.get_abstract_mesh().shape[AXIS]
-    exchanges = list(rounds(size, V, inward=inward))
+class Exchange(NamedTuple):
+    """A message from each stage to one stage: each sends one chunk, and receives one."""
 
-    def region(leaf, *slots):
-        chunks = leaf.reshape(V, -1, *leaf.shape[1:]) if inward else leaf[0]
-        if V > 1:
+    pairs: list[tuple[int, int]]  # (source, target)
+    outgoing: np.ndarray  # (P,) index of the chunk that a stage sends
+    incoming: np.ndarray  # (P,) index at which a stage stores the received chunk
+
+
+def _move(tree: Any, num_chunks: int, *, inward: bool) -> Any:
+    """Moves the chunks of each leaf to the stages' order if `inward`, else to the model's."""
+    num_stages = jax.sharding.get_abstract_mesh().shape[AXIS]
+    exchanges = list(rounds(num_stages, num_chunks, inward=inward))
+
+    def region(leaf, *indices):
+        chunks = leaf.reshape(num_chunks, -1, *leaf.shape[1:]) if inward else leaf[0]
+        # With one chunk per stage both orders are the same.
+        if num_chunks > 1:
             moved = jnp.zeros_like(chunks)
-            for (pairs, _, _), (outgoing, incoming) in zip(exchanges, slots, strict=True):
-                piece = jax.lax.dynamic_index_in_dim(chunks, outgoing[0], keepdims=False)
-                piece = jax.lax.ppermute(piece, AXIS, pairs)
-                moved = jax.lax.dynamic_update_index_in_dim(moved, piece, incoming[0], 0)
+            for exchange, (outgoing, incoming) in zip(exchanges, indices, strict=True):
+                chunk = jax.lax.dynamic_index_in_dim(chunks, outgoing[0], keepdims=False)
+                chunk = jax.lax.ppermute(chunk, AXIS, exchange.pairs)
+                moved = jax.lax.dynamic_update_index_in_dim(moved, chunk, incoming[0], 0)
             chunks = moved
         return chunks[None] if inward else chunks.reshape(-1, *chunks.shape[2:])
 
-    P = jax.P(AXIS)
-    run = jax.shard_map(region, in_specs=P, out_specs=P, axis_names={AXIS})
-    slots = [(jnp.asarray(outgoing), jnp.asarray(incoming)) for _, outgoing, incoming in exchanges]
-    return jax.tree.map(lambda leaf: run(leaf, *slots), tree)
+    spec = jax.P(AXIS)
+    run = jax.shard_map(region, in_specs=spec, out_specs=spec, axis_names={AXIS})
+    # Each stage's indices are passed as data, as everywhere in this file.
+    indices = [
+        (jnp.asarray(exchange.outgoing), jnp.asarray(exchange.incoming)) for exchange in exchanges
+    ]
+    return jax.tree.map(lambda leaf: run(leaf, *indices), tree)
 
 
-def rounds(P: int, V: int, *, inward: bool):
-    """Yields the V exchanges that move chunks from the model's order to the stages' order, or back.
+def rounds(P: int, V: int, *, inward: bool) -> Iterator[Exchange]:
+    """Yields the V exchanges that move chunks from the model's order to the stages', or back.
 
     The state holds chunks i V ... i V + V - 1 on stage i; the schedule needs chunk c on stage c %
     P. In round k stage i sends its chunk j = (k + i gcd(P, V) // P) % V, so each stage sends and
-    receives exactly one. An exchange is (pairs of stages, (P,) index of the chunk sent, (P,) index
-    to store the received chunk at).
+    receives exactly one.
     """
     i = np.arange(P)
     for k in range(V):
         j = (k + i * math.gcd(P, V) // P) % V
         chunk = i * V + j
-        to, slot = chunk % P, np.empty(P, int)
-        slot[to] = chunk // P
+        target = chunk % P
+        slot = np.empty(P, int)
+        slot[target] = chunk // P
         if inward:
-            yield list(zip(i.tolist(), to.tolist(), strict=True)), j, slot
+            yield Exchange(list(zip(i.tolist(), target.tolist(), strict=True)), j, slot)
         else:
-            yield list(zip(to.tolist(), i.tolist(), strict=True)), slot, j
+            yield Exchange(list(zip(target.tolist(), i.tolist(), strict=True)), slot, j)

@@ -166,7 +166,7 @@ class Stages:
     def backward(
         self, layers: tuple[Params, Params], kept: Any, microbatches: Any
     ) -> tuple[Any, Callable]:
-        """Returns the output of the chunk and its vjp, for `apply_vjp`; `kept` is from `forward`."""
+        """Returns output and vjp of the chunk, for `apply_vjp`; `kept` comes from `forward`."""
         if self.keep == "inputs":
             y, residuals = self._run_with_residuals(layers, kept, microbatches)
             return y, self._chunk_vjp(layers, kept, microbatches).vjp_from(residuals)

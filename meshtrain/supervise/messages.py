@@ -1,7 +1,7 @@
-"""Messages between supervisors: lines of JSON over a connection, each field checked before it is used.
+"""Exchanges messages between supervisors: lines of JSON, each field checked before it is used.
 
-Anybody who reaches the port can send anything: a wrong message ends its connection and nothing else. With a
-secret, each message is signed, and one without the right signature counts as wrong.
+Anybody who reaches the port can send anything: a wrong message ends its connection and nothing
+else. With a secret, each message is signed, and one without the right signature counts as wrong.
 
 `Link` sends and receives, `parse_hello`, `parse_report` and `parse_command` check, `Signer` signs.
 """
@@ -79,7 +79,7 @@ class Link:
             self.open = False
 
     def receive(self) -> list[dict[str, Any]]:
-        """Returns the messages that have arrived, without waiting; closes the connection of a stranger."""
+        """Returns the messages that have arrived; closes the connection of a stranger."""
         limit = MAX_MESSAGE if self.accepted else MAX_HELLO
         self._read(limit)
         # Of a stranger only the first line: to check many would keep the others waiting.
@@ -143,7 +143,7 @@ def connect(
     num_signals: Callable[[], int],
     secret: str,
 ) -> Link | None:
-    """Returns a connection to node 0, which has been sent `hello`; None after `deadline` or a signal."""
+    """Sends `hello` to node 0 and returns the connection; None after `deadline` or a signal."""
     while time.monotonic() < deadline and not num_signals():
         try:
             connection = socket.create_connection((host, port), timeout=RETRY * 10)
@@ -190,7 +190,7 @@ def parse_hello(message: Mapping[str, Any]) -> tuple[int, int, int]:
 def parse_report(
     message: Mapping[str, Any], ranks: range
 ) -> tuple[list[Exit], list[ProcessStatus] | None, bool | None]:
-    """Returns the exits, the statuses and the field `dead` of a report about processes with these ranks.
+    """Returns the exits, the statuses and the field `dead` of a report about these ranks.
 
     The last two are None if the report does not have them.
     """
@@ -209,7 +209,7 @@ def parse_report(
 
 
 def parse_command(message: Mapping[str, Any], num_local: int) -> dict[str, Any]:
-    """Returns a command of node 0 to a host of `num_local` processes; `ranks` are a RankAssignment."""
+    """Returns a command to a host of `num_local` processes; `ranks` are a RankAssignment."""
     if [*message] == ["nonce"]:
         raise InvalidMessage(f"a nonce: it has {SECRET_VARIABLE}; set the same on all hosts")
     do = message.get("do")
@@ -350,7 +350,7 @@ class Signer:
         return tag + b" " + text
 
     def checked(self, line: bytes) -> bytes | None:
-        """Returns the text of the next message received, without its signature; None if that is wrong."""
+        """Returns the next message received without its signature; None if that is wrong."""
         tag, _, text = line.partition(b" ")
         if not self._key and not self.accept_nonce(text):
             return None
@@ -368,13 +368,14 @@ class Signer:
                 return False
         except (ValueError, KeyError, TypeError, RecursionError):
             return False
-        # Both ends sign with the same key, which no other connection has: the nonce of node 0 comes first.
+        # Both ends sign with the same key, which no other connection has: the nonce of node 0 comes
+        # first.
         nonces = f"{self.nonce} {nonce}" if self.is_node_0 else f"{nonce} {self.nonce}"
         self._key = hmac.digest(self._secret, nonces.encode(), "sha256")
         return True
 
     def _tag(self, is_node_0: bool, number: int, text: bytes) -> bytes:
-        """Returns the signature of message `number` of an end: a replayed or reflected one has another."""
+        """Returns the signature of message `number`: a replayed or reflected one has another."""
         signed = b"%d %d %b" % (is_node_0, number, text)
         return hmac.digest(self._key, signed, "sha256").hex().encode()
 
@@ -382,10 +383,10 @@ class Signer:
 def signer_of_node(
     secret: str, connection: socket.socket, num_signals: Callable[[], int] = lambda: 0
 ) -> Signer | None:
-    """Returns the signer of a new connection to node 0 after it has sent its nonce; None without a secret.
+    """Returns the signer of a new connection to node 0, with its nonce; None without a secret.
 
-    Closes the connection and raises OSError if node 0 sends something else, or nothing in NONCE_SECONDS,
-    and after a signal.
+    Closes the connection and raises OSError if node 0 sends something else, or nothing in
+    NONCE_SECONDS, and after a signal.
     """
     if not secret:
         return None

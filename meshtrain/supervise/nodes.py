@@ -1,7 +1,8 @@
 """The supervisors of several hosts: node 0 decides, the others execute its commands.
 
-Node 0 has a `Server` with `RemoteWorkers` for each other host; these call `follow_node_0`. The messages
-contain ranks, commands and the status of processes, never code; `messages.py` checks each of them.
+Node 0 has a `Server`, with `RemoteWorkers` for each other host; the other hosts call
+`follow_node_0`. The messages contain ranks, commands and the status of processes, never code;
+`messages.py` checks each of them.
 """
 
 import contextlib
@@ -92,7 +93,7 @@ class RemoteWorkers:
         self.link.send(do="dump")
 
     def kill(self) -> None:
-        """Kills the processes of that host; returns when they are dead or the host cannot be reached."""
+        """Kills the processes of that host; returns when they are dead or the host is lost."""
         self.link.send(do="kill")
         while self.link.open and not self._dead:
             time.sleep(TICK)
@@ -121,11 +122,12 @@ class Server:
         self._reported: set[str] = set()
 
     def poll(self) -> list[str]:
-        """Accepts connections and reads messages; returns the faults of rejected peers, each fault once."""
+        """Accepts connections, reads messages; returns the faults of rejected peers, each once."""
         self._accept()
         faults = []
 
-        # The first message of a new connection is its rank; the next ones are read once it is admitted.
+        # The first message of a new connection is its rank; the next ones are read once it is
+        # admitted.
         for link in list(self._pending):
             for message in link.receive()[:1]:
                 self._pending.remove(link)
@@ -228,8 +230,8 @@ def follow_node_0(
 ) -> int:
     """Executes the commands of node 0 on this host; returns the exit code that node 0 sends.
 
-    `num_signals` counts the signals so far: after the first, processes have `grace` seconds to save and
-    stop; after the second they are killed.
+    `num_signals` counts the signals so far: after the first, processes have `grace` seconds to save
+    and stop; after the second they are killed.
     """
     hello = {"node": node, "nnodes": nnodes, "nproc": nproc}
     logged: set[str] = set()  # of connections without an answer: each fault once
@@ -289,9 +291,9 @@ def _execute_commands(
     num_signals: Callable[[], int],
     grace: float,
 ) -> int | None:
-    """Executes commands until node 0 ends the run; returns the exit code, or None if the connection is lost.
+    """Executes commands until node 0 ends the run; returns the exit code.
 
-    Raises ConfigError if node 0 rejects this host.
+    None if the connection is lost. Raises ConfigError if node 0 rejects this host.
     """
     reported_at = 0.0
     stop_requested_at: float | None = None

@@ -1,6 +1,7 @@
-"""Decides after an attempt whether to restart: which process failed first, which hangs, where time went.
+"""Decides after an attempt whether to restart: what failed first, what hangs, where time went.
 
-The settings are at the top, then the outcome of an attempt, the budget of restarts, and the account of time.
+The settings are at the top, then the outcome of an attempt, the budget of restarts, and the account
+of time.
 """
 
 import collections
@@ -84,7 +85,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: the exit code of the process that failed first, or 0."""
+    """The end of an attempt: the exit code of the process that failed first, or 0."""
 
     code: int  # negative: the signal that killed it
     why: str = ""
@@ -114,9 +115,9 @@ LOST_PEER = re.compile(
 def first_failure(exits: Iterable[Exit]) -> Exit | None:
     """Returns the exit that caused the others, among processes that ended at about the same time.
 
-    The other processes fail because they lose a peer: jax aborts them, or a collective raises an error.
-    Order of precedence: exit codes that name the cause (2, 17), other failures, aborts, and last processes
-    whose output reports a lost peer. Ties: the first in `exits`.
+    The other processes fail because they lose a peer: jax aborts them, or a collective raises an
+    error. Order of precedence: exit codes that name the cause (2, 17), other failures, aborts, and
+    last processes whose output reports a lost peer. Ties: the first in `exits`.
     """
 
     def precedence(process: Exit) -> int:
@@ -158,7 +159,8 @@ PHASE_LIMITS = {
     "end": 10,
 }
 
-# For the other phases until the median duration of a step is known: the first steps open connections.
+# For the other phases until the median duration of a step is known: the first steps open
+# connections.
 FIRST_STEPS_LIMIT = 10
 
 STEP_LIMIT = 5  # later: this multiple of the median duration, at least `stall_seconds`
@@ -170,7 +172,7 @@ PHASE_ORDER = ("start", "restore", "compile", "data", "step", "check", "eval", "
 
 
 def find_stall(statuses: Sequence[ProcessStatus], stall_seconds: float) -> Outcome | None:
-    """Returns the outcome of a stall, with the process that holds up the others; None if there is none."""
+    """Returns the outcome of a stall, with the process that causes it; None if there is none."""
 
     # A process that is stopped or sends no heartbeat is stuck, whatever its phase.
     def longest_silence_first(status: ProcessStatus) -> tuple[float, float]:
@@ -283,7 +285,7 @@ class TimeAccount:
     def close_attempt(
         self, seconds: dict[str, float], status: ProcessStatus | None, stalled: float
     ) -> None:
-        """Adds an attempt: `seconds` by phase; the last `stalled` seconds of its last phase are a hang."""
+        """Adds an attempt: `seconds` by phase, of which the last `stalled` seconds are a hang."""
         seconds = dict(seconds)
         if status and stalled:
             stalled = min(stalled, seconds[status.phase])
@@ -317,6 +319,7 @@ class TimeAccount:
         share = total.get("step", 0.0) / max(wall, 1e-9)
         parts = [f"{name} {seconds:.1f}" for name, seconds in total.items() if seconds >= 0.05]
         return (
-            f"goodput {share:.1%} of {wall:.1f} s · {self.restarts} restarts · {self.lost_steps} steps lost · "
+            f"goodput {share:.1%} of {wall:.1f} s · {self.restarts} restarts · {self.lost_steps} "
+            f"steps lost · "
             f"seconds: {', '.join(parts)}"
         )

@@ -1,7 +1,7 @@
 """Starts `meshtrain launch` on several hosts with ssh: one command instead of one on each host.
 
-All hosts have the same folder, with the same Python at the same path, and ssh reaches them without a
-password.
+All hosts have the same folder, with the same Python at the same path, and ssh reaches them without
+a password.
 """
 
 import os
@@ -29,8 +29,9 @@ LOST = 255  # exit code of ssh itself
 # Variables of this host that the runs need too.
 FORWARDED = re.compile("PYTHONPATH|(JAX|XLA|NCCL|LIBTPU)_.*|MESHTRAIN__.*")
 
-# The secret comes as the first line of the input, not on the command line, which all users of the host can
-# read. The end of the input, when this host closes it or is lost, asks the run to save and stop.
+# The secret comes as the first line of the input, not on the command line, which all users of the
+# host can read. The end of the input, when this host closes it or is lost, asks the run to save and
+# stop.
 SCRIPT = """
 IFS= read -r MESHTRAIN_SECRET && export MESHTRAIN_SECRET && cd {folder} || exit 2
 exec 3<&0
@@ -43,7 +44,7 @@ exit $code
 
 
 def parse_hosts(text: str) -> list[str]:
-    """Returns the hosts of --hosts=[USER@]HOST,...; raises ConfigError if one is invalid or given twice."""
+    """Returns the hosts of --hosts=[USER@]HOST,...; raises ConfigError if one is invalid."""
     hosts = [host.strip() for host in text.split(",")]
     for host in hosts:
         if not re.fullmatch(r"([\w.-]+@)?\w[\w.:-]*", host, re.ASCII):
@@ -62,9 +63,9 @@ def launch(
 ) -> int:
     """Runs `meshtrain launch FLAGS -- ARGUMENTS` on all hosts and returns the exit code of the run.
 
-    `address` is HOST:PORT of the supervisors on the first host, by default its name and a random port. The
-    first signal asks the run to save and stop. Raises ConfigError if a host cannot be reached, or lacks this
-    folder or this Python.
+    `address` is HOST:PORT of the supervisors on the first host, by default its name and a random
+    port. The first signal asks the run to save and stop. Raises ConfigError if a host cannot be
+    reached, or lacks this folder or this Python.
     """
     _check(hosts)
     secret = messages.secret_of_environment(os.environ) or secrets.token_hex(32)
@@ -126,7 +127,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check(hosts: Sequence[str]) -> None:
-    """Raises ConfigError with a line for each host that cannot be reached, or lacks folder or Python."""
+    """Raises ConfigError with a line for each host not reached, or without folder or Python."""
     folder, python = os.getcwd(), sys.executable
     script = f"cd {shlex.quote(folder)} && test -x {shlex.quote(python)}"
     test = shlex.join(["sh", "-c", script])

@@ -1,4 +1,4 @@
-"""Supervises a run on all its hosts: starts an attempt, watches it, and restarts it after a failure."""
+"""Supervises a run on all its hosts: starts an attempt, watches it, restarts after a failure."""
 
 import contextlib
 import json
@@ -23,8 +23,8 @@ END_TIMEOUT = 60.0  # seconds within which all processes have to end once one ha
 
 DUMP_SECONDS = 1.0  # that processes have to print their stacks
 
-# Lines that are logged and not shown. All but the first kind only say, with C++ details, that another
-# process has ended: the supervisor itself says which, and why.
+# Lines that are logged and not shown. All but the first kind only say, with C++ details, that
+# another process has ended: the supervisor itself says which, and why.
 HIDDEN = re.compile(
     r"\[Gloo\]"
     r"|[EF]\d{4} [\d:.]+ +\d+ (coordination_service_agent\.cc|client\.h):"
@@ -37,7 +37,7 @@ class Supervisor:
     """Runs on each host; the one on node 0 makes the decisions."""
 
     def __init__(self, settings: Settings, *, workdir: Path | None, secret: str = ""):
-        """Events are appended to `events.jsonl` in `workdir`; `secret` signs the messages of hosts."""
+        """Events are appended to `events.jsonl` in `workdir`; `secret` signs messages."""
         self._settings = settings
         self._workdir = workdir
         self._secret = secret
@@ -106,7 +106,7 @@ class Supervisor:
                 self._server.close(code)
 
     def _run_attempts(self) -> int:
-        """Runs attempts until one succeeds, a signal arrives or the budget ends; returns the exit code."""
+        """Runs attempts until one succeeds or none may follow; returns the exit code."""
         min_nproc = self._settings.min_nproc
         can_shrink = min_nproc is not None
         num_left_out = 0  # processes that the next attempt does not start
@@ -163,7 +163,7 @@ class Supervisor:
         return [self._settings.nproc, *(remote.num_local for remote in remotes)]
 
     def _run_attempt(self, remotes: Sequence[RemoteWorkers], counts: Sequence[int]) -> Outcome:
-        """Runs an attempt with `counts` processes per host, of which none is left when it returns."""
+        """Runs an attempt with `counts` processes per host; none is left when it returns."""
         node_0 = launchers.LOOPBACK
         if self._server:
             node_0 = self._settings.coordinator.rsplit(":", 1)[0]
@@ -181,7 +181,8 @@ class Supervisor:
             status = self._workers.first_status()
             stalled = status.phase_age if status and outcome.code == EXIT_STALLED else 0.0
             self._account.close_attempt(self._workers.first_phase_seconds(), status, stalled)
-            # Without a grace period: processes that lost a peer hang in a collective and cannot save.
+            # Without a grace period: processes that lost a peer hang in a collective and cannot
+            # save.
             for host in hosts:
                 host.kill()
             if self._failed_at is None:
@@ -219,7 +220,7 @@ class Supervisor:
                     why = f"node {remote.node} is lost"
                     return Outcome(EXIT_FAILED, why, self._workers.first_status())
 
-            # ---- the first signal asks for a save; a second one, or the end of the grace period, aborts ----
+            # ---- the first signal asks for a save; a second one, or `grace` seconds, abort it ----
             if self._signals and stop_requested_at is None:
                 stop_requested_at = time.monotonic()
                 self._log("asked to stop: saving")
@@ -260,7 +261,7 @@ class Supervisor:
                 self._log(f"resumed from step {first_step}, {seconds:.1f} s after the failure")
 
     def _give_up(self, outcome: Outcome, reason: str) -> int:
-        """Logs why the run ends, with the last output of the process that failed; returns the exit code."""
+        """Logs why the run ends, with the last output of what failed; returns the exit code."""
         self._log(f"{outcome.why}; giving up: {reason}", error=True)
         for line in outcome.tail:
             self._log(f"  {line}", error=True)
@@ -353,7 +354,7 @@ def _failure(exits: Sequence[Exit]) -> Outcome:
 
 
 def _remove_processes(counts: Sequence[int], num_removed: int) -> list[int]:
-    """Returns the number of processes of each host after removing `num_removed`, from the last hosts first."""
+    """Returns the counts of the hosts after removing `num_removed`, from the last hosts first."""
     remaining = list(counts)
     for i in reversed(range(len(remaining))):
         removed = min(num_removed, remaining[i])

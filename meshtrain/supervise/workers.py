@@ -82,8 +82,8 @@ class _Child:
         self.partial_line = b""
         self.stopped_since = 0.0
         self.ended = False
-        # The last value of each name, and when this supervisor first saw it: the clock of a process may
-        # differ from its own, or jump.
+        # The last value of each name, and when this supervisor first saw it: the clock of a process
+        # may differ from its own, or jump.
         self._seen: dict[str, tuple[tuple, float]] = {}
 
     def changed_at(self, name: str, value: tuple) -> float:
@@ -94,7 +94,7 @@ class _Child:
 
 
 class Workers:
-    """The processes on one host. `show(rank, line)` gets each line of output; `close` kills them."""
+    """The processes on one host. `show(rank, line)` gets each line; `close` kills them."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class Workers:
                 child.process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """Kills each process group, even if its first process has ended, and waits for the processes."""
+        """Kills each process group, even if its first process has ended, and waits for it."""
         for child in self._children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGKILL)

@@ -3,19 +3,19 @@
   loss = collectives.all_reduce(loss, "mean")        # over processes
   rows = collectives.all_gather(rows, axis="data")   # along an axis of the active mesh
 
-A value is a number, a numpy array or a pytree of these. Results are numpy arrays of the same dtype, and
-bit-identical on all N members. Without `axis` the members are the processes: each passes its value and
-gets its result. With `axis` the members are the positions along that mesh axis: arguments and results
-have a leading dim with one row [...] per position that has a device of this process, in order (all
-positions if there is one process). Processes that share a position must pass the same row. `mesh`
-defaults to the mesh of `jax.set_mesh`. Raises ConfigError for invalid arguments.
+A value is a number, a numpy array or a pytree of these. Results are numpy arrays of the same dtype,
+and bit-identical on all N members. Without `axis` the members are the processes: each passes its
+value and gets its result. With `axis` the members are the positions along that mesh axis: arguments
+and results have a leading dim with one row [...] per position that has a device of this process, in
+order (all positions if there is one process). Processes that share a position must pass the same
+row. `mesh` defaults to the mesh of `jax.set_mesh`. Raises ConfigError for invalid arguments.
 
-`all_reduce` of op sum or mean may choose who sends to whom (parallel/patterns.py):
+`all_reduce` of op sum or mean may choose who sends to whom (parallel/grad_sync.py):
 
   total = collectives.all_reduce(rows, axis="data", pattern="hierarchical")
 
-All processes must make the same calls in the same order. They compare shapes and dtypes only when these
-are new: if later one process alone returns to shapes that it has used before, the call hangs.
+All processes must make the same calls in the same order. They compare shapes and dtypes only when
+these are new: if later one process alone returns to shapes that it has used before, the call hangs.
 """
 
 import functools
@@ -36,9 +36,16 @@ from meshtrain.parallel.mesh import network_of
 
 OPS = ("sum", "mean", "max", "min")
 
+REDUCTIONS = ("all_reduce", "reduce_scatter")  # the collectives that have an op
+
 
 def all_reduce(
-    value: Any, op: str = "sum", *, axis: str | None = None, mesh=None, pattern: str = "xla"
+    value: Any,
+    op: str = "sum",
+    *,
+    axis: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    pattern: str = "xla",
 ) -> Any:
     """Returns [...] reduced over all members: op is sum, mean, max or min; any NaN gives NaN.
 
@@ -46,27 +53,35 @@ def all_reduce(
     integers keeps their dtype and can overflow. Floats of less than 32 bits are added in float32.
     `pattern` is xla, hierarchical, ring or tree; max and min have only xla.
     """
-    return _run("all_reduce", op, value, axis, mesh, pattern)
+    return _run("all_reduce", value, option=op, axis=axis, mesh=mesh, pattern=pattern)
 
 
-def all_gather(value: Any, *, axis: str | None = None, mesh=None) -> Any:
+def all_gather(
+    value: Any, *, axis: str | None = None, mesh: jax.sharding.Mesh | None = None
+) -> Any:
     """Returns [N, ...]: the [...] of all members, in order."""
-    return _run("all_gather", None, value, axis, mesh)
+    return _run("all_gather", value, axis=axis, mesh=mesh)
 
 
-def reduce_scatter(value: Any, op: str = "sum", *, axis: str | None = None, mesh=None) -> Any:
+def reduce_scatter(
+    value: Any, op: str = "sum", *, axis: str | None = None, mesh: jax.sharding.Mesh | None = None
+) -> Any:
     """Returns [D / N, ...]: the member's slice of the `all_reduce` of [D, ...]."""
-    return _run("reduce_scatter", op, value, axis, mesh)
+    return _run("reduce_scatter", value, option=op, axis=axis, mesh=mesh)
 
 
-def broadcast(value: Any, root: int = 0, *, axis: str | None = None, mesh=None) -> Any:
+def broadcast(
+    value: Any, root: int = 0, *, axis: str | None = None, mesh: jax.sharding.Mesh | None = None
+) -> Any:
     """Returns [...] of member `root`; the others pass any value of the same shape and dtype."""
-    return _run("broadcast", root, value, axis, mesh)
+    return _run("broadcast", value, option=root, axis=axis, mesh=mesh)
 
 
-def all_to_all(value: Any, *, axis: str | None = None, mesh=None) -> Any:
+def all_to_all(
+    value: Any, *, axis: str | None = None, mesh: jax.sharding.Mesh | None = None
+) -> Any:
     """Returns [D, ...] for [D, ...]: slice j (of N) of member i becomes slice i of member j."""
-    return _run("all_to_all", None, value, axis, mesh)
+    return _run("all_to_all", value, axis=axis, mesh=mesh)
 
 
 def barrier() -> None:
@@ -75,52 +90,78 @@ def barrier() -> None:
 
 
 def _run(
-    name: str, option: Any, value: Any, axis: str | None, mesh: Any, pattern: str = "xla"
+    name: str,
+    value: Any,
+    *,
+    option: Any = None,
+    axis: str | None,
+    mesh: jax.sharding.Mesh | None,
+    pattern: str = "xla",
 ) -> Any:
-    given = f", pattern={pattern!r}" if pattern != "xla" else ""
-    call, over_processes = (
-        f"{name}({option!r}, axis={axis!r}{given})",
-        axis is None and mesh is None,
-    )
-    mesh = _process_mesh() if over_processes else mesh or jax.sharding.get_mesh()
-    axis = "process" if over_processes else axis
+    """Returns the result of the collective `name`; `option` is its op or root."""
+    given_pattern = f", pattern={pattern!r}" if pattern != "xla" else ""
+    call = f"{name}({option!r}, axis={axis!r}{given_pattern})"
+    over_processes = axis is None and mesh is None
+    if over_processes:
+        mesh, axis = _process_mesh(), "process"
+    else:
+        mesh = mesh or jax.sharding.get_mesh()
     if mesh.empty:
         raise ConfigError(f"axis={axis!r} and no mesh; give mesh=, or use jax.set_mesh first")
-    faults = choice_faults("axis", axis, mesh.axis_names)
-    num, reduces = mesh.shape.get(axis, 1), name in ("all_reduce", "reduce_scatter")
-    if reduces:
-        faults += choice_faults("op", option, OPS)
-    elif name == "broadcast" and option not in range(num):
-        faults += [f"root={option}: use a member from 0 to {num - 1}"]
-    faults = faults or _pattern_faults(pattern, option, mesh, axis)
-    if faults:
+    if faults := _argument_faults(name, option, axis, mesh, pattern):
         raise ConfigError(*faults)
+
+    # Over processes there is one row, which has no dim of its own in the value.
+    reduces = name in REDUCTIONS
     paths, tree = jax.tree_util.tree_flatten_with_path(value)
-    row = None if over_processes else ...
-    rows = {jax.tree_util.keystr(path): np.asarray(x, order="C")[row] for path, x in paths}
-    num_slices = num if name in ("reduce_scatter", "all_to_all") else 0
-    limits = (option if reduces else None, len(_local_positions(mesh, axis)), num_slices)
-    faults = [f"value{key} {why}" for key, x in rows.items() if (why := _fault(x, *limits))]
-    shapes = [f"value{key} {x.dtype}{list(x.shape[1:])}" for key, x in rows.items()]
-    _check_same(mesh, (call, *shapes), tuple(faults))
-    inputs = rows.values()
+    rows: dict[str, np.ndarray] = {}
+    for path, leaf in paths:
+        array = np.asarray(leaf, order="C")
+        rows[jax.tree_util.keystr(path)] = array[None] if over_processes else array
+    value_faults = []
+    for key, array in rows.items():
+        fault = _value_fault(
+            array,
+            op=option if reduces else None,
+            num_rows=len(_local_positions(mesh, axis)),
+            num_slices=mesh.shape[axis] if name in ("reduce_scatter", "all_to_all") else 0,
+        )
+        if fault:
+            value_faults.append(f"value{key} {fault}")
+    shapes = [f"value{key} {array.dtype}{list(array.shape[1:])}" for key, array in rows.items()]
+    _check_same(mesh, (call, *shapes), tuple(value_faults))
+
+    inputs = [*rows.values()]
     # Data that is only moved is sent as unsigned words [..., 1 or more]: every bit is preserved.
     if not reduces:
         inputs = [x[..., None].view(f"u{math.gcd(x.dtype.itemsize, 8)}") for x in inputs]
     # The caller may have another mesh active, and 64-bit dtypes disabled.
     with jax.enable_x64(True), jax.set_mesh(mesh):
-        inputs = [to_devices(x, mesh=mesh, axis=axis) for x in inputs]
-        outputs = program(name, option, mesh=mesh, axis=axis, pattern=pattern)(inputs)
-    outputs = [to_host(y, mesh=mesh, axis=axis) for y in outputs]
+        arrays = [to_devices(x, mesh=mesh, axis=axis) for x in inputs]
+        collective = program(name, option, mesh=mesh, axis=axis, pattern=pattern)
+        results = collective(arrays)
+    outputs = [to_host(y, mesh=mesh, axis=axis) for y in results]
     if not reduces:
         outputs = [y.view(x.dtype)[..., 0] for y, x in zip(outputs, rows.values(), strict=True)]
     return tree.unflatten(y[0] if over_processes else y for y in outputs)
 
 
+def _argument_faults(
+    name: str, option: Any, axis: str, mesh: jax.sharding.Mesh, pattern: str
+) -> list[str]:
+    faults = choice_faults("axis", axis, mesh.axis_names)
+    num_members = mesh.shape.get(axis, 1)
+    if name in REDUCTIONS:
+        faults += choice_faults("op", option, OPS)
+    elif name == "broadcast" and option not in range(num_members):
+        faults.append(f"root={option}: use a member from 0 to {num_members - 1}")
+    return faults or _pattern_faults(pattern, option, mesh, axis)
+
+
 @functools.cache
 def _process_mesh() -> jax.sharding.Mesh:
-    # All devices: on CPU, the messages of a program on one of several devices could get mixed with those
-    # of a program on all of them that is still running.
+    # All devices: on CPU, the messages of a program on one of several devices could get mixed with
+    # those of a program on all of them that is still running.
     devices = [jax.local_devices(process_index=i) for i in range(jax.process_count())]
     num = min(map(len, devices))
     return jax.sharding.Mesh(np.array([local[:num] for local in devices]), ("process", "device"))
@@ -134,13 +175,14 @@ def _local_positions(mesh: jax.sharding.Mesh, axis: str) -> list[int]:
     return np.flatnonzero((process_indices == jax.process_index()).any(others)).tolist()
 
 
-def _fault(rows: np.ndarray, op: str | None, num_rows: int, num_slices: int) -> str:
-    """Returns what is wrong with an array, or ""."""
+def _value_fault(rows: np.ndarray, *, op: str | None, num_rows: int, num_slices: int) -> str:
+    """Returns the fault of an array, or ""."""
     dtype, shape = rows.dtype, rows.shape
     kinds = "biufV" if op in ("max", "min") else "biufcV"  # V: bfloat16, float8
     unsupported = not dtype.isnative or dtype in (np.longdouble, np.clongdouble)
-    if dtype.hasobject or op and (unsupported or dtype.kind not in kinds):
-        return f"has dtype {dtype}; {op or 'this call'} accepts bools and native numbers of up to 64 bits"
+    if dtype.hasobject or (op and (unsupported or dtype.kind not in kinds)):
+        accepted = "bools and native numbers of up to 64 bits"
+        return f"has dtype {dtype}; {op or 'this call'} accepts {accepted}"
     if shape[:1] != (num_rows,):
         return f"has shape {shape}; use a leading dim of {num_rows}, one row per position"
     if num_slices and (len(shape) < 2 or shape[1] % num_slices or not shape[1]):
@@ -181,27 +223,31 @@ def _pattern_faults(pattern: str, op: Any, mesh: jax.sharding.Mesh, axis: str) -
 
 @functools.lru_cache
 def _num_parts(mesh: jax.sharding.Mesh, axis: str) -> int:
-    """Returns over how many hosts, or slices, the members along the axis are spread; 0 if not in equal parts."""
-    # The mesh may have axes of any names: what matters is on `data`, all others are together on `tensor`.
+    """Returns how many hosts (or slices) the members along the axis span; 0 if in unequal parts."""
+    # The mesh may have axes of any names: this one becomes `data`, all others together `tensor`.
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
     sizes = {"data": len(rows), "tensor": rows.size // len(rows)}
     grid = rows.reshape([sizes.get(name, 1) for name in AXES])
     network = network_of(jax.sharding.Mesh(grid, AXES))
-    number = network.num_parts("data")
+    number = network.num_islands("data")
     return 0 if number == 1 and network.link_along("data") != "host" else number
 
 
 def program(
     name: str, option: Any, *, mesh: jax.sharding.Mesh, axis: str, pattern: str = "xla"
 ) -> Any:
-    """Returns the jitted collective of a list of global arrays [N, ...]; `option` is op, root or None."""
+    """Returns the jitted collective of a list of global arrays [N, ...].
+
+    `option` is op, root or None.
+    """
+    # A cache tells arguments by name from those by position, so there is one way to call it.
     return _program(name, option, mesh, axis, pattern)
 
 
 @functools.lru_cache
 def _program(name: str, option: Any, mesh: jax.sharding.Mesh, axis: str, pattern: str) -> Any:
-    num = mesh.shape[axis]
-    levels = grad_sync.levels_of(pattern, num, max(1, _num_parts(mesh, axis)))
+    num_members = mesh.shape[axis]
+    levels = grad_sync.levels_of(pattern, num_members, max(1, _num_parts(mesh, axis)))
 
     def add(y: jax.Array) -> jax.Array:
         if not y.size:
@@ -217,23 +263,38 @@ def _program(name: str, option: Any, mesh: jax.sharding.Mesh, axis: str, pattern
             # x holds unsigned words: adding zeros preserves every bit.
             return lax.psum(jnp.where(lax.axis_index(axis) == option, x, 0), axis)
         reduce_dtype, result_dtype = _dtypes(x.dtype, option)
-        y, scatter = x.astype(reduce_dtype), name == "reduce_scatter"
+        y = x.astype(reduce_dtype)
+        is_scattered = name == "reduce_scatter"
         if option in ("max", "min"):
             y = lax.pmax(y, axis) if option == "max" else lax.pmin(y, axis)
             # On CPU, XLA loses a NaN when it compares it with a number.
             if jnp.issubdtype(reduce_dtype, jnp.floating):
-                y = jnp.where(lax.psum(jnp.isnan(x).astype(jnp.int32), axis) > 0, jnp.nan, y)
-            rows = x.shape[0] // num if scatter else 0
-            y = lax.dynamic_slice_in_dim(y, lax.axis_index(axis) * rows, rows) if scatter else y
+                num_nan = lax.psum(jnp.isnan(x).astype(jnp.int32), axis)
+                y = jnp.where(num_nan > 0, jnp.nan, y)
+            if is_scattered:
+                num_rows = x.shape[0] // num_members
+                y = lax.dynamic_slice_in_dim(y, lax.axis_index(axis) * num_rows, num_rows)
+        elif is_scattered:
+            y = lax.psum_scatter(y, axis, tiled=True)
         else:
-            y = lax.psum_scatter(y, axis, tiled=True) if scatter else add(y)
-        return (y / num if option == "mean" else y).astype(result_dtype)
+            y = add(y)
+        if option == "mean":
+            y = y / num_members
+        return y.astype(result_dtype)
+
+    def collectives(rows: list[jax.Array]) -> list[jax.Array]:
+        return [collective(row[0])[None] for row in rows]
 
     # Manual over all axes: on CPU, adding bfloat16 in a partially manual region aborts the process.
-    # The check of what varies does not know that an exchange in groups leaves the same sum on all members.
-    specs = dict(in_specs=jax.P(axis), out_specs=jax.P(axis), check_vma=pattern == "xla")
-    rows = jax.shard_map(lambda xs: [collective(x[0])[None] for x in xs], mesh=mesh, **specs)
-    return jax.jit(rows)
+    on_devices = jax.shard_map(
+        collectives,
+        mesh=mesh,
+        in_specs=jax.P(axis),
+        out_specs=jax.P(axis),
+        # `check_vma` cannot prove that a grouped exchange ends with equal sums, so it is off.
+        check_vma=pattern == "xla",
+    )
+    return jax.jit(on_devices)
 
 
 def _dtypes(dtype: Any, op: str) -> tuple[Any, Any]:
@@ -249,7 +310,8 @@ def _dtypes(dtype: Any, op: str) -> tuple[Any, Any]:
 
 def to_devices(rows: np.ndarray, *, mesh: jax.sharding.Mesh, axis: str) -> jax.Array:
     """Returns the global array [N, ...]; `rows` are those at the positions of this process."""
-    shape, positions = (mesh.shape[axis], *rows.shape[1:]), _local_positions(mesh, axis)
+    shape = (mesh.shape[axis], *rows.shape[1:])
+    positions = _local_positions(mesh, axis)
 
     def row(index: tuple[slice, ...]) -> np.ndarray:
         return rows[[positions.index(index[0].start or 0)]]

@@ -1,4 +1,4 @@
-"""Prints versions, processes, devices and settings, and tests an all-reduce; or draws the mesh of a config."""
+"""Prints versions, processes, devices and settings, and tests an all-reduce; or draws a mesh."""
 
 import argparse
 import os
@@ -36,14 +36,16 @@ def describe_process() -> dict[str, str]:
 
 
 def print_row(name: str, text: str) -> None:
-    if jax.process_index() == 0:  # flushed, because the next step may hang
+    # Flushed, because the next step may hang.
+    if jax.process_index() == 0:
         print(f"{name:17} {text}", flush=True)
 
 
 def check_all_reduce(name: str, values: np.ndarray, expected: float, **members: Any) -> bool:
     """Times an all-reduce, prints the result, and returns whether it was right on all processes."""
     seconds, is_right = [], True
-    for _ in range(6):  # the first call compiles; the fastest of the others is printed
+    # The first call compiles; the fastest of the others is printed.
+    for _ in range(6):
         start = time.perf_counter()
         result = collectives.all_reduce(values, **members)
         seconds.append(time.perf_counter() - start)
@@ -57,34 +59,47 @@ def check_all_reduce(name: str, values: np.ndarray, expected: float, **members: 
 
 def print_report(args: argparse.Namespace) -> int:
     """Prints the report; returns the exit code."""
-    flags = (args.coordinator, args.num_processes, args.process_id)
     processes = distributed.gather(describe_process())
-    found = environment.process_info(os.environ, flags)
+    flags = (args.coordinator, args.num_processes, args.process_id)
+    process_info = environment.process_info(os.environ, flags)
     for package, version in ({"meshtrain": "not installed"} | distributed.versions()).items():
         print_row(package, version)
-    devices, me = jax.devices(), jax.process_index()
+    devices = jax.devices()
     version = " ".join(devices[0].client.platform_version.split())
     print_row("backend", f"{devices[0].platform}: {version}")
-    source = f"from {found.source}" if found else "without a launcher"
+    source = f"from {process_info.source}" if process_info else "without a launcher"
     print_row("processes", f"{len(processes)}, {source}")
     for number, process in enumerate(processes):
         for name in {**processes[0], **process}:
             value = process.get(name, "(not set)")
             if not name or number == 0 or processes[0].get(name) != value:
                 print_row(f"process {number}", f"{name}={value}" if name else value)
-    values = [1.0 + i % 7 for i in range(len(devices))]
-    local = [values[i] for i, device in enumerate(devices) if device.process_index == me]
-    rows = np.outer(local, np.ones(NUM_VALUES)).astype(np.float32)
+    return 0 if _all_reduces_are_right(devices, len(processes)) else EXIT_FAILED
+
+
+def _all_reduces_are_right(devices: list[jax.Device], num_processes: int) -> bool:
+    """Tests an all-reduce over the devices, and one over the processes if there are several."""
+    process_index = jax.process_index()
+    # Values that differ between neighbours, and whose sums float32 has exactly.
+    values = [1.0 + number % 7 for number in range(len(devices))]
+    local_values = [
+        value
+        for value, device in zip(values, devices, strict=True)
+        if device.process_index == process_index
+    ]
+    rows = np.outer(local_values, np.ones(NUM_VALUES)).astype(np.float32)
     mesh = jax.sharding.Mesh(np.array(devices), ("device",))
-    name, total = f"{len(devices)} devices", sum(values)
-    is_right = check_all_reduce(name, rows, total, axis="device", mesh=mesh)
-    if (num := len(processes)) > 1:
-        is_right &= check_all_reduce(f"{num} processes", rows[0] * 0 + me, num * (num - 1) // 2)
-    return 0 if is_right else EXIT_FAILED
+    name = f"{len(devices)} devices"
+    is_right = check_all_reduce(name, rows, sum(values), axis="device", mesh=mesh)
+    if num_processes > 1:
+        row = rows[0] * 0 + process_index
+        total = num_processes * (num_processes - 1) // 2
+        is_right &= check_all_reduce(f"{num_processes} processes", row, total)
+    return is_right
 
 
 def print_mesh(args: argparse.Namespace, config: Any) -> int:
-    """Draws the mesh of a config on the devices of this job, or of `args.device`; returns the exit code."""
+    """Draws a config's mesh on this job's devices or `args.device`; returns the exit code."""
     with distributed.raise_on_all_processes():
         cfg = parse(config, num_devices=args.devices or jax.device_count())
         slices = cfg.mesh.slices
@@ -92,8 +107,8 @@ def print_mesh(args: argparse.Namespace, config: Any) -> int:
             sizes = [getattr(cfg.mesh, axis) for axis in AXES]
             grid = mesh_drawing.grid_of_sizes(sizes, args.devices_per_host, slices, args.device)
         else:
-            row = hardware.device_of(jax.devices()[0].device_kind)
-            grid = mesh_drawing.grid_of_mesh(make_mesh(cfg.mesh), slices, row)
+            device = hardware.device_of(jax.devices()[0].device_kind)
+            grid = mesh_drawing.grid_of_mesh(make_mesh(cfg.mesh), slices, device)
         lines = [*mesh_drawing.lines(cfg, grid)]
     if jax.process_index() == 0:
         print(*lines, sep="\n")

@@ -1,7 +1,7 @@
-"""Draws a mesh as text: devices with their hosts, the link along each axis, and what is sharded over which axes."""
+"""Draws a mesh as text: devices, their hosts, the link along each axis, what each axis shards."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ TRAFFIC_OF_FSDP = (
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The devices in the shape of the mesh: their numbers, and the hosts and slices that hold them."""
+    """The devices in the shape of the mesh: their numbers, and the hosts and slices they are in."""
 
     numbers: np.ndarray
     network: Network
@@ -56,83 +56,104 @@ class Grid:
 
 def grid_of_mesh(mesh: jax.sharding.Mesh, num_slices: int, device: Device | None) -> Grid:
     """Returns the grid of devices that are there, numbered in the order of `jax.devices()`."""
-    order = {one: number for number, one in enumerate(jax.devices())}
-    numbers = np.vectorize(order.get, otypes=[int])(mesh.devices)
+    number_of_device = {device: number for number, device in enumerate(jax.devices())}
+    numbers = np.vectorize(number_of_device.get, otypes=[int])(mesh.devices)
     kind = mesh.devices.flat[0].device_kind
     return Grid(numbers, network_of(mesh, num_slices), kind, device)
 
 
 def grid_of_sizes(sizes: Sequence[int], per_host: int, num_slices: int, device: Device) -> Grid:
-    """Returns the grid of absent devices, `per_host` neighbours on each host; of TPUs, in each slice."""
+    """Returns the grid of absent devices, `per_host` neighbours on each host (TPU: each slice)."""
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     hosts = numbers // per_host
-    along_data = np.arange(sizes[AXES.index("data")]) * num_slices // sizes[AXES.index("data")]
-    shape = [-1 if axis == "data" else 1 for axis in AXES]
-    slices = np.broadcast_to(along_data.reshape(shape), numbers.shape) if device.chip else hosts
+    slices = hosts
+    if device.chip:
+        # Slices of GPUs are simulated: they divide the data axis.
+        data_size = sizes[AXES.index("data")]
+        along_data = np.arange(data_size) * num_slices // data_size
+        shape = [-1 if axis == "data" else 1 for axis in AXES]
+        slices = np.broadcast_to(along_data.reshape(shape), numbers.shape)
     return Grid(numbers, Network(hosts, slices), device.name, device)
 
 
 def lines(cfg: Config, grid: Grid) -> Iterator[str]:
-    """Yields the drawing of a config's mesh. Raises ConfigError for what the model or the optimizer rejects."""
-    sizes = grid.sizes()
-    used = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-    num_hosts, num_slices = (
-        len(np.unique(one)) for one in (grid.network.hosts, grid.network.slices)
-    )
-    parts = [" x ".join(used) or "one device", f"{grid.numbers.size} {grid.name}"]
-    parts.append(f"{num_hosts} host{'s' * (num_hosts > 1)}")
-    parts += [f"{num_slices} slices"] * (num_slices > 1)
-    # A faulty model is an error, and must be its only line.
-    placed = [*_placement_lines(cfg, sizes)]
-    yield f"mesh {' · '.join(parts)}"
+    """Yields the drawing of a config's mesh.
+
+    Raises ConfigError for what the model or the optimizer rejects.
+    """
+    # A faulty model is an error, and must be its only line: nothing is yielded before this.
+    placement_lines = [*_placement_lines(cfg, grid.sizes())]
+    used = [f"{axis} {size}" for axis, size in grid.sizes().items() if size > 1]
+    num_hosts = len(np.unique(grid.network.hosts))
+    num_slices = len(np.unique(grid.network.slices))
+    title = f"mesh {' x '.join(used) or 'one device'} · {grid.numbers.size} {grid.name}"
+    title += f" · {num_hosts} host{'s' * (num_hosts > 1)}"
+    if num_slices > 1:
+        title += f" · {num_slices} slices"
+    yield title
     if used:
-        yield from ("", *device_lines(grid), "", *_axis_lines(cfg, grid))
-    yield from ("", *placed)
+        yield ""
+        yield from device_lines(grid)
+        yield ""
+        yield from _axis_lines(cfg, grid)
+    yield ""
+    yield from placement_lines
 
 
 def device_lines(grid: Grid) -> Iterator[str]:
-    """Yields the devices: columns are the last axis that is used, rows the others; hosts are named."""
+    """Yields the devices: columns are the last axis that is used, rows the others; with hosts."""
     sizes = grid.sizes()
     *outer, last = [axis for axis in AXES if sizes[axis] > 1]
-    rows, hosts = (one.reshape(-1, sizes[last]) for one in (grid.numbers, grid.network.hosts))
-    several = len(np.unique(hosts)) > 1
-    within = several and all(len({*row}) == 1 for row in hosts.tolist())
-    names = [
-        [f"h{host} d{number}" if several and not within else f"d{number}" for number, host in pairs]
-        for pairs in (
-            zip(*pair, strict=True) for pair in zip(rows.tolist(), hosts.tolist(), strict=True)
-        )
-    ]
+    rows = grid.numbers.reshape(-1, sizes[last])
+    hosts = grid.network.hosts.reshape(-1, sizes[last])
+    has_hosts = len(np.unique(hosts)) > 1
+    # Where each row is on one host, the host has a line above its rows; else each device names it.
+    has_host_lines = has_hosts and all(len({*row}) == 1 for row in hosts.tolist())
+    names = []
+    for row, row_hosts in zip(rows.tolist(), hosts.tolist(), strict=True):
+        if has_hosts and not has_host_lines:
+            pairs = zip(row, row_hosts, strict=True)
+            names.append([f"h{host} d{number}" for number, host in pairs])
+        else:
+            names.append([f"d{number}" for number in row])
+
     heads = [f"{last} {number}" for number in range(sizes[last])]
-    widths = [len(f"{axis} {sizes[axis] - 1}") + 2 for axis in outer]
-    left = sum(widths) + 2
-    cell = 2 + max(len(name) for row in [heads, *names] for name in row)
-    shown = _shown(sizes[last], max(2, (WIDTH - left) // cell))
-    yield (" " * left + "".join(_cells(heads, shown, cell))).rstrip()
-    host, before = None, [None] * len(outer)
+    label_widths = [len(f"{axis} {sizes[axis] - 1}") + 2 for axis in outer]
+    left = sum(label_widths) + 2
+    cell_width = 2 + max(len(name) for row in [heads, *names] for name in row)
+    columns = _shown_columns(sizes[last], max(2, (WIDTH - left) // cell_width))
+    yield (" " * left + _cells(heads, columns, cell_width)).rstrip()
+
+    host = None
+    previous: tuple[int, ...] = ()
     for number, row in enumerate(names[:MAX_ROWS]):
-        if within and host != (host := int(hosts[number][0])):
+        if has_host_lines and host != int(hosts[number][0]):
+            host = int(hosts[number][0])
             yield f"host {host}"
-            before = [None] * len(outer)
-        index = np.unravel_index(number, [sizes[axis] for axis in outer]) if outer else ()
-        labels = [
-            "" if index[: dim + 1] == tuple(before[: dim + 1]) else f"{axis} {index[dim]}"
-            for dim, axis in enumerate(outer)
-        ]
-        before = [*index]
-        head = "".join(f"{label:{width}}" for label, width in zip(labels, widths, strict=True))
-        yield ("  " + head + "".join(_cells(row, shown, cell))).rstrip()
+            previous = ()
+        # Only what differs from the row above is labelled.
+        outer_sizes = [sizes[axis] for axis in outer]
+        index = tuple(map(int, np.unravel_index(number, outer_sizes))) if outer else ()
+        label_text = ""
+        for dim, (axis, width) in enumerate(zip(outer, label_widths, strict=True)):
+            is_same = index[: dim + 1] == previous[: dim + 1]
+            label_text += f"{'' if is_same else f'{axis} {index[dim]}':{width}}"
+        previous = index
+        yield f"  {label_text}{_cells(row, columns, cell_width)}".rstrip()
     if len(names) > MAX_ROWS:
         yield f"  ... {len(names) - MAX_ROWS:,} more rows, up to d{rows.max()}"
 
 
-def _shown(number: int, most: int) -> list[int | None]:
+def _shown_columns(number: int, most: int) -> list[int | None]:
     """Returns the columns to show; None stands for those in between."""
-    return [*range(number)] if number <= most else [*range(most - 2), None, number - 1]
+    if number <= most:
+        return [*range(number)]
+    return [*range(most - 2), None, number - 1]
 
 
-def _cells(names: Sequence[str], shown: Sequence[int | None], width: int) -> Iterator[str]:
-    return (f"{'...' if one is None else names[one]:{width}}" for one in shown)
+def _cells(names: Sequence[str], columns: Sequence[int | None], width: int) -> str:
+    texts = ["..." if column is None else names[column] for column in columns]
+    return "".join(f"{text:{width}}" for text in texts)
 
 
 def _axis_lines(cfg: Config, grid: Grid) -> Iterator[str]:
@@ -141,11 +162,14 @@ def _axis_lines(cfg: Config, grid: Grid) -> Iterator[str]:
     used = [axis for axis in AXES if sizes[axis] > 1]
     rows = [("axis", "size", "link", "in a step")]
     names = LINK_NAMES
-    if grid.device and not grid.device.chip:  # of TPUs, all hosts of a slice share its fast network
+    if grid.device and not grid.device.chip:
+        # All hosts of a TPU slice share its fast network.
         names = {**names, "host": "within a slice", "hosts": "between slices"}
     for axis in used:
         link = grid.network.link_along(axis)
-        rate = grid.device and (grid.device.link if link == "host" else grid.device.network)
+        rate = 0.0
+        if grid.device:
+            rate = grid.device.link if link == "host" else grid.device.network
         text = names[link] + (f", {rate / 1e9:.4g} GB/s" if rate else "")
         traffic = TRAFFIC_OF_FSDP[cfg.train.zero_stage] if axis == "fsdp" else TRAFFIC[axis]
         rows.append((axis, str(sizes[axis]), text, traffic))
@@ -159,14 +183,14 @@ def _placement_lines(cfg: Config, sizes: dict[str, int]) -> Iterator[str]:
     parts = RunParts(model, optimizer_builder(cfg, model))
     with jax.sharding.use_abstract_mesh(mesh), sharding.use_rules(cfg.rules):
         abstract = abstract_state(cfg, parts, mesh)
-    state, of_gradients = abstract.state, abstract.grad_shardings
+    state, grad_shardings = abstract.state, abstract.grad_shardings
     rows = [("dims", "sharded over", "on each", "MB", "parameters")]
     yield from _table([*rows, *_kinds(state.params, model.axes), _batch_row(cfg, sizes)])
     yield ""
     gradients = jax.tree.map(
-        lambda leaf, one: leaf.update(sharding=one),
+        lambda leaf, grad_sharding: leaf.update(sharding=grad_sharding),
         trained_part(state.params, model.is_trained),
-        of_gradients,
+        grad_shardings,
     )
     stored = {
         "parameters": state.params,
@@ -175,67 +199,81 @@ def _placement_lines(cfg: Config, sizes: dict[str, int]) -> Iterator[str]:
     }
     rows = [(f"on each device, ZeRO stage {cfg.train.zero_stage}", "MB", "of")]
     for name, tree in stored.items():
-        each, total = states.bytes_per_device(tree) / 1e6, states.bytes_of(tree) / 1e6
-        rows.append((name, f"{each:,.2f}", f"{total:,.2f}"))
+        on_each = states.bytes_per_device(tree) / 1e6
+        total = states.bytes_of(tree) / 1e6
+        rows.append((name, f"{on_each:,.2f}", f"{total:,.2f}"))
     yield from _table(rows)
 
 
 def _kinds(params: Any, axes: Any) -> list[tuple[str, ...]]:
-    """Returns a row for all parameters with the same dims and the same sharding, those with the most bytes first."""
+    """Returns a row for the parameters of the same dims and sharding; the most bytes come first."""
     kinds: dict[tuple, list] = {}
-    names_of = [*jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))]
+    all_names = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
     leaves = jax.tree.leaves_with_path(params)
-    for (path, leaf), names in zip(leaves, names_of, strict=True):
+    for (path, leaf), names in zip(leaves, all_names, strict=True):
         key = tuple(name or "-" for name in names), tuple(leaf.sharding.spec)
         kinds.setdefault(key, []).append((path, leaf))
+
     rows = []
     for (names, spec), members in kinds.items():
         leaves = [leaf for _, leaf in members]
-        each, total = states.bytes_per_device(leaves), states.bytes_of(leaves)
-        first = jax.tree_util.keystr(members[0][0], simple=True, separator="/")
-        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
-        pairs = [
-            (
-                name,
-                "+".join(
-                    axis
-                    for axis in sharding.axes_of(entry)
-                    if leaves[0].sharding.mesh.shape[axis] > 1
-                ),
-            )
-            for name, entry in zip(names, spec, strict=True)
-        ]
-        over = ", ".join(f"{name}: {found}" for name, found in pairs if found)
-        row = ", ".join(names), over or "-", f"1/{round(total / each)}" if total > each else "all"
-        rows.append((total, (*row, f"{total / 1e6:,.2f}", first + more)))
-    return [row for _, row in sorted(rows, key=lambda one: -one[0])]
+        on_each, total = states.bytes_per_device(leaves), states.bytes_of(leaves)
+        first_path, first_leaf = members[0]
+        label = jax.tree_util.keystr(first_path, simple=True, separator="/")
+        if len(members) > 1:
+            label += f" and {len(members) - 1} more"
+        row = (
+            ", ".join(names),
+            _sharded_over(names, spec, first_leaf.sharding.mesh.shape),
+            f"1/{round(total / on_each)}" if total > on_each else "all",
+            f"{total / 1e6:,.2f}",
+            label,
+        )
+        rows.append((total, row))
+    rows.sort(key=lambda entry: -entry[0])
+    return [row for _, row in rows]
+
+
+def _sharded_over(names: Sequence[str], spec: Sequence[Any], sizes: Mapping[str, int]) -> str:
+    """Returns the dims with the axes that shard them, such as `embed: fsdp`, or "-"."""
+    texts = []
+    for name, entry in zip(names, spec, strict=True):
+        axes = [axis for axis in sharding.axes_of(entry) if sizes[axis] > 1]
+        if axes:
+            texts.append(f"{name}: {'+'.join(axes)}")
+    return ", ".join(texts) or "-"
 
 
 def _batch_row(cfg: Config, sizes: dict[str, int]) -> tuple[str, ...]:
     """Returns the row of a batch, whose dims have the names batch and seq."""
-    shape = (cfg.train.global_batch, cfg.data.options.get("seq_len", 1))
-    spec = sharding.spec_for(("batch", "seq"), shape, cfg.rules, sizes)
-    pairs = [
-        (name, [axis for axis in sharding.axes_of(entry) if sizes[axis] > 1])
-        for name, entry in zip(("batch", "seq"), spec, strict=True)
-    ]
-    number = math.prod(sizes[axis] for _, found in pairs for axis in found)
-    over = ", ".join(f"{name}: {'+'.join(found)}" for name, found in pairs if found)
-    count = cfg.train.num_microbatches
-    text = f"the batch: {shape[0]:,} rows, {count} micro-batch{'es' * (count > 1)}"
-    return "batch, seq", over or "-", f"1/{number}" if number > 1 else "all", "", text
+    names = ("batch", "seq")
+    num_rows = cfg.train.global_batch
+    shape = (num_rows, cfg.data.options.get("seq_len", 1))
+    spec = sharding.spec_for(names, shape, cfg.rules, sizes)
+    num_parts = math.prod(sizes[axis] for entry in spec for axis in sharding.axes_of(entry))
+    num_microbatches = cfg.train.num_microbatches
+    label = f"the batch: {num_rows:,} rows, "
+    label += f"{num_microbatches} micro-batch{'es' * (num_microbatches > 1)}"
+    return (
+        ", ".join(names),
+        _sharded_over(names, spec, sizes),
+        f"1/{num_parts}" if num_parts > 1 else "all",
+        "",
+        label,
+    )
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Yields rows with aligned columns; numbers, such as sizes, to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    is_number = [
-        all(cell.replace(",", "").replace(".", "").isdigit() or not cell for cell in column[1:])
-        for column in zip(*rows, strict=True)
-    ]
+    columns = [*zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    are_numbers = [all(map(_is_number, column[1:])) for column in columns]
     for row in rows:
-        cells = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, is_number, strict=True)
-        ]
+        cells = []
+        for cell, width, is_number in zip(row, widths, are_numbers, strict=True):
+            cells.append(cell.rjust(width) if is_number else cell.ljust(width))
         yield "  ".join(cells).rstrip()
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell.replace(",", "").replace(".", "").isdigit()

@@ -18,7 +18,7 @@ COLOURS = "#2f6db3 #b3541a #2d7d4f #8a4bb0 #8a6a00 #b53a56 #17798a #a23a86".spli
 
 BLACK, WHITE, IDLE_COLOUR, INK, AXIS_COLOUR = "#000000", "#ffffff", "#ececec", "#222222", "#999999"
 
-# In pixels. The box of one forward is BOX_WIDTH wide, plus DIGIT_WIDTH for each digit of its number.
+# In pixels. The box of a forward is BOX_WIDTH wide, plus DIGIT_WIDTH for each digit of its number.
 BOX_WIDTH, DIGIT_WIDTH, TITLE_WIDTH = 12, 7, 640
 
 ROW, GAP = 26, 4  # height of a stage's row, and between rows
@@ -27,7 +27,10 @@ LEFT, TOP, BOTTOM, RIGHT = 76, 66, 56, 20  # margins
 
 
 def text_lines(table: Table, columns: int) -> list[str]:
-    """Returns a table as lines: rows F and B for each stage, a column per tick, wrapped at `columns`."""
+    """Returns a table as lines: rows F and B for each stage, a column per tick.
+
+    Wrapped at `columns` characters.
+    """
     works = (("F", table.forward), ("B", table.backward))
     V = table.num_chunks
     cells = [
@@ -55,12 +58,14 @@ def text_lines(table: Table, columns: int) -> list[str]:
 
 
 def cell(microbatch: int, chunk: int, num_chunks: int) -> str:
-    """Returns '3' for micro-batch 3, '3b' for micro-batch 3 in chunk 1 of several, '·' for an idle stage."""
+    """Returns "3" for micro-batch 3, "3b" for its chunk 1 of several, "·" for an idle stage."""
     if microbatch == IDLE:
         return "·"
     if num_chunks == 1:
         return f"{microbatch}"
-    return f"{microbatch}{LETTERS[chunk] if num_chunks <= len(LETTERS) else f'.{chunk}'}"
+    if num_chunks <= len(LETTERS):
+        return f"{microbatch}{LETTERS[chunk]}"
+    return f"{microbatch}.{chunk}"
 
 
 def _microbatches_and_chunks(work: Slot) -> list[list[tuple[int, int]]]:
@@ -68,7 +73,7 @@ def _microbatches_and_chunks(work: Slot) -> list[list[tuple[int, int]]]:
 
 
 def svg(name: str, table: Table) -> str:
-    """Returns the timeline: a row per stage, a box per forward or backward; its width is the time."""
+    """Returns the timeline: a row per stage, a box per forward or backward, as wide as its time."""
     P, M, V = table.num_stages, table.num_microbatches, table.num_chunks
     unit = BOX_WIDTH + DIGIT_WIDTH * len(str(M - 1))  # width of one chunk's forward
     length = unit * table.cost(FORWARD, BACKWARD) * V
@@ -80,8 +85,9 @@ def svg(name: str, table: Table) -> str:
     )
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.9g} {height}" width="{width:.9g}"'
-            f' height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="12">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.9g} {height}"'
+            f' width="{width:.9g}" height="{height}"'
+            f' font-family="Helvetica, Arial, sans-serif" font-size="12">',
             f"<title>{escape(title)}</title>",
             _rect(0, 0, width, height, WHITE),
             _label(LEFT, 24, title, size=14),
@@ -106,8 +112,8 @@ def _rows(P: int, length: float) -> Iterator[str]:
 def start_times(table: Table) -> dict[str, np.ndarray]:
     """Returns the start times of the forwards and of the backwards by tick, (T,).
 
-    The unit is the time of one chunk's forward. A tick has time for a forward if any stage has one, then
-    for a backward if any stage has one.
+    The unit is the time of one chunk's forward. A tick has time for a forward if any stage has one,
+    then for a backward if any stage has one.
     """
     forward = table.forward.active.any(1) * FORWARD
     both = forward + table.backward.active.any(1) * BACKWARD
@@ -116,16 +122,21 @@ def start_times(table: Table) -> dict[str, np.ndarray]:
 
 
 def _boxes(table: Table, kind: str, unit: int) -> Iterator[str]:
-    work, start = getattr(table, kind), start_times(table)[kind]
-    duration, ink = {"forward": (FORWARD, INK), "backward": (BACKWARD, WHITE)}[kind]
-    width, entries = unit * duration, _microbatches_and_chunks(work)
+    """Yields the boxes of all forwards, or of all backwards."""
+    work = getattr(table, kind)
+    starts = start_times(table)[kind]
+    entries = _microbatches_and_chunks(work)
+    width = unit * (FORWARD if kind == "forward" else BACKWARD)
+    ink = INK if kind == "forward" else WHITE
     yield f'<g class="{kind}" stroke="{WHITE}" fill="{ink}">'
     for tick, stage in np.argwhere(work.active):
-        m, v = entries[tick][stage]
-        x, y = LEFT + start[tick] * unit, TOP + stage * (ROW + GAP)
-        tip = f"stage {stage}, tick {tick}: {kind} of micro-batch {m}, chunk {v}"
-        yield _rect(x, y, width, ROW, shade(kind, m, v, table.num_chunks), tip)
-        yield _label(x + width / 2, y + ROW / 2 + 4, str(m), anchor="middle", fill=None)
+        microbatch, chunk = entries[tick][stage]
+        x = LEFT + starts[tick] * unit
+        y = TOP + stage * (ROW + GAP)
+        colour = shade(kind, microbatch, chunk, table.num_chunks)
+        tip = f"stage {stage}, tick {tick}: {kind} of micro-batch {microbatch}, chunk {chunk}"
+        yield _rect(x, y, width, ROW, colour, tip)
+        yield _label(x + width / 2, y + ROW / 2 + 4, str(microbatch), anchor="middle", fill=None)
     yield "</g>"
 
 
@@ -139,9 +150,12 @@ def shade(kind: str, microbatch: int, chunk: int, num_chunks: int) -> str:
 
 
 def _blended(colour: str, other: str, share: float) -> str:
-    parts = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in (colour, other)]
-    mixed = (round(a * (1 - share) + b * share) for a, b in zip(*parts, strict=True))
-    return "#" + "".join(f"{part:02x}" for part in mixed)
+    """Returns a colour #rrggbb with a `share` of the other one."""
+    mixed = "#"
+    for start in (1, 3, 5):
+        part, other_part = int(colour[start : start + 2], 16), int(other[start : start + 2], 16)
+        mixed += f"{round(part * (1 - share) + other_part * share):02x}"
+    return mixed
 
 
 def _legend(V: int) -> Iterator[str]:
@@ -164,11 +178,11 @@ def _legend(V: int) -> Iterator[str]:
 
 
 def _axis(P: int, unit: int, length: float) -> Iterator[str]:
-    """Yields the time axis with as many numbers as fit; `unit` is the width of a stage's forward."""
+    """Yields the time axis with as many numbers as fit; `unit`: the width of a stage's forward."""
     y = TOP + P * (ROW + GAP) + 4
-    step = next(
-        step for n in range(9) for step in (10**n, 2 * 10**n, 5 * 10**n) if step * unit >= 50
-    )
+    # The least of 1, 2, 5, 10, 20 ... whose numbers are 50 pixels apart.
+    steps = (digit * 10**power for power in range(9) for digit in (1, 2, 5))
+    step = next(step for step in steps if step * unit >= 50)
     yield f'<g stroke="{AXIS_COLOUR}">'
     yield f'<path d="M{LEFT} {y}H{LEFT + length:.9g}" fill="none"/>'
     numbers = range(0, int(length / unit) + 1, step)

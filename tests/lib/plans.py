@@ -3,18 +3,17 @@
 from meshtrain import hardware
 from meshtrain.cli import app
 from meshtrain.configs import gemma2, gpt2, llama3, mixtral
-from meshtrain.tools.plan import constraints, search
+from meshtrain.tools.plan import constraints, from_config, search
 from meshtrain.tools.plan.cost import step_cost
 from meshtrain.tools.plan.machine import Machine
 from meshtrain.tools.plan.sizes import decoder
-from meshtrain.tools.plan.subject import PlanInput
 
-H100 = hardware.BY_NAME["h100"]
+H100 = hardware.devices()["h100"]
 SMALL = decoder(32, 4096, 14336, 32, 8, 128, 128256, gated=True, tied=False)
 
 
-def cost(layout, *, per_host=8, seq_len=8192, work=SMALL, habits=None):
-    return step_cost(work, layout, Machine(H100, layout.num_devices, per_host), seq_len, habits)
+def cost(layout, *, per_host=8, seq_len=8192, work=SMALL, overlap=None):
+    return step_cost(work, layout, Machine(H100, layout.num_devices, per_host), seq_len, overlap)
 
 
 # ---- its arithmetic ----
@@ -27,11 +26,14 @@ CONFIGS = {"llama3": llama3, "gpt2": gpt2, "gemma2": gemma2, "mixtral": mixtral}
 
 
 def plan_of(config, device, num, *, fixed=(), limit=0.9, per_host=8):
-    subject, machine = PlanInput(config), Machine(hardware.BY_NAME[device], num, per_host)
+    plan_input, machine = (
+        from_config.plan_input(config),
+        Machine(hardware.devices()[device], num, per_host),
+    )
     size = limit * machine.device.memory
     values = constraints.values([("--fix", flag) for flag in fixed], num, config)
-    found = search.search(subject, machine, limit=size, fixed=values)
-    return subject, machine, found
+    found = search.search(plan_input, machine, limit=size, fixed=values)
+    return plan_input, machine, found
 
 
 # ---- its command ----

@@ -102,7 +102,7 @@ def start_two(*arguments, second=None):
         command = [
             sys.executable,
             "-m",
-            "meshtrain.cli.train",
+            "meshtrain.main",
             *flags,
             "--simulate_devices=1",
             *own,

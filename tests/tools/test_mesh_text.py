@@ -101,7 +101,7 @@ def test_the_links_of_absent_devices(capsys, device, per_host, links):
 def test_hosts_are_named_above_their_rows_or_in_each_cell():
     def drawn(per_host, **sizes):
         numbers = [sizes.get(axis, 1) for axis in AXES]
-        grid = mesh_drawing.grid_of_sizes(numbers, per_host, 1, hardware.BY_NAME["h200"])
+        grid = mesh_drawing.grid_of_sizes(numbers, per_host, 1, hardware.devices()["h200"])
         return [*mesh_drawing.device_lines(grid)]
 
     assert drawn(2, fsdp=2, tensor=2) == [

@@ -1,4 +1,4 @@
-"""Compiles the train step of a config and compares the bytes that its collectives send with the minimum."""
+"""Compiles the train step of a config and compares what its collectives send with the minimum."""
 
 import dataclasses
 from collections import Counter
@@ -44,7 +44,7 @@ FULL_ROWS = "rows of one document; the data is not read"
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Pairs of a query and a key that it attends to: the most on a device, over the mean of all devices."""
+    """Query/key pairs of attention: the most on a device, over the mean of all devices."""
 
     contiguous: float  # if device i held the i-th part of each sequence
     zigzag: float  # in the order of `context.order`, which runs use
@@ -52,25 +52,34 @@ class Imbalance:
 
 
 def imbalance(cfg: Config, placement: Placement, data: Any, batch: Any) -> Imbalance | None:
-    """Returns the imbalance of a few batches of `data`, of the config's data if it is None, else of full rows.
+    """Returns the imbalance of a few batches of `data`; None if the mesh does not shard sequences.
 
-    None if the mesh does not shard sequences. Windows are ignored.
+    If `data` is None, the config's data is read; if its files are not there, full rows are counted.
+    Windows are ignored.
     """
     if not placement.sequence_axes:
         return None
     source = _source_of_data(cfg) if data is None else data
     size, length = cfg.train.global_batch, batch.tokens.shape[1]
-    rows, of = [np.broadcast_to(np.arange(length), (size, length))], FULL_ROWS
     if isinstance(source, Source):
         batches = [source.read(n * size + np.arange(size)) for n in range(NUM_BATCHES)]
-        rows = [_positions(one) for one in batches]
+        positions = [_positions(read) for read in batches]
         of = f"{NUM_BATCHES} batches of {source.description or 'the data'}"
+    else:
+        positions = [np.broadcast_to(np.arange(length), (size, length))]
+        of = FULL_ROWS
     num_devices = placement.num_devices(placement.sequence_axes)
-    groups = placement.num_devices(placement.token_axes) // num_devices
-    orders = np.arange(length), context.order(length, num_devices)
-    ratios = [[_ratio(one[:, order], groups, num_devices) for one in rows] for order in orders]
-    contiguous, zigzag = (float(np.mean(each)) for each in ratios)
-    return Imbalance(contiguous, zigzag, of)
+    num_groups = placement.num_devices(placement.token_axes) // num_devices
+
+    def mean_ratio(order: np.ndarray) -> float:
+        ratios = [_ratio(rows[:, order], num_groups, num_devices) for rows in positions]
+        return float(np.mean(ratios))
+
+    return Imbalance(
+        contiguous=mean_ratio(np.arange(length)),
+        zigzag=mean_ratio(context.order(length, num_devices)),
+        of=of,
+    )
 
 
 def _source_of_data(cfg: Config) -> Source | None:
@@ -91,12 +100,16 @@ def _positions(batch: Batch) -> np.ndarray:
     return np.broadcast_to(np.arange(batch.tokens.shape[1]), batch.tokens.shape)
 
 
-def _ratio(positions: np.ndarray, groups: int, num_devices: int) -> float:
-    """Returns the most pairs of a device over the mean; `groups` of devices share the rows."""
+def _ratio(positions_BS: np.ndarray, num_groups: int, num_devices: int) -> float:
+    """Returns the most pairs of a device over the mean.
+
+    `num_groups` groups share the rows; the `num_devices` devices of each share every sequence.
+    """
     # A query attends to itself and to all earlier tokens of its document.
-    pairs = (positions + 1).reshape(groups, -1, num_devices, positions.shape[1] // num_devices)
-    pairs = pairs.sum((1, 3))
-    return pairs.max() / pairs.mean()
+    pairs_BS = positions_BS + 1
+    shape = (num_groups, -1, num_devices, pairs_BS.shape[1] // num_devices)
+    device_pairs = pairs_BS.reshape(shape).sum((1, 3))
+    return device_pairs.max() / device_pairs.mean()
 
 
 @dataclass(frozen=True)
@@ -127,26 +140,28 @@ class Audit:
     imbalance: Imbalance | None  # of attention, if sequences are sharded
     memory: Memory | None
     ways_out: list[str]  # if the step does not fit
-    roofline: Roofline | None  # None for devices without a row in `analysis.hardware`
+    roofline: Roofline | None  # None for devices that hardware.toml does not have
     hlo: str = field(repr=False)  # text of the optimised program
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all figures, for JSON."""
-        return {
-            one.name: _plain(getattr(self, one.name))
-            for one in dataclasses.fields(self)
-            if one.name not in ("hlo", "explanations")
-        }
+        names = [field.name for field in dataclasses.fields(self)]
+        left_out = ("hlo", "explanations")
+        return {name: _plain(getattr(self, name)) for name in names if name not in left_out}
 
     def total(self, *axes: str) -> Total:
         """Returns the total of the collectives over exactly these axes."""
         name = audit_warnings.axes_label(axes)
-        return next((total for total in self.axes if total.name == name), Total(name, 0, 0))
+        totals = {total.name: total for total in self.axes}
+        return totals.get(name, Total(name, 0, 0))
 
     def bytes_for(self, label: str, *axes: str) -> float:
         """Returns the bytes that are sent over these axes for one purpose."""
-        found = [one.collective for one in self.explanations if one.label == label]
-        return sum(c.bytes for c in found if c.axes == axes)
+        total = 0.0
+        for explanation in self.explanations:
+            if explanation.label == label and explanation.collective.axes == axes:
+                total += explanation.collective.bytes
+        return total
 
 
 def audit(
@@ -162,7 +177,8 @@ def audit(
     """
     devices = devices or jax.devices()
     with_files = cfg = auto.resolve(config, devices=devices, model=model)
-    if data is None:  # the step needs only shapes
+    if data is None:
+        # The step needs only shapes.
         cfg = _without_files(cfg)
     parts = build(cfg, model=model, data=data)
     program = assemble(cfg, parts, devices=devices)
@@ -170,69 +186,98 @@ def audit(
     advice = MemoryAdvice(cfg, parts, program, batch)
     with advice.when_out_of_memory(), program.active():
         compiled = program.compile(batch)
-        run = cfg, parts.model, program.mesh, program.abstract_state.params, batch
-        placement = placement_of(*run)
-        attention = sharded_attention(cfg, parts.model, batch, placement)
-        experts = sharded_experts(cfg, batch, placement)
-        known = {"attention": attention, "experts": experts, "sync": program.sync}
-        placement = dataclasses.replace(placement, **known)
-        before_compiling = [one.text for one in layout_warnings(*run)]
-    device, state = program.mesh.devices.flat[0], program.abstract_state
+        placement = _placement(cfg, parts.model, program, batch)
+        config_warnings = layout_warnings(
+            cfg, parts.model, program.mesh, program.abstract_state.params, batch
+        )
+
     text = compiled.as_text()
     module = hlo.parse(text)
-    advice.memory = memory_of(program, compiled, module=module)
-    ways_out = [*advice.remedies()] if advice.memory and advice.memory.fits is False else []
+    device, state = program.mesh.devices.flat[0], program.abstract_state
     network = network_of(program.mesh, cfg.mesh.slices)
-    found = collective_ops.find_collectives(
+    collectives = collective_ops.find_collectives(
         module, placement.mesh, device.platform, network.slices.ravel()
     )
-    row, unknown_rate = _row_of(device.device_kind, network)
-    flops = _model_flops(cfg, parts.model, batch, program.mesh.size)
-    # With balanced routing no rows are left over.
-    skipped = LEFTOVER if experts and experts.has_first_pass else ""
-    explanations, ledger = explain(placement, found)
+    explanations, ledger = explain(placement, collectives)
+    named = [(audit_warnings.axes_label(c.axes), c) for c in collectives]
+
+    advice.memory = memory_of(program, compiled, module=module)
+    remedies = []
+    if advice.memory and advice.memory.fits is False:
+        remedies = [*advice.remedies()]
+
+    table_device, unknown_rate = _table_device(device.device_kind, network)
+    step_roofline = None
+    if table_device:
+        # With balanced routing no rows are left over.
+        has_first_pass = placement.experts and placement.experts.has_first_pass
+        step_roofline = roofline(
+            module,
+            collectives,
+            table_device,
+            network,
+            model_flops=_model_flops(cfg, parts.model, batch, program.mesh.size),
+            skipped=LEFTOVER if has_first_pass else "",
+        )
     return Audit(
         mesh=placement.mesh,
         device=f"{program.mesh.size} {device.device_kind}",
         platform=f"{device.platform} by jax {jax.__version__}",
         param_bytes=states.bytes_per_device(state.params),
         axes=_totals(explanations, () if placement.has_blocks else placement.model_axes),
-        links=link_traffic([(audit_warnings.axes_label(one.axes), one) for one in found], network),
+        links=link_traffic(named, network),
         explanations=explanations,
         extra_bytes=_extra_bytes(explanations),
         unsent_bytes=_unsent_bytes(ledger),
-        warnings=unknown_rate
-        + before_compiling
-        + audit_warnings.warnings(placement, cfg.rules, state, explanations),
+        warnings=[
+            *unknown_rate,
+            *(warning.text for warning in config_warnings),
+            *audit_warnings.warnings(placement, cfg.rules, state, explanations),
+        ],
         imbalance=imbalance(with_files, placement, data, batch),
         memory=advice.memory,
-        ways_out=ways_out,
-        roofline=row and roofline(module, found, row, network, model_flops=flops, skipped=skipped),
+        ways_out=remedies,
+        roofline=step_roofline,
         hlo=text,
     )
 
 
-def _row_of(kind: str, network: Network) -> tuple[hardware.Device | None, list[str]]:
-    """Returns the row of the device, None if there is none, and a warning if it lacks the rate of a link."""
-    row = hardware.device_of(kind)
-    if row is None or row.network or network.link_along(*AXES) == "host":
-        return row, []
-    unknown = f"no roofline: meshtrain/hardware.py has no rate of the network between slices of {row.name}"
-    return None, [unknown]
-
-
-def _without_files(cfg: Config) -> Config:
-    """Returns the config with synthetic data in place of files, in rows of several documents if it packs them."""
-    build, options = synthetic.without_files(cfg.data.build), dict(cfg.data.options)
-    if build != cfg.data.build and options.get("packing") == "best_fit":
-        options["separator"] = 0
+def _placement(cfg: Config, model: Model, program: Program, batch: Any) -> Placement:
+    """Returns the placement with what the active mesh and rules say of attention and experts."""
+    placement = placement_of(cfg, model, program.mesh, program.abstract_state.params, batch)
     return dataclasses.replace(
-        cfg, data=dataclasses.replace(cfg.data, build=build, options=options)
+        placement,
+        attention=sharded_attention(cfg, model, batch, placement),
+        experts=sharded_experts(cfg, batch, placement),
+        sync=program.how,
     )
 
 
+def _table_device(kind: str, network: Network) -> tuple[hardware.Device | None, list[str]]:
+    """Returns the device of hardware.toml, or None and a warning if it lacks a rate."""
+    device = hardware.device_of(kind)
+    if device is None or device.network or network.link_along(*AXES) == "host":
+        return device, []
+    warning = (
+        f"no roofline: meshtrain/hardware.toml has no rate of the network between slices of "
+        f"{device.name}"
+    )
+    return None, [warning]
+
+
+def _without_files(cfg: Config) -> Config:
+    """Returns the config with synthetic data in place of files."""
+    build_name = synthetic.without_files(cfg.data.build)
+    options = dict(cfg.data.options)
+    if build_name != cfg.data.build and options.get("packing") == "best_fit":
+        # Synthetic documents end with this token; rows have several of them, as when packed.
+        options["separator"] = 0
+    data = dataclasses.replace(cfg.data, build=build_name, options=options)
+    return dataclasses.replace(cfg, data=data)
+
+
 def _model_flops(cfg: Config, model: Model, batch: Any, num_devices: int) -> float | None:
-    """Returns the FLOPs of one device in a step, as MFU counts them; None if the model does not say."""
+    """Returns the FLOPs of a device in a step, as MFU counts them; None if unknown."""
     units = units_of(batch, model)
     return units.flops and units.flops * units.per_sample * cfg.train.global_batch / num_devices
 
@@ -240,7 +285,9 @@ def _model_flops(cfg: Config, model: Model, batch: Any, num_devices: int) -> flo
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return dataclasses.asdict(value)
-    return [_plain(one) for one in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return value
 
 
 def _batch_like(cfg: Config, program: Program, data: Any) -> Any:
@@ -251,10 +298,11 @@ def _batch_like(cfg: Config, program: Program, data: Any) -> Any:
     # The loader shards sequences only of a Batch.
     names = ("batch", "seq") if isinstance(batch, Batch) else ("batch",)
 
-    def like(leaf):
-        dtype, shape = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype), np.shape(leaf)
-        sizes = (size, *shape[1:])[: len(names)]
-        spec = sharding.spec_for(names, sizes, cfg.rules, program.mesh.shape)
+    def like(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
+        shape = np.shape(leaf)
+        sizes = (size, *shape[1:])
+        spec = sharding.spec_for(names, sizes[: len(names)], cfg.rules, program.mesh.shape)
         batch_sharding = jax.sharding.NamedSharding(program.mesh, spec)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
 
@@ -267,21 +315,27 @@ def _totals(explanations: list[Explanation], unknown: Iterable[str]) -> list[Tot
     The minimum leaves out needs that the program avoids.
     """
     sent, needed = Counter(), Counter()
+    unknown_labels = set()
     for explanation in explanations:
-        name = audit_warnings.axes_label(explanation.collective.axes)
-        sent[name] += explanation.collective.bytes
-        needed[name] += explanation.needed_bytes
+        axes = explanation.collective.axes
+        label = audit_warnings.axes_label(axes)
+        sent[label] += explanation.collective.bytes
+        needed[label] += explanation.needed_bytes
+        if {*(axes or ())} & {*unknown}:
+            unknown_labels.add(label)
     return [
-        Total(name, sent[name], None if {*name.split(" x ")} & {*unknown} else needed[name])
-        for name in sorted(sent)
+        Total(label, sent[label], None if label in unknown_labels else needed[label])
+        for label in sorted(sent)
     ]
 
 
 def _extra_bytes(explanations: list[Explanation]) -> list[tuple[str, str, str, float]]:
+    """Returns the bytes above the minimum by axes, label and reason, the most first."""
     merged = Counter()
     for explanation in explanations:
         axes = audit_warnings.axes_label(explanation.collective.axes)
-        for reason, fraction in (explanation.fractions or {explanation.reason: 1}).items():
+        fractions = explanation.fractions or {explanation.reason: 1}
+        for reason, fraction in fractions.items():
             merged[axes, explanation.label, reason] += fraction * explanation.extra_bytes
     return [(*key, num_bytes) for key, num_bytes in merged.most_common() if num_bytes > 0.5]
 

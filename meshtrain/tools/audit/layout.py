@@ -1,7 +1,7 @@
-"""Describes which device holds which part of each parameter, gradient, activation, sequence and expert."""
+"""Describes what each device holds: parts of parameters, gradients, sequences and experts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops import context_attention
 from meshtrain.ops.attention import choose_for_context
 from meshtrain.parallel import context, expert, sharding
+from meshtrain.parallel.grad_sync import Sync
 from meshtrain.schedules import SCHEDULES
 
 Axes = tuple[str, ...]  # mesh axes, in the order of the mesh
@@ -61,7 +62,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class ShardedAttention:
-    """The attention of a layer, as one device computes it in a micro-batch; sizes are numbers of elements."""
+    """The attention of a layer, as one device computes it in a micro-batch; sizes in elements."""
 
     method: str  # see parallel/context.py
     num_devices: int  # that hold parts of a sequence
@@ -76,7 +77,7 @@ class ShardedAttention:
 
 @dataclass(frozen=True)
 class ShardedExperts:
-    """The experts of a layer, as one device computes them in a micro-batch; see parallel/expert.py."""
+    """The experts of a layer, as one device computes them in a micro-batch (parallel/expert.py)."""
 
     gathered: Axes  # within which tokens are gathered
     others: Axes  # that shard the experts, but no tokens
@@ -106,9 +107,8 @@ class Placement:
     d_model: int  # elements per token between blocks; 0 without blocks
     num_microbatches: int
     num_chunks: int  # of layers on each stage; 1 without a pipeline
-    num_ticks: (
-        int  # that have a forward, and as many a backward; num_microbatches without a pipeline
-    )
+    # Ticks that have a forward, and as many a backward; num_microbatches without a pipeline.
+    num_ticks: int
     pipeline_keep: str  # pipeline.keep; empty without a pipeline
     zero_stage: int
     remat: str
@@ -116,29 +116,32 @@ class Placement:
     # Of sharded sequences; None if they are not sharded, or their attention is unknown.
     attention: ShardedAttention | None = None
     experts: ShardedExperts | None = None  # None: none, or of a user's own model
-    sync: Any = None  # a parallel.sync.Sync; None: XLA adds the gradients of the batch shards
+    sync: Sync | None = None  # None: XLA adds the gradients of the batch shards
 
     @property
     def model_axes(self) -> Axes:
         """Axes that shard parameters but no tokens, for example tensor and pipeline."""
         sharding_axes = {axis for leaf in self.leaves for axis in leaf.axes}
-        return tuple(
-            axis for axis in self.mesh if axis in sharding_axes and axis not in self.token_axes
-        )
+        model_axes = sharding_axes - {*self.token_axes}
+        return tuple(axis for axis in self.mesh if axis in model_axes)
 
     def token_axes_of(self, leaf: Leaf) -> Axes:
-        """Axes of tokens over which a leaf is gathered and its gradient summed: not those that shard experts."""
-        own = {
-            axis
-            for name, axes in zip(leaf.dim_names, leaf.spec, strict=True)
-            for axis in axes
-            if name == "expert"
-        }
-        return tuple(axis for axis in self.token_axes if axis not in own)
+        """Axes of tokens over which a leaf is gathered and its gradient summed.
+
+        The axes that shard experts are not among them: each expert is on one device of a group.
+        """
+        expert_axes: set[str] = set()
+        for name, axes in zip(leaf.dim_names, leaf.spec, strict=True):
+            if name == "expert":
+                expert_axes |= {*axes}
+        return tuple(axis for axis in self.token_axes if axis not in expert_axes)
 
     @property
     def deferred_axes(self) -> Axes:
-        """Axes over which gradients are summed once, after the last micro-batch; never those of a sequence."""
+        """Axes over which gradients are summed once, after the last micro-batch.
+
+        Those that shard each sequence are never among them.
+        """
         # As in program.assemble.
         axes = ("data",) if self.zero_stage >= 2 else ("data", "fsdp")
         return tuple(axis for axis in self.token_axes if axis in axes)
@@ -156,10 +159,10 @@ class Placement:
 
     @property
     def num_recomputes(self) -> int:
-        """How often a backward recomputes its chunk: once if only inputs are kept, once more for remat."""
-        return (self.pipeline_keep == "inputs") + (
-            self.pipeline_keep != "" and self.remat != "none"
-        )
+        """How often a backward recomputes its chunk: for its inputs and for remat."""
+        for_inputs = self.pipeline_keep == "inputs"
+        for_remat = self.pipeline_keep != "" and self.remat != "none"
+        return for_inputs + for_remat
 
     @property
     def idle_microbatches(self) -> float:
@@ -171,54 +174,76 @@ class Placement:
         return math.prod(self.mesh[axis] for axis in axes)
 
     def local_shape(self, leaf: Leaf, spec: Spec, replicated_over: Axes) -> list[int]:
-        """Returns the shape of a leaf on one device: sharded by `spec`, except over `replicated_over`."""
-        num_shards = (
-            self.num_devices(tuple(axis for axis in dim if axis not in replicated_over))
-            for dim in spec
-        )
-        return [size // num for size, num in zip(leaf.shape, num_shards, strict=True)]
+        """Returns the shape of a leaf on a device: sharded by `spec`, less `replicated_over`."""
+        local = []
+        for size, axes in zip(leaf.shape, spec, strict=True):
+            sharded_over = tuple(axis for axis in axes if axis not in replicated_over)
+            local.append(size // self.num_devices(sharded_over))
+        return local
 
 
 def placement_of(
     cfg: Config, model: Model, mesh: jax.sharding.Mesh, params: Params, batch: Any
 ) -> Placement:
-    """Returns the placement of a run. `params` and `batch` are arrays, or their shapes."""
-    mesh, c = dict(mesh.shape), cfg.train
-    row_axes, sequence_axes = _token_axes(cfg, mesh, batch)
-    token_axes = tuple(axis for axis in mesh if axis in (*row_axes, *sequence_axes))
-    used_by, x = _users(cfg, model, params, batch)
-    dim_names = jax.tree.leaves(model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    flat = jax.tree_util.tree_leaves_with_path(params)
-    num_chunks, num_ticks, keep = 1, c.num_microbatches, ""
-    if mesh["pipeline"] > 1:
-        num_chunks, keep = cfg.pipeline.num_chunks, cfg.pipeline.keep
+    """Returns the placement of a run. `params` and `batch` are arrays, or their shapes.
+
+    What needs the active mesh and rules is left out: see `sharded_attention`, `sharded_experts`.
+    """
+    sizes = dict(mesh.shape)
+    train = cfg.train
+    row_axes, sequence_axes = _token_axes(cfg, sizes, batch)
+    token_axes = tuple(axis for axis in sizes if axis in (*row_axes, *sequence_axes))
+
+    # Without blocks the activations are unknown, and with them the tokens of a device.
+    used_by, activations = _users(cfg, model, params, batch)
+    num_tokens = d_model = 0
+    if activations is not None:
+        d_model = activations.shape[-1]
+        num_devices = math.prod(sizes[axis] for axis in token_axes)
+        num_tokens = activations.size // d_model // num_devices
+
+    num_chunks, num_ticks, keep = 1, train.num_microbatches, ""
+    if sizes["pipeline"] > 1:
+        num_chunks = cfg.pipeline.num_chunks
+        keep = cfg.pipeline.keep
         schedule = SCHEDULES[cfg.pipeline.schedule]
-        table = schedule(mesh["pipeline"], c.num_microbatches, num_chunks)
+        table = schedule(sizes["pipeline"], train.num_microbatches, num_chunks)
         num_ticks = int(table.forward.active.any(1).sum())
-    num_tokens = x.size // x.shape[-1] // math.prod(mesh[a] for a in token_axes) if x else 0
+
+    leaves = []
+    all_dim_names = jax.tree.leaves(model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    for (path, array), dim_names, users in zip(flat, all_dim_names, used_by, strict=True):
+        leaf = _leaf(
+            cfg,
+            sizes,
+            path,
+            array,
+            dim_names=dim_names,
+            used_by=users,
+            is_trained=model.is_trained,
+        )
+        leaves.append(leaf)
     return Placement(
-        mesh=mesh,
+        mesh=sizes,
         token_axes=token_axes,
         sequence_axes=sequence_axes,
-        leaves=tuple(
-            _leaf(cfg, mesh, model.is_trained, *each)
-            for each in zip(flat, dim_names, used_by, strict=True)
-        ),
-        has_blocks=x is not None,
+        leaves=tuple(leaves),
+        has_blocks=activations is not None,
         num_tokens=num_tokens,
-        d_model=x.shape[-1] if x else 0,
-        num_microbatches=c.num_microbatches,
+        d_model=d_model,
+        num_microbatches=train.num_microbatches,
         num_chunks=num_chunks,
         num_ticks=num_ticks,
         pipeline_keep=keep,
-        zero_stage=c.zero_stage,
-        remat=c.remat,
-        compute_itemsize=jnp.dtype(c.dtype).itemsize,
+        zero_stage=train.zero_stage,
+        remat=train.remat,
+        compute_itemsize=jnp.dtype(train.dtype).itemsize,
     )
 
 
 def _token_axes(cfg: Config, mesh: Mapping[str, int], batch: Any) -> tuple[Axes, Axes]:
-    """Returns the mesh axes that shard the rows of a batch, and those that shard each row of tokens."""
+    """Returns the mesh axes that shard the rows of a batch, and those that shard each row."""
     rows = cfg.train.global_batch
     names, shape = ("batch",), (rows,)
     if isinstance(batch, Batch):
@@ -228,6 +253,7 @@ def _token_axes(cfg: Config, mesh: Mapping[str, int], batch: Any) -> tuple[Axes,
 
 
 def _spec(spec: Any, mesh: Mapping[str, int]) -> Spec:
+    """Returns a partition spec without the axes of size 1."""
     return tuple(
         tuple(axis for axis in sharding.axes_of(entry) if mesh[axis] > 1) for entry in spec
     )
@@ -236,22 +262,28 @@ def _spec(spec: Any, mesh: Mapping[str, int]) -> Spec:
 def _leaf(
     cfg: Config,
     mesh: Mapping[str, int],
+    path: Any,
+    leaf: Any,
+    *,
+    dim_names: Sequence[str | None],
+    used_by: tuple[str, ...],
     is_trained: Callable[[str], bool] | None,
-    flat: Any,
-    dim_names: Any,
-    used_by: Axes,
 ) -> Leaf:
-    path, leaf = flat
+    """Returns the description of a parameter; `leaf` is its array, or the shape of it."""
 
     def spec_from(zero_stage: int) -> Spec:
         # The same rule as in meshtrain/state.py: below this ZeRO stage, these axes shard nothing.
-        is_sharded = cfg.train.zero_stage >= zero_stage
-        rules = cfg.rules if is_sharded else sharding.rules_without(cfg.rules, *sharding.ZERO_AXES)
+        rules = cfg.rules
+        if cfg.train.zero_stage < zero_stage:
+            rules = sharding.rules_without(rules, *sharding.ZERO_AXES)
         return _spec(sharding.spec_for(dim_names, leaf.shape, rules, mesh), mesh)
 
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    compute_dtype = jnp.dtype(cfg.train.dtype) if is_float else leaf.dtype
     spec = spec_from(3)
-    num_shards = math.prod(mesh[axis] for axis in spec[0]) if spec else 1
+    num_layers = 1
+    if used_by == ("block",):
+        num_layers = leaf.shape[0] // math.prod(mesh[axis] for axis in spec[0])
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     return Leaf(
         name=name,
@@ -259,83 +291,95 @@ def _leaf(
         shape=leaf.shape,
         dim_names=tuple(dim_names),
         itemsize=leaf.dtype.itemsize,
-        compute_itemsize=jnp.dtype(cfg.train.dtype).itemsize if is_float else leaf.dtype.itemsize,
+        compute_itemsize=compute_dtype.itemsize,
         spec=spec,
         grad_spec=spec_from(2),
         moment_spec=spec_from(1),
         used_by=used_by,
-        num_layers=leaf.shape[0] // num_shards if used_by == ("block",) else 1,
+        num_layers=num_layers,
         is_trained=is_trained is None or is_trained(name),
     )
 
 
 def _users(cfg: Config, model: Model, params: Params, batch: Any) -> tuple[list[Axes], Any]:
-    """Returns which functions read each parameter, and the shape of the activations between blocks."""
+    """Returns which functions read each parameter, and the shape of the activations between blocks.
 
-    def like(leaf, dtype=None, num_parts=1):
-        shape = (leaf.shape[0] // num_parts, *leaf.shape[1:]) if leaf.ndim else ()
-        return jax.ShapeDtypeStruct(shape, dtype or leaf.dtype)
-
+    The functions are "embed", "block" and "head". Without blocks: none, and None for the shape.
+    """
     if model.block is None:
         return [()] * len(jax.tree.leaves(params)), None
-    params = jax.tree.map(
-        lambda p: like(p, cfg.train.dtype if jnp.issubdtype(p.dtype, jnp.floating) else None),
-        params,
-    )
-    batch = jax.tree.map(lambda leaf: like(leaf, num_parts=cfg.train.num_microbatches), batch)
+
+    def cast(leaf: Any) -> jax.ShapeDtypeStruct:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(leaf.shape, cfg.train.dtype if is_float else leaf.dtype)
+
+    def of_microbatch(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = leaf.shape
+        if shape:
+            shape = (shape[0] // cfg.train.num_microbatches, *shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    params = jax.tree.map(cast, params)
+    batch = jax.tree.map(of_microbatch, batch)
     activations = jax.eval_shape(model.embed, params, batch)
+    # A function reads a parameter if one of its equations has the argument as an operand.
     jaxprs = {
         "embed": jax.make_jaxpr(model.embed)(params, batch).jaxpr,
         "head": jax.make_jaxpr(model.head)(params, activations, batch).jaxpr,
     }
-    read = {
+    operands = {
         name: {id(variable) for eqn in jaxpr.eqns for variable in eqn.invars}
         for name, jaxpr in jaxprs.items()
     }
-    used_by = [
-        ("block",)
-        if path[0].key == "layers"
-        else tuple(name for name, jaxpr in jaxprs.items() if id(jaxpr.invars[n]) in read[name])
-        for n, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))
-    ]
-    return used_by, max(jax.tree.leaves(activations), key=lambda leaf: leaf.size)
-
-
-def sharded_experts(cfg: Config, batch: Any, placement: Placement) -> ShardedExperts | None:
-    """Returns the experts of a layer by the active mesh and rules; None for a model without, or of the user's own."""
-    if cfg.model.build != TRANSFORMER or not isinstance(batch, Batch):
-        return None
-    c = TransformerConfig(**cfg.model.options)
-    if not c.num_experts:
-        return None
-    rows = cfg.train.global_batch // cfg.train.num_microbatches
-    where = expert.layout(rows, batch.tokens.shape[1], c.num_experts)
-
-    def larger(axes: Axes) -> Axes:
-        return tuple(axis for axis in placement.mesh if axis in axes and placement.mesh[axis] > 1)
-
-    num_rows = placement.num_tokens * where.sizes[2] * c.experts_per_token
-    return ShardedExperts(
-        gathered=larger(where.gathered),
-        others=larger(where.others),
-        per_token=c.experts_per_token,
-        num_experts=c.num_experts,
-        num_devices=where.sizes[2],
-        num_shards=where.num_shards,
-        itemsize=jnp.dtype(cfg.train.dtype).itemsize,
-        has_first_pass=num_rows >= c.num_experts,
-    )
+    used_by = []
+    for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
+        users = tuple(
+            name for name, jaxpr in jaxprs.items() if id(jaxpr.invars[number]) in operands[name]
+        )
+        used_by.append(("block",) if path[0].key == "layers" else users)
+    largest = max(jax.tree.leaves(activations), key=lambda leaf: leaf.size)
+    return used_by, largest
 
 
 TRANSFORMER = "meshtrain.models.transformer:build"
 
 
+def sharded_experts(cfg: Config, batch: Any, placement: Placement) -> ShardedExperts | None:
+    """Returns the experts of a layer by the active mesh and rules.
+
+    None for a model without experts, or of the user's own.
+    """
+    if cfg.model.build != TRANSFORMER or not isinstance(batch, Batch):
+        return None
+    model_config = TransformerConfig(**cfg.model.options)
+    num_experts, per_token = model_config.num_experts, model_config.experts_per_token
+    if not num_experts:
+        return None
+    num_rows = cfg.train.global_batch // cfg.train.num_microbatches
+    expert_axes = expert.layout(num_rows, batch.tokens.shape[1], num_experts)
+    _, _, num_devices, _ = expert_axes.sizes
+
+    def larger_than_1(axes: Axes) -> Axes:
+        return tuple(axis for axis in placement.mesh if axis in axes and placement.mesh[axis] > 1)
+
+    return ShardedExperts(
+        gathered=larger_than_1(expert_axes.gathered),
+        others=larger_than_1(expert_axes.others),
+        per_token=per_token,
+        num_experts=num_experts,
+        num_devices=num_devices,
+        num_shards=expert_axes.num_shards,
+        itemsize=jnp.dtype(cfg.train.dtype).itemsize,
+        has_first_pass=placement.num_tokens * num_devices * per_token >= num_experts,
+    )
+
+
 def sharded_attention(
     cfg: Config, model: Model, batch: Any, placement: Placement
 ) -> ShardedAttention | None:
-    """Returns the attention of a layer by the active mesh and rules; None if sequences are not sharded.
+    """Returns the attention of a layer by the active mesh and rules.
 
-    None as well for a model of the user's own, whose heads are unknown.
+    None if sequences are not sharded, or for a model of the user's own, whose heads are unknown.
     """
     is_known = model.attention is not None and cfg.model.build == TRANSFORMER
     if not is_known or not isinstance(batch, Batch):
@@ -344,27 +388,35 @@ def sharded_attention(
     num_devices = sharding.num_shards("seq", seq_len)
     if num_devices == 1:
         return None
-    c = TransformerConfig(**cfg.model.options)
-    num_tokens = placement.num_tokens
-    H, G, dtype = c.num_heads, c.num_kv_heads, cfg.train.dtype
-    shapes = dict(seq_len=seq_len, head_dim=max(c.query_size, c.value_size), dtype=dtype)
-    shapes |= dict(num_heads=H, num_kv_heads=G, packed=batch.segments is not None)
-    shapes |= dict(softcap=c.attention_softcap, dropout=c.dropout > 0)
-    method, _ = choose_for_context(c.attention_impl, **shapes)
-    num_shards = sharding.num_shards("heads", H)
+    model_config = TransformerConfig(**cfg.model.options)
+    query_size, value_size = model_config.query_size, model_config.value_size
+    num_heads, num_kv_heads = model_config.num_heads, model_config.num_kv_heads
+    method, _ = choose_for_context(
+        model_config.attention_impl,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        seq_len=seq_len,
+        head_dim=max(query_size, value_size),
+        dtype=cfg.train.dtype,
+        packed=batch.segments is not None,
+        softcap=model_config.attention_softcap,
+        dropout=model_config.dropout > 0,
+    )
+    num_shards = sharding.num_shards("heads", num_heads)
     if method == "ulysses":
-        G *= context.kv_repeats(H, G, num_devices * num_shards)
-    of_queries = num_tokens * H // num_shards
-    of_keys = num_tokens * G // sharding.num_shards("kv_heads", G)
+        num_kv_heads *= context.kv_repeats(num_heads, num_kv_heads, num_devices * num_shards)
+    # Elements per dim of a head, on one device.
+    queries = placement.num_tokens * num_heads // num_shards
+    keys = placement.num_tokens * num_kv_heads // sharding.num_shards("kv_heads", num_kv_heads)
     return ShardedAttention(
         method=method,
         num_devices=num_devices,
-        query_size=of_queries * c.query_size,
-        output_size=of_queries * c.value_size,
-        key_size=of_keys * c.query_size,
-        value_size=of_keys * c.value_size,
-        padding=_padding(c.attention_impl, seq_len // (2 * num_devices)),
-        itemsize=jnp.dtype(dtype).itemsize,
+        query_size=queries * query_size,
+        output_size=queries * value_size,
+        key_size=keys * query_size,
+        value_size=keys * value_size,
+        padding=_padding(model_config.attention_impl, seq_len // (2 * num_devices)),
+        itemsize=jnp.dtype(cfg.train.dtype).itemsize,
     )
 
 

@@ -1,7 +1,7 @@
 """Formats an audit as text of at most 100 columns."""
 
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +12,11 @@ WIDTH = 100
 
 MAX_WARNINGS = 20
 
+MAX_OPERATIONS = 20
+
 
 def lines(audit: Any) -> Iterator[str]:
-    """Yields the lines of an Audit: totals by axis, collectives, bytes above the minimum, warnings."""
+    """Yields the lines of an Audit: totals, collectives, bytes above the minimum, warnings."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in audit.mesh.items() if size > 1)
     slices = f" · {audit.links.num_slices} slices" if audit.links.num_slices > 1 else ""
     yield f"mesh {mesh or 'one device'}{slices} · {audit.device} · compiled for {audit.platform}"
@@ -45,17 +47,20 @@ def lines(audit: Any) -> Iterator[str]:
 
 def _links(links: Any) -> Iterator[str]:
     """Yields the bytes by link, if there is more than one link."""
+    if links.num_hosts == 1 or not links.by_axes:
+        return
     columns = {"host": "within a host", "hosts": "between hosts", "slices": "between slices"}
-    if links.num_hosts == links.num_slices:  # of TPUs, all hosts of a slice share its fast network
+    if links.num_hosts == links.num_slices:
+        # All hosts of a TPU slice share its fast network.
         columns = {"host": "within a slice", "slices": "between slices"}
     if links.num_slices == 1:
         del columns["slices"]
-    if links.num_hosts == 1 or not links.by_axes:
-        return
     yield ""
-    yield f"{'of these bytes, over links':44}{''.join(f'{name:>16}' for name in columns.values())}"
+    heads = "".join(f"{name:>16}" for name in columns.values())
+    yield f"{'of these bytes, over links':44}{heads}"
     for row in links.by_axes:
-        yield f"  {row.axes:42}{''.join(f'{getattr(row, link):>16,.0f}' for link in columns)}"
+        cells = "".join(f"{getattr(row, link):>16,.0f}" for link in columns)
+        yield f"  {row.axes:42}{cells}"
     leaving = {"hosts": links.leaving_host, "slices": links.leaving_slice}
     for link in [*columns][1:]:
         place = link.removesuffix("s")
@@ -87,16 +92,18 @@ def _differences(audit: Any) -> Iterator[str]:
     if not audit.extra_bytes:
         yield "  none"
     for axes, role, num_bytes in audit.unsent_bytes:
-        reason = "this program does not need them"
         if role == PARAMETER_GATHER:
             reason = (
                 "parameters stay gathered for several passes or micro-batches, which costs memory"
             )
-        text = f"{axes}: {role}: {num_bytes:,.0f} bytes that this layout may send are not sent: {reason}"
-        yield from _wrapped("  note: ", text)
-    notes = [explanation.collective.notes for explanation in audit.explanations]
-    for note in sorted({note for each in notes for note in each}):
-        count = sum(note in each for each in notes)
+        else:
+            reason = "this program does not need them"
+        note = f"{num_bytes:,.0f} bytes that this layout may send are not sent: {reason}"
+        yield from _wrapped("  note: ", f"{axes}: {role}: {note}")
+    num_tensors = Counter()
+    for explanation in audit.explanations:
+        num_tensors.update({*explanation.collective.notes})
+    for note, count in sorted(num_tensors.items()):
         yield from _wrapped("  note: ", f"{count} of the tensors: {note}")
 
 
@@ -105,8 +112,8 @@ def _imbalance(imbalance: Any) -> Iterator[str]:
         return
     yield ""
     yield f"most query/key pairs of a device over the mean: {imbalance.zigzag:.3f} (zigzag order)"
-    of = f"{imbalance.contiguous:.3f} with contiguous parts of sequences · of {imbalance.of}"
-    yield from _wrapped("  ", of)
+    contiguous = f"{imbalance.contiguous:.3f} with contiguous parts of sequences"
+    yield from _wrapped("  ", f"{contiguous} · of {imbalance.of}")
 
 
 def _wrapped(start: str, text: str) -> list[str]:
@@ -124,17 +131,24 @@ def _memory(memory: Any) -> Iterator[str]:
         return
     yield ""
     yield f"{'memory of each device, in the step':44}{'bytes':>16}"
-    state = ("parameters", "optimizer_state", *(["residual"] if memory.residual else []))
-    for name in (*state, "batch", "activations", "gradients", "temporaries", "peak"):
-        label = {"activations": "activations kept"}.get(name, name.replace("_", " "))
-        yield f"  {label:42}{getattr(memory, name):>16,}"
+    rows = [("parameters", memory.parameters), ("optimizer state", memory.optimizer_state)]
+    if memory.residual:
+        rows.append(("residual", memory.residual))
+    rows += [
+        ("batch", memory.batch),
+        ("activations kept", memory.activations),
+        ("gradients", memory.gradients),
+        ("temporaries", memory.temporaries),
+        ("peak", memory.peak),
+    ]
+    for label, num_bytes in rows:
+        yield f"  {label:42}{num_bytes:>16,}"
     if memory.capacity:
         free = memory.capacity - memory.peak
-        verdict = (
-            f"fits: {free / 1e9:,.1f} GB free"
-            if memory.fits
-            else f"does NOT fit: {-free / 1e9:,.1f} GB too much"
-        )
+        if memory.fits:
+            verdict = f"fits: {free / 1e9:,.1f} GB free"
+        else:
+            verdict = f"does NOT fit: {-free / 1e9:,.1f} GB too much"
         yield f"  {'capacity':42}{memory.capacity:>16,.0f}  {verdict}"
 
 
@@ -147,20 +161,24 @@ def _roofline(roofline: Any) -> Iterator[str]:
     for row in roofline.rows:
         times = f"{row.seconds * 1e3:>12,.2f}{row.ceiling_seconds * 1e3:>12,.2f}"
         yield f"  {row.name:30}{row.flops / 1e12:>12,.3f}{row.hbm_bytes / 1e9:>12,.2f}{times}"
-    for one in roofline.transfers:
-        times = f"{one.seconds * 1e3:>12,.2f}{one.exposed * 1e3:>12,.2f}"
-        link = f"{one.bytes / 1e9:,.2f} GB at {one.rate / 1e9:,.0f} GB/s"
-        yield f"  {one.kind + ' over ' + one.name:30}{link:>24}{times}"
-    total, mfu = f"{roofline.seconds * 1e3:,.2f} ms", roofline.mfu
-    missing = "the model does not count its FLOPs" if roofline.has_all_counts else "see the note"
-    ceiling = f"MFU at most {mfu:.1%}" if mfu else f"no ceiling of MFU: {missing}"
-    yield from _wrapped("  ", f"a step takes at least {total} · {ceiling} · rule: {roofline.rule}")
+    for transfer in roofline.transfers:
+        times = f"{transfer.seconds * 1e3:>12,.2f}{transfer.exposed * 1e3:>12,.2f}"
+        link = f"{transfer.bytes / 1e9:,.2f} GB at {transfer.rate / 1e9:,.0f} GB/s"
+        yield f"  {transfer.kind + ' over ' + transfer.name:30}{link:>24}{times}"
+    total = f"a step takes at least {roofline.seconds * 1e3:,.2f} ms"
+    if roofline.mfu:
+        ceiling = f"MFU at most {roofline.mfu:.1%}"
+    elif roofline.has_all_counts:
+        ceiling = "no ceiling of MFU: the model does not count its FLOPs"
+    else:
+        ceiling = "no ceiling of MFU: see the note"
+    yield from _wrapped("  ", f"{total} · {ceiling} · rule: {roofline.rule}")
     if not roofline.has_all_counts:
         yield "  note: a loop of unknown length counts as one iteration: the figures are too low"
     if roofline.is_balanced:
         yield "  note: for balanced routing: rows of experts beyond an equal share are not counted"
     yield ""
     yield f"{'GB of HBM':>9}{'runs':>7}  most bytes: group, pass, source, operation"
-    for one in roofline.operations[:20]:
-        text = f"{one.group}, {one.phase}, {one.source}, {one.name}"
-        yield f"{one.hbm_bytes / 1e9:>9,.2f}{one.runs:>7,.0f}  {text}"
+    for operation in roofline.operations[:MAX_OPERATIONS]:
+        text = f"{operation.group}, {operation.phase}, {operation.source}, {operation.name}"
+        yield f"{operation.hbm_bytes / 1e9:>9,.2f}{operation.runs:>7,.0f}  {text}"

@@ -1,6 +1,6 @@
-"""Warns about large replicated arrays, idle mesh axes, unneeded collectives and loops of unknown length.
+"""Warns about replicated arrays, idle mesh axes, unneeded collectives, loops of unknown length.
 
-What `train` warns about before it compiles is in meshtrain/monitor/warnings.py, and part of an audit too.
+What `train` warns about before it compiles is in meshtrain/monitor/warnings.py; an audit has it too.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from meshtrain.state import TrainState, bytes_per_device
 from meshtrain.tools.audit.layout import Axes, Leaf, Placement
 from meshtrain.tools.audit.minimum import Explanation
 
-# An array is large if a device holds this many bytes of it, or this fraction of all parameter bytes.
+# An array is large if a device holds this many bytes of it, or this fraction of all parameters.
 LARGE_FRACTION = 0.05
 
 LARGE_BYTES = 64 << 20
@@ -41,8 +41,8 @@ def _idle_axes(placement: Placement) -> Iterator[str]:
     for axis, size in placement.mesh.items():
         if size > 1 and axis not in (*placement.token_axes, *placement.model_axes):
             yield (
-                f"mesh.{axis}={size} shards neither the batch nor a parameter: all its devices do the "
-                f"same work; add a rule for {axis} to config.rules, or set mesh.{axis}=1"
+                f"mesh.{axis}={size} shards neither the batch nor a parameter: all its devices do "
+                f"the same work; add a rule for {axis} to config.rules, or set mesh.{axis}=1"
             )
 
 
@@ -52,19 +52,19 @@ def _is_large(placement: Placement, num_bytes: float) -> bool:
 
 
 def _replicated_parameters(placement: Placement, rules: Rules) -> Iterator[str]:
-    axes = {*placement.model_axes, *(sharding.ZERO_AXES if placement.zero_stage == 3 else ())}
+    axes = {*placement.model_axes}
+    if placement.zero_stage == 3:
+        axes |= {*sharding.ZERO_AXES}
     for leaf in placement.leaves:
         num_bytes = leaf.size * leaf.itemsize / placement.num_devices(leaf.axes)
+        # Sizes that do not divide are warned about by meshtrain/monitor/warnings.py.
+        not_divisible = sharding.not_divisible(leaf.dim_names, leaf.shape, rules, placement.mesh)
         for axis, size in placement.mesh.items():
-            is_replicated = size > 1 and axis in axes - {*leaf.axes}
-            # Sizes that do not divide are warned about by meshtrain/monitor/warnings.py.
-            is_fitting = axis not in sharding.not_divisible(
-                leaf.dim_names, leaf.shape, rules, placement.mesh
-            )
-            if is_replicated and is_fitting and _is_large(placement, num_bytes):
+            is_replicated = size > 1 and axis in axes and axis not in leaf.axes
+            if is_replicated and axis not in not_divisible and _is_large(placement, num_bytes):
                 yield (
-                    f"{leaf.name} {leaf.shape}, {num_bytes:,.0f} bytes on each device, is replicated "
-                    f"over {axis}={size}: {_why_replicated(leaf, axis, rules)}"
+                    f"{leaf.name} {leaf.shape}, {num_bytes:,.0f} bytes on each device, is "
+                    f"replicated over {axis}={size}: {_why_replicated(leaf, axis, rules)}"
                 )
 
 
@@ -87,7 +87,7 @@ def _why_replicated(leaf: Leaf, axis: str, rules: Rules) -> str:
 
 
 def _replicated_moments(placement: Placement, state: TrainState) -> Iterator[str]:
-    """Warns about optimizer state that is not sharded like its parameter, such as a factored moment."""
+    """Warns about optimizer state that is not sharded like its parameter: a factored moment."""
     if placement.num_devices(sharding.ZERO_AXES) == 1 or placement.zero_stage == 0:
         return
     shapes = {leaf.shape for leaf in placement.leaves}
@@ -107,9 +107,9 @@ def _not_needed(explanations: list[Explanation]) -> Iterator[str]:
     for explanation in explanations:
         c = explanation.collective
         if not explanation.is_needed:
-            what = f"{c.kind} over {axes_label(c.axes)} of {c.array.dtype}{list(c.array.shape)}"
-            where = f" at {c.source}" if c.source else ""
-            line = f"{what}{where}: {explanation.label}: {explanation.reason}"
+            line = f"{c.kind} over {axes_label(c.axes)} of {c.array.dtype}{list(c.array.shape)}"
+            line += f" at {c.source}" if c.source else ""
+            line += f": {explanation.label}: {explanation.reason}"
             merged[line] += explanation.extra_bytes
     for line, num_bytes in merged.most_common():
         yield f"{line} ({num_bytes:,.0f} bytes)"

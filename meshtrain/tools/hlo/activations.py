@@ -1,8 +1,9 @@
-"""The activations that a compiled step keeps from its forward pass for its backward pass, from its HLO.
+"""The activations that a compiled step keeps for its backward pass, from its HLO.
 
-JAX names the operations of the forward pass `jvp(...)`, those of the backward pass `transpose(...)`. What the first
-compute and the second read is kept: single arrays where layers are unrolled, arrays stacked over the layers that one
-loop writes and another reads. A pipeline's loop over ticks carries buffers of its own, named `kept`.
+JAX names the operations of the forward pass `jvp(...)`, those of the backward pass
+`transpose(...)`. What the first compute and the second read is kept: single arrays where layers are
+unrolled, arrays stacked over the layers that one loop writes and another reads. A pipeline's loop
+over ticks carries buffers of its own, named `kept`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,24 +13,32 @@ import jax
 
 from meshtrain.tools.hlo.hlo import Array, Instruction, Module
 
-PASSING = ("bitcast", "copy", "opt-barrier", "optimization-barrier")
+PASSING = ("bitcast", "copy", "opt-barrier", "optimization-barrier")  # of their operand
 
 
 def kept_bytes(module: Module, params: Any) -> int:
-    """Returns the bytes of these arrays on one device, after sharding and fusion; with micro-batches, of one."""
-    kept = _kept_in(module, module.entry) if module.entry else []
-    return round(sum(one.size * one.itemsize for one in without_parameters(kept, params)))
+    """Returns the bytes of these arrays on a device, after sharding and fusion.
+
+    With micro-batches, those of one.
+    """
+    if not module.entry:
+        return 0
+    kept = without_parameters(_kept_in(module, module.entry), params)
+    return round(sum(array.size * array.itemsize for array in kept))
 
 
 def without_parameters(arrays: Iterable[Any], params: Any) -> list[Any]:
-    """Returns the arrays that do not have the shape of a parameter, sharded or gathered, or of one of its layers.
+    """Returns the arrays without those that have the shape of a parameter, or of one of its layers.
 
-    Gathered weights are read in both passes, and the loss in chunks computes the head's gradient in the forward pass.
+    Sharded or gathered: gathered weights are read in both passes, and the loss in chunks computes
+    the head's gradient in the forward pass.
     """
-    leaves = jax.tree.leaves(params)
-    shapes = {one for leaf in leaves for one in (leaf.shape, leaf.sharding.shard_shape(leaf.shape))}
-    shapes = {_essential(shape) for one in shapes for shape in (one, one[1:])} - {()}
-    return [one for one in arrays if _essential(one.shape) not in shapes]
+    shapes = set()
+    for leaf in jax.tree.leaves(params):
+        for shape in (leaf.shape, leaf.sharding.shard_shape(leaf.shape)):
+            shapes |= {_essential(shape), _essential(shape[1:])}
+    shapes -= {()}
+    return [array for array in arrays if _essential(array.shape) not in shapes]
 
 
 def _essential(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -38,61 +47,80 @@ def _essential(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _kept_in(module: Module, computation: str) -> list[Array]:
+    """Returns the arrays that a computation keeps, and those of its loop that keeps most."""
     body = module.computations[computation]
-    kept, loops = {}, [[]]
-    for one in body.values():
-        if one.opcode == "while" and not one.phase:  # over micro-batches, or a pipeline's ticks
-            loop = one.computation("body")
-            loops.append(_kept_in(module, loop) + _slots(module, loop))
-        for operand in _operands(body, one) if one.phase == "backward" else ():
+    kept: dict[tuple[str, int | None], Array] = {}
+    most_in_loop: list[Array] = []
+    for instruction in body.values():
+        # A loop of neither pass is over micro-batches, or over a pipeline's ticks.
+        if instruction.opcode == "while" and not instruction.phase:
+            loop = instruction.computation("body")
+            in_loop = _kept_in(module, loop) + _slots(module, loop)
+            most_in_loop = max(most_in_loop, in_loop, key=_total_size)
+        if instruction.phase != "backward":
+            continue
+        for operand in _operands(body, instruction):
             source, index = _source(module, body, operand)
-            if source.phase == "forward" and (index is not None or len(source.results) == 1):
+            is_array = index is not None or len(source.results) == 1
+            if source.phase == "forward" and is_array:
                 kept[source.name, index] = source.results[index or 0]
-    return [*kept.values(), *max(loops, key=lambda loop: sum(one.size for one in loop))]
+    return [*kept.values(), *most_in_loop]
+
+
+def _total_size(arrays: list[Array]) -> int:
+    return sum(array.size for array in arrays)
 
 
 def _slots(module: Module, loop: str) -> list[Array]:
-    """Returns a pipeline's buffers in the loop over ticks: what chunks keep until their backward."""
-    body = module.computations[loop]
-    fused = (one.called[0] for one in body.values() if one.opcode == "fusion")
-    inside = (one for name in fused for one in module.computations.get(name, {}).values())
+    """Returns a pipeline's buffers in the loop over ticks: what chunks keep for their backward."""
+    instructions = [*module.computations[loop].values()]
+    for instruction in module.computations[loop].values():
+        if instruction.opcode == "fusion":
+            instructions += module.computations.get(instruction.called[0], {}).values()
     return [
-        one.results[0]
-        for one in (*body.values(), *inside)
-        if one.opcode == "dynamic-update-slice" and "/kept/" in one.op_name
+        instruction.results[0]
+        for instruction in instructions
+        if instruction.opcode == "dynamic-update-slice" and "/kept/" in instruction.op_name
     ]
 
 
-def _operands(body: dict[str, Instruction], one: Instruction) -> Iterator[Instruction]:
+def _operands(body: dict[str, Instruction], reader: Instruction) -> Iterator[Instruction]:
     """Yields the instructions whose values an instruction reads; of a tuple, its elements."""
-    if one.opcode not in ("tuple", "get-tuple-element", *PASSING):
-        for operand in (body[name] for name in one.operands):
-            is_tuple = operand.opcode == "tuple"
-            yield from (body[name] for name in operand.operands) if is_tuple else [operand]
+    if reader.opcode in ("tuple", "get-tuple-element", *PASSING):
+        return
+    for name in reader.operands:
+        operand = body[name]
+        if operand.opcode == "tuple":
+            yield from (body[element] for element in operand.operands)
+        else:
+            yield operand
 
 
 def _source(
-    module: Module, body: dict[str, Instruction], one: Instruction
+    module: Module, body: dict[str, Instruction], value: Instruction
 ) -> tuple[Instruction, int | None]:
-    """Returns the instruction that computed a value, and the index of the value in its results, None if it is one."""
+    """Returns the instruction that computed a value, and the value's index in its results.
+
+    The index is None if the instruction has one result.
+    """
     index = None
     while True:
-        if one.opcode == "get-tuple-element":
-            index = one.int_attribute("index")
-        elif one.opcode == "tuple" and index is not None:
-            one, index = body[one.operands[index]], None
+        if value.opcode == "get-tuple-element":
+            index = value.int_attribute("index")
+        elif value.opcode == "tuple" and index is not None:
+            value, index = body[value.operands[index]], None
             continue
-        elif one.opcode not in PASSING and not _is_invariant(module, one, index):
-            return one, index
-        one = body[one.operands[0]]
+        elif value.opcode not in PASSING and not _is_invariant(module, value, index):
+            return value, index
+        value = body[value.operands[0]]
 
 
-def _is_invariant(module: Module, one: Instruction, index: int | None) -> bool:
-    """Whether a loop returns the value that it was given."""
-    if one.opcode != "while" or index is None:
+def _is_invariant(module: Module, loop: Instruction, index: int | None) -> bool:
+    """Returns whether a loop returns the value that it was given."""
+    if loop.opcode != "while" or index is None:
         return False
-    body = module.computations[one.computation("body")]
-    root = next(each for each in body.values() if each.is_root)
+    body = module.computations[loop.computation("body")]
+    root = next(instruction for instruction in body.values() if instruction.is_root)
     value = body[root.operands[index]]
     is_own = value.opcode == "get-tuple-element" and value.int_attribute("index") == index
     return is_own and body[value.operands[0]].opcode == "parameter"

@@ -1,6 +1,5 @@
 """Traces values of a compiled program to their source and their uses, through loops and fusions."""
 
-import re
 from collections.abc import Iterator
 
 from meshtrain.tools.hlo.hlo import Instruction, Module
@@ -13,7 +12,11 @@ RESHAPING_OPCODES = ("bitcast", "copy", "reshape", "transpose", "copy-start", "c
 # Opcodes whose result is a copy or a part of their first operand.
 COPYING_OPCODES = (
     *RESHAPING_OPCODES,
-    *("convert", "slice", "dynamic-slice", "all-gather", "collective-permute"),
+    "convert",
+    "slice",
+    "dynamic-slice",
+    "all-gather",
+    "collective-permute",
 )
 
 
@@ -80,9 +83,8 @@ def _caller_operand(
 
 
 def _is_loop_invariant(module: Module, loop: Instruction, index: int | None) -> bool:
-    """Whether a loop leaves this element of its state unchanged."""
-    body = re.search(r"\bbody=%?([\w.\-]+)", loop.attributes)
-    inner = module.computations[body[1]]
+    """Returns whether a loop leaves this element of its state unchanged."""
+    inner = module.computations[loop.computation("body")]
     root = next(i for i in inner.values() if i.is_root)
     if index is None or root.opcode != "tuple":
         return False
@@ -104,7 +106,8 @@ def uses(module: Module, computation: str, name: str, element: int | None = None
             else:
                 yield caller, None
         if not callers:
-            yield computation, None  # a result of the step
+            # A result of the step.
+            yield computation, None
     for user in module.users[computation, name]:
         if element is not None:
             if user.opcode != "get-tuple-element":
@@ -124,39 +127,44 @@ def uses(module: Module, computation: str, name: str, element: int | None = None
             yield computation, user
 
 
-def is_rounded_to_16_bits(found: list[Use]) -> bool:
-    """Whether every use of a value first rounds it to 16 bits."""
-    return bool(found) and all(
-        user and user.opcode == "convert" and user.results[0].itemsize == 2 for _, user in found
-    )
+def is_rounded_to_16_bits(uses_of_value: list[Use]) -> bool:
+    """Returns whether every use of a value first rounds it to 16 bits."""
+    if not uses_of_value:
+        return False
+    for _, user in uses_of_value:
+        if not user or user.opcode != "convert" or user.results[0].itemsize != 2:
+            return False
+    return True
 
 
-def is_sliced_per_device(module: Module, found: list[Use], size: float) -> bool:
-    """Whether each device uses only its own slice of a value, of `size` elements."""
+def is_sliced_per_device(module: Module, uses_of_value: list[Use], size: float) -> bool:
+    """Returns whether each device uses only its own slice of a value, of `size` elements."""
 
     def fits(computation: str, user: Instruction | None) -> bool:
         if user and user.opcode == "convert":
             return is_sliced_per_device(module, list(uses(module, computation, user.name)), size)
         if not user or user.opcode != "dynamic-slice" or user.results[0].size != size:
             return False
-        return any(_depends_on_device(module, (computation, n, None)) for n in user.operands[1:])
+        starts = [(computation, name, None) for name in user.operands[1:]]
+        return any(_depends_on_device(module, start) for start in starts)
 
-    return bool(found) and all(fits(*use) for use in found)
+    return bool(uses_of_value) and all(fits(*use) for use in uses_of_value)
 
 
 def _depends_on_device(module: Module, value: Value) -> bool:
-    """Whether a value is computed from the device's number."""
+    """Returns whether a value is computed from the device's number."""
     seen, todo = set(), [value]
     while todo:
         value = todo.pop()
-        instruction = module.computations[value[0]].get(value[1])
+        computation, name, _ = value
+        instruction = module.computations[computation].get(name)
         if value in seen or instruction is None:
             continue
         seen.add(value)
         if instruction.opcode in ("partition-id", "replica-id"):
             return True
-        source = _copied_from(module, value)
-        todo += [source] if source else []
+        if source := _copied_from(module, value):
+            todo.append(source)
         if instruction.opcode not in ("while", "parameter", "get-tuple-element"):
-            todo += [(value[0], operand, None) for operand in instruction.operands]
+            todo += [(computation, operand, None) for operand in instruction.operands]
     return False

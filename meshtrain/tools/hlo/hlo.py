@@ -1,4 +1,4 @@
-"""Parses the HLO text of a compiled program: instructions, how often each runs, and their source lines.
+"""Parses the HLO text of a compiled program: instructions, how often each runs, source lines.
 
 No devices are needed. The text is `jax.jit(f).lower(...).compile().as_text()` of any backend.
 """
@@ -38,14 +38,15 @@ class Instruction:
 
     @cached_property
     def called(self) -> list[str]:
-        """Names of the computations that it runs: loop bodies, branches, fused or wrapped computations."""
+        """Names of the computations that it runs: loop bodies, branches, fused computations."""
         if self.opcode.endswith(("-done", "-update")):
-            return []  # counted at the matching -start
-        found = re.findall(
+            # Counted at the matching -start.
+            return []
+        values = re.findall(
             r"\b(?:body|condition|calls|to_apply|\w+_computations?)=(\{[^}]*\}|[\w.\-%]+)",
             self.attributes,
         )
-        return re.findall(r"[\w.\-]+", " ".join(found))
+        return re.findall(r"[\w.\-]+", " ".join(values))
 
     def computation(self, key: str) -> str:
         """Returns the name of a computation of a `while`: its "body" or its "condition"."""
@@ -54,27 +55,29 @@ class Instruction:
     @cached_property
     def num_trips(self) -> int | None:
         """Number of iterations of a `while`; None if the compiler does not know it."""
-        found = re.search(r"known_trip_count\W+n\W+(\d+)", self.attributes)
-        return int(found[1]) if found else None
+        match = re.search(r"known_trip_count\W+n\W+(\d+)", self.attributes)
+        return int(match[1]) if match else None
 
     @cached_property
     def fraction_taken(self) -> float:
-        """The fraction of runs in which a `conditional` takes its branch with collectives; 1 if unknown.
+        """The fraction of runs in which a `conditional` takes its branch with collectives.
 
-        The pipeline names its conditionals for it, for example `3_of_4_ticks`.
+        1 if unknown. The pipeline names its conditionals for it, for example `3_of_4_ticks`.
         """
-        found = re.search(r"/(\d+)_of_(\d+)_ticks/", self.op_name)
-        return int(found[1]) / int(found[2]) if found and self.opcode == "conditional" else 1
+        match = re.search(r"/(\d+)_of_(\d+)_ticks/", self.op_name)
+        if not match or self.opcode != "conditional":
+            return 1
+        return int(match[1]) / int(match[2])
 
     def int_attribute(self, key: str) -> int | None:
         """Returns N from `key=N` or `key={N}` in the attributes; None if it is not there."""
-        found = re.search(rf"\b{key}=\{{?(\d+)", self.attributes)
-        return int(found[1]) if found else None
+        match = re.search(rf"\b{key}=\{{?(\d+)", self.attributes)
+        return int(match[1]) if match else None
 
     @cached_property
     def op_name(self) -> str:
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1].replace("\\", "") if found else ""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match[1].replace("\\", "") if match else ""
 
     @property
     def phase(self) -> str:
@@ -129,20 +132,19 @@ class Module:
         return users
 
     def num_trips(self, computation: str, loop: Instruction) -> int | None:
-        """Returns the number of iterations of a `while`; None if it depends on data, or is not found.
+        """Returns the number of iterations of a `while`; None if it is not found, or not constant.
 
-        XLA does not write it down for all loops. `lax.scan` counts by one, from a constant up to a constant.
+        XLA does not write it down for all loops. `lax.scan` counts by one, from a constant up to a
+        constant.
         """
         if self.skipped and self.skipped in loop.op_name:
             return 0
         if loop.num_trips is not None or "known_init_step" in loop.attributes:
             return loop.num_trips
         condition = loop.computation("condition")
-        inner, state = (
-            self.computations[condition],
-            self.computations[computation][loop.operands[0]],
-        )
-        counters = [one for one in inner.values() if one.opcode == "get-tuple-element"]
+        tests = self.computations[condition].values()
+        counters = [test for test in tests if test.opcode == "get-tuple-element"]
+        state = self.computations[computation][loop.operands[0]]
         compare = self._root(condition)
         if compare.opcode == "fusion":
             condition = compare.called[0]
@@ -155,15 +157,18 @@ class Module:
         return None if start is None or limit is None else max(limit - start, 0)
 
     def _root(self, computation: str) -> Instruction:
-        return next(one for one in self.computations[computation].values() if one.is_root)
+        instructions = self.computations[computation].values()
+        return next(instruction for instruction in instructions if instruction.is_root)
 
     def _constant(self, computation: str, name: str) -> int | None:
         """Returns the integer that a value is a copy of; None if it is not a constant."""
-        one = self.computations[computation].get(name)
-        while one and one.opcode in ("copy", "bitcast"):
-            one = self.computations[computation].get(one.operands[0])
-        is_integer = one and one.opcode == "constant" and re.fullmatch(r"-?\d+", one.operand_text)
-        return int(one.operand_text) if is_integer else None
+        body = self.computations[computation]
+        value = body.get(name)
+        while value and value.opcode in ("copy", "bitcast"):
+            value = body.get(value.operands[0])
+        if value and value.opcode == "constant" and re.fullmatch(r"-?\d+", value.operand_text):
+            return int(value.operand_text)
+        return None
 
     def runs(self, computation: str) -> tuple[float, bool]:
         """Returns how often a computation runs per step, and whether that count is exact.
@@ -180,9 +185,11 @@ class Module:
         for caller, instruction in self.callers[computation]:
             count, is_count_exact = self.runs(caller)
             if instruction.opcode == "while":
-                trips = self.num_trips(caller, instruction)
-                is_count_exact = is_count_exact and trips is not None
-                count *= 1 if trips is None else trips
+                num_trips = self.num_trips(caller, instruction)
+                if num_trips is None:
+                    is_count_exact = False
+                else:
+                    count *= num_trips
             total += count * instruction.fraction_taken
             is_exact = is_exact and is_count_exact
         self._runs[computation] = total, is_exact
@@ -190,13 +197,17 @@ class Module:
 
     def traceback(self, instruction: Instruction) -> list[Frame]:
         """Returns the source lines of an instruction, innermost first."""
-        frame_id, trace = instruction.int_attribute("stack_frame_id"), []
+        trace: list[Frame] = []
+        frame_id = instruction.int_attribute("stack_frame_id")
         while frame_id in self.frames and len(trace) < 100:
             frame, frame_id = self.frames[frame_id]
             trace.append(frame)
-        if not trace and (file := re.search(r'source_file="([^"]*)"', instruction.attributes)):
-            trace = [Frame(file[1], "", instruction.int_attribute("source_line") or 0)]
-        return trace
+        if trace:
+            return trace
+        file = re.search(r'source_file="([^"]*)"', instruction.attributes)
+        if not file:
+            return []
+        return [Frame(file[1], "", instruction.int_attribute("source_line") or 0)]
 
 
 def parse(text: str) -> Module:
@@ -206,22 +217,30 @@ def parse(text: str) -> Module:
     module = Module(num_devices=math.prod(counts))
     body: dict[str, Instruction] | None = None
     for line in text.splitlines():
-        if body is None or not line.startswith(" "):
-            body = None
-            if line.endswith("{") and (opening := re.match(r"(ENTRY )?%?([\w.\-]+)", line)):
-                body = module.computations.setdefault(opening[2], {})
-                module.entry = opening[2] if opening[1] else module.entry
-        elif instruction := _instruction(line):
-            body[instruction.name] = instruction
+        if body is not None and line.startswith(" "):
+            if instruction := _instruction(line):
+                body[instruction.name] = instruction
+            continue
+        # A line without an indent ends a computation, and may open one.
+        body = None
+        opening = re.match(r"(ENTRY )?%?([\w.\-]+)", line)
+        if opening and line.endswith("{"):
+            is_entry, name = opening.groups()
+            body = module.computations.setdefault(name, {})
+            if is_entry:
+                module.entry = name
     module.frames = _frames(text)
     return module
 
 
 def _instruction(line: str) -> Instruction | None:
-    found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
-    if not found:
+    """Parses `ROOT %name = type opcode(operands), attributes`; None for another line."""
+    start = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+    if not start:
         return None
-    rest = line[found.end() :]
+    is_root, name = start.groups()
+    rest = line[start.end() :]
+    # The type of several results is in parentheses, and has spaces.
     end = _closing_parenthesis(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     kind, rest = rest[:end], rest[end:].lstrip()
     opcode, parenthesis, _ = rest.partition("(")
@@ -229,19 +248,19 @@ def _instruction(line: str) -> Instruction | None:
         return None
     end = _closing_parenthesis(rest, len(opcode))
     inside = rest[len(opcode) + 1 : end]
-    # Asynchronous fusions, jaxlib 0.11 and later. The start is of type ((operands), results, u32[]).
+    # Asynchronous fusions (jaxlib >= 0.11). The start has the type ((operands), results, u32[]).
     if opcode == "fusion-start":
         opcode, kind = "fusion", kind[_closing_parenthesis(kind, 1) + 1 :].removesuffix(", u32[])")
     elif opcode == "fusion-done":
         opcode = "bitcast"
     return Instruction(
-        name=found[2],
+        name=name,
         opcode=opcode,
         results=arrays(kind),
         operands=tuple(re.findall(r"%([\w.\-]+)", inside)),
         operand_text=inside,
         attributes=rest[end + 1 :],
-        is_root=bool(found[1]),
+        is_root=bool(is_root),
     )
 
 
@@ -267,18 +286,20 @@ def _frames(text: str) -> dict[int, tuple[Frame, int]]:
     """Parses the tables of source lines that precede the computations."""
 
     def table(name: str) -> dict[str, str]:
-        found = re.search(rf"^{name}\n((?:\d+ .+\n)*)", text, re.MULTILINE)
-        return dict(row.split(" ", 1) for row in found[1].splitlines()) if found else {}
+        match = re.search(rf"^{name}\n((?:\d+ .+\n)*)", text, re.MULTILINE)
+        return dict(row.split(" ", 1) for row in match[1].splitlines()) if match else {}
 
     def fields(row: str) -> dict[str, str]:
         return dict(re.findall(r"(\w+)=(\d+)", row))
 
-    files, functions, locations, frames = table("FileNames"), table("FunctionNames"), {}, {}
+    files, functions = table("FileNames"), table("FunctionNames")
+    locations: dict[str, Frame] = {}
     for location_id, row in table("FileLocations").items():
         ids = fields(row)
         file = files.get(ids.get("file_name_id"), "").strip('"')
         function = functions.get(ids.get("function_name_id"), "").strip('"')
         locations[location_id] = Frame(file, function, int(ids.get("line", 0)))
+    frames: dict[int, tuple[Frame, int]] = {}
     for frame_id, row in table("StackFrames").items():
         ids = fields(row)
         # parent_frame_id is the id of the caller's frame plus 1, or 0 if there is no caller.

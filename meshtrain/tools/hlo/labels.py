@@ -32,7 +32,7 @@ MAX_DISTANCE = 3  # in the graph of uses, to an instruction with a source line
 class Label(NamedTuple):
     kind: str  # "dot", "all-reduce", "fusion", ...
     phase: str  # "forward", "backward", "recompute", "other"
-    # "meshtrain/models/layers.py:125 Attention.__call__", "near ...", or a name if there is no line.
+    # "meshtrain/models/layers.py:125 Attention.__call__", "near ...", or a name without a line.
     source: str
     name: str  # of the instruction or kernel
 
@@ -46,12 +46,13 @@ class Labels:
 
     def __init__(self, program: str | Module):
         self._module = hlo.parse(program) if isinstance(program, str) else program
-        self._found = {
+        # By the instruction's name: the computation that has it, and the instruction.
+        self._instructions = {
             name: (computation, instruction)
             for computation, body in self._module.computations.items()
             for name, instruction in body.items()
         }
-        self._of_kernel = {_kernel_name(name): name for name in self._found}
+        self._name_of_kernel = {_kernel_name(name): name for name in self._instructions}
         self._labels: dict[tuple[str, str], Label] = {}
 
     def label_of(self, path: str, kernel: str) -> Label:
@@ -65,70 +66,86 @@ class Labels:
     def _instruction(self, path: str, kernel: str) -> str | None:
         """Returns the name of the instruction; None if the program does not have it.
 
-        For a kernel in a CUDA graph, `path` names only the call of the graph; the kernel of a fusion has
-        the fusion's name.
+        For a kernel in a CUDA graph, `path` names only the call of the graph; the kernel of a
+        fusion has the fusion's name.
         """
-        kernel = kernel.partition(" = ")[0].lstrip("%")  # on TPU the name is a line of HLO text
+        # On TPU the name is a line of HLO text.
+        kernel = kernel.partition(" = ")[0].lstrip("%")
         for name in (*reversed(path.split("/")), kernel):
-            if name in self._found and self._found[name][1].opcode not in CONTAINERS:
-                return name
-        return self._of_kernel.get(kernel) or (kernel if kernel in self._found else None)
+            if name in self._instructions:
+                _, instruction = self._instructions[name]
+                if instruction.opcode not in CONTAINERS:
+                    return name
+        if kernel in self._name_of_kernel:
+            return self._name_of_kernel[kernel]
+        return kernel if kernel in self._instructions else None
 
     def label(self, name: str) -> Label:
         """Returns the label of an instruction."""
-        computation, instruction = self._found[name]
+        computation, instruction = self._instructions[name]
         kind, main = self._kind(instruction)
-        body, combined = self._module.computations[computation], ""
+        combined = ""
         if kind in KINDS and len(instruction.operands) > 1:
             # XLA combines several tensors: the label names the largest.
-            instruction = max((body[one] for one in instruction.operands), key=_size)
-            main, combined = self._kind(instruction)[1], ", combined"
+            body = self._module.computations[computation]
+            instruction = max((body[operand] for operand in instruction.operands), key=_size)
+            _, main = self._kind(instruction)
+            combined = ", combined"
         described, is_own = self._with_source_line(computation, main, instruction)
-        op_name = described.op_name
-        phase = "forward" if "jvp(" in op_name else "other"
-        phase = "backward" if "transpose(" in op_name else phase
-        phase = "recompute" if "rematted" in op_name else phase
-        source = source_of(self._module.traceback(described)) or op_name.rpartition("/")[2]
-        source = source or name.partition(".")[0]
-        return Label(kind, phase, f"{'' if is_own else 'near '}{source}{combined}", name)
+        source = source_of(self._module.traceback(described))
+        source = source or described.op_name.rpartition("/")[2] or name.partition(".")[0]
+        return Label(
+            kind=kind,
+            phase=_phase_of(described.op_name),
+            source=f"{'' if is_own else 'near '}{source}{combined}",
+            name=name,
+        )
 
     def _kind(self, instruction: Instruction) -> tuple[str, Instruction]:
-        """Returns the kind of an instruction, and the instruction inside it that determines the kind."""
-        by_kind = {}
-        for one in self._with_nested(instruction):
-            by_kind.setdefault(_opcode(one), one)
-        return next(
-            ((kind, by_kind[kind]) for kind in (*KINDS, *MAIN_OPCODES) if kind in by_kind),
-            (_opcode(instruction), instruction),
-        )
+        """Returns the kind of an instruction, and the instruction inside it that determines it."""
+        by_opcode: dict[str, Instruction] = {}
+        for nested in self._with_nested(instruction):
+            by_opcode.setdefault(_opcode(nested), nested)
+        for kind in (*KINDS, *MAIN_OPCODES):
+            if kind in by_opcode:
+                return kind, by_opcode[kind]
+        return _opcode(instruction), instruction
 
     def _with_nested(self, instruction: Instruction) -> Iterator[Instruction]:
         yield instruction
         if instruction.opcode == "fusion" or instruction.opcode.startswith("async"):
             for name in instruction.called:
-                for one in self._module.computations[name].values():
-                    yield from self._with_nested(one)
+                for nested in self._module.computations[name].values():
+                    yield from self._with_nested(nested)
 
     def _with_source_line(
         self, computation: str, main: Instruction, instruction: Instruction
     ) -> tuple[Instruction, bool]:
         """Returns the nearest instruction with a source line, and whether the line is its own.
 
-        Some instructions that XLA creates have no source line; their users or operands often have one.
+        Some instructions that XLA creates have none; their users or operands often have one.
         """
         body = self._module.computations[computation]
-        near = [main, instruction, *reversed([*self._with_nested(instruction)])]  # its root first
+        # The root of a fusion is its last instruction, and comes first.
+        near = [main, instruction, *reversed([*self._with_nested(instruction)])]
         for distance in range(MAX_DISTANCE):
-            for one in near:
-                # Without an op_name, the line is only the call that the instruction was inlined from.
-                if one.op_name and source_of(self._module.traceback(one)):
-                    return one, distance == 0 or one.opcode == "bitcast"
-            users = [
-                user for one in near for user in self._module.users.get((computation, one.name), ())
-            ]
-            operands = [body[name] for one in near for name in one.operands if name in body]
+            for candidate in near:
+                # Without an op_name, the line is only the call that it was inlined from.
+                if candidate.op_name and source_of(self._module.traceback(candidate)):
+                    return candidate, distance == 0 or candidate.opcode == "bitcast"
+            users, operands = [], []
+            for candidate in near:
+                users += self._module.users.get((computation, candidate.name), ())
+                operands += [body[name] for name in candidate.operands if name in body]
             near = users + operands
         return main if main.op_name else instruction, True
+
+
+def _phase_of(op_name: str) -> str:
+    """Returns the pass, from the names that JAX gives operations."""
+    if "rematted" in op_name:
+        return "recompute"
+    return hlo.phase_of(op_name) or "other"
 
 
 def _size(instruction: Instruction) -> int:
@@ -136,7 +153,7 @@ def _size(instruction: Instruction) -> int:
 
 
 def _opcode(instruction: Instruction) -> str:
-    """Returns the opcode without -start or -done; "dot" for library calls that multiply matrices."""
+    """Returns the opcode without -start or -done; "dot" for library calls of matrix products."""
     if instruction.opcode == "custom-call":
         target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
         return "dot" if target and MATMUL_KERNEL.search(target[1]) else "custom-call"

@@ -26,7 +26,7 @@ class Memory:
     temporaries: int  # what operations need, and activations that are computed again
     peak: int
     capacity: float | None  # None if unknown
-    residual: int = 0  # of compressed gradients, see `parallel.sync`
+    residual: int = 0  # of compressed gradients, see `parallel.grad_sync`
 
     @property
     def fits(self) -> bool | None:
@@ -40,9 +40,10 @@ def memory_of(
     allocated: int = 0,
     module: hlo.Module | None = None,
 ) -> Memory | None:
-    """Returns the memory of the compiled step of a `program.Program`; None if the compiler does not report it.
+    """Returns the memory of the compiled step of a `program.Program`.
 
-    `allocated`: bytes of the state that each device holds already. `module`: the step's HLO, if it is parsed already.
+    None if the compiler does not report it. `allocated`: bytes of the state that each device holds
+    already. `module`: the step's HLO, if it is parsed already.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -56,19 +57,21 @@ def memory_of(
     reported = 0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0)
     peak = max(reported or buffers, arguments)
     gradients = jax.tree.map(
-        lambda leaf, sharding: leaf.update(sharding=sharding),
+        lambda leaf, grad_sharding: leaf.update(sharding=grad_sharding),
         trees.intersect(state.params, program.grad_shardings),
         program.grad_shardings,
     )
     free = peak - arguments
-    # The HLO of another version of XLA may have another form. No run ends for that; temporaries include them then.
+    # The HLO of another version of XLA may have another form. No run ends for that: temporaries
+    # then include the activations.
     kept = 0
     with contextlib.suppress(LookupError, StopIteration, TypeError, ValueError):
         module = module or hlo.parse(compiled.as_text() or "")
         kept = min(activations.kept_bytes(module, state.params), free)
     gradient_bytes = min(states.bytes_per_device(gradients), free - kept)
-    parts = state.params, state.opt_state, state.residual
-    parameters, optimizer_state, residual = map(states.bytes_per_device, parts)
+    parameters = states.bytes_per_device(state.params)
+    optimizer_state = states.bytes_per_device(state.opt_state)
+    residual = states.bytes_per_device(state.residual)
     return Memory(
         parameters=parameters,
         optimizer_state=optimizer_state,
@@ -85,18 +88,19 @@ def memory_of(
 def describe_memory(memory: Memory) -> str:
     """Returns what a step needs and what there is, in one line."""
     state = memory.parameters + memory.optimizer_state + memory.residual
-    over = (
-        f": {gigabytes(memory.peak - memory.capacity)} GB too much" if memory.fits is False else ""
-    )
-    capacity = f" of {gigabytes(memory.capacity)}" if memory.capacity else ""
-    kept = (
-        f"activations {gigabytes(memory.activations)}, "
-        if memory.activations
-        else "activations and "
-    )
+    needed = f"the step needs {gigabytes(memory.peak)}"
+    if memory.capacity:
+        needed += f" of {gigabytes(memory.capacity)}"
+    needed += " GB on each device"
+    if memory.fits is False:
+        needed += f": {gigabytes(memory.peak - memory.capacity)} GB too much"
+    if memory.activations:
+        activations_text = f"activations {gigabytes(memory.activations)}, "
+    else:
+        activations_text = "activations and "
     return (
-        f"the step needs {gigabytes(memory.peak)}{capacity} GB on each device{over}: state {gigabytes(state)}, "
-        f"gradients {gigabytes(memory.gradients)}, {kept}temporaries {gigabytes(memory.temporaries)}"
+        f"{needed}: state {gigabytes(state)}, gradients {gigabytes(memory.gradients)}, "
+        f"{activations_text}temporaries {gigabytes(memory.temporaries)}"
     )
 
 
@@ -106,12 +110,14 @@ def gigabytes(size: float) -> str:
 
 
 def _capacity(mesh: jax.sharding.Mesh, allocated: int) -> float | None:
-    """Returns the bytes of a device; of simulated devices, their share of the host's free memory."""
+    """Returns the bytes of a device; of a simulated one, its share of the host's free memory."""
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         free = limits.available_memory() / jax.local_device_count() + allocated
         return free if math.isfinite(free) else None
-    is_here = device in jax.local_devices()  # else it may be of a topology, which reports nothing
-    reported = (device.memory_stats() or {}).get("bytes_limit") if is_here else None
-    row = hardware.device_of(device.device_kind)
-    return reported or (row and row.memory)
+    reported = None
+    # A device of another host, or of a topology to compile for, reports nothing.
+    if device in jax.local_devices():
+        reported = (device.memory_stats() or {}).get("bytes_limit")
+    table_device = hardware.device_of(device.device_kind)
+    return reported or (table_device and table_device.memory)

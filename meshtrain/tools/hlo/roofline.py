@@ -1,4 +1,4 @@
-"""The least time that a compiled step takes on a device, by FLOPs, HBM bytes and collectives; the MFU that follows."""
+"""The least time that a compiled step takes on a device: FLOPs, HBM bytes, collectives; its MFU."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,17 +13,22 @@ from meshtrain.tools.hlo.collective_ops import KINDS, Collective, Groups
 from meshtrain.tools.hlo.hlo import Instruction, Module
 from meshtrain.tools.hlo.labels import Label, Labels
 
-# What kernels reach: cuBLAS at the sizes of a training step about 80 % of the peak; fused attention at head dims
-# of 64 to 128, forward and backward together, about 45 % (FlashAttention-3, arXiv 2407.08608, figures 5 and 6).
+# What kernels reach: cuBLAS at the sizes of a training step about 80 % of the peak; fused attention
+# at head dims of 64 to 128, forward and backward together, about 45 % (FlashAttention-3,
+# arXiv 2407.08608, figures 5 and 6).
 MATMUL_SHARE, ATTENTION_SHARE = 0.80, 0.45
 
 RULE = (
-    f"matrix products at {MATMUL_SHARE:.0%} of the peak, fused attention at {ATTENTION_SHARE:.0%}, HBM at its full "
-    f"bandwidth, exposed collectives at the links' full rate, nothing else overlaps"
+    f"matrix products at {MATMUL_SHARE:.0%} of the peak, fused attention at {ATTENTION_SHARE:.0%}, "
+    f"HBM at its full bandwidth, exposed collectives at the links' full rate, nothing else overlaps"
 )
 
-GROUPS = ("matrix products", "attention", "norms and elementwise", "loss", "optimizer")
+# The groups of operations, in the order in which they are printed.
+MATMULS, ATTENTION, ELEMENTWISE = "matrix products", "attention", "norms and elementwise"
+LOSS, OPTIMIZER = "loss", "optimizer"
+GROUPS = (MATMULS, ATTENTION, ELEMENTWISE, LOSS, OPTIMIZER)
 
+# The files whose operations, outside the two passes, belong to the optimizer's update.
 AFTER_GRADIENTS = (
     "meshtrain/step.py:",
     "meshtrain/optim/base.py:",
@@ -40,9 +45,8 @@ class Row:
     name: str
     flops: float
     hbm_bytes: float
-    seconds: (
-        float  # at the device's peak: the longer of FLOPs and HBM traffic, operation by operation
-    )
+    # At the device's peak: the longer of FLOPs and HBM traffic, operation by operation.
+    seconds: float
     ceiling_seconds: float  # by RULE
 
 
@@ -77,14 +81,13 @@ class Roofline:
     rows: list[Row]
     transfers: list[Transfer]
     seconds: float  # a step's, by RULE
-    # The ceiling; None if the model does not count its FLOPs, or the program's loops do not say how long they are.
+    # The ceiling; None if the model has no count of FLOPs, or a loop has no known length.
     mfu: float | None
     rule: str
     operations: list[Operation]  # costliest first, by HBM bytes
     has_all_counts: bool  # False: a loop of unknown length counts as one iteration
-    is_balanced: bool = (
-        False  # loops over the rows of experts beyond an equal share count as zero iterations
-    )
+    # Loops over the rows of experts beyond an equal share count as zero iterations.
+    is_balanced: bool = False
 
 
 def roofline(
@@ -101,93 +104,136 @@ def roofline(
     Loops with `skipped` in their name count as loops of zero iterations, if it is not empty.
     """
     module = replace(module, skipped=skipped, _runs={})
-    labels, operations, seconds_of = Labels(module), [], {}
-    sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(4))
+    labels = Labels(module)
+    operations = []
+    instruction_seconds: dict[str, float] = {}  # of one run, by RULE
+    rows = {name: Row(name, 0.0, 0.0, 0.0, 0.0) for name in GROUPS}
     for computation, runs in traffic.executed(module):
-        for one in module.computations[computation].values():
-            numbers, group = _cost(module, computation, one, device)
-            seconds_of[one.name] = numbers[3]
-            if not numbers[:2].any():
+        for instruction in module.computations[computation].values():
+            cost = _cost(module, computation, instruction, device)
+            instruction_seconds[instruction.name] = cost.ceiling_seconds
+            if not cost.flops and not cost.hbm_bytes:
                 continue
-            label = labels.label(one.name)
-            group = group or _group_of(label)
-            sums[group] += runs * numbers
-            flops, size = map(float, runs * numbers[:2])
-            source = label.source
-            operations.append(Operation(one.name, group, label.phase, source, runs, size, flops))
-    transfers = _transfers(module, collectives, device, network, seconds_of)
-    rows = [Row(name, *map(float, sums[name])) for name in GROUPS]
-    total = sum(row.ceiling_seconds for row in rows) + sum(one.exposed for one in transfers)
+            label = labels.label(instruction.name)
+            group = cost.name or _group_of(label)
+            rows[group] = _added(rows[group], runs, cost)
+            operation = Operation(
+                name=instruction.name,
+                group=group,
+                phase=label.phase,
+                source=label.source,
+                runs=runs,
+                hbm_bytes=runs * cost.hbm_bytes,
+                flops=runs * cost.flops,
+            )
+            operations.append(operation)
+    transfers = _transfers(module, collectives, device, network, instruction_seconds)
+    total = sum(row.ceiling_seconds for row in rows.values())
+    total += sum(transfer.exposed for transfer in transfers)
     all_known = all(module.runs(name)[1] for name, _ in traffic.executed(module))
-    is_ceiling = model_flops and total and all_known
+    mfu = None
+    if model_flops and total and all_known:
+        mfu = model_flops / (device.flops_16 * total)
     return Roofline(
         device=device.name,
-        rows=rows,
+        rows=[*rows.values()],
         transfers=transfers,
         seconds=total,
-        mfu=model_flops / (device.flops_16 * total) if is_ceiling else None,
+        mfu=mfu,
         rule=RULE,
-        operations=sorted(operations, key=lambda one: -one.hbm_bytes),
+        operations=sorted(operations, key=lambda operation: -operation.hbm_bytes),
         has_all_counts=all_known,
         is_balanced=bool(skipped),
     )
 
 
 def _group_of(label: Label) -> str:
-    """Returns the group of an operation that multiplies no matrices, by its source line and pass."""
+    """Returns the group of an operation without matrix products, by its source line and pass."""
     if "ops/losses.py:" in label.source:
-        return "loss"
+        return LOSS
     is_update = label.phase == "other" and any(file in label.source for file in AFTER_GRADIENTS)
-    return "optimizer" if is_update else "norms and elementwise"
+    return OPTIMIZER if is_update else ELEMENTWISE
 
 
-def _cost(
-    module: Module, computation: str, one: Instruction, device: Device
-) -> tuple[np.ndarray, str]:
-    """Returns FLOPs, HBM bytes, seconds at the peak and by RULE of one run; and the group, "" if it is by source."""
-    products = traffic.matmul_flops(module, computation, one)
-    attention = traffic.attention_flops(module, computation, one)
-    size = traffic.hbm_bytes(module, computation, one)
-    at_peak = sum(flops / device.peak(itemsize) for itemsize, flops in products.items())
-    by_rule = at_peak / MATMUL_SHARE
-    if attention:
-        at_peak = attention / device.flops_16
+def _cost(module: Module, computation: str, instruction: Instruction, device: Device) -> Row:
+    """Returns the cost of one run; its name is the group, or "" if the source line decides it."""
+    matmul_flops = traffic.matmul_flops(module, computation, instruction)
+    attention_flops = traffic.attention_flops(module, computation, instruction)
+    hbm_bytes = traffic.hbm_bytes(module, computation, instruction)
+    if attention_flops:
+        group = ATTENTION
+        at_peak = attention_flops / device.flops_16
         by_rule = at_peak / ATTENTION_SHARE
-    moving = size / device.bandwidth
-    flops = sum(products.values()) + attention
-    group = GROUPS[1] if attention else GROUPS[0] if products else ""
-    return np.array([flops, size, max(at_peak, moving), max(by_rule, moving)]), group
+    else:
+        group = MATMULS if matmul_flops else ""
+        at_peak = sum(flops / device.peak(itemsize) for itemsize, flops in matmul_flops.items())
+        by_rule = at_peak / MATMUL_SHARE
+    moving = hbm_bytes / device.bandwidth
+    return Row(
+        name=group,
+        flops=float(sum(matmul_flops.values()) + attention_flops),
+        hbm_bytes=float(hbm_bytes),
+        seconds=max(at_peak, moving),
+        ceiling_seconds=max(by_rule, moving),
+    )
+
+
+def _added(total: Row, runs: float, cost: Row) -> Row:
+    """Returns the total with `runs` times the cost of one run."""
+    return Row(
+        name=total.name,
+        flops=total.flops + runs * cost.flops,
+        hbm_bytes=total.hbm_bytes + runs * cost.hbm_bytes,
+        seconds=total.seconds + runs * cost.seconds,
+        ceiling_seconds=total.ceiling_seconds + runs * cost.ceiling_seconds,
+    )
 
 
 def _transfers(
-    module, collectives, device, network, seconds_of: Mapping[str, float]
+    module: Module,
+    collectives: list[Collective],
+    device: Device,
+    network: Network,
+    instruction_seconds: Mapping[str, float],
 ) -> list[Transfer]:
-    work = {name: WorkBetween(module, name, seconds_of) for name, _ in traffic.executed(module)}
-    home = {one: name for name, body in module.computations.items() for one in body}
-    found: dict[tuple, list[float]] = {}
-    by_instruction: dict[str, list[Collective]] = defaultdict(list)
-    for one in collectives:
-        by_instruction[one.name].append(one)
-    for name, parts in by_instruction.items():
-        rate = link_rate(device, network, parts[0].groups)
-        seconds = sum(part.bytes for part in parts) / rate
-        runs = parts[0].count
-        hidden = _hidden(module, home[name], name, seconds / runs, work) * runs
-        for part in parts:
-            label = " x ".join(part.axes) if part.axes else "several axes"
-            share = part.bytes / rate / seconds if seconds else 0
-            row = found.setdefault((label, part.kind), [0.0, rate, 0.0, 0.0])
-            row[0] += part.bytes
-            row[2] += part.bytes / rate
-            row[3] += share * (seconds - hidden)
-    return [Transfer(*key, *row) for key, row in sorted(found.items())]
+    """Returns the time of the collectives, by axes and kind, and how much of it no work hides."""
+    work = {
+        name: WorkBetween(module, name, instruction_seconds) for name, _ in traffic.executed(module)
+    }
+    computation_of = {
+        instruction: name for name, body in module.computations.items() for instruction in body
+    }
+    tensors_of: dict[str, list[Collective]] = defaultdict(list)
+    for tensor in collectives:
+        tensors_of[tensor.name].append(tensor)
+
+    transfers: dict[tuple[str, str], Transfer] = {}
+    for name, tensors in tensors_of.items():
+        rate = link_rate(device, network, tensors[0].groups)
+        seconds = sum(tensor.bytes for tensor in tensors) / rate
+        runs = tensors[0].count
+        hidden = runs * _hidden(module, computation_of[name], name, seconds / runs, work)
+        # A combined collective is exposed as a whole; each tensor has its share of that.
+        for tensor in tensors:
+            axes = " x ".join(tensor.axes) if tensor.axes else "several axes"
+            key = (axes, tensor.kind)
+            total = transfers.get(key, Transfer(axes, tensor.kind, 0.0, rate, 0.0, 0.0))
+            tensor_seconds = tensor.bytes / rate
+            share = tensor_seconds / seconds if seconds else 0
+            transfers[key] = replace(
+                total,
+                bytes=total.bytes + tensor.bytes,
+                seconds=total.seconds + tensor_seconds,
+                exposed=total.exposed + share * (seconds - hidden),
+            )
+    return [transfers[key] for key in sorted(transfers)]
 
 
 def link_rate(device: Device, network: Network, groups: Groups) -> float:
     """Returns the bytes/s that a device sends to the others of its group; the slowest group counts.
 
-    Within a host over its links; to other hosts and slices over the network adapters of all members that the
-    group has in its host, or of TPUs in its slice.
+    Within a host over its links; to other hosts and slices over the network adapters of all members
+    that the group has in its host, or of TPUs in its slice.
     """
     places = np.stack([network.slices.ravel(), network.hosts.ravel()])
     rates = {device.link}
@@ -199,12 +245,18 @@ def link_rate(device: Device, network: Network, groups: Groups) -> float:
 
 
 class WorkBetween:
-    """The seconds of other work in a computation, in the order of its schedule; a second hides one collective only."""
+    """The seconds of other work in a computation, in the order of its schedule.
 
-    def __init__(self, module: Module, computation: str, seconds_of: Mapping[str, float]):
+    A second hides one collective only.
+    """
+
+    def __init__(self, module: Module, computation: str, instruction_seconds: Mapping[str, float]):
         body = module.computations[computation]
         self.position = {name: index for index, name in enumerate(body)}
-        self.left = [_span(module, computation, one, seconds_of) for one in body.values()]
+        self.left = [
+            _span(module, computation, instruction, instruction_seconds)
+            for instruction in body.values()
+        ]
 
     def take(self, start: int, end: int, seconds: float) -> float:
         """Uses up to `seconds` of the work between two positions; returns how much there was."""
@@ -217,15 +269,21 @@ class WorkBetween:
 
 
 def _span(
-    module: Module, computation: str, one: Instruction, seconds_of: Mapping[str, float]
+    module: Module,
+    computation: str,
+    instruction: Instruction,
+    instruction_seconds: Mapping[str, float],
 ) -> float:
-    """Returns the seconds of an instruction, with those of the loop or the branches that it runs."""
-    if one.opcode not in traffic.FREE:
-        return seconds_of.get(one.name, 0.0)
-    trips = module.num_trips(computation, one) if one.opcode == "while" else 1
-    return (1 if trips is None else trips) * sum(
-        _span(module, name, inner, seconds_of)
-        for name in one.called
+    """Returns the seconds of an instruction, with those of the loop or branches that it runs."""
+    if instruction.opcode not in traffic.FREE:
+        return instruction_seconds.get(instruction.name, 0.0)
+    num_trips = 1
+    if instruction.opcode == "while":
+        known = module.num_trips(computation, instruction)
+        num_trips = 1 if known is None else known
+    return num_trips * sum(
+        _span(module, name, inner, instruction_seconds)
+        for name in instruction.called
         for inner in module.computations[name].values()
     )
 
@@ -234,22 +292,31 @@ def _hidden(
     module: Module, computation: str, name: str, seconds: float, work: dict[str, WorkBetween]
 ) -> float:
     """Returns how many of a collective's seconds the work between its start and its end hides."""
-    one = module.computations[computation][name]
+    start = module.computations[computation][name]
     for caller, instruction in module.callers[computation]:
         if instruction.opcode == "async-start":
-            computation, one = caller, instruction
-    is_sync = '"is_sync":true' in one.attributes.replace(" ", "")
-    starts = [f"{kind}-start" for kind in (*KINDS, "async")]
-    is_message = bool(collective_ops.transfer_of(one))
-    if computation not in work or not is_message and (one.opcode not in starts or is_sync):
+            computation, start = caller, instruction
+    if computation not in work:
         return 0.0
-    body, last, value = module.computations[computation], None, one
-    if is_message:
-        last, value = collective_ops.end_of_transfer(one, body), None
-    while value is not None:  # through async-update
-        users = module.users[computation, value.name]
-        value = next((u for u in users if u.opcode.endswith(("-done", "-update"))), None)
-        last = value or last
+    body = module.computations[computation]
+    if collective_ops.transfer_of(start):
+        end = collective_ops.end_of_transfer(start, body)
+    else:
+        is_sync = '"is_sync":true' in start.attributes.replace(" ", "")
+        if is_sync or start.opcode not in [f"{kind}-start" for kind in (*KINDS, "async")]:
+            return 0.0
+        end = _end_of_async(module, computation, start)
+    position = work[computation].position
     # Without an end in this computation the collective ends in the loop's next iteration.
-    end = work[computation].position[last.name] if last else len(body)
-    return work[computation].take(work[computation].position[one.name], end, seconds)
+    end_position = position[end.name] if end else len(body)
+    return work[computation].take(position[start.name], end_position, seconds)
+
+
+def _end_of_async(module: Module, computation: str, start: Instruction) -> Instruction | None:
+    """Returns the last -update or -done of an asynchronous operation; None if it has none here."""
+    end, value = None, start
+    while value is not None:
+        users = module.users[computation, value.name]
+        value = next((user for user in users if user.opcode.endswith(("-done", "-update"))), None)
+        end = value or end
+    return end

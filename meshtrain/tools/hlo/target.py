@@ -1,4 +1,4 @@
-"""The devices of --target=h200:8 or --target=v5e:4x4:2, which this host lacks: a topology to compile for."""
+"""The devices of --target=h200:8 or v5e:4x4:2, which this host lacks: a topology to compile for."""
 
 import contextlib
 import importlib.util
@@ -27,15 +27,16 @@ THREE_DIMENSIONAL = ("v4", "v5p")  # the tori of other TPUs have two dimensions
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",  # this host's own GPU stays free
     "TPU_SKIP_MDS_QUERY": "1",  # do not ask for the metadata of a Google Cloud host
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any value, so that libtpu does not warn that it found none
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any value: without one libtpu warns
     "TPU_WORKER_HOSTNAMES": "localhost",  # as above
     "TPU_LOG_DIR": "disabled",
     "TPU_STDERR_LOG_LEVEL": "1",  # warnings
     "TF_CPP_MIN_LOG_LEVEL": "2",  # no lines about the missing driver
 }
 
-# By compute capability: shared memory of a core and the most for a block (bytes), threads and float32 units of
-# a core. CUDA C++ programming guide, table "technical specifications per compute capability".
+# By compute capability: shared memory of a core and the most for a block (bytes), threads and
+# float32 units of a core. CUDA C++ programming guide, "technical specifications per compute
+# capability".
 CORES = {
     "7.0": (98304, 98304, 2048, 64),
     "8.0": (167936, 166912, 2048, 64),
@@ -47,47 +48,56 @@ CORES = {
 
 
 def parse(text: str) -> tuple[Device, tuple[int, ...]]:
-    """Returns the device and the sizes in `NAME:SIZE[:SLICES]`: hosts and devices per host of GPUs, the torus of TPUs.
+    """Returns the device and the sizes in `NAME:SIZE[:SLICES]`.
 
-    `num_slices` returns SLICES, which only TPUs have. Raises ConfigError for an unknown device, a size that is
-    none, and missing compilers.
+    Sizes are hosts and devices per host of GPUs, or the torus of TPUs. `num_slices` returns SLICES,
+    which only TPUs have. Raises ConfigError for an unknown device, an invalid size, and missing
+    compilers.
     """
     name, _, size = text.partition(":")
-    torus, _, slices = size.partition(":")
-    device = hardware.BY_NAME.get(name)
+    device = hardware.devices().get(name)
     if device is None:
-        known = [*hardware.BY_NAME]
-        raise ConfigError(
-            f"--target={text}: unknown device{did_you_mean(name, known)}; use one of {', '.join(known)}"
-        )
-    sizes = (
-        tuple(int(one) for one in torus.split("x"))
-        if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*(:[1-9]\d{0,3})?", size)
-        else ()
-    )
-    if device.chip and len(sizes) == 1:
-        hosts = -(-sizes[0] // DEVICES_PER_HOST)
-        sizes = (hosts, sizes[0] // hosts) if sizes[0] % hosts == 0 else ()
-    if len(sizes) not in ((2,) if device.chip else (2, 3)) or (device.chip and slices):
-        example = (
-            "8, or 4x8 for 4 hosts with 8 devices"
-            if device.chip
-            else "4x4, a torus, or 4x4:2, two slices"
-        )
+        known = [*hardware.devices()]
+        near = did_you_mean(name, known)
+        raise ConfigError(f"--target={text}: unknown device{near}; use one of {', '.join(known)}")
+    sizes = _sizes(size, is_gpu=device.chip is not None)
+    if not sizes:
+        example = "4x4, a torus, or 4x4:2, two slices"
+        if device.chip:
+            example = "8, or 4x8 for 4 hosts with 8 devices"
         raise ConfigError(
             f"--target={text}: {size or 'nothing'} is no size of a cluster; use {name}:{example}"
         )
     modules, extra = WHEELS[platform_of(device)]
-    if missing := [one for one in modules if not _is_installed(one)]:
-        raise ConfigError(
-            f"--target={text}: {missing[0]} is not installed; pip install 'meshtrain[{extra}]'"
-        )
+    for module in modules:
+        if not _is_installed(module):
+            raise ConfigError(
+                f"--target={text}: {module} is not installed; pip install 'meshtrain[{extra}]'"
+            )
     return device, sizes
+
+
+def _sizes(size: str, *, is_gpu: bool) -> tuple[int, ...]:
+    """Returns the numbers of `SIZE[:SLICES]` without SLICES; () if it is not valid."""
+    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*(:[1-9]\d{0,3})?", size):
+        return ()
+    torus, _, slices = size.partition(":")
+    sizes = tuple(map(int, torus.split("x")))
+    if not is_gpu:
+        return sizes if len(sizes) in (2, 3) else ()
+    if slices:
+        return ()
+    if len(sizes) == 1:
+        # As few hosts as possible, of equal size.
+        num_hosts = -(-sizes[0] // DEVICES_PER_HOST)
+        return (num_hosts, sizes[0] // num_hosts) if sizes[0] % num_hosts == 0 else ()
+    return sizes if len(sizes) == 2 else ()
 
 
 def num_slices(text: str) -> int:
     """Returns the number of slices in `NAME:SIZE[:SLICES]`."""
-    return int((*text.split(":"), 1)[2])
+    parts = text.split(":")
+    return int(parts[2]) if len(parts) > 2 else 1
 
 
 def platform_of(device: Device) -> str:
@@ -107,7 +117,8 @@ def prepare() -> None:
 def text_of(device: Device, num_devices: int, per_host: int) -> str:
     """Returns the value of --target: hosts x devices of GPUs, slices of TPUs.
 
-    `per_host` is the number of devices of a host, or of a slice, whose torus gets sides as equal as possible.
+    `per_host` is the number of devices of a host, or of a slice, whose torus gets sides as equal as
+    possible.
     """
     groups = num_devices // per_host
     if device.chip:
@@ -136,17 +147,22 @@ def devices_of(text: str) -> list[Any]:
 
     device, sizes = parse(text)
     size = "x".join(map(str, sizes))
+    # The compilers have their own kinds of exceptions.
     try:
         if device.chip:
-            topology = f"1x{size}"  # slices x hosts x devices
-            options = dict(topology=topology, target_config=gpu_config(device))
+            description = topologies.get_topology_desc(
+                platform=platform_of(device),
+                topology=f"1x{size}",  # slices x hosts x devices
+                target_config=gpu_config(device),
+            )
         else:
-            slices = num_slices(text)
-            options = dict(topology_name=f"{device.name}:{size}", num_slices=slices)
-        devices = list(
-            topologies.get_topology_desc(platform=platform_of(device), **options).devices
-        )
-    except Exception as error:  # the compilers' own kinds
+            description = topologies.get_topology_desc(
+                platform=platform_of(device),
+                topology_name=f"{device.name}:{size}",
+                num_slices=num_slices(text),
+            )
+        devices = list(description.devices)
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200]
         raise ConfigError(f"--target={text}: {reason}") from error
     if device.chip:
@@ -155,7 +171,7 @@ def devices_of(text: str) -> list[Any]:
 
 
 def _set_capability(capability: str) -> None:
-    """Makes jax check fused attention for this compute capability; it would ask the local device."""
+    """Makes jax check fused attention for this compute capability, not that of a local device."""
     from jax._src.cudnn import fused_attention_stablehlo as fused_attention
 
     fused_attention.check_compute_capability = lambda least: float(capability) >= float(least)
@@ -172,7 +188,8 @@ def gpu_config(device: Device) -> str:
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
-  shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {optin}
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {optin}
   core_count: {chip.cores} fpus_per_core: {fpus} clock_rate_ghz: {chip.clock}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
@@ -181,7 +198,8 @@ gpu_device_info {{
   l2_cache_size: {chip.l2 << 20} device_address_bits: 64 pcie_bandwidth: 32000000000
   cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}
   device_vendor: "NVIDIA Corporation" name: "{device.kinds[0]}"
-  driver_version: "12.9.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0" dnn_version: "9.8.0"
+  driver_version: "12.9.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
+  dnn_version: "9.8.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
@@ -190,6 +208,7 @@ device_description_str: "{device.kinds[0]}"
 
 
 def _is_installed(module: str) -> bool:
-    with contextlib.suppress(ModuleNotFoundError):  # its parent package is not installed
+    # Without its parent package, the search itself fails.
+    with contextlib.suppress(ModuleNotFoundError):
         return importlib.util.find_spec(module) is not None
     return False

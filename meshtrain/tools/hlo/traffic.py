@@ -1,7 +1,8 @@
 """FLOPs and HBM bytes of the operations of a compiled program.
 
-A kernel reads each operand once and writes each result once: what is between the instructions of a fusion stays in
-registers. Of a slice only the part is counted, of an in-place update only what is written.
+A kernel reads each operand once and writes each result once: what is between the instructions of a
+fusion stays in registers. Of a slice only the part is counted, of an in-place update only what is
+written.
 """
 
 import math
@@ -19,7 +20,8 @@ from meshtrain.tools.hlo.hlo import Array, Instruction, Module
 # Instructions that move nothing; the bodies of the last ones are counted instead.
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier optimization-barrier "
-    "partition-id replica-id add-dependency domain while conditional call async-start async-update".split()
+    "partition-id replica-id add-dependency domain while conditional call async-start "
+    "async-update".split()
 )
 
 PASSING = ("bitcast", "reshape", "transpose", "convert", "copy")  # of each element its own
@@ -34,56 +36,80 @@ ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
 
 
 def executed(module: Module) -> Iterator[tuple[str, float]]:
-    """Yields the computations whose instructions are kernels of their own, and how often each runs in a step."""
-    found, todo = {module.entry}, [module.entry]
+    """Yields the computations whose instructions are kernels of their own.
+
+    With how often each runs in a step.
+    """
+    reached, todo = {module.entry}, [module.entry]
     while todo:
-        for one in module.computations[todo.pop()].values():
-            called = {*one.called} - found if one.opcode in FREE else ()
-            found |= {*called}
-            todo += called
+        for instruction in module.computations[todo.pop()].values():
+            if instruction.opcode in FREE:
+                called = {*instruction.called} - reached
+                reached |= called
+                todo += called
     for name in module.computations:
-        if name in found and (count := module.runs(name)[0]):
-            yield name, count
+        if name not in reached:
+            continue
+        num_runs, _ = module.runs(name)
+        if num_runs:
+            yield name, num_runs
 
 
-def hbm_bytes(module: Module, computation: str, one: Instruction) -> float:
-    """Returns the bytes that one run of an instruction reads and writes; those of collectives are not counted."""
-    kind = one.opcode.removesuffix("-start")
-    if one.opcode in FREE or one.opcode.endswith("-done") or kind in (*KINDS, *MESSAGES):
+def hbm_bytes(module: Module, computation: str, instruction: Instruction) -> float:
+    """Returns the bytes that one run of an instruction reads and writes.
+
+    Those of collectives are not counted.
+    """
+    opcode = instruction.opcode
+    kind = opcode.removesuffix("-start")
+    if opcode in FREE or opcode.endswith("-done") or kind in (*KINDS, *MESSAGES):
         return 0
+    if opcode == "fusion":
+        return _fusion_bytes(module, instruction)
     body = module.computations[computation]
-    operands = [body[name] for name in dict.fromkeys(one.operands) if name in body]
-    if one.opcode == "fusion":
-        inner = module.computations[one.called[0]]
-        parameters = {int(p.operand_text): p for p in inner.values() if p.opcode == "parameter"}
-        read = {
-            name: _elements_read(module, one.called[0], parameters[number])
-            * parameters[number].results[0].itemsize
-            for number, name in enumerate(one.operands)
-        }
-        return sum(read.values()) + _written(inner)
-    if one.opcode in SLICES:
-        return 2 * _size(one.results) + sum(_size(each.results) for each in operands[1:])
-    if one.opcode in ("dynamic-update-slice", "scatter"):
-        return _update_bytes(body, one) + sum(_size(each.results) for each in operands[1:])
-    if one.opcode == "copy":
-        return 2 * _size(one.results)
+    operands = [body[name] for name in dict.fromkeys(instruction.operands) if name in body]
+    operand_bytes = [_num_bytes(operand.results) for operand in operands]
+    if opcode in SLICES:
+        return 2 * _num_bytes(instruction.results) + sum(operand_bytes[1:])
+    if opcode in ("dynamic-update-slice", "scatter"):
+        return _update_bytes(body, instruction) + sum(operand_bytes[1:])
+    if opcode == "copy":
+        return 2 * _num_bytes(instruction.results)
     if kind == "copy":
-        return 2 * _size(operands[0].results)
-    results = one.results
-    if one.opcode == "custom-call" and len(results) > 1:
-        results = tuple(
-            array for array in results if array.dtype not in ("u8", "s8")
-        )  # without workspace
-    return _size(results) + sum(_size(each.results) for each in operands)
+        return 2 * operand_bytes[0]
+    results = instruction.results
+    if opcode == "custom-call" and len(results) > 1:
+        # Without its workspace.
+        results = tuple(array for array in results if array.dtype not in ("u8", "s8"))
+    return _num_bytes(results) + sum(operand_bytes)
 
 
-def _size(arrays: tuple[Array, ...]) -> float:
+def _num_bytes(arrays: tuple[Array, ...]) -> float:
     return sum(array.size * array.itemsize for array in arrays)
 
 
+def _fusion_bytes(module: Module, fusion: Instruction) -> float:
+    """Returns the bytes that a fusion reads and writes; an operand passed twice counts once."""
+    inner_name = fusion.called[0]
+    inner = module.computations[inner_name]
+    parameters = {
+        int(parameter.operand_text): parameter
+        for parameter in inner.values()
+        if parameter.opcode == "parameter"
+    }
+    read_bytes: dict[str, float] = {}
+    for number, name in enumerate(fusion.operands):
+        parameter = parameters[number]
+        num_elements = _elements_read(module, inner_name, parameter)
+        read_bytes[name] = num_elements * parameter.results[0].itemsize
+    return sum(read_bytes.values()) + _written(inner)
+
+
 def _elements_read(module: Module, computation: str, value: Instruction) -> float:
-    """Returns how many elements of a value a fusion needs: all, unless each use is a slice or in place."""
+    """Returns how many elements of a value a fusion reads.
+
+    All, unless each use is a slice or in place.
+    """
     if value.is_root:
         return value.results[0].size
     total = 0.0
@@ -100,15 +126,18 @@ def _elements_read(module: Module, computation: str, value: Instruction) -> floa
 
 def _written(inner: dict[str, Instruction]) -> float:
     """Returns the bytes that a fusion writes."""
-    root = next(each for each in inner.values() if each.is_root)
+    root = next(instruction for instruction in inner.values() if instruction.is_root)
     outputs = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
     total = 0.0
     for output in outputs:
-        update, size = _through(inner, output), _size(output.results)
+        num_bytes = _num_bytes(output.results)
+        update = _through(inner, output)
         if update.opcode in ("dynamic-update-slice", "scatter"):
             buffer = _through(inner, inner[update.operands[0]])
-            size = min(size, _update_bytes(inner, update)) if buffer.opcode == "parameter" else size
-        total += size
+            # In place only if the buffer is one that the fusion was given.
+            if buffer.opcode == "parameter":
+                num_bytes = min(num_bytes, _update_bytes(inner, update))
+        total += num_bytes
     return total
 
 
@@ -119,59 +148,66 @@ def _through(inner: dict[str, Instruction], value: Instruction) -> Instruction:
     return value
 
 
-def _update_bytes(body: dict[str, Instruction], one: Instruction) -> float:
+def _update_bytes(body: dict[str, Instruction], instruction: Instruction) -> float:
     """Returns the bytes that an update in place writes: of a slice, or of the rows of a scatter."""
-    update = body[one.operands[1 if one.opcode == "dynamic-update-slice" else -1]]
-    return update.results[0].size * one.results[0].itemsize
+    number = 1 if instruction.opcode == "dynamic-update-slice" else -1
+    update = body[instruction.operands[number]]
+    return update.results[0].size * instruction.results[0].itemsize
 
 
-def matmul_flops(module: Module, computation: str, one: Instruction) -> dict[float, float]:
-    """Returns the FLOPs of the matrix products in an instruction, by bytes per element of their operands."""
+def matmul_flops(module: Module, computation: str, instruction: Instruction) -> dict[float, float]:
+    """Returns the FLOPs of the matrix products in an instruction, by bytes per operand element."""
     flops: dict[float, float] = {}
-    if one.opcode == "fusion":
-        for inner in module.computations[one.called[0]].values():
-            for itemsize, count in matmul_flops(module, one.called[0], inner).items():
+    if instruction.opcode == "fusion":
+        inner_name = instruction.called[0]
+        for inner in module.computations[inner_name].values():
+            for itemsize, count in matmul_flops(module, inner_name, inner).items():
                 flops[itemsize] = flops.get(itemsize, 0) + count
         return flops
     body = module.computations[computation]
-    is_library = one.opcode == "custom-call" and MATMUL.search(one.attributes)
-    if one.opcode == "dot" or is_library:
-        left = body[one.operands[0]].results[0]
-        dims = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)', one.attributes)
-        contracted = (
-            math.prod(left.shape[int(n)] for n in re.findall(r"\d+", dims[1])) if dims else 1
-        )
-        return {left.itemsize: 2.0 * one.results[0].size * contracted}
-    if one.opcode == "convolution":  # as TPUs multiply matrices
-        kernel = body[one.operands[1]].results[0]
-        labels = re.search(r"dim_labels=\w+_(\w+)->", one.attributes)
+    attributes = instruction.attributes
+    is_library = instruction.opcode == "custom-call" and MATMUL.search(attributes)
+    if instruction.opcode == "dot" or is_library:
+        left = body[instruction.operands[0]].results[0]
+        dims = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)', attributes)
+        contracted = 1
+        if dims:
+            contracted = math.prod(left.shape[int(dim)] for dim in re.findall(r"\d+", dims[1]))
+        return {left.itemsize: 2.0 * instruction.results[0].size * contracted}
+    if instruction.opcode == "convolution":
+        # TPUs multiply matrices by convolutions.
+        kernel = body[instruction.operands[1]].results[0]
+        labels = re.search(r"dim_labels=\w+_(\w+)->", attributes)
         if labels:
-            return {
-                kernel.itemsize: 2.0
-                * one.results[0].size
-                * kernel.size
-                / kernel.shape[labels[1].index("o")]
-            }
+            num_outputs = kernel.shape[labels[1].index("o")]
+            count = 2.0 * instruction.results[0].size * kernel.size / num_outputs
+            return {kernel.itemsize: count}
     return flops
 
 
-def attention_flops(module: Module, computation: str, one: Instruction) -> float:
-    """Returns the FLOPs of cuDNN's fused attention: two products forward, five backward; half if causal."""
-    found = one.opcode == "custom-call" and ATTENTION.search(one.attributes)
-    if not found:
+def attention_flops(module: Module, computation: str, instruction: Instruction) -> float:
+    """Returns the FLOPs of cuDNN's fused attention.
+
+    Two products forward, five backward; half of each if it is causal.
+    """
+    match = instruction.opcode == "custom-call" and ATTENTION.search(instruction.attributes)
+    if not match:
         return 0
     body = module.computations[computation]
-    query, key = (
-        body[name].results[0].shape for name in one.operands[:2]
-    )  # (B, S, H, K), (B, T, G, K)
-    products = 5 if "Backward" in found[1] else 2
-    half = 0.5 if "CAUSAL" in one.attributes else 1
-    return 2 * products * half * math.prod(query) * key[1]
+    query_name, key_name = instruction.operands[:2]
+    query_shape = body[query_name].results[0].shape  # (B, S, H, K)
+    key_shape = body[key_name].results[0].shape  # (B, T, G, K)
+    num_products = 5 if "Backward" in match[1] else 2
+    half = 0.5 if "CAUSAL" in instruction.attributes else 1
+    return 2 * num_products * half * math.prod(query_shape) * key_shape[1]
 
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes that a device sends per step over one axis, or several together, by link: the mean of all devices."""
+    """Bytes that a device sends per step over one axis, or several together, by link.
+
+    The mean of all devices.
+    """
 
     axes: str
     host: float
@@ -193,22 +229,25 @@ def link_traffic(named: Iterable[tuple[str, Collective]], network: Network) -> L
     hosts, slices = network.hosts.ravel(), network.slices.ravel()
     # A slice within a host is simulated: its devices count as a host of their own.
     islands = np.unique(np.stack([slices, hosts]), axis=1, return_inverse=True)[1].ravel()
-    of_device = {link: np.zeros(hosts.size) for link in LINKS}
+    device_bytes = {link: np.zeros(hosts.size) for link in LINKS}
     by_axes: dict[str, Counter] = {}
     routes: dict = {}
-    for axes, one in named:
-        key = one.kind, one.groups
+    for axes, collective in named:
+        # Many collectives have the same groups.
+        key = collective.kind, collective.groups
         if key not in routes:
-            routes[key] = _routes(*key, islands, slices)
+            routes[key] = _routes(collective.kind, collective.groups, islands, slices)
         row = by_axes.setdefault(axes, Counter())
-        for link, sent in routes[key].items():
-            of_device[link] += one.bytes * sent
-            row[link] += one.bytes * sent.mean()
-    between_hosts, between_slices = of_device["hosts"], of_device["slices"]
+        for link, share in routes[key].items():
+            device_bytes[link] += collective.bytes * share
+            row[link] += collective.bytes * share.mean()
+    between_hosts, between_slices = device_bytes["hosts"], device_bytes["slices"]
+    rows = []
+    for axes in sorted(by_axes):
+        row = by_axes[axes]
+        rows.append(LinkBytes(axes, row["host"], row["hosts"], row["slices"]))
     return Links(
-        by_axes=[
-            LinkBytes(axes, *(by_axes[axes][link] for link in LINKS)) for axes in sorted(by_axes)
-        ],
+        by_axes=rows,
         leaving_host=float(np.bincount(islands, between_hosts + between_slices).max()),
         leaving_slice=float(np.bincount(slices, between_slices).max()),
         num_hosts=len({*islands.tolist()}),
@@ -216,21 +255,26 @@ def link_traffic(named: Iterable[tuple[str, Collective]], network: Network) -> L
     )
 
 
-def _routes(kind: str, groups: Groups, hosts: np.ndarray, slices: np.ndarray) -> dict:
-    """Returns for each link the part of a collective's bytes that each device sends over it."""
-    sent = np.zeros((len(LINKS), hosts.size))
+def _routes(
+    kind: str, groups: Groups, hosts: np.ndarray, slices: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Returns for each link the share of a collective's bytes that each device sends over it."""
+    shares = np.zeros((len(LINKS), hosts.size))
     for group in groups:
         members = np.array(group)
+        share = 1.0
         if kind == "collective-permute":
-            sources, targets, part = members[:1], members[1:], 1.0
+            sources, targets = members[:1], members[1:]
         elif "all-to-all" in kind:
-            sources, targets = (one.ravel() for one in np.meshgrid(members, members, indexing="ij"))
-            part = 1 / max(1, len(members) - 1)
+            pairs = np.meshgrid(members, members, indexing="ij")
+            sources, targets = pairs[0].ravel(), pairs[1].ravel()
+            share = 1 / max(1, len(members) - 1)
         else:
+            # A ring that enters and leaves each slice, and each host, once.
             sources = members[np.lexsort((members, hosts[members], slices[members]))]
-            targets, part = np.roll(sources, -1), 1.0
+            targets = np.roll(sources, -1)
         is_other_slice = slices[sources] != slices[targets]
         is_other_host = hosts[sources] != hosts[targets]
         link = np.where(is_other_slice, 2, np.where(is_other_host, 1, 0))
-        np.add.at(sent, (link, sources), part * (sources != targets))
-    return dict(zip(LINKS, sent, strict=True))
+        np.add.at(shares, (link, sources), share * (sources != targets))
+    return dict(zip(LINKS, shares, strict=True))

@@ -1,1 +1,4 @@
-"""Chooses a layout before the hardware is there: a closed form of step time and memory, and a search; see cost.py."""
+"""Chooses a layout before the hardware is there.
+
+A closed form predicts step time (cost.py) and memory (memory.py); search.py ranks all layouts.
+"""

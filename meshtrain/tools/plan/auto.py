@@ -13,12 +13,11 @@ from meshtrain.config.schema import Config, MeshConfig
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
 from meshtrain.parallel.mesh import host_of
-from meshtrain.tools.plan import constraints, search, text
+from meshtrain.tools.plan import constraints, from_config, search
 from meshtrain.tools.plan import machine as machines
 from meshtrain.tools.plan.cost import OverlapModel
-from meshtrain.tools.plan.layout import overrides
+from meshtrain.tools.plan.layout import name_of, overrides
 from meshtrain.tools.plan.machine import Machine
-from meshtrain.tools.plan.subject import PlanInput
 
 MEMORY = 0.9  # part of a device's memory that a step may use
 
@@ -34,9 +33,10 @@ def resolve(
 ) -> Config:
     """Returns the typed config on `devices`, by default all of this job.
 
-    With `mesh.auto` it has the layout that is predicted to be fastest, and `layout_reasons` say why: sizes of the mesh
-    above 1 are kept; the other axes, ZeRO stage, micro-batches, remat and the pipeline are chosen. All processes must
-    call it, and get the choice of process 0. Raises ConfigError if the mesh does not fit or no layout does.
+    With `mesh.auto` it has the layout that is predicted to be fastest, and `layout_reasons` say
+    why. Sizes of the mesh above 1 are kept; the other axes, ZeRO stage, micro-batches, remat and the
+    pipeline are chosen. All processes must call it, and get the choice of process 0. Raises
+    ConfigError if the mesh does not fit, or if no layout does.
     """
     cfg = parse(config)
     devices = devices or jax.devices()
@@ -46,37 +46,42 @@ def resolve(
         raise ConfigError("mesh.auto=True: the planner needs data.seq_len; set the sizes of mesh")
     raw = cfg.to_dict()
     fixed = constraints.auto_sizes(raw)
-    if faults := constraints.fixed_faults(raw, fixed, len(devices)):
+    faults = constraints.fixed_faults(raw, fixed, len(devices))
+    if faults:
         raise ConfigError(*faults)
+
     cfg = dataclasses.replace(cfg, mesh=MeshConfig(slices=cfg.mesh.slices))
-    subject, machine = PlanInput(cfg, model=model), _machine(devices)
+    plan_input = from_config.plan_input(cfg, model=model)
+    machine = _machine(devices)
     limit = MEMORY * machine.device.memory
     plan = search.search(
-        subject,
+        plan_input,
         machine,
         limit=limit,
         fixed=fixed,
-        scale=machine.of_xla,
-        habits=MEASURED_OVERLAP if machine.kind == "measured" else None,
+        scale=machine.xla_factor,
+        overlap=MEASURED_OVERLAP if machine.kind == "measured" else None,
     )
-    if not plan.found:
-        raise ConfigError(f"mesh.auto=True: {search.way_out(subject, machine, plan, limit, fixed)}")
-    best, *others = plan.found
+    if not plan.candidates:
+        reason = search.way_out(plan_input, machine, plan, limit, fixed)
+        raise ConfigError(f"mesh.auto=True: {reason}")
+
+    best, *others = plan.candidates
     reasons = [
-        f"{text.name_of(best.layout)}: the fastest of {plan.num_tried:,} layouts by `meshtrain plan`, "
+        f"{name_of(best.layout)}: the fastest of {plan.num_tried:,} layouts by `meshtrain plan`, "
         f"{best.seconds:.3g} s a step"
     ]
     if others:
-        reasons.append(f"{text.name_of(others[0].layout)} {text.why_slower(others[0], best)}")
-    values, reasons = distributed.broadcast([overrides(best.layout), reasons])
-    cfg = dataclasses.replace(cfg.with_keys(values), layout_reasons=tuple(reasons))
+        reasons.append(f"{name_of(others[0].layout)} {search.why_slower(others[0], best)}")
+    # Measured devices differ a little between processes, and so could their choices.
+    keys, reasons = distributed.broadcast([overrides(best.layout), reasons])
+    cfg = dataclasses.replace(cfg.with_keys(keys), layout_reasons=tuple(reasons))
     return on_devices(cfg, len(devices))
 
 
 def _machine(devices: Sequence[jax.Device]) -> Machine:
     """Returns devices of the table, or measured ones. `per_host` is what shares the fast links."""
     device = hardware.device_of(devices[0].device_kind)
-    groups = {*map(host_of, devices)}
-    return Machine(
-        device or machines.measure_host(), len(devices), max(1, len(devices) // len(groups))
-    )
+    hosts = {host_of(device) for device in devices}
+    per_host = max(1, len(devices) // len(hosts))
+    return Machine(device or machines.measure_host(), len(devices), per_host)

@@ -10,7 +10,8 @@ from meshtrain.errors import ConfigError, did_you_mean, nearest_divisors
 from meshtrain.schedules import SCHEDULES
 from meshtrain.tools.plan.layout import REMATS
 
-# The values that each key of a layout may have, as the command line has the keys; None: any number from 1 up.
+# The values that each key of a layout may have, as the command line has the keys; None: any number
+# from 1 up.
 KEYS: dict[str, tuple | None] = {
     **{f"mesh.{axis}": None for axis in AXES},
     "train.zero_stage": (0, 1, 2, 3),
@@ -26,13 +27,17 @@ KEYS: dict[str, tuple | None] = {
 
 
 def mesh_faults(config: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
-    """Returns why the trainer refuses a mesh for the model and the data of a config; other axes count as 1."""
+    """Returns why the trainer rejects a mesh for the model and the data of a config.
+
+    Axes without a size count as 1.
+    """
     mesh, model = MeshConfig(**sizes), config["model"]
-    faults = checks.batch_faults(
-        mesh, global_batch=config["train"]["global_batch"], num_microbatches=1
-    )
-    faults += checks.tensor_faults(model, mesh.tensor) + checks.expert_faults(model, mesh.expert)
-    return faults + checks.sequence_faults(config["data"], mesh.context)
+    global_batch = config["train"]["global_batch"]
+    faults = checks.batch_faults(mesh, global_batch=global_batch, num_microbatches=1)
+    faults += checks.tensor_faults(model, mesh.tensor)
+    faults += checks.expert_faults(model, mesh.expert)
+    faults += checks.sequence_faults(config["data"], mesh.context)
+    return faults
 
 
 def fixed_faults(
@@ -49,7 +54,8 @@ def fixed_faults(
 
 def auto_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     """Returns the sizes of the mesh that `mesh.auto` keeps."""
-    return {axis: size for axis in AXES if (size := config["mesh"][axis]) > 1}
+    sizes = {axis: config["mesh"][axis] for axis in AXES}
+    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def values(
@@ -57,24 +63,29 @@ def values(
 ) -> dict[str, Any]:
     """Returns the values of layouts that (flag, KEY=VALUE) fix, by field of Layout.
 
-    Raises ConfigError for keys that no layout sets, values that a key cannot have, and meshes that do not divide
-    the devices or do not fit the config.
+    Raises ConfigError for keys that no layout sets, values that a key cannot have, and meshes that
+    do not divide the devices or do not fit the config.
     """
-    found, faults = {}, []
+    fixed, faults = {}, []
     for name, flag in flags:
         key, _, value = flag.partition("=")
         if key not in KEYS:
             near = did_you_mean(key, KEYS)
             faults.append(f"{name}={flag}: unknown key{near}; use one of {', '.join(KEYS)}")
             continue
-        choices = [str(choice) for choice in KEYS[key] or ()]
-        is_number = value.isdecimal() and int(value) >= 1
-        if value not in choices if choices else not is_number:
-            use = f"one of {', '.join(choices)}" if choices else "a number from 1 up"
-            faults.append(f"{name}={flag}: use {use}")
+        if KEYS[key] is None:
+            is_valid = value.isdecimal() and int(value) >= 1
+            allowed = "a number from 1 up"
+        else:
+            choices = [str(choice) for choice in KEYS[key]]
+            is_valid = value in choices
+            allowed = f"one of {', '.join(choices)}"
+        if not is_valid:
+            faults.append(f"{name}={flag}: use {allowed}")
             continue
-        found[key.rpartition(".")[2]] = int(value) if value.isdecimal() else value
-    sizes = {axis: found[axis] for axis in AXES if axis in found}
-    if faults := faults or fixed_faults(config, sizes, num_devices):
+        fixed[key.rpartition(".")[2]] = int(value) if value.isdecimal() else value
+    sizes = {axis: fixed[axis] for axis in AXES if axis in fixed}
+    faults = faults or fixed_faults(config, sizes, num_devices)
+    if faults:
         raise ConfigError(*faults)
-    return found
+    return fixed

@@ -1,19 +1,17 @@
-"""A layout: a mesh and the settings of the step that the planner chooses, and the config keys that set them."""
+"""A layout: a mesh and the settings of the step that the planner chooses; its config keys."""
 
+import copy
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from meshtrain.config import schema
 from meshtrain.config.schema import AXES, SyncConfig
 from meshtrain.schedules import SCHEDULES, Table
 
 REMATS = ("none", "dots", "full")
-
-
-@functools.cache
-def _table(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Table:
-    return SCHEDULES[schedule](num_stages, num_microbatches, num_chunks)
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,12 @@ class Layout:
 
     @property
     def table(self) -> Table:
-        """Returns the schedule of the pipeline."""
+        """The schedule of the pipeline."""
         return _table(self.schedule, self.pipeline, self.num_microbatches, self.num_chunks)
 
     @property
     def idle_turns(self) -> float:
-        """Returns how long a stage waits for others, in passes of a micro-batch forward and backward.
+        """How long a stage waits for others, in passes of a micro-batch forward and backward.
 
         A backward pass takes twice as long as a forward pass; the ratio matters little.
         """
@@ -63,7 +61,7 @@ class Layout:
 
     @property
     def zero_shards(self) -> int:
-        """Returns over how many devices ZeRO shards: `sharding.ZERO_AXES`."""
+        """The number of devices over which ZeRO shards: `sharding.ZERO_AXES`."""
         return self.fsdp * self.context
 
     @property
@@ -72,32 +70,81 @@ class Layout:
 
     @property
     def members(self) -> tuple[int, int]:
-        """Returns how many devices hold partial sums of one gradient, and their distance: those that `sync` adds."""
+        """The number of devices with partial sums of one gradient, and their distance.
+
+        `sync` adds these sums.
+        """
         if self.zero_stage >= 2:
             return self.data, self.stride("data")
         return self.data * self.fsdp, self.stride("fsdp")
 
     def logits_bytes(self, vocab_size: int, seq_len: int) -> float:
-        """Returns the bytes of a micro-batch's float32 logits on a device, which the stages share."""
+        """Returns the bytes of a micro-batch's float32 logits on a device, which stages share."""
         tokens = self.rows * seq_len / self.context / self.pipeline
         return 4 * tokens * vocab_size / self.tensor
 
     def stride(self, axis: str) -> int:
-        """Returns the distance of neighbours along an axis, in devices: the product of the sizes of later axes."""
+        """Returns the distance of neighbours along an axis, in devices.
+
+        It is the product of the sizes of all later axes.
+        """
         return math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
+
+
+@functools.cache
+def _table(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Table:
+    return SCHEDULES[schedule](num_stages, num_microbatches, num_chunks)
+
+
+class StateBytes(NamedTuple):
+    """Bytes of the state and of the gradients on each device of a layout."""
+
+    params: int
+    opt_state: int
+    gradients: int
+
+
+def name_of(layout: Layout) -> str:
+    """Returns a layout in one line: 'fsdp 4 x tensor 2 · zero 3 · 2 x 1 rows · remat full'."""
+    p = layout
+    mesh = " x ".join(f"{axis} {size}" for axis, size in p.sizes().items() if size > 1)
+    words = [mesh or "one device", f"zero {p.zero_stage}", f"{p.num_microbatches} x {p.rows} rows"]
+    if p.pipeline > 1:
+        chunks = f" of {p.num_chunks} chunks" if p.num_chunks > 1 else ""
+        words.append(f"{p.schedule}{chunks}, {p.keep} kept")
+    words.append(f"remat {p.remat}")
+    if p.members[0] > 1 and schema.changed_sync_key(p.sync):
+        words.append(f"gradients in {p.sync.wire}, {p.sync.pattern}")
+    return " · ".join(words)
 
 
 def overrides(layout: Layout) -> dict[str, Any]:
     """Returns the keys of the config that make this layout."""
     keys = {f"mesh.{axis}": size for axis, size in layout.sizes().items()}
-    keys |= {"train.zero_stage": layout.zero_stage, "train.remat": layout.remat}
+    keys["train.zero_stage"] = layout.zero_stage
+    keys["train.remat"] = layout.remat
     keys["train.num_microbatches"] = layout.num_microbatches
     if layout.pipeline > 1:
         keys["pipeline.schedule"] = layout.schedule
         keys["pipeline.num_chunks"] = layout.num_chunks
         keys["pipeline.keep"] = layout.keep
     if layout.members[0] > 1:
-        keys |= {"sync.wire": layout.sync.wire, "sync.pattern": layout.sync.pattern}
+        keys["sync.wire"] = layout.sync.wire
+        keys["sync.pattern"] = layout.sync.pattern
     if layout.loss_chunk_mib:
         keys["model.loss_chunk_mib"] = layout.loss_chunk_mib
     return keys
+
+
+def with_layout(config: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Returns a copy of a config with this layout."""
+    return with_keys(config, overrides(layout))
+
+
+def with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a config with other values of keys such as mesh.data."""
+    changed = copy.deepcopy(dict(config))
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        changed[section][name] = value
+    return changed

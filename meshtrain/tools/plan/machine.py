@@ -1,4 +1,4 @@
-"""The devices as the planner sees them: sustained speeds, links along each mesh axis, measured or from the table."""
+"""The devices as the planner sees them: sustained speeds, and the links along each mesh axis."""
 
 import json
 import statistics
@@ -22,7 +22,8 @@ from meshtrain.hardware import Device
 # TFLOP/s; NCCL inside a host 394 of 450 GB/s on 8 H100.
 PRODUCTS = {"gpu": 0.74, "tpu": 0.85, "measured": 1.0}
 
-ATTENTION = {"gpu": (0.55, 0.45), "tpu": (0.45, 0.40), "measured": (0.5, 0.5)}  # forward, backward
+# Forward, backward.
+ATTENTION = {"gpu": (0.55, 0.45), "tpu": (0.45, 0.40), "measured": (0.5, 0.5)}
 
 MEMORY = 0.80
 
@@ -30,10 +31,12 @@ LINK = 0.80
 
 NETWORK = 0.65
 
-LAUNCH = {"gpu": 4e-6, "tpu": 1e-6, "measured": 10e-6}  # seconds of an operation that does nothing
+# Seconds of an operation that does nothing.
+LAUNCH = {"gpu": 4e-6, "tpu": 1e-6, "measured": 10e-6}
 
-# Measured / predicted of trainers that XLA compiles, the median of their published steps: nothing is tuned by hand.
-# Those on GPUs are on several. On one H200, meshtrain's own steps took 1.00 and 0.97 of the prediction.
+# Measured / predicted of trainers that XLA compiles, the median of their published steps: nothing
+# is tuned by hand. Those on GPUs are on several. On one H200, meshtrain's own steps took 1.00 and
+# 0.97 of the prediction.
 XLA = {"gpu": 1.25, "tpu": 1.0, "measured": 1.0}
 
 LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds of a collective of no bytes
@@ -41,7 +44,10 @@ LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds of a collective of no byt
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of one kind, `per_host` on each host; of TPUs, `per_host` is a slice, whose network is the torus."""
+    """Devices of one kind, `per_host` on each host; of TPUs, `per_host` is a slice.
+
+    The fast links of a slice are the torus.
+    """
 
     device: Device
     num_devices: int
@@ -54,12 +60,12 @@ class Machine:
         return "gpu" if self.device.chip else "tpu"
 
     @property
-    def of_xla(self) -> float:
+    def xla_factor(self) -> float:
         """The factor of a predicted step: that of XLA on several devices, 1 on one."""
         return XLA[self.kind] if self.num_devices > 1 else 1.0
 
     def products(self, flops: float, num_bytes: float) -> float:
-        """Returns the seconds of a 16-bit matrix product: arithmetic, and the memory that it reads and writes."""
+        """Returns the seconds of a 16-bit matrix product that reads and writes `num_bytes`."""
         return flops / (self.device.flops_16 * PRODUCTS[self.kind]) + self.memory(num_bytes)
 
     def attention(self, flops: float, *, backward: bool) -> float:
@@ -71,16 +77,19 @@ class Machine:
         return num_bytes / (self.device.bandwidth * MEMORY)
 
     def link_of(self, size: int, stride: int) -> str:
-        """Returns the slowest link along an axis of `size` devices that are `stride` apart: link, network or none."""
+        """Returns the slowest link along an axis of `size` devices that are `stride` apart.
+
+        It is "link", "network" or "none".
+        """
         if size == 1:
             return "none"
         return "link" if size * stride <= self.per_host else "network"
 
     def collective(self, num_bytes: float, size: int, stride: int) -> float:
-        """Returns the seconds in which each of `size` devices gathers, or reduces and scatters, `num_bytes` in total.
+        """Returns the seconds in which `size` devices gather, or reduce and scatter, `num_bytes`.
 
-        Each sends the (size - 1) / size of the bytes. Of an axis that leaves the host, the members inside one share
-        its network cards, one card for each device.
+        Each sends the (size - 1) / size of the bytes. Of an axis that leaves the host, the members
+        inside one share its network cards, one card for each device.
         """
         if size == 1 or not num_bytes:
             return 0.0
@@ -92,25 +101,29 @@ class Machine:
         return num_bytes * (size - 1) / size / rate + self._latency(where)
 
     def parts_inside(self, size: int, stride: int) -> int:
-        """Returns how many of `size` devices share a host, if all hosts hold equally many; else 1."""
+        """Returns how many of `size` devices share a host; 1 if not all hosts hold equally many."""
         inside = min(size, self.per_host // stride)
         return inside if inside and self.per_host % stride == 0 and size % inside == 0 else 1
 
     def exchange(self, num_bytes: float, size: int, stride: int, *, is_ring: bool) -> float:
-        """Returns the seconds in which each of `size` devices sends 1 / `size` of `num_bytes` to each other one.
+        """Returns the seconds in which each of `size` devices sends a part to each other one.
 
-        In a ring everything goes to the next device, in `size` - 1 steps; so one of a host sends all that leaves it.
+        A part is 1 / `size` of `num_bytes`. In a ring everything goes to the next device, in
+        `size` - 1 steps; so one of a host sends all that leaves it.
         """
         where = self.link_of(size, stride)
         if where == "none":
             return 0.0
         link, network = self.device.link * LINK, self.device.network * NETWORK
         if where == "link":
-            sent, rate = num_bytes * (size - 1) / size, link
+            sent = num_bytes * (size - 1) / size
+            rate = link
         else:
             inside = 1 if is_ring else self.parts_inside(size, stride)
-            sent, rate = num_bytes * (size - inside) / size, min(link, network or link)
-        return sent / rate + self._latency(where) * (size - 1 if is_ring else 1)
+            sent = num_bytes * (size - inside) / size
+            rate = min(link, network or link)
+        num_steps = size - 1 if is_ring else 1
+        return sent / rate + self._latency(where) * num_steps
 
     def send(self, num_bytes: float, stride: int) -> float:
         """Returns the seconds in which a device sends to the one `stride` further."""
@@ -122,6 +135,8 @@ class Machine:
         return self.device.latency or LATENCY[where]
 
 
+# ---- devices that are not in the table: measured ----
+
 MATRIX_SIZE = 384  # of the matrices
 
 COPIED_ELEMENTS = 1 << 20  # elements of the arrays that are copied and summed
@@ -130,41 +145,42 @@ REPEATS = 3
 
 
 def measure_host() -> Device:
-    """Returns all devices of this job as a row of the table of hardware; all processes must call it.
+    """Returns all devices of this job as a row of the table of hardware.
 
-    Every device works at the same time, so what they share is shared in the figures too. The link is that of the
-    slowest pair.
+    All processes must call it. Every device works at the same time, so what they share is shared in
+    the figures too. The link is that of the slowest pair.
     """
     devices = jax.devices()
     num = len(devices)
     mesh = jax.sharding.Mesh(np.array(devices), ("all",))
-    of_all = PartitionSpec("all")
+    over_all = PartitionSpec("all")
+    sharding = jax.NamedSharding(mesh, over_all)
 
     def ones(*shape: int) -> jax.Array:
-        make = jax.jit(
-            lambda: jnp.ones((num, *shape)), out_shardings=jax.NamedSharding(mesh, of_all)
-        )
-        return make()
+        """Returns an array of this shape on each device."""
+        return jax.jit(lambda: jnp.ones((num, *shape)), out_shardings=sharding)()
 
-    summed = jax.shard_map(
-        lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=of_all, out_specs=PartitionSpec()
+    add = jax.shard_map(
+        lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=over_all, out_specs=PartitionSpec()
     )
-    of_product = _seconds(
-        lambda x: jnp.einsum("bij,bjk->bik", x, x), ones(MATRIX_SIZE, MATRIX_SIZE)
-    )
+    matrices = ones(MATRIX_SIZE, MATRIX_SIZE)
+    product_seconds = _seconds(lambda x: jnp.einsum("bij,bjk->bik", x, x), matrices)
     large = ones(COPIED_ELEMENTS)
-    of_copy, of_sum = _seconds(lambda x: x + 1, large), _seconds(summed, large)
-    latency = _seconds(summed, ones(1))
-    sent = 2 * (num - 1) / num * 4 * COPIED_ELEMENTS  # of an all-reduce, from each device
-    link = sent / max(of_sum - latency, 1e-6) if num > 1 else float("inf")
-    flops = 2 * MATRIX_SIZE**3 / of_product
+    copy_seconds = _seconds(lambda x: x + 1, large)
+    sum_seconds = _seconds(add, large)
+    latency = _seconds(add, ones(1))
+
+    # Of an all-reduce, from each device.
+    sent = 2 * (num - 1) / num * 4 * COPIED_ELEMENTS
+    link = sent / max(sum_seconds - latency, 1e-6) if num > 1 else float("inf")
+    flops = 2 * MATRIX_SIZE**3 / product_seconds
     return Device(
         jax.devices()[0].platform,
         (),
         flops_16=flops,
         flops_32=flops,
         memory=_memory(),
-        bandwidth=2 * 4 * COPIED_ELEMENTS / of_copy,  # read and written
+        bandwidth=2 * 4 * COPIED_ELEMENTS / copy_seconds,  # read and written
         link=link,
         network=link,
         latency=latency,
@@ -183,20 +199,22 @@ def _seconds(function: Callable, x: jax.Array) -> float:
 
 
 def _memory() -> float:
-    """Returns the bytes of a device; of simulated devices, their share of the host's free memory."""
+    """Returns the bytes of a device; of simulated ones, their share of the host's free memory."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return limits.available_memory() / jax.local_device_count()
     return (device.memory_stats() or {}).get("bytes_limit", float("inf"))
 
 
+# ---- a run on devices of the table: the factor of --measured ----
+
 SKIPPED_ROWS = 5  # rows that are left out: the first steps compile, read caches and fill queues
 
 
 def measured_factor(workdir: Path) -> float:
-    """Returns measured / predicted, the median over the rows of a run's metrics.jsonl that have both.
+    """Returns measured / predicted step time, the median over rows of a run's metrics.jsonl.
 
-    Raises ConfigError if there is no such row.
+    Raises ConfigError if no row has both.
     """
     file = workdir / "metrics.jsonl"
     try:
@@ -205,15 +223,14 @@ def measured_factor(workdir: Path) -> float:
         raise ConfigError(
             f"--measured={workdir}: metrics.jsonl cannot be read ({error})"
         ) from error
-    ratios = [
-        row["step_time"] / row["predicted_step_time"]
-        for row in rows
-        if row.get("step_time") and row.get("predicted_step_time")
-    ]
+    ratios = []
+    for row in rows:
+        if row.get("step_time") and row.get("predicted_step_time"):
+            ratios.append(row["step_time"] / row["predicted_step_time"])
     ratios = ratios[SKIPPED_ROWS:] or ratios
     if not ratios:
         raise ConfigError(
-            f"--measured={workdir}: no row of metrics.jsonl has predicted_step_time, which runs on devices of "
-            f"meshtrain/hardware.py write; use such a run"
+            f"--measured={workdir}: no row of metrics.jsonl has predicted_step_time, which runs on "
+            f"devices of meshtrain/hardware.toml write; use such a run"
         )
     return statistics.median(ratios)

@@ -1,4 +1,4 @@
-"""The step time of a run, predicted as `meshtrain plan` does; metrics.jsonl has it next to the measured one."""
+"""Predicts the step time of a run as `meshtrain plan` does; metrics.jsonl has both times."""
 
 from typing import Any
 
@@ -16,28 +16,29 @@ from meshtrain.tools.plan.work import work_of
 def step_seconds(
     cfg: Config, model: Model, params: Params, batch: Any, device: hardware.Device | None
 ) -> float | None:
-    """Returns the predicted seconds of a step; None for devices or data whose figures are not known.
+    """Returns the predicted seconds of a step; None for devices or data of unknown figures.
 
     `params` and `batch` need shapes only.
     """
     seq_len = cfg.data.options.get("seq_len")
     if device is None or seq_len is None:
         return None
-    row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch)
     layout = layout_of(cfg)
     num_devices = layout.num_devices
+    # The fast links of GPUs end at the host, those of TPUs at the slice.
     per_host = jax.local_device_count() if device.chip else num_devices // cfg.mesh.slices
     machine = Machine(device, num_devices, min(per_host, num_devices))
+    row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch)
     work = work_of(cfg, model, params, row)
-    return machine.of_xla * step_cost(work, layout, machine, seq_len).seconds
+    return machine.xla_factor * step_cost(work, layout, machine, seq_len).seconds
 
 
 def layout_of(cfg: Config) -> Layout:
     """Returns the layout of a config whose mesh is resolved."""
-    sizes, train = {axis: getattr(cfg.mesh, axis) for axis in AXES}, cfg.train
-    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    mesh, train = cfg.mesh, cfg.train
+    shards = mesh.data * mesh.fsdp * mesh.expert
     return Layout(
-        **sizes,
+        **{axis: getattr(mesh, axis) for axis in AXES},
         zero_stage=train.zero_stage,
         rows=train.global_batch // shards // train.num_microbatches,
         num_microbatches=train.num_microbatches,

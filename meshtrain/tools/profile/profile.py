@@ -88,39 +88,53 @@ def profile(
         folder = _trace_folder(output)
     size = cfg.train.global_batch
     source = parts.train_data
-    source = source if isinstance(source, Source) else from_iterable(source, global_batch=size)
+    if not isinstance(source, Source):
+        source = from_iterable(source, global_batch=size)
     loader = Loader(source, program.mesh, program.rules, global_batch=size)
     with program.active(), contextlib.closing(loader):
         train_step = program.compile(loader.peek())
         distributed.barrier("compiled")
         runner = _StepRunner(train_step, loader, program.start(cfg.train.seed))
-        runner.run_steps(range(1))  # warms up
-        untraced = runner.run_steps(range(1, steps.start))[0] if steps.start > 1 else None
+        # Step 0 warms up; the steps until the traced ones show what the trace costs.
+        runner.run_steps(range(1))
+        untraced = None
+        if steps.start > 1:
+            untraced, _ = runner.run_steps(range(1, steps.start))
         with _tracing(folder) as files:
             traced, waited = runner.run_steps(steps)
-    operations = [one for file in files for one in trace.read(file)]
+    operations = [operation for file in files for operation in trace.read(file)]
     with distributed.raise_on_all_processes():
         if not operations:
             raise ConfigError(
-                f"--output={output}: the trace has no operation of this process's devices; tracing a GPU "
-                f"needs CUPTI, and the driver's permission (NVreg_RestrictProfilingToAdminUsers=0)"
+                f"--output={output}: the trace has no operation of this process's devices; tracing "
+                f"a GPU needs CUPTI, and the driver's permission "
+                f"(NVreg_RestrictProfilingToAdminUsers=0)"
             )
     labels = Labels(train_step.as_text())
-    labelled = [(one, labels.label_of(one.path, one.name)) for one in operations]
-    timing = Timing(traced, untraced, waited)
+    labelled = [
+        (operation, labels.label_of(operation.path, operation.name)) for operation in operations
+    ]
     devices, streams = _usages(labelled, traced * len(steps))
-    rows = _rows(labelled, len(steps) * len(devices))
-    return Profile(steps, timing, devices, streams, rows, files[0])
+    return Profile(
+        steps=steps,
+        timing=Timing(traced, untraced, waited),
+        devices=devices,
+        streams=streams,
+        rows=_rows(labelled, len(steps) * len(devices)),
+        file=files[0],
+    )
 
 
 @dataclass
 class _StepRunner:
+    """What the trainer's loop does, without saving and logging."""
+
     train_step: jax.stages.Compiled
     loader: Loader
     state: TrainState
 
     def run_steps(self, steps: range) -> tuple[float, float]:
-        """Runs these steps like the trainer; returns seconds per step, and seconds of waiting for data."""
+        """Runs these steps; returns seconds per step, and seconds of them that waited for data."""
         start, waited, previous = time.perf_counter(), 0.0, None
         for step in steps:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -128,7 +142,8 @@ class _StepRunner:
                 batch = next(self.loader)
                 waited += time.perf_counter() - wait_start
                 self.state, metrics = self.train_step(self.state, batch)
-                jax.block_until_ready(previous)  # one step late
+                # One step late, so that the device always has a step to run.
+                jax.block_until_ready(previous)
                 previous = metrics
         jax.block_until_ready((self.state, previous))
         return (time.perf_counter() - start) / len(steps), waited / len(steps)
@@ -138,11 +153,13 @@ class _StepRunner:
 def _tracing(folder: Path) -> Iterator[list[Path]]:
     """Traces the code inside `with`; afterwards the list holds the new trace files."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it slows the steps down
-    before, files = {*folder.rglob("*.xplane.pb")}, []
+    # Python's tracer slows the steps down.
+    options.python_tracer_level = 0
+    files: list[Path] = []
+    files_before = {*folder.rglob("*.xplane.pb")}
     with jax.profiler.trace(folder, profiler_options=options):
         yield files
-    files += {*folder.rglob("*.xplane.pb")} - before
+    files += {*folder.rglob("*.xplane.pb")} - files_before
 
 
 def _trace_folder(output: Path) -> Path:
@@ -164,26 +181,33 @@ Labelled = list[tuple[trace.Operation, Label]]
 
 def _usages(labelled: Labelled, seconds: float) -> tuple[list[Usage], dict[str, list[Usage]]]:
     """Returns the usage of each device during `seconds`, and of each stream by device."""
-    of_device, of_line = defaultdict(list), defaultdict(lambda: defaultdict(list))
-    for one, label in labelled:
-        of_device[one.device].append((one, label))
-        if one.line.startswith("Stream"):
-            of_line[one.device][one.line].append((one, label))
-    devices = [_usage(name, of_device[name], seconds) for name in sorted(of_device, key=_by_number)]
-    streams = {
-        device: [_usage(name, lines[name], seconds) for name in sorted(lines, key=_by_number)]
-        for device, lines in of_line.items()
-    }
-    return devices, streams
+    by_device: dict[str, Labelled] = defaultdict(list)
+    by_stream: dict[str, dict[str, Labelled]] = defaultdict(lambda: defaultdict(list))
+    for operation, label in labelled:
+        by_device[operation.device].append((operation, label))
+        if operation.line.startswith("Stream"):
+            by_stream[operation.device][operation.line].append((operation, label))
+    streams = {device: _usages_by_name(lines, seconds) for device, lines in by_stream.items()}
+    return _usages_by_name(by_device, seconds), streams
+
+
+def _usages_by_name(groups: Mapping[str, Labelled], seconds: float) -> list[Usage]:
+    return [_usage(name, groups[name], seconds) for name in sorted(groups, key=_by_number)]
 
 
 def _usage(name: str, labelled: Labelled, seconds: float) -> Usage:
-    collective = [part for one, label in labelled if label.is_collective for part in one.own]
-    other = [part for one, label in labelled if not label.is_collective for part in one.own]
+    collective, other = [], []
+    for operation, label in labelled:
+        intervals = collective if label.is_collective else other
+        intervals += operation.own
     busy = trace.covered_seconds(collective + other)
     exposed = max(0.0, busy - trace.covered_seconds(other))
-    in_collectives = trace.covered_seconds(collective)
-    return Usage(name, busy / seconds, in_collectives / seconds, exposed / seconds)
+    return Usage(
+        name=name,
+        busy=busy / seconds,
+        collective=trace.covered_seconds(collective) / seconds,
+        exposed=exposed / seconds,
+    )
 
 
 def _by_number(name: str) -> list[Any]:
@@ -192,15 +216,23 @@ def _by_number(name: str) -> list[Any]:
 
 
 def _rows(labelled: Labelled, num_device_steps: int) -> list[Row]:
-    groups = defaultdict(list)
-    for one, label in labelled:
-        groups[label[:3]].append((one, label))
+    """Returns the operations by kind, pass and source line, the costliest first."""
+    groups: dict[tuple[str, str, str], Labelled] = defaultdict(list)
+    for operation, label in labelled:
+        groups[label.kind, label.phase, label.source].append((operation, label))
     rows = []
-    for key, group in groups.items():
-        by_name = defaultdict(float)
-        for one, label in group:
-            by_name[label.name] += one.seconds
-        costliest = max(by_name, key=by_name.get)
-        seconds = sum(by_name.values()) / num_device_steps
-        rows.append(Row(*key, costliest, len(by_name), len(group) / num_device_steps, seconds))
+    for (kind, phase, source), group in groups.items():
+        seconds_by_name: dict[str, float] = defaultdict(float)
+        for operation, label in group:
+            seconds_by_name[label.name] += operation.seconds
+        row = Row(
+            kind=kind,
+            phase=phase,
+            source=source,
+            name=max(seconds_by_name, key=seconds_by_name.get),
+            num_names=len(seconds_by_name),
+            calls=len(group) / num_device_steps,
+            seconds=sum(seconds_by_name.values()) / num_device_steps,
+        )
+        rows.append(row)
     return sorted(rows, key=lambda row: -row.seconds)

@@ -22,7 +22,8 @@ def lines(profile: Any, *, top: int) -> Iterator[str]:
         yield f"and {len(profile.devices) - MAX_DEVICES} more devices"
     total = sum(row.seconds for row in profile.rows)
     yield ""
-    yield f"own time of all operations: {total * 1e3:.2f} ms per step and device, concurrent ones added up"
+    own_time = f"{total * 1e3:.2f} ms per step and device, concurrent ones added up"
+    yield f"own time of all operations: {own_time}"
     yield f"  {_shares(profile.rows, 'phase', total)}"
     yield f"  {_shares(profile.rows, 'kind', total)}"
     yield ""
@@ -33,10 +34,10 @@ def lines(profile: Any, *, top: int) -> Iterator[str]:
 
 def _timing(profile: Any) -> Iterator[str]:
     timing, steps = profile.timing, profile.steps
-    which = f"steps {steps[0]}..{steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    traced_steps = f"steps {steps[0]}..{steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     kind = jax.local_devices()[0].device_kind
     of = f" of process 0 of {jax.process_count()}" if jax.process_count() > 1 else ""
-    yield f"{which} on {jax.local_device_count()} {kind}{of} · jax {jax.__version__}"
+    yield f"{traced_steps} on {jax.local_device_count()} {kind}{of} · jax {jax.__version__}"
     before = ""
     if timing.untraced is not None:
         before = f"; {timing.untraced * 1e3:.2f} ms before, with the trace off"
@@ -58,16 +59,17 @@ def _shares(rows: Iterable[Any], key: str, total: float) -> str:
 
 def _table(rows: list[Any], top: int, total: float) -> Iterator[str]:
     shown, rest = rows[:top], rows[top:]
-    kind, phase = (max(len(getattr(row, key)) for row in shown) + 2 for key in ("kind", "phase"))
-    yield (
-        f"{'ms':>8}{'%':>7}{'calls':>7}  {'kind':{kind}}{'pass':{phase}}source [costliest operation + others]"
-    )
+    kind_width = 2 + max(len(row.kind) for row in shown)
+    phase_width = 2 + max(len(row.phase) for row in shown)
+    heads = f"{'kind':{kind_width}}{'pass':{phase_width}}source [costliest operation + others]"
+    yield f"{'ms':>8}{'%':>7}{'calls':>7}  {heads}"
     for row in shown:
+        label = f"{row.kind:{kind_width}}{row.phase:{phase_width}}{row.source}"
         others = f" +{row.num_names - 1}" if row.num_names > 1 else ""
-        what = f"{row.kind:{kind}}{row.phase:{phase}}{row.source} [{row.name}{others}]"
-        yield f"{_costs(row.seconds, total, row.calls)}  {what}"
+        yield f"{_costs(row.seconds, total, row.calls)}  {label} [{row.name}{others}]"
     if rest:
-        costs = _costs(sum(row.seconds for row in rest), total, sum(row.calls for row in rest))
+        seconds = sum(row.seconds for row in rest)
+        costs = _costs(seconds, total, sum(row.calls for row in rest))
         yield f"{costs}  in {len(rest)} more rows: --top={len(rows)}"
 
 

@@ -1,4 +1,4 @@
-"""Reads a trace of jax.profiler: operations by device, each with its time outside nested operations."""
+"""Reads a trace of jax.profiler: operations by device, with their time outside nested ones."""
 
 import math
 import re
@@ -37,44 +37,63 @@ class Operation:
 
 
 def read(file: Path) -> list[Operation]:
-    """Returns the operations in an .xplane.pb: of the accelerators, or of the CPU if there are none."""
+    """Returns the operations in an .xplane.pb: of the accelerators, or of the CPU without them."""
     with warnings.catch_warnings():
         # Python 3.12 and newer warn about how jaxlib defines these iterators.
         warnings.simplefilter("ignore", DeprecationWarning)
         planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
-        found = [one for plane in planes for one in _of_accelerator(plane)]
-        found = found or [one for plane in planes if plane.name == HOST for one in _of_cpu(plane)]
-    lines = defaultdict(list)
-    for one in found:
-        lines[one.device, one.line].append(one)
+        operations = [operation for plane in planes for operation in _accelerator_operations(plane)]
+        if not operations:
+            for plane in planes:
+                if plane.name == HOST:
+                    operations += _cpu_operations(plane)
+    lines: dict[tuple[str, str], list[Operation]] = defaultdict(list)
+    for operation in operations:
+        lines[operation.device, operation.line].append(operation)
     for line in lines.values():
         assign_own_time(line)
-    return found
+    return operations
 
 
-def _of_accelerator(plane: Any) -> Iterator[Operation]:
+def _accelerator_operations(plane: Any) -> Iterator[Operation]:
     """Yields kernels and copies by stream (GPU), or operations (TPU)."""
-    if not (named := ACCELERATOR.fullmatch(plane.name)):
+    match = ACCELERATOR.fullmatch(plane.name)
+    if not match:
         return
+    kind, number = match.groups()
     for line in plane.lines:
         # Other lines repeat the same events: by module, by name, by step.
-        if line.name.startswith("Stream #") if named[1] == "GPU" else line.name == "XLA Ops":
-            for event in line.events:
-                path = str(dict(event.stats).get("hlo_op", ""))
-                where = f"{named[1]} {named[2]}", line.name
-                yield Operation(*where, path, event.name, event.start_ns, event.end_ns)
+        is_wanted = line.name.startswith("Stream #") if kind == "GPU" else line.name == "XLA Ops"
+        if not is_wanted:
+            continue
+        for event in line.events:
+            yield Operation(
+                device=f"{kind} {number}",
+                line=line.name,
+                path=str(dict(event.stats).get("hlo_op", "")),
+                name=event.name,
+                start=event.start_ns,
+                end=event.end_ns,
+            )
 
 
-def _of_cpu(plane: Any) -> Iterator[Operation]:
+def _cpu_operations(plane: Any) -> Iterator[Operation]:
     """Yields operations by thread; simulated devices share one thread pool."""
     for number, line in enumerate(plane.lines):
-        for event in line.events if line.name != "python" else ():
+        if line.name == "python":
+            continue
+        for event in line.events:
             stats = dict(event.stats)
-            if "hlo_op" in stats:
-                where = f"CPU {stats.get('device_ordinal', 0)}", f"thread {number}"
-                yield Operation(
-                    *where, str(stats["hlo_op"]), event.name, event.start_ns, event.end_ns
-                )
+            if "hlo_op" not in stats:
+                continue
+            yield Operation(
+                device=f"CPU {stats.get('device_ordinal', 0)}",
+                line=f"thread {number}",
+                path=str(stats["hlo_op"]),
+                name=event.name,
+                start=event.start_ns,
+                end=event.end_ns,
+            )
 
 
 def assign_own_time(line: Iterable[Operation]) -> None:
@@ -93,9 +112,9 @@ def assign_own_time(line: Iterable[Operation]) -> None:
                 stack.pop()
         now = to
 
-    for one in sorted(line, key=lambda one: (one.start, -one.end)):
-        advance(one.start)
-        stack.append(one)
+    for operation in sorted(line, key=lambda operation: (operation.start, -operation.end)):
+        advance(operation.start)
+        stack.append(operation)
     advance(math.inf)
 
 

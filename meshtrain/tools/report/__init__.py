@@ -1,1 +1,1 @@
-"""`meshtrain report`: one HTML page about one or several runs, made from the files of their workdirs. No jax."""
+"""`meshtrain report`: one HTML page about runs, made from the files of their workdirs. No jax."""

@@ -15,8 +15,8 @@ from meshtrain.tools.report.read import Run
 
 PARTS = resources.files(__package__) / "page"
 
-# uPlot 1.6.32 (MIT, page/uPlot.LICENSE), the two files of its npm package, unchanged: lines of 10^5 points in
-# milliseconds, in 51 kB, where chart libraries with their own scene graphs have hundreds.
+# uPlot 1.6.32 (MIT, page/uPlot.LICENSE), the two files of its npm package, unchanged: lines of 10^5
+# points in milliseconds, in 51 kB, where chart libraries with their own scene graphs have hundreds.
 STYLES = ("uPlot.min.css", "report.css")
 
 SCRIPTS = ("uPlot.iife.min.js", "report.js")
@@ -26,20 +26,22 @@ def data_of(runs: Sequence[Run], given: Sequence[Path]) -> dict[str, Any]:
     """Returns everything that the page shows. `given` are files of audits and certificates."""
     for run in runs:
         run.update()
-    found = [facts.facts_of(run) for run in runs]
-    configs = [run.configs()[-1:] or [{}] for run in runs]
+    newest_configs = []
+    for run in runs:
+        configs = run.configs()
+        newest_configs.append(configs[-1] if configs else {})
     return {
         "meshtrain": meshtrain.__version__,
-        "runs": found,
-        "differences": facts.differences([one[0] for one in configs]),
+        "runs": [facts.facts_of(run) for run in runs],
+        "differences": facts.differences(newest_configs),
         "verdicts": facts.find_verdicts([run.workdir for run in runs], given),
     }
 
 
 def to_json(data: dict[str, Any]) -> str:
-    """Returns JSON in ASCII that has no character with a meaning in HTML, so that it may be inside a script."""
+    """Returns JSON in ASCII without the characters that HTML reads, to be inside a script."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def html(data: dict[str, Any], *, live: bool) -> str:
@@ -62,7 +64,7 @@ def html(data: dict[str, Any], *, live: bool) -> str:
         "live": "true" if live else "false",
     }
     # One pass: what is inserted is not searched.
-    return re.sub(r"{{(\w+)}}", lambda found: texts[found[1]], _part("report.html"))
+    return re.sub(r"{{(\w+)}}", lambda match: texts[match[1]], _part("report.html"))
 
 
 def _part(name: str) -> str:
@@ -71,4 +73,5 @@ def _part(name: str) -> str:
 
 def _digest(text: str) -> str:
     """Returns a source of a content security policy that allows exactly this text."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

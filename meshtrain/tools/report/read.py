@@ -1,4 +1,4 @@
-"""Reads what a run has written to its workdir so far; a reader that is kept reads only what is new."""
+"""Reads what a run has written to its workdir so far; a later `update` reads only what is new."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ class Table:
         self.is_truncated = False  # whether the last line has no end
 
     def is_replaced(self) -> bool:
-        """Whether the file is not the one that was read before; then `clear`, and read again."""
+        """Returns whether the file is another one than before; then `clear`, and read again."""
         try:
             stat = self.path.stat()
         except OSError:
@@ -60,26 +60,31 @@ class Table:
             yield self._parse(lines)
 
     def _parse(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        try:  # all at once takes half the time
-            found = json.loads(b"[" + b",".join(lines) + b"]")
+        # All lines at once take half the time.
+        try:
+            values = json.loads(b"[" + b",".join(lines) + b"]")
         except (ValueError, RecursionError):
-            found = []
-        if len(found) != len(lines):
-            found = [row for line in lines for row in _parsed(line)]
-        rows = [row for row in found if isinstance(row, dict)]
+            values = []
+        if len(values) != len(lines):
+            values = [_parsed(line) for line in lines]
+        rows = [value for value in values if isinstance(value, dict)]
         self.num_corrupt += len(lines) - len(rows)
         return rows
 
 
-def _parsed(line: bytes) -> list[Any]:
+def _parsed(line: bytes) -> Any | None:
+    """Returns the value of a line; None if it is no JSON."""
     try:
-        return [json.loads(line)]
+        return json.loads(line)
     except (ValueError, RecursionError):
-        return []
+        return None
 
 
 class Metrics:
-    """The values of each metric by step. Of a step that was repeated, the last row counts: what the run kept."""
+    """The values of each metric by step.
+
+    Of a step that was repeated, the last row counts: what the run kept.
+    """
 
     def __init__(self):
         self.num_rows = self.num_repeated = 0
@@ -88,20 +93,20 @@ class Metrics:
 
     def add(self, rows: list[dict[str, Any]]) -> int:
         """Adds rows; returns how many of them have no step, and are left out."""
-        valid = [
-            row for row in rows if type(row.get("step")) is int and 0 <= row["step"] < MAX_STEP
-        ]
-        if valid:
-            steps = np.array([row["step"] for row in valid], float)
-            smallest_from = np.minimum.accumulate(steps[::-1])[::-1]
-            is_kept = np.append(steps[:-1] < smallest_from[1:], True)
-            self._drop_from(smallest_from[0])
-            kept = list(itertools.compress(valid, is_kept))
-            self.num_repeated += len(valid) - len(kept)
-            self.num_rows += len(kept)
-            self._last_step = steps[-1]
-            for name in dict.fromkeys(itertools.chain.from_iterable(kept)):
-                self._add_column(name, kept, steps[is_kept])
+        valid = [row for row in rows if _has_step(row)]
+        if not valid:
+            return len(rows)
+        steps = np.array([row["step"] for row in valid], float)
+        # A row is kept if no later one goes back to its step or before it.
+        smallest_from = np.minimum.accumulate(steps[::-1])[::-1]
+        is_kept = np.append(steps[:-1] < smallest_from[1:], True)
+        kept = list(itertools.compress(valid, is_kept))
+        self._drop_from(smallest_from[0])
+        self.num_repeated += len(valid) - len(kept)
+        self.num_rows += len(kept)
+        self._last_step = steps[-1]
+        for name in dict.fromkeys(itertools.chain.from_iterable(kept)):
+            self._add_column(name, kept, steps[is_kept])
         return len(rows) - len(valid)
 
     def _drop_from(self, step: float) -> None:
@@ -123,12 +128,12 @@ class Metrics:
             values = [row[name] for row in itertools.compress(rows, has_name)]
             steps = steps[has_name]
         columns = {name: values}
-        if list in {*map(type, values)}:  # of each layer
-            layers = [[x for x in v if is_number(x)] if type(v) is list else [] for v in values]
-            bounds = {"largest": max, "smallest": min}
+        if list in {*map(type, values)}:
+            # A value of each layer.
+            layer_values = [_numbers(value) for value in values]
             columns = {
-                f"{name}: {bound} of the layers": [pick(one, default=None) for one in layers]
-                for bound, pick in bounds.items()
+                f"{name}: largest of the layers": [max(v, default=None) for v in layer_values],
+                f"{name}: smallest of the layers": [min(v, default=None) for v in layer_values],
             }
         for key, column in columns.items():
             try:
@@ -146,6 +151,16 @@ class Metrics:
         return {name: parts[0] for name, parts in self._parts.items()}
 
 
+def _has_step(row: dict[str, Any]) -> bool:
+    step = row.get("step")
+    return type(step) is int and 0 <= step < MAX_STEP
+
+
+def _numbers(value: Any) -> list[float]:
+    """Returns the finite numbers in a list; [] for what is no list."""
+    return [entry for entry in value if is_number(entry)] if type(value) is list else []
+
+
 class Run:
     """The files of a workdir. Raises ConfigError if it has neither metrics nor events."""
 
@@ -153,12 +168,14 @@ class Run:
         self.workdir = workdir
         self._tables = [Table(workdir / name) for name in ("metrics.jsonl", "events.jsonl")]
         if not any(table.path.is_file() for table in self._tables):
-            why = "not a run (no metrics.jsonl and no events.jsonl)"
-            raise ConfigError(f"{workdir}: {why}; give the --workdir of a run")
+            fault = "not a run (no metrics.jsonl and no events.jsonl)"
+            raise ConfigError(f"{workdir}: {fault}; give the --workdir of a run")
         self._clear()
 
     def _clear(self) -> None:
-        self.metrics, self.events, self._without_step = Metrics(), [], 0
+        self.metrics = Metrics()
+        self.events: list[dict[str, Any]] = []
+        self._without_step = 0
         for table in self._tables:
             table.clear()
 
@@ -166,10 +183,10 @@ class Run:
         """Reads what was written since the last call."""
         if any(table.is_replaced() for table in self._tables):
             self._clear()
-        metrics, events = self._tables
-        for rows in metrics.new_rows():
+        metrics_table, events_table = self._tables
+        for rows in metrics_table.new_rows():
             self._without_step += self.metrics.add(rows)
-        for rows in events.new_rows():
+        for rows in events_table.new_rows():
             self.events += [row for row in rows if isinstance(row.get("event"), str)]
 
     def last_write(self) -> float:
@@ -179,25 +196,26 @@ class Run:
 
     def notes(self) -> list[str]:
         """Returns a line for everything that is missing, incomplete or left out."""
-        found = []
+        notes = []
         for table in self._tables:
             name = table.path.name
             if not table.path.is_file():
-                found.append(f"{name} is missing")
+                notes.append(f"{name} is missing")
             if table.is_truncated:
-                found.append(f"{name}: the last line is incomplete, and left out")
-            num_corrupt = table.num_corrupt + (
-                self._without_step if table is self._tables[0] else 0
-            )
+                notes.append(f"{name}: the last line is incomplete, and left out")
+            num_corrupt = table.num_corrupt
+            if name == "metrics.jsonl":
+                num_corrupt += self._without_step
             if num_corrupt:
-                found.append(f"{name}: {num_corrupt:,} lines cannot be read, and are left out")
+                notes.append(f"{name}: {num_corrupt:,} lines cannot be read, and are left out")
         if self.metrics.num_repeated:
-            found.append(
-                f"metrics.jsonl: {self.metrics.num_repeated:,} rows of steps that the run repeated are left out"
+            notes.append(
+                f"metrics.jsonl: {self.metrics.num_repeated:,} rows of steps that the run repeated "
+                f"are left out"
             )
         if self.json("config.json") is None:
-            found.append("config.json is missing, or cannot be read")
-        return found
+            notes.append("config.json is missing, or cannot be read")
+        return notes
 
     def json(self, name: str) -> Any | None:
         """Returns a JSON file of the workdir; None if it is missing or cannot be read."""
@@ -206,25 +224,24 @@ class Run:
     def configs(self) -> list[dict[str, Any]]:
         """Returns the configs of all starts where they differ, the latest one last."""
         earlier = sorted((self.workdir / "config_history").glob("[0-9]*.json"))
-        found = [*map(read_json, earlier), self.json("config.json")]
-        return [one for one in found if isinstance(one, dict)]
+        configs = [*map(read_json, earlier), self.json("config.json")]
+        return [config for config in configs if isinstance(config, dict)]
 
     def manifest(self) -> dict[str, Any]:
         """Returns the manifest of the newest checkpoint, or {}."""
         folders = (self.workdir / "checkpoints").glob("[0-9]*")
-        steps = sorted((int(path.name) for path in folders if path.name.isdecimal()), reverse=True)
-        found = self.json(f"checkpoints/{steps[0]}/MANIFEST.json") if steps else None
-        return found if isinstance(found, dict) else {}
+        steps = [int(path.name) for path in folders if path.name.isdecimal()]
+        if not steps:
+            return {}
+        manifest = self.json(f"checkpoints/{max(steps)}/MANIFEST.json")
+        return manifest if isinstance(manifest, dict) else {}
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number, and no integer that JSON or float64 may reject."""
-    return (
-        type(value) is int
-        and abs(value) < MAX_STEP
-        or type(value) is float
-        and math.isfinite(value)
-    )
+    """Returns whether a value is a finite number that JSON and float64 accept."""
+    if type(value) is int:
+        return abs(value) < MAX_STEP
+    return type(value) is float and math.isfinite(value)
 
 
 def read_json(path: Path) -> Any | None:

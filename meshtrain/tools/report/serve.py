@@ -25,11 +25,14 @@ HEADERS = {
 
 
 def server(read: Callable[[], dict[str, Any]], port: int) -> tuple[ThreadingHTTPServer, str]:
-    """Returns a server and the address of its page. `port` 0: any free one; `read()` returns the page's data.
+    """Returns a server and the address of its page; `read()` returns the page's data.
 
-    Requests without the token of the address get 403. Raises ConfigError if the port cannot be used.
+    `port` 0: any free one. Requests without the token of the address get 403. Raises ConfigError if
+    the port cannot be used.
     """
-    token, lock = secrets.token_urlsafe(24), threading.Lock()
+    token = secrets.token_urlsafe(24)
+    # Several browsers may ask at once; the files are read for one of them.
+    lock = threading.Lock()
     newest: dict[str, Any] = {"at": -FRESH_SECONDS}
 
     def data() -> dict[str, Any]:
@@ -43,9 +46,8 @@ def server(read: Callable[[], dict[str, Any]], port: int) -> tuple[ThreadingHTTP
             url = urlsplit(self.path)
             given = parse_qs(url.query).get("token", [""])[0]
             if not hmac.compare_digest(given.encode(), token.encode()):
-                return self._send(
-                    403, "text/plain", "wrong token: open the address that was printed\n"
-                )
+                text = "wrong token: open the address that was printed\n"
+                return self._send(403, "text/plain", text)
             if url.path == "/":
                 return self._send(200, "text/html", page.html(data(), live=True))
             if url.path == "/data.json":
@@ -65,10 +67,10 @@ def server(read: Callable[[], dict[str, Any]], port: int) -> tuple[ThreadingHTTP
             """Prints nothing: the line would have the token."""
 
     try:
-        found = ThreadingHTTPServer((HOST, port), Handler)
+        http_server = ThreadingHTTPServer((HOST, port), Handler)
     except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--port={port}: {why}; use another port, or 0 for any free one"
+            f"--port={port}: {reason}; use another port, or 0 for any free one"
         ) from error
-    return found, f"http://{HOST}:{found.server_port}/?token={token}"
+    return http_server, f"http://{HOST}:{http_server.server_port}/?token={token}"

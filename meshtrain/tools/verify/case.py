@@ -1,4 +1,4 @@
-"""The subject of `verify`: a small model, its samples, and the expected steps on one device."""
+"""The case of `verify`: a small model, its samples, the expected steps, programs of layouts."""
 
 import copy
 import dataclasses
@@ -12,19 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshtrain.config.build import RunParts, build, build_model
+from meshtrain.config.build import RunParts, build, build_model, optimizer_builder
+from meshtrain.config.checks import BATCH_AXES
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, MeshConfig
 from meshtrain.data import synthetic
 from meshtrain.data.source import Batch, Source, to_batch
 from meshtrain.errors import ConfigError
-from meshtrain.models.base import Model
+from meshtrain.models.base import Model, Params
+from meshtrain.models.transformer_config import VOCAB_MULTIPLE
+from meshtrain.ops.losses import MIB
 from meshtrain.optim import base as optim
-from meshtrain.program import assemble
+from meshtrain.parallel import sharding
+from meshtrain.program import Program, assemble
+from meshtrain.state import TrainState
+from meshtrain.tools.verify.pairwise import Row
 from meshtrain.tools.verify.reference import step as reference_step
 
-# Two layers in each of three chunks on each of four stages; in `Subject.shallow`, in each of four chunks. Both are
-# extended to a multiple of the length of the attention pattern.
+# Two layers in each of three chunks on each of four stages; in `VerifyCase.shallow`, in each of
+# four chunks. Both are extended to a multiple of the length of the attention pattern.
 NUM_LAYERS, FEW_LAYERS = 24, 8
 
 ROWS_PER_DEVICE = 6
@@ -51,7 +57,8 @@ class VerifyCase:
         num_layers: int = NUM_LAYERS,
     ):
         raw = copy.deepcopy(settings.to_dict() if hasattr(settings, "to_dict") else dict(settings))
-        self.settings, self.keep_sizes = copy.deepcopy(raw), keep_sizes
+        self.settings = copy.deepcopy(raw)
+        self.keep_sizes = keep_sizes
         _check_unchanged(raw, model)
         self.is_shrunk = not keep_sizes and model is None
         if self.is_shrunk:
@@ -59,34 +66,36 @@ class VerifyCase:
         adjust_settings(raw, jax.device_count())
         cfg = parse(raw, num_devices=jax.device_count())
         parts = build(cfg, model=model, data=data)
-        self.raw, self.cfg, self.global_batch = raw, cfg, cfg.train.global_batch
+        self.raw, self.cfg = raw, cfg
+        self.global_batch = cfg.train.global_batch
         self.name = "your model" if model else raw["model"]["build"]
         self.is_transformer = self.name == TRANSFORMER
         self.model = without_dropout(parts.model)
         self.samples = read_samples(parts.train_data, STEPS * self.global_batch)
-        self.rows = _rows_of(self.samples)
+        self.rows = _token_rows(self.samples)
         # In data of this package each target has to be the next token.
         own_data = data is None and raw["data"]["build"].startswith("meshtrain.data.")
         self.must_predict_next_token = own_data and self.is_text
         self.schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
         self.optimizer = parts.make_optimizer(self.schedule)
+        # By packing, masks and dropout.
         self._steps: dict[tuple[bool, bool, bool], list[reference_step.Step]] = {}
 
     @cached_property
     def shallow(self) -> "VerifyCase":
-        """The same subject with FEW_LAYERS; itself if its number of layers is the user's."""
+        """The same case with FEW_LAYERS; itself if its number of layers is the user's."""
         if not self.is_shrunk or "num_layers" not in self.raw["model"]:
             return self
         return VerifyCase(self.settings, None, None, keep_sizes=False, num_layers=FEW_LAYERS)
 
     def for_layout(self, row: Mapping[str, Any]) -> "VerifyCase":
-        """Returns `shallow` if that leaves at least two layers for each chunk of the layout's stages, else itself."""
+        """Returns `shallow` if it has two layers for each chunk of a layout, else itself."""
         num_chunks = row.get("pipeline", 1) * (row.get("num_chunks") or 1)
         return self if 2 * num_chunks > FEW_LAYERS else self.shallow
 
     @cached_property
-    def start(self) -> Any:
-        """The TrainState before the first step; its optimizer state also holds the gradients."""
+    def start(self) -> TrainState:
+        """The state before the first step; its optimizer state also holds the gradients."""
         program = assemble(
             dataclasses.replace(self.cfg, mesh=MeshConfig()),
             RunParts(self.model, lambda _: keep_gradients(self.optimizer)),
@@ -98,11 +107,12 @@ class VerifyCase:
     @cached_property
     def clip_norm(self) -> float:
         """Half of the first gradient norm, so that clipping has an effect."""
-        batch = self.batches(packing=False, masks=False)[1][0]
-        return float(self._step(0, self.start.params, self.start.opt_state[1], batch).norm) / 2
+        _, (batch, *_) = self.batches(packing=False, masks=False)
+        _, opt_state = self.start.opt_state
+        return float(self._step(0, self.start.params, opt_state, batch).norm) / 2
 
     @cached_property
-    def abstract_params(self) -> Any:
+    def abstract_params(self) -> Params:
         return jax.eval_shape(self.model.init, jax.random.key(0))
 
     @property
@@ -111,7 +121,7 @@ class VerifyCase:
 
     @property
     def is_text(self) -> bool:
-        """Whether samples are token sequences, whose weights and packing can be varied."""
+        """Returns whether samples are token sequences, whose weights and packing can be varied."""
         return isinstance(self.samples, Batch)
 
     def steps(self, *, packing: bool, masks: bool, dropout: bool) -> list[reference_step.Step]:
@@ -119,33 +129,38 @@ class VerifyCase:
 
         With dropout rows stay as they are: its masks depend on the position in the row.
         """
-        if (packing, masks, dropout) not in self._steps:
-            params, opt_state, steps = self.start.params, self.start.opt_state[1], []
+        variant = packing, masks, dropout
+        if variant not in self._steps:
             samples, batches = self.batches(packing=packing, masks=masks)
             if dropout:
-                seed = self.cfg.train.seed
-                batches = map(
-                    partial(reference_step.with_row_keys, seed), range(STEPS), self._split(samples)
-                )
+                with_keys = partial(reference_step.with_row_keys, self.cfg.train.seed)
+                batches = map(with_keys, range(STEPS), self._split(samples))
+            params = self.start.params
+            _, opt_state = self.start.opt_state
+            steps = []
             for number, batch in enumerate(batches):
-                steps.append(self._step(number, params, opt_state, batch, self.clip_norm))
-                params, opt_state = steps[-1].params, steps[-1].opt_state
-            self._steps[packing, masks, dropout] = steps
-        return self._steps[packing, masks, dropout]
+                step = self._step(number, params, opt_state, batch, self.clip_norm)
+                params, opt_state = step.params, step.opt_state
+                steps.append(step)
+            self._steps[variant] = steps
+        return self._steps[variant]
 
     @cached_property
     def _compiled_step(self) -> Any:
         return jax.jit(reference_step.make_step(self.model, self.optimizer, self.schedule))
 
-    def _step(self, number, params, opt_state, batch, clip_norm=np.inf) -> reference_step.Step:
+    def _step(
+        self, number: int, params: Params, opt_state: Any, batch: Any, clip_norm: float = np.inf
+    ) -> reference_step.Step:
         step = self._compiled_step(np.int32(number), params, opt_state, batch, clip_norm)
         return jax.device_get(step)
 
     def batches(self, *, packing: bool, masks: bool) -> tuple[Any, list[Any]]:
-        """Returns the samples of all steps, and for each step its batch with one document per row."""
+        """Returns the samples of all steps; for each step, its batch with one document per row."""
         random = np.random.default_rng(0)
         weights = self.samples.weights if self.is_text else None
-        # Weights differ between rows, hence between devices and micro-batches; one row has weight 0.
+        # Weights differ between rows, hence between devices and micro-batches; one row has
+        # weight 0.
         if masks:
             share = random.permutation(np.linspace(0, 1, len(weights)))[:, None]
             factors = random.choice([0.25, 1.0], weights.shape)
@@ -154,17 +169,19 @@ class VerifyCase:
         if self.rows is None:
             samples = self.samples._replace(weights=weights) if self.is_text else self.samples
             return samples, self._split(samples)
-        rows = self.rows
+
+        rows, separator = self.rows, None
         if packing:
+            separator = SEPARATOR
             rows = np.where(rows == SEPARATOR, SEPARATOR + 1, rows)
             for number, row in enumerate(rows):  # up to three documents in every second row
                 row[random.integers(0, rows.shape[1] - 1, 2 * (number % 2))] = SEPARATOR
-        separator = SEPARATOR if packing else None
         packed = to_batch(rows, SEPARATOR if packing else -1)
-        unpacked = [
-            reference_step.unpack_documents(part, weight, separator, 2 * self.global_batch)
-            for part, weight in zip(self._split(rows), self._split(weights), strict=True)
-        ]
+        unpacked = []
+        for part, weight in zip(self._split(rows), self._split(weights), strict=True):
+            unpacked.append(
+                reference_step.unpack_documents(part, weight, separator, 2 * self.global_batch)
+            )
         return packed._replace(weights=packed.weights * weights), unpacked
 
     def _split(self, samples: Any) -> list[Any]:
@@ -177,17 +194,74 @@ class VerifyCase:
 
 
 def _check_unchanged(raw: dict[str, Any], model: Model | None) -> None:
-    """Raises ConfigError for mistakes in the user's config that do not depend on the number of devices."""
+    """Raises ConfigError for mistakes in the user's config on any number of devices."""
     cfg = parse(raw)
     if model is None:
         build_model(cfg)
 
 
+# ---- the program of a layout ----
+
+
+def program_of(case: VerifyCase, row: Row) -> Program:
+    """Returns the trainer's program for a layout; its optimizer state also holds the gradients."""
+    raw = copy.deepcopy(case.raw)
+    raw["mesh"] = {axis: row.get(axis, 1) for axis in AXES}
+    raw["optim"]["clip_norm"] = case.clip_norm
+    for key in ("zero_stage", "num_microbatches", "remat", "unroll"):
+        if key in row:
+            raw["train"][key] = row[key]
+    if row.get("schedule"):
+        raw["pipeline"].update({key: row[key] for key in ("schedule", "num_chunks", "keep")})
+    if row.get("context_method"):
+        raw["context"] = {"method": row["context_method"]}
+    if row.get("sync_pattern") is not None:
+        raw["sync"]["pattern"] = row["sync_pattern"]
+        # Devices of one host as two slices, so that a hierarchy has levels.
+        raw["mesh"]["slices"] = math.gcd(2, raw["mesh"]["data"])
+    if row["sequence_parallel"]:
+        raw["rules"] = (("residual_seq", ("context", "tensor")), *raw["rules"])
+    if "attention_impl" in row:
+        raw["model"]["attention_impl"] = row["attention_impl"]
+    if row.get("loss_chunks"):
+        raw["model"]["loss_chunk_mib"] = _loss_chunk_mib(case, raw, row["loss_chunks"])
+    cfg = parse(raw, num_devices=jax.device_count())
+    model = case.model if raw["model"] == case.raw["model"] else build_model(cfg)
+    make_optimizer = optimizer_builder(cfg, model)
+    model = dataclasses.replace(model, row_keys=bool(row.get("dropout")))
+    parts = RunParts(model, lambda schedule: keep_gradients(make_optimizer(schedule)))
+    return assemble(cfg, parts)
+
+
+def _loss_chunk_mib(case: VerifyCase, raw: Mapping[str, Any], num_chunks: int) -> float:
+    """Returns the `loss_chunk_mib` with which each device has `num_chunks` chunks of the loss."""
+    mesh = raw["mesh"]
+    vocab = -(-raw["model"]["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    token_shards = math.prod(mesh[axis] for axis in (*BATCH_AXES, "context"))
+    token_shards *= raw["train"]["num_microbatches"]
+    num_tokens = case.samples.tokens[: case.global_batch].size // token_shards
+    (axes,) = sharding.spec_for(("vocab",), (vocab,), raw["rules"], mesh)
+    vocab_shards = math.prod(mesh[axis] for axis in sharding.axes_of(axes))
+    size = num_tokens * vocab * 4 / vocab_shards
+    return size / MIB / (num_chunks - 0.5)
+
+
+def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the optimizer with the latest gradients as the first entry of its state."""
+    keep = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, *_: (grads, grads)
+    )
+    return optax.chain(keep, optimizer)
+
+
+# ---- the settings ----
+
+
 def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
     """Reduces the sizes of the model, which it recognises by their usual keys.
 
-    The structure stays the same: the ratio of query to key/value heads, and the pattern of the layers. The
-    new size of the vocabulary needs padding.
+    The structure stays the same: the ratio of query to key/value heads, and the pattern of the
+    layers. The new size of the vocabulary needs padding.
     """
     model, data = raw["model"], raw["data"]
     if {"num_heads", "num_kv_heads", "d_model"} <= model.keys():
@@ -198,7 +272,7 @@ def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
         if model.get("head_dim"):
             model["head_dim"] = min(model["head_dim"], 16)
     if model.get("num_experts"):
-        shrink_experts(model)
+        _shrink_experts(model)
     set_num_layers(model, num_layers)
     small = {
         "d_ff": 64,
@@ -217,7 +291,10 @@ def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
 
 
 def set_num_layers(model: dict[str, Any], num_layers: int) -> None:
-    """Gives the model `num_layers` layers alike, or more for a whole pattern, and at most one before them."""
+    """Gives the model `num_layers` layers alike, or more for a whole pattern.
+
+    A mixture has at most one dense layer before them.
+    """
     if "num_layers" in model:
         if model.get("first_dense_layers"):
             model["first_dense_layers"] = 1
@@ -225,12 +302,16 @@ def set_num_layers(model: dict[str, Any], num_layers: int) -> None:
         model["num_layers"] = first + math.lcm(num_layers, len(model.get("attention") or "g"))
 
 
-def shrink_experts(model: dict[str, Any]) -> None:
-    """Reduces the number of experts, if 16 devices can share fewer; the groups of experts keep their number."""
-    k, (num_groups, groups_per_token) = model["experts_per_token"], model["expert_groups"] or (1, 1)
-    least, step = max(2 * k, k * num_groups // groups_per_token), math.lcm(16, num_groups)
-    if model["num_experts"] % 16 == 0:
-        model["num_experts"] = min(model["num_experts"], -(-least // step) * step)
+def _shrink_experts(model: dict[str, Any]) -> None:
+    """Reduces the number of experts, if 16 devices can share fewer; the number of groups stays."""
+    if model["num_experts"] % 16:
+        return
+    per_token = model["experts_per_token"]
+    num_groups, groups_per_token = model["expert_groups"] or (1, 1)
+    # The groups of a token must hold the experts that it uses, and there are others.
+    least = max(2 * per_token, per_token * num_groups // groups_per_token)
+    multiple = math.lcm(16, num_groups)
+    model["num_experts"] = min(model["num_experts"], -(-least // multiple) * multiple)
 
 
 def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
@@ -247,7 +328,7 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
     if raw["model"]["build"] == TRANSFORMER:
         raw["model"]["dropout"] = raw["model"]["dropout"] or DROPOUT
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}
-    # Exact sums; `sync_laws` verifies what narrow formats do.
+    # Exact sums; laws/grad_sync.py verifies what narrow formats do.
     raw["sync"].update(wire="float32", feedback="auto", pattern="xla")
     raw["train"].update(
         steps=STEPS,
@@ -261,10 +342,21 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
     )
     raw["optim"].update(warmup_steps=0, moment_dtype="float64")
     if "epsilon" in raw["optim"]:
-        # Adam divides a gradient of rounding noise by epsilon; a larger epsilon keeps the update small.
+        # Adam divides a gradient of rounding noise by epsilon; a larger epsilon keeps the update
+        # small.
         raw["optim"].update(epsilon=1e-6)
     raw["eval"].update(batches=0)
     raw["checkpoint"].update(init_from="")
+
+
+# ---- the model and the samples ----
+
+
+def without_dropout(model: Model) -> Model:
+    """Returns the model without the dropout of a loss, whose masks differ between layouts."""
+    if model.loss is None:
+        return model
+    return dataclasses.replace(model, loss=lambda params, batch, _: model.loss(params, batch, None))
 
 
 def read_samples(data: Source | Iterable[Any], num: int) -> Any:
@@ -280,22 +372,7 @@ def read_samples(data: Source | Iterable[Any], num: int) -> Any:
     raise ConfigError(f"data: the iterable ended after {count} samples; verify needs {num}")
 
 
-def without_dropout(model: Model) -> Model:
-    """Returns the model without the dropout of a loss, whose masks differ between layouts."""
-    if model.loss is None:
-        return model
-    return dataclasses.replace(model, loss=lambda params, batch, _: model.loss(params, batch, None))
-
-
-def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the optimizer with the latest gradients as the first entry of its state."""
-    keep = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, *_: (grads, grads)
-    )
-    return optax.chain(keep, optimizer)
-
-
-def _rows_of(samples: Any) -> np.ndarray | None:
+def _token_rows(samples: Any) -> np.ndarray | None:
     """Returns tokens (B, S + 1) if each target is the next token, else None."""
     if not isinstance(samples, Batch) or samples.segments is not None:
         return None

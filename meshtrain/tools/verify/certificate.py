@@ -1,4 +1,4 @@
-"""The result of a verification: differences from one device, and the certificate that lists them."""
+"""The result of a verification: differences from one device; the certificate that lists them."""
 
 import json
 import math
@@ -28,15 +28,18 @@ class Result:
     """The result of one layout."""
 
     row: Row
-    # of each kind of value, the largest relative difference; in low precision the largest error, as a
-    # multiple of the error on one device
+    # Of each kind of value, the largest relative difference; in low precision the largest error, as
+    # a multiple of the error on one device.
     differences: dict[str, float]
     fault: str | None  # describes the first difference above the tolerance, or an error
     seconds: float
 
 
 def result_of(row: Row, differences: dict[str, float], check: Callable[[], str | None]) -> Result:
-    """Returns the result of `check()`, which returns a fault or None; an exception is a fault too."""
+    """Returns the result of `check()`, which returns a fault or None and fills `differences`.
+
+    An exception is a fault too, unless it is a mistake of the user.
+    """
     began = time.perf_counter()
     try:
         fault = check()
@@ -56,11 +59,11 @@ def describe_error(error: Exception) -> str:
 class Certificate:
     """The results of all layouts."""
 
-    subject: str
+    subject: str  # name of the model
     tolerance: float
-    broken_laws: tuple[str, ...]  # errors of the model on one device, see laws.py
+    broken_laws: tuple[str, ...]  # errors on one device: violations of laws/
     results: tuple[Result, ...]
-    not_covered: tuple[str, ...] = ()  # what the results do not show, see `not_covered`
+    not_covered: tuple[str, ...] = ()  # see the function of this name
 
     @property
     def passed(self) -> bool:
@@ -71,8 +74,10 @@ class Certificate:
         folder.mkdir(parents=True, exist_ok=True)
         record = {"passed": self.passed, "versions": versions(), **asdict(self)}
         for result in record["results"]:
-            values = result["differences"]  # JSON has no infinity
-            values |= {kind: None for kind, value in values.items() if not math.isfinite(value)}
+            # JSON has no infinity.
+            for kind, difference in result["differences"].items():
+                if not math.isfinite(difference):
+                    result["differences"][kind] = None
         (folder / "verify.json").write_text(json.dumps(record, indent=2) + "\n")
         (folder / "verify.md").write_text(self._markdown())
 
@@ -85,7 +90,10 @@ class Certificate:
         lines += [f"- FAILED on one device: {fault}" for fault in self.broken_laws]
         if exact:
             lines += [
-                f"{len(exact)} layouts compared with one device, in float64. Each figure is the largest",
+                (
+                    f"{len(exact)} layouts compared with one device, in float64. "
+                    "Each figure is the largest"
+                ),
                 f"relative difference; {self.tolerance:g} is allowed.",
                 "",
                 *_table(exact, "{:.1e}"),
@@ -93,8 +101,14 @@ class Certificate:
             ]
         if low:
             lines += [
-                f"{len(low)} layouts in low precision. Each figure is the largest error, compared with float64,",
-                f"as a multiple of the error of one device in the same dtype; {MAX_RATIO} is allowed (the loss: see",
+                (
+                    f"{len(low)} layouts in low precision. "
+                    "Each figure is the largest error, compared with float64,"
+                ),
+                (
+                    "as a multiple of the error of one device in the same dtype; "
+                    f"{MAX_RATIO} is allowed (the loss: see"
+                ),
                 "meshtrain/tools/verify/precision.py).",
                 "",
                 *_table(low, "{:.2f}"),
@@ -110,17 +124,20 @@ def _table(results: Collection[Result], number: str) -> list[str]:
     kinds = list(dict.fromkeys(kind for result in results for kind in result.differences))
     table = [["layout", *kinds, ""], ["---"] * (len(kinds) + 2)]
     for result in results:
-        values = [
-            number.format(result.differences[kind]) if kind in result.differences else ""
-            for kind in kinds
-        ]
-        verdict = "FAILED: " + result.fault.replace("|", "\\|") if result.fault else "ok"
-        table.append([describe(result.row), *values, verdict])
+        cells = [describe(result.row)]
+        for kind in kinds:
+            has_kind = kind in result.differences
+            cells.append(number.format(result.differences[kind]) if has_kind else "")
+        cells.append("FAILED: " + result.fault.replace("|", "\\|") if result.fault else "ok")
+        table.append(cells)
     return ["| " + " | ".join(cells) + " |" for cells in table]
 
 
 def is_low_precision(row: Row) -> bool:
-    """Whether a layout is compared by its errors, see precision.py; rows in float64 need no "dtype"."""
+    """Returns whether a layout is compared by its errors, see precision.py.
+
+    Rows in float64 need no "dtype".
+    """
     return row.get("dtype", "float64") != "float64"
 
 
@@ -134,18 +151,19 @@ def not_covered(
 ) -> tuple[str, ...]:
     """Returns a line for everything that a verification of `rows` does not show.
 
-    `configured` are the settings of the user, `verified` those with smaller sizes. `without` are the
-    checks that the user left out; `left_out` are further lines, such as the layouts that `quick` skips.
+    `configured` are the settings of the user, `verified` those with smaller sizes. `without` are
+    the checks that the user left out; `left_out` are further lines, such as the layouts that
+    `quick` skips.
     """
-    lines, device = list(left_out), jax.devices()[0]
+    device = jax.devices()[0]
+    lines = list(left_out)
     if without:
         lines.append(f"checks left out with --without: {', '.join(without)}")
-    reduced = [
-        f"{section}.{key}={verified[section][key]} instead of {value}"
-        for section in ("model", "data")
-        for key, value in configured[section].items()
-        if type(value) is int and 0 < verified[section].get(key, value) < value
-    ]
+    reduced = []
+    for section in ("model", "data"):
+        for key, value in configured[section].items():
+            if type(value) is int and 0 < verified[section].get(key, value) < value:
+                reduced.append(f"{section}.{key}={verified[section][key]} instead of {value}")
     if reduced:
         lines.append(f"larger sizes; verified with {', '.join(reduced)}")
     dtype = configured["train"]["dtype"]
@@ -155,18 +173,19 @@ def not_covered(
         lines.append("dropout; no layout was verified with it")
     if not any(row.get("attention_impl") == "cudnn" for row in rows):
         lines.append("cuDNN's attention kernels, which run on NVIDIA GPUs in bfloat16 and float16")
-    kinds = {"cpu": "GPU and TPU", "gpu": "CPU and TPU", "tpu": "CPU and GPU"}
+    platforms = {"cpu": "GPU and TPU", "gpu": "CPU and TPU", "tpu": "CPU and GPU"}
     lines.append(
-        f"XLA's compilers for {kinds.get(device.platform, 'other devices')}; "
+        f"XLA's compilers for {platforms.get(device.platform, 'other devices')}; "
         f"run verify --here on those devices"
     )
     if not any(is_low_precision(row) for row in rows) or device.platform == "cpu":
         lines.append(
             "kernels and rounding of the devices that will train; run verify --here on them"
         )
+    processes = "process" if jax.process_count() == 1 else "processes"
     lines.append(
         f"more than {jax.device_count()} devices ({device.device_kind}), more than "
-        f"{jax.process_count()} {'process' if jax.process_count() == 1 else 'processes'}"
+        f"{jax.process_count()} {processes}"
     )
     used = " · ".join(f"{name} {version}" for name, version in versions().items())
     lines.append(f"other versions than {used}")
@@ -195,6 +214,12 @@ _WORDS = {
     "sync_pattern": "{} sums",
 }
 
+# What `describe` writes by itself.
+_DESCRIBED = {*AXES, "dtype", "zero_stage", "num_microbatches", "remat"}
+_DESCRIBED |= {"schedule", "num_chunks", "keep"}
+
+_DEFAULTS = (("unroll", 1), ("sync_pattern", "xla"))
+
 
 def describe(row: Row) -> str:
     """Describes a layout: 'data 2 x fsdp 4 · zero 3 · 2 micro-batches · remat full · packed'.
@@ -203,60 +228,68 @@ def describe(row: Row) -> str:
     """
     sizes = [f"{axis} {row[axis]}" for axis in AXES if row.get(axis, 1) > 1]
     words = [" x ".join(sizes) or "one device"]
-    words += [row["dtype"]] if is_low_precision(row) else []
-    words += [f"zero {row['zero_stage']}", f"{row['num_microbatches']} micro-batches"]
-    words += [f"remat {row['remat']}"]
+    if is_low_precision(row):
+        words.append(row["dtype"])
+    words.append(f"zero {row['zero_stage']}")
+    words.append(f"{row['num_microbatches']} micro-batches")
+    words.append(f"remat {row['remat']}")
     if row.get("schedule"):
         chunks = f" of {row['num_chunks']} chunks" if row.get("num_chunks", 1) > 1 else ""
         words.append(f"{row['schedule']}{chunks}, {row['keep']} kept")
-    described = {*AXES, "dtype", "zero_stage", "num_microbatches", "remat"}
-    described |= {"schedule", "num_chunks", "keep"}
     for name, value in row.items():
-        if (
-            name not in described
-            and value not in (None, False, 0)
-            and (name, value) not in (("unroll", 1), ("sync_pattern", "xla"))
-        ):
-            default = name if value is True else f"{name} {value}"
-            words.append(_WORDS.get(name, default).format(value))
+        is_off = value in (None, False, 0)
+        if name in _DESCRIBED or is_off or (name, value) in _DEFAULTS:
+            continue
+        default = name if value is True else f"{name} {value}"
+        words.append(_WORDS.get(name, default).format(value))
     return " · ".join(words)
 
 
 def summary_line(result: Result) -> str:
-    """Returns the line that is logged for a layout: largest difference, seconds, layout, verdict."""
+    """Returns the line to log for a layout: largest difference, seconds, layout, verdict."""
     largest = max(result.differences.values(), default=math.nan)
     figure = f"{largest:7.2f}x" if is_low_precision(result.row) else f"{largest:8.1e}"
     verdict = f"FAILED {result.fault}" if result.fault else "ok"
     return f"{figure}  {result.seconds:4.1f} s  {describe(result.row)}  {verdict}"
 
 
-def compare(
-    actual: Trees, expected: Trees, *, tolerance: float, zero_gradients: Collection[str] = ()
-) -> tuple[dict[str, float], str | None]:
-    """Returns the largest relative difference by kind, and a message about the first above `tolerance`.
+# ---- comparison of trees ----
 
-    Differences are relative to the largest value of a leaf. The parameters in `zero_gradients` have a
-    gradient that is zero except for rounding noise. Its difference is relative to 1 % of the largest
-    gradient. Their other values are not compared: the optimizer computes them from the noise.
+
+def compare(
+    actual: Trees,
+    expected: Trees,
+    *,
+    tolerance: float,
+    zero_gradients: Collection[str] = (),
+    where: str = "on one device",
+) -> tuple[dict[str, float], str | None]:
+    """Returns the largest relative difference by kind; a message about the first above `tolerance`.
+
+    The message calls the actual value "here", the expected one as `where` says. Differences are
+    relative to the largest value of a leaf. The parameters in `zero_gradients` have a gradient that
+    is zero except for rounding noise: its difference is relative to 1 % of the largest gradient,
+    and their other values are not compared, because the optimizer computes them from the noise.
     """
     differences, fault = {}, None
     for kind, tree in actual.items():
         leaves = jax.tree.leaves_with_path(expected[kind])
         largest = max(np.abs(leaf).max() for _, leaf in leaves)
         differences[kind] = 0.0
-        for (path, wanted), found in zip(leaves, jax.tree.leaves(tree), strict=True):
-            name, found, wanted = name_of(path), np.asarray(found), np.asarray(wanted)
+        for (path, wanted), value in zip(leaves, jax.tree.leaves(tree), strict=True):
+            name = name_of(path)
+            value, wanted = np.asarray(value), np.asarray(wanted)
             is_noise = name.endswith(tuple(zero_gradients))
             if is_noise and kind != "gradients":
                 continue
             scale = max(np.abs(wanted).max(), 0.01 * largest if is_noise else 0.0) or 1.0
-            errors = np.nan_to_num(np.abs(found - wanted), nan=math.inf)
+            errors = np.nan_to_num(np.abs(value - wanted), nan=math.inf)
             worst = np.unravel_index(errors.argmax(), errors.shape)
             differences[kind] = max(differences[kind], float(errors[worst] / scale))
             if fault is None and not errors[worst] <= tolerance * scale:
                 index = str([int(n) for n in worst]) if worst else ""
                 leaf = f"{kind} {name}".strip() + index
-                fault = f"{leaf}: {found[worst]:.12g} here, {wanted[worst]:.12g} on one device"
+                fault = f"{leaf}: {value[worst]:.12g} here, {wanted[worst]:.12g} {where}"
     return differences, fault
 
 

@@ -1,4 +1,4 @@
-"""Runs the checks of a verification, in this process or in several; each process has its own devices."""
+"""Runs the checks of a verification, in this process or in several with devices of their own."""
 
 import gc
 import multiprocessing
@@ -15,22 +15,20 @@ from meshtrain.cluster import signals
 from meshtrain.tools.verify import GC_THRESHOLDS
 from meshtrain.tools.verify.case import VerifyCase
 
-_subject: VerifyCase | None = None  # of a worker process
-
 
 class Task(NamedTuple):
-    """A check: `function(subject, argument)`."""
+    """A check: `function(case, argument)`."""
 
     function: Callable[[VerifyCase, Any], Any]
     argument: Any
 
 
-def run_tasks(subject: VerifyCase, tasks: Sequence[Task], num_jobs: int) -> Iterator[Any]:
+def run_tasks(case: VerifyCase, tasks: Sequence[Task], num_jobs: int) -> Iterator[Any]:
     """Yields the result of each task, in the order in which they end."""
     num_jobs = min(num_jobs, len(tasks))
     if num_jobs <= 1:
         for task in tasks:
-            yield task.function(subject, task.argument)
+            yield task.function(case, task.argument)
         return
     # Python's process that tracks semaphores would report those that Ctrl-C leaves.
     filters = os.environ.get("PYTHONWARNINGS", "")
@@ -39,9 +37,10 @@ def run_tasks(subject: VerifyCase, tasks: Sequence[Task], num_jobs: int) -> Iter
         num_jobs,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start,
-        initargs=(subject.settings, subject.keep_sizes, jax.device_count()),
+        initargs=(case.settings, case.keep_sizes, jax.device_count()),
     )
-    # Ctrl-C reaches all processes of a terminal. The workers inherit that it is blocked; this process acts on it.
+    # Ctrl-C reaches all processes of a terminal. The workers inherit that it is blocked; this
+    # process acts on it.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with signals.deferred():
@@ -56,22 +55,26 @@ def run_tasks(subject: VerifyCase, tasks: Sequence[Task], num_jobs: int) -> Iter
             child.kill()
 
 
+# ---- in a worker process ----
+
+_case: VerifyCase | None = None
+
+
 def _start(settings: dict[str, Any], keep_sizes: bool, num_devices: int) -> None:
-    """Prepares a worker process."""
-    global _subject
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes; the parent acts on it
+    """Prepares the process: as many devices as the parent has, and a case of its own."""
+    global _case
+    # Ctrl-C reaches all processes; the parent acts on it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.set_threshold(*GC_THRESHOLDS)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
     jax.config.update("jax_enable_x64", True)
-    _subject = VerifyCase(settings, None, None, keep_sizes=keep_sizes)
+    _case = VerifyCase(settings, None, None, keep_sizes=keep_sizes)
 
 
 def _run(task: Task) -> Any:
-    return task.function(_subject, task.argument)
+    return task.function(_case, task.argument)
 
 
 def _end_with_parent() -> None:

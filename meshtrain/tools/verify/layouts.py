@@ -19,22 +19,23 @@ NUM_MICROBATCHES = (1, 3, 6, 12)  # multiples of the number of stages, and not
 
 NUM_CHUNKS = (2, 3)  # of interleaved schedules, on each stage
 
-# 3 divides neither the 8 layers of a shallow subject nor those of its stages: 2 are unrolled then.
+# 3 divides neither the 8 layers of a shallow case nor those of its stages: 2 are unrolled then.
 UNROLL = (1, 3)
 
-# Several blocks at the sequence length of a subject, the last one shorter.
+# Several blocks at the sequence length of a case, the last one shorter.
 ATTENTION_IMPLS = ("xla", "xla:6", "blockwise:3")
 
 LOSS_CHUNKS = (0, 3)
 
-# Whether the last group of micro-batches of an interleaved schedule is shorter; covered in pairs as well.
+# Says whether the last group of micro-batches of an interleaved schedule is shorter; covered in
+# pairs as well.
 SHORT_GROUP = "short_group"
 
 REMAT = ("full", "dots", "names:attention,mlp")
 
 
 def select(
-    subject: VerifyCase,
+    case: VerifyCase,
     without: Iterable[str] = (),
     fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Row]:
@@ -42,102 +43,114 @@ def select(
 
     The settings in `fixed` have the same value in all of them.
     """
-    factors = [
-        factor for factor in _factors(subject, without) if not fixed.keys() & factor[0].keys()
-    ]
-    rows = pairwise(_bases(subject), [*factors, [dict(fixed)]])
+    factors = [factor for factor in _factors(case, without) if not fixed.keys() & factor[0].keys()]
+    rows = pairwise(_bases(case), [*factors, [dict(fixed)]])
     return [{name: row[name] for name in row if name != SHORT_GROUP} for row in rows]
 
 
-def _factors(subject: VerifyCase, without: Iterable[str]) -> list[list[Row]]:
+def _factors(case: VerifyCase, without: Iterable[str]) -> list[list[Row]]:
     """Returns the settings that combine with every mesh: for each, a row of each of its values."""
-    raw, model = subject.raw, subject.raw["model"]
+    model = case.raw["model"]
 
     def switch(name: str, supported: bool = True) -> list[Row]:
-        return [{name: value} for value in ([True, False] if supported else [False])]
+        return [{name: True}, {name: False}] if supported else [{name: False}]
 
     # With remat, layers are never unrolled.
     recompute = [{"remat": "none", "unroll": number} for number in UNROLL]
     recompute += [{"remat": name, "unroll": 1} for name in REMAT]
+    # The capacity of experts is that of a row, and the reference has a row for each document.
+    can_pack = case.rows is not None and not model.get("capacity_factor")
+    has_residual_rule = any(name == "residual_seq" for name, _ in case.raw["rules"])
     factors = [
         recompute,
-        # The capacity of experts is that of a row, and the reference has a row for each document.
-        switch(
-            "packing",
-            subject.rows is not None
-            and "packing" not in without
-            and not model.get("capacity_factor"),
-        ),
-        switch("masks", subject.is_text and "masks" not in without),
-        switch("sequence_parallel", any(name == "residual_seq" for name, _ in raw["rules"])),
+        switch("packing", can_pack and "packing" not in without),
+        switch("masks", case.is_text and "masks" not in without),
+        switch("sequence_parallel", has_residual_rule),
         switch("loss_scale"),
-        switch("dropout", subject.model.row_keys),
+        switch("dropout", case.model.row_keys),
         [{"sync_pattern": name} for name in SYNC_PATTERNS],
     ]
-    if subject.is_transformer and "attention_impl" in model:
+    if case.is_transformer and "attention_impl" in model:
         factors.append([{"attention_impl": name} for name in ATTENTION_IMPLS])
         factors.append([{"loss_chunks": number} for number in LOSS_CHUNKS])
     return factors
 
 
-def _bases(subject: VerifyCase) -> list[Row]:
-    """Returns every layout of all devices: sizes of axes, ZeRO stage, micro-batches, pipeline settings."""
+def _bases(case: VerifyCase) -> list[Row]:
+    """Returns every layout of all devices.
+
+    It has the sizes of the axes, ZeRO stage, number of micro-batches, pipeline settings and method
+    of context parallelism.
+    """
     num_devices = jax.device_count()
     # Without experts the axis `expert` only shards the batch, as data does.
-    axes = [axis for axis in AXES if axis != "expert" or subject.raw["model"].get("num_experts")]
+    axes = [axis for axis in AXES if axis != "expert" or case.raw["model"].get("num_experts")]
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
-    found = []
+    layouts = []
     for row in itertools.product(*[divisors] * len(axes)):
-        sizes = dict(zip(axes, row, strict=True))
         if math.prod(row) != num_devices:
             continue
+        sizes = dict(zip(axes, row, strict=True))
         # ZeRO stages differ only in what they shard over these axes.
-        stages = [3, 0, 1, 2] if any(sizes[axis] > 1 for axis in ZERO_AXES) else [3]
+        zero_stages = [3, 0, 1, 2] if any(sizes[axis] > 1 for axis in ZERO_AXES) else [3]
         combinations = itertools.product(
-            stages, NUM_MICROBATCHES, _pipelines(subject, sizes), _methods(subject, sizes)
+            zero_stages,
+            NUM_MICROBATCHES,
+            _pipelines(case, sizes),
+            _context_methods(case, sizes),
         )
-        for zero_stage, num, pipeline, method in combinations:
-            layout = {**sizes, "zero_stage": zero_stage, "num_microbatches": num, **pipeline}
-            layout["context_method"] = method
-            layout[SHORT_GROUP] = num % sizes["pipeline"] > 0
-            if not _faults(subject, layout):
-                found.append(layout)
-    return found
+        for zero_stage, num_microbatches, pipeline, context_method in combinations:
+            layout = {
+                **sizes,
+                "zero_stage": zero_stage,
+                "num_microbatches": num_microbatches,
+                **pipeline,
+                "context_method": context_method,
+                SHORT_GROUP: num_microbatches % sizes["pipeline"] > 0,
+            }
+            if not _faults(case, layout):
+                layouts.append(layout)
+    return layouts
 
 
-def _pipelines(subject: VerifyCase, sizes: Mapping[str, int]) -> list[Row]:
+def _pipelines(case: VerifyCase, sizes: Mapping[str, int]) -> list[Row]:
     """Returns every supported combination of pipeline settings for these axis sizes."""
-    keys = ("schedule", "num_chunks", "keep")
-    if sizes["pipeline"] == 1:
-        return [dict.fromkeys(keys)]
-    if subject.model.block is None:
+    num_stages = sizes["pipeline"]
+    if num_stages == 1:
+        return [{"schedule": None, "num_chunks": None, "keep": None}]
+    if case.model.block is None:
         return []
     # With one layer in a chunk, the order of its layers could not be wrong.
-    least = 2 if subject.is_shrunk else 1
-    return [
-        dict(zip(keys, (schedule, chunks, keep), strict=True))
-        for schedule, keep in itertools.product(SCHEDULES, KEEP)
-        for chunks in (NUM_CHUNKS if schedule == "interleaved" else [1])
-        if not checks.layer_faults(subject.num_layers, sizes["pipeline"], chunks)
-        and subject.num_layers >= least * sizes["pipeline"] * chunks
-    ]
+    layers_per_chunk = 2 if case.is_shrunk else 1
+    pipelines = []
+    for schedule, keep in itertools.product(SCHEDULES, KEEP):
+        for num_chunks in NUM_CHUNKS if schedule == "interleaved" else [1]:
+            is_legal = not checks.layer_faults(case.num_layers, num_stages, num_chunks)
+            if is_legal and case.num_layers >= layers_per_chunk * num_stages * num_chunks:
+                pipelines.append({"schedule": schedule, "num_chunks": num_chunks, "keep": keep})
+    return pipelines
 
 
-def _methods(subject: VerifyCase, sizes: Mapping[str, int]) -> list[str | None]:
+def _context_methods(case: VerifyCase, sizes: Mapping[str, int]) -> list[str | None]:
     """Returns every supported method of context parallelism for these axis sizes."""
-    if sizes["context"] == 1:
+    context = sizes["context"]
+    if context == 1:
         return [None]
-    options = subject.cfg.data.options
-    if not subject.model.shards_sequences or checks.sequence_faults(options, sizes["context"]):
+    if not case.model.shards_sequences or checks.sequence_faults(case.cfg.data.options, context):
         return []
-    num_heads, shards = subject.raw["model"]["num_heads"], sizes["context"] * sizes["tensor"]
     methods = [name for name in CONTEXT_METHODS if name != "auto"]
-    return methods if num_heads % shards == 0 else [name for name in methods if name != "ulysses"]
+    if case.raw["model"]["num_heads"] % (context * sizes["tensor"]):
+        methods.remove("ulysses")
+    return methods
 
 
-def _faults(subject: VerifyCase, layout: Row) -> list[str]:
+def _faults(case: VerifyCase, layout: Row) -> list[str]:
+    """Returns why the trainer rejects a layout."""
     mesh = MeshConfig(**{axis: layout[axis] for axis in AXES if axis in layout})
-    sizes = {"num_microbatches": layout["num_microbatches"], "global_batch": subject.global_batch}
-    model = subject.raw["model"]
-    faults = checks.tensor_faults(model, mesh.tensor) + checks.expert_faults(model, mesh.expert)
-    return checks.batch_faults(mesh, **sizes) + faults
+    model = case.raw["model"]
+    faults = checks.batch_faults(
+        mesh, num_microbatches=layout["num_microbatches"], global_batch=case.global_batch
+    )
+    faults += checks.tensor_faults(model, mesh.tensor)
+    faults += checks.expert_faults(model, mesh.expert)
+    return faults

@@ -10,9 +10,9 @@ from meshtrain import console
 from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Source
-from meshtrain.errors import ConfigError, choice_faults
+from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
-from meshtrain.tools.verify import OPTIONAL, QUICK_LAYOUTS, certificate, layouts, precision
+from meshtrain.tools.verify import QUICK_LAYOUTS, certificate, check_without, layouts, precision
 from meshtrain.tools.verify.case import VerifyCase, set_num_layers, shrink
 from meshtrain.tools.verify.certificate import Certificate
 from meshtrain.tools.verify.laws import precision as precision_laws
@@ -36,59 +36,67 @@ def verify_here(
 ) -> Certificate:
     """Compares the errors of layouts in `train.dtype` with those of one device; see precision.py.
 
-    The layouts use the attention implementation of the config, one device uses "xla". The arguments are
-    those of `verify`. Raises ConfigError for mistakes of the user.
+    The layouts use the attention implementation of the config, one device uses "xla". The arguments
+    are those of `verify`. Raises ConfigError for mistakes of the user.
     """
+    without = list(without)
+    check_without(without)
     configured = settings.to_dict() if hasattr(settings, "to_dict") else dict(settings)
-    if faults := [fault for name in without for fault in choice_faults("without", name, OPTIONAL)]:
-        raise ConfigError(*faults)
-    if (dtype := configured["train"]["dtype"]) == "float64":
+    dtype = configured["train"]["dtype"]
+    if dtype == "float64":
         raise ConfigError("train.dtype=float64: verify compares float64 without --here")
-    from meshtrain.tools.verify import verify
 
     raw = copy.deepcopy(configured)
     if model is None and not keep_sizes:
         shrink_for_kernels(raw)
     with jax.enable_x64(True):
-        subject = VerifyCase(raw, model, data, keep_sizes=True)
-        fixed = {"masks": subject.is_text, "loss_scale": False, "dropout": False}
+        case = VerifyCase(raw, model, data, keep_sizes=True)
+        fixed = {"masks": case.is_text, "loss_scale": False, "dropout": False}
         if model is None and "attention_impl" in raw["model"]:
-            packed = subject.rows is not None and "packing" not in without
-            text = _describe_attention(subject, configured["model"], dtype, packed=packed)
+            packed = case.rows is not None and "packing" not in without
+            text = _describe_attention(case, configured["model"], dtype, packed=packed)
             fixed["attention_impl"] = text.partition(";")[0]
             log(f"attention {text}")
-        rows = layouts.select(subject, without, fixed)
+        rows = layouts.select(case, without, fixed)
         chosen = rows[:QUICK_LAYOUTS] if quick else rows
         log(f"{len(chosen)} layouts of {jax.device_count()} devices in {dtype}")
 
-        broken = [
-            f"{name}: {fault}" for name, law in precision_laws.laws().items() if (fault := law())
-        ]
-        for fault in broken:
-            log(f"FAILED on one device: {fault}")
+        violations = []
+        for name, law in precision_laws.laws().items():
+            fault = law()
+            if fault:
+                violations.append(f"{name}: {fault}")
+                log(f"FAILED on one device: {name}: {fault}")
+
         results = []
         with console.progress("verifying", len(chosen), stream="stdout") as advance:
             for row in chosen:
-                results.append(precision.check_layout(subject, row, dtype, verify.program_of))
-                log(certificate.summary_line(results[-1]))
+                result = precision.check_layout(case, row, dtype)
+                results.append(result)
+                log(certificate.summary_line(result))
                 advance(1)
+
     left_out = ["evaluation and the learning rate, which verify compares without --here"]
     if len(rows) > len(chosen):
         left_out.append(f"{len(rows) - len(chosen)} layouts that --quick leaves out")
-    used = [result.row for result in results]
-    options = dict(without=list(without), left_out=left_out)
-    gaps = certificate.not_covered(configured, subject.raw, used, **options)
+    not_covered = certificate.not_covered(
+        configured,
+        case.raw,
+        [result.row for result in results],
+        without=without,
+        left_out=left_out,
+    )
     return Certificate(
-        subject.name, certificate.MAX_RATIO, tuple(broken), tuple(results), not_covered=gaps
+        case.name, certificate.MAX_RATIO, tuple(violations), tuple(results), not_covered
     )
 
 
-def _describe_attention(subject: VerifyCase, section: dict, dtype: str, *, packed: bool) -> str:
+def _describe_attention(case: VerifyCase, section: dict, dtype: str, *, packed: bool) -> str:
     """Returns the implementation that the config selects in `dtype`, and text to log about it."""
-    used = copy.deepcopy(subject.raw)
-    used["model"].update(
-        {key: section[key] for key in ("attention_impl", "dropout") if key in section}
-    )
+    used = copy.deepcopy(case.raw)
+    for key in ("attention_impl", "dropout"):
+        if key in section:
+            used["model"][key] = section[key]
     model = build_model(parse(used, num_devices=jax.device_count()))
     return model.attention(used["data"]["seq_len"], dtype, packed)
 

@@ -10,11 +10,12 @@ Row = dict[str, Any]  # setting -> value
 
 
 def pairwise(bases: Sequence[Row], factors: Sequence[Sequence[Row]]) -> list[Row]:
-    """Returns rows in which every possible pair of values occurs: one of `bases` and a level of each factor.
+    """Returns rows in which every possible pair of values occurs.
 
-    `bases` are the possible combinations of settings that depend on each other. The levels of a factor
-    combine with every base and with every level of the other factors. Each row is chosen greedily: the
-    base with the most pairs that are not covered yet, then the best level of one factor after the other.
+    A row is one of `bases` and a level of each factor. The bases are the possible combinations of
+    settings that depend on each other. The levels of a factor combine with every base and with
+    every level of the other factors. Each row is chosen greedily: the base with the most pairs that
+    are not covered yet, then the best level of one factor after the other.
     """
     if not bases:
         return []
@@ -45,17 +46,20 @@ class _Missing:
             for a in range(table.shape[1])
             for f, num in enumerate(num_levels)
         }
-        self.of_factors = {  # two factors -> (levels, levels)
+        self.in_factors = {  # two factors -> (levels, levels)
             (f, g): np.ones((num_levels[f], num_levels[g]), bool)
             for f, g in itertools.combinations(range(len(num_levels)), 2)
         }
 
     def any(self) -> bool:
-        parts = (self.in_bases, self.with_bases, self.of_factors)
+        parts = (self.in_bases, self.with_bases, self.in_factors)
         return any(pairs.any() for part in parts for pairs in part.values())
 
     def next_row(self) -> tuple[int, list[int]]:
-        """Returns the index of a base and of a level for each factor, and marks their pairs as covered."""
+        """Returns the index of a base and of a level for each factor.
+
+        Marks their pairs as covered.
+        """
         gains = [self._gains_with_bases(f) for f in range(len(self.num_levels))]
         scores = np.zeros(len(self.table))
         for (a, b), pairs in self.in_bases.items():
@@ -66,7 +70,7 @@ class _Missing:
         levels: dict[int, int] = {}
         # If only pairs of two factors are missing, one of them has to be chosen.
         if not scores[base]:
-            (f, g), pairs = next(item for item in self.of_factors.items() if item[1].any())
+            (f, g), pairs = next(item for item in self.in_factors.items() if item[1].any())
             levels[f], levels[g] = map(int, np.argwhere(pairs)[0])
         for f, gain in enumerate(gains):
             if f not in levels:
@@ -76,21 +80,21 @@ class _Missing:
         return base, [levels[f] for f in range(len(self.num_levels))]
 
     def _gains_with_bases(self, f: int) -> np.ndarray:
-        """Returns how many missing pairs each base has with each level of a factor: (bases, levels)."""
+        """Returns the number of missing pairs of each base with each level: (bases, levels)."""
         gains = np.zeros((len(self.table), self.num_levels[f]))
         for a in range(self.table.shape[1]):
             gains += self.with_bases[a, f][self.table[:, a]]
         return gains
 
     def _pairs_of(self, f: int, g: int) -> np.ndarray:
-        return self.of_factors[f, g] if f < g else self.of_factors[g, f].T
+        return self.in_factors[f, g] if f < g else self.in_factors[g, f].T
 
     def _cover(self, values: np.ndarray, levels: dict[int, int]) -> None:
         for (a, b), pairs in self.in_bases.items():
             pairs[values[a], values[b]] = False
         for (a, f), pairs in self.with_bases.items():
             pairs[values[a], levels[f]] = False
-        for (f, g), pairs in self.of_factors.items():
+        for (f, g), pairs in self.in_factors.items():
             pairs[levels[f], levels[g]] = False
 
 

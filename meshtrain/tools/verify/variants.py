@@ -12,7 +12,8 @@ YARN = ("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)
 
 DYNAMIC = ("dynamic", 4.0, 8)
 
-# Implementations of attention with several blocks, and what `--quick` tries together with each of them.
+# Implementations of attention with several blocks, and what `--quick` tries together with each of
+# them.
 BLOCKS = {
     "xla:5": {"positions": "rope", "rope_scaling": LLAMA3, "dropout": 0.0},
     "blockwise:5": {
@@ -31,31 +32,39 @@ LATENT = {"kv_lora_rank": 10, "q_lora_rank": 9, "rope_head_dim": 6, "v_head_dim"
 
 
 def select(section: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the given section, one for each of BLOCKS, and sections in which every pair of two choices occurs.
+    """Returns sections in which every pair of two choices occurs.
 
-    The first NUM_QUICK sections are those that `--quick` tries; besides the given one they have local and
-    global layers, and a soft cap. The last two have latent attention, as all of them do if the given one has it.
+    The first NUM_QUICK are those that `--quick` tries: the given section, and one for each of
+    BLOCKS, with local and global layers and a soft cap. The last two have latent attention, as all
+    of them do if the given one has it.
     """
     rows = pairwise([{}], _choices(section))
     hard = {"attention": "lg", "window": _window(section), "attention_softcap": SOFTCAP}
-    first = [
-        next(row for row in rows if row["attention_impl"] == name) | hard | choices
-        for name, choices in BLOCKS.items()
-    ]
-    latent = [first[0] | LATENT, first[1] | LATENT | {"q_lora_rank": 0}]
-    sections = [_compatible({**section, **row}) for row in [{}, *first, *rows, *latent]]
-    # One layer more than the pattern has, so that it repeats, and the first ones.
-    return [
-        {**c, "num_layers": c["first_dense_layers"] + len(c["attention"]) + 1} for c in sections
-    ]
+    quick = []
+    for name, choices in BLOCKS.items():
+        row = next(row for row in rows if row["attention_impl"] == name)
+        quick.append(row | hard | choices)
+    latent = [quick[0] | LATENT, quick[1] | LATENT | {"q_lora_rank": 0}]
+    sections = []
+    for row in [{}, *quick, *rows, *latent]:
+        c = _compatible({**section, **row})
+        # One layer more than the pattern has, so that it repeats, and the first ones.
+        c["num_layers"] = c["first_dense_layers"] + len(c["attention"]) + 1
+        sections.append(c)
+    return sections
 
 
 def _compatible(c: dict[str, Any]) -> dict[str, Any]:
     """Returns the section without what latent attention does not support, if it has that."""
     if not c["kv_lora_rank"]:
         return c
-    without = {"qk_norm": False, "qkv_bias": False, "num_kv_heads": c["num_heads"]}
-    return {**c, **without, "positions": "rope"}
+    return {
+        **c,
+        "qk_norm": False,
+        "qkv_bias": False,
+        "num_kv_heads": c["num_heads"],
+        "positions": "rope",
+    }
 
 
 def _window(c: Mapping[str, Any]) -> int:
@@ -63,7 +72,10 @@ def _window(c: Mapping[str, Any]) -> int:
 
 
 def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
-    """Returns the choices: for each, a row of each of its values. All combinations are valid models."""
+    """Returns the choices: for each, a row of each of its values.
+
+    All combinations are valid models.
+    """
 
     def choice(key: str, *values: Any) -> list[Row]:
         return [{key: value} for value in values]
@@ -108,30 +120,39 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
 
 
 def _experts(c: Mapping[str, Any]) -> list[Row]:
-    """Returns no experts, and mixtures that differ in everything that a router, balance or capacity can do."""
+    """Returns no experts, and mixtures that differ in what router, balance and capacity can do."""
     if c["num_experts"]:
-        shared = {key: c[key] for key in ("num_experts", "experts_per_token", "d_expert")}
-        shared["expert_groups"] = ()
+        sizes = {key: c[key] for key in ("num_experts", "experts_per_token", "d_expert")}
     else:
-        shared = {"num_experts": 4, "experts_per_token": 2, "d_expert": 12, "expert_groups": ()}
-    common = {"num_shared_experts": 0, "router_scale": 1.0, "capacity_factor": 0.0}
-    common |= {"balance": "none", "balance_weight": 0.3, "router_z_loss": 0.0}
-    common |= {"router": "topk_softmax", "first_dense_layers": 0}
-    groups = (2, 1) if 2 * shared["experts_per_token"] <= shared["num_experts"] else ()
-    groups = () if shared["num_experts"] % 2 else groups
+        sizes = {"num_experts": 4, "experts_per_token": 2, "d_expert": 12}
+    # Two groups, of which a token uses one, if they have enough experts.
+    num_experts = sizes["num_experts"]
+    can_group = num_experts % 2 == 0 and 2 * sizes["experts_per_token"] <= num_experts
+    groups = (2, 1) if can_group else ()
+    base = {
+        "num_shared_experts": 0,
+        "router_scale": 1.0,
+        "capacity_factor": 0.0,
+        "balance": "none",
+        "balance_weight": 0.3,
+        "router_z_loss": 0.0,
+        "router": "topk_softmax",
+        "first_dense_layers": 0,
+        **sizes,
+        "expert_groups": (),
+    }
     return [
-        {**common, **shared, "num_experts": 0},
-        {**common, **shared, "balance": "batch", "router_z_loss": 0.1},
+        {**base, "num_experts": 0},
+        {**base, "balance": "batch", "router_z_loss": 0.1},
         {
-            **common,
-            **shared,
+            **base,
             "router": "softmax",
             "balance": "sequence",
             "num_shared_experts": 2,
             "first_dense_layers": 1,
         },
-        {**common, **shared, "router": "sigmoid", "router_scale": 2.5, "expert_groups": groups},
-        {**common, **shared, "capacity_factor": 0.75, "expert_groups": groups},
+        {**base, "router": "sigmoid", "router_scale": 2.5, "expert_groups": groups},
+        {**base, "capacity_factor": 0.75, "expert_groups": groups},
     ]
 
 
@@ -143,5 +164,6 @@ def _mib(*, tokens: int) -> float:
 def describe(c: Mapping[str, Any]) -> str:
     """Returns the choices of a section, for a message."""
     keys = {key for factor in _choices(c) for row in factor for key in row}
-    keys |= {*LATENT} if c["kv_lora_rank"] else {*()}
+    if c["kv_lora_rank"]:
+        keys |= LATENT.keys()
     return ", ".join(f"{key}={c[key]}" for key in sorted(keys))

@@ -125,7 +125,7 @@ def test_no_collective_is_in_the_loop_of_leftover_blocks(monkeypatch):
 def test_the_roofline_is_of_balanced_routing_where_there_is_a_first_pass(
     num_experts, is_balanced, monkeypatch
 ):
-    h200 = hardware.BY_NAME["h200"]
+    h200 = hardware.devices()["h200"]
     monkeypatch.setattr(hardware, "device_of", lambda kind: h200)
     result = audited({"expert": 2}, model=dict(num_experts=num_experts, d_expert=8))
     assert result.roofline.is_balanced == result.roofline.has_all_counts == is_balanced

@@ -10,7 +10,7 @@ from meshtrain import state as states
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
-from meshtrain.hardware import BY_NAME
+from meshtrain.hardware import devices
 from meshtrain.parallel.mesh import Network
 from meshtrain.program import assemble
 from meshtrain.tools.audit import audit, text
@@ -121,7 +121,7 @@ def test_the_messages_between_tpu_slices_are_collectives():
         ("tensor", inside.bytes, 0),
     ]
     assert counted.leaving_slice == 4 * between.bytes
-    result = roofline(module, found, BY_NAME["v5e"], where, model_flops=1)
+    result = roofline(module, found, devices()["v5e"], where, model_flops=1)
     rows = {row.name: row for row in result.transfers}
     assert (rows["data"].rate, rows["tensor"].rate) == (3.125e9, 90e9)
     # The first of the two copies, between the message and its end, hides its own time.
@@ -163,9 +163,9 @@ def test_padded_messages_between_slices_are_the_gradients_that_nothing_else_sums
 
 def test_without_the_rate_of_its_network_a_device_has_no_roofline_over_slices():
     one, two = network([0, 0], [0, 0]), network([0, 1], [0, 1])
-    assert audit._row_of("TPU v4", one) == (BY_NAME["v4"], [])
-    assert audit._row_of("TPU v5p", two) == (BY_NAME["v5p"], [])
-    row, (warning,) = audit._row_of("TPU v4", two)
+    assert audit._table_device("TPU v4", one) == (devices()["v4"], [])
+    assert audit._table_device("TPU v5p", two) == (devices()["v5p"], [])
+    row, (warning,) = audit._table_device("TPU v4", two)
     assert row is None and "no rate of the network between slices of v4" in warning
 
 

@@ -76,7 +76,7 @@ def test_the_bytes_of_the_state_are_exact(change):
 
     advice = advice_for(wide_config(**keys), 8)
     ((key, value),) = change.items()
-    way = advice._state_way(change, "")
+    way = advice._state_remedy(change, "")
     # Gradients are replicated at stage 1, and sharded over eight devices at stage 3.
     gradients = 4 * memory.states.count(advice.program.abstract_state.params)
     expected = state() - state(**{key.replace(".", "__"): value})
@@ -114,7 +114,9 @@ def test_a_pipeline_keeps_the_inputs_of_its_chunks():
     residuals = advice_for(wide_config(**keys, pipeline__keep="residuals"), 2)
     inputs = advice_for(wide_config(**keys), 2)
     saves = by_flags(residuals)["pipeline.keep=inputs"]
-    assert saves == residuals._activations(residuals.cfg) - inputs._activations(inputs.cfg)
+    assert saves == residuals._activation_bytes(residuals.cfg) - inputs._activation_bytes(
+        inputs.cfg
+    )
 
 
 def check_lines(lines):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshtrain.config.schema import AXES
-from meshtrain.hardware import BY_NAME
+from meshtrain.hardware import devices
 from meshtrain.parallel.mesh import Network
 from meshtrain.tools.audit import text
 from meshtrain.tools.hlo import collective_ops, hlo, traffic
@@ -136,7 +136,7 @@ def measured(body, before="", **sizes):
     shape = {axis: sizes.get(axis, 1) for axis in AXES}
     found = collective_ops.find_collectives(module, shape, "gpu")
     one_host = Network(*[np.zeros([*shape.values()], int)] * 2)
-    return roofline(module, found, BY_NAME["h200"], one_host, model_flops=1e9)
+    return roofline(module, found, devices()["h200"], one_host, model_flops=1e9)
 
 
 def test_the_body_of_a_loop_counts_once_for_each_iteration():
@@ -191,17 +191,17 @@ def test_a_group_over_hosts_has_their_network_adapters():
     numbers = np.arange(32).reshape(4, 8)
     data, tensor = map(tuple, numbers.T.tolist()), map(tuple, numbers.tolist())
     hosts = numbers.reshape(1, 4, 1, 1, 1, 8) // 8
-    in_hosts, h200 = Network(hosts, 0 * hosts), BY_NAME["h200"]
+    in_hosts, h200 = Network(hosts, 0 * hosts), devices()["h200"]
     assert link_rate(h200, in_hosts, tuple(tensor)) == 450e9
     data = tuple(data)
     assert link_rate(h200, in_hosts, data) == 50e9  # one device of each host
     assert link_rate(h200, in_hosts, (tuple(range(32)),)) == 400e9
     assert link_rate(h200, in_hosts, ((0, 1), (7, 8))) == 50e9  # the slowest pair counts
-    assert link_rate(BY_NAME["v5p"], Network(0 * hosts, 0 * hosts), data) == 180e9
+    assert link_rate(devices()["v5p"], Network(0 * hosts, 0 * hosts), data) == 180e9
 
 
 def test_a_group_over_tpu_slices_has_the_data_centre_network_of_all_its_chips():
     slices = np.arange(32).reshape(1, 2, 16, 1, 1, 1) // 16
     network, pairs = Network(slices, slices), tuple((n, n + 16) for n in range(16))
-    assert link_rate(BY_NAME["v5p"], network, pairs) == 6.25e9
-    assert link_rate(BY_NAME["v5e"], network, (tuple(range(32)),)) == 16 * 3.125e9
+    assert link_rate(devices()["v5p"], network, pairs) == 6.25e9
+    assert link_rate(devices()["v5e"], network, (tuple(range(32)),)) == 16 * 3.125e9

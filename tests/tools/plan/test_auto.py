@@ -17,7 +17,7 @@ from meshtrain.tools.plan import auto
 from meshtrain.tools.plan import machine as machines
 from meshtrain.train import train
 
-H100 = hardware.BY_NAME["h100"]
+H100 = hardware.devices()["h100"]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_run_uses_and_logs_the_choice(config, tmp_path, capsys):
 
 def test_devices_of_the_table_are_not_measured(config, monkeypatch):
     """The same choice as that of the command, without a measurement."""
-    monkeypatch.setitem(hardware.BY_KIND, "cpu", H100)
+    monkeypatch.setitem(hardware.devices_by_kind(), "cpu", H100)
     monkeypatch.setattr(machines, "measure_host", None)
     raw, lines = auto.resolve(config)
     assert "layouts by `meshtrain plan`" in lines[0]
@@ -80,7 +80,7 @@ def test_a_batch_that_the_devices_do_not_divide_is_one_line(config):
 
 def test_a_model_that_does_not_fit_is_one_line(config, monkeypatch):
     device = dataclasses.replace(H100, memory=1e4)
-    monkeypatch.setitem(hardware.BY_KIND, "cpu", device)
+    monkeypatch.setitem(hardware.devices_by_kind(), "cpu", device)
     with pytest.raises(ConfigError, match="no layout fits 0 GB on each; the nearest needs"):
         auto.resolve(config)
 

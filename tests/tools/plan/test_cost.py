@@ -10,10 +10,10 @@ from benchmarks.lib import gpu_models
 from benchmarks.plan import published_steps as replay
 from meshtrain import hardware
 from meshtrain.config.schema import SyncConfig
+from meshtrain.tools.plan import from_config
 from meshtrain.tools.plan.cost import levels_of, step_cost
 from meshtrain.tools.plan.layout import Layout
 from meshtrain.tools.plan.machine import Machine
-from meshtrain.tools.plan.subject import PlanInput
 from tests.lib.paths import ROOT
 from tests.lib.plans import H100, SMALL, cost
 
@@ -44,9 +44,11 @@ def test_the_error_on_our_own_steps_on_one_gpu(model):
     (file,) = (ROOT / "benchmarks" / "results").glob(f"{model}_nvidia-h200-x1_*.json")
     record = json.loads(file.read_text())
     c = gpu_models.settings(model, rows=record["batch"])
-    subject, machine = PlanInput(c), Machine(hardware.BY_NAME["h200"], 1, 1)
+    plan_input, machine = from_config.plan_input(c), Machine(hardware.devices()["h200"], 1, 1)
     layout = Layout(rows=record["batch"], zero_stage=c.train.zero_stage, remat=c.train.remat)
-    seconds = step_cost(subject.work, layout, machine, subject.seq_len).seconds * machine.of_xla
+    seconds = (
+        step_cost(plan_input.work, layout, machine, plan_input.seq_len).seconds * machine.xla_factor
+    )
     assert 1e3 * seconds == pytest.approx(record["rows"][0]["ms per step"], rel=0.05)
 
 

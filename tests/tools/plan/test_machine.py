@@ -16,7 +16,7 @@ def test_a_device_of_a_file_differs_from_one_of_the_table(tmp_path, capsys):
     file = tmp_path / "slow.toml"
     file.write_text('base = "h200"\nnetwork = 1e9\nmemory = 100_000_000_000\n')
     found = hardware.device_named(str(file))
-    table = hardware.BY_NAME["h200"]
+    table = hardware.devices()["h200"]
     assert found == dataclasses.replace(table, name="slow", network=1e9, memory=100e9)
     assert run(f"--device={file}", "--devices=16") == 0
     assert (
@@ -69,7 +69,7 @@ def test_a_run_on_known_devices_writes_its_predicted_step_time(tiny, tmp_path, m
     tiny.mesh.data = 2
     tiny.mesh.tensor = 4
     train(tiny, workdir=tmp_path / "unknown")
-    monkeypatch.setitem(hardware.BY_KIND, "cpu", H100)
+    monkeypatch.setitem(hardware.devices_by_kind(), "cpu", H100)
     train(tiny, workdir=tmp_path / "known")
     first, second = (
         [json.loads(row) for row in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from meshtrain.config.schema import SyncConfig
-from meshtrain.tools.plan import text
-from meshtrain.tools.plan.layout import Layout
+from meshtrain.tools.plan.layout import Layout, name_of
 from tests.lib.plans import run
 
 
@@ -82,8 +81,8 @@ def test_a_layout_is_taken_apart(tmp_path, capsys):
 def test_a_layout_in_words():
     layout = Layout(pipeline=2, fsdp=4, num_microbatches=4, schedule="interleaved", num_chunks=2)
     words = "pipeline 2 x fsdp 4 · zero 3 · 4 x 1 rows · interleaved of 2 chunks, residuals kept · remat none"
-    assert text.name_of(layout) == words
+    assert name_of(layout) == words
     narrow = SyncConfig(wire="int8", pattern="hierarchical")
     words = "data 8 · zero 3 · 1 x 1 rows · remat none · gradients in int8, hierarchical"
-    assert text.name_of(Layout(data=8, sync=narrow)) == words
-    assert "gradients" not in text.name_of(Layout(fsdp=8, sync=narrow))
+    assert name_of(Layout(data=8, sync=narrow)) == words
+    assert "gradients" not in name_of(Layout(fsdp=8, sync=narrow))

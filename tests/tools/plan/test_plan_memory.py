@@ -9,9 +9,8 @@ from meshtrain.config.parse import parse
 from meshtrain.config.schema import SyncConfig
 from meshtrain.configs import deepseek_v2_lite, gpt2, llama3, mixtral, quickstart
 from meshtrain.program import abstract_state
-from meshtrain.tools.plan import memory
+from meshtrain.tools.plan import from_config, memory
 from meshtrain.tools.plan.layout import Layout
-from meshtrain.tools.plan.subject import PlanInput
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ def test_the_state_is_that_of_the_program(config, layout):
     mesh = jax.sharding.AbstractMesh(numbers, names)
     abstract = abstract_state(cfg, parts, mesh)
     state, grads = abstract.state, abstract.grad_shardings
-    found = PlanInput(c).stored.bytes(layout)
+    found = from_config.plan_input(c).stored.bytes(layout)
     gradients = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), state.params, grads)
     expected = [
         states.bytes_per_device(tree) for tree in (state.params, state.opt_state, gradients)
@@ -46,11 +45,13 @@ def test_the_state_is_that_of_the_program(config, layout):
 
 
 def test_memory_grows_with_what_is_kept():
-    subject = PlanInput(llama3.get_config())
+    plan_input = from_config.plan_input(llama3.get_config())
 
     def activations(**changes):
         layout = Layout(**{"fsdp": 8, "rows": 1, **changes})
-        return memory.parts(subject.work, layout, subject.stored, 8192)["activations"]
+        return memory.parts(plan_input.work, layout, plan_input.stored.bytes(layout), 8192)[
+            "activations"
+        ]
 
     assert activations(remat="none") > activations(remat="dots") > activations(remat="full") > 0
     # Full remat keeps the input of each layer.
@@ -61,11 +62,11 @@ def test_memory_grows_with_what_is_kept():
 
 
 def test_a_residual_is_as_large_as_the_gradients():
-    subject = PlanInput(llama3.get_config())
+    plan_input = from_config.plan_input(llama3.get_config())
     for layout, expected in [
         (Layout(data=8, sync=SyncConfig(wire="int4")), True),
         (Layout(data=8, sync=SyncConfig(wire="int8")), False),
         (Layout(fsdp=8, sync=SyncConfig(wire="int4")), False),  # no partial sums at ZeRO stage 3
     ]:
-        parts = memory.parts(subject.work, layout, subject.stored, 8192)
+        parts = memory.parts(plan_input.work, layout, plan_input.stored.bytes(layout), 8192)
         assert parts["residual"] == (parts["gradients"] if expected else 0)

@@ -7,6 +7,7 @@ import pytest
 from meshtrain.config.parse import parse
 from meshtrain.configs import llama3
 from meshtrain.tools.plan import search
+from meshtrain.tools.plan.layout import overrides, with_layout
 from tests.lib.plans import CONFIGS, plan_of
 
 
@@ -15,14 +16,14 @@ def test_layouts_are_legal_fit_and_are_ranked(name):
     c = CONFIGS[name].get_config()
     c.train.global_batch = 128
     subject, machine, plan = plan_of(c, "h200", 64)
-    assert 5 < len(plan.found) <= 20 and plan.num_tried > 1000
-    for one in plan.found:
+    assert 5 < len(plan.candidates) <= 20 and plan.num_tried > 1000
+    for one in plan.candidates:
         assert math.prod(one.layout.sizes().values()) == 64
         assert one.memory_bytes <= 0.9 * 141e9
-        parse(search.settings(subject, one.layout), num_devices=64)
-    best = plan.found[0].seconds
-    assert all(one.seconds > best * 0.97 for one in plan.found)
-    assert plan.found[-1].seconds >= best
+        parse(with_layout(subject, one.layout), num_devices=64)
+    best = plan.candidates[0].seconds
+    assert all(one.seconds > best * 0.97 for one in plan.candidates)
+    assert plan.candidates[-1].seconds >= best
 
 
 def test_fixed_keys_hold_for_all():
@@ -34,9 +35,9 @@ def test_fixed_keys_hold_for_all():
     }
     flags = [f"{key}={value}" for key, value in wanted.items()]
     *_, plan = plan_of(c, "h200", 64, fixed=flags)
-    assert plan.found
-    for one in plan.found:
-        assert wanted.items() <= search.overrides(one.layout).items()
+    assert plan.candidates
+    for one in plan.candidates:
+        assert wanted.items() <= overrides(one.layout).items()
 
 
 def test_gradients_are_sent_as_the_config_says():
@@ -45,13 +46,13 @@ def test_gradients_are_sent_as_the_config_says():
     c.train.global_batch = 64
     fixed = ["mesh.data=16", "mesh.fsdp=4", "mesh.tensor=1", "mesh.context=1", "mesh.pipeline=1"]
     *_, plan = plan_of(c, "h200", 64, fixed=fixed)
-    assert {one.layout.sync.wire for one in plan.found} == {"float32"}
+    assert {one.layout.sync.wire for one in plan.candidates} == {"float32"}
     c.sync.wire = "int8"
     *_, plan = plan_of(c, "h200", 64, fixed=fixed)
-    (best,) = {(one.layout.sync.wire, one.layout.sync.pattern) for one in plan.found}
+    (best,) = {(one.layout.sync.wire, one.layout.sync.pattern) for one in plan.candidates}
     assert best == ("int8", "hierarchical")
     *_, plan = plan_of(c, "h200", 64, fixed=[*fixed, "sync.pattern=xla", "sync.wire=bfloat16"])
-    keys = search.overrides(plan.found[0].layout)
+    keys = overrides(plan.candidates[0].layout)
     assert (keys["sync.wire"], keys["sync.pattern"]) == ("bfloat16", "xla")
 
 
@@ -60,21 +61,21 @@ def test_loss_chunks_are_small_where_they_make_a_layout_fit():
     c.train.global_batch = 8
     fixed = ["mesh.fsdp=8", "train.remat=full", "train.num_microbatches=1"]
     _, _, plan = plan_of(c, "h200", 8, fixed=fixed)
-    (one,) = plan.found
-    assert search.overrides(one.layout)["model.loss_chunk_mib"] == 2048
+    (one,) = plan.candidates
+    assert overrides(one.layout)["model.loss_chunk_mib"] == 2048
     _, machine, plan = plan_of(c, "h200", 8, fixed=fixed, limit=(one.memory_bytes - 1e9) / 141e9)
-    (smaller,) = plan.found
-    assert search.overrides(smaller.layout)["model.loss_chunk_mib"] == search.SMALL_LOSS_CHUNK
+    (smaller,) = plan.candidates
+    assert overrides(smaller.layout)["model.loss_chunk_mib"] == search.SMALL_LOSS_CHUNK
     assert one.memory_bytes - smaller.memory_bytes == (2048 - 256) * 2**20
     assert smaller.seconds > one.seconds
     _, _, plan = plan_of(c, "h200", 8, fixed=[*fixed, "model.loss_chunk_mib=64"])
-    assert search.overrides(plan.found[0].layout)["model.loss_chunk_mib"] == 64
+    assert overrides(plan.candidates[0].layout)["model.loss_chunk_mib"] == 64
 
 
 def test_tensor_stays_inside_a_host_and_rows_of_a_tpu_are_wide():
     c = llama3.get_config()
     c.train.global_batch = 256
     *_, plan = plan_of(c, "h100", 32, per_host=4)
-    assert plan.found and all(one.layout.tensor <= 4 for one in plan.found)
+    assert plan.candidates and all(one.layout.tensor <= 4 for one in plan.candidates)
     *_, plan = plan_of(c, "v5p", 256, per_host=256)
-    assert plan.found and all(4096 // one.layout.fsdp >= 128 for one in plan.found)
+    assert plan.candidates and all(4096 // one.layout.fsdp >= 128 for one in plan.candidates)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from meshtrain.tools.plan import work
+from meshtrain.tools.plan import from_config, work
 from meshtrain.tools.plan.layout import Layout
-from meshtrain.tools.plan.subject import PlanInput
 from tests.lib.plans import CONFIGS, H100, SMALL, cost
 
 
@@ -34,14 +33,14 @@ def test_traced_products_are_those_of_the_config(name):
     c.model.head_dim = 0
     c.data.seq_len = c.model.max_seq_len = 64
     c.model.attention_impl = "xla"
-    subject = PlanInput(c)
-    shapes = subject.stored.shapes.params
-    batch = subject.batch
-    traced = work.of_traced(subject.model, shapes, batch, "float32")
-    read = sum(n * k for n, k in subject.work.products)
-    attention = 2 * 64 * subject.work.heads * subject.work.head_dim
+    plan_input = from_config.plan_input(c)
+    shapes = plan_input.stored.shapes.params
+    batch = from_config.abstract_row(plan_input.cfg)
+    traced = work.of_traced(plan_input.model, shapes, batch, "float32")
+    read = sum(n * k for n, k in plan_input.work.products)
+    attention = 2 * 64 * plan_input.work.heads * plan_input.work.head_dim
     found = sum(n * k for n, k in traced.products)
     if name != "mixtral":  # whose blocks of tokens are padded
         assert found == pytest.approx(read + attention, rel=0.01)
-    assert traced.num_layers == subject.work.num_layers == 2
-    assert (traced.layer, traced.others) == (subject.work.layer, subject.work.others)
+    assert traced.num_layers == plan_input.work.num_layers == 2
+    assert (traced.layer, traced.others) == (plan_input.work.layer, plan_input.work.others)

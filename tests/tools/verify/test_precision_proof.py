@@ -16,7 +16,7 @@ from meshtrain.models import layers, transformer
 from meshtrain.ops import blockwise, losses
 from meshtrain.optim import base as optim
 from meshtrain.pipeline import executor
-from meshtrain.tools.verify import precision, verify
+from meshtrain.tools.verify import case, precision
 from meshtrain.tools.verify.case import VerifyCase
 from meshtrain.tools.verify.laws import precision as precision_laws
 from tests.lib.configs import LAYOUT, tiny_config
@@ -45,7 +45,7 @@ def program_of(subject, row):
     if "attention_impl" in row:
         section = {key: value for key, value in subject.raw["model"].items() if key != "build"}
         subject.model = transformer.build(**section | {"attention_impl": row["attention_impl"]})
-    return verify.program_of(subject, row)
+    return case.program_of(subject, row)
 
 
 def check(subject, row, dtype):

@@ -15,8 +15,8 @@ from meshtrain.models import transformer
 from meshtrain.ops import blockwise, losses
 from meshtrain.tools.verify import case, layouts, variants, verify
 from meshtrain.tools.verify.certificate import compare
-from meshtrain.tools.verify.laws import keys as key_laws
 from meshtrain.tools.verify.laws import model as model_laws
+from meshtrain.tools.verify.laws import random_keys as key_laws
 from meshtrain.tools.verify.pairwise import pairwise
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
@@ -107,7 +107,7 @@ def test_a_users_own_model_is_verified(kind):
     with jax.enable_x64(True):
         own = case.VerifyCase(tiny_config(), model, data, keep_sizes=False)
         assert not own.is_text
-        assert [fault for law in model_laws.laws(own).values() for fault in law()] == []
+        assert [fault for law in verify.laws(own).values() for fault in law()] == []
         result = verify.check_layout(own, LAYOUT)
     assert result.fault is None and result.differences["gradients"] < 1e-12
 
@@ -224,7 +224,7 @@ def test_the_forced_sizes_reach_attention_and_loss(quickstart, monkeypatch):
         monkeypatch.setattr(module, name, spy)
     row = LAYOUT | {"data": 1, "tensor": 4, "attention_impl": "blockwise:5", "loss_chunks": 3}
     with jax.enable_x64(True):
-        program = verify.program_of(quickstart, row)
+        program = case.program_of(quickstart, row)
         samples = jax.tree.map(lambda leaf: leaf[:48], quickstart.samples)
         with program.active():
             jax.eval_shape(program.train_step, program.abstract_state, samples)
@@ -259,9 +259,9 @@ def test_choices_of_the_model_are_varied_in_pairs(quickstart):
 
 def test_a_law_has_the_same_name_with_and_without_quick(quickstart, monkeypatch):
     monkeypatch.setattr(model_laws, "decoder_of", lambda c, batch: c["attention_impl"])
-    quick = model_laws.laws(quickstart, quick=True)
+    quick = verify.laws(quickstart, quick=True)
     names = [name for name in quick if name.startswith("transformer")]
-    found = [model_laws.check(quickstart, name)[0] for name in names]
+    found = [verify.check_law(quickstart, name)[0] for name in names]
     assert found == [quick[name]()[0] for name in names]
     assert [fault.split(": ")[1] for fault in found] == ["xla", *variants.BLOCKS]
 

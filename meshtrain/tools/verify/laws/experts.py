@@ -12,17 +12,14 @@ from meshtrain.models import transformer
 from meshtrain.models.base import Params
 from meshtrain.tools.verify.reference import step as reference_step
 
-PER_EXPERT = (
-    "gate",
-    "up",
-    "down",
-)  # their kernels have a leading dim of experts after that of layers
+# Their kernels have a leading dim of experts after that of layers.
+PER_EXPERT = ("gate", "up", "down")
 
 TOLERANCE = 1e-10
 
 
 def permuted(section: Mapping[str, Any], batch: Batch) -> str | None:
-    """Law: the order of the experts changes neither the loss nor, but for their order, the gradients."""
+    """Law: the order of the experts does not change the loss, and only the order of gradients."""
     section = {**section, "expert_groups": ()}
     model, params = _start(section)
     order = np.random.default_rng(0).permutation(section["num_experts"])
@@ -31,18 +28,26 @@ def permuted(section: Mapping[str, Any], batch: Batch) -> str | None:
 
 
 def identical(section: Mapping[str, Any], batch: Batch) -> str | None:
-    """Law: if all experts are equal and their weights add up to 1, the layer is an ordinary feed-forward layer."""
-    off = {"num_shared_experts": 0, "capacity_factor": 0.0, "router": "topk_softmax"}
-    off |= {"router_scale": 1.0, "router_z_loss": 0.0, "balance": "none", "bias": False}
-    section = {**section, **off}
-    width = section["d_expert"] or section["d_ff"]
+    """Law: equal experts whose weights add up to 1 are an ordinary feed-forward layer."""
+    section = {
+        **section,
+        "num_shared_experts": 0,
+        "capacity_factor": 0.0,
+        "router": "topk_softmax",
+        "router_scale": 1.0,
+        "router_z_loss": 0.0,
+        "balance": "none",
+        "bias": False,
+    }
     model, params = _start(section)
     mlp = params["layers"]["mlp"]
-    first = {name: {"kernel": mlp[name]["kernel"][:, 0]} for name in PER_EXPERT if name in mlp}
-    same = {
-        name: {"kernel": jnp.broadcast_to(one["kernel"][:, None], mlp[name]["kernel"].shape)}
-        for name, one in first.items()
-    }
+    first, same = {}, {}
+    for name in PER_EXPERT:
+        if name in mlp:
+            stacked = mlp[name]["kernel"]
+            first[name] = {"kernel": stacked[:, 0]}
+            same[name] = {"kernel": jnp.broadcast_to(stacked[:, :1], stacked.shape)}
+    width = section["d_expert"] or section["d_ff"]
     dense = transformer.build(**{**section, "num_experts": 0, "d_ff": width})
     ((loss, _),) = _gradients(model, [(_with_mlp(params, {**mlp, **same}), batch)])
     ((expected, _),) = _gradients(dense, [(_with_mlp(params, first), batch)])
@@ -64,28 +69,37 @@ def unweighted(section: Mapping[str, Any], batch: Batch) -> str | None:
 
 
 def balanced(section: Mapping[str, Any], batch: Batch) -> str | None:
-    """Law: a step replaces what was measured, and moves each bias by a fixed step towards an equal load."""
+    """Law: a step replaces what was measured, and moves each bias towards an equal load."""
     section = {**section, "balance": "bias", "balance_weight": 0.25}
     model, params = _start(section)
-    random, E = np.random.default_rng(2), section["num_experts"]
-    means = jax.tree.map(lambda leaf: random.random(leaf.shape) / E, params)
+    random, num_experts = np.random.default_rng(2), section["num_experts"]
+    means = jax.tree.map(lambda leaf: random.random(leaf.shape) / num_experts, params)
     updated, _ = model.measure(params, means)
-    was, mean, now = (tree["layers"]["mlp"]["measured"] for tree in (params, means, updated))
+    before, mean, after = (tree["layers"]["mlp"]["measured"] for tree in (params, means, updated))
     expected = {name: mean[name] for name in ("load", "score", "log_z", "dropped")}
-    too_little = mean["load"] * E < 1
-    expected["bias"] = was["bias"] + np.where(too_little, 0.25, -0.25)
-    return _difference(dict(now), expected, "after a step")
+    too_little = mean["load"] * num_experts < 1
+    expected["bias"] = before["bias"] + np.where(too_little, 0.25, -0.25)
+    return _difference(dict(after), expected, "after a step")
+
+
+# Each with a `model` section that has experts, and a batch.
+LAWS: dict[str, Callable[[Mapping[str, Any], Batch], str | None]] = {
+    "permuted experts": permuted,
+    "identical experts": identical,
+    "tokens of weight 0": unweighted,
+    "balanced experts": balanced,
+}
 
 
 def reorder(params: Params, order: np.ndarray) -> Params:
     """Returns the parameters with expert number order[e] as number e."""
     mlp = dict(params["layers"]["mlp"])
-    for name in (name for name in PER_EXPERT if name in mlp):
-        mlp[name] = {"kernel": mlp[name]["kernel"][:, order]}
+    for name in PER_EXPERT:
+        if name in mlp:
+            mlp[name] = {"kernel": mlp[name]["kernel"][:, order]}
     mlp["router"] = {"kernel": mlp["router"]["kernel"][..., order]}
-    mlp["measured"] = {
-        name: leaf[:, order] if leaf.ndim == 2 else leaf for name, leaf in mlp["measured"].items()
-    }
+    measured = mlp["measured"].items()  # (layers, experts), or of a whole layer
+    mlp["measured"] = {name: leaf[:, order] if leaf.ndim == 2 else leaf for name, leaf in measured}
     return _with_mlp(params, mlp)
 
 
@@ -94,6 +108,7 @@ def _with_mlp(params: Params, mlp: Params) -> Params:
 
 
 def _start(section: Mapping[str, Any]) -> tuple[Any, Params]:
+    """Returns the model, and parameters of which none is a constant."""
     model, random = transformer.build(**section), np.random.default_rng(1)
     params = reference_step.run_compiled(model.init, jax.random.key(0))
     return model, jax.tree.map(lambda leaf: leaf + 0.1 * random.normal(size=leaf.shape), params)
@@ -121,12 +136,3 @@ def _difference(actual: Any, expected: Any, when: str) -> str | None:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             return f"{name} differs {when} by {np.abs(a - b).max():.3g}"
     return None
-
-
-# Each with a `model` section that has experts, and a batch; returns how the law is violated, or None.
-LAWS: dict[str, Callable[[Mapping[str, Any], Batch], str | None]] = {
-    "permuted experts": permuted,
-    "identical experts": identical,
-    "tokens of weight 0": unweighted,
-    "balanced experts": balanced,
-}

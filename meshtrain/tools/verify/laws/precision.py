@@ -14,7 +14,8 @@ NUM_SEEDS = 4096
 
 MAX_Z = 5.0  # standard errors; a correct law exceeds it once in 1.7 million numbers
 
-# Their errors grow with the values or the number of terms: softmax, norms, rope and the loss.
+# Operations of softmax, norms, rope and the loss: their errors grow with the values or the number
+# of terms.
 FLOAT32_OPERATIONS = ("exp", "exp2", "log", "log1p", "rsqrt", "sqrt", "sin", "cos", "reduce_max")
 
 
@@ -26,9 +27,10 @@ def laws() -> dict[str, Callable[[], str | None]]:
 def stochastic_rounding() -> str | None:
     """Law: stored moments are unbiased over updates, and their errors independent of each other.
 
-    Each moment is rounded to one of its two neighbours in bfloat16. Over NUM_SEEDS updates the share that
-    is rounded up is within MAX_Z standard errors of its distance from the lower one. So are the
-    correlations between two arrays of the same values, two updates, and neighbours in an array of 0.
+    Each moment is rounded to one of its two neighbours in bfloat16. Over NUM_SEEDS updates the
+    share that is rounded up is within MAX_Z standard errors of its distance from the lower one. So
+    are the correlations between two arrays of the same values, two updates, and neighbours in an
+    array of 0.
     """
     values = np.random.default_rng(0).normal(size=64).astype(np.float32)
     grads, adam = {"a": values, "b": values}, optax.scale_by_adam()
@@ -60,21 +62,22 @@ def stochastic_rounding() -> str | None:
                 return f"{name}: the mean over {NUM_SEEDS} updates is {z:.1f} standard errors off"
         a, b = errors["a"], errors["b"]
         pairs = {"arrays": a * b, "updates": a[1:] * a[:-1], "neighbours": a[:, 1:] * a[:, :-1]}
-        for what, products in pairs.items():
+        for kind, products in pairs.items():
             z = abs(products.mean()) * products.size**0.5
             if not z <= MAX_Z:
                 return (
-                    f"{name}: the errors of two {what} are correlated, by {z:.1f} standard errors"
+                    f"{name}: the errors of two {kind} are correlated, by {z:.1f} standard errors"
                 )
     return None
 
 
 def low_precision_operation(jaxpr: Any) -> str | None:
-    """Returns an operation of FLOAT32_OPERATIONS that reads bfloat16 or float16, for example "exp of bfloat16"."""
+    """Returns an operation of FLOAT32_OPERATIONS in 16 bits, for example "exp of bfloat16"."""
     for equation in equations(jaxpr):
         if equation.primitive.name in FLOAT32_OPERATIONS:
             for value in equation.invars:
-                if (dtype := str(getattr(value.aval, "dtype", ""))) in ("bfloat16", "float16"):
+                dtype = str(getattr(value.aval, "dtype", ""))
+                if dtype in ("bfloat16", "float16"):
                     return f"{equation.primitive.name} of {dtype}"
     return None
 

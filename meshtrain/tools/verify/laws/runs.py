@@ -1,4 +1,4 @@
-"""Laws of a run of `train`: what surrounds a step is right, and the same after interruptions on any mesh."""
+"""Laws of a run of `train`: what surrounds a step is right, and the same after interruptions."""
 
 import contextlib
 import copy
@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +32,73 @@ from meshtrain.metrics import Metrics, weighted
 from meshtrain.models.base import Model
 from meshtrain.monitor import health
 from meshtrain.optim import base as optim
-from meshtrain.state import evaluation_params
+from meshtrain.state import TrainState, evaluation_params
+from meshtrain.tools.verify import case as cases
 from meshtrain.tools.verify import certificate
+from meshtrain.tools.verify.case import VerifyCase
 from meshtrain.tools.verify.certificate import Trees
 from meshtrain.tools.verify.reference import model as reference_model
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import Result, train
+
+TOLERANCE = 1e-10  # between meshes; on the same mesh all values are bit-equal
+
+
+def laws(case: VerifyCase) -> dict[str, Callable[[], str | None]]:
+    """Returns the laws by name; each returns a line about its first violation, or None.
+
+    They share a few runs of `train`, which the first of them makes.
+    """
+    setup = functools.cache(lambda: setup_of(case))
+    runs = functools.cache(lambda: all_runs(setup()))
+
+    def in_each_run(law: Callable[[Setup, Run], str | None]) -> Callable[[], str | None]:
+        def first_fault() -> str | None:
+            for name, run in runs().items():
+                fault = law(setup(), run)
+                if fault:
+                    return f"{name}: {fault}"
+            return None
+
+        return first_fault
+
+    def resumes(name: str, tolerance: float) -> Callable[[], str | None]:
+        return lambda: resume(setup(), runs()[name], runs()["undisturbed"], tolerance)
+
+    return {
+        "data order": in_each_run(data_order),
+        "learning rates": in_each_run(learning_rates),
+        "evaluation": in_each_run(evaluation),
+        "divergence": in_each_run(divergence),
+        "resume": resumes("resumed", 0.0),
+        "resume on another mesh": resumes("resumed on another mesh", TOLERANCE),
+        "skips in a row": skips_in_a_row,
+        "replicas": replicas,
+        "epochs": epochs,
+    }
+
+
+def trainer(case: VerifyCase) -> str | None:
+    """Law: `train` computes the expected steps, in the order of the data, and the held-out loss."""
+    raw = copy.deepcopy(case.raw)
+    raw["optim"]["clip_norm"] = case.clip_norm
+    raw["eval"]["batches"] = cases.STEPS
+    samples, unpacked = case.batches(packing=False, masks=True)
+    steps = case.steps(packing=False, masks=True, dropout=case.model.row_keys)
+    # Modulo, because the loader prefetches beyond the last step.
+    source = Source(lambda indices: jax.tree.map(lambda leaf: leaf[indices % len(leaf)], samples))
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = train(raw, model=case.model, data=source, eval_data=source)
+    last = steps[-1]
+    params = evaluation_params(TrainState(None, last.params, last.opt_state))
+    return _difference(
+        {"parameters": jax.device_get(result.state.params), "evaluation": result.eval_loss},
+        {"parameters": last.params, "evaluation": _mean_loss(case.model, params, unpacked)},
+        zero_gradients=certificate.zero_gradient_names(steps[0].grads),
+    )
+
+
+# ---- the runs: one undisturbed, one that resumes on the same mesh, one on another mesh ----
 
 STEPS, WARMUP_STEPS, NUM_LAYERS = 64, 8, 2
 
@@ -51,7 +112,8 @@ SPIKE = CRASH  # batch with a loss spike: found after the next step, and rolled 
 
 STOP = 61  # step at which a run stops, because it was asked to in the evaluation before
 
-SKIPPED = (10, 55, 59, 62)  # batches whose loss is not finite; after the rollback two batches later
+# Batches whose loss is not finite; after the rollback two batches later.
+SKIPPED = (10, 55, 59, 62)
 
 NO_VALUE = -1.0  # in Run.rows
 
@@ -68,7 +130,7 @@ class Run(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What the runs of a subject have in common."""
+    """What the runs of a case have in common."""
 
     raw: dict[str, Any]
     model: Model
@@ -81,86 +143,108 @@ class Setup(NamedTuple):
         return self.raw["train"]["global_batch"]
 
 
-def setup_of(subject: Any) -> Setup:
-    """Returns the settings, model and data of a subject's runs."""
-    raw, own = copy.deepcopy(subject.raw), default_settings()
+def setup_of(case: VerifyCase) -> Setup:
+    """Returns the settings, model and data of a case's runs."""
+    raw, defaults = copy.deepcopy(case.raw), default_settings()
     raw["train"].update(steps=STEPS, log_every=1)
-    raw["optim"].update(schedule="cosine", warmup_steps=WARMUP_STEPS, final_fraction=0.1)
-    raw["optim"].update(clip_norm=subject.clip_norm)
+    raw["optim"].update(
+        schedule="cosine",
+        warmup_steps=WARMUP_STEPS,
+        final_fraction=0.1,
+        clip_norm=case.clip_norm,
+    )
     raw["eval"].update(every=EVAL_EVERY, batches=EVAL_BATCHES)
-    raw["checkpoint"] = own["checkpoint"] | {"every": SAVE_EVERY, "keep": STEPS}
-    raw["divergence"] = own["divergence"] | {"rollback": True}
-    raw["health"]["every"] = 0  # `run_laws.replicas` checks it
-    model = subject.model
-    if subject.name == raw["model"]["build"]:
+    raw["checkpoint"] = defaults["checkpoint"] | {"every": SAVE_EVERY, "keep": STEPS}
+    raw["divergence"] = defaults["divergence"] | {"rollback": True}
+    raw["health"]["every"] = 0  # the law `replicas` checks it
+    model = case.model
+    if case.name == raw["model"]["build"]:
         small = {"num_layers": NUM_LAYERS, "first_dense_layers": 0, "z_loss": 1e-3}
         raw["model"].update({key: n for key, n in small.items() if key in raw["model"]})
         model = build_model(parse(raw))
-    masks = subject.is_text
-    grads = subject.steps(packing=False, masks=masks, dropout=subject.model.row_keys)[0].grads
-    samples, _ = subject.batches(packing=False, masks=masks)
-    source = _numbered(samples, raw["train"]["global_batch"])
-    zero = certificate.zero_gradient_names(grads)
-    return Setup(raw, model, source, _meshes(raw, model), zero)
+    masks = case.is_text
+    first_step, *_ = case.steps(packing=False, masks=masks, dropout=case.model.row_keys)
+    samples, _ = case.batches(packing=False, masks=masks)
+    return Setup(
+        raw,
+        model,
+        source=_numbered(samples, raw["train"]["global_batch"]),
+        meshes=_meshes(raw, model),
+        zero_gradients=certificate.zero_gradient_names(first_step.grads),
+    )
 
 
 def _meshes(raw: dict[str, Any], model: Model) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns a mesh with data and fsdp, and one with pipeline, tensor and fsdp as far as possible."""
+    """Returns a mesh with data and fsdp, and one with pipeline, tensor and fsdp if possible."""
     num_devices = jax.device_count()
     half = 2 if num_devices % 2 == 0 else 1
+    first = {"data": num_devices // half, "fsdp": half, "num_microbatches": 2}
     pipeline = half if model.block else 1
     tensor = 2 if num_devices % (2 * pipeline) == 0 else 1
-    tensor = 1 if checks.tensor_faults(raw["model"], tensor) else tensor
+    if checks.tensor_faults(raw["model"], tensor):
+        tensor = 1
     fsdp = num_devices // pipeline // tensor
     second = {"pipeline": pipeline, "tensor": tensor, "fsdp": fsdp, "num_microbatches": 4}
-    return {"data": num_devices // half, "fsdp": half, "num_microbatches": 2}, second
+    return first, second
 
 
 def all_runs(setup: Setup) -> dict[str, Run]:
     """Returns the undisturbed run and the interrupted runs, by name."""
+    first_mesh, second_mesh = setup.meshes
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         original = Path(folder, "undisturbed")
         runs = {"undisturbed": _run(setup, original)}
-        crashes = {"resumed": CRASH, "resumed on another mesh": EARLY_CRASH}
-        for (name, crash), mesh in zip(crashes.items(), setup.meshes, strict=True):
+        for name, crash, mesh in (
+            ("resumed", CRASH, first_mesh),
+            ("resumed on another mesh", EARLY_CRASH, second_mesh),
+        ):
             workdir = Path(folder, name)
-            # What is left after a crash before the next save.
-            shutil.copytree(original / FOLDER / str(crash), workdir / FOLDER / str(crash))
-            shutil.copy(original / "metrics.jsonl", workdir)
-            if crash == CRASH:
-                lines = (original / "events.jsonl").read_text().splitlines(keepends=True)
-                last = max((n for n, line in enumerate(lines) if '"rollback"' in line), default=-1)
-                (workdir / "events.jsonl").write_text("".join(lines[: last + 1]))
+            _copy_crashed(original, workdir, crash)
             step = _train(setup, mesh, workdir, stop=True).step
             assert step == STOP, f"asked to stop at step {STOP}, the run stopped at step {step}"
             runs[name] = _run(setup, workdir)
     return runs
 
 
+def _copy_crashed(original: Path, workdir: Path, crash: int) -> None:
+    """Copies what a run leaves that crashes before the save after step `crash`."""
+    shutil.copytree(original / FOLDER / str(crash), workdir / FOLDER / str(crash))
+    shutil.copy(original / "metrics.jsonl", workdir)
+    if crash == CRASH:
+        lines = (original / "events.jsonl").read_text().splitlines(keepends=True)
+        rollbacks = [number for number, line in enumerate(lines) if '"rollback"' in line]
+        kept = lines[: rollbacks[-1] + 1] if rollbacks else []
+        (workdir / "events.jsonl").write_text("".join(kept))
+
+
 def _run(setup: Setup, workdir: Path) -> Run:
     """Trains to the last step on the first mesh."""
     result = _train(setup, setup.meshes[0], workdir)
-    lines, events = (
-        [json.loads(line) for line in (workdir / name).read_text().splitlines()]
-        for name in ("metrics.jsonl", "events.jsonl")
-    )
-    rows = {
-        name: np.array([NO_VALUE if (x := row.get(name)) is None else x for row in lines], float)
-        for name in sorted({name for row in lines for name in row} - {*TIMES})
-    }
-    kept = ("skip", "spike", "rollback")
-    events = [one for one in events if one["event"] in kept and one["step"] >= CRASH]
+    lines = _json_lines(workdir / "metrics.jsonl")
+    rows = {}
+    for name in sorted({name for line in lines for name in line} - {*TIMES}):
+        values = [line.get(name) for line in lines]
+        rows[name] = np.array([NO_VALUE if x is None else x for x in values], float)
+    events = []
+    for event in _json_lines(workdir / "events.jsonl"):
+        if event["event"] in ("skip", "spike", "rollback") and event["step"] >= CRASH:
+            events.append(event)
     saved = manifest.read(workdir / FOLDER / str(result.step))
     return Run(rows, events, saved, result._replace(state=jax.device_get(result.state)))
 
 
+def _json_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def _train(setup: Setup, mesh: dict[str, int], workdir: Path, *, stop: bool = False) -> Result:
-    """Trains on a mesh; with `stop`, asks the run to stop during the evaluation before step STOP."""
+    """Trains on a mesh; with `stop`, asks the run to stop in the evaluation before step STOP."""
     raw = copy.deepcopy(setup.raw)
     raw["train"]["num_microbatches"] = mesh["num_microbatches"]
     raw["mesh"] = {axis: mesh.get(axis, 1) for axis in AXES}
     raw["pipeline"].update(schedule="1f1b", num_chunks=1)
-    page = progress.ProgressPage.create(path := workdir.parent / "page")
+    path = workdir.parent / "page"
+    page = progress.ProgressPage.create(path)
 
     def read(indices: np.ndarray) -> Any:
         if stop and page["current_step"] == STOP - 2:
@@ -169,8 +253,13 @@ def _train(setup: Setup, mesh: dict[str, int], workdir: Path, *, stop: bool = Fa
 
     os.environ[progress.VARIABLE] = str(path)
     try:
-        data = {"data": setup.source, "eval_data": Source(read)}
-        result = train(raw, workdir=workdir, model=_with_events(setup.model), **data)
+        result = train(
+            raw,
+            workdir=workdir,
+            model=_with_events(setup.model),
+            data=setup.source,
+            eval_data=Source(read),
+        )
     finally:
         del os.environ[progress.VARIABLE]
     if result.interrupted and not stop:  # by a signal, which `train` has received
@@ -201,9 +290,13 @@ def _with_events(model: Model) -> Model:
         number = batch["batch"].mean().astype(metrics.loss.dtype)
         factor = jnp.where(number == SPIKE, 1000, factor_of(number))
         factor = jnp.where(jnp.isin(number, jnp.array(SKIPPED)), jnp.nan, factor)
-        extra = {"cross_entropy": cross_entropy(metrics), "model_loss": metrics.loss}
-        extra |= {"batch": number * metrics.weight}
-        return Metrics(metrics.loss * factor, metrics.weight, {**metrics.extra, **extra})
+        extra = {
+            **metrics.extra,
+            "cross_entropy": cross_entropy(metrics),
+            "model_loss": metrics.loss,
+            "batch": number * metrics.weight,
+        }
+        return Metrics(metrics.loss * factor, metrics.weight, extra)
 
     if model.block is None:
         loss = model.loss
@@ -228,155 +321,125 @@ def cross_entropy(metrics: Metrics) -> jax.Array:
     return metrics.extra.get("cross_entropy", metrics.loss)
 
 
-def default_settings() -> dict[str, Any]:
-    return default.get_config().copy_and_resolve_references().to_dict()
-
-
-def fit(
-    folder: str, values: list[float], sections: dict[str, dict], *, replicas_differ: bool = False
-) -> Exception | None:
-    """Trains a linear model on batches of these values, after which the data fails; returns the error."""
-    raw, size = default_settings(), jax.device_count()
-    raw["train"].update(steps=20, global_batch=size)
-    for name, section in sections.items():
-        raw[name].update(section)
-
-    def init(key: jax.Array) -> dict[str, jax.Array]:
-        def of_device():
-            return jnp.ones(4) + replicas_differ * jax.lax.axis_index("data")
-
-        # Unchecked: jax would reject replicas that differ.
-        return {
-            "kernel": jax.shard_map(of_device, in_specs=(), out_specs=jax.P(), check_vma=False)()
-        }
-
-    def loss(params, batch, key):
-        return weighted((batch @ params["kernel"] - 1) ** 2)
-
-    source = Source(lambda indices: np.full((len(indices), 4), values[indices[0] // size], "f"))
-    with contextlib.redirect_stdout(io.StringIO()):
-        try:
-            train(raw, workdir=folder, model=Model(init, {"kernel": (None,)}, loss), data=source)
-        except Exception as error:  # noqa: BLE001  a law judges it
-            return error
-    return None
-
-
-TOLERANCE = 1e-10  # between meshes; on the same mesh all values are bit-equal
-
-
-def laws(subject: Any) -> dict[str, Callable[[], str | None]]:
-    """Returns the laws by name; each returns a line about its first violation, or None."""
-    setup = functools.cache(lambda: setup_of(subject))
-    found = functools.cache(lambda: all_runs(setup()))
-
-    def of_each_run(law: Callable) -> Callable:
-        def first_fault():
-            faults = ((name, law(setup(), run)) for name, run in found().items())
-            return next((f"{name}: {fault}" for name, fault in faults if fault), None)
-
-        return first_fault
-
-    def compared(name: str, tolerance: float) -> Callable:
-        return lambda: resume(setup(), found()[name], found()["undisturbed"], tolerance)
-
-    return {
-        "data order": of_each_run(data_order),
-        "learning rates": of_each_run(learning_rates),
-        "evaluation": of_each_run(evaluation),
-        "divergence": of_each_run(divergence),
-        "resume": compared("resumed", 0.0),
-        "resume on another mesh": compared("resumed on another mesh", TOLERANCE),
-        "skips in a row": skips_in_a_row,
-        "replicas": replicas,
-        "epochs": epochs,
-    }
+# ---- laws of each run ----
 
 
 def data_order(setup: Setup, run: Run) -> str | None:
-    """Law: each step has the batch after the previous one; a rollback skips the batches since the spike."""
+    """Law: each step has the batch after the previous one, but a rollback skips two batches."""
     steps = np.arange(STEPS)
     batches = np.where(steps < CRASH, steps, steps + 2)
     samples = (batches + 1) * setup.global_batch
     for name, expected in {"step": steps, "batch": batches, "tokens": samples}.items():
         pairs = itertools.zip_longest(run.rows[name].tolist(), expected.tolist())
-        for number, (found, wanted) in enumerate(pairs):
-            if found != wanted:
-                return f"row {number} of metrics.jsonl: {name} {found}, not {wanted}"
+        for number, (value, wanted) in enumerate(pairs):
+            if value != wanted:
+                return f"row {number} of metrics.jsonl: {name} {value}, not {wanted}"
     if run.saved.position != samples[-1]:
         return f"the last checkpoint is at sample {run.saved.position}, not {samples[-1]}"
     return None
 
 
 def learning_rates(setup: Setup, run: Run) -> str | None:
-    """Law: learning rates and optimizer counts follow the number of updates, without skipped steps."""
-    section, opt_state, updates = setup.raw["optim"], run.result.state.opt_state, 0
+    """Law: learning rates and optimizer counts follow the updates, without skipped steps."""
+    section, opt_state = setup.raw["optim"], run.result.state.opt_state
     has_count = optim.updates_done(opt_state, otherwise=None) is not None
+    updates = 0
     for step, rate in enumerate(run.rows["learning_rate"]):
         expected = reference_model.learning_rate(updates if has_count else step, section, STEPS)
         if not abs(rate - expected) <= 1e-6 * section["learning_rate"]:
             return f"step {step}: {rate:.9g} is not {expected:.9g}"
         updates += run.rows["skipped"][step] == 0
+    is_own = section["build"] == "meshtrain.optim.base:adamw"
     for path, leaf in jax.tree.leaves_with_path(opt_state):
-        name, is_own = certificate.name_of(path), section["build"] == "meshtrain.optim.base:adamw"
+        name = certificate.name_of(path)
         if is_own and name.endswith("count") and leaf != updates:
             return f"optimizer state {name}: {leaf} after {updates} updates"
     return None
 
 
 def evaluation(setup: Setup, run: Run) -> str | None:
-    """Law: the held-out loss is total cross-entropy / total weight; the loss of a step has all its terms."""
-    one_device = jax.jit(functools.partial(reference_step.loss, setup.model))
-    sums, size, params = [], setup.global_batch, evaluation_params(run.result.state)
-    for number in range(EVAL_BATCHES):
-        batch = setup.source.read(number * size + np.arange(size))["samples"]
-        sums.append(one_device(params, batch))
-    total = sum(map(cross_entropy, sums)) / sum(one.weight for one in sums)
+    """Law: the held-out loss is total cross-entropy / total weight.
+
+    The loss of a step has all its terms.
+    """
+    size = setup.global_batch
+    batches = [
+        setup.source.read(number * size + np.arange(size))["samples"]
+        for number in range(EVAL_BATCHES)
+    ]
+    heldout_loss = _mean_loss(setup.model, evaluation_params(run.result.state), batches)
     losses = run.rows["model_loss"] * factor_of(run.rows["batch"])
     losses = np.where(run.rows["skipped"], NO_VALUE, losses)
     return _difference(
         {"held-out loss": run.result.eval_loss, "loss of step": run.rows["loss"]},
-        {"held-out loss": total, "loss of step": losses},
+        {"held-out loss": heldout_loss, "loss of step": losses},
     )
 
 
 def divergence(setup: Setup, run: Run) -> str | None:
-    """Law: a spike is judged by mean and deviation of all finite losses before it, and rolled back."""
+    """Law: a spike is judged by the finite losses before it, and rolled back.
+
+    Their mean and deviation are those of all of them.
+    """
     expected = [("spike", SPIKE), ("rollback", SPIKE)]
     expected += [("skip", batch - 2) for batch in SKIPPED if batch > SPIKE]
-    if (events := [(one["event"], one["step"]) for one in run.events]) != expected:
+    events = [(event["event"], event["step"]) for event in run.events]
+    if events != expected:
         return f"{events}, not {expected}"
     spike, rollback, *_ = run.events
     finite = run.rows["loss"][run.rows["skipped"] == 0]
     losses = finite[: SPIKE - sum(batch < SPIKE for batch in SKIPPED)]
     mean = losses.mean()
     deviations = (spike["loss"] - mean) / max(losses.std(), 0.01 * mean)
-    place = (SPIKE + 2) * setup.global_batch
     if not finite.min() < run.saved.watch["mean"] < finite.max():
         return f"running mean {run.saved.watch['mean']:.9g}: the spike's loss is in it"
     return _difference(
-        {key: spike[key] for key in ("mean", "deviations")}
-        | {key: rollback[key] for key in ("to", "position")},
-        {"mean": mean, "deviations": deviations, "to": CRASH, "position": place},
+        {
+            "mean": spike["mean"],
+            "deviations": spike["deviations"],
+            "to": rollback["to"],
+            "position": rollback["position"],
+        },
+        {
+            "mean": mean,
+            "deviations": deviations,
+            "to": CRASH,
+            "position": (SPIKE + 2) * setup.global_batch,
+        },
     )
 
 
 def resume(setup: Setup, run: Run, undisturbed: Run, tolerance: float) -> str | None:
     """Law: an interrupted run has the metrics, last checkpoint and state of the undisturbed run."""
-    keys = ("step", "position", "watch", "metrics")
-    actual, expected = (
-        {
-            "metrics": one.rows,
-            "checkpoint": {key: getattr(one.saved, key) for key in keys},
-            "state": one.result.state._asdict(),
-            "held-out loss": one.result.eval_loss,
-        }
-        for one in (run, undisturbed)
-    )
-    if len({str(jax.tree.map(np.shape, tree)) for tree in (actual, expected)}) > 1:
+    actual, expected = _outcome(run), _outcome(undisturbed)
+    shapes = {str(jax.tree.map(np.shape, tree)) for tree in (actual, expected)}
+    if len(shapes) > 1:
         return "other steps, metrics or arrays than in the undisturbed run"
-    zero = setup.zero_gradients if tolerance else ()
-    return _difference(actual, expected, "the undisturbed run", tolerance, zero)
+    return _difference(
+        actual,
+        expected,
+        where="in the undisturbed run",
+        tolerance=tolerance,
+        zero_gradients=setup.zero_gradients if tolerance else (),
+    )
+
+
+def _outcome(run: Run) -> Trees:
+    """Returns everything in which two runs have to be equal."""
+    return {
+        "metrics": run.rows,
+        "checkpoint": {
+            "step": run.saved.step,
+            "position": run.saved.position,
+            "watch": run.saved.watch,
+            "metrics": run.saved.metrics,
+        },
+        "state": run.result.state._asdict(),
+        "held-out loss": run.result.eval_loss,
+    }
+
+
+# ---- laws of small runs of their own ----
 
 
 def skips_in_a_row() -> str | None:
@@ -391,9 +454,13 @@ def skips_in_a_row() -> str | None:
 
 
 def replicas() -> str | None:
-    """Law: a state whose replicas differ is not saved: in the run, at its end, and if the data fails."""
-    cases = ((2, 4, 4), (0, 3, 3), (0, 3, 2)) if jax.device_count() > 1 else ()
-    for every, steps, num_batches in cases:
+    """Law: a state whose replicas differ is never saved.
+
+    Neither in the run, nor at its end, nor if the data fails.
+    """
+    if jax.device_count() == 1:
+        return None
+    for every, steps, num_batches in ((2, 4, 4), (0, 3, 3), (0, 3, 2)):
         sections = {"checkpoint": {"every": every}, "train": {"steps": steps}}
         with tempfile.TemporaryDirectory() as folder:
             error = fit(folder, [1] * num_batches, sections, replicas_differ=True)
@@ -404,34 +471,88 @@ def replicas() -> str | None:
 
 
 def epochs() -> str | None:
-    """Law: an epoch has each row once, in its own order; rows do not depend on how they are read."""
+    """Law: an epoch has each row once, in its own order, however the rows are read."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "a.txt").write_bytes(np.random.default_rng(0).bytes(300))
         options = {**default_settings()["data"], "path": folder, "seq_len": 8, "heldout": 0.0}
         del options["build"], options["per_process"]
         source = tokens.build(**options, split="train")
-        num = (
-            tokens.BLOCK // source.size + 2
-        )  # epochs: the rows of BLOCK samples are computed together
-        rows = source.read(np.arange(num * source.size)).tokens
-        for first in range(3 * num, -1, -1):  # in another order
-            part = np.arange(first, len(rows), 3 * num + 1)
+        # The rows of BLOCK samples are computed together.
+        num_epochs = tokens.BLOCK // source.size + 2
+        rows = source.read(np.arange(num_epochs * source.size)).tokens
+        for first in range(3 * num_epochs, -1, -1):  # in another order
+            part = np.arange(first, len(rows), 3 * num_epochs + 1)
             if not np.array_equal(source.read(part).tokens, rows[part]):
                 return f"samples {part.tolist()}: other rows than in order"
-    orders = {tuple(map(bytes, epoch.astype(np.uint8))) for epoch in np.split(rows, num)}
+    orders = {tuple(map(bytes, epoch.astype(np.uint8))) for epoch in np.split(rows, num_epochs)}
     sizes = {len({*order}) for order in orders}
-    if sizes != {source.size} or len(orders) < num:
-        return f"{len(orders)} different orders of {sizes} rows in {num} epochs of {source.size}"
+    if sizes != {source.size} or len(orders) < num_epochs:
+        return (
+            f"{len(orders)} different orders of {sizes} rows in {num_epochs} epochs of "
+            f"{source.size}"
+        )
     return None
+
+
+def fit(
+    folder: str, values: list[float], sections: dict[str, dict], *, replicas_differ: bool = False
+) -> Exception | None:
+    """Trains a linear model on batches of these values, after which the data fails.
+
+    Returns the error.
+    """
+    raw, size = default_settings(), jax.device_count()
+    raw["train"].update(steps=20, global_batch=size)
+    for name, section in sections.items():
+        raw[name].update(section)
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        def device_kernel():
+            return jnp.ones(4) + replicas_differ * jax.lax.axis_index("data")
+
+        # Unchecked: jax would reject replicas that differ.
+        make = jax.shard_map(device_kernel, in_specs=(), out_specs=jax.P(), check_vma=False)
+        return {"kernel": make()}
+
+    def loss(params, batch, key):
+        return weighted((batch @ params["kernel"] - 1) ** 2)
+
+    source = Source(lambda indices: np.full((len(indices), 4), values[indices[0] // size], "f"))
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            train(raw, workdir=folder, model=Model(init, {"kernel": (None,)}, loss), data=source)
+        except Exception as error:  # noqa: BLE001  a law judges it
+            return error
+    return None
+
+
+def default_settings() -> dict[str, Any]:
+    return default.get_config().copy_and_resolve_references().to_dict()
+
+
+# ---- comparison ----
+
+
+def _mean_loss(model: Model, params: Any, batches: list[Any]) -> jax.Array:
+    """Returns the total cross-entropy / the total weight of batches, on one device."""
+    loss = jax.jit(functools.partial(reference_step.loss, model))
+    sums = [loss(params, batch) for batch in batches]
+    return sum(map(cross_entropy, sums)) / sum(metrics.weight for metrics in sums)
 
 
 def _difference(
     actual: Trees,
     expected: Trees,
-    source: str = "the reference",
+    *,
+    where: str = "in the reference",
     tolerance: float = TOLERANCE,
-    zero_gradients: list[str] = (),
+    zero_gradients: Collection[str] = (),
 ) -> str | None:
-    options = dict(tolerance=tolerance, zero_gradients=zero_gradients)
-    _, fault = certificate.compare(actual, expected, **options)
-    return fault and fault.removesuffix("on one device") + f"in {source}"
+    _, fault = certificate.compare(
+        actual,
+        expected,
+        tolerance=tolerance,
+        zero_gradients=zero_gradients,
+        where=where,
+    )
+    return fault

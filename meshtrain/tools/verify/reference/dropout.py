@@ -1,4 +1,4 @@
-"""Reference implementation of dropout in numpy, written apart from `ops/dropout.py`: the words of each element."""
+"""Reference implementation of dropout in numpy, written apart from `ops/dropout.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def dropped(x: jax.Array, keys_BW: np.ndarray | None, rate: float, site: int) -> jax.Array:
-    """Returns x (B, ...) with elements set to 0 where the hash of key, site and indices is below `rate`, as a share."""
+    """Returns x (B, ...) with 0 where the hash of key, site and indices is below `rate`."""
     if not rate or keys_BW is None:
         return x
     row, *indices = np.indices(x.shape).reshape(x.ndim, -1)
@@ -26,7 +26,7 @@ def of_layer(keys_BW: np.ndarray | None, number: int) -> np.ndarray | None:
 
 
 def murmur3(words: np.ndarray) -> np.ndarray:
-    """Returns MurmurHash3_x86_32, with seed 0, of each row of 32-bit words, least significant byte first."""
+    """Returns MurmurHash3_x86_32, seed 0, of each row of 32-bit words, low byte first."""
     mask, state = np.uint64(0xFFFFFFFF), np.zeros(len(words), np.uint64)
     words = words.astype(np.uint64)
 

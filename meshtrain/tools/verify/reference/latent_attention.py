@@ -14,7 +14,9 @@ from meshtrain.models.transformer_config import TransformerConfig
 def heads(
     x_BSD: jax.Array, p: Params, c: TransformerConfig, rope: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries and keys (B, S, H, K), and values (B, S, H, V), after DeepSeek-V2, equations 9 to 19.
+    """Returns queries and keys (B, S, H, K), and values (B, S, H, V).
+
+    After DeepSeek-V2, equations 9 to 19.
 
     `rope` rotates the pairs (r, r + R/2) of (B, S, 1, R); here a pair is (2 r, 2 r + 1).
     """

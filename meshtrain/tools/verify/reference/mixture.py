@@ -1,4 +1,4 @@
-"""Reference implementation of a mixture of experts: every expert computes every token, and most weights are zero."""
+"""Reference implementation of a mixture of experts: every expert computes every token."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from meshtrain.data.source import Batch
 from meshtrain.models.base import Params
 from meshtrain.models.transformer_config import TransformerConfig
 
-# B batch, S sequence, D model, E experts, k experts per token, F feed-forward, N = S k assignments of a row
+# B batch, S sequence, D model, E experts, k experts per token, F feed-forward, N = S k assignments
+# of a row
 
 Mlp = Callable[[jax.Array, Params, TransformerConfig], jax.Array]
 
@@ -19,7 +20,7 @@ Mlp = Callable[[jax.Array, Params, TransformerConfig], jax.Array]
 def mixture(
     x_BSD: jax.Array, p: Params, c: TransformerConfig, batch: Batch, mlp: Mlp
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the output of a layer, and its part of the loss: a sum over tokens, each times its weight.
+    """Returns the output of a layer, and its part of the loss, a weighted sum over tokens.
 
     `mlp(x, p, c)` is an ordinary feed-forward layer. Each row of the batch is one document.
     """

@@ -27,7 +27,7 @@ Section = Mapping[str, Any]  # the `optim` section of a config
 
 
 def loss(params: Params, batch: Batch, c: TransformerConfig) -> jax.Array:
-    """Returns the training loss of a decoder with this `model` section: a weighted sum over tokens."""
+    """Returns the training loss of a decoder: a weighted sum over tokens."""
     x_BSD = params["tokens"]["embedding"][batch.tokens] * c.embed_scale
     if c.positions == "learned":
         x_BSD = x_BSD + params["positions"]["embedding"][: batch.tokens.shape[1]][None]
@@ -68,9 +68,10 @@ def loss(params: Params, batch: Batch, c: TransformerConfig) -> jax.Array:
 def attention(
     x_BSD: jax.Array, p: Params, c: TransformerConfig, local: bool, keys=None
 ) -> jax.Array:
-    """Returns the output of a causal attention layer: softmax(q k^T * scale) v, and its projections.
+    """Returns softmax(q k^T * scale) v of a causal attention layer, with its projections.
 
-    In a `local` layer a position attends only to the last `window` positions. `keys` are those of dropout.
+    In a `local` layer a position attends only to the last `window` positions. `keys` are those of
+    dropout.
     """
     if c.kv_lora_rank:
         q_BSHK, k_BSHK, v_BSHV = reference_latent_attention.heads(
@@ -134,7 +135,7 @@ def _frequency(
     if kind == "llama3":
         return _llama3_frequency(frequency, factor, *rest)
     if kind == "yarn":
-        divided = _yarn_ramp(k, K, theta, *rest)
+        divided = _yarn_ramp(k, K, theta, rest)
         return divided * frequency / factor + (1 - divided) * frequency
     return frequency / factor
 
@@ -151,13 +152,12 @@ def _llama3_frequency(
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def _yarn_ramp(
-    k: int, K: int, theta: float, fast: float, slow: float, length: float, _: float, truncate: bool
-) -> float:
+def _yarn_ramp(k: int, K: int, theta: float, numbers: tuple) -> float:
     """Returns how much of frequency k YaRN divides by the factor, 0 to 1."""
+    fast, slow, length, _, truncate = numbers
 
     def dim_of(rotations: float) -> float:
-        """Solves rotations = length / wavelength for the dim, with wavelength = 2 pi theta^(2 dim / K)."""
+        """Solves rotations = length / wavelength, with wavelength = 2 pi theta^(2 dim / K)."""
         wavelength = length / rotations
         return K / 2 * math.log(wavelength / (2 * math.pi), theta)
 
@@ -212,7 +212,7 @@ def _norm_of_all_heads(x_BSHK: jax.Array, p: Params, c: TransformerConfig) -> ja
 
 
 def initial_stddevs(c: TransformerConfig) -> dict[str, float]:
-    """Returns the standard deviation of each parameter's initial values, by path, for a `model` section."""
+    """Returns the standard deviation of each parameter's initial values, by path."""
     layers = {"layers": _stddevs_of_layer(c, bool(c.num_experts))}
     for number in range(c.first_dense_layers):
         layers[f"first_layers/{number}"] = _stddevs_of_layer(c, False)

@@ -1,7 +1,7 @@
 """Reference implementation of a training step in plain maths on one device.
 
-It computes the expected values without the trainer: no mesh, no rules, no micro-batches, no remat, no
-masks between documents. Every document is a separate row.
+It computes the expected values without the trainer: no mesh, no rules, no micro-batches, no remat,
+no masks between documents. Every document is a separate row.
 """
 
 import math
@@ -97,8 +97,8 @@ def unpack_documents(
 ) -> Batch:
     """Returns (num_rows, S): every document of `rows` (B, S + 1) in a separate row.
 
-    A document ends with `separator`, and the target after it has weight 0. If `separator` is None, each
-    row is one document. `weights` (B, S) are the weights of the targets. Padding has weight 0.
+    A document ends with `separator`, and the target after it has weight 0. If `separator` is None,
+    each row is one document. `weights` (B, S) are the weights of the targets. Padding has weight 0.
     """
     S = rows.shape[1] - 1
     tokens, targets = np.zeros((2, num_rows, S), np.int32)
@@ -119,10 +119,10 @@ def unpack_documents(
 def violations(model: Model, params: Params, batch: Batch, vocab_size: int | None) -> list[str]:
     """Returns a line for each law of language models that `model` violates.
 
-    Weights: the loss is additive in the token weights. Causality (only for models with `logits`): later
-    tokens do not change earlier losses. Cross-entropy (also needs a `vocab_size`): the loss is
-    -log softmax(logits)[target] over the vocabulary without padding. In a mixture of experts the loss is
-    its cross-entropy.
+    Weights: the loss is additive in the token weights. Causality (only for models with `logits`):
+    later tokens do not change earlier losses. Cross-entropy (also needs a `vocab_size`): the loss
+    is the negative log softmax(logits)[target] over the vocabulary without padding. In a mixture of
+    experts the loss is its cross-entropy.
     """
     position_S = np.arange(batch.tokens.shape[1])
     is_early_S = position_S < position_S.size // 2
@@ -166,7 +166,7 @@ def violations(model: Model, params: Params, batch: Batch, vocab_size: int | Non
 
 
 def cross_entropy(model: Model, params: Params, batch: Batch, vocab_size: int) -> float:
-    """Returns the weighted sum of -log softmax(logits)[target] over the first `vocab_size` logits."""
+    """Returns the weighted sum of -log softmax(logits)[target] over `vocab_size` logits."""
     logits = run_compiled(
         lambda params: model.logits(params, apply_blocks(model, params, batch)), params
     )
@@ -194,9 +194,10 @@ def rounded(block: np.ndarray, wire: str) -> np.ndarray:
 def summed(
     parts: np.ndarray, wire: str, block: int, num_networks: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the sum (L,) of the parts (N, L) of N members, and of each what the sum lacks of its part (N, L).
+    """Returns the sum (L,) of the parts (N, L) of N members, and what it lacks of each (N, L).
 
-    With `num_networks` networks of neighbours, numbers are added exactly within them, and sent between them.
+    With `num_networks` networks of neighbours, numbers are added exactly within them, and sent
+    between them.
     """
     num, length = parts.shape
     inside = num // num_networks if num_networks > 1 else 1

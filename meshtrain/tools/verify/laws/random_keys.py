@@ -22,32 +22,40 @@ NUM_MICROBATCHES, STEPS = 3, 2
 
 
 def repeated(raw: Mapping[str, Any]) -> str | None:
-    """Returns a message if two calls of a loss get the same key, in two steps of the train step."""
-    raw, num_devices = copy.deepcopy(dict(raw)), jax.device_count()
+    """Law: no two calls of a loss get the same key, in two steps of the train step."""
+    raw = copy.deepcopy(dict(raw))
+    num_devices = jax.device_count()
+    global_batch = num_devices * NUM_MICROBATCHES
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}
-    raw["train"].update(global_batch=num_devices * NUM_MICROBATCHES, zero_stage=3, remat="none")
-    raw["train"].update(num_microbatches=NUM_MICROBATCHES)
+    raw["train"].update(
+        global_batch=global_batch,
+        num_microbatches=NUM_MICROBATCHES,
+        zero_stage=3,
+        remat="none",
+    )
     raw["optim"].update(clip_norm=np.inf)
     cfg = parse(raw, num_devices=num_devices)
-    program = assemble(cfg, RunParts(_probe(), lambda _: optax.sgd(cfg.train.global_batch)))
-    batch = {"x": np.ones(cfg.train.global_batch)}
+    program = assemble(cfg, RunParts(_probe(), lambda _: optax.sgd(global_batch)))
+    batch = {"x": np.ones(global_batch)}
     with program.active():
         state = program.start(cfg.train.seed)
         step = program.compile(batch)
         for _ in range(STEPS):
             state, _ = step(state, batch)
     counts = -np.asarray(state.params["buckets"])  # gradients of a mean, times the learning rate
+    most = int(round(counts.max()))
     if counts.max() > 1.5:
-        return (
-            f"{int(round(counts.max()))} calls of the loss in {STEPS} steps got the same random key"
-        )
+        return f"{most} calls of the loss in {STEPS} steps got the same random key"
     expected = STEPS * NUM_MICROBATCHES * num_devices
-    found = round(counts.sum())
-    return None if found == expected else f"{found} keys in {STEPS} steps, not {expected}"
+    num_keys = round(counts.sum())
+    return None if num_keys == expected else f"{num_keys} keys in {STEPS} steps, not {expected}"
 
 
 def _probe() -> Model:
-    """Returns a model whose gradient counts the keys: its loss is one parameter, chosen by the key."""
+    """Returns a model whose gradient counts the keys.
+
+    Its loss is one parameter, chosen by the key.
+    """
 
     def loss(params, batch, key):
         bucket = 0 if key is None else jax.random.bits(key, (), jnp.uint32) % NUM_BUCKETS
@@ -55,5 +63,7 @@ def _probe() -> Model:
         return weighted(params["buckets"][bucket] * batch["x"])
 
     return Model(
-        init=lambda key: {"buckets": jnp.zeros(NUM_BUCKETS)}, axes={"buckets": (None,)}, loss=loss
+        init=lambda key: {"buckets": jnp.zeros(NUM_BUCKETS)},
+        axes={"buckets": (None,)},
+        loss=loss,
     )

@@ -1,0 +1,30 @@
+"""Restores the model of a run for inference."""
+
+import dataclasses
+import sys
+from functools import partial
+from pathlib import Path
+
+from meshtrain.checkpoint import arrays, find, resume, run_tokenizer
+from meshtrain.config.build import RunParts, build_model, optimizer_builder
+from meshtrain.config.schema import Config
+from meshtrain.models.base import Params
+from meshtrain.program import Program, assemble
+
+
+def restore_params(cfg: Config, path: Path, *, tokenizer: str = "") -> tuple[Program, Params]:
+    """Returns the program of a config, and the parameters of a run's newest valid checkpoint.
+
+    `path` is the workdir of the run, or one of its checkpoints. The parameters get the program's
+    shardings. Raises ConfigError if `tokenizer`, the digest of the one in use, is not the run's, or
+    if a key changes what the model computes.
+    """
+    model = build_model(cfg)
+    program = assemble(cfg, RunParts(model, optimizer_builder(cfg, model)))
+    directory, saved = find.find_valid(path, log=partial(print, file=sys.stderr))
+    if not saved.identity.get("tokenizer"):  # of a run of an older version
+        digest = run_tokenizer.digest(find.workdir_of(path), saved.config)
+        saved = dataclasses.replace(saved, identity={"tokenizer": digest})
+    resume.check(saved, cfg.to_dict(), {"tokenizer": tokenizer}, source=directory, only="model.*")
+    abstract_params = program.abstract_state.params
+    return program, arrays.restore_params(directory, saved.arrays, abstract_params)[0]

@@ -1,0 +1,73 @@
+"""Reads the planner's input from a config. Nothing is compiled, and no file is read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtrain import state as states
+from meshtrain.config.build import adapted, build_model, optimizer_builder
+from meshtrain.config.parse import parse
+from meshtrain.config.schema import Config
+from meshtrain.data.source import Batch
+from meshtrain.errors import ConfigError
+from meshtrain.models.base import Model
+from meshtrain.optim import base as optim
+from meshtrain.tools.plan import work as works
+from meshtrain.tools.plan.layout import REMATS
+from meshtrain.tools.plan.plan_input import PlanInput, StoredState
+from meshtrain.tools.plan.sizes import ModelWork
+
+# Attention that keeps no scores, as the kernels of accelerators do; the host that plans has none of
+# them.
+TRACED_ATTENTION = "blockwise:512"
+
+
+def plan_input(config: Mapping[str, Any], *, model: Model | None = None) -> PlanInput:
+    """Returns what the planner reads from a config; `model` is a user's own, as for `train`.
+
+    Raises ConfigError for a config that the trainer rejects on every mesh.
+    """
+    config = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    cfg = parse(config)
+    if cfg.train.batch_per_device:
+        raise ConfigError(
+            f"train.batch_per_device={cfg.train.batch_per_device}: the planner compares layouts of "
+            f"one batch; set train.global_batch, and train.batch_per_device=0"
+        )
+    model = build_model(cfg) if model is None else adapted(model, cfg)
+    stored = _stored_state(cfg, model)
+    work = _work(config, cfg, model, stored.shapes.params)
+    return PlanInput(config, cfg, model, work, stored)
+
+
+def abstract_row(cfg: Config) -> Batch:
+    """Returns the shapes of a batch of one row of text."""
+    tokens = jax.ShapeDtypeStruct((1, cfg.data.options.get("seq_len", 1)), np.int32)
+    return Batch(tokens, tokens, tokens.update(dtype=np.float32))
+
+
+def _stored_state(cfg: Config, model: Model) -> StoredState:
+    schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
+    optimizer = optim.store_moments(
+        optimizer_builder(cfg, model)(schedule),
+        moment_dtype=cfg.optim.moment_dtype,
+        param_dtype=cfg.train.param_dtype,
+    )
+    init = states.initializer(
+        model, optimizer, param_dtype=cfg.train.param_dtype, dtype=cfg.train.dtype
+    )
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    return StoredState(shapes, model.axes, optimizer, cfg.rules, model.is_trained)
+
+
+def _work(config: dict[str, Any], cfg: Config, model: Model, params: Any) -> ModelWork:
+    """Returns the model's work, with the bytes that a layer keeps for its backward pass."""
+    batch = abstract_row(cfg)
+    work = works.work_of(cfg, model, params, batch)
+    # What a layer keeps is traced: with attention that keeps what the kernels keep.
+    if config["model"]["build"] == works.TRANSFORMER:
+        section = {**config["model"], "attention_impl": TRACED_ATTENTION}
+        model = build_model(parse({**config, "model": section}))
+    return works.with_kept(work, model, params, batch, cfg.train.dtype, REMATS)
