@@ -13,7 +13,14 @@ from types import ModuleType
 from typing import Any
 
 # Old key of a config -> new key, in the same section.
-KEYS: dict[str, str] = {}
+KEYS = {
+    "checkpoint.keep": "checkpoint.keep_last",
+    "divergence.spike": "divergence.spike_sigmas",
+    "sync.block": "sync.block_size",
+    "sync.exact": "sync.uncompressed",
+    "sync.wire": "sync.dtype",
+    "train.only": "train.trainable",
+}
 
 # Old "package.module:function" of a key `build` -> new one.
 FUNCTIONS = {

@@ -227,12 +227,12 @@ def _sync(
         )
     has_feedback = has_sync_feedback(cfg.sync)
     wire = None
-    if cfg.sync.wire != "float32":
+    if cfg.sync.dtype != "float32":
         # Without feedback, nearest rounding of so few bits would lose small gradients in every step.
-        is_stochastic = cfg.sync.wire == "int4" and not has_feedback
-        wire = grad_sync.Wire(grad_sync.BITS[cfg.sync.wire], cfg.sync.block, is_stochastic)
+        is_stochastic = cfg.sync.dtype == "int4" and not has_feedback
+        wire = grad_sync.Wire(grad_sync.BITS[cfg.sync.dtype], cfg.sync.block_size, is_stochastic)
     levels = grad_sync.levels_of(cfg.sync.pattern, num_shards, num_islands)
-    exact = (*cfg.sync.exact, STATS_KEY)
+    exact = (*cfg.sync.uncompressed, STATS_KEY)
     return grad_sync.Sync(axes, levels, wire, exact, has_feedback)
 
 

@@ -1,4 +1,4 @@
-"""Training over a slow network: seconds and bytes per step by sync.wire and sync.pattern.
+"""Training over a slow network: seconds and bytes per step by sync.dtype and sync.pattern.
 
   python benchmarks/parallel/slow_network.py [--layouts 2x1 4x1] [--mbit 20 100] [--output=PATH]
 
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
         return f"{self.hosts}x{self.devices}"
 
     def cases(self, wires) -> list[tuple[str, str]]:
-        """Returns the pairs of sync.wire and sync.pattern that differ on this layout."""
+        """Returns the pairs of sync.dtype and sync.pattern that differ on this layout."""
         found = [(wire, "xla") for wire in wires]
         if self.hosts * self.devices > 2:
             found += [("float32", "ring"), ("float32", "tree")]
@@ -66,7 +66,7 @@ def settings(args, layout: Layout, wire: str, pattern: str):
     c.train.steps = 1_000_000
     c.mesh.update(data=layout.hosts * layout.devices, slices=layout.hosts)
     c.model.update(num_layers=args.layers, d_model=args.width, d_ff=args.width * 8 // 3)
-    c.sync.update(wire=wire, pattern=pattern)
+    c.sync.update(dtype=wire, pattern=pattern)
     return c
 
 

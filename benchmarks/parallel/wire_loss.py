@@ -1,4 +1,4 @@
-"""Held-out loss of training with each sync.wire, compared with float32, for several seeds.
+"""Held-out loss of training with each sync.dtype, compared with float32, for several seeds.
 
   python benchmarks/parallel/wire_loss.py [--steps=300] [--seeds 0 1 2] [--output=PATH]
 
@@ -31,11 +31,11 @@ CASES = {
     EXACT: {},
     # Only the order of additions differs: by how much rounding alone changes the loss.
     "float32, ring": {"pattern": "ring"},
-    "bfloat16": {"wire": "bfloat16"},
-    "int8": {"wire": "int8"},
-    "int4, feedback": {"wire": "int4", "feedback": "on"},
-    "int4, feedback, block 64": {"wire": "int4", "feedback": "on", "block": 64},
-    "int4, no feedback": {"wire": "int4", "feedback": "off"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "int8"},
+    "int4, feedback": {"dtype": "int4", "feedback": "on"},
+    "int4, feedback, block 64": {"dtype": "int4", "feedback": "on", "block_size": 64},
+    "int4, no feedback": {"dtype": "int4", "feedback": "off"},
 }
 
 

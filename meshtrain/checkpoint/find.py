@@ -202,7 +202,7 @@ def remove_old_checkpoints(folder: Path, settings: CheckpointConfig) -> None:
             continue  # left as it is; the next start reports it
     kept_steps = steps_to_keep(
         checkpoints,
-        keep=settings.keep,
+        keep=settings.keep_last,
         keep_every=settings.keep_every,
         keep_best=settings.keep_best,
         best_by=settings.best_by,

@@ -84,8 +84,11 @@ def build_model(cfg: Config) -> Any:
 
 
 def adapted(model: Any, cfg: Config) -> Any:
-    """Returns the Model with what section `adapter` and `train.only` say; raises ConfigError if they do not fit."""
-    if not cfg.adapter.rank and cfg.train.only == "*":
+    """Returns the Model with section `adapter` and `train.trainable` applied.
+
+    Raises ConfigError if they do not fit.
+    """
+    if not cfg.adapter.rank and cfg.train.trainable == "*":
         return model
     return resolve("meshtrain.models.lora:adapt", key="adapter")(model, cfg)
 

@@ -86,28 +86,30 @@ SYNC_FEEDBACK = ("auto", "on", "off")
 
 def sync_faults(settings: Any) -> list[str]:
     """Returns the faults of a SyncConfig whose choices are known."""
-    found, wire, pattern = [], settings.wire, settings.pattern
-    if settings.block < 2 or settings.block % 2:
-        found.append(f"sync.block={settings.block}: use an even number of elements, such as 256")
+    found, wire, pattern = [], settings.dtype, settings.pattern
+    if settings.block_size < 2 or settings.block_size % 2:
+        found.append(
+            f"sync.block_size={settings.block_size}: use an even number of elements, such as 256"
+        )
     if wire != "float32" and pattern in ("ring", "tree"):
         found.append(
-            f"sync.pattern={pattern}: each of its steps would round what sync.wire={wire} sends once more; "
+            f"sync.pattern={pattern}: each of its steps would round what sync.dtype={wire} sends once more; "
             f"use sync.pattern=hierarchical or xla"
         )
     if wire == "float32" and settings.feedback == "on":
-        found.append("sync.feedback=on: sync.wire=float32 loses nothing; use sync.feedback=auto")
+        found.append("sync.feedback=on: sync.dtype=float32 loses nothing; use sync.feedback=auto")
     return found
 
 
 def has_sync_feedback(settings: Any) -> bool:
     """Returns whether what a step loses is added to the gradients of the next."""
-    return settings.feedback == "on" or (settings.feedback == "auto" and settings.wire == "int4")
+    return settings.feedback == "on" or (settings.feedback == "auto" and settings.dtype == "int4")
 
 
 def changed_sync_key(settings: Any) -> str:
     """Returns the key and value that ask for more than XLA's sum, as KEY=VALUE; "" if none does."""
-    if settings.wire != "float32":
-        return f"sync.wire={settings.wire}"
+    if settings.dtype != "float32":
+        return f"sync.dtype={settings.dtype}"
     return "" if settings.pattern == "xla" else f"sync.pattern={settings.pattern}"
 
 
@@ -196,7 +198,7 @@ class TrainConfig:
     xla_preset: str
     dtype: str
     param_dtype: str
-    only: str = "*"
+    trainable: str = "*"
     epochs: float = 0.0
     batch_per_device: int = 0
 
@@ -259,14 +261,14 @@ class ContextConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    wire: str = "float32"
-    block: int = 256
-    exact: tuple = ("scale", "bias")
+    dtype: str = "float32"
+    block_size: int = 256
+    uncompressed: tuple = ("scale", "bias")
     feedback: str = "auto"
     pattern: str = "xla"
 
     def __post_init__(self):
-        faults = choice_faults("sync.wire", self.wire, SYNC_DTYPES)
+        faults = choice_faults("sync.dtype", self.dtype, SYNC_DTYPES)
         faults += choice_faults("sync.pattern", self.pattern, SYNC_PATTERNS)
         faults += choice_faults("sync.feedback", self.feedback, SYNC_FEEDBACK)
         _raise(faults or sync_faults(self))
@@ -316,7 +318,7 @@ class EvalConfig:
 class CheckpointConfig:
     every: int
     every_minutes: float
-    keep: int
+    keep_last: int
     keep_every: int
     keep_best: int
     best_by: str
@@ -328,7 +330,7 @@ class CheckpointConfig:
     def __post_init__(self):
         counts = ("every", "every_minutes", "keep_every", "keep_best")
         faults = minimum_faults(0, {f"checkpoint.{key}": getattr(self, key) for key in counts})
-        faults += minimum_faults(1, {"checkpoint.keep": self.keep})
+        faults += minimum_faults(1, {"checkpoint.keep_last": self.keep_last})
         if not all(self.init_only.split(",")):
             faults.append(
                 f"checkpoint.init_only={self.init_only!r}: use patterns such as layers/attention/*, "
@@ -340,14 +342,14 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class DivergenceConfig:
     max_skips: int
-    spike: float
+    spike_sigmas: float
     rollback: bool
 
     def __post_init__(self):
         faults = minimum_faults(1, {"divergence.max_skips": self.max_skips})
-        if not self.spike > 0:
+        if not self.spike_sigmas > 0:
             faults.append(
-                f"divergence.spike={self.spike}: use a positive number; inf detects no spikes"
+                f"divergence.spike_sigmas={self.spike_sigmas}: use a positive number; inf detects no spikes"
             )
         _raise(faults)
 

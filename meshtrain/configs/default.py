@@ -2,12 +2,14 @@
 
 from ml_collections import ConfigDict
 
+from meshtrain.configs._section import Section
+
 
 def get_config() -> ConfigDict:
     config = ConfigDict()
 
     # Number of devices along each axis of the mesh; one may be -1: all remaining devices.
-    config.mesh = mesh = ConfigDict()
+    config.mesh = mesh = Section()
     # devices along `data`, which shards the rows of the batch and replicates parameters; -1: all remaining devices
     mesh.data = -1
     # devices along `fsdp`, which shards the rows of the batch, and parameters, gradients and optimizer state
@@ -52,7 +54,7 @@ def get_config() -> ConfigDict:
         ("layers", "pipeline"),
     )
 
-    config.train = train = ConfigDict()
+    config.train = train = Section()
     train.steps = 1000  # total number of optimizer steps
     train.epochs = 0.0  # passes over the training data, which replace train.steps; 0: train.steps
     train.global_batch = 32  # sequences per step, over all devices and micro-batches
@@ -79,10 +81,10 @@ def get_config() -> ConfigDict:
 
     # patterns, separated by commas, of the parameters that are trained, such as "layers/attention/*,output/*"; others
     # keep their values, and have no gradients and no optimizer state. With adapter.rank: in addition to the adapter
-    train.only = "*"
+    train.trainable = "*"
 
     # Used if mesh.pipeline is more than 1.
-    config.pipeline = pipeline = ConfigDict()
+    config.pipeline = pipeline = Section()
     # pipeline schedule: "gpipe", "1f1b" or "interleaved"; `meshtrain schedule` prints them
     pipeline.schedule = "1f1b"
     # chunks of layers per stage: consecutive chunks are on consecutive stages; more than 1 only with schedule
@@ -93,7 +95,7 @@ def get_config() -> ConfigDict:
     pipeline.keep = "inputs"
 
     # Used if mesh.context is more than 1.
-    config.context = context = ConfigDict()
+    config.context = context = Section()
     # how devices that hold parts of a sequence compute its attention: "ring", keys and values travel from device to
     # device; "gather", they are gathered once per layer; "ulysses", an all-to-all exchanges parts of the sequence for
     # heads, which mesh.context x mesh.tensor must divide; "auto", ulysses where it can use a fused kernel or sends
@@ -101,20 +103,23 @@ def get_config() -> ConfigDict:
     context.method = "auto"
 
     # Used if several devices along data, or along fsdp at ZeRO stage 0 or 1, have gradients to add.
-    config.sync = sync = ConfigDict()
+    config.sync = sync = Section()
     # what gradients are sent as: "float32", nothing is lost; "bfloat16"; "int8" or "int4", integers with a scale for
     # each block of elements. For slow networks
-    sync.wire = "float32"
-    sync.block = 256  # elements that share a scale
-    sync.exact = ("scale", "bias")  # parameters with such a name in their path are sent as float32
+    sync.dtype = "float32"
+    sync.block_size = 256  # elements that share a scale
+    sync.uncompressed = (
+        "scale",
+        "bias",
+    )  # parameters with such a name in their path are sent as float32
     # whether what a step loses is added to the gradients of the next: "on"; "off", int4 is then rounded
     # stochastically; "auto", for int4
     sync.feedback = "auto"
     # who sends to whom: "xla", one collective; "hierarchical", first inside each host or slice, then between them,
-    # where alone sync.wire applies; "ring" and "tree", from device to device, in float32
+    # where alone sync.dtype applies; "ring" and "tree", from device to device, in float32
     sync.pattern = "xla"
 
-    config.model = model = ConfigDict()
+    config.model = model = Section()
     # function, "package.module:name", that builds a Model from the keys below
     model.build = "meshtrain.models.transformer:build"
     model.num_layers = 4  # number of transformer blocks
@@ -191,7 +196,7 @@ def get_config() -> ConfigDict:
     # chunks are slow on GPU: each reads and writes the gradient of the output head
     model.loss_chunk_mib = 2048.0
 
-    config.data = data = ConfigDict()
+    config.data = data = Section()
     # function, "package.module:name", that builds a Source from the keys below and the name of the split
     data.build = "meshtrain.data.tokens:build"
     data.path = ""  # path of a folder from `meshtrain prepare`, a token file, or a folder of text
@@ -218,7 +223,7 @@ def get_config() -> ConfigDict:
     data.heldout = 0.05  # fraction of the data that is held out for evaluation
     data.seed = train.get_oneway_ref("seed")  # seed of the sample order; default: train.seed
 
-    config.optim = optim = ConfigDict()
+    config.optim = optim = Section()
     # function, "package.module:name", that builds an optax optimizer from the keys that the trainer does not use
     # itself: b1, b2, epsilon, weight_decay and no_decay, or the keys of your own function; also of the package:
     # "meshtrain.optim.muon:muon", "...:adafactor", "...:lion" and "...:schedule_free_adamw"
@@ -240,23 +245,23 @@ def get_config() -> ConfigDict:
     optim.no_decay = ("bias", "scale")  # names of parameters without weight decay
 
     # Used if adapter.rank is more than 0: LoRA (arXiv 2106.09685).
-    config.adapter = adapter = ConfigDict()
+    config.adapter = adapter = Section()
     adapter.rank = 0  # rank of the update A B of the kernels of linear layers; 0: no adapter
     adapter.alpha = 16.0  # the update is multiplied by alpha / rank
     # patterns of the linear layers that get an update, such as ("layers/attention/query", "layers/attention/value")
     adapter.targets = ("layers/*",)
     adapter.dropout = 0.0  # probability of dropout of the input of A, in training only
 
-    config.eval = evaluation = ConfigDict()
+    config.eval = evaluation = Section()
     evaluation.every = 0  # steps between evaluations; 0: only at the end
     # batches per evaluation, global_batch held-out sequences each; 0: no evaluation
     evaluation.batches = 8
 
-    config.checkpoint = checkpoint = ConfigDict()
+    config.checkpoint = checkpoint = Section()
     checkpoint.every = 0  # steps between saves; 0: only at the end
     # minutes between saves, in addition to `every`; 0: by steps only
     checkpoint.every_minutes = 0.0
-    checkpoint.keep = 2  # number of newest checkpoints to keep
+    checkpoint.keep_last = 2  # number of newest checkpoints to keep
     checkpoint.keep_every = 0  # checkpoints whose step is a multiple of this are kept too; 0: none
     checkpoint.keep_best = 0  # number of checkpoints with the lowest best_by that are kept too
     # metric for keep_best: "eval_loss" (only checkpoints of steps with an evaluation have it), "loss" or "grad_norm"
@@ -272,27 +277,27 @@ def get_config() -> ConfigDict:
     # all others are initialized
     checkpoint.init_only = "*"
 
-    config.divergence = divergence = ConfigDict()
+    config.divergence = divergence = Section()
     # limit of consecutive steps whose loss or gradient is not finite: each is skipped, and at the limit the run
     # ends with exit code 17
     divergence.max_skips = 25
     # standard deviations above the running mean beyond which a loss is logged as a spike; inf: never
-    divergence.spike = 8.0
+    divergence.spike_sigmas = 8.0
     # whether the run, after a spike, returns to the newest checkpoint and skips the data since then
     divergence.rollback = False
 
-    config.health = health = ConfigDict()
+    config.health = health = Section()
     # steps between checks that all replicas of the state are identical and that no process is slow; replicas are
     # also checked before each save; 0: never
     health.every = 500
 
-    config.monitor = monitor = ConfigDict()
+    config.monitor = monitor = Section()
     # whether the rows of metrics.jsonl are also written to WORKDIR/tensorboard; needs the extra `tensorboard`
     monitor.tensorboard = False
     # project of Weights & Biases to which they are also sent; needs the extra `wandb`; "": none
     monitor.wandb = ""
 
-    config.hardware = hardware = ConfigDict()
+    config.hardware = hardware = Section()
     # peak FLOP/s of a device, by which the MFU divides; 0: the dense bfloat16 peak by the device's name, as in
     # meshtrain/hardware.toml
     hardware.peak_flops = 0.0

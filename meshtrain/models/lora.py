@@ -24,11 +24,11 @@ FIRST_SITE = 2**16  # of the masks of an adapter, see ops/dropout.py; those of m
 
 
 def adapt(model: Model, cfg: Config) -> Model:
-    """Returns the model with `adapter` and `train.only` applied.
+    """Returns the model with `adapter` and `train.trainable` applied.
 
     Raises ConfigError if they do not fit it.
     """
-    c, only = cfg.adapter, cfg.train.only
+    c, only = cfg.adapter, cfg.train.trainable
     if c.rank:
         _check(c)
         model = lora(model, rank=c.rank, alpha=c.alpha, targets=c.targets, dropout=c.dropout)
@@ -159,7 +159,7 @@ def train_only(model: Model, patterns: list[str]) -> Model:
     paths = [trees.name_of(path) for path, _ in jax.tree.leaves_with_path(shapes)]
     if unmatched := [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]:
         raise ConfigError(
-            f"train.only={','.join(unmatched)}: no parameter has such a "
+            f"train.trainable={','.join(unmatched)}: no parameter has such a "
             f"path{did_you_mean(unmatched[0], paths)}; there are {', '.join(paths[:5])}, ..."
         )
     before = model.is_trained or _is_added

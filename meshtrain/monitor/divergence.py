@@ -93,7 +93,7 @@ class LossMonitor:
         self._skips = 0
         mean = self._losses.mean
         deviations = self._losses.deviations_above_mean(loss)
-        is_spike = deviations > self._settings.spike
+        is_spike = deviations > self._settings.spike_sigmas
         if is_spike:
             self._event("spike", step=step, loss=loss, mean=mean, deviations=deviations)
             self._log(

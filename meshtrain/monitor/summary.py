@@ -100,7 +100,7 @@ def _synchronisation(cfg: Config, grad_sync: Sync | None) -> str:
         key = schema.changed_sync_key(cfg.sync)
         return f"summed by XLA: {key} has no slow network to apply to"
     # From the fastest links to the slowest; only the last sums are rounded.
-    dtypes = ["float32"] * (len(grad_sync.levels) - 1) + [cfg.sync.wire]
+    dtypes = ["float32"] * (len(grad_sync.levels) - 1) + [cfg.sync.dtype]
     stages = []
     for dtype, level in zip(dtypes, grad_sync.levels, strict=True):
         stages.append(f"{dtype} among {level.size}")

@@ -71,14 +71,14 @@ def save(self, folder, tree):
     lock["step"] = int(folder.parent.name.partition(".")[0])
 AsyncWriter.save = save
 config = quick(steps=int(steps))
-config.checkpoint.update(every=2, keep=1)
+config.checkpoint.update(every=2, keep_last=1)
 train(config, workdir=workdir)
 """
 
 
 def saving(steps, **settings):
     c = quick(steps=steps)
-    c.checkpoint.update(every=2, keep=1, **settings)
+    c.checkpoint.update(every=2, keep_last=1, **settings)
     return c
 
 
@@ -190,7 +190,7 @@ def test_a_run_on_a_store_equals_a_run_on_a_disk(url, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_damaged_or_missing_chunk_is_found_and_an_older_checkpoint_resumed(url):
     c = saving(6)
-    c.checkpoint.keep = 9
+    c.checkpoint.keep_last = 9
     train(c, workdir=url)
     found = opened(url)
     expected = restored(found)

@@ -23,7 +23,7 @@ from meshtrain.train import train
 distributed.initialize()
 config = quick(steps=int(sys.argv[2]))
 config.mesh.update(data=1, fsdp=4)
-config.checkpoint.update(every=1, keep=9)
+config.checkpoint.update(every=1, keep_last=9)
 train(config, workdir=sys.argv[1])
 """
 

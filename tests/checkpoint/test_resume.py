@@ -90,7 +90,7 @@ CHANGES = {
     "optim.build": ("my.own:optimizer", "optim.build"),
     "eval.every": (2, "eval.every"),
     "checkpoint.every": (2, "checkpoint.every"),
-    "divergence.spike": (float("inf"), "divergence.spike"),
+    "divergence.spike_sigmas": (float("inf"), "divergence.spike_sigmas"),
     "health.every": (3, "health.every"),
 }
 

@@ -117,13 +117,13 @@ def test_retention_keeps_the_newest_every_nth_and_the_best(finished_run):
 
 def test_a_run_applies_retention_and_saves_every_few_minutes(tmp_path):
     c = saving(7, every=1, keep_every=3)
-    c.checkpoint.keep = 1
+    c.checkpoint.keep_last = 1
     train(c, workdir=tmp_path / "a")
     assert manifest.steps(checkpoints(tmp_path / "a")) == [7, 6, 3]
     train(saving(3, every=0, every_minutes=1e-9), workdir=tmp_path / "b")
     assert manifest.steps(checkpoints(tmp_path / "b")) == [3, 2, 1, 0]
     c = saving(6, every=1, keep_best=1)
-    c.checkpoint.keep = 1
+    c.checkpoint.keep_last = 1
     c.optim.learning_rate = 0.3  # so high that the held-out loss rises and falls
     c.eval.update(every=1, batches=1)
     result = train(c, workdir=tmp_path / "c")
@@ -169,7 +169,7 @@ def test_after_a_write_error_the_newest_valid_checkpoint_is_kept(tmp_path, monke
 
     monkeypatch.setattr(manifest, "commit", commit)
     c = saving(8, every=4)
-    c.checkpoint.keep, c.train.steps = 1, 5
+    c.checkpoint.keep_last, c.train.steps = 1, 5
     train(saving(2), workdir=tmp_path)
     train(c, workdir=tmp_path)
     (failed,) = events(tmp_path, "save_failed")

@@ -44,7 +44,7 @@ def faults_of(c, num_devices=1):
         ("optim.schedule", "cosin", "optim.schedule='cosin': use one of constant, cosine"),
         ("optim.clip_norm", 0.0, "optim.clip_norm=0.0: use a positive norm"),
         ("optim.decay_fraction", 2.0, "optim.decay_fraction=2.0: use a number from 0 to 1"),
-        ("checkpoint.keep", 0, "checkpoint.keep=0: use 1 or more"),
+        ("checkpoint.keep_last", 0, "checkpoint.keep_last=0: use 1 or more"),
         ("eval.every", -1, "eval.every=-1: use 0 or more"),
         ("data.build", "meshtrain.data.tokens:build", "data.path=: no such file or folder"),
         (
@@ -312,7 +312,11 @@ def test_integers_that_the_program_cannot_count_to_are_rejected(tiny, key, value
     ("key", "value"),
     [
         *((key, math.nan) for key in FLOATS),
-        *((key, math.inf) for key in FLOATS if key not in ("optim.clip_norm", "divergence.spike")),
+        *(
+            (key, math.inf)
+            for key in FLOATS
+            if key not in ("optim.clip_norm", "divergence.spike_sigmas")
+        ),
         *((key, -math.inf) for key in FLOATS),
         ("model.rope_scaling", ("linear", math.nan)),
         ("train.seed", 2**80),
@@ -327,7 +331,7 @@ def test_numbers_without_a_meaning_are_rejected(tiny, key, value):
 
 
 def test_infinite_numbers_with_a_meaning_are_accepted(tiny):
-    tiny.optim.clip_norm = tiny.divergence.spike = math.inf
+    tiny.optim.clip_norm = tiny.divergence.spike_sigmas = math.inf
     tiny.optim.learning_rate = tiny.checkpoint.every_minutes = -0.0
     build(parse(tiny))
 

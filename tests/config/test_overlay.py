@@ -37,7 +37,7 @@ data:
     found, expected = load(tmp_path, text), quickstart.get_config()
     expected.train.update(steps=7, param_dtype="bfloat16")
     expected.optim.learning_rate = 1e-3
-    expected.sync.update(feedback="on", exact=("scale", "1", "it's", None, True, "~"))
+    expected.sync.update(feedback="on", uncompressed=("scale", "1", "it's", None, True, "~"))
     expected.model.expert_groups, expected.data.path = (4, 2), ""
     assert found.to_dict() == expected.copy_and_resolve_references().to_dict()
     assert found.optim.moment_dtype == "bfloat16"  # follows train.param_dtype

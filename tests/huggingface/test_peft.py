@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
     c = tiny_config()
     c.model.update({key: value for key, value in found["model"].items() if value != []})
     c.data.update(vocab_size=c.model.vocab_size)
-    c.train.update(steps=2, only="final_norm/*")
+    c.train.update(steps=2, trainable="final_norm/*")
     c.adapter.update(rank=RANK, alpha=ALPHA, dropout=0.125)
     c.optim.learning_rate, c.optim.schedule = 0.05, "constant"
     c.checkpoint.init_from = str(root / "start")

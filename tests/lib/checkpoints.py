@@ -12,7 +12,7 @@ from tests.lib.configs import quick
 
 def saving(steps, every=2, **settings):
     c = quick(steps=steps)
-    c.checkpoint.update(every=every, keep=9, **settings)
+    c.checkpoint.update(every=every, keep_last=9, **settings)
     return c
 
 

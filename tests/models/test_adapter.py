@@ -309,7 +309,7 @@ def test_an_adapter_starts_as_the_model_it_starts_from_and_resumes(tmp_path):
     for stops in ((4,), (2, 4)):
         folder = tmp_path / f"run{len(stops)}"
         for steps in stops:
-            c.train.steps, c.optim.schedule, c.train.only = steps, "constant", "final_norm/*"
+            c.train.steps, c.optim.schedule, c.train.trainable = steps, "constant", "final_norm/*"
             result = train(c, workdir=folder)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses.append([row["loss"] for row in rows if "loss" in row])
@@ -332,7 +332,7 @@ def test_an_adapter_starts_as_the_model_it_starts_from_and_resumes(tmp_path):
             {"adapter.targets": ("layers/atention/*",)},
             "no linear layer has such a path.*there are layers/attention/key",
         ),
-        ({"train.only": "layer/*"}, "train.only=layer.*no parameter has such a path"),
+        ({"train.trainable": "layer/*"}, "train.trainable=layer.*no parameter has such a path"),
     ],
 )
 def test_settings_that_do_not_fit_are_errors(changes, fault):

@@ -194,7 +194,7 @@ def test_the_running_mean_and_variance_match_their_definition():
 
 def test_a_resumed_monitor_finds_the_same_spikes():
     spikes = []
-    settings = DivergenceConfig(max_skips=3, spike=4.0, rollback=False)
+    settings = DivergenceConfig(max_skips=3, spike_sigmas=4.0, rollback=False)
 
     def monitor(statistics):
         return LossMonitor(
@@ -218,7 +218,7 @@ def test_a_resumed_monitor_finds_the_same_spikes():
 
 def monitor(statistics=(), **settings):
     quiet = {"event": lambda *_, **__: None, "log": lambda _: None}
-    settings = {"max_skips": 10, "spike": np.inf, "rollback": False} | settings
+    settings = {"max_skips": 10, "spike_sigmas": np.inf, "rollback": False} | settings
     return LossMonitor(DivergenceConfig(**settings), dict(statistics), **quiet)
 
 

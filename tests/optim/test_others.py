@@ -79,7 +79,7 @@ def config_of(name, **layout):
 def three_steps(name, *, is_small=True, num_microbatches=1, only="*", **layout):
     """Returns parameters and optimizer state after three steps in float64."""
     c = config_of(name, **layout)
-    c.train.update(num_microbatches=num_microbatches, only=only)
+    c.train.update(num_microbatches=num_microbatches, trainable=only)
     num_devices = math.prod(layout.values())
     cfg = parse(c, num_devices=num_devices)
     rng = np.random.default_rng(0)
@@ -194,7 +194,7 @@ def test_the_averages_of_a_schedule_free_run_are_evaluated_and_restored(tmp_path
     c = config_of("schedule_free_adamw", fsdp=2, data=4)
     c.train.dtype = c.train.param_dtype = "float32"
     c.optim.update(learning_rate=0.05, schedule="constant")
-    c.train.only = "layers/*"
+    c.train.trainable = "layers/*"
     batches = [np.random.default_rng(n).integers(0, SIZES["vocab"], 16) for n in range(3)]
     data = {"model": small_model(), "data": batches, "eval_data": batches[:1]}
     result = train(c, workdir=tmp_path, **data)

@@ -212,7 +212,7 @@ def test_by_default_xla_sums_and_nothing_is_held(tiny):
 
 
 def int4(c, **changes):
-    c.sync.wire, c.sync.block = "int4", 16
+    c.sync.dtype, c.sync.block_size = "int4", 16
     c.sync.update(changes)
     return c
 
@@ -250,7 +250,7 @@ def test_a_residual_is_kept_per_unit_of_weight_and_loss_scale():
 
 
 def test_measured_parameters_and_those_named_are_exact(tiny):
-    how = Run(int4(tiny, exact=("scale", "bias", "tokens")), data=8).program.sync
+    how = Run(int4(tiny, uncompressed=("scale", "bias", "tokens")), data=8).program.sync
     compressed = {name for name in how.start_residual(Run(tiny).program.abstract_state.params)}
     assert not any("scale" in name or "tokens" in name for name in compressed)
     assert "layers.mlp.up.kernel" in compressed
@@ -323,7 +323,7 @@ def test_a_run_may_begin_or_end_to_compress(stopped, tmp_path):
     folder, _, _ = stopped
     shutil.copytree(folder, tmp_path / "a")
     c = run_config(data=8)
-    c.sync.update(wire="float32", pattern="xla")
+    c.sync.update(dtype="float32", pattern="xla")
     assert train(c, workdir=tmp_path / "a").state.residual is None
     c = run_config(data=8)
     c.sync.update(pattern="xla")
@@ -333,7 +333,7 @@ def test_a_run_may_begin_or_end_to_compress(stopped, tmp_path):
 
 def test_the_audit_counts_what_is_sent(tiny):
     tiny.mesh.update(data=8, slices=2)
-    tiny.sync.update(wire="int8", pattern="hierarchical")
+    tiny.sync.update(dtype="int8", pattern="hierarchical")
     result = audit(tiny)
     (over_data,) = [one for one in result.axes if one.name == "data"]
     assert over_data.bytes == pytest.approx(over_data.minimum, rel=0.05)  # padding
@@ -351,11 +351,11 @@ def test_the_audit_counts_what_is_sent(tiny):
 @pytest.mark.parametrize(
     "changes, fault",
     [
-        (dict(wire="int7"), "sync.wire='int7': use one of float32, bfloat16, int8, int4"),
+        (dict(dtype="int7"), "sync.dtype='int7': use one of float32, bfloat16, int8, int4"),
         (dict(pattern="star"), "sync.pattern='star': use one of xla, hierarchical, ring, tree"),
-        (dict(wire="int8", pattern="ring"), "sync.pattern=ring: each of its steps would round"),
-        (dict(feedback="on"), "sync.feedback=on: sync.wire=float32 loses nothing"),
-        (dict(block=7), "sync.block=7: use an even number"),
+        (dict(dtype="int8", pattern="ring"), "sync.pattern=ring: each of its steps would round"),
+        (dict(feedback="on"), "sync.feedback=on: sync.dtype=float32 loses nothing"),
+        (dict(block_size=7), "sync.block_size=7: use an even number"),
     ],
 )
 def test_settings_that_do_not_work_are_one_line(tiny, changes, fault):
@@ -368,7 +368,7 @@ def test_settings_that_do_not_work_are_one_line(tiny, changes, fault):
 def test_a_run_says_how_gradients_meet(tiny, capsys):
     tiny.train.steps = 1
     tiny.mesh.slices = 2
-    tiny.sync.update(wire="int8", pattern="hierarchical")
+    tiny.sync.update(dtype="int8", pattern="hierarchical")
     train(tiny)
     line = "summed over data: hierarchical, float32 among 4, then int8 among 2 (1.016 bytes per element)"
     assert line in capsys.readouterr().out
@@ -390,6 +390,6 @@ def test_a_loss_over_all_rows_cannot_be_compressed(tmp_path, tiny):
         axes={"w": (None,)},
         loss=lambda params, batch, key: weighted((batch.tokens[:, :3] * params["w"]).sum(-1)),
     )
-    tiny.sync.wire = "int8"
-    with pytest.raises(ConfigError, match="sync.wire=int8: the model is one loss"):
+    tiny.sync.dtype = "int8"
+    with pytest.raises(ConfigError, match="sync.dtype=int8: the model is one loss"):
         train(tiny, model=model)

@@ -20,7 +20,7 @@ KEYS: dict[str, tuple | None] = {
     "pipeline.schedule": tuple(SCHEDULES),
     "pipeline.num_chunks": None,
     "pipeline.keep": KEEP,
-    "sync.wire": schema.SYNC_DTYPES,
+    "sync.dtype": schema.SYNC_DTYPES,
     "sync.pattern": schema.SYNC_PATTERNS,
     "model.loss_chunk_mib": None,
 }

@@ -289,13 +289,13 @@ def _synchronise(
     They come after the backward pass, which hides none of them. The bytes are those of
     `grad_sync.bytes_sent`, each level over its own link.
     """
-    wire, (_, stride) = p.sync.wire, p.members
+    wire, (_, stride) = p.sync.dtype, p.members
     total, part = machine.memory(BUCKETED * size), size
     for level in levels:
         element_bytes = 4
         # Only the last level, that of the slowest links, sends another format.
         if wire != "float32" and level is levels[-1]:
-            element_bytes = Wire(BITS[wire], p.sync.block).bytes_per_element
+            element_bytes = Wire(BITS[wire], p.sync.block_size).bytes_per_element
             total += machine.memory(ENCODED * part)
         total += 2 * machine.exchange(
             element_bytes * part, level.size, stride * level.stride, is_ring=level.is_ring

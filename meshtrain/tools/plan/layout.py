@@ -114,7 +114,7 @@ def name_of(layout: Layout) -> str:
         words.append(f"{p.schedule}{chunks}, {p.keep} kept")
     words.append(f"remat {p.remat}")
     if p.members[0] > 1 and schema.changed_sync_key(p.sync):
-        words.append(f"gradients in {p.sync.wire}, {p.sync.pattern}")
+        words.append(f"gradients in {p.sync.dtype}, {p.sync.pattern}")
     return " · ".join(words)
 
 
@@ -129,7 +129,7 @@ def overrides(layout: Layout) -> dict[str, Any]:
         keys["pipeline.num_chunks"] = layout.num_chunks
         keys["pipeline.keep"] = layout.keep
     if layout.members[0] > 1:
-        keys["sync.wire"] = layout.sync.wire
+        keys["sync.dtype"] = layout.sync.dtype
         keys["sync.pattern"] = layout.sync.pattern
     if layout.loss_chunk_mib:
         keys["model.loss_chunk_mib"] = layout.loss_chunk_mib

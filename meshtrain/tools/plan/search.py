@@ -256,10 +256,10 @@ def _syncs(
     XLA's never wins on devices whose library knows the topology: it sends the same bytes, and
     computation hides none of them.
     """
-    fixed_keys = {name: fixed[name] for name in ("wire", "pattern") if name in fixed}
+    fixed_keys = {name: fixed[name] for name in ("dtype", "pattern") if name in fixed}
     sync = replace(plan_input.cfg.sync, **fixed_keys)
     yield sync
-    if sync.wire != "float32" and sync.pattern == "xla" and "pattern" not in fixed:
+    if sync.dtype != "float32" and sync.pattern == "xla" and "pattern" not in fixed:
         num, stride = layout.members
         if 1 < machine.parts_inside(num, stride) < num:
             yield replace(sync, pattern="hierarchical")

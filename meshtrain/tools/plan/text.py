@@ -153,14 +153,14 @@ def _with_fewer_bytes(best: Candidate, report: Report, least: float = 0.03) -> s
             over_network = True
     if not over_network or best.cost.parts["gradients"] < least * best.seconds:
         return ""
-    compressed = replace(layout, sync=SyncConfig(wire="int8", pattern="hierarchical"))
+    compressed = replace(layout, sync=SyncConfig(dtype="int8", pattern="hierarchical"))
     compressed_seconds = step_cost(work, compressed, machine, seq_len).seconds
     best_seconds = step_cost(work, layout, machine, seq_len).seconds
     if compressed_seconds > (1 - least) * best_seconds:
         return ""
     return (
         f"the sum of gradients takes {best.cost.parts['gradients']:.3g} s over the network; with "
-        f"sync.wire=int8 and sync.pattern=hierarchical a step would take "
+        f"sync.dtype=int8 and sync.pattern=hierarchical a step would take "
         f"{compressed_seconds / best_seconds * best.seconds:.3g} s, but rounds gradients: "
         f"docs/guides/slow_networks.md"
     )

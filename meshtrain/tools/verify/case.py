@@ -320,7 +320,8 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
     Attention and loss are computed in one block, and there is dropout; the layouts vary that.
     """
     # The laws are those of the model itself; tests/models/test_adapter.py has those of an adapter.
-    raw["adapter"]["rank"], raw["train"]["only"] = 0, "*"
+    raw["adapter"]["rank"] = 0
+    raw["train"]["trainable"] = "*"
     if raw["data"]["build"] in synthetic.FILES_BUILDS:
         raw["data"].update(build=synthetic.SYNTHETIC_BUILD, separator=-1)
     plain = {"attention_impl": "xla", "loss_chunk_mib": 0.0}
@@ -329,7 +330,7 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
         raw["model"]["dropout"] = raw["model"]["dropout"] or DROPOUT
     raw["mesh"] = {**dict.fromkeys(AXES, 1), "data": num_devices}
     # Exact sums; laws/grad_sync.py verifies what narrow formats do.
-    raw["sync"].update(wire="float32", feedback="auto", pattern="xla")
+    raw["sync"].update(dtype="float32", feedback="auto", pattern="xla")
     raw["train"].update(
         steps=STEPS,
         dtype="float64",

@@ -94,7 +94,7 @@ def test_an_all_reduce_sends_two_halves():
 def test_a_pattern_takes_as_long_as_its_bytes_over_the_network(wire, pattern, sent):
     """`sent`: the bytes that a device sends to the other host for each element; 8 devices on 2 hosts."""
     slow = Machine(dataclasses.replace(H100, network=1e7), 8, 4)
-    layout = Layout(data=8, zero_stage=0, sync=SyncConfig(wire=wire, pattern=pattern))
+    layout = Layout(data=8, zero_stage=0, sync=SyncConfig(dtype=wire, pattern=pattern))
     num = SMALL.num_layers * SMALL.layer + SMALL.others
     found = step_cost(SMALL, layout, slow, 128).parts["gradients"]
     assert found == pytest.approx(sent * num / (0.65 * 1e7), rel=0.02)

@@ -24,7 +24,7 @@ def test_a_device_of_a_file_differs_from_one_of_the_table(tmp_path, capsys):
     )
     fixed = "--fix=mesh.data=2", "--fix=mesh.pipeline=1"
     assert run(f"--device={file}", "--devices=16", *fixed) == 0
-    assert "with sync.wire=int8 and sync.pattern=hierarchical a step would" in " ".join(
+    assert "with sync.dtype=int8 and sync.pattern=hierarchical a step would" in " ".join(
         capsys.readouterr().out.split()
     )
 

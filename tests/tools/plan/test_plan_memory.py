@@ -64,9 +64,9 @@ def test_memory_grows_with_what_is_kept():
 def test_a_residual_is_as_large_as_the_gradients():
     plan_input = from_config.plan_input(llama3.get_config())
     for layout, expected in [
-        (Layout(data=8, sync=SyncConfig(wire="int4")), True),
-        (Layout(data=8, sync=SyncConfig(wire="int8")), False),
-        (Layout(fsdp=8, sync=SyncConfig(wire="int4")), False),  # no partial sums at ZeRO stage 3
+        (Layout(data=8, sync=SyncConfig(dtype="int4")), True),
+        (Layout(data=8, sync=SyncConfig(dtype="int8")), False),
+        (Layout(fsdp=8, sync=SyncConfig(dtype="int4")), False),  # no partial sums at ZeRO stage 3
     ]:
         parts = memory.parts(plan_input.work, layout, plan_input.stored.bytes(layout), 8192)
         assert parts["residual"] == (parts["gradients"] if expected else 0)

@@ -46,14 +46,14 @@ def test_gradients_are_sent_as_the_config_says():
     c.train.global_batch = 64
     fixed = ["mesh.data=16", "mesh.fsdp=4", "mesh.tensor=1", "mesh.context=1", "mesh.pipeline=1"]
     *_, plan = plan_of(c, "h200", 64, fixed=fixed)
-    assert {one.layout.sync.wire for one in plan.candidates} == {"float32"}
-    c.sync.wire = "int8"
+    assert {one.layout.sync.dtype for one in plan.candidates} == {"float32"}
+    c.sync.dtype = "int8"
     *_, plan = plan_of(c, "h200", 64, fixed=fixed)
-    (best,) = {(one.layout.sync.wire, one.layout.sync.pattern) for one in plan.candidates}
+    (best,) = {(one.layout.sync.dtype, one.layout.sync.pattern) for one in plan.candidates}
     assert best == ("int8", "hierarchical")
-    *_, plan = plan_of(c, "h200", 64, fixed=[*fixed, "sync.pattern=xla", "sync.wire=bfloat16"])
+    *_, plan = plan_of(c, "h200", 64, fixed=[*fixed, "sync.pattern=xla", "sync.dtype=bfloat16"])
     keys = overrides(plan.candidates[0].layout)
-    assert (keys["sync.wire"], keys["sync.pattern"]) == ("bfloat16", "xla")
+    assert (keys["sync.dtype"], keys["sync.pattern"]) == ("bfloat16", "xla")
 
 
 def test_loss_chunks_are_small_where_they_make_a_layout_fit():

@@ -154,7 +154,7 @@ def setup_of(case: VerifyCase) -> Setup:
         clip_norm=case.clip_norm,
     )
     raw["eval"].update(every=EVAL_EVERY, batches=EVAL_BATCHES)
-    raw["checkpoint"] = defaults["checkpoint"] | {"every": SAVE_EVERY, "keep": STEPS}
+    raw["checkpoint"] = defaults["checkpoint"] | {"every": SAVE_EVERY, "keep_last": STEPS}
     raw["divergence"] = defaults["divergence"] | {"rollback": True}
     raw["health"]["every"] = 0  # the law `replicas` checks it
     model = case.model
