@@ -1,7 +1,7 @@
 """Converts between a config.json of transformers and the `model` section of a config."""
 
-import dataclasses
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,11 @@ def read(path: Path) -> Config:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     text = config.get("text_config")
     family = _multimodal_family(config)
-    if family is None or not isinstance(text, dict):
+    if family is None or family.multimodal is None or not isinstance(text, dict):
         return config
     model_type = config.get("model_type")
     is_default = model_type == family.multimodal.model_type
-    language_model = {
+    language_model: Config = {
         "architectures": config.get("architectures"),
         "model_type": family.model_type if is_default else model_type,
     }
@@ -103,7 +103,7 @@ ZERO_FOR_NULL = ("q_lora_rank", "attention_softcap", "logit_softcap")
 NULLABLE = ("num_kv_heads", "head_dim", *ZERO_FOR_NULL)
 
 # Types of the values in a section.
-VALUE_TYPES = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
+VALUE_TYPES: dict[str, type] = typing.get_type_hints(TransformerConfig)
 
 # Of keys that any config.json may have; see Family.supported_values.
 SUPPORTED_VALUES = {
@@ -274,8 +274,7 @@ def to_config(section: Section, original: Config | None = None) -> Config:
     is_mixture = bool(section.get("num_experts"))
     candidates = [family for family in FAMILIES if family.is_mixture == is_mixture]
     candidates.sort(key=lambda family: family is not preferred)
-    nearest = None
-    fewest: list[str] = []
+    attempts = []
     for family in candidates:
         config = _config_for(section, family)
         if family is preferred:
@@ -289,9 +288,8 @@ def to_config(section: Section, original: Config | None = None) -> Config:
             differing = list(error.faults)
         if not differing:
             return config
-        if nearest is None or len(differing) < len(fewest):
-            nearest = family
-            fewest = differing
+        attempts.append((family, differing))
+    nearest, fewest = min(attempts, key=lambda attempt: len(attempt[1]))
     raise ConfigError(
         f"no supported architecture of transformers computes this model; the nearest is "
         f"{nearest.architecture}, where {', '.join(fewest)}"
@@ -302,7 +300,10 @@ def _config_for(section: Section, family: Family) -> Config:
     """Returns the config.json of a section, without values that `family` cannot express."""
     section = base.SECTION_DEFAULTS | section
     section["head_dim"] = head_dim(section)
-    config = {"architectures": [family.architecture], "model_type": family.model_type}
+    config: Config = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+    }
     for hf_key, values in family.supported_values.items():
         if values[0] is not None:
             config[hf_key] = values[0]
@@ -327,11 +328,9 @@ def _attention_to_config(section: Section, family: Family) -> Config:
     window = section["window"] if has_window else None
     has_switch = "use_sliding_window" in family.defaults
     if not family.uses_layer_types:
-        config = {"sliding_window": window}
-        if has_switch:
-            config["use_sliding_window"] = has_window
-        return config
-    config = {"layer_types": [base.LAYER_TYPES[letter] for letter in letters]}
+        switch = {"use_sliding_window": has_window} if has_switch else {}
+        return {"sliding_window": window, **switch}
+    config: Config = {"layer_types": [base.LAYER_TYPES[letter] for letter in letters]}
     if has_switch:
         config["use_sliding_window"] = has_window
         config["max_window_layers"] = letters.index("l") if has_window else len(letters)

@@ -339,25 +339,28 @@ def write(
         for name in rows[0].tensors
     ]
 
+    def join(name: str, rows: list[Row], parts: list[np.ndarray]) -> np.ndarray:
+        """Returns the tensor that consists of these parts, one of each parameter."""
+        tensor = np.empty(rows[0].shape, dtype_of(name))
+        for row, part in zip(rows, parts, strict=True):
+            view = row.parameter_view(tensor)
+            # Without the rows that pad the vocabulary.
+            values = part[tuple(map(slice, view.shape))]
+            _copy_values(values, view, name, advice="export an earlier checkpoint")
+            if name in dtypes and not _equal_values(values, view):
+                raise ConfigError(
+                    f"{name}: {view.dtype} does not represent its values; use --dtype={dtype}"
+                )
+        return tensor
+
     def tensors() -> Iterator[np.ndarray]:
         for rows in rows_by_name.values():
             stacks = [_flatten_stack(load(row.path), row) for row in rows]
             for number, name in enumerate(rows[0].tensors):
-                tensor = np.empty(rows[0].shape, dtype_of(name))
-                for row, stack in zip(rows, stacks, strict=True):
-                    view = row.parameter_view(tensor)
-                    # Without the rows that pad the vocabulary.
-                    values = stack[number][tuple(map(slice, view.shape))]
-                    _copy_values(values, view, name, advice="export an earlier checkpoint")
-                    if name in dtypes and not _equal_values(values, view):
-                        raise ConfigError(
-                            f"{name}: {view.dtype} does not represent its values; "
-                            f"use --dtype={dtype}"
-                        )
-                yield tensor
+                yield join(name, rows, [stack[number] for stack in stacks])
                 advance(1)
             # Free the memory before the next load.
-            del stacks, stack, values
+            del stacks
 
     with console.progress("writing", len(specs)) as advance:
         files.write(folder, specs, tensors(), shard_bytes=shard_bytes)

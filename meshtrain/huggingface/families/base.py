@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError
@@ -33,7 +33,7 @@ CONFIG_KEYS = {  # key of a `model` section: key of config.json
 
 # A `model` section without the keys above; Family.section overrides these. A balance loss is not
 # assumed: a config.json says it, if its model has experts.
-SECTION_DEFAULTS = {
+SECTION_DEFAULTS: Section = {
     key: value
     for key, value in default.get_config().model.to_dict().items()
     if key not in CONFIG_KEYS
@@ -66,11 +66,11 @@ class Family:
     # Tensor names and dims by the path of the parameter, see tensor_rows.py.
     names: Mapping[str, str]
     # Values in the `model` section of all models of the family.
-    section: Mapping[str, Any]
+    section: Section
     # The values in transformers of keys that config.json may omit.
-    defaults: Mapping[str, Any]
+    defaults: Config
     # By key of config.json; other values are rejected.
-    supported_values: Mapping[str, tuple]
+    supported_values: dict[str, tuple]
     # The key of config.json by the key of a section, where both have the same value.
     keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
     # Other names of keys, which have priority in transformers.
@@ -199,15 +199,15 @@ def minimum_faults(config: Config, minimums: Mapping[str, int]) -> list[str]:
     ]
 
 
-def is_count(value: Any, minimum: int = 1) -> bool:
+def is_count(value: Any, minimum: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Returns True for a number that a float can represent."""
     is_plain = isinstance(value, int | float) and not isinstance(value, bool)
     return is_plain and abs(value) <= sys.float_info.max
 
 
-def is_positive(value: Any) -> bool:
+def is_positive(value: Any) -> TypeGuard[float]:
     return is_number(value) and value > 0
