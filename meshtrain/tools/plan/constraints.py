@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from meshtrain import moved
 from meshtrain.config import checks, schema
 from meshtrain.config.schema import AXES, KEEP, MeshConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_divisors
@@ -69,6 +70,9 @@ def values(
     fixed, faults = {}, []
     for name, flag in flags:
         key, _, value = flag.partition("=")
+        if key in moved.KEYS:
+            moved.report(key, moved.KEYS[key])
+            key = moved.KEYS[key]
         if key not in KEYS:
             near = did_you_mean(key, KEYS)
             faults.append(f"{name}={flag}: unknown key{near}; use one of {', '.join(KEYS)}")
