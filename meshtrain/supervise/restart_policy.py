@@ -246,7 +246,11 @@ class RestartBudget:
         if outcome.code == EXIT_NOT_FINITE:
             return "the same would happen again"
         status = outcome.status
-        progressed = outcome.reached_a_step and status.current_step > status.first_step
+        progressed = (
+            status is not None
+            and outcome.reached_a_step
+            and status.current_step > status.first_step
+        )
         self._num_without_progress = 0 if progressed else self._num_without_progress + 1
         if outcome.code == EXIT_PREEMPTED:
             return ""

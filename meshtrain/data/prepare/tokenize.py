@@ -153,12 +153,12 @@ def _exit_with_parent() -> None:
     """Make this process exit when its parent does, even if the parent is killed by SIGKILL."""
     parent = multiprocessing.parent_process()
 
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
+    def watch(sentinel: int) -> None:
+        multiprocessing.connection.wait([sentinel])
         os._exit(1)
 
     if parent is not None:
-        threading.Thread(target=watch, daemon=True).start()
+        threading.Thread(target=watch, args=(parent.sentinel,), daemon=True).start()
 
 
 # ---- train a tokenizer ----
