@@ -444,9 +444,10 @@ class ExplainedBytes:
         Returns the bytes asked for, and how many of them were still unclaimed.
         A collective over several axes may serve needs over a subset of them.
         """
+        axes = {*(c.axes or ())}
         asked = claimed = 0.0
         for need in needs:
-            if {*need.axes} <= {*c.axes}:
+            if {*need.axes} <= axes:
                 wanted = fraction * need.bytes_once * c.count
             else:
                 wanted = self._in_its_dtype(c, need)

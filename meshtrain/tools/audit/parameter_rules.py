@@ -163,7 +163,7 @@ def _gradient_candidates(ledger: ExplainedBytes, c: Collective) -> list[tuple[bo
         # Over axes that do not shard the leaf, each device may still sum only a slice of it.
         unused = placement.num_devices(tuple({*placement.model_axes} - {*leaf.axes} - axes))
         # Over the deferred axes the gradient is not sharded yet.
-        shape = placement.local_shape(leaf, leaf.grad_spec, (*c.axes, *placement.deferred_axes))
+        shape = placement.local_shape(leaf, leaf.grad_spec, (*axes, *placement.deferred_axes))
         fraction = _fraction(c, shape, leaf.num_layers * unused)
         if fraction:
             candidates.append((has_shape(c, shape, leaf), fraction, leaf))
@@ -174,10 +174,11 @@ def _claim_gradient_sum(
     ledger: ExplainedBytes, c: Collective, candidates: list[tuple[float, Leaf]]
 ) -> Explanation | None:
     """Explains a sum by the first leaf that still needs it. Candidates are (fraction, leaf)."""
+    axes = {*(c.axes or ())}
     for fraction, leaf in candidates:
         leaf_needs = [need for need in ledger.of_role(GRADIENT_SUM) if need.leaf is leaf]
-        needs = [need for need in leaf_needs if {*need.axes} <= {*c.axes}]
-        needs = needs or [need for need in leaf_needs if {*need.axes} & {*c.axes}]
+        needs = [need for need in leaf_needs if {*need.axes} <= axes]
+        needs = needs or [need for need in leaf_needs if {*need.axes} & axes]
         asked, claimed = ledger.claim(c, needs, fraction)
         if extra := ledger.explain_extra(c, GRADIENT_SUM, needs, claimed, asked):
             return extra
@@ -198,13 +199,14 @@ def _too_often(leaf: Leaf) -> str:
 def _reason_for_larger_sum(placement: Placement, leaf: Leaf, c: Collective, claimed: float) -> str:
     if c.bytes <= 1.01 * claimed:
         return ""
-    model_axes = [axis for axis in c.axes if axis not in placement.token_axes]
+    axes = c.axes or ()
+    model_axes = [axis for axis in axes if axis not in placement.token_axes]
     if model_axes:
         over = " x ".join(model_axes)
         return f"{leaf.name} is replicated over {over}, so its gradient is summed over {over} too"
     if placement.zero_stage == 1:
         return "train.zero_stage=1 replicates gradients: all-reduce instead of reduce-scatter"
-    if c.kind == "all-reduce" and {*c.axes} & {axis for dim in leaf.grad_spec for axis in dim}:
+    if c.kind == "all-reduce" and {*axes} & {axis for dim in leaf.grad_spec for axis in dim}:
         return "all-reduced, then sliced: the compiler did not make a reduce-scatter of it"
     return wide_dtype_reason(c)
 
