@@ -227,7 +227,18 @@ MIN_QUERIES_PER_BLOCK = 64
 
 
 def _xla(
-    q_BSHK, k_BTGK, v_BTGV, *segments, start, scale, softcap, window, block=0, dropout=None
+    q_BSHK,
+    k_BTGK,
+    v_BTGV,
+    segments_BS,
+    segments_BT,
+    *,
+    start,
+    scale,
+    softcap,
+    window,
+    block=0,
+    dropout=None,
 ) -> jax.Array:
     """Computes the formula directly: `jax.nn.dot_product_attention` casts float64 down.
 
@@ -237,6 +248,7 @@ def _xla(
     """
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
+    segments = segments_BS, segments_BT
     q_BGRSK = jnp.einsum("bsgrk->bgrsk", q_BSHK.reshape(B, S, G, H // G, K))
     k_BGTK, v_BGTV = (jnp.einsum("btgk->bgtk", x) for x in (k_BTGK, v_BTGV))
     aligned = isinstance(start, int) and start == 0 and S == T
