@@ -248,12 +248,12 @@ def _xla(
     """
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
-    segments = segments_BS, segments_BT
     q_BGRSK = jnp.einsum("bsgrk->bgrsk", q_BSHK.reshape(B, S, G, H // G, K))
     k_BGTK, v_BGTV = (jnp.einsum("btgk->bgtk", x) for x in (k_BTGK, v_BTGV))
     aligned = isinstance(start, int) and start == 0 and S == T
     block = block or max(MIN_QUERIES_PER_BLOCK, -(-S // MAX_QUERY_BLOCKS))
     block_size = block if aligned else S
+    segments = segments_BS, segments_BT
     blocks = []
     for low in range(0, S, block_size):
         queries = slice(low, min(low + block_size, S))
