@@ -68,7 +68,7 @@ def measure(args) -> dict:
         name: [] for name in ("copy", "blocked", "save", "raw write", "verify", "restore")
     }
     with program.active():
-        current = program.start(0)
+        current = program.initial_state(0)
         step = jax.jit(add_noise)
         saver.prepare(program.abstract_state)
         for number in range(args.rounds + 1):  # the first is warm-up

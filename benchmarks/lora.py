@@ -25,7 +25,7 @@ from meshtrain.config.build import build
 from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.data.loader import Loader
-from meshtrain.monitor.heldout import heldout_loss
+from meshtrain.monitor.heldout import make_heldout_loss
 from meshtrain.program import assemble
 
 FULL, LORA = "all parameters", "LoRA"
@@ -51,12 +51,12 @@ def train(args, method: str, rate: float, *, is_first: bool) -> dict[str, Any]:
     program = assemble(cfg, parts)
     loader = Loader(parts.train_data, program.mesh, cfg.rules, global_batch=args.rows)
     with program.active():
-        state = program.start(cfg.train.seed)
+        state = program.initial_state(cfg.train.seed)
         source = initial.find_source(cfg.checkpoint, {}, log=_silent)
         params = initial.load_params(state.params, *source, "*", event=_silent, log=_silent)
         state = state._replace(params=params)
         losses_on = {
-            name: heldout_loss(program.eval_step, batches, cfg, program.mesh)
+            name: make_heldout_loss(program.eval_step, batches, cfg, program.mesh)
             for name, batches in heldout_parts(args, parts.heldout_data).items()
         }
         row = {"method": method, "learning rate": rate}

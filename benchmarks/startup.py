@@ -40,7 +40,7 @@ def work(args) -> dict[str, float]:
     cfg, program, batch = llama.program_of(c, devices)
     ends["build, batch"] = time.time()
     with program.active():
-        state = jax.block_until_ready(program.start(0))
+        state = jax.block_until_ready(program.initial_state(0))
         ends["state"] = time.time()
         compiled = program.compile(batch)
         ends["compile"] = time.time()

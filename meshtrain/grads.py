@@ -42,7 +42,8 @@ def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:
             )
         return metrics
 
-    def loss_of_stack(params, batch, key):
+    def loss_of_stack(params, batch, _):
+        # Blocks get their random keys with the rows of the batch, not from the key.
         block = rematerialised(model.block, remat)
         layers = model.stack(params["layers"])
         x = model.embed(params, batch)
@@ -94,7 +95,7 @@ def accumulate(
             grads = jax.lax.with_sharding_constraint(grads, grad_shardings)
             return grads, metrics, residual
 
-        # The partial sums of a shard are its own, so they are not sharded over these axes.
+        # Each shard of the batch has its own partial sums, so they are not sharded over these axes.
         shardings_of_shard = jax.tree.map(
             lambda grad_sharding: sharding.without_axes(grad_sharding, axes), grad_shardings
         )

@@ -45,9 +45,14 @@ class Program:
     context_method: str = "gather"  # see `context.choose`
     sync: grad_sync.Sync | None = None  # None: XLA adds the gradients of the batch shards
 
-    def abstract_state_of(self, cfg: Config, parts: RunParts, mesh: Any) -> "AbstractState":
-        """Returns `abstract_state` of changed settings, on a mesh that need not have devices."""
-        return abstract_state(cfg, parts, mesh)
+    def optimizer_and_state_of(
+        self, cfg: Config, parts: RunParts, mesh: Any
+    ) -> "OptimizerAndState":
+        """Returns `optimizer_and_state` of changed settings, on a mesh that need not have devices.
+
+        A method, so that advice about memory needs no import of this module.
+        """
+        return optimizer_and_state(cfg, parts, mesh)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -56,7 +61,7 @@ class Program:
         with jax.set_mesh(self.mesh), sharding.use_rules(self.rules), method:
             yield
 
-    def start(self, seed: int) -> TrainState:
+    def initial_state(self, seed: int) -> TrainState:
         """Returns the state before the first step; each device initialises its own shards."""
         init = jax.jit(
             self.init,
@@ -68,15 +73,20 @@ class Program:
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """Returns the train step, compiled for batches of these shapes. It donates the state's buffers."""
         shardings = states.shardings_of(self.abstract_state)
-        # Process 0 reads the scalars, also one for each layer, which XLA would shard over the stages.
-        out = (shardings, shardings.step)
-        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
+        # Scalars are replicated, so that process 0 can read them; XLA would shard those of each
+        # layer over the stages.
+        replicated = shardings.step
+        jitted = jax.jit(
+            self.train_step,
+            donate_argnums=0,
+            out_shardings=(shardings, replicated),
+        )
         lowered = jitted.lower(self.abstract_state, batch)
         return xla.compile_with(lowered, self.compiler_options)
 
 
-class AbstractState(NamedTuple):
-    """The optimizer of a program, and its state without values: shapes, dtypes and shardings."""
+class OptimizerAndState(NamedTuple):
+    """The optimizer, and the state without values: shapes, dtypes and shardings."""
 
     schedule: optim.Schedule  # step -> learning rate
     optimizer: optax.GradientTransformation
@@ -85,12 +95,12 @@ class AbstractState(NamedTuple):
     grad_shardings: Any
 
 
-def abstract_state(
+def optimizer_and_state(
     cfg: Config,
     parts: RunParts,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     sync: grad_sync.Sync | None = None,
-) -> AbstractState:
+) -> OptimizerAndState:
     """Returns optimizer and abstract state of these settings on a mesh, which may have no devices."""
     train = cfg.train
     schedule = optim.make_schedule(cfg.optim, steps=train.steps)
@@ -119,7 +129,7 @@ def abstract_state(
         residual_shardings=sync.residual_shardings if sync else None,
     )
     state = states.with_shardings(shapes, shardings)
-    return AbstractState(schedule, optimizer, init, state, grad_shardings)
+    return OptimizerAndState(schedule, optimizer, init, state, grad_shardings)
 
 
 def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None = None) -> Program:
@@ -135,13 +145,13 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
     # description for ahead-of-time compilation, which cannot run anything.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), sharding.use_rules(cfg.rules):
         sync = _sync(cfg, mesh, unreduced_axes)
-        abstract = abstract_state(cfg, parts, mesh, sync)
+        abstract = optimizer_and_state(cfg, parts, mesh, sync)
     check_saved_names(train.remat, model.saved_names)
     _check_context(cfg.mesh.context, model)
 
     # Every kind of gradient function has the type GradFn, so the step knows none of them.
     if cfg.mesh.pipeline > 1:
-        table = _table_of(cfg, model, abstract.state.params)
+        table = _make_table(cfg, model, abstract.state.params)
         grad_fn = executor.pipelined(
             model,
             table,
@@ -178,7 +188,8 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
         with_row_keys=dropout.with_row_keys if model.row_keys else None,
         measure=model.measure,
     )
-    # XLA would copy the loop over micro-batches, keep their activations, and compute products twice (jaxlib 0.10.2).
+    # With pipelined all-gathers XLA would copy the loop over micro-batches, keep their activations
+    # and compute products twice (jaxlib 0.10.2).
     without = (xla.PIPELINED_ALL_GATHER,) if train.num_microbatches > 1 else ()
     return Program(
         mesh=mesh,
@@ -233,7 +244,13 @@ def _sync(
         wire = grad_sync.Wire(grad_sync.BITS[cfg.sync.dtype], cfg.sync.block_size, is_stochastic)
     levels = grad_sync.levels_of(cfg.sync.pattern, num_shards, num_islands)
     exact = (*cfg.sync.uncompressed, STATS_KEY)
-    return grad_sync.Sync(axes, levels, wire, exact, has_feedback)
+    return grad_sync.Sync(
+        axes=axes,
+        levels=levels,
+        wire=wire,
+        exact=exact,
+        feedback=has_feedback,
+    )
 
 
 def _check_context(size: int, model: Model) -> None:
@@ -262,14 +279,21 @@ def check_saved_names(remat: str, known: tuple[str, ...]) -> None:
         )
 
 
-def _table_of(cfg: Config, model: Model, params: Params) -> Table:
-    """Returns the schedule's table; raises ConfigError for a model that cannot be split into stages."""
-    P, M, V = cfg.mesh.pipeline, cfg.train.num_microbatches, cfg.pipeline.num_chunks
+def _make_table(cfg: Config, model: Model, params: Params) -> Table:
+    """Returns the schedule's table.
+
+    Raises ConfigError for a model that cannot be split into stages.
+    """
+    num_stages = cfg.mesh.pipeline
+    num_chunks = cfg.pipeline.num_chunks
     if model.block is None:
         raise ConfigError(
-            f"mesh.pipeline={P}: the model is not a stack of blocks (embed, block, head), only a loss; "
+            f"mesh.pipeline={num_stages}: the model is not a stack of blocks (embed, block, head), only a loss; "
             f"use mesh.pipeline=1"
         )
-    if faults := layer_faults(len(jax.tree.leaves(params["layers"])[0]), P, V):
+    num_layers = len(jax.tree.leaves(params["layers"])[0])
+    faults = layer_faults(num_layers, num_stages, num_chunks)
+    if faults:
         raise ConfigError(*faults)
-    return SCHEDULES[cfg.pipeline.schedule](P, M, V)
+    make_schedule_table = SCHEDULES[cfg.pipeline.schedule]
+    return make_schedule_table(num_stages, cfg.train.num_microbatches, num_chunks)

@@ -11,6 +11,7 @@ import jax
 
 from meshtrain import storage
 from meshtrain.checkpoint import initial, lock, run_tokenizer
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cluster import distributed, progress
 from meshtrain.config import checks
@@ -34,7 +35,7 @@ class Run:
     program: Program
     data: Any  # a Source, or the caller's iterable
     heldout_loss: Callable[[TrainState], float | None]
-    workdir: Path | None
+    folder: Path | None  # of the workdir on this host
     writer: Writer
     saver: Saver | None  # None without a workdir
     loss_monitor: LossMonitor
@@ -77,8 +78,9 @@ def open_run(
 ) -> tuple[Run, TrainState]:
     """Returns the open run and its first state, restored or initialised.
 
-    `cfg` has its mesh on the devices of the job. `stack` closes what is opened, in reverse order; mesh and rules are
-    active until then. `stop` is set by a signal; `clock` records the phases. For the other arguments see `train`.
+    `cfg` has its mesh on the devices of the job. `stack` closes what is opened, in reverse order;
+    mesh and rules are active until then. `stop` is set by a signal; `clock` records the phases. For
+    the other arguments see `train`.
     """
     # ---- check and build, on all processes or on none: nothing is computed, no file is touched ----
     with distributed.raise_on_all_processes():
@@ -86,36 +88,39 @@ def open_run(
         parts = build(cfg, model=model, data=data)
         cfg = with_steps(cfg, parts.train_data)
         program = assemble(cfg, parts)
-    config = cfg.to_dict()  # as files and checkpoints record it
-    distributed.check_same({**config, "workdir": str(workdir)})
-    data = parts.train_data
+    config_record = cfg.to_dict()  # as files and checkpoints have it
+    distributed.check_same({**config_record, "workdir": str(workdir)})
+    train_data = parts.train_data
     if eval_data is None:
         eval_data = parts.heldout_data
     else:
         eval_data = heldout.fixed_batches(eval_data, cfg)
     stack.enter_context(program.active())
-    heldout_loss = heldout.heldout_loss(program.eval_step, eval_data, cfg, program.mesh)
+    heldout_loss = heldout.make_heldout_loss(program.eval_step, eval_data, cfg, program.mesh)
 
     # ---- the workdir, which this run alone may write, and the files of metrics in it ----
-    place = folder = None
+    opened_workdir: storage.Workdir | None = None
+    folder: Path | None = None
     if workdir:
-        place = storage.open_workdir(workdir, process=distributed.process_id())
-        folder = place.folder
-        stack.enter_context(lock.held(place))
+        opened_workdir = storage.open_workdir(workdir, process=distributed.process_id())
+        folder = opened_workdir.folder
+        stack.enter_context(lock.held(opened_workdir))
     is_leader = distributed.process_id() == 0
-    writer = stack.enter_context(contextlib.closing(Writer(place, leader=is_leader)))
+    writer = stack.enter_context(contextlib.closing(Writer(opened_workdir, leader=is_leader)))
     with distributed.raise_on_all_processes():
         writer.open(sinks.open_sinks(cfg, folder, on_metrics) if is_leader else [])
 
     # ---- the newest valid checkpoint: each device reads its own shards ----
     clock.enter("restore")
-    identity = getattr(data, "identity", {})
-    saver = saved = state = None
-    if place:
+    identity = getattr(train_data, "identity", {})  # an iterable of the caller has none
+    saver: Saver | None = None
+    saved: Manifest | None = None
+    state: TrainState | None = None
+    if opened_workdir:
         saver = Saver(
-            place,
+            opened_workdir,
             cfg.checkpoint,
-            config=config,
+            config=config_record,
             mesh=asdict(cfg.mesh),
             identity=identity,
             event=writer.event,
@@ -128,9 +133,9 @@ def open_run(
     first_step = saved.step if saved else 0
     position = saved.position if saved else 0
     # Where the parameters of a new run come from is checked now, before anything is compiled.
-    initial_params = None
+    init_source = None
     if not saved:
-        initial_params = initial.find_source(cfg.checkpoint, identity, log=writer.log)
+        init_source = initial.find_source(cfg.checkpoint, identity, log=writer.log)
     loss_monitor = LossMonitor(
         cfg.divergence,
         saved.loss_statistics if saved else {},
@@ -146,7 +151,7 @@ def open_run(
     )
 
     # ---- the data, from the sample after the checkpoint's last one ----
-    loader = stack.enter_context(open_loader(data, cfg, program.mesh, position))
+    loader = stack.enter_context(open_loader(train_data, cfg, program.mesh, position))
     first_batch = loader.peek()
     units = units_of(first_batch, parts.model)
     # Loaded here, since it reads compiled programs and plans: no other part of a run needs these.
@@ -165,7 +170,7 @@ def open_run(
         parts.model,
         abstract_state,
         units=units,
-        data=data,
+        data=train_data,
         grad_sync=program.sync,
     )
     for line in start_lines:
@@ -173,7 +178,7 @@ def open_run(
     layout_warnings = warnings.layout_warnings(
         cfg, parts.model, program.mesh, abstract_state.params, first_batch
     )
-    for warning in (*layout_warnings, *warnings.setting_warnings(cfg, data)):
+    for warning in (*layout_warnings, *warnings.setting_warnings(cfg, train_data)):
         writer.log(f"warning     {warning.text}")
         writer.event("warning", **warning.fields, text=warning.text)
 
@@ -182,9 +187,9 @@ def open_run(
         writer.event("restore", step=first_step, position=position, mesh=saved.mesh)
         writer.log(f"restored step {first_step} from {folder}")
     if state is None:
-        state = program.start(cfg.train.seed)
-        if initial_params:
-            directory, manifest = initial_params
+        state = program.initial_state(cfg.train.seed)
+        if init_source:
+            directory, manifest = init_source
             params = initial.load_params(
                 state.params,
                 directory,
@@ -195,17 +200,17 @@ def open_run(
             )
             state = state._replace(params=params)
     if folder and is_leader:
-        run_tokenizer.copy_tokenizer(folder, config, identity.get("tokenizer", ""))
+        run_tokenizer.copy_tokenizer(folder, config_record, identity.get("tokenizer", ""))
     # A workdir with a config.json is a run; from here on it is kept even if the run fails.
-    writer.config(config)
+    writer.write_config(config_record)
     writer.event("start", step=first_step, jax=jax.__version__, mesh=asdict(cfg.mesh))
 
     run = Run(
         cfg=cfg,
         program=program,
-        data=data,
+        data=train_data,
         heldout_loss=heldout_loss,
-        workdir=folder,
+        folder=folder,
         writer=writer,
         saver=saver,
         loss_monitor=loss_monitor,

@@ -57,15 +57,19 @@ class Table:
     def num_slots(self) -> int:
         """Number of buffers for chunk inputs.
 
-        It is `num_live`, plus one if a stage with that many is idle.
+        One more than `num_live` if a stage is idle while all `num_live` are in use: an idle forward
+        needs a free buffer.
         """
         return int(self.forward.slot.max()) + 1
 
     @property
     def phases(self) -> list[slice]:
         """Ranges of ticks with forwards only, with both, and with backwards only: one loop each."""
-        kinds = self.forward.active.any(1) + 2 * self.backward.active.any(1)
-        starts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist()]
+        has_forward = self.forward.active.any(1)
+        has_backward = self.backward.active.any(1)
+        kind_of_tick = has_forward + 2 * has_backward
+        changes = np.flatnonzero(np.diff(kind_of_tick)) + 1
+        starts = [0, *changes.tolist()]
         ends = [*starts[1:], self.num_ticks]
         return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
 
@@ -143,7 +147,10 @@ def tabulate(forward_ticks: np.ndarray, backward_ticks: np.ndarray) -> Table:
             forward.slot[tick, stage] = slot
             if tick in backward_of_forward:
                 last_use = backward_of_forward[tick]
-                used_until[slot : slot + 1] = [last_use]
+                if slot == len(used_until):
+                    used_until.append(last_use)
+                else:
+                    used_until[slot] = last_use
                 backward.slot[last_use, stage] = slot
     return Table(P, M, V, forward, backward)
 
@@ -163,7 +170,8 @@ def check(table: Table) -> None:
 
     The input of a forward must be computed exactly one tick earlier, on the stage of the previous
     chunk, and the input of a backward on the stage of the next chunk. No slot may be overwritten
-    while its content is still needed, not even by an idle forward.
+    while its content is still needed, not even by an idle forward. Tests run it on every schedule;
+    training does not.
     """
     forward = _checked_ticks("forward", table.forward, table)
     backward = _checked_ticks("backward", table.backward, table)

@@ -29,9 +29,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, Scalars]]:
     """Returns the train step: (state, batch) -> (new state, scalars to log).
 
-    `loss` is the loss before the update, `grad_norm` the norm before clipping, `learning_rate` the
-    one that the update applies: the optimizer counts updates only, so its count lacks the skipped
-    steps. `with_row_keys` (batch, key of the step) adds a key for each row, for a model with
+    The scalars are `loss` before the update, `grad_norm` before clipping, and `learning_rate` of this
+    update. The learning rate follows the number of updates, not of steps: skipped steps do not count.
+    `with_row_keys` (batch, key of the step) adds a key for each row, for a model with
     dropout. `measure` is that of the model, see `Model.measure`.
     """
     clip = optax.clip_by_global_norm(clip_norm)
@@ -83,7 +83,12 @@ def make_train_step(
             scalars |= measured_scalars
         if state.loss_scale is not None:
             scalars["loss_scale"] = scale
-        new = TrainState(state.step + 1, params, opt_state, residual=residual)
+        new = state._replace(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            residual=residual,
+        )
         return _unless_skipped(finite, new, state), scalars
 
     return train_step
@@ -108,4 +113,10 @@ def _unless_skipped(finite: jax.Array, new: TrainState, old: TrainState) -> Trai
         (old.params, old.opt_state, old.residual),
     )
     loss_scale = None if old.loss_scale is None else old.loss_scale.after(finite)
-    return TrainState(new.step, params, opt_state, loss_scale, residual)
+    return TrainState(
+        step=new.step,
+        params=params,
+        opt_state=opt_state,
+        loss_scale=loss_scale,
+        residual=residual,
+    )

@@ -1,6 +1,6 @@
 """Workdirs: a folder on a disk, or a folder of an object store (s3://BUCKET/RUN, gs://BUCKET/RUN).
 
-`open_workdir` alone looks at a place to see which of the two it is; `holding` does so for what has
+`open_workdir` alone looks at a place to see which of the two it is; `workdir_at` does so for what has
 only a path. All others ask the workdir: it has a folder on a local disk either way, and knows which
 of its files are elsewhere.
 """
@@ -144,7 +144,7 @@ def open_workdir(place: str | Path, *, process: int = 0) -> Workdir:
     return LocalFolder(place)
 
 
-def holding(path: Path) -> Workdir:
+def workdir_at(path: Path) -> Workdir:
     """Returns the workdir that holds a path.
 
     For what has only the path of a checkpoint: functions below Orbax, and those that verify it.

@@ -83,9 +83,12 @@ def _resolve(config: Config | Mapping[str, Any], model: Model | None) -> Config:
 
 def _train(run: Run, state: TrainState) -> Result:
     """Compiles the step, takes all steps, evaluates and saves."""
-    cfg, clock, writer = run.cfg, run.clock, run.writer
+    cfg = run.cfg
+    clock = run.clock
+    writer = run.writer
     num_steps = cfg.train.steps
     step = run.first_step
+    # Not for train.steps=0, which only initialises.
     if step and step >= num_steps:
         writer.log(f"train.steps={num_steps}: the run is at step {step} already")
     if step < num_steps and not distributed.broadcast(run.stop_requested()):
@@ -105,14 +108,15 @@ def _train(run: Run, state: TrainState) -> Result:
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
     if run.saver and run.loss_monitor.spike is None:
         run.saver.finish(step, state, **run.manifest_fields(eval_loss))
+    # After the save: a step that is not finite was skipped, so the saved state is valid.
     if is_finished:
         run.loss_monitor.check_final(step, writer.newest)
     clock.enter("end")
     seconds = {phase: spent for phase, spent in clock.progress.seconds().items() if spent}
-    name = "end" if is_finished else "preempted"
-    writer.event(name, step=step, eval_loss=eval_loss, seconds=seconds)
+    event_name = "end" if is_finished else "preempted"
+    writer.event(event_name, step=step, eval_loss=eval_loss, seconds=seconds)
     writer.close()
-    writer.log(summary.final_line(step, cfg, eval_loss, run.data, run.workdir))
+    writer.log(summary.final_line(step, cfg, eval_loss, run.data, run.folder))
     return Result(state, step, eval_loss, interrupted=not is_finished)
 
 
@@ -123,11 +127,14 @@ def _loop(
 ) -> tuple[TrainState, int]:
     """Takes steps until the last one or a request to stop; returns the last state and step.
 
-    `step` counts the batches that `state` has seen: at the top of the loop, batch `step` is the next one.
+    `step` counts the batches that `state` has seen: at the top of the loop, batch `step` is next.
     """
-    cfg, clock, writer, saver, loader = run.cfg, run.clock, run.writer, run.saver, run.loader
+    cfg = run.cfg
+    clock = run.clock
+    writer = run.writer
+    saver = run.saver
     step = run.first_step
-    _begin(run, step, loader.position)
+    _start_writer(run, step)
     while True:
         # ---- decide what is due; process 0 decides for all, whose clocks and signals differ ----
         save_due = saver is not None and saver.due(step, run.first_step)
@@ -138,11 +145,13 @@ def _loop(
         if is_stopping or is_last or eval_due or save_due or check_due:
             # Raises if the last steps were not finite: such a state is neither evaluated nor saved.
             writer.flush()
+        # A stop leaves no time for a rollback: the run resumes from the checkpoint before the spike.
+        # At the last step a spike is rolled back too, so that it is not in the final state.
         if run.loss_monitor.spike is not None and not is_stopping:
             state, step = _roll_back(run, state, step)
             continue
 
-        # ---- look after the state of before this step; the time does not count as step time ----
+        # ---- check, evaluate and save the state before this step; not part of its step time ----
         with writer.paused():
             # Before a save, so that no checkpoint holds a state whose replicas differ.
             if check_due:
@@ -159,22 +168,29 @@ def _loop(
                 clock.enter("save")
                 saver.save(step, state, **run.manifest_fields(eval_loss))
 
-        # ---- the next batch, and the step on it, which donates the old state's buffers ----
+        # ---- take the step on the next batch; it reuses the buffers of the old state ----
         clock.enter("data", step)
         try:
-            batch = next(loader)
+            batch = next(run.loader)
         except Exception:
             _save_before_data_error(run, state, step)
             raise
         clock.enter("step", step)
         state, scalars = train_step(state, batch)
-        # Hands over this step's scalars and writes those of the previous step, while the device computes.
-        log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
-        writer.step(step, scalars, eval_loss, waited=clock.progress["data"], log=log)
+        is_final_step = step + 1 == cfg.train.steps
+        row_due = step % cfg.train.log_every == 0 or eval_due or is_final_step
+        # Writes the scalars of the previous step, while the device computes this one.
+        writer.step(
+            step,
+            scalars,
+            eval_loss,
+            waited=clock.seconds_waiting_for_data,
+            log=row_due,
+        )
         step += 1
 
 
-def _begin(run: Run, step: int, position: int) -> None:
+def _start_writer(run: Run, step: int) -> None:
     """Starts the writer's clock at `step`, at the start of the loop or after a rollback."""
     # Loaded here: of the planner, a run uses only the prediction next to the measured step time.
     from meshtrain.tools.plan.predict import step_seconds
@@ -190,8 +206,8 @@ def _begin(run: Run, step: int, position: int) -> None:
         step,
         run.cfg,
         run.units,
-        samples=position,
-        waited=run.clock.progress["data"],
+        samples=run.loader.position,
+        waited=run.clock.seconds_waiting_for_data,
         observe=run.loss_monitor.observe,
         predicted=predicted,
     )
@@ -208,18 +224,24 @@ def _save_before_data_error(run: Run, state: TrainState, step: int) -> None:
 
 
 def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
-    """Returns state and step of the newest checkpoint, to undo a spike; without one, the given state and step."""
+    """Returns state and step of the newest checkpoint, to undo a spike.
+
+    Without a valid checkpoint it returns the given state and step.
+    """
     run.clock.enter("restore")
     run.writer.flush()
+    # Look before the memory is freed: without a valid checkpoint the run keeps its state.
     if run.saver is None or run.saver.recover(from_scratch=True) is None:
         run.loss_monitor.roll_back(None, run.loader.position)
         return state, step
-    jax.tree.map(lambda leaf: leaf.delete(), state)  # frees the memory for the restored state
+    # Frees the memory for the restored state.
+    jax.tree.map(lambda leaf: leaf.delete(), state)
     saved, restored = run.saver.restore(run.program.abstract_state)
     assert saved is not None and restored is not None  # recover() has found one
+    # Recorded even if this is one rollback too many: the next start must not repeat it.
     try:
         run.loss_monitor.roll_back(saved.step, run.loader.position)
     finally:
         run.saver.record_rollback(saved, run.loader.position, run.loss_monitor.statistics)
-    _begin(run, saved.step, run.loader.position)
+    _start_writer(run, saved.step)
     return restored, saved.step

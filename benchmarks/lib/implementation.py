@@ -75,7 +75,7 @@ def prepare_meshtrain(folder: Path, tokens: np.ndarray):
     spec = sharding.spec_for(("batch",), weights.shape[:1], cfg.rules, program.mesh.shape)
     batch = jax.device_put(batch, jax.sharding.NamedSharding(program.mesh, spec))
     with program.active():
-        carry = program.start(0)
+        carry = program.initial_state(0)
         began = time.perf_counter()
         compiled = program.compile(batch)
     facts = {"compile_seconds": time.perf_counter() - began}

@@ -81,7 +81,7 @@ def prepare(args):
     _, program, batch = llama.program_of(c, jax.devices())
     with program.active():
         compiled = program.compile(batch)
-        state = program.start(0)
+        state = program.initial_state(0)
         if args.kind == "skewed":
             bias = state.params["layers"]["mlp"][STATS_KEY]["bias"]
             value = np.zeros(bias.shape, np.float32)

@@ -78,7 +78,7 @@ def prepare(args):
         compiled = program.compile(batch)
         facts = {"compile_seconds": time.perf_counter() - began}
         facts["parameters"] = state.count(program.abstract_state.params)
-        return compiled, program.start(0), batch, facts
+        return compiled, program.initial_state(0), batch, facts
 
 
 def busy_fraction(layout: str, num_stages: int, num_microbatches: int) -> float:

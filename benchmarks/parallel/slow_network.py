@@ -89,7 +89,7 @@ class Run:
         data = parts.train_data, self.program.mesh, cfg.rules
         self.loader = Loader(*data, global_batch=cfg.train.global_batch)
         with self.program.active():
-            self.state = self.program.start(0)
+            self.state = self.program.initial_state(0)
             self.compiled = self.program.compile(self.loader.peek())
         distributed.barrier("compiled")
 

@@ -22,7 +22,7 @@ from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.configs import quickstart
 from meshtrain.data.loader import Loader
-from meshtrain.monitor.heldout import heldout_loss
+from meshtrain.monitor.heldout import make_heldout_loss
 from meshtrain.program import assemble
 
 DEVICES = 8
@@ -65,14 +65,14 @@ def train(args, case: str) -> list[dict[str, Any]]:
             parts.train_data, program.mesh, cfg.rules, global_batch=cfg.train.global_batch
         )
         with program.active():
-            state = program.start(seed)
+            state = program.initial_state(seed)
             step = step or program.compile(loader.peek())
             losses = []
             for number in range(args.steps):
                 state, metrics = step(state, next(loader))
                 if number % 10 == 9:
                     losses.append(float(metrics["loss"]))
-            loss = heldout_loss(program.eval_step, parts.heldout_data, cfg, program.mesh)
+            loss = make_heldout_loss(program.eval_step, parts.heldout_data, cfg, program.mesh)
             row = {"case": case, "seed": seed, "heldout": loss(state.params), "losses": losses}
         loader.close()
         rows.append(row | {"seconds": time.perf_counter() - began})

@@ -274,7 +274,7 @@ def _listed_files(directory: Path) -> Iterator[Path]:
     if not manifest.unlisted_files(directory, saved):
         yield (directory / FOLDER).absolute()
         return
-    with storage.holding(directory).only(directory, saved.files.keys()) as folder:
+    with storage.workdir_at(directory).only(directory, saved.files.keys()) as folder:
         yield folder / FOLDER
 
 

@@ -54,7 +54,7 @@ def _open_arrays(directory: Path) -> list[Any]:
     import tensorstore  # here, since it takes a while and a run does not need it
 
     folder = {"driver": "file", "path": f"{directory.absolute()}/arrays/"}
-    store = storage.holding(directory).array_store({"driver": "ocdbt", "base": folder})
+    store = storage.workdir_at(directory).array_store({"driver": "ocdbt", "base": folder})
     futures = []
     for key in tensorstore.KvStore.open(store).result().list().result():
         if key.endswith(b"/zarr.json"):

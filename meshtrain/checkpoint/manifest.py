@@ -91,7 +91,7 @@ def commit(folder: Path, step: int, **fields: Any) -> Manifest:
 
     Raises OSError, also if another run has committed this step in an object store.
     """
-    workdir = storage.holding(folder)
+    workdir = storage.workdir_at(folder)
     written = partial_folder(folder, step)
     chunks = workdir.fetch(written)  # where they are not files of this folder
     files = _measure(written, list(_files(written)), sync=True)
@@ -229,7 +229,7 @@ def check(directory: Path) -> Manifest:
     """
     manifest = read(directory)
     try:
-        elsewhere = {*storage.holding(directory).chunk_names(directory)}
+        elsewhere = {*storage.workdir_at(directory).chunk_names(directory)}
         for name, (size, _) in manifest.files.items():
             if size is not None or name not in elsewhere:
                 _check_file(directory, name, size)
@@ -408,7 +408,7 @@ def remove(path: Path) -> None:
     checkpoint.
     """
     is_unfinished = path.name.endswith(PARTIAL)
-    storage.holding(path).remove_objects(path, unless_committed=is_unfinished)
+    storage.workdir_at(path).remove_objects(path, unless_committed=is_unfinished)
     if not is_unfinished:
         leftover = path.with_name(path.name + PARTIAL)
         shutil.rmtree(leftover, ignore_errors=True)  # a folder can only replace an empty one
@@ -442,7 +442,7 @@ def quarantine(folder: Path, step: int) -> Path:
     while os.path.lexists(target):
         number += 1
         target = folder / QUARANTINE / f"{step}.{number}"
-    storage.holding(source).move_objects(source, target)
+    storage.workdir_at(source).move_objects(source, target)
     os.rename(source, target)
     sync_folder(folder)
     return target

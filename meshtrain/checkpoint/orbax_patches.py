@@ -54,7 +54,7 @@ def _where_the_workdir_is(build: Callable[..., Any]) -> Callable[..., Any]:
         spec = build(*args, **kwargs)
         if spec["driver"] != "ocdbt":
             return spec
-        return storage.holding(Path(spec["base"]["path"])).array_store(spec)
+        return storage.workdir_at(Path(spec["base"]["path"])).array_store(spec)
 
     return build_where_the_workdir_is
 
@@ -63,7 +63,7 @@ def _with_folders(merge: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that merges what all processes wrote, each in a folder."""
 
     async def merge_with_folders(directory: Any, *args: Any, **kwargs: Any) -> None:
-        workdir = storage.holding(Path(directory))
+        workdir = storage.workdir_at(Path(directory))
         workdir.confirm_lock()  # another run may have committed this step
         if not workdir.shared:
             for process in range(jax.process_count()):
@@ -77,7 +77,7 @@ def _creates_folder(wait: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the method that waits for a folder of process 0, or creates one not shared."""
 
     async def create_or_wait(store: Any, folder: Any) -> None:
-        if storage.holding(Path(folder)).shared:
+        if storage.workdir_at(Path(folder)).shared:
             await wait(store, folder)
         else:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def _validates_if_shared(validate: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that compares what all processes wrote, if process 0 sees it."""
 
     async def validate_if_shared(validator: Any, store: Any, folder: Any) -> None:
-        if storage.holding(Path(folder)).shared:
+        if storage.workdir_at(Path(folder)).shared:
             await validate(validator, store, folder)
 
     return validate_if_shared

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint import arrays, find, manifest, resume
@@ -28,7 +27,7 @@ SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the st
 
 
 @dataclass
-class _Save:
+class _PendingSave:
     """A save in progress."""
 
     step: int
@@ -65,7 +64,7 @@ class Saver:
         self._event = event
         self._log = log
         self._sync = sync
-        # What each manifest says of the run.
+        # The fields of the run in each manifest.
         self._run_fields = {
             "config": json.loads(json.dumps(dict(config), default=str)),
             "mesh": dict(mesh),
@@ -74,16 +73,17 @@ class Saver:
             "processes": distributed.num_processes(),
         }
 
-        # Recovery: what `recover` found. `_damaged` are checkpoints with chunks that failed their
-        # checksums; `_corrupt`, on process 0, are all checkpoints newer than the valid one, these
-        # included.
-        self._changed: dict[str, list] = {}  # settings, since the checkpoint to resume from
+        # Recovery.
+        # Settings that differ from those of the checkpoint to resume from.
+        self._changed: dict[str, list] = {}
+        # Step -> why the chunks of its checkpoint failed their checksums.
         self._damaged: dict[int, str] = {}
+        # On process 0: the same for all corrupt checkpoints newer than the valid one.
         self._corrupt: dict[int, str] = {}
 
         # Saving: the save in progress, and when the next one is due.
         self._arrays = AsyncWriter()
-        self._save: _Save | None = None
+        self._pending: _PendingSave | None = None
         self._thread: threading.Thread | None = None
         self._newest_step = -1
         self._saved_at = time.monotonic()
@@ -137,10 +137,12 @@ class Saver:
         damaged, the next older checkpoint is read. Quarantines the corrupt ones, and reports which
         settings have changed.
         """
-        # What one process could not read may be valid, whatever another found.
+        # Processes read different chunks. All raise the first error of any; an unreadable chunk comes
+        # before a damaged one, since the checkpoint may then be valid.
         agree = partial(distributed.raise_first, kinds=(TransientError, CorruptCheckpoint))
-        restored = None
-        while restored is None and (saved := self.recover(from_scratch=from_scratch)):
+        state = None
+        saved = self.recover(from_scratch=from_scratch)
+        while saved is not None and state is None:
             try:
                 state = arrays.restore(
                     self._folder / str(saved.step),
@@ -149,14 +151,14 @@ class Saver:
                     allow_cast=self._settings.allow_cast,
                     agree=agree,
                 )
-                restored = saved, state
             except CorruptCheckpoint as error:  # on all processes
                 self._damaged[saved.step] = str(error)
-        # Not before: reading may find more of them, and if none is valid they stay where they are.
+                saved = self.recover(from_scratch=from_scratch)
+        # After the loop, which may find more corrupt checkpoints. If none is valid, `recover` has
+        # raised, and they stay where they are.
         distributed.on_first_process(self._quarantine_corrupt)
-        if restored is None:
+        if saved is None or state is None:
             return None, None
-        saved, state = restored
         if self._changed:
             self._event("changed", step=saved.step, settings=self._changed)
             for line in resume.lines(self._changed):
@@ -265,37 +267,41 @@ class Saver:
         if distributed.broadcast(step == self._newest_step):
             return
         self._saved_at = time.monotonic()
-        self._save = job = _Save(step, began)
-        folder = manifest.partial_folder(self._folder, step)
+        pending = _PendingSave(step, began)
+        self._pending = pending
+        partial_folder = manifest.partial_folder(self._folder, step)
         try:
-            if fault := distributed.broadcast(self._create_folder(folder, bytes_of(state))):
+            fault = distributed.broadcast(self._create_partial(step, bytes_of(state)))
+            if fault:
                 raise OSError(fault)
-            self._arrays.save(folder / arrays.FOLDER, arrays.fields(state))
+            self._arrays.save(partial_folder / arrays.FOLDER, arrays.fields(state))
         except Exception as error:  # noqa: BLE001  a failed save must not stop the training
-            job.error = error
+            pending.error = error
             self._handle_finished_save()
             return
         fields |= {**self._run_fields, "time": time.time(), "arrays": arrays.shapes_of(state)}
         # From here the state is on the host: training continues while the thread commits it.
-        self._thread = threading.Thread(target=self._commit, args=(job, fields), name="commit")
+        self._thread = threading.Thread(target=self._commit, args=(pending, fields), name="commit")
         self._thread.start()
-        job.blocked = time.perf_counter() - began
+        pending.blocked = time.perf_counter() - began
 
-    def _create_folder(self, folder: Path, size: int) -> str:
-        """Creates the folder for a state of `size` bytes; returns an error message, or ""."""
+    def _create_partial(self, step: int, size: int) -> str:
+        """Creates the partial folder for a state of `size` bytes; returns an error message, or ""."""
         if distributed.process_id() > 0:
             return ""
+        partial_folder = manifest.partial_folder(self._folder, step)
         try:
-            if os.path.lexists(folder.with_suffix("")):  # a valid checkpoint is not written again
-                self._quarantine(int(folder.stem), "appeared during the run")
+            if os.path.lexists(self._folder / str(step)):
+                # A valid checkpoint of this step would not be written again.
+                self._quarantine(step, "appeared during the run")
             self._workdir.confirm_lock()  # otherwise the objects may be those of another run
-            manifest.remove(folder)
-            folder.mkdir(parents=True, exist_ok=True)
+            manifest.remove(partial_folder)
+            partial_folder.mkdir(parents=True, exist_ok=True)
             return self._space_fault(size)
         except OSError as error:
             return ": ".join(filter(None, (error.strerror, error.filename)))
 
-    def _commit(self, job: _Save, fields: dict[str, Any]) -> None:
+    def _commit(self, pending: _PendingSave, fields: dict[str, Any]) -> None:
         """Commits a save once all processes have written their arrays; runs in a thread."""
         try:
             self._arrays.wait()
@@ -303,12 +309,12 @@ class Saver:
                 self._workdir.confirm_lock()
                 # First the rows, then the checkpoint: a resumed run keeps all rows up to its step.
                 self._sync()
-                job.manifest = manifest.commit(self._folder, job.step, **fields)
-            job.seconds = time.perf_counter() - job.began
-            if job.manifest:
+                pending.manifest = manifest.commit(self._folder, pending.step, **fields)
+            pending.seconds = time.perf_counter() - pending.began
+            if pending.manifest:
                 find.remove_old_checkpoints(self._folder, self._settings)
         except Exception as error:  # noqa: BLE001  logged by `_handle_finished_save`, in the main thread
-            job.error = error
+            pending.error = error
 
     def _wait(self) -> None:
         if self._thread:
@@ -317,25 +323,26 @@ class Saver:
 
     def _handle_finished_save(self) -> None:
         """Records the outcome of a save that has ended, and sets the time of the next try."""
-        job = self._save
-        if job is None or (self._thread and self._thread.is_alive()):
+        pending = self._pending
+        if pending is None or (self._thread and self._thread.is_alive()):
             return
-        self._save = self._thread = None
-        if job.error is None:
+        self._pending = None
+        self._thread = None
+        if pending.error is None:
             self._failures = 0
-            self._newest_step = job.step
+            self._newest_step = pending.step
             self._event(
                 "save",
-                step=job.step,
-                bytes=job.manifest.bytes if job.manifest else 0,
-                blocked_seconds=job.blocked,
-                seconds=job.seconds,
+                step=pending.step,
+                bytes=pending.manifest.bytes if pending.manifest else 0,
+                blocked_seconds=pending.blocked,
+                seconds=pending.seconds,
             )
             return
         if distributed.process_id() == 0:
             with contextlib.suppress(OSError):  # the next start removes it
                 self._workdir.confirm_lock()
-                manifest.remove(manifest.partial_folder(self._folder, job.step))
+                manifest.remove(manifest.partial_folder(self._folder, pending.step))
         if self._last_waits is not None:  # the run has ended
             wait = next(self._last_waits, None)
             when = "no more tries" if wait is None else f"next try in {wait:.0f} s"
@@ -344,9 +351,9 @@ class Saver:
             when = f"next try at the first step after {wait:.0f} s, or when the run ends"
         self._failures += 1
         self._retry_at = time.monotonic() + (wait or 0)
-        why = first_line(job.error)
-        self._event("save_failed", step=job.step, error=why, retry_seconds=wait)
-        self._log(f"step {job.step} could not be saved: {why}; {when}")
+        why = first_line(pending.error)
+        self._event("save_failed", step=pending.step, error=why, retry_seconds=wait)
+        self._log(f"step {pending.step} could not be saved: {why}; {when}")
 
     def finish(self, step: int, state: TrainState, **fields: Any) -> None:
         """Saves, and waits for the commit; raises ConfigError after LAST_TRIES failures."""

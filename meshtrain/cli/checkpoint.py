@@ -177,7 +177,7 @@ def _run(args: argparse.Namespace) -> int:
             raise ConfigError(*faults)
         from meshtrain.checkpoint import lock
 
-        with lock.held(storage.holding(workdir)):
+        with lock.held(storage.workdir_at(workdir)):
             print(storage.readable("\n".join(prune(workdir, args))))
         return 0
     lines, all_valid = listing(workdir / find.FOLDER)

@@ -35,7 +35,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace, config: Any) -> None:
-    """Applies the flags that change the config, before it is checked."""
+    """Checks --workdir and applies --elastic to the config, before the config is parsed."""
     if args.workdir == "":
         raise ConfigError("--workdir=: is empty; name a folder, or omit the flag to save nothing")
     if args.elastic and -1 not in config.mesh.to_dict().values():
@@ -49,9 +49,12 @@ def run(args: argparse.Namespace, config: Any) -> int:
 
     try:
         result = train(config, workdir=args.workdir, from_scratch=args.from_scratch)
-    except (FloatingPointError, CorruptState) as error:
+    except FloatingPointError as error:
         print(error, file=sys.stderr)
-        return EXIT_NOT_FINITE if isinstance(error, FloatingPointError) else EXIT_FAILED
+        return EXIT_NOT_FINITE
+    except CorruptState as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
     return EXIT_PREEMPTED if result.interrupted else 0
 
 

@@ -90,6 +90,11 @@ class Clock:
         if path:
             threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
+    @property
+    def seconds_waiting_for_data(self) -> float:
+        """Seconds of all steps so far; with prefetching, those in which the next batch was late."""
+        return self.progress["data"]
+
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begins a phase, of a step if one is given; each step begins with the phase `data`."""
         page = self.progress

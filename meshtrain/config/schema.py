@@ -115,7 +115,7 @@ def changed_sync_key(settings: Any) -> str:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Values are checked where they are used, in `models.adapter`."""
+    """Values are checked where they are used, in models/lora.py."""
 
     rank: int = 0
     alpha: float = 16.0
@@ -158,7 +158,7 @@ class MeshConfig:
     context: int = 1
     tensor: int = 1
     slices: int = 1
-    auto: bool = False  # `plan.auto` replaces the sizes, before they are resolved
+    auto: bool = False  # `tools.plan.auto` replaces the sizes, before they are resolved
 
     def __post_init__(self):
         _raise(minimum_faults(1, {"mesh.slices": self.slices}))

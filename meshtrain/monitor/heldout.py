@@ -31,7 +31,7 @@ def fixed_batches(data: Any, cfg: Config) -> Any:
     return batches
 
 
-def heldout_loss(
+def make_heldout_loss(
     eval_step: Callable, data: Any, cfg: Config, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState], float | None]:
     """Returns the function state -> loss on the first `eval.batches` held-out batches."""

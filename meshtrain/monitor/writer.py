@@ -264,7 +264,7 @@ class Writer:
         """Appends a line to events.jsonl."""
         self._append("events.jsonl", {"event": event, "time": time.time(), **fields})
 
-    def config(self, config: dict[str, Any]) -> None:
+    def write_config(self, config: dict[str, Any]) -> None:
         """Writes config.json, the config of the latest start; keeps the previous if it differs."""
         if not self._folder:
             return

@@ -53,7 +53,8 @@ def pipelined(
 
     `keep` is what a stage saves of a chunk for its backward: "inputs", from which the chunk is run
     again, or "residuals", all arrays that the backward needs, except those that follow from the
-    weights alone. The other arguments are those of `grads.accumulate`.
+    weights alone. `remat` and `unroll` are those of `grads.make_loss`; the other arguments are those
+    of `grads.accumulate`.
     """
     ticks = ticks_of(table)
 
@@ -68,6 +69,7 @@ def pipelined(
             unroll=unroll,
             unreduced_axes=unreduced_axes,
             keep=keep,
+            # The tree of the gradients' shardings has exactly the parameters that are trained.
             trained=grad_shardings,
         )
         loop = _GradLoop(stages, table, grad_shardings, scale)

@@ -15,7 +15,7 @@ from meshtrain.hardware import Device
 from meshtrain.models.base import trained_part
 from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import Network, network_of
-from meshtrain.program import abstract_state
+from meshtrain.program import optimizer_and_state
 
 MAX_ROWS = 16  # of devices; the rest is counted
 
@@ -182,7 +182,7 @@ def _placement_lines(cfg: Config, sizes: dict[str, int]) -> Iterator[str]:
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     parts = RunParts(model, optimizer_builder(cfg, model))
     with jax.sharding.use_abstract_mesh(mesh), sharding.use_rules(cfg.rules):
-        abstract = abstract_state(cfg, parts, mesh)
+        abstract = optimizer_and_state(cfg, parts, mesh)
     state, grad_shardings = abstract.state, abstract.grad_shardings
     rows = [("dims", "sharded over", "on each", "MB", "parameters")]
     yield from _table([*rows, *_kinds(state.params, model.axes), _batch_row(cfg, sizes)])

@@ -298,12 +298,12 @@ def test_a_path_in_a_scratch_folder_has_a_url(tmp_path, monkeypatch):
     assert object_store.url(saving) == "s3://bucket/a run.partial/checkpoints/20/arrays/d"
     assert object_store.spec(saving)["path"] == "a run.partial/checkpoints/20/arrays/d/"
     assert storage.readable(f"saved in {run}.") == "saved in s3://bucket/a run.partial."
-    assert storage.holding(saving).array_store({"base": {"path": str(saving)}, "manifest": {}}) == {
-        "base": object_store.spec(saving)
-    }
+    assert storage.workdir_at(saving).array_store(
+        {"base": {"path": str(saving)}, "manifest": {}}
+    ) == {"base": object_store.spec(saving)}
     folder = storage.open_workdir(tmp_path)
     assert isinstance(folder, storage.LocalFolder) and folder.folder == tmp_path
-    assert isinstance(storage.holding(tmp_path), storage.LocalFolder)
+    assert isinstance(storage.workdir_at(tmp_path), storage.LocalFolder)
     object_store.root.cache_clear()
 
 
@@ -402,7 +402,7 @@ def test_files_that_did_not_change_are_not_uploaded_again(url):
     found = opened(url)
     assert (found / "other" / "LOCK").read_bytes() == b"older"
     object_store.write(found / "other" / "LOCK", b"newer")
-    storage.holding(found).push()
+    storage.workdir_at(found).push()
     assert object_store.read(found / "other" / "LOCK")[0] == b"newer"
 
 
@@ -441,7 +441,7 @@ def test_a_rollback_is_recorded_in_the_store(url):
     from meshtrain.checkpoint.saver import Saver
 
     saver = object.__new__(Saver)
-    saver._workdir, saver._folder = storage.holding(directory), directory.parent
+    saver._workdir, saver._folder = storage.workdir_at(directory), directory.parent
     saver._log = print
     saver.record_rollback(manifest.read(directory), 777, {})
     assert manifest.read(checkpoints(opened(url)) / "2").position == 777

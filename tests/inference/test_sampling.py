@@ -32,7 +32,7 @@ def build_program(model, **layout):
     parts = build(cfg)
     program = assemble(cfg, parts, devices=jax.devices()[:num_devices])
     with program.active():
-        params = program.start(0).params
+        params = program.initial_state(0).params
         shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
         grow = jax.jit(lambda p: jax.tree.map(lambda leaf: 4 * leaf, p), out_shardings=shardings)
         return program, grow(params)

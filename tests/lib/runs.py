@@ -32,7 +32,7 @@ class Run:
 
     def start(self):
         with self.program.active():
-            return self.program.start(0)
+            return self.program.initial_state(0)
 
     def batch(self, number=0):
         size = self.cfg.train.global_batch

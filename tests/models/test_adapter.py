@@ -79,7 +79,7 @@ def split(params):
 def start(run):
     """Returns a state whose B are not zero."""
     with run.program.active():
-        state = run.program.start(0)
+        state = run.program.initial_state(0)
 
     def fill(path, leaf):
         if path[-1].key != "lora_b":
@@ -289,7 +289,7 @@ def test_parameters_that_match_no_pattern_keep_every_bit_in_a_pipeline(only):
     c.adapter.rank = 0
     run = Run(c, pipeline=2)
     with run.program.active():
-        state = run.program.start(0)
+        state = run.program.initial_state(0)
         batch = run.parts.train_data.read(np.arange(16))
         after, _ = jax.jit(run.program.train_step)(state, batch)
     is_changed = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, after.params)

@@ -88,7 +88,7 @@ def three_steps(name, *, is_small=True, num_microbatches=1, only="*", **layout):
     parts = build(cfg, **given)
     program = assemble(cfg, parts, devices=jax.devices()[:num_devices])
     with program.active(), open_loader(parts.train_data, cfg, program.mesh, 0) as loader:
-        state = program.start(0)
+        state = program.initial_state(0)
         step = program.compile(loader.peek())
         for _ in range(3):
             state, _ = step(state, next(loader))

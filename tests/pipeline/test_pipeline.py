@@ -124,7 +124,7 @@ def test_blocks_may_contain_gathers_on_any_layout(x64):
         parts = run.parts._replace(model=gathering(run.parts.model))
         program = assemble(run.cfg, parts, devices=jax.devices()[: run.program.mesh.size])
         with program.active():
-            args = program.start(0).params, run.batch(), jax.random.key(0)
+            args = program.initial_state(0).params, run.batch(), jax.random.key(0)
             return jax.device_get(jax.jit(program.grad_fn)(*args))
 
     c = with_pipeline(packed(), ("1f1b", 1, "inputs"), {"num_microbatches": 2})

@@ -135,7 +135,7 @@ class MemoryAdvice:
         types = (jax.sharding.AxisType.Auto,) * len(AXES)
         mesh = jax.sharding.AbstractMesh(sizes, AXES, axis_types=types)
         with jax.sharding.use_abstract_mesh(self.program.mesh.abstract_mesh):
-            abstract = self.program.abstract_state_of(cfg, self.parts, mesh)
+            abstract = self.program.optimizer_and_state_of(cfg, self.parts, mesh)
         state, grad_shardings = abstract.state, abstract.grad_shardings
         gradients = jax.tree.map(
             lambda leaf, grad_sharding: leaf.update(sharding=grad_sharding),

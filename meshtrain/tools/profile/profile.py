@@ -94,7 +94,7 @@ def profile(
     with program.active(), contextlib.closing(loader):
         train_step = program.compile(loader.peek())
         distributed.barrier("compiled")
-        runner = _StepRunner(train_step, loader, program.start(cfg.train.seed))
+        runner = _StepRunner(train_step, loader, program.initial_state(cfg.train.seed))
         # Step 0 warms up; the steps until the traced ones show what the trace costs.
         runner.run_steps(range(1))
         untraced = None

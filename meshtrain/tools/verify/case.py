@@ -102,7 +102,7 @@ class VerifyCase:
             devices=jax.devices()[:1],
         )
         with program.active():
-            return jax.device_get(program.start(self.cfg.train.seed))
+            return jax.device_get(program.initial_state(self.cfg.train.seed))
 
     @cached_property
     def clip_norm(self) -> float:

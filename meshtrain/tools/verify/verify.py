@@ -270,7 +270,7 @@ def _compare(
         evaluate = evaluate.lower(program.abstract_state.params, batches[0]).compile()
         step = step_program.compile(batches[0])
 
-        initial = jax.device_get(program.start(case.raw["train"]["seed"]).params)
+        initial = jax.device_get(program.initial_state(case.raw["train"]["seed"]).params)
         fault = record({"start": initial}, {"start": case.start.params}, INITIAL_TOLERANCE)
 
         state = jax.device_put(start, states.shardings_of(step_program.abstract_state))

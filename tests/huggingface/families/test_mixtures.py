@@ -105,7 +105,7 @@ def test_an_import_has_what_layers_measure_before_the_first_step(dtype, tmp_path
     cfg = parse(configfile.load_config(str(tmp_path / "run" / "config.json")), num_devices=8)
     program, params = inference_generate.restore_params(cfg, tmp_path / "run")
     with program.active():
-        fresh = program.start(0).params
+        fresh = program.initial_state(0).params
     found, expected = (p["layers"]["mlp"]["measured"] for p in (params, fresh))
     assert found["load"].shape == (3, 5) and float(found["load"][2, 4]) == np.float32(0.2)
     jax.tree.map(np.testing.assert_array_equal, found, expected)

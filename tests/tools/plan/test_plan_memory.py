@@ -8,7 +8,7 @@ from meshtrain.config.build import RunParts, build_model, optimizer_builder
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import SyncConfig
 from meshtrain.configs import deepseek_v2_lite, gpt2, llama3, mixtral, quickstart
-from meshtrain.program import abstract_state
+from meshtrain.program import optimizer_and_state
 from meshtrain.tools.plan import from_config, memory
 from meshtrain.tools.plan.layout import Layout
 
@@ -34,7 +34,7 @@ def test_the_state_is_that_of_the_program(config, layout):
     parts = RunParts(model, optimizer_builder(cfg, model))
     names, numbers = zip(*layout.sizes().items(), strict=True)
     mesh = jax.sharding.AbstractMesh(numbers, names)
-    abstract = abstract_state(cfg, parts, mesh)
+    abstract = optimizer_and_state(cfg, parts, mesh)
     state, grads = abstract.state, abstract.grad_shardings
     found = from_config.plan_input(c).stored.bytes(layout)
     gradients = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), state.params, grads)

@@ -38,7 +38,7 @@ def repeated(raw: Mapping[str, Any]) -> str | None:
     program = assemble(cfg, RunParts(_probe(), lambda _: optax.sgd(global_batch)))
     batch = {"x": np.ones(global_batch)}
     with program.active():
-        state = program.start(cfg.train.seed)
+        state = program.initial_state(cfg.train.seed)
         step = program.compile(batch)
         for _ in range(STEPS):
             state, _ = step(state, batch)
