@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.mutants import run  # noqa: E402
 
 CONTEXT = 3  # lines around a change, as in `git diff`
+WORD = re.compile(r"\n *|\w+| +|.")  # a line's indent belongs to its start
 
 
 def git(*args: str) -> str:
@@ -67,8 +68,12 @@ def plant_at_base(base: str, patch: str, folder: Path) -> dict[str, tuple[str, s
     return {file: (before[file], (folder / file).read_text()) for file in files}
 
 
-def merge(today: str, before: str, after: str) -> str | None:
+def merge(today: str, before: str, after: str, by_word: bool = False) -> str | None:
     """Returns today's text with the change from `before` to `after`, or None if they conflict."""
+    if by_word:
+        words = [[json.dumps(word) for word in WORD.findall(t)] for t in (today, before, after)]
+        merged = merge(*("\n".join([*one, ""]) for one in words))
+        return merged and "".join(map(json.loads, merged.splitlines()))
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("today", "before", "after")]
         for path, text in zip(paths, (today, before, after), strict=True):
@@ -123,7 +128,7 @@ def rebase(base: str, patch: str, renamed: dict[str, str]) -> str | None:
     for file, (before, after) in changes.items():
         path = run.ROOT / renamed.get(file, file)
         today = path.read_text() if path.exists() else ""
-        merged = merge(today, before, after)
+        merged = merge(today, before, after) or merge(today, before, after, by_word=True)
         if merged is None:
             found = []
             for path in sorted((run.ROOT / "meshtrain").rglob("*.py")):
