@@ -1,16 +1,18 @@
-"""Moves the planted bugs along with the code, after a change of the lines around them.
+"""Moves the planted bugs along with the code after a change of the lines around them.
 
   python tests/mutants/rebase.py BASE_COMMIT              all bugs whose patch no longer applies
   python tests/mutants/rebase.py BASE_COMMIT 'ring_*'     some of them
 
-At BASE_COMMIT all patches must have applied. A patch is planted in the files of that commit, and its change is merged
-into the files of the working tree: three-way, into the same or the renamed file; if that conflicts, its lines replace
-the same lines elsewhere in the package, at any indent, if they are there once. The patch keeps its header. Its results
-get the digest of the new patch, since the bug is the same.
+At BASE_COMMIT all patches must apply. Each is planted in the files of that commit, and its change is
+merged into the files of the working tree: three-way by lines, then by words, into the same or the
+renamed file. If both conflict, its lines replace the same lines elsewhere in the package, at any
+indent, if they occur there once. The patch keeps its header, and its results get the digest of the
+new patch, since the bug is the same. Read the new patches: a merge by words may misplace a line.
 
-The names that are printed conflict: write these patches by hand. `digests` in results.jsonl then follow with
+The names printed at the end conflict: write these patches by hand, and then give the results of the
+patches at BASE_COMMIT the digests of the new ones with
 
-  python tests/mutants/rebase.py BASE_COMMIT --rekey      all bugs: rows of the patch at BASE_COMMIT
+  python tests/mutants/rebase.py BASE_COMMIT --rekey
 """
 
 import argparse
@@ -90,9 +92,11 @@ def indent_of(lines: list[str]) -> str:
 def replace_lines(today: str, before: str, after: str) -> tuple[str, int]:
     """Returns today's text with each changed run of lines replaced, at any indent.
 
-    The number is of the places where the lines were found: the text is right if it is 1.
+    The number is how often the lines were found. The text is right if it is 1; a change of several
+    runs stops at the first that is not found once.
     """
-    old, new, lines, fewest = before.splitlines(), after.splitlines(), today.splitlines(), 0
+    old, new, lines = before.splitlines(), after.splitlines(), today.splitlines()
+    num_places = 0
     changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(0)
     for group in changes:
         start, end, new_start, new_end = group[0][1], group[-1][2], group[0][3], group[-1][4]
@@ -108,15 +112,16 @@ def replace_lines(today: str, before: str, after: str) -> tuple[str, int]:
                     places.append(at)
             if len(places) <= 1:
                 break
-        if len(places) != 1:
-            return today, len(places)
-        fewest, at = 1, places[0]
+        num_places = len(places)
+        if num_places != 1:
+            return today, num_places
+        at = places[0]
         shift = indent_of(lines[at : at + len(removed)])
         added = new[max(new_start - around, 0) : new_end + around]
         cut = len(indent_of(removed))
         added = [shift + line[cut:] if line.strip() else "" for line in added]
         lines[at : at + len(removed)] = added
-    return "\n".join([*lines, ""]), fewest
+    return "\n".join([*lines, ""]), num_places
 
 
 def rebase(base: str, patch: str, renamed: dict[str, str]) -> str | None:
