@@ -26,9 +26,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tests.mutants import run  # noqa: E402
+import run  # run.py in this folder
 
 CONTEXT = 3  # lines around a change, as in `git diff`
 WORD = re.compile(r"\n *|\w+| +|.")  # a line's indent belongs to its start
