@@ -66,9 +66,10 @@ class Program:
         return init(jax.random.key(seed))
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
-        """Returns the train step, compiled for batches of these shapes. It donates the state's buffers."""
+        """Returns the train step, compiled for these shapes of batches. It donates the state."""
         shardings = states.shardings_of(self.abstract_state)
-        # Process 0 reads the scalars, also one for each layer, which XLA would shard over the stages.
+        # Process 0 reads the scalars, also one for each layer, which XLA would shard over the
+        # stages.
         out = (shardings, shardings.step)
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
         lowered = jitted.lower(self.abstract_state, batch)
@@ -91,7 +92,7 @@ def abstract_state(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     sync: grad_sync.Sync | None = None,
 ) -> AbstractState:
-    """Returns optimizer and abstract state of these settings on a mesh, which may have no devices."""
+    """Returns optimizer and abstract state on a mesh, which may have no devices."""
     train = cfg.train
     schedule = optim.make_schedule(cfg.optim, steps=train.steps)
     optimizer = optim.store_moments(
@@ -126,8 +127,8 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
     """Returns the program of these settings and parts, on all devices or on the given ones."""
     model, train = parts.model, cfg.train
     mesh = make_mesh(cfg.mesh, devices=devices)
-    # Axes over which gradients stay partial sums until the end of the step, when they are summed once. Where
-    # gradients are not sharded over fsdp, it is one of them.
+    # Axes over which gradients stay partial sums until the end of the step, when they are summed
+    # once. Where gradients are not sharded over fsdp, it is one of them.
     unreduced_axes = ("data",) if train.zero_stage >= 2 else ("data", "fsdp")
     if model.block is None and train.num_microbatches == 1:
         unreduced_axes = ()  # a user's loss may mix rows, for example a contrastive loss
@@ -178,7 +179,8 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
         with_row_keys=dropout.with_row_keys if model.row_keys else None,
         measure=model.measure,
     )
-    # XLA would copy the loop over micro-batches, keep their activations, and compute products twice (jaxlib 0.10.2).
+    # XLA would copy the loop over micro-batches, keep their activations, and compute products twice
+    # (jaxlib 0.10.2).
     without = (xla.PIPELINED_ALL_GATHER,) if train.num_microbatches > 1 else ()
     return Program(
         mesh=mesh,
@@ -200,16 +202,18 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
 def _sync(
     cfg: Config, mesh: jax.sharding.Mesh, unreduced_axes: Sequence[str]
 ) -> grad_sync.Sync | None:
-    """Returns how partial gradients are summed over the mesh axes `unreduced_axes`; None: XLA adds them.
+    """Returns how partial gradients are summed over `unreduced_axes`; None: XLA adds them.
 
-    Call it with the rules active. Raises ConfigError for settings that the model or the mesh does not support.
+    Call it with the rules active. Raises ConfigError for settings that the model or the mesh does
+    not support.
     """
     changed = changed_sync_key(cfg.sync)
     if not changed:
         return None
     if not unreduced_axes:
         raise ConfigError(
-            f"{changed}: the model is one loss, which may mix rows, so that no sum per shard exists; use "
+            f"{changed}: the model is one loss, which may mix rows, so that no sum per shard "
+            "exists; use "
             f"train.num_microbatches=2 or more, or a model that is a stack of blocks"
         )
     axes, num_shards = sharding.batch_slices(unreduced_axes)
@@ -222,13 +226,15 @@ def _sync(
         if link == "host":
             return None  # nothing leaves a host
         raise ConfigError(
-            f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of {' x '.join(axes)}; "
+            f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of "
+            f"{' x '.join(axes)}; "
             f"use another mesh, or sync.pattern=xla"
         )
     has_feedback = has_sync_feedback(cfg.sync)
     wire = None
     if cfg.sync.dtype != "float32":
-        # Without feedback, nearest rounding of so few bits would lose small gradients in every step.
+        # Without feedback, nearest rounding of so few bits would lose small gradients in every
+        # step.
         is_stochastic = cfg.sync.dtype == "int4" and not has_feedback
         wire = grad_sync.Wire(grad_sync.BITS[cfg.sync.dtype], cfg.sync.block_size, is_stochastic)
     levels = grad_sync.levels_of(cfg.sync.pattern, num_shards, num_islands)
@@ -239,7 +245,8 @@ def _sync(
 def _check_context(size: int, model: Model) -> None:
     if size > 1 and not model.shards_sequences:
         raise ConfigError(
-            f"mesh.context={size}: the model does not say that its sequences may be sharded (Model.shards_sequences, "
+            f"mesh.context={size}: the model does not say that its sequences may be sharded "
+            "(Model.shards_sequences, "
             f"see meshtrain/models/base.py); put the devices on data or fsdp"
         )
 
@@ -247,27 +254,33 @@ def _check_context(size: int, model: Model) -> None:
 def _context_method(cfg: Config, mesh: jax.sharding.Mesh) -> str:
     if cfg.context.method != "auto":
         return cfg.context.method
-    # A ring can send the next keys while it computes, which matters between hosts; gathering is one collective.
+    # A ring can send the next keys while it computes, which matters between hosts; gathering is one
+    # collective.
     is_fast = network_of(mesh).link_along("context") == "host"
     return "auto:gather" if is_fast else "auto:ring"
 
 
 def check_saved_names(remat: str, known: tuple[str, ...]) -> None:
-    """Raises ConfigError if `remat` names a value that no layer marks: nothing would be saved for it."""
+    """Raises ConfigError if `remat` names a value that no layer marks.
+
+    Nothing would be saved for it.
+    """
     names = remat.removeprefix("names:").split(",") if remat.startswith("names:") else []
     if unknown := [name for name in names if known and name not in known]:
         raise ConfigError(
-            f"train.remat={remat}: no layer of the model has the name {unknown[0]!r}{did_you_mean(unknown[0], known)}; "
+            f"train.remat={remat}: no layer of the model has the name "
+            f"{unknown[0]!r}{did_you_mean(unknown[0], known)}; "
             f"it has {', '.join(known)}"
         )
 
 
 def _table_of(cfg: Config, model: Model, params: Params) -> Table:
-    """Returns the schedule's table; raises ConfigError for a model that cannot be split into stages."""
+    """Returns the schedule's table, or raises ConfigError if the model has no stages."""
     P, M, V = cfg.mesh.pipeline, cfg.train.num_microbatches, cfg.pipeline.num_chunks
     if model.block is None:
         raise ConfigError(
-            f"mesh.pipeline={P}: the model is not a stack of blocks (embed, block, head), only a loss; "
+            f"mesh.pipeline={P}: the model is not a stack of blocks (embed, block, head), only a "
+            "loss; "
             f"use mesh.pipeline=1"
         )
     if faults := layer_faults(len(jax.tree.leaves(params["layers"])[0]), P, V):

@@ -1,4 +1,7 @@
-"""The trainer. `train` opens a run, compiles its step and saves its last state; `_loop` takes the steps."""
+"""The trainer.
+
+`train` opens a run, compiles its step and saves its last state; `_loop` takes the steps.
+"""
 
 import contextlib
 import time
@@ -38,11 +41,12 @@ def train(
 ) -> Result:
     """Trains a model, or resumes from the newest valid checkpoint in `workdir`.
 
-    If there are checkpoints and all are corrupt, it raises ConfigError, or starts at step 0 with `from_scratch`.
-    `model` and `data` replace those that the config names; an iterable yields global batches (see
-    `data.loader.from_iterable`). Without `workdir` nothing is saved. On process 0 `on_metrics` gets the rows of
-    metrics.jsonl. Raises ConfigError for mistakes of the user; FloatingPointError after `divergence.max_skips`
-    steps in a row whose loss or gradient is not finite; `health.CorruptState` if replicas of the state differ.
+    If there are checkpoints and all are corrupt, it raises ConfigError, or starts at step 0 with
+    `from_scratch`. `model` and `data` replace those that the config names; an iterable yields
+    global batches (see `data.loader.from_iterable`). Without `workdir` nothing is saved. On process
+    0 `on_metrics` gets the rows of metrics.jsonl. Raises ConfigError for mistakes of the user;
+    FloatingPointError after `divergence.max_skips` steps in a row whose loss or gradient is not
+    finite; `health.CorruptState` if replicas of the state differ.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(console.guarded())
@@ -123,7 +127,8 @@ def _loop(
 ) -> tuple[TrainState, int]:
     """Takes steps until the last one or a request to stop; returns the last state and step.
 
-    `step` counts the batches that `state` has seen: at the top of the loop, batch `step` is the next one.
+    `step` counts the batches that `state` has seen: at the top of the loop, batch `step` is the
+    next one.
     """
     cfg, clock, writer, saver, loader = run.cfg, run.clock, run.writer, run.saver, run.loader
     step = run.first_step
@@ -168,7 +173,8 @@ def _loop(
             raise
         clock.enter("step", step)
         state, scalars = train_step(state, batch)
-        # Hands over this step's scalars and writes those of the previous step, while the device computes.
+        # Hands over this step's scalars and writes those of the previous step, while the device
+        # computes.
         log = step % cfg.train.log_every == 0 or eval_due or step + 1 == cfg.train.steps
         writer.step(step, scalars, eval_loss, waited=clock.progress["data"], log=log)
         step += 1
@@ -208,7 +214,10 @@ def _save_before_data_error(run: Run, state: TrainState, step: int) -> None:
 
 
 def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
-    """Returns state and step of the newest checkpoint, to undo a spike; without one, the given state and step."""
+    """Returns state and step of the newest checkpoint, to undo a spike.
+
+    Without a checkpoint, it returns the given state and step.
+    """
     run.clock.enter("restore")
     run.writer.flush()
     if run.saver is None or run.saver.recover(from_scratch=True) is None:

@@ -1,6 +1,7 @@
 """Warns about replicated arrays, idle mesh axes, unneeded collectives, loops of unknown length.
 
-What `train` warns about before it compiles is in meshtrain/monitor/warnings.py; an audit has it too.
+What `train` warns about before it compiles is in meshtrain/monitor/warnings.py; an audit has it
+too.
 """
 
 from collections import Counter

@@ -16,10 +16,10 @@ from meshtrain.cluster import limits
 from meshtrain.errors import ConfigError
 from meshtrain.hardware import Device
 
-# What is sustained, as a part of the data sheet's figure. Fitted to half of the published steps that
-# benchmarks/plan/published_steps.py predicts (its table names them), and of the size that others
-# measured: matrix products by cuBLAS on A100 and H100, 230 to 260 of 312 and 650 to 750 of 989
-# TFLOP/s; NCCL inside a host 394 of 450 GB/s on 8 H100.
+# What is sustained, as a part of the data sheet's figure. Fitted to half of the published steps
+# that benchmarks/plan/published_steps.py predicts (its table names them), and of the size that
+# others measured: matrix products by cuBLAS on A100 and H100, 230 to 260 of 312 and 650 to 750 of
+# 989 TFLOP/s; NCCL inside a host 394 of 450 GB/s on 8 H100.
 PRODUCTS = {"gpu": 0.74, "tpu": 0.85, "measured": 1.0}
 
 # Forward, backward.
