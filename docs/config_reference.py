@@ -1,9 +1,10 @@
-"""Prints docs/reference/config.md: every config key with its type, default and comment in configs/default.py.
+"""Prints docs/reference/config.md: every config key with its type, default and comment.
 
   python docs/config_reference.py > docs/reference/config.md
 
-Types and defaults come from get_config(), meanings from the comments. A comment stands on the line of its key
-and may continue on comment lines below it; a key without one there has its comment on the lines above.
+Types and defaults come from get_config(), meanings from the comments. A comment stands on the line
+of its key and may continue on comment lines below it; a key without one there has its comment on
+the lines above.
 """
 
 import ast

@@ -1,4 +1,6 @@
-"""Prints measures of the package's structure: nothing asserts them, so that nobody writes code to a figure.
+"""Prints measures of the package's structure.
+
+Nothing asserts them, so that nobody writes code to a figure.
 
   python -m tests.measures
 
@@ -76,7 +78,8 @@ def measures() -> dict[str, object]:
         "modules without __init__ and configs": f"{len(modules)}, {num_tools} of them in tools/",
         f"  of less than {FEW_LINES} lines": sum(size < FEW_LINES for size in sizes.values()),
         "  of 280 to 300 lines": sum(280 <= size <= 300 for size in sizes.values()),
-        "  lines": f"{sum(sizes.values()):,}, at most {max(sizes.values())} in {max(sizes, key=sizes.get)}",
+        "  lines": f"{sum(sizes.values()):,}, at most {max(sizes.values())} in "
+        f"{max(sizes, key=sizes.get)}",
         "code tokens per line outside models/ and ops/": round(
             density([file for file in modules if not file.startswith(MATHS)]), 2
         ),

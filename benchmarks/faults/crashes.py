@@ -52,7 +52,7 @@ def die_after(seconds: float) -> None:
 
 
 def schedule_kill(kill_point: str, rng: random.Random) -> None:
-    """Makes this process kill itself at `kill_point` in one of the next three saves, or at any time."""
+    """Makes this process kill itself at `kill_point` in one of three saves, or at any time."""
     count = rng.randint(1, 3)
 
     def on_call(owner, name: str, fatal) -> None:

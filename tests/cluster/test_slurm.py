@@ -103,7 +103,7 @@ class Job:
         self.wait(arrived)
 
     def start_now(self):
-        """Starts a requeued job; SLURM would wait two minutes. Both nodes must have cleaned up before."""
+        """Starts a requeued job, after both nodes have cleaned up; SLURM would wait two minutes."""
         self.wait(lambda: len(self.command("sinfo", "-h", "-N", "-t", "idle").splitlines()) == 2)
         time.sleep(2)
         self.command("scontrol", "update", f"jobid={self.id}", "StartTime=now")

@@ -1,4 +1,4 @@
-"""config.json: what transformers computes is imported, anything else is rejected, in both directions."""
+"""config.json: what transformers computes is imported, the rest is rejected, in both directions."""
 
 import json
 import shutil
@@ -57,7 +57,8 @@ ROWS = [
     ("llama3", dict(rope_scaling=dict(factor=3.0), rope_theta=9), dict(rope_theta=9.0, rope_scaling=())),
     ("llama3", dict(rope_scaling={}), {}),
     ("llama3", dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), "longrope"),
-    # YaRN: null and 0 are defaults, except truncate=null; DeepSeek's mscale keys give the attention factor.
+    # YaRN: null and 0 are defaults, except truncate=null; DeepSeek's mscale keys give the attention
+    # factor.
     *((f, dict(rope_scaling=YARN), dict(rope_theta=100.0, rope_scaling=yarn())) for f in FLAT),
     (
         "qwen3",
@@ -83,7 +84,8 @@ ROWS = [
         dict(rope_parameters={FULL: YARN, LOCAL: dict(rope_theta=5.0)}),
         dict(rope_theta=100.0, rope_scaling=yarn(), rope_theta_local=5.0),
     ),
-    ("gemma3", dict(rope_parameters={FULL: YARN | dict(truncate=False), LOCAL: {}}), "truncate: Gemma3ForCausalLM"),
+    ("gemma3", dict(rope_parameters={FULL: YARN | dict(truncate=False), LOCAL: {}}), "truncate: "
+                                                                                     "Gemma3ForCausalLM"),
     # The original length of dynamic rope is that of the model.
     ("llama3", dict(rope_parameters=DYNAMIC), dict(rope_scaling=("dynamic", 2.0, 64.0))),
     (
@@ -156,7 +158,8 @@ ROWS = [
     ("olmoe", dict(attention_bias=True), "attention_bias=True"),
     ("olmoe", dict(sliding_window=4), "sliding_window=4"),
     ("olmoe", dict(head_dim=6), "head_dim=6"),
-    ("olmoe", dict(num_attention_heads=3, num_key_value_heads=1), "hidden_size=16: is not a multiple"),
+    ("olmoe", dict(num_attention_heads=3, num_key_value_heads=1), "hidden_size=16: is not a "
+                                                                  "multiple"),
     ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1"),
     ("mixtral", dict(router_aux_loss_coef=0.0), dict(balance_weight=0.0)),
     ("mixtral", dict(router_aux_loss_coef=-1.0), "router_aux_loss_coef=-1.0"),
@@ -169,7 +172,8 @@ ROWS = [
     ("qwen3_moe", dict(use_sliding_window=False, sliding_window=4), {}),
     # transformers rejects these, too.
     ("gemma2", dict(query_pre_attn_scalar=6.5), "query_pre_attn_scalar=6.5"),
-    ("llama3", dict(num_attention_heads=3, num_key_value_heads=1), "hidden_size=16: is not a multiple"),
+    ("llama3", dict(num_attention_heads=3, num_key_value_heads=1), "hidden_size=16: is not a "
+                                                                   "multiple"),
     # Every number: its type and range.
     *(
         ("llama3", {key: value}, f"{key}=")

@@ -64,7 +64,10 @@ def is_alive(pid):
 
 @pytest.fixture
 def supervise(tmp_path, capfd):
-    """Returns a function that runs processes with some code; it returns the exit code and all output."""
+    """Returns a function that runs processes with some code.
+
+    It returns the exit code and all output.
+    """
 
     def run(code, **settings):
         settings = {"nproc": 2, "stall_seconds": 1.0, "grace": 5.0, **settings}
@@ -257,7 +260,10 @@ Supervisor(Settings(nproc=2), workdir=None).run([sys.executable, "-c", worker], 
 
 
 def test_fewer_processes_continue_until_all_can_restart(supervise, tmp_path):
-    """Starts with three processes; with two, the run ends with exit code 2: the config does not allow it."""
+    """Starts with three processes.
+
+    The config does not allow two, so with two it ends with exit code 2.
+    """
     code, output = supervise(
         """
 count = int(os.environ["JAX_NUM_PROCESSES"])
@@ -348,7 +354,10 @@ def test_processes_are_removed_from_the_last_hosts_first():
 
 
 def supervisors(tmp_path, code, count, **settings):
-    """Runs a supervisor for each of `count` hosts, simulated by folders; returns their exit codes."""
+    """Runs a supervisor for each of `count` hosts, simulated by folders.
+
+    Returns their exit codes.
+    """
     port, codes = free_port(), {}
 
     def one(node):

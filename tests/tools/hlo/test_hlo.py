@@ -20,8 +20,11 @@ def metadata(op_name, file, line):
 
 
 def collectives_in(body, before="", platform="cpu"):
-    """Returns the collectives of a program with this entry computation after the computations `before`."""
-    text = f"{HEADER}{before}\nENTRY %main (p: f32[8,4]) -> f32[8,4] {{\n  %p = f32[8,4]{{1,0}} parameter(0)"
+    """Returns the collectives of a program with this entry after the computations `before`."""
+    text = (
+        f"{HEADER}{before}\nENTRY %main (p: f32[8,4]) -> f32[8,4] "
+        f"{{\n  %p = f32[8,4]{{1,0}} parameter(0)"
+    )
     module = hlo.parse(text + f"{body}\n}}\n")
     return collective_ops.find_collectives(module, MESH, platform)
 

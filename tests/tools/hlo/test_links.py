@@ -55,7 +55,8 @@ ALL = tuple(range(8))
         (collective("all-reduce", (0, 1), (2, 3), (4, 5), (6, 7)), (4000, 0, 0), (0, 0)),
         # One device of each slice in a group: all bytes of all four groups leave the slice.
         (collective("all-reduce", *((n, n + 4) for n in range(4))), (0, 0, 4000), (8000, 16000)),
-        # 1/7 to the device of the same host, 2/7 to the other host of the slice, 4/7 to the other slice.
+        # 1/7 to the device of the same host, 2/7 to the other host of the slice, 4/7 to the other
+        # slice.
         (collective("all-to-all", ALL), (500, 1000, 2000), (6000, 8000)),
         # Only device 3 sends to the other slice, only 1 to the other host of its slice.
         (collective("collective-permute", (0, 1), (1, 2), (2, 3), (3, 4)), (1000, 500, 500), (4000, 4000)),
@@ -104,7 +105,10 @@ ENTRY %main (p: f32[4096,256]) -> f32[4096,256] {
 
 
 def test_the_messages_between_tpu_slices_are_collectives():
-    """XLA compiles the program of one slice; its devices 0 to 3 are these numbers of each slice in the mesh."""
+    """XLA compiles the program of one slice.
+
+    Its devices 0 to 3 are these numbers of each slice in the mesh.
+    """
     module, sizes = hlo.parse(SLICE), dict.fromkeys(AXES, 1) | dict(pipeline=2, data=2, tensor=2)
     slices = [0, 0, 1, 1, 0, 0, 1, 1]  # stages are within a slice, so data is its second axis
     found = collective_ops.find_collectives(module, sizes, "tpu", slices)
@@ -176,7 +180,10 @@ def audited(**mesh):
 
 
 def test_hybrid_sharding_sends_one_shard_of_the_gradients_between_slices():
-    """fsdp within slices of 4 devices, data between them: the all-reduce of a shard is all that leaves a slice."""
+    """fsdp within slices of 4 devices, data between them.
+
+    The all-reduce of a shard is all that leaves a slice.
+    """
     result = audited(data=2, fsdp=4, slices=2)
     by_axes = {row.axes: row for row in result.links.by_axes}
     # 2 (n - 1) / n of a shard's float32 gradients, n = 2; besides it, loss and weight are summed.

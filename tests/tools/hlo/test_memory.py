@@ -102,8 +102,8 @@ def test_the_peak_in_use_is_that_of_the_fullest_device(monkeypatch):
 
 
 def test_kept_arrays_are_computed_in_the_forward_and_read_in_the_backward_pass():
-    # 12 floats, which a loop stacks; 5 floats, which are read twice. Not: a weight that a loop passes on, what
-    # the backward pass recomputes, and an array with the sizes of a parameter.
+    # 12 floats, which a loop stacks; 5 floats, which are read twice. Not: a weight that a loop
+    # passes on, what the backward pass recomputes, and an array with the sizes of a parameter.
     params = {"w": jax.ShapeDtypeStruct((7, 9), "float32", sharding=one_device())}
     module = hlo.parse(STEP)
     assert activations.kept_bytes(module, params) == KEPT

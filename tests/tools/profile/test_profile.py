@@ -191,7 +191,7 @@ def test_collectives_are_exposed_where_nothing_else_runs(gpu):
 
 @pytest.fixture(scope="module")
 def traced_run(tmp_path_factory):
-    """The profile of a run on 8 simulated devices, two along fsdp, with two micro-batches; its folder."""
+    """The folder of the profile of a run: 8 simulated devices, fsdp 2, two micro-batches."""
     c = tiny_config()
     c.mesh.data, c.mesh.fsdp = 4, 2
     c.train.num_microbatches = 2

@@ -1,4 +1,4 @@
-"""Planted bugs (tests/mutants): every patch applies, the table lists them all, and a sample of them is found."""
+"""Planted bugs (tests/mutants): every patch applies, the table lists all, and a sample is found."""
 
 import json
 import re
