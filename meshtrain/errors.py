@@ -73,8 +73,7 @@ OUT_OF_MEMORY = re.compile(
 
 LOWER_TRAIN = (
     "raise train.num_microbatches, set train.remat=full, lower train.global_batch or the model's "
-    "sizes, "
-    "or shard over more devices with mesh.fsdp"
+    "sizes, or shard over more devices with mesh.fsdp"
 )
 
 LOWER = {

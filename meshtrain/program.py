@@ -213,8 +213,7 @@ def _sync(
     if not unreduced_axes:
         raise ConfigError(
             f"{changed}: the model is one loss, which may mix rows, so that no sum per shard "
-            "exists; use "
-            f"train.num_microbatches=2 or more, or a model that is a stack of blocks"
+            "exists; use train.num_microbatches=2 or more, or a model that is a stack of blocks"
         )
     axes, num_shards = sharding.batch_slices(unreduced_axes)
     if num_shards == 1:
@@ -227,8 +226,7 @@ def _sync(
             return None  # nothing leaves a host
         raise ConfigError(
             f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of "
-            f"{' x '.join(axes)}; "
-            f"use another mesh, or sync.pattern=xla"
+            f"{' x '.join(axes)}; use another mesh, or sync.pattern=xla"
         )
     has_feedback = has_sync_feedback(cfg.sync)
     wire = None
@@ -246,8 +244,8 @@ def _check_context(size: int, model: Model) -> None:
     if size > 1 and not model.shards_sequences:
         raise ConfigError(
             f"mesh.context={size}: the model does not say that its sequences may be sharded "
-            "(Model.shards_sequences, "
-            f"see meshtrain/models/base.py); put the devices on data or fsdp"
+            "(Model.shards_sequences, see meshtrain/models/base.py); put the devices on data or "
+            "fsdp"
         )
 
 
@@ -269,8 +267,7 @@ def check_saved_names(remat: str, known: tuple[str, ...]) -> None:
     if unknown := [name for name in names if known and name not in known]:
         raise ConfigError(
             f"train.remat={remat}: no layer of the model has the name "
-            f"{unknown[0]!r}{did_you_mean(unknown[0], known)}; "
-            f"it has {', '.join(known)}"
+            f"{unknown[0]!r}{did_you_mean(unknown[0], known)}; it has {', '.join(known)}"
         )
 
 
@@ -280,8 +277,7 @@ def _table_of(cfg: Config, model: Model, params: Params) -> Table:
     if model.block is None:
         raise ConfigError(
             f"mesh.pipeline={P}: the model is not a stack of blocks (embed, block, head), only a "
-            "loss; "
-            f"use mesh.pipeline=1"
+            "loss; use mesh.pipeline=1"
         )
     if faults := layer_faults(len(jax.tree.leaves(params["layers"])[0]), P, V):
         raise ConfigError(*faults)

@@ -2,8 +2,8 @@
 
 CI runs one group per commit.
 
-  launch/test.sh -m "slow or not slow" --slow-group=2/3        without the long tests of groups 1 and 3
-  launch/test.sh -m "slow or not slow" --write-durations       measures the slow tests anew
+  launch/test.sh -m "slow or not slow" --slow-group=2/3    without the long tests of groups 1 and 3
+  launch/test.sh -m "slow or not slow" --write-durations   measures the slow tests anew
 
 tests/durations.json has the long tests with their seconds. A test that is not in it, such as a new
 one, belongs to no group and always runs. --write-durations changes the entries of the tests that

@@ -189,7 +189,8 @@ def test_a_process_that_is_started_with_nohup_ignores_sighup():
         import os, signal, time
         from meshtrain.cluster import signals
         with signals.handled_in_thread(), signals.stop_event() as event:
-            for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+            hup, term = signal.SIGHUP, signal.SIGTERM
+            for number in (hup, hup, term, hup, term):
                 os.kill(os.getpid(), number)
                 time.sleep(0.2)
                 print(number.name, event.is_set(), flush=True)

@@ -7,8 +7,8 @@ repository. A comment directly above a block changes that:
   <!-- slow -->                                it runs with the slow tests
   <!-- slow, on 8 simulated devices -->        the same; a command for 8 GPUs runs on CPU devices
   <!-- run as part of docs/PAGE.md -->         that page runs the same commands
-  <!-- output of the block above -->           for a block without a language, which must equal the output;
-                                               a line `...` stands for any lines
+  <!-- output of the block above -->           for a block without a language, which must
+                                               equal the output; a line `...` stands for any lines
 """
 
 import argparse

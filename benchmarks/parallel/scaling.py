@@ -244,8 +244,7 @@ def main():
     if not args.simulate and len(cores) < args.processes:
         parser.error(
             f"--processes={args.processes} needs a core for each process and there are "
-            f"{len(cores)}; "
-            f"use --processes={len(cores)}"
+            f"{len(cores)}; use --processes={len(cores)}"
         )
     runtime.simulate(1)  # this process only waits
     results = record.about(args)

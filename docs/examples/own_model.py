@@ -2,7 +2,8 @@
 
 It is the ViT of arXiv 2010.11929.
 
-  meshtrain train  --config=own_model.py --workdir=runs/vit --simulate_devices=4 --config.mesh.pipeline=2
+  meshtrain train --config=own_model.py --workdir=runs/vit --simulate_devices=4 \\
+      --config.mesh.pipeline=2
   meshtrain verify --config=own_model.py --simulate_devices=8 --quick
 
 The modules are ordinary Flax modules. Only names of dims say that they will be sharded:

@@ -130,8 +130,7 @@ def _read_config(
         required=not verb.config_is_optional,
         metavar="FILE",
         help="a Python file with get_config(), the name of a config of the package, such as "
-        "quickstart, a YAML file, "
-        "or a run's config.json",
+        "quickstart, a YAML file, or a run's config.json",
     )
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
     _add_common_flags(flags)

@@ -1,9 +1,9 @@
 """Lists, verifies, compares and removes the checkpoints of a run.
 
-  meshtrain checkpoint ls WORKDIR                 list all checkpoints, valid or corrupt
-  meshtrain checkpoint verify WORKDIR             the same; exit code 1 if one is corrupt or unreadable
-  meshtrain checkpoint diff PATH PATH             list the arrays that differ; exit code 1 if any does
-  meshtrain checkpoint prune WORKDIR --keep=N     remove valid checkpoints except the N newest
+  meshtrain checkpoint ls WORKDIR              list all checkpoints, valid or corrupt
+  meshtrain checkpoint verify WORKDIR          the same; exit code 1 if one is corrupt or unreadable
+  meshtrain checkpoint diff PATH PATH          list the arrays that differ; exit code 1 if any does
+  meshtrain checkpoint prune WORKDIR --keep=N  remove valid checkpoints except the N newest
 
 PATH is a checkpoint (WORKDIR/checkpoints/STEP), or a workdir, which stands for its newest valid
 checkpoint.

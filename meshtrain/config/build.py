@@ -65,8 +65,7 @@ def with_steps(cfg: Config, data: Any) -> Config:
     if not num_batches:
         raise ConfigError(
             f"train.epochs={epochs:g}: this data has no size, so it has no epochs; set train.steps "
-            "and "
-            f"train.epochs=0, or give an iterable with a length (__len__)"
+            "and train.epochs=0, or give an iterable with a length (__len__)"
         )
     steps = math.ceil(epochs * num_batches - 1e-9)
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=steps, epochs=0.0))

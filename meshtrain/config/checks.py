@@ -120,8 +120,7 @@ def expert_faults(model: Mapping[str, Any], expert: int) -> list[str]:
     if num_experts == 0:
         return [
             f"mesh.expert={expert}: the model has no experts; put the devices on data or fsdp, or "
-            "set "
-            f"model.num_experts"
+            "set model.num_experts"
         ]
     if num_experts % expert == 0:
         return []
@@ -144,8 +143,8 @@ def layer_faults(
     less = f", less model.first_dense_layers={num_first}," if num_first else ""
     return [
         f"model.num_layers={num_first + num_layers}{less} is not divisible by "
-        f"mesh.pipeline={num_stages} x "
-        f"pipeline.num_chunks={num_chunks}; use {nearest_multiples(num_layers, pieces, num_first)}"
+        f"mesh.pipeline={num_stages} x pipeline.num_chunks={num_chunks}; use "
+        f"{nearest_multiples(num_layers, pieces, num_first)}"
     ]
 
 

@@ -244,8 +244,7 @@ def _read_yaml(file: Path, trust_code: bool) -> ConfigDict:
         if not trust_code:
             raise ConfigError(
                 f"{file}: base={base}: is a file, which a {file.name} may not run; use the name of "
-                "a config of the "
-                f"package, or if you trust it, add --trust_code"
+                "a config of the package, or if you trust it, add --trust_code"
             )
         base = str(file.parent / base)
     try:
@@ -276,8 +275,7 @@ def _reject_foreign_code(file: Path, raw: dict[str, Any]) -> None:
     """Raises ConfigError if a config that is data names a function outside this package."""
     faults = [
         f"{file}: {name}.build={section['build']}: is code outside meshtrain, which a {file.name} "
-        "may not run; "
-        f"if you trust it, add --trust_code"
+        "may not run; if you trust it, add --trust_code"
         for name, section in raw.items()
         if isinstance(section, dict)
         and not str(section.get("build", "meshtrain.")).startswith("meshtrain.")

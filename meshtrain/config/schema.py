@@ -72,14 +72,13 @@ def fill_mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[dict[st
     if free and num_devices % fixed:
         return {}, (
             f"{product} needs a multiple of {fixed} devices for mesh.{free[0]}=-1 and there are "
-            f"{num_devices}; "
-            f"use sizes whose product divides {num_devices}, or --simulate_devices={fixed}"
+            f"{num_devices}; use sizes whose product divides {num_devices}, or "
+            f"--simulate_devices={fixed}"
         )
     if not free and fixed != num_devices:
         return {}, (
             f"{product or 'a mesh with all axes 1'} needs {fixed} devices and there are "
-            f"{num_devices}; "
-            f"use --simulate_devices={fixed}, or set one axis to -1"
+            f"{num_devices}; use --simulate_devices={fixed}, or set one axis to -1"
         )
     return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}, ""
 
@@ -101,8 +100,7 @@ def sync_faults(settings: Any) -> list[str]:
     if wire != "float32" and pattern in ("ring", "tree"):
         found.append(
             f"sync.pattern={pattern}: each of its steps would round what sync.dtype={wire} sends "
-            "once more; "
-            f"use sync.pattern=hierarchical or xla"
+            "once more; use sync.pattern=hierarchical or xla"
         )
     if wire == "float32" and settings.feedback == "on":
         found.append("sync.feedback=on: sync.dtype=float32 loses nothing; use sync.feedback=auto")
@@ -342,8 +340,7 @@ class CheckpointConfig:
         if not all(self.init_only.split(",")):
             faults.append(
                 f"checkpoint.init_only={self.init_only!r}: use patterns such as "
-                "layers/attention/*, "
-                f"with commas between, or * for all parameters"
+                "layers/attention/*, with commas between, or * for all parameters"
             )
         _raise(faults)
 

@@ -2,7 +2,7 @@
 
 A token uses 2.7B of the parameters.
 
-  meshtrain convert MODEL_FOLDER runs/deepseek_v2_lite-start          # if you have Hugging Face's files
+  meshtrain convert MODEL_FOLDER runs/deepseek_v2_lite-start  # if you have Hugging Face's files
   meshtrain prepare my_text/ --output=data/deepseek_v2_lite --tokenizer=MODEL_FOLDER
   meshtrain train --config=configs/deepseek_v2_lite.py --workdir=runs/deepseek_v2_lite \\
       --config.checkpoint.init_from=runs/deepseek_v2_lite-start --config.optim.learning_rate=2e-5

@@ -59,8 +59,8 @@ SHARD = 'Error reading shard entry {0} in "params.w/c/0/1" in OCDBT database at 
 DAMAGED = f"DATA_LOSS: {SHARD}Digest mismatch"
 CUT = f"FAILED_PRECONDITION: {SHARD}Truncated Zstd-compressed stream; at byte 1944"
 NODE = (
-    "Error reading x: Error decoding b-tree node: End of data expected; remaining length: 23; "
-    "at byte 9"
+    "Error reading x: Error decoding b-tree node: End of data expected; remaining length: 23; at "
+    "byte 9"
 )
 SHORT = (
     "OUT_OF_RANGE: Error reading x: Requested byte range [0, 9) is not valid for value of size 8"

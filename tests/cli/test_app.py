@@ -75,8 +75,8 @@ def test_what_needs_no_devices_does_not_load_jax(arguments, code, message):
 
 def test_the_package_loads_jax_when_a_name_needs_it():
     program = (
-        "import sys, meshtrain; assert 'jax' not in sys.modules; meshtrain.Metrics; assert "
-        "'jax' in sys.modules"
+        "import sys, meshtrain; assert 'jax' not in sys.modules; meshtrain.Metrics; assert 'jax' "
+        "in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 

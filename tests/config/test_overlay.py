@@ -113,8 +113,7 @@ def test_keys_that_replace_each_other_are_not_set_together(tmp_path):
     (fault,) = caught.value.faults
     assert fault == (
         f"{tmp_path}/run.yaml: line 3: train.epochs and {tmp_path}/run.yaml: line 2: train.steps: "
-        "train.epochs "
-        f"replaces train.steps; set one of them"
+        "train.epochs replaces train.steps; set one of them"
     )
     flags = ["--config.train.global_batch=8", "--config.train.batch_per_device=4"]
     _, faults = config_load.read("quickstart", [*flags, "--config.train.stepz=1"])

@@ -55,8 +55,7 @@ KERNEL = (("embed", "mlp"), (30, 64))
             dict(fsdp=5),
             4 * (2 * (3 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 2 * 128 * 32 + 32),
             "mesh.fsdp=5 does not divide model.d_model=32: 0.11 MB of parameters on each device, "
-            "such as "
-            "layers/mlp/down/kernel, are replicated over fsdp; use mesh.fsdp=4 or 8, or "
+            "such as layers/mlp/down/kernel, are replicated over fsdp; use mesh.fsdp=4 or 8, or "
             "model.d_model=30 or 35",
             id="fsdp: every parameter has the dim",
         ),
@@ -64,19 +63,16 @@ KERNEL = (("embed", "mlp"), (30, 64))
             dict(tensor=4),
             4 * 2 * 2 * 32 * 2 * 8,
             "mesh.tensor=4 does not divide model.num_kv_heads=2: 0.01 MB of parameters on each "
-            "device, such as "
-            "layers/attention/key/kernel, are by design replicated over tensor; use mesh.tensor=2, "
-            "or "
-            "model.num_kv_heads=4",
+            "device, such as layers/attention/key/kernel, are by design replicated over tensor; "
+            "use mesh.tensor=2, or model.num_kv_heads=4",
             id="tensor: key and value heads",
         ),
         pytest.param(
             dict(pipeline=3, sizes=dict(num_layers=3)),
             4 * 2 * 128 * 32,
             "mesh.pipeline=3 does not divide dim 'vocab' of 128: 0.03 MB of parameters on each "
-            "device, such as "
-            "output/kernel, are replicated over pipeline; use mesh.pipeline=2 or 4, or "
-            "model.vocab_size=384",
+            "device, such as output/kernel, are replicated over pipeline; use mesh.pipeline=2 or "
+            "4, or model.vocab_size=384",
             id="pipeline: a vocabulary that is padded to multiples of 128",
         ),
         pytest.param(
@@ -94,9 +90,9 @@ KERNEL = (("embed", "mlp"), (30, 64))
         pytest.param(
             dict(model=model_of(w=KERNEL), fsdp=4),
             4 * 30 * 64,
-            "mesh.fsdp=4 does not divide dim 'embed' of 30: 0.01 MB of parameters on each device, "
-            "such as w, are "
-            "replicated over fsdp; use mesh.fsdp=3 or 5, or 'embed' of 28 or 32",
+            "mesh.fsdp=4 does not divide dim 'embed' of 30: 0.01 MB of parameters on each "
+            "device, such as w, are replicated over fsdp; use mesh.fsdp=3 or 5, or 'embed' of 28 "
+            "or 32",
             id="a model of the user's",
         ),
         pytest.param(
@@ -107,9 +103,9 @@ KERNEL = (("embed", "mlp"), (30, 64))
                 tensor=2,
             ),
             4 * 10,
-            "mesh.fsdp=3 x mesh.tensor=2 does not divide dim 'embed' of 20: 0.00 MB of parameters "
-            "on each device, "
-            "such as w, are replicated over fsdp; use mesh.fsdp=2 or 5, or 'embed' of 18 or 24",
+            "mesh.fsdp=3 x mesh.tensor=2 does not divide dim 'embed' of 20: 0.00 MB of "
+            "parameters on each device, such as w, are replicated over fsdp; use mesh.fsdp=2 or "
+            "5, or 'embed' of 18 or 24",
             id="sizes of one axis, given the other",
         ),
         pytest.param(

@@ -2,7 +2,7 @@
 
   python tests/mutants/run.py                               all bugs: verify --quick, then the tests
   python tests/mutants/run.py 'ring_*' --stages=quick,full,tests --jobs=2
-  python tests/mutants/run.py 'ring_*' --unchanged          the same stages without a bug: they must pass
+  python tests/mutants/run.py 'ring_*' --unchanged          the same without a bug: must pass
   python tests/mutants/run.py --stages=                     only writes README.md from results.jsonl
 
 A bug is a patch: NAME.patch, a unified diff after a header. `Bug:` says what is wrong; `Tests:`
@@ -45,9 +45,10 @@ CRASH = re.compile(r"\b\w+(Error|Exception)\b")  # verify reports an exception a
 RUNNING: set[subprocess.Popen] = set()  # Ctrl-C ends them
 INTRODUCTION = """# Planted bugs
 
-Written by `python tests/mutants/run.py --stages=` from `results.jsonl`; `run.py` explains the patches and its flags.
-The stages run from left to right until one finds the bug, so the cells after it are empty. "n/a": `verify` does not
-run this code.
+Written by `python tests/mutants/run.py --stages=` from `results.jsonl`; `run.py` explains the
+patches and its flags.
+The stages run from left to right until one finds the bug, so the cells after it are empty.
+"n/a": `verify` does not run this code.
 
 """
 
@@ -200,8 +201,8 @@ def table(mutants: list[Mutant], results: dict) -> str:
         by = f"`{found[killer]['by']}`".replace("|", "\\|") if killer else ""
         rows.append([f"`{mutant.name}`", mutant.bug.replace("|", "\\|"), *cells, by])
     total = (
-        f"{len(mutants)} bugs: {counts['quick']} found by `verify --quick`, {counts['full']} "
-        "by `verify`, "
+        f"{len(mutants)} bugs: {counts['quick']} found by `verify --quick`, {counts['full']} by "
+        "`verify`, "
     )
     total += (
         f"{counts['tests']} by the tests ({counts['tests alone']} of them not run with `--quick`), "

@@ -33,9 +33,16 @@ def collective(kind, *groups, count=1.0):
     array = hlo.Array("f32", (1000,))
     size = 2 if kind == "collective-permute" else len(groups[0])
     return Collective(
-        kind=kind, axes=None, group_size=size, array=array, itemsize=4, count=count,
-        count_known=True, groups=groups, **fields,
-    )  # fmt: skip
+        kind=kind,
+        axes=None,
+        group_size=size,
+        array=array,
+        itemsize=4,
+        count=count,
+        count_known=True,
+        groups=groups,
+        **fields,
+    )
 
 
 FOUR_HOSTS = network(hosts=[0, 0, 1, 1, 2, 2, 3, 3], slices=[0] * 4 + [1] * 4)
@@ -59,9 +66,13 @@ ALL = tuple(range(8))
         # slice.
         (collective("all-to-all", ALL), (500, 1000, 2000), (6000, 8000)),
         # Only device 3 sends to the other slice, only 1 to the other host of its slice.
-        (collective("collective-permute", (0, 1), (1, 2), (2, 3), (3, 4)), (1000, 500, 500), (4000, 4000)),
+        (
+            collective("collective-permute", (0, 1), (1, 2), (2, 3), (3, 4)),
+            (1000, 500, 500),
+            (4000, 4000),
+        ),
     ],
-)  # fmt: skip
+)
 def test_bytes_are_counted_for_the_link_that_carries_them(one, by_link, leaving):
     found = link_traffic([("some", one)], FOUR_HOSTS)
     assert found.by_axes == [LinkBytes("some", *map(pytest.approx, by_link))]
@@ -88,8 +99,10 @@ ENTRY %main (p: f32[4096,256]) -> f32[4096,256] {
   %p = f32[4096,256]{1,0} parameter(0)
   %r = f32[4096,256]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum
   %t = token[] after-all()
-  %s = (f32[4096,256]{1,0}, u32[], token[]) send(%r, %t), channel_id=2, is_host_transfer=true, ATTRIBUTES
-  %v = (f32[4096,256]{1,0}, u32[], token[]) recv(%t), channel_id=3, is_host_transfer=true, ATTRIBUTES
+  %s = (f32[4096,256]{1,0}, u32[], token[]) send(%r, %t), channel_id=2, is_host_transfer=true, \
+ATTRIBUTES
+  %v = (f32[4096,256]{1,0}, u32[], token[]) recv(%t), channel_id=3, is_host_transfer=true, \
+ATTRIBUTES
   %s.1 = token[] send-done(%s), channel_id=2, is_host_transfer=true
   %c = f32[4096,256]{1,0} copy(%p)
   %d = (f32[4096,256]{1,0}, token[]) recv-done(%v), channel_id=3, is_host_transfer=true

@@ -126,7 +126,8 @@ def looped(text):
     loop = """
 ENTRY %outer (b: f32[3]) -> f32[3] {
   %b = f32[3]{0} parameter(0)
-  ROOT %loop = f32[3]{0} while(%b), condition=%cond, body=%main, metadata={op_name="jit(step)/while"}
+  ROOT %loop = f32[3]{0} while(%b), condition=%cond, body=%main, \
+metadata={op_name="jit(step)/while"}
 }
 """
     return text.replace("ENTRY ", "") + loop
@@ -148,13 +149,16 @@ ENTRY %main (p: f32[6]) -> f32[3] {
   %zeros = f32[2,6]{1,0} broadcast(), metadata={op_name="jit(step)/jvp()/zeros"}
   %half = f32[5]{0} fusion(%p), calls=%c, metadata={op_name="jit(step)/jvp()/mul"}
   %start = (f32[6]{0}, f32[2,6]{1,0}) tuple(%p, %zeros)
-  %while = (f32[6]{0}, f32[2,6]{1,0}) while(%start), body=%forward, metadata={op_name="jit(step)/jvp()/while"}
+  %while = (f32[6]{0}, f32[2,6]{1,0}) while(%start), body=%forward, \
+metadata={op_name="jit(step)/jvp()/while"}
   %w = f32[6]{0} get-tuple-element(%while), index=0
   %kept = f32[2,6]{1,0} get-tuple-element(%while), index=1
   %view = f32[12]{0} bitcast(%kept)
   %head = f32[9,7]{1,0} fusion(%p), calls=%c, metadata={op_name="jit(step)/jvp()/dot"}
-  %again = f32[8]{0} fusion(%w, %half), calls=%c, metadata={op_name="jit(step)/transpose(jvp())/mul"}
+  %again = f32[8]{0} fusion(%w, %half), calls=%c, \
+metadata={op_name="jit(step)/transpose(jvp())/mul"}
   %both = (f32[12]{0}, f32[9,7]{1,0}) tuple(%view, %head)
-  ROOT %grad = f32[3]{0} fusion(%both, %again, %half), calls=%c, metadata={op_name="jit(step)/transpose(jvp())/dot"}
+  ROOT %grad = f32[3]{0} fusion(%both, %again, %half), calls=%c, \
+metadata={op_name="jit(step)/transpose(jvp())/dot"}
 }
 """
