@@ -10,13 +10,9 @@ from typing import Any
 
 # Exit codes; 0 is done.
 EXIT_FAILED = 1  # a crash, a lost process, silent data corruption: worth a restart
-
 EXIT_USER = 2  # the configuration or the data is wrong
-
 EXIT_NOT_FINITE = 17
-
 EXIT_STALLED = 18  # no process makes progress
-
 EXIT_PREEMPTED = 75  # stopped by a signal, state saved
 
 
@@ -70,12 +66,10 @@ OUT_OF_MEMORY = re.compile(
     "(?i)out.of.memory|memory space|(failed|trying|unable) to allocate|attempting to "
     "(reserve|allocate)|alloc_failed"
 )
-
 LOWER_TRAIN = (
     "raise train.num_microbatches, set train.remat=full, lower train.global_batch or the model's "
     "sizes, or shard over more devices with mesh.fsdp"
 )
-
 LOWER = {
     "train": LOWER_TRAIN,
     "profile": LOWER_TRAIN,
@@ -84,7 +78,6 @@ LOWER = {
     "evaluate": "lower --batch, or use more devices",
     "generate": "use fewer prompts or samples, a lower --length, or more devices",
 }
-
 LOWER_OTHERS = "use smaller inputs, or a machine with more memory"
 
 

@@ -32,11 +32,8 @@ from meshtrain import console, object_store, storage
 from meshtrain.errors import ConfigError, TransientError
 
 NAME = storage.MANIFEST
-
 PARTIAL = ".partial"
-
 FORMAT = 2  # 1: every file has a CRC-32, chunks have none
-
 STEP_NAME = re.compile("0|[1-9][0-9]*")  # name of a checkpoint folder
 
 
@@ -280,9 +277,7 @@ DAMAGED = re.compile(
 )
 
 KEY_IN_ERROR = re.compile('in "([^"]+)" in OCDBT')
-
 OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-
 STORE_ERROR = re.compile("http_response_code=|curl_code=")
 
 
@@ -317,7 +312,6 @@ def reading_chunks(directory: Path) -> Iterator[None]:
 # ---- the files of a checkpoint ----
 
 CHUNKS = "arrays/ocdbt.process_*/d/*"  # files whose chunks have checksums of their own
-
 BLOCK_BYTES = 256 << 10  # read at once; fits in a core's cache
 
 # Files of NFS and macOS that come and go: a manifest that lists one would make its checkpoint

@@ -114,7 +114,6 @@ def _log_unused_gpus() -> None:
 
 # Parameters of mallopt, from malloc.h.
 M_TRIM_THRESHOLD = -1
-
 M_MMAP_MAX = -4
 
 
@@ -212,7 +211,6 @@ def _cpu_features() -> str:
 # ---- Amazon's EFA network adapters ----
 
 AMAZON_VENDOR = "0x1d0f"  # the PCI vendor in sysfs
-
 EFA_PLUGIN = "libnccl-net{}.so"  # of aws-ofi-nccl; NCCL loads it by this name
 
 

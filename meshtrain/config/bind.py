@@ -9,7 +9,6 @@ from typing import Any
 from meshtrain.errors import did_you_mean
 
 MAY_BE_INF = ("optim.clip_norm", "divergence.spike_sigmas")
-
 TYPES = {float: (float, int), int: int, bool: bool, str: str, tuple: (tuple, list)}
 
 

@@ -30,7 +30,6 @@ from meshtrain.configs import default
 from meshtrain.errors import ConfigError, did_you_mean
 
 ARGUMENTS = ("--config", "--workdir", "--simulate_devices", "--output", "--help")
-
 CONFIGS = Path(configs.__file__).parent  # of the package: --config=NAME
 
 
@@ -352,14 +351,11 @@ def _keys(section: Mapping, prefix: str = "") -> list[str]:
 
 
 VARIABLE_PREFIX = "MESHTRAIN__"
-
 LITERALS = {"null": "None", "~": "None", "true": "True", "false": "False"}  # of entries of lists
-
 FLAG = "--config."
 
 # A key, and the key that it replaces unless it is 0.
 REPLACED = {"train.epochs": "train.steps", "train.batch_per_device": "train.global_batch"}
-
 KEY_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 

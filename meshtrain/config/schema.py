@@ -84,9 +84,7 @@ def fill_mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[dict[st
 
 
 SYNC_DTYPES = ("float32", "bfloat16", "int8", "int4")
-
 SYNC_PATTERNS = ("xla", "hierarchical", "ring", "tree")
-
 SYNC_FEEDBACK = ("auto", "on", "off")
 
 
@@ -131,17 +129,11 @@ class AdapterConfig:
 
 # From the slowest links to the fastest: neighbours along `tensor` exchange the most data.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # compute dtypes
-
 STORED_DTYPES = ("float32", "bfloat16", "float64")  # float16 would lose most updates
-
 REMAT = ("none", "full", "dots", "names:NAME,NAME")
-
 LEARNING_RATE_SCHEDULES = ("constant", "cosine", "linear", "wsd")
-
 KEEP = ("inputs", "residuals")
-
 CONTEXT_METHODS = ("auto", "ring", "gather", "ulysses")
 
 

@@ -123,10 +123,8 @@ def get_config() -> ConfigDict:
     # with a scale for each block of elements. For slow networks
     sync.dtype = "float32"
     sync.block_size = 256  # elements that share a scale
-    sync.uncompressed = (
-        "scale",
-        "bias",
-    )  # parameters with such a name in their path are sent as float32
+    # parameters with such a name in their path are sent as float32
+    sync.uncompressed = ("scale", "bias")
     # whether what a step loses is added to the gradients of the next: "on"; "off", int4 is then
     # rounded stochastically; "auto", for int4
     sync.feedback = "auto"

@@ -18,7 +18,6 @@ AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # Parameters, gradients and optimizer state are sharded over these axes as far as the ZeRO stage
 # says.
 ZERO_AXES = ("fsdp", "context")
-
 Names = Sequence[str | None]  # one logical name per dim, None for a dim that is never sharded
 
 

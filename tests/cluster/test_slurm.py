@@ -16,7 +16,6 @@ from tests.lib.rows import newest_step, rows
 from tests.lib.tiny_run import assert_losses_equal_uninterrupted, tiny_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
-
 PACKAGES = ("slurm-wlm", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 FOREVER = 100_000  # steps

@@ -17,7 +17,6 @@ from meshtrain.huggingface import files
 from tests.lib.paths import ROOT
 
 pytestmark = pytest.mark.slow
-
 LOSS = 2.7701714  # of the first 2,000 characters of LICENSE, 397 tokens
 CONTINUED = {
     "The three primary colours are": " the primary colours of the human eye: red, blue, and "

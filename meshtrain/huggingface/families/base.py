@@ -13,7 +13,6 @@ from meshtrain.configs import default
 from meshtrain.errors import ConfigError
 
 Config = dict[str, Any]  # a config.json
-
 Section = dict[str, Any]  # the `model` section of a config
 
 BUILD = "meshtrain.models.transformer:build"
@@ -40,7 +39,6 @@ SECTION_DEFAULTS: Section = {
 } | {"balance": "none", "balance_weight": 0.0}
 
 LAYER_LETTERS = {"full_attention": "g", "sliding_attention": "l"}
-
 LAYER_TYPES = {letter: name for name, letter in LAYER_LETTERS.items()}
 
 

@@ -17,7 +17,6 @@ from meshtrain.tools.audit.minimum import Explanation
 
 # An array is large if a device holds this many bytes of it, or this fraction of all parameters.
 LARGE_FRACTION = 0.05
-
 LARGE_BYTES = 64 << 20
 
 

@@ -24,11 +24,8 @@ PRODUCTS = {"gpu": 0.74, "tpu": 0.85, "measured": 1.0}
 
 # Forward, backward.
 ATTENTION = {"gpu": (0.55, 0.45), "tpu": (0.45, 0.40), "measured": (0.5, 0.5)}
-
 MEMORY = 0.80
-
 LINK = 0.80
-
 NETWORK = 0.65
 
 # Seconds of an operation that does nothing.
@@ -38,7 +35,6 @@ LAUNCH = {"gpu": 4e-6, "tpu": 1e-6, "measured": 10e-6}
 # is tuned by hand. Those on GPUs are on several. On one H200, meshtrain's own steps took 1.00 and
 # 0.97 of the prediction.
 XLA = {"gpu": 1.25, "tpu": 1.0, "measured": 1.0}
-
 LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds of a collective of no bytes
 
 
@@ -138,9 +134,7 @@ class Machine:
 # ---- devices that are not in the table: measured ----
 
 MATRIX_SIZE = 384  # of the matrices
-
 COPIED_ELEMENTS = 1 << 20  # elements of the arrays that are copied and summed
-
 REPEATS = 3
 
 

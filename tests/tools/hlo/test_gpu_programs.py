@@ -22,7 +22,6 @@ from meshtrain.tools.plan.compiled import audited
 from tests.lib.paths import ROOT
 
 pytestmark = pytest.mark.slow
-
 TWO_LAYERS = "--config.model.num_layers=2"
 PACKED = "--config.data.packing=best_fit"
 # model of benchmarks/plan/roofline.py, number of GPUs, overrides
