@@ -138,7 +138,13 @@ def predicted(row: dict[str, str]) -> float:
         remat=row["remat"],
     )
     work = decoder(
-        *(number(name) for name in "LDFHGKV"),
+        num_layers=number("L"),
+        d_model=number("D"),
+        d_ff=number("F"),
+        num_heads=number("H"),
+        num_kv_heads=number("G"),
+        head_dim=number("K"),
+        vocab_size=number("V"),
         gated=bool(number("gated")),
         tied=bool(number("tied")),
     )

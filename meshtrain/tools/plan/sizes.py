@@ -41,6 +41,7 @@ class ModelWork:
 
 
 def decoder(
+    *,
     num_layers: int,
     d_model: int,
     d_ff: int,
@@ -48,7 +49,6 @@ def decoder(
     num_kv_heads: int,
     head_dim: int,
     vocab_size: int,
-    *,
     gated: bool,
     tied: bool,
 ) -> ModelWork:

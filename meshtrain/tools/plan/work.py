@@ -36,13 +36,13 @@ def of_transformer(c: TransformerConfig, seq_len: int, params: Params) -> ModelW
     Latent attention counts as ordinary attention with its heads.
     """
     work = decoder(
-        c.num_layers,
-        c.d_model,
-        c.used_mlp_size,
-        c.num_heads,
-        c.num_kv_heads,
-        c.query_size,
-        c.vocab_size,
+        num_layers=c.num_layers,
+        d_model=c.d_model,
+        d_ff=c.used_mlp_size,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.query_size,
+        vocab_size=c.vocab_size,
         gated=c.gated,
         tied=c.tie_embeddings,
     )
