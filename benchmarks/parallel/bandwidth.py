@@ -110,7 +110,7 @@ def measure(args, largest: int, *, over_processes: bool) -> list[dict[str, Any]]
 def measure_patterns(largest: int) -> list[dict[str, Any]]:
     """Returns a row for each size: median seconds of an all_reduce, on the slowest process.
 
-    They are by pattern.
+    Each pattern of messages has its own.
     """
     members, table, size = members_of_all(), [], SMALLEST_SIZE
     num_hosts, num_members = jax.process_count(), jax.device_count()

@@ -82,7 +82,7 @@ def main(name: str, argv: list[str] | None = None) -> int:
 def _with_complete_output(run: Callable[[], int]) -> int:
     """Returns the exit code of `run`.
 
-    EXIT_FAILED if stdout broke, except by a reader that has ended, such as head.
+    It is EXIT_FAILED if stdout broke, except by a reader that has ended, such as head.
     """
     code = run()
     sys.stdout.flush()

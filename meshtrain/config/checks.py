@@ -37,7 +37,7 @@ def check_place(workdir: str | Path | None, cfg: Config, faults: list[str]) -> N
 def missing_data(cfg: Config) -> list[str]:
     """Returns a fault if the package's own readers would find nothing at `data.path`.
 
-    Others have paths of any kind.
+    Other readers may have paths of any kind.
     """
     path = cfg.data.options.get("path")
     is_path = isinstance(path, str) and path

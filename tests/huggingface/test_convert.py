@@ -454,7 +454,7 @@ def random_config(family, seed):
 def random_deepseek(transformers, family, common, pick):
     """Returns a config of DeepSeek-V2 or V3, with random sizes.
 
-    With and without latent queries and YaRN.
+    Some have latent queries or YaRN, others not.
     """
     rope = dict(rope_type="yarn", factor=float(pick(4.0, 8.0)), rope_theta=100.0)
     rope |= dict(beta_fast=1.0, beta_slow=0.1, original_max_position_embeddings=8)

@@ -58,7 +58,7 @@ def of_transformer(c: TransformerConfig, seq_len: int, params: Params) -> ModelW
 def of_traced(model: Model, params: Params, batch: Any, dtype: str) -> ModelWork:
     """Returns the work of any model, by its products.
 
-    Those of two activations count as attention of one head.
+    Products of two activations count as attention of one head.
     """
     num_tokens = math.prod(jax.tree.leaves(batch)[0].shape[:2])
     if model.block is None:
