@@ -222,7 +222,7 @@ class Bar:
     def show(self, done: float, *parts: str) -> None:
         """Draws the bar, and the parts of a text behind it, as far as the terminal has space."""
         global _bar_line
-        if not self.due():
+        if self._output is None or not self.due():
             return
         fd = self._output.fileno()
         with _lock, contextlib.suppress(OSError):  # a closed terminal: the next line reports it

@@ -81,7 +81,7 @@ LOWER = {
 LOWER_OTHERS = "use smaller inputs, or a machine with more memory"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Returns ' (did you mean "x"?)' with the most similar known name, or ''."""
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f' (did you mean "{near[0]}"?)' if near else ""

@@ -85,8 +85,10 @@ def device_of(kind: str) -> Device | None:
 
 def peak_flops(kind: str, given: float = 0.0) -> float | None:
     """Returns the peak that MFU divides by: `given` (config.hardware.peak_flops) or the kind's."""
+    if given:
+        return given
     device = device_of(kind)
-    return given or (device and device.flops_16)
+    return device.flops_16 if device else None
 
 
 def device_named(name: str) -> Device:

@@ -343,7 +343,9 @@ def _write_lease(lock: Path, record: dict[str, Any], generation: bytes | None) -
         return written
     # Perhaps only the answer to this write, or to an earlier one, was lost.
     now, generation = read(lock)
-    return generation if now and _parse_record(now).get("id") == record["id"] else b""
+    if not now or generation is None or _parse_record(now).get("id") != record["id"]:
+        return b""
+    return generation
 
 
 def _parse_record(data: bytes) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def open_run(
     if saved:
         writer.event("restore", step=first_step, position=position, mesh=saved.mesh)
         writer.log(f"restored step {first_step} from {folder}")
-    else:
+    if state is None:
         state = program.start(cfg.train.seed)
         if initial_params:
             directory, manifest = initial_params

@@ -218,6 +218,6 @@ def _check_slots(table: Table) -> None:
                     raise ValueError(f"{where}: slot {slot} holds another input")
 
 
-def _grid(M: int, V: int, P: int) -> list[np.ndarray]:
+def _grid(M: int, V: int, P: int) -> tuple[np.ndarray, ...]:
     """Returns micro-batch, chunk and stage of each forward: three (M, V, P) arrays."""
     return np.meshgrid(np.arange(M), np.arange(V), np.arange(P), indexing="ij")

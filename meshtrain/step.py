@@ -55,6 +55,7 @@ def make_train_step(
         grads = jax.tree.map(lambda grad: (grad / weight).astype(grad.dtype), grads)
 
         # What a model measures arrives as the gradient of its statistics: no optimizer sees it.
+        measured, measured_scalars = None, {}
         if measure is not None:
             measured, measured_scalars = measure(state.params, grads)
             is_empty = metrics.weight == 0
@@ -77,7 +78,7 @@ def make_train_step(
             "learning_rate": schedule(count),
             "skipped": ~finite,
         }
-        if measure is not None:
+        if measured is not None:
             params = _where_measured(measured, params)
             scalars |= measured_scalars
         if state.loss_scale is not None:

@@ -160,7 +160,7 @@ def _loop(
                 clock.enter("eval")
                 eval_loss = run.heldout_loss(state)
             # Before next(loader): a resumed run must see the batch that this step will consume.
-            if save_due:
+            if save_due and saver is not None:
                 clock.enter("save")
                 saver.save(step, state, **run.manifest_fields(eval_loss))
 
@@ -224,10 +224,11 @@ def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]
         run.loss_monitor.roll_back(None, run.loader.position)
         return state, step
     jax.tree.map(lambda leaf: leaf.delete(), state)  # frees the memory for the restored state
-    saved, state = run.saver.restore(run.program.abstract_state)
+    saved, restored = run.saver.restore(run.program.abstract_state)
+    assert saved is not None and restored is not None  # recover() has found one
     try:
         run.loss_monitor.roll_back(saved.step, run.loader.position)
     finally:
         run.saver.record_rollback(saved, run.loader.position, run.loss_monitor.statistics)
     _begin(run, saved.step, run.loader.position)
-    return state, saved.step
+    return restored, saved.step

@@ -73,7 +73,7 @@ def measures() -> dict[str, object]:
     test_imports = re.compile(
         r"^\s*(?:from|import)\s+(?:[\w.]+\.)?(?:test_\w+|conftest)\b", re.MULTILINE
     )
-    asks = re.compile(r"\bis_url\(|\bstorage\.url\(")
+    asks = re.compile(r"(?<!def )\bis_url\(|\bif object_store\.url\(")
     num_tools = sum(name.startswith("meshtrain/tools/") for name in modules)
     return {
         "modules without __init__ and configs": f"{len(modules)}, {num_tools} of them in tools/",

@@ -252,7 +252,7 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any, agree: Agree =
         restore_args=ocp.checkpoint_utils.construct_restore_args(target),
         partial_restore=True,
     )
-    fault = None
+    arrays = fault = None
     try:
         with _listed_files(directory) as folder, manifest.reading_chunks(directory):
             # Without a Checkpointer, which would wait for processes that failed.

@@ -138,8 +138,8 @@ class Saver:
         """
         # What one process could not read may be valid, whatever another found.
         agree = partial(distributed.raise_first, kinds=(TransientError, CorruptCheckpoint))
-        state = None
-        while state is None and (saved := self.recover(from_scratch=from_scratch)):
+        restored = None
+        while restored is None and (saved := self.recover(from_scratch=from_scratch)):
             try:
                 state = arrays.restore(
                     self._folder / str(saved.step),
@@ -148,11 +148,15 @@ class Saver:
                     allow_cast=self._settings.allow_cast,
                     agree=agree,
                 )
+                restored = saved, state
             except CorruptCheckpoint as error:  # on all processes
                 self._damaged[saved.step] = str(error)
         # Not before: reading may find more of them, and if none is valid they stay where they are.
         distributed.on_first_process(self._quarantine_corrupt)
-        if state is not None and self._changed:
+        if restored is None:
+            return None, None
+        saved, state = restored
+        if self._changed:
             self._event("changed", step=saved.step, settings=self._changed)
             for line in resume.lines(self._changed):
                 self._log(line)

@@ -26,7 +26,7 @@ from meshtrain.cli.parser import Parser
 from meshtrain.cli.verbs import Verb
 from meshtrain.cluster import environment, progress
 from meshtrain.config import checks, load
-from meshtrain.config.parse import on_devices, parse
+from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError, memory_fault
 from meshtrain.tools.plan import constraints
@@ -123,7 +123,8 @@ def _read_config(
 ) -> tuple[argparse.Namespace, Config | None]:
     """Returns the flags and the config, after joining the other processes.
 
-    The config is parsed here, once. A process that runs alone does it before jax is loaded.
+    The config is parsed here, once: before jax is loaded if this process runs alone, else when the
+    processes have joined, which determines the number of devices.
     """
     flags.add_argument(
         "--config",
@@ -151,36 +152,36 @@ def _read_config(
     if verb.prepare:
         verb.prepare(args, config)
 
-    is_alone = _is_alone(args)
     asked_devices = getattr(args, "devices", None)  # devices that need not be there
     device_flag = "--devices" if asked_devices else "--simulate_devices"
+
+    def parse_for(num_devices: int | None) -> Config | None:
+        """Returns the typed config; raises ConfigError with every fault."""
+        cfg, config_faults = None, []
+        if config is not None:
+            num_devices = None if verb.ignores_mesh else asked_devices or num_devices
+            cfg, config_faults = _parse(config, num_devices, device_flag)
+        if faults or config_faults:
+            raise ConfigError(*faults, *config_faults)
+        return cfg
+
     cfg = None
-    if config is not None:
-        # The number of devices of a job of several processes is known when they have joined.
-        num_devices = asked_devices or args.simulate_devices if is_alone else None
-        if verb.ignores_mesh:
-            num_devices = None
-        cfg, config_faults = _parse(config, num_devices, device_flag)
-        faults += config_faults
-    if is_alone and faults:
-        raise ConfigError(*faults)
-    # Before jax is loaded, which takes seconds; the data's own reader checks the rest.
-    if is_alone and verb.reads_data and (missing := checks.missing_data(cfg)):
-        raise ConfigError(*missing)
+    is_alone = _is_alone(args)
+    if is_alone:
+        # Before jax is loaded, which takes seconds; the data's own reader checks the rest.
+        cfg = parse_for(args.simulate_devices)
+        if verb.reads_data and (missing := checks.missing_data(cfg)):
+            raise ConfigError(*missing)
 
     from meshtrain.cluster import distributed, runtime
 
     runtime.start(args)
     if not is_alone:
-        with distributed.raise_on_all_processes():  # so that no process waits for one that ended
-            if faults:
-                raise ConfigError(*faults)
-            if cfg and not verb.ignores_mesh:
-                import jax
+        # A fault of one process ends all, so that none waits for it.
+        with distributed.raise_on_all_processes():
+            import jax
 
-                _, faults = _on_devices(cfg, asked_devices or jax.device_count(), device_flag)
-                if faults:
-                    raise ConfigError(*faults)
+            cfg = parse_for(jax.device_count())
     return args, cfg
 
 
@@ -197,19 +198,9 @@ def _parse(config: Any, num_devices: int | None, flag: str) -> tuple[Config | No
     except ConfigError as error:
         return None, _naming_flag(flag, error)
     if is_auto and num_devices:
-        return _on_devices(cfg, num_devices, flag)
-    return cfg, []
-
-
-def _on_devices(cfg: Config, num_devices: int, flag: str) -> tuple[Config, list[str]]:
-    """Returns the config on this number of devices, and the faults if it does not fit them."""
-    if cfg.mesh.auto:
         raw = cfg.to_dict()
         return cfg, constraints.fixed_faults(raw, constraints.auto_sizes(raw), num_devices)
-    try:
-        return on_devices(cfg, num_devices), []
-    except ConfigError as error:
-        return cfg, _naming_flag(flag, error)
+    return cfg, []
 
 
 def _naming_flag(flag: str, error: ConfigError) -> list[str]:

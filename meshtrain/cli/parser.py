@@ -3,7 +3,7 @@
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from meshtrain import storage
 from meshtrain.cluster import environment
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         setattr(flags, name, paths if isinstance(getattr(flags, name), list) else paths[0])
         return faults
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         missing = "arguments are required" in message
         raise ConfigError(message + (f"; see {self.prog} --help" if missing else ""))
 

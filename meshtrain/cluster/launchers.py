@@ -376,8 +376,9 @@ def _derived_port(*names: str) -> str:
 
 def _first_host(nodes: str) -> str:
     """Returns the first host of a SLURM node list: node[07-09,12],login -> node07."""
-    first = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
-    return "".join(part or "" for part in first.groups())
+    pattern = r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\])?([^,]*)"
+    first = re.match(pattern, nodes)
+    return "".join(part or "" for part in first.groups()) if first else ""  # it matches any text
 
 
 def _tasks_per_node(name: str, text: str) -> list[int]:

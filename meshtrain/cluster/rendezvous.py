@@ -264,6 +264,7 @@ def free_port(ports: str) -> int:
     low, _, high = ports.partition("-")
     numbers = range(int(low), int(high) + 1)
     until = time.monotonic() + PORT_SECONDS
+    reason = None
     while True:
         for port in random.sample(numbers, len(numbers)):
             with socket.socket() as probe:

@@ -177,7 +177,7 @@ def _checked(name: str, section: BuildConfig, value: Any) -> Any:
     return value
 
 
-def resolve(path: str, *, key: str) -> Callable:
+def resolve(path: object, *, key: str) -> Callable:
     """Returns the function that "package.module:function" names.
 
     `key` is its config key, for errors.

@@ -143,7 +143,7 @@ def _read_file(path: str, trust_code: bool) -> ConfigDict:
         sys.path.append(folder)
     try:
         spec = importlib.util.spec_from_file_location("config_file", file)
-        if spec is None:
+        if spec is None or spec.loader is None:
             raise ConfigError(
                 f"--config={path}: use a .py file with get_config(), a .yaml file, or a run's "
                 "config.json"

@@ -163,7 +163,7 @@ def _find(path: str) -> list[Path]:
 def _load(path: str, paths: tuple[Path, ...], fingerprint: str, tokenizer_path: str) -> Learned:
     """Returns the conversations in files; the fingerprint tells changed files from cached ones."""
     tokenizer = tokenizers.load(tokenizer_path)
-    if tokenizer.kind != "huggingface":
+    if tokenizer.file is None or tokenizer.kind != "huggingface":
         raise ConfigError(
             f"data.tokenizer_path={tokenizer_path}: chat templates need a tokenizer.json, and this "
             f"is a {tokenizer.kind} tokenizer; give the folder of a Hugging Face model"

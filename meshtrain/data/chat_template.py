@@ -187,10 +187,10 @@ def _environment(now: datetime.datetime | None) -> tuple[Any, list[str], list[Sp
         def __init__(*args, **values):
             # `self` is not a parameter: a template may use it as a name.
             self, *mappings = args
-            values = dict(*mappings, **values)
-            if any(str(name).startswith("_") for name in values):
+            members: dict[Any, Any] = dict(*mappings, **values)
+            if any(str(name).startswith("_") for name in members):
                 raise jinja2.exceptions.SecurityError("a namespace has a name with an underscore")
-            jinja2.utils.Namespace.__init__(self, values)
+            jinja2.utils.Namespace.__init__(self, members)
 
         def __setitem__(self, name, value):
             if str(name).startswith("_"):

@@ -36,7 +36,7 @@ class Tokenizer:
     eos: int | None  # ends a document
     bos: int | None  # begins a document, if requested
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
-    decode: Callable[[Iterable[int]], str]
+    decode: Callable[[Iterable[int | np.integer]], str]
     token_bytes: Callable[[], np.ndarray]
     # text -> the last index at which a split does not change its tokens; 0: there is none
     last_split_point: Callable[[str], int]
@@ -168,7 +168,7 @@ def _bytes() -> Tokenizer:
             )
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
-    def decode(ids: Iterable[int]) -> str:
+    def decode(ids: Iterable[int | np.integer]) -> str:
         return bytes(int(token) for token in ids if token).decode(errors="replace")
 
     return Tokenizer(
@@ -221,7 +221,7 @@ def _huggingface(path: Path, eos: str) -> Tokenizer:
                 arrays.append(np.array(encoding.ids, np.int32))
         return arrays
 
-    def decode(tokens: Iterable[int]) -> str:
+    def decode(tokens: Iterable[int | np.integer]) -> str:
         return model.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     can_split = split_points.can_split(tokenizer_json)
@@ -296,7 +296,7 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
         return [np.array(model.encode(text), np.int32) for text in texts]
 
-    def decode(tokens: Iterable[int]) -> str:
+    def decode(tokens: Iterable[int | np.integer]) -> str:
         return model.decode([int(token) for token in tokens])
 
     def token_bytes() -> np.ndarray:

@@ -5,12 +5,21 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from meshtrain.configs import default
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import rope
 from meshtrain.huggingface.families import FAMILIES, base
 from meshtrain.huggingface.families.base import Config, Family, Section
 from meshtrain.models import transformer_config
 from meshtrain.models.transformer_config import TransformerConfig
+
+# A `model` section without the keys of CONFIG_KEYS; Family.section overrides these. A balance loss
+# is not assumed: a config.json says it, if its model has experts.
+SECTION_DEFAULTS: Section = {
+    key: value
+    for key, value in default.get_config().model.to_dict().items()
+    if key not in base.CONFIG_KEYS
+} | {"balance": "none", "balance_weight": 0.0}
 
 NAME = "config.json"
 
@@ -126,7 +135,7 @@ def to_section(config: Config) -> Section:
     faults = _faults(config, family)
     if faults:
         raise ConfigError(*faults)
-    section = base.SECTION_DEFAULTS | family.section
+    section = SECTION_DEFAULTS | family.section
     for key, hf_key in family.keys.items():
         section[key] = config[hf_key]
     num_heads = section["num_heads"]
@@ -298,7 +307,7 @@ def to_config(section: Section, original: Config | None = None) -> Config:
 
 def _config_for(section: Section, family: Family) -> Config:
     """Returns the config.json of a section, without values that `family` cannot express."""
-    section = base.SECTION_DEFAULTS | section
+    section = SECTION_DEFAULTS | section
     section["head_dim"] = head_dim(section)
     config: Config = {
         "architectures": [family.architecture],
@@ -360,7 +369,7 @@ def normalize(section: Section) -> Section:
 
     Keys that do not change the logits of this model are left out.
     """
-    section = base.SECTION_DEFAULTS | section
+    section = SECTION_DEFAULTS | section
     section["head_dim"] = head_dim(section)
     letters = repeat_to(section["num_layers"], section["attention"])
     section["attention"] = letters

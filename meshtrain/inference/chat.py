@@ -36,6 +36,7 @@ def end_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
     These are the tokenizer's end of a document, its `eos_token`, those that generation_config.json
     lists, and the special token that the template writes after a reply.
     """
+    assert tokenizer.file is not None  # the template is from its folder
     tokens = set(_listed_end_tokens(tokenizer.file.parent / "generation_config.json"))
     if tokenizer.eos is not None:
         tokens.add(tokenizer.eos)

@@ -183,11 +183,12 @@ def _token_id(tokenizer: Tokenizer, text: str) -> int:
     if len(ids) == 1:
         return ids[0]
     try:  # a special token, which encode never returns
-        return tokenizers.load(tokenizer.file, eos=text).eos
+        token = tokenizers.load(tokenizer.file, eos=text).eos
     except (ConfigError, TypeError):
-        raise ConfigError(
-            f"--stop={text!r}: is not a single token of the tokenizer; use its id"
-        ) from None
+        token = None
+    if token is None:
+        raise ConfigError(f"--stop={text!r}: is not a single token of the tokenizer; use its id")
+    return token
 
 
 # ---- tokens to text ----

@@ -337,4 +337,4 @@ def build(**config) -> base.Model:
 
 
 # This signature lets the config check the names and types of its keys before the build.
-build.__signature__ = inspect.signature(TransformerConfig)
+build.__dict__["__signature__"] = inspect.signature(TransformerConfig)

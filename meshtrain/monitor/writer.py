@@ -168,7 +168,7 @@ class Writer:
         }
         if self._bar and self._bar.due():
             step_time = (ended - self._last_row_time) / self._steps_since_row
-            self._draw(pending.step, metrics, step_time)
+            self._draw(self._bar, pending.step, metrics, step_time)
         self._report_lost_output()
         if pending.log:
             self._write(pending, metrics, ended)
@@ -232,7 +232,9 @@ class Writer:
             parts.append(f"held-out loss {row['eval_loss']:.4f}")
         self.log(" · ".join(parts))
 
-    def _draw(self, step: int, metrics: dict[str, float], step_time: float) -> None:
+    def _draw(
+        self, bar: console.Bar, step: int, metrics: dict[str, float], step_time: float
+    ) -> None:
         """Shows a step in the bar."""
         step_time = max(step_time, 1e-6)
         per_second = self._units_per_step / step_time
@@ -246,7 +248,7 @@ class Writer:
         ]
         if self._seconds_at_peak:
             parts.append(f"mfu {self._seconds_at_peak * per_second:.1%}")
-        self._bar.show(step + 1, *parts)
+        bar.show(step + 1, *parts)
 
     def log(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
@@ -306,7 +308,7 @@ class Writer:
 
     def sync(self) -> None:
         """Flushes metrics.jsonl and events.jsonl to disk; uploads all files to an object store."""
-        if self._folder:
+        if self._workdir and self._folder:
             sync_tables(self._folder)
             self._workdir.push()
 

@@ -226,7 +226,18 @@ MIN_QUERIES_PER_BLOCK = 64
 
 
 def _xla(
-    q_BSHK, k_BTGK, v_BTGV, *segments, start, scale, softcap, window, block=0, dropout=None
+    q_BSHK,
+    k_BTGK,
+    v_BTGV,
+    segments_BS,
+    segments_BT,
+    *,
+    start,
+    scale,
+    softcap,
+    window,
+    block=0,
+    dropout=None,
 ) -> jax.Array:
     """Computes the formula directly: `jax.nn.dot_product_attention` casts float64 down.
 
@@ -241,6 +252,7 @@ def _xla(
     aligned = isinstance(start, int) and start == 0 and S == T
     block = block or max(MIN_QUERIES_PER_BLOCK, -(-S // MAX_QUERY_BLOCKS))
     block_size = block if aligned else S
+    segments = segments_BS, segments_BT
     blocks = []
     for low in range(0, S, block_size):
         queries = slice(low, min(low + block_size, S))

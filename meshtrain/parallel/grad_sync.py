@@ -268,8 +268,9 @@ def bytes_sent(levels: Sequence[Level], wire: "Wire | None", itemsize: int) -> f
     total = 0.0
     part = 1.0
     for level in levels:
-        is_compressed = wire is not None and level is levels[-1]
-        element_bytes = wire.bytes_per_element if is_compressed else itemsize
+        element_bytes: float = itemsize
+        if wire is not None and level is levels[-1]:
+            element_bytes = wire.bytes_per_element
         total += 2 * (level.size - 1) / level.size * part * element_bytes
         part /= level.size
     return total

@@ -58,7 +58,7 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
 
     # The logs of the processes are in the workdir, before one of them has checked it.
     folders = Folders(workdir.folder if workdir else None)
-    logs = folders.make() if workdir else None
+    logs = folders.make()
     environ = _environment()
     if workdir:
         environ |= workdir.variables()
@@ -161,9 +161,11 @@ class Folders:
         self._created: list[Path] = []  # outermost first
         self._before: set[str] = set()  # what else the workdir held
 
-    def make(self) -> Path:
-        """Creates both, and returns the folder of logs."""
+    def make(self) -> Path | None:
+        """Creates both, and returns the folder of logs; None without a workdir."""
         workdir = self._workdir
+        if workdir is None:
+            return None
         logs = workdir / storage.LOGS
         if logs.is_symlink():
             raise ConfigError(f"{logs}: is a link; logs are not written through links, remove it")
@@ -193,7 +195,7 @@ class Folders:
 
         Nothing else has been written then. Also if nothing was started. The logs of a crash stay.
         """
-        if not self._created:
+        if self._workdir is None or not self._created:
             return
         with contextlib.suppress(OSError):
             is_run = "config.json" in self._before

@@ -76,7 +76,7 @@ class Settings:
             )
         if self.nnodes > 1 and not (self.coordinator or "").rpartition(":")[2].isdigit():
             faults.append(f"--coordinator={self.coordinator}: use HOST:PORT of node 0")
-        ports = re.fullmatch(r"(\d{1,5})-(\d{1,5})", str(self.ports), re.ASCII)
+        ports = re.fullmatch(r"(\d{1,5})-(\d{1,5})", self.ports, re.ASCII)
         if not ports or not 1 <= int(ports[1]) <= int(ports[2]) <= 65535:
             faults.append(f"--ports={self.ports}: use LOW-HIGH, such as 20000-31999")
         if faults:
@@ -243,7 +243,11 @@ class RestartBudget:
         if outcome.code == EXIT_NOT_FINITE:
             return "the same would happen again"
         status = outcome.status
-        progressed = outcome.reached_a_step and status.current_step > status.first_step
+        progressed = (
+            status is not None
+            and outcome.reached_a_step
+            and status.current_step > status.first_step
+        )
         self._num_without_progress = 0 if progressed else self._num_without_progress + 1
         if outcome.code == EXIT_PREEMPTED:
             return ""

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import IO
 
 from meshtrain.cluster import launchers, signals
 from meshtrain.errors import EXIT_FAILED, ConfigError
@@ -72,6 +73,7 @@ def launch(
         address = f"{name}:{port}"
     with signals.stop_event() as stop:
         runs: dict[str, subprocess.Popen] = {}
+        inputs: list[IO[bytes]] = []
         for rank, host in enumerate(hosts):
             command = [sys.executable, "-m", "meshtrain", "launch"]
             command += [
@@ -86,13 +88,15 @@ def launch(
                 stdin=subprocess.PIPE,
                 start_new_session=True,
             )
+            assert run.stdin is not None  # it is a pipe
             run.stdin.write(f"{secret}\n".encode())
             run.stdin.flush()
             runs[host] = run
+            inputs.append(run.stdin)
         while any(run.poll() is None for run in runs.values()):
             if stop.is_set():
-                for run in runs.values():
-                    run.stdin.close()
+                for pipe in inputs:
+                    pipe.close()
             time.sleep(TICK)
     codes = []
     for host, run in runs.items():

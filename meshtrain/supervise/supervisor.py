@@ -45,6 +45,7 @@ class Supervisor:
             max_restarts=settings.max_restarts,
             window=settings.window,
         )
+        self._node_0 = launchers.LOOPBACK  # as the processes of all hosts reach it
         self._server: nodes.Server | None = None  # on node 0, if there are several hosts
         self._failed_at: float | None = None  # None again after the next step
 
@@ -75,8 +76,9 @@ class Supervisor:
             if settings.nnodes == 1:
                 return self._run_attempts()
 
-            host, port = settings.coordinator.rsplit(":", 1)
-            host = host.strip("[]")
+            assert settings.coordinator is not None  # the settings of several hosts have one
+            self._node_0, port = settings.coordinator.rsplit(":", 1)
+            host = self._node_0.strip("[]")
             if settings.node_rank > 0:
                 return nodes.follow_node_0(
                     self._workers,
@@ -162,10 +164,7 @@ class Supervisor:
 
     def _run_attempt(self, remotes: Sequence[RemoteWorkers], counts: Sequence[int]) -> Outcome:
         """Runs an attempt with `counts` processes per host; none is left when it returns."""
-        node_0 = launchers.LOOPBACK
-        if self._server:
-            node_0 = self._settings.coordinator.rsplit(":", 1)[0]
-        address = f"{node_0}:{rendezvous.free_port(self._settings.ports)}"
+        address = f"{self._node_0}:{rendezvous.free_port(self._settings.ports)}"
         hosts = [self._workers, *remotes]
         first_rank = 0
         for host, count in zip(hosts, counts, strict=True):

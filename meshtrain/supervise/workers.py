@@ -71,8 +71,10 @@ class _Child:
     def __init__(
         self, rank: int, process: subprocess.Popen, path: Path, page: progress.ProgressPage
     ):
+        assert process.stdout is not None  # it is a pipe
         self.rank = rank
         self.process = process
+        self.output = process.stdout
         self.path = path  # of its progress page
         self.page = page
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL)
@@ -145,9 +147,9 @@ class Workers:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # its own process group: Ctrl-C reaches only the supervisor
             )
-            os.set_blocking(process.stdout.fileno(), False)
             child = _Child(rank, process, path, page)
-            self._ready.register(process.stdout, selectors.EVENT_READ, child)
+            os.set_blocking(child.output.fileno(), False)
+            self._ready.register(child.output, selectors.EVENT_READ, child)
             self._children.append(child)
             self._log(rank, f"---- attempt {self._attempt}, pid {process.pid} ----\n".encode())
 
@@ -164,11 +166,11 @@ class Workers:
     def _read(self, child: _Child) -> None:
         """Reads once only: a process that prints without pause must not block the others."""
         try:
-            output = os.read(child.process.stdout.fileno(), 1 << 16)
+            output = os.read(child.output.fileno(), 1 << 16)
         except BlockingIOError:
             return
         if not output:
-            self._ready.unregister(child.process.stdout)
+            self._ready.unregister(child.output)
             return
         self._log(child.rank, output)
         *lines, child.partial_line = (child.partial_line + output).split(b"\n")
@@ -203,7 +205,7 @@ class Workers:
 
     def _drain(self, child: _Child) -> None:
         """Reads the rest of the output of a process that has ended."""
-        pipe = child.process.stdout
+        pipe = child.output
         for _ in range(MAX_FINAL_READS):
             if pipe in self._ready.get_map():
                 self._read(child)

@@ -15,7 +15,7 @@ from tests.lib.paths import ROOT
 
 HOLD = """
 import sys, time
-from pathlib import Path
+from meshtrain import storage
 from meshtrain.checkpoint import lock
 with lock.held(storage.open_workdir(sys.argv[1])):
     print("held", flush=True)

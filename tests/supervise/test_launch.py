@@ -175,7 +175,7 @@ jax.config.update("jax_num_cpu_devices", 1)
 from meshtrain import ConfigError
 from meshtrain.train import train
 from meshtrain.cluster import distributed
-from meshtrain.checkpoint.find import lock
+from meshtrain.checkpoint import lock
 lock.VISIBLE_WITHIN = 1.0
 distributed.initialize("127.0.0.1:{port}", 2, {number})
 try:

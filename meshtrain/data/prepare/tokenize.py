@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
@@ -116,7 +116,7 @@ def _load_tokenizer(path: str, sha256: str) -> Tokenizer:
     return tokenizer.load(path)
 
 
-def map_in_order(function: Callable, items: Iterable, num_workers: int) -> Iterator:
+def map_in_order(function: Callable, items: Iterable, num_workers: int) -> Generator:
     """Yields function(item) in the order of the items, computed by `num_workers` processes."""
     # The processes already use all cores: threads within each would compete for them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -152,12 +152,12 @@ def _exit_with_parent() -> None:
     """Make this process exit when its parent does, even if the parent is killed by SIGKILL."""
     parent = multiprocessing.parent_process()
 
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
+    def watch(sentinel: int) -> None:
+        multiprocessing.connection.wait([sentinel])
         os._exit(1)
 
     if parent is not None:
-        threading.Thread(target=watch, daemon=True).start()
+        threading.Thread(target=watch, args=(parent.sentinel,), daemon=True).start()
 
 
 # ---- train a tokenizer ----

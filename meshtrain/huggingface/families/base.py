@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from meshtrain.configs import default
 from meshtrain.errors import ConfigError
 
 Config = dict[str, Any]  # a config.json
@@ -29,14 +28,6 @@ CONFIG_KEYS = {  # key of a `model` section: key of config.json
     "norm_epsilon": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-
-# A `model` section without the keys above; Family.section overrides these. A balance loss is not
-# assumed: a config.json says it, if its model has experts.
-SECTION_DEFAULTS: Section = {
-    key: value
-    for key, value in default.get_config().model.to_dict().items()
-    if key not in CONFIG_KEYS
-} | {"balance": "none", "balance_weight": 0.0}
 
 LAYER_LETTERS = {"full_attention": "g", "sliding_attention": "l"}
 LAYER_TYPES = {letter: name for name, letter in LAYER_LETTERS.items()}
@@ -118,6 +109,47 @@ class Family:
 
 
 # ---- keys of many families ----
+
+# Tensors of Llama, whose names and layout most other families have taken over.
+NAMES = {
+    "tokens/embedding": "model.embed_tokens.weight V D",
+    "final_norm/scale": "model.norm.weight D",
+    "output/kernel": "lm_head.weight V D",
+    "layers/attention_norm/scale": "model.layers.*.input_layernorm.weight D",
+    "layers/attention/query/kernel": "model.layers.*.self_attn.q_proj.weight HK D",
+    "layers/attention/query/bias": "model.layers.*.self_attn.q_proj.bias HK",
+    "layers/attention/key/kernel": "model.layers.*.self_attn.k_proj.weight GK D",
+    "layers/attention/key/bias": "model.layers.*.self_attn.k_proj.bias GK",
+    "layers/attention/value/kernel": "model.layers.*.self_attn.v_proj.weight GK D",
+    "layers/attention/value/bias": "model.layers.*.self_attn.v_proj.bias GK",
+    "layers/attention/out/kernel": "model.layers.*.self_attn.o_proj.weight D HW",
+    "layers/attention/out/bias": "model.layers.*.self_attn.o_proj.bias D",
+    "layers/attention/query_norm/scale": "model.layers.*.self_attn.q_norm.weight K",
+    "layers/attention/key_norm/scale": "model.layers.*.self_attn.k_norm.weight K",
+    "layers/mlp_norm/scale": "model.layers.*.post_attention_layernorm.weight D",
+    "layers/mlp/gate/kernel": "model.layers.*.mlp.gate_proj.weight F D",
+    "layers/mlp/gate/bias": "model.layers.*.mlp.gate_proj.bias F",
+    "layers/mlp/up/kernel": "model.layers.*.mlp.up_proj.weight F D",
+    "layers/mlp/up/bias": "model.layers.*.mlp.up_proj.bias F",
+    "layers/mlp/down/kernel": "model.layers.*.mlp.down_proj.weight D F",
+    "layers/mlp/down/bias": "model.layers.*.mlp.down_proj.bias D",
+}
+
+# Of experts, in the files of most mixtures.
+MOE_NAMES = NAMES | {
+    "layers/mlp/router/kernel": "model.layers.*.mlp.gate.weight E D",
+    "layers/mlp/gate/kernel": "model.layers.*.mlp.experts.*.gate_proj.weight F D",
+    "layers/mlp/up/kernel": "model.layers.*.mlp.experts.*.up_proj.weight F D",
+    "layers/mlp/down/kernel": "model.layers.*.mlp.experts.*.down_proj.weight D F",
+}
+
+MOE_FUSED = {
+    "mlp.experts.gate_up_proj": (
+        "mlp.experts.*.gate_proj.weight",
+        "mlp.experts.*.up_proj.weight",
+    ),
+    "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
+}
 
 COMMON_DEFAULTS = {
     "rms_norm_eps": 1e-6,

@@ -2,19 +2,19 @@
 
 import math
 
-from meshtrain.huggingface.families import base, llama, qwen
+from meshtrain.huggingface.families import base
 from meshtrain.huggingface.families.base import Config, Family, Section
 from meshtrain.huggingface.tensor_rows import FIRST_LAYERS
 
 # ---- experts, which Dots1 has too ----
 
 # The names of a dense layer have priority in the first layers.
-EXPERT_NAMES = qwen.MOE_NAMES | {
+EXPERT_NAMES = base.MOE_NAMES | {
     **{
-        FIRST_LAYERS + name: llama.NAMES[f"layers/{name}"]
+        FIRST_LAYERS + name: base.NAMES[f"layers/{name}"]
         for name in ("mlp/gate/kernel", "mlp/up/kernel")
     },
-    FIRST_LAYERS + "mlp/down/kernel": llama.NAMES["layers/mlp/down/kernel"],
+    FIRST_LAYERS + "mlp/down/kernel": base.NAMES["layers/mlp/down/kernel"],
     "layers/mlp/shared/gate/kernel": "model.layers.*.mlp.shared_experts.gate_proj.weight U D",
     "layers/mlp/shared/up/kernel": "model.layers.*.mlp.shared_experts.up_proj.weight U D",
     "layers/mlp/shared/down/kernel": "model.layers.*.mlp.shared_experts.down_proj.weight D U",
@@ -224,7 +224,7 @@ DEEPSEEK_V2 = Family(
     to_section=_v2_to_section,
     to_config=_v2_to_config,
     to_rope_config=_to_rope_config,
-    fused=qwen.MOE_FUSED,
+    fused=base.MOE_FUSED,
 )
 
 # ---- DeepSeek-V3: experts balanced by a bias, and layers that predict further tokens ----
@@ -284,5 +284,5 @@ DEEPSEEK_V3 = Family(
     to_config=_v3_to_config,
     to_rope_config=_to_rope_config,
     left_out_prefixes=_mtp_prefixes,
-    fused=qwen.MOE_FUSED,
+    fused=base.MOE_FUSED,
 )

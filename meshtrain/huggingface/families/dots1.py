@@ -1,6 +1,6 @@
 """dots.llm1: the experts and the router of DeepSeek-V3, and the attention of Qwen 3."""
 
-from meshtrain.huggingface.families import base, deepseek, qwen
+from meshtrain.huggingface.families import base, deepseek
 from meshtrain.huggingface.families.base import Family
 
 DOTS1 = Family(
@@ -24,5 +24,5 @@ DOTS1 = Family(
     faults=deepseek.router_faults,
     to_section=deepseek.router_to_section,
     to_config=deepseek.router_to_config,
-    fused=qwen.MOE_FUSED,
+    fused=base.MOE_FUSED,
 )

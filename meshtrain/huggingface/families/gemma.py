@@ -1,10 +1,10 @@
 """Gemma 2 and 3, and the language model of the multimodal Gemma 3."""
 
-from meshtrain.huggingface.families import llama
+from meshtrain.huggingface.families import base
 from meshtrain.huggingface.families.base import CONFIG_KEYS, Config, Family, Multimodal, Section
 
 # Two more norms; post_attention_layernorm is not the norm that Llama calls so.
-NAMES = llama.NAMES | {
+NAMES = base.NAMES | {
     "layers/attention_post_norm/scale": "model.layers.*.post_attention_layernorm.weight D",
     "layers/mlp_norm/scale": "model.layers.*.pre_feedforward_layernorm.weight D",
     "layers/mlp_post_norm/scale": "model.layers.*.post_feedforward_layernorm.weight D",

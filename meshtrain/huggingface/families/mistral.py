@@ -1,12 +1,12 @@
 """Mistral: Llama with a window in all layers."""
 
-from meshtrain.huggingface.families import base, llama
+from meshtrain.huggingface.families import base
 from meshtrain.huggingface.families.base import Family
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
-    names=llama.NAMES,
+    names=base.NAMES,
     section={},
     defaults=base.COMMON_DEFAULTS
     | {

@@ -1,9 +1,9 @@
 """Mixtral: Mistral with experts."""
 
-from meshtrain.huggingface.families import base, llama
+from meshtrain.huggingface.families import base
 from meshtrain.huggingface.families.base import Family
 
-NAMES = llama.NAMES | {
+NAMES = base.NAMES | {
     "layers/mlp/router/kernel": "model.layers.*.block_sparse_moe.gate.weight E D",
     "layers/mlp/gate/kernel": "model.layers.*.block_sparse_moe.experts.*.w1.weight F D",
     "layers/mlp/up/kernel": "model.layers.*.block_sparse_moe.experts.*.w3.weight F D",

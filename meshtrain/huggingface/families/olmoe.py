@@ -4,7 +4,7 @@ from meshtrain.huggingface.families import base, qwen
 from meshtrain.huggingface.families.base import Family
 
 # The norms of queries and keys are over all heads.
-NAMES = qwen.MOE_NAMES | {
+NAMES = base.MOE_NAMES | {
     "layers/attention/query_norm/scale": "model.layers.*.self_attn.q_norm.weight HK",
     "layers/attention/key_norm/scale": "model.layers.*.self_attn.k_norm.weight GK",
 }
@@ -43,5 +43,5 @@ OLMOE = Family(
     faults=base.balance_loss_faults,
     to_section=qwen.moe_to_section,
     to_config=qwen.moe_to_config,
-    fused=qwen.MOE_FUSED,
+    fused=base.MOE_FUSED,
 )

@@ -1,6 +1,6 @@
 """Qwen 2 and 3, and the mixtures of experts of Qwen 3."""
 
-from meshtrain.huggingface.families import base, llama
+from meshtrain.huggingface.families import base
 from meshtrain.huggingface.families.base import Config, Family, Section
 
 # ---- dense models ----
@@ -19,7 +19,7 @@ DENSE_DEFAULTS = DEFAULTS | {"num_key_value_heads": 32, "max_window_layers": 28}
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    names=llama.NAMES,
+    names=base.NAMES,
     section={"qkv_bias": True},
     defaults=DENSE_DEFAULTS,
     supported_values=SUPPORTED_VALUES,
@@ -30,7 +30,7 @@ QWEN2 = Family(
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    names=llama.NAMES,
+    names=base.NAMES,
     section={"qk_norm": True},
     defaults=DENSE_DEFAULTS | {"head_dim": 128, "attention_bias": False},
     supported_values=SUPPORTED_VALUES | {"attention_bias": (False, None)},
@@ -39,21 +39,6 @@ QWEN3 = Family(
 )
 
 # ---- mixtures of experts ----
-
-MOE_NAMES = llama.NAMES | {
-    "layers/mlp/router/kernel": "model.layers.*.mlp.gate.weight E D",
-    "layers/mlp/gate/kernel": "model.layers.*.mlp.experts.*.gate_proj.weight F D",
-    "layers/mlp/up/kernel": "model.layers.*.mlp.experts.*.up_proj.weight F D",
-    "layers/mlp/down/kernel": "model.layers.*.mlp.experts.*.down_proj.weight D F",
-}
-
-MOE_FUSED = {
-    "mlp.experts.gate_up_proj": (
-        "mlp.experts.*.gate_proj.weight",
-        "mlp.experts.*.up_proj.weight",
-    ),
-    "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
-}
 
 # Whether the weights of the experts of a token are divided by their sum.
 NORMALIZED = "norm_topk_prob"
@@ -77,7 +62,7 @@ def _all_local_if_used(config: Config) -> str:
 QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    names=MOE_NAMES,
+    names=base.MOE_NAMES,
     section={"qk_norm": True},
     defaults=DEFAULTS
     | {
@@ -106,5 +91,5 @@ QWEN3_MOE = Family(
     faults=base.balance_loss_faults,
     to_section=moe_to_section,
     to_config=moe_to_config,
-    fused=MOE_FUSED,
+    fused=base.MOE_FUSED,
 )

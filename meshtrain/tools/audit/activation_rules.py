@@ -70,7 +70,7 @@ def _claim_activation(
     if c.phase == "backward" and need:
         asked, separate = ledger.claim(c, [need], fraction)
         if separate > 0.99 * asked:
-            _, leaves = row_and_column_parallel(ledger.placement, *c.axes)
+            _, leaves = row_and_column_parallel(ledger.placement, *need.axes)
             names = [leaf.name.removesuffix("/kernel").split("/")[-1] for leaf in leaves]
             reason = (
                 f"matrices with the same input ({', '.join(names)}) all-reduce its gradient "

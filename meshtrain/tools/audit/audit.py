@@ -248,7 +248,7 @@ def _placement(cfg: Config, model: Model, program: Program, batch: Any) -> Place
         placement,
         attention=sharded_attention(cfg, model, batch, placement),
         experts=sharded_experts(cfg, batch, placement),
-        sync=program.how,
+        sync=program.sync,
     )
 
 

@@ -356,7 +356,7 @@ def sharded_experts(cfg: Config, batch: Any, placement: Placement) -> ShardedExp
         return None
     num_rows = cfg.train.global_batch // cfg.train.num_microbatches
     expert_axes = expert.layout(num_rows, batch.tokens.shape[1], num_experts)
-    _, _, num_devices, _ = expert_axes.sizes
+    num_devices = expert_axes.num_gathered
 
     def larger_than_1(axes: Axes) -> Axes:
         return tuple(axis for axis in placement.mesh if axis in axes and placement.mesh[axis] > 1)

@@ -431,6 +431,10 @@ class ExplainedBytes:
         """Returns the needs for one purpose."""
         return [need for need in self.needs if need.role == role]
 
+    def of_parameters(self, role: str) -> list[tuple[RequiredBytes, Leaf]]:
+        """Returns the needs of parameters for one purpose, each with its parameter."""
+        return [(need, need.leaf) for need in self.of_role(role) if need.leaf is not None]
+
     def claim(
         self, c: Collective, needs: Iterable[RequiredBytes], fraction: float
     ) -> tuple[float, float]:
@@ -439,9 +443,10 @@ class ExplainedBytes:
         Returns the bytes asked for, and how many of them were still unclaimed.
         A collective over several axes may serve needs over a subset of them.
         """
+        axes = {*(c.axes or ())}
         asked = claimed = 0.0
         for need in needs:
-            if {*need.axes} <= {*c.axes}:
+            if {*need.axes} <= axes:
                 wanted = fraction * need.bytes_once * c.count
             else:
                 wanted = self._in_its_dtype(c, need)
@@ -456,10 +461,12 @@ class ExplainedBytes:
 
         Sums over deferred axes are in float32 by design, so they stay as they are.
         """
-        is_wider = need.leaf and c.itemsize > need.leaf.compute_itemsize
-        if not is_wider or {*need.axes} <= {*self.placement.deferred_axes}:
+        leaf = need.leaf
+        if leaf is None or c.itemsize <= leaf.compute_itemsize:
             return c.bytes
-        return c.bytes * need.leaf.compute_itemsize / c.itemsize
+        if {*need.axes} <= {*self.placement.deferred_axes}:
+            return c.bytes
+        return c.bytes * leaf.compute_itemsize / c.itemsize
 
     def explain_extra(
         self,

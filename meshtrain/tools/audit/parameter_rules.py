@@ -27,28 +27,29 @@ def parameter_gather(ledger: ExplainedBytes, c: Collective) -> Explanation | Non
     """Explains a gather of a parameter, sharded over axes of tokens, for computing with it."""
     placement = ledger.placement
     candidates = [
-        (need, fraction)
-        for need, fraction in _gathered_candidates(ledger, c, PARAMETER_GATHER)
-        if c.origin in ("", need.leaf.argument)
+        (need, leaf, fraction)
+        for need, leaf, fraction in _gathered_candidates(ledger, c, PARAMETER_GATHER)
+        if c.origin in ("", leaf.argument)
     ]
     same_shape = []
-    for need, fraction in candidates:
-        shape = placement.local_shape(need.leaf, need.leaf.spec, c.axes)
-        if has_shape(c, shape, need.leaf):
-            same_shape.append((need, fraction))
+    for need, leaf, fraction in candidates:
+        shape = placement.local_shape(leaf, leaf.spec, c.axes)
+        if has_shape(c, shape, leaf):
+            same_shape.append((need, leaf, fraction))
+    tried = same_shape or candidates
     claimed = 0.0
-    for need, fraction in same_shape or candidates:
-        leaf = need.leaf
+    for need, leaf, fraction in tried:
         # Later candidates claim only what the earlier ones left.
         claimed += ledger.claim(c, [need], fraction * (1 - claimed / c.bytes))[1]
         if claimed > 0.99 * c.bytes:
             return Explanation(c, PARAMETER_GATHER, claimed)
         if claimed and c.itemsize > leaf.compute_itemsize:
             return Explanation(c, PARAMETER_GATHER, claimed, wide_dtype_reason(c))
-    needs = [need for need, _ in same_shape]
+    needs = [need for need, _, _ in same_shape]
     if extra := ledger.explain_extra(c, PARAMETER_GATHER, needs, claimed):
         return extra
-    if candidates and (c.origin or claimed):
+    if tried and (c.origin or claimed):
+        _, leaf, _ = tried[-1]
         is_tied = len(leaf.used_by) > 1
         is_recomputed = "rematted" in c.op_name
         reason = f"{leaf.name} is gathered more than once in a pass"
@@ -63,7 +64,7 @@ def update_gather(ledger: ExplainedBytes, c: Collective) -> Explanation | None:
     """Explains a gather of a parameter whose shards were updated on different devices."""
     if c.origin or c.phase:
         return None
-    for need, fraction in _gathered_candidates(ledger, c, UPDATE_GATHER):
+    for need, _, fraction in _gathered_candidates(ledger, c, UPDATE_GATHER):
         _, claimed = ledger.claim(c, [need], fraction)
         if claimed:
             return Explanation(c, UPDATE_GATHER, claimed, wide_dtype_reason(c))
@@ -72,17 +73,17 @@ def update_gather(ledger: ExplainedBytes, c: Collective) -> Explanation | None:
 
 def _gathered_candidates(
     ledger: ExplainedBytes, c: Collective, role: str
-) -> Iterator[tuple[RequiredBytes, float]]:
-    """Yields the needs that a gather of this size may serve, and the fraction of each."""
+) -> Iterator[tuple[RequiredBytes, Leaf, float]]:
+    """Yields the needs that a gather of this size may serve, the leaf and the fraction of each."""
     if c.kind != "all-gather":
         return
-    for need in ledger.of_role(role):
+    for need, leaf in ledger.of_parameters(role):
         if not {*(c.axes or "-")} <= {*need.axes}:
             continue
-        spec = need.leaf.spec if role == PARAMETER_GATHER else need.leaf.moment_spec
-        fraction = _fraction_of_leaf(ledger.placement, c, need.leaf, spec)
+        spec = leaf.spec if role == PARAMETER_GATHER else leaf.moment_spec
+        fraction = _fraction_of_leaf(ledger.placement, c, leaf, spec)
         if fraction:
-            yield need, fraction
+            yield need, leaf, fraction
 
 
 def layer_transfer(ledger: ExplainedBytes, c: Collective) -> Explanation | None:
@@ -90,9 +91,9 @@ def layer_transfer(ledger: ExplainedBytes, c: Collective) -> Explanation | None:
     if c.kind != "collective-permute" or c.axes != ("pipeline",):
         return None
     placement = ledger.placement
-    for need in ledger.of_role(LAYER_TRANSFER):
-        for spec in (need.leaf.spec, need.leaf.grad_spec):
-            size = math.prod(placement.local_shape(need.leaf, spec, ()))
+    for need, leaf in ledger.of_parameters(LAYER_TRANSFER):
+        for spec in (leaf.spec, leaf.grad_spec):
+            size = math.prod(placement.local_shape(leaf, spec, ()))
             if c.array.size * placement.num_chunks != size:
                 continue
             _, claimed = ledger.claim(c, [need], c.bytes / (need.bytes_once * c.count))
@@ -162,7 +163,7 @@ def _gradient_candidates(ledger: ExplainedBytes, c: Collective) -> list[tuple[bo
         # Over axes that do not shard the leaf, each device may still sum only a slice of it.
         unused = placement.num_devices(tuple({*placement.model_axes} - {*leaf.axes} - axes))
         # Over the deferred axes the gradient is not sharded yet.
-        shape = placement.local_shape(leaf, leaf.grad_spec, (*c.axes, *placement.deferred_axes))
+        shape = placement.local_shape(leaf, leaf.grad_spec, (*axes, *placement.deferred_axes))
         fraction = _fraction(c, shape, leaf.num_layers * unused)
         if fraction:
             candidates.append((has_shape(c, shape, leaf), fraction, leaf))
@@ -173,10 +174,11 @@ def _claim_gradient_sum(
     ledger: ExplainedBytes, c: Collective, candidates: list[tuple[float, Leaf]]
 ) -> Explanation | None:
     """Explains a sum by the first leaf that still needs it. Candidates are (fraction, leaf)."""
+    axes = {*(c.axes or ())}
     for fraction, leaf in candidates:
         leaf_needs = [need for need in ledger.of_role(GRADIENT_SUM) if need.leaf is leaf]
-        needs = [need for need in leaf_needs if {*need.axes} <= {*c.axes}]
-        needs = needs or [need for need in leaf_needs if {*need.axes} & {*c.axes}]
+        needs = [need for need in leaf_needs if {*need.axes} <= axes]
+        needs = needs or [need for need in leaf_needs if {*need.axes} & axes]
         asked, claimed = ledger.claim(c, needs, fraction)
         if extra := ledger.explain_extra(c, GRADIENT_SUM, needs, claimed, asked):
             return extra
@@ -197,13 +199,14 @@ def _too_often(leaf: Leaf) -> str:
 def _reason_for_larger_sum(placement: Placement, leaf: Leaf, c: Collective, claimed: float) -> str:
     if c.bytes <= 1.01 * claimed:
         return ""
-    model_axes = [axis for axis in c.axes if axis not in placement.token_axes]
+    axes = c.axes or ()
+    model_axes = [axis for axis in axes if axis not in placement.token_axes]
     if model_axes:
         over = " x ".join(model_axes)
         return f"{leaf.name} is replicated over {over}, so its gradient is summed over {over} too"
     if placement.zero_stage == 1:
         return "train.zero_stage=1 replicates gradients: all-reduce instead of reduce-scatter"
-    if c.kind == "all-reduce" and {*c.axes} & {axis for dim in leaf.grad_spec for axis in dim}:
+    if c.kind == "all-reduce" and {*axes} & {axis for dim in leaf.grad_spec for axis in dim}:
         return "all-reduced, then sliced: the compiler did not make a reduce-scatter of it"
     return wide_dtype_reason(c)
 
@@ -214,10 +217,9 @@ def gradient_sum_in_stages(ledger: ExplainedBytes, c: Collective) -> Explanation
     is_sum = c.kind in ("all-reduce", "reduce-scatter")
     if not placement.sequence_axes or not axes or not is_sum or c.phase != "backward":
         return None
-    for need in ledger.of_role(GRADIENT_SUM):
+    for need, leaf in ledger.of_parameters(GRADIENT_SUM):
         if not axes < {*need.axes}:
             continue
-        leaf = need.leaf
         shape = placement.local_shape(leaf, leaf.grad_spec, placement.token_axes_of(leaf))
         if _essential(c.array.shape) == _essential(shape[leaf.is_stacked :]):
             _, claimed = ledger.claim(c, [need], 1)

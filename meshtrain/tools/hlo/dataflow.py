@@ -32,9 +32,9 @@ def source_argument(module: Module, value: Value) -> tuple[str, float]:
             smallest = min(smallest, instruction.results[0].itemsize)
         source = _copied_from(module, value)
         if source is None:
-            at_entry = instruction and computation == module.entry
-            is_argument = at_entry and instruction.opcode == "parameter"
-            return (instruction.op_name if is_argument else ""), smallest
+            if instruction and instruction.opcode == "parameter" and computation == module.entry:
+                return instruction.op_name, smallest
+            return "", smallest
         value = source
     return "", smallest
 

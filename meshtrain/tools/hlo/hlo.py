@@ -152,7 +152,10 @@ class Module:
         is_count = compare.opcode == "compare" and "direction=LT" in compare.attributes
         if not is_count or len(counters) != 1 or state.opcode != "tuple":
             return None
-        start = self._constant(computation, state.operands[counters[0].int_attribute("index")])
+        index = counters[0].int_attribute("index")
+        if index is None:
+            return None
+        start = self._constant(computation, state.operands[index])
         limit = self._constant(condition, compare.operands[1])
         return None if start is None or limit is None else max(limit - start, 0)
 

@@ -119,5 +119,7 @@ def _capacity(mesh: jax.sharding.Mesh, allocated: int) -> float | None:
     # A device of another host, or of a topology to compile for, reports nothing.
     if device in jax.local_devices():
         reported = (device.memory_stats() or {}).get("bytes_limit")
+    if reported:
+        return reported
     table_device = hardware.device_of(device.device_kind)
-    return reported or (table_device and table_device.memory)
+    return table_device.memory if table_device else None

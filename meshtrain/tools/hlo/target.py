@@ -106,8 +106,11 @@ def platform_of(device: Device) -> str:
 def prepare() -> None:
     """Sets the environment for compiling; call it before jax is imported."""
     os.environ.update(SETTINGS)
+    nvcc = None
     if _is_installed("nvidia.cuda_nvcc"):
-        folder = Path(importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations[0])
+        nvcc = importlib.util.find_spec("nvidia.cuda_nvcc")
+    if nvcc is not None and nvcc.submodule_search_locations:
+        folder = Path(nvcc.submodule_search_locations[0])
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_cuda_data_dir={folder}".strip()
 
@@ -179,6 +182,7 @@ def _set_capability(capability: str) -> None:
 def gpu_config(device: Device) -> str:
     """Returns XLA's description of a GPU (openxla/xla, GpuTargetConfigProto) as text."""
     chip = device.chip
+    assert chip is not None  # every GPU of the table has one
     shared, optin, threads, fpus = CORES[chip.capability]
     major, _, minor = chip.capability.partition(".")
     # Hopper's and Blackwell's matrix instructions (sm_90a, sm_100a).

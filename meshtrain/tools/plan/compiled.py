@@ -47,7 +47,7 @@ def compile_best(
             log(f"compiled {number} of {most}: {fault}")
             rejected.append((candidate, fault))
         else:
-            log(f"compiled {number} of {most}: {size / 1e9:.1f} GB")
+            log(f"compiled {number} of {most}: {candidate.compiled_memory / 1e9:.1f} GB")
             fitting.append(candidate)
     # A layout that was not compiled may need more than predicted, so those that were come first.
     return Plan(fitting + plan.candidates[most:], rejected, plan.num_tried)

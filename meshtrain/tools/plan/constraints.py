@@ -77,11 +77,12 @@ def values(
             near = did_you_mean(key, KEYS)
             faults.append(f"{name}={flag}: unknown key{near}; use one of {', '.join(KEYS)}")
             continue
-        if KEYS[key] is None:
+        possible = KEYS[key]
+        if possible is None:
             is_valid = value.isdecimal() and int(value) >= 1
             allowed = "a number from 1 up"
         else:
-            choices = [str(choice) for choice in KEYS[key]]
+            choices = [str(choice) for choice in possible]
             is_valid = value in choices
             allowed = f"one of {', '.join(choices)}"
         if not is_valid:

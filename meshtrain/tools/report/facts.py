@@ -131,7 +131,12 @@ def schedule_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     P = _dict(config.get("mesh")).get("pipeline")
     M = _dict(config.get("train")).get("num_microbatches")
     V = pipeline.get("num_chunks", 1)
-    if not all(map(_is_count, (P, M, V))) or P == 1 or P * M * V > 10**6:
+    if (
+        not isinstance(name, str)
+        or not all(map(_is_count, (P, M, V)))
+        or P == 1
+        or P * M * V > 10**6
+    ):
         return None
     try:
         table = SCHEDULES[name](P, M, V)

@@ -61,7 +61,7 @@ def server(read: Callable[[], dict[str, Any]], port: int) -> tuple[ThreadingHTTP
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *args: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             """Prints nothing: the line would have the token."""
 
     try:

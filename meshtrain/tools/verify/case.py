@@ -156,7 +156,7 @@ class VerifyCase:
         weights = self.samples.weights if self.is_text else None
         # Weights differ between rows, hence between devices and micro-batches; one row has
         # weight 0.
-        if masks:
+        if masks and weights is not None:
             share = random.permutation(np.linspace(0, 1, len(weights)))[:, None]
             factors = random.choice([0.25, 1.0], weights.shape)
             factors *= random.random(weights.shape) < share

@@ -71,7 +71,7 @@ class Certificate:
     def write(self, folder: Path) -> None:
         """Writes verify.json and verify.md into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        record = {"passed": self.passed, "versions": versions(), **asdict(self)}
+        record: dict[str, Any] = {"passed": self.passed, "versions": versions(), **asdict(self)}
         for result in record["results"]:
             # JSON has no infinity.
             for kind, difference in result["differences"].items():

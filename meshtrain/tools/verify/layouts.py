@@ -135,7 +135,7 @@ def _context_methods(case: VerifyCase, sizes: Mapping[str, int]) -> list[str | N
         return [None]
     if not case.model.shards_sequences or checks.sequence_faults(case.cfg.data.options, context):
         return []
-    methods = [name for name in CONTEXT_METHODS if name != "auto"]
+    methods: list[str | None] = [name for name in CONTEXT_METHODS if name != "auto"]
     if case.raw["model"]["num_heads"] % (context * sizes["tensor"]):
         methods.remove("ulysses")
     return methods

@@ -222,6 +222,7 @@ def in_dtype(case: VerifyCase, dtype: str) -> VerifyCase:
 def _compare(layout: PrecisionCase, expected: Expected, ratios: dict[str, float]) -> str | None:
     """Adds the largest error of each kind to `ratios`; returns the first fault."""
     values, faults = [], []
+    state = layout.start
     for params in expected.params:
         state, scalars = layout.run(params=params)
         grads, _ = state.opt_state
