@@ -42,7 +42,7 @@ def raw_write(path: Path, blocks: list[np.ndarray]) -> None:
 
 
 def add_noise(tree, key):
-    """Changes all values, so that each save differs and compresses no better than a trained state."""
+    """Changes all values: each save differs, and compresses no better than a trained state."""
     return jax.tree.map(lambda x: x + jax.random.normal(key, x.shape).astype(x.dtype), tree)
 
 

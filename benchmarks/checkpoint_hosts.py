@@ -36,7 +36,10 @@ SLOW_DISK = """
 #include <unistd.h>
 #include <stdlib.h>
 #include <sys/uio.h>
-static ssize_t slow(ssize_t n) { if (n >= LEAST) usleep(n / atof(getenv("DISK_MB_PER_SECOND"))); return n; }
+static ssize_t slow(ssize_t n) {
+  if (n >= LEAST) usleep(n / atof(getenv("DISK_MB_PER_SECOND")));
+  return n;
+}
 #define SLOW(name, ...) static ssize_t (*real)(); \\
   if (!real) real = dlsym(RTLD_NEXT, #name); return slow(real(__VA_ARGS__));
 ssize_t read(int f, void *b, size_t n) { SLOW(read, f, b, n) }

@@ -46,7 +46,10 @@ def standard_library(megabytes: int) -> list[str]:
 
 
 def prepare_speeds(folder: Path, texts: list[str]) -> dict[str, float]:
-    """Returns MB of text per second: of the tokenizer alone, and of `meshtrain prepare` with one and two workers."""
+    """Returns MB of text per second, of the tokenizer alone and of `meshtrain prepare`.
+
+    `prepare` runs with one and with two workers.
+    """
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     megabytes = sum(len(text.encode()) for text in texts) / 1e6

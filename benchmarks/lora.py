@@ -44,7 +44,10 @@ def settings(args, method: str, rate: float):
 
 
 def train(args, method: str, rate: float, *, is_first: bool) -> dict[str, Any]:
-    """Returns a row: losses on both held-out parts, of the first row also before training, and optimizer bytes."""
+    """Returns a row: losses on both held-out parts, and bytes of the optimizer.
+
+    The first row also has the losses before training.
+    """
     began = time.perf_counter()
     cfg = parse(settings(args, method, rate), num_devices=1)
     parts = build(cfg)
@@ -86,7 +89,8 @@ def heldout_parts(args, source) -> dict[str, list]:
     }
     if source.size < 2 * args.eval_batches * args.rows:
         raise SystemExit(
-            f"the held-out text has {source.size} rows, fewer than two parts of {args.eval_batches} batches"
+            f"the held-out text has {source.size} rows, fewer than two parts of "
+            f"{args.eval_batches} batches"
         )
     return {
         name: [source.read(rows + args.rows * number) for number in part]

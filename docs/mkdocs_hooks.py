@@ -1,7 +1,8 @@
-"""Hooks of mkdocs.yml: index.md is the navigation, and pages of the repository outside docs/ belong to the site.
+"""Hooks of mkdocs.yml: index.md is the navigation, and pages outside docs/ belong to the site.
 
-A link between pages is written as GitHub follows it, relative to the file; here it becomes one between pages of
-the site. Any other link out of docs/ stays as it is, and `mkdocs build --strict` fails at it.
+A link between pages is written as GitHub follows it, relative to the file; here it becomes one
+between pages of the site. Any other link out of docs/ stays as it is, and `mkdocs build --strict`
+fails at it.
 """
 
 import os
@@ -23,7 +24,7 @@ LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_config(config):
-    """Sets the navigation: a section for each heading of index.md, with the links of its tables in their order."""
+    """Sets the navigation: a section for each heading of index.md, with the links of its tables."""
     text = (ROOT / "docs" / "index.md").read_text()
     config.nav = [{"Home": "index.md"}]
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
@@ -53,6 +54,9 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def site_path(source: str, target: str) -> str:
-    """Returns the place in the site of a link's target; `source` is the path in the repository of its page."""
+    """Returns the place in the site of a link's target.
+
+    `source` is the path in the repository of its page.
+    """
     path = os.path.normpath(os.path.join(os.path.dirname(source), target))
     return OUTSIDE.get(path) or os.path.relpath(path, "docs")

@@ -1,6 +1,7 @@
 """Draws the pictures of the pages:  python docs/pictures.py
 
-Writes docs/pictures/*.svg, which are in the repository; a test compares them with what this file draws.
+Writes docs/pictures/*.svg, which are in the repository; a test compares them with what this file
+draws.
 """
 
 import ast
@@ -166,7 +167,10 @@ def sync() -> Iterator[str]:
                 full = number == 2
                 for shard in range(4):
                     fill = COLOURS[shard] if full or shard == device else FORMS[shard]
-                    yield f'<rect x="{x + 10 * shard}" y="{top + 28}" width="10" height="44" fill="{fill}"/>'
+                    yield (
+                        f'<rect x="{x + 10 * shard}" y="{top + 28}" width="10" height="44" '
+                        f'fill="{fill}"/>'
+                    )
         if number == 1:
             for device in range(4):
                 x = left + 15 + 47 * device + 10 * device

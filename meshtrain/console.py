@@ -16,27 +16,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LOG = "log.txt"  # in a workdir
-
 MAX_KEPT = 1 << 16  # last bytes of lost output that are kept until there is a log file
-
 ERASE = b"\r\x1b[K"  # a terminal's line
 
 # The state of the output, of which a process has one; _lock guards it.
 
 faults: dict[str, Exception] = {}  # the first fault of each stream that broke
-
 _lock = threading.RLock()
-
 _outputs: dict[str, "_Output"] = {}  # by "stdout" and "stderr"; empty until `guard`
-
 _reported: set[str] = set()  # the streams whose fault `new_faults` has returned
-
 _log: Path | None = None
-
 _kept = bytearray()  # lost output, until there is a log file
-
 _bar_line = b""  # what the bar shows; empty: nothing
-
 _in_line = False  # whether the last byte on the terminal is not a line's end
 
 
@@ -207,7 +198,6 @@ def write_now(text: str) -> None:
 # ---- the bar ----
 
 DRAW_SECONDS = 0.05  # between two drawings of the bar
-
 CELLS = 20  # of a bar
 
 

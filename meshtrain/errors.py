@@ -10,13 +10,9 @@ from typing import Any
 
 # Exit codes; 0 is done.
 EXIT_FAILED = 1  # a crash, a lost process, silent data corruption: worth a restart
-
 EXIT_USER = 2  # the configuration or the data is wrong
-
 EXIT_NOT_FINITE = 17
-
 EXIT_STALLED = 18  # no process makes progress
-
 EXIT_PREEMPTED = 75  # stopped by a signal, state saved
 
 
@@ -29,7 +25,7 @@ class ConfigError(ValueError):
 
 
 class TransientError(ConfigError):
-    """A fault of the machines that may pass: if a supervisor started the run, it is worth a restart."""
+    """A fault of the machines that may pass: under a supervisor it is worth a restart."""
 
 
 class OutOfMemory(MemoryError):
@@ -43,7 +39,7 @@ def first_line(error: Exception) -> str:
 
 
 def memory_fault(error: BaseException, verb: str | None = "train") -> str | None:
-    """Returns text if memory ran out, of a device or of the machine: what, and what to lower; else None.
+    """Returns what ran out of memory and what to lower, as text; None if nothing did.
 
     Without a verb it does not say what to lower.
     """
@@ -64,16 +60,16 @@ def memory_fault(error: BaseException, verb: str | None = "train") -> str | None
     return None
 
 
-# What XLA and its libraries say, on CPU, GPU and TPU. (RESOURCE_EXHAUSTED alone may also be a full disk.)
+# What XLA and its libraries say, on CPU, GPU and TPU. (RESOURCE_EXHAUSTED alone may also be a full
+# disk.)
 OUT_OF_MEMORY = re.compile(
-    "(?i)out.of.memory|memory space|(failed|trying|unable) to allocate|attempting to (reserve|allocate)|alloc_failed"
+    "(?i)out.of.memory|memory space|(failed|trying|unable) to allocate|attempting to "
+    "(reserve|allocate)|alloc_failed"
 )
-
 LOWER_TRAIN = (
-    "raise train.num_microbatches, set train.remat=full, lower train.global_batch or the model's sizes, "
-    "or shard over more devices with mesh.fsdp"
+    "raise train.num_microbatches, set train.remat=full, lower train.global_batch or the model's "
+    "sizes, or shard over more devices with mesh.fsdp"
 )
-
 LOWER = {
     "train": LOWER_TRAIN,
     "profile": LOWER_TRAIN,
@@ -82,7 +78,6 @@ LOWER = {
     "evaluate": "lower --batch, or use more devices",
     "generate": "use fewer prompts or samples, a lower --length, or more devices",
 }
-
 LOWER_OTHERS = "use smaller inputs, or a machine with more memory"
 
 
@@ -105,14 +100,20 @@ def minimum_faults(low: float, values: dict[str, float]) -> list[str]:
 
 
 def seed_faults(key: str, seed: int) -> list[str]:
-    """Returns a fault for a seed out of range. Without jax_enable_x64, jax drops all bits above the lowest 32."""
+    """Returns a fault for a seed out of range.
+
+    Without jax_enable_x64, jax drops all bits above the lowest 32.
+    """
     if seed < 2**32:
         return minimum_faults(0, {key: seed})
     return [f"{key}={seed}: use a number below 2^32"]
 
 
 def nearest_multiples(value: int, step: int, more: int = 0) -> str:
-    """Returns the positive multiples of `step` below and above `value`, each plus `more`, as text: '24 or 32'."""
+    """Returns the positive multiples of `step` next to `value`, as text: '24 or 32'.
+
+    `more` is added to each.
+    """
     down, up = value // step * step, (value // step + 1) * step
     return f"{down + more} or {up + more}" if down > 0 else f"{max(up, step) + more}"
 
@@ -134,7 +135,7 @@ def x64_faults(dtypes: Mapping[str, str]) -> list[str]:
 
 
 def _x64_enabled() -> bool:
-    """Whether jax computes in 64 bits: its setting if it is imported, else its environment variable."""
+    """Whether jax computes in 64 bits: its setting if imported, else its environment variable."""
     if "jax" in sys.modules:
         return sys.modules["jax"].config.jax_enable_x64
     return os.environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true", "t", "yes", "y", "on")

@@ -1,7 +1,7 @@
-"""Names that users write and that have moved: the one table of old names, under which they are still read.
+"""Names that users write and that have moved: the one table of old names, which are still read.
 
-Keys of a config, functions that a key `build` names, and documented Python modules. Each old name that a user gives is
-reported once, in one line.
+Keys of a config, functions that a key `build` names, and documented Python modules. Each old name
+that a user gives is reported once, in one line.
 """
 
 import importlib
@@ -57,7 +57,8 @@ def report(old: str, new: str) -> None:
 def new_names(config: Mapping[str, Any], *, is_reported: bool = True) -> dict[str, Any]:
     """Returns a config, as sections of keys, with the new names of its keys and functions.
 
-    A key that is given under both names keeps the value of the new one. What is no section stays as it is.
+    A key that is given under both names keeps the value of the new one. What is no section stays as
+    it is.
     """
     renamed: dict[str, Any] = {}
     for name, section in config.items():

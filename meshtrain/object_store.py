@@ -31,7 +31,6 @@ from typing import Any
 # ---- URLs and scratch folders ----
 
 DRIVERS = {"s3": "s3", "gs": "gcs"}  # scheme of a URL -> driver of TensorStore
-
 VARIABLE = "MESHTRAIN_SCRATCH"  # folder of all scratch folders; `launch` sets it for its processes
 
 # The folders STEP and arrays of a checkpoint, until they are renamed.
@@ -245,9 +244,7 @@ def _state(path: Path) -> tuple[int, int]:
 # notices it.
 
 TERM = 60.0  # seconds
-
 RENEWALS = 4  # in a term
-
 _held: "Lease | None" = None  # by this process
 
 

@@ -71,7 +71,7 @@ class Program:
         return init(jax.random.key(seed))
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
-        """Returns the train step, compiled for batches of these shapes. It donates the state's buffers."""
+        """Returns the train step, compiled for these shapes of batches. It donates the state."""
         shardings = states.shardings_of(self.abstract_state)
         # Scalars are replicated, so that process 0 can read them; XLA would shard those of each
         # layer over the stages.
@@ -101,7 +101,7 @@ def optimizer_and_state(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     sync: grad_sync.Sync | None = None,
 ) -> OptimizerAndState:
-    """Returns optimizer and abstract state of these settings on a mesh, which may have no devices."""
+    """Returns optimizer and abstract state on a mesh, which may have no devices."""
     train = cfg.train
     schedule = optim.make_schedule(cfg.optim, steps=train.steps)
     optimizer = optim.store_moments(
@@ -136,8 +136,8 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
     """Returns the program of these settings and parts, on all devices or on the given ones."""
     model, train = parts.model, cfg.train
     mesh = make_mesh(cfg.mesh, devices=devices)
-    # Axes over which gradients stay partial sums until the end of the step, when they are summed once. Where
-    # gradients are not sharded over fsdp, it is one of them.
+    # Axes over which gradients stay partial sums until the end of the step, when they are summed
+    # once. Where gradients are not sharded over fsdp, it is one of them.
     unreduced_axes = ("data",) if train.zero_stage >= 2 else ("data", "fsdp")
     if model.block is None and train.num_microbatches == 1:
         unreduced_axes = ()  # a user's loss may mix rows, for example a contrastive loss
@@ -211,17 +211,18 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
 def _sync(
     cfg: Config, mesh: jax.sharding.Mesh, unreduced_axes: Sequence[str]
 ) -> grad_sync.Sync | None:
-    """Returns how partial gradients are summed over the mesh axes `unreduced_axes`; None: XLA adds them.
+    """Returns how partial gradients are summed over `unreduced_axes`; None: XLA adds them.
 
-    Call it with the rules active. Raises ConfigError for settings that the model or the mesh does not support.
+    Call it with the rules active. Raises ConfigError for settings that the model or the mesh does
+    not support.
     """
     changed = changed_sync_key(cfg.sync)
     if not changed:
         return None
     if not unreduced_axes:
         raise ConfigError(
-            f"{changed}: the model is one loss, which may mix rows, so that no sum per shard exists; use "
-            f"train.num_microbatches=2 or more, or a model that is a stack of blocks"
+            f"{changed}: the model is one loss, which may mix rows, so that no sum per shard "
+            "exists; use train.num_microbatches=2 or more, or a model that is a stack of blocks"
         )
     axes, num_shards = sharding.batch_slices(unreduced_axes)
     if num_shards == 1:
@@ -233,13 +234,14 @@ def _sync(
         if link == "host":
             return None  # nothing leaves a host
         raise ConfigError(
-            f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of {' x '.join(axes)}; "
-            f"use another mesh, or sync.pattern=xla"
+            f"sync.pattern=hierarchical: {link} do not hold equal, contiguous parts of "
+            f"{' x '.join(axes)}; use another mesh, or sync.pattern=xla"
         )
     has_feedback = has_sync_feedback(cfg.sync)
     wire = None
     if cfg.sync.dtype != "float32":
-        # Without feedback, nearest rounding of so few bits would lose small gradients in every step.
+        # Without feedback, nearest rounding of so few bits would lose small gradients in every
+        # step.
         is_stochastic = cfg.sync.dtype == "int4" and not has_feedback
         wire = grad_sync.Wire(grad_sync.BITS[cfg.sync.dtype], cfg.sync.block_size, is_stochastic)
     levels = grad_sync.levels_of(cfg.sync.pattern, num_shards, num_islands)
@@ -256,26 +258,31 @@ def _sync(
 def _check_context(size: int, model: Model) -> None:
     if size > 1 and not model.shards_sequences:
         raise ConfigError(
-            f"mesh.context={size}: the model does not say that its sequences may be sharded (Model.shards_sequences, "
-            f"see meshtrain/models/base.py); put the devices on data or fsdp"
+            f"mesh.context={size}: the model does not say that its sequences may be sharded "
+            "(Model.shards_sequences, see meshtrain/models/base.py); put the devices on data or "
+            "fsdp"
         )
 
 
 def _context_method(cfg: Config, mesh: jax.sharding.Mesh) -> str:
     if cfg.context.method != "auto":
         return cfg.context.method
-    # A ring can send the next keys while it computes, which matters between hosts; gathering is one collective.
+    # A ring can send the next keys while it computes, which matters between hosts; gathering is one
+    # collective.
     is_fast = network_of(mesh).link_along("context") == "host"
     return "auto:gather" if is_fast else "auto:ring"
 
 
 def check_saved_names(remat: str, known: tuple[str, ...]) -> None:
-    """Raises ConfigError if `remat` names a value that no layer marks: nothing would be saved for it."""
+    """Raises ConfigError if `remat` names a value that no layer marks.
+
+    Nothing would be saved for it.
+    """
     names = remat.removeprefix("names:").split(",") if remat.startswith("names:") else []
     if unknown := [name for name in names if known and name not in known]:
         raise ConfigError(
-            f"train.remat={remat}: no layer of the model has the name {unknown[0]!r}{did_you_mean(unknown[0], known)}; "
-            f"it has {', '.join(known)}"
+            f"train.remat={remat}: no layer of the model has the name "
+            f"{unknown[0]!r}{did_you_mean(unknown[0], known)}; it has {', '.join(known)}"
         )
 
 
@@ -288,8 +295,8 @@ def _make_table(cfg: Config, model: Model, params: Params) -> Table:
     num_chunks = cfg.pipeline.num_chunks
     if model.block is None:
         raise ConfigError(
-            f"mesh.pipeline={num_stages}: the model is not a stack of blocks (embed, block, head), only a loss; "
-            f"use mesh.pipeline=1"
+            f"mesh.pipeline={num_stages}: the model is not a stack of blocks (embed, block, head), "
+            f"only a loss; use mesh.pipeline=1"
         )
     num_layers = len(jax.tree.leaves(params["layers"])[0])
     faults = layer_faults(num_layers, num_stages, num_chunks)

@@ -1,4 +1,7 @@
-"""Everything that a run has open. `open_run` opens it from top to bottom; `train.py` is the loop that uses it."""
+"""Everything that a run has open.
+
+`open_run` opens it from top to bottom; `train.py` is the loop that uses it.
+"""
 
 import contextlib
 import threading
@@ -48,7 +51,10 @@ class Run:
     first_step: int  # 0, or that of the checkpoint from which the run resumes
 
     def stop_requested(self) -> bool:
-        """Returns whether any process was asked to stop: on process 0, which decides for all; on others False."""
+        """Returns whether any process was asked to stop.
+
+        Process 0 decides for all; on others it is False.
+        """
         return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.stop_requested)
 
     def manifest_fields(self, eval_loss: float | None) -> dict[str, Any]:
@@ -82,7 +88,8 @@ def open_run(
     mesh and rules are active until then. `stop` is set by a signal; `clock` records the phases. For
     the other arguments see `train`.
     """
-    # ---- check and build, on all processes or on none: nothing is computed, no file is touched ----
+    # ---- check and build, on all processes or on none: nothing is computed, no file is touched
+    # ----
     with distributed.raise_on_all_processes():
         checks.check_place(workdir, cfg, sinks.sink_faults(cfg, workdir))
         parts = build(cfg, model=model, data=data)

@@ -20,7 +20,6 @@ from meshtrain.parallel import sharding
 # up to a scale of 2^3, with 256 tokens up to 2^8. A scale that is too high costs one skipped step
 # per halving. Scales are powers of two, so that dividing by them is exact.
 FIRST_LOSS_SCALE = 2.0**4
-
 GROWTH_INTERVAL = 2000  # finite steps before the loss scale doubles, as in PyTorch's GradScaler
 
 

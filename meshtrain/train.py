@@ -1,4 +1,7 @@
-"""The trainer. `train` opens a run, compiles its step and saves its last state; `_loop` takes the steps."""
+"""The trainer.
+
+`train` opens a run, compiles its step and saves its last state; `_loop` takes the steps.
+"""
 
 import contextlib
 import time
@@ -38,11 +41,12 @@ def train(
 ) -> Result:
     """Trains a model, or resumes from the newest valid checkpoint in `workdir`.
 
-    If there are checkpoints and all are corrupt, it raises ConfigError, or starts at step 0 with `from_scratch`.
-    `model` and `data` replace those that the config names; an iterable yields global batches (see
-    `data.loader.from_iterable`). Without `workdir` nothing is saved. On process 0 `on_metrics` gets the rows of
-    metrics.jsonl. Raises ConfigError for mistakes of the user; FloatingPointError after `divergence.max_skips`
-    steps in a row whose loss or gradient is not finite; `health.CorruptState` if replicas of the state differ.
+    If there are checkpoints and all are corrupt, it raises ConfigError, or starts at step 0 with
+    `from_scratch`. `model` and `data` replace those that the config names; an iterable yields
+    global batches (see `data.loader.from_iterable`). Without `workdir` nothing is saved. On process
+    0 `on_metrics` gets the rows of metrics.jsonl. Raises ConfigError for mistakes of the user;
+    FloatingPointError after `divergence.max_skips` steps in a row whose loss or gradient is not
+    finite; `health.CorruptState` if replicas of the state differ.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(console.guarded())

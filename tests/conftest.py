@@ -28,16 +28,16 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 runtime.set_num_threads(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# No persistent compile cache: on CPU a program for several devices that is read from the cache runs its
-# collectives in a different order on each device, and hangs (jax 0.10.2 and 0.12.0.1). `compile_once` shares
-# programs in memory instead.
+# No persistent compile cache: on CPU a program for several devices that is read from the cache runs
+# its collectives in a different order on each device, and hangs (jax 0.10.2 and 0.12.0.1).
+# `compile_once` shares programs in memory instead.
 
 
 compile_program, programs = compiler.backend_compile_and_load, {}
 
 
 def compile_once(backend, module, devices, options, host_callbacks):
-    """Returns the program that an earlier test of this process compiled from the same module, if any."""
+    """Returns the program that an earlier test compiled from the same module, if any."""
     if host_callbacks:
         return compile_program(backend, module, devices, options, host_callbacks)
     key = cache_key.get(module, np.array(list(devices)), options, backend)
@@ -51,7 +51,10 @@ compiler.backend_compile_and_load = compile_once
 
 @pytest.fixture(autouse=True)
 def few_programs():
-    """Frees the programs when many are kept: each has about 100 memory mappings, and Linux allows a process 65,530."""
+    """Frees the programs when many are kept.
+
+    Each has about 100 memory mappings, and Linux allows a process 65,530.
+    """
     yield
     if len(programs) > 200:
         programs.clear()
@@ -73,7 +76,7 @@ def locations(request):
 
 
 def pytest_collection_modifyitems(items):
-    """Runs the files with the most slow tests first: a worker that starts one last delays the end."""
+    """Runs the files with most slow tests first: a worker that starts one last delays the end."""
     weights = collections.Counter()
     for item in items:
         weights[item.path] += 20 if item.get_closest_marker("slow") else 1

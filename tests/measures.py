@@ -1,4 +1,6 @@
-"""Prints measures of the package's structure: nothing asserts them, so that nobody writes code to a figure.
+"""Prints measures of the package's structure.
+
+Nothing asserts them, so that nobody writes code to a figure.
 
   python -m tests.measures
 
@@ -67,6 +69,7 @@ def measures() -> dict[str, object]:
         for module, file in MODULES.items()
         if (names := own_imports(file, in_functions=True))
     }
+    within_cli = [module for module in within_functions if module.startswith("cli.")]
     test_imports = re.compile(
         r"^\s*(?:from|import)\s+(?:[\w.]+\.)?(?:test_\w+|conftest)\b", re.MULTILINE
     )
@@ -76,7 +79,8 @@ def measures() -> dict[str, object]:
         "modules without __init__ and configs": f"{len(modules)}, {num_tools} of them in tools/",
         f"  of less than {FEW_LINES} lines": sum(size < FEW_LINES for size in sizes.values()),
         "  of 280 to 300 lines": sum(280 <= size <= 300 for size in sizes.values()),
-        "  lines": f"{sum(sizes.values()):,}, at most {max(sizes.values())} in {max(sizes, key=sizes.get)}",
+        "  lines": f"{sum(sizes.values()):,}, at most {max(sizes.values())} in "
+        f"{max(sizes, key=sizes.get)}",
         "code tokens per line outside models/ and ops/": round(
             density([file for file in modules if not file.startswith(MATHS)]), 2
         ),
@@ -90,8 +94,7 @@ def measures() -> dict[str, object]:
         "longest chain of imports": f"{len(chain)}: {' -> '.join(chain)}",
         "imports of own modules within functions": (
             f"{sum(map(len, within_functions.values()))}, "
-            f"{sum(len(names) for module, names in within_functions.items() if module.startswith('cli.'))} "
-            f"of them in cli/"
+            f"{sum(len(within_functions[module]) for module in within_cli)} of them in cli/"
         ),
         "pairs of folders that import each other": len(mutual_folders()),
         "places that ask whether a workdir is on an object store": (

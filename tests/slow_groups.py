@@ -1,11 +1,13 @@
-"""Divides the slow tests of more than 20 s into groups of about the same time, so that CI runs one group per commit.
+"""Divides the slow tests of more than 20 s into groups of about the same time.
 
-  launch/test.sh -m "slow or not slow" --slow-group=2/3        without the long tests of groups 1 and 3
-  launch/test.sh -m "slow or not slow" --write-durations       measures the slow tests anew
+CI runs one group per commit.
 
-tests/durations.json has the long tests with their seconds. A test that is not in it, such as a new one, belongs to no
-group and always runs. --write-durations changes the entries of the tests that passed, and no others: a run of one file
-is enough after a change to that file.
+  launch/test.sh -m "slow or not slow" --slow-group=2/3    without the long tests of groups 1 and 3
+  launch/test.sh -m "slow or not slow" --write-durations   measures the slow tests anew
+
+tests/durations.json has the long tests with their seconds. A test that is not in it, such as a new
+one, belongs to no group and always runs. --write-durations changes the entries of the tests that
+passed, and no others: a run of one file is enough after a change to that file.
 """
 
 import argparse
@@ -25,7 +27,7 @@ def read_durations() -> dict[str, int]:
 
 
 def divide(durations: dict[str, float], num_groups: int) -> list[set[str]]:
-    """Returns groups of about the same time: the longest test first, each into the shortest group so far."""
+    """Returns groups of about the same time: longest test first, each into the shortest group."""
     groups = [set() for _ in range(num_groups)]
     seconds = [0.0] * num_groups
     for test in sorted(durations, key=lambda test: (-durations[test], test)):
@@ -36,14 +38,17 @@ def divide(durations: dict[str, float], num_groups: int) -> list[set[str]]:
 
 
 def exists(test: str) -> bool:
-    """Returns whether there is a test function of this node ID; the parameters are not looked at."""
+    """Returns whether there is a test function of this node ID.
+
+    The parameters are not looked at.
+    """
     file, _, name = test.partition("[")[0].partition("::")
     path = ROOT / file
     return path.is_file() and f"\ndef {name}(" in path.read_text()
 
 
 def updated(old: dict[str, int], measured: dict[str, float]) -> dict[str, int]:
-    """Returns the new durations: those measured replace the old ones, and tests that are gone are dropped."""
+    """Returns the new durations: measured replace old ones, and tests that are gone are dropped."""
     merged = {test: seconds for test, seconds in old.items() if exists(test)} | measured
     return {test: round(merged[test]) for test in sorted(merged) if merged[test] > LONG}
 

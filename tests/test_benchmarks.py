@@ -1,4 +1,7 @@
-"""Records of benchmarks, and the scripts that count bytes, at toy size; measured times are not tested."""
+"""Records of benchmarks, and scripts that count bytes, at toy size.
+
+Measured times are not tested.
+"""
 
 import json
 import math
@@ -195,7 +198,10 @@ def test_help_of_every_script_has_a_command_to_run():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_scaling_at_toy_size(tmp_path):
-    """The script checks that all workers have the same losses; its times mean nothing at this size."""
+    """The script checks that all workers have the same losses.
+
+    Its times mean nothing at this size.
+    """
     toy = ["--layers=2", "--width=32", "--seq-len=32", "--rows=8", "--rounds=1", "--steps=1"]
     process = run("parallel/scaling.py", *toy, "--layouts", "fsdp", "1f1b", f"--output={tmp_path}")
     output, _ = process.communicate()
@@ -392,7 +398,10 @@ def test_the_batch_has_the_rows_that_fit_the_memory():
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("where", ["rtx4090:1", "v100:1"])
 def test_a_compiled_step_needs_at_most_the_estimated_memory(where, tmp_path):
-    """The step that gpu_step.py would run on these GPUs; without the compiler for GPUs the test is skipped."""
+    """The step that gpu_step.py would run on these GPUs.
+
+    Without the compiler for GPUs the test is skipped.
+    """
     try:
         device, _ = target.parse(where)
     except ConfigError as error:

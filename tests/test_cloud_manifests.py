@@ -1,4 +1,7 @@
-"""The manifests for EKS with EFA and for TPU slices on GKE; processes on this machine stand in for pods."""
+"""The manifests for EKS with EFA and for TPU slices on GKE.
+
+Processes on this machine stand in for pods.
+"""
 
 import math
 import os

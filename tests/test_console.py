@@ -1,4 +1,4 @@
-"""Streams that break, Ctrl-C and other signals at any time, and the progress bar: nothing is lost, no traceback."""
+"""Streams that break, signals at any time, and the progress bar: nothing is lost, no traceback."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ COMMAND = [sys.executable, "-m", "meshtrain"]
 
 @pytest.fixture(autouse=True, scope="module")
 def sighup_ends_a_process():
-    """Otherwise the processes would inherit from `nohup bash launch/test.sh` that SIGHUP is ignored."""
+    """Otherwise processes would inherit from `nohup bash launch/test.sh` that SIGHUP is ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -87,7 +87,8 @@ def test_a_broken_stream_changes_only_the_exit_code(script, code):
 def test_a_run_whose_streams_break_continues_and_logs_to_the_workdir(tmp_path):
     runs = {
         "full": "$M train $SMALL --workdir=DIR >/dev/full 2>/dev/full",
-        "head": "PYTHONIOENCODING=ascii $M train $SMALL --workdir=DIR | head -1; exit ${PIPESTATUS[0]}",
+        "head": "PYTHONIOENCODING=ascii $M train $SMALL --workdir=DIR | head -1; exit "
+        "${PIPESTATUS[0]}",
         "closed": "$M launch -- $SMALL --workdir=DIR >&- 2>&- <&-",
     }
     errors = {"full": "No space left on device", "head": "Broken pipe", "closed": "Bad file desc"}
@@ -127,13 +128,19 @@ def test_the_api_survives_a_stream_that_its_caller_has_replaced(tmp_path, monkey
 
 
 def on_terminal(arguments, *, until=None, columns=0, **variables):
-    """Runs a command on a terminal, and presses Ctrl-C when it shows `until`; returns exit code and output."""
+    """Runs a command on a terminal, and presses Ctrl-C when it shows `until`.
+
+    Returns exit code and output.
+    """
     leader, follower = pty.openpty()
     os.set_inheritable(follower, True)
     if columns:
         termios.tcsetwinsize(follower, (24, columns))
     # Makes the terminal its own, so that Ctrl-C goes to all its processes.
-    own = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    own = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
     terminal = dict(stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
     command = [sys.executable, "-c", own, *arguments]
     environ = {
@@ -182,7 +189,8 @@ def test_a_process_that_is_started_with_nohup_ignores_sighup():
         import os, signal, time
         from meshtrain.cluster import signals
         with signals.handled_in_thread(), signals.stop_event() as event:
-            for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+            hup, term = signal.SIGHUP, signal.SIGTERM
+            for number in (hup, hup, term, hup, term):
                 os.kill(os.getpid(), number)
                 time.sleep(0.2)
                 print(number.name, event.is_set(), flush=True)
@@ -336,7 +344,10 @@ def test_the_bar_of_a_run_moves_between_the_logged_lines(tmp_path):
     lines, frames = history(shown)
     logged = [re.match(r"step +(\d+)/400 · loss ", line) for line in lines]
     assert code == 0 and [int(found[1]) for found in logged if found] == [0, 100, 200, 300, 399]
-    form = r"(\[=* *\] )?(\d+)/400 loss [\d.]+ grad norm [\d.]+ lr \S+ [\d.]+[kMG]? tokens/s [\d:]+ left"
+    form = (
+        r"(\[=* *\] )?(\d+)/400 loss [\d.]+ grad norm [\d.]+ lr \S+ [\d.]+[kMG]? tokens/s "
+        r"[\d:]+ left"
+    )
     matches = {
         frame: re.fullmatch(form, frame.replace(" ·", ""))
         for frame in frames

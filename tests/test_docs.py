@@ -1,14 +1,14 @@
-"""README.md, benchmarks/README.md and docs/: their commands run, their links lead somewhere, and what they list exists.
+"""README.md, benchmarks/README.md and docs/: commands run, links lead somewhere, lists are true.
 
-Every ```bash and ```python block runs, in the order of its page, in a folder that looks like the repository. A
-comment directly above a block changes that:
+Every ```bash and ```python block runs, in the order of its page, in a folder that looks like the
+repository. A comment directly above a block changes that:
 
   <!-- not run: REASON -->                     it is not run
   <!-- slow -->                                it runs with the slow tests
   <!-- slow, on 8 simulated devices -->        the same; a command for 8 GPUs runs on CPU devices
   <!-- run as part of docs/PAGE.md -->         that page runs the same commands
-  <!-- output of the block above -->           for a block without a language, which must equal the output;
-                                               a line `...` stands for any lines
+  <!-- output of the block above -->           for a block without a language, which must
+                                               equal the output; a line `...` stands for any lines
 """
 
 import argparse
@@ -40,8 +40,10 @@ OUTPUT = "output of the block above"
 MARKER = re.compile(r"not run: .{10,}|slow(, on 8 simulated devices)?|run as part of \S+|" + OUTPUT)
 # The left column of the glossary, as far as it can be searched for.
 UNCLEAR = (
-    r"told|astray|wished|begun|narrow(ed|s)?|beside|anew|heeds?|whole|the like|and so|of it|those of|that of"
-    r"|(go(es|ing)?|went) on|so many|worked off|(by|at) chance|in turns?|set aside|cut( up| over|s|ting)?"
+    r"told|astray|wished|begun|narrow(ed|s)?|beside|anew|heeds?|whole|the like|and so|of it|those "
+    r"of|that of"
+    r"|(go(es|ing)?|went) on|so many|worked off|(by|at) chance|in turns?|set aside|cut( up| "
+    r"over|s|ting)?"
     r"|(bad|good) ones?|(is|are) refused|does without|is had|what comes in|turns round|mortal"
 )
 

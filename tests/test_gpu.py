@@ -1,10 +1,11 @@
-"""On real GPUs: a layout trains like one device, fused attention, 16-bit losses, a kill and a resume.
+"""On real GPUs: layouts train like one device, fused attention, 16-bit losses, a kill and a resume.
 
   python -m pytest tests/test_gpu.py -m gpu
 
-The other tests run on simulated CPU devices, so each check runs in a process of its own, with the devices of the
-host: this file, as `python tests/test_gpu.py CHECK` with PYTHONPATH=. The same checks run on two simulated
-CPU devices, without the mark; there "fused" attention is the blockwise implementation.
+The other tests run on simulated CPU devices, so each check runs in a process of its own, with the
+devices of the host: this file, as `python tests/test_gpu.py CHECK` with PYTHONPATH=. The same
+checks run on two simulated CPU devices, without the mark; there "fused" attention is the blockwise
+implementation.
 """
 
 import functools
@@ -39,7 +40,10 @@ STEPS = 40  # of the curve
 
 
 def environ_of(platform):
-    """Returns the environment of a process on these devices. conftest.py changed XLA_FLAGS, for CPU."""
+    """Returns the environment of a process on these devices.
+
+    conftest.py changed XLA_FLAGS for CPU.
+    """
     environ = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     if platform == "cpu":
@@ -143,7 +147,10 @@ KEYS |= {"data.build": "meshtrain.data.synthetic:build"}
 
 
 def train(platform, workdir, *, kill=False):
-    """Trains, or kills the run when it has logged steps after a checkpoint; returns the exit code."""
+    """Trains, or kills the run when it has logged steps after a checkpoint.
+
+    Returns the exit code.
+    """
     keys = [*TINY, *(f"--config.{key}={value}" for key, value in KEYS.items())]
     command = [sys.executable, "-m", "meshtrain", "train", *keys, f"--workdir={workdir}"]
     environ = environ_of(platform) | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
@@ -172,7 +179,7 @@ def describe():
 
 
 def layouts_of(num_devices):
-    """Returns the layouts to compare, as sections of a config: for each kind of parallelism that fits."""
+    """Returns the layouts to compare, as config sections: each kind of parallelism that fits."""
     if num_devices == 1:
         return [{"train": {"num_microbatches": 4, "remat": "full"}}]
     meshes = [{"fsdp": num_devices}]
@@ -203,7 +210,7 @@ def parity_config():
 
 
 def fused_attention():
-    """Returns the errors of the output and of the gradients from float64: (fused, plain) by name."""
+    """Returns the errors of output and gradients from float64: (fused, plain) by name."""
     found = devices.describe()
     if found.is_gpu and not found.has_fused_attention:
         return {}
@@ -234,7 +241,10 @@ def fused_attention():
 
 
 def cudnn_cases():
-    """Compares cuDNN's attention with the formula; returns the cases and head dims that this GPU supports."""
+    """Compares cuDNN's attention with the formula.
+
+    Returns the cases and head dims that this GPU supports.
+    """
     compared = []
     for case, head_dim in itertools.product(CUDNN_CASES, (64, 128)):
         packed_rows = CUDNN_CASES[case].get("segments", False)

@@ -52,7 +52,7 @@ def test_a_peak_that_is_given_counts_for_every_device():
 
 @pytest.mark.parametrize("device", hardware.devices().values(), ids=lambda device: device.name)
 def test_figures_have_their_units(device):
-    """A wrong power of ten is found: products need 20 to 600 FLOPs a byte, memory is 10 to 200 GB."""
+    """Finds a wrong power of ten: products need 20 to 600 FLOPs a byte, memory is 10 to 200 GB."""
     assert 20 < device.flops_16 / device.bandwidth < 600
     assert 10e9 < device.memory < 200e9
     assert device.network <= device.link < device.bandwidth

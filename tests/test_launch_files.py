@@ -1,4 +1,7 @@
-"""Files in launch/ are well-formed; the Kubernetes manifests train, with processes in place of pods."""
+"""Files in launch/ are well-formed.
+
+The Kubernetes manifests train, with processes in place of pods.
+"""
 
 import argparse
 import json
@@ -106,7 +109,10 @@ def unknown_keys(document, parsed, path=""):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_check_of_gpus_saves_its_table(tmp_path):
-    """Two parts at toy size; other tests run the others. launch/setup.sh, which would install packages, is replaced."""
+    """Two parts at toy size; other tests run the others.
+
+    launch/setup.sh, which would install packages, is replaced.
+    """
     for path in ROOT.iterdir():
         if path.name not in ("launch", "runs"):
             (tmp_path / path.name).symlink_to(path)

@@ -1,4 +1,4 @@
-"""Schedules as tables: their counted figures equal the closed forms, and a wrong table is rejected."""
+"""Schedules as tables: counted figures equal the closed forms, and a wrong table is rejected."""
 
 import copy
 
@@ -27,7 +27,7 @@ def bubble(P: int, M: int, V: int = 1) -> float:
 
 
 def live_inputs(schedule: str, P: int, M: int, V: int = 1) -> int:
-    """Largest number of chunk inputs kept at once by a stage: at most (V + 1) P - 1; M for gpipe."""
+    """Most chunk inputs kept at once by a stage: at most (V + 1) P - 1; M for gpipe."""
     return M if schedule == "gpipe" else V * min(M, P) + min(max(M - P, 0), P - 1)
 
 

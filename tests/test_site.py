@@ -1,4 +1,4 @@
-"""The site of docs/: it builds without a warning, loads nothing from other hosts, and lists what exists."""
+"""The site of docs/: no warning, nothing from other hosts, lists that are true."""
 
 import importlib.util
 import json
@@ -14,7 +14,8 @@ import meshtrain
 from tests.lib.paths import ROOT
 
 DOCS = ROOT / "docs"
-# Elements that a browser loads by itself. A link of another kind is loaded when the reader clicks on it.
+# Elements that a browser loads by itself. A link of another kind is loaded when the reader clicks
+# on it.
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 
 

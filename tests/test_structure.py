@@ -127,16 +127,18 @@ def test_no_two_test_files_have_the_same_name():
     assert sorted(names) == sorted({*names})
 
 
-# The private names of jax that the package uses: why, and what breaks without them. No other file uses any.
+# The private names of jax that the package uses: why, and what breaks without them. No other file
+# uses any.
 PRIVATE_API = {
     "meshtrain/cluster/distributed.py": {
-        # The key-value store and the barriers of jax.distributed have no public name. Without them processes
-        # cannot compare their configs, agree on the step to stop at, or wait for a slow compiler.
+        # The key-value store and the barriers of jax.distributed have no public name. Without them
+        # processes cannot compare their configs, agree on the step to stop at, or wait for a slow
+        # compiler.
         "jax._src"  # .distributed
     },
     "meshtrain/tools/hlo/target.py": {
-        # jax allows fused attention with head dims above 128 by the compute capability of the local device.
-        # Without it a step for an absent Hopper GPU cannot be compiled.
+        # jax allows fused attention with head dims above 128 by the compute capability of the local
+        # device. Without it a step for an absent Hopper GPU cannot be compiled.
         "jax._src.cudnn"
     },
 }
@@ -191,12 +193,16 @@ def test_checkpoints_and_data_cannot_run_code():
 
 
 def test_modules_named_by_text_are_imported_in_few_places():
-    """Each place is listed with what limits the names; tests/config/test_trust.py runs hostile configs."""
+    """Each place is listed with what limits the names.
+
+    tests/config/test_trust.py runs hostile configs.
+    """
     places = {
         "meshtrain/__init__.py": "names of this package",
         "meshtrain/cli/verbs.py": "NAMES",
         "meshtrain/moved.py": "MODULES",
-        "meshtrain/config/build.py": "the keys `build`, which files.py restricts to meshtrain in a config.json",
+        "meshtrain/config/build.py": "the keys `build`, which files.py restricts to meshtrain in a "
+        "config.json",
         "meshtrain/config/load.py": "the config file that the user names",
         "meshtrain/errors.py": "optional dependencies, named in the code",
     }
@@ -209,7 +215,7 @@ def count_keys(section):
 
 
 def comments_of_keys(path):
-    """Returns the comment of each key of a config file, on its line or in the comment lines directly above."""
+    """Returns the comment of each key of a config file, on its line or directly above."""
     text = path.read_text()
     lines = text.splitlines()
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)

@@ -1,4 +1,4 @@
-"""ZeRO in bytes: the memory of the compiled step per device at each stage (arXiv 1910.02054, 16 N / n)."""
+"""ZeRO in bytes: memory of the compiled step per device, by stage (arXiv 1910.02054, 16 N / n)."""
 
 import contextlib
 
@@ -27,7 +27,7 @@ def bytes_of(tree):
 
 @pytest.fixture(scope="module")
 def stages():
-    """Returns the program and the memory of its compiled step (four micro-batches) at each stage."""
+    """Returns the program and memory of its compiled step (four micro-batches) at each stage."""
 
     def compiled(zero_stage):
         c = tiny_config()

@@ -77,7 +77,7 @@ def add_utilization(model: str, results: comparison.Results, rates: dict, c: Any
 def run_comparison(
     args: argparse.Namespace, model: str, found: Devices
 ) -> tuple[comparison.Results, Any]:
-    """Returns the results, and the config that they are of: with half the rows after memory ran out.
+    """Returns the results and their config, which has half the rows after memory ran out.
 
     Raises DoesNotFit if no row does.
     """

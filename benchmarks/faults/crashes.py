@@ -52,7 +52,10 @@ def die_after(seconds: float) -> None:
 
 
 def schedule_kill(kill_point: str, rng: random.Random) -> None:
-    """Makes this process kill itself at `kill_point` in one of the next three saves, or at any time."""
+    """Makes this process kill itself at `kill_point`, or at any time.
+
+    The point is in one of the next three saves.
+    """
     count = rng.randint(1, 3)
 
     def on_call(owner, name: str, fatal) -> None:
@@ -82,21 +85,18 @@ def schedule_kill(kill_point: str, rng: random.Random) -> None:
 
     if kill_point == "any time":
         die_after(rng.uniform(0, 8))
-    elif kill_point == "step":
-        on_call(Saver, "due", during)
-    elif kill_point == "copy":
-        on_call(AsyncWriter, "save", during)
-    elif kill_point == "write":
-        on_call(AsyncWriter, "wait", during)
-    elif kill_point == "commit":
-        on_call(manifest, "commit", before)
-    elif kill_point == "manifest":
+        return
+    owner, name, fatal = {
+        "step": (Saver, "due", during),
+        "copy": (AsyncWriter, "save", during),
+        "write": (AsyncWriter, "wait", during),
+        "commit": (manifest, "commit", before),
         # The manifest is written, but the folder is not renamed yet.
-        on_call(manifest, "sync_folder", before)
-    elif kill_point == "rename":
-        on_call(manifest.os, "rename", before)
-    elif kill_point == "removal":
-        on_call(manifest.shutil, "rmtree", half_removed)
+        "manifest": (manifest, "sync_folder", before),
+        "rename": (manifest.os, "rename", before),
+        "removal": (manifest.shutil, "rmtree", half_removed),
+    }[kill_point]
+    on_call(owner, name, fatal)
 
 
 def work(args) -> None:

@@ -47,7 +47,10 @@ SIGNALS |= {"abort": signal.SIGABRT, "segfault": signal.SIGSEGV}
 
 
 def build(*, split: str, workdir: str, pace: float, **section) -> Source:
-    """Returns synthetic data: a batch takes `pace` seconds, and never arrives on the rank that SLEEP_FILE names."""
+    """Returns synthetic data, of which a batch takes `pace` seconds.
+
+    It never arrives on the rank that SLEEP_FILE names.
+    """
     source, sleep_file = synthetic.build(split=split, **section), Path(workdir) / SLEEP_FILE
 
     def read(indices):
@@ -134,7 +137,7 @@ def newest_step(workdir: Path) -> int:
 
 
 def wait_for(condition, seconds: float, run: subprocess.Popen) -> None:
-    """Waits until `condition()` holds; ends this script if the run ends first, or after `seconds`."""
+    """Waits until `condition()` holds, or ends this script if the run ends or after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if run.poll() is not None:
@@ -275,7 +278,7 @@ def is_recovering(workdir: Path) -> bool:
 
 
 def final_state(workdir: Path | str) -> tuple:
-    """Returns the newest checkpoint's step and arrays, as bytes by path, and the loss of each step."""
+    """Returns the newest checkpoint's step and arrays, as bytes by path, and all losses."""
     if object_store.is_url(workdir):  # as a process sees it that has no scratch folder yet
         os.environ[object_store.VARIABLE] = tempfile.mkdtemp()
         object_store.root.cache_clear()

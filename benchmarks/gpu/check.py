@@ -147,7 +147,10 @@ def run_part(part: Part, folder: Path) -> tuple[list[dict], dict[str, Any]]:
 
 
 def _run(command: list[str], log: Path, *, seconds: float) -> str:
-    """Runs a command, with its output in a file; returns why it failed, or "". Ends its processes after `seconds`."""
+    """Runs a command, with its output in a file; returns why it failed, or "".
+
+    Ends its processes after `seconds`.
+    """
     with log.open("w") as file:
         options = dict(cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **options)

@@ -2,8 +2,8 @@
 
   python benchmarks/gpu/lookup.py [--toy] [--output=PATH]
 
-Plain indexing adds up the gradients of equal tokens in bfloat16; meshtrain/ops/embedding.py adds them
-up in float32. Tokens are uniform, or distributed like the words of a text (Zipf's law).
+Plain indexing adds up the gradients of equal tokens in bfloat16; meshtrain/ops/embedding.py adds
+them up in float32. Tokens are uniform, or distributed like the words of a text (Zipf's law).
 """
 
 import statistics

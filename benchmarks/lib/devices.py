@@ -88,9 +88,9 @@ def transformer_of(c: Any) -> TransformerConfig:
 def bytes_of_step(c: Any, *, rows: int, fused: bool, is_bare: bool = False) -> float:
     """Returns about the peak memory of a step on one device, of meshtrain or of bare jax.
 
-    State, gradients and the parameters in 16 bits; the activations that are kept; the scores if attention is not
-    fused; and the logits, which meshtrain computes in chunks. The factors fit programs that were compiled for h200,
-    rtx4090 and v100.
+    State, gradients and the parameters in 16 bits; the activations that are kept; the scores if
+    attention is not fused; and the logits, which meshtrain computes in chunks. The factors fit
+    programs that were compiled for h200, rtx4090 and v100.
     """
     m, length = transformer_of(c), c.data.seq_len
     kv_width = m.num_kv_heads * m.head_size
@@ -112,7 +112,10 @@ def ran_out_of_memory(error: str) -> bool:
 
 
 def mfu_at_most(program: Program, compiled: Any, c: Any) -> float | None:
-    """Returns the ceiling of MFU of a compiled step, as `meshtrain audit` prints it; None if the device is unknown."""
+    """Returns the ceiling of MFU of a compiled step, as `meshtrain audit` prints it.
+
+    None if the device is unknown.
+    """
     device = program.mesh.devices.flat[0]
     row = hardware.device_of(device.device_kind)
     if row is None:

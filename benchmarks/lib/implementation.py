@@ -34,11 +34,15 @@ FUSED = "__cudnn$fmha"  # custom call of fused attention in a compiled program
 
 
 def prepare(name: str, folder: Path):
-    """Returns a function that runs a step and returns its loss, a dict of facts, and a function for the memory used."""
+    """Returns a function that runs a step, a dict of facts, and one for the memory used.
+
+    The first function returns the loss of its step.
+    """
     config = json.loads((folder / "config.json").read_text())
     rows, length = config["train"]["global_batch"], config["data"]["seq_len"]
     shape = rows, length + 1
-    # As often as the words of a text: Zipf's law. The gradients of a frequent token's embedding are added up.
+    # As often as the words of a text: Zipf's law. The gradients of a frequent token's embedding are
+    # added up.
     frequency = 1 / np.arange(1, config["model"]["vocab_size"] + 1)
     tokens = np.random.default_rng(0).choice(len(frequency), shape, p=frequency / frequency.sum())
     if name == "meshtrain":
@@ -186,7 +190,10 @@ def write_initial(folder: Path) -> None:
 
 
 def ceiling() -> dict[str, Any]:
-    """Returns the FLOP/s of a 16-bit matrix product, and the bytes/s that a copy reads and writes together."""
+    """Returns the FLOP/s of a 16-bit matrix product, and the bytes/s that a copy moves.
+
+    These are the bytes that it reads and those that it writes.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -204,7 +211,8 @@ def ceiling() -> dict[str, Any]:
 
     found = devices.describe()
     side, copied = (8192, 1 << 30) if found.is_gpu else (64, 1 << 16)
-    # Random numbers, because the power that a product draws, and with it the clock rate, depends on the data.
+    # Random numbers, because the power that a product draws, and with it the clock rate, depends on
+    # the data.
     a, b = jax.random.normal(jax.random.key(0), (2, side, side), found.dtype)
     x = jnp.ones(copied // 4, jnp.float32)
     return {

@@ -23,9 +23,12 @@ def make_step(
     unroll: bool,
     flat: bool,
 ) -> Callable:
-    """Returns a step ((params, opt_state), tokens_BS, targets_BS) -> ((params, opt_state), loss), not compiled.
+    """Returns a step, not compiled.
 
-    `unroll`: a Python loop over the layers instead of a scan. `flat`: matrix products get inputs (B S, D).
+    Its type is ((params, opt_state), tokens_BS, targets_BS) -> ((params, opt_state), loss).
+
+    `unroll`: a Python loop over the layers instead of a scan. `flat`: matrix products get inputs (B
+    S, D).
     """
     c = section
     K = c["head_dim"] or c["d_model"] // c["num_heads"]

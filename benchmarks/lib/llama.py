@@ -15,7 +15,8 @@ from meshtrain.data.loader import Loader
 from meshtrain.program import Program, assemble
 
 SIZES = {"layers": 8, "width": 256, "seq-len": 256}  # 8.0 M parameters
-# For scripts that compile many programs and measure no times: LLVM optimizations do not change the bytes.
+# For scripts that compile many programs and measure no times: LLVM optimizations do not change the
+# bytes.
 QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 

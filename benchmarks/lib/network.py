@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 DEVICE, BRIDGE = "eth0", "bridge0"
-# A bucket of two of the largest packets that the kernel sends; a queue of a second, so that none is dropped.
+# A bucket of two of the largest packets that the kernel sends; a queue of a second, so that none is
+# dropped.
 BUCKET = "burst 128kb latency 1s"
 NAMESPACES = ("--net", "--mount", "--uts")
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
@@ -75,7 +76,10 @@ class Hosts:
 
 @contextlib.contextmanager
 def joined(count: int) -> Iterator[Hosts]:
-    """Starts `count` hosts, named host0, host1, ... in their /etc/hosts; raises SystemExit(2) if it cannot."""
+    """Starts `count` hosts, named host0, host1, ... in their /etc/hosts.
+
+    Raises SystemExit(2) if it cannot.
+    """
     if why := fault():
         print(why, file=sys.stderr)
         raise SystemExit(2)

@@ -39,7 +39,9 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def about(args: argparse.Namespace, devices: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns what the results depend on. Call it before measuring, because it records the load of the machine.
+    """Returns what the results depend on.
+
+    Call it before measuring, because it records the load of the machine.
 
     Pass the names of the devices if this process must not initialize them.
     """
@@ -71,7 +73,10 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def save(output: Path | None, record: Mapping[str, Any], *, model: str) -> None:
-    """Writes the record to `output`: a file, a folder (the file gets the name from `name_of`), or None (nowhere)."""
+    """Writes the record to `output`: a file, a folder, or None (nowhere).
+
+    In a folder the file gets the name from `name_of`.
+    """
     if output is None:
         return
     if output.is_dir():
@@ -81,7 +86,10 @@ def save(output: Path | None, record: Mapping[str, Any], *, model: str) -> None:
 
 
 def name_of(model: str, record: Mapping[str, Any]) -> str:
-    """Returns MODEL_HARDWARE_DATE; the hardware is jax's name and number of devices, or the number of CPU cores."""
+    """Returns MODEL_HARDWARE_DATE.
+
+    The hardware is jax's name and number of devices, or the number of CPU cores.
+    """
     kind = record["devices"][0]
     hardware = (
         f"cpu-{record['cores']}-cores" if kind == "cpu" else f"{kind}-x{len(record['devices'])}"

@@ -93,7 +93,10 @@ class Transformer(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def load(self, params: Mapping[str, Any]) -> None:
-        """Copies the initial parameters of meshtrain's transformer, a tree of numpy arrays, into this model."""
+        """Copies the initial parameters of meshtrain's transformer into this model.
+
+        They are a tree of numpy arrays.
+        """
         self.tokens.weight.data.copy_(tensor(params["tokens"]["embedding"]))
         if self.positions is not None:
             self.positions.weight.data.copy_(tensor(params["positions"]["embedding"]))
@@ -130,7 +133,10 @@ def make_step(
     dtype: str,
     compile: str | None,
 ) -> Callable:
-    """Returns a step (tokens_BS, targets_BS) -> loss tensor; `compile` is a mode of torch.compile, None: eager."""
+    """Returns a step (tokens_BS, targets_BS) -> loss tensor.
+
+    `compile` is a mode of torch.compile. None means eager.
+    """
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
     # Random initialization, overwritten below, is fast on the device.

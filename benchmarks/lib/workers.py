@@ -26,7 +26,9 @@ ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 def launch(
     script: str, core: int, *options: str, prefix: Sequence[str] = (), **variables: str
 ) -> subprocess.Popen:
-    """Starts a worker on this core, with the flags of this process and `options`, and these environment variables.
+    """Starts a worker on this core, with these environment variables.
+
+    It gets the flags of this process, and `options`.
 
     `prefix` is a command that runs the worker's.
     """
@@ -94,8 +96,9 @@ def timed_steps(compiled, carry, batch, count: int):
 
 
 def serve(prepare: Callable) -> None:
-    """Runs this process as a worker: prints the facts that `prepare` returns, then runs the requested steps."""
-    # As in train(): gloo mixes up the messages of programs that run at once, here initialization and a step.
+    """Runs this process as a worker: prints the facts of `prepare`, then runs requested steps."""
+    # As in train(): gloo mixes up the messages of programs that run at once, here initialization
+    # and a step.
     distributed.initialize()
     runtime.setup()
     compiled, carry, batch, reply = prepare()
@@ -115,7 +118,7 @@ def stop(workers: list[subprocess.Popen]) -> None:
 
 
 def measure(script: str, cores: list[int], *options: str, rounds: int, steps: int) -> dict:
-    """Times a run of all processes (TOGETHER), one process (ALONE), and a process on each core (BUSY).
+    """Times runs of all processes (TOGETHER), one process (ALONE), and one on each core (BUSY).
 
     Returns the facts of all workers, the replies by kind of run, and the losses of each worker.
     """
@@ -140,7 +143,7 @@ def measure(script: str, cores: list[int], *options: str, rounds: int, steps: in
 def measure_simulated(
     script: str, core: int, *options: str, counts: Sequence[int], rounds: int, steps: int
 ) -> dict:
-    """Times workers with these numbers of simulated devices (flag --devices), which share one core."""
+    """Times workers with these numbers of simulated devices (--devices), which share one core."""
     teams = {num: ([core], *options, "--devices", str(num)) for num in counts}
     return measure_alternately(script, teams, rounds=rounds, steps=steps)
 
@@ -148,9 +151,12 @@ def measure_simulated(
 def measure_alternately(
     script: str, teams: Mapping[Any, Sequence[Any]], *, rounds: int, steps: int
 ) -> dict:
-    """Times teams of workers, one after the other in each round; each is given as (cores, *options).
+    """Times teams of workers, one after the other in each round.
 
-    Returns their facts, the replies of a first step, and the replies of all others by the key of the team.
+    Each is given as (cores, *options).
+
+    Returns their facts, the replies of a first step, and the replies of all others by the key of
+    the team.
     """
     running = {}
     try:
@@ -176,7 +182,9 @@ def medians_of(turns: dict[Any, list[dict]]) -> dict[Any, float]:
 
 
 def seconds_of(measured: dict) -> dict[str, np.ndarray]:
-    """Returns the seconds of all steps by kind of run; raises AssertionError if the losses of two workers differ.
+    """Returns the seconds of all steps by kind of run.
+
+    Raises AssertionError if the losses of two workers differ.
 
     A step of a run of all processes takes as long as its slowest process.
     """

@@ -108,7 +108,10 @@ def measure(args, largest: int, *, over_processes: bool) -> list[dict[str, Any]]
 
 
 def measure_patterns(largest: int) -> list[dict[str, Any]]:
-    """Returns a row for each size: the median seconds of an all_reduce by pattern, on the slowest process."""
+    """Returns a row for each size: median seconds of an all_reduce, on the slowest process.
+
+    Each pattern of messages has its own.
+    """
     members, table, size = members_of_all(), [], SMALLEST_SIZE
     num_hosts, num_members = jax.process_count(), jax.device_count()
     # Elsewhere hierarchical is one collective, that of xla.
@@ -161,7 +164,10 @@ def show(table: list[dict[str, Any]], kind: str = "cpu") -> None:
 
 
 def run_workers(args, cores: list[int]) -> dict[str, Any]:
-    """Returns the tables of processes, each on a core, or sharing one if each is a host with a slow network."""
+    """Returns the tables of processes, each on a core.
+
+    They share one if each is a host with a slow network.
+    """
     with contextlib.ExitStack() as stack:
         if args.mbit:
             hosts = stack.enter_context(network.joined(args.nproc))
@@ -189,7 +195,10 @@ def run_workers(args, cores: list[int]) -> dict[str, Any]:
 
 
 def measure_gpus(args, found: devices.Devices) -> None:
-    """Measures between all GPUs of this host, prints and saves the table; no table for a single GPU."""
+    """Measures between all GPUs of this host, prints and saves the table.
+
+    For a single GPU there is no table.
+    """
     results = record.about(args, devices=[found.kind] * found.count)
     results["table"] = []
     if found.count == 1:

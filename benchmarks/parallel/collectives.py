@@ -66,7 +66,7 @@ def reasons(audits) -> list[str]:
 
 
 def _largest_excess(audited, total) -> tuple[str, str]:
-    """Returns purpose and reason of the largest excess over the minimum on some axes; "" below 1 %."""
+    """Returns purpose and reason of the largest excess over the minimum; "" below 1 %."""
     excess = [
         row for row in audited.extra_bytes if row[0] == total.name and row[3] > 0.01 * total.bytes
     ]

@@ -50,7 +50,7 @@ IMPLEMENTATION = "blockwise:256"
 
 
 def prepare(args):
-    """Returns the compiled forward and backward pass of attention, its inputs, and the number of attended pairs."""
+    """Returns the compiled passes of attention, its inputs, and the number of attended pairs."""
     length, num_devices = args.tokens, jax.device_count()
     mesh = make_mesh(context=num_devices)
     method = context.active_method(args.methods[0])
@@ -101,7 +101,7 @@ def measure_speed(args) -> dict:
 
 
 def measure_overhead(args) -> dict:
-    """Prints and returns the time on simulated devices that share one core, relative to one device."""
+    """Prints and returns the time on simulated devices sharing one core, relative to one device."""
     core, measured, rows = sorted(os.sched_getaffinity(0))[0], {}, []
     for method in args.methods:
         size = dict(counts=DEVICE_COUNTS, rounds=args.rounds, steps=args.steps)
@@ -138,7 +138,7 @@ def measure_bytes(args) -> dict:
 
 
 def bytes_of(args, length: int, num_devices: int, method: str) -> dict:
-    """Returns the bytes of the compiled step on one device: activations kept, and all temporaries."""
+    """Returns the bytes of the compiled step on a device: kept activations, all temporaries."""
     c = settings(args, length, num_devices, method)
     _, program, batch = llama.program_of(c, jax.devices()[:num_devices])
     with program.active():
@@ -149,7 +149,7 @@ def bytes_of(args, length: int, num_devices: int, method: str) -> dict:
 
 
 def measure_memory(args) -> dict:
-    """Prints and returns the bytes of long sequences over eight devices, and of an eighth of each on one."""
+    """Prints and returns the bytes of long sequences over 8 devices, and of an eighth on one."""
     rows = []
     for length in args.lengths:
         alone = bytes_of(args, length // DEVICES, 1, "ring")

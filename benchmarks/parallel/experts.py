@@ -62,7 +62,7 @@ def choose_equally(self, scores_BSE: jax.Array) -> jax.Array:
 
 
 def dense_dispatch(combine, num_experts, x_TD, experts_Tk, weights_Tk, first, kernels):
-    """Replaces `experts.feed_forward`: every expert computes every token, and most results are multiplied by 0."""
+    """Replaces `experts.feed_forward`: each computes every token, most times 0."""
     *projections, down = kernels
     number_n = first + jnp.arange(len(down))
     is_chosen_Tkn = experts_Tk[..., None] == number_n[None, None]

@@ -60,7 +60,8 @@ def sections(args) -> dict:
     layout, _, inputs = args.layouts[0].partition("-")
     axis = layout if layout in ("data", "fsdp") else "pipeline"
     changed = {"mesh": {"data": 1, axis: -1}, "train": {"global_batch": args.rows * args.devices}}
-    # The same rows per micro-batch and device everywhere: fewer rows run faster, because they fit a core's cache.
+    # The same rows per micro-batch and device everywhere: fewer rows run faster, because they fit a
+    # core's cache.
     replicas = 1 if axis == "pipeline" else jax.device_count() // args.devices
     changed["train"]["num_microbatches"] = args.microbatches // replicas
     if axis == "pipeline":
@@ -134,7 +135,7 @@ def counts_up_to(num_devices: int) -> list[int]:
 def cases_on(
     num_devices: int, model: str, layouts: tuple[str, ...], *, rows: int, dtype: str
 ) -> Iterator:
-    """Yields layout, number of devices and config of each case; the first is one device, on data."""
+    """Yields layout, number of devices and config of each case; first, one device on data."""
     for num in counts_up_to(num_devices):
         for layout in layouts[:1] if num == 1 else layouts:
             c = gpu_models.settings(model, rows=rows * num, dtype=dtype)
@@ -155,7 +156,10 @@ def cases_on(
 
 
 def time_case(c, *, rounds: int, steps: int) -> dict:
-    """Returns the facts of a process that trains with this config, and its seconds per step in each round."""
+    """Returns the facts of a process that trains with this config, and its seconds per step.
+
+    There is one time for each round.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(c.to_dict()))
         process = comparison.Implementation("meshtrain", Path(folder))
@@ -239,8 +243,8 @@ def main():
     cores = sorted(os.sched_getaffinity(0))
     if not args.simulate and len(cores) < args.processes:
         parser.error(
-            f"--processes={args.processes} needs a core for each process and there are {len(cores)}; "
-            f"use --processes={len(cores)}"
+            f"--processes={args.processes} needs a core for each process and there are "
+            f"{len(cores)}; use --processes={len(cores)}"
         )
     runtime.simulate(1)  # this process only waits
     results = record.about(args)

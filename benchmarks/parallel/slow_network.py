@@ -108,7 +108,7 @@ class Run:
 
 
 def serve(args) -> None:
-    """Compiles all programs of a layout, then runs steps of the one that each line of stdin names."""
+    """Compiles all programs of a layout, then runs the one that each line of stdin names."""
     layout = Layout.parse(args.layout)
     jax.config.update("jax_num_cpu_devices", layout.devices)
     distributed.initialize()
@@ -138,7 +138,10 @@ def launch(hosts: network.Hosts, layout: Layout) -> list:
 
 
 def run_steps(running: list, number: int, count: int) -> dict[str, Any]:
-    """Returns the seconds of steps on the slowest host, and the losses, which must be those of every host."""
+    """Returns the seconds of steps on the slowest host, and the losses.
+
+    These must be equal on all hosts.
+    """
     for worker in running:
         print(number, count, file=worker.stdin, flush=True)
     replies = [workers.read_reply(worker) for worker in running]

@@ -38,7 +38,8 @@ from meshtrain.tools.plan.predict import layout_of
 from meshtrain.tools.plan.sizes import ModelWork, decoder
 
 STEPS = Path(__file__).with_name("published_steps.csv")
-# What is known of the frameworks: Megatron of 2021 had no fused attention and did not overlap the sum of gradients.
+# What is known of the frameworks: Megatron of 2021 had no fused attention and did not overlap the
+# sum of gradients.
 HABITS = {
     "megatron": OverlapModel(
         fused_attention=False, data_hidden=0.0, sends_hidden=0.0, head_on_all_stages=False
@@ -57,7 +58,8 @@ HABITS = {
     ),
     "llm-foundry": OverlapModel(grad_bytes=2),
 }
-# Layouts whose memory is compared with that of the compiled step: config, device, number, batch, keys.
+# Layouts whose memory is compared with that of the compiled step: config, device, number, batch,
+# keys.
 KEYS = {
     **{f"mesh.{axis}": 1 for axis in AXES},
     **{"train.remat": "none", "train.num_microbatches": 1, "train.zero_stage": 3},
@@ -136,7 +138,13 @@ def predicted(row: dict[str, str]) -> float:
         remat=row["remat"],
     )
     work = decoder(
-        *(number(name) for name in "LDFHGKV"),
+        num_layers=number("L"),
+        d_model=number("D"),
+        d_ff=number("F"),
+        num_heads=number("H"),
+        num_kv_heads=number("G"),
+        head_dim=number("K"),
+        vocab_size=number("V"),
         gated=bool(number("gated")),
         tied=bool(number("tied")),
     )
@@ -145,7 +153,10 @@ def predicted(row: dict[str, str]) -> float:
 
 
 def errors(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Returns a row for each framework and chip, and one for all: errors in percent, as they are and scaled."""
+    """Returns a row for each framework and chip, and one for all.
+
+    A row has the errors in percent, as they are and scaled.
+    """
     groups, table = defaultdict(list), []
     for row in rows:
         groups[row["framework"], row["hardware"]].append(float(row["step_s"]) / predicted(row))
@@ -171,7 +182,7 @@ def _entry(name: str, raw: list[float], scaled: list[float], factor: float | Non
 
 
 def regrets(rows: list[dict[str, str]], least: int = 5) -> list[dict[str, Any]]:
-    """Returns a row for each group of at least `least` measured layouts of one model on the same chips."""
+    """Returns a row for each group of at least `least` layouts of one model on the same chips."""
     groups, table = defaultdict(list), []
     for row in rows:
         key = [row[name] for name in ("group", "model", "hardware", "chips", "seq", "global_batch")]
@@ -198,7 +209,10 @@ def _layout(row: dict[str, str]):
 
 
 class Predicted(NamedTuple):
-    """What is predicted of a row of COMPILED: its config, the layout in words, bytes at the peak, FLOPs of products."""
+    """What is predicted of a row of COMPILED.
+
+    Its config, the layout in words, bytes at the peak, and FLOPs of products.
+    """
 
     config: dict[str, Any]
     layout: str
@@ -238,7 +252,7 @@ def product_flops(w: ModelWork, p: Layout, seq_len: int) -> float:
 
 
 def compiled_errors(number: int) -> list[dict[str, Any]]:
-    """Returns a row for each of the first `number` layouts of COMPILED that the compiler accepts."""
+    """Returns a row for each of the first `number` layouts that the compiler accepts."""
     table = []
     for case in COMPILED[:number]:
         name, device, devices, *_ = case

@@ -1,10 +1,14 @@
-"""A model of one's own, on every mesh: a vision transformer (ViT, arXiv 2010.11929) on scikit-learn's digits.
+"""A model of one's own, on every mesh: a vision transformer on scikit-learn's digits.
 
-  meshtrain train  --config=own_model.py --workdir=runs/vit --simulate_devices=4 --config.mesh.pipeline=2
+It is the ViT of arXiv 2010.11929.
+
+  meshtrain train --config=own_model.py --workdir=runs/vit --simulate_devices=4 \\
+      --config.mesh.pipeline=2
   meshtrain verify --config=own_model.py --simulate_devices=8 --quick
 
-The modules are ordinary Flax modules. Only names of dims say that they will be sharded: `config.rules` map the names
-to axes of the mesh. Nothing here knows of pipelines, remat or micro-batches.
+The modules are ordinary Flax modules. Only names of dims say that they will be sharded:
+`config.rules` map the names to axes of the mesh. Nothing here knows of pipelines, remat or
+micro-batches.
 """
 
 import jax
@@ -92,7 +96,7 @@ def build(*, num_layers, width, num_heads, dropout) -> meshtrain.Model:
 
 
 def digits(*, seed, split) -> meshtrain.Source:
-    """Returns 1,536 of the images for training, in another order in each epoch, and 256 others for evaluation."""
+    """Returns 1,536 images for training, in another order in each epoch, and 256 for evaluation."""
     images, labels = load_digits(return_X_y=True)
     rows = slice(0, 1536) if split == "train" else slice(-256, None)
     images, labels = (images[rows] / 16).astype(np.float32), labels[rows].astype(np.int32)

@@ -334,7 +334,6 @@ def _dtype(kind: str) -> str:
 # ---- the residual of compressed gradients ----
 
 RESIDUAL_PREFIX = "residual/"
-
 Residual = Mapping[str, jax.Array]  # by the path of the parameter: (N, ...)
 
 

@@ -32,11 +32,8 @@ from meshtrain import console, object_store, storage
 from meshtrain.errors import ConfigError, TransientError
 
 NAME = storage.MANIFEST
-
 PARTIAL = ".partial"
-
 FORMAT = 2  # 1: every file has a CRC-32, chunks have none
-
 STEP_NAME = re.compile("0|[1-9][0-9]*")  # name of a checkpoint folder
 
 
@@ -93,9 +90,12 @@ def commit(folder: Path, step: int, **fields: Any) -> Manifest:
     """
     workdir = storage.workdir_at(folder)
     written = partial_folder(folder, step)
-    chunks = workdir.fetch(written)  # where they are not files of this folder
+    # On an object store the chunks are not files of this folder, and have no size here.
+    remote_chunks = workdir.fetch(written)
     files = _measure(written, list(_files(written)), sync=True)
-    manifest = Manifest(step=step, files=files | dict.fromkeys(chunks, (None, "")), **fields)
+    for name in remote_chunks:
+        files[name] = (None, "")
+    manifest = Manifest(step=step, files=files, **fields)
     write(written, manifest)
     for directory in {written, *(path.parent for path in written.rglob("*"))}:
         sync_folder(directory)
@@ -210,14 +210,11 @@ def _parse(data: bytes, directory: Path) -> Manifest:
         raise TypeError
     if not isinstance(manifest.config, dict) or not isinstance(manifest.identity, dict):
         raise TypeError
-    for numbers in (
-        manifest.metrics,
-        manifest.loss_statistics,
-        manifest.mesh,
-        {"": manifest.time},
-    ):
-        if not all(isinstance(number, int | float) for number in numbers.values()):
-            raise TypeError
+    numbers = [manifest.time]
+    for by_name in (manifest.metrics, manifest.loss_statistics, manifest.mesh):
+        numbers += by_name.values()
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise TypeError
     return manifest
 
 
@@ -280,9 +277,7 @@ DAMAGED = re.compile(
 )
 
 KEY_IN_ERROR = re.compile('in "([^"]+)" in OCDBT')
-
 OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-
 STORE_ERROR = re.compile("http_response_code=|curl_code=")
 
 
@@ -317,7 +312,6 @@ def reading_chunks(directory: Path) -> Iterator[None]:
 # ---- the files of a checkpoint ----
 
 CHUNKS = "arrays/ocdbt.process_*/d/*"  # files whose chunks have checksums of their own
-
 BLOCK_BYTES = 256 << 10  # read at once; fits in a core's cache
 
 # Files of NFS and macOS that come and go: a manifest that lists one would make its checkpoint

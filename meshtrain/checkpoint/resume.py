@@ -15,9 +15,7 @@ IDENTITY = {"data": "other tokens", "tokenizer": "another tokenizer"}  # keys of
 
 # What the model computes, and what it is trained on; all other keys may change, and are reported.
 FIXED = ("model.*", "adapter.*", "data.build", "data.separator", "data.heldout", *IDENTITY)
-
 ALLOW = "checkpoint.allow_change"
-
 FREE = ("model.attention_impl", "model.loss_chunk_mib")  # how it is computed
 
 

@@ -12,7 +12,6 @@ from meshtrain.data import prepared, tokenizer
 from meshtrain.errors import ConfigError
 
 FOLDER = "tokenizer"  # in a workdir
-
 HUGGINGFACE_CONFIG = "huggingface.json"  # the config.json of a folder that was converted
 
 # Of a Hugging Face folder, besides its weights and config.json.

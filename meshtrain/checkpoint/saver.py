@@ -20,7 +20,6 @@ from meshtrain.state import TrainState, bytes_of
 from meshtrain.storage import Workdir
 
 FIRST_WAIT, LONGEST_WAIT = 5.0, 600.0  # seconds from a failed save to the next try
-
 LAST_TRIES = 4  # for the save at the end of a run
 
 SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the state's bytes

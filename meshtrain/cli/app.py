@@ -1,4 +1,6 @@
-"""The command line: verbs, shared flags, and errors in flags and configs, one per line, with exit code 2.
+"""The command line: verbs, shared flags, and one line per error in these or in configs.
+
+Such errors end with exit code 2.
 
 A process that runs alone imports jax only after it has checked the flags and the config, so that
 `--help`, a misspelt key and verbs that need no devices are quick.
@@ -69,7 +71,8 @@ def main(name: str, argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         run = functools.partial(report_errors, lambda: _run(name, argv), name)
-        # A run logs to its workdir what stdout does not accept; of the other verbs, the output is the result.
+        # A run logs to its workdir what stdout does not accept; of the other verbs, the output is
+        # the result.
         return run() if name in ("train", "launch") else _with_complete_output(run)
     except SystemExit as end:  # after --help
         code = end.code
@@ -77,7 +80,10 @@ def main(name: str, argv: list[str] | None = None) -> int:
 
 
 def _with_complete_output(run: Callable[[], int]) -> int:
-    """Returns the exit code of `run`; EXIT_FAILED if stdout broke, except by a reader that has ended, such as head."""
+    """Returns the exit code of `run`.
+
+    It is EXIT_FAILED if stdout broke, except by a reader that has ended, such as head.
+    """
     code = run()
     sys.stdout.flush()
     error = console.faults.get("stdout")
@@ -124,8 +130,8 @@ def _read_config(
         "--config",
         required=not verb.config_is_optional,
         metavar="FILE",
-        help="a Python file with get_config(), the name of a config of the package, such as quickstart, a YAML file, "
-        "or a run's config.json",
+        help="a Python file with get_config(), the name of a config of the package, such as "
+        "quickstart, a YAML file, or a run's config.json",
     )
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
     _add_common_flags(flags)
@@ -180,7 +186,9 @@ def _read_config(
 
 
 def _parse(config: Any, num_devices: int | None, flag: str) -> tuple[Config | None, list[str]]:
-    """Returns the typed config, and its faults; with `num_devices`, also those of a mesh that does not fit them.
+    """Returns the typed config, and its faults.
+
+    With `num_devices`, these include those of a mesh that does not fit them.
 
     `flag` is the one that sets the number of devices, for messages.
     """
@@ -201,7 +209,7 @@ def _naming_flag(flag: str, error: ConfigError) -> list[str]:
 
 
 def _read_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Returns the flags and the config of the run in --workdir, with all devices on the axis `fsdp`."""
+    """Returns the flags and the config of the run in --workdir, with all devices on `fsdp`."""
     flags.add_argument(
         "--workdir",
         type=Path,
@@ -217,7 +225,8 @@ def _read_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Confi
     file = find.workdir_of(args.workdir) / "config.json"
     if not file.is_file():
         raise ConfigError(
-            f"--workdir={args.workdir}: not a run (config.json is missing); give the workdir of a run"
+            f"--workdir={args.workdir}: not a run (config.json is missing); give the workdir of a "
+            "run"
         )
     try:
         load.reject_huggingface(file.parent)

@@ -1,11 +1,12 @@
 """Lists, verifies, compares and removes the checkpoints of a run.
 
-  meshtrain checkpoint ls WORKDIR                 list all checkpoints, valid or corrupt
-  meshtrain checkpoint verify WORKDIR             the same; exit code 1 if one is corrupt or unreadable
-  meshtrain checkpoint diff PATH PATH             list the arrays that differ; exit code 1 if any does
-  meshtrain checkpoint prune WORKDIR --keep=N     remove valid checkpoints except the N newest
+  meshtrain checkpoint ls WORKDIR              list all checkpoints, valid or corrupt
+  meshtrain checkpoint verify WORKDIR          the same; exit code 1 if one is corrupt or unreadable
+  meshtrain checkpoint diff PATH PATH          list the arrays that differ; exit code 1 if any does
+  meshtrain checkpoint prune WORKDIR --keep=N  remove valid checkpoints except the N newest
 
-PATH is a checkpoint (WORKDIR/checkpoints/STEP), or a workdir, which stands for its newest valid checkpoint.
+PATH is a checkpoint (WORKDIR/checkpoints/STEP), or a workdir, which stands for its newest valid
+checkpoint.
 """
 
 import argparse
@@ -22,7 +23,9 @@ from meshtrain.errors import ConfigError, minimum_faults
 
 
 def listing(folder: Path) -> tuple[list[str], bool]:
-    """Returns a line for each checkpoint, oldest first, then quarantined ones, and whether all are valid.
+    """Returns a line for each checkpoint, and whether all are valid.
+
+    The oldest is first, and quarantined ones are last.
 
     A checkpoint that cannot be read (another format, no permission) is neither valid nor corrupt.
     """
@@ -63,7 +66,7 @@ def _described(one: Manifest) -> str:
 
 
 def differences(a: Path, b: Path) -> tuple[list[str], bool]:
-    """Returns a line for each array that is not bit-equal, a summary, and whether all are bit-equal."""
+    """Returns a line for each array that is not bit-equal, a summary, and whether all are."""
     import jax
     import numpy as np
 
@@ -160,7 +163,8 @@ def _run(args: argparse.Namespace) -> int:
     given = (args.keep, args.keep_every, args.keep_best, args.quarantine)
     if args.verb != "prune" and any(one not in (None, 0) for one in given):
         raise ConfigError(
-            f"checkpoint {args.verb}: --keep, --keep_every, --keep_best and --quarantine are of prune"
+            f"checkpoint {args.verb}: --keep, --keep_every, --keep_best and --quarantine are of "
+            "prune"
         )
     if args.verb == "diff":
         lines, same = differences(*args.paths)

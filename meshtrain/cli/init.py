@@ -31,7 +31,6 @@ optim:
 #   path: texts       # a folder
 #   pattern: "*.txt"
 """
-
 SCRIPT = """\
 #!/usr/bin/env bash
 # Trains, or resumes the run in WORKDIR (default: runs/first); arguments are added to those of
@@ -42,7 +41,6 @@ cd -- "$(dirname -- "${{BASH_SOURCE[0]}}")"
 exec "${{PYTHON:-{python}}}" -m meshtrain launch -- train \\
     --config=config.yaml --workdir="${{WORKDIR:-runs/first}}" "$@"
 """
-
 README = """\
 # {name}
 

@@ -20,7 +20,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--workdir",
         metavar="DIR",
-        help="folder for metrics and checkpoints, or s3://BUCKET/RUN or gs://BUCKET/RUN; without it nothing is saved",
+        help="folder for metrics and checkpoints, or s3://BUCKET/RUN or gs://BUCKET/RUN; without "
+        "it nothing is saved",
     )
     flags.add_argument(
         "--from_scratch",

@@ -1,4 +1,4 @@
-"""The verbs of the command `meshtrain`: each is one module of this folder, which ends with its `VERB`."""
+"""The verbs of `meshtrain`: each is one module of this folder, which ends with its `VERB`."""
 
 import argparse
 import importlib
@@ -30,8 +30,8 @@ NAMES = (
 class Verb:
     """One verb of the command.
 
-    `run` returns the exit code. It gets the flags, and the `Config` of a verb that reads a config or a run. Its module
-    imports jax only there, since jax takes seconds to load.
+    `run` returns the exit code. It gets the flags, and the `Config` of a verb that reads a config
+    or a run. Its module imports jax only there, since jax takes seconds to load.
     """
 
     summary: str
@@ -41,7 +41,8 @@ class Verb:
     # "config": --config=FILE with its overrides; "run": --workdir=DIR of a run
     reads: Literal["flags", "config", "run"] = "flags"
     config_is_optional: bool = False  # without --config the verb gets None
-    # The verb sets the mesh and the batch itself, so that those of the config need not fit the devices.
+    # The verb sets the mesh and the batch itself, so that those of the config need not fit the
+    # devices.
     ignores_mesh: bool = False
     reads_data: bool = False  # the data must exist before jax is loaded
     # Checks the flags and changes the config, a ConfigDict, before it is checked and jax is loaded.

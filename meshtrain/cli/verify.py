@@ -29,9 +29,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.tools.verify import GC_THRESHOLDS, OPTIONAL, QUICK_LAYOUTS
 
 EXIT_DIFFERS = 1
-
 MAX_JOBS = 4
-
 BYTES_PER_JOB = 3 << 30
 
 # Compile time matters here, not the speed of the programs.

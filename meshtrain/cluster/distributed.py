@@ -159,9 +159,7 @@ def barrier(name: str) -> None:
 # ---- requests to stop ----
 
 STOP_KEYS = "meshtrain/stop"
-
 _run = 0  # number of the run in these processes
-
 _stop_sent = False  # whether this process has sent its request
 
 
@@ -291,7 +289,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 # ---- the end of a process that has failed ----
 
 EXIT_TIMEOUT = 3.0  # seconds that a failed process waits for the others to print their errors
-
 EXIT_DELAY = 0.5  # seconds that process 0 waits longer than the others
 
 

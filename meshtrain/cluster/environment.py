@@ -24,7 +24,6 @@ from meshtrain.cluster.launchers import (
 from meshtrain.errors import ConfigError
 
 JOIN_SECONDS = 120.0  # timeout for all processes to connect
-
 MAX_SECONDS = 1e8  # of any timeout
 
 

@@ -14,19 +14,12 @@ from typing import Any, NamedTuple
 from meshtrain.errors import ConfigError
 
 JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-
 FLAGS = ("--coordinator", "--num_processes", "--process_id")  # they override JAX_VARIABLES
-
 MAX_PROCESSES = 100_000
-
 LOOPBACK = "127.0.0.1"
-
 LOOPBACK_IPV6 = "::1"
-
 LOCALHOST = (LOOPBACK, "localhost", LOOPBACK_IPV6)
-
 ALONE = f"to run alone, set {JAX_VARIABLES[1]}=1"
-
 Environ = Mapping[str, str]
 
 

@@ -12,16 +12,12 @@ MAX_DEVICES = 2048  # of one process: jax's ids of CPU devices have 11 bits for 
 # A device is two threads and 0.2 MB; what a step takes depends on the model (quickstart replicated
 # on each device: 60 MB). The bound is for numbers that no model could run with.
 DEVICES_PER_CORE = 128
-
 DEVICE_BYTES = 16 << 20
 
 # A process that has imported jax takes 0.2 GB.
 PROCESSES_PER_CORE = 16
-
 PROCESS_BYTES = 256 << 20
-
 MAX_PROCESSES = 10_000  # on a host
-
 ALWAYS = 8  # devices or processes that are allowed on any machine
 
 

@@ -16,9 +16,7 @@ from pathlib import Path
 
 # The environment variable with the path of the file; the supervisor sets it.
 VARIABLE = "MESHTRAIN_PROGRESS"
-
 PHASES = ("start", "restore", "compile", "data", "step", "save", "eval", "check", "end")
-
 FIELDS = (
     "heartbeat",  # time of the last one
     "phase",  # index in PHASES
@@ -29,9 +27,7 @@ FIELDS = (
     "stop_requested",
     *PHASES,  # seconds in each
 )
-
 HEARTBEAT_SECONDS = 0.5  # between heartbeats
-
 MEDIAN_STEPS = 50  # latest steps whose median duration is `step_seconds`
 
 

@@ -26,22 +26,15 @@ from meshtrain.cluster.launchers import (
 from meshtrain.errors import ConfigError, TransientError
 
 RETRY = 0.2  # seconds between attempts to reach process 0
-
 LOG_EVERY = 10.0  # seconds between log lines that name the missing processes
-
 ANSWER_TIMEOUT = 5.0  # seconds after the deadline until process 0 must have answered
-
 MAX_LINE = 1000  # bytes
 
 # Connections that have not sent their line; if there are more, the oldest is closed.
 MAX_PENDING = 100
-
 MAX_ANSWER = 100_000  # bytes
-
 MAX_WHO = 300  # characters of the name of a process
-
 MAX_SHOWN = 20  # missing processes
-
 MISSING = "missing"  # marks a fault that is not a user's mistake
 
 

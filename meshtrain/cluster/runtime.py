@@ -114,15 +114,14 @@ def _log_unused_gpus() -> None:
 
 # Parameters of mallopt, from malloc.h.
 M_TRIM_THRESHOLD = -1
-
 M_MMAP_MAX = -4
 
 
 def _keep_memory() -> None:
     """Keeps the memory that a step on CPU frees, for the next step.
 
-        XLA allocates memory in each step. By default the C library returns large freed blocks to the kernel,
-    which clears each page before it is used again: 21 to 29 % of the step of
+    XLA allocates memory in each step. By default the C library returns large freed blocks to the
+    kernel, which clears each page before it is used again: 21 to 29 % of the step of
     benchmarks/compare/cpu_step.py.
     """
     on_one_cpu_device = jax.default_backend() == "cpu" and jax.local_device_count() == 1
@@ -212,7 +211,6 @@ def _cpu_features() -> str:
 # ---- Amazon's EFA network adapters ----
 
 AMAZON_VENDOR = "0x1d0f"  # the PCI vendor in sysfs
-
 EFA_PLUGIN = "libnccl-net{}.so"  # of aws-ofi-nccl; NCCL loads it by this name
 
 

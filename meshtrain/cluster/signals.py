@@ -16,9 +16,7 @@ from typing import Any
 from meshtrain import console
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 _thread_active = False  # whether `handled_in_thread` is in effect
-
 _receive: Callable[[int], None] | None = None  # of the innermost `received_by`
 
 

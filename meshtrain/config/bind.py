@@ -1,4 +1,4 @@
-"""Matches the keys of a section with the parameters of the function or dataclass that reads them."""
+"""Matches the keys of a section with parameters of the function or dataclass that reads them."""
 
 import functools
 import inspect
@@ -9,7 +9,6 @@ from typing import Any
 from meshtrain.errors import did_you_mean
 
 MAY_BE_INF = ("optim.clip_norm", "divergence.spike_sigmas")
-
 TYPES = {float: (float, int), int: int, bool: bool, str: str, tuple: (tuple, list)}
 
 
@@ -23,8 +22,8 @@ def bind(
 ) -> tuple[Callable, list[str]]:
     """Returns `target` with the values as keyword arguments, and the faults: a line for each.
 
-    Faults are unknown and missing keys and values of the wrong type. `given` are parameters that the
-    caller passes later; `known` are further keys of the section, to suggest for a misspelt one.
+    Faults are unknown and missing keys and values of the wrong type. `given` are parameters that
+    the caller passes later; `known` are further keys of the section, to suggest for a misspelt one.
     """
     try:
         parameters = inspect.signature(target).parameters
@@ -56,10 +55,10 @@ def bind(
 
 
 def number_faults(name: str, value: Any, own: bool = True) -> list[str]:
-    """Returns the faults of the numbers in a value: NaN, and integers that the program cannot count to.
+    """Returns the faults of the numbers in a value: NaN, and integers that are too large.
 
-    `own`: whether the value is read by meshtrain, whose steps, sizes and positions are int32 and whose
-    only numbers that may be inf are in MAY_BE_INF; other programs may use 64 bits.
+    `own`: whether the value is read by meshtrain, whose steps, sizes and positions are int32 and
+    whose only numbers that may be inf are in MAY_BE_INF; other programs may use 64 bits.
     """
     if isinstance(value, (tuple, list)):
         return [fault for entry in value for fault in number_faults(name, entry, own)]
@@ -88,7 +87,10 @@ def _short(value: int) -> str:
 
 
 def has_type(value: Any, annotation: Any) -> bool:
-    """Returns whether a value fits a parameter's annotation; an int fits float, a bool fits neither."""
+    """Returns whether a value fits a parameter's annotation.
+
+    An int fits float, a bool fits neither.
+    """
     if isinstance(value, bool) and annotation in (int, float):
         return False
     return isinstance(value, TYPES.get(annotation, object))

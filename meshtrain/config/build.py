@@ -1,4 +1,4 @@
-"""Builds model, optimizer and data with the functions that the keys `build` of their sections name."""
+"""Builds model, optimizer and data with the functions that `build` of their sections names."""
 
 import dataclasses
 import importlib
@@ -26,7 +26,10 @@ class RunParts(NamedTuple):
 
 
 def build(cfg: Config, *, model: Any = None, data: Any = None) -> RunParts:
-    """Builds all parts, or raises ConfigError with every fault; `model` and `data` replace what is configured."""
+    """Builds all parts, or raises ConfigError with every fault.
+
+    `model` and `data` replace what is configured.
+    """
     faults = checks.position_faults(cfg) if model is None and data is None else []
 
     def attempt(make: Callable, *args: Any) -> Any:
@@ -48,9 +51,10 @@ def build(cfg: Config, *, model: Any = None, data: Any = None) -> RunParts:
 
 
 def with_steps(cfg: Config, data: Any) -> Config:
-    """Returns the settings with the steps of `train.epochs`, a last batch that is not full included.
+    """Returns the settings with the steps of `train.epochs`, including a partial last batch.
 
-    `data` is a Source, or an iterable of batches with a length. Raises ConfigError if its size is not known.
+    `data` is a Source, or an iterable of batches with a length. Raises ConfigError if its size is
+    not known.
     """
     if not (epochs := cfg.train.epochs):
         return cfg
@@ -60,8 +64,8 @@ def with_steps(cfg: Config, data: Any) -> Config:
         num_batches = len(data) if hasattr(data, "__len__") else None
     if not num_batches:
         raise ConfigError(
-            f"train.epochs={epochs:g}: this data has no size, so it has no epochs; set train.steps and "
-            f"train.epochs=0, or give an iterable with a length (__len__)"
+            f"train.epochs={epochs:g}: this data has no size, so it has no epochs; set train.steps "
+            "and train.epochs=0, or give an iterable with a length (__len__)"
         )
     steps = math.ceil(epochs * num_batches - 1e-9)
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=steps, epochs=0.0))
@@ -94,7 +98,7 @@ def adapted(model: Any, cfg: Config) -> Any:
 
 
 def optimizer_builder(cfg: Config, model: Any) -> Callable[[Any], Any]:
-    """Returns the function learning-rate schedule -> optax.GradientTransformation of section `optim`.
+    """Returns section `optim` as a function learning-rate schedule -> optax.GradientTransformation.
 
     A builder with a parameter `axes` gets the logical names of the parameters that are trained.
     """
@@ -138,7 +142,10 @@ def build_data(section: BuildConfig, split: str) -> Any:
 def _bind_builder(
     name: str, section: BuildConfig, *, given: Iterable[str] = (), known: Iterable[str] = ()
 ) -> tuple[Callable, list[str]]:
-    """Returns the function that a section names with its keys as arguments, and the faults; see `bind`."""
+    """Returns the function that a section names, with its keys as arguments, and faults.
+
+    See `bind`.
+    """
     key = f"{name}.build"
     function = resolve(section.build, key=key)
     # Of this package only builders are called, because a config that is data may name them.
@@ -160,7 +167,10 @@ def _parameters(function: Callable) -> set[str]:
 
 
 def _checked(name: str, section: BuildConfig, value: Any) -> Any:
-    """Returns what a function built; raises ConfigError if it is something else than its section needs."""
+    """Returns what a function built.
+
+    Raises ConfigError if it is something else than its section needs.
+    """
     if KINDS[name] not in [kind.__name__ for kind in type(value).__mro__]:
         kind = type(value).__name__
         raise ConfigError(f"{name}.build={section.build}: returned a {kind}, not a {KINDS[name]}")
@@ -168,7 +178,10 @@ def _checked(name: str, section: BuildConfig, value: Any) -> Any:
 
 
 def resolve(path: object, *, key: str) -> Callable:
-    """Returns the function that "package.module:function" names; `key` is its config key, for errors."""
+    """Returns the function that "package.module:function" names.
+
+    `key` is its config key, for errors.
+    """
     module, _, name = str(path).partition(":")
     try:
         function = getattr(importlib.import_module(module), name)

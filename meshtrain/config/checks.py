@@ -35,7 +35,10 @@ def check_place(workdir: str | Path | None, cfg: Config, faults: list[str]) -> N
 
 
 def missing_data(cfg: Config) -> list[str]:
-    """Returns a fault if the package's own readers would find nothing at `data.path`; others have paths of any kind."""
+    """Returns a fault if the package's own readers would find nothing at `data.path`.
+
+    Other readers may have paths of any kind.
+    """
     path = cfg.data.options.get("path")
     is_path = isinstance(path, str) and path
     if not is_path or not cfg.data.build.startswith("meshtrain.data."):
@@ -47,7 +50,10 @@ def missing_data(cfg: Config) -> list[str]:
 
 
 def is_auto(config: Mapping[str, Any]) -> bool:
-    """Returns whether the planner chooses the mesh of a config; other parts of the config may be wrong."""
+    """Returns whether the planner chooses the mesh of a config.
+
+    Other parts of the config may be wrong.
+    """
     try:
         return config["mesh"]["auto"] is True
     except (KeyError, TypeError):
@@ -62,12 +68,16 @@ def batch_faults(mesh: MeshConfig, *, global_batch: int, num_microbatches: int) 
         return []
     return [
         f"train.global_batch={global_batch} is not divisible by {batch_sizes(mesh)} x "
-        f"train.num_microbatches={num_microbatches}; use {nearest_multiples(global_batch, multiple)}"
+        f"train.num_microbatches={num_microbatches}; use "
+        f"{nearest_multiples(global_batch, multiple)}"
     ]
 
 
 def batch_sizes(mesh: MeshConfig) -> str:
-    """Returns the sizes of the axes that shard the rows of the batch, for a message: mesh.data=2 x mesh.fsdp=1."""
+    """Returns the sizes of the axes that shard the rows of the batch, as text.
+
+    An example is mesh.data=2 x mesh.fsdp=1.
+    """
     sizes = {axis: max(1, getattr(mesh, axis)) for axis in BATCH_AXES}
     return " x ".join(f"mesh.{axis}={n}" for axis, n in sizes.items() if n > 1 or axis != "expert")
 
@@ -100,14 +110,17 @@ def tensor_faults(model: Mapping[str, Any], tensor: int) -> list[str]:
 
 
 def expert_faults(model: Mapping[str, Any], expert: int) -> list[str]:
-    """Returns a fault if the model does not have a multiple of `mesh.expert` experts; other models may name theirs."""
+    """Returns a fault if the model does not have a multiple of `mesh.expert` experts.
+
+    Other models may name theirs.
+    """
     num_experts = model.get("num_experts")
     if expert <= 1 or not has_type(num_experts, int):
         return []
     if num_experts == 0:
         return [
-            f"mesh.expert={expert}: the model has no experts; put the devices on data or fsdp, or set "
-            f"model.num_experts"
+            f"mesh.expert={expert}: the model has no experts; put the devices on data or fsdp, or "
+            "set model.num_experts"
         ]
     if num_experts % expert == 0:
         return []
@@ -129,25 +142,30 @@ def layer_faults(
         return []
     less = f", less model.first_dense_layers={num_first}," if num_first else ""
     return [
-        f"model.num_layers={num_first + num_layers}{less} is not divisible by mesh.pipeline={num_stages} x "
-        f"pipeline.num_chunks={num_chunks}; use {nearest_multiples(num_layers, pieces, num_first)}"
+        f"model.num_layers={num_first + num_layers}{less} is not divisible by "
+        f"mesh.pipeline={num_stages} x pipeline.num_chunks={num_chunks}; use "
+        f"{nearest_multiples(num_layers, pieces, num_first)}"
     ]
 
 
 def position_faults(cfg: Config) -> list[str]:
-    """Returns a fault if sequences are longer than the table of learned positions: jax would clamp the index."""
+    """Returns a fault if sequences are longer than the table of learned positions.
+
+    Otherwise jax would clamp the index.
+    """
     rows, seq_len = cfg.model.options.get("max_seq_len"), cfg.data.options.get("seq_len")
     if cfg.model.options.get("positions") != "learned":
         return []
     if not (has_type(rows, int) and has_type(seq_len, int)) or seq_len <= rows:
         return []
     return [
-        f"data.seq_len={seq_len} is more than model.max_seq_len={rows}; use the same, or positions='rope'"
+        f"data.seq_len={seq_len} is more than model.max_seq_len={rows}; use the same, or "
+        "positions='rope'"
     ]
 
 
 def sequence_faults(data: Mapping[str, Any], num_devices: int) -> list[str]:
-    """Returns a fault if the devices along `context` cannot hold two equal chunks of each sequence."""
+    """Returns a fault if devices along `context` cannot hold two equal chunks of each sequence."""
     length = data.get("seq_len")
     if not has_type(length, int) or num_devices <= 1 or length % (2 * num_devices) == 0:
         return []
@@ -171,7 +189,8 @@ def rule_faults(rules: Any) -> list[str]:
         for axis in axes:
             if axis not in AXES:
                 faults.append(
-                    f"config.rules maps {rule[0]!r} to {axis!r}, not a mesh axis{did_you_mean(axis, AXES)}"
+                    f"config.rules maps {rule[0]!r} to {axis!r}, not a mesh "
+                    f"axis{did_you_mean(axis, AXES)}"
                 )
         if len({*axes}) < len(axes):
             faults.append(f"config.rules maps {rule[0]!r} to {rule[1]!r}; use each axis once")
@@ -179,7 +198,7 @@ def rule_faults(rules: Any) -> list[str]:
 
 
 def train_faults(mesh: MeshConfig, train: TrainConfig) -> list[str]:
-    """Returns the faults of the mesh, and of the batch on this mesh, unless its size is not known yet."""
+    """Returns the faults of the mesh, and of the batch on it if its size is known."""
     if train.batch_per_device:
         return []
     return batch_faults(

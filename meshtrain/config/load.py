@@ -1,4 +1,4 @@
-"""Reads a config from a Python, YAML or JSON file, environment variables and `--config.KEY=VALUE` overrides.
+"""Reads a config: Python, YAML or JSON, environment variables, and `--config.KEY=VALUE` overrides.
 
 A YAML file has keys over a base config:
 
@@ -6,8 +6,8 @@ A YAML file has keys over a base config:
   train:
     steps: 200
 
-MESHTRAIN__TRAIN__STEPS=200 sets the same key. A value is read as on the command line: the type of the key decides,
-not that of YAML, for which `on` and `no` are booleans. A list is a tuple.
+MESHTRAIN__TRAIN__STEPS=200 sets the same key. A value is read as on the command line: the type of
+the key decides, not that of YAML, for which `on` and `no` are booleans. A list is a tuple.
 """
 
 import ast
@@ -30,18 +30,17 @@ from meshtrain.configs import default
 from meshtrain.errors import ConfigError, did_you_mean
 
 ARGUMENTS = ("--config", "--workdir", "--simulate_devices", "--output", "--help")
-
 CONFIGS = Path(configs.__file__).parent  # of the package: --config=NAME
 
 
 def load_config(
     path: str, overrides: Iterable[str] = (), *, trust_code: bool = False
 ) -> ConfigDict:
-    """Returns the config of a Python file with `get_config()`, with `--config.KEY=VALUE` overrides applied.
+    """Returns the config of a file with `get_config()`, with `--config.KEY=VALUE` overrides.
 
-    `path` may also be the name of a config of the package, such as "quickstart", a YAML file (see overlay.py), or a
-    run's `config.json`. The latter two may name functions outside meshtrain only with `trust_code`. Raises ConfigError
-    with every invalid override.
+    `path` may also be the name of a config of the package, such as "quickstart", a YAML file (see
+    overlay.py), or a run's `config.json`. The latter two may name functions outside meshtrain only
+    with `trust_code`. Raises ConfigError with every invalid override.
     """
     config, faults = read(path, overrides, trust_code=trust_code)
     if faults:
@@ -60,9 +59,9 @@ def read(
 ) -> tuple[ConfigDict, list[str]]:
     """Returns the config with the valid overrides applied, and a line for each invalid one.
 
-    `change` may set keys before the overrides are applied. `known` are the flags of the verb, to suggest one
-    for a misspelt flag. Variables of `environ` such as MESHTRAIN__TRAIN__STEPS are overrides before the others. See
-    `load_config` for the other arguments.
+    `change` may set keys before the overrides are applied. `known` are the flags of the verb, to
+    suggest one for a misspelt flag. Variables of `environ` such as MESHTRAIN__TRAIN__STEPS are
+    overrides before the others. See `load_config` for the other arguments.
     """
     config = _read_file(path, trust_code)
     change(config)
@@ -75,7 +74,10 @@ def read(
 def _override_all(
     config: ConfigDict, overrides: list[str], known: Iterable[str], places: Mapping[str, str]
 ) -> tuple[ConfigDict, list[str]]:
-    """Returns what `read` returns, with references between keys; a fault of an override in `places` names its place."""
+    """Returns what `read` returns, with references between keys.
+
+    A fault of an override in `places` names its place.
+    """
     overrides, places = _with_new_keys(overrides, places)
     conflicts = conflicting_overrides(overrides, places)
     try:
@@ -111,7 +113,7 @@ def _with_new_keys(
 
 
 def reject_huggingface(folder: Path) -> None:
-    """Raises ConfigError if the config.json in a folder was written by Hugging Face transformers."""
+    """Raises ConfigError if a folder's config.json was written by Hugging Face transformers."""
     try:
         found = "architectures" in json.loads((folder / "config.json").read_text())
     except (OSError, ValueError, TypeError):
@@ -135,15 +137,16 @@ def _read_file(path: str, trust_code: bool) -> ConfigDict:
         return _read_json(file, trust_code)
     if file.suffix in (".yaml", ".yml"):
         return _read_yaml(file, trust_code)
-    # A config file may name a model in its own folder. The folder comes last: its files must not replace
-    # installed modules.
+    # A config file may name a model in its own folder. The folder comes last: its files must not
+    # replace installed modules.
     if (folder := str(file.parent)) not in sys.path:
         sys.path.append(folder)
     try:
         spec = importlib.util.spec_from_file_location("config_file", file)
         if spec is None or spec.loader is None:
             raise ConfigError(
-                f"--config={path}: use a .py file with get_config(), a .yaml file, or a run's config.json"
+                f"--config={path}: use a .py file with get_config(), a .yaml file, or a run's "
+                "config.json"
             )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -180,7 +183,10 @@ def _describe(error: Exception, file: Path) -> str:
 
 
 def _find(name: str) -> Path | None:
-    """Returns the path of a config file. NAME and configs/NAME.py also mean a config of the package."""
+    """Returns the path of a config file.
+
+    NAME and configs/NAME.py also mean a config of the package.
+    """
     paths = [Path(name)]
     if re.fullmatch(r"\w+", name):
         paths = [CONFIGS / f"{name}.py"]
@@ -202,7 +208,8 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
     return ConfigDict(_with_tuples(_with_added_keys(raw))).lock()
 
 
-# Sections, and keys of others, that files of earlier versions lack. Anything else that is missing is a mistake.
+# Sections, and keys of others, that files of earlier versions lack. Anything else that is missing
+# is a mistake.
 ADDED_SECTIONS = ("context", "sync", "adapter", "monitor")
 ADDED_KEYS = {
     "train": ("epochs", "batch_per_device"),
@@ -235,8 +242,8 @@ def _read_yaml(file: Path, trust_code: bool) -> ConfigDict:
             raise ConfigError(f"{file}: base={base}: use a name such as quickstart, or a .py file")
         if not trust_code:
             raise ConfigError(
-                f"{file}: base={base}: is a file, which a {file.name} may not run; use the name of a config of the "
-                f"package, or if you trust it, add --trust_code"
+                f"{file}: base={base}: is a file, which a {file.name} may not run; use the name of "
+                "a config of the package, or if you trust it, add --trust_code"
             )
         base = str(file.parent / base)
     try:
@@ -266,8 +273,8 @@ def _value(config: ConfigDict, key: str) -> Any:
 def _reject_foreign_code(file: Path, raw: dict[str, Any]) -> None:
     """Raises ConfigError if a config that is data names a function outside this package."""
     faults = [
-        f"{file}: {name}.build={section['build']}: is code outside meshtrain, which a {file.name} may not run; "
-        f"if you trust it, add --trust_code"
+        f"{file}: {name}.build={section['build']}: is code outside meshtrain, which a {file.name} "
+        "may not run; if you trust it, add --trust_code"
         for name, section in raw.items()
         if isinstance(section, dict)
         and not str(section.get("build", "meshtrain.")).startswith("meshtrain.")
@@ -293,7 +300,8 @@ def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
     )
     if rest := values(arguments)[1:]:
         raise flags.Error(f"unknown argument {rest[0]}")
-    holder.value.copy_and_resolve_references()  # raises the error of a reference that cannot be computed
+    # raises the error of a reference that cannot be computed
+    holder.value.copy_and_resolve_references()
     return holder.value
 
 
@@ -343,14 +351,11 @@ def _keys(section: Mapping, prefix: str = "") -> list[str]:
 
 
 VARIABLE_PREFIX = "MESHTRAIN__"
-
 LITERALS = {"null": "None", "~": "None", "true": "True", "false": "False"}  # of entries of lists
-
 FLAG = "--config."
 
 # A key, and the key that it replaces unless it is 0.
 REPLACED = {"train.epochs": "train.steps", "train.batch_per_device": "train.global_batch"}
-
 KEY_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -363,7 +368,7 @@ class Overlay(NamedTuple):
 
 
 def overrides_of_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns `--config.KEY=VALUE` -> the name of the variable, for each that starts with PREFIX."""
+    """Returns `--config.KEY=VALUE` -> name of the variable, for each that starts with PREFIX."""
     return {
         f"{FLAG}{name.removeprefix(VARIABLE_PREFIX).lower().replace('__', '.')}={value}": name
         for name, value in sorted(environ.items())
@@ -372,7 +377,10 @@ def overrides_of_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def overlay_of_yaml(file: Path) -> Overlay:
-    """Returns what a YAML file says. Raises ConfigError if it cannot be read, or says something twice."""
+    """Returns what a YAML file says.
+
+    Raises ConfigError if it cannot be read, or says something twice.
+    """
     try:
         text = file.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.BaseLoader)
@@ -399,7 +407,7 @@ def overlay_of_yaml(file: Path) -> Overlay:
 
 
 def conflicting_overrides(overrides: Iterable[str], places: Mapping[str, str]) -> list[str]:
-    """Returns a line for each pair of keys of which one replaces the other, if `overrides` set both."""
+    """Returns a line for each pair of keys in `overrides` of which one replaces the other."""
     found = {}
     for override in overrides:
         flag, _, value = override.partition("=")
@@ -449,7 +457,10 @@ def _yaml_text(node: yaml.Node) -> str:
 
 
 def _yaml_literal(node: yaml.Node) -> str:
-    """Returns an entry of a list as a Python literal: a string if it has quotes or is no other literal."""
+    """Returns an entry of a list as a Python literal.
+
+    It is a string if it has quotes or is no other literal.
+    """
     text = _yaml_text(node)
     if getattr(node, "style", None) in ("'", '"'):
         return repr(text)

@@ -63,9 +63,12 @@ def parse(config: Mapping | Config, *, num_devices: int | None = None) -> Config
 
 
 def on_devices(cfg: Config, num_devices: int) -> Config:
-    """Returns the config with its mesh on all of `num_devices`: a -1 is resolved, and so is the global batch.
+    """Returns the config with its mesh on all of `num_devices`.
 
-    A mesh that is resolved already must have this number of devices. Raises ConfigError with every fault.
+    A -1 is resolved, and so is the global batch.
+
+    A mesh that is resolved already must have this number of devices. Raises ConfigError with every
+    fault.
     """
     mesh = cfg.mesh.resolve(num_devices)
     train = _with_batch(cfg.train, mesh)
@@ -77,7 +80,10 @@ def on_devices(cfg: Config, num_devices: int) -> Config:
 
 
 def _with_batch(train: schema.TrainConfig, mesh: schema.MeshConfig) -> schema.TrainConfig:
-    """Returns the section with the global batch of `train.batch_per_device`, if the sizes of the mesh are known."""
+    """Returns the section with the global batch of `train.batch_per_device`.
+
+    It stays unknown if the sizes of the mesh are.
+    """
     sizes = [getattr(mesh, axis) for axis in checks.BATCH_AXES]
     if not train.batch_per_device or min(sizes) < 1:
         return train
@@ -116,7 +122,10 @@ class _Reader:
             return None
 
     def section(self, name: str, target: type) -> Any:
-        """Returns the dataclass of a section; of `optim`, without the keys of the optimizer's builder."""
+        """Returns the dataclass of a section.
+
+        That of `optim` lacks the keys of the optimizer's builder.
+        """
         values = self.raw[name]
         if target is OptimConfig:
             own_keys = _names(OptimConfig)

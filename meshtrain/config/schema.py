@@ -1,4 +1,4 @@
-"""The settings of a run: one frozen tree of typed sections, each checked when it is made, without jax."""
+"""The settings of a run: one frozen tree of typed sections, each checked when made, without jax."""
 
 import math
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from meshtrain.errors import (
 )
 from meshtrain.schedules import SCHEDULES
 
-# The options are passed to the compiler by name: for an unknown one it raises an error. In XLA_FLAGS an
-# unknown option would abort the process.
+# The options are passed to the compiler by name: for an unknown one it raises an error. In
+# XLA_FLAGS an unknown option would abort the process.
 XLA_PRESETS: dict[str, dict[str, bool | int | str]] = {
     "none": {},
     # Collectives overlap with computation.
@@ -31,7 +31,8 @@ XLA_PRESETS: dict[str, dict[str, bool | int | str]] = {
         "xla_gpu_enable_pipelined_reduce_scatter": True,
         "xla_gpu_enable_pipelined_all_reduce": True,
         "xla_gpu_enable_pipelined_p2p": True,
-        # Otherwise XLA runs matrix products again to free memory that the step does not need: 5 to 20 % more FLOPs.
+        # Otherwise XLA runs matrix products again to free memory that the step does not need: 5 to
+        # 20 % more FLOPs.
         "xla_disable_hlo_passes": "rematerialization",
     },
     # Kernels are launched in groups, as CUDA graphs.
@@ -51,11 +52,15 @@ XLA_OPTIONS_REMOVED_IN = {  # first jaxlib version whose XLA rejects the option
 
 
 def fill_mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[dict[str, int], str]:
-    """Returns the sizes with the -1 replaced, and the fault if their product is not `num_devices`, else ""."""
+    """Returns the sizes with the -1 replaced, and a fault or "".
+
+    The fault is a product other than `num_devices`.
+    """
     for axis, size in sizes.items():
         if size < 1 and size != -1:
             return {}, (
-                f"mesh.{axis}={size} is not an axis size; use 1 or more, or -1 for all remaining devices"
+                f"mesh.{axis}={size} is not an axis size; use 1 or more, or -1 for all remaining "
+                "devices"
             )
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
@@ -66,21 +71,20 @@ def fill_mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[dict[st
     )
     if free and num_devices % fixed:
         return {}, (
-            f"{product} needs a multiple of {fixed} devices for mesh.{free[0]}=-1 and there are {num_devices}; "
-            f"use sizes whose product divides {num_devices}, or --simulate_devices={fixed}"
+            f"{product} needs a multiple of {fixed} devices for mesh.{free[0]}=-1 and there are "
+            f"{num_devices}; use sizes whose product divides {num_devices}, or "
+            f"--simulate_devices={fixed}"
         )
     if not free and fixed != num_devices:
         return {}, (
-            f"{product or 'a mesh with all axes 1'} needs {fixed} devices and there are {num_devices}; "
-            f"use --simulate_devices={fixed}, or set one axis to -1"
+            f"{product or 'a mesh with all axes 1'} needs {fixed} devices and there are "
+            f"{num_devices}; use --simulate_devices={fixed}, or set one axis to -1"
         )
     return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}, ""
 
 
 SYNC_DTYPES = ("float32", "bfloat16", "int8", "int4")
-
 SYNC_PATTERNS = ("xla", "hierarchical", "ring", "tree")
-
 SYNC_FEEDBACK = ("auto", "on", "off")
 
 
@@ -93,8 +97,8 @@ def sync_faults(settings: Any) -> list[str]:
         )
     if wire != "float32" and pattern in ("ring", "tree"):
         found.append(
-            f"sync.pattern={pattern}: each of its steps would round what sync.dtype={wire} sends once more; "
-            f"use sync.pattern=hierarchical or xla"
+            f"sync.pattern={pattern}: each of its steps would round what sync.dtype={wire} sends "
+            "once more; use sync.pattern=hierarchical or xla"
         )
     if wire == "float32" and settings.feedback == "on":
         found.append("sync.feedback=on: sync.dtype=float32 loses nothing; use sync.feedback=auto")
@@ -125,17 +129,11 @@ class AdapterConfig:
 
 # From the slowest links to the fastest: neighbours along `tensor` exchange the most data.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # compute dtypes
-
 STORED_DTYPES = ("float32", "bfloat16", "float64")  # float16 would lose most updates
-
 REMAT = ("none", "full", "dots", "names:NAME,NAME")
-
 LEARNING_RATE_SCHEDULES = ("constant", "cosine", "linear", "wsd")
-
 KEEP = ("inputs", "residuals")
-
 CONTEXT_METHODS = ("auto", "ring", "gather", "ulysses")
 
 
@@ -164,7 +162,7 @@ class MeshConfig:
         _raise(minimum_faults(1, {"mesh.slices": self.slices}))
 
     def resolve(self, num_devices: int) -> "MeshConfig":
-        """Replaces the -1 and returns sizes whose product is `num_devices`, or raises ConfigError."""
+        """Replaces the -1, for a product of `num_devices`, or raises ConfigError."""
         if self.auto:
             raise ConfigError(
                 "mesh.auto=True: only train, audit and profile choose a mesh; set the sizes of mesh"
@@ -333,8 +331,8 @@ class CheckpointConfig:
         faults += minimum_faults(1, {"checkpoint.keep_last": self.keep_last})
         if not all(self.init_only.split(",")):
             faults.append(
-                f"checkpoint.init_only={self.init_only!r}: use patterns such as layers/attention/*, "
-                f"with commas between, or * for all parameters"
+                f"checkpoint.init_only={self.init_only!r}: use patterns such as "
+                "layers/attention/*, with commas between, or * for all parameters"
             )
         _raise(faults)
 
@@ -349,7 +347,8 @@ class DivergenceConfig:
         faults = minimum_faults(1, {"divergence.max_skips": self.max_skips})
         if not self.spike_sigmas > 0:
             faults.append(
-                f"divergence.spike_sigmas={self.spike_sigmas}: use a positive number; inf detects no spikes"
+                f"divergence.spike_sigmas={self.spike_sigmas}: use a positive number; inf detects "
+                "no spikes"
             )
         _raise(faults)
 

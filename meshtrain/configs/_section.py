@@ -8,7 +8,10 @@ from meshtrain import moved
 
 
 class Section(ConfigDict):
-    """A section whose renamed keys can also be read and set under their old names, as in a user's get_config()."""
+    """A section whose renamed keys can also be read and set under their old names.
+
+    A user's get_config() may still use these.
+    """
 
     def __getattr__(self, key: str) -> Any:
         return super().__getattr__(self._new_key(key))

@@ -1,14 +1,16 @@
-"""DeepSeek-V2-Lite (arXiv 2405.04434), 15.7B parameters of which a token uses 2.7B, for 2 hosts of 8 GPUs with 80 GB.
+"""DeepSeek-V2-Lite (arXiv 2405.04434), 15.7B parameters, for 2 hosts of 8 GPUs with 80 GB.
 
-  meshtrain convert MODEL_FOLDER runs/deepseek_v2_lite-start          # if you have Hugging Face's files
+A token uses 2.7B of the parameters.
+
+  meshtrain convert MODEL_FOLDER runs/deepseek_v2_lite-start  # if you have Hugging Face's files
   meshtrain prepare my_text/ --output=data/deepseek_v2_lite --tokenizer=MODEL_FOLDER
   meshtrain train --config=configs/deepseek_v2_lite.py --workdir=runs/deepseek_v2_lite \\
       --config.checkpoint.init_from=runs/deepseek_v2_lite-start --config.optim.learning_rate=2e-5
 
 Without `init_from` it trains from random parameters, with the learning rate below.
 Parameters, gradients and both moments in float32 are 251 GB in all, sharded over 16 GPUs.
-The tests check its parameter count, and compare tiny models of the family with transformers; it was not trained at
-this size, and no audit of it was recorded.
+The tests check its parameter count, and compare tiny models of the family with transformers; it was
+not trained at this size, and no audit of it was recorded.
 """
 
 from meshtrain.configs import default
@@ -36,7 +38,8 @@ def get_config():
     config.model.vocab_size = 102400
     config.model.max_seq_len = 163840
     config.model.norm_epsilon = 1e-06
-    # Scores are divided by sqrt(128 + 64), and multiplied by the square of YaRN's 0.1 x 0.707 ln(40) + 1.
+    # Scores are divided by sqrt(128 + 64), and multiplied by the square of YaRN's 0.1 x 0.707
+    # ln(40) + 1.
     config.model.query_scale = 0.1147213867929261
     config.model.rope_scaling = ("yarn", 40.0, 32.0, 1.0, 4096.0, 1.0, True)
     config.model.num_experts = 64

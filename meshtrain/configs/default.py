@@ -1,4 +1,7 @@
-"""The default of every config key, and what the key means. Other config files start from these and change some."""
+"""The default of every config key, and what the key means.
+
+Other config files start from these and change some.
+"""
 
 from ml_collections import ConfigDict
 
@@ -10,30 +13,35 @@ def get_config() -> ConfigDict:
 
     # Number of devices along each axis of the mesh; one may be -1: all remaining devices.
     config.mesh = mesh = Section()
-    # devices along `data`, which shards the rows of the batch and replicates parameters; -1: all remaining devices
+    # devices along `data`, which shards the rows of the batch and replicates parameters; -1: all
+    # remaining devices
     mesh.data = -1
-    # devices along `fsdp`, which shards the rows of the batch, and parameters, gradients and optimizer state
-    # as far as train.zero_stage says; -1: all remaining devices
+    # devices along `fsdp`, which shards the rows of the batch, and parameters, gradients and
+    # optimizer state as far as train.zero_stage says; -1: all remaining devices
     mesh.fsdp = 1
-    # devices along `expert`, which shards the experts of a mixture, and the batch; -1: all remaining devices
+    # devices along `expert`, which shards the experts of a mixture, and the batch; -1: all
+    # remaining devices
     mesh.expert = 1
-    # pipeline stages: consecutive groups of layers, through which micro-batches pass; -1: all remaining devices
+    # pipeline stages: consecutive groups of layers, through which micro-batches pass; -1: all
+    # remaining devices
     mesh.pipeline = 1
-    # devices along `context`, which shards sequences, and the state as fsdp does; -1: all remaining devices
-    mesh.context = 1
-    # devices along `tensor`, which shards attention heads, feed-forward and vocabulary; -1: all remaining devices
-    mesh.tensor = 1
-    # equal parts of `data` with a slow network between them: each TPU slice, or group of hosts, holds one; 1: as
-    # many as there are TPU slices, else no parts
-    mesh.slices = 1
-    # whether `train` chooses the axes whose size is 1 or -1, train.zero_stage, train.num_microbatches, train.remat,
-    # model.loss_chunk_mib and the pipeline's keys: the layout that `meshtrain plan` predicts to be fastest on these
+    # devices along `context`, which shards sequences, and the state as fsdp does; -1: all remaining
     # devices
+    mesh.context = 1
+    # devices along `tensor`, which shards attention heads, feed-forward and vocabulary; -1: all
+    # remaining devices
+    mesh.tensor = 1
+    # equal parts of `data` with a slow network between them: each TPU slice, or group of hosts,
+    # holds one; 1: as many as there are TPU slices, else no parts
+    mesh.slices = 1
+    # whether `train` chooses the axes whose size is 1 or -1, train.zero_stage,
+    # train.num_microbatches, train.remat, model.loss_chunk_mib and the pipeline's keys: the layout
+    # that `meshtrain plan` predicts to be fastest on these devices
     mesh.auto = False
 
-    # Sharding of each logical dim: (name, mesh axis or axes or None). For each dim of an array, the rules with its
-    # name are tried in order. A rule applies if its axes shard no other dim of the array yet, and their sizes
-    # divide the dim. If none applies, the dim is not sharded.
+    # Sharding of each logical dim: (name, mesh axis or axes or None). For each dim of an array, the
+    # rules with its name are tried in order. A rule applies if its axes shard no other dim of the
+    # array yet, and their sizes divide the dim. If none applies, the dim is not sharded.
     config.rules = (
         ("batch", ("data", "fsdp", "expert")),
         # All pipeline stages share embedding and head.
@@ -58,65 +66,71 @@ def get_config() -> ConfigDict:
     train.steps = 1000  # total number of optimizer steps
     train.epochs = 0.0  # passes over the training data, which replace train.steps; 0: train.steps
     train.global_batch = 32  # sequences per step, over all devices and micro-batches
-    # sequences of each step on each shard of the batch, which replace train.global_batch; 0: train.global_batch
+    # sequences of each step on each shard of the batch, which replace train.global_batch; 0:
+    # train.global_batch
     train.batch_per_device = 0
     train.num_microbatches = 1  # number of micro-batches that a batch is split into, to save memory
     train.seed = 0  # seed of the initial parameters, the data order and dropout
     train.log_every = 10  # steps between log lines
-    # what is sharded over fsdp and context: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well
+    # what is sharded over fsdp and context: 0 nothing, 1 optimizer state, 2 gradients as well, 3
+    # parameters as well
     train.zero_stage = 3
-    # what the backward pass recomputes: "none"; "full", all activations inside a layer; "dots", all but results
-    # of matrix products; "names:attention,mlp", all but the results with these names
+    # what the backward pass recomputes: "none"; "full", all activations inside a layer; "dots", all
+    # but results of matrix products; "names:attention,mlp", all but the results with these names
     train.remat = "none"
-    # largest number of layers per iteration of the loop over layers, if train.remat is "none"; GPU, TPU: all or 1
+    # largest number of layers per iteration of the loop over layers, if train.remat is "none"; GPU,
+    # TPU: all or 1
     train.unroll = 12
-    # set of compiler options: "none"; "overlap", collectives overlap with computation, and XLA computes nothing
-    # again by itself to save memory; "cuda_graphs"; "auto", which is "overlap" on several GPUs and "none" otherwise
+    # set of compiler options: "none"; "overlap", collectives overlap with computation, and XLA
+    # computes nothing again by itself to save memory; "cuda_graphs"; "auto", which is "overlap" on
+    # several GPUs and "none" otherwise
     train.xla_preset = "auto"
-    # compute dtype: "float32", "bfloat16", "float64", or "float16", which scales the loss dynamically and skips
-    # steps whose gradients overflow
+    # compute dtype: "float32", "bfloat16", "float64", or "float16", which scales the loss
+    # dynamically and skips steps whose gradients overflow
     train.dtype = "float32"
     # dtype of the parameters: "float32", "float64", or "bfloat16", which loses small updates
     train.param_dtype = "float32"
 
-    # patterns, separated by commas, of the parameters that are trained, such as "layers/attention/*,output/*"; others
-    # keep their values, and have no gradients and no optimizer state. With adapter.rank: in addition to the adapter
+    # patterns, separated by commas, of the parameters that are trained, such as
+    # "layers/attention/*,output/*"; others keep their values, and have no gradients and no
+    # optimizer state. With adapter.rank: in addition to the adapter
     train.trainable = "*"
 
     # Used if mesh.pipeline is more than 1.
     config.pipeline = pipeline = Section()
     # pipeline schedule: "gpipe", "1f1b" or "interleaved"; `meshtrain schedule` prints them
     pipeline.schedule = "1f1b"
-    # chunks of layers per stage: consecutive chunks are on consecutive stages; more than 1 only with schedule
-    # "interleaved"
+    # chunks of layers per stage: consecutive chunks are on consecutive stages; more than 1 only
+    # with schedule "interleaved"
     pipeline.num_chunks = 1
-    # what a chunk stores for its backward pass: "inputs", its input, from which the forward pass is recomputed;
-    # "residuals", everything that the backward pass needs, so that nothing is recomputed
+    # what a chunk stores for its backward pass: "inputs", its input, from which the forward pass is
+    # recomputed; "residuals", everything that the backward pass needs, so that nothing is
+    # recomputed
     pipeline.keep = "inputs"
 
     # Used if mesh.context is more than 1.
     config.context = context = Section()
-    # how devices that hold parts of a sequence compute its attention: "ring", keys and values travel from device to
-    # device; "gather", they are gathered once per layer; "ulysses", an all-to-all exchanges parts of the sequence for
-    # heads, which mesh.context x mesh.tensor must divide; "auto", ulysses where it can use a fused kernel or sends
-    # less, else gather, or ring between hosts
+    # how devices that hold parts of a sequence compute its attention: "ring", keys and values
+    # travel from device to device; "gather", they are gathered once per layer; "ulysses", an
+    # all-to-all exchanges parts of the sequence for heads, which mesh.context x mesh.tensor must
+    # divide; "auto", ulysses where it can use a fused kernel or sends less, else gather, or ring
+    # between hosts
     context.method = "auto"
 
     # Used if several devices along data, or along fsdp at ZeRO stage 0 or 1, have gradients to add.
     config.sync = sync = Section()
-    # what gradients are sent as: "float32", nothing is lost; "bfloat16"; "int8" or "int4", integers with a scale for
-    # each block of elements. For slow networks
+    # what gradients are sent as: "float32", nothing is lost; "bfloat16"; "int8" or "int4", integers
+    # with a scale for each block of elements. For slow networks
     sync.dtype = "float32"
     sync.block_size = 256  # elements that share a scale
-    sync.uncompressed = (
-        "scale",
-        "bias",
-    )  # parameters with such a name in their path are sent as float32
-    # whether what a step loses is added to the gradients of the next: "on"; "off", int4 is then rounded
-    # stochastically; "auto", for int4
+    # parameters with such a name in their path are sent as float32
+    sync.uncompressed = ("scale", "bias")
+    # whether what a step loses is added to the gradients of the next: "on"; "off", int4 is then
+    # rounded stochastically; "auto", for int4
     sync.feedback = "auto"
-    # who sends to whom: "xla", one collective; "hierarchical", first inside each host or slice, then between them,
-    # where alone sync.dtype applies; "ring" and "tree", from device to device, in float32
+    # who sends to whom: "xla", one collective; "hierarchical", first inside each host or slice,
+    # then between them, where alone sync.dtype applies; "ring" and "tree", from device to device,
+    # in float32
     sync.pattern = "xla"
 
     config.model = model = Section()
@@ -128,8 +142,9 @@ def get_config() -> ConfigDict:
     # number of key/value heads; fewer than num_heads: grouped-query attention
     model.num_kv_heads = 8
     model.head_dim = 0  # width of a head; 0: d_model / num_heads
-    # dims of the latent vector from which latent attention computes the keys and values of all heads (DeepSeek-V2);
-    # model.head_dim is then the part of queries and keys without rope (qk_nope_head_dim); 0: ordinary attention
+    # dims of the latent vector from which latent attention computes the keys and values of all
+    # heads (DeepSeek-V2); model.head_dim is then the part of queries and keys without rope
+    # (qk_nope_head_dim); 0: ordinary attention
     model.kv_lora_rank = 0
     # dims of the latent vector of queries; 0: they are computed from the input
     model.q_lora_rank = 0
@@ -143,31 +158,36 @@ def get_config() -> ConfigDict:
     model.norm_epsilon = 1e-5  # epsilon added to the variance in the norms
     model.positions = "rope"  # position encoding: "rope" or "learned"
     model.rope_theta = 10000.0  # base of the rope frequencies; larger for longer sequences
-    # base of the rope frequencies in local layers, to which rope_scaling does not apply; 0: as in global layers
+    # base of the rope frequencies in local layers, to which rope_scaling does not apply; 0: as in
+    # global layers
     model.rope_theta_local = 0.0
-    # scaling of the rope frequencies: () for none, or a kind ("linear", "llama3", "yarn", "dynamic") and
-    # its values, such as ("linear", FACTOR); meshtrain/models/rope.py documents them
+    # scaling of the rope frequencies: () for none, or a kind ("linear", "llama3", "yarn",
+    # "dynamic") and its values, such as ("linear", FACTOR); meshtrain/models/rope.py documents them
     model.rope_scaling = ()
     model.mlp = "swiglu"  # feed-forward layer: "swiglu", "gelu" or "geglu"
-    # routed experts of a layer, of which a token uses model.experts_per_token; 0: one feed-forward layer for all tokens
+    # routed experts of a layer, of which a token uses model.experts_per_token; 0: one feed-forward
+    # layer for all tokens
     model.num_experts = 0
     model.experts_per_token = 2  # routed experts that a token uses
     model.d_expert = 0  # width of the feed-forward of an expert; 0: d_ff
     model.num_shared_experts = 0  # experts that all tokens use, in addition
     model.first_dense_layers = 0  # layers at the start without experts, of width d_ff
-    # weights of the experts: "topk_softmax", softmax over the chosen ones (Mixtral); "softmax", over all experts;
-    # "sigmoid", sigmoids, divided by the sum of the chosen ones (DeepSeek-V3)
+    # weights of the experts: "topk_softmax", softmax over the chosen ones (Mixtral); "softmax",
+    # over all experts; "sigmoid", sigmoids, divided by the sum of the chosen ones (DeepSeek-V3)
     model.router = "topk_softmax"
     model.router_scale = 1.0  # factor of these weights
-    # (GROUPS, GROUPS_PER_TOKEN): a token chooses among the experts of the best groups; (): among all
+    # (GROUPS, GROUPS_PER_TOKEN): a token chooses among the experts of the best groups; (): among
+    # all
     model.expert_groups = ()
-    # assignments that an expert accepts from a row, relative to an equal share; others are dropped; 0: never
+    # assignments that an expert accepts from a row, relative to an equal share; others are dropped;
+    # 0: never
     model.capacity_factor = 0.0
-    # what balances the load: "batch", a loss with the load of the last global batch (Switch); "sequence", with the load
-    # of the document; "bias", a bias in the choice of experts, without loss (DeepSeek-V3); "none"
+    # what balances the load: "batch", a loss with the load of the last global batch (Switch);
+    # "sequence", with the load of the document; "bias", a bias in the choice of experts, without
+    # loss (DeepSeek-V3); "none"
     model.balance = "batch"
-    # weight of the balance loss of a layer, which is 1 if all experts are used equally; of balance "bias", the step
-    # of the bias
+    # weight of the balance loss of a layer, which is 1 if all experts are used equally; of balance
+    # "bias", the step of the bias
     model.balance_weight = 0.01
     model.router_z_loss = 0.0  # weight of logsumexp(router logits)^2 in the loss
     model.bias = False  # whether linear layers and LayerNorm have biases
@@ -176,12 +196,12 @@ def get_config() -> ConfigDict:
     # heads that model.qk_norm normalizes together: "each", by itself (Qwen 3), or "all" (OLMoE)
     model.qk_norm_heads = "each"
     model.post_norm = False  # whether the outputs of attention and feed-forward are normalized
-    # pattern of layer kinds, repeated over the layers: "g" is global attention, "l" local attention to the last
-    # model.window tokens, as in "g" or "lllllg"
+    # pattern of layer kinds, repeated over the layers: "g" is global attention, "l" local attention
+    # to the last model.window tokens, as in "g" or "lllllg"
     model.attention = "g"
     model.window = 0  # number of tokens that a local layer attends to, the current one included
-    # probability of dropout as in GPT-2: after the embedding, of attention probabilities, and after attention and
-    # feed-forward; the same on every mesh and schedule. In training only
+    # probability of dropout as in GPT-2: after the embedding, of attention probabilities, and after
+    # attention and feed-forward; the same on every mesh and schedule. In training only
     model.dropout = 0.0
     model.query_scale = 0.0  # factor of the attention scores; 0: 1 / sqrt(head dim)
     model.attention_softcap = 0.0  # soft cap c of attention scores: c tanh(score / c); 0: none
@@ -189,23 +209,27 @@ def get_config() -> ConfigDict:
     model.embed_scale = 1.0  # factor of the token embeddings
     model.tie_embeddings = False  # whether the output head is the embedding table
     model.z_loss = 0.0  # weight of logsumexp(logits)^2 in the loss; 1e-4 if the logits drift
-    # implementation of attention: "xla"; "cudnn", fused, on NVIDIA GPUs; "blockwise", whose memory is linear in
-    # seq_len; "auto" chooses one and logs which; "xla:N" and "blockwise:N" compute blocks of N tokens
+    # implementation of attention: "xla"; "cudnn", fused, on NVIDIA GPUs; "blockwise", whose memory
+    # is linear in seq_len; "auto" chooses one and logs which; "xla:N" and "blockwise:N" compute
+    # blocks of N tokens
     model.attention_impl = "auto"
-    # MiB of logits that a device holds at a time while it computes the loss; 0 or float16: all at once. Small
-    # chunks are slow on GPU: each reads and writes the gradient of the output head
+    # MiB of logits that a device holds at a time while it computes the loss; 0 or float16: all at
+    # once. Small chunks are slow on GPU: each reads and writes the gradient of the output head
     model.loss_chunk_mib = 2048.0
 
     config.data = data = Section()
-    # function, "package.module:name", that builds a Source from the keys below and the name of the split
+    # function, "package.module:name", that builds a Source from the keys below and the name of the
+    # split
     data.build = "meshtrain.data.tokens:build"
     data.path = ""  # path of a folder from `meshtrain prepare`, a token file, or a folder of text
-    # weighted mixture, (("PATH", WEIGHT), ...), instead of data.path: samples are drawn in proportion to WEIGHT
+    # weighted mixture, (("PATH", WEIGHT), ...), instead of data.path: samples are drawn in
+    # proportion to WEIGHT
     data.mixture = ()
-    # tokenizer with a chat template, of data.build=meshtrain.data.chat:build: the folder of a Hugging Face model
+    # tokenizer with a chat template, of data.build=meshtrain.data.chat:build: the folder of a
+    # Hugging Face model
     data.tokenizer_path = ""
-    # how rows are filled: "windows", the stream of tokens is split every seq_len tokens; "best_fit", rows hold
-    # complete documents, and only documents longer than seq_len are split
+    # how rows are filled: "windows", the stream of tokens is split every seq_len tokens;
+    # "best_fit", rows hold complete documents, and only documents longer than seq_len are split
     data.packing = "windows"
     # dtype of a raw token file: "uint8", "uint16" (nanoGPT's .bin), "uint32" or "int32"; "": bytes,
     # which is an error if vocab_size is above 256 or the bytes look like wider numbers
@@ -215,18 +239,20 @@ def get_config() -> ConfigDict:
     data.seq_len = 256  # tokens per sequence
     # size of the vocabulary: every token must be below it; default: model.vocab_size
     data.vocab_size = model.get_oneway_ref("vocab_size")
-    # token that ends a document, which attention does not cross, in addition to the documents that the files
-    # mark; -1: none. A raw file marks none: without a separator it is one stream
+    # token that ends a document, which attention does not cross, in addition to the documents that
+    # the files mark; -1: none. A raw file marks none: without a separator it is one stream
     data.separator = -1
-    # whether an iterable that is passed to train() yields, on each process, the rows of this process alone
+    # whether an iterable that is passed to train() yields, on each process, the rows of this
+    # process alone
     data.per_process = False
     data.heldout = 0.05  # fraction of the data that is held out for evaluation
     data.seed = train.get_oneway_ref("seed")  # seed of the sample order; default: train.seed
 
     config.optim = optim = Section()
-    # function, "package.module:name", that builds an optax optimizer from the keys that the trainer does not use
-    # itself: b1, b2, epsilon, weight_decay and no_decay, or the keys of your own function; also of the package:
-    # "meshtrain.optim.muon:muon", "...:adafactor", "...:lion" and "...:schedule_free_adamw"
+    # function, "package.module:name", that builds an optax optimizer from the keys that the trainer
+    # does not use itself: b1, b2, epsilon, weight_decay and no_decay, or the keys of your own
+    # function; also of the package: "meshtrain.optim.muon:muon", "...:adafactor", "...:lion" and
+    # "...:schedule_free_adamw"
     optim.build = "meshtrain.optim.base:adamw"
     optim.learning_rate = 3e-4  # peak learning rate
     optim.schedule = "cosine"  # learning-rate schedule: "constant", "cosine", "linear" or "wsd"
@@ -235,8 +261,8 @@ def get_config() -> ConfigDict:
     optim.final_fraction = 0.1  # final learning rate, as a fraction of learning_rate
     # largest global norm of the gradients: larger gradients are scaled down to it; inf: no limit
     optim.clip_norm = 1.0
-    # dtype of the optimizer's moments: "float32", "float64", or "bfloat16", which takes half the memory of
-    # float32 and is rounded stochastically; default: train.param_dtype
+    # dtype of the optimizer's moments: "float32", "float64", or "bfloat16", which takes half the
+    # memory of float32 and is rounded stochastically; default: train.param_dtype
     optim.moment_dtype = train.get_oneway_ref("param_dtype")
     optim.b1 = 0.9  # decay rate of the first moment
     optim.b2 = 0.95  # decay rate of the second moment
@@ -248,7 +274,8 @@ def get_config() -> ConfigDict:
     config.adapter = adapter = Section()
     adapter.rank = 0  # rank of the update A B of the kernels of linear layers; 0: no adapter
     adapter.alpha = 16.0  # the update is multiplied by alpha / rank
-    # patterns of the linear layers that get an update, such as ("layers/attention/query", "layers/attention/value")
+    # patterns of the linear layers that get an update, such as ("layers/attention/query",
+    # "layers/attention/value")
     adapter.targets = ("layers/*",)
     adapter.dropout = 0.0  # probability of dropout of the input of A, in training only
 
@@ -264,42 +291,47 @@ def get_config() -> ConfigDict:
     checkpoint.keep_last = 2  # number of newest checkpoints to keep
     checkpoint.keep_every = 0  # checkpoints whose step is a multiple of this are kept too; 0: none
     checkpoint.keep_best = 0  # number of checkpoints with the lowest best_by that are kept too
-    # metric for keep_best: "eval_loss" (only checkpoints of steps with an evaluation have it), "loss" or "grad_norm"
+    # metric for keep_best: "eval_loss" (only checkpoints of steps with an evaluation have it),
+    # "loss" or "grad_norm"
     checkpoint.best_by = "eval_loss"
-    # whether to resume from arrays of another dtype, cast to the present one, which may lose precision
+    # whether to resume from arrays of another dtype, cast to the present one, which may lose
+    # precision
     checkpoint.allow_cast = False
-    # keys, separated by commas, that may change when a run resumes although they define the model, the data or the
-    # tokenizer, such as "model.rope_theta,data,tokenizer"
+    # keys, separated by commas, that may change when a run resumes although they define the model,
+    # the data or the tokenizer, such as "model.rope_theta,data,tokenizer"
     checkpoint.allow_change = ""
-    # workdir of another run, or one of its checkpoints, from which a new run takes its parameters; "": none
+    # workdir of another run, or one of its checkpoints, from which a new run takes its parameters;
+    # "": none
     checkpoint.init_from = ""
-    # patterns, separated by commas, of the parameters to take from init_from, such as "layers/*,tokens/*";
-    # all others are initialized
+    # patterns, separated by commas, of the parameters to take from init_from, such as
+    # "layers/*,tokens/*"; all others are initialized
     checkpoint.init_only = "*"
 
     config.divergence = divergence = Section()
-    # limit of consecutive steps whose loss or gradient is not finite: each is skipped, and at the limit the run
-    # ends with exit code 17
+    # limit of consecutive steps whose loss or gradient is not finite: each is skipped, and at the
+    # limit the run ends with exit code 17
     divergence.max_skips = 25
-    # standard deviations above the running mean beyond which a loss is logged as a spike; inf: never
+    # standard deviations above the running mean beyond which a loss is logged as a spike; inf:
+    # never
     divergence.spike_sigmas = 8.0
     # whether the run, after a spike, returns to the newest checkpoint and skips the data since then
     divergence.rollback = False
 
     config.health = health = Section()
-    # steps between checks that all replicas of the state are identical and that no process is slow; replicas are
-    # also checked before each save; 0: never
+    # steps between checks that all replicas of the state are identical and that no process is slow;
+    # replicas are also checked before each save; 0: never
     health.every = 500
 
     config.monitor = monitor = Section()
-    # whether the rows of metrics.jsonl are also written to WORKDIR/tensorboard; needs the extra `tensorboard`
+    # whether the rows of metrics.jsonl are also written to WORKDIR/tensorboard; needs the extra
+    # `tensorboard`
     monitor.tensorboard = False
     # project of Weights & Biases to which they are also sent; needs the extra `wandb`; "": none
     monitor.wandb = ""
 
     config.hardware = hardware = Section()
-    # peak FLOP/s of a device, by which the MFU divides; 0: the dense bfloat16 peak by the device's name, as in
-    # meshtrain/hardware.toml
+    # peak FLOP/s of a device, by which the MFU divides; 0: the dense bfloat16 peak by the device's
+    # name, as in meshtrain/hardware.toml
     hardware.peak_flops = 0.0
 
     return config.lock()

@@ -6,11 +6,11 @@
       --config.checkpoint.init_from=runs/gemma2-start --config.optim.learning_rate=2e-5
 
 Without `init_from` it trains from random parameters, with the learning rate below.
-Sized by `meshtrain audit --config=gemma2 --target=h100:2`: the compiled step needs 42.7 of 80 GB on each GPU.
-Its attention is blockwise, with loops whose length the program does not say, so the audit has no ceiling of MFU.
-On CPU, which has no fused attention, the step needs more memory.
-The tests check its parameter count, and compare a tiny model of the family with transformers; it was not trained at
-this size.
+Sized by `meshtrain audit --config=gemma2 --target=h100:2`: the compiled step needs 42.7 of 80 GB on
+each GPU. Its attention is blockwise, with loops whose length the program does not say, so the audit
+has no ceiling of MFU. On CPU, which has no fused attention, the step needs more memory.
+The tests check its parameter count, and compare a tiny model of the family with transformers; it
+was not trained at this size.
 """
 
 from meshtrain.configs import default

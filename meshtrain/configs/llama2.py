@@ -6,11 +6,11 @@
       --config.checkpoint.init_from=runs/llama2-start --config.optim.learning_rate=2e-5
 
 Without `init_from` it trains from random parameters, with the learning rate below.
-Sized by `meshtrain audit --config=llama2 --target=h100:8`: the compiled step needs 26.0 of 80 GB on each GPU,
-and its MFU is at most 56.0 % by the audit's rule (a ceiling, not a measurement).
+Sized by `meshtrain audit --config=llama2 --target=h100:8`: the compiled step needs 26.0 of 80 GB on
+each GPU, and its MFU is at most 56.0 % by the audit's rule (a ceiling, not a measurement).
 On CPU, which has no fused attention, the step needs more memory.
-The tests check its parameter count, and compare a tiny model of the family with transformers; it was not trained at
-this size.
+The tests check its parameter count, and compare a tiny model of the family with transformers; it
+was not trained at this size.
 """
 
 from meshtrain.configs import default

@@ -1,4 +1,4 @@
-"""Mistral 7B v0.1, with its sliding window (arXiv 2310.06825), for one host of 8 GPUs with 80 GB each.
+"""Mistral 7B v0.1, with its sliding window (arXiv 2310.06825), for 8 GPUs with 80 GB each.
 
   meshtrain convert MODEL_FOLDER runs/mistral-start          # if you have Hugging Face's files
   meshtrain prepare my_text/ --output=data/mistral --tokenizer=MODEL_FOLDER
@@ -6,11 +6,11 @@
       --config.checkpoint.init_from=runs/mistral-start --config.optim.learning_rate=2e-5
 
 Without `init_from` it trains from random parameters, with the learning rate below.
-Sized by `meshtrain audit --config=mistral --target=h100:8`: the compiled step needs 31.8 of 80 GB on each GPU,
-and its MFU is at most 50.3 % by the audit's rule (a ceiling, not a measurement).
+Sized by `meshtrain audit --config=mistral --target=h100:8`: the compiled step needs 31.8 of 80 GB
+on each GPU, and its MFU is at most 50.3 % by the audit's rule (a ceiling, not a measurement).
 On CPU, which has no fused attention, the step needs more memory.
-The tests check its parameter count, and compare a tiny model of the family with transformers; it was not trained at
-this size.
+The tests check its parameter count, and compare a tiny model of the family with transformers; it
+was not trained at this size.
 """
 
 from meshtrain.configs import default

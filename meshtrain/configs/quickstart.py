@@ -1,4 +1,4 @@
-"""A byte-level Llama-style decoder of 1.7 M parameters, trained on the source of Python's standard library."""
+"""A byte-level Llama-style decoder of 1.7 M parameters, trained on Python's standard library."""
 
 import sysconfig
 

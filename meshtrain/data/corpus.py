@@ -13,7 +13,6 @@ from meshtrain.errors import ConfigError
 # B windows, W tokens of a window, T tokens of a file
 
 DTYPES = ("uint8", "uint16", "uint32", "int32")  # of raw files
-
 END_OF_FILE = 0  # the byte put after each file of a folder, which is a document
 
 

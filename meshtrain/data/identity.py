@@ -10,7 +10,6 @@ import numpy as np
 # T tokens of a file, D documents
 
 NUM_BLOCKS = 64  # blocks of a large file that are hashed
-
 BLOCK = 1 << 18  # bytes of a block
 
 

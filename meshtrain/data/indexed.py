@@ -15,11 +15,8 @@ import numpy as np
 from meshtrain.errors import ConfigError
 
 MAGIC = b"MMIDIDX\x00\x00"
-
 VERSION = 1
-
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents + 1
-
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 # Tokens; lengths are int32. A longer document is stored as several sequences.

@@ -10,13 +10,9 @@ import numpy as np
 from meshtrain.errors import ConfigError
 
 MANIFEST = "manifest.json"
-
 TOKEN_BYTES = "token_bytes.npy"
-
 JOURNAL = "progress.jsonl"  # of an unfinished folder; see shards.py
-
 VERSION = 1
-
 KEYS = {"version", "tokenizer", "settings", "dtype", "shards", "documents", "tokens", "text_bytes"}
 
 

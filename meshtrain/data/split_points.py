@@ -10,9 +10,7 @@ _LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
 _QWEN = _LLAMA.replace("{1,3}", "")
-
 _DEEPSEEK = (  # its tokenizer.json holds literal newlines, not \r\n
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -21,7 +19,6 @@ _DEEPSEEK = (  # its tokenizer.json holds literal newlines, not \r\n
         r"| ?[\p{P}\p{S}]+[NL]*|\s*[NL]+|\s+(?!\S)|\s+"
     ).replace("NL", "\r\n"),
 )
-
 SAFE_PATTERNS = {(_LLAMA,), (_QWEN,), _DEEPSEEK}
 
 

@@ -18,7 +18,6 @@ from meshtrain.errors import ConfigError
 # V vocabulary
 
 FILES = ("tokenizer.json", "tokenizer.model")  # file names of a tokenizer in a folder
-
 PIECE_CHARS = 1 << 20  # a long text is tokenized in pieces of about this size, if it can be split
 
 
@@ -151,7 +150,6 @@ def entry_of(folder: Path) -> dict[str, Any]:
 # ---- bytes ----
 
 BYTES = "bytes"  # kind and digest of the tokenizer of bytes
-
 BYTES_ENTRY = {
     "kind": BYTES,
     "file": None,

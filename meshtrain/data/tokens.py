@@ -32,9 +32,7 @@ from meshtrain.errors import ConfigError, choice_faults
 # B batch, S sequence
 
 PACKINGS = ("windows", "best_fit")
-
 ENTROPY_TOKENS = 1 << 26  # the unigram entropy is estimated from at most this many tokens
-
 BLOCK = 1 << 10  # samples whose rows are computed together: most samples are read in order
 
 

@@ -13,8 +13,8 @@ from meshtrain.huggingface.families.base import Config, Family, Section
 from meshtrain.models import transformer_config
 from meshtrain.models.transformer_config import TransformerConfig
 
-# A `model` section without the keys of CONFIG_KEYS; Family.section overrides these. A balance loss is not
-# assumed: a config.json says it, if its model has experts.
+# A `model` section without the keys of CONFIG_KEYS; Family.section overrides these. A balance loss
+# is not assumed: a config.json says it, if its model has experts.
 SECTION_DEFAULTS: Section = {
     key: value
     for key, value in default.get_config().model.to_dict().items()

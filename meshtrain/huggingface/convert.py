@@ -182,7 +182,6 @@ def run_config(path: str, section: Section, dtype: np.dtype) -> dict[str, Any]:
 # ---- checkpoint to Hugging Face folder ----
 
 PREFIX = "params/"  # of parameter paths in a checkpoint
-
 BIAS = f"layers/mlp/{STATS_KEY}/bias"  # of the router
 
 

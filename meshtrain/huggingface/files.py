@@ -20,9 +20,7 @@ import numpy as np
 from meshtrain.errors import ConfigError
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
-
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),

@@ -11,9 +11,7 @@ from meshtrain.huggingface.families import base
 from meshtrain.huggingface.families.base import Config, Family, Section
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-
 LENGTH = "max_position_embeddings"
-
 ROPE_SCALINGS = {  # rope type: the values that follow it in a section's rope_scaling
     "default": (),
     "linear": ("factor",),
@@ -21,7 +19,6 @@ ROPE_SCALINGS = {  # rope type: the values that follow it in a section's rope_sc
     "yarn": ("factor", "beta_fast", "beta_slow", ORIGINAL_LENGTH, "attention_factor", "truncate"),
     "dynamic": ("factor", LENGTH),  # of the model: transformers ignores original_...
 }
-
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 0.0, "truncate": True}
 
 LOCAL_THETA = "rope_local_base_freq"  # a family that has it has another rope in local layers

@@ -19,7 +19,6 @@ from meshtrain.models.lora_layer import DROP, A, B
 from meshtrain.ops import dropout as masks
 
 KERNEL = "/kernel"  # of a linear layer
-
 FIRST_SITE = 2**16  # of the masks of an adapter, see ops/dropout.py; those of models are smaller
 
 

@@ -18,7 +18,6 @@ A, B = "lora_a", "lora_b"
 # Next to A and B in training with dropout: the function of the input whose result A multiplies. It
 # is no parameter.
 DROP = "lora_drop"
-
 Factors = tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]
 
 

@@ -18,7 +18,6 @@ from meshtrain.ops import implementations
 
 # The vocabulary is padded to a multiple of it, which every usual mesh.tensor divides.
 VOCAB_MULTIPLE = 128
-
 LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim")
 
 

@@ -13,11 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from meshtrain.config.schema import DivergenceConfig
 
 DECAY = 0.99  # of the running mean and variance, per step
-
 WARMUP_STEPS = 50  # until the running mean and variance are used
-
 MAX_ROLLBACKS = 3  # to the same step, one after the other; the last of them ends the run
-
 MIN_DEVIATION = 0.01  # lower bound of the standard deviation, as a fraction of the mean
 
 

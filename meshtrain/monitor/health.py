@@ -23,7 +23,6 @@ from meshtrain.config.schema import AXES, HealthConfig
 
 # A process below this fraction of the median speed is slow (as in NVIDIA's resiliency extension).
 SLOW_SPEED = 0.75
-
 MIN_SLOW_CHECKS = 3  # in a row before a process is logged; a single slow check may be noise
 
 # Steps of a run after which speeds are compared too: a slow process is logged at the last one, not

@@ -11,7 +11,6 @@ from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
 
 Row = dict[str, Any]
-
 RUN_ID = "wandb_run_id"  # file in the workdir, so that a resumed run continues its curves
 
 

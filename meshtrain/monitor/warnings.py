@@ -41,7 +41,6 @@ def layout_warnings(
 # Replicated parameters are reported from this fraction of the parameter bytes on a device, or these
 # bytes.
 MIN_FRACTION = 0.01
-
 MIN_BYTES = 64 << 20
 
 # The key of section `model` that sets the size of a dim of meshtrain's own models.

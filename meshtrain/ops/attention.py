@@ -16,7 +16,6 @@ from meshtrain.parallel import context, sharding
 
 # Longer sequences are computed blockwise if no fused kernel supports them.
 MAX_XLA_TOKENS = 2048
-
 UNLIMITED_WINDOW = 2**30  # positions; more than any sequence has
 
 

@@ -20,7 +20,6 @@ from meshtrain.parallel import sharding
 # a block, c devices, each with an early and a late chunk of a sequence
 
 C = 2  # the dim of the devices in blocks (n, B, c, ...)
-
 NO_SEGMENT = np.iinfo(np.int32).min  # of the padding of keys: no query is in it
 
 

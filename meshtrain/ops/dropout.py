@@ -28,7 +28,6 @@ from meshtrain.parallel import context, sharding
 # keys of a block; ... dims that queries and keys share
 
 NAME = "row_keys"  # of the keys in a batch: a field of Batch, or an entry of a dict
-
 AT_LAYER = 2**32 - 1  # the number by which `at_layer` calls the hash; sites of masks are small
 
 

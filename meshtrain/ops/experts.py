@@ -27,7 +27,6 @@ BLOCK, BLOCK_OF_ACCELERATORS = 64, 256
 
 # Name of the loop over blocks in compiled programs, for the audit.
 LEFTOVER = "leftover_blocks"
-
 DROPPED = -1  # the expert of a row that is dropped
 
 # (up, gate) or (up,), each (..., F) -> hidden (..., F)

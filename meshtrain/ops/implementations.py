@@ -3,7 +3,6 @@
 from meshtrain.errors import choice_faults
 
 NAMES = ("auto", "xla", "cudnn", "blockwise")
-
 WITH_BLOCKS = ("xla", "blockwise")
 
 

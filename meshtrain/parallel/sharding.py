@@ -18,7 +18,6 @@ AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # Parameters, gradients and optimizer state are sharded over these axes as far as the ZeRO stage
 # says.
 ZERO_AXES = ("fsdp", "context")
-
 Names = Sequence[str | None]  # one logical name per dim, None for a dim that is never sharded
 
 
@@ -164,8 +163,7 @@ def heads_for_sequence() -> Iterator[None]:
         yield
 
 
-# ---- constraints by the active rules, within a traced function; without mesh or rules no effect
-# ----
+# ---- constraints by the active rules; no effect without a mesh or rules ----
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

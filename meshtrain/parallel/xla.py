@@ -12,9 +12,7 @@ from meshtrain.config.schema import XLA_OPTIONS_REMOVED_IN, XLA_PRESETS
 from meshtrain.errors import ConfigError
 
 DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
-
 PIPELINED_ALL_GATHER = "xla_gpu_enable_pipelined_all_gather"
-
 DISABLED_PASSES = "xla_disable_hlo_passes"
 
 

@@ -26,15 +26,10 @@ from meshtrain.errors import ConfigError
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment
 
 RETRY = 0.5  # seconds between attempts to reach node 0
-
 MAX_READS = 100  # of 64 KiB at a time: a peer that sends without pause must not block the others
-
 LOST_AFTER = 30.0  # seconds of silence after which a host counts as lost
-
 MAX_HELLO = 1000  # bytes of the first line
-
 MAX_MESSAGE = 64 << 20  # bytes of a later line: the last output of all processes of a host
-
 MAX_TAIL_LINE = 2000  # characters of a line of output in a message
 
 
@@ -168,7 +163,6 @@ def exit_message(process: Exit) -> dict[str, Any]:
 # ---- checks of the fields of a message ----
 
 MAX_NODES = 100_000
-
 COMMANDS = ("start", "stop", "dump", "kill", "reject", "end", "nothing")  # of node 0
 
 
@@ -303,13 +297,9 @@ def _is_text(value: Any, length: int) -> bool:
 # ---- signatures ----
 
 SECRET_VARIABLE = "MESHTRAIN_SECRET"
-
 SHORTEST_SECRET = 16  # characters
-
 MAX_NONCE_LINE = 100  # bytes
-
 NONCE_SECONDS = 5.0  # within which node 0 sends it
-
 NONCE_TICK = 0.2
 
 WRONG_SIGNATURE = (

@@ -21,16 +21,12 @@ from meshtrain.supervise.messages import Link, Signer
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
 
 REPORT_EVERY = 0.5  # seconds between status messages, which are also heartbeats
-
 REPLACE_AFTER = 5.0  # seconds of silence after which another host may take over a rank
 
 # Connections that have not sent their rank; if there are more, the oldest is closed.
 MAX_PENDING = 100
-
 MAX_REPORTED = 1000  # faults that are logged; each once
-
 TICK = 0.1
-
 EXIT_NOT_SAVED = 128 + signal.SIGTERM  # of a host that was asked to stop and could not save
 
 

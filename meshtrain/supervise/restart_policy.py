@@ -162,9 +162,7 @@ PHASE_LIMITS = {
 # For the other phases until the median duration of a step is known: the first steps open
 # connections.
 FIRST_STEPS_LIMIT = 10
-
 STEP_LIMIT = 5  # later: this multiple of the median duration, at least `stall_seconds`
-
 STOPPED_LIMIT = 10.0  # seconds after which a process stopped by a signal counts as stuck
 
 # The order of the phases of a step; the process that is furthest behind holds up the others.
@@ -216,7 +214,6 @@ def _stalled(status: ProcessStatus, why: str) -> Outcome:
 
 # Failures in a row, with the same exit code at the same step, after which a restart is useless.
 MAX_SAME_FAILURES = collections.defaultdict(lambda: 2, {-signal.SIGKILL: 3, EXIT_STALLED: 3})
-
 MAX_BACKOFF = 30.0  # seconds between attempts
 
 

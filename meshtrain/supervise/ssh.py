@@ -20,11 +20,8 @@ from meshtrain.errors import EXIT_FAILED, ConfigError
 from meshtrain.supervise import messages
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
-
 REACH_SECONDS = 30  # within which a host has to answer
-
 TICK = 0.2  # seconds between checks
-
 LOST = 255  # exit code of ssh itself
 
 # Variables of this host that the runs need too.

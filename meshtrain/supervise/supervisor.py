@@ -18,9 +18,7 @@ from meshtrain.supervise.restart_policy import Outcome, RestartBudget, Settings,
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
 
 TICK = 0.1  # seconds between checks
-
 END_TIMEOUT = 60.0  # seconds within which all processes have to end once one has ended normally
-
 DUMP_SECONDS = 1.0  # that processes have to print their stacks
 
 # Lines that are logged and not shown. All but the first kind only say, with C++ details, that

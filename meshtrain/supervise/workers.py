@@ -16,11 +16,8 @@ from pathlib import Path
 from meshtrain.cluster import progress
 
 MAX_FINAL_READS = 100  # of 64 KiB, from a process that has ended
-
 KILL_TIMEOUT = 30.0  # seconds; a process may be blocked in the kernel
-
 MAX_LINE = 1 << 16  # bytes; a longer line is split
-
 TAIL = 30  # last lines of each process, shown if it fails
 
 # Executes a command after asking Linux to kill it when the thread that started it dies (1:

@@ -18,7 +18,6 @@ from meshtrain.parallel.mesh import make_mesh
 from meshtrain.tools import collectives, mesh_drawing
 
 SETTING_PREFIXES = ("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "LIBTPU_", "TPU_")
-
 NUM_VALUES = 1 << 18  # float32 values per device or process: 1 MiB
 
 

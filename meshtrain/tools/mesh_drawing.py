@@ -18,9 +18,7 @@ from meshtrain.parallel.mesh import Network, network_of
 from meshtrain.program import optimizer_and_state
 
 MAX_ROWS = 16  # of devices; the rest is counted
-
 WIDTH = 100
-
 LINK_NAMES = {"host": "within a host", "hosts": "between hosts", "slices": "between slices"}
 
 # What moves along an axis in a step.
@@ -31,7 +29,6 @@ TRAFFIC = {
     "context": "keys and values, or heads, in each layer; state as along fsdp",
     "tensor": "activations, in each layer",
 }
-
 TRAFFIC_OF_FSDP = (
     "gradients, once",
     "gradients and updated parameters, once",

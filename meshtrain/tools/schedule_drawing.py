@@ -8,21 +8,16 @@ import numpy as np
 from meshtrain.schedules import IDLE, Slot, Table
 
 FORWARD, BACKWARD = 1, 2  # assumed times of a stage for one micro-batch
-
 TICKS_PER_NUMBER = 5  # every fifth column of the text is numbered
-
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 # One colour per micro-batch, dark enough for white numbers.
 COLOURS = "#2f6db3 #b3541a #2d7d4f #8a4bb0 #8a6a00 #b53a56 #17798a #a23a86".split()
-
 BLACK, WHITE, IDLE_COLOUR, INK, AXIS_COLOUR = "#000000", "#ffffff", "#ececec", "#222222", "#999999"
 
 # In pixels. The box of a forward is BOX_WIDTH wide, plus DIGIT_WIDTH for each digit of its number.
 BOX_WIDTH, DIGIT_WIDTH, TITLE_WIDTH = 12, 7, 640
-
 ROW, GAP = 26, 4  # height of a stage's row, and between rows
-
 LEFT, TOP, BOTTOM, RIGHT = 76, 66, 56, 20  # margins
 
 

@@ -53,11 +53,15 @@ def test_a_restore_finds_damage_in_any_file_of_the_arrays(finished_run, tmp_path
     assert any("a chunk of arrays" in fault for fault in faults)
 
 
-# Messages of TensorStore: of damage, then errors of the disk and of a store, and mistakes of the caller.
+# Messages of TensorStore: of damage, then errors of the disk and of a store, and mistakes of the
+# caller.
 SHARD = 'Error reading shard entry {0} in "params.w/c/0/1" in OCDBT database at x: '
 DAMAGED = f"DATA_LOSS: {SHARD}Digest mismatch"
 CUT = f"FAILED_PRECONDITION: {SHARD}Truncated Zstd-compressed stream; at byte 1944"
-NODE = "Error reading x: Error decoding b-tree node: End of data expected; remaining length: 23; at byte 9"
+NODE = (
+    "Error reading x: Error decoding b-tree node: End of data expected; remaining length: 23; at "
+    "byte 9"
+)
 SHORT = (
     "OUT_OF_RANGE: Error reading x: Requested byte range [0, 9) is not valid for value of size 8"
 )

@@ -1,4 +1,4 @@
-"""A run resumes from its newest valid checkpoint; corrupt ones are quarantined, unreadable ones are not."""
+"""A run resumes from its newest valid checkpoint; corrupt, not unreadable ones are quarantined."""
 
 import builtins
 import errno
@@ -19,7 +19,9 @@ from tests.lib.checkpoints import checkpoints, flip, largest_file, params_of, re
 from tests.lib.compare import assert_bit_equal
 from tests.lib.rows import events
 
-STRAYS = ".DS_Store ._{} .nfs000000000012 {}~ .{}.swp {}.bak Thumbs.db #{}# process_1 ocdbt.process_7".split()
+STRAYS = (
+    ".DS_Store ._{} .nfs000000000012 {}~ .{}.swp {}.bak Thumbs.db #{}# process_1 ocdbt.process_7"
+).split()
 
 
 def add_strays(directory):

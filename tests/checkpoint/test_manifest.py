@@ -1,4 +1,4 @@
-"""Manifests describe their checkpoints, of this format and of older ones, and show any corruption of a file."""
+"""Manifests describe checkpoints, of this and older formats, and show any corruption of a file."""
 
 import dataclasses
 import json
@@ -69,8 +69,8 @@ def test_300_random_corruptions_are_all_detected(finished_run, tmp_path):
             found = find.verify(directory)
         except CorruptCheckpoint:
             continue
-        # An undetected change is harmless only if all content is equal, as after adding a final space, or if
-        # it is in bytes of the arrays' files that nothing reads.
+        # An undetected change is harmless only if all content is equal, as after adding a final
+        # space, or if it is in bytes of the arrays' files that nothing reads.
         assert found == manifest.read(valid), corruption
         for path, (_, crc) in found.files.items():
             if (directory / path).read_bytes() != (valid / path).read_bytes():
@@ -107,7 +107,7 @@ def replace_by_link(path):
 
 
 def of_format_1(directory):
-    """Writes the arrays of a checkpoint again as versions before format 2 did: without checksums of chunks."""
+    """Writes a checkpoint's arrays again as before format 2: without checksums of chunks."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
         folder = (directory / "arrays").absolute()
         saved = orbax.metadata(folder).item_metadata.tree

@@ -1,4 +1,4 @@
-"""Workdirs on object stores: servers on loopback speak the protocols of S3 and of Google Cloud Storage."""
+"""Workdirs on object stores: servers on loopback speak the protocols of S3 and Google's."""
 
 import contextlib
 import importlib.util
@@ -84,7 +84,7 @@ def saving(steps, **settings):
 
 @pytest.fixture(scope="module", params=list(SERVERS))
 def server(request):
-    """Starts a server; sets the variables with which clients of the store find it. Returns the bucket's URL."""
+    """Starts a server, sets the variables by which clients find it, and returns the URL."""
     port = free_port()
     bucket = ["bucket"] if request.param == "gs" else []
     command = [sys.executable, *SERVERS[request.param], str(port), *bucket]
@@ -271,7 +271,8 @@ def test_one_run_at_a_time_holds_the_lock(url, monkeypatch, capsys):
     monkeypatch.setattr(object_store, "_is_dead", lambda holder: False)
     assert "another run is in it" in object_store.acquire_lease(lock, log=print)
     assert "waits 1 s" in capsys.readouterr().out
-    # The holder is suspended for longer than a term: the next one takes over, and the first one notices.
+    # The holder is suspended for longer than a term: the next one takes over, and the first one
+    # notices.
     first._released.set()
     first._thread.join()
     assert object_store.acquire_lease(lock, log=print) == ""
@@ -330,7 +331,7 @@ def test_a_lock_of_a_process_that_has_ended_is_taken_over_at_once(url):
 
 
 def test_a_lost_answer_to_a_renewal_does_not_lose_the_lock(url, monkeypatch):
-    """Neither if the client repeats the write, nor if that fails too and the next renewal finds it done."""
+    """Neither if the client repeats the write, nor if the next renewal finds it done."""
     original = object_store.write
 
     def lost(path, data, **options):
@@ -396,7 +397,10 @@ def test_late_writes_of_a_suspended_run_change_no_committed_checkpoint(url, monk
 
 
 def test_files_that_did_not_change_are_not_uploaded_again(url):
-    """The workdir may be a folder around another run, whose files have changed in the store since the download."""
+    """The workdir may be a folder around another run.
+
+    Its files have changed in the store since the download.
+    """
     train(saving(2), workdir=url)
     object_store.write(object_store.scratch_folder(url) / "other" / "LOCK", b"older")
     found = opened(url)

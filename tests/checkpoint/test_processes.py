@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: each writes its shards, and verifies the chunks that it reads."""
+"""Checkpoints of several processes: each writes its shards, and verifies what it reads."""
 
 import os
 import subprocess

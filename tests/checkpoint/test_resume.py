@@ -1,4 +1,7 @@
-"""A run resumes with the model, data and tokenizer of its checkpoint; other changes are reported."""
+"""A run resumes with the model, data and tokenizer of its checkpoint.
+
+Other changes are reported.
+"""
 
 import dataclasses
 import json

@@ -242,7 +242,7 @@ def test_a_save_to_a_full_disk_fails_and_keeps_the_newest_valid_checkpoint(
 
 
 def test_a_second_error_of_a_save_is_not_raised_later(monkeypatch):
-    """On a full disk, Orbax fails to write the arrays and its metadata, and raises one error per call."""
+    """On a full disk, Orbax fails to write arrays and metadata, and raises one error per call."""
     writer = AsyncWriter()
     failures = iter([OSError("arrays"), OSError("metadata")])
 

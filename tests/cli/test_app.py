@@ -28,7 +28,7 @@ print("loaded:", code, [name for name in {HEAVY} if name in sys.modules])
 
 
 def run(*arguments):
-    """Returns the exit code of `meshtrain ARGUMENTS...`, the HEAVY modules it loaded, and its errors."""
+    """Returns exit code of `meshtrain ARGUMENTS...`, the HEAVY modules loaded, and errors."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], cwd=ROOT, capture_output=True, text=True
     )
@@ -74,7 +74,10 @@ def test_what_needs_no_devices_does_not_load_jax(arguments, code, message):
 
 
 def test_the_package_loads_jax_when_a_name_needs_it():
-    program = "import sys, meshtrain; assert 'jax' not in sys.modules; meshtrain.Metrics; assert 'jax' in sys.modules"
+    program = (
+        "import sys, meshtrain; assert 'jax' not in sys.modules; meshtrain.Metrics; assert 'jax' "
+        "in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
@@ -115,10 +118,14 @@ def test_every_verb_has_a_help_text(verb, capsys):
 
 
 DEVICE_MESSAGES = {
-    "RESOURCE_EXHAUSTED: Out of memory allocating 256000000000000 bytes.": "256,000.000 GB could not be",
-    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes.\nStats:": "4.770 GB could",
-    "RESOURCE_EXHAUSTED: Failed to allocate request for 2.99GiB (3206250496B) on device ordinal 0": "2.99GiB",
-    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21G": "hbm",
+    "RESOURCE_EXHAUSTED: Out of memory allocating 256000000000000 bytes.": "256,000.000 GB could "
+    "not be",
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 "
+    "bytes.\nStats:": "4.770 GB could",
+    "RESOURCE_EXHAUSTED: Failed to allocate request for 2.99GiB (3206250496B) on device ordinal "
+    "0": "2.99GiB",
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+    "Used 21G": "hbm",
     "RESOURCE_EXHAUSTED: Attempting to reserve 13.50G at the bottom of memory.": "13.50G",
     "INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory": "CUDA_ERROR",
     "INTERNAL: cuBLAS: CUBLAS_STATUS_ALLOC_FAILED": "ALLOC_FAILED",

@@ -1,4 +1,7 @@
-"""EFA adapters that NCCL will not use are reported; the hosts are folders that look like the root of one."""
+"""EFA adapters that NCCL will not use are reported.
+
+The hosts are folders that look like the root of one.
+"""
 
 import argparse
 

@@ -76,7 +76,8 @@ def described(environ, flags=(None, None, None)):
             },
             ("job-0.job", 80, 2, 1, "Indexed Job"),
         ),
-        # A single process: a step of one task, a shell of salloc, the batch script of a job with many tasks.
+        # A single process: a step of one task, a shell of salloc, the batch script of a job with
+        # many tasks.
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         (BATCH_SCRIPT, None),
         ({**BATCH_SCRIPT, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}, None),

@@ -1,4 +1,4 @@
-"""jax's own environment variables, as the user may have set them: one line and exit code 2, no traceback."""
+"""jax's environment variables, as a user may set them: one line and exit code 2, no traceback."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""How jax is set up in a process: the compile cache, and whether it has joined the other processes."""
+"""How jax is set up in a process: the compile cache, and whether it has joined the others."""
 
 import os
 import pwd

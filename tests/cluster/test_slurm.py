@@ -16,7 +16,6 @@ from tests.lib.rows import newest_step, rows
 from tests.lib.tiny_run import assert_losses_equal_uninterrupted, tiny_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
-
 PACKAGES = ("slurm-wlm", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 FOREVER = 100_000  # steps
@@ -103,7 +102,7 @@ class Job:
         self.wait(arrived)
 
     def start_now(self):
-        """Starts a requeued job; SLURM would wait two minutes. Both nodes must have cleaned up before."""
+        """Starts a requeued job, after both nodes have cleaned up; SLURM would wait two minutes."""
         self.wait(lambda: len(self.command("sinfo", "-h", "-N", "-t", "idle").splitlines()) == 2)
         time.sleep(2)
         self.command("scontrol", "update", f"jobid={self.id}", "StartTime=now")

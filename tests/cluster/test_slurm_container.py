@@ -1,4 +1,7 @@
-"""launch/slurm.sbatch in containers: what it passes to `srun`, which is replaced by a script that records it."""
+"""launch/slurm.sbatch in containers: what it passes to `srun`.
+
+A script that records it replaces `srun`.
+"""
 
 import os
 import subprocess
@@ -9,7 +12,8 @@ import pytest
 from tests.lib.paths import ROOT
 
 SBATCH = ROOT / "launch" / "slurm.sbatch"
-# Records its arguments, and runs what follows the options, as `srun` of one task without containers does.
+# Records its arguments, and runs what follows the options, as `srun` of one task without containers
+# does.
 SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$@" >"$RECORD"
 while [[ $1 == --* ]]; do shift; done
@@ -20,7 +24,10 @@ exec "$@"
 
 @pytest.fixture
 def submit(tmp_path):
-    """Returns a function that runs the batch script and returns its process, and the arguments of srun."""
+    """Returns a function that runs the batch script.
+
+    It returns the process, and the arguments of srun.
+    """
     programs, record = tmp_path / "bin", tmp_path / "record"
     programs.mkdir()
     (programs / "srun").write_text(SRUN)

@@ -1,4 +1,4 @@
-"""Every fault of a config is reported at once, in a line that names the key, the value and what to do."""
+"""Every fault of a config is reported at once, in a line that names key, value and what to do."""
 
 import dataclasses
 import math
@@ -208,8 +208,10 @@ def test_every_invalid_override_is_reported():
         "--config.trian.steps=3": '--config.trian.steps: unknown key (did you mean "train.steps"?)',
         "--config.train.steps=many": "--config.train.steps=many: not of type int, like 600",
         "--config.train.seed=1.5": "--config.train.seed=1.5: not of type int, like 0",
-        "--simulate_device=2": '--simulate_device: unknown argument (did you mean "--simulate_devices"?)',
-        "--config.mesh=3": "--config.mesh=3: is a section; set its keys, such as --config.mesh.auto",
+        "--simulate_device=2": "--simulate_device: unknown argument (did you mean "
+        '"--simulate_devices"?)',
+        "--config.mesh=3": "--config.mesh=3: is a section; set its keys, such as "
+        "--config.mesh.auto",
         "--config.train.seed=2": None,
     }
     settings, faults = configfile.read(QUICKSTART, overrides)
@@ -260,10 +262,12 @@ START = (
     "text, fault",
     {
         START
-        + "    config.train.stps = 3\n    return config": " cannot be read: line 4: stps: unknown key "
+        + "    config.train.stps = 3\n    return config": " cannot be read: line 4: stps: unknown "
+        "key "
         '(did you mean "steps"?)',
         START + "    config.train.steps = 3": ": get_config() returned None; return the config",
-        "import nonsense": " cannot be read: line 1: ModuleNotFoundError: No module named 'nonsense'",
+        "import nonsense": " cannot be read: line 1: ModuleNotFoundError: No module named "
+        "'nonsense'",
         "config = 1": " cannot be read: it has no function get_config()",
     }.items(),
 )
@@ -294,7 +298,8 @@ FLOATS = [
 @pytest.mark.parametrize(
     "key",
     "train.steps train.global_batch train.log_every train.num_microbatches mesh.fsdp model.d_ff "
-    "model.num_layers data.seq_len optim.warmup_steps checkpoint.every eval.batches health.every".split(),
+    "model.num_layers data.seq_len optim.warmup_steps checkpoint.every eval.batches "
+    "health.every".split(),
 )
 @pytest.mark.parametrize(
     "value", [2**31, 2**63, -(2**80), 10**5000], ids=["31", "63", "-80", "5000"]

@@ -106,19 +106,20 @@ def test_keys_that_follow_others_follow_those_of_variables_and_the_command_line(
 
 
 def test_keys_that_replace_each_other_are_not_set_together(tmp_path):
-    """A later layer may: the command line overrides a file, and a file its base. 0 replaces nothing."""
+    """A later layer may: the command line overrides a file, a file its base. 0 replaces nothing."""
     both = "train:\n  steps: 5\n  epochs: 2\n"
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, both)
     (fault,) = caught.value.faults
     assert fault == (
-        f"{tmp_path}/run.yaml: line 3: train.epochs and {tmp_path}/run.yaml: line 2: train.steps: train.epochs "
-        f"replaces train.steps; set one of them"
+        f"{tmp_path}/run.yaml: line 3: train.epochs and {tmp_path}/run.yaml: line 2: train.steps: "
+        "train.epochs replaces train.steps; set one of them"
     )
     flags = ["--config.train.global_batch=8", "--config.train.batch_per_device=4"]
     _, faults = config_load.read("quickstart", [*flags, "--config.train.stepz=1"])
     assert faults[0] == (
-        f"{flags[1]} and {flags[0]}: train.batch_per_device replaces train.global_batch; set one of them"
+        f"{flags[1]} and {flags[0]}: train.batch_per_device replaces train.global_batch; set one "
+        "of them"
     )
     assert len(faults) == 2
     found = load(tmp_path, "train:\n  steps: 5\n", "--config.train.epochs=2")

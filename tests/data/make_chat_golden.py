@@ -1,10 +1,11 @@
-"""Writes chat/: a small tokenizer, and what transformers makes of conversations with the templates below.
+"""Writes chat/: a small tokenizer, and what transformers makes of conversations with its templates.
 
   python tests/data/make_chat_golden.py       # transformers 5.24.0, jinja2 3.1.6
 
-The templates write the formats of four families, with what their own templates use of Jinja. `texts` of golden.json
-has the text of each template and conversation, with and without the prompt for a reply, or null if the template
-rejects the conversation; `ids` the tokens, and `masks` the assistant's tokens of a template with {% generation %}.
+The templates write the formats of four families, with what their own templates use of Jinja.
+`texts` of golden.json has the text of each template and conversation, with and without the prompt
+for a reply, or null if the template rejects the conversation; `ids` the tokens, and `masks` the
+assistant's tokens of a template with {% generation %}.
 """
 
 import json
@@ -57,16 +58,21 @@ LLAMA3 = """\
 {% else %}
     {% set ns = namespace(system='') %}
 {% endif %}
-{{ '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: ' + date + '\\n\\n' + ns.system + '<|eot_id|>' }}
+{{ '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: ' + date + '\\n\\n' + ns.system + \
+'<|eot_id|>' }}
 {%- for message in messages %}
-{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim \
++ '<|eot_id|>' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif \
+%}
 """
 MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 is even) %}"
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 "
+    "is even) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% if message['role'] == 'user' %}"
-    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{{ ' ' + message['content'] + "
+    "eos_token }}{% endif %}"
     "{% endfor %}"
 )
 GEMMA = """\
@@ -105,7 +111,10 @@ TEMPLATES = {
     "gemma": GEMMA,
     "marked": MARKED,
 }
-SPECIAL = "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> [INST] [/INST]".split()
+SPECIAL = (
+    "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> "
+    "[INST] [/INST]"
+).split()
 SPECIAL += ["<start_of_turn>", "<end_of_turn>"]
 
 

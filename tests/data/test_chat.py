@@ -1,4 +1,6 @@
-"""Conversations: texts and tokens as transformers has them, weights on what the assistant says, rows of whole ones.
+"""Conversations: texts and tokens as transformers has them, and rows of complete ones.
+
+Weights are on what the assistant says.
 
 chat/ has what transformers computes; make_chat_golden.py wrote it.
 """
@@ -234,7 +236,8 @@ def test_the_data_are_known_by_tokens_and_template(tmp_path, folders):
         ('{"prompt": "a", "completion": 1}', "completion is int"),
         ('{"messages": [{"role": "assistant", "content": ""}], "tools": 1}', "tools is int"),
         (
-            '{"messages": [{"role": "system", "content": ""}, {"role": "assistant", "content": ""}]}',
+            '{"messages": [{"role": "system", "content": ""}, {"role": "assistant", "content": '
+            '""}]}',
             "System role",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Paths that are no data: each is reported in one line, at once, and nothing is left out silently."""
+"""Paths that are no data: each is reported in a line, at once, and none is left out silently."""
 
 import errno
 import json
@@ -64,7 +64,8 @@ PATHS = {
     "a.npy": "no files match",
     "words.npy": "not a .npy file",
     "texts/a.txt/b": "no such file",
-    # In containers /proc has folders that even root cannot read, and processes that end during the search.
+    # In containers /proc has folders that even root cannot read, and processes that end during the
+    # search.
     "/proc": "data.path=/proc",
 }
 

@@ -1,4 +1,4 @@
-"""Iterables as data in runs of train: epochs, short last batches, rows of one process; the guide's recipes."""
+"""Iterables as data: epochs, short last batches, rows of one process; the guide's recipes."""
 
 import importlib.util
 import json
@@ -79,7 +79,10 @@ def test_a_source_is_not_per_process():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_that_yield_their_own_rows_train_like_one(tmp_path):
-    """Both processes pad their part of the last batch; processes that hold the same rows are an error."""
+    """Both processes pad their part of the last batch.
+
+    Processes that hold the same rows are an error.
+    """
     _, expected = logged(settings(epochs=2.0), batches())
     program = """
 import json, sys, jax

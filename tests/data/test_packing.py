@@ -1,4 +1,4 @@
-"""Packed documents: each token once, no attention across documents, the gradients of one document per row."""
+"""Packed documents: each token once, no attention across them, the gradients of one per row."""
 
 import itertools
 import os
@@ -37,7 +37,7 @@ def read_epoch(source):
 
 
 def check_rows(batch, docs, targets):
-    """Checks all guarantees of packing with plain loops; `targets` lists the targets with weight 1."""
+    """Checks all guarantees of packing with plain loops; `targets` lists those with weight 1."""
     document_of = {int(token): number for number, doc in enumerate(docs) for token in doc}
     ends = {int(doc[-1]) for doc in docs}
     counted = []

@@ -1,4 +1,4 @@
-"""Files of tokens: every format holds the same ones, and an unusable file is reported with its key."""
+"""Files of tokens: every format holds the same, and an unusable file is reported with its key."""
 
 import math
 

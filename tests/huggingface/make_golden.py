@@ -1,14 +1,16 @@
-"""Writes the folders in golden/: a tiny random model of each family, and its logits by transformers.
+"""Writes the folders in golden/: a tiny random model of each family, and transformers' logits.
 
   python tests/huggingface/make_golden.py [FAMILY ...]       # torch 2.13.0, transformers 5.23.0
 
-logits.npz has `tokens` (2, S) and their `logits` (2, S, V); `lengths` (2,), and the logits with each row
-truncated to its length (`padded`, 0 elsewhere); `documents` (3,), lengths whose sum is S, and the logits of
-the first row with each document computed separately (`packed`, (S, V)). Those of mixtures of experts also have,
-of each step of generation with a cache, the token and its logits (`generated` (2, N), `steps` (2, N, V)).
+logits.npz has `tokens` (2, S) and their `logits` (2, S, V); `lengths` (2,), and the logits with
+each row truncated to its length (`padded`, 0 elsewhere); `documents` (3,), lengths whose sum is S,
+and the logits of the first row with each document computed separately (`packed`, (S, V)). Those of
+mixtures of experts also have, of each step of generation with a cache, the token and its logits
+(`generated` (2, N), `steps` (2, N, V)).
 
-rope.json has the frequencies and attention factors of ROPE_INIT_FUNCTIONS for the ropes in ROPES. The folder
-dynamic/ has a model with dynamic rope, the `logits` of rows longer than its original length, `generated` and `steps`.
+rope.json has the frequencies and attention factors of ROPE_INIT_FUNCTIONS for the ropes in ROPES.
+The folder dynamic/ has a model with dynamic rope, the `logits` of rows longer than its original
+length, `generated` and `steps`.
 """
 
 import json
@@ -263,7 +265,7 @@ def write_dynamic(folder: Path, tokens: np.ndarray) -> None:
 
 
 def generation_of(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the tokens (`generated`) that follow the first 10 of each row, and the logits of each (`steps`)."""
+    """Returns the tokens (`generated`) after the first 10 of each row, and logits (`steps`)."""
     options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
     options |= dict(return_dict_in_generate=True, output_logits=True)
     prompt = torch.tensor(tokens[:, :10])

@@ -1,4 +1,4 @@
-"""config.json: what transformers computes is imported, anything else is rejected, in both directions."""
+"""config.json: what transformers computes is imported, the rest is rejected, in both directions."""
 
 import json
 import shutil
@@ -52,12 +52,24 @@ ROWS = [
     ("qwen3", dict(layer_types=[LOCAL] * 3, sliding_window=4), "use_sliding_window=False"),
     ("gemma2", dict(sliding_window="5"), "sliding_window='5'"),
     # A rope_scaling replaces rope_parameters and their theta, except in Gemma 3.
-    *((f, dict(rope_scaling=LINEAR), dict(rope_theta=77.0, rope_scaling=("linear", 3.0))) for f in FLAT),
-    ("llama3", dict(rope_scaling=dict(type="linear", factor=3.0)), dict(rope_theta=1e4, rope_scaling=("linear", 3.0))),
-    ("llama3", dict(rope_scaling=dict(factor=3.0), rope_theta=9), dict(rope_theta=9.0, rope_scaling=())),
+    *(
+        (f, dict(rope_scaling=LINEAR), dict(rope_theta=77.0, rope_scaling=("linear", 3.0)))
+        for f in FLAT
+    ),
+    (
+        "llama3",
+        dict(rope_scaling=dict(type="linear", factor=3.0)),
+        dict(rope_theta=1e4, rope_scaling=("linear", 3.0)),
+    ),
+    (
+        "llama3",
+        dict(rope_scaling=dict(factor=3.0), rope_theta=9),
+        dict(rope_theta=9.0, rope_scaling=()),
+    ),
     ("llama3", dict(rope_scaling={}), {}),
     ("llama3", dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), "longrope"),
-    # YaRN: null and 0 are defaults, except truncate=null; DeepSeek's mscale keys give the attention factor.
+    # YaRN: null and 0 are defaults, except truncate=null; DeepSeek's mscale keys give the attention
+    # factor.
     *((f, dict(rope_scaling=YARN), dict(rope_theta=100.0, rope_scaling=yarn())) for f in FLAT),
     (
         "qwen3",
@@ -65,15 +77,31 @@ ROWS = [
         dict(rope_theta=9.0, rope_scaling=yarn(length=64.0)),
     ),
     ("llama3", dict(rope_parameters=YARN | NULLS), dict(rope_scaling=yarn(truncate=False))),
-    ("llama3", dict(rope_parameters=YARN | dict(beta_fast=2, beta_slow=0.5)), dict(rope_scaling=yarn(2.0, 0.5))),
-    ("llama3", dict(rope_parameters=YARN, original_max_position_embeddings=8), dict(rope_scaling=yarn(length=8.0))),
-    ("llama3", dict(rope_parameters=YARN | DEEPSEEK), dict(rope_scaling=yarn(attention_factor=1.0))),
+    (
+        "llama3",
+        dict(rope_parameters=YARN | dict(beta_fast=2, beta_slow=0.5)),
+        dict(rope_scaling=yarn(2.0, 0.5)),
+    ),
+    (
+        "llama3",
+        dict(rope_parameters=YARN, original_max_position_embeddings=8),
+        dict(rope_scaling=yarn(length=8.0)),
+    ),
+    (
+        "llama3",
+        dict(rope_parameters=YARN | DEEPSEEK),
+        dict(rope_scaling=yarn(attention_factor=1.0)),
+    ),
     (
         "llama3",
         dict(rope_parameters=YARN | DEEPSEEK | dict(attention_factor=1.5)),
         dict(rope_scaling=yarn(attention_factor=1.5)),
     ),
-    ("llama3", dict(rope_parameters=YARN | DEEPSEEK | dict(mscale_all_dim=0)), dict(rope_scaling=yarn())),
+    (
+        "llama3",
+        dict(rope_parameters=YARN | DEEPSEEK | dict(mscale_all_dim=0)),
+        dict(rope_scaling=yarn()),
+    ),
     ("llama3", dict(rope_parameters=YARN | DEEPSEEK | dict(mscale=-1.0)), "mscale"),
     ("llama3", dict(rope_parameters=YARN | dict(factor=None)), "factor=None"),
     ("llama3", dict(rope_parameters=YARN | dict(beta_fast="32")), "beta_fast='32'"),
@@ -83,7 +111,11 @@ ROWS = [
         dict(rope_parameters={FULL: YARN, LOCAL: dict(rope_theta=5.0)}),
         dict(rope_theta=100.0, rope_scaling=yarn(), rope_theta_local=5.0),
     ),
-    ("gemma3", dict(rope_parameters={FULL: YARN | dict(truncate=False), LOCAL: {}}), "truncate: Gemma3ForCausalLM"),
+    (
+        "gemma3",
+        dict(rope_parameters={FULL: YARN | dict(truncate=False), LOCAL: {}}),
+        "truncate: Gemma3ForCausalLM",
+    ),
     # The original length of dynamic rope is that of the model.
     ("llama3", dict(rope_parameters=DYNAMIC), dict(rope_scaling=("dynamic", 2.0, 64.0))),
     (
@@ -97,9 +129,20 @@ ROWS = [
         dict(rope_theta=100.0, rope_scaling=("dynamic", 2.0, 64.0), rope_theta_local=5.0),
     ),
     ("gemma3", dict(rope_scaling=LINEAR), dict(rope_theta=77.0, rope_scaling=("linear", 3.0))),
-    ("gemma3", dict(rope_parameters=REMOVED, rope_scaling=dict(type="linear", factor=2.0)), "name it rope_type"),
+    (
+        "gemma3",
+        dict(rope_parameters=REMOVED, rope_scaling=dict(type="linear", factor=2.0)),
+        "name it rope_type",
+    ),
     # Only Gemma 3 has ropes by layer type, and nothing else.
-    *((f, dict(rope_parameters={FULL: LINEAR, LOCAL: dict(rope_theta=5.0)}), "same rope in all layers") for f in FLAT),
+    *(
+        (
+            f,
+            dict(rope_parameters={FULL: LINEAR, LOCAL: dict(rope_theta=5.0)}),
+            "same rope in all layers",
+        )
+        for f in FLAT
+    ),
     ("gemma3", dict(rope_parameters=LINEAR), "put them there"),
     (
         "gemma3",
@@ -117,9 +160,17 @@ ROWS = [
     ),
     ("gemma3", dict(rope_parameters={FULL: {}, LOCAL: LINEAR}), "in sliding_attention"),
     # llama3's original length: next to rope_parameters, in them, or max_position_embeddings.
-    ("llama3", dict(original_max_position_embeddings=8), dict(rope_scaling=("llama3", 8.0, 1.0, 4.0, 8.0))),
+    (
+        "llama3",
+        dict(original_max_position_embeddings=8),
+        dict(rope_scaling=("llama3", 8.0, 1.0, 4.0, 8.0)),
+    ),
     ("llama3", dict(rope_parameters=LLAMA3), dict(rope_scaling=("llama3", 4.0, 1.0, 4.0, 64.0))),
-    ("llama3", dict(original_max_position_embeddings=None), "original_max_position_embeddings=None"),
+    (
+        "llama3",
+        dict(original_max_position_embeddings=None),
+        "original_max_position_embeddings=None",
+    ),
     # transformers chooses the model by model_type, and reads text_config only in a multimodal one.
     ("mistral", dict(model_type="llama"), "model_type='llama'"),
     ("llama3", dict(architectures=["MistralForCausalLM"]), "model_type='llama'"),
@@ -156,7 +207,11 @@ ROWS = [
     ("olmoe", dict(attention_bias=True), "attention_bias=True"),
     ("olmoe", dict(sliding_window=4), "sliding_window=4"),
     ("olmoe", dict(head_dim=6), "head_dim=6"),
-    ("olmoe", dict(num_attention_heads=3, num_key_value_heads=1), "hidden_size=16: is not a multiple"),
+    (
+        "olmoe",
+        dict(num_attention_heads=3, num_key_value_heads=1),
+        "hidden_size=16: is not a multiple",
+    ),
     ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1"),
     ("mixtral", dict(router_aux_loss_coef=0.0), dict(balance_weight=0.0)),
     ("mixtral", dict(router_aux_loss_coef=-1.0), "router_aux_loss_coef=-1.0"),
@@ -164,16 +219,30 @@ ROWS = [
     ("mixtral", dict(sliding_window=None), dict(attention="g", window=0)),
     ("mixtral", dict(rope_parameters=REMOVED), dict(rope_theta=1e6)),
     ("qwen3_moe", dict(use_sliding_window=True, sliding_window=4), dict(attention="l", window=4)),
-    ("qwen3_moe", dict(use_sliding_window=True, sliding_window=4, max_window_layers=9), dict(attention="l", window=4)),
+    (
+        "qwen3_moe",
+        dict(use_sliding_window=True, sliding_window=4, max_window_layers=9),
+        dict(attention="l", window=4),
+    ),
     ("qwen3_moe", dict(use_sliding_window=True, sliding_window=None), {}),
     ("qwen3_moe", dict(use_sliding_window=False, sliding_window=4), {}),
     # transformers rejects these, too.
     ("gemma2", dict(query_pre_attn_scalar=6.5), "query_pre_attn_scalar=6.5"),
-    ("llama3", dict(num_attention_heads=3, num_key_value_heads=1), "hidden_size=16: is not a multiple"),
+    (
+        "llama3",
+        dict(num_attention_heads=3, num_key_value_heads=1),
+        "hidden_size=16: is not a multiple",
+    ),
     # Every number: its type and range.
     *(
         ("llama3", {key: value}, f"{key}=")
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
+        for key in (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "vocab_size",
+            "rms_norm_eps",
+        )
         for value in (None, "7", -1, 0, True, [], float("nan"), float("inf"), -(10**400))
     ),
     *(
@@ -181,7 +250,7 @@ ROWS = [
         for value in (None, "7", -1, 0, True, [], float("nan"), float("inf"), 10**400)
     ),
     ("llama3", dict(rms_norm_eps=10**400), "rms_norm_eps="),
-]  # fmt: skip
+]
 
 
 def changed_config(family, keys):

@@ -1,4 +1,4 @@
-"""config.json files as the hub has them: the model that they describe, and keys old, new and unsupported."""
+"""config.json files as the hub has them: their models, and keys old, new and unsupported."""
 
 import importlib
 import json
@@ -397,7 +397,10 @@ def test_a_run_trained_here_is_exported_as_the_matching_family(tiny, changes, ar
 
 
 def test_defaults_of_transformers_that_do_not_apply_are_overridden(tiny):
-    """Token ids must be null; Gemma 2 of transformers rejects a null window, so it gets the default."""
+    """Token ids must be null.
+
+    Gemma 2 of transformers rejects a null window, so it gets the default.
+    """
     assert config_json.to_config(tiny.model.to_dict())["eos_token_id"] is None
     section = weights.model_section(GOLDEN / "gemma2") | {"attention": "g", "window": 0}
     assert config_json.to_config(section)["sliding_window"] == 4096

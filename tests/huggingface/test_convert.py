@@ -1,4 +1,7 @@
-"""`meshtrain convert`: an export has the same bits as the import, in every dtype; a failure leaves nothing."""
+"""`meshtrain convert`: exports have the bits of the import, in every dtype.
+
+A failure leaves nothing.
+"""
 
 import json
 import shutil
@@ -449,7 +452,10 @@ def random_config(family, seed):
 
 
 def random_deepseek(transformers, family, common, pick):
-    """Returns a config of DeepSeek-V2 or V3 with random sizes, with and without latent queries and YaRN."""
+    """Returns a config of DeepSeek-V2 or V3, with random sizes.
+
+    Some have latent queries or YaRN, others not.
+    """
     rope = dict(rope_type="yarn", factor=float(pick(4.0, 8.0)), rope_theta=100.0)
     rope |= dict(beta_fast=1.0, beta_slow=0.1, original_max_position_embeddings=8)
     both = dict(mscale=pick(0.3, 0.707), mscale_all_dim=pick(0.707, 1.0))

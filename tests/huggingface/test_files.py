@@ -1,4 +1,4 @@
-"""Files of parameters: a damaged one is reported by its name, and the safetensors package reads ours."""
+"""Files of parameters: a damaged one is reported by name, and safetensors reads ours."""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Adapters leave as merged weights, or in the layout of PEFT; PEFT itself reads them, and trains them equally."""
+"""Adapters leave as merged weights, or in the layout of PEFT.
+
+PEFT itself reads them, and trains them equally.
+"""
 
 import json
 import os
@@ -22,7 +25,7 @@ RANK, ALPHA = 3, 12.0
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Returns a Llama of the golden files, a run that trained an adapter of it, and both exports."""
+    """Returns a golden Llama, a run that trained an adapter of it, and both exports."""
     root = tmp_path_factory.mktemp("peft")
     assert app.main("convert", [str(GOLDEN / "llama2"), str(root / "start")]) == 0
     found = json.loads((root / "start" / "config.json").read_text())
@@ -119,7 +122,10 @@ for tokens, targets, weights in zip(found["tokens"], found["targets"], found["we
 
 @pytest.mark.slow
 def test_peft_and_torch_take_the_same_ten_steps(folders, tmp_path):
-    """PYTHON_WITH_PEFT names an interpreter with torch, transformers and peft; run with 2.14, 5.24 and 0.21."""
+    """PYTHON_WITH_PEFT names an interpreter with torch, transformers and peft.
+
+    The tests ran with 2.14, 5.24 and 0.21.
+    """
     python = os.environ.get("PYTHON_WITH_PEFT", sys.executable)
     if subprocess.run([python, "-c", "import peft, torch"], capture_output=True).returncode:
         pytest.skip("peft and torch are not installed; see the docstring")

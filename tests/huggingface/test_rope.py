@@ -1,4 +1,4 @@
-"""Scaled rope equals that of transformers: frequencies, attention factor, and dynamic rope with a cache."""
+"""Scaled rope equals that of transformers: frequencies, factor, and dynamic rope with a cache."""
 
 import json
 from functools import partial

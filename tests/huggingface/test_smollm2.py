@@ -1,4 +1,7 @@
-"""A real pretrained model through all verbs. Expected values: transformers 5.23 with torch 2.13, float32."""
+"""A real pretrained model through all verbs.
+
+Expected values: transformers 5.23 with torch 2.13, float32.
+"""
 
 import importlib.util
 import json
@@ -14,12 +17,13 @@ from meshtrain.huggingface import files
 from tests.lib.paths import ROOT
 
 pytestmark = pytest.mark.slow
-
 LOSS = 2.7701714  # of the first 2,000 characters of LICENSE, 397 tokens
 CONTINUED = {
-    "The three primary colours are": " the primary colours of the human eye: red, blue, and yellow. These are the "
+    "The three primary colours are": " the primary colours of the human eye: red, blue, and "
+    "yellow. These are the "
     "only three colors that exist naturally in the universe.\n\nThe human",
-    "def fibonacci(n):": "\n    if n == 0:\n        return 1\n    return n * fibonacci(n - 1)\n\n# Test the "
+    "def fibonacci(n):": "\n    if n == 0:\n        return 1\n    return n * fibonacci(n - 1)\n\n# "
+    "Test the "
     "function\nprint(",
 }
 
@@ -40,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 def run_verb(verb, *arguments):
-    """Returns the output of a verb, run in a subprocess with one CPU device unless a flag simulates more."""
+    """Returns the output of a verb, run with one CPU device unless a flag simulates more."""
     command = [sys.executable, "-m", "meshtrain", verb, *map(str, arguments)]
     environment = {name: v for name, v in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

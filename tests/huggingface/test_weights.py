@@ -1,4 +1,4 @@
-"""Imported models compute the logits of transformers, whatever names and extra tensors a file has."""
+"""Imported models compute transformers' logits, whatever names and extra tensors a file has."""
 
 import json
 

@@ -143,7 +143,10 @@ def encoded(monkeypatch):
 
 
 def run_on_prepared_text(folder, *flags):
-    """Makes a run of 0 steps on prepared text, with a tokenizer that has a bos; returns flags for generate."""
+    """Makes a run of 0 steps on prepared text, with a tokenizer that has a bos.
+
+    Returns flags for generate.
+    """
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     vocabulary = {chr(number): number for number in range(32, 127)} | {"<s>": 0, "</s>": 1}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))

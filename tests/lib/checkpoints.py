@@ -25,7 +25,7 @@ def largest_file(directory):
 
 
 def flip(path, at=None):
-    """Flips a bit of the byte `at`, or of many bytes: nothing reads some bytes of the arrays' files."""
+    """Flips a bit of the byte `at`, or of many bytes, since nothing reads some of them."""
     data = bytearray(path.read_bytes())
     for position in range(0, len(data), 97) if at is None else [at]:
         data[position] ^= 1

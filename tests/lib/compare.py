@@ -6,9 +6,10 @@ import numpy as np
 
 
 def assert_same(found, expected, rtol):
-    """Compares each leaf relative to its largest value, but at least 1 % of the largest value of all.
+    """Compares each leaf relative to its largest value, but at least 1 % of the largest of all.
 
-    The minimum is for the gradient of a key's bias: its exact value is zero, so all of it is rounding noise.
+    The minimum is for the gradient of a key's bias: its exact value is zero, so all of it is
+    rounding noise.
     """
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[0]))
 

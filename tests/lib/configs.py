@@ -38,7 +38,7 @@ GPT2 = dict(
 
 
 def packed(**model):
-    """Returns a tiny config with packed rows, so with positions, segments and uneven token weights."""
+    """Returns a tiny config with packed rows: positions, segments and uneven token weights."""
     c = tiny_config()
     c.model.update(model)
     c.data.separator = 7

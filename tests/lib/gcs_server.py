@@ -1,7 +1,7 @@
 """Starts gcp-storage-emulator, with what it lacks of the protocol of Google Cloud Storage.
 
-Usage: gcs_server.py PORT BUCKET. Downloads tell the generation of an object; writes and deletions obey
-ifGenerationMatch; listings obey startOffset and endOffset.
+Usage: gcs_server.py PORT BUCKET. Downloads tell the generation of an object; writes and deletions
+obey ifGenerationMatch; listings obey startOffset and endOffset.
 """
 
 import sys

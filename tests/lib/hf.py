@@ -22,7 +22,8 @@ from tests.lib.paths import ROOT
 GOLDEN = ROOT / "tests" / "huggingface" / "golden"  # see make_golden.py
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 BF16 = np.dtype(ml_dtypes.bfloat16)
-# Half a unit in the last place of each weight changes Gemma 2's logits by 2e-5, and Gemma 3's by 4e-5.
+# Half a unit in the last place of each weight changes Gemma 2's logits by 2e-5, and Gemma 3's by
+# 4e-5.
 LOGIT_ATOL = dict.fromkeys(FAMILIES, 1e-5) | {"gemma2": 2e-5, "gemma3": 4e-5}
 
 

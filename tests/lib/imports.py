@@ -70,7 +70,7 @@ def longest_chain() -> list[str]:
 
 
 def folder_of(module: str) -> str:
-    """data.prepare.inputs -> data; a module in the package itself, such as train, stands for itself.
+    """data.prepare.inputs -> data; a module in the package itself, such as train, is its own.
 
     The folders of tools/ are told apart: tools.plan.
     """

@@ -24,7 +24,7 @@ def documents(name):
 
 
 def job_of(path):
-    """Returns the Job, the host names of the pods of all its replicas, and how often a JobSet restarts all."""
+    """Returns the Job, the host names of all its pods, and how often a JobSet restarts all."""
     *services, top = documents(path.name)
     if top["kind"] == "Job":
         (service,) = services
@@ -48,7 +48,9 @@ def container_of(job):
 
 
 def environ_of(job, hosts, number):
-    """Returns the variables of pod `number` of all; the value of a Secret is another for each run of the tests.
+    """Returns the variables of pod `number` of all.
+
+    The value of a Secret is another for each run of the tests.
 
     JobSet sets the labels, Kubernetes the index, and GKE the variables of pods that request TPUs.
     """
@@ -73,7 +75,7 @@ def environ_of(job, hosts, number):
 
 
 def action_of(job, code):
-    """Returns the action of Kubernetes for a pod with this exit code: from the first matching rule."""
+    """Returns Kubernetes' action for a pod with this exit code: from the first matching rule."""
     for rule in job["podFailurePolicy"]["rules"]:
         on = rule.get("onExitCodes")
         if on and on["operator"] == "In" and code in on["values"]:

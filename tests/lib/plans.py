@@ -9,7 +9,17 @@ from meshtrain.tools.plan.machine import Machine
 from meshtrain.tools.plan.sizes import decoder
 
 H100 = hardware.devices()["h100"]
-SMALL = decoder(32, 4096, 14336, 32, 8, 128, 128256, gated=True, tied=False)
+SMALL = decoder(
+    num_layers=32,
+    d_model=4096,
+    d_ff=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    gated=True,
+    tied=False,
+)
 
 
 def cost(layout, *, per_host=8, seq_len=8192, work=SMALL, overlap=None):

@@ -1,4 +1,4 @@
-"""LoRA and frozen parameters: on every layout as plain maths on one device, without state for what is frozen."""
+"""LoRA and frozen parameters: plain maths on every layout, without state for what is frozen."""
 
 import functools
 import json
@@ -47,7 +47,7 @@ def config(**train_keys):
 
 
 def dense_model(targets=("layers/*",)):
-    """Returns the plain model, and the function that adds A and B to the kernels, with loops over names."""
+    """Returns the plain model, and a function that adds A and B to kernels, in loops over names."""
     c = config()
     c.adapter.rank = 0
     model = build_model(parse(c))
@@ -171,7 +171,10 @@ def dropout_config(**model):
 
 
 def step_of(run):
-    """Returns the gradients of one step, the state after it, and its scalars; B is not zero at the start."""
+    """Returns the gradients of one step, the state after it, and its scalars.
+
+    B is not zero at the start.
+    """
     state, batch = start(run), run.batch()
     with run.program.active():
         after, scalars = jax.jit(run.program.train_step)(state, batch)

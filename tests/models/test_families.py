@@ -117,7 +117,7 @@ INITIAL = {  # first value of parameters of the tiny model, for seed 0
 
 
 def test_a_seed_gives_the_parameters_of_earlier_versions(tiny):
-    """Otherwise the same config would train another model, and figures in the docs would be wrong."""
+    """Otherwise a config would train another model, and figures in the docs would be wrong."""
     model = transformer.build(**{k: v for k, v in tiny.model.items() if k != "build"})
     params = jax.jit(model.init)(jax.random.key(0))
     found = {

@@ -1,4 +1,4 @@
-"""What the backward pass of a block keeps with train.remat=none, counted from the residuals of its vjp."""
+"""What a block's backward pass keeps with train.remat=none, counted in the residuals of its vjp."""
 
 import math
 
@@ -37,8 +37,9 @@ def kept_arrays(name):
     return c.model.d_model, [aval for aval in residuals.values() if aval.shape[:1] == (ROWS,)]
 
 
-# x, q, k, v, the result of attention, the input of the second norm, and the feed-forward's projections:
-# 2 bytes each. GPT-2: (6 + 4) x 2; Llama 3: (4 + 2 / 4 + 2 x 3.5) x 2. The softmax has 4 bytes per head.
+# x, q, k, v, the result of attention, the input of the second norm, and the feed-forward's
+# projections: 2 bytes each. GPT-2: (6 + 4) x 2; Llama 3: (4 + 2 / 4 + 2 x 3.5) x 2. The softmax has
+# 4 bytes per head.
 @pytest.mark.parametrize(("name", "num_bytes", "heads"), [("gpt2", 20, 12), ("llama3", 23, 32)])
 def test_a_block_keeps_only_the_inputs_and_results_of_its_products(
     name, num_bytes, heads, simulated_gpu

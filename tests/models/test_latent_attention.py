@@ -1,4 +1,4 @@
-"""Multi-head latent attention: equal on every mesh, with every implementation, and with a cache of latents."""
+"""Multi-head latent attention: equal on every mesh, for every implementation, and with a cache."""
 
 import functools
 
@@ -36,7 +36,7 @@ MODELS = {
 
 
 def latent(name="plain", **model):
-    """Returns a tiny config with packed rows, so with positions, segments and uneven token weights."""
+    """Returns a tiny config with packed rows: positions, segments and uneven token weights."""
     c = tiny_config()
     c.model.update(MODELS[name] | model)
     c.data.separator = 7

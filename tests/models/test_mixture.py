@@ -1,4 +1,4 @@
-"""Mixtures of experts: what they measure and balance is the same on every mesh, whatever the load."""
+"""Mixtures of experts: what they measure and balance is the same on every mesh."""
 
 import json
 
@@ -215,6 +215,6 @@ def test_stages_share_the_layers_behind_the_dense_ones():
     with pytest.raises(ConfigError) as error:
         train(c)
     assert error.value.faults == (
-        "model.num_layers=4, less model.first_dense_layers=1, is not divisible by mesh.pipeline=2 x "
-        "pipeline.num_chunks=1; use 3 or 5",
+        "model.num_layers=4, less model.first_dense_layers=1, is not divisible by "
+        "mesh.pipeline=2 x pipeline.num_chunks=1; use 3 or 5",
     )

@@ -19,7 +19,7 @@ from tests.lib.configs import tiny_config
 
 
 def digits(train):
-    """Real 8 x 8 images of digits (1,797): the first 1,536 for training, the last 256 for evaluation."""
+    """Real 8 x 8 images of digits: the first 1,536 for training, the last 256 for evaluation."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     rows = slice(0, 1536) if train else slice(-256, None)

@@ -1,4 +1,7 @@
-"""Steps with losses that are not finite are skipped; loss spikes are logged, and rolled back on request."""
+"""Steps with losses that are not finite are skipped.
+
+Loss spikes are logged, and rolled back on request.
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Replica divergence (silent data corruption) and slow processes are detected, and the message names them."""
+"""Replica divergence (silent data corruption) and slow processes are detected, and named."""
 
 import json
 import re

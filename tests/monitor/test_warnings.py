@@ -1,4 +1,4 @@
-"""What a run warns about before it compiles: each warning appears where it should, and nowhere else."""
+"""What a run warns about before it compiles: each warning where it should be, and nowhere else."""
 
 import json
 from types import SimpleNamespace
@@ -54,23 +54,25 @@ KERNEL = (("embed", "mlp"), (30, 64))
         pytest.param(
             dict(fsdp=5),
             4 * (2 * (3 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 2 * 128 * 32 + 32),
-            "mesh.fsdp=5 does not divide model.d_model=32: 0.11 MB of parameters on each device, such as "
-            "layers/mlp/down/kernel, are replicated over fsdp; use mesh.fsdp=4 or 8, or model.d_model=30 or 35",
+            "mesh.fsdp=5 does not divide model.d_model=32: 0.11 MB of parameters on each device, "
+            "such as layers/mlp/down/kernel, are replicated over fsdp; use mesh.fsdp=4 or 8, or "
+            "model.d_model=30 or 35",
             id="fsdp: every parameter has the dim",
         ),
         pytest.param(
             dict(tensor=4),
             4 * 2 * 2 * 32 * 2 * 8,
-            "mesh.tensor=4 does not divide model.num_kv_heads=2: 0.01 MB of parameters on each device, such as "
-            "layers/attention/key/kernel, are by design replicated over tensor; use mesh.tensor=2, or "
-            "model.num_kv_heads=4",
+            "mesh.tensor=4 does not divide model.num_kv_heads=2: 0.01 MB of parameters on each "
+            "device, such as layers/attention/key/kernel, are by design replicated over tensor; "
+            "use mesh.tensor=2, or model.num_kv_heads=4",
             id="tensor: key and value heads",
         ),
         pytest.param(
             dict(pipeline=3, sizes=dict(num_layers=3)),
             4 * 2 * 128 * 32,
-            "mesh.pipeline=3 does not divide dim 'vocab' of 128: 0.03 MB of parameters on each device, such as "
-            "output/kernel, are replicated over pipeline; use mesh.pipeline=2 or 4, or model.vocab_size=384",
+            "mesh.pipeline=3 does not divide dim 'vocab' of 128: 0.03 MB of parameters on each "
+            "device, such as output/kernel, are replicated over pipeline; use mesh.pipeline=2 or "
+            "4, or model.vocab_size=384",
             id="pipeline: a vocabulary that is padded to multiples of 128",
         ),
         pytest.param(
@@ -88,8 +90,9 @@ KERNEL = (("embed", "mlp"), (30, 64))
         pytest.param(
             dict(model=model_of(w=KERNEL), fsdp=4),
             4 * 30 * 64,
-            "mesh.fsdp=4 does not divide dim 'embed' of 30: 0.01 MB of parameters on each device, such as w, are "
-            "replicated over fsdp; use mesh.fsdp=3 or 5, or 'embed' of 28 or 32",
+            "mesh.fsdp=4 does not divide dim 'embed' of 30: 0.01 MB of parameters on each "
+            "device, such as w, are replicated over fsdp; use mesh.fsdp=3 or 5, or 'embed' of 28 "
+            "or 32",
             id="a model of the user's",
         ),
         pytest.param(
@@ -100,8 +103,9 @@ KERNEL = (("embed", "mlp"), (30, 64))
                 tensor=2,
             ),
             4 * 10,
-            "mesh.fsdp=3 x mesh.tensor=2 does not divide dim 'embed' of 20: 0.00 MB of parameters on each device, "
-            "such as w, are replicated over fsdp; use mesh.fsdp=2 or 5, or 'embed' of 18 or 24",
+            "mesh.fsdp=3 x mesh.tensor=2 does not divide dim 'embed' of 20: 0.00 MB of "
+            "parameters on each device, such as w, are replicated over fsdp; use mesh.fsdp=2 or "
+            "5, or 'embed' of 18 or 24",
             id="sizes of one axis, given the other",
         ),
         pytest.param(
@@ -156,7 +160,7 @@ class Device(NamedTuple):
 
 
 def mesh_of(num_devices, per_network, platform="cpu", **sizes):
-    """Returns the shape and devices of a mesh, of which `per_network` neighbours share a fast network."""
+    """Returns shape and devices of a mesh; `per_network` neighbours share a fast network."""
     sizes = {axis: sizes.get(axis, 1) for axis in AXES}
     devices = np.empty(num_devices, object)
     for number in range(num_devices):

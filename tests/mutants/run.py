@@ -1,18 +1,19 @@
-"""Plants bugs one at a time and reports what finds each of them: `verify --quick`, `verify`, or the tests.
+"""Plants bugs one at a time and reports what finds each: `verify --quick`, `verify`, or the tests.
 
   python tests/mutants/run.py                               all bugs: verify --quick, then the tests
   python tests/mutants/run.py 'ring_*' --stages=quick,full,tests --jobs=2
-  python tests/mutants/run.py 'ring_*' --unchanged          the same stages without a bug: they must pass
+  python tests/mutants/run.py 'ring_*' --unchanged          the same without a bug: must pass
   python tests/mutants/run.py --stages=                     only writes README.md from results.jsonl
 
-A bug is a patch: NAME.patch, a unified diff after a header. `Bug:` says what is wrong; `Tests:` lists the test files
-(or tests, FILE::TEST, which may be slow) that must find it if verify does not; `Config:` has the flags of verify
-(default: --config=configs/quickstart.py; "none" if verify does not run this code). The patch is applied to a copy of
-the repository, where the stages run one after the other until one of them finds the bug. A crash is not a find: it
-is reported, and the next stage runs.
+A bug is a patch: NAME.patch, a unified diff after a header. `Bug:` says what is wrong; `Tests:`
+lists the test files (or tests, FILE::TEST, which may be slow) that must find it if verify does not;
+`Config:` has the flags of verify (default: --config=configs/quickstart.py; "none" if verify does
+not run this code). The patch is applied to a copy of the repository, where the stages run one after
+the other until one of them finds the bug. A crash is not a find: it is reported, and the next stage
+runs.
 
-Each result is appended to results.jsonl. A stage that has a result for the same change is not run again: to run
-all stages again, for example after a change of verify, remove that file.
+Each result is appended to results.jsonl. A stage that has a result for the same change is not run
+again: to run all stages again, for example after a change of verify, remove that file.
 """
 
 import argparse
@@ -44,9 +45,10 @@ CRASH = re.compile(r"\b\w+(Error|Exception)\b")  # verify reports an exception a
 RUNNING: set[subprocess.Popen] = set()  # Ctrl-C ends them
 INTRODUCTION = """# Planted bugs
 
-Written by `python tests/mutants/run.py --stages=` from `results.jsonl`; `run.py` explains the patches and its flags.
-The stages run from left to right until one finds the bug, so the cells after it are empty. "n/a": `verify` does not
-run this code.
+Written by `python tests/mutants/run.py --stages=` from `results.jsonl`; `run.py` explains the
+patches and its flags.
+The stages run from left to right until one finds the bug, so the cells after it are empty.
+"n/a": `verify` does not run this code.
 
 """
 
@@ -74,8 +76,8 @@ def load() -> list[Mutant]:
 def digest_of(patch: str) -> str:
     """Returns a digest of the lines that a patch removes and adds.
 
-    It does not depend on their place: a moved file, other lines around the bug, another indent or line break, and
-    another list of tests keep the result.
+    It does not depend on their place: a moved file, other lines around the bug, another indent or
+    line break, and another list of tests keep the result.
     """
     _, _, diff = patch.partition("\n\n")
     lines = [line for line in diff.splitlines() if line[:1] in ("-", "+")]
@@ -86,7 +88,10 @@ def digest_of(patch: str) -> str:
 
 
 def plant(patch: str, folder: Path, *flags: str) -> None:
-    """Applies a patch to the copy of the repository in `folder`; raises CalledProcessError if it does not apply."""
+    """Applies a patch to the copy of the repository in `folder`.
+
+    Raises CalledProcessError if it does not apply.
+    """
     # git would skip all files silently if a folder above were a repository.
     environ = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
     where = dict(cwd=folder, env=environ)
@@ -195,7 +200,10 @@ def table(mutants: list[Mutant], results: dict) -> str:
         cells = ["n/a"] * 2 + cells[2:] if mutant.config == NONE else cells
         by = f"`{found[killer]['by']}`".replace("|", "\\|") if killer else ""
         rows.append([f"`{mutant.name}`", mutant.bug.replace("|", "\\|"), *cells, by])
-    total = f"{len(mutants)} bugs: {counts['quick']} found by `verify --quick`, {counts['full']} by `verify`, "
+    total = (
+        f"{len(mutants)} bugs: {counts['quick']} found by `verify --quick`, {counts['full']} by "
+        "`verify`, "
+    )
     total += (
         f"{counts['tests']} by the tests ({counts['tests alone']} of them not run with `--quick`), "
     )

@@ -1,4 +1,4 @@
-"""Attention against its formula, causality, the code of documents, and the choice of implementation."""
+"""Attention against its formula, causality, the code of documents, the choice of implementation."""
 
 import re
 from functools import partial
@@ -71,7 +71,8 @@ def test_gradients_are_zero_at_positions_that_a_query_must_not_see(segments):
         return attention(q, k, v, segments).sum((0, 2))  # (S, K); rows of a batch are independent
 
     jacobians = jax.jit(jax.jacrev(summed, argnums=(0, 1, 2)))(*inputs(2, 1))
-    # Dims: S and K of the output, then B, S, H, K of the input. Keep the maximum of each pair of positions.
+    # Dims: S and K of the output, then B, S, H, K of the input. Keep the maximum of each pair of
+    # positions.
     grad_q, grad_k, grad_v = (
         np.moveaxis(np.abs(jacobian).max((1, 4, 5)), 0, 1) for jacobian in jacobians
     )
@@ -157,7 +158,8 @@ def test_blockwise_attention_with_a_cache_equals_xla():
 # ---- the code of documents ----
 
 
-# Neighbours whose numbers differ in one digit; negative and repeated numbers, and documents that return
+# Neighbours whose numbers differ in one digit; negative and repeated numbers, and documents that
+# return
 NUMBERS = np.int32(
     [[0, 0, 1, 1, 3, 3, 3, 2, 7, 7, 7], [5, -6, -6, 5, 5, 2**31 - 1, 5, -(2**31), 9, 9, 8]]
 )

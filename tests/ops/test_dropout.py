@@ -1,4 +1,7 @@
-"""Dropout drops the same elements on every layout, none in evaluation, and others in each step, row and layer."""
+"""Dropout drops the same elements on every layout, and others in each step, row and layer.
+
+In evaluation it drops none.
+"""
 
 import functools
 

@@ -73,7 +73,7 @@ def test_shards_of_the_experts_add_up():
 
 
 def test_no_array_is_as_large_as_tokens_times_experts_times_features():
-    """Every intermediate array is at most as large as the rows, or the weights, in the forward and backward pass."""
+    """In both passes, every intermediate array is at most as large as the rows, or the weights."""
     num_tokens, num_experts = 512, 64
     x, weights, kernels = operands(num_tokens, num_experts)
     assigned = RNG.integers(0, num_experts, (num_tokens, K)).astype(np.int32)
@@ -97,7 +97,10 @@ def equations(jaxpr):
 
 
 def test_iterations_are_the_same_on_all_that_are_mapped():
-    """The loop's condition is not mapped: otherwise it would copy everything that it carries in each iteration."""
+    """The loop's condition is not mapped.
+
+    Otherwise it would copy everything that it carries in each iteration.
+    """
     x, weights, kernels = operands(T)
     assigned = np.stack([ASSIGNMENTS["balanced"], ASSIGNMENTS["all to one expert"]]).astype(
         np.int32

@@ -41,7 +41,7 @@ def shapes_of(num_layers):
 def test_each_device_orthogonalizes_its_share_and_the_cost_is_that_of_the_program(
     num_layers, layout, kinds
 ):
-    """No collective is inside the iterations, and what a device computes and receives is what `cost` says."""
+    """No collective is inside the iterations; a device computes and receives what `cost` says."""
     rules = default.get_config().rules
     mesh, params = make_mesh(MeshConfig(**layout)), shapes_of(num_layers)
     transform = muon.orthogonalize(AXES, num_steps=5, rms=0.2)

@@ -136,7 +136,7 @@ def test_adamw_rejects_a_number_out_of_range(key, value):
 
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 def test_the_logged_learning_rate_is_the_one_that_the_step_applied(moment_dtype):
-    """A skipped step changes nothing in the optimizer: the next step has its learning rate again."""
+    """A skipped step changes nothing in the optimizer: the next one has its learning rate."""
 
     def rates(step):
         return jnp.array([1.0, 0.5, 0.25, 0.125])[step]

@@ -131,7 +131,7 @@ def rate(step):
 
 @pytest.mark.parametrize("shape", [(2, 6, 10), (2, 2, 6, 10)], ids=["layers", "layers and experts"])
 def test_adafactor_treats_each_layer_and_expert_as_an_array_of_its_own(shape, x64):
-    """Stacked arrays would be factored along the layers where those are many, and clipped together."""
+    """Stacked arrays would be factored along the layers if those are many, and clipped together."""
     rng = np.random.default_rng(0)
     names = ("layers", "embed", "mlp") if len(shape) == 3 else ("layers", "expert", "embed", "mlp")
     found = {"kernel": rng.normal(size=shape)}
@@ -190,7 +190,10 @@ def test_a_number_out_of_range_is_a_config_error(name, change, message):
 
 
 def test_the_averages_of_a_schedule_free_run_are_evaluated_and_restored(tmp_path):
-    """The held-out loss in training and what a checkpoint gives to other verbs are of x; frozen leaves have only y."""
+    """The held-out loss in training and what a checkpoint gives to other verbs are of x.
+
+    Frozen leaves have only y.
+    """
     c = config_of("schedule_free_adamw", fsdp=2, data=4)
     c.train.dtype = c.train.param_dtype = "float32"
     c.optim.update(learning_rate=0.05, schedule="constant")

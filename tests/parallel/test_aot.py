@@ -1,8 +1,8 @@
 """The pipelined step compiles ahead of time for TPU and GPU, on a host without them (and for CPU).
 
 XLA partitions differently for each platform, and aborts the process on some programs. So each case
-compiles in its own process: this file, run as `python tests/parallel/test_aot.py PLATFORM SCHEDULE KEEP`
-with PYTHONPATH=.
+compiles in its own process: this file, run as `python tests/parallel/test_aot.py PLATFORM SCHEDULE
+KEEP` with PYTHONPATH=.
 """
 
 import collections
@@ -28,7 +28,10 @@ TARGETS = {"cpu": "", "tpu": "v5e:4x8", "cuda": "h200:4x8"}
 
 
 def run(platform, *arguments):
-    """Runs this file in a process and returns what it prints; skips the test without the compiler."""
+    """Runs this file in a process and returns what it prints.
+
+    Skips the test without the compiler.
+    """
     if TARGETS[platform]:
         try:
             target.parse(TARGETS[platform])
@@ -58,7 +61,8 @@ def test_stages_only_permute_along_the_pipeline_axis(platform, schedule, keep):
     axes_of = collections.defaultdict(list)
     for kind, axes in run(platform, schedule, keep):
         axes_of[kind].append(axes)
-    # On TPU XLA also permutes along other axes: the shards of a parameter during its matrix product.
+    # On TPU XLA also permutes along other axes: the shards of a parameter during its matrix
+    # product.
     permuted = {tuple(axes) for axes in axes_of["collective-permute"]}
     assert {axes for axes in permuted if "pipeline" in axes} == {("pipeline",)}
     assert ["fsdp"] in axes_of["all-gather"]

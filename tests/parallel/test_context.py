@@ -1,4 +1,4 @@
-"""Sequences over several devices: every method equals plain attention, and a step equals that of one device."""
+"""Sequences over several devices: every method equals plain attention, also in a step."""
 
 import contextlib
 import re
@@ -182,7 +182,7 @@ def test_positions_of_rows_without_documents_follow_the_order(model, x64):
 
 
 def test_sequences_over_tensor_as_well(x64):
-    """Between blocks the sequence is sharded over context and tensor: Megatron's sequence parallelism."""
+    """Between blocks context and tensor shard the sequence: Megatron's sequence parallelism."""
     c = packed()
     c.rules = (("residual_seq", ("context", "tensor")), *c.rules)
     found = Run(c, dtype="float64", data=2, context=2, tensor=2).one_step()
@@ -278,7 +278,7 @@ def test_attention_sends_nothing_but_what_its_method_sends(method, expected):
 
 
 def test_activations_of_a_step_are_gathered_nowhere():
-    """Only parameters are: no array of all positions, and of the model's width, exists on a device."""
+    """Only parameters are: no device has an array of all positions and of the model's width."""
     c = packed()
     c.model.update(num_layers=2, attention_impl="blockwise:4", vocab_size=128)
     c.data.vocab_size, c.data.seq_len, c.model.max_seq_len = 128, 96, 96
@@ -297,7 +297,7 @@ def test_activations_of_a_step_are_gathered_nowhere():
 @slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_device_keeps_what_one_device_keeps_of_a_sequence_as_long_as_its_part(method):
-    """Neither the keys of other devices nor second copies, also of layers that XLA sees together."""
+    """Neither keys of other devices nor second copies, also of layers that XLA sees together."""
 
     def kept(length, **layout):
         c = tiny_config()

@@ -1,4 +1,4 @@
-"""How gradients meet: patterns of messages, narrow formats, and the residual that keeps what these lose."""
+"""How gradients are added: patterns of messages, low precision, and the residual of it."""
 
 import functools
 import shutil
@@ -370,7 +370,10 @@ def test_a_run_says_how_gradients_meet(tiny, capsys):
     tiny.mesh.slices = 2
     tiny.sync.update(dtype="int8", pattern="hierarchical")
     train(tiny)
-    line = "summed over data: hierarchical, float32 among 4, then int8 among 2 (1.016 bytes per element)"
+    line = (
+        "summed over data: hierarchical, float32 among 4, then int8 among 2 (1.016 bytes per "
+        "element)"
+    )
     assert line in capsys.readouterr().out
 
 

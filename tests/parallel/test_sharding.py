@@ -126,7 +126,7 @@ def test_constrain_follows_the_innermost_rules():
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=lambda f: f.__name__)
 def test_a_function_that_was_traced_with_other_rules_is_traced_again(wrap):
-    """jax keeps traces by function object and by its own context, which has to include the rules."""
+    """jax keeps traces by function object and by its own context, which must include the rules."""
 
     def constrained(x):
         return sharding.constrain(x, "a") * 2

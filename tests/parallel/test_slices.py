@@ -1,4 +1,7 @@
-"""`mesh.slices` splits `data` into parts between which the network is slow; everything else stays within a part."""
+"""`mesh.slices` splits `data` into parts between which the network is slow.
+
+Everything else stays within a part.
+"""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -32,7 +35,10 @@ class Device:
 
 
 def gpus(num_hosts, per_host=4, order=None):
-    """Returns the GPUs of a cluster, for which jax numbers hosts by `slice_index`; a process for each."""
+    """Returns the GPUs of a cluster, with a process each.
+
+    For these jax numbers hosts by `slice_index`.
+    """
     found = [Device(n, n, n // per_host, "gpu") for n in range(num_hosts * per_host)]
     return [found[n] for n in order] if order is not None else found
 
@@ -114,12 +120,17 @@ def test_tpu_slices_that_do_not_divide_data_split_the_next_axis(sizes, links):
 @pytest.mark.parametrize(
     ("devices", "sizes", "fault"),
     [
-        (None, dict(data=8, slices=3), "mesh.slices=3 does not divide mesh.data=8; use mesh.slices=2 or 4, or mesh"),
-        (None, dict(data=1, fsdp=8, slices=2), "mesh.slices=2 does not divide mesh.data=1; use mesh.slices=1, or mesh"),
+        (None, dict(data=8, slices=3), "mesh.slices=3 does not divide mesh.data=8; use "
+                                       "mesh.slices=2 or 4, or mesh"),
+        (None, dict(data=1, fsdp=8, slices=2), "mesh.slices=2 does not divide mesh.data=1; use "
+                                               "mesh.slices=1, or mesh"),
         (None, dict(data=8, slices=0), "mesh.slices=0: use 1 or more"),
-        (gpus(3), dict(data=12, slices=2), "splits a host: there are 3, with 12 devices; use mesh.slices=1 or 3"),
-        (tpus(2), dict(data=32, slices=4), "mesh.slices=4: the TPUs form 2 slices; use mesh.slices=2"),
-        (tpus(1), dict(data=16, slices=2), "mesh.slices=2: the TPUs form 1 slice; use mesh.slices=1"),
+        (gpus(3), dict(data=12, slices=2), "splits a host: there are 3, with 12 devices; use "
+                                           "mesh.slices=1 or 3"),
+        (tpus(2), dict(data=32, slices=4), "mesh.slices=4: the TPUs form 2 slices; use "
+                                           "mesh.slices=2"),
+        (tpus(1), dict(data=16, slices=2), "mesh.slices=2: the TPUs form 1 slice; use "
+                                           "mesh.slices=1"),
     ],
 )  # fmt: skip
 def test_slices_that_the_devices_cannot_form_are_one_line(devices, sizes, fault):
@@ -131,9 +142,11 @@ def test_slices_that_the_devices_cannot_form_are_one_line(devices, sizes, fault)
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["slices=3"], "=3 does not divide mesh.data=8; use mesh.slices=2 or 4, or mesh.data=6 or 9"),
+        (["slices=3"], "=3 does not divide mesh.data=8; use mesh.slices=2 or 4, or mesh.data=6 or "
+                       "9"),
         (["slices=0"], "=0: use 1 or more"),
-        (["slices=2", "data=1", "fsdp=8"], "=2 does not divide mesh.data=1; use mesh.slices=1, or mesh.data=2"),
+        (["slices=2", "data=1", "fsdp=8"], "=2 does not divide mesh.data=1; use mesh.slices=1, or "
+                                           "mesh.data=2"),
         (["slices=two"], "=two: not of type int, like 1"),
     ],
 )  # fmt: skip
@@ -145,7 +158,7 @@ def test_a_mistake_is_exit_code_2_and_one_line(flags, line, capsys):
 
 
 def test_hosts_of_a_described_gpu_cluster_are_its_processes():
-    """Without devices of its own, jax's client of a topology numbers all GPUs with slice_index 0."""
+    """Without devices of its own, jax's client of a topology gives all GPUs slice_index 0."""
     devices = [Device(n, n // 8, 0, "gpu", num_local=0) for n in range(16)]
     _, found = network(devices, data=2, fsdp=8)
     assert found.link_along("data") == "hosts" and found.link_along("fsdp") == "host"

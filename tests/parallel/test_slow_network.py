@@ -1,4 +1,4 @@
-"""What training sends between two hosts, counted at their network interfaces, is what the audit says."""
+"""What training sends between two hosts, counted at their interfaces, is what the audit says."""
 
 import sys
 from types import SimpleNamespace

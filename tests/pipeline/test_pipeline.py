@@ -231,7 +231,8 @@ def test_layers_that_stages_cannot_share_evenly_are_reported():
     c.pipeline.update(schedule="interleaved", num_chunks=2)
     fault = fault_of(c, pipeline=2)
     assert fault == (
-        "model.num_layers=10 is not divisible by mesh.pipeline=2 x pipeline.num_chunks=2; use 8 or 12"
+        "model.num_layers=10 is not divisible by mesh.pipeline=2 x pipeline.num_chunks=2; use 8 "
+        "or 12"
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs of several processes, with the supervisor and without it: faults, signals, and the final result."""
+"""Runs of several processes, with and without the supervisor: faults, signals, the final result."""
 
 import json
 import os
@@ -82,7 +82,10 @@ def losses(workdir):
     ids=["data", "context", "auto"],
 )
 def test_two_processes_with_four_devices_each_give_the_losses_of_one_with_eight(sizes, tmp_path):
-    """Over context each sequence is on both processes, and keys travel between them; both choose one mesh."""
+    """Over context each sequence is on both processes, and keys travel between them.
+
+    Both choose one mesh.
+    """
     config = tiny_config()
     # Several evaluation batches: in flight at the same time they would hang.
     config.train.steps, config.eval.batches = 10, 8
@@ -95,7 +98,10 @@ def test_two_processes_with_four_devices_each_give_the_losses_of_one_with_eight(
 
 
 def start_two(*arguments, second=None):
-    """Starts two processes without a supervisor; `second` are the arguments of the second, if others."""
+    """Starts two processes without a supervisor.
+
+    `second` are the arguments of the second, if others.
+    """
     port, found = free_port(), []
     for number, own in enumerate([arguments, second or arguments]):
         flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={number}"]
@@ -137,7 +143,10 @@ def test_processes_with_different_configs_report_the_difference(tmp_path):
     first, second = (settings(tmp_path, **{"optim.learning_rate": rate}) for rate in (1e-3, 2e-3))
     codes, stderr = wait_for(start_two(*first, second=second))
     assert codes == [2, 2]
-    line = "config.optim.learning_rate differs between processes: 0.001 on process 0, 0.002 on process 1"
+    line = (
+        "config.optim.learning_rate differs between processes: 0.001 on process 0, 0.002 on "
+        "process 1"
+    )
     assert all(text.splitlines() == [f"{line}; use the same"] for text in stderr)
 
 
@@ -149,7 +158,10 @@ def test_a_config_error_of_one_process_ends_all(tmp_path):
 
 
 def test_a_workdir_that_differs_between_hosts_is_reported(tmp_path):
-    """Two folders with the same name, as on hosts without a shared file system: each process has its own cwd."""
+    """Two folders with the same name, as on hosts without a shared file system.
+
+    Each process has its own cwd.
+    """
     port, processes = free_port(), []
     for number in range(2):
         (cwd := tmp_path / str(number)).mkdir()
@@ -197,7 +209,7 @@ def test_a_second_run_in_a_workdir_is_rejected(tmp_path):
 
 
 def test_fewer_processes_continue_with_the_same_batches(tmp_path):
-    """A process that cannot restart is left out: the mesh shrinks, the global batch and data order stay."""
+    """A process that cannot restart is left out: the mesh shrinks, batch and data order stay."""
     workdir = tmp_path / "run"
     run = faults.start(workdir, 10**6, 0.01, "--min_nproc=1", "--max_restarts=9")
     command = Path(f"/proc/{run.pid}/cmdline")

@@ -1,4 +1,7 @@
-"""The flags of `meshtrain launch`: used or rejected; and what it leaves in a workdir. No process imports jax."""
+"""The flags of `meshtrain launch`: used or rejected; and what it leaves in a workdir.
+
+No process imports jax.
+"""
 
 import subprocess
 import sys
@@ -25,7 +28,10 @@ SLURM = {
 
 @pytest.fixture
 def started(monkeypatch):
-    """Returns the settings and commands of the supervisors that are started; nothing else happens."""
+    """Returns the settings and commands of the supervisors that are started.
+
+    Nothing else happens.
+    """
     found = []
 
     class Supervisor:

@@ -1,4 +1,7 @@
-"""With MESHTRAIN_SECRET only supervisors that know it take part; nobody can write or repeat their messages."""
+"""With MESHTRAIN_SECRET only supervisors that know it take part.
+
+Nobody can write or repeat their messages.
+"""
 
 import copy
 import json

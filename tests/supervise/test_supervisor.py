@@ -36,8 +36,9 @@ def step(number, phase="step"):
     if page[FIELDS.index("first_step")] < 0: put("first_step", number)
     put("current_step", number)
 def attempt():
-    # Writes how many processes the run has, and waits until all of this host have started: a process that fails
-    # in its first line must not end the attempt before another has started. Returns the number of the attempt.
+    # Writes how many processes the run has, and waits until all of this host have started: a
+    # process that fails in its first line must not end the attempt before another has started.
+    # Returns the number of the attempt.
     name, env = f"{folder}/attempts-{rank}", os.environ
     with open(name, "a") as file: file.write(env["JAX_NUM_PROCESSES"])
     local = range(int(env["LOCAL_WORLD_SIZE"]))
@@ -64,7 +65,10 @@ def is_alive(pid):
 
 @pytest.fixture
 def supervise(tmp_path, capfd):
-    """Returns a function that runs processes with some code; it returns the exit code and all output."""
+    """Returns a function that runs processes with some code.
+
+    It returns the exit code and all output.
+    """
 
     def run(code, **settings):
         settings = {"nproc": 2, "stall_seconds": 1.0, "grace": 5.0, **settings}
@@ -95,9 +99,12 @@ def test_output_is_prefixed_with_the_rank_and_logged(supervise, tmp_path):
 def test_lines_that_only_say_that_another_process_has_ended_are_logged_and_not_shown(
     supervise, tmp_path
 ):
-    lines = """E1123 04:40:01.048467    9768 coordination_service_agent.cc:289] Polled an error from coordination
-F1123 04:40:01.048498    9768 client.h:80] Terminating process because the JAX distributed service detected
-Additional GRPC error information from remote target coordination_service while calling /xla.coordination
+    lines = """E1123 04:40:01.048467    9768 coordination_service_agent.cc:289] Polled an error \
+from coordination
+F1123 04:40:01.048498    9768 client.h:80] Terminating process because the JAX distributed service \
+detected
+Additional GRPC error information from remote target coordination_service while calling \
+/xla.coordination
 :UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}
 F1123 04:36:12.977217    3156 parse_flags_from_env.cc:234] Unknown flag in XLA_FLAGS: --nonsense"""
     code, output = supervise(f"print({lines!r})")
@@ -247,7 +254,9 @@ import os, sys
 from meshtrain.supervise.restart_policy import Settings
 from meshtrain.supervise.supervisor import Supervisor
 worker = "import os, time; print(os.getpid(), flush=True); time.sleep(99)"
-Supervisor(Settings(nproc=2), workdir=None).run([sys.executable, "-c", worker], environ=dict(os.environ), logs=None)
+Supervisor(Settings(nproc=2), workdir=None).run(
+    [sys.executable, "-c", worker], environ=dict(os.environ), logs=None
+)
 """
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as run:
         pids = [int(run.stdout.readline().split()[-1]) for _ in range(2)]
@@ -257,7 +266,10 @@ Supervisor(Settings(nproc=2), workdir=None).run([sys.executable, "-c", worker], 
 
 
 def test_fewer_processes_continue_until_all_can_restart(supervise, tmp_path):
-    """Starts with three processes; with two, the run ends with exit code 2: the config does not allow it."""
+    """Starts with three processes.
+
+    The config does not allow two, so with two it ends with exit code 2.
+    """
     code, output = supervise(
         """
 count = int(os.environ["JAX_NUM_PROCESSES"])
@@ -348,7 +360,10 @@ def test_processes_are_removed_from_the_last_hosts_first():
 
 
 def supervisors(tmp_path, code, count, **settings):
-    """Runs a supervisor for each of `count` hosts, simulated by folders; returns their exit codes."""
+    """Runs a supervisor for each of `count` hosts, simulated by folders.
+
+    Returns their exit codes.
+    """
     port, codes = free_port(), {}
 
     def one(node):

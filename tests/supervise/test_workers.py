@@ -8,7 +8,10 @@ from meshtrain.supervise.workers import RankAssignment, Workers
 
 def test_processes_get_their_ranks_in_variables(tmp_path):
     lines = []
-    code = "import os; print(*(os.environ[n] for n in ('JAX_PROCESS_ID', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))"
+    code = (
+        "import os; print(*(os.environ[n] for n in ('JAX_PROCESS_ID', 'LOCAL_RANK', "
+        "'LOCAL_WORLD_SIZE')))"
+    )
     workers = Workers(
         [sys.executable, "-c", code],
         environ=dict(os.environ),

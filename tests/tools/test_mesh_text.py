@@ -83,7 +83,8 @@ def test_a_device_is_drawn_where_jax_places_its_shard():
 @pytest.mark.parametrize(
     ("device", "per_host", "links"),
     [
-        # name, and bytes/s of the data sheet: NVLink inside a host, one adapter for each GPU between hosts
+        # name, and bytes/s of the data sheet: NVLink inside a host, one adapter for each GPU
+        # between hosts
         ("h200", 8, ("between hosts, 50 GB/s", "within a host, 450 GB/s")),
         ("v5e", 64, ("within a slice, 90 GB/s", "within a slice, 90 GB/s")),
         ("v5e", 16, ("between slices, 3.125 GB/s", "within a slice, 90 GB/s")),

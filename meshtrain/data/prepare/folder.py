@@ -22,7 +22,6 @@ from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
 
 LOG_EVERY = 10.0  # seconds between progress lines when stderr is not a terminal
-
 MAX_FAULTS_SHOWN = 5
 
 

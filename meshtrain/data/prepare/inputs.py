@@ -21,7 +21,6 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")  # one document per line
 
 # Of the files that are read in a folder; all but those of .parquet may end in .gz.
 EXTENSIONS = (".txt", *JSON_LINES, ".parquet")
-
 CHUNK = 1 << 20  # bytes read at a time
 
 

@@ -20,7 +20,6 @@ from meshtrain.data.prepare.inputs import Position
 from meshtrain.errors import ConfigError
 
 FIRST_LINE = b'{"settings": {'  # of a journal
-
 MAX_FAULTS = 20  # messages stored per shard, and in the manifest; further faults are only counted
 
 

@@ -25,7 +25,6 @@ from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, import_optional
 
 UNIT_BYTES = 1 << 20  # of input per work unit: small, so that all processes get equal work
-
 UNITS_AHEAD = 3  # units per process that are submitted before their results are needed
 
 
@@ -164,9 +163,7 @@ def _exit_with_parent() -> None:
 # ---- train a tokenizer ----
 
 BPE_EOS = "<|endoftext|>"
-
 SAMPLE_CHARS = 1 << 28  # train on at most this many characters, from the start of the inputs
-
 MIN_VOCAB_SIZE = 257  # all bytes, and EOS
 
 

@@ -12,7 +12,6 @@ from typing import Any, TypeGuard
 from meshtrain.errors import ConfigError
 
 Config = dict[str, Any]  # a config.json
-
 Section = dict[str, Any]  # the `model` section of a config
 
 BUILD = "meshtrain.models.transformer:build"
@@ -31,7 +30,6 @@ CONFIG_KEYS = {  # key of a `model` section: key of config.json
 }
 
 LAYER_LETTERS = {"full_attention": "g", "sliding_attention": "l"}
-
 LAYER_TYPES = {letter: name for name, letter in LAYER_LETTERS.items()}
 
 

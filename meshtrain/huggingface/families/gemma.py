@@ -11,7 +11,6 @@ NAMES = base.NAMES | {
 }
 
 SECTION = {"norm": "rms_1p", "mlp": "geglu", "post_norm": True}
-
 DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

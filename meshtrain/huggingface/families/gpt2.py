@@ -29,7 +29,6 @@ NAMES = {
 
 # Three rates in a config.json; `model.dropout` is one for all.
 DROPOUT_RATES = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
-
 DEFAULT_DROPOUT = 0.1  # of each in transformers
 
 

@@ -38,7 +38,6 @@ from meshtrain.tools.hlo.traffic import Links, link_traffic
 from meshtrain.tools.plan import auto
 
 NUM_BATCHES = 4
-
 FULL_ROWS = "rows of one document; the data is not read"
 
 

@@ -19,7 +19,6 @@ from meshtrain.parallel.grad_sync import Sync
 from meshtrain.schedules import SCHEDULES
 
 Axes = tuple[str, ...]  # mesh axes, in the order of the mesh
-
 Spec = tuple[Axes, ...]  # for each dim of an array, the mesh axes larger than 1 that shard it
 
 

@@ -385,7 +385,6 @@ def row_and_column_parallel(placement: Placement, axis: str) -> tuple[list[Leaf]
 # ---- the ledger: which of these bytes the program sends ----
 
 LOCK_STEP = "lock step: all stages take part in every tick, including stages without work"
-
 RECOMPUTED = (
     "recomputed in the backward pass: pipeline.keep=inputs keeps only inputs, or train.remat is on"
 )

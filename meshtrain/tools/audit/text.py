@@ -9,7 +9,6 @@ from meshtrain.tools.audit.minimum import PARAMETER_GATHER, Explanation
 from meshtrain.tools.audit.warnings import axes_label
 
 WIDTH = 100
-
 MAX_WARNINGS = 20
 
 MAX_OPERATIONS = 20

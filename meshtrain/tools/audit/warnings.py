@@ -1,6 +1,7 @@
 """Warns about replicated arrays, idle mesh axes, unneeded collectives, loops of unknown length.
 
-What `train` warns about before it compiles is in meshtrain/monitor/warnings.py; an audit has it too.
+What `train` warns about before it compiles is in meshtrain/monitor/warnings.py; an audit has it
+too.
 """
 
 from collections import Counter
@@ -16,7 +17,6 @@ from meshtrain.tools.audit.minimum import Explanation
 
 # An array is large if a device holds this many bytes of it, or this fraction of all parameters.
 LARGE_FRACTION = 0.05
-
 LARGE_BYTES = 64 << 20
 
 

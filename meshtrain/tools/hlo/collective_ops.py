@@ -24,7 +24,6 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-
 LIBRARY = re.compile(
     r"/(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|chex|einops|equinox|haiku)/"
     r"|/lib/python3\.\d+/(?!(?:site|dist)-packages/)"
@@ -32,13 +31,9 @@ LIBRARY = re.compile(
 
 # Functions of this package for which the line of the caller is shown.
 HELPERS = ("constrain", "gathered", "flat_dot_general", "look_up", "lookup")
-
 REDUCE_SCATTER_NOTE = "all-reduce + slice on CPU, a reduce-scatter on GPU and TPU"
-
 BITS_NOTE = "sent in 32 bits on CPU; counted in the 16 bits that GPU and TPU send"
-
 MESSAGE_NOTE = "sent between TPU slices as messages, padded to tiles of 8 x 128 elements"
-
 SUBGROUP_NOTE = "over groups of only some of the devices along this axis"
 
 

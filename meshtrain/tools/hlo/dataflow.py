@@ -6,7 +6,6 @@ from meshtrain.tools.hlo.hlo import Instruction, Module
 
 # A value: computation, instruction, and the element if the instruction makes a tuple.
 Value = tuple[str, str, int | None]
-
 RESHAPING_OPCODES = ("bitcast", "copy", "reshape", "transpose", "copy-start", "copy-done")
 
 # Opcodes whose result is a copy or a part of their first operand.

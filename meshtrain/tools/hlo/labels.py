@@ -19,13 +19,9 @@ MAIN_OPCODES = (
     "reduce-window",
     "reduce",
 )
-
 CONTAINERS = ("call", "conditional", "while")
-
 MATMUL_KERNEL = re.compile(r"gemm|matmul|cublas|cutlass|nvjet|xmma", re.IGNORECASE)
-
 COPY_KERNEL = re.compile(r"mem(cpy|set)", re.IGNORECASE)
-
 MAX_DISTANCE = 3  # in the graph of uses, to an instruction with a source line
 
 

@@ -17,7 +17,6 @@ from meshtrain.tools.hlo.labels import Label, Labels
 # at head dims of 64 to 128, forward and backward together, about 45 % (FlashAttention-3,
 # arXiv 2407.08608, figures 5 and 6).
 MATMUL_SHARE, ATTENTION_SHARE = 0.80, 0.45
-
 RULE = (
     f"matrix products at {MATMUL_SHARE:.0%} of the peak, fused attention at {ATTENTION_SHARE:.0%}, "
     f"HBM at its full bandwidth, exposed collectives at the links' full rate, nothing else overlaps"

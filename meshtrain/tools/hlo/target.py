@@ -21,9 +21,7 @@ WHEELS = {
     ),
     "tpu": (("libtpu",), "aot-tpu"),
 }
-
 THREE_DIMENSIONAL = ("v4", "v5p")  # the tori of other TPUs have two dimensions
-
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",  # this host's own GPU stays free
     "TPU_SKIP_MDS_QUERY": "1",  # do not ask for the metadata of a Google Cloud host

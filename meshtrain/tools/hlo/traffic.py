@@ -23,15 +23,10 @@ FREE = frozenset(
     "partition-id replica-id add-dependency domain while conditional call async-start "
     "async-update".split()
 )
-
 PASSING = ("bitcast", "reshape", "transpose", "convert", "copy")  # of each element its own
-
 MESSAGES = ("send", "recv")  # between TPU slices
-
 SLICES = ("dynamic-slice", "slice", "gather")
-
 MATMUL = re.compile(r'custom_call_target="[^"]*(cublas|gemm)')
-
 ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
 
 

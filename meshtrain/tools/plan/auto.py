@@ -34,8 +34,8 @@ def resolve(
     """Returns the typed config on `devices`, by default all of this job.
 
     With `mesh.auto` it has the layout that is predicted to be fastest, and `layout_reasons` say
-    why. Sizes of the mesh above 1 are kept; the other axes, ZeRO stage, micro-batches, remat and the
-    pipeline are chosen. All processes must call it, and get the choice of process 0. Raises
+    why. Sizes of the mesh above 1 are kept; the other axes, ZeRO stage, micro-batches, remat and
+    the pipeline are chosen. All processes must call it, and get the choice of process 0. Raises
     ConfigError if the mesh does not fit, or if no layout does.
     """
     cfg = parse(config)

@@ -16,19 +16,16 @@ from meshtrain.cluster import limits
 from meshtrain.errors import ConfigError
 from meshtrain.hardware import Device
 
-# What is sustained, as a part of the data sheet's figure. Fitted to half of the published steps that
-# benchmarks/plan/published_steps.py predicts (its table names them), and of the size that others
-# measured: matrix products by cuBLAS on A100 and H100, 230 to 260 of 312 and 650 to 750 of 989
-# TFLOP/s; NCCL inside a host 394 of 450 GB/s on 8 H100.
+# What is sustained, as a part of the data sheet's figure. Fitted to half of the published steps
+# that benchmarks/plan/published_steps.py predicts (its table names them), and of the size that
+# others measured: matrix products by cuBLAS on A100 and H100, 230 to 260 of 312 and 650 to 750 of
+# 989 TFLOP/s; NCCL inside a host 394 of 450 GB/s on 8 H100.
 PRODUCTS = {"gpu": 0.74, "tpu": 0.85, "measured": 1.0}
 
 # Forward, backward.
 ATTENTION = {"gpu": (0.55, 0.45), "tpu": (0.45, 0.40), "measured": (0.5, 0.5)}
-
 MEMORY = 0.80
-
 LINK = 0.80
-
 NETWORK = 0.65
 
 # Seconds of an operation that does nothing.
@@ -38,7 +35,6 @@ LAUNCH = {"gpu": 4e-6, "tpu": 1e-6, "measured": 10e-6}
 # is tuned by hand. Those on GPUs are on several. On one H200, meshtrain's own steps took 1.00 and
 # 0.97 of the prediction.
 XLA = {"gpu": 1.25, "tpu": 1.0, "measured": 1.0}
-
 LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds of a collective of no bytes
 
 
@@ -138,9 +134,7 @@ class Machine:
 # ---- devices that are not in the table: measured ----
 
 MATRIX_SIZE = 384  # of the matrices
-
 COPIED_ELEMENTS = 1 << 20  # elements of the arrays that are copied and summed
-
 REPEATS = 3
 
 

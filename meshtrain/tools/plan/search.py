@@ -20,7 +20,6 @@ from meshtrain.tools.plan.plan_input import PlanInput
 # Layouts whose step times differ less are equally good; those with fewer axes and more room come
 # first.
 TIE = 0.03
-
 MOST, MOST_REJECTED = 20, 3  # layouts of a plan
 
 
@@ -134,9 +133,7 @@ def _accepted(
 # ---- the layouts that are tried ----
 
 CHUNKS = (1, 2, 4, 8)
-
 SHORTEST_CHUNK = 512  # tokens, of `mesh.context`
-
 SMALL_LOSS_CHUNK = 256  # MiB; further chunks save no memory that counts
 
 # Of TPU registers: narrower shards are padded, and XLA gathers them element by element.

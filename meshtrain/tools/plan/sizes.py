@@ -9,7 +9,10 @@ BYTES = 2  # of an element of an activation, a gathered parameter and a sent gra
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The sizes of a stack of equal layers; of a model that is one loss, one layer without a head."""
+    """The sizes of a stack of equal layers.
+
+    A model that is one loss is one layer without a head.
+    """
 
     num_layers: int
     d_model: int
@@ -25,15 +28,20 @@ class ModelWork:
         1.0  # mean number of positions that a token may attend to, as a part of the sequence
     )
     num_experts: int = 0
-    # (remat, bytes that a layer keeps for each token: of arrays as wide as the residual stream, of others)
+    # (remat, bytes that a layer keeps for each token: of arrays as wide as the residual stream, of
+    # others)
     kept: tuple[tuple[str, float, float], ...] = ()
 
     def kept_bytes(self, remat: str) -> tuple[float, float]:
-        """Returns the bytes that a layer keeps for a token: what `tensor` does not shard, and what it does."""
+        """Returns the bytes that a layer keeps for a token.
+
+        They are two numbers: what `tensor` does not shard, and what it does.
+        """
         return next((wide, other) for name, wide, other in self.kept if name == remat)
 
 
 def decoder(
+    *,
     num_layers: int,
     d_model: int,
     d_ff: int,
@@ -41,7 +49,6 @@ def decoder(
     num_kv_heads: int,
     head_dim: int,
     vocab_size: int,
-    *,
     gated: bool,
     tied: bool,
 ) -> ModelWork:

@@ -19,7 +19,6 @@ GB = 1e9
 # benchmarks/plan/published_steps.py predicts: of other frameworks as they are, and of each
 # framework after one factor, which --measured takes from a run.
 RANGE, RANGE_MEASURED = (0.91, 1.43), (0.89, 1.21)
-
 COMPUTE = ("products and attention", "head")
 
 
@@ -248,7 +247,6 @@ def _bars(parts: Mapping[str, float], total: float, unit: str, size: float) -> I
 
 # Widths of the columns and height of a row of the drawing, in pixels.
 NAMES, BARS, NUMBERS, ROW = 190, 420, 130, 22
-
 COLOUR, INK = "#2f6db3", "#222222"
 
 

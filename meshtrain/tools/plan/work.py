@@ -1,4 +1,4 @@
-"""What a model computes for each token, and what it keeps: read from its config, or traced for a user's model."""
+"""What a model computes for each token, and what it keeps: read from its config, or traced."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,10 @@ TRANSFORMER = "meshtrain.models.transformer:build"
 
 
 def work_of(cfg: Config, model: Model, params: Params, batch: Any) -> ModelWork:
-    """Returns the work of a config's model: of the built-in transformer by its sizes, of any other traced."""
+    """Returns the work of a config's model.
+
+    That of the built-in transformer is computed from its sizes; any other is traced.
+    """
     options = dict(cfg.model.options)
     if cfg.model.build == TRANSFORMER and model.block is not None and "attention_impl" in options:
         return of_transformer(TransformerConfig(**options), cfg.data.options["seq_len"], params)
@@ -33,13 +36,13 @@ def of_transformer(c: TransformerConfig, seq_len: int, params: Params) -> ModelW
     Latent attention counts as ordinary attention with its heads.
     """
     work = decoder(
-        c.num_layers,
-        c.d_model,
-        c.used_mlp_size,
-        c.num_heads,
-        c.num_kv_heads,
-        c.query_size,
-        c.vocab_size,
+        num_layers=c.num_layers,
+        d_model=c.d_model,
+        d_ff=c.used_mlp_size,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.query_size,
+        vocab_size=c.vocab_size,
         gated=c.gated,
         tied=c.tie_embeddings,
     )
@@ -53,7 +56,10 @@ def of_transformer(c: TransformerConfig, seq_len: int, params: Params) -> ModelW
 
 
 def of_traced(model: Model, params: Params, batch: Any, dtype: str) -> ModelWork:
-    """Returns the work of any model, by its products; those of two activations count as attention of one head."""
+    """Returns the work of any model, by its products.
+
+    Products of two activations count as attention of one head.
+    """
     num_tokens = math.prod(jax.tree.leaves(batch)[0].shape[:2])
     if model.block is None:
         found = jax.make_jaxpr(lambda p, b: model.loss(p, b, jax.random.key(0)))(params, batch)
@@ -76,7 +82,10 @@ def of_traced(model: Model, params: Params, batch: Any, dtype: str) -> ModelWork
 def with_kept(
     work: ModelWork, model: Model, params: Params, batch: Any, dtype: str, remats
 ) -> ModelWork:
-    """Returns the work with the bytes that a layer keeps for its backward pass, for each of `remats`."""
+    """Returns the work with the bytes that a layer keeps for its backward pass.
+
+    They are listed for each of `remats`.
+    """
     if model.block is None:
         return replace(work, kept=tuple((remat, 0.0, 0.0) for remat in remats))
     layer, x = _block_arguments(model, params, batch, dtype)
@@ -131,7 +140,10 @@ def _products(jaxpr: Any, num_tokens: int) -> tuple[tuple[float, int], ...]:
 
 
 def _dots(jaxpr: Any, times: int):
-    """Yields FLOPs and contracted size of each matrix product; a loop counts as often as it runs."""
+    """Yields FLOPs and contracted size of each matrix product.
+
+    A loop counts as often as it runs.
+    """
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]

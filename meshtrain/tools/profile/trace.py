@@ -12,9 +12,7 @@ from typing import Any
 import jax
 
 ACCELERATOR = re.compile(r"/device:(GPU|TPU):(\d+)")
-
 HOST = "/host:CPU"
-
 Interval = tuple[float, float]  # nanoseconds
 
 

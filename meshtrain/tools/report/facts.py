@@ -31,11 +31,8 @@ WORDS = {
     "end": "held-out loss {eval_loss:.4g}",
     "preempted": "state saved",
 }
-
 MAX_EVENTS = 200  # of each kind that are listed; all are counted
-
 MAX_TEXT = 300  # characters of a field
-
 MAX_BOXES = 4096  # of a drawn schedule
 
 
@@ -301,7 +298,6 @@ def _is_count(value: Any) -> bool:
 # ---- line charts ----
 
 BUCKETS = 500  # a chart is about as many pixels wide, or twice as many
-
 PER_BUCKET = 5
 
 
@@ -345,7 +341,6 @@ def decimate(steps: np.ndarray, values: np.ndarray, buckets: int = BUCKETS) -> n
 
 # Where they are found in a workdir.
 PLACES = ("audit.json", "verify.json", "certificate/verify.json")
-
 MAX_LINES = 100  # of each list
 
 

@@ -18,7 +18,6 @@ PARTS = resources.files(__package__) / "page"
 # uPlot 1.6.32 (MIT, page/uPlot.LICENSE), the two files of its npm package, unchanged: lines of 10^5
 # points in milliseconds, in 51 kB, where chart libraries with their own scene graphs have hundreds.
 STYLES = ("uPlot.min.css", "report.css")
-
 SCRIPTS = ("uPlot.iife.min.js", "report.js")
 
 

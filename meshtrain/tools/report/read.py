@@ -13,9 +13,7 @@ import numpy as np
 from meshtrain.errors import ConfigError
 
 LINES_AT_ONCE = 4096
-
 MAX_STEP = 2**53  # as float64 exact below
-
 MAX_JSON_BYTES = 256 << 20  # of a file that is read at once; a larger one is left out
 
 

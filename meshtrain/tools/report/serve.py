@@ -13,9 +13,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.tools.report import page
 
 HOST = "127.0.0.1"
-
 FRESH_SECONDS = 1.0  # the files are read again after this time at the earliest
-
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",  # the address has the token

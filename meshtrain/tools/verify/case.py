@@ -32,15 +32,10 @@ from meshtrain.tools.verify.reference import step as reference_step
 # Two layers in each of three chunks on each of four stages; in `VerifyCase.shallow`, in each of
 # four chunks. Both are extended to a multiple of the length of the attention pattern.
 NUM_LAYERS, FEW_LAYERS = 24, 8
-
 ROWS_PER_DEVICE = 6
-
 DROPOUT = 0.25  # of a transformer without it; a layout may switch it off
-
 TRANSFORMER = "meshtrain.models.transformer:build"
-
 STEPS = 2  # the second starts from an optimizer state that is not zero
-
 SEPARATOR = 0  # token that ends a document in packed rows
 
 

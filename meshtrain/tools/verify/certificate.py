@@ -19,7 +19,6 @@ from meshtrain.tools.verify.pairwise import Row
 
 # The largest error of a gradient in low precision, as a multiple of the error on one device.
 MAX_RATIO = 1.5
-
 Trees = dict[str, Any]  # kind of value -> pytree of arrays
 
 

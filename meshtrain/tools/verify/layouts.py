@@ -16,7 +16,6 @@ from meshtrain.tools.verify.case import VerifyCase
 from meshtrain.tools.verify.pairwise import Row, pairwise
 
 NUM_MICROBATCHES = (1, 3, 6, 12)  # multiples of the number of stages, and not
-
 NUM_CHUNKS = (2, 3)  # of interleaved schedules, on each stage
 
 # 3 divides neither the 8 layers of a shallow case nor those of its stages: 2 are unrolled then.
@@ -24,13 +23,11 @@ UNROLL = (1, 3)
 
 # Several blocks at the sequence length of a case, the last one shorter.
 ATTENTION_IMPLS = ("xla", "xla:6", "blockwise:3")
-
 LOSS_CHUNKS = (0, 3)
 
 # Says whether the last group of micro-batches of an interleaved schedule is shorter; covered in
 # pairs as well.
 SHORT_GROUP = "short_group"
-
 REMAT = ("full", "dots", "names:attention,mlp")
 
 

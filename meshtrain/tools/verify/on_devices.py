@@ -18,9 +18,7 @@ from meshtrain.tools.verify.certificate import Certificate
 from meshtrain.tools.verify.laws import precision as precision_laws
 
 HEAD_DIM = 64  # fused attention kernels need a multiple of 8
-
 SEQ_LEN = 64
-
 NUM_LAYERS = 8  # for up to two chunks on each of four stages
 
 

@@ -44,11 +44,8 @@ NUM_DRAWS = 16
 
 # Relative to the largest value of a leaf; bfloat16 rounds by 4e-3, float16 by 5e-4.
 SUM_TOLERANCE = 1e-5
-
 UPDATE_TOLERANCE = 1e-3  # relative to the largest update of a leaf
-
 OVERFLOWING_SCALE = 2.0**40
-
 MakeProgram = Callable[[VerifyCase, Row], Program]
 
 

@@ -9,7 +9,6 @@ LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 8)
 
 # Heads of 6 or 8 dims have frequencies that are kept, divided, and in between.
 YARN = ("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)
-
 DYNAMIC = ("dynamic", 4.0, 8)
 
 # Implementations of attention with several blocks, and what `--quick` tries together with each of
@@ -23,11 +22,8 @@ BLOCKS = {
         "dropout": 0.2,
     },
 }
-
 NUM_QUICK = 1 + len(BLOCKS)
-
 SOFTCAP = 3.0
-
 LATENT = {"kv_lora_rank": 10, "q_lora_rank": 9, "rope_head_dim": 6, "v_head_dim": 5}
 
 

@@ -45,9 +45,7 @@ from meshtrain.tools.verify.pairwise import Row
 from meshtrain.tools.verify.reference import step as reference_step
 
 TOLERANCE = 1e-10
-
 INITIAL_TOLERANCE = 1e-6  # for initial parameters: a user's model may draw them in float32
-
 NUM_LOW_PRECISION = 2  # number of layouts that are verified in bfloat16 and float16
 
 

@@ -1,4 +1,4 @@
-"""`meshtrain prepare` writes the same files for any number of workers, also if it is killed and resumed."""
+"""`meshtrain prepare` writes the same files for any number of workers, also when resumed."""
 
 import gzip
 import json

@@ -45,7 +45,8 @@ def test_fsdp_gathers_twice_and_scatters_once():
     assert result.total("fsdp").ratio <= 1.005
     all_bytes = 8 * result.param_bytes
     assert result.bytes_for("gradients summed", "fsdp") == 7 / 8 * all_bytes
-    # Embedding, head and last norm are gathered once: the backward pass follows, or does not need them.
+    # Embedding, head and last norm are gathered once: the backward pass follows, or does not need
+    # them.
     ends = 2 * 128 * 32 * 4 + 32 * 4
     assert result.unsent_bytes == [("fsdp", "parameters gathered", 7 / 8 * ends)]
     assert result.bytes_for("parameters gathered", "fsdp") == 7 / 8 * (2 * all_bytes - ends)

@@ -1,4 +1,4 @@
-"""The bytes that devices with parts of the same sequences send, and how evenly they share attention."""
+"""Bytes that devices with parts of the same sequences send, and how evenly they share attention."""
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ def audited(method, source=None, remat="none", **mesh):
 
 
 def sent_by_formula(method, n, tensor=1, rows=16):
-    """Returns the bytes of both layers: 16 tokens a row, 2 key/value heads and 4 heads of 8, in float32."""
+    """Returns the bytes of both layers: 16 tokens a row, 2 key/value heads, 4 heads of 8."""
     tokens = rows * 16 // n
     kv, q = tokens * 2 * 2 // tensor * 8 * 4, tokens * 4 // tensor * 8 * 4
     if method == "ulysses":
@@ -51,7 +51,8 @@ def test_what_recomputed_attention_sends_again_is_explained(method):
     result = audited(method, remat="full", context=4)
     (extra,) = (row for row in result.extra_bytes if row[1] == KEYS_AND_VALUES)
     assert extra[2] == "sent again, because train.remat=full recomputes attention"
-    # q, k and v are exchanged before attention, and its output after it; a layer's output is not needed again.
+    # q, k and v are exchanged before attention, and its output after it; a layer's output is not
+    # needed again.
     again = {"ring": 1 / 3, "gather": 1 / 3, "ulysses": 1 / 2}[method]
     minimum = sent_by_formula(method, 4)
     assert result.bytes_for(KEYS_AND_VALUES, "context") == minimum + extra[3]

@@ -1,4 +1,7 @@
-"""The bytes that devices with different experts send, and the roofline of steps whose loops depend on the routing."""
+"""The bytes that devices with different experts send, and the roofline.
+
+The loops of these steps depend on the routing.
+"""
 
 import jax
 import numpy as np
@@ -116,7 +119,8 @@ def test_an_extra_gather_of_tokens_is_reported(monkeypatch):
 def test_no_collective_is_in_the_loop_of_leftover_blocks(monkeypatch):
     result = audited({"expert": 4})
     assert all(one.collective.count_known for one in result.explanations)
-    # With iterations that differ between devices, each iteration asks all devices whether one continues.
+    # With iterations that differ between devices, each iteration asks all devices whether one
+    # continues.
     monkeypatch.setattr(experts, "_largest", lambda count: count)
     assert any("loops of unknown length" in warning for warning in audited({"expert": 4}).warnings)
 

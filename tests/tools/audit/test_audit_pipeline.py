@@ -1,4 +1,4 @@
-"""The bytes that pipeline stages send: messages, broadcasts by the first and last stage, and other sums."""
+"""The bytes that pipeline stages send: messages, broadcasts by first and last stage, other sums."""
 
 import jax
 import pytest
@@ -67,7 +67,8 @@ def test_interleaved_stages_receive_their_layers_and_gather_them_in_every_tick()
     assert_explained(result)
     # The layers of a stage: without embedding, head and the final norm's scale.
     layers = 2 * result.param_bytes - (2 * 64 + 1) * 32 * 4
-    # Half of the chunks run on the stage that stores them. The weights and gradients of the others move.
+    # Half of the chunks run on the stage that stores them. The weights and gradients of the others
+    # move.
     assert result.bytes_for(LAYER_TRANSFER, "pipeline") == 2 * layers / 2 / 2
     # 9 ticks of one layer in each direction, 8 with work; recomputed chunks are gathered once more.
     assert lock_step_bytes(result, "gradients summed", "fsdp") == layers / 2 / 2

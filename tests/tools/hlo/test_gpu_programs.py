@@ -1,4 +1,4 @@
-"""The real step compiled for H200 GPUs: dtypes, fused attention, collectives and memory of the programs.
+"""The real step compiled for H200 GPUs: dtypes, fused attention, collectives and memory.
 
 No GPU is needed, only the wheels of the extra aot-gpu.
 """
@@ -22,7 +22,6 @@ from meshtrain.tools.plan.compiled import audited
 from tests.lib.paths import ROOT
 
 pytestmark = pytest.mark.slow
-
 TWO_LAYERS = "--config.model.num_layers=2"
 PACKED = "--config.data.packing=best_fit"
 # model of benchmarks/plan/roofline.py, number of GPUs, overrides
@@ -48,7 +47,10 @@ def skip_unless_compiled(name):
 
 @functools.cache
 def compiled(model, size, *overrides):
-    """Returns the audit of a case as `figures`, and its program as `module`; skips without the compiler."""
+    """Returns the audit of a case as `figures`, and its program as `module`.
+
+    Skips without the compiler.
+    """
     skip_unless_compiled(f"h200:{size}")
     with tempfile.TemporaryDirectory() as folder:
         figures, text = Path(folder, "audit.json"), Path(folder, "step.hlo")
@@ -83,7 +85,7 @@ def test_matrix_products_are_in_the_compute_dtype(case):
 
 
 def test_matrix_products_are_those_of_arithmetic(tmp_path, monkeypatch):
-    """XLA's own rematerialisation ran a fifth more of them in this layout, at the same peak of memory."""
+    """XLA's own rematerialisation ran a fifth more of them here, at the same peak of memory."""
     _, device, devices, *_ = case = published_steps.COMPILED[2]
     skip_unless_compiled(f"{device}:{devices}")
     expected = published_steps.prediction(case)
@@ -127,7 +129,8 @@ def test_collectives_are_asynchronous_and_needed(case):
         if one.opcode in ("all-gather-start", "all-reduce-start", "reduce-scatter-start"):
             waits = re.search(r'"is_sync":\s*(true|false)', one.attributes)[1]
             sizes[waits] += runs * max(array.size * array.itemsize for array in one.results)
-    # Where layers are recomputed in a loop, an iteration begins with the gathers of its first weights.
+    # Where layers are recomputed in a loop, an iteration begins with the gathers of its first
+    # weights.
     assert sizes["true"] < 0.05 * sizes["false"] and found.figures["warnings"] == []
     unexplained = [row for row in found.figures["extra_bytes"] if not row[2]]
     assert unexplained == []

@@ -20,8 +20,11 @@ def metadata(op_name, file, line):
 
 
 def collectives_in(body, before="", platform="cpu"):
-    """Returns the collectives of a program with this entry computation after the computations `before`."""
-    text = f"{HEADER}{before}\nENTRY %main (p: f32[8,4]) -> f32[8,4] {{\n  %p = f32[8,4]{{1,0}} parameter(0)"
+    """Returns the collectives of a program with this entry after the computations `before`."""
+    text = (
+        f"{HEADER}{before}\nENTRY %main (p: f32[8,4]) -> f32[8,4] "
+        f"{{\n  %p = f32[8,4]{{1,0}} parameter(0)"
+    )
     module = hlo.parse(text + f"{body}\n}}\n")
     return collective_ops.find_collectives(module, MESH, platform)
 
@@ -113,7 +116,8 @@ CONCATENATE = """
 def test_tensors_that_are_concatenated_for_one_all_reduce_are_counted_apart(line):
     body = f"""
   %flat = f32[32]{{0}} bitcast(%p)
-  %bias = f32[4]{{0}} slice(%flat), slice={{[0:4]}}, {metadata("jit(step)/jvp(f)/add", "/a/b.py", 3)}
+  %bias = f32[4]{{0}} slice(%flat), slice={{[0:4]}}, \
+{metadata("jit(step)/jvp(f)/add", "/a/b.py", 3)}
   %v = f32[36]{{0}} {line}
   %c = f32[36]{{0}} all-reduce(%v), replica_groups={{}}, to_apply=%add"""
     first, second = collectives_in(body, ADD + CONCATENATE, platform="gpu")
@@ -136,7 +140,8 @@ def test_a_combined_all_reduce_is_listed_once_per_tensor_with_its_own_source():
         f"""
   %s = f32[] constant(0)
   %c = (f32[8,4]{{1,0}}, /*index=1*/f32[]) all-reduce(%p, %s), replica_groups={{}}, to_apply=%add
-  %one = f32[8,4]{{1,0}} get-tuple-element(%c), index=0, {metadata("transpose(jvp())/mul", "/x/model.py", 7)}
+  %one = f32[8,4]{{1,0}} get-tuple-element(%c), index=0, \
+{metadata("transpose(jvp())/mul", "/x/model.py", 7)}
   %two = f32[] get-tuple-element(%c), index=1, {metadata("jvp()/sum", "/x/loss.py", 9)}""",
         ADD,
     )
@@ -156,7 +161,8 @@ LOOPS = """
 }
 %outer (u: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
   %u = (s32[], f32[8,4]{1,0}) parameter(0)
-  ROOT %w = (s32[], f32[8,4]) while(%u), condition=%until, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %w = (s32[], f32[8,4]) while(%u), condition=%until, body=%inner, \
+backend_config={"known_trip_count":{"n":"3"}}
 }
 """
 
@@ -316,7 +322,8 @@ def test_a_wrapped_collective_counts_where_it_starts():
     wrapped = """
 %wrapped (p: f32[8,4]) -> f32[4,4] {
   %p = f32[8,4]{1,0} parameter(0)
-  ROOT %c = f32[4,4]{1,0} reduce-scatter(%p), dimensions={0}, replica_groups=[4,2]<=[8], to_apply=%add
+  ROOT %c = f32[4,4]{1,0} reduce-scatter(%p), dimensions={0}, replica_groups=[4,2]<=[8], \
+to_apply=%add
 }
 """
     (c,) = collectives_in(
@@ -348,7 +355,8 @@ StackFrames
 
 ENTRY %main (p: f32[8,4]) -> f32[8,4] {{
   %p = f32[8,4]{{1,0}} parameter(0)
-  ROOT %c = f32[8,4]{{1,0}} all-reduce(%p), replica_groups={{}}, metadata={{op_name="x" stack_frame_id=2}}
+  ROOT %c = f32[8,4]{{1,0}} all-reduce(%p), replica_groups={{}}, metadata={{op_name="x" \
+stack_frame_id=2}}
 }}
 """
     (c,) = collective_ops.find_collectives(hlo.parse(text), MESH)

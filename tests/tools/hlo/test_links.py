@@ -33,9 +33,16 @@ def collective(kind, *groups, count=1.0):
     array = hlo.Array("f32", (1000,))
     size = 2 if kind == "collective-permute" else len(groups[0])
     return Collective(
-        kind=kind, axes=None, group_size=size, array=array, itemsize=4, count=count,
-        count_known=True, groups=groups, **fields,
-    )  # fmt: skip
+        kind=kind,
+        axes=None,
+        group_size=size,
+        array=array,
+        itemsize=4,
+        count=count,
+        count_known=True,
+        groups=groups,
+        **fields,
+    )
 
 
 FOUR_HOSTS = network(hosts=[0, 0, 1, 1, 2, 2, 3, 3], slices=[0] * 4 + [1] * 4)
@@ -55,12 +62,17 @@ ALL = tuple(range(8))
         (collective("all-reduce", (0, 1), (2, 3), (4, 5), (6, 7)), (4000, 0, 0), (0, 0)),
         # One device of each slice in a group: all bytes of all four groups leave the slice.
         (collective("all-reduce", *((n, n + 4) for n in range(4))), (0, 0, 4000), (8000, 16000)),
-        # 1/7 to the device of the same host, 2/7 to the other host of the slice, 4/7 to the other slice.
+        # 1/7 to the device of the same host, 2/7 to the other host of the slice, 4/7 to the other
+        # slice.
         (collective("all-to-all", ALL), (500, 1000, 2000), (6000, 8000)),
         # Only device 3 sends to the other slice, only 1 to the other host of its slice.
-        (collective("collective-permute", (0, 1), (1, 2), (2, 3), (3, 4)), (1000, 500, 500), (4000, 4000)),
+        (
+            collective("collective-permute", (0, 1), (1, 2), (2, 3), (3, 4)),
+            (1000, 500, 500),
+            (4000, 4000),
+        ),
     ],
-)  # fmt: skip
+)
 def test_bytes_are_counted_for_the_link_that_carries_them(one, by_link, leaving):
     found = link_traffic([("some", one)], FOUR_HOSTS)
     assert found.by_axes == [LinkBytes("some", *map(pytest.approx, by_link))]
@@ -87,8 +99,10 @@ ENTRY %main (p: f32[4096,256]) -> f32[4096,256] {
   %p = f32[4096,256]{1,0} parameter(0)
   %r = f32[4096,256]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum
   %t = token[] after-all()
-  %s = (f32[4096,256]{1,0}, u32[], token[]) send(%r, %t), channel_id=2, is_host_transfer=true, ATTRIBUTES
-  %v = (f32[4096,256]{1,0}, u32[], token[]) recv(%t), channel_id=3, is_host_transfer=true, ATTRIBUTES
+  %s = (f32[4096,256]{1,0}, u32[], token[]) send(%r, %t), channel_id=2, is_host_transfer=true, \
+ATTRIBUTES
+  %v = (f32[4096,256]{1,0}, u32[], token[]) recv(%t), channel_id=3, is_host_transfer=true, \
+ATTRIBUTES
   %s.1 = token[] send-done(%s), channel_id=2, is_host_transfer=true
   %c = f32[4096,256]{1,0} copy(%p)
   %d = (f32[4096,256]{1,0}, token[]) recv-done(%v), channel_id=3, is_host_transfer=true
@@ -104,7 +118,10 @@ ENTRY %main (p: f32[4096,256]) -> f32[4096,256] {
 
 
 def test_the_messages_between_tpu_slices_are_collectives():
-    """XLA compiles the program of one slice; its devices 0 to 3 are these numbers of each slice in the mesh."""
+    """XLA compiles the program of one slice.
+
+    Its devices 0 to 3 are these numbers of each slice in the mesh.
+    """
     module, sizes = hlo.parse(SLICE), dict.fromkeys(AXES, 1) | dict(pipeline=2, data=2, tensor=2)
     slices = [0, 0, 1, 1, 0, 0, 1, 1]  # stages are within a slice, so data is its second axis
     found = collective_ops.find_collectives(module, sizes, "tpu", slices)
@@ -176,7 +193,10 @@ def audited(**mesh):
 
 
 def test_hybrid_sharding_sends_one_shard_of_the_gradients_between_slices():
-    """fsdp within slices of 4 devices, data between them: the all-reduce of a shard is all that leaves a slice."""
+    """fsdp within slices of 4 devices, data between them.
+
+    The all-reduce of a shard is all that leaves a slice.
+    """
     result = audited(data=2, fsdp=4, slices=2)
     by_axes = {row.axes: row for row in result.links.by_axes}
     # 2 (n - 1) / n of a shard's float32 gradients, n = 2; besides it, loss and weight are summed.

@@ -102,8 +102,8 @@ def test_the_peak_in_use_is_that_of_the_fullest_device(monkeypatch):
 
 
 def test_kept_arrays_are_computed_in_the_forward_and_read_in_the_backward_pass():
-    # 12 floats, which a loop stacks; 5 floats, which are read twice. Not: a weight that a loop passes on, what
-    # the backward pass recomputes, and an array with the sizes of a parameter.
+    # 12 floats, which a loop stacks; 5 floats, which are read twice. Not: a weight that a loop
+    # passes on, what the backward pass recomputes, and an array with the sizes of a parameter.
     params = {"w": jax.ShapeDtypeStruct((7, 9), "float32", sharding=one_device())}
     module = hlo.parse(STEP)
     assert activations.kept_bytes(module, params) == KEPT
@@ -126,7 +126,8 @@ def looped(text):
     loop = """
 ENTRY %outer (b: f32[3]) -> f32[3] {
   %b = f32[3]{0} parameter(0)
-  ROOT %loop = f32[3]{0} while(%b), condition=%cond, body=%main, metadata={op_name="jit(step)/while"}
+  ROOT %loop = f32[3]{0} while(%b), condition=%cond, body=%main, \
+metadata={op_name="jit(step)/while"}
 }
 """
     return text.replace("ENTRY ", "") + loop
@@ -148,13 +149,16 @@ ENTRY %main (p: f32[6]) -> f32[3] {
   %zeros = f32[2,6]{1,0} broadcast(), metadata={op_name="jit(step)/jvp()/zeros"}
   %half = f32[5]{0} fusion(%p), calls=%c, metadata={op_name="jit(step)/jvp()/mul"}
   %start = (f32[6]{0}, f32[2,6]{1,0}) tuple(%p, %zeros)
-  %while = (f32[6]{0}, f32[2,6]{1,0}) while(%start), body=%forward, metadata={op_name="jit(step)/jvp()/while"}
+  %while = (f32[6]{0}, f32[2,6]{1,0}) while(%start), body=%forward, \
+metadata={op_name="jit(step)/jvp()/while"}
   %w = f32[6]{0} get-tuple-element(%while), index=0
   %kept = f32[2,6]{1,0} get-tuple-element(%while), index=1
   %view = f32[12]{0} bitcast(%kept)
   %head = f32[9,7]{1,0} fusion(%p), calls=%c, metadata={op_name="jit(step)/jvp()/dot"}
-  %again = f32[8]{0} fusion(%w, %half), calls=%c, metadata={op_name="jit(step)/transpose(jvp())/mul"}
+  %again = f32[8]{0} fusion(%w, %half), calls=%c, \
+metadata={op_name="jit(step)/transpose(jvp())/mul"}
   %both = (f32[12]{0}, f32[9,7]{1,0}) tuple(%view, %head)
-  ROOT %grad = f32[3]{0} fusion(%both, %again, %half), calls=%c, metadata={op_name="jit(step)/transpose(jvp())/dot"}
+  ROOT %grad = f32[3]{0} fusion(%both, %again, %half), calls=%c, \
+metadata={op_name="jit(step)/transpose(jvp())/dot"}
 }
 """

@@ -1,4 +1,7 @@
-"""What a run says when memory runs out: the ways out, in order, with figures near those of the changed config."""
+"""What a run says when memory runs out: the ways out, in order.
+
+Its figures are near those of the changed config.
+"""
 
 import dataclasses
 import re

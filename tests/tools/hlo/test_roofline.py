@@ -1,4 +1,7 @@
-"""FLOPs, HBM bytes and exposed collectives, counted in programs written by hand; nothing is compiled."""
+"""FLOPs, HBM bytes and exposed collectives, counted in programs written by hand.
+
+Nothing is compiled.
+"""
 
 import numpy as np
 import pytest
@@ -69,18 +72,34 @@ def module_of(body, before=FUSIONS):
         ("%k = f32[1024]{0} fusion(%p), kind=kInput, calls=%plain", 4 * MEGA + 4096),
         # A slice of a slice: 2 of the 32 MiB; the index is 4 bytes.
         ("%k = bf16[1024,512]{1,0} fusion(%s, %i), kind=kLoop, calls=%read_slice", 3 * MEGA + 4),
-        ("%k = ((f32[8,1024,1024], s32[]), bf16[1024,512], u32[]) fusion-start(%s, %i), calls=%read_slice", 3 * MEGA + 4),  # noqa: E501
+        # noqa: E501
+        (
+            "%k = ((f32[8,1024,1024], s32[]), bf16[1024,512], u32[]) fusion-start(%s, %i), "
+            "calls=%read_slice",
+            3 * MEGA + 4,
+        ),
         # In place: 2 MiB read, 4 of 32 MiB written.
-        ("%k = f32[8,1024,1024]{2,1,0} fusion(%s, %h, %i), kind=kLoop, calls=%write_slice", 6 * MEGA + 4),
+        (
+            "%k = f32[8,1024,1024]{2,1,0} fusion(%s, %h, %i), kind=kLoop, calls=%write_slice",
+            6 * MEGA + 4,
+        ),
         ("%k = f32[2,1024]{1,0} fusion(%t, %n), kind=kLoop, calls=%rows", 2 * 8192 + 8),
         ("%k = bf16[1024,1024]{1,0} bitcast(%h)", 0),
         ("%k = (f32[], f32[1024,1024]{1,0}) tuple(%i, %p)", 0),
         ("%k = f32[1024,1024]{1,0} copy(%p)", 8 * MEGA),
         ("%k = f32[1,1024,1024]{2,1,0} slice(%s), slice={[0:1], [0:1024], [0:1024]}", 8 * MEGA),
-        ("%k = bf16[1024,1024]{1,0} dot(%h, %h), lhs_contracting_dims={1}, rhs_contracting_dims={0}", 4 * MEGA),
-        ("%k = f32[1024,1024]{1,0} all-reduce(%p), channel_id=1, replica_groups={}, to_apply=%sum", 0),
+        (
+            "%k = bf16[1024,1024]{1,0} dot(%h, %h), lhs_contracting_dims={1}, "
+            "rhs_contracting_dims={0}",
+            4 * MEGA,
+        ),
+        (
+            "%k = f32[1024,1024]{1,0} all-reduce(%p), channel_id=1, replica_groups={}, "
+            "to_apply=%sum",
+            0,
+        ),
     ],
-)  # fmt: skip
+)
 def test_bytes_of_an_operation(line, num_bytes):
     module = module_of(f"  ROOT {line}\n")
     assert traffic.hbm_bytes(module, "main", module.computations["main"]["k"]) == num_bytes
@@ -90,7 +109,10 @@ def test_bytes_of_an_operation(line, num_bytes):
 def test_a_product_is_counted_in_every_form():
     body = """
   %a = bf16[1024,1024]{1,0} dot(%h, %h), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  %b = (bf16[1024,1024]{1,0}, s8[4194304]{0}) custom-call(%h, %h), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %b = (bf16[1024,1024]{1,0}, s8[4194304]{0}) custom-call(%h, %h), \
+custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],\
+"rhs_contracting_dimensions":["0"]}}}
   ROOT %c = bf16[1024,1024]{1,0} convolution(%h, %h), dim_labels=bf_io->bf
 """  # noqa: E501
     module = module_of(body)
@@ -105,8 +127,10 @@ def test_fused_attention_has_its_products_once(target, products):
     body = f"""
   %q = bf16[2,64,8,32]{{3,2,1,0}} parameter(6)
   %k = bf16[2,128,4,32]{{3,2,1,0}} parameter(7)
-  ROOT %a = (bf16[2,8,64,32]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="__cudnn${target}", \
-backend_config={{"mask_type":"NO_MASK","bmm1_grad_gemm1_dot_dimension_numbers":{{"lhs_contracting_dimensions":["2"]}}}}
+  ROOT %a = (bf16[2,8,64,32]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn${target}", \
+backend_config={{"mask_type":"NO_MASK",\
+"bmm1_grad_gemm1_dot_dimension_numbers":{{"lhs_contracting_dimensions":["2"]}}}}
 """
     module = module_of(body)
     one, full = module.computations["main"]["a"], 2 * products * 2 * 8 * 64 * 128 * 32
@@ -142,7 +166,8 @@ def measured(body, before="", **sizes):
 def test_the_body_of_a_loop_counts_once_for_each_iteration():
     body = """
   %z = (s32[], f32[1024,1024]{1,0}) tuple(%i, %p)
-  %l = (s32[], f32[1024,1024]{1,0}) while(%z), condition=%cond, body=%body, ={"known_trip_count":{"n":"7"}}
+  %l = (s32[], f32[1024,1024]{1,0}) while(%z), condition=%cond, body=%body, \
+={"known_trip_count":{"n":"7"}}
   ROOT %o = f32[1024,1024]{1,0} get-tuple-element(%l), index=1
 """
     found = measured(body, LOOP, data=8)
@@ -158,7 +183,10 @@ def test_the_body_of_a_loop_counts_once_for_each_iteration():
 
 
 COPY = "  %c{} = f32[1024,1024]{{1,0}} copy(%p)\n"
-START = "  %g = f32[1024,1024]{1,0} all-reduce-start(%p), channel_id=1, replica_groups={}, to_apply=%sum"
+START = (
+    "  %g = f32[1024,1024]{1,0} all-reduce-start(%p), channel_id=1, replica_groups={}, "
+    "to_apply=%sum"
+)
 DONE = "  ROOT %d = f32[1024,1024]{1,0} all-reduce-done(%g)\n"
 
 

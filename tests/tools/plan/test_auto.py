@@ -57,7 +57,7 @@ def test_sizes_above_one_are_kept(config):
 
 
 def test_slow_links_are_avoided(config, monkeypatch):
-    """With links that take as long as a thousand layers, the axis with the fewest messages is chosen."""
+    """If links take as long as a thousand layers, the axis with the fewest messages is chosen."""
     device = dataclasses.replace(H100, chip=None, link=1e6, network=1e6, latency=1.0)
     monkeypatch.setattr(machines, "measure_host", lambda: device)
     raw, _ = auto.resolve(config)

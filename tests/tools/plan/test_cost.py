@@ -92,7 +92,7 @@ def test_an_all_reduce_sends_two_halves():
     ],
 )
 def test_a_pattern_takes_as_long_as_its_bytes_over_the_network(wire, pattern, sent):
-    """`sent`: the bytes that a device sends to the other host for each element; 8 devices on 2 hosts."""
+    """`sent`: bytes that a device sends to the other host per element; 8 devices on 2 hosts."""
     slow = Machine(dataclasses.replace(H100, network=1e7), 8, 4)
     layout = Layout(data=8, zero_stage=0, sync=SyncConfig(dtype=wire, pattern=pattern))
     num = SMALL.num_layers * SMALL.layer + SMALL.others
@@ -101,7 +101,10 @@ def test_a_pattern_takes_as_long_as_its_bytes_over_the_network(wire, pattern, se
 
 
 def test_only_what_leaves_a_host_is_summed_in_another_way():
-    """`sync.pattern=hierarchical` inside a host is XLA's sum; ZeRO stage 3 leaves a sum over `data` alone."""
+    """`sync.pattern=hierarchical` inside a host is XLA's sum.
+
+    ZeRO stage 3 leaves a sum over `data` alone.
+    """
     hierarchical = SyncConfig(pattern="hierarchical")
     for sizes, num_levels in [
         ({"data": 8}, 0),

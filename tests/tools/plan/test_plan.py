@@ -80,7 +80,10 @@ def test_a_layout_is_taken_apart(tmp_path, capsys):
 
 def test_a_layout_in_words():
     layout = Layout(pipeline=2, fsdp=4, num_microbatches=4, schedule="interleaved", num_chunks=2)
-    words = "pipeline 2 x fsdp 4 · zero 3 · 4 x 1 rows · interleaved of 2 chunks, residuals kept · remat none"
+    words = (
+        "pipeline 2 x fsdp 4 · zero 3 · 4 x 1 rows · interleaved of 2 chunks, residuals kept · "
+        "remat none"
+    )
     assert name_of(layout) == words
     narrow = SyncConfig(dtype="int8", pattern="hierarchical")
     words = "data 8 · zero 3 · 1 x 1 rows · remat none · gradients in int8, hierarchical"

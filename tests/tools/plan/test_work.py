@@ -8,7 +8,7 @@ from tests.lib.plans import CONFIGS, H100, SMALL, cost
 
 
 def test_products_are_those_of_the_models_flops():
-    """A step of one device without attention takes at least its FLOPs at the peak, and not twice that."""
+    """A step of one device without attention takes once to twice its FLOPs at the peak."""
     layout = Layout(rows=1)
     parts = cost(layout).parts
     flops = 6 * (SMALL.num_layers * SMALL.layer + 4096 * 128256) * 8192

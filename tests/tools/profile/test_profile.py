@@ -52,7 +52,8 @@ StackFrames
 ENTRY %main (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
   %custom-call.2 = f32[8]{0} custom-call(%x), custom_call_target="__cublas$gemm", FORWARD
-  %all-reduce-start.3 = f32[8]{0} all-reduce-start(%custom-call.2), replica_groups={}, to_apply=%sum, NEITHER
+  %all-reduce-start.3 = f32[8]{0} all-reduce-start(%custom-call.2), replica_groups={}, \
+to_apply=%sum, NEITHER
   %all-reduce-done.3 = f32[8]{0} all-reduce-done(%all-reduce-start.3)
   %copy.4 = f32[8]{0} copy(%custom-call.2), metadata={stack_frame_id=1}
   %gemm_fusion.6 = f32[8]{0} fusion(%copy.4), kind=kCustom, calls=%fused_dot, BACKWARD
@@ -191,7 +192,7 @@ def test_collectives_are_exposed_where_nothing_else_runs(gpu):
 
 @pytest.fixture(scope="module")
 def traced_run(tmp_path_factory):
-    """The profile of a run on 8 simulated devices, two along fsdp, with two micro-batches; its folder."""
+    """The folder of the profile of a run: 8 simulated devices, fsdp 2, two micro-batches."""
     c = tiny_config()
     c.mesh.data, c.mesh.fsdp = 4, 2
     c.train.num_microbatches = 2

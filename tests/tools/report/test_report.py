@@ -1,4 +1,4 @@
-"""`meshtrain report`: what a page shows of a run's files, that nothing in it is code, and the server."""
+"""`meshtrain report`: what a page shows of a run's files, that none of it is code, the server."""
 
 import hashlib
 import http.client
@@ -259,7 +259,10 @@ def test_the_files_of_the_page_are_in_the_wheel():
 
 @pytest.fixture
 def served(tmp_path):
-    """Serves the run in tmp_path/run; yields a function from a path to status, headers and text, and the address."""
+    """Serves the run in tmp_path/run; yields a function from path to response, and the address.
+
+    A response is status, headers and text.
+    """
     run = read.Run(story(tmp_path / "run"))
     server, address = serve.server(lambda: page.data_of([run], []), 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()

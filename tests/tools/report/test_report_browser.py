@@ -1,4 +1,6 @@
-"""The page of `meshtrain report` in headless Chromium: it renders without errors, at two widths, light and dark.
+"""The page of `meshtrain report` in headless Chromium: it renders without errors.
+
+It does so at two widths, light and dark.
 
 The screenshots stay in pytest's folder of the test (`--basetemp` chooses where).
 """
@@ -25,9 +27,11 @@ pytestmark = [
         CHROMIUM is None, reason="there is no Chromium (Debian: apt-get install chromium)"
     ),
 ]
-# Times that the page's own clock may take: loading a page of 10^6 steps, on a machine that runs other tests too.
+# Times that the page's own clock may take: loading a page of 10^6 steps, on a machine that runs
+# other tests too.
 MAX_SECONDS = 2.0
-# As chromium --help-flags does not list them: third_party/blink/public/mojom/css/preferred_color_scheme.mojom
+# As chromium --help-flags does not list them:
+# third_party/blink/public/mojom/css/preferred_color_scheme.mojom
 SCHEMES = {"dark": 0, "light": 1}
 
 
@@ -54,7 +58,10 @@ def report_on(folder, *workdirs):
 
 
 def dom_of(folder, address):
-    """Returns the DOM after the scripts have run, and what the page says about itself; fails on console messages."""
+    """Returns the DOM after the scripts have run, and what the page says about itself.
+
+    Fails on console messages.
+    """
     dom, log = chromium(folder / "profile", address, "--dump-dom")
     assert [line for line in log.splitlines() if ":CONSOLE" in line] == []
     facts = json.loads(html.unescape(re.search(r'data-report="([^"]*)"', dom)[1]))
@@ -111,9 +118,12 @@ def test_a_million_steps_are_small_and_quick(tmp_path):
 
 
 def test_a_hostile_run_runs_nothing(tmp_path):
-    """Even markup that would get into the page could not run: the policy allows the page's own scripts only."""
+    """Even markup that got into the page could not run: only the page's own scripts may."""
     workdir = story(tmp_path / "run")
-    evil = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    evil = (
+        "</script><img src=x "
+        "onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    )
     (workdir / "config.json").write_text(json.dumps({"data": {"path": evil}, evil: {evil: evil}}))
     with open(workdir / "events.jsonl", "a") as file:
         file.write(json.dumps({"event": evil, "time": 1040.0, "step": 290, "why": evil}) + "\n")

@@ -1,4 +1,4 @@
-"""The certificates of the configs of the package; slow, and in a file of their own for a worker of their own."""
+"""The certificates of the package's configs; slow, so in a file, and a worker, of their own."""
 
 import functools
 import json
@@ -14,9 +14,9 @@ from meshtrain.tools.verify.case import VerifyCase
 from meshtrain.tools.verify.laws import precision as precision_laws
 from tests.lib.paths import ROOT
 
-# A quick verification takes two to twelve minutes next to other tests. The others differ from this one and from the
-# quickstart in sizes and in what the laws vary in the certificate of every config, so one layout each runs here,
-# another one for each.
+# A quick verification takes two to twelve minutes next to other tests. The others differ from this
+# one and from the quickstart in sizes and in what the laws vary in the certificate of every config,
+# so one layout each runs here, another one for each.
 QUICK = ["gemma3"]
 OTHERS = sorted(
     path.stem
@@ -65,15 +65,15 @@ def test_a_quick_verification_in_two_processes(tmp_path):
 
 @functools.cache
 def full_plan():
-    """The parts of the quickstart's full verification: its layouts, those in low precision, and its laws."""
+    """The parts of the quickstart's full verification: layouts, low precision, and laws."""
     subject = VerifyCase(load_config("quickstart"), None, None, keep_sizes=False)
     rows, low, laws = verify.plan(subject, quick=False, without=())
     assert len(rows) > 40 and {row["dtype"] for row in low} == {"bfloat16", "float16"}
     return subject, rows, low, laws
 
 
-# The full verification takes 7 minutes on two cores: `meshtrain verify --config=quickstart`. Here a few of its
-# layouts run, and all laws that --quick leaves out.
+# The full verification takes 7 minutes on two cores: `meshtrain verify --config=quickstart`. Here a
+# few of its layouts run, and all laws that --quick leaves out.
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
 def test_layouts_of_the_full_verification_equal_one_device(part, x64):

@@ -1,4 +1,4 @@
-"""Planted bugs (tests/mutants): every patch applies, the table lists them all, and a sample of them is found."""
+"""Planted bugs (tests/mutants): every patch applies, the table lists all, and a sample is found."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from tests.mutants import run
 MUTANTS = {mutant.name: mutant for mutant in run.load()}
 SAMPLE = """
 attention_query_heads_strided collectives_half_added_in_half executor_idle_stages_not_masked
-losses_padding_of_chunks_counts optim_decay_of_every_parameter sharding_last_rule_wins sync_first_shard_only
-tokens_same_order_every_epoch
+losses_padding_of_chunks_counts optim_decay_of_every_parameter sharding_last_rule_wins
+sync_first_shard_only tokens_same_order_every_epoch
 """.split()
 
 

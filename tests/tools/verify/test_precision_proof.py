@@ -89,7 +89,7 @@ def changed(function, old, new):
 
 
 def new_attention():
-    """Returns the blockwise attention as a new function, because jax caches the traces of the original."""
+    """Returns the blockwise attention as a new function: jax caches the traces of the original."""
     attention = jax.custom_vjp(lambda *args: blockwise._forward(*args)[0], nondiff_argnums=(0, 1))
     attention.defvjp(lambda *args: blockwise._forward(*args), blockwise._backward)
     return attention
@@ -176,7 +176,8 @@ def parameters_in_bfloat16_are_updated(patch):
     bug = changed(
         step.make_train_step,
         "apply_updates(trained, updates)",
-        "apply_updates(jax.tree.map(lambda p: p.astype('bfloat16').astype(p.dtype), trained), updates)",
+        "apply_updates(jax.tree.map(lambda p: p.astype('bfloat16').astype(p.dtype), trained), "
+        "updates)",
     )
     patch.setattr(step, "make_train_step", bug)
     patch.setattr("meshtrain.program.make_train_step", bug)

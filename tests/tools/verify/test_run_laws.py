@@ -52,7 +52,8 @@ def test_the_laws_hold(subject):
     assert {name: fault for name, law in run_laws.laws(subject).items() if (fault := law())} == {}
 
 
-# ---- planted bugs: (module or class, function), the line, the line with the bug, the law that finds it ----
+# ---- planted bugs: (module or class, function), the line, the line with the bug, the law that
+# finds it ----
 
 BUGS = {
     "held-out loss with z-loss": (
@@ -98,7 +99,8 @@ BUGS = {
         "abstract, **options)",
         "abstract, **options)\n"
         "            reset = lambda leaf: 0 * leaf if leaf.ndim else leaf\n"
-        "            state = state._replace(opt_state=__import__('jax').tree.map(reset, state.opt_state))",
+        "            state = state._replace(opt_state=__import__('jax').tree.map(reset, "
+        "state.opt_state))",
         "resume",
     ),
     "position computed from the step, although a rollback skipped data": (
@@ -177,7 +179,7 @@ BUGS = {
 
 
 def plant(patch, place, line, bug):
-    """Replaces a function, wherever it is imported, by one whose source has `bug` instead of `line`."""
+    """Replaces a function, wherever imported, by one whose source has `bug` instead of `line`."""
     owner, name = place
     original, file = getattr(owner, name), inspect.getsourcefile(owner)
     text = textwrap.dedent(inspect.getsource(original))

@@ -1,4 +1,7 @@
-"""`meshtrain verify` on our models and on users' models; tests/mutants lists which bugs it finds."""
+"""`meshtrain verify` on our models and on users' models.
+
+tests/mutants lists which bugs it finds.
+"""
 
 import itertools
 
@@ -212,7 +215,7 @@ def test_a_model_without_choices_of_attention_has_no_layouts_of_them(quickstart)
 
 
 def test_the_forced_sizes_reach_attention_and_loss(quickstart, monkeypatch):
-    """At the size of the proof there are several blocks and chunks, also where the vocabulary is sharded."""
+    """The proof has several blocks and chunks at its size, also with a sharded vocabulary."""
     seen = {}
     for module, name in ((blockwise, "_attention"), (losses, "_sum_over_chunks")):
         original = getattr(module, name)

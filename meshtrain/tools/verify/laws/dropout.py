@@ -14,7 +14,6 @@ import numpy as np
 from meshtrain.ops import dropout
 
 RATE, SIGMAS = 0.25, 5
-
 STEPS, ROWS, LAYERS, SITES, SHAPE = 2, 4, 3, 2, (32, 64)
 
 

@@ -13,7 +13,6 @@ from meshtrain.parallel.mesh import make_mesh
 from meshtrain.tools.verify.reference import step as reference_step
 
 BLOCK, STEPS = 4, 2
-
 WEIGHT = 8.0  # of a batch; a power of two, so that the residual's unit is exact
 
 # Names in order; of each the shape, and the dims that `tensor` shards. Two parameters share blocks.

@@ -16,7 +16,6 @@ from meshtrain.tools.verify import certificate
 from meshtrain.tools.verify.reference import model as reference_model
 
 TOLERANCE = 1e-10
-
 RATES = (1e-2, 3e-2, 2e-2)
 
 ADAMW = "meshtrain.optim.base:adamw"
@@ -99,7 +98,6 @@ PARAMS = {
     "scale": (("embed",), (6,)),
     "tokens": (("vocab", "embed"), (12, 6)),
 }
-
 MATRICES = {"kernel": 1, "query": 1, "out": 2, "expert": 1, "router": 1}  # dims that are rows
 
 

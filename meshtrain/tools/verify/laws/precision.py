@@ -11,7 +11,6 @@ import optax
 from meshtrain.optim import base as optim
 
 NUM_SEEDS = 4096
-
 MAX_Z = 5.0  # standard errors; a correct law exceeds it once in 1.7 million numbers
 
 # Operations of softmax, norms, rope and the loss: their errors grow with the values or the number

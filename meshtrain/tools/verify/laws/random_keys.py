@@ -17,7 +17,6 @@ from meshtrain.models.base import Model
 from meshtrain.program import assemble
 
 NUM_BUCKETS = 2**20  # a key selects one; two of 48 keys select the same with a probability of 0.1 %
-
 NUM_MICROBATCHES, STEPS = 3, 2
 
 

@@ -101,22 +101,15 @@ def trainer(case: VerifyCase) -> str | None:
 # ---- the runs: one undisturbed, one that resumes on the same mesh, one on another mesh ----
 
 STEPS, WARMUP_STEPS, NUM_LAYERS = 64, 8, 2
-
 EVAL_EVERY, EVAL_BATCHES, SAVE_EVERY = 20, 3, 28
-
 CRASH = 56  # step of the checkpoint from which a run resumes after a crash just after its rollback
-
 EARLY_CRASH = 28  # the same, of a crash before the loss spike
-
 SPIKE = CRASH  # batch with a loss spike: found after the next step, and rolled back to step CRASH
-
 STOP = 61  # step at which a run stops, because it was asked to in the evaluation before
 
 # Batches whose loss is not finite; after the rollback two batches later.
 SKIPPED = (10, 55, 59, 62)
-
 NO_VALUE = -1.0  # in Run.rows
-
 TIMES = ("step_time", "data_wait", "tokens_per_second", "mfu")  # columns of metrics.jsonl
 
 
