@@ -29,9 +29,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, Scalars]]:
     """Returns the train step: (state, batch) -> (new state, scalars to log).
 
-    The scalars are `loss` before the update, `grad_norm` before clipping, and `learning_rate` of this
-    update. The learning rate follows the number of updates, not of steps: skipped steps do not count.
-    `with_row_keys` (batch, key of the step) adds a key for each row, for a model with
+    The scalars are `loss` before the update, `grad_norm` before clipping, and `learning_rate` of
+    this update. The learning rate follows the number of updates, not of steps: skipped steps do
+    not count. `with_row_keys` (batch, key of the step) adds a key for each row, for a model with
     dropout. `measure` is that of the model, see `Model.measure`.
     """
     clip = optax.clip_by_global_norm(clip_norm)

@@ -1,8 +1,8 @@
 """Workdirs: a folder on a disk, or a folder of an object store (s3://BUCKET/RUN, gs://BUCKET/RUN).
 
-`open_workdir` alone looks at a place to see which of the two it is; `workdir_at` does so for what has
-only a path. All others ask the workdir: it has a folder on a local disk either way, and knows which
-of its files are elsewhere.
+`open_workdir` alone looks at a place to see which of the two it is; `workdir_at` does so for what
+has only a path. All others ask the workdir: it has a folder on a local disk either way, and knows
+which of its files are elsewhere.
 """
 
 import contextlib

@@ -149,8 +149,8 @@ def _loop(
         if is_stopping or is_last or eval_due or save_due or check_due:
             # Raises if the last steps were not finite: such a state is neither evaluated nor saved.
             writer.flush()
-        # A stop leaves no time for a rollback: the run resumes from the checkpoint before the spike.
-        # At the last step a spike is rolled back too, so that it is not in the final state.
+        # A stop leaves no time for a rollback: the run resumes from the checkpoint before the
+        # spike. At the last step a spike is rolled back too, so that it is not in the final state.
         if run.loss_monitor.spike is not None and not is_stopping:
             state, step = _roll_back(run, state, step)
             continue

@@ -136,8 +136,8 @@ class Saver:
         damaged, the next older checkpoint is read. Quarantines the corrupt ones, and reports which
         settings have changed.
         """
-        # Processes read different chunks. All raise the first error of any; an unreadable chunk comes
-        # before a damaged one, since the checkpoint may then be valid.
+        # Processes read different chunks. All raise the first error of any; an unreadable chunk
+        # comes before a damaged one, since the checkpoint may then be valid.
         agree = partial(distributed.raise_first, kinds=(TransientError, CorruptCheckpoint))
         state = None
         saved = self.recover(from_scratch=from_scratch)
@@ -285,7 +285,7 @@ class Saver:
         pending.blocked = time.perf_counter() - began
 
     def _create_partial(self, step: int, size: int) -> str:
-        """Creates the partial folder for a state of `size` bytes; returns an error message, or ""."""
+        """Creates the partial folder of a state of `size` bytes; returns an error, or ""."""
         if distributed.process_id() > 0:
             return ""
         partial_folder = manifest.partial_folder(self._folder, step)

@@ -53,8 +53,8 @@ def pipelined(
 
     `keep` is what a stage saves of a chunk for its backward: "inputs", from which the chunk is run
     again, or "residuals", all arrays that the backward needs, except those that follow from the
-    weights alone. `remat` and `unroll` are those of `grads.make_loss`; the other arguments are those
-    of `grads.accumulate`.
+    weights alone. `remat` and `unroll` are those of `grads.make_loss`; the other arguments are
+    those of `grads.accumulate`.
     """
     ticks = ticks_of(table)
 

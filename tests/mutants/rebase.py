@@ -3,11 +3,12 @@
   python tests/mutants/rebase.py BASE_COMMIT              all bugs whose patch no longer applies
   python tests/mutants/rebase.py BASE_COMMIT 'ring_*'     some of them
 
-At BASE_COMMIT all patches must apply. Each is planted in the files of that commit, and its change is
-merged into the files of the working tree: three-way by lines, then by words, into the same or the
-renamed file. If both conflict, its lines replace the same lines elsewhere in the package, at any
-indent, if they occur there once. The patch keeps its header, and its results get the digest of the
-new patch, since the bug is the same. Read the new patches: a merge by words may misplace a line.
+At BASE_COMMIT all patches must apply. Each is planted in the files of that commit, and its change
+is merged into the files of the working tree: three-way by lines, then by words, into the same or
+the renamed file. If both conflict, its lines replace the same lines elsewhere in the package, at
+any indent, if they occur there once. The patch keeps its header, and its results get the digest of
+the new patch, since the bug is the same. Read the new patches: a merge by words may misplace a
+line.
 
 The names printed at the end conflict: write these patches by hand, and then give the results of the
 patches at BASE_COMMIT the digests of the new ones with
