@@ -49,7 +49,7 @@ def entries(text: str) -> list[Entry]:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if not isinstance(target, ast.Attribute):
             continue
-        if len(node.targets) == 2:  # config.train = train = ConfigDict()
+        if len(node.targets) == 2:  # config.train = train = Section()
             sections[node.targets[1].id] = target.attr
         section = sections.get(target.value.id)
         found.append((f"{section}.{target.attr}" if section else target.attr, node))

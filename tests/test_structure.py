@@ -224,7 +224,7 @@ def comments_of_keys(path):
     for node in ast.walk(parsed(path)):
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
             continue
-        if ast.unparse(node.value) == "ConfigDict()":  # opens a section
+        if ast.unparse(node.value) in {"ConfigDict()", "Section()"}:  # opens a section
             continue
         first = node.lineno
         while lines[first - 2].strip().startswith("#"):
