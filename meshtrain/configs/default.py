@@ -5,11 +5,11 @@ Other config files start from these and change some.
 
 from ml_collections import ConfigDict
 
-from meshtrain.configs._section import Section
+from meshtrain.configs._sections import Section, Sections
 
 
 def get_config() -> ConfigDict:
-    config = ConfigDict()
+    config = Sections()
 
     # Number of devices along each axis of the mesh; one may be -1: all remaining devices.
     config.mesh = mesh = Section()

@@ -12,7 +12,7 @@ import pytest
 
 import meshtrain
 from meshtrain.checkpoint import arrays, find
-from meshtrain.config.build import build
+from meshtrain.config.build import build, resolve
 from meshtrain.config.parse import parse
 from meshtrain.data.loader import open_loader
 from meshtrain.models.base import Model
@@ -25,7 +25,12 @@ from meshtrain.train import train
 from tests.lib.compare import assert_same
 from tests.lib.configs import packed
 
-NAMES = ("muon", "lion", "adafactor", "schedule_free_adamw")
+BUILDS = {
+    "muon": "meshtrain.optim.muon:muon",
+    "lion": "meshtrain.optim.others:lion",
+    "adafactor": "meshtrain.optim.others:adafactor",
+    "schedule_free_adamw": "meshtrain.optim.others:schedule_free_adamw",
+}
 KEYS = {"b1": 0.9, "b2": 0.95, "epsilon": 1e-6, "weight_decay": 0.1, "no_decay": ("scale", "bias")}
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -69,7 +74,7 @@ def small_model():
 
 def config_of(name, **layout):
     c = packed()
-    c.optim.build = f"meshtrain.optim.others:{name}"
+    c.optim.build = BUILDS[name]
     c.optim.weight_decay = 0.3
     c.train.dtype = c.train.param_dtype = "float64"
     c.mesh.update({"data": 1, **layout})
@@ -95,7 +100,7 @@ def three_steps(name, *, is_small=True, num_microbatches=1, only="*", **layout):
     return jax.device_get((state.params, state.opt_state))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BUILDS)
 def test_three_steps_on_a_mesh_equal_one_device_in_float64(name, x64):
     assert_same(three_steps(name, **MESH), three_steps(name), rtol=1e-10)
 
@@ -110,7 +115,7 @@ def test_optimizers_that_read_names_see_only_what_is_trained(name, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BUILDS)
 def test_three_steps_of_a_transformer_equal_one_device_in_float64(name, x64):
     expected = three_steps(name, is_small=False)
     assert_same(three_steps(name, is_small=False, **MESH), expected, rtol=1e-10)
@@ -122,7 +127,7 @@ def test_three_steps_of_a_transformer_equal_one_device_in_float64(name, x64):
 
 @pytest.mark.parametrize("name", ["muon", "lion"])
 def test_the_updates_are_those_of_numpy(name, x64):
-    assert optimizer_laws.LAWS[f"meshtrain.optim.others:{name}"](KEYS) is None
+    assert optimizer_laws.LAWS[BUILDS[name]](KEYS) is None
 
 
 def rate(step):
@@ -186,7 +191,7 @@ def test_what_is_no_matrix_gets_adamw():
 def test_a_number_out_of_range_is_a_config_error(name, change, message):
     axes = {"axes": SMALL} if name in ("muon", "adafactor") else {}
     with pytest.raises(meshtrain.ConfigError, match=message):
-        getattr(optim_others, name)(rate, **{**axes, **KEYS, **change})
+        resolve(BUILDS[name], key="optim.build")(rate, **{**axes, **KEYS, **change})
 
 
 def test_the_averages_of_a_schedule_free_run_are_evaluated_and_restored(tmp_path):

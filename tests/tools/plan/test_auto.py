@@ -27,7 +27,9 @@ def config(tiny):
 
 
 def test_a_config_without_it_stays_as_it_is(tiny):
-    assert auto.resolve(tiny) == (tiny, [])
+    cfg = auto.resolve(tiny)
+    assert cfg == parse(tiny, num_devices=8)
+    assert cfg.layout_reasons == ()
 
 
 @pytest.mark.slow
@@ -44,25 +46,25 @@ def test_devices_of_the_table_are_not_measured(config, monkeypatch):
     """The same choice as that of the command, without a measurement."""
     monkeypatch.setitem(hardware.devices_by_kind(), "cpu", H100)
     monkeypatch.setattr(machines, "measure_host", None)
-    raw, lines = auto.resolve(config)
-    assert "layouts by `meshtrain plan`" in lines[0]
-    parse(raw, num_devices=8)
+    cfg = auto.resolve(config)
+    assert "layouts by `meshtrain plan`" in cfg.layout_reasons[0]
+    assert math.prod(getattr(cfg.mesh, axis) for axis in AXES) == 8
 
 
 def test_sizes_above_one_are_kept(config):
     config.mesh.tensor = 2
-    raw, _ = auto.resolve(config)
-    assert raw["mesh"]["tensor"] == 2
-    parse(raw, num_devices=8)
+    cfg = auto.resolve(config)
+    assert cfg.mesh.tensor == 2
+    assert math.prod(getattr(cfg.mesh, axis) for axis in AXES) == 8
 
 
 def test_slow_links_are_avoided(config, monkeypatch):
     """If links take as long as a thousand layers, the axis with the fewest messages is chosen."""
     device = dataclasses.replace(H100, chip=None, link=1e6, network=1e6, latency=1.0)
     monkeypatch.setattr(machines, "measure_host", lambda: device)
-    raw, _ = auto.resolve(config)
-    assert raw["mesh"]["tensor"] == raw["mesh"]["context"] == raw["mesh"]["pipeline"] == 1
-    assert raw["train"]["num_microbatches"] == 1
+    cfg = auto.resolve(config)
+    assert cfg.mesh.tensor == cfg.mesh.context == cfg.mesh.pipeline == 1
+    assert cfg.train.num_microbatches == 1
 
 
 def test_the_devices_are_measured():

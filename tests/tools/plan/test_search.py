@@ -15,12 +15,12 @@ from tests.lib.plans import CONFIGS, plan_of
 def test_layouts_are_legal_fit_and_are_ranked(name):
     c = CONFIGS[name].get_config()
     c.train.global_batch = 128
-    subject, machine, plan = plan_of(c, "h200", 64)
+    plan_input, machine, plan = plan_of(c, "h200", 64)
     assert 5 < len(plan.candidates) <= 20 and plan.num_tried > 1000
     for one in plan.candidates:
         assert math.prod(one.layout.sizes().values()) == 64
         assert one.memory_bytes <= 0.9 * 141e9
-        parse(with_layout(subject, one.layout), num_devices=64)
+        parse(with_layout(plan_input.config, one.layout), num_devices=64)
     best = plan.candidates[0].seconds
     assert all(one.seconds > best * 0.97 for one in plan.candidates)
     assert plan.candidates[-1].seconds >= best

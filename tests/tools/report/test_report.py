@@ -236,18 +236,20 @@ def test_the_chart_library_is_the_pinned_one():
         "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
         "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
     }
-    folder = ROOT / "meshtrain" / "report" / "page"
+    folder = ROOT / "meshtrain" / "tools" / "report" / "page"
     digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in pinned}
     assert digests == pinned
     for name in page.SCRIPTS:
         assert "</script" not in (folder / name).read_text().lower()
 
 
-def test_the_files_of_the_page_are_in_the_wheel():
+def test_files_that_are_not_python_are_in_the_wheel():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    (pattern,) = settings["package-data"]["meshtrain"]
-    listed = {path.name for path in (ROOT / "meshtrain").glob(pattern)}
-    assert {*page.STYLES, *page.SCRIPTS, "report.html", "uPlot.LICENSE"} == listed
+    patterns = settings["package-data"]["meshtrain"]
+    folder = ROOT / "meshtrain"
+    listed = {path.name for pattern in patterns for path in folder.glob(pattern)}
+    assert {*page.STYLES, *page.SCRIPTS, "report.html", "uPlot.LICENSE"} <= listed
+    assert {"hardware.toml", "py.typed"} <= listed
     # Without namespaces every folder with code needs its __init__.py.
     assert settings["packages"]["find"]["namespaces"] is False
     folders = {path.parent for path in (ROOT / "meshtrain").rglob("*.py")}

@@ -1,4 +1,4 @@
-"""The sections of the default config."""
+"""The default config and its sections."""
 
 from typing import Any
 
@@ -7,17 +7,25 @@ from ml_collections import ConfigDict
 from meshtrain import moved
 
 
+class Sections(ConfigDict):
+    """The whole config, in which a `ConfigDict` or a dict can replace a section."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if isinstance(value, dict):
+            value = ConfigDict(value)
+        if isinstance(value, ConfigDict):
+            # Without this, a value has to be of the type of the one that it replaces: `Section`.
+            with self.ignore_type():
+                super().__setitem__(key, value)
+        else:
+            super().__setitem__(key, value)
+
+
 class Section(ConfigDict):
     """A section whose renamed keys can also be read and set under their old names.
 
     A user's get_config() may still use these.
     """
-
-    def __getattr__(self, key: str) -> Any:
-        return super().__getattr__(self._new_key(key))
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        super().__setattr__(self._new_key(key), value)
 
     def __getitem__(self, key: str) -> Any:
         return super().__getitem__(self._new_key(key))
