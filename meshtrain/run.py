@@ -88,8 +88,7 @@ def open_run(
     mesh and rules are active until then. `stop` is set by a signal; `clock` records the phases. For
     the other arguments see `train`.
     """
-    # ---- check and build, on all processes or on none: nothing is computed, no file is touched
-    # ----
+    # ---- check and build, on all processes or on none; no computation, no file is touched ----
     with distributed.raise_on_all_processes():
         checks.check_place(workdir, cfg, sinks.sink_faults(cfg, workdir))
         parts = build(cfg, model=model, data=data)
