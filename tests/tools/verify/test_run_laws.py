@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain import step, train
+from meshtrain import run, step, train
 from meshtrain.checkpoint import saver
 from meshtrain.data import tokens
 from meshtrain.models.base import Model
@@ -88,37 +88,36 @@ BUGS = {
     ),
     "optimizer state not restored": (
         (saver.Saver, "restore"),
-        "abstract, **options)",
-        "abstract, **options)\n"
-        "            zeros = __import__('jax').tree.map(lambda leaf: 0 * leaf, state.opt_state)\n"
-        "            state = state._replace(opt_state=zeros)",
+        "return saved, state",
+        "zeros = __import__('jax').tree.map(lambda leaf: 0 * leaf, state.opt_state)\n"
+        "    state = state._replace(opt_state=zeros)\n"
+        "    return saved, state",
         "learning rates",
     ),
     "moments not restored": (
         (saver.Saver, "restore"),
-        "abstract, **options)",
-        "abstract, **options)\n"
-        "            reset = lambda leaf: 0 * leaf if leaf.ndim else leaf\n"
-        "            state = state._replace(opt_state=__import__('jax').tree.map(reset, "
-        "state.opt_state))",
+        "return saved, state",
+        "reset = lambda leaf: 0 * leaf if leaf.ndim else leaf\n"
+        "    moments = __import__('jax').tree.map(reset, state.opt_state)\n"
+        "    return saved, state._replace(opt_state=moments)",
         "resume",
     ),
     "position computed from the step, although a rollback skipped data": (
-        (train, "train"),
-        "(saved.step, saved.position)",
-        "(saved.step, saved.step * cfg.train.global_batch)",
+        (run, "open_run"),
+        "position = saved.position if saved else 0",
+        "position = saved.step * cfg.train.global_batch if saved else 0",
         "data order",
     ),
     "position of the last batch that was read ahead": (
-        (train.Run, "facts"),
+        (run.Run, "manifest_fields"),
         "self.loader.position",
         "self.loader._next",
         "data order",
     ),
     "steps counted on after a rollback": (
         (train, "_roll_back"),
-        "return state, saved.step",
-        "return state, step",
+        "return restored, saved.step",
+        "return restored, step",
         "data order",
     ),
     "rows of lost steps kept after a resume": (
@@ -128,7 +127,7 @@ BUGS = {
         "data order",
     ),
     "loss statistics forgotten in a resume": (
-        (train, "train"),
+        (run, "open_run"),
         "saved.loss_statistics if saved else {}",
         "{}",
         "divergence",
@@ -153,14 +152,14 @@ BUGS = {
     ),
     "replicas not checked before the save at the end": (
         (train, "_loop"),
-        "saving=save_due or last or stopping",
+        "saving=save_due or is_last or is_stopping",
         "saving=save_due",
         "replicas",
     ),
     "replicas not checked before the save after an error of the data": (
-        (train, "_loop"),
-        "run.check.due(step, saving=True)",
-        "run.check.due(step, saving=False)",
+        (train, "_save_before_data_error"),
+        "run.replica_check.due(step, saving=True)",
+        "run.replica_check.due(step, saving=False)",
         "replicas",
     ),
     "the same order in each epoch": (
