@@ -20,8 +20,8 @@ from tests.lib.paths import ROOT
 QUICK = ["gemma3"]
 OTHERS = sorted(
     path.stem
-    for path in (ROOT / "meshtrain" / "configs").glob("*.py")
-    if path.stem not in ("__init__", "default", "quickstart", *QUICK)
+    for path in (ROOT / "meshtrain" / "configs").glob("[!_]*.py")
+    if path.stem not in ("default", "quickstart", *QUICK)
 )
 
 
