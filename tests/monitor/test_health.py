@@ -40,7 +40,7 @@ def test_one_flipped_bit_in_a_replica_names_the_device(tiny, layout, device, mes
     parts = build(cfg)
     one = program.assemble(cfg, parts)
     with one.active():
-        state = one.start(0)
+        state = one.initial_state(0)
         digest = health.make_digest(state, one.mesh)
 
         def faults(state):
