@@ -28,6 +28,6 @@ def test_a_history_of_configs_that_is_no_folder_is_one_fault(tmp_path):
 def test_a_file_is_not_replaced_through_a_link(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "config.json.new").symlink_to(tmp_path / "mine")
-    Writer(LocalFolder(tmp_path), leader=True).config({"seed": 0})
+    Writer(LocalFolder(tmp_path), leader=True).write_config({"seed": 0})
     assert (tmp_path / "mine").read_text() == "mine"
     assert not (tmp_path / "config.json").is_symlink()
