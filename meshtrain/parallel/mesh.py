@@ -124,7 +124,7 @@ class Network:
 
     @property
     def num_slices(self) -> int:
-        """Number of slices along `data`, each of which holds a contiguous part of it."""
+        """Number of slices, each of which holds a contiguous part of `data`."""
         along_data = np.moveaxis(self.slices, AXES.index("data"), 0)
         first_devices = along_data.reshape(len(along_data), -1)[:, 0]
         return len({*first_devices.tolist()})

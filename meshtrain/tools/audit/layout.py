@@ -268,7 +268,7 @@ def _leaf(
     used_by: tuple[str, ...],
     is_trained: Callable[[str], bool] | None,
 ) -> Leaf:
-    """Returns the description of a parameter; `leaf` is its array, or the shape of it."""
+    """Returns the description of a parameter; `leaf` is its array or shape."""
 
     def spec_from(zero_stage: int) -> Spec:
         # The same rule as in meshtrain/state.py: below this ZeRO stage, these axes shard nothing.
