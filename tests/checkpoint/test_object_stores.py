@@ -25,7 +25,7 @@ from meshtrain.train import train
 from tests.lib.compare import assert_bit_equal
 from tests.lib.configs import quick
 from tests.lib.paths import ROOT
-from tests.lib.processes import free_port
+from tests.lib.processes import free_port, wait_until_listening
 from tests.lib.rows import losses, rows
 
 pytestmark = pytest.mark.skipif(
@@ -100,14 +100,7 @@ def server(request):
         patch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
         patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
         try:
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                    break
-                except OSError:
-                    assert process.poll() is None and time.monotonic() < deadline
-                    time.sleep(0.1)
+            wait_until_listening(process, port)
             if not bucket:
                 urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT"))
             yield f"{request.param}://bucket"

@@ -14,7 +14,7 @@ from meshtrain.cli import app
 from meshtrain.errors import ConfigError
 from meshtrain.supervise import ssh
 from tests.lib.paths import ROOT
-from tests.lib.processes import free_port
+from tests.lib.processes import free_port, wait_until_listening
 from tests.lib.rows import newest_step, rows
 from tests.lib.tiny_run import assert_losses_equal_uninterrupted, tiny_run
 
@@ -106,6 +106,8 @@ def server(tmp_path_factory):
     os.makedirs("/run/sshd", exist_ok=True)
     command = [shutil.which("sshd"), "-D", "-f", folder / "sshd_config", "-E", folder / "log"]
     process = subprocess.Popen(command)
+    for host in HOSTS.split(","):
+        wait_until_listening(process, port, host=host)
     yield SimpleNamespace(folder=folder, path=f"{folder / 'bin'}:{os.environ['PATH']}")
     process.terminate()
     process.wait(timeout=30)
