@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lib import record
 from meshtrain import hardware
 from meshtrain.config.load import load_config
-from meshtrain.config.parse import parse
+from meshtrain.config.parse import on_devices, parse
 from meshtrain.config.schema import AXES
 from meshtrain.tools.plan import compiled, from_config, memory
 from meshtrain.tools.plan.cost import OverlapModel, step_cost
-from meshtrain.tools.plan.layout import Layout, name_of, with_keys
+from meshtrain.tools.plan.layout import Layout, name_of
 from meshtrain.tools.plan.machine import Machine
 from meshtrain.tools.plan.predict import layout_of
 from meshtrain.tools.plan.sizes import ModelWork, decoder
@@ -224,14 +224,15 @@ def prediction(case: tuple) -> Predicted:
     name, _, devices, batch, keys = case
     config = load_config(name)
     config.train.global_batch = batch
-    plan_input = from_config.plan_input(config)
-    resolved = with_keys(plan_input.config, KEYS | keys)
-    layout = layout_of(parse(resolved, num_devices=devices))
+    cfg = parse(config)
+    plan_input = from_config.plan_input(cfg)
+    resolved = on_devices(cfg.with_keys(KEYS | keys), devices)
+    layout = layout_of(resolved)
     parts = memory.parts(
         plan_input.work, layout, plan_input.stored.bytes(layout), plan_input.seq_len
     )
     products = product_flops(plan_input.work, layout, plan_input.seq_len)
-    return Predicted(resolved, name_of(layout), sum(parts.values()), products)
+    return Predicted(resolved.to_dict(), name_of(layout), sum(parts.values()), products)
 
 
 def product_flops(w: ModelWork, p: Layout, seq_len: int) -> float:

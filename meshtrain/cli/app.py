@@ -198,8 +198,8 @@ def _parse(config: Any, num_devices: int | None, flag: str) -> tuple[Config | No
     except ConfigError as error:
         return None, _naming_flag(flag, error)
     if is_auto and num_devices:
-        raw = cfg.to_dict()
-        return cfg, constraints.fixed_faults(raw, constraints.auto_sizes(raw), num_devices)
+        sizes = constraints.auto_sizes(cfg.mesh)
+        return cfg, constraints.fixed_faults(cfg, sizes, num_devices)
     return cfg, []
 
 

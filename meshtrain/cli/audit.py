@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.cli.verbs import Verb
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
 
 
@@ -60,14 +61,14 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
     target.prepare()
 
 
-def run(args: argparse.Namespace, config: Any) -> int:
+def run(args: argparse.Namespace, cfg: Config) -> int:
     """Prints the audit; returns the exit code."""
     from meshtrain.tools.audit import audit, text
     from meshtrain.tools.hlo import target
 
     devices = target.devices_of(args.target) if args.target else None
     try:
-        result = audit.audit(config, devices=devices)
+        result = audit.audit(cfg, devices=devices)
     except ConfigError as error:
         if not args.target:
             raise

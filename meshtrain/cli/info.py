@@ -18,6 +18,7 @@ import argparse
 from typing import Any
 
 from meshtrain.cli.verbs import Verb
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, minimum_faults
 
 
@@ -76,11 +77,11 @@ def _check_devices(args: argparse.Namespace, counts: dict[str, int]) -> None:
         )
 
 
-def run(args: argparse.Namespace, config: Any) -> int:
+def run(args: argparse.Namespace, cfg: Config | None) -> int:
     """Prints the report, or with --mesh the mesh of a config; returns the exit code."""
     from meshtrain.tools import info
 
-    return info.print_mesh(args, config) if args.mesh else info.print_report(args)
+    return info.print_mesh(args, cfg) if cfg else info.print_report(args)
 
 
 VERB = Verb(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.cli.verbs import Verb
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
 
 
@@ -79,7 +80,7 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
         raise ConfigError(*faults)
     flags = [("--fix", flag) for flag in args.fix]
     flags += [("--explain", flag) for flag in (args.explain or "").split(",") if flag]
-    args.fix = constraints.values(flags, args.devices, config)
+    args.fix = constraints.values(flags)
     args.measured = machines.measured_factor(args.measured) if args.measured else None
 
 
@@ -105,14 +106,16 @@ def _flag_faults(args: argparse.Namespace) -> list[str]:
     return faults
 
 
-def run(args: argparse.Namespace, config: Any) -> int:
+def run(args: argparse.Namespace, cfg: Config) -> int:
     """Prints the plan; returns the exit code."""
-    from meshtrain.tools.plan import compiled, from_config, search, text
+    from meshtrain.tools.plan import compiled, constraints, from_config, search, text
     from meshtrain.tools.plan.machine import Machine
 
+    if faults := constraints.fixed_faults(cfg, args.fix, args.devices):
+        raise ConfigError(*faults)
     machine = Machine(args.device, args.devices, args.devices_per_host)
     limit = args.memory * args.device.memory
-    plan_input = from_config.plan_input(config)
+    plan_input = from_config.plan_input(cfg)
     plan = search.search(
         plan_input,
         machine,
@@ -122,7 +125,7 @@ def run(args: argparse.Namespace, config: Any) -> int:
     )
     if plan.candidates and args.compile:
         plan = compiled.compile_best(
-            plan, args.target, plan_input.config, limit=limit, most=args.compile, log=print
+            plan, args.target, cfg, limit=limit, most=args.compile, log=print
         )
     if not plan.candidates:
         reason = search.way_out(plan_input, machine, plan, limit, args.fix)

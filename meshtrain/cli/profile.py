@@ -13,9 +13,9 @@ own devices.
 import argparse
 import re
 from pathlib import Path
-from typing import Any
 
 from meshtrain.cli.verbs import Verb
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, minimum_faults
 
 
@@ -38,7 +38,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, config: Any) -> int:
+def run(args: argparse.Namespace, cfg: Config) -> int:
     """Prints the profile; returns the exit code."""
     import jax
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, config: Any) -> int:
         if faults:
             raise ConfigError(*faults)
         steps = _steps(args.steps)
-    result = profile.profile(config, steps=steps, output=args.output)
+    result = profile.profile(cfg, steps=steps, output=args.output)
     if jax.process_index() == 0:
         print(*text.lines(result, top=args.top), sep="\n")
     return 0

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from meshtrain.cli.verbs import Verb
+from meshtrain.config.schema import Config
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, ConfigError
 
 
@@ -43,13 +44,13 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
         config.mesh.data = -1
 
 
-def run(args: argparse.Namespace, config: Any) -> int:
+def run(args: argparse.Namespace, cfg: Config) -> int:
     """Trains and returns the exit code."""
     from meshtrain.monitor.health import CorruptState
     from meshtrain.train import train
 
     try:
-        result = train(config, workdir=args.workdir, from_scratch=args.from_scratch)
+        result = train(cfg, workdir=args.workdir, from_scratch=args.from_scratch)
     except FloatingPointError as error:
         print(error, file=sys.stderr)
         return EXIT_NOT_FINITE

@@ -25,6 +25,7 @@ from typing import Any
 
 from meshtrain.cli.verbs import Verb
 from meshtrain.cluster import limits
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
 from meshtrain.tools.verify import GC_THRESHOLDS, OPTIONAL, QUICK_LAYOUTS
 
@@ -93,7 +94,7 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
-def run(args: argparse.Namespace, config: Any) -> int:
+def run(args: argparse.Namespace, cfg: Config) -> int:
     """Verifies, writes the certificate, and returns the exit code."""
     without = [name for name in args.without.split(",") if name]
     jobs = num_jobs(args)
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace, config: Any) -> int:
         began = time.perf_counter()
         # One process uses the devices.
         certificate = verify_here(
-            config, quick=args.quick, keep_sizes=args.keep_sizes, without=without
+            cfg, quick=args.quick, keep_sizes=args.keep_sizes, without=without
         )
         passed = "no layout is less precise than one device"
     else:
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace, config: Any) -> int:
 
         began = time.perf_counter()
         certificate = verify(
-            config, quick=args.quick, keep_sizes=args.keep_sizes, without=without, jobs=jobs
+            cfg, quick=args.quick, keep_sizes=args.keep_sizes, without=without, jobs=jobs
         )
         passed = "all equal to one device"
     seconds = time.perf_counter() - began

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain import storage
-from meshtrain.config.bind import has_type
 from meshtrain.config.schema import AXES, Config, MeshConfig, TrainConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
@@ -89,7 +88,7 @@ def model_faults(cfg: Config) -> list[str]:
     faults += expert_faults(options, cfg.mesh.expert)
     num_layers = options.get("num_layers")
     num_first = options.get("first_dense_layers", 0)
-    if cfg.mesh.pipeline > 1 and has_type(num_layers, int) and has_type(num_first, int):
+    if cfg.mesh.pipeline > 1 and isinstance(num_layers, int) and isinstance(num_first, int):
         faults += layer_faults(
             num_layers - num_first,
             num_stages=cfg.mesh.pipeline,
@@ -105,7 +104,7 @@ def tensor_faults(model: Mapping[str, Any], tensor: int) -> list[str]:
         f"model.{key}={value} is not divisible by mesh.tensor={tensor}; "
         f"use {nearest_multiples(value, tensor)}, or another mesh.tensor"
         for key in ("num_heads", "d_ff")
-        if has_type(value := model.get(key), int) and value % tensor
+        if isinstance(value := model.get(key), int) and value % tensor
     ]
 
 
@@ -115,7 +114,7 @@ def expert_faults(model: Mapping[str, Any], expert: int) -> list[str]:
     Other models may name theirs.
     """
     num_experts = model.get("num_experts")
-    if expert <= 1 or not has_type(num_experts, int):
+    if expert <= 1 or not isinstance(num_experts, int):
         return []
     if num_experts == 0:
         return [
@@ -156,7 +155,7 @@ def position_faults(cfg: Config) -> list[str]:
     rows, seq_len = cfg.model.options.get("max_seq_len"), cfg.data.options.get("seq_len")
     if cfg.model.options.get("positions") != "learned":
         return []
-    if not (has_type(rows, int) and has_type(seq_len, int)) or seq_len <= rows:
+    if not (isinstance(rows, int) and isinstance(seq_len, int)) or seq_len <= rows:
         return []
     return [
         f"data.seq_len={seq_len} is more than model.max_seq_len={rows}; use the same, or "
@@ -167,7 +166,7 @@ def position_faults(cfg: Config) -> list[str]:
 def sequence_faults(data: Mapping[str, Any], num_devices: int) -> list[str]:
     """Returns a fault if devices along `context` cannot hold two equal chunks of each sequence."""
     length = data.get("seq_len")
-    if not has_type(length, int) or num_devices <= 1 or length % (2 * num_devices) == 0:
+    if not isinstance(length, int) or num_devices <= 1 or length % (2 * num_devices) == 0:
         return []
     return [
         f"data.seq_len={length} is not divisible by 2 x mesh.context={num_devices}; "

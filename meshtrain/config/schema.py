@@ -408,15 +408,17 @@ class Config:
 
     def with_keys(self, values: Mapping[str, Any]) -> "Config":
         """Returns a copy with other values of keys such as "mesh.data"."""
-        sections: dict[str, Any] = {}
+        by_section: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
             name, _, key_in_section = key.partition(".")
-            section = sections.get(name, getattr(self, name))
+            by_section.setdefault(name, {})[key_in_section] = value
+        sections: dict[str, Any] = {}
+        for name, keys in by_section.items():
+            section = getattr(self, name)
             if isinstance(section, BuildConfig):
-                options = MappingProxyType({**section.options, key_in_section: value})
-                sections[name] = replace(section, options=options)
-            else:
-                sections[name] = replace(section, **{key_in_section: value})
+                keys = {"options": MappingProxyType({**section.options, **keys})}
+            # All keys of a section at once: it is checked as a whole.
+            sections[name] = replace(section, **keys)
         return replace(self, **sections)
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import numpy as np
 
 from meshtrain import hardware
 from meshtrain.cluster import distributed, environment
-from meshtrain.config.parse import parse
-from meshtrain.config.schema import AXES
+from meshtrain.config.parse import on_devices
+from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import EXIT_FAILED
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.tools import collectives, mesh_drawing
@@ -97,10 +97,10 @@ def _all_reduces_are_right(devices: list[jax.Device], num_processes: int) -> boo
     return is_right
 
 
-def print_mesh(args: argparse.Namespace, config: Any) -> int:
+def print_mesh(args: argparse.Namespace, cfg: Config) -> int:
     """Draws a config's mesh on this job's devices or `args.device`; returns the exit code."""
     with distributed.raise_on_all_processes():
-        cfg = parse(config, num_devices=args.devices or jax.device_count())
+        cfg = on_devices(cfg, args.devices or jax.device_count())
         slices = cfg.mesh.slices
         if args.device:
             sizes = [getattr(cfg.mesh, axis) for axis in AXES]

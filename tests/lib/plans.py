@@ -2,7 +2,9 @@
 
 from meshtrain import hardware
 from meshtrain.cli import app
+from meshtrain.config.parse import parse
 from meshtrain.configs import gemma2, gpt2, llama3, mixtral
+from meshtrain.errors import ConfigError
 from meshtrain.tools.plan import constraints, from_config, search
 from meshtrain.tools.plan.cost import step_cost
 from meshtrain.tools.plan.machine import Machine
@@ -36,12 +38,13 @@ CONFIGS = {"llama3": llama3, "gpt2": gpt2, "gemma2": gemma2, "mixtral": mixtral}
 
 
 def plan_of(config, device, num, *, fixed=(), limit=0.9, per_host=8):
-    plan_input, machine = (
-        from_config.plan_input(config),
-        Machine(hardware.devices()[device], num, per_host),
-    )
+    cfg = parse(config)
+    machine = Machine(hardware.devices()[device], num, per_host)
     size = limit * machine.device.memory
-    values = constraints.values([("--fix", flag) for flag in fixed], num, config)
+    values = constraints.values([("--fix", flag) for flag in fixed])
+    if faults := constraints.fixed_faults(cfg, values, num):
+        raise ConfigError(*faults)
+    plan_input = from_config.plan_input(cfg)
     found = search.search(plan_input, machine, limit=size, fixed=values)
     return plan_input, machine, found
 

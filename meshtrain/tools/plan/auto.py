@@ -44,9 +44,8 @@ def resolve(
         return on_devices(cfg, len(devices))
     if "seq_len" not in cfg.data.options:
         raise ConfigError("mesh.auto=True: the planner needs data.seq_len; set the sizes of mesh")
-    raw = cfg.to_dict()
-    fixed = constraints.auto_sizes(raw)
-    faults = constraints.fixed_faults(raw, fixed, len(devices))
+    fixed = constraints.auto_sizes(cfg.mesh)
+    faults = constraints.fixed_faults(cfg, fixed, len(devices))
     if faults:
         raise ConfigError(*faults)
 

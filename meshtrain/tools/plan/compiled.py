@@ -16,6 +16,7 @@ from typing import Any
 
 import meshtrain
 from meshtrain.config import load
+from meshtrain.config.schema import Config
 from meshtrain.tools.plan.layout import with_layout
 from meshtrain.tools.plan.search import Plan
 
@@ -25,7 +26,7 @@ SECONDS = 300  # for a layout
 def compile_best(
     plan: Plan,
     target: str,
-    config: Mapping[str, Any],
+    cfg: Config,
     *,
     limit: float,
     most: int,
@@ -37,7 +38,7 @@ def compile_best(
     """
     fitting, rejected = [], list(plan.rejected)
     for number, candidate in enumerate(plan.candidates[:most], 1):
-        audit, fault = audited(with_layout(config, candidate.layout), target)
+        audit, fault = audited(with_layout(cfg, candidate.layout).to_dict(), target)
         if audit:
             size = audit["memory"]["peak"]
             candidate = replace(candidate, compiled_memory=size)

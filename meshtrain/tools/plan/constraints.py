@@ -6,7 +6,7 @@ from typing import Any
 
 from meshtrain import moved
 from meshtrain.config import checks, schema
-from meshtrain.config.schema import AXES, KEEP, MeshConfig
+from meshtrain.config.schema import AXES, KEEP, Config, MeshConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_divisors
 from meshtrain.schedules import SCHEDULES
 from meshtrain.tools.plan.layout import REMATS
@@ -27,45 +27,40 @@ KEYS: dict[str, tuple | None] = {
 }
 
 
-def mesh_faults(config: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
+def mesh_faults(cfg: Config, sizes: Mapping[str, int]) -> list[str]:
     """Returns why the trainer rejects a mesh for the model and the data of a config.
 
     Axes without a size count as 1.
     """
-    mesh, model = MeshConfig(**sizes), config["model"]
-    global_batch = config["train"]["global_batch"]
-    faults = checks.batch_faults(mesh, global_batch=global_batch, num_microbatches=1)
-    faults += checks.tensor_faults(model, mesh.tensor)
-    faults += checks.expert_faults(model, mesh.expert)
-    faults += checks.sequence_faults(config["data"], mesh.context)
+    mesh = MeshConfig(**sizes)
+    faults = checks.batch_faults(mesh, global_batch=cfg.train.global_batch, num_microbatches=1)
+    faults += checks.tensor_faults(cfg.model.options, mesh.tensor)
+    faults += checks.expert_faults(cfg.model.options, mesh.expert)
+    faults += checks.sequence_faults(cfg.data.options, mesh.context)
     return faults
 
 
-def fixed_faults(
-    config: Mapping[str, Any], sizes: Mapping[str, int], num_devices: int
-) -> list[str]:
-    """Returns why no mesh of the devices has these sizes of some axes."""
+def fixed_faults(cfg: Config, fixed: Mapping[str, Any], num_devices: int) -> list[str]:
+    """Returns why no mesh of the devices has the sizes of axes that are fixed."""
+    sizes = {axis: fixed[axis] for axis in AXES if axis in fixed}
     if num_devices % math.prod(sizes.values()) == 0:
-        return mesh_faults(config, sizes)
+        return mesh_faults(cfg, sizes)
     (axis, size), *others = sizes.items()
     use = f"{nearest_divisors(num_devices, size)}, or " if not others else ""
     given = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     return [f"{given}: {num_devices} devices are not divisible by it; use {use}other sizes"]
 
 
-def auto_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+def auto_sizes(mesh: MeshConfig) -> dict[str, int]:
     """Returns the sizes of the mesh that `mesh.auto` keeps."""
-    sizes = {axis: config["mesh"][axis] for axis in AXES}
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
-def values(
-    flags: list[tuple[str, str]], num_devices: int, config: Mapping[str, Any]
-) -> dict[str, Any]:
+def values(flags: list[tuple[str, str]]) -> dict[str, Any]:
     """Returns the values of layouts that (flag, KEY=VALUE) fix, by field of Layout.
 
-    Raises ConfigError for keys that no layout sets, values that a key cannot have, and meshes that
-    do not divide the devices or do not fit the config.
+    Raises ConfigError for keys that no layout sets and values that a key cannot have.
     """
     fixed, faults = {}, []
     for name, flag in flags:
@@ -89,8 +84,6 @@ def values(
             faults.append(f"{name}={flag}: use {allowed}")
             continue
         fixed[key.rpartition(".")[2]] = int(value) if value.isdecimal() else value
-    sizes = {axis: fixed[axis] for axis in AXES if axis in fixed}
-    faults = faults or fixed_faults(config, sizes, num_devices)
     if faults:
         raise ConfigError(*faults)
     return fixed

@@ -1,6 +1,5 @@
 """Reads the planner's input from a config. Nothing is compiled, and no file is read."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,7 +7,6 @@ import numpy as np
 
 from meshtrain import state as states
 from meshtrain.config.build import adapted, build_model, optimizer_builder
-from meshtrain.config.parse import parse
 from meshtrain.config.schema import Config
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
@@ -24,13 +22,11 @@ from meshtrain.tools.plan.sizes import ModelWork
 TRACED_ATTENTION = "blockwise:512"
 
 
-def plan_input(config: Mapping[str, Any], *, model: Model | None = None) -> PlanInput:
+def plan_input(cfg: Config, *, model: Model | None = None) -> PlanInput:
     """Returns what the planner reads from a config; `model` is a user's own, as for `train`.
 
     Raises ConfigError for a config that the trainer rejects on every mesh.
     """
-    config = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    cfg = parse(config)
     if cfg.train.batch_per_device:
         raise ConfigError(
             f"train.batch_per_device={cfg.train.batch_per_device}: the planner compares layouts of "
@@ -38,8 +34,8 @@ def plan_input(config: Mapping[str, Any], *, model: Model | None = None) -> Plan
         )
     model = build_model(cfg) if model is None else adapted(model, cfg)
     stored = _stored_state(cfg, model)
-    work = _work(config, cfg, model, stored.shapes.params)
-    return PlanInput(config, cfg, model, work, stored)
+    work = _work(cfg, model, stored.shapes.params)
+    return PlanInput(cfg, model, work, stored)
 
 
 def abstract_row(cfg: Config) -> Batch:
@@ -62,12 +58,11 @@ def _stored_state(cfg: Config, model: Model) -> StoredState:
     return StoredState(shapes, model.axes, optimizer, cfg.rules, model.is_trained)
 
 
-def _work(config: dict[str, Any], cfg: Config, model: Model, params: Any) -> ModelWork:
+def _work(cfg: Config, model: Model, params: Any) -> ModelWork:
     """Returns the model's work, with the bytes that a layer keeps for its backward pass."""
     batch = abstract_row(cfg)
     work = works.work_of(cfg, model, params, batch)
     # What a layer keeps is traced: with attention that keeps what the kernels keep.
-    if config["model"]["build"] == works.TRANSFORMER:
-        section = {**config["model"], "attention_impl": TRACED_ATTENTION}
-        model = build_model(parse({**config, "model": section}))
+    if cfg.model.build == works.TRANSFORMER:
+        model = build_model(cfg.with_keys({"model.attention_impl": TRACED_ATTENTION}))
     return works.with_kept(work, model, params, batch, cfg.train.dtype, REMATS)

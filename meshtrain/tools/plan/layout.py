@@ -1,14 +1,12 @@
 """A layout: a mesh and the settings of the step that the planner chooses; its config keys."""
 
-import copy
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meshtrain.config import schema
-from meshtrain.config.schema import AXES, SyncConfig
+from meshtrain.config.schema import AXES, Config, SyncConfig
 from meshtrain.schedules import SCHEDULES, Table
 
 REMATS = ("none", "dots", "full")
@@ -136,15 +134,9 @@ def overrides(layout: Layout) -> dict[str, Any]:
     return keys
 
 
-def with_layout(config: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Returns a copy of a config with this layout."""
-    return with_keys(config, overrides(layout))
+def with_layout(cfg: Config, layout: Layout) -> Config:
+    """Returns the config with this layout, which is no longer the planner's to choose.
 
-
-def with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a config with other values of keys such as mesh.data."""
-    changed = copy.deepcopy(dict(config))
-    for key, value in keys.items():
-        section, _, name = key.partition(".")
-        changed[section][name] = value
-    return changed
+    Raises ConfigError if a section rejects it.
+    """
+    return cfg.with_keys({**overrides(layout), "mesh.auto": False})

@@ -65,7 +65,6 @@ def _bytes_per_device(shapes: Any, shardings: Any) -> int:
 class PlanInput:
     """A config without its mesh, and what follows from it for every layout."""
 
-    config: dict[str, Any]  # as the user wrote it; layouts are written into copies
     cfg: Config
     model: Model
     work: ModelWork

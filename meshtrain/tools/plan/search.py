@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshtrain.config.parse import parse
+from meshtrain.config.parse import on_devices
 from meshtrain.config.schema import AXES, KEEP, SyncConfig
 from meshtrain.errors import ConfigError
 from meshtrain.ops.losses import MIB
@@ -123,7 +123,7 @@ def _accepted(
         if kind in seen:
             continue
         try:
-            parse(with_layout(plan_input.config, layout), num_devices=machine.num_devices)
+            on_devices(with_layout(plan_input.cfg, layout), machine.num_devices)
         except ConfigError:
             continue
         seen.add(kind)
@@ -191,7 +191,7 @@ def _meshes(
 
 def _faults(plan_input: PlanInput, sizes: dict[str, int]) -> list[str]:
     """Returns why the trainer rejects a mesh."""
-    faults = mesh_faults(plan_input.config, sizes)
+    faults = mesh_faults(plan_input.cfg, sizes)
     num_layers, stages = plan_input.work.num_layers, sizes["pipeline"]
     if stages > 1 and plan_input.model.block is None:
         faults.append(f"mesh.pipeline={stages}: the model is no stack of blocks")

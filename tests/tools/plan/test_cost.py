@@ -9,6 +9,7 @@ import pytest
 from benchmarks.lib import gpu_models
 from benchmarks.plan import published_steps as replay
 from meshtrain import hardware
+from meshtrain.config.parse import parse
 from meshtrain.config.schema import SyncConfig
 from meshtrain.tools.plan import from_config
 from meshtrain.tools.plan.cost import levels_of, step_cost
@@ -44,7 +45,8 @@ def test_the_error_on_our_own_steps_on_one_gpu(model):
     (file,) = (ROOT / "benchmarks" / "results").glob(f"{model}_nvidia-h200-x1_*.json")
     record = json.loads(file.read_text())
     c = gpu_models.settings(model, rows=record["batch"])
-    plan_input, machine = from_config.plan_input(c), Machine(hardware.devices()["h200"], 1, 1)
+    plan_input = from_config.plan_input(parse(c))
+    machine = Machine(hardware.devices()["h200"], 1, 1)
     layout = Layout(rows=record["batch"], zero_stage=c.train.zero_stage, remat=c.train.remat)
     seconds = (
         step_cost(plan_input.work, layout, machine, plan_input.seq_len).seconds * machine.xla_factor

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from meshtrain.config.parse import parse
+from meshtrain.config.parse import on_devices
 from meshtrain.configs import llama3
 from meshtrain.tools.plan import search
 from meshtrain.tools.plan.layout import overrides, with_layout
@@ -20,7 +20,7 @@ def test_layouts_are_legal_fit_and_are_ranked(name):
     for one in plan.candidates:
         assert math.prod(one.layout.sizes().values()) == 64
         assert one.memory_bytes <= 0.9 * 141e9
-        parse(with_layout(plan_input.config, one.layout), num_devices=64)
+        on_devices(with_layout(plan_input.cfg, one.layout), 64)
     best = plan.candidates[0].seconds
     assert all(one.seconds > best * 0.97 for one in plan.candidates)
     assert plan.candidates[-1].seconds >= best

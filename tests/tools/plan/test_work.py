@@ -2,6 +2,7 @@
 
 import pytest
 
+from meshtrain.config.parse import parse
 from meshtrain.tools.plan import from_config, work
 from meshtrain.tools.plan.layout import Layout
 from tests.lib.plans import CONFIGS, H100, SMALL, cost
@@ -33,7 +34,7 @@ def test_traced_products_are_those_of_the_config(name):
     c.model.head_dim = 0
     c.data.seq_len = c.model.max_seq_len = 64
     c.model.attention_impl = "xla"
-    plan_input = from_config.plan_input(c)
+    plan_input = from_config.plan_input(parse(c))
     shapes = plan_input.stored.shapes.params
     batch = from_config.abstract_row(plan_input.cfg)
     traced = work.of_traced(plan_input.model, shapes, batch, "float32")
