@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.lib import record
 from meshtrain import state
-from meshtrain.checkpoint import find
+from meshtrain.checkpoint import find, manifest
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
@@ -80,7 +80,7 @@ def measure(args) -> dict:
             saved = time.perf_counter()
             raw_write(folder / "raw", blocks)
             written = time.perf_counter()
-            find.verify(folder / find.FOLDER / str(number))
+            manifest.verify(folder / find.FOLDER / str(number))
             checked = time.perf_counter()
             saved_manifest, restored_state = saver.restore(program.abstract_state)
             jax.block_until_ready(restored_state)

@@ -100,7 +100,7 @@ def _train(run: Run, state: TrainState) -> Result:
         began = time.perf_counter()
         train_step = run.program.compile(run.loader.peek())
         writer.log(f"compiled in {time.perf_counter() - began:.1f} s")
-        for line in run.memory_advice.start_lines(train_step):
+        for line in run.memory_advice.memory_lines(train_step):
             writer.log(f"memory      {line}")
         distributed.barrier("compiled")  # no collective waits for a slow compiler
         state, step = _loop(run, state, train_step)

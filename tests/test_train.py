@@ -17,7 +17,7 @@ from jax._src.array import ArrayImpl
 
 import meshtrain
 from meshtrain import program
-from meshtrain.checkpoint import find
+from meshtrain.checkpoint import manifest
 from meshtrain.cli import app
 from meshtrain.cluster import distributed
 from meshtrain.config.build import build
@@ -317,7 +317,7 @@ train(c, workdir={str(tmp_path / "two")!r}, data=Source(read))
         for rank in range(2)
     ]
     assert [process.wait(timeout=200) for process in processes] == [0, 0]
-    newest = find.verify(tmp_path / "two" / "checkpoints" / "5")
+    newest = manifest.verify(tmp_path / "two" / "checkpoints" / "5")
     assert (newest.processes, newest.position) == (2, 80)
     train(quick(steps=6), workdir=tmp_path / "two")
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")

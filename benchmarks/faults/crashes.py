@@ -144,7 +144,7 @@ def main() -> int:
         assert code in (0, -signal.SIGKILL), f"killed at {kill_point}: exit code {code}"
         assert code, f"the run ended after {dict(killed)}: raise STEPS_PER_KILL"
         killed[kill_point] += 1
-        saved = manifest.steps(interrupted / find.FOLDER)
+        saved = find.steps(interrupted / find.FOLDER)
         print(
             f"killed {sum(killed.values()):2}: {kill_point:8} · newest checkpoint {saved[:1]}",
             flush=True,

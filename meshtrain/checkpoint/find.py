@@ -1,19 +1,18 @@
-"""Finds the checkpoint to read: the newest valid one, or the one to resume from.
+"""The folder of a run's checkpoints: which there are, which to read, and which to keep.
 
-Every byte is verified when it is read. `verify` reads every chunk of the arrays, as `meshtrain
-checkpoint verify` does, and needs no jax; a run verifies only the chunks that it reads (arrays.py).
+Every byte is verified when it is read: by `manifest.verify`, as `meshtrain checkpoint verify` does,
+or by `manifest.check`, and the chunks of arrays when a run reads them (arrays.py).
 """
 
 import contextlib
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from meshtrain import console, storage
+from meshtrain import storage
 from meshtrain.checkpoint import manifest
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.config.schema import CheckpointConfig
@@ -21,69 +20,26 @@ from meshtrain.errors import ConfigError, TransientError
 
 FOLDER = storage.CHECKPOINTS
 
-MAX_VERIFY_THREADS = 4  # each holds one chunk, which may be as large as the shard of a device
+STEP_NAME = re.compile("0|[1-9][0-9]*")  # name of a checkpoint folder
+QUARANTINE = "quarantine"  # a folder beside the checkpoints
 
 
-# ---- one checkpoint ----
+# ---- which to read ----
 
 
-def verify(directory: Path) -> Manifest:
-    """Returns the manifest after verifying every byte that a run can read.
-
-    Raises CorruptCheckpoint, and ConfigError if the checkpoint may be valid but cannot be read.
-    """
-    saved = manifest.check(directory)
-    if all(crc for _, crc in saved.files.values()):
-        return saved
-    with manifest.reading_chunks(directory):
-        arrays = _open_arrays(directory)
-        size = sum(array.size * array.dtype.numpy_dtype.itemsize for array in arrays)
-        num_threads = min(MAX_VERIFY_THREADS, os.cpu_count() or 1)
-        with (
-            console.progress(f"reading {directory}", size) as advance,
-            ThreadPoolExecutor(num_threads) as threads,
-        ):
-            chunks = (array[box] for array in arrays for box in _chunk_boxes(array))
-            for num_bytes in threads.map(lambda chunk: chunk.read().result().nbytes, chunks):
-                advance(num_bytes)
-    return saved
-
-
-def _open_arrays(directory: Path) -> list[Any]:
-    """Returns a TensorStore for each array of a checkpoint; they are opened in parallel."""
-    import tensorstore  # here, since it takes a while and a run does not need it
-
-    folder = {"driver": "file", "path": f"{directory.absolute()}/arrays/"}
-    store = storage.workdir_at(directory).array_store({"driver": "ocdbt", "base": folder})
-    futures = []
-    for key in tensorstore.KvStore.open(store).result().list().result():
-        if key.endswith(b"/zarr.json"):
-            spec = {
-                "driver": "zarr3",
-                "kvstore": {**store, "path": key.decode().removesuffix("zarr.json")},
-                # Otherwise a missing chunk would be read as zeros.
-                "fill_missing_data_reads": False,
-            }
-            futures.append(tensorstore.open(spec, read=True))
-    return [future.result() for future in futures]
-
-
-def _chunk_boxes(array: Any) -> Iterator[tuple[slice, ...]]:
-    """Yields the index of each chunk of an array."""
-    chunk_shape = array.chunk_layout.read_chunk.shape or ()  # None for a scalar
-    sizes = list(zip(array.shape, chunk_shape, strict=True))
-    for corner in itertools.product(*(range(0, size, length) for size, length in sizes)):
-        yield tuple(
-            slice(start, min(start + length, size))
-            for start, (size, length) in zip(corner, sizes, strict=True)
-        )
-
-
-# ---- one of many ----
+def steps(folder: Path) -> list[int]:
+    """Returns the steps of all checkpoint folders, valid or not, newest first."""
+    try:
+        names = [name for name in os.listdir(folder) if STEP_NAME.fullmatch(name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise manifest.unreadable(folder, error) from error
+    return sorted((int(name) for name in names if not (folder / name).is_file()), reverse=True)
 
 
 def newest_valid(
-    folder: Path, verify: Callable[[Path], Manifest] = verify
+    folder: Path, verify: Callable[[Path], Manifest] = manifest.verify
 ) -> tuple[Manifest | None, dict[int, str]]:
     """Returns the newest valid checkpoint, and by step why newer ones are corrupt.
 
@@ -92,16 +48,16 @@ def newest_valid(
     Raises ConfigError if a newer checkpoint may be valid, but cannot be read.
     """
     corrupt: dict[int, str] = {}
-    steps = manifest.steps(folder)
-    for step in steps:
+    found_steps = steps(folder)
+    for step in found_steps:
         try:
             return verify(folder / str(step)), corrupt
         except CorruptCheckpoint as error:
             corrupt[step] = str(error)
         except ConfigError:
-            if step in manifest.steps(folder):  # otherwise a run has removed it in the meantime
+            if step in steps(folder):  # otherwise a run has removed it in the meantime
                 raise
-    if manifest.steps(folder) == steps:
+    if steps(folder) == found_steps:
         return None, corrupt
     # A run has saved a newer checkpoint and removed the one that was read, so look again.
     return newest_valid(folder, verify)
@@ -123,7 +79,7 @@ def to_resume(
         return manifest.check(directory)
 
     newest, corrupt = newest_valid(folder, verify)
-    quarantined = manifest.quarantined_paths(folder)
+    quarantined = quarantined_paths(folder)
     if newest or from_scratch or not (corrupt or quarantined):
         return newest, corrupt
     raise ConfigError(
@@ -162,7 +118,7 @@ def find_valid(
     path: Path,
     *,
     log: Callable[[str], None] = print,
-    verify: Callable[[Path], Manifest] = verify,
+    verify: Callable[[Path], Manifest] = manifest.verify,
 ) -> tuple[Path, Manifest]:
     """Returns folder and manifest of `path`, or, of a workdir, of its newest valid checkpoint.
 
@@ -192,10 +148,13 @@ def find_valid(
     return folder / str(newest.step), newest
 
 
+# ---- which to keep ----
+
+
 def remove_old_checkpoints(folder: Path, settings: CheckpointConfig) -> None:
     """Removes the checkpoints that the settings do not keep."""
     checkpoints = []
-    for step in manifest.steps(folder):
+    for step in steps(folder):
         try:
             checkpoints.append(manifest.read(folder / str(step)))
         except (CorruptCheckpoint, ConfigError):
@@ -210,7 +169,7 @@ def remove_old_checkpoints(folder: Path, settings: CheckpointConfig) -> None:
     for checkpoint in checkpoints:
         if checkpoint.step not in kept_steps:
             with contextlib.suppress(OSError):  # the next save tries again
-                manifest.remove(folder / str(checkpoint.step))
+                remove(folder / str(checkpoint.step))
 
 
 def steps_to_keep(
@@ -227,3 +186,57 @@ def steps_to_keep(
     ranked = [m for m in manifests if math.isfinite(m.metrics.get(best_by, math.nan))]
     best = sorted(ranked, key=lambda manifest: manifest.metrics[best_by])[:keep_best]
     return selected | {manifest.step for manifest in best}
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint. Renames it first, so that a partly removed folder is not a checkpoint.
+
+    In an object store the manifest is removed first; the path of an unfinished save removes no
+    checkpoint.
+    """
+    is_unfinished = path.name.endswith(manifest.PARTIAL)
+    storage.workdir_at(path).remove_objects(path, unless_committed=is_unfinished)
+    if not is_unfinished:
+        leftover = path.with_name(path.name + manifest.PARTIAL)
+        shutil.rmtree(leftover, ignore_errors=True)  # a folder can only replace an empty one
+        path = path.rename(leftover)
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_partial(folder: Path) -> list[str]:
+    """Removes the leftovers of interrupted saves and returns their names."""
+    leftovers = [
+        path
+        for path in folder.iterdir()
+        if path.name.endswith(manifest.PARTIAL)
+        and STEP_NAME.fullmatch(path.name.removesuffix(manifest.PARTIAL))
+    ]
+    for path in leftovers:
+        remove(path)
+    return sorted(path.name for path in leftovers)
+
+
+def quarantine(folder: Path, step: int) -> Path:
+    """Moves a corrupt checkpoint to the quarantine folder and returns its new path."""
+    (folder / QUARANTINE).mkdir(exist_ok=True)
+    source = folder / str(step)
+    target = folder / QUARANTINE / str(step)
+    number = 0
+    while os.path.lexists(target):
+        number += 1
+        target = folder / QUARANTINE / f"{step}.{number}"
+    storage.workdir_at(source).move_objects(source, target)
+    os.rename(source, target)
+    manifest.sync_folder(folder)
+    return target
+
+
+def quarantined_paths(folder: Path) -> list[Path]:
+    """Returns the checkpoints in the quarantine folder."""
+    return sorted(
+        path
+        for path in (folder / QUARANTINE).glob("*")
+        if STEP_NAME.fullmatch(path.name.partition(".")[0])
+    )

@@ -6,7 +6,7 @@ every file; the folder is renamed to `STEP`. A crash in any stage is harmless. N
 jax.
 
 Files of arrays have no CRC-32 there: each of their chunks ends with its CRC-32C, so no file is read
-a second time, and each process verifies what it reads (`find.verify`: all). On object stores they
+a second time, and each process verifies what it reads (`verify`: all). On object stores they
 have no size either. Corrupt checkpoints are quarantined, not removed. Files that no manifest lists
 are reported.
 """
@@ -14,11 +14,11 @@ are reported.
 import contextlib
 import errno
 import fnmatch
+import itertools
 import json
 import operator
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,6 @@ from meshtrain.errors import ConfigError, TransientError
 NAME = storage.MANIFEST
 PARTIAL = ".partial"
 FORMAT = 2  # 1: every file has a CRC-32, chunks have none
-STEP_NAME = re.compile("0|[1-9][0-9]*")  # name of a checkpoint folder
 
 
 class CorruptCheckpoint(Exception):
@@ -309,6 +308,61 @@ def reading_chunks(directory: Path) -> Iterator[None]:
         raise
 
 
+MAX_VERIFY_THREADS = 4  # each holds one chunk, which may be as large as the shard of a device
+
+
+def verify(directory: Path) -> Manifest:
+    """Returns the manifest after verifying every byte that a run can read.
+
+    Raises CorruptCheckpoint, and ConfigError if the checkpoint may be valid but cannot be read.
+    """
+    manifest = check(directory)
+    if all(crc for _, crc in manifest.files.values()):
+        return manifest
+    with reading_chunks(directory):
+        arrays = _open_arrays(directory)
+        size = sum(array.size * array.dtype.numpy_dtype.itemsize for array in arrays)
+        num_threads = min(MAX_VERIFY_THREADS, os.cpu_count() or 1)
+        with (
+            console.progress(f"reading {directory}", size) as advance,
+            ThreadPoolExecutor(num_threads) as threads,
+        ):
+            chunks = (array[box] for array in arrays for box in _chunk_boxes(array))
+            for num_bytes in threads.map(lambda chunk: chunk.read().result().nbytes, chunks):
+                advance(num_bytes)
+    return manifest
+
+
+def _open_arrays(directory: Path) -> list[Any]:
+    """Returns a TensorStore for each array of a checkpoint; they are opened in parallel."""
+    import tensorstore  # here, since it takes a while and a run does not need it
+
+    folder = {"driver": "file", "path": f"{directory.absolute()}/arrays/"}
+    store = storage.workdir_at(directory).array_store({"driver": "ocdbt", "base": folder})
+    futures = []
+    for key in tensorstore.KvStore.open(store).result().list().result():
+        if key.endswith(b"/zarr.json"):
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {**store, "path": key.decode().removesuffix("zarr.json")},
+                # Otherwise a missing chunk would be read as zeros.
+                "fill_missing_data_reads": False,
+            }
+            futures.append(tensorstore.open(spec, read=True))
+    return [future.result() for future in futures]
+
+
+def _chunk_boxes(array: Any) -> Iterator[tuple[slice, ...]]:
+    """Yields the index of each chunk of an array."""
+    chunk_shape = array.chunk_layout.read_chunk.shape or ()  # None for a scalar
+    sizes = list(zip(array.shape, chunk_shape, strict=True))
+    for corner in itertools.product(*(range(0, size, length) for size, length in sizes)):
+        yield tuple(
+            slice(start, min(start + length, size))
+            for start, (size, length) in zip(corner, sizes, strict=True)
+        )
+
+
 # ---- the files of a checkpoint ----
 
 CHUNKS = "arrays/ocdbt.process_*/d/*"  # files whose chunks have checksums of their own
@@ -379,73 +433,3 @@ def describe_unlisted_files(directory: Path, manifest: Manifest) -> str:
         return ""
     more = f" and {len(unlisted) - 3} more" if len(unlisted) > 3 else ""
     return f"ignores {', '.join(unlisted[:3])}{more}: not in the manifest"
-
-
-# ---- the folder of all checkpoints ----
-
-
-def steps(folder: Path) -> list[int]:
-    """Returns the steps of all checkpoint folders, valid or not, newest first."""
-    try:
-        names = [name for name in os.listdir(folder) if STEP_NAME.fullmatch(name)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise unreadable(folder, error) from error
-    return sorted((int(name) for name in names if not (folder / name).is_file()), reverse=True)
-
-
-def remove(path: Path) -> None:
-    """Removes a checkpoint. Renames it first, so that a partly removed folder is not a checkpoint.
-
-    In an object store the manifest is removed first; the path of an unfinished save removes no
-    checkpoint.
-    """
-    is_unfinished = path.name.endswith(PARTIAL)
-    storage.workdir_at(path).remove_objects(path, unless_committed=is_unfinished)
-    if not is_unfinished:
-        leftover = path.with_name(path.name + PARTIAL)
-        shutil.rmtree(leftover, ignore_errors=True)  # a folder can only replace an empty one
-        path = path.rename(leftover)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_partial(folder: Path) -> list[str]:
-    """Removes the leftovers of interrupted saves and returns their names."""
-    leftovers = [
-        path
-        for path in folder.iterdir()
-        if path.name.endswith(PARTIAL) and STEP_NAME.fullmatch(path.name.removesuffix(PARTIAL))
-    ]
-    for path in leftovers:
-        remove(path)
-    return sorted(path.name for path in leftovers)
-
-
-QUARANTINE = "quarantine"  # a folder beside the checkpoints
-
-
-def quarantine(folder: Path, step: int) -> Path:
-    """Moves a corrupt checkpoint to the quarantine folder and returns its new path."""
-    (folder / QUARANTINE).mkdir(exist_ok=True)
-    source = folder / str(step)
-    target = folder / QUARANTINE / str(step)
-    number = 0
-    while os.path.lexists(target):
-        number += 1
-        target = folder / QUARANTINE / f"{step}.{number}"
-    storage.workdir_at(source).move_objects(source, target)
-    os.rename(source, target)
-    sync_folder(folder)
-    return target
-
-
-def quarantined_paths(folder: Path) -> list[Path]:
-    """Returns the checkpoints in the quarantine folder."""
-    return sorted(
-        path
-        for path in (folder / QUARANTINE).glob("*")
-        if STEP_NAME.fullmatch(path.name.partition(".")[0])
-    )

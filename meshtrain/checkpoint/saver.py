@@ -106,8 +106,8 @@ class Saver:
             folder.mkdir(parents=True, exist_ok=True)
             # A test that the folder is writable; the next line removes the new folder.
             manifest.partial_folder(folder, 0).mkdir(exist_ok=True)
-            manifest.remove_partial(folder)
-            self._workdir.remove_unfinished(folder, finished=manifest.steps(folder))
+            find.remove_partial(folder)
+            self._workdir.remove_unfinished(folder, finished=find.steps(folder))
             fault = self._space_fault(size)
         except OSError as error:
             why = error.strerror or error
@@ -217,7 +217,7 @@ class Saver:
             ) from error
 
     def _quarantine(self, step: int, why: str) -> None:
-        target = manifest.quarantine(self._folder, step)
+        target = find.quarantine(self._folder, step)
         self._damaged.pop(step, None)
         self._event("quarantine", step=step, why=why, place=str(target))
         self._log(f"checkpoint of step {step}: {why}; moved to {target}")
@@ -294,7 +294,7 @@ class Saver:
                 # A valid checkpoint of this step would not be written again.
                 self._quarantine(step, "appeared during the run")
             self._workdir.confirm_lock()  # otherwise the objects may be those of another run
-            manifest.remove(partial_folder)
+            find.remove(partial_folder)
             partial_folder.mkdir(parents=True, exist_ok=True)
             return self._space_fault(size)
         except OSError as error:
@@ -341,7 +341,7 @@ class Saver:
         if distributed.process_id() == 0:
             with contextlib.suppress(OSError):  # the next start removes it
                 self._workdir.confirm_lock()
-                manifest.remove(manifest.partial_folder(self._folder, pending.step))
+                find.remove(manifest.partial_folder(self._folder, pending.step))
         if self._last_waits is not None:  # the run has ended
             wait = next(self._last_waits, None)
             when = "no more tries" if wait is None else f"next try in {wait:.0f} s"

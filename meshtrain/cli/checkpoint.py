@@ -30,9 +30,9 @@ def listing(folder: Path) -> tuple[list[str], bool]:
     A checkpoint that cannot be read (another format, no permission) is neither valid nor corrupt.
     """
     lines, all_valid = [], True
-    for step in reversed(manifest.steps(folder)):
+    for step in reversed(find.steps(folder)):
         try:
-            one = find.verify(folder / str(step))
+            one = manifest.verify(folder / str(step))
             parts = filter(
                 None, (_described(one), manifest.describe_unlisted_files(folder / str(step), one))
             )
@@ -46,8 +46,7 @@ def listing(folder: Path) -> tuple[list[str], bool]:
             lines.append(f"{step:>9}  corrupt  {error}")
             all_valid = False
     lines += [
-        f"{path.name:>9}  quarantined in {path.parent}"
-        for path in manifest.quarantined_paths(folder)
+        f"{path.name:>9}  quarantined in {path.parent}" for path in find.quarantined_paths(folder)
     ]
     return lines, all_valid
 
@@ -97,9 +96,9 @@ def differences(a: Path, b: Path) -> tuple[list[str], bool]:
 def prune(workdir: Path, args: argparse.Namespace) -> list[str]:
     """Removes the checkpoints that the flags do not keep, and returns a line for each."""
     folder, valid, kept = workdir / find.FOLDER, [], []
-    for step in manifest.steps(folder):
+    for step in find.steps(folder):
         try:
-            valid.append(find.verify(folder / str(step)))
+            valid.append(manifest.verify(folder / str(step)))
         except (CorruptCheckpoint, ConfigError) as error:
             kept.append(f"neither counted nor removed: step {step}: {error}")
     if args.keep_best and not any(args.best_by in one.metrics for one in valid):
@@ -108,8 +107,8 @@ def prune(workdir: Path, args: argparse.Namespace) -> list[str]:
     keep = find.steps_to_keep(valid, **counts, best_by=args.best_by)
     removed = [folder / str(one.step) for one in valid if one.step not in keep]
     for path in removed:
-        manifest.remove(path)
-    if args.quarantine and (kept_apart := folder / manifest.QUARANTINE).is_dir():
+        find.remove(path)
+    if args.quarantine and (kept_apart := folder / find.QUARANTINE).is_dir():
         shutil.rmtree(kept_apart)
         removed.append(kept_apart)
     return kept + ([f"removed {path}" for path in removed] or ["nothing to remove"])

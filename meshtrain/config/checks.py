@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain import storage
-from meshtrain.config.schema import AXES, Config, MeshConfig, TrainConfig
+from meshtrain.config.schema import AXES, BATCH_AXES, Config, MeshConfig, TrainConfig
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
-
-BATCH_AXES = ("data", "fsdp", "expert")  # shard the rows of the batch
 
 
 def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:

@@ -5,7 +5,6 @@ settings; it imports no model, no data and no jax. `config.build` builds what th
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -52,7 +51,7 @@ def parse(config: Mapping | Config, *, num_devices: int | None = None) -> Config
         settings["mesh"] = reader.attempt(mesh.resolve, num_devices)
         mesh = settings["mesh"] or mesh  # the other checks go on with the sizes that are known
     if mesh and train:
-        settings["train"] = train = _with_batch(train, mesh)
+        settings["train"] = train = train.with_batch(mesh)
         reader.faults += checks.train_faults(mesh, train)
     if mesh and data:
         reader.faults += checks.sequence_faults(data.options, mesh.context)
@@ -71,24 +70,12 @@ def on_devices(cfg: Config, num_devices: int) -> Config:
     fault.
     """
     mesh = cfg.mesh.resolve(num_devices)
-    train = _with_batch(cfg.train, mesh)
+    train = cfg.train.with_batch(mesh)
     faults = checks.train_faults(mesh, train)
     faults += checks.sequence_faults(cfg.data.options, mesh.context)
     if faults:
         raise ConfigError(*faults)
     return dataclasses.replace(cfg, mesh=mesh, train=train)
-
-
-def _with_batch(train: schema.TrainConfig, mesh: schema.MeshConfig) -> schema.TrainConfig:
-    """Returns the section with the global batch of `train.batch_per_device`.
-
-    It stays unknown if the sizes of the mesh are.
-    """
-    sizes = [getattr(mesh, axis) for axis in checks.BATCH_AXES]
-    if not train.batch_per_device or min(sizes) < 1:
-        return train
-    global_batch = train.batch_per_device * math.prod(sizes)
-    return dataclasses.replace(train, global_batch=global_batch, batch_per_device=0)
 
 
 class _Reader:

@@ -129,6 +129,7 @@ class AdapterConfig:
 
 # From the slowest links to the fastest: neighbours along `tensor` exchange the most data.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")  # shard the rows of the batch
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # compute dtypes
 STORED_DTYPES = ("float32", "bfloat16", "float64")  # float16 would lose most updates
 REMAT = ("none", "full", "dots", "names:NAME,NAME")
@@ -229,6 +230,17 @@ class TrainConfig:
         if self.zero_stage not in range(4):
             faults.append(f"train.zero_stage={self.zero_stage}: use 0, 1, 2 or 3")
         _raise(faults)
+
+    def with_batch(self, mesh: MeshConfig) -> "TrainConfig":
+        """Returns the section with the global batch of `batch_per_device`.
+
+        It stays unknown if the sizes of the mesh are.
+        """
+        sizes = [getattr(mesh, axis) for axis in BATCH_AXES]
+        if not self.batch_per_device or min(sizes) < 1:
+            return self
+        global_batch = self.batch_per_device * math.prod(sizes)
+        return replace(self, global_batch=global_batch, batch_per_device=0)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from meshtrain import console
 from meshtrain.cluster import distributed
 from meshtrain.config import checks
 from meshtrain.config.build import build_data
-from meshtrain.config.checks import BATCH_AXES
-from meshtrain.config.schema import Config
+from meshtrain.config.schema import BATCH_AXES, Config
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError, minimum_faults

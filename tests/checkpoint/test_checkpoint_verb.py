@@ -3,7 +3,7 @@
 import sys
 
 from meshtrain import __main__
-from meshtrain.checkpoint import manifest
+from meshtrain.checkpoint import find
 from meshtrain.cli import app
 from tests.lib.checkpoints import checkpoints, flip, largest_file
 
@@ -29,7 +29,7 @@ def test_the_command_lists_verifies_compares_and_prunes(workdir, capsys, monkeyp
     assert run("ls", workdir)[0] == 0
     code, output = run("prune", workdir, "--keep=1")
     # Checkpoint 4 is corrupt, so it is not removed.
-    assert code == 0 and manifest.steps(checkpoints(workdir)) == [6, 4]
+    assert code == 0 and find.steps(checkpoints(workdir)) == [6, 4]
     for wrong in (
         ["prune", workdir],
         ["ls", workdir / "x"],

@@ -63,7 +63,7 @@ def test_stray_files_do_not_make_a_checkpoint_corrupt_and_are_reported_once(
         params_of(checkpoints(finished_run) / "6"), params_of(checkpoints(workdir) / "6")
     )
     assert app.main("checkpoint", ["prune", str(workdir), "--keep=1"]) == 0
-    assert manifest.steps(checkpoints(workdir)) == [8] and (checkpoints(workdir) / "6~").exists()
+    assert find.steps(checkpoints(workdir)) == [8] and (checkpoints(workdir) / "6~").exists()
     assert not (checkpoints(workdir) / "6").exists()
 
 
@@ -121,7 +121,7 @@ def test_an_error_of_the_disk_is_not_corruption(workdir, monkeypatch, where, cod
     with pytest.raises(meshtrain.ConfigError, match=os.strerror(code)):
         train(saving(8), workdir=workdir, from_scratch=True)
     monkeypatch.undo()
-    assert manifest.steps(checkpoints(workdir)) == [6, 4, 2] and not events(workdir, "quarantine")
+    assert find.steps(checkpoints(workdir)) == [6, 4, 2] and not events(workdir, "quarantine")
     assert find.find_valid(workdir)[1].step == 6
 
 
@@ -147,7 +147,7 @@ def test_without_a_valid_checkpoint_a_run_starts_only_with_from_scratch(workdir,
     for _ in range(2):
         with pytest.raises(meshtrain.ConfigError, match="--from_scratch") as error:
             train(saving(6), workdir=workdir)
-        assert len(error.value.faults) == 4 and manifest.steps(checkpoints(workdir)) == [6, 4, 2]
+        assert len(error.value.faults) == 4 and find.steps(checkpoints(workdir)) == [6, 4, 2]
     result = train(saving(2), workdir=workdir, from_scratch=True)
     assert result.step == 2 and events(workdir, "start")[-1]["step"] == 0
     quarantined = {path.name for path in (checkpoints(workdir) / "quarantine").iterdir()}
@@ -164,7 +164,7 @@ def test_leftovers_of_an_interrupted_save_are_ignored_and_removed(workdir):
     others = [checkpoints(workdir) / name for name in ("notes.partial.txt", "007", "old.partial")]
     for path in others:
         path.mkdir()
-    assert manifest.steps(checkpoints(workdir)) == [6, 4, 2]
+    assert find.steps(checkpoints(workdir)) == [6, 4, 2]
     train(saving(6), workdir=workdir)
     assert not [*checkpoints(workdir).glob("[0-9].partial")] and not events(workdir, "quarantine")
     assert all(path.is_dir() for path in others)

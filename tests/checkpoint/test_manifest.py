@@ -20,7 +20,7 @@ from tests.lib.rows import events, losses
 
 
 def test_a_manifest_describes_its_checkpoint(finished_run):
-    one = find.verify(checkpoints(finished_run) / "4")
+    one = manifest.verify(checkpoints(finished_run) / "4")
     assert (one.step, one.position, one.processes, one.mesh["data"]) == (4, 64, 1, 8)
     assert one.metrics["loss"] == losses(finished_run)[3]
     assert one.config["model"]["d_model"] == 32 and one.versions["jax"] == jax.__version__
@@ -66,7 +66,7 @@ def test_300_random_corruptions_are_all_detected(finished_run, tmp_path):
         directory = shutil.copytree(valid, tmp_path / str(trial) / "4")
         corruption = mutate(directory, draw)
         try:
-            found = find.verify(directory)
+            found = manifest.verify(directory)
         except CorruptCheckpoint:
             continue
         # An undetected change is harmless only if all content is equal, as after adding a final
@@ -98,7 +98,7 @@ def test_a_corrupt_checkpoint_is_rejected_with_the_reason(workdir, change, messa
     directory = checkpoints(workdir) / "4"
     change(directory)
     with pytest.raises(CorruptCheckpoint, match=message):
-        find.verify(directory)
+        manifest.verify(directory)
 
 
 def replace_by_link(path):
@@ -129,20 +129,20 @@ def test_checkpoints_of_format_1_are_read_and_verified(workdir):
     assert events(workdir, "restore")[-1]["step"] == 6
     flip(largest_file(checkpoints(workdir) / "6"))
     with pytest.raises(CorruptCheckpoint, match="arrays/.* fails its checksum"):
-        find.verify(checkpoints(workdir) / "6")
+        manifest.verify(checkpoints(workdir) / "6")
     assert train(saving(5), workdir=workdir).step == 5
     assert events(workdir, "restore")[-1]["step"] == 4
-    assert find.verify(checkpoints(workdir) / "5").format == manifest.FORMAT
+    assert manifest.verify(checkpoints(workdir) / "5").format == manifest.FORMAT
 
 
 def test_a_manifest_of_an_older_or_newer_version_is_read(workdir):
     """Manifests had a field `config_crc32` until it was removed, without a new format number."""
     directory = checkpoints(workdir) / "6"
-    expected = find.verify(directory)
+    expected = manifest.verify(directory)
     assert "config_crc32" not in json.loads((directory / manifest.NAME).read_text())
     rewrite(directory, config_crc32=manifest.checksum(expected.config), a_field_of_the_future=[1])
     assert "config_crc32" in json.loads((directory / manifest.NAME).read_text())
-    assert find.verify(directory) == expected
+    assert manifest.verify(directory) == expected
     assert train(saving(6), workdir=workdir).step == 6
     assert events(workdir, "restore")[-1]["step"] == 6 and not events(workdir, "quarantine")
 
@@ -157,4 +157,4 @@ def test_a_checksum_covers_all_blocks_of_a_file(tmp_path):
 def test_steps_are_ordered_as_numbers(tmp_path):
     for step in (9, 10, 100, 20):
         (tmp_path / str(step)).mkdir()
-    assert manifest.steps(tmp_path) == [100, 20, 10, 9]
+    assert find.steps(tmp_path) == [100, 20, 10, 9]

@@ -158,15 +158,14 @@ def test_a_run_on_a_store_equals_a_run_on_a_disk(url, tmp_path, capsys):
     found = opened(url)
     assert losses(found) == losses(tmp_path / "disk")
     assert_bit_equal(restored(found), restored(tmp_path / "disk"))
-    assert manifest.steps(checkpoints(found)) == [4]
+    assert find.steps(checkpoints(found)) == [4]
     # The objects have the names of the files, so that a copy is a workdir.
     copy = tmp_path / "copy"
     for name in object_store.names(found):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes(object_store.read(found / name)[0])
-    assert (
-        find.verify(checkpoints(copy) / "4").arrays == find.verify(checkpoints(found) / "4").arrays
-    )
+    copied = manifest.verify(checkpoints(copy) / "4")
+    assert copied.arrays == manifest.verify(checkpoints(found) / "4").arrays
     # Both resume on another mesh.
     url.new_process()
     c = saving(6)
@@ -193,7 +192,7 @@ def test_a_damaged_or_missing_chunk_is_found_and_an_older_checkpoint_resumed(url
         largest = max(names, key=lambda name: len(object_store.read(directory / name)[0]))
         object_store.write(directory / largest, change(object_store.read(directory / largest)[0]))
         with pytest.raises(CorruptCheckpoint):
-            find.verify(directory)
+            manifest.verify(directory)
     url.new_process()
     train(c, workdir=url)
     found = opened(url)
@@ -227,9 +226,9 @@ def test_a_store_that_cannot_be_reached_is_not_damage(url, monkeypatch):
         pytest.raises(errors.TransientError, match="may be valid"),
         manifest.reading_chunks(directory),
     ):
-        list(find._open_arrays(directory))
+        list(manifest._open_arrays(directory))
     with pytest.raises(errors.TransientError, match="may be valid"):
-        find.verify(directory)
+        manifest.verify(directory)
     with pytest.raises(OSError) as error:
         object_store.names(directory)
     assert error.value.filename == object_store.url(directory) and "connect" in error.value.strerror
@@ -385,7 +384,7 @@ def test_late_writes_of_a_suspended_run_change_no_committed_checkpoint(url, monk
         with pytest.raises(OSError, match="taken over"):
             writer.wait()
     found = opened(url)
-    find.verify(checkpoints(found) / "2")
+    manifest.verify(checkpoints(found) / "2")
     assert_bit_equal(restored(found), before)
 
 
@@ -428,7 +427,7 @@ def test_a_run_that_lost_its_lock_cannot_save(url, monkeypatch):
     monkeypatch.setattr(manifest, "commit", stolen)
     with pytest.raises(meshtrain.ConfigError, match="could not be saved"):
         train(saving(4), workdir=url)
-    assert manifest.steps(checkpoints(opened(url))) == [2]
+    assert find.steps(checkpoints(opened(url))) == [2]
 
 
 def test_a_rollback_is_recorded_in_the_store(url):
@@ -530,14 +529,14 @@ def test_after_kill_in_a_save_the_run_resumes_from_a_valid_checkpoint(url, tmp_p
         killed = program(url, 6, where)
         assert killed.returncode == -signal.SIGKILL, (where, killed.stderr)
         found = opened(url)
-        there = manifest.steps(checkpoints(found))
+        there = find.steps(checkpoints(found))
         assert there == ([4, 2] if where == "end" else [2]), where
-        assert [find.verify(checkpoints(found) / str(step)).step for step in there] == there
+        assert [manifest.verify(checkpoints(found) / str(step)).step for step in there] == there
     resumed = program(url, 6)
     assert resumed.returncode == 0, resumed.stderr
     train(saving(6), workdir=tmp_path / "disk")
     found = opened(url)
-    assert manifest.steps(checkpoints(found)) == [6]
+    assert find.steps(checkpoints(found)) == [6]
     assert {
         name.split("/")[1] for name in object_store.names(found) if name.startswith("checkpoints/")
     } == {"6"}

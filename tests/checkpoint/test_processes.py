@@ -51,9 +51,9 @@ def test_a_chunk_that_one_process_finds_damaged_is_used_by_none(tmp_path):
     assert of_second.relative_to(newest).match(manifest.CHUNKS)
     flip(of_second)
     with pytest.raises(manifest.CorruptCheckpoint, match="arrays/.* fails its checksum"):
-        find.verify(newest)
+        manifest.verify(newest)
     run(tmp_path / "run", 4)
     assert [one["step"] for one in events(tmp_path / "run", "restore")] == [2]
     assert [one["step"] for one in events(tmp_path / "run", "quarantine")] == [3]
-    assert manifest.steps(checkpoints(tmp_path / "run")) == [4, 3, 2, 1]
-    assert find.verify(checkpoints(tmp_path / "run") / "4").processes == 2
+    assert find.steps(checkpoints(tmp_path / "run")) == [4, 3, 2, 1]
+    assert manifest.verify(checkpoints(tmp_path / "run") / "4").processes == 2

@@ -40,7 +40,7 @@ def test_a_save_lists_no_files_that_come_and_go_and_writes_where_something_stand
 
     monkeypatch.setattr(AsyncWriter, "wait", wait)
     train(saving(8, every=0), workdir=workdir)
-    files = find.verify(checkpoints(workdir) / "8").files
+    files = manifest.verify(checkpoints(workdir) / "8").files
     assert not {name for name in files if ".nfs" in name or "._" in name or name == "link"}
     (moved,) = events(workdir, "quarantine")
     assert moved["step"] == 8 and "appeared" in moved["why"]
@@ -55,7 +55,7 @@ def test_a_failing_data_source_loses_no_step(tmp_path):
     model = meshtrain.from_nnx(line_fit, squares)
     with pytest.raises(meshtrain.ConfigError, match="the iterable ended"):
         train(quick(steps=20), workdir=tmp_path, model=model, data=five_batches())
-    assert manifest.steps(checkpoints(tmp_path)) == [5] and len(losses(tmp_path)) == 5
+    assert find.steps(checkpoints(tmp_path)) == [5] and len(losses(tmp_path)) == 5
 
 
 def test_after_its_data_failed_a_run_resumes_with_the_batch_that_could_not_be_read(tmp_path):
@@ -119,9 +119,9 @@ def test_a_run_applies_retention_and_saves_every_few_minutes(tmp_path):
     c = saving(7, every=1, keep_every=3)
     c.checkpoint.keep_last = 1
     train(c, workdir=tmp_path / "a")
-    assert manifest.steps(checkpoints(tmp_path / "a")) == [7, 6, 3]
+    assert find.steps(checkpoints(tmp_path / "a")) == [7, 6, 3]
     train(saving(3, every=0, every_minutes=1e-9), workdir=tmp_path / "b")
-    assert manifest.steps(checkpoints(tmp_path / "b")) == [3, 2, 1, 0]
+    assert find.steps(checkpoints(tmp_path / "b")) == [3, 2, 1, 0]
     c = saving(6, every=1, keep_best=1)
     c.checkpoint.keep_last = 1
     c.optim.learning_rate = 0.3  # so high that the held-out loss rises and falls
@@ -130,7 +130,7 @@ def test_a_run_applies_retention_and_saves_every_few_minutes(tmp_path):
     measured = {row["step"]: row["eval_loss"] for row in rows(tmp_path / "c") if "eval_loss" in row}
     measured[6] = result.eval_loss
     best = min(measured, key=measured.get)
-    assert {*manifest.steps(checkpoints(tmp_path / "c"))} == {6, best}
+    assert {*find.steps(checkpoints(tmp_path / "c"))} == {6, best}
     saved = manifest.read(checkpoints(tmp_path / "c") / str(best))
     assert saved.metrics["eval_loss"] == measured[best]
 
@@ -162,7 +162,7 @@ def test_after_a_write_error_the_newest_valid_checkpoint_is_kept(tmp_path, monke
     original, calls = manifest.commit, []
 
     def commit(folder, step, **fields):
-        calls.append((step, manifest.steps(folder)))
+        calls.append((step, find.steps(folder)))
         if step == 4:
             raise OSError(28, "No space left on device")
         return original(folder, step, **fields)
@@ -174,7 +174,7 @@ def test_after_a_write_error_the_newest_valid_checkpoint_is_kept(tmp_path, monke
     train(c, workdir=tmp_path)
     (failed,) = events(tmp_path, "save_failed")
     assert failed["step"] == 4 and "No space left" in failed["error"]
-    assert calls == [(2, []), (4, [2]), (5, [2])] and manifest.steps(checkpoints(tmp_path)) == [5]
+    assert calls == [(2, []), (4, [2]), (5, [2])] and find.steps(checkpoints(tmp_path)) == [5]
 
 
 def test_a_final_save_that_always_fails_is_an_error_and_keeps_earlier_checkpoints(
@@ -189,7 +189,7 @@ def test_a_final_save_that_always_fails_is_an_error_and_keeps_earlier_checkpoint
     monkeypatch.setattr(manifest, "commit", commit)
     with pytest.raises(meshtrain.ConfigError, match="step 7 could not be saved in 2 tries"):
         train(saving(7, every=0), workdir=workdir)
-    assert manifest.steps(checkpoints(workdir)) == [6, 4, 2]
+    assert find.steps(checkpoints(workdir)) == [6, 4, 2]
 
 
 def test_an_unusable_folder_is_an_error_before_training(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from meshtrain.checkpoint import find
+from meshtrain.checkpoint import manifest
 from tests.lib.paths import ROOT
 from tests.lib.rows import newest_step, rows
 from tests.lib.tiny_run import assert_losses_equal_uninterrupted, tiny_run
@@ -135,7 +135,7 @@ def test_a_preempted_job_saves_requeues_and_ends_like_an_uninterrupted_one(submi
     assert re.findall(r"Exited with exit code (\d+)", job.output) == ["75", "75"]
     assert job.facts["Restarts"] == "1"
     (preempted,) = events(job, "preempted")
-    saved = find.verify(job.workdir / "checkpoints" / str(preempted["step"]))
+    saved = manifest.verify(job.workdir / "checkpoints" / str(preempted["step"]))
     assert saved.processes == 2 and 15 < preempted["step"] < steps
 
     job.start_now()

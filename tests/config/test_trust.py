@@ -21,7 +21,7 @@ HOSTILE = {
 }
 # Functions of meshtrain that build nothing, among them some that remove files or start processes.
 NOT_BUILDERS = (
-    "meshtrain.checkpoint.manifest:remove",
+    "meshtrain.checkpoint.find:remove",
     "meshtrain.supervise.launch:launch",
     "meshtrain.config.build:importlib",
     "meshtrain.errors:import_optional",

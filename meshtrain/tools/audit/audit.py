@@ -13,6 +13,7 @@ import numpy as np
 from meshtrain import hardware
 from meshtrain import state as states
 from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
 from meshtrain.data import synthetic
 from meshtrain.data.loader import from_iterable
@@ -175,7 +176,7 @@ def audit(
     `devices` (default: all) may come from a topology (`jax.experimental.topologies`).
     """
     devices = devices or jax.devices()
-    with_files = cfg = auto.resolve(config, devices=devices, model=model)
+    with_files = cfg = auto.resolve(parse(config), devices=devices, model=model)
     if data is None:
         # The step needs only shapes.
         cfg = _without_files(cfg)

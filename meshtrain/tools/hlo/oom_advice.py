@@ -55,7 +55,7 @@ class MemoryAdvice:
                 raise OutOfMemory("\n".join([fault, *self.lines()])) from error
             raise
 
-    def start_lines(self, compiled: jax.stages.Compiled) -> Iterator[str]:
+    def memory_lines(self, compiled: jax.stages.Compiled) -> Iterator[str]:
         """Yields what the compiled step needs, and the remedies if it does not fit.
 
         The state is in memory already.

@@ -1,14 +1,13 @@
 """Config key `mesh.auto`: the planner's layout for the devices of this job."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
 from meshtrain import hardware
 from meshtrain.cluster import distributed
-from meshtrain.config.parse import on_devices, parse
+from meshtrain.config.parse import on_devices
 from meshtrain.config.schema import Config, MeshConfig
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
@@ -26,19 +25,18 @@ MEASURED_OVERLAP = OverlapModel(sends_hidden=0.0, data_hidden=0.0, gathers_hidde
 
 
 def resolve(
-    config: Config | Mapping[str, Any],
+    cfg: Config,
     *,
     devices: Sequence[jax.Device] | None = None,
     model: Model | None = None,
 ) -> Config:
-    """Returns the typed config on `devices`, by default all of this job.
+    """Returns the config on `devices`, by default all of this job.
 
     With `mesh.auto` it has the layout that is predicted to be fastest, and `layout_reasons` say
     why. Sizes of the mesh above 1 are kept; the other axes, ZeRO stage, micro-batches, remat and
     the pipeline are chosen. All processes must call it, and get the choice of process 0. Raises
     ConfigError if the mesh does not fit, or if no layout does.
     """
-    cfg = parse(config)
     devices = devices or jax.devices()
     if not cfg.mesh.auto:
         return on_devices(cfg, len(devices))

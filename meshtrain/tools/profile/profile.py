@@ -14,6 +14,7 @@ import jax
 
 from meshtrain.cluster import distributed
 from meshtrain.config.build import build
+from meshtrain.config.parse import parse
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
@@ -82,7 +83,7 @@ def profile(
     process's devices.
     """
     with distributed.raise_on_all_processes():
-        cfg = auto.resolve(config, model=model)
+        cfg = auto.resolve(parse(config), model=model)
         parts = build(cfg, model=model, data=data)
         program = assemble(cfg, parts)
         folder = _trace_folder(output)

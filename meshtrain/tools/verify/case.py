@@ -13,9 +13,8 @@ import numpy as np
 import optax
 
 from meshtrain.config.build import RunParts, build, build_model, optimizer_builder
-from meshtrain.config.checks import BATCH_AXES
 from meshtrain.config.parse import parse
-from meshtrain.config.schema import AXES, MeshConfig
+from meshtrain.config.schema import AXES, BATCH_AXES, MeshConfig
 from meshtrain.data import synthetic
 from meshtrain.data.source import Batch, Source, to_batch
 from meshtrain.errors import ConfigError

@@ -13,8 +13,7 @@ import jax
 
 from meshtrain import console
 from meshtrain import state as states
-from meshtrain.config.checks import BATCH_AXES
-from meshtrain.config.schema import AXES
+from meshtrain.config.schema import AXES, BATCH_AXES
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
 from meshtrain.models.base import Model

@@ -27,7 +27,7 @@ def config(tiny):
 
 
 def test_a_config_without_it_stays_as_it_is(tiny):
-    cfg = auto.resolve(tiny)
+    cfg = auto.resolve(parse(tiny))
     assert cfg == parse(tiny, num_devices=8)
     assert cfg.layout_reasons == ()
 
@@ -46,14 +46,14 @@ def test_devices_of_the_table_are_not_measured(config, monkeypatch):
     """The same choice as that of the command, without a measurement."""
     monkeypatch.setitem(hardware.devices_by_kind(), "cpu", H100)
     monkeypatch.setattr(machines, "measure_host", None)
-    cfg = auto.resolve(config)
+    cfg = auto.resolve(parse(config))
     assert "layouts by `meshtrain plan`" in cfg.layout_reasons[0]
     assert math.prod(getattr(cfg.mesh, axis) for axis in AXES) == 8
 
 
 def test_sizes_above_one_are_kept(config):
     config.mesh.tensor = 2
-    cfg = auto.resolve(config)
+    cfg = auto.resolve(parse(config))
     assert cfg.mesh.tensor == 2
     assert math.prod(getattr(cfg.mesh, axis) for axis in AXES) == 8
 
@@ -62,7 +62,7 @@ def test_slow_links_are_avoided(config, monkeypatch):
     """If links take as long as a thousand layers, the axis with the fewest messages is chosen."""
     device = dataclasses.replace(H100, chip=None, link=1e6, network=1e6, latency=1.0)
     monkeypatch.setattr(machines, "measure_host", lambda: device)
-    cfg = auto.resolve(config)
+    cfg = auto.resolve(parse(config))
     assert cfg.mesh.tensor == cfg.mesh.context == cfg.mesh.pipeline == 1
     assert cfg.train.num_microbatches == 1
 
@@ -77,14 +77,14 @@ def test_a_batch_that_the_devices_do_not_divide_is_one_line(config):
     config.train.global_batch = 3
     config.mesh.data = 8
     with pytest.raises(ConfigError, match="train.global_batch=3 is not divisible by mesh.data=8"):
-        auto.resolve(config)
+        auto.resolve(parse(config))
 
 
 def test_a_model_that_does_not_fit_is_one_line(config, monkeypatch):
     device = dataclasses.replace(H100, memory=1e4)
     monkeypatch.setitem(hardware.devices_by_kind(), "cpu", device)
     with pytest.raises(ConfigError, match="no layout fits 0 GB on each; the nearest needs"):
-        auto.resolve(config)
+        auto.resolve(parse(config))
 
 
 def test_commands_that_choose_no_mesh_say_so():

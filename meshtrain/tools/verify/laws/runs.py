@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.checkpoint import manifest
+from meshtrain.checkpoint import find, manifest
 from meshtrain.checkpoint.find import FOLDER
 from meshtrain.cluster import progress
 from meshtrain.config import checks
@@ -457,7 +457,7 @@ def replicas() -> str | None:
         sections = {"checkpoint": {"every": every}, "train": {"steps": steps}}
         with tempfile.TemporaryDirectory() as folder:
             error = fit(folder, [1] * num_batches, sections, replicas_differ=True)
-            saved = manifest.steps(Path(folder, FOLDER))
+            saved = find.steps(Path(folder, FOLDER))
         if saved or not isinstance(error, health.CorruptState):
             return f"checkpoint.every={every}: saved at steps {saved}, {error!r}"
     return None
