@@ -184,3 +184,9 @@ def test_a_workdir_whose_name_is_a_number_is_not_a_checkpoint(workdir):
     job = workdir.rename(workdir.with_name("12345"))
     assert find.find_valid(job)[0] == checkpoints(job) / "6"
     assert find.find_valid(checkpoints(job) / "4")[1].step == 4
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    for step in (9, 10, 100, 20):
+        (tmp_path / str(step)).mkdir()
+    assert find.steps(tmp_path) == [100, 20, 10, 9]

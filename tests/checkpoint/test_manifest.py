@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from meshtrain.checkpoint import arrays, find, manifest
+from meshtrain.checkpoint import arrays, manifest
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.train import train
 from tests.lib.checkpoints import checkpoints, flip, largest_file, noise, rewrite, saving
@@ -152,9 +152,3 @@ def test_a_checksum_covers_all_blocks_of_a_file(tmp_path):
     (tmp_path / "a").write_bytes(content)
     measured = manifest._measure(tmp_path, ["a"], sync=False)
     assert measured == {"a": (len(content), f"{zlib.crc32(content):08x}")}
-
-
-def test_steps_are_ordered_as_numbers(tmp_path):
-    for step in (9, 10, 100, 20):
-        (tmp_path / str(step)).mkdir()
-    assert find.steps(tmp_path) == [100, 20, 10, 9]
