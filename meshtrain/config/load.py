@@ -66,9 +66,9 @@ def read(
     config = _read_file(path, trust_code)
     change(config)
     places = overrides_of_environment(environ or {})
-    overrides = [*places, *_join_values(overrides)]
-    config, faults = _override_all(config, overrides, known, places)
-    return config.copy_and_resolve_references(), faults
+    config, faults = _override_all(config, [*places], known, places)
+    config, faults_of_arguments = _override_all(config, _join_values(overrides), known, {})
+    return config.copy_and_resolve_references(), faults + faults_of_arguments
 
 
 def _override_all(
@@ -80,6 +80,7 @@ def _override_all(
     """
     overrides, places = _with_new_keys(overrides, places)
     conflicts = conflicting_overrides(overrides, places)
+    overrides += _without_replacements(config, overrides)
     try:
         return _override(config, overrides), conflicts
     except Exception:
@@ -110,6 +111,19 @@ def _with_new_keys(
         if override in new_places:
             new_places[new_override] = new_places.pop(override)
     return renamed, new_places
+
+
+def _without_replacements(config: ConfigDict, overrides: Iterable[str]) -> list[str]:
+    """Returns overrides that set to 0 what would replace a key that `overrides` set.
+
+    So train.steps, set over a file with train.epochs, is what the run takes.
+    """
+    keys = {override.partition("=")[0].removeprefix(FLAG) for override in overrides}
+    return [
+        f"{FLAG}{key}=0"
+        for key, replaced in REPLACED.items()
+        if replaced in keys and key not in keys and _value(config, key)
+    ]
 
 
 def reject_huggingface(folder: Path) -> None:

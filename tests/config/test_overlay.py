@@ -124,6 +124,13 @@ def test_keys_that_replace_each_other_are_not_set_together(tmp_path):
     assert len(faults) == 2
     found = load(tmp_path, "train:\n  steps: 5\n", "--config.train.epochs=2")
     assert found.train.epochs == 2.0
+    found = load(tmp_path, "train:\n  epochs: 2\n", "--config.train.steps=5")
+    assert (found.train.steps, found.train.epochs) == (5, 0.0)
+    environ = {"MESHTRAIN__TRAIN__EPOCHS": "2"}
+    found, faults = config_load.read("quickstart", ["--config.train.steps=5"], environ=environ)
+    assert (found.train.steps, found.train.epochs, faults) == (5, 0.0, [])
+    found = load(tmp_path, "train: {batch_per_device: 2}", "--config.train.global_batch=8")
+    assert (found.train.global_batch, found.train.batch_per_device) == (8, 0)
     found = load(tmp_path, "{train: {steps: 5, epochs: 0.0, batch_per_device: 0, global_batch: 8}}")
     assert (found.train.steps, found.train.epochs) == (5, 0.0)
 
