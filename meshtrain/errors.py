@@ -82,9 +82,20 @@ LOWER_OTHERS = "use smaller inputs, or a machine with more memory"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Returns ' (did you mean "x"?)' with the most similar known name, or ''."""
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    return f' (did you mean "{near[0]}"?)' if near else ""
+    """Returns ' (did you mean "x"?)' with the most similar known name, or '' if none is near."""
+    near = nearest(str(name), known)
+    return f' (did you mean "{near}"?)' if near else ""
+
+
+SIMILAR = 0.65  # of difflib's ratio: swapped, missing or added letters; not half of another word
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns the known name that is most similar, or "" if none is near."""
+    # Without the dashes of flags, which make all flags a little similar.
+    by_letters = {one.lstrip("-"): one for one in known}
+    near = difflib.get_close_matches(name.lstrip("-"), list(by_letters), n=1, cutoff=SIMILAR)
+    return by_letters[near[0]] if near else ""
 
 
 def choice_faults(key: str, value: Any, choices: Iterable[str]) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 from meshtrain import storage
 from meshtrain.cluster import environment
 from meshtrain.config.bind import flag_faults
-from meshtrain.errors import ConfigError, did_you_mean
+from meshtrain.config.suggest import OTHER_NAMES, did_you_mean_flag
+from meshtrain.errors import ConfigError
 
 # Arguments that may be runs on object stores.
 RUNS = {"workdir", "workdirs", "paths", "source", "measured"}
@@ -86,12 +87,13 @@ class Parser(argparse.ArgumentParser):
 
     def unknown(self, arguments: list[str]) -> list[str]:
         """Returns a fault for each argument that is no flag and no key of the config."""
-        known = self.known()
+        known, keys = self.known(), []
         names = [one.partition("=")[0] for one in arguments]
         if "--config.KEY" in self._option_string_actions:
             names = [name for name in names if not name.startswith(("--config.", "--noconfig."))]
+            keys = list(OTHER_NAMES.values())
         return [
-            f"{name}: unknown argument{did_you_mean(name, known)}{self.remedy}"
+            f"{name}: unknown argument{did_you_mean_flag(name, known, keys)}{self.remedy}"
             for name in names
             if name not in known
         ]

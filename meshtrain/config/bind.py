@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from meshtrain.errors import did_you_mean
+from meshtrain.config.suggest import did_you_mean_key
 
 MAY_BE_INF = ("optim.clip_norm", "divergence.spike_sigmas")
 TYPES = {float: (float, int), int: int, bool: bool, str: str, tuple: (tuple, list)}
@@ -45,12 +45,14 @@ def bind(
         for fault in number_faults(f"{section}.{key}", value, own)
     ]
     faults += [f"{section}.{key}: missing" for key in required if key not in (*values, *given)]
-    names = {*parameters} - {*given} | {*known}
+    keys = [f"{section}.{name}" for name in {*parameters} - {*given} | {*known}]
     unknown = [key for key in values if key not in parameters and not takes_all]
     if len(unknown) == len(values) > 3:
         name = getattr(target, "__name__", target)
         return target, [f"{section}.build: {name} takes none of the keys of section {section}"]
-    faults += [f"{section}.{key}: unknown key{did_you_mean(key, names)}" for key in unknown]
+    for key in unknown:
+        name = f"{section}.{key}"
+        faults.append(f"{name}: unknown key{did_you_mean_key(name, keys)}")
     return functools.partial(target, **values), faults
 
 

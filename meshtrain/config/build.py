@@ -10,10 +10,27 @@ from typing import Any, NamedTuple
 from meshtrain.config import checks
 from meshtrain.config.bind import bind
 from meshtrain.config.schema import BuildConfig, Config, OptimConfig
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, did_you_mean
 
 # What the function of each section returns; by name, because this module imports no jax.
 KINDS = {"model": "Model", "data": "Source", "optim": "GradientTransformation"}
+
+# The functions of the package that `build` of each section may name.
+BUILDERS = {
+    "model": ("meshtrain.models.transformer:build",),
+    "data": (
+        "meshtrain.data.tokens:build",
+        "meshtrain.data.chat:build",
+        "meshtrain.data.synthetic:build",
+    ),
+    "optim": (
+        "meshtrain.optim.base:adamw",
+        "meshtrain.optim.others:lion",
+        "meshtrain.optim.others:adafactor",
+        "meshtrain.optim.others:schedule_free_adamw",
+        "meshtrain.optim.muon:muon",
+    ),
+}
 
 
 class RunParts(NamedTuple):
@@ -183,10 +200,16 @@ def resolve(path: object, *, key: str) -> Callable:
     `key` is its config key, for errors.
     """
     module, _, name = str(path).partition(":")
+    builders = BUILDERS.get(key.partition(".")[0], ())
+    if builders and not name:
+        raise ConfigError(
+            f"{key}={path}: use one of {', '.join(builders)}, or a package.module:function of yours"
+        )
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         message = f"{key}={path}: no package.module:function that can be imported ({error})"
+        message += did_you_mean(path, builders)
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             message += f"; if {error.name} is a module of yours, add its folder to PYTHONPATH"
         raise ConfigError(message) from error

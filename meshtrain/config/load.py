@@ -26,6 +26,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from meshtrain import configs, moved
+from meshtrain.config.suggest import did_you_mean_flag, did_you_mean_key
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError, did_you_mean
 
@@ -339,10 +340,11 @@ def _fault_of(config: ConfigDict, override: str, known_flags: Iterable[str]) -> 
         if not name.removeprefix("--no").removeprefix("--").startswith("config."):
             # An argument of another verb is unknown here, but must not be suggested for itself.
             others = [argument for argument in known_flags if argument != name]
-            return f"{name}: unknown argument{did_you_mean(name, others)}"
+            near = did_you_mean_flag(name, others, _keys(config.to_dict()))
+            return f"{name}: unknown argument{near}"
         key = name.removeprefix("--no").removeprefix("--").removeprefix("config.")
         if key not in (known := _keys(config.to_dict())):
-            return f"{name}: unknown key{did_you_mean(key, known)}"
+            return f"{name}: unknown key{did_you_mean_key(key, known)}"
         current = config
         for part in key.split("."):
             current = current[part]

@@ -157,8 +157,9 @@ def local_rows(
     spec = spec_for(("batch",), (global_batch,), rules, mesh.shape)
     sharding = jax.sharding.NamedSharding(mesh, spec)
     slices = sharding.addressable_devices_indices_map((global_batch,)).values()
-    rows = [np.arange(global_batch)[index] for index in slices]
-    return sharding, np.unique(np.concatenate(rows))
+    # Devices hold the same rows or other ones.
+    spans = sorted({index[0].indices(global_batch)[:2] for index in slices})
+    return sharding, np.concatenate([np.arange(start, stop) for start, stop in spans])
 
 
 def _num_local(cfg: Config, mesh: jax.sharding.Mesh) -> int:

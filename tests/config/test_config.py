@@ -128,7 +128,7 @@ def test_an_unknown_key_in_a_file_is_reported_with_the_most_similar_one(tiny, se
     with tiny.unlocked():
         tiny[section][known + "x"] = 1
     assert any(
-        fault == f'{section}.{known}x: unknown key (did you mean "{known}"?)'
+        fault == f'{section}.{known}x: unknown key (did you mean "{section}.{known}"?)'
         for fault in faults_of(tiny)
     )
 
