@@ -242,9 +242,14 @@ def num_allotted_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> int:
     return visible if indices is None else len(indices)
 
 
+DRIVER_FILES = "nvidia[0-9]*"  # in /dev, one for each GPU
+
+
 def num_gpus(environ: Mapping[str, str]) -> int:
     """Returns the number of NVIDIA GPUs that this process may use."""
-    return _num_gpus(environ)[0]
+    # Variables may name GPUs that this machine does not have.
+    has_driver = any(Path("/dev").glob(DRIVER_FILES))
+    return _num_gpus(environ)[0] if has_driver else 0
 
 
 def _num_gpus(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -255,5 +260,5 @@ def _num_gpus(environ: Mapping[str, str]) -> tuple[int, int]:
     if visible is not None:
         gpus = [gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1")]
         return len(gpus), num_allotted
-    num_files = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    num_files = len(list(Path("/dev").glob(DRIVER_FILES)))
     return num_allotted or num_files, num_allotted

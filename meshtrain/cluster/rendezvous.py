@@ -123,10 +123,15 @@ def _serve(
                     oldest.close()
             if time.monotonic() - logged_at > LOG_EVERY:
                 logged_at = time.monotonic()
-                print(f"waiting: {_describe_missing(arrived, count)}", file=sys.stderr, flush=True)
+                missing = _describe_missing(arrived, count)
+                line = f"waiting: {missing}; {process.names[1]}={count} says how many there are"
+                print(line, file=sys.stderr, flush=True)
     if not faults and len(arrived) < count:
+        name = process.names[1]
         missing = _describe_missing(arrived, count)
-        faults = [f"{missing}; start those too, or set a lower number of processes"]
+        faults = [
+            f"{missing}; start those too, or set {name} to the number that you start, now {count}"
+        ]
     _answer(members, faults)
     for connection in pending:
         connection.close()

@@ -267,6 +267,13 @@ def test_processes_of_a_host_share_its_gpus(num_local, local_id, variables, indi
     assert environment.num_allotted_gpus(process, variables) == allotted
 
 
+def test_a_variable_does_not_make_gpus(monkeypatch):
+    monkeypatch.setattr(environment, "DRIVER_FILES", "no-driver*")
+    assert environment.num_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == 0
+    monkeypatch.setattr(environment, "DRIVER_FILES", "null")
+    assert environment.num_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
+
+
 def test_gpus_that_cannot_be_shared_evenly_are_rejected():
     with pytest.raises(ConfigError, match="8 GPUs on this host and 3 processes"):
         environment.local_gpus(ProcessInfo("h", 1, 3, 0, 0, 3), {"SLURM_GPUS_ON_NODE": "8"})
@@ -300,6 +307,7 @@ def test_missing_processes_are_reported_to_all_that_arrived():
     faults = rendezvous_faults((0, 4), (2, 4))
     assert faults[0] == faults[1]
     assert faults[0][0].startswith("2 of 4 processes arrived, missing [1, 3]")
+    assert "or set JAX_NUM_PROCESSES to the number that you start, now 4" in faults[0][0]
 
 
 def test_conflicting_counts_and_ids_are_reported_on_both_sides():
