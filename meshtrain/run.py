@@ -184,9 +184,9 @@ def open_run(
     layout_warnings = warnings.layout_warnings(
         cfg, parts.model, program.mesh, abstract_state.params, first_batch
     )
-    for warning in (*layout_warnings, *warnings.setting_warnings(cfg, train_data)):
-        writer.log(f"warning     {warning.text}")
-        writer.event("warning", **warning.fields, text=warning.text)
+    setting_warnings = warnings.setting_warnings(cfg, train_data)
+    for warning in (*layout_warnings, *setting_warnings):
+        writer.warn(warning.text, warning.fields)
 
     # ---- the first state ----
     if saved:
@@ -205,6 +205,8 @@ def open_run(
                 log=writer.log,
             )
             state = state._replace(params=params)
+    for warning in warnings.rounding_warnings(cfg, parts.model, state.params):
+        writer.warn(warning.text, warning.fields)
     if folder and is_leader:
         run_tokenizer.copy_tokenizer(folder, config_record, identity.get("tokenizer", ""))
     # A workdir with a config.json is a run; from here on it is kept even if the run fails.

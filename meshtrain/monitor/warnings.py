@@ -1,6 +1,7 @@
 """Warns about layouts and settings of a run that have no effect, or that cost memory or time.
 
-Nothing is compiled: `layout_warnings` needs only shapes, `setting_warnings` only the config.
+No step is compiled yet: `layout_warnings` needs only shapes, `setting_warnings` only the config,
+`rounding_warnings` the parameters.
 """
 
 import math
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshtrain import state as states
@@ -16,7 +18,7 @@ from meshtrain.config.schema import AXES, Config
 from meshtrain.data.source import Source
 from meshtrain.errors import nearest_multiples
 from meshtrain.models import blocks
-from meshtrain.models.base import Model, Params
+from meshtrain.models.base import Model, Params, trained_part
 from meshtrain.models.transformer_config import VOCAB_MULTIPLE
 from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import network_of
@@ -234,3 +236,36 @@ def setting_warnings(cfg: Config, data: Any) -> Iterator[RunWarning]:
     if isinstance(data, Source):
         for text in data.warnings:
             yield RunWarning(text, dict(about="data"))
+
+
+# ---- parameters that are stored in bfloat16 ----
+
+MOVES = 0.9  # the fraction of parameters, below which a step is called lost in rounding
+
+
+def rounding_warnings(cfg: Config, model: Model, params: Params) -> Iterator[RunWarning]:
+    """Warns if a step is lost in the rounding of most parameters; `params` are those of the state.
+
+    A step of Adam and its like is about as large as the learning rate. A bfloat16 number that is
+    256 to 512 times larger keeps its value.
+    """
+    rate = cfg.optim.learning_rate
+    if cfg.train.param_dtype != "bfloat16" or not rate:
+        return
+    fraction = float(_fraction_moved(trained_part(params, model.is_trained), rate))
+    if fraction < MOVES:
+        yield RunWarning(
+            f"train.param_dtype=bfloat16: a step of optim.learning_rate={rate:g} changes only "
+            f"{100 * fraction:.2g} % of the parameters, and is rounded away in the others; set "
+            "train.param_dtype=float32 (train.dtype=bfloat16 still computes in bfloat16)",
+            dict(about="rounding", learning_rate=rate, fraction=fraction),
+        )
+
+
+@jax.jit
+def _fraction_moved(params: Params, rate: float) -> jax.Array:
+    """Returns the fraction of the bfloat16 parameters that differ after adding `rate`."""
+    leaves = [leaf for leaf in jax.tree.leaves(params) if leaf.dtype == jnp.bfloat16]
+    moved = [(leaf.astype(jnp.float32) + rate).astype(leaf.dtype) != leaf for leaf in leaves]
+    num_moved = sum(leaf.sum(dtype=jnp.float32) for leaf in moved)
+    return num_moved / max(1, sum(leaf.size for leaf in leaves))

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -263,6 +263,11 @@ class Writer:
     def event(self, event: str, **fields: Any) -> None:
         """Appends a line to events.jsonl."""
         self._append("events.jsonl", {"event": event, "time": time.time(), **fields})
+
+    def warn(self, text: str, fields: Mapping[str, Any]) -> None:
+        """Logs a warning, and appends it to events.jsonl with what it is about."""
+        self.log(f"warning     {text}")
+        self.event("warning", **fields, text=text)
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Writes config.json, the config of the latest start; keeps the previous if it differs."""

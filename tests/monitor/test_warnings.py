@@ -304,6 +304,30 @@ def test_a_warm_up_that_does_not_end(warmup_steps, steps, is_long, tiny):
     assert all(text in one.text and "optim.learning_rate=0.0003" in one.text for one in found)
 
 
+@pytest.mark.parametrize(
+    ("rate", "percent"),
+    [
+        pytest.param(1e-3, "50 %", id="1 and -2 keep their values, 0 and 0.1 do not"),
+        pytest.param(1e-6, "25 %", id="only 0 changes"),
+        pytest.param(0.1, "", id="all change"),
+    ],
+)
+def test_steps_that_bfloat16_parameters_round_away(rate, percent, tiny):
+    tiny.train.param_dtype, tiny.optim.learning_rate = "bfloat16", rate
+    cfg = parse(tiny, num_devices=8)
+    params = {"a": jnp.array([1.0, -2.0, 0.0, 0.1], jnp.bfloat16), "frozen": jnp.ones(9)}
+    model = SimpleNamespace(is_trained=lambda path: path == "a")
+    found = [*warnings.rounding_warnings(cfg, model, params)]
+    if not percent:
+        assert not found
+        return
+    (one,) = found
+    assert f"changes only {percent} of the parameters" in one.text
+    assert "set train.param_dtype=float32" in one.text
+    tiny.train.param_dtype = "float32"
+    assert not [*warnings.rounding_warnings(parse(tiny, num_devices=8), model, params)]
+
+
 def test_train_logs_and_records_each_warning_before_it_compiles(
     tiny, tmp_path, capsys, monkeypatch
 ):
