@@ -160,12 +160,14 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
     """Returns `build(rngs) -> nnx.Module` as pure functions.
 
     The `out_sharding` metadata of a parameter (`nnx.with_partitioning`) holds its logical names.
-    Raises ConfigError if the module has state other than parameters and random streams, such as
-    BatchNorm's.
+    Arrays that are plain attributes, such as tables and masks, are constants: `build` makes them
+    again wherever the module is used, from the same random key. Raises ConfigError if the module
+    has state other than parameters and random streams, such as BatchNorm's.
     """
 
     dropouts: list[str] = []
     linears: dict[str, int] = {}
+    constant_names: list[tuple] = []
 
     def split(key):
         # Otherwise Flax would shard each variable immediately, as if its logical names were mesh
@@ -174,6 +176,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
             module = build(nnx.Rngs(key))
             dropouts[:] = _active_dropouts(module)
             linears.update(lora_layer.linears(module))
+            constant_names[:] = _take_constants(module)
             return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
     # An abstract key: to build a model starts no backend, which would hold memory of the GPUs.
@@ -183,7 +186,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         raise ConfigError(
             f"model state {'/'.join(map(str, path))} is a {type(variable).__name__}: meshtrain "
             "trains parameters only; use a layer without running state (LayerNorm or GroupNorm "
-            "instead of BatchNorm)"
+            "instead of BatchNorm), and for a constant a plain array"
         )
 
     def init(key):
@@ -200,6 +203,11 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         # Each stream needs its own key, or all layers would drop the same units.
         stream_leaves = [_stream_leaf(leaf, base, n) for n, leaf in enumerate(leaves)]
         module = nnx.merge(graph, state, jax.tree.unflatten(tree, stream_leaves))
+        if constant_names:
+            # Its parameters are not used, so XLA does not compute them.
+            with nnx.use_eager_sharding(False):
+                built = build(nnx.Rngs(jax.random.key(0)))
+            _put_constants(module, _take_constants(built))
         lora_layer.attach(module, adapters)
         if is_stacked and leaves:
             for _, node in nnx.iter_graph(module):
@@ -224,6 +232,29 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         dropouts=tuple(dropouts),
         linears=linears,
     )
+
+
+def _take_constants(module: nnx.Module) -> dict[tuple, Any]:
+    """Removes the arrays that are attributes of the parts; returns them by path and name."""
+    constants = {}
+    for path, part in _parts(module):
+        for name, value in [*vars(part).items()]:
+            if isinstance(value, jax.Array | np.ndarray):
+                constants[*path, name] = value
+                setattr(part, name, None)
+    return constants
+
+
+def _parts(module: nnx.Module) -> list[tuple[tuple, nnx.Pytree]]:
+    """Returns a module, and the modules and lists in it, with their paths."""
+    return [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]
+
+
+def _put_constants(module: nnx.Module, constants: Mapping[tuple, Any]) -> None:
+    """Sets the attributes that `_take_constants` has removed."""
+    parts = dict(_parts(module))
+    for (*path, name), value in constants.items():
+        setattr(parts[tuple(path)], name, value)
 
 
 def _active_dropouts(module: nnx.Module) -> Iterator[str]:

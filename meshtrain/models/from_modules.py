@@ -126,7 +126,9 @@ def _linen_init(
 
     def variables(key):
         zeros = jax.tree.map(jax.numpy.zeros_like, example)
-        return module.init({"params": key, "dropout": key}, *zeros)
+        # Without a mesh: `linen.with_partitioning` would take its logical names for mesh axes.
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            return module.init({"params": key, "dropout": key}, *zeros)
 
     boxed = jax.eval_shape(variables, jax.random.key(0))
     for collection in boxed.keys() - {"params"}:
@@ -134,15 +136,24 @@ def _linen_init(
             f"model state {collection!r}: meshtrain trains parameters only; use a layer without "
             "running state (LayerNorm or GroupNorm instead of BatchNorm)"
         )
-    shapes = linen.unbox(boxed).get("params", {})
+    shapes = _unboxed(boxed).get("params", {})
     specs = linen.get_partition_spec(boxed).get("params", {})
     names = {path: tuple(spec) or None for path, spec in jax.tree.leaves_with_path(specs)}
     axes = jax.tree.map_with_path(lambda path, leaf: names[path] or (None,) * leaf.ndim, shapes)
 
     def init(key):
-        return linen.unbox(variables(key)).get("params", {})
+        return _unboxed(variables(key)).get("params", {})
 
     return init, axes
+
+
+NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+def _unboxed(variables: Any) -> Any:
+    """Returns the variables without the boxes that hold their logical names."""
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        return linen.unbox(variables)
 
 
 def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) -> Any:

@@ -7,23 +7,29 @@ import jax
 
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
-from meshtrain.data.loader import Loader
+from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.program import assemble
 from meshtrain.tools.verify.case import keep_gradients
 from tests.lib.configs import packed
 
 
 class Run:
-    """The parts of a run on one mesh, built as in train()."""
+    """The parts of a run on one mesh, built as in train().
 
-    def __init__(self, c, dtype=None, **layout):
+    `model` and `batches` replace what the config names.
+    """
+
+    def __init__(self, c, dtype=None, model=None, batches=None, **layout):
         layout = {"data": 1, **layout}
         c.mesh.update(layout)
         if dtype:
             c.train.dtype = c.train.param_dtype = dtype
         num_devices = math.prod(size for axis, size in layout.items() if axis != "slices")
         self.cfg = parse(c, num_devices=num_devices)
-        parts = build(self.cfg)
+        data = None
+        if batches is not None:
+            data = from_iterable(batches, global_batch=self.cfg.train.global_batch)
+        parts = build(self.cfg, model=model, data=data)
         make_optimizer = parts.make_optimizer
         self.parts = parts._replace(
             make_optimizer=lambda rate: keep_gradients(make_optimizer(rate))

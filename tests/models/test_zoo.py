@@ -1,0 +1,210 @@
+"""Models of users with what modules may hold: tables, masks, shared parts, lists, logical names."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import meshtrain
+from meshtrain.errors import ConfigError
+from tests.lib.compare import assert_same
+from tests.lib.configs import tiny_config
+from tests.lib.runs import Run
+
+NAMES = ("embed", "mlp")
+SPLIT = nnx.with_partitioning(nnx.initializers.lecun_normal(), NAMES)
+WIDTH, LENGTH, VOCAB, ROWS = 8, 5, 16, 16
+
+
+def batches(num=4):
+    rng = np.random.default_rng(0)
+    shape = (ROWS, LENGTH)
+    return [
+        {"x": rng.integers(0, VOCAB, shape), "y": rng.integers(0, VOCAB, shape)} for _ in range(num)
+    ]
+
+
+def cross_entropy(logits, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return meshtrain.weighted(losses.mean(-1))
+
+
+class Mixer(nnx.Module):
+    """A layer with a mask and a table of integers."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs, kernel_init=SPLIT)
+        self.mask = jnp.tril(jnp.ones((LENGTH, LENGTH)))
+        self.order = np.roll(np.arange(WIDTH), 1)
+
+    def __call__(self, x):
+        return x + self.linear((self.mask @ x)[..., self.order])
+
+
+class Tables(nnx.Module):
+    """Tables of jax and numpy, a list of them, a number, and a layer that is used twice."""
+
+    def __init__(self, rngs):
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, WIDTH)))
+        self.layers = nnx.List([Mixer(rngs) for _ in range(2)])
+        self.again = self.layers[0]
+        self.waves = jnp.sin(jnp.arange(WIDTH))
+        self.ranks = np.arange(WIDTH)
+        self.features = jax.random.normal(rngs.params(), (WIDTH,))
+        self.gains = nnx.List([jnp.ones(WIDTH), jnp.full(WIDTH, 2.0)])
+        self.scale = 0.5
+
+    def __call__(self, tokens):
+        shift = self.waves + 0.1 * self.ranks + self.features
+        gain = self.gains[0] * self.gains[1]
+        x = self.scale * self.embedding[tokens] * gain[None, None] + shift[None, None]
+        for layer in (*self.layers, self.again):
+            x = layer(x)
+        return x @ self.embedding.T
+
+
+class Embedding(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, WIDTH)))
+        self.positions = jnp.cos(jnp.arange(LENGTH * WIDTH)).reshape(LENGTH, WIDTH)
+
+    def __call__(self, batch):
+        return self.table[batch["x"]] + self.positions[None]
+
+
+class Block(Mixer):
+    def __call__(self, x, batch):
+        return super().__call__(x)
+
+
+class Head(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, VOCAB, rngs=rngs, kernel_init=SPLIT)
+        self.allowed = jnp.where(jnp.arange(VOCAB) < VOCAB, 0.0, -jnp.inf)
+
+    def __call__(self, x, batch):
+        return cross_entropy(self.linear(x) + self.allowed[None, None], batch)
+
+
+class Boxed(linen.Module):
+    """A Linen module whose parameters are named by `with_partitioning`."""
+
+    @linen.compact
+    def __call__(self, tokens):
+        init = linen.with_partitioning(linen.initializers.lecun_normal(), NAMES)
+        x = linen.Embed(VOCAB, WIDTH)(tokens)
+        return linen.Dense(VOCAB, kernel_init=init)(linen.relu(x))
+
+
+def boxed():
+    def loss(apply, batch):
+        return cross_entropy(apply(batch["x"]), batch)
+
+    return meshtrain.from_linen(Boxed(), loss, example=np.zeros((1, LENGTH), np.int32))
+
+
+def plain_module(build, params):
+    """Returns a module as its constructor makes it, with other parameters."""
+    with nnx.use_eager_sharding(False):
+        module = build(nnx.Rngs(jax.random.key(0)))
+    state = nnx.state(module, nnx.Param)
+    nnx.replace_by_pure_dict(state, params)
+    nnx.update(module, state)
+    return module
+
+
+def plain_tables(params, batch):
+    return cross_entropy(plain_module(Tables, params)(batch["x"]), batch)
+
+
+def plain_blocks(params, batch):
+    x = plain_module(Embedding, params["embed"])(batch)
+    for number in range(NUM_LAYERS):
+        layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
+        x = plain_module(Block, layer)(x, batch)
+    return plain_module(Head, params["head"])(x, batch)
+
+
+def plain_boxed(params, batch):
+    return cross_entropy(Boxed().apply({"params": params}, batch["x"]), batch)
+
+
+NUM_LAYERS = 4
+
+
+def tables():
+    return meshtrain.from_nnx(Tables, lambda model, batch: cross_entropy(model(batch["x"]), batch))
+
+
+def blocks():
+    return meshtrain.from_blocks(embed=Embedding, block=Block, head=Head, num_layers=NUM_LAYERS)
+
+
+# A model, and its loss by plain calls.
+MODELS = {
+    "tables": (tables, plain_tables),
+    "blocks": (blocks, plain_blocks),
+    "boxed": (boxed, plain_boxed),
+}
+MESHES = [
+    {"data": 8},
+    {"fsdp": 8},
+    {"data": 4, "tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 4, "expert": 2},
+    {"data": 2, "pipeline": 2, "tensor": 2},
+]
+
+
+def config():
+    c = tiny_config()
+    c.train.global_batch, c.eval.batches = ROWS, 0
+    c.optim.clip_norm = float("inf")
+    return c
+
+
+@functools.cache
+def plain_step(kind):
+    """Returns loss and gradients of the first batch on one device, by plain calls."""
+    make_model, loss = MODELS[kind]
+    start = Run(config(), dtype="float64", model=make_model(), batches=batches()).start()
+    params, batch = start.params, batches()[0]
+
+    def mean_loss(params):
+        metrics = loss(params, batch)
+        return metrics.loss.sum() / metrics.weight.sum()
+
+    return jax.device_get(jax.value_and_grad(mean_loss)(params))
+
+
+STEPS = [(kind, mesh) for kind in MODELS for mesh in MESHES if "pipeline" not in mesh]
+STEPS += [("blocks", mesh) for mesh in MESHES if "pipeline" in mesh]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [pytest.param(*step, marks=[] if step[1] == MESHES[3] else pytest.mark.slow) for step in STEPS],
+    ids=str,
+)
+def test_a_step_on_a_mesh_equals_plain_calls_on_one_device(kind, mesh, x64):
+    c = config()
+    c.train.num_microbatches = mesh.get("pipeline", 1)
+    run = Run(c, dtype="float64", model=MODELS[kind][0](), batches=batches(), **mesh)
+    grads, _, scalars = run.one_step()
+    expected_loss, expected_grads = plain_step(kind)
+    np.testing.assert_allclose(scalars["loss"], expected_loss, rtol=1e-10)
+    assert_same((grads,), (expected_grads,), rtol=1e-10)
+
+
+def test_a_constant_that_is_a_variable_is_rejected_with_the_way_out():
+    class Masked(Tables):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.mask = nnx.Variable(jnp.ones(WIDTH))
+
+    with pytest.raises(ConfigError, match="mask is a Variable.*for a constant a plain array"):
+        meshtrain.from_nnx(Masked, lambda model, batch: None)
