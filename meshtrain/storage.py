@@ -8,6 +8,7 @@ which of its files are elsewhere.
 import contextlib
 import fnmatch
 import math
+import os
 import re
 import shutil
 import tempfile
@@ -39,8 +40,11 @@ class Workdir(Protocol):
     name: str  # in messages: path or URL
     shared: bool  # whether all processes have the same folder
 
-    def url_faults(self, key: str) -> list[str]:
-        """Returns the faults of a URL that names no run; `key` is a flag, such as --workdir=."""
+    def name_faults(self, key: str) -> list[str]:
+        """Returns the faults of a URL that names no run, or of a path that checkpoints cannot have.
+
+        `key` is a flag, such as --workdir=.
+        """
         ...
 
     def place_faults(self, data: Iterable[str]) -> list[str]:
@@ -166,12 +170,12 @@ class LocalFolder:
     shared = True
 
     def __init__(self, place: str | Path):
-        self.folder = Path(place)
+        self.folder = Path(os.path.expanduser(place))
         self.name = str(self.folder)
         self._given = str(place)
 
-    def url_faults(self, key: str) -> list[str]:
-        fault = url_fault(key, self._given)
+    def name_faults(self, key: str) -> list[str]:
+        fault = url_fault(key, self._given) or _unreadable_name(key, self.folder)
         return [fault] if fault else []
 
     def place_faults(self, data: Iterable[str]) -> list[str]:
@@ -279,7 +283,7 @@ class ObjectStore:
         self.name = object_store.url(folder)
         self._given = _with_two_slashes(given) or self.name
 
-    def url_faults(self, key: str) -> list[str]:
+    def name_faults(self, key: str) -> list[str]:
         scheme, _, rest = self._given.partition(":")
         bucket, *parts = rest.strip("/").split("/")
         if not bucket or not parts or {"", ".", ".."} & {bucket, *parts}:
@@ -409,6 +413,27 @@ def url_fault(key: str, path: str | Path) -> str:
         f"{key}{_with_two_slashes(path)}: this version does not read or write {url[1]} storage; "
         f"use a folder, such as one of a mounted file system"
     )
+
+
+def _unreadable_name(key: str, folder: Path) -> str:
+    """Returns the fault of a folder that TensorStore would misread, or an empty string.
+
+    It reads and writes checkpoints. A backslash is a slash to it, and names that end with .__lock
+    are its own.
+    """
+    path = os.path.abspath(folder)
+    what = ""
+    if "\\" in path:
+        what = "a backslash"
+    elif "\0" in path:
+        what = "a NUL character"
+    elif any(name.endswith(".__lock") for name in path.split("/")):
+        what = ".__lock at the end of a name"
+    elif any("\ud800" <= letter <= "\udfff" for letter in path):  # as Python decodes such bytes
+        what = "bytes that are not UTF-8"
+    if not what:
+        return ""
+    return f"{key}{ascii(path)}: has {what}, which checkpoints cannot have; use another folder"
 
 
 def _with_two_slashes(url: str | Path) -> str:

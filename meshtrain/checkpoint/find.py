@@ -97,7 +97,7 @@ def download_metadata(path: Path) -> Path:
     """
     run = workdir_of(path)
     workdir = storage.open_workdir(run)
-    if faults := workdir.url_faults(""):
+    if faults := workdir.name_faults(""):
         raise ConfigError(*faults)
     try:
         workdir.download_run()

@@ -2,16 +2,19 @@
 
 Each chunk of an array ends with its CRC-32C, which TensorStore computes when it writes the chunk
 and checks when it reads it. The arrays of a workdir on an object store are in the store. After an
-error no read or write is left behind.
+error no read or write is left behind. The name of a folder is neither a pattern nor a URL.
 """
 
 import asyncio
 import functools
+import glob
+import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
@@ -29,6 +32,8 @@ def apply() -> None:
         (array_metadata_store.Store, "_maybe_create_base_dir", _creates_folder),
         (array_metadata_store, "validate_all_array_metadatas", _validates_if_shared),
         (asyncio_utils, "_run_sync_via_new_loop", _waits_for_all),
+        (type(epath.Path("/")), "glob", _with_escaped_folder),
+        (tensorstore_utils, "_normalize_path", _without_urls_in_paths),
     ):
         setattr(module, name, change(getattr(module, name)))
 
@@ -111,3 +116,25 @@ def _waits_for_all(run: Callable[[Coroutine], Any]) -> Callable[[Coroutine], Any
             raise
 
     return lambda coroutine: run(waited(coroutine))
+
+
+def _with_escaped_folder(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method that finds the files in a folder that match a pattern.
+
+    The folder's own name is no pattern: Orbax would find nothing in `exp[lr=3e-3]`, and would skip
+    the merge of what the processes wrote.
+    """
+
+    def find_in_escaped(folder: Any, pattern: str) -> Any:
+        return find(type(folder)(glob.escape(os.fspath(folder))), pattern)
+
+    return find_in_escaped
+
+
+def _without_urls_in_paths(normalize: Callable[[str], str]) -> Callable[[str], str]:
+    """Returns the function that normalises a path: Orbax makes a URL of a folder named `gs:`."""
+
+    def normalize_path(path: str) -> str:
+        return os.path.normpath(path) if os.path.isabs(path) else normalize(path)
+
+    return normalize_path

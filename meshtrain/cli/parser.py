@@ -14,6 +14,9 @@ from meshtrain.errors import ConfigError
 # Arguments that may be runs on object stores.
 RUNS = {"workdir", "workdirs", "paths", "source", "measured"}
 
+# Arguments of type str that may be paths.
+TEXTS = {"workdir", "config", "inputs", "tokenizer", "device"}
+
 
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError where argparse would print its usage and exit."""
@@ -39,6 +42,7 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(*self.unknown(flags), *error.faults) from error
         faults: list[str] = []
         for name, value in vars(found).items():
+            setattr(found, name, _expand_home(name, value))
             faults += flag_faults(name, value)
         # For messages, "--workdir="; "" for an argument that is no flag.
         keys = {
@@ -76,7 +80,7 @@ class Parser(argparse.ArgumentParser):
                 except ConfigError as error:
                     faults.append(f"{key}{error}")
             elif path is not None:
-                faults += storage.open_workdir(path).url_faults(key)
+                faults += storage.open_workdir(path).name_faults(key)
             paths.append(path)
         setattr(flags, name, paths if isinstance(getattr(flags, name), list) else paths[0])
         return faults
@@ -97,6 +101,20 @@ class Parser(argparse.ArgumentParser):
             for name in names
             if name not in known
         ]
+
+
+def _expand_home(name: str, value: Any) -> Any:
+    """Returns the value of a flag with the home folder for a leading ~, if the value is a path.
+
+    No shell expands the ~ in --workdir=~/runs/one.
+    """
+    if isinstance(value, list):
+        return [_expand_home(name, one) for one in value]
+    if isinstance(value, Path):
+        return Path(os.path.expanduser(value))
+    if isinstance(value, str) and name in TEXTS:
+        return os.path.expanduser(value)
+    return value
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -18,7 +18,7 @@ def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:
     checkpoints, and a folder in or around one of `data`.
     """
     place = storage.open_workdir(workdir)
-    return place.url_faults("--workdir=") or place.place_faults(data)
+    return place.name_faults("--workdir=") or place.place_faults(data)
 
 
 def check_place(workdir: str | Path | None, cfg: Config, faults: list[str]) -> None:

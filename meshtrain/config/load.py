@@ -14,6 +14,7 @@ import ast
 import copy
 import importlib.util
 import json
+import os
 import re
 import sys
 import traceback
@@ -140,9 +141,9 @@ def reject_huggingface(folder: Path) -> None:
 
 
 def _read_file(path: str, trust_code: bool) -> ConfigDict:
-    name, _, argument = path.partition(":")
-    file = _find(name)
+    file, argument = _find_with_argument(path)
     if file is None:
+        name = path.partition(":")[0]
         names = sorted(found.stem for found in CONFIGS.glob("[!_]*.py"))
         raise ConfigError(
             f"--config={path}: no such file, and none of the package's configs"
@@ -197,12 +198,24 @@ def _describe(error: Exception, file: Path) -> str:
     return f"{line}{type(error).__name__}: {error}"
 
 
+def _find_with_argument(path: str) -> tuple[Path | None, str]:
+    """Returns the file and the argument of FILE or FILE:ARGUMENT; None for a file that is missing.
+
+    The path of a file may have colons too, so the longest path that exists is the file.
+    """
+    name, argument = path, ""
+    while (file := _find(name)) is None and ":" in name:
+        name, _, last = name.rpartition(":")
+        argument = f"{last}:{argument}" if argument else last
+    return file, argument
+
+
 def _find(name: str) -> Path | None:
     """Returns the path of a config file.
 
     NAME and configs/NAME.py also mean a config of the package.
     """
-    paths = [Path(name)]
+    paths = [Path(os.path.expanduser(name))]
     if re.fullmatch(r"\w+", name):
         paths = [CONFIGS / f"{name}.py"]
     elif name.startswith("configs/"):

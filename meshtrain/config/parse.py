@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from meshtrain import moved
-from meshtrain.config import checks, schema
+from meshtrain.config import checks, paths, schema
 from meshtrain.config.bind import bind
 from meshtrain.config.schema import SECTIONS, AdapterConfig, BuildConfig, Config, OptimConfig
 from meshtrain.errors import ConfigError, did_you_mean
@@ -25,6 +25,7 @@ def parse(config: Mapping | Config, *, num_devices: int | None = None) -> Config
     if isinstance(config, Config):
         return on_devices(config, num_devices) if num_devices else config
     raw = moved.new_names(config.to_dict() if hasattr(config, "to_dict") else config)
+    raw = paths.expand_home(raw)
     reader = _Reader(raw)
     settings = {
         "mesh": reader.section("mesh", schema.MeshConfig),

@@ -1,20 +1,43 @@
-"""Paths in a config, made absolute."""
+"""Paths in a config: with the home folder for ~, and made absolute."""
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def absolute(key: str, value: Any) -> Any:
-    """Returns a path, or the paths of a mixture, so that it can be used from any folder."""
-    if key == "mixture":
-        return tuple(map(_absolute_entry, value))
-    is_path = key.endswith("path") and isinstance(value, str) and value and "://" not in value
-    return os.path.abspath(value) if is_path else value
+def expand_home(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sections of a config with the home folder for the ~ that a path begins with."""
+    return _with_changed_paths(raw, os.path.expanduser)
 
 
-def _absolute_entry(entry: Any) -> Any:
+def absolute(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sections of a config with paths that can be used from any folder."""
+    return _with_changed_paths(raw, os.path.abspath)
+
+
+def _with_changed_paths(raw: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Returns the sections with `change(path)` for the paths of data and checkpoints."""
+    changed = dict(raw)
+    for name in ("data", "checkpoint"):
+        section = raw.get(name)
+        if isinstance(section, Mapping):
+            changed[name] = {key: _changed(key, value, change) for key, value in section.items()}
+    return changed
+
+
+def _changed(key: str, value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a value after the change if it is a path, or the paths of a mixture."""
+    if key == "mixture" and isinstance(value, tuple):
+        return tuple(_changed_entry(entry, change) for entry in value)
+    is_path = key == "init_from" or key.endswith("path")
+    if is_path and isinstance(value, str) and value and "://" not in value:
+        return change(value)
+    return value
+
+
+def _changed_entry(entry: Any, change: Callable[[str], str]) -> Any:
     """Returns an entry (PATH, WEIGHT) of a mixture; anything else as it is."""
     if not isinstance(entry, tuple) or not entry:
         return entry
     path, *weight = entry
-    return (absolute("path", path), *weight)
+    return (_changed("path", path, change), *weight)

@@ -444,10 +444,8 @@ class Config:
                 raw[name] = {"build": section.build, **section.options}
             else:
                 raw[name] = asdict(section)
-        raw["data"] = {key: paths.absolute(key, value) for key, value in raw["data"].items()}
-        raw["checkpoint"]["init_from"] = paths.absolute("path", raw["checkpoint"]["init_from"])
         raw["optim"] = {"build": self.optimizer.build, **raw["optim"], **self.optimizer.options}
-        return raw
+        return paths.absolute(raw)
 
 
 # The sections of a config file. `optim` is two fields of Config.
