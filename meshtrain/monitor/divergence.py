@@ -9,6 +9,7 @@ section 5.1).
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from meshtrain.config.schema import DivergenceConfig
 
@@ -76,9 +77,14 @@ class LossMonitor:
             saved["rollback_step"] = self._rolled_back_to
         return saved
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Checks the metrics of a step; raises FloatingPointError at `max_skips` skips in a row."""
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Checks the metrics of a step; raises FloatingPointError at `max_skips` skips in a row.
+
+        A batch without weight has the loss None, which says nothing about the others.
+        """
         loss = metrics["loss"]
+        if loss is None:
+            return
         if metrics["skipped"]:
             self._skips += 1
             names = ("loss", "grad_norm", "loss_scale")
@@ -125,14 +131,14 @@ class LossMonitor:
                 f"Try a lower optim.learning_rate"
             )
 
-    def check_final(self, step: int, metrics: Mapping[str, float]) -> None:
+    def check_final(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Raises FloatingPointError if the last loss or gradient of a run was not finite."""
         # With a loss scale (float16) an occasional skipped step is normal.
-        skipped = metrics.get("skipped") and "loss_scale" not in metrics
-        if metrics and (skipped or not math.isfinite(metrics["loss"])):
+        is_normal = "loss_scale" in metrics and math.isfinite(metrics["loss"])
+        if metrics.get("skipped") and not is_normal:
             self._end(step, metrics)
 
-    def _end(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _end(self, step: int, metrics: Mapping[str, Any]) -> None:
         fields = {**metrics, "step": step, "skipped_in_a_row": self._skips}
         self._event("end", reason="not finite", **fields)
         fault = (

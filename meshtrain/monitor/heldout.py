@@ -32,9 +32,17 @@ def fixed_batches(data: Any, cfg: Config) -> Any:
 
 
 def make_heldout_loss(
-    eval_step: Callable, data: Any, cfg: Config, mesh: jax.sharding.Mesh
+    eval_step: Callable,
+    data: Any,
+    cfg: Config,
+    mesh: jax.sharding.Mesh,
+    *,
+    log: Callable[[str], None],
 ) -> Callable[[TrainState], float | None]:
-    """Returns the function state -> loss on the first `eval.batches` held-out batches."""
+    """Returns the function state -> loss on the first `eval.batches` held-out batches.
+
+    It returns None, and logs a line, if these batches have no weight.
+    """
     evaluate: jax.stages.Compiled | None = None
     num_batches = cfg.eval.batches
     if isinstance(data, list):  # an iterable may have fewer: none counts twice
@@ -42,8 +50,6 @@ def make_heldout_loss(
 
     def loss(state: TrainState) -> float | None:
         nonlocal evaluate
-        if data is None or not cfg.eval.batches:
-            return None
         params = evaluation_params(state)
         with open_loader(data, cfg, mesh, 0) as heldout:
             if evaluate is None:
@@ -54,6 +60,9 @@ def make_heldout_loss(
             sums = []
             for _ in range(num_batches):
                 sums.append(jax.device_get(evaluate(params, next(heldout))))
+        if not sum(batch_sums.weight for batch_sums in sums):
+            log("held-out data: every token or example has weight 0, so there is no held-out loss")
+            return None
         means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
         return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
 

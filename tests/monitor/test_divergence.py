@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import meshtrain
+from meshtrain.checkpoint import manifest
 from meshtrain.config.schema import DivergenceConfig
 from meshtrain.monitor.divergence import DECAY, WARMUP_STEPS, LossMonitor, RunningLoss
 from meshtrain.train import train
@@ -56,6 +57,58 @@ def test_a_step_that_is_not_finite_is_skipped_and_recorded(tmp_path):
     (skip,) = events(tmp_path, "skip")
     assert skip["step"] == 3 and skip["loss"] is None
     assert [row["skipped"] for row in rows(tmp_path)] == [0, 0, 0, 1, 0, 0]
+
+
+def weighted_squares(model, batch):
+    return meshtrain.weighted(
+        ((model(batch["x"]) - batch["y"]) ** 2).sum(-1), batch["weights"], more=batch["y"][:, 0]
+    )
+
+
+def test_a_batch_without_weight_has_no_loss_and_is_in_no_mean(tmp_path, capsys):
+    """Its zero would lower the running mean, and make each real batch a spike."""
+    data = [batch | {"weights": np.ones(16, "f")} for batch in batches(72)]
+    taught = data[::3]
+    for number, batch in enumerate(data):
+        if number % 3:
+            batch["weights"] = np.zeros(16, "f")
+    c = config_for(len(data), every=5, rollback=True)
+    c.checkpoint.update(keep_last=1, keep_best=1, best_by="loss")
+    model = meshtrain.from_nnx(line_fit, weighted_squares)
+    found = []
+    train(c, workdir=tmp_path, model=model, data=data, on_metrics=found.append)
+    losses = [row["loss"] for row in rows(tmp_path)]
+    assert [row["loss"] for row in found] == losses
+    assert [loss is None for loss in losses] == [number % 3 > 0 for number in range(72)]
+    assert [row["more"] is None for row in rows(tmp_path)] == [loss is None for loss in losses]
+    assert not events(tmp_path, "spike") and not events(tmp_path, "skip")
+    assert "loss none" in capsys.readouterr().out
+
+    # The newest checkpoint follows an empty batch; the best one a batch with a loss.
+    kept = {int(path.name) for path in (tmp_path / "checkpoints").iterdir()}
+    newest = manifest.read(tmp_path / "checkpoints" / "72")
+    assert "loss" not in newest.metrics and newest.loss_statistics["count"] == len(taught)
+    (best,) = kept - {72}
+    best_loss = manifest.read(tmp_path / "checkpoints" / str(best)).metrics["loss"]
+    saved = [losses[step - 1] for step in range(5, 72, 5)]
+    assert best_loss == min(loss for loss in saved if loss is not None)
+
+
+def test_held_out_data_without_weight_have_no_loss(tmp_path, capsys):
+    data = [batch | {"weights": np.ones(16, "f")} for batch in batches(3)]
+    heldout = [batch | {"weights": np.zeros(16, "f")} for batch in batches(1)]
+    c = config_for(3, every=2)
+    c.eval.update(every=2, batches=1)
+    model = meshtrain.from_nnx(line_fit, weighted_squares)
+    result = train(c, workdir=tmp_path, model=model, data=data, eval_data=heldout)
+    assert result.eval_loss is None and events(tmp_path, "end")[-1]["eval_loss"] is None
+    assert rows(tmp_path)[2]["eval_loss"] is None
+    for step in (2, 3):
+        metrics = manifest.read(tmp_path / "checkpoints" / str(step)).metrics
+        assert "loss" in metrics and "eval_loss" not in metrics
+    output = capsys.readouterr().out
+    assert "every token or example has weight 0" in output
+    assert "held-out loss none" in output and "held-out loss 0" not in output
 
 
 def test_max_skips_steps_in_a_row_end_the_run_and_keep_its_newest_checkpoint(tmp_path):
