@@ -105,8 +105,7 @@ def open_run(
     train_data = parts.train_data
     if eval_data is None:
         eval_data = parts.heldout_data
-    else:
-        eval_data = heldout.fixed_batches(eval_data, cfg)
+    eval_data = heldout.fixed_batches(eval_data, cfg)
     stack.enter_context(program.active())
 
     # ---- the workdir, which this run alone may write, and the files of metrics in it ----
@@ -121,7 +120,7 @@ def open_run(
     with distributed.raise_on_all_processes():
         writer.open(sinks.open_sinks(cfg, folder, on_metrics) if is_leader else [])
     heldout_loss: Callable[[TrainState], float | None] | None = None
-    if eval_data is not None and cfg.eval.batches:
+    if eval_data is not None:
         heldout_loss = heldout.make_heldout_loss(
             program.eval_step,
             eval_data,
