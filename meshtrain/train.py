@@ -114,6 +114,9 @@ def _train(run: Run, state: TrainState) -> Result:
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
     if run.saver and run.loss_monitor.spike is None:
         run.saver.finish(step, state, **run.manifest_fields(evaluation))
+    # After the save, which an error of the user's on_metrics must not prevent.
+    if evaluation:
+        writer.final_evaluation(step, evaluation)
     # After the save: a step that is not finite was skipped, so the saved state is valid.
     if is_finished:
         run.loss_monitor.check_final(step, writer.newest)

@@ -97,10 +97,7 @@ class Writer:
         self._seconds_at_peak: float | None = None
         if units.flops and peak:
             self._seconds_at_peak = units.flops / (peak * jax.device_count())
-        if self._folder:
-            self._remove_rows_from(start)
-        for sink in self._sinks:
-            sink.begin(start)
+        self._remove_rows_from(start)
         if self._leader and not self._bar:
             self._bar = console.Bar(self._steps, stream="stdout")
             self._bar.show(start, f"{start}/{self._steps}")
@@ -109,13 +106,14 @@ class Writer:
         self._waited_at_row = waited
 
     def _remove_rows_from(self, start: int) -> None:
-        path = self._folder / "metrics.jsonl"
-        if not path.exists():
-            return
-        rows = path.read_text(errors="replace").splitlines()
-        earlier = [row for row in rows if _row_step(row) < start]
-        if earlier != rows:
-            replace_file(path, "".join(row + "\n" for row in earlier))
+        """Removes the rows of step `start` and later: those that follow replace them."""
+        if self._folder and (path := self._folder / "metrics.jsonl").exists():
+            rows = path.read_text(errors="replace").splitlines()
+            earlier = [row for row in rows if _row_step(row) < start]
+            if earlier != rows:
+                replace_file(path, "".join(row + "\n" for row in earlier))
+        for sink in self._sinks:
+            sink.begin(start)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -200,6 +198,22 @@ class Writer:
         peak = peak_bytes_in_use()
         if peak is not None:
             row["peak_memory"] = peak
+        self._add_row(row)
+        self._show(row)
+        self._last_row_time = ended
+        self._steps_since_row = 0
+        self._waited_at_row = pending.waited
+
+    def final_evaluation(self, step: int, evaluation: Mapping[str, float | None]) -> None:
+        """Writes a row of the state after the last step, with nothing but these metrics.
+
+        If the run is continued, the row of its next step replaces it.
+        """
+        self._remove_rows_from(step)
+        self._add_row({"step": step, **evaluation})
+
+    def _add_row(self, row: dict[str, Any]) -> None:
+        """Appends a row to metrics.jsonl, and gives it to the sinks."""
         self._append("metrics.jsonl", row)
         for sink in list(self._sinks):
             try:
@@ -209,10 +223,6 @@ class Writer:
                     raise
                 self._sinks.remove(sink)
                 self.log(f"{sink.name} gets no more rows: {error}")
-        self._show(row)
-        self._last_row_time = ended
-        self._steps_since_row = 0
-        self._waited_at_row = pending.waited
 
     def _show(self, row: dict[str, Any]) -> None:
         """Logs a row as a line."""
