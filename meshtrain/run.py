@@ -151,6 +151,9 @@ def open_run(
         saved, state = saver.restore(program.abstract_state, from_scratch=from_scratch)
     first_step = saved.step if saved else 0
     position = saved.position if saved else 0
+    if saved:
+        # What the loop would know after this step, for a run that takes none.
+        writer.newest = {key: value for key, value in saved.metrics.items() if key != "eval_loss"}
     # Where the parameters of a new run come from is checked now, before anything is compiled.
     init_source = None
     if not saved:

@@ -132,18 +132,21 @@ class LossMonitor:
             )
 
     def check_final(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Raises FloatingPointError if the last loss or gradient of a run was not finite."""
+        """Raises FloatingPointError if the last loss or gradient of a run was not finite.
+
+        `metrics` are those of the last step, or what its checkpoint has of them: finite numbers.
+        """
         # With a loss scale (float16) an occasional skipped step is normal.
-        is_normal = "loss_scale" in metrics and math.isfinite(metrics["loss"])
+        is_normal = "loss_scale" in metrics and math.isfinite(metrics.get("loss", math.nan))
         if metrics.get("skipped") and not is_normal:
             self._end(step, metrics)
 
     def _end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        fields = {**metrics, "step": step, "skipped_in_a_row": self._skips}
-        self._event("end", reason="not finite", **fields)
-        fault = (
-            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite"
-        )
+        loss = metrics.get("loss", math.nan)
+        grad_norm = metrics.get("grad_norm", math.nan)
+        fields = {**metrics, "loss": loss, "grad_norm": grad_norm, "step": step}
+        self._event("end", reason="not finite", skipped_in_a_row=self._skips, **fields)
+        fault = f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite"
         if self._skips > 1:
             fault += f" for {self._skips} steps in a row"
         fault += "; the parameters were not changed"

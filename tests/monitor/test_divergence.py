@@ -132,12 +132,16 @@ def test_skips_in_a_row_are_counted_across_a_resume(tmp_path):
             run(data, tmp_path, max_skips=4)
 
 
-def test_a_run_whose_last_loss_is_not_finite_raises_but_is_saved(tmp_path):
-    data = batches(4)
+def test_a_run_whose_last_loss_is_not_finite_raises_each_time_but_is_saved(tmp_path):
+    data = batches(6)
     data[3]["y"] = data[3]["y"] * np.nan
-    with pytest.raises(FloatingPointError, match="step 4: loss nan"):
-        run(data, tmp_path)
-    assert run(data, tmp_path, steps=4).step == 4
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match="step 4: loss nan, .*lower optim.learning"):
+            run(data, tmp_path, steps=4)
+        end = events(tmp_path, "end")[-1]
+        assert (end["step"], end["reason"], end["skipped_in_a_row"]) == (4, "not finite", 1)
+    assert run(data, tmp_path).step == 6
+    assert run(data, tmp_path).step == 6
 
 
 def test_a_spike_is_logged(tmp_path, capsys):
