@@ -203,10 +203,64 @@ def test_rows_are_on_disk_before_the_checkpoint_of_their_step(tmp_path, monkeypa
 
 def test_repeated_spikes_on_different_data_end_the_run(tmp_path):
     data = batches(90)
-    for batch in data[60:]:
-        batch["y"] = batch["y"] * 1000
+    for spike in (63, 67, 71):  # the fourth step after the checkpoint each time
+        data[spike]["y"] = data[spike]["y"] * 1000
     with pytest.raises(FloatingPointError, match="step 60: the loss spiked 3 times"):
         run(data, tmp_path, rollback=True)
+
+
+@pytest.mark.parametrize("change", [60, 64])
+def test_with_rollback_a_lasting_rise_of_the_loss_is_a_new_level(tmp_path, capsys, change):
+    """From another data set on, each rollback finds a high loss at once."""
+    data = batches(120)
+    for batch in data[change:]:
+        batch["y"] = batch["y"] * 1000
+    assert run(data, tmp_path, steps=100, rollback=True).step == 100
+    assert [back["to"] for back in events(tmp_path, "rollback")] == [60, 60]
+    # A spike is found one step later.
+    spikes = [spike["step"] for spike in events(tmp_path, "spike")]
+    assert spikes == [change, change + 1, 60, 61, 60]
+    (level,) = events(tmp_path, "new_level")
+    assert level["step"] == 60 and level["loss"] > 1000 * level["mean"]
+    assert capsys.readouterr().out.count("the mean restarts at") == 1
+
+
+def losses_of(*levels):
+    """Returns a loss for each step, with noise around these levels."""
+    return np.random.default_rng(0).normal(levels, 0.1)
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_lasting_rise_of_the_loss_is_not_a_spike_for_ever(every):
+    """`every`: the share of the steps whose loss is high from step 100 on."""
+    levels = np.full(600, 3.0)
+    levels[100::every] = 9.0
+    levels[550] = 40.0  # a real spike
+    spikes, new_levels = [], []
+
+    def record(name, **fields):
+        (spikes if name == "spike" else new_levels).append(fields["step"])
+
+    settings = DivergenceConfig(max_skips=3, spike_sigmas=8.0, rollback=False)
+    watch = LossMonitor(settings, {}, event=record, log=lambda text: None)
+    for step, loss in enumerate(losses_of(*levels)):
+        watch.observe(step, {"loss": loss, "skipped": 0})
+    assert spikes[:11] == list(range(100, 100 + 11 * every, every))
+    assert len(new_levels) == 1 and new_levels[0] < 100 + 20 * every
+    assert spikes[-1] == 550 and spikes[-2] == new_levels[0]
+    assert watch.statistics["variance"] == pytest.approx(
+        {1: 0.01, 2: 9, 5: 36 * 0.2 * 0.8}[every], rel=0.3
+    )
+
+
+def test_a_spike_leaves_mean_and_variance_as_they_are():
+    watch = monitor(spike_sigmas=8.0)
+    for step, loss in enumerate(losses_of(*np.full(100, 3.0))):
+        watch.observe(step, {"loss": loss, "skipped": 0})
+    before = RunningLoss(**{name: watch.statistics[name] for name in ("count", "mean", "variance")})
+    watch.observe(100, {"loss": 9.0, "skipped": 0})
+    assert before.deviations_above_mean(9.0) > 8
+    assert {**watch.statistics, **vars(before)} == watch.statistics
 
 
 def test_without_a_workdir_a_spike_is_not_rolled_back(capsys):
