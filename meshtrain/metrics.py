@@ -21,10 +21,11 @@ class Metrics:
     extra: dict[str, jax.Array] = field(default_factory=dict)
 
     def mean(self) -> dict[str, jax.Array]:
-        """Returns `loss` and the extras per unit of weight."""
-        weight = jnp.where(self.weight == 0, 1, self.weight)
+        """Returns `loss` and the extras per unit of weight; NaN if there is no weight."""
+        is_empty = self.weight == 0
+        weight = jnp.where(is_empty, 1, self.weight)
         sums = {"loss": self.loss, **self.extra}
-        return {name: value / weight for name, value in sums.items()}
+        return {name: jnp.where(is_empty, jnp.nan, value / weight) for name, value in sums.items()}
 
 
 def weighted(loss: jax.Array, weight: jax.Array | None = None, **extra: jax.Array) -> Metrics:

@@ -5,7 +5,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from meshtrain.data.source import Source
 from meshtrain.models.base import Model
 from meshtrain.monitor import health, heldout, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
-from meshtrain.monitor.writer import Units, Writer, units_of
+from meshtrain.monitor.writer import Units, Writer, finite, units_of
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
 
@@ -37,7 +37,7 @@ class Run:
     cfg: Config
     program: Program
     data: Any  # a Source, or the caller's iterable
-    heldout_loss: Callable[[TrainState], float | None]
+    heldout_loss: Callable[[TrainState], float | None] | None  # None without held-out data
     folder: Path | None  # of the workdir on this host
     writer: Writer
     saver: Saver | None  # None without a workdir
@@ -57,14 +57,20 @@ class Run:
         """
         return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.stop_requested)
 
-    def manifest_fields(self, eval_loss: float | None) -> dict[str, Any]:
+    def evaluate(self, state: TrainState) -> dict[str, float | None]:
+        """Returns the metrics of the held-out data by name; {} without such data.
+
+        A metric is None if the held-out data has no weight.
+        """
+        if self.heldout_loss is None:
+            return {}
+        return {"eval_loss": self.heldout_loss(state)}
+
+    def manifest_fields(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
         """Returns what the manifest of a checkpoint records besides the state."""
-        metrics = dict(self.writer.newest)
-        if eval_loss is not None:
-            metrics["eval_loss"] = eval_loss
         return {
             "position": self.loader.position,
-            "metrics": metrics,
+            "metrics": finite({**self.writer.newest, **evaluation}),
             "loss_statistics": self.loss_monitor.statistics,
         }
 
@@ -99,10 +105,8 @@ def open_run(
     train_data = parts.train_data
     if eval_data is None:
         eval_data = parts.heldout_data
-    else:
-        eval_data = heldout.fixed_batches(eval_data, cfg)
+    eval_data = heldout.fixed_batches(eval_data, cfg)
     stack.enter_context(program.active())
-    heldout_loss = heldout.make_heldout_loss(program.eval_step, eval_data, cfg, program.mesh)
 
     # ---- the workdir, which this run alone may write, and the files of metrics in it ----
     opened_workdir: storage.Workdir | None = None
@@ -115,6 +119,15 @@ def open_run(
     writer = stack.enter_context(contextlib.closing(Writer(opened_workdir, leader=is_leader)))
     with distributed.raise_on_all_processes():
         writer.open(sinks.open_sinks(cfg, folder, on_metrics) if is_leader else [])
+    heldout_loss: Callable[[TrainState], float | None] | None = None
+    if eval_data is not None:
+        heldout_loss = heldout.make_heldout_loss(
+            program.eval_step,
+            eval_data,
+            cfg,
+            program.mesh,
+            log=writer.log,
+        )
 
     # ---- the newest valid checkpoint: each device reads its own shards ----
     clock.enter("restore")
@@ -138,6 +151,9 @@ def open_run(
         saved, state = saver.restore(program.abstract_state, from_scratch=from_scratch)
     first_step = saved.step if saved else 0
     position = saved.position if saved else 0
+    if saved:
+        # What the loop would know after this step, for a run that takes none.
+        writer.newest = {key: value for key, value in saved.metrics.items() if key != "eval_loss"}
     # Where the parameters of a new run come from is checked now, before anything is compiled.
     init_source = None
     if not saved:

@@ -30,9 +30,10 @@ def make_train_step(
     """Returns the train step: (state, batch) -> (new state, scalars to log).
 
     The scalars are `loss` before the update, `grad_norm` before clipping, and `learning_rate` of
-    this update. The learning rate follows the number of updates, not of steps: skipped steps do
-    not count. `with_row_keys` (batch, key of the step) adds a key for each row, for a model with
-    dropout. `measure` is that of the model, see `Model.measure`.
+    this update. A batch without weight has no loss (NaN), and is not skipped. The learning rate
+    follows the number of updates, not of steps: skipped steps do not count. `with_row_keys` (batch,
+    key of the step) adds a key for each row, for a model with dropout. `measure` is that of the
+    model, see `Model.measure`.
     """
     clip = optax.clip_by_global_norm(clip_norm)
 
@@ -51,15 +52,18 @@ def make_train_step(
 
         # The only division: sums become means over the weight of the global batch.
         means = metrics.mean()
-        weight = jnp.where(metrics.weight == 0, 1, metrics.weight) * scale
+        is_empty = metrics.weight == 0
+        weight = jnp.where(is_empty, 1, metrics.weight) * scale
         grads = jax.tree.map(lambda grad: (grad / weight).astype(grad.dtype), grads)
 
         # What a model measures arrives as the gradient of its statistics: no optimizer sees it.
         measured, measured_scalars = None, {}
         if measure is not None:
             measured, measured_scalars = measure(state.params, grads)
-            is_empty = metrics.weight == 0
             measured = jax.tree.map(partial(jnp.where, is_empty), state.params, measured)
+            measured_scalars = jax.tree.map(
+                lambda scalar: jnp.where(is_empty, jnp.nan, scalar), measured_scalars
+            )
             grads = _where_measured(jax.tree.map(jnp.zeros_like, grads), grads)
 
         # Clip, update.
@@ -71,7 +75,9 @@ def make_train_step(
         params = trees.merge(state.params, optax.apply_updates(trained, updates))
 
         # An overflow in the forward pass shows in the loss, one in the backward pass in the norm.
-        finite = jnp.isfinite(means["loss"] + norm)
+        # The mean of an empty batch is NaN, its sum is not.
+        loss = jnp.where(is_empty, metrics.loss, means["loss"])
+        finite = jnp.isfinite(loss + norm)
         scalars = {
             **means,
             "grad_norm": norm,

@@ -25,7 +25,8 @@ from meshtrain.state import TrainState
 class Result(NamedTuple):
     state: TrainState
     step: int  # batches seen
-    eval_loss: float | None  # held-out loss at the end; None without held-out data
+    # Held-out loss at the end; None without held-out data, or if none of it has a weight.
+    eval_loss: float | None
     interrupted: bool  # by Ctrl-C, SIGTERM or SIGHUP; the state was saved
 
 
@@ -107,11 +108,15 @@ def _train(run: Run, state: TrainState) -> Result:
 
     is_finished = step >= num_steps
     clock.enter("eval")
-    eval_loss = run.heldout_loss(state) if is_finished else None
+    evaluation = run.evaluate(state) if is_finished else {}
+    eval_loss = evaluation.get("eval_loss")
     clock.enter("save")
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
     if run.saver and run.loss_monitor.spike is None:
-        run.saver.finish(step, state, **run.manifest_fields(eval_loss))
+        run.saver.finish(step, state, **run.manifest_fields(evaluation))
+    # After the save, which an error of the user's on_metrics must not prevent.
+    if evaluation:
+        writer.final_evaluation(step, evaluation)
     # After the save: a step that is not finite was skipped, so the saved state is valid.
     if is_finished:
         run.loss_monitor.check_final(step, writer.newest)
@@ -163,14 +168,14 @@ def _loop(
                 run.replica_check.run(step, state)
             if is_stopping or is_last:
                 return state, step
-            eval_loss = None
+            evaluation: dict[str, float | None] = {}
             if eval_due:
                 clock.enter("eval")
-                eval_loss = run.heldout_loss(state)
+                evaluation = run.evaluate(state)
             # Before next(loader): a resumed run must see the batch that this step will consume.
             if save_due and saver is not None:
                 clock.enter("save")
-                saver.save(step, state, **run.manifest_fields(eval_loss))
+                saver.save(step, state, **run.manifest_fields(evaluation))
 
         # ---- take the step on the next batch; it reuses the buffers of the old state ----
         clock.enter("data", step)
@@ -187,7 +192,7 @@ def _loop(
         writer.step(
             step,
             scalars,
-            eval_loss,
+            evaluation,
             waited=clock.seconds_waiting_for_data,
             log=row_due,
         )
@@ -224,7 +229,7 @@ def _save_before_data_error(run: Run, state: TrainState, step: int) -> None:
     if run.saver and distributed.num_processes() == 1 and run.loss_monitor.spike is None:
         if run.replica_check.due(step, saving=True):
             run.replica_check.run(step, state)
-        run.saver.finish(step, state, **run.manifest_fields(None))
+        run.saver.finish(step, state, **run.manifest_fields({}))
 
 
 def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:

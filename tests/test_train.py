@@ -63,8 +63,9 @@ def test_a_run_writes_its_config_metrics_and_events(tmp_path, capsys):
     result = train(c, workdir=tmp_path)
     assert (result.step, result.interrupted, int(result.state.step)) == (5, False, 5)
 
-    table = rows(tmp_path)
+    *table, final = rows(tmp_path)
     assert [row["step"] for row in table] == [0, 1, 2, 3, 4]
+    assert final == {"step": 5, "eval_loss": result.eval_loss}
     keys = (
         "step loss grad_norm learning_rate skipped tokens step_time data_wait tokens_per_second mfu"
     ).split()
@@ -171,11 +172,14 @@ def test_a_resumed_run_records_the_same_evaluation_losses(tmp_path):
     c.eval.update(every=2, batches=1)
     train(c, workdir=tmp_path / "uninterrupted")
     c.train.steps = 4
-    train(c, workdir=tmp_path / "resumed")
+    first = train(c, workdir=tmp_path / "resumed")
+    assert eval_losses("resumed")[4] == first.eval_loss
     c.train.steps = 6
     train(c, workdir=tmp_path / "resumed")
     expected = eval_losses("uninterrupted")
     assert eval_losses("resumed") == expected and expected[4] is not None
+    again = train(c, workdir=tmp_path / "resumed")  # evaluates, and takes no step
+    assert eval_losses("resumed") == expected == {**expected, 6: again.eval_loss}
 
 
 def test_a_run_without_evaluation_data_ignores_eval_every(tmp_path):

@@ -1,6 +1,7 @@
 """Load the batches of a source onto devices, ahead of the step; a process reads its own rows."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections import deque
@@ -266,20 +267,49 @@ def _padded(batch: Any, num_rows: int, size: int, size_name: str) -> Any:
     Repeated rows are valid input, so that a loss times 0 has a gradient of 0. The weights are
     `weights` of a Batch, or of a dict. Raises ConfigError if there are none.
     """
+    if not has_weights(batch):
+        raise ConfigError(
+            f"data: the last batch has {num_rows} rows, and {size_name}; leave it out (drop_last), "
+            f"or {ADD_WEIGHTS}"
+        )
     rows = np.arange(size) % num_rows
     padded = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], batch)
+    return _only_weights_of(padded, np.arange(size) < num_rows)
 
-    def zero_repeated(weights: np.ndarray) -> np.ndarray:
-        is_own = np.arange(size) < num_rows
-        is_own = is_own.reshape(-1, *[1] * (weights.ndim - 1))
-        return np.where(is_own, weights, 0).astype(weights.dtype)
 
-    if isinstance(padded, Batch):
-        return padded._replace(weights=zero_repeated(padded.weights))
-    if isinstance(padded, dict) and "weights" in padded:
-        return {**padded, "weights": zero_repeated(padded["weights"])}
-    raise ConfigError(
-        f"data: the last batch has {num_rows} rows, and {size_name}; leave it out (drop_last), or "
-        f"add an array `weights` to every batch, 1 for each row, by which the loss weighs: its "
-        f"padding gets 0"
-    )
+# ---- rows that fill a batch ----
+
+ADD_WEIGHTS = (
+    "add an array `weights` to every batch, 1 for each row, by which the loss weighs: its padding "
+    "gets 0"
+)
+
+
+def one_epoch(source: Source) -> Source:
+    """Returns a source whose samples after the first epoch have weight 0: they fill the last batch.
+
+    The batches of `source` have weights (`has_weights`).
+    """
+
+    def read(indices: np.ndarray) -> Any:
+        batch = source.read(np.minimum(indices, source.size - 1))
+        return _only_weights_of(batch, indices < source.size)
+
+    return dataclasses.replace(source, read=read)
+
+
+def has_weights(batch: Any) -> bool:
+    """Returns whether rows of the batch can get weight 0: it is a Batch, or a dict with them."""
+    return isinstance(batch, Batch) or (isinstance(batch, dict) and "weights" in batch)
+
+
+def _only_weights_of(batch: Any, is_own: np.ndarray) -> Any:
+    """Returns the batch with weight 0 in all rows but those where `is_own` (rows,) is True."""
+
+    def weights_of_own(weights: np.ndarray) -> np.ndarray:
+        is_own_row = is_own.reshape(-1, *[1] * (weights.ndim - 1))
+        return np.where(is_own_row, weights, 0).astype(weights.dtype)
+
+    if isinstance(batch, Batch):
+        return batch._replace(weights=weights_of_own(batch.weights))
+    return {**batch, "weights": weights_of_own(np.asarray(batch["weights"]))}

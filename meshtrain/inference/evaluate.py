@@ -18,7 +18,7 @@ from meshtrain.cluster import distributed
 from meshtrain.config import checks
 from meshtrain.config.build import build_data
 from meshtrain.config.schema import BATCH_AXES, Config
-from meshtrain.data.loader import Loader
+from meshtrain.data.loader import Loader, one_epoch
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError, minimum_faults
 from meshtrain.inference.restore import restore_params
@@ -104,7 +104,7 @@ def evaluate(
     num_batches = -(-source.size // global_batch)
     if max_batches:
         num_batches = min(num_batches, max_batches)
-    loader = Loader(_one_epoch(source), program.mesh, program.rules, global_batch=global_batch)
+    loader = Loader(one_epoch(source), program.mesh, program.rules, global_batch=global_batch)
     bytes_V = None if source.token_bytes is None else source.token_bytes.astype(np.float32)
 
     def measure(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -131,17 +131,3 @@ def evaluate(
 
 def _num_bytes(batch: Batch, bytes_V: np.ndarray) -> jax.Array:
     return jnp.sum(jnp.asarray(bytes_V)[batch.targets] * batch.weights)
-
-
-def _one_epoch(source: Source) -> Source:
-    """Returns a source whose samples after the first epoch have weight 0.
-
-    They fill the last batch.
-    """
-
-    def read(indices: np.ndarray) -> Batch:
-        batch = source.read(np.minimum(indices, source.size - 1))
-        is_first_epoch = indices < source.size
-        return batch._replace(weights=batch.weights * is_first_epoch[:, None])
-
-    return dataclasses.replace(source, read=read)

@@ -3,18 +3,21 @@
 A step whose loss or gradient is not finite is skipped (step.py); several in a row end the training.
 A spike is a finite loss far above the running mean. It is logged; with `divergence.rollback` the
 run returns to its newest checkpoint and skips the data since (as PaLM did, arXiv 2204.02311,
-section 5.1).
+section 5.1). A loss that stays high, because the data has changed, is no spike: the running mean
+restarts at the new level.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from meshtrain.config.schema import DivergenceConfig
 
 DECAY = 0.99  # of the running mean and variance, per step
 WARMUP_STEPS = 50  # until the running mean and variance are used
 MAX_ROLLBACKS = 3  # to the same step, one after the other; the last of them ends the run
+MAX_SPIKE_SHARE = 0.1  # of the recent steps; with more spikes (11 in a row) it is a new level
 MIN_DEVIATION = 0.01  # lower bound of the standard deviation, as a fraction of the mean
 
 
@@ -59,7 +62,8 @@ class LossMonitor:
         names = [field.name for field in fields(RunningLoss)]
         saved = {name: statistics[name] for name in names if name in statistics}
         self._losses = RunningLoss(**saved)
-        # Older checkpoints lack the other counts.
+        # Older checkpoints lack the other numbers.
+        self._spike_share = statistics.get("spike_share", 0.0)  # of steps, a running mean
         self._skips = statistics.get("skips", 0)  # in a row
         # Rollbacks to the same step, one after the other, and that step.
         self._rollbacks = statistics.get("rollbacks", 0)
@@ -70,15 +74,21 @@ class LossMonitor:
     def statistics(self) -> dict[str, float]:
         """Returns what a checkpoint saves: a resumed run finds the same spikes and skips."""
         saved = asdict(self._losses)
+        saved["spike_share"] = self._spike_share
         saved["skips"] = self._skips
         if self._rollbacks:
             saved["rollbacks"] = self._rollbacks
             saved["rollback_step"] = self._rolled_back_to
         return saved
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Checks the metrics of a step; raises FloatingPointError at `max_skips` skips in a row."""
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Checks the metrics of a step; raises FloatingPointError at `max_skips` skips in a row.
+
+        A batch without weight has the loss None, which says nothing about the others.
+        """
         loss = metrics["loss"]
+        if loss is None:
+            return
         if metrics["skipped"]:
             self._skips += 1
             names = ("loss", "grad_norm", "loss_scale")
@@ -91,15 +101,36 @@ class LossMonitor:
         mean = self._losses.mean
         deviations = self._losses.deviations_above_mean(loss)
         is_spike = deviations > self._settings.spike_sigmas
-        if is_spike:
-            self._event("spike", step=step, loss=loss, mean=mean, deviations=deviations)
-            self._log(
-                f"step {step}: loss {loss:.4f} is {deviations:.1f} standard deviations above "
-                f"the running mean {mean:.4f}"
-            )
-            self.spike = step if self._settings.rollback else None
+        self._spike_share += (1 - DECAY) * (is_spike - self._spike_share)
         # A spike must not raise the mean: that would hide the next spike.
-        self._losses.add(mean if is_spike else loss)
+        if not is_spike:
+            self._losses.add(loss)
+            return
+        self._event("spike", step=step, loss=loss, mean=mean, deviations=deviations)
+        self._log(
+            f"step {step}: loss {loss:.4f} is {deviations:.1f} standard deviations above "
+            f"the running mean {mean:.4f}"
+        )
+        # The first step after each rollback is taken from the state of the checkpoint: if its loss
+        # is high on other data too, no rollback can help.
+        is_first_step = step == self._rolled_back_to
+        rollbacks_are_in_vain = is_first_step and self._rollbacks == MAX_ROLLBACKS - 1
+        if self._spike_share > MAX_SPIKE_SHARE or rollbacks_are_in_vain:
+            self._start_new_level(step, loss)
+        elif self._settings.rollback:
+            self.spike = step
+
+    def _start_new_level(self, step: int, loss: float) -> None:
+        """Restarts the running mean at the loss of a step, since the loss stays high."""
+        self._event("new_level", step=step, loss=loss, mean=self._losses.mean)
+        self._log(
+            f"step {step}: the loss stays far above the running mean {self._losses.mean:.4f}, as "
+            f"after a change of the data: the mean restarts at {loss:.4f}"
+        )
+        self._losses = RunningLoss()
+        self._losses.add(loss)
+        self._spike_share = 0.0
+        self._rollbacks = 0
 
     def roll_back(self, step: int | None, position: int) -> None:
         """Records that the run returns to `step`, or that there is no checkpoint (None).
@@ -125,19 +156,22 @@ class LossMonitor:
                 f"Try a lower optim.learning_rate"
             )
 
-    def check_final(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raises FloatingPointError if the last loss or gradient of a run was not finite."""
+    def check_final(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Raises FloatingPointError if the last loss or gradient of a run was not finite.
+
+        `metrics` are those of the last step, or what its checkpoint has of them: finite numbers.
+        """
         # With a loss scale (float16) an occasional skipped step is normal.
-        skipped = metrics.get("skipped") and "loss_scale" not in metrics
-        if metrics and (skipped or not math.isfinite(metrics["loss"])):
+        is_normal = "loss_scale" in metrics and math.isfinite(metrics.get("loss", math.nan))
+        if metrics.get("skipped") and not is_normal:
             self._end(step, metrics)
 
-    def _end(self, step: int, metrics: Mapping[str, float]) -> None:
-        fields = {**metrics, "step": step, "skipped_in_a_row": self._skips}
-        self._event("end", reason="not finite", **fields)
-        fault = (
-            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite"
-        )
+    def _end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        loss = metrics.get("loss", math.nan)
+        grad_norm = metrics.get("grad_norm", math.nan)
+        fields = {**metrics, "loss": loss, "grad_norm": grad_norm, "step": step}
+        self._event("end", reason="not finite", skipped_in_a_row=self._skips, **fields)
+        fault = f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite"
         if self._skips > 1:
             fault += f" for {self._skips} steps in a row"
         fault += "; the parameters were not changed"

@@ -1,26 +1,32 @@
 """The held-out loss during training."""
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import Config
-from meshtrain.data.loader import open_loader
+from meshtrain.data.loader import ADD_WEIGHTS, has_weights, one_epoch, open_loader
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.state import TrainState, evaluation_params
 
 
 def fixed_batches(data: Any, cfg: Config) -> Any:
-    """Returns `data` if it is a Source, else a list of its first `eval.batches` batches.
+    """Returns the held-out data, of which each evaluation uses the same first batches.
 
-    Each evaluation uses the same batches, also those of an iterator, which can be read only once.
+    They are those of a Source, in which no sample counts twice, or else a list of the first
+    `eval.batches` batches: an iterator can be read only once.
     """
-    if isinstance(data, Source) or not cfg.eval.batches:
-        return data
+    if data is None or not cfg.eval.batches:
+        return None
+    if isinstance(data, Source):
+        return _counted_once(data, cfg.train.global_batch)
     batches = list(itertools.islice(data, cfg.eval.batches))
     if not batches:
         raise ConfigError(
@@ -31,19 +37,46 @@ def fixed_batches(data: Any, cfg: Config) -> Any:
     return batches
 
 
+def _counted_once(source: Source, global_batch: int) -> Source:
+    """Returns the source with the last batch of its only epoch filled by samples of weight 0.
+
+    Without weights that batch is left out. Raises ConfigError if there is no other.
+    """
+    size = source.size
+    if not size or size % global_batch == 0:
+        return source
+    if has_weights(source.read(np.arange(1))):
+        return one_epoch(source)
+    if size < global_batch:
+        raise ConfigError(
+            f"eval: the held-out data has {size} samples, and train.global_batch={global_batch}; "
+            f"hold out more, set eval.batches=0, or {ADD_WEIGHTS}"
+        )
+    return dataclasses.replace(source, size=size - size % global_batch)
+
+
 def make_heldout_loss(
-    eval_step: Callable, data: Any, cfg: Config, mesh: jax.sharding.Mesh
+    eval_step: Callable,
+    data: Any,
+    cfg: Config,
+    mesh: jax.sharding.Mesh,
+    *,
+    log: Callable[[str], None],
 ) -> Callable[[TrainState], float | None]:
-    """Returns the function state -> loss on the first `eval.batches` held-out batches."""
+    """Returns the function state -> loss on the first `eval.batches` held-out batches.
+
+    It returns None, and logs a line, if these batches have no weight.
+    """
     evaluate: jax.stages.Compiled | None = None
     num_batches = cfg.eval.batches
-    if isinstance(data, list):  # an iterable may have fewer: none counts twice
+    # There may be fewer: none counts twice.
+    if isinstance(data, list):
         num_batches = min(num_batches, len(data))
+    elif data.size:
+        num_batches = min(num_batches, math.ceil(data.size / cfg.train.global_batch))
 
     def loss(state: TrainState) -> float | None:
         nonlocal evaluate
-        if data is None or not cfg.eval.batches:
-            return None
         params = evaluation_params(state)
         with open_loader(data, cfg, mesh, 0) as heldout:
             if evaluate is None:
@@ -54,6 +87,9 @@ def make_heldout_loss(
             sums = []
             for _ in range(num_batches):
                 sums.append(jax.device_get(evaluate(params, next(heldout))))
+        if not sum(batch_sums.weight for batch_sums in sums):
+            log("held-out data: every token or example has weight 0, so there is no held-out loss")
+            return None
         means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
         return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
 

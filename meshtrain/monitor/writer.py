@@ -43,7 +43,7 @@ class _Pending(NamedTuple):
     ended: float | None  # when the step ended, if it had when it was handed over
     waited: float  # total seconds of waiting for data until then
     log: bool  # whether the step gets a row
-    eval_loss: float | None
+    evaluation: Mapping[str, float | None]  # held-out metrics before the step; {}: not evaluated
 
 
 class Writer:
@@ -59,8 +59,8 @@ class Writer:
         self._bar: console.Bar | None = None
         self._pending: _Pending | None = None  # of the latest step, see `step`
         self._unwritten: dict[str, list[str]] = {}  # file name -> lines still to be written
-        # Metrics of the newest finished step, without those of single layers.
-        self.newest: dict[str, float] = {}
+        # The numbers of the newest finished step, without those of single layers.
+        self.newest: dict[str, Any] = {}
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
             check_outputs(self._folder)
@@ -79,7 +79,7 @@ class Writer:
         *,
         samples: int,
         waited: float,
-        observe: Callable[[int, dict[str, float]], None],
+        observe: Callable[[int, dict[str, Any]], None],
         predicted: float | None = None,
     ) -> None:
         """Starts the clock at step `start`, after `samples` samples and `waited` seconds for data.
@@ -97,10 +97,7 @@ class Writer:
         self._seconds_at_peak: float | None = None
         if units.flops and peak:
             self._seconds_at_peak = units.flops / (peak * jax.device_count())
-        if self._folder:
-            self._remove_rows_from(start)
-        for sink in self._sinks:
-            sink.begin(start)
+        self._remove_rows_from(start)
         if self._leader and not self._bar:
             self._bar = console.Bar(self._steps, stream="stdout")
             self._bar.show(start, f"{start}/{self._steps}")
@@ -109,13 +106,14 @@ class Writer:
         self._waited_at_row = waited
 
     def _remove_rows_from(self, start: int) -> None:
-        path = self._folder / "metrics.jsonl"
-        if not path.exists():
-            return
-        rows = path.read_text(errors="replace").splitlines()
-        earlier = [row for row in rows if _row_step(row) < start]
-        if earlier != rows:
-            replace_file(path, "".join(row + "\n" for row in earlier))
+        """Removes the rows of step `start` and later: those that follow replace them."""
+        if self._folder and (path := self._folder / "metrics.jsonl").exists():
+            rows = path.read_text(errors="replace").splitlines()
+            earlier = [row for row in rows if _row_step(row) < start]
+            if earlier != rows:
+                replace_file(path, "".join(row + "\n" for row in earlier))
+        for sink in self._sinks:
+            sink.begin(start)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -130,15 +128,16 @@ class Writer:
         self,
         step: int,
         report: dict[str, jax.Array],
-        eval_loss: float | None,
+        evaluation: Mapping[str, float | None],
         *,
         waited: float,
         log: bool,
     ) -> None:
         """Stores the report of the step just dispatched, and writes that of the previous step.
 
-        Thus the device always has work while the host waits for a report. `waited` is the total of
-        all seconds spent waiting for data. With `log` the step gets a row in metrics.jsonl and a
+        Thus the device always has work while the host waits for a report. `evaluation` has the
+        held-out metrics of the state before the step, if they were measured. `waited` is the total
+        of all seconds spent waiting for data. With `log` the step gets a row in metrics.jsonl and a
         line.
         """
         # Simulated devices dispatch synchronously: the step has already ended.
@@ -150,7 +149,7 @@ class Writer:
             ended=ended,
             waited=waited,
             log=log,
-            eval_loss=eval_loss,
+            evaluation=evaluation,
         )
 
     def flush(self) -> None:
@@ -162,6 +161,8 @@ class Writer:
         report = jax.device_get(pending.report)  # waits for the step
         ended = pending.ended or time.perf_counter()
         metrics = {name: np.float64(value).tolist() for name, value in report.items()}
+        if math.isnan(metrics["loss"]) and not metrics["skipped"]:
+            metrics = as_json(metrics)  # the means of a batch without weight: there are none
         self._steps_since_row += 1
         self.newest = {
             name: value for name, value in metrics.items() if not isinstance(value, list)
@@ -193,11 +194,26 @@ class Writer:
         }
         if self._predicted:
             row["predicted_step_time"] = self._predicted
-        if pending.eval_loss is not None:
-            row["eval_loss"] = pending.eval_loss
+        row |= pending.evaluation
         peak = peak_bytes_in_use()
         if peak is not None:
             row["peak_memory"] = peak
+        self._add_row(row)
+        self._show(row)
+        self._last_row_time = ended
+        self._steps_since_row = 0
+        self._waited_at_row = pending.waited
+
+    def final_evaluation(self, step: int, evaluation: Mapping[str, float | None]) -> None:
+        """Writes a row of the state after the last step, with nothing but these metrics.
+
+        If the run is continued, the row of its next step replaces it.
+        """
+        self._remove_rows_from(step)
+        self._add_row({"step": step, **evaluation})
+
+    def _add_row(self, row: dict[str, Any]) -> None:
+        """Appends a row to metrics.jsonl, and gives it to the sinks."""
         self._append("metrics.jsonl", row)
         for sink in list(self._sinks):
             try:
@@ -207,10 +223,6 @@ class Writer:
                     raise
                 self._sinks.remove(sink)
                 self.log(f"{sink.name} gets no more rows: {error}")
-        self._show(row)
-        self._last_row_time = ended
-        self._steps_since_row = 0
-        self._waited_at_row = pending.waited
 
     def _show(self, row: dict[str, Any]) -> None:
         """Logs a row as a line."""
@@ -218,7 +230,7 @@ class Writer:
         width = len(str(self._steps))
         parts = [
             f"step {row['step']:>{width}}/{self._steps}",
-            f"loss {row['loss']:.4f}",
+            f"loss {_loss_text(row['loss'])}",
             f"grad norm {row['grad_norm']:.3f}",
             f"lr {row['learning_rate']:.2e}",
             f"{row['tokens_per_second']:,.0f} {self._units.name}/s",
@@ -229,18 +241,16 @@ class Writer:
         if row.get("skipped"):
             parts.append("skipped")
         if "eval_loss" in row:
-            parts.append(f"held-out loss {row['eval_loss']:.4f}")
+            parts.append(f"held-out loss {_loss_text(row['eval_loss'])}")
         self.log(" · ".join(parts))
 
-    def _draw(
-        self, bar: console.Bar, step: int, metrics: dict[str, float], step_time: float
-    ) -> None:
+    def _draw(self, bar: console.Bar, step: int, metrics: dict[str, Any], step_time: float) -> None:
         """Shows a step in the bar."""
         step_time = max(step_time, 1e-6)
         per_second = self._units_per_step / step_time
         parts = [
             f"{step + 1}/{self._steps}",
-            f"loss {metrics['loss']:.4f}",
+            f"loss {_loss_text(metrics['loss'])}",
             f"grad norm {metrics['grad_norm']:.3f}",
             f"lr {metrics['learning_rate']:.1e}",
             f"{_short(per_second)} {self._units.name}/s",
@@ -287,13 +297,8 @@ class Writer:
         """Appends a line to a file; if that fails, writes the line together with the next line."""
         if not self._folder:
             return
-        # JSON has no numbers that are not finite.
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in row.items()
-        }
         unwritten = self._unwritten.setdefault(name, [])
-        unwritten.append(storage.readable(json.dumps(finite)) + "\n")
+        unwritten.append(storage.readable(json.dumps(as_json(row))) + "\n")
         path = self._folder / name
         size = None
         try:
@@ -344,6 +349,28 @@ def _row_step(row: str) -> float:
         return json.loads(row)["step"]
     except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+def as_json(value: Any) -> Any:
+    """Returns the value with None for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Returns the metrics whose value is a finite number."""
+    return {
+        name: value for name, value in metrics.items() if value is not None and math.isfinite(value)
+    }
+
+
+def _loss_text(loss: float | None) -> str:
+    return "none" if loss is None else f"{loss:.4f}"
 
 
 def _short(number: float) -> str:

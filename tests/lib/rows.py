@@ -8,7 +8,8 @@ def rows(workdir, name="metrics.jsonl"):
 
 
 def losses(workdir):
-    return {row["step"]: row["loss"] for row in rows(workdir)}
+    """Returns the losses by step; the row of the final evaluation has none."""
+    return {row["step"]: row["loss"] for row in rows(workdir) if "loss" in row}
 
 
 def newest_step(workdir):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import meshtrain
+from meshtrain.checkpoint import manifest
 from meshtrain.config.schema import DivergenceConfig
 from meshtrain.monitor.divergence import DECAY, WARMUP_STEPS, LossMonitor, RunningLoss
 from meshtrain.train import train
@@ -58,6 +59,58 @@ def test_a_step_that_is_not_finite_is_skipped_and_recorded(tmp_path):
     assert [row["skipped"] for row in rows(tmp_path)] == [0, 0, 0, 1, 0, 0]
 
 
+def weighted_squares(model, batch):
+    return meshtrain.weighted(
+        ((model(batch["x"]) - batch["y"]) ** 2).sum(-1), batch["weights"], more=batch["y"][:, 0]
+    )
+
+
+def test_a_batch_without_weight_has_no_loss_and_is_in_no_mean(tmp_path, capsys):
+    """Its zero would lower the running mean, and make each real batch a spike."""
+    data = [batch | {"weights": np.ones(16, "f")} for batch in batches(72)]
+    taught = data[::3]
+    for number, batch in enumerate(data):
+        if number % 3:
+            batch["weights"] = np.zeros(16, "f")
+    c = config_for(len(data), every=5, rollback=True)
+    c.checkpoint.update(keep_last=1, keep_best=1, best_by="loss")
+    model = meshtrain.from_nnx(line_fit, weighted_squares)
+    found = []
+    train(c, workdir=tmp_path, model=model, data=data, on_metrics=found.append)
+    losses = [row["loss"] for row in rows(tmp_path)]
+    assert [row["loss"] for row in found] == losses
+    assert [loss is None for loss in losses] == [number % 3 > 0 for number in range(72)]
+    assert [row["more"] is None for row in rows(tmp_path)] == [loss is None for loss in losses]
+    assert not events(tmp_path, "spike") and not events(tmp_path, "skip")
+    assert "loss none" in capsys.readouterr().out
+
+    # The newest checkpoint follows an empty batch; the best one a batch with a loss.
+    kept = {int(path.name) for path in (tmp_path / "checkpoints").iterdir()}
+    newest = manifest.read(tmp_path / "checkpoints" / "72")
+    assert "loss" not in newest.metrics and newest.loss_statistics["count"] == len(taught)
+    (best,) = kept - {72}
+    best_loss = manifest.read(tmp_path / "checkpoints" / str(best)).metrics["loss"]
+    saved = [losses[step - 1] for step in range(5, 72, 5)]
+    assert best_loss == min(loss for loss in saved if loss is not None)
+
+
+def test_held_out_data_without_weight_have_no_loss(tmp_path, capsys):
+    data = [batch | {"weights": np.ones(16, "f")} for batch in batches(3)]
+    heldout = [batch | {"weights": np.zeros(16, "f")} for batch in batches(1)]
+    c = config_for(3, every=2)
+    c.eval.update(every=2, batches=1)
+    model = meshtrain.from_nnx(line_fit, weighted_squares)
+    result = train(c, workdir=tmp_path, model=model, data=data, eval_data=heldout)
+    assert result.eval_loss is None and events(tmp_path, "end")[-1]["eval_loss"] is None
+    assert rows(tmp_path)[2]["eval_loss"] is None
+    for step in (2, 3):
+        metrics = manifest.read(tmp_path / "checkpoints" / str(step)).metrics
+        assert "loss" in metrics and "eval_loss" not in metrics
+    output = capsys.readouterr().out
+    assert "every token or example has weight 0" in output
+    assert "held-out loss none" in output and "held-out loss 0" not in output
+
+
 def test_max_skips_steps_in_a_row_end_the_run_and_keep_its_newest_checkpoint(tmp_path):
     data = batches(20)
     for batch in data[12:]:
@@ -79,12 +132,16 @@ def test_skips_in_a_row_are_counted_across_a_resume(tmp_path):
             run(data, tmp_path, max_skips=4)
 
 
-def test_a_run_whose_last_loss_is_not_finite_raises_but_is_saved(tmp_path):
-    data = batches(4)
+def test_a_run_whose_last_loss_is_not_finite_raises_each_time_but_is_saved(tmp_path):
+    data = batches(6)
     data[3]["y"] = data[3]["y"] * np.nan
-    with pytest.raises(FloatingPointError, match="step 4: loss nan"):
-        run(data, tmp_path)
-    assert run(data, tmp_path, steps=4).step == 4
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match="step 4: loss nan, .*lower optim.learning"):
+            run(data, tmp_path, steps=4)
+        end = events(tmp_path, "end")[-1]
+        assert (end["step"], end["reason"], end["skipped_in_a_row"]) == (4, "not finite", 1)
+    assert run(data, tmp_path).step == 6
+    assert run(data, tmp_path).step == 6
 
 
 def test_a_spike_is_logged(tmp_path, capsys):
@@ -146,10 +203,64 @@ def test_rows_are_on_disk_before_the_checkpoint_of_their_step(tmp_path, monkeypa
 
 def test_repeated_spikes_on_different_data_end_the_run(tmp_path):
     data = batches(90)
-    for batch in data[60:]:
-        batch["y"] = batch["y"] * 1000
+    for spike in (63, 67, 71):  # the fourth step after the checkpoint each time
+        data[spike]["y"] = data[spike]["y"] * 1000
     with pytest.raises(FloatingPointError, match="step 60: the loss spiked 3 times"):
         run(data, tmp_path, rollback=True)
+
+
+@pytest.mark.parametrize("change", [60, 64])
+def test_with_rollback_a_lasting_rise_of_the_loss_is_a_new_level(tmp_path, capsys, change):
+    """From another data set on, each rollback finds a high loss at once."""
+    data = batches(120)
+    for batch in data[change:]:
+        batch["y"] = batch["y"] * 1000
+    assert run(data, tmp_path, steps=100, rollback=True).step == 100
+    assert [back["to"] for back in events(tmp_path, "rollback")] == [60, 60]
+    # A spike is found one step later.
+    spikes = [spike["step"] for spike in events(tmp_path, "spike")]
+    assert spikes == [change, change + 1, 60, 61, 60]
+    (level,) = events(tmp_path, "new_level")
+    assert level["step"] == 60 and level["loss"] > 1000 * level["mean"]
+    assert capsys.readouterr().out.count("the mean restarts at") == 1
+
+
+def losses_of(*levels):
+    """Returns a loss for each step, with noise around these levels."""
+    return np.random.default_rng(0).normal(levels, 0.1)
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_lasting_rise_of_the_loss_is_not_a_spike_for_ever(every):
+    """`every`: the share of the steps whose loss is high from step 100 on."""
+    levels = np.full(600, 3.0)
+    levels[100::every] = 9.0
+    levels[550] = 40.0  # a real spike
+    spikes, new_levels = [], []
+
+    def record(name, **fields):
+        (spikes if name == "spike" else new_levels).append(fields["step"])
+
+    settings = DivergenceConfig(max_skips=3, spike_sigmas=8.0, rollback=False)
+    watch = LossMonitor(settings, {}, event=record, log=lambda text: None)
+    for step, loss in enumerate(losses_of(*levels)):
+        watch.observe(step, {"loss": loss, "skipped": 0})
+    assert spikes[:11] == list(range(100, 100 + 11 * every, every))
+    assert len(new_levels) == 1 and new_levels[0] < 100 + 20 * every
+    assert spikes[-1] == 550 and spikes[-2] == new_levels[0]
+    assert watch.statistics["variance"] == pytest.approx(
+        {1: 0.01, 2: 9, 5: 36 * 0.2 * 0.8}[every], rel=0.3
+    )
+
+
+def test_a_spike_leaves_mean_and_variance_as_they_are():
+    watch = monitor(spike_sigmas=8.0)
+    for step, loss in enumerate(losses_of(*np.full(100, 3.0))):
+        watch.observe(step, {"loss": loss, "skipped": 0})
+    before = RunningLoss(**{name: watch.statistics[name] for name in ("count", "mean", "variance")})
+    watch.observe(100, {"loss": 9.0, "skipped": 0})
+    assert before.deviations_above_mean(9.0) > 8
+    assert {**watch.statistics, **vars(before)} == watch.statistics
 
 
 def test_without_a_workdir_a_spike_is_not_rolled_back(capsys):

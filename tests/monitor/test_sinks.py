@@ -65,9 +65,10 @@ def test_a_function_gets_each_row_and_tensorboard_its_numbers_also_after_a_crash
     c.train.log_every = 2
     train(c, workdir=tmp_path)
     rows = rows_of(tmp_path)
-    assert [row["step"] for row in rows] == [0, 1, 2, 4, 6]  # 3 was after the checkpoint
-    for name in ("loss", "step_time"):
-        expected = {row["step"]: row[name] for row in rows}
+    # Step 3 was after the checkpoint; the last row is that of the final evaluation.
+    assert [row["step"] for row in rows] == [0, 1, 2, 4, 6, 7]
+    for name in ("loss", "step_time", "eval_loss"):
+        expected = {row["step"]: row[name] for row in rows if name in row}
         assert curve(tmp_path / "tensorboard", name) == pytest.approx(expected, rel=1e-6)
 
 
@@ -81,7 +82,7 @@ def test_an_error_of_the_function_ends_the_run_and_one_of_a_service_does_not(
         train(config(), on_metrics=fail)
     monkeypatch.setattr(sinks._TensorBoard, "write", fail)
     train(config(tensorboard=True), workdir=tmp_path)
-    assert len(rows_of(tmp_path)) == 3
+    assert len(rows_of(tmp_path)) == 4
     assert capsys.readouterr().out.count("TensorBoard gets no more rows: no space") == 1
 
 
@@ -105,7 +106,7 @@ def test_weights_and_biases_gets_the_rows_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for steps in (3, 5):
         train(config(steps=steps, wandb="test"), workdir=tmp_path)
-    losses, ids = {}, set()
+    losses, eval_losses, ids = {}, {}, set()
     for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         for data in records(file.read_bytes()):
             record = wandb_internal_pb2.Record.FromString(data)
@@ -114,7 +115,11 @@ def test_weights_and_biases_gets_the_rows_offline(tmp_path, monkeypatch):
             items = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
             if "loss" in items:
                 losses[int(items["step"])] = float(items["loss"])
-    assert losses == pytest.approx({row["step"]: row["loss"] for row in rows_of(tmp_path)})
+            if "eval_loss" in items:
+                eval_losses[int(items["step"])] = float(items["eval_loss"])
+    *rows, final = rows_of(tmp_path)
+    assert losses == pytest.approx({row["step"]: row["loss"] for row in rows})
+    assert eval_losses[5] == pytest.approx(final["eval_loss"])
     assert ids == {(tmp_path / sinks.RUN_ID).read_text()}
 
 

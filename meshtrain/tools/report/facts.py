@@ -48,9 +48,10 @@ def facts_of(run: Run) -> dict[str, Any]:
         if name != "step":
             series[name] = _points(at_steps, values)
             summary[name] = _summary(at_steps, values)
+    # The row of the final evaluation is none of a step.
     last_step = None
-    if run.metrics.num_rows:
-        _, step_numbers = columns["step"]
+    step_numbers, _ = columns.get("loss") or columns.get("step") or ([], [])
+    if len(step_numbers):
         last_step = int(step_numbers[-1])
 
     events = [event for event in run.events if is_number(event.get("time"))]

@@ -213,7 +213,8 @@ def _copy_crashed(original: Path, workdir: Path, crash: int) -> None:
 def _run(setup: Setup, workdir: Path) -> Run:
     """Trains to the last step on the first mesh."""
     result = _train(setup, setup.meshes[0], workdir)
-    lines = _json_lines(workdir / "metrics.jsonl")
+    *lines, final_line = _json_lines(workdir / "metrics.jsonl")
+    assert final_line["step"] == STEPS, "the last row is not that of the final evaluation"
     rows = {}
     for name in sorted({name for line in lines for name in line} - {*TIMES}):
         values = [line.get(name) for line in lines]
@@ -223,7 +224,8 @@ def _run(setup: Setup, workdir: Path) -> Run:
         if event["event"] in ("skip", "spike", "rollback") and event["step"] >= CRASH:
             events.append(event)
     saved = manifest.read(workdir / FOLDER / str(result.step))
-    return Run(rows, events, saved, result._replace(state=jax.device_get(result.state)))
+    result = result._replace(state=jax.device_get(result.state), eval_loss=final_line["eval_loss"])
+    return Run(rows, events, saved, result)
 
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:
