@@ -174,6 +174,7 @@ def _decode(
         jnp.ones((B, S), jnp.float32),
         positions=jnp.maximum(slot_BS - num_pads[:, None], 0),
         segments=(slot_BS >= num_pads[:, None]).astype(jnp.int32),
+        num_pads=jnp.clip(num_pads - start, 0, S),
     )
     filled_BT = jnp.arange(size)[None] >= num_pads[:, None]
     past = CacheState(jnp.asarray(start, jnp.int32), filled_BT.astype(jnp.int32))

@@ -119,6 +119,24 @@ def test_a_full_context_is_replaced_by_its_newer_half():
     assert long == greedy_uncached(program, params, list(range(50))[-32:], 1)
 
 
+CAPPED = {"num_experts": 8, "d_expert": 24, "capacity_factor": 0.5}
+
+
+def test_padding_of_a_shorter_prompt_takes_no_capacity_of_experts():
+    program, params = build_program(CAPPED)
+    _, long, short = PROMPTS
+    (alone,) = sampled_rows(program, params, [short])
+    assert alone[:1] == greedy_uncached(program, params, short, 1, width=len(short))
+    assert sampled_rows(program, params, [short, long])[0] == alone
+
+
+@pytest.mark.slow
+def test_an_expert_accepts_the_same_tokens_if_the_mesh_has_a_context():
+    prompts = [list(range(16)), [7, 1, 5]]
+    alone = sampled_rows(*build_program(CAPPED), prompts)
+    assert sampled_rows(*build_program(CAPPED, context=2), prompts) == alone
+
+
 def test_a_stop_token_ends_its_row_only():
     program, params = build_program(MIXED)
     unstopped = sampled_rows(program, params)
