@@ -2,12 +2,13 @@
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data import files, identity, indexed, prepared
+from meshtrain.data import files, identity, indexed, prepared, tokenizer
 from meshtrain.errors import ConfigError
 
 # B windows, W tokens of a window, T tokens of a file
@@ -30,6 +31,7 @@ class Corpus(NamedTuple):
     tokenizer: str = ""  # digest of the tokenizer; "": unknown
     vocab_size: int = 0  # 0: unknown
     token_bytes: np.ndarray | None = None  # (vocab_size,) number of text bytes of each token
+    added_bytes: Callable[[], np.ndarray] | None = None  # see `Source.added_bytes`
     # Path prefix of the files that cache computed results; "": none are written.
     cache_prefix: str = ""
 
@@ -84,6 +86,7 @@ def _load_prepared(path: str) -> Corpus:
         tokenizer=manifest["tokenizer"]["sha256"],
         vocab_size=manifest["tokenizer"]["vocab_size"],
         token_bytes=prepared.read_token_bytes(folder, manifest),
+        added_bytes=functools.partial(tokenizer.added_bytes, folder),
         cache_prefix=str(folder / "all"),
     )
 

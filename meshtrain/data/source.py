@@ -42,6 +42,8 @@ class Source:
     baseline: float | None = None
     size: int | None = None  # samples per epoch; None: there are no epochs
     token_bytes: np.ndarray | None = None  # (V,) number of text bytes of each token
+    # Returns (V,) how many of these bytes the tokenizer added to the token after each one.
+    added_bytes: Callable[[], np.ndarray] | None = None
     # What the samples are made of, wherever it is stored: "data", a digest of all tokens, and
     # "tokenizer", the digest of their tokenizer, or "". Empty: unknown.
     identity: Mapping[str, str] = field(default_factory=dict)

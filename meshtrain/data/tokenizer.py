@@ -147,6 +147,21 @@ def entry_of(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder / prepared.MANIFEST} cannot be read: {error}") from None
 
 
+def added_bytes(folder: Path) -> np.ndarray:
+    """Returns how many bytes a prepared folder's tokenizer added to the token after each one (V,).
+
+    Many tokenizers put a space before a text. It is part of the first token, which is a target if
+    the document begins with `bos`.
+    """
+    entry = entry_of(folder)
+    added_V = np.zeros(entry["vocab_size"], np.int32)
+    if entry["bos"] is not None:
+        loaded = load(folder)
+        first = loaded.encode("a")
+        added_V[entry["bos"]] = max(loaded.token_bytes()[first].sum() - len("a"), 0)
+    return added_V
+
+
 # ---- bytes ----
 
 BYTES = "bytes"  # kind and digest of the tokenizer of bytes
