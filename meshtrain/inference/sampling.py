@@ -20,6 +20,8 @@ from meshtrain.program import Program
 
 # B rows, S positions of a call, T positions in the cache, V vocabulary, D model
 
+ROUNDING = 1e-6  # of a sum of probabilities
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -59,18 +61,30 @@ class Sampling:
         return jax.vmap(jax.random.categorical)(keys_B, logits_BV)
 
     def _mask_unlikely(self, logits_BV: jax.Array) -> jax.Array:
-        """Returns the logits, with -inf for the tokens outside top_k or top_p."""
+        """Returns the logits, with -inf for the tokens outside top_k or top_p.
+
+        Ties are those of transformers: top_k keeps all tokens as likely as the k-th, top_p no more
+        than it needs, of equally likely ones those with the highest ids.
+        """
         V = logits_BV.shape[-1]
-        if self.top_p == 1 and not 0 < self.top_k < V:
-            return logits_BV
-        ranked_BV = jnp.sort(logits_BV, axis=-1, descending=True)
         if 0 < self.top_k < V:
-            ranked_BV = jnp.where(jnp.arange(V)[None] < self.top_k, ranked_BV, -jnp.inf)
-        probs_BV = jax.nn.softmax(ranked_BV, axis=-1)
-        before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
-        last_B = jnp.sum((before_BV < self.top_p) & (ranked_BV > -jnp.inf), axis=-1) - 1
-        threshold_B = jnp.take_along_axis(ranked_BV, last_B[:, None], axis=-1)
-        return jnp.where(logits_BV >= threshold_B, logits_BV, -jnp.inf)
+            best_Bk, _ = jax.lax.top_k(logits_BV, self.top_k)
+            logits_BV = jnp.where(logits_BV >= best_Bk[:, -1:], logits_BV, -jnp.inf)
+        if self.top_p < 1:
+            ranked_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+            probs_BV = jax.nn.softmax(ranked_BV, axis=-1)
+            before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+            # Rounding must not add a token where the probabilities add up to top_p.
+            is_needed_BV = before_BV < self.top_p - ROUNDING
+            num_kept_B1 = jnp.maximum(is_needed_BV.sum(-1, keepdims=True), 1)
+            last_B1 = jnp.take_along_axis(ranked_BV, num_kept_B1 - 1, axis=-1)
+            is_above_BV = logits_BV > last_B1
+            is_tied_BV = logits_BV == last_B1
+            tie_BV = jax.lax.cumsum(is_tied_BV.astype(jnp.int32), axis=1, reverse=True)
+            num_ties_B1 = num_kept_B1 - is_above_BV.sum(-1, keepdims=True)
+            is_kept_BV = is_above_BV | is_tied_BV & (tie_BV <= num_ties_B1)
+            logits_BV = jnp.where(is_kept_BV, logits_BV, -jnp.inf)
+        return logits_BV
 
 
 def generate(

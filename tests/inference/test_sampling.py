@@ -187,6 +187,38 @@ def test_token_frequencies_match_the_probabilities(sampling, expected):
     assert not drawn[np.array(expected) == 0].any()
 
 
+def kept_by_transformers(logits, top_k, top_p):
+    """Returns which tokens its TopKLogitsWarper and then its TopPLogitsWarper keep, in float64."""
+    logits = logits.astype(np.float64)
+    if top_k:
+        logits[logits < np.sort(logits)[-top_k]] = -np.inf
+    order = np.argsort(logits, kind="stable")
+    probs = np.exp(logits[order] - logits.max())
+    is_removed = np.round(np.cumsum(probs / probs.sum()), 9) <= round(1 - top_p, 9)
+    is_removed[-1] = False
+    kept = logits > -np.inf
+    kept[order[is_removed]] = False
+    return kept
+
+
+@pytest.mark.parametrize("top_k", [0, 3, 7])
+@pytest.mark.parametrize("top_p", [0.001, 0.25, 0.5, 0.9, 1.0])
+def test_of_equally_likely_tokens_those_of_transformers_are_kept(top_k, top_p):
+    rows = np.zeros((3, 200), np.float32)
+    rows[1] = np.random.default_rng(0).integers(0, 3, 200)
+    rows[2] = -np.inf
+    rows[2, 90:110] = np.log(np.tile([0.02, 0.08], 10))
+    masked = Sampling(top_k=top_k, top_p=top_p)._mask_unlikely(rows)
+    for row, found in zip(rows, masked, strict=True):
+        kept = np.flatnonzero(kept_by_transformers(row, top_k, top_p))
+        assert np.flatnonzero(found > -np.inf).tolist() == kept.tolist()
+
+
+def test_top_p_keeps_half_of_200_equally_likely_tokens():
+    draw = jax.jit(jax.vmap(lambda number: Sampling(top_p=0.5).draw(np.zeros((1, 200)), number)[0]))
+    assert len(np.unique(draw(np.arange(5_000)))) == 100
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
