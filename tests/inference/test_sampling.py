@@ -137,6 +137,21 @@ def test_an_expert_accepts_the_same_tokens_if_the_mesh_has_a_context():
     assert sampled_rows(*build_program(CAPPED, context=2), prompts) == alone
 
 
+def test_a_long_row_does_not_shorten_the_context_of_others():
+    program, params = build_program({})
+    prompts = [list(range(50)), [7, 1, 5], list(range(30, 10, -1))]
+    alone = [
+        sampled_rows(program, params, [prompt], length=40, context=32)[0] for prompt in prompts
+    ]
+    assert sampled_rows(program, params, prompts, length=40, context=32) == alone
+    # The same if the row that fills the cache first has ended.
+    prompts[0] = prompts[0][:26]
+    (first,) = sampled_rows(program, params, prompts[:1], length=5, context=32)
+    stop = next(token for token in first if token not in alone[1])
+    found = sampled_rows(program, params, prompts[:2], length=40, context=32, stop=[stop])
+    assert found[0][-1] is None and found[1] == alone[1]
+
+
 def test_a_stop_token_ends_its_row_only():
     program, params = build_program(MIXED)
     unstopped = sampled_rows(program, params)
