@@ -100,9 +100,15 @@ def open_run(
     if eval_data is None:
         eval_data = parts.heldout_data
     else:
-        eval_data = heldout.fixed_batches(eval_data, cfg)
+        eval_data = heldout.fixed_batches(eval_data, cfg, check=program.model.check_batch)
     stack.enter_context(program.active())
-    heldout_loss = heldout.make_heldout_loss(program.eval_step, eval_data, cfg, program.mesh)
+    heldout_loss = heldout.make_heldout_loss(
+        program.eval_step,
+        eval_data,
+        cfg,
+        program.mesh,
+        check=program.model.check_batch,
+    )
 
     # ---- the workdir, which this run alone may write, and the files of metrics in it ----
     opened_workdir: storage.Workdir | None = None
@@ -157,7 +163,8 @@ def open_run(
     )
 
     # ---- the data, from the sample after the checkpoint's last one ----
-    loader = stack.enter_context(open_loader(train_data, cfg, program.mesh, position))
+    check = program.model.check_batch
+    loader = stack.enter_context(open_loader(train_data, cfg, program.mesh, position, check=check))
     first_batch = loader.peek()
     units = units_of(first_batch, parts.model)
     # Loaded here, since it reads compiled programs and plans: no other part of a run needs these.

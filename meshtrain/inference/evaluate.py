@@ -104,7 +104,13 @@ def evaluate(
     num_batches = -(-source.size // global_batch)
     if max_batches:
         num_batches = min(num_batches, max_batches)
-    loader = Loader(_one_epoch(source), program.mesh, program.rules, global_batch=global_batch)
+    loader = Loader(
+        _one_epoch(source),
+        program.mesh,
+        program.rules,
+        global_batch=global_batch,
+        check=program.model.check_batch,
+    )
     bytes_V = None if source.token_bytes is None else source.token_bytes.astype(np.float32)
     added_V = None if source.added_bytes is None else source.added_bytes()
 

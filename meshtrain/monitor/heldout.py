@@ -14,10 +14,11 @@ from meshtrain.errors import ConfigError
 from meshtrain.state import TrainState, evaluation_params
 
 
-def fixed_batches(data: Any, cfg: Config) -> Any:
+def fixed_batches(data: Any, cfg: Config, *, check: Callable[[Any], None] | None = None) -> Any:
     """Returns `data` if it is a Source, else a list of its first `eval.batches` batches.
 
     Each evaluation uses the same batches, also those of an iterator, which can be read only once.
+    `check` is `Model.check_batch`.
     """
     if isinstance(data, Source) or not cfg.eval.batches:
         return data
@@ -28,13 +29,24 @@ def fixed_batches(data: Any, cfg: Config) -> Any:
             "new "
             "iterator"
         )
+    if check is not None:
+        for batch in batches:
+            check(batch)
     return batches
 
 
 def make_heldout_loss(
-    eval_step: Callable, data: Any, cfg: Config, mesh: jax.sharding.Mesh
+    eval_step: Callable,
+    data: Any,
+    cfg: Config,
+    mesh: jax.sharding.Mesh,
+    *,
+    check: Callable[[Any], None] | None = None,
 ) -> Callable[[TrainState], float | None]:
-    """Returns the function state -> loss on the first `eval.batches` held-out batches."""
+    """Returns the function state -> loss on the first `eval.batches` held-out batches.
+
+    `check` is `Model.check_batch`.
+    """
     evaluate: jax.stages.Compiled | None = None
     num_batches = cfg.eval.batches
     if isinstance(data, list):  # an iterable may have fewer: none counts twice
@@ -45,7 +57,7 @@ def make_heldout_loss(
         if data is None or not cfg.eval.batches:
             return None
         params = evaluation_params(state)
-        with open_loader(data, cfg, mesh, 0) as heldout:
+        with open_loader(data, cfg, mesh, 0, check=check) as heldout:
             if evaluate is None:
                 evaluate = jax.jit(eval_step).lower(params, heldout.peek()).compile()
                 distributed.barrier("evaluation compiled")
