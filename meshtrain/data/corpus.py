@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data import files, identity, indexed, prepared, tokenizer
+from meshtrain.data import files, formats, identity, indexed, prepared, tokenizer
 from meshtrain.errors import ConfigError
 
 # B windows, W tokens of a window, T tokens of a file
@@ -123,7 +123,7 @@ def _load_text(path: str, dtype: str, vocab_size: int, pattern: str, exclude: tu
             f"data.vocab_size={vocab_size}; tokenize it with `meshtrain prepare`, or set "
             f"data.dtype=uint8 for bytes"
         )
-    tokens, starts, digest = _read_folder(path, pattern, exclude)
+    tokens, starts, digest = _read_folder(path, pattern, exclude, any_format=bool(dtype))
     return Corpus(
         path,
         files=[path],
@@ -137,8 +137,13 @@ def _load_text(path: str, dtype: str, vocab_size: int, pattern: str, exclude: tu
 
 
 @functools.lru_cache(maxsize=1)  # both splits read the same folder
-def _read_folder(path: str, pattern: str, exclude: tuple) -> tuple[np.ndarray, np.ndarray, str]:
-    """Returns the bytes of all files, where each file begins (files + 1,), and a digest of both."""
+def _read_folder(
+    path: str, pattern: str, exclude: tuple, *, any_format: bool
+) -> tuple[np.ndarray, np.ndarray, str]:
+    """Returns the bytes of all files, where each file begins (files + 1,), and a digest of both.
+
+    Unless `any_format`, raises ConfigError for a file that is not text.
+    """
     if not pattern:
         raise ConfigError("data.pattern='': use a pattern of names, such as *.txt")
     paths, prepared_folders = files.find(
@@ -153,6 +158,13 @@ def _read_folder(path: str, pattern: str, exclude: tuple) -> tuple[np.ndarray, n
         )
     if not paths:
         raise ConfigError(f"data.path={path}: no files match data.pattern={pattern!r}")
+    for file in () if any_format else paths:
+        known = formats.in_folder(file)
+        if known:
+            raise ConfigError(
+                f"data.path={path}: {file} is {known.name}, not text; {known.way_out}, or leave it "
+                f"out with data.pattern; to train on the bytes of all files, set data.dtype=uint8"
+            )
     sizes = [file.stat().st_size for file in paths]
     total = sum(sizes)
     if not total:
@@ -212,9 +224,18 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
 
 
 def _default_dtype(path: str, vocab_size: int) -> str:
-    """Returns "uint8" if a raw file can hold bytes; raises ConfigError if its tokens are wider."""
+    """Returns "uint8" if a raw file can hold bytes.
+
+    Raises ConfigError if its tokens are wider, or if it has a format of its own.
+    """
     if path.endswith(".npy") or not os.path.getsize(path):
         return "uint8"  # not used
+    known = formats.of_file(path)
+    if known:
+        raise ConfigError(
+            f"data.path={path}: is {known.name}, not text; {known.way_out}; to train on the bytes "
+            f"of the file itself, set data.dtype=uint8"
+        )
     with open(path, "rb") as file:
         sample = file.read(1 << 16)
     reason = ""
