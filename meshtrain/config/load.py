@@ -115,7 +115,7 @@ def _with_new_keys(
 def reject_huggingface(folder: Path) -> None:
     """Raises ConfigError if a folder's config.json was written by Hugging Face transformers."""
     try:
-        found = "architectures" in json.loads((folder / "config.json").read_text())
+        found = "architectures" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return
     if found:
@@ -197,7 +197,7 @@ def _find(name: str) -> Path | None:
 
 def _read_json(file: Path, trust_code: bool) -> ConfigDict:
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise ValueError("it is not an object of sections")
     except (OSError, ValueError, RecursionError) as error:

@@ -140,7 +140,7 @@ def digest(tokenizer: Tokenizer) -> str:
 def entry_of(folder: Path) -> dict[str, Any]:
     """Returns the tokenizer's entry in a prepared folder's manifest; {} without a manifest."""
     try:
-        return {**json.loads((folder / prepared.MANIFEST).read_text())["tokenizer"]}
+        return {**json.loads((folder / prepared.MANIFEST).read_text(encoding="utf-8"))["tokenizer"]}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
