@@ -26,7 +26,7 @@ from meshtrain.models.base import Model
 from meshtrain.monitor import health, heldout, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.writer import Units, Writer, units_of
-from meshtrain.program import Program, assemble
+from meshtrain.program import Program, assemble, check_parameter_names
 from meshtrain.state import TrainState
 
 
@@ -94,6 +94,7 @@ def open_run(
         parts = build(cfg, model=model, data=data)
         cfg = with_steps(cfg, parts.train_data)
         program = assemble(cfg, parts)
+        check_parameter_names(cfg, program.abstract_state.params)
     config_record = cfg.to_dict()  # as files and checkpoints have it
     distributed.check_same({**config_record, "workdir": str(workdir)})
     train_data = parts.train_data

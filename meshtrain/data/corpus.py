@@ -1,5 +1,6 @@
 """Tokens on disk as one stream: raw files, folders of text, Megatron-LM files, prepared folders."""
 
+import difflib
 import functools
 import os
 from collections.abc import Callable
@@ -146,6 +147,7 @@ def _read_folder(
     """
     if not pattern:
         raise ConfigError("data.pattern='': use a pattern of names, such as *.txt")
+    _check_excluded(path, exclude)
     paths, prepared_folders = files.find(
         Path(path), pattern, key="data.pattern", skip=frozenset(exclude).__contains__
     )
@@ -185,6 +187,26 @@ def _read_folder(
     starts = np.cumsum([0, *map(len, documents)], dtype=np.int64)
     tokens = np.frombuffer(b"".join(documents), np.uint8)
     return tokens, starts, identity.of_tokens(tokens, starts, full=True)
+
+
+def _check_excluded(path: str, exclude: tuple) -> None:
+    """Raises ConfigError for an entry of `exclude` that is no name, or nearly that of a subfolder.
+
+    Others may be in a list that is used for several folders.
+    """
+    if not exclude:
+        return
+    subfolders = {name for _, names, _ in os.walk(path) for name in names}
+    for name in exclude:
+        fault = ""
+        if not isinstance(name, str) or not name or any(letter in name for letter in "/*?["):
+            fault = "use the names of subfolders, without a path or a pattern"
+        elif name not in subfolders:
+            near = difflib.get_close_matches(name, subfolders - {*exclude}, n=1, cutoff=0.8)
+            if near:
+                fault = f'no subfolder has this name (did you mean "{near[0]}"?)'
+        if fault:
+            raise ConfigError(f"data.exclude={','.join(map(str, exclude))}: {name!r}: {fault}")
 
 
 def _load_raw_file(path: str, dtype: str, vocab_size: int) -> Corpus:
