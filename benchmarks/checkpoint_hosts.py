@@ -57,7 +57,7 @@ COLUMNS = ("save_read", "save_written", "save_seconds", "restore_read", "restore
 
 def io() -> tuple[float, float]:
     """Returns the MiB that this process has read and written."""
-    lines = Path("/proc/self/io").read_text().splitlines()
+    lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     return int(lines[0].split()[1]) / 2**20, int(lines[1].split()[1]) / 2**20
 
 

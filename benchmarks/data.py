@@ -51,12 +51,16 @@ def prepare_speeds(folder: Path, texts: list[str]) -> dict[str, float]:
     `prepare` runs with one and with two workers.
     """
     source = folder / "text.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     command = [sys.executable, "-m", "meshtrain", "prepare", str(source)]
     tokenizer_folder = folder / "tokenizer"
     small = folder / "small.jsonl"
-    small.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::10]))
+    small.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts[::10]), encoding="utf-8"
+    )
     flags = [f"--output={tokenizer_folder}", "--train_bpe=8192", "--num_workers=1"]
     app.main("prepare", [str(small), *flags])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -96,7 +96,7 @@ def _comments(nodes: list[ast.Assign], text: str) -> list[str]:
 
 
 def page() -> str:
-    text, values = SOURCE.read_text(), default.get_config().to_dict()
+    text, values = SOURCE.read_text(encoding="utf-8"), default.get_config().to_dict()
     parts, table = [HEAD], False
     for name, node, comment in entries(text):
         section, _, key = name.partition(".")

@@ -25,7 +25,7 @@ LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 def on_config(config):
     """Sets the navigation: a section for each heading of index.md, with the links of its tables."""
-    text = (ROOT / "docs" / "index.md").read_text()
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     config.nav = [{"Home": "index.md"}]
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         rows = re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\)", section, re.MULTILINE)
@@ -37,7 +37,9 @@ def on_config(config):
 def on_files(files, config):
     """Adds the files of OUTSIDE."""
     for path, place in OUTSIDE.items():
-        files.append(File.generated(config, place, content=(ROOT / path).read_text()))
+        files.append(
+            File.generated(config, place, content=(ROOT / path).read_text(encoding="utf-8"))
+        )
     return files
 
 

@@ -180,7 +180,7 @@ def sync() -> Iterator[str]:
 
 def own_imports(path: Path) -> Iterator[tuple[str, ...]]:
     """Yields the module or name in the package of each import in a file, within functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 yield tuple(f"{node.module}.{alias.name}".split("."))
@@ -266,4 +266,4 @@ def pictures() -> dict[str, str]:
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for name, text in pictures().items():
-        (FOLDER / name).write_text(text)
+        (FOLDER / name).write_text(text, encoding="utf-8")

@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
         fields = {name: field.contents() for name, field in reader.fields.items()}
         config = _config(fields)
         _save(folder, {_hf_name(t.name): _weights(t, config) for t in reader.tensors})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _tokenizer(fields).save(str(folder / "tokenizer.json"))
     tokens = fields["tokenizer.ggml.tokens"]
     special = {
@@ -50,7 +50,9 @@ def main(folder: Path) -> None:
     }
     special |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     special |= {"chat_template": fields["tokenizer.chat_template"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(special, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _download(scratch: Path) -> Path:
@@ -122,7 +124,9 @@ def _save(folder: Path, tensors: dict[str, np.ndarray]) -> None:
         file_of |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": file_of}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _tokenizer(fields: dict) -> Tokenizer:

@@ -110,7 +110,7 @@ def device_named(name: str) -> Device:
 
 def _device_of_file(name: str) -> Device:
     try:
-        values = tomllib.loads(Path(name).read_text())
+        values = tomllib.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--device={name}: cannot be read: {error}") from error
     base = values.pop("base", None)

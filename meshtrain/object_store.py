@@ -358,7 +358,7 @@ def _parse_record(data: bytes) -> dict[str, Any]:
 def _kernel_id() -> str:
     """Returns an id of this kernel and pid namespace, or "": host names are not unique."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""

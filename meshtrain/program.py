@@ -286,6 +286,36 @@ def check_saved_names(remat: str, known: tuple[str, ...]) -> None:
         )
 
 
+# Names in the lists of the default config, which not all models have.
+COMMON_NAMES = ("bias", "scale")
+
+
+def check_parameter_names(cfg: Config, params: Params) -> None:
+    """Raises ConfigError for a name in a list of the config that no parameter has.
+
+    Without the check a misspelt name would change nothing.
+    """
+    paths = []
+    for path, _ in jax.tree.leaves_with_path(params):
+        paths.append([str(entry.key) for entry in path])
+    last = {path[-1] for path in paths}
+    anywhere = {name for path in paths for name in path}
+    lists = [("sync.uncompressed", cfg.sync.uncompressed, anywhere)]
+    if cfg.optimizer.build.startswith("meshtrain."):  # others may read the key in another way
+        lists.append(("optim.no_decay", cfg.optimizer.options.get("no_decay", ()), last))
+    faults = []
+    for key, names, known in lists:
+        for name in names:
+            if name not in known and name not in COMMON_NAMES:
+                faults.append(
+                    f"{key}={','.join(map(str, names))}: no parameter has the name "
+                    f"{name!r}{did_you_mean(name, known)}; the names are "
+                    f"{', '.join(sorted(known))}"
+                )
+    if faults:
+        raise ConfigError(*faults)
+
+
 def _make_table(cfg: Config, model: Model, params: Params) -> Table:
     """Returns the schedule's table.
 

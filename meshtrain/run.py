@@ -26,7 +26,7 @@ from meshtrain.models.base import Model
 from meshtrain.monitor import health, heldout, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.writer import Units, Writer, finite, units_of
-from meshtrain.program import Program, assemble
+from meshtrain.program import Program, assemble, check_parameter_names
 from meshtrain.state import TrainState
 
 
@@ -100,12 +100,13 @@ def open_run(
         parts = build(cfg, model=model, data=data)
         cfg = with_steps(cfg, parts.train_data)
         program = assemble(cfg, parts)
+        check_parameter_names(cfg, program.abstract_state.params)
     config_record = cfg.to_dict()  # as files and checkpoints have it
     distributed.check_same({**config_record, "workdir": str(workdir)})
     train_data = parts.train_data
     if eval_data is None:
         eval_data = parts.heldout_data
-    eval_data = heldout.fixed_batches(eval_data, cfg)
+    eval_data = heldout.fixed_batches(eval_data, cfg, check=program.model.check_batch)
     stack.enter_context(program.active())
 
     # ---- the workdir, which this run alone may write, and the files of metrics in it ----
@@ -127,6 +128,7 @@ def open_run(
             cfg,
             program.mesh,
             log=writer.log,
+            check=program.model.check_batch,
         )
 
     # ---- the newest valid checkpoint: each device reads its own shards ----
@@ -173,7 +175,8 @@ def open_run(
     )
 
     # ---- the data, from the sample after the checkpoint's last one ----
-    loader = stack.enter_context(open_loader(train_data, cfg, program.mesh, position))
+    check = program.model.check_batch
+    loader = stack.enter_context(open_loader(train_data, cfg, program.mesh, position, check=check))
     first_batch = loader.peek()
     units = units_of(first_batch, parts.model)
     # Loaded here, since it reads compiled programs and plans: no other part of a run needs these.

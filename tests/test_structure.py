@@ -210,6 +210,39 @@ def test_modules_named_by_text_are_imported_in_few_places():
     assert {name for name, path in FILES.items() if risky.search(path.read_text())} == {*places}
 
 
+def without_encoding(path):
+    """Returns the lines of a file that open a text in the encoding of the locale."""
+    lines = []
+    for node in ast.walk(parsed(path)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        arguments = [ast.unparse(argument) for argument in node.args]
+        arguments += [ast.unparse(keyword.value) for keyword in node.keywords]
+        is_mode = [re.fullmatch(r"'[rwaxbt+]+'", argument) for argument in arguments]
+        if name == "open":
+            is_text = True
+        elif name.endswith(".open"):  # of a Path; others have arguments of other kinds
+            is_text = not arguments or any(is_mode)
+        elif name in ("os.fdopen", "io.TextIOWrapper") or name.endswith("TemporaryFile"):
+            is_text = name == "io.TextIOWrapper" or any(is_mode)
+        else:
+            is_text = name.endswith((".read_text", ".write_text"))
+        is_binary = any(mode and "b" in mode.string for mode in is_mode)
+        if is_text and not is_binary and "encoding" not in {one.arg for one in node.keywords}:
+            lines.append(node.lineno)
+    return sorted(lines)
+
+
+def test_every_text_is_opened_with_its_encoding():
+    """In the encoding of the locale a file is another text, and ruff knows only some calls."""
+    paths = [*FILES.values()]
+    for folder in ("benchmarks", "docs", "launch"):
+        paths += (ROOT / folder).rglob("*.py")
+    found = {str(path.relative_to(ROOT)): without_encoding(path) for path in paths}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def count_keys(section):
     return sum(count_keys(value) if isinstance(value, dict) else 1 for value in section.values())
 

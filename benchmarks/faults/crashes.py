@@ -153,13 +153,16 @@ def main() -> int:
 
     def final_state(workdir: Path):
         saved = arrays.as_numpy(workdir / find.FOLDER / str(steps))
-        rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         return saved, {row["step"]: row["loss"] for row in rows}
 
     (a, losses_a), (b, losses_b) = final_state(uninterrupted), final_state(interrupted)
     same = losses_a == losses_b and a.keys() == b.keys()
     same = same and all(np.array_equal(a[path], b[path]) for path in a)
-    events = (interrupted / "events.jsonl").read_text()
+    events = (interrupted / "events.jsonl").read_text(encoding="utf-8")
     print(f"{dict(killed)}; {events.count('quarantine')} corrupt checkpoints quarantined")
     relation = "bit-equal to" if same else "DIFFERENT from"
     print(f"{len(a)} arrays and {len(losses_a)} losses: {relation} the uninterrupted run")

@@ -55,7 +55,9 @@ def build(*, split: str, workdir: str, pace: float, **section) -> Source:
 
     def read(indices):
         time.sleep(pace)
-        if sleep_file.exists() and sleep_file.read_text() == os.environ.get("JAX_PROCESS_ID"):
+        if sleep_file.exists() and sleep_file.read_text(encoding="utf-8") == os.environ.get(
+            "JAX_PROCESS_ID"
+        ):
             sleep_file.unlink()
             time.sleep(1e6)
         return source.read(indices)
@@ -115,11 +117,13 @@ def worker_pids(workdir: Path) -> dict[int, int]:
         try:
             variables = dict(
                 pair.split("=", 1)
-                for pair in (folder / "environ").read_text(errors="replace").split("\0")
+                for pair in (folder / "environ")
+                .read_text(errors="replace", encoding="utf-8")
+                .split("\0")
                 if "=" in pair
             )
             place = object_store.url(workdir) or str(workdir)
-            if VARIABLE in variables and place in (folder / "cmdline").read_text():
+            if VARIABLE in variables and place in (folder / "cmdline").read_text(encoding="utf-8"):
                 pids[int(variables["JAX_PROCESS_ID"])] = int(folder.name)
         except OSError:
             continue
@@ -128,7 +132,7 @@ def worker_pids(workdir: Path) -> dict[int, int]:
 
 def read_jsonl(workdir: Path, name: str) -> list[dict]:
     path = workdir / name
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
@@ -148,7 +152,7 @@ def wait_for(condition, seconds: float, run: subprocess.Popen) -> None:
 
 
 def start(workdir: Path, steps: int, pace: float, *flags: str) -> subprocess.Popen:
-    with open(f"{workdir}.log", "a") as log:
+    with open(f"{workdir}.log", "a", encoding="utf-8") as log:
         return subprocess.Popen(
             command(workdir, steps, pace, *flags), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
         )
@@ -183,7 +187,7 @@ def recovery(args, folder: Path) -> dict:
 
 def inject(kind: str, rank: int, workdir: Path) -> None:
     if kind == "sleep":
-        (workdir / SLEEP_FILE).write_text(str(rank))
+        (workdir / SLEEP_FILE).write_text(str(rank), encoding="utf-8")
     else:
         os.kill(worker_pids(workdir)[rank], SIGNALS[kind])
 
@@ -259,7 +263,7 @@ def soak_in(
         newest_step(interrupted) + 1,
     )
     print(f"{steps} steps, {len(injected)} faults, {minutes:.1f} minutes, exit code {code}")
-    print(Path(f"{interrupted}.log").read_text().splitlines()[-1], flush=True)
+    print(Path(f"{interrupted}.log").read_text(encoding="utf-8").splitlines()[-1], flush=True)
     assert start(uninterrupted, steps, 0.0).wait() == 0
     ends = [object_store.url(one) or one for one in (interrupted, uninterrupted)]
     same = final_state(ends[0]) == final_state(ends[1])

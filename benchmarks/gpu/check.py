@@ -131,7 +131,7 @@ def run_part(part: Part, folder: Path) -> tuple[list[dict], dict[str, Any]]:
     fault = _run(command, log, seconds=60 * part.minutes)
     rows, saved = [], {"command": " ".join(["python", *part.command])}
     with contextlib.suppress(OSError):  # it ended before it wrote the file
-        text = file.read_text() if part.output else ""
+        text = file.read_text(encoding="utf-8") if part.output else ""
         try:
             rows = list(part.read(text)) if part.read else []
             saved["record"] = json.loads(text) if file.suffix == ".json" else text
@@ -139,7 +139,7 @@ def run_part(part: Part, folder: Path) -> tuple[list[dict], dict[str, Any]]:
             fault = fault or str(error)
     saved["seconds"] = time.monotonic() - began
     if fault:
-        saved["log"] = log.read_text(errors="replace")[-TAIL:]
+        saved["log"] = log.read_text(errors="replace", encoding="utf-8")[-TAIL:]
         rows.append({"result": "FAILED", "note": fault})
     rows = rows or [{"note": f"{saved['seconds']:.0f} s"}]
     first = {"check": part.name, "case": "", "result": "passed"}
@@ -151,7 +151,7 @@ def _run(command: list[str], log: Path, *, seconds: float) -> str:
 
     Ends its processes after `seconds`.
     """
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         options = dict(cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **options)
         try:
@@ -164,7 +164,11 @@ def _run(command: list[str], log: Path, *, seconds: float) -> str:
             process.wait()
     if code is None:
         return f"not done after {seconds / 60:g} minutes"
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(errors="replace", encoding="utf-8").splitlines()
+        if line.strip()
+    ]
     return f"exit code {code}: {lines[-1][:150] if lines else 'no output'}" if code else ""
 
 
@@ -177,8 +181,8 @@ def text_of(rows: list[dict], title: str) -> str:
 
 def save(folder: Path, results: dict[str, Any], text: str) -> None:
     name = record.name_of("gpu-check", results)
-    (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / f"{name}.txt").write_text(text)
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.txt").write_text(text, encoding="utf-8")
     print(f"written to {folder / name}.json and .txt")
 
 

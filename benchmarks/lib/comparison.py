@@ -94,7 +94,7 @@ def run(
     first, *others = names
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         if names != ["meshtrain"]:
             Implementation("initial", folder).close()
         for group in [[first, other] for other in others] if pairs and others else [names]:

@@ -38,7 +38,7 @@ def prepare(name: str, folder: Path):
 
     The first function returns the loss of its step.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rows, length = config["train"]["global_batch"], config["data"]["seq_len"]
     shape = rows, length + 1
     # As often as the words of a text: Zipf's law. The gradients of a frequent token's embedding are

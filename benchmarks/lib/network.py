@@ -84,7 +84,9 @@ def joined(count: int) -> Iterator[Hosts]:
         print(why, file=sys.stderr)
         raise SystemExit(2)
     with contextlib.ExitStack() as stack:
-        names = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix="-hosts"))
+        names = stack.enter_context(
+            tempfile.NamedTemporaryFile("w", suffix="-hosts", encoding="utf-8")
+        )
         os.chmod(names.name, 0o644)
         bridge, *holders = (stack.enter_context(_namespace()) for _ in range(count + 1))
         hosts = Hosts(holders, bridge)
@@ -120,6 +122,6 @@ def _run(process: subprocess.Popen, script: str) -> None:
 
 
 def _sent(pid: int) -> int:
-    with open(f"/proc/{pid}/net/dev") as file:
+    with open(f"/proc/{pid}/net/dev", encoding="utf-8") as file:
         fields = dict(line.split(":", 1) for line in file if ":" in line)
     return int({name.strip(): rest for name, rest in fields.items()}[DEVICE].split()[8])

@@ -81,7 +81,7 @@ def save(output: Path | None, record: Mapping[str, Any], *, model: str) -> None:
         return
     if output.is_dir():
         output /= f"{name_of(model, record)}.json"
-    output.write_text(json.dumps(record, indent=1) + "\n")
+    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"written to {output}")
 
 
@@ -122,7 +122,7 @@ def _version(package: str) -> str | None:
 
 def _cpu() -> str | None:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), None)

@@ -78,7 +78,7 @@ def run_steps(workers: list[subprocess.Popen], count: int) -> list[dict]:
 def seconds_waiting_for_core() -> float:
     """Returns for how long threads of this process were runnable but waited for the core."""
     files = Path("/proc/self/task").glob("*/schedstat")
-    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+    return sum(int(file.read_text(encoding="utf-8").split()[1]) for file in files) / 1e9
 
 
 def timed_steps(compiled, carry, batch, count: int):

@@ -182,7 +182,7 @@ def measure_roofline(args) -> dict:
         if done.returncode:
             print(f"roofline: {done.stderr.strip().splitlines()[-1]}")
             return {"error": done.stderr.strip()[-1000:]}
-        audited = json.loads(file.read_text())
+        audited = json.loads(file.read_text(encoding="utf-8"))
     groups = {row["name"]: row["ceiling_seconds"] for row in audited["roofline"]["rows"]}
     row = {"config": "llama3_128k", "H200": 8, "peak GB": audited["memory"]["peak"] / 1e9}
     row |= {f"{name} s": seconds for name, seconds in groups.items()}

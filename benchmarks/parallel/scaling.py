@@ -161,7 +161,7 @@ def time_case(c, *, rounds: int, steps: int) -> dict:
     There is one time for each round.
     """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(c.to_dict()))
+        (Path(folder) / "config.json").write_text(json.dumps(c.to_dict()), encoding="utf-8")
         process = comparison.Implementation("meshtrain", Path(folder))
         try:
             process.run_steps(1)

@@ -114,7 +114,7 @@ DEVICES = hardware.devices() | {
 
 
 def rows(path: Path = STEPS) -> list[dict[str, str]]:
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 

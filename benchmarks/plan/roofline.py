@@ -58,7 +58,7 @@ def audited(model: str, size: int, overrides: list[str]) -> dict:
         if done.returncode:
             return {"model": model, "h200": size, "error": done.stderr.strip().splitlines()[-1]}
         return {"model": model, "h200": size, "keys": keys + overrides} | json.loads(
-            file.read_text()
+            file.read_text(encoding="utf-8")
         )
 
 

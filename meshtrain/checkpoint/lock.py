@@ -121,6 +121,6 @@ def _check_shared(folder: Path) -> None:
 
 def _content(folder: Path) -> str:
     try:
-        return (folder / storage.LOCK).read_text()
+        return (folder / storage.LOCK).read_text(encoding="utf-8")
     except OSError:
         return ""

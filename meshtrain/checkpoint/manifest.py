@@ -113,7 +113,7 @@ def write(directory: Path, manifest: Manifest) -> None:
         raise OSError(errno.ELOOP, "is a link", str(directory))
     new = directory / f"._{NAME}"
     try:
-        with open(new, "w") as file:
+        with open(new, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -56,7 +56,9 @@ def copy_tokenizer(workdir: Path, config: Mapping[str, Any], known: str) -> None
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
         if entry:
-            (new / prepared.MANIFEST).write_text(json.dumps({"tokenizer": entry}, indent=2) + "\n")
+            (new / prepared.MANIFEST).write_text(
+                json.dumps({"tokenizer": entry}, indent=2) + "\n", encoding="utf-8"
+            )
         if source:
             copy_files([source, *sources], new, [*named_files, *FILES, HUGGINGFACE_CONFIG])
         shutil.rmtree(target, ignore_errors=True)

@@ -77,9 +77,9 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
         faults = [fault.replace("--simulate_devices=", name) for fault in error.faults]
         raise ConfigError(*faults) from error
     if args.keep_hlo:
-        args.keep_hlo.write_text(result.hlo)
+        args.keep_hlo.write_text(result.hlo, encoding="utf-8")
     if args.output:
-        args.output.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
+        args.output.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
     print(*text.lines(result), sep="\n")
     return 0
 

@@ -133,12 +133,14 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
 
     report = text.Report(plan_input, machine, limit=limit, scale=args.measured)
     if args.output:
-        args.output.write_text(json.dumps(text.to_dict(plan, report), indent=2) + "\n")
+        args.output.write_text(
+            json.dumps(text.to_dict(plan, report), indent=2) + "\n", encoding="utf-8"
+        )
     if args.explain is not None:
         best = plan.candidates[0]
         print(*text.explain_lines(best, report), sep="\n")
         if args.svg:
-            args.svg.write_text(text.explain_svg(best, report))
+            args.svg.write_text(text.explain_svg(best, report), encoding="utf-8")
     else:
         print(*text.lines(plan, report, tokens=args.tokens, price=args.price), sep="\n")
     return 0

@@ -200,7 +200,7 @@ def _make_private(folder: Path, *, others: int) -> None:
 def _cpu_features() -> str:
     """Returns a short hash of this CPU's instruction set."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     features = [line for line in lines if line.startswith(("flags", "Features"))]  # one per core
@@ -255,7 +255,7 @@ def efa_fault(
 def _num_efa_adapters(root: Path) -> int:
     """Returns the number of RDMA devices that Amazon makes."""
     vendors = root.glob("sys/class/infiniband/*/device/vendor")
-    return sum(path.read_text().strip() == AMAZON_VENDOR for path in vendors)
+    return sum(path.read_text(encoding="utf-8").strip() == AMAZON_VENDOR for path in vendors)
 
 
 def _load_error(plugin: str, load: Callable[[str], Any]) -> str:

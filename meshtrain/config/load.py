@@ -131,7 +131,7 @@ def _without_replacements(config: ConfigDict, overrides: Iterable[str]) -> list[
 def reject_huggingface(folder: Path) -> None:
     """Raises ConfigError if a folder's config.json was written by Hugging Face transformers."""
     try:
-        found = "architectures" in json.loads((folder / "config.json").read_text())
+        found = "architectures" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return
     if found:
@@ -225,7 +225,7 @@ def _find(name: str) -> Path | None:
 
 def _read_json(file: Path, trust_code: bool) -> ConfigDict:
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise ValueError("it is not an object of sections")
     except (OSError, ValueError, RecursionError) as error:
@@ -321,7 +321,7 @@ def _with_tuples(value: Any) -> Any:
 def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
     """Returns a copy with the overrides applied."""
     values = flags.FlagValues()
-    arguments = ["meshtrain", *overrides]
+    arguments = ["meshtrain", *(_with_literal_list(config, override) for override in overrides)]
     changed = copy.deepcopy(config)
     holder = config_flags.DEFINE_config_dict(
         "config", changed, flag_values=values, sys_argv=arguments
@@ -331,6 +331,21 @@ def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
     # raises the error of a reference that cannot be computed
     holder.value.copy_and_resolve_references()
     return holder.value
+
+
+def _with_literal_list(config: ConfigDict, override: str) -> str:
+    """Returns an override of a list with its value as a Python literal: a,b -> ("a", "b").
+
+    Other overrides are returned as they are.
+    """
+    flag, separator, value = override.partition("=")
+    is_list = isinstance(_value(config, flag.removeprefix(FLAG)), tuple)
+    if not (separator and is_list) or re.search(r"""[][(){}'"]""", value):
+        return override
+    entries = [entry.strip() for entry in value.split(",") if entry.strip()]
+    if any(re.search(r"\s", entry) for entry in entries):
+        return override
+    return f"{flag}=({''.join(f'{_literal(entry)}, ' for entry in entries)})"
 
 
 def _join_values(arguments: Iterable[str]) -> list[str]:
@@ -486,13 +501,15 @@ def _yaml_text(node: yaml.Node) -> str:
 
 
 def _yaml_literal(node: yaml.Node) -> str:
-    """Returns an entry of a list as a Python literal.
-
-    It is a string if it has quotes or is no other literal.
-    """
+    """Returns an entry of a list as a Python literal; one with quotes is a string."""
     text = _yaml_text(node)
     if getattr(node, "style", None) in ("'", '"'):
         return repr(text)
+    return _literal(text)
+
+
+def _literal(text: str) -> str:
+    """Returns a text as a Python literal: as it is if it is one, else as a string."""
     try:
         ast.literal_eval(text := LITERALS.get(text.lower(), text))
         return text

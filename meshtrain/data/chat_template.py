@@ -101,7 +101,7 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
 def _read_json(file: Path) -> dict[str, Any]:
     """Returns the object in a file; {} if there is no file."""
     try:
-        settings = json.loads(file.read_text())
+        settings = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError("it is not an object")
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         sources = {entry["name"]: entry["template"] for entry in sources if isinstance(entry, dict)}
     try:
         if (folder / FILE).is_file():
-            sources = {"default": (folder / FILE).read_text()}
+            sources = {"default": (folder / FILE).read_text(encoding="utf-8")}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / FILE}: cannot be read: {error}; copy it again") from None
     if not all(isinstance(text, str) for text in sources.values()):

@@ -1,13 +1,15 @@
 """Tokens on disk as one stream: raw files, folders of text, Megatron-LM files, prepared folders."""
 
+import difflib
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data import files, identity, indexed, prepared
+from meshtrain.data import files, formats, identity, indexed, prepared, tokenizer
 from meshtrain.errors import ConfigError
 
 # B windows, W tokens of a window, T tokens of a file
@@ -30,6 +32,7 @@ class Corpus(NamedTuple):
     tokenizer: str = ""  # digest of the tokenizer; "": unknown
     vocab_size: int = 0  # 0: unknown
     token_bytes: np.ndarray | None = None  # (vocab_size,) number of text bytes of each token
+    added_bytes: Callable[[], np.ndarray] | None = None  # see `Source.added_bytes`
     # Path prefix of the files that cache computed results; "": none are written.
     cache_prefix: str = ""
 
@@ -84,6 +87,7 @@ def _load_prepared(path: str) -> Corpus:
         tokenizer=manifest["tokenizer"]["sha256"],
         vocab_size=manifest["tokenizer"]["vocab_size"],
         token_bytes=prepared.read_token_bytes(folder, manifest),
+        added_bytes=functools.partial(tokenizer.added_bytes, folder),
         cache_prefix=str(folder / "all"),
     )
 
@@ -120,7 +124,7 @@ def _load_text(path: str, dtype: str, vocab_size: int, pattern: str, exclude: tu
             f"data.vocab_size={vocab_size}; tokenize it with `meshtrain prepare`, or set "
             f"data.dtype=uint8 for bytes"
         )
-    tokens, starts, digest = _read_folder(path, pattern, exclude)
+    tokens, starts, digest = _read_folder(path, pattern, exclude, any_format=bool(dtype))
     return Corpus(
         path,
         files=[path],
@@ -134,10 +138,16 @@ def _load_text(path: str, dtype: str, vocab_size: int, pattern: str, exclude: tu
 
 
 @functools.lru_cache(maxsize=1)  # both splits read the same folder
-def _read_folder(path: str, pattern: str, exclude: tuple) -> tuple[np.ndarray, np.ndarray, str]:
-    """Returns the bytes of all files, where each file begins (files + 1,), and a digest of both."""
+def _read_folder(
+    path: str, pattern: str, exclude: tuple, *, any_format: bool
+) -> tuple[np.ndarray, np.ndarray, str]:
+    """Returns the bytes of all files, where each file begins (files + 1,), and a digest of both.
+
+    Unless `any_format`, raises ConfigError for a file that is not text.
+    """
     if not pattern:
         raise ConfigError("data.pattern='': use a pattern of names, such as *.txt")
+    _check_excluded(path, exclude)
     paths, prepared_folders = files.find(
         Path(path), pattern, key="data.pattern", skip=frozenset(exclude).__contains__
     )
@@ -150,6 +160,13 @@ def _read_folder(path: str, pattern: str, exclude: tuple) -> tuple[np.ndarray, n
         )
     if not paths:
         raise ConfigError(f"data.path={path}: no files match data.pattern={pattern!r}")
+    for file in () if any_format else paths:
+        known = formats.in_folder(file)
+        if known:
+            raise ConfigError(
+                f"data.path={path}: {file} is {known.name}, not text; {known.way_out}, or leave it "
+                f"out with data.pattern; to train on the bytes of all files, set data.dtype=uint8"
+            )
     sizes = [file.stat().st_size for file in paths]
     total = sum(sizes)
     if not total:
@@ -170,6 +187,26 @@ def _read_folder(path: str, pattern: str, exclude: tuple) -> tuple[np.ndarray, n
     starts = np.cumsum([0, *map(len, documents)], dtype=np.int64)
     tokens = np.frombuffer(b"".join(documents), np.uint8)
     return tokens, starts, identity.of_tokens(tokens, starts, full=True)
+
+
+def _check_excluded(path: str, exclude: tuple) -> None:
+    """Raises ConfigError for an entry of `exclude` that is no name, or nearly that of a subfolder.
+
+    Others may be in a list that is used for several folders.
+    """
+    if not exclude:
+        return
+    subfolders = {name for _, names, _ in os.walk(path) for name in names}
+    for name in exclude:
+        fault = ""
+        if not isinstance(name, str) or not name or any(letter in name for letter in "/*?["):
+            fault = "use the names of subfolders, without a path or a pattern"
+        elif name not in subfolders:
+            near = difflib.get_close_matches(name, subfolders - {*exclude}, n=1, cutoff=0.8)
+            if near:
+                fault = f'no subfolder has this name (did you mean "{near[0]}"?)'
+        if fault:
+            raise ConfigError(f"data.exclude={','.join(map(str, exclude))}: {name!r}: {fault}")
 
 
 def _load_raw_file(path: str, dtype: str, vocab_size: int) -> Corpus:
@@ -209,9 +246,18 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
 
 
 def _default_dtype(path: str, vocab_size: int) -> str:
-    """Returns "uint8" if a raw file can hold bytes; raises ConfigError if its tokens are wider."""
+    """Returns "uint8" if a raw file can hold bytes.
+
+    Raises ConfigError if its tokens are wider, or if it has a format of its own.
+    """
     if path.endswith(".npy") or not os.path.getsize(path):
         return "uint8"  # not used
+    known = formats.of_file(path)
+    if known:
+        raise ConfigError(
+            f"data.path={path}: is {known.name}, not text; {known.way_out}; to train on the bytes "
+            f"of the file itself, set data.dtype=uint8"
+        )
     with open(path, "rb") as file:
         sample = file.read(1 << 16)
     reason = ""

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,12 +24,17 @@ AHEAD = 2  # batches read and sent to the devices before they are needed
 
 
 def open_loader(
-    data: Source | Iterable[Any], cfg: Config, mesh: jax.sharding.Mesh, position: int
+    data: Source | Iterable[Any],
+    cfg: Config,
+    mesh: jax.sharding.Mesh,
+    position: int,
+    *,
+    check: Callable[[Any], None] | None = None,
 ) -> contextlib.closing:
     """Returns a context with the Loader of a run's Source, or of an iterable of global batches.
 
-    With `data.per_process` the iterable yields the rows of this process. Raises ConfigError if
-    several processes hold the same rows.
+    With `data.per_process` the iterable yields the rows of this process. `check` is
+    `Model.check_batch`. Raises ConfigError if several processes hold the same rows.
     """
     global_batch = cfg.train.global_batch
     per_process = cfg.data.options.get("per_process", False)
@@ -47,7 +52,14 @@ def open_loader(
         )
     else:
         source = data
-    loader = Loader(source, mesh, cfg.rules, global_batch=global_batch, position=position)
+    loader = Loader(
+        source,
+        mesh,
+        cfg.rules,
+        global_batch=global_batch,
+        position=position,
+        check=check,
+    )
     return contextlib.closing(loader)
 
 
@@ -55,7 +67,7 @@ class Loader:
     """Iterates over the global batches of a source, starting at sample `position`.
 
     The sequences of a `Batch` are in the order of `context.order`, sharded over the mesh axes of
-    rule "seq". Close it when done.
+    rule "seq". `check` raises ConfigError for rows that the model cannot read. Close it when done.
     """
 
     def __init__(
@@ -66,8 +78,10 @@ class Loader:
         *,
         global_batch: int,
         position: int = 0,
+        check: Callable[[Any], None] | None = None,
     ):
         self._source = source
+        self._check = check
         self._global_batch = global_batch
         self._mesh = mesh
         self._rules = rules
@@ -102,6 +116,8 @@ class Loader:
     def read(self, position: int) -> Any:
         """Returns samples `position` ... `position` + global_batch - 1 as sharded jax arrays."""
         batch = self._source.read(position + self._rows)
+        if self._check is not None:
+            self._check(batch)
 
         def is_batch(part: Any) -> bool:
             return isinstance(part, Batch)

@@ -20,7 +20,7 @@ def is_prepared(folder: Path) -> bool:
     """Returns True if `meshtrain prepare` wrote the folder, even if it is not finished."""
     try:
         if (folder / MANIFEST).is_file():
-            return KEYS <= set(json.loads((folder / MANIFEST).read_text()))
+            return KEYS <= set(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
         if (folder / JOURNAL).is_file():
             with open(folder / JOURNAL, "rb") as file:
                 return set(json.loads(file.readline())) == {"settings"}
@@ -36,7 +36,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     name = folder / MANIFEST
     try:
-        manifest = json.loads(name.read_text())
+        manifest = json.loads(name.read_text(encoding="utf-8"))
         version = manifest["version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{name} cannot be read: {error}; prepare the folder again") from None

@@ -22,6 +22,9 @@ class Batch(NamedTuple):
     # (B, W) uint32, which no dataset yields: the train step of a model with dropout adds them;
     # see ops/dropout.py.
     row_keys: Any = None
+    # (B,) int32, which no dataset yields: in generation, the positions before a row's first token.
+    # Its sequences are in the order of positions on every mesh.
+    num_pads: Any = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Source:
     baseline: float | None = None
     size: int | None = None  # samples per epoch; None: there are no epochs
     token_bytes: np.ndarray | None = None  # (V,) number of text bytes of each token
+    # Returns (V,) how many of these bytes the tokenizer added to the token after each one.
+    added_bytes: Callable[[], np.ndarray] | None = None
     # What the samples are made of, wherever it is stored: "data", a digest of all tokens, and
     # "tokenizer", the digest of their tokenizer, or "". Empty: unknown.
     identity: Mapping[str, str] = field(default_factory=dict)
@@ -116,6 +121,6 @@ def concatenate(batches: Iterable[Batch], order: np.ndarray) -> Batch:
     """Returns the rows of all batches, which have the same fields, in this order."""
     fields = []
     for arrays in zip(*batches, strict=True):
-        is_missing = arrays[0] is None  # no positions and segments, or no row_keys
+        is_missing = arrays[0] is None  # a field that only some batches have
         fields.append(None if is_missing else np.concatenate(arrays)[order])
     return Batch(*fields)

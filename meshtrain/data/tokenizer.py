@@ -140,11 +140,26 @@ def digest(tokenizer: Tokenizer) -> str:
 def entry_of(folder: Path) -> dict[str, Any]:
     """Returns the tokenizer's entry in a prepared folder's manifest; {} without a manifest."""
     try:
-        return {**json.loads((folder / prepared.MANIFEST).read_text())["tokenizer"]}
+        return {**json.loads((folder / prepared.MANIFEST).read_text(encoding="utf-8"))["tokenizer"]}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / prepared.MANIFEST} cannot be read: {error}") from None
+
+
+def added_bytes(folder: Path) -> np.ndarray:
+    """Returns how many bytes a prepared folder's tokenizer added to the token after each one (V,).
+
+    Many tokenizers put a space before a text. It is part of the first token, which is a target if
+    the document begins with `bos`.
+    """
+    entry = entry_of(folder)
+    added_V = np.zeros(entry["vocab_size"], np.int32)
+    if entry["bos"] is not None:
+        loaded = load(folder)
+        first = loaded.encode("a")
+        added_V[entry["bos"]] = max(loaded.token_bytes()[first].sum() - len("a"), 0)
+    return added_V
 
 
 # ---- bytes ----

@@ -212,6 +212,7 @@ def split_source(
         baseline=unigram_entropy(sample, vocab_size),
         size=size,
         token_bytes=corpus.token_bytes,
+        added_bytes=corpus.added_bytes,
         identity={"data": corpus.digest, "tokenizer": corpus.tokenizer},
     )
 

@@ -324,7 +324,7 @@ def abstract_params(model: Model, dtype: np.dtype, rules: sharding.Rules, mesh: 
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def check_free_space(target: Path, size: int) -> None:

@@ -198,7 +198,7 @@ def write(
             size += spec.bytes
             file_of[spec.name] = file
     index = {"metadata": {"total_size": size}, "weight_map": file_of}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_file(path: Path, specs: list[TensorSpec], arrays: Iterable[np.ndarray]) -> None:

@@ -75,7 +75,7 @@ def write(
         "target_modules": sorted(modules),
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _factors(a: np.ndarray, b: np.ndarray, *, num_stacked: int) -> tuple[np.ndarray, np.ndarray]:

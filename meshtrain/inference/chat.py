@@ -58,7 +58,7 @@ def end_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
 def _listed_end_tokens(file: Path) -> list[int]:
     """Returns the end tokens that a generation_config.json lists; none if it cannot be read."""
     try:
-        tokens = json.loads(file.read_text())["eos_token_id"]
+        tokens = json.loads(file.read_text(encoding="utf-8"))["eos_token_id"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     if not isinstance(tokens, list):

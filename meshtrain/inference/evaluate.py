@@ -104,14 +104,21 @@ def evaluate(
     num_batches = -(-source.size // global_batch)
     if max_batches:
         num_batches = min(num_batches, max_batches)
-    loader = Loader(one_epoch(source), program.mesh, program.rules, global_batch=global_batch)
+    loader = Loader(
+        one_epoch(source),
+        program.mesh,
+        program.rules,
+        global_batch=global_batch,
+        check=program.model.check_batch,
+    )
     bytes_V = None if source.token_bytes is None else source.token_bytes.astype(np.float32)
+    added_V = None if source.added_bytes is None else source.added_bytes()
 
     def measure(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the sums of nats, of weights and of text bytes."""
         metrics = program.eval_step(params, batch)
         nats = metrics.extra.get("cross_entropy", metrics.loss)  # the loss without z-loss
-        num_bytes = jnp.float32(0) if bytes_V is None else _num_bytes(batch, bytes_V)
+        num_bytes = jnp.float32(0) if bytes_V is None else _num_bytes(batch, bytes_V, added_V)
         return nats, metrics.weight, num_bytes
 
     sums = np.zeros(3)
@@ -129,5 +136,9 @@ def evaluate(
     return Evaluation(nats / weight, weight, None if bytes_V is None else num_bytes)
 
 
-def _num_bytes(batch: Batch, bytes_V: np.ndarray) -> jax.Array:
-    return jnp.sum(jnp.asarray(bytes_V)[batch.targets] * batch.weights)
+def _num_bytes(batch: Batch, bytes_V: np.ndarray, added_V: np.ndarray | None) -> jax.Array:
+    """Returns the number of bytes of text in the targets that count."""
+    bytes_BS = jnp.asarray(bytes_V)[batch.targets]
+    if added_V is not None:
+        bytes_BS -= jnp.asarray(added_V)[batch.tokens]
+    return jnp.sum(bytes_BS * batch.weights)

@@ -20,6 +20,8 @@ from meshtrain.program import Program
 
 # B rows, S positions of a call, T positions in the cache, V vocabulary, D model
 
+ROUNDING = 1e-6  # of a sum of probabilities
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -59,18 +61,30 @@ class Sampling:
         return jax.vmap(jax.random.categorical)(keys_B, logits_BV)
 
     def _mask_unlikely(self, logits_BV: jax.Array) -> jax.Array:
-        """Returns the logits, with -inf for the tokens outside top_k or top_p."""
+        """Returns the logits, with -inf for the tokens outside top_k or top_p.
+
+        Ties are those of transformers: top_k keeps all tokens as likely as the k-th, top_p no more
+        than it needs, of equally likely ones those with the highest ids.
+        """
         V = logits_BV.shape[-1]
-        if self.top_p == 1 and not 0 < self.top_k < V:
-            return logits_BV
-        ranked_BV = jnp.sort(logits_BV, axis=-1, descending=True)
         if 0 < self.top_k < V:
-            ranked_BV = jnp.where(jnp.arange(V)[None] < self.top_k, ranked_BV, -jnp.inf)
-        probs_BV = jax.nn.softmax(ranked_BV, axis=-1)
-        before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
-        last_B = jnp.sum((before_BV < self.top_p) & (ranked_BV > -jnp.inf), axis=-1) - 1
-        threshold_B = jnp.take_along_axis(ranked_BV, last_B[:, None], axis=-1)
-        return jnp.where(logits_BV >= threshold_B, logits_BV, -jnp.inf)
+            best_Bk, _ = jax.lax.top_k(logits_BV, self.top_k)
+            logits_BV = jnp.where(logits_BV >= best_Bk[:, -1:], logits_BV, -jnp.inf)
+        if self.top_p < 1:
+            ranked_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+            probs_BV = jax.nn.softmax(ranked_BV, axis=-1)
+            before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+            # Rounding must not add a token where the probabilities add up to top_p.
+            is_needed_BV = before_BV < self.top_p - ROUNDING
+            num_kept_B1 = jnp.maximum(is_needed_BV.sum(-1, keepdims=True), 1)
+            last_B1 = jnp.take_along_axis(ranked_BV, num_kept_B1 - 1, axis=-1)
+            is_above_BV = logits_BV > last_B1
+            is_tied_BV = logits_BV == last_B1
+            tie_BV = jax.lax.cumsum(is_tied_BV.astype(jnp.int32), axis=1, reverse=True)
+            num_ties_B1 = num_kept_B1 - is_above_BV.sum(-1, keepdims=True)
+            is_kept_BV = is_above_BV | is_tied_BV & (tie_BV <= num_ties_B1)
+            logits_BV = jnp.where(is_kept_BV, logits_BV, -jnp.inf)
+        return logits_BV
 
 
 def generate(
@@ -87,8 +101,8 @@ def generate(
     """Yields the next token of each row, up to `length` times.
 
     From a row's first `stop` token on, it is None. Each prompt has 1 or more tokens; lengths may
-    differ. The model sees at most the last `context` tokens: when the cache is full, a new one is
-    computed from the newer half of the tokens.
+    differ. The model sees at most the last `context` tokens of a row: when it has seen as many, it
+    continues with the newer half of them, computed anew. Longer rows do not shorten it.
     """
     model = program.model
     for name in ("cached_embed", "cached_block"):
@@ -113,22 +127,26 @@ def generate(
     )
     params = _to_compute_dtype(program, params, dtype)
     number = 0  # tokens generated so far
-    width = min(context, max(map(len, rows)))  # tokens that a new cache begins with
+    num_seen = [min(context, len(row)) for row in rows]  # the last tokens of each row in the cache
+    half = max(1, context // 2)
+    width = max(num_seen)  # tokens that a new cache begins with, some of them padding
+    room = context - width  # tokens that can be added until the context of a row is full
     while number < length and any(is_active):
-        # Prefill: compute a new cache from the last `width` tokens of each row.
-        size = min(context, width + length - number)
-        window, num_pads = _window(rows, width)
+        # Prefill: compute a new cache from the last tokens of each row.
+        size = width + min(room, length - number)
+        window, num_pads = _window(rows, num_seen, width)
         decode_step = partial(decode, params, num_pads=num_pads, size=size, dtype=dtype)
         with program.active():
             sampled, cache = decode_step(tokens=window, start=0, number=number, cache=None)
 
-        # Decode one token of each row at a time, until the cache is full.
+        # Decode one token of each row at a time, until the context of a row is full.
         for start in range(width, size + 1):
             # Wait for this step before the next starts: on CPU, processes confuse the messages of
             # two programs in flight, and hang.
             tokens = np.asarray(sampled).tolist()
             for index, token in enumerate(tokens):
                 rows[index].append(token)
+                num_seen[index] += 1
                 if token in stop:
                     is_active[index] = False
             number += 1
@@ -138,12 +156,19 @@ def generate(
             yield newest[:num_prompts]
             if number == length or not any(is_active):
                 return
-            if start < size:
-                with program.active():
-                    sampled, cache = decode_step(
-                        tokens=sampled[:, None], start=start, number=number, cache=cache
-                    )
-        width = max(1, context // 2)
+            is_full = [n > context for n in num_seen]
+            if start == size or any(np.logical_and(is_full, is_active)):
+                break
+            with program.active():
+                sampled, cache = decode_step(
+                    tokens=sampled[:, None], start=start, number=number, cache=cache
+                )
+        for index, active in enumerate(is_active):
+            if num_seen[index] > context or not active:
+                num_seen[index] = half
+        # Each width is compiled, so there are two: for full rows alone, and for any rows.
+        width = half if max(num_seen) == half else context
+        room = context - half
 
 
 def _decode(
@@ -174,6 +199,7 @@ def _decode(
         jnp.ones((B, S), jnp.float32),
         positions=jnp.maximum(slot_BS - num_pads[:, None], 0),
         segments=(slot_BS >= num_pads[:, None]).astype(jnp.int32),
+        num_pads=jnp.clip(num_pads - start, 0, S),
     )
     filled_BT = jnp.arange(size)[None] >= num_pads[:, None]
     past = CacheState(jnp.asarray(start, jnp.int32), filled_BT.astype(jnp.int32))
@@ -189,12 +215,14 @@ def _decode(
     return sampling.draw(logits_BV, number), (embed_cache, layer_caches)
 
 
-def _window(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the last `width` tokens of each row, right-aligned (B, S), and its pads (B,)."""
+def _window(
+    rows: Sequence[Sequence[int]], num_seen: Sequence[int], width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the last `num_seen` tokens of rows (B, width), right-aligned, and their pads (B,)."""
     window_BS = np.zeros((len(rows), width), np.int32)
     num_pads_B = np.zeros(len(rows), np.int32)
     for index, row in enumerate(rows):
-        newest = row[-width:]
+        newest = row[-num_seen[index] :]
         num_pads_B[index] = width - len(newest)
         window_BS[index, width - len(newest) :] = newest
     return window_BS, num_pads_B

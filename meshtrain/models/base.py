@@ -84,6 +84,8 @@ class Model:
     # `means` are the gradients per unit of weight of the global batch. These leaves stay out of
     # clipping, norm and optimizer.
     measure: Callable[[Params, Params], tuple[Params, dict[str, jax.Array]]] | None = None
+    # Raises ConfigError for a batch, on the host, whose numbers jax would clamp silently.
+    check_batch: Callable[[Any], None] | None = None
     num_inactive: int = 0  # parameters that a token does not use: those of other experts
     # Path of a parameter -> whether it is trained or measured, see lora.py; None: all are.
     is_trained: Callable[[str], bool] | None = None

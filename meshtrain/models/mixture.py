@@ -13,6 +13,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -107,7 +108,7 @@ class Mixture(nnx.Module):
         if c.router != "softmax":
             weights_BSk /= weights_BSk.sum(-1, keepdims=True) + jnp.finfo(wide).tiny
         load_BSE = is_chosen_BSkE.mean(2, dtype=wide)
-        kept_BSk = within_capacity(c, experts_BSk)
+        kept_BSk = within_capacity(c, experts_BSk, batch)
         loss_BS = self._balance_loss(share_BSE, load_BSE, batch)
         if c.router_z_loss:
             loss_BS += c.router_z_loss * log_z_BS**2
@@ -173,22 +174,32 @@ def observe(measured: RouterStats, **values_BS: jax.Array) -> jax.Array:
     return total
 
 
-def within_capacity(c: TransformerConfig, experts_BSk: jax.Array) -> jax.Array:
+def within_capacity(c: TransformerConfig, experts_BSk: jax.Array, batch: Batch) -> jax.Array:
     """Returns which assignments an expert accepts (B, S, k): all if `capacity_factor` is 0.
 
     In each row of the batch an expert accepts the first capacity_factor x S x k / E assignments,
-    rounded up, in the order of positions: so later tokens have no effect on earlier ones.
+    rounded up, in the order of positions: so later tokens have no effect on earlier ones. In
+    generation, S is the number of tokens in the row without padding, which takes no capacity.
     """
     (S, k), E = experts_BSk.shape[1:], c.num_experts
     if not c.capacity_factor:
         return jnp.ones(experts_BSk.shape, bool)
-    capacity = -int(-c.capacity_factor * S * k // E)
-    order = context.order(S, num_shards("seq", S))
+    if batch.num_pads is None:
+        order = context.order(S, num_shards("seq", S))
+        num_pads_B1 = jnp.zeros((1, 1), jnp.int32)
+    else:
+        order = np.arange(S)
+        num_pads_B1 = batch.num_pads[:, None]
+    # The capacity of an expert, by the number of tokens in a row.
+    capacities = [-int(-c.capacity_factor * n * k // E) for n in range(S + 1)]
+    capacity_B1 = jnp.array(capacities)[S - num_pads_B1]
     natural = jnp.argsort(order)
     ranked = constrain(experts_BSk, "batch", None, None)[:, natural]
+    is_pad_BS = jnp.arange(S)[None] < num_pads_B1
+    ranked = jnp.where(is_pad_BS[..., None], experts.DROPPED, ranked)
     is_chosen = ranked.reshape(-1, S * k)[..., None] == jnp.arange(E)[None, None]
     rank = jnp.where(is_chosen, jnp.cumsum(is_chosen, axis=1), 0).sum(-1)
-    kept = (rank <= capacity).reshape(-1, S, k)[:, jnp.asarray(order)]
+    kept = (rank <= capacity_B1).reshape(-1, S, k)[:, jnp.asarray(order)]
     return constrain(kept, "batch", "seq", None)
 
 

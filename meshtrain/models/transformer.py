@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from meshtrain.data.source import Batch
+from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics, weighted
 from meshtrain.models import base, mixture
 from meshtrain.models.base import FIRST_LAYERS_KEY, LAYER_NUMBER_KEY
@@ -160,6 +161,35 @@ def positions_of(batch: Batch) -> jax.Array:
     if batch.positions is not None:
         return batch.positions
     return context.positions(batch.tokens.shape[1])[None, :]
+
+
+def check_batch(c: TransformerConfig, batch: Batch) -> None:
+    """Raises ConfigError for tokens, targets or positions outside the model's tables.
+
+    jax would clamp them to the last row. A target of weight 0 may be any number.
+    """
+    vocab_size = f"model.vocab_size={c.vocab_size}; set it above the largest token"
+    _check_range("token", batch.tokens, c.vocab_size, vocab_size)
+    targets = np.where(np.asarray(batch.weights) != 0, batch.targets, 0)
+    _check_range("target", targets, c.vocab_size, f"{vocab_size}, or give the target weight 0")
+    if c.positions == "learned":
+        positions = batch.positions
+        if positions is None:
+            positions = np.arange(np.shape(batch.tokens)[1])[None]
+        length = f"model.max_seq_len={c.max_seq_len}; use shorter rows, or model.positions='rope'"
+        _check_range("position", positions, c.max_seq_len, length)
+
+
+def _check_range(name: str, numbers: Any, size: int, what: str) -> None:
+    """Raises ConfigError unless all numbers (B, S) are from 0 to below `size`."""
+    numbers = np.asarray(numbers)
+    is_outside = (numbers < 0) | (numbers >= size)
+    if is_outside.any():
+        row, place = np.argwhere(is_outside)[0]
+        raise ConfigError(
+            f"data: a batch holds {name} {numbers[row, place]} (in row {row}, at {place}), outside "
+            f"{what}"
+        )
 
 
 class Decoder:
@@ -330,6 +360,7 @@ def build(**config) -> base.Model:
         saved_names=("attention", "mlp"),
         shards_sequences=True,
         measure=partial(mixture.measure, c) if c.num_experts else None,
+        check_batch=partial(check_batch, c),
         num_inactive=weights.unused,
         linears=decoder.linears(),
         row_keys=c.dropout > 0,

@@ -17,11 +17,11 @@ from meshtrain.errors import ConfigError
 from meshtrain.state import TrainState, evaluation_params
 
 
-def fixed_batches(data: Any, cfg: Config) -> Any:
+def fixed_batches(data: Any, cfg: Config, *, check: Callable[[Any], None] | None = None) -> Any:
     """Returns the held-out data, of which each evaluation uses the same first batches.
 
     They are those of a Source, in which no sample counts twice, or else a list of the first
-    `eval.batches` batches: an iterator can be read only once.
+    `eval.batches` batches: an iterator can be read only once. `check` is `Model.check_batch`.
     """
     if data is None or not cfg.eval.batches:
         return None
@@ -34,6 +34,9 @@ def fixed_batches(data: Any, cfg: Config) -> Any:
             "new "
             "iterator"
         )
+    if check is not None:
+        for batch in batches:
+            check(batch)
     return batches
 
 
@@ -62,10 +65,12 @@ def make_heldout_loss(
     mesh: jax.sharding.Mesh,
     *,
     log: Callable[[str], None],
+    check: Callable[[Any], None] | None = None,
 ) -> Callable[[TrainState], float | None]:
     """Returns the function state -> loss on the first `eval.batches` held-out batches.
 
-    It returns None, and logs a line, if these batches have no weight.
+    It returns None, and logs a line, if these batches have no weight. `check` is
+    `Model.check_batch`.
     """
     evaluate: jax.stages.Compiled | None = None
     num_batches = cfg.eval.batches
@@ -78,7 +83,7 @@ def make_heldout_loss(
     def loss(state: TrainState) -> float | None:
         nonlocal evaluate
         params = evaluation_params(state)
-        with open_loader(data, cfg, mesh, 0) as heldout:
+        with open_loader(data, cfg, mesh, 0, check=check) as heldout:
             if evaluate is None:
                 evaluate = jax.jit(eval_step).lower(params, heldout.peek()).compile()
                 distributed.barrier("evaluation compiled")

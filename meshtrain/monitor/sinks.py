@@ -115,12 +115,12 @@ class _Wandb:
 
         file = workdir / RUN_ID
         if not file.exists():
-            file.write_text(uuid.uuid4().hex[:8])
+            file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
         try:
             self._run = wandb.init(
                 project=cfg.monitor.wandb,
                 dir=workdir,
-                id=file.read_text(),
+                id=file.read_text(encoding="utf-8"),
                 resume="allow",
                 config=cfg.to_dict(),
                 # Its console output would break the progress bar.

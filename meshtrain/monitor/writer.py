@@ -108,7 +108,7 @@ class Writer:
     def _remove_rows_from(self, start: int) -> None:
         """Removes the rows of step `start` and later: those that follow replace them."""
         if self._folder and (path := self._folder / "metrics.jsonl").exists():
-            rows = path.read_text(errors="replace").splitlines()
+            rows = path.read_text(errors="replace", encoding="utf-8").splitlines()
             earlier = [row for row in rows if _row_step(row) < start]
             if earlier != rows:
                 replace_file(path, "".join(row + "\n" for row in earlier))
@@ -285,7 +285,7 @@ class Writer:
             return
         path = self._folder / "config.json"
         text = json.dumps(config, indent=2, default=str) + "\n"
-        previous = path.read_text(errors="replace") if path.is_file() else text
+        previous = path.read_text(errors="replace", encoding="utf-8") if path.is_file() else text
         if previous != text:
             history = self._folder / "config_history"
             names = [file.stem for file in history.glob("*.json")]
@@ -302,7 +302,7 @@ class Writer:
         path = self._folder / name
         size = None
         try:
-            with open(path, "a") as file:
+            with open(path, "a", encoding="utf-8") as file:
                 size = file.tell()
                 file.writelines(unwritten)
             unwritten.clear()
@@ -418,7 +418,7 @@ def replace_file(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(exist_ok=True)
         new.unlink(missing_ok=True)  # it may be a link
-        new.write_text(text)
+        new.write_text(text, encoding="utf-8")
         os.replace(new, path)
     except OSError as error:
         with contextlib.suppress(OSError):

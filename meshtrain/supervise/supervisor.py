@@ -335,7 +335,10 @@ class Supervisor:
     def _event(self, event: str, **fields: Any) -> None:
         if self._workdir and self._workdir.is_dir() and self._settings.node_rank == 0:
             row = json.dumps({"event": event, "time": time.time(), **fields}) + "\n"
-            with contextlib.suppress(OSError), open(self._workdir / "events.jsonl", "a") as file:
+            with (
+                contextlib.suppress(OSError),
+                open(self._workdir / "events.jsonl", "a", encoding="utf-8") as file,
+            ):
                 file.write(row)
 
 

@@ -296,7 +296,7 @@ def _is_stopped(pid: int) -> bool:
     """Returns whether a signal has stopped a process."""
     try:
         # The state is the first field after the name of the program, which may contain anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return fields[0] == "T"
     except (OSError, IndexError):
         return False

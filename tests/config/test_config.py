@@ -203,6 +203,48 @@ def test_overrides_keep_the_types_and_references_of_the_file():
     assert c.data.exclude == ("a", "b") and c.rules == (("batch", "data"), ("embed", None))
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("bias,scale", ("bias", "scale")),
+        ("bias, scale,", ("bias", "scale")),
+        ("bias", ("bias",)),
+        ("layers/*,final_norm", ("layers/*", "final_norm")),
+        ("linear,2.0", ("linear", 2.0)),
+        ("('bias','scale')", ("bias", "scale")),
+        ("", ()),
+        ("()", ()),
+    ],
+)
+def test_a_list_on_the_command_line_has_commas(value, expected):
+    config = meshtrain.load_config(QUICKSTART, [f"--config.optim.no_decay={value}"])
+    assert config.optim.no_decay == expected
+    environ = {"MESHTRAIN__OPTIM__NO_DECAY": value}
+    assert configfile.read(QUICKSTART, environ=environ)[0].optim.no_decay == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "names", "line"),
+    [
+        ("optim.no_decay", ("bias,scale",), "no parameter has the name 'bias,scale'"),
+        ("optim.no_decay", ("bias", "scael"), "the name 'scael' .did you mean \"scale\"."),
+        ("optim.no_decay", ("final_norm",), "the name 'final_norm'; the names are .*scale"),
+        ("sync.uncompressed", ("embeding",), "the name 'embeding' .did you mean \"embedding\"."),
+    ],
+)
+def test_a_name_in_a_list_that_no_parameter_has_is_rejected(tiny, key, names, line):
+    tiny.update_from_flattened_dict({key: names})
+    with pytest.raises(meshtrain.ConfigError, match=f"{key}={','.join(names)}: .*{line}"):
+        train(tiny)
+
+
+def test_names_of_parameters_of_other_models_are_accepted_if_the_default_has_them(tiny):
+    tiny.train.steps, tiny.eval.batches = 0, 0
+    tiny.sync.uncompressed = ("scale", "bias", "final_norm")
+    tiny.optim.no_decay = ("bias", "scale", "embedding")
+    train(tiny)
+
+
 def test_every_invalid_override_is_reported():
     overrides = {
         "--config.trian.steps=3": '--config.trian.steps: unknown key (did you mean "train.steps"?)',

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -275,3 +276,13 @@ def test_a_damaged_journal_or_settings_are_one_line(tmp_path, capsys, line):
     (tmp_path / "out" / "progress.jsonl").write_text(f"{settings}\n{line}\n")
     assert prepare(*arguments) == 2
     assert "progress.jsonl: is damaged: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("exclude", [("a/one",), ("on*",), ("",), ("tesst",)])
+def test_an_excluded_name_that_cannot_match_is_rejected(tmp_path, exclude):
+    for name in ("one", "test"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("some text")
+    with pytest.raises(ConfigError, match=f"data.exclude={re.escape(exclude[0])}: .*subfolder"):
+        build(tmp_path, exclude=exclude)
+    assert build(tmp_path, exclude=("test", "node_modules")).size == 2

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from meshtrain.config.parse import parse
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.train import train
+from tests.lib.configs import tiny_config
 from tests.lib.epochs import batches, logged, settings
 from tests.lib.paths import ROOT
 from tests.lib.processes import free_port
@@ -67,6 +69,52 @@ def test_the_batch_per_device_counts_the_devices_that_shard_rows():
     assert (record["global_batch"], record["batch_per_device"]) == (12, 0)
     with pytest.raises(ConfigError, match="train.batch_per_device=-1: use 0 or more"):
         parse(settings(batch_per_device=-1))
+
+
+def batch_of(length=16, **changed):
+    """Returns a batch of 16 rows for the model of tiny_config, with one number changed."""
+    tokens = np.arange(16 * length, dtype=np.int32).reshape(16, length) % 60
+    batch = meshtrain.Batch(
+        tokens,
+        targets=tokens.copy(),
+        weights=np.ones(tokens.shape, np.float32),
+        positions=np.tile(np.arange(length, dtype=np.int32), (16, 1)),
+        segments=np.zeros(tokens.shape, np.int32),
+    )
+    for name, number in changed.items():
+        getattr(batch, name)[3, 5] = number
+    return batch
+
+
+OUTSIDE = [
+    (batch_of(tokens=64), "holds token 64 .in row 3, at 5., outside model.vocab_size=64"),
+    (batch_of(tokens=-1), "holds token -1 "),
+    (batch_of(targets=64), "holds target 64 .*give the target weight 0"),
+    (batch_of(targets=-100), "holds target -100 "),
+    (batch_of(positions=16), "holds position 16 .*outside model.max_seq_len=16"),
+    (batch_of(length=24)._replace(positions=None), "holds position 16 .*use shorter rows"),
+]
+
+
+@pytest.mark.parametrize(("batch", "message"), OUTSIDE)
+@pytest.mark.parametrize("kind", ["list", "source", "evaluation"])
+def test_numbers_outside_the_tables_of_the_model_are_rejected(batch, message, kind):
+    c = tiny_config()
+    c.model.positions = "learned"
+    source = Source(lambda indices: jax.tree.map(lambda leaf: leaf[indices % 16], batch))
+    data = {"list": {"data": [batch]}, "source": {"data": source}, "evaluation": {}}[kind]
+    with pytest.raises(ConfigError, match=f"data: a batch {message}"):
+        train(c, **(data or {"data": [batch_of()], "eval_data": [batch]}))
+
+
+def test_a_target_of_weight_0_may_be_any_number():
+    c = tiny_config()
+    c.train.steps, c.eval.every = 1, 1
+    losses = []
+    for target in (0, -100, 64):
+        batch = batch_of(targets=target, weights=0)
+        losses.append(train(c, data=[batch], eval_data=[batch]).eval_loss)
+    assert losses == losses[:1] * 3 and np.isfinite(losses[0])
 
 
 def test_a_source_is_not_per_process():

@@ -22,6 +22,7 @@ from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
 from tests.lib.configs import tiny_config
 from tests.lib.paths import ROOT
+from tests.lib.prepare import TEXTS, hugging_face, sentence_piece, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -314,6 +315,34 @@ def test_bits_per_byte_count_the_text_bytes_of_tokens(workdir, tmp_path, capsys)
     num_bytes = int(line.split()[-2].replace(",", ""))
     assert num_bytes == weight - 1  # the end-of-document token has no bytes
     assert float(printed["bits per byte"]) == pytest.approx(bits / num_bytes, abs=1e-5)
+
+
+def prefix_space(folder):
+    """Writes a tokenizer.json that puts a space before each text, and returns its path."""
+    file = hugging_face(folder)
+    described = json.loads(file.read_text())
+    described["pre_tokenizer"]["add_prefix_space"] = True
+    described["added_tokens"].append({**described["added_tokens"][0], "id": 320, "content": "<s>"})
+    file.write_text(json.dumps(described))
+    return file
+
+
+@pytest.mark.parametrize(
+    "make", [prefix_space, pytest.param(sentence_piece, marks=pytest.mark.slow)]
+)
+def test_bits_per_byte_leave_out_the_space_that_a_tokenizer_adds(make, tmp_path, capsys):
+    texts = [text for text in TEXTS if text[0].isalpha()]
+    flags = [f"--tokenizer={make(tmp_path / 'tokenizer')}", "--bos", "--num_workers=1"]
+    flags += [str(write_jsonl(tmp_path / "in", texts)), f"--output={tmp_path / 'out'}"]
+    assert app.main("prepare", flags) == 0
+    c = tiny_config()
+    c.train.steps, c.eval.batches, c.model.vocab_size = 0, 0, 384
+    c.data.update(build="meshtrain.data.tokens:build", path=str(tmp_path / "out"))
+    c.data.packing, c.data.seq_len = "best_fit", 16
+    train(c, workdir=tmp_path / "run")
+    _, out, _ = run_verb("evaluate", f"--workdir={tmp_path / 'run'}", "--split=all", capsys=capsys)
+    size = sum(len(text.encode()) for text in texts)
+    assert f"over {size:,} bytes" in out
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,39 @@ def test_a_full_context_is_replaced_by_its_newer_half():
     assert long == greedy_uncached(program, params, list(range(50))[-32:], 1)
 
 
+CAPPED = {"num_experts": 8, "d_expert": 24, "capacity_factor": 0.5}
+
+
+def test_padding_of_a_shorter_prompt_takes_no_capacity_of_experts():
+    program, params = build_program(CAPPED)
+    _, long, short = PROMPTS
+    (alone,) = sampled_rows(program, params, [short])
+    assert alone[:1] == greedy_uncached(program, params, short, 1, width=len(short))
+    assert sampled_rows(program, params, [short, long])[0] == alone
+
+
+@pytest.mark.slow
+def test_an_expert_accepts_the_same_tokens_if_the_mesh_has_a_context():
+    prompts = [list(range(16)), [7, 1, 5]]
+    alone = sampled_rows(*build_program(CAPPED), prompts)
+    assert sampled_rows(*build_program(CAPPED, context=2), prompts) == alone
+
+
+def test_a_long_row_does_not_shorten_the_context_of_others():
+    program, params = build_program({})
+    prompts = [list(range(50)), [7, 1, 5], list(range(30, 10, -1))]
+    alone = [
+        sampled_rows(program, params, [prompt], length=40, context=32)[0] for prompt in prompts
+    ]
+    assert sampled_rows(program, params, prompts, length=40, context=32) == alone
+    # The same if the row that fills the cache first has ended.
+    prompts[0] = prompts[0][:26]
+    (first,) = sampled_rows(program, params, prompts[:1], length=5, context=32)
+    stop = next(token for token in first if token not in alone[1])
+    found = sampled_rows(program, params, prompts[:2], length=40, context=32, stop=[stop])
+    assert found[0][-1] is None and found[1] == alone[1]
+
+
 def test_a_stop_token_ends_its_row_only():
     program, params = build_program(MIXED)
     unstopped = sampled_rows(program, params)
@@ -167,6 +200,38 @@ def test_token_frequencies_match_the_probabilities(sampling, expected):
     drawn = np.bincount(draw(np.arange(20_000)), minlength=4) / 20_000
     np.testing.assert_allclose(drawn, expected, atol=0.02)
     assert not drawn[np.array(expected) == 0].any()
+
+
+def kept_by_transformers(logits, top_k, top_p):
+    """Returns which tokens its TopKLogitsWarper and then its TopPLogitsWarper keep, in float64."""
+    logits = logits.astype(np.float64)
+    if top_k:
+        logits[logits < np.sort(logits)[-top_k]] = -np.inf
+    order = np.argsort(logits, kind="stable")
+    probs = np.exp(logits[order] - logits.max())
+    is_removed = np.round(np.cumsum(probs / probs.sum()), 9) <= round(1 - top_p, 9)
+    is_removed[-1] = False
+    kept = logits > -np.inf
+    kept[order[is_removed]] = False
+    return kept
+
+
+@pytest.mark.parametrize("top_k", [0, 3, 7])
+@pytest.mark.parametrize("top_p", [0.001, 0.25, 0.5, 0.9, 1.0])
+def test_of_equally_likely_tokens_those_of_transformers_are_kept(top_k, top_p):
+    rows = np.zeros((3, 200), np.float32)
+    rows[1] = np.random.default_rng(0).integers(0, 3, 200)
+    rows[2] = -np.inf
+    rows[2, 90:110] = np.log(np.tile([0.02, 0.08], 10))
+    masked = Sampling(top_k=top_k, top_p=top_p)._mask_unlikely(rows)
+    for row, found in zip(rows, masked, strict=True):
+        kept = np.flatnonzero(kept_by_transformers(row, top_k, top_p))
+        assert np.flatnonzero(found > -np.inf).tolist() == kept.tolist()
+
+
+def test_top_p_keeps_half_of_200_equally_likely_tokens():
+    draw = jax.jit(jax.vmap(lambda number: Sampling(top_p=0.5).draw(np.zeros((1, 200)), number)[0]))
+    assert len(np.unique(draw(np.arange(5_000)))) == 100
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def audited(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | No
     file = _cache_file(config, target)
     if file:
         with contextlib.suppress(OSError, ValueError, TypeError):  # none, or damaged
-            audit = json.loads(file.read_text())
+            audit = json.loads(file.read_text(encoding="utf-8"))
             if "memory" in audit:
                 return audit, ""
     audit, fault = _audit(config, target)
@@ -71,7 +71,7 @@ def audited(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | No
         part = file.with_suffix(f".{os.getpid()}")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(audit))
+            part.write_text(json.dumps(audit), encoding="utf-8")
             part.replace(file)
         except OSError:  # a home that cannot be written
             with contextlib.suppress(OSError):
@@ -100,7 +100,7 @@ def _audit(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | Non
     """Runs `meshtrain audit`; returns what it wrote, or None and why there is nothing."""
     with tempfile.TemporaryDirectory() as folder:
         file, output = Path(folder) / "config.json", Path(folder) / "audit.json"
-        file.write_text(json.dumps(config))
+        file.write_text(json.dumps(config), encoding="utf-8")
         command = [
             *(sys.executable, "-m", "meshtrain", "audit"),
             f"--config={file}",
@@ -123,7 +123,7 @@ def _audit(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | Non
         if run.returncode:
             last = (run.stderr.strip() or run.stdout.strip()).splitlines()[-1:]
             return None, f"not compiled: {' '.join(last)[:200]}"
-        audit = json.loads(output.read_text())
+        audit = json.loads(output.read_text(encoding="utf-8"))
     if not audit["memory"]:
         return None, "the compiler reports no memory"
     return audit, ""

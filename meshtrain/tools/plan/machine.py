@@ -212,7 +212,7 @@ def measured_factor(workdir: Path) -> float:
     """
     file = workdir / "metrics.jsonl"
     try:
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--measured={workdir}: metrics.jsonl cannot be read ({error})"

@@ -77,8 +77,8 @@ class Certificate:
             for kind, difference in result["differences"].items():
                 if not math.isfinite(difference):
                     result["differences"][kind] = None
-        (folder / "verify.json").write_text(json.dumps(record, indent=2) + "\n")
-        (folder / "verify.md").write_text(self._markdown())
+        (folder / "verify.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (folder / "verify.md").write_text(self._markdown(), encoding="utf-8")
 
     def _markdown(self) -> str:
         verdict = "passed" if self.passed else "FAILED"

@@ -204,10 +204,10 @@ def _copy_crashed(original: Path, workdir: Path, crash: int) -> None:
     shutil.copytree(original / FOLDER / str(crash), workdir / FOLDER / str(crash))
     shutil.copy(original / "metrics.jsonl", workdir)
     if crash == CRASH:
-        lines = (original / "events.jsonl").read_text().splitlines(keepends=True)
+        lines = (original / "events.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         rollbacks = [number for number, line in enumerate(lines) if '"rollback"' in line]
         kept = lines[: rollbacks[-1] + 1] if rollbacks else []
-        (workdir / "events.jsonl").write_text("".join(kept))
+        (workdir / "events.jsonl").write_text("".join(kept), encoding="utf-8")
 
 
 def _run(setup: Setup, workdir: Path) -> Run:
@@ -229,7 +229,7 @@ def _run(setup: Setup, workdir: Path) -> Run:
 
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _train(setup: Setup, mesh: dict[str, int], workdir: Path, *, stop: bool = False) -> Result:

@@ -1,0 +1,82 @@
+"""Files of known formats: data.path does not train on their bytes without saying so."""
+
+import bz2
+import gzip
+import json
+import lzma
+
+import pytest
+
+from meshtrain.data import formats
+from meshtrain.errors import ConfigError
+from tests.lib.prepare import write_parquet
+from tests.lib.token_files import all_tokens, build
+
+LINES = "".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(100)).encode()
+FILES = {
+    "rows.jsonl": (LINES, "is JSON lines, not text; .*`meshtrain prepare`.* data.dtype=uint8"),
+    "rows.ndjson": (LINES, "meshtrain prepare"),
+    "rows.json": (LINES, "meshtrain prepare"),
+    "rows.txt": (LINES, "is JSON lines"),
+    "rows.jsonl.gz": (gzip.compress(LINES), "is JSON lines, .*meshtrain prepare"),
+    "rows.txt.gz": (gzip.compress(LINES), "is compressed, .*meshtrain prepare"),
+    "rows": (gzip.compress(LINES), "is compressed"),
+    "rows.CSV": (b"text\none\n" * 9, "is a table, .*convert it to JSON lines or Parquet"),
+    "rows.csv.gz": (gzip.compress(LINES), "is a table"),
+    "rows.arrow": (b"\xff\xff\xff\xff\x78\x02\0\0" * 9, "is an Arrow file, .*convert it"),
+    "rows.bin": (b"ARROW1\0\0" * 9, "is an Arrow file"),
+    "rows.parquet": (b"PAR1" * 9, "is a Parquet file, .*meshtrain prepare"),
+    "rows.tok": (b"PAR1\x15\x04" * 9, "is a Parquet file"),
+    "rows.txt.zst": (b"\x28\xb5\x2f\xfd" * 9, "is compressed, .*decompress it"),
+    "rows.b": (bz2.compress(LINES), "is compressed, .*decompress it"),
+    "rows.x": (lzma.compress(LINES), "is compressed, .*decompress it"),
+    "rows.zip": (b"PK\x03\x04" * 9, "is an archive, .*unpack it"),
+    "rows.dat": (b"\x93NUMPY\x01\0" * 9, "is a NumPy array, .*end in .npy"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_a_known_format_is_rejected_unless_its_dtype_is_given(tmp_path, name):
+    content, message = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    for vocab_size in (256, 1000):
+        with pytest.raises(ConfigError, match=f"data.path={tmp_path / name}: .*{message}"):
+            build(tmp_path / name, dtype="", vocab_size=vocab_size)
+    found = all_tokens(tmp_path / name, len(content), dtype="uint8", vocab_size=256)
+    assert bytes(found) == content
+
+
+def test_a_real_parquet_file_is_recognised(tmp_path):
+    write_parquet(tmp_path / "rows", ["one", "two"])
+    assert formats.of_file(tmp_path / "rows").name == "a Parquet file"
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "rows.txt.gz", "rows.tok"])
+def test_a_folder_of_text_does_not_hold_such_a_file(tmp_path, name):
+    (tmp_path / "a.txt").write_text("text " * 20)
+    (tmp_path / name).write_bytes(FILES[name][0])
+    settings = {"dtype": "", "vocab_size": 256}
+    assert build(tmp_path, **settings).size  # the default pattern leaves it out
+    with pytest.raises(ConfigError, match=f"data.path={tmp_path}: .*{name} is .*data.pattern"):
+        build(tmp_path, **settings, pattern="*")
+    assert build(tmp_path, dtype="uint8", vocab_size=256, pattern="*").size
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.txt", "{not JSON\n"),
+        ("a.txt", "[1, 2]\n"),
+        ("a.txt", "{" * 100_000),
+        ("a.txt", "ORCS and PARS\n"),
+        ("a.bin", "BZh is no magic\n"),
+        ("a.json", '{\n "a": 1\n}\n'),
+        ("a.csv", "a,b\n1,2\n"),
+    ],
+)
+def test_text_remains_text(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    if name in ("a.json", "a.csv"):  # in a folder of text
+        assert build(tmp_path, dtype="", vocab_size=256, pattern="*").size
+    else:
+        assert build(tmp_path / name, dtype="", vocab_size=256).size
