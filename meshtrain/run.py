@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -193,18 +194,18 @@ def open_run(
         writer.event("restore", step=first_step, position=position, mesh=saved.mesh)
         writer.log(f"restored step {first_step} from {folder}")
     if state is None:
-        state = program.initial_state(cfg.train.seed)
+        load = None
         if init_source:
             directory, manifest = init_source
-            params = initial.load_params(
-                state.params,
-                directory,
-                manifest,
-                cfg.checkpoint.init_only,
+            load = functools.partial(
+                initial.load_params,
+                directory=directory,
+                saved=manifest,
+                only=cfg.checkpoint.init_only,
                 event=writer.event,
                 log=writer.log,
             )
-            state = state._replace(params=params)
+        state = program.initial_state(cfg.train.seed, load)
     if folder and is_leader:
         run_tokenizer.copy_tokenizer(folder, config_record, identity.get("tokenizer", ""))
     # A workdir with a config.json is a run; from here on it is kept even if the run fails.
