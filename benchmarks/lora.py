@@ -61,6 +61,7 @@ def train(args, method: str, rate: float, *, is_first: bool) -> dict[str, Any]:
             directory=directory,
             saved=manifest,
             only="*",
+            adapter=cfg.adapter,
             event=_silent,
             log=_silent,
         )

@@ -202,6 +202,7 @@ def open_run(
                 directory=directory,
                 saved=manifest,
                 only=cfg.checkpoint.init_only,
+                adapter=cfg.adapter,
                 event=writer.event,
                 log=writer.log,
             )

@@ -31,6 +31,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json, files, peft, weights
 from meshtrain.huggingface.families.base import BUILD, Section
 from meshtrain.models.base import STATS_KEY, Model, Params, is_measured
+from meshtrain.models.lora_layer import adapted_layers
 from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.state import TrainState, bytes_of, count
@@ -225,7 +226,7 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     check_free_space(target, count(abstract) * dtype.itemsize)
     with_adapter = peft.adapted(model, adapter)
     load = _loader(directory, saved, abstract_params(with_adapter, run_dtype, rules, mesh))
-    layers = peft.layers_in(saved.arrays)
+    layers = adapted_layers(arrays.saved_params(saved.arrays))
     if args.adapter:
         with atomic_folder(target) as folder:
             peft.write(

@@ -106,13 +106,6 @@ def adapted(model: Model, adapter: Mapping[str, Any]) -> Model:
     )
 
 
-def layers_in(saved: Iterable[str]) -> list[str]:
-    """Returns the paths of the adapted layers among the arrays of a checkpoint."""
-    start, end = "params/", f"/{A}"
-    paths = [path for path in saved if path.startswith(start) and path.endswith(end)]
-    return [path.removeprefix(start).removesuffix(end) for path in paths]
-
-
 def merging(
     load: Callable[[str], np.ndarray], adapter: Mapping[str, Any], adapted_layers: Iterable[str]
 ) -> Callable[[str], np.ndarray]:
