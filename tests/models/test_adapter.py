@@ -18,7 +18,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.inference.restore import restore_params
 from meshtrain.metrics import weighted
 from meshtrain.models import lora, trees
-from meshtrain.models.base import from_nnx
+from meshtrain.models.base import from_nnx, trained_part
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.tools.verify.reference import dropout as reference_dropout
 from meshtrain.tools.verify.reference import model as reference_model
@@ -299,6 +299,31 @@ def test_parameters_that_match_no_pattern_keep_every_bit_in_a_pipeline(only):
     is_changed = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, after.params)
     changed = [trees.name_of(path) for path, one in jax.tree.leaves_with_path(is_changed) if one]
     assert changed == [path for path in paths(state.params) if path.startswith(only[:-1])]
+
+
+@pytest.mark.parametrize(
+    ("rank", "only", "is_trained"),
+    [
+        (0, "*", True),
+        (RANK, "*", False),
+        (0, "layers/attention/*", False),
+        (RANK, "layers/mlp/measured/*", True),
+        (0, "layers/mlp/*", True),
+    ],
+)
+def test_the_bias_of_a_router_is_frozen_like_other_parameters(rank, only, is_trained):
+    c = config(trainable=only)
+    c.adapter.rank = rank
+    c.model.update(num_experts=4, d_expert=16, balance="bias", balance_weight=0.125)
+    model = build_model(parse(c, num_devices=1))
+    params = model.init(jax.random.key(0))
+    means = jax.tree.map(jnp.ones_like, trained_part(params, model.is_trained))
+    load = means["layers"]["mlp"]["measured"]["load"].at[:, 0].set(0.0)
+    means = trees.merge(means, nested("layers/mlp/measured", {"load": load}))
+    new, _ = model.measure(params, means)
+    before, after = (tree["layers"]["mlp"]["measured"] for tree in (params, new))
+    assert bool((after["bias"] != before["bias"]).any()) == is_trained
+    np.testing.assert_array_equal(after["load"], load)  # a statistic, not a parameter
 
 
 @pytest.mark.slow
