@@ -8,6 +8,7 @@ method is trained with every one of its learning rates; the first part, for vali
 which one is used, and only the second part is reported.
 """
 
+import functools
 import sys
 import time
 from pathlib import Path
@@ -54,10 +55,17 @@ def train(args, method: str, rate: float, *, is_first: bool) -> dict[str, Any]:
     program = assemble(cfg, parts)
     loader = Loader(parts.train_data, program.mesh, cfg.rules, global_batch=args.rows)
     with program.active():
-        state = program.initial_state(cfg.train.seed)
-        source = initial.find_source(cfg.checkpoint, {}, log=_silent)
-        params = initial.load_params(state.params, *source, "*", event=_silent, log=_silent)
-        state = state._replace(params=params)
+        directory, manifest = initial.find_source(cfg.checkpoint, {}, log=_silent)
+        load = functools.partial(
+            initial.load_params,
+            directory=directory,
+            saved=manifest,
+            only="*",
+            adapter=cfg.adapter,
+            event=_silent,
+            log=_silent,
+        )
+        state = program.initial_state(cfg.train.seed, load)
         losses_on = {
             name: make_heldout_loss(program.eval_step, batches, cfg, program.mesh)
             for name, batches in heldout_parts(args, parts.heldout_data).items()

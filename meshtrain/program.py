@@ -36,8 +36,9 @@ class Program:
     optimizer: optax.GradientTransformation
     abstract_state: TrainState  # shapes, dtypes, shardings
     grad_shardings: Any
-    # PRNG key -> state. None of these functions is compiled.
-    init: Callable[[jax.Array], TrainState]
+    # None of these functions is compiled.
+    init_params: Callable[[jax.Array], Params]  # of a PRNG key
+    init_state: Callable[[Params], TrainState]
     grad_fn: GradFn
     train_step: Callable[[TrainState, Any], tuple[TrainState, Scalars]]
     eval_step: Callable[[Params, Any], Metrics]
@@ -61,14 +62,31 @@ class Program:
         with jax.set_mesh(self.mesh), sharding.use_rules(self.rules), method:
             yield
 
-    def initial_state(self, seed: int) -> TrainState:
-        """Returns the state before the first step; each device initialises its own shards."""
-        init = jax.jit(
-            self.init,
-            out_shardings=states.shardings_of(self.abstract_state),
-            compiler_options=xla.quick_compile_options(self.mesh),
+    def initial_state(
+        self, seed: int, load: Callable[[Params], Params] | None = None
+    ) -> TrainState:
+        """Returns the state before the first step; each device initialises its own shards.
+
+        `load` replaces the parameters, before the optimizer sees them.
+        """
+        shardings = states.shardings_of(self.abstract_state)
+        options = xla.quick_compile_options(self.mesh)
+        init_params = jax.jit(
+            self.init_params,
+            out_shardings=shardings.params,
+            compiler_options=options,
         )
-        return init(jax.random.key(seed))
+        init_state = jax.jit(
+            self.init_state,
+            donate_argnums=0,
+            out_shardings=shardings,
+            compiler_options=options,
+        )
+        params = init_params(jax.random.key(seed))
+        if load is not None:
+            params = load(params)
+        # Last, because some optimizers keep a copy of the first parameters.
+        return init_state(params)
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """Returns the train step, compiled for these shapes of batches. It donates the state."""
@@ -90,7 +108,8 @@ class OptimizerAndState(NamedTuple):
 
     schedule: optim.Schedule  # step -> learning rate
     optimizer: optax.GradientTransformation
-    init: Callable[[jax.Array], TrainState]  # PRNG key -> state; not compiled
+    init_params: Callable[[jax.Array], Params]  # of a PRNG key; not compiled
+    init_state: Callable[[Params], TrainState]  # not compiled
     state: TrainState
     grad_shardings: Any
 
@@ -109,14 +128,14 @@ def optimizer_and_state(
         moment_dtype=cfg.optim.moment_dtype,
         param_dtype=train.param_dtype,
     )
-    init = states.initializer(
+    init_params = states.params_initializer(parts.model, param_dtype=train.param_dtype)
+    init_state = states.state_initializer(
         parts.model,
         optimizer,
-        param_dtype=train.param_dtype,
         dtype=train.dtype,
         start_residual=sync.start_residual if sync else None,
     )
-    shapes = jax.eval_shape(init, jax.random.key(0))
+    shapes = jax.eval_shape(init_state, jax.eval_shape(init_params, jax.random.key(0)))
     states.check_axes(parts.model.axes, shapes.params, mesh)
     shardings, grad_shardings = states.state_shardings(
         shapes,
@@ -129,7 +148,14 @@ def optimizer_and_state(
         residual_shardings=sync.residual_shardings if sync else None,
     )
     state = states.with_shardings(shapes, shardings)
-    return OptimizerAndState(schedule, optimizer, init, state, grad_shardings)
+    return OptimizerAndState(
+        schedule=schedule,
+        optimizer=optimizer,
+        init_params=init_params,
+        init_state=init_state,
+        state=state,
+        grad_shardings=grad_shardings,
+    )
 
 
 def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None = None) -> Program:
@@ -198,7 +224,8 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
         optimizer=abstract.optimizer,
         abstract_state=abstract.state,
         grad_shardings=abstract.grad_shardings,
-        init=abstract.init,
+        init_params=abstract.init_params,
+        init_state=abstract.init_state,
         grad_fn=grad_fn,
         train_step=train_step,
         eval_step=eval_step,

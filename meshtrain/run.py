@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -212,18 +213,19 @@ def open_run(
         writer.event("restore", step=first_step, position=position, mesh=saved.mesh)
         writer.log(f"restored step {first_step} from {folder}")
     if state is None:
-        state = program.initial_state(cfg.train.seed)
+        load = None
         if init_source:
             directory, manifest = init_source
-            params = initial.load_params(
-                state.params,
-                directory,
-                manifest,
-                cfg.checkpoint.init_only,
+            load = functools.partial(
+                initial.load_params,
+                directory=directory,
+                saved=manifest,
+                only=cfg.checkpoint.init_only,
+                adapter=cfg.adapter,
                 event=writer.event,
                 log=writer.log,
             )
-            state = state._replace(params=params)
+        state = program.initial_state(cfg.train.seed, load)
     for warning in warnings.rounding_warnings(cfg, parts.model, state.params):
         writer.warn(warning.text, warning.fields)
     if folder and is_leader:

@@ -55,15 +55,8 @@ class TrainState(NamedTuple):
     residual: Any = None  # with error feedback only, see `grad_sync.Sync`
 
 
-def initializer(
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    *,
-    param_dtype: str,
-    dtype: str,
-    start_residual: Callable[[Params], Any] | None = None,
-) -> Callable[[jax.Array], TrainState]:
-    """Returns the function key -> TrainState at step 0; `start_residual` is that of `Sync`."""
+def params_initializer(model: Model, *, param_dtype: str) -> Callable[[jax.Array], Params]:
+    """Returns the function key -> parameters, in `param_dtype`."""
     # What a model measures stays at least float32, whatever the parameters are.
     stats_dtype = jnp.promote_types(param_dtype, jnp.float32)
 
@@ -72,8 +65,22 @@ def initializer(
             return leaf
         return leaf.astype(stats_dtype if is_measured(path) else param_dtype)
 
-    def init(key):
-        params = jax.tree.map_with_path(cast, model.init(key))
+    def init_params(key):
+        return jax.tree.map_with_path(cast, model.init(key))
+
+    return init_params
+
+
+def state_initializer(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    *,
+    dtype: str,
+    start_residual: Callable[[Params], Any] | None = None,
+) -> Callable[[Params], TrainState]:
+    """Returns the function parameters -> TrainState at step 0; `start_residual` is of `Sync`."""
+
+    def init_state(params):
         trained = trained_part(params, model.is_trained)
         residual = None if start_residual is None else start_residual(trained)
         return TrainState(
@@ -84,7 +91,7 @@ def initializer(
             residual=residual,
         )
 
-    return init
+    return init_state
 
 
 def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:

@@ -181,7 +181,7 @@ def write_initial(folder: Path) -> None:
     parts = build(cfg)
     program = assemble(cfg, parts, devices=jax.devices()[:1])
     with program.active():  # parameters only: without optimizer state
-        params = jax.jit(lambda key: program.init(key).params)(jax.random.key(0))
+        params = jax.jit(program.init_params)(jax.random.key(0))
     named = {
         jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
         for path, leaf in jax.tree.leaves_with_path(params)

@@ -173,13 +173,9 @@ def restore_params(
         if is_matching and (f"params/{path}" in saved or not is_low_rank(path)):
             wanted.add(path)
     wanted_params = trees.matching(params, wanted.__contains__)
-    saved_params = {
-        path.removeprefix("params/"): kind
-        for path, kind in saved.items()
-        if path.startswith("params/")
-    }
+    available = saved_params(saved)
     _check_same(
-        {path: kind for path, kind in saved_params.items() if path in wanted},
+        {path: kind for path, kind in available.items() if path in wanted},
         shapes(wanted_params),
         directory,
         allow_cast=True,
@@ -193,7 +189,39 @@ def restore_params(
     except CorruptCheckpoint as error:
         raise ConfigError(f"{directory}: {error}; use another checkpoint") from error
     unchanged = [path for path in paths if path not in wanted]
-    return trees.merge(params, new_params), unchanged, sorted(saved_params.keys() - wanted)
+    return trees.merge(params, new_params), unchanged, sorted(available.keys() - wanted)
+
+
+def saved_params(saved: Mapping[str, str]) -> dict[str, str]:
+    """Returns "(shape) dtype" of the parameters among the arrays of a manifest, by path."""
+    prefix = "params/"
+    return {
+        path.removeprefix(prefix): kind for path, kind in saved.items() if path.startswith(prefix)
+    }
+
+
+def read_replicated(
+    directory: Path, saved: Mapping[str, str], paths: Sequence[str], mesh: jax.sharding.Mesh
+) -> dict[str, jax.Array]:
+    """Returns parameters of a checkpoint by path, replicated over the mesh.
+
+    They have float32, or their own dtype if that is wider. `saved` is the manifest's `arrays`.
+    Raises ConfigError if the checkpoint is corrupt.
+    """
+    available = saved_params(saved)
+    wanted: Params = {}
+    for path in paths:
+        kind = available[path]
+        leaf: Any = jax.ShapeDtypeStruct(
+            ast.literal_eval(_shape(kind)),
+            jnp.promote_types(_dtype(kind), jnp.float32),
+            sharding=NamedSharding(mesh, PartitionSpec()),
+        )
+        for key in reversed(path.split("/")):
+            leaf = {key: leaf}
+        wanted = trees.merge(wanted, leaf)
+    params, _, _ = restore_params(directory, saved, wanted)
+    return {trees.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
 
 
 def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> Params:

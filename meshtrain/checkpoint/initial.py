@@ -1,14 +1,20 @@
 """Initialises a new run from another run's checkpoint: `checkpoint.init_from`, `init_only`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+import jax
 
 from meshtrain.checkpoint import arrays, find, manifest, resume
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import load
-from meshtrain.config.schema import CheckpointConfig
+from meshtrain.config.schema import AdapterConfig, CheckpointConfig
 from meshtrain.errors import ConfigError
+from meshtrain.models import lora, trees
 from meshtrain.models.base import Params
+from meshtrain.models.lora import KERNEL
+from meshtrain.models.lora_layer import A, B, adapted_layers, is_low_rank
 
 
 def find_source(
@@ -42,21 +48,72 @@ def load_params(
     saved: Manifest,
     only: str,
     *,
+    adapter: AdapterConfig,
     event: Callable[..., None],
     log: Callable[[str], None],
 ) -> Params:
     """Returns `params` with the parameters that match `only` read from a checkpoint.
 
-    `only` holds comma-separated patterns. Logs which parameters keep their new initial values, and
-    which parameters of the checkpoint are not used.
+    `only` holds comma-separated patterns. If the checkpoint has an adapter, the run starts as the
+    model with this adapter: A and B are read if `adapter`, that of this run, has the same layers,
+    rank and alpha; otherwise their product is added to the kernels. Logs what is loaded, which
+    parameters keep their new initial values, and which parameters of the checkpoint are not used.
     """
     patterns = [pattern.strip() for pattern in only.split(",")]
-    params, fresh, unused = arrays.restore_params(directory, saved.arrays, params, patterns)
+    paths = [trees.name_of(path) for path, _ in jax.tree.leaves_with_path(params)]
+    own = _Adapter(adapter.rank, adapter.alpha, frozenset(adapted_layers(paths)))
+    source = _adapter_of(saved)
+    if source is None or source == own:
+        params, fresh, unused = arrays.restore_params(directory, saved.arrays, params, patterns)
+    else:
+        others = {path: kind for path, kind in saved.arrays.items() if not is_low_rank(path)}
+        params, fresh, unused = arrays.restore_params(directory, others, params, patterns)
+    loaded = {*paths} - {*fresh}
+
+    # ---- the checkpoint's adapter, of the layers that match `only` ----
+    found = None  # what is done with it
+    if source is not None and source == own:
+        if any(f"{layer}/{A}" in loaded for layer in source.layers):
+            found = "loaded"
+    elif source is not None:
+        layers = sorted(layer for layer in source.layers if layer + KERNEL in loaded)
+        unused = sorted([*unused, *_factor_paths(source.layers.difference(layers))])
+        if layers:
+            found = "merged"
+            mesh = jax.tree.leaves(params)[0].sharding.mesh
+            factors = arrays.read_replicated(directory, saved.arrays, _factor_paths(layers), mesh)
+            scale = source.alpha / source.rank
+            params = lora.add_updates(params, factors, layers, scale=scale)
+
     message = f"parameters of {directory}"
+    if source is not None and found:
+        how = {"loaded": "", "merged": " merged into the kernels"}[found]
+        message += f", with its adapter (rank {source.rank}, alpha {source.alpha:g}){how}"
     if fresh:
         message += f" · new here: {', '.join(fresh)}"
     if unused:
         message += f" · not used: {', '.join(unused)}"
     log(message)
-    event("init_from", path=str(directory), new=fresh, unused=unused)
+    event("init_from", path=str(directory), new=fresh, unused=unused, adapter=found)
     return params
+
+
+def _factor_paths(layers: Iterable[str]) -> list[str]:
+    return [f"{layer}/{name}" for layer in layers for name in (A, B)]
+
+
+class _Adapter(NamedTuple):
+    """What must be equal for A and B of one run to have the same meaning in another."""
+
+    rank: int
+    alpha: float
+    layers: frozenset[str]
+
+
+def _adapter_of(saved: Manifest) -> _Adapter | None:
+    """Returns the adapter of a checkpoint; None if it has none, or one that no config describes."""
+    settings = saved.config.get("adapter", {})
+    if not settings.get("rank"):
+        return None
+    layers = adapted_layers(arrays.saved_params(saved.arrays))
+    return _Adapter(settings["rank"], settings["alpha"], frozenset(layers))

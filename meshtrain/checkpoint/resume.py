@@ -2,7 +2,7 @@
 
 import fnmatch
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,14 @@ def check(
     identity: Mapping[str, str],
     *,
     source: Path,
-    only: str = "*",
+    only: Sequence[str] = ("*",),
 ) -> dict[str, list]:
-    """Returns `changes` and `identity_changes` for keys that match `only`.
+    """Returns `changes` and `identity_changes` for keys that match a pattern in `only`.
 
     `source` is the folder of the checkpoint. Raises ConfigError if a key in FIXED has changed,
     unless checkpoint.allow_change names it.
     """
-    differing = {key: pair for key, pair in changes(saved, config).items() if _matches(key, [only])}
+    differing = {key: pair for key, pair in changes(saved, config).items() if _matches(key, only)}
     differing |= identity_changes(saved, identity)
     allowed = config["checkpoint"].get("allow_change", "").split(",")
     faults = []

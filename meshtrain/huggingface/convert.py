@@ -30,7 +30,8 @@ from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json, files, peft, weights
 from meshtrain.huggingface.families.base import BUILD, Section
-from meshtrain.models.base import STATS_KEY, Model, Params, is_measured
+from meshtrain.models.base import ROUTER_BIAS, STATS_KEY, Model, Params, is_measured
+from meshtrain.models.lora_layer import adapted_layers
 from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.state import TrainState, bytes_of, count
@@ -184,7 +185,6 @@ def run_config(path: str, section: Section, dtype: np.dtype) -> dict[str, Any]:
 # ---- checkpoint to Hugging Face folder ----
 
 PREFIX = "params/"  # of parameter paths in a checkpoint
-BIAS = f"layers/mlp/{STATS_KEY}/bias"  # of the router
 
 
 def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
@@ -227,7 +227,7 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     check_free_space(target, count(abstract) * dtype.itemsize)
     with_adapter = peft.adapted(model, adapter)
     load = _loader(directory, saved, abstract_params(with_adapter, run_dtype, rules, mesh))
-    layers = peft.layers_in(saved.arrays)
+    layers = adapted_layers(arrays.saved_params(saved.arrays))
     if args.adapter:
         with atomic_folder(target) as folder:
             peft.write(
@@ -240,13 +240,15 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
                 adapter=adapter,
                 dtype=dtype,
             )
-        return f"step {saved.step}, an adapter of rank {adapter['rank']} in {dtype}"
+        trainable = saved.config.get("train", {}).get("trainable", "*")
+        without = "" if trainable == "*" else f", without what train.trainable={trainable} trained"
+        return f"step {saved.step}, an adapter of rank {adapter['rank']} in {dtype}{without}"
 
     # Without its bias the router would choose other experts.
-    loses_bias = f"{PREFIX}{BIAS}" in saved.arrays and BIAS not in family.names
-    if loses_bias and load(BIAS).any():
+    loses_bias = f"{PREFIX}{ROUTER_BIAS}" in saved.arrays and ROUTER_BIAS not in family.names
+    if loses_bias and load(ROUTER_BIAS).any():
         raise ConfigError(
-            f"{directory}: {BIAS} is not 0 (model.balance={section['balance']!r}), and "
+            f"{directory}: {ROUTER_BIAS} is not 0 (model.balance={section['balance']!r}), and "
             f"{family.architecture} has no such bias; train with another model.balance to export"
         )
     with atomic_folder(target) as folder:

@@ -42,6 +42,8 @@ def write(
         raise ConfigError("--adapter: the run has no adapter (adapter.rank=0); leave out --adapter")
     kernels = {path + KERNEL: shapes[path + KERNEL] for path in layers}
     rows = tensor_rows.rows(family.names, kernels, section)
+    # PEFT (0.21) takes every module of such a name for a part of the fused experts.
+    expert_leaves = {_leaf_of(name) for names in family.fused.values() for name in names}
     specs = []
     arrays = []
     modules = set()
@@ -51,6 +53,12 @@ def write(
                 f"--adapter: {row.path} is a part of the tensor {row.name} of "
                 f"{family.architecture}, which PEFT cannot adapt alone; export the merged weights, "
                 f"without --adapter"
+            )
+        if _leaf_of(row.name) in expert_leaves:
+            raise ConfigError(
+                f"--adapter: {row.path} is {row.name} of {family.architecture}, and PEFT adapts "
+                f"the routed experts in its place, by the name {_leaf_of(row.name)}; export the "
+                f"merged weights, without --adapter"
             )
         path = row.path.removesuffix(KERNEL)
         a, b = _factors(load(f"{path}/{A}"), load(f"{path}/{B}"), num_stacked=len(row.stack))
@@ -89,6 +97,11 @@ def _factors(a: np.ndarray, b: np.ndarray, *, num_stacked: int) -> tuple[np.ndar
     return a.reshape(-1, *a.shape[num_stacked:]), b.reshape(-1, *b.shape[num_stacked:])
 
 
+def _leaf_of(tensor: str) -> str:
+    """Returns the last name of a tensor's module: gate_proj of model.layers.*.mlp.gate_proj."""
+    return tensor.removesuffix(".weight").rpartition(".")[2]
+
+
 def _begins_with_inputs(row: Row) -> bool:
     return row.dims[0].startswith(tensor_rows.DIMS[tensor_rows.in_stack(row.path)][0])
 
@@ -104,13 +117,6 @@ def adapted(model: Model, adapter: Mapping[str, Any]) -> Model:
         alpha=adapter.get("alpha"),
         targets=tuple(adapter.get("targets", ())),
     )
-
-
-def layers_in(saved: Iterable[str]) -> list[str]:
-    """Returns the paths of the adapted layers among the arrays of a checkpoint."""
-    start, end = "params/", f"/{A}"
-    paths = [path for path in saved if path.startswith(start) and path.endswith(end)]
-    return [path.removeprefix(start).removesuffix(end) for path in paths]
 
 
 def merging(

@@ -25,6 +25,12 @@ def restore_params(cfg: Config, path: Path, *, tokenizer: str = "") -> tuple[Pro
     if not saved.identity.get("tokenizer"):  # of a run of an older version
         digest = run_tokenizer.digest(find.workdir_of(path), saved.config)
         saved = dataclasses.replace(saved, identity={"tokenizer": digest})
-    resume.check(saved, cfg.to_dict(), {"tokenizer": tokenizer}, source=directory, only="model.*")
+    resume.check(
+        saved,
+        cfg.to_dict(),
+        {"tokenizer": tokenizer},
+        source=directory,
+        only=("model.*", "adapter.*"),
+    )
     abstract_params = program.abstract_state.params
     return program, arrays.restore_params(directory, saved.arrays, abstract_params)[0]

@@ -24,6 +24,9 @@ Axes = Any  # the same nested dict; each leaf is a tuple of logical names, one p
 # Name of the dicts in the parameters whose leaves no optimizer trains, see `Model.measure`.
 STATS_KEY = "measured"
 
+# Path of the bias that balances the load of experts. It is trained, but by no gradient.
+ROUTER_BIAS = f"layers/mlp/{STATS_KEY}/bias"
+
 # Name of the parameters of the layers that `Model.embed` runs before the stack, by number.
 FIRST_LAYERS_KEY = "first_layers"
 
@@ -81,8 +84,8 @@ class Model:
     # are those of the batch or of `context.positions`.
     shards_sequences: bool = False
     # (params, means) -> params with the leaves in dicts named STATS_KEY updated, and arrays to log.
-    # `means` are the gradients per unit of weight of the global batch. These leaves stay out of
-    # clipping, norm and optimizer.
+    # `means` are the gradients per unit of weight of the global batch, without leaves that are
+    # frozen. These leaves stay out of clipping, norm and optimizer.
     measure: Callable[[Params, Params], tuple[Params, dict[str, jax.Array]]] | None = None
     # Raises ConfigError for a batch, on the host, whose numbers jax would clamp silently.
     check_batch: Callable[[Any], None] | None = None

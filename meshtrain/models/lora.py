@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,14 @@ import numpy as np
 from meshtrain.config.schema import AdapterConfig, Config
 from meshtrain.errors import ConfigError, did_you_mean, minimum_faults
 from meshtrain.models import lora_layer, trees
-from meshtrain.models.base import FIRST_LAYERS_KEY, LAYER_NUMBER_KEY, STATS_KEY, Model, Params
+from meshtrain.models.base import (
+    FIRST_LAYERS_KEY,
+    LAYER_NUMBER_KEY,
+    ROUTER_BIAS,
+    STATS_KEY,
+    Model,
+    Params,
+)
 from meshtrain.models.layers import normal_initializer
 from meshtrain.models.lora_layer import DROP, A, B
 from meshtrain.ops import dropout as masks
@@ -28,13 +35,18 @@ def adapt(model: Model, cfg: Config) -> Model:
     Raises ConfigError if they do not fit it.
     """
     c, only = cfg.adapter, cfg.train.trainable
+    if not c.rank and only == "*":
+        return model
+    patterns: list[str] = []
     if c.rank:
         _check(c)
         model = lora(model, rank=c.rank, alpha=c.alpha, targets=c.targets, dropout=c.dropout)
-    if only == "*":
-        return model
-    patterns = [pattern.strip() for pattern in only.split(",")]
-    return train_only(model, patterns)
+    if only != "*":
+        patterns = [pattern.strip() for pattern in only.split(",")]
+        model = train_only(model, patterns)
+    if not _matches(ROUTER_BIAS, patterns):
+        model = _with_frozen_bias(model)
+    return model
 
 
 def _check(c: AdapterConfig) -> None:
@@ -164,9 +176,28 @@ def train_only(model: Model, patterns: list[str]) -> Model:
     before = model.is_trained or _is_added
 
     def is_trained(path: str) -> bool:
-        return before(path) or any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+        return before(path) or _matches(path, patterns)
 
     return dataclasses.replace(model, is_trained=is_trained, flops_per_token=None)
+
+
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def _with_frozen_bias(model: Model) -> Model:
+    """Returns the model whose router keeps the bias that balances its experts.
+
+    The other leaves of `measured` are statistics, and are updated in every run.
+    """
+    measure = model.measure
+    if measure is None:
+        return model
+
+    def measure_without_bias(params, means):
+        return measure(params, trees.matching(means, lambda path: path != ROUTER_BIAS))
+
+    return dataclasses.replace(model, measure=measure_without_bias)
 
 
 def merged(kernel: Any, a: Any, b: Any, *, scale: float, num_lead: int) -> Any:
@@ -177,6 +208,42 @@ def merged(kernel: Any, a: Any, b: Any, *, scale: float, num_lead: int) -> Any:
     lead, rank = kernel.shape[:num_lead], b.shape[num_lead]
     product = a.reshape(*lead, -1, rank) @ b.reshape(*lead, rank, -1)
     return kernel + scale * product.reshape(kernel.shape)
+
+
+def add_updates(
+    params: Params, factors: Mapping[str, jax.Array], layers: Sequence[str], *, scale: float
+) -> Params:
+    """Returns the parameters, whose kernels W of `layers` are W + scale A B, sharded as W.
+
+    `factors` has A and B by their paths.
+    """
+    kernels = {layer: _leaf(params, layer + KERNEL) for layer in layers}
+    shardings = {layer: kernel.sharding for layer, kernel in kernels.items()}
+
+    def add(kernels, factors):
+        merged = {}
+        for layer, kernel in kernels.items():
+            wide = jax.numpy.promote_types(kernel.dtype, jax.numpy.float32)
+            a = factors[f"{layer}/{A}"]
+            b = factors[f"{layer}/{B}"]
+            stacked = tuple(range(num_lead(layer)))
+            # No dims are merged: each device computes its shard of the product.
+            product = jax.lax.dot_general(
+                a,
+                b,
+                (((a.ndim - 1,), (len(stacked),)), (stacked, stacked)),
+                precision=jax.lax.Precision.HIGHEST,
+                preferred_element_type=wide,
+            )
+            merged[layer] = (kernel.astype(wide) + scale * product).astype(kernel.dtype)
+        return merged
+
+    compute = jax.jit(add, out_shardings=shardings, donate_argnums=0)
+    # Waits, because on CPU the collectives of two programs in flight mix their messages.
+    merged = jax.block_until_ready(compute(kernels, dict(factors)))
+    for layer, kernel in merged.items():
+        params = trees.merge(params, _nested(layer + KERNEL, kernel))
+    return params
 
 
 def _matching(model: Model, targets: tuple[str, ...]) -> set[str]:

@@ -5,7 +5,7 @@ computed.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,12 @@ Factors = tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]
 def is_low_rank(path: str) -> bool:
     """Returns whether a parameter with this path belongs to an update of low rank."""
     return path.rpartition("/")[2] in (A, B)
+
+
+def adapted_layers(paths: Iterable[str]) -> list[str]:
+    """Returns the paths of the layers with an update of low rank, from the paths of parameters."""
+    end = f"/{A}"
+    return [path.removesuffix(end) for path in paths if path.endswith(end)]
 
 
 def linears(module: nnx.Module) -> dict[str, int]:

@@ -230,13 +230,15 @@ def measure(
 
     `means` are the gradients with respect to the parameters, per unit of weight. With
     balance="bias" an expert's bias changes by `balance_weight` towards an equal load (arXiv
-    2408.15664).
+    2408.15664), unless it is frozen: then `means` lack it.
     """
     layers, E = params["layers"], c.num_experts
     old, mean = layers["mlp"][STATS_KEY], means["layers"]["mlp"][STATS_KEY]
-    new = {name: mean[name].astype(leaf.dtype) for name, leaf in old.items()}
-    new["bias"] = old["bias"]
-    if c.balance == "bias":
+    new = {"bias": old["bias"]}
+    for name, leaf in old.items():
+        if name != "bias":
+            new[name] = mean[name].astype(leaf.dtype)
+    if c.balance == "bias" and "bias" in mean:
         # A load that is equal but for rounding, which differs between meshes, changes nothing.
         missing = 1 / E - new["load"]
         missing = jnp.where(jnp.abs(missing) < ROUNDING / E, 0, missing)

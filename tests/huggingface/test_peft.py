@@ -78,19 +78,89 @@ def test_a_run_without_an_adapter_has_none_to_write(folders, capsys):
     assert "the run has no adapter (adapter.rank=0)" in capsys.readouterr().err
 
 
-def test_the_three_parts_of_a_fused_tensor_have_no_adapter_in_peft(tmp_path, capsys):
-    start, run = tmp_path / "start", tmp_path / "run"
-    assert app.main("convert", [str(GOLDEN / "gpt2"), str(start)]) == 0
-    found = json.loads((start / "config.json").read_text())
+def adapt(family, root, *, steps, targets, **model):
+    """Converts a golden folder, and trains an adapter of it with steps that change its logits."""
+    assert app.main("convert", [str(GOLDEN / family), str(root / "start")]) == 0
+    found = json.loads((root / "start" / "config.json").read_text())
     c = tiny_config()
     c.model.update({key: value for key, value in found["model"].items() if value != []})
+    c.model.update(model)
     c.data.update(vocab_size=c.model.vocab_size)
-    c.train.steps, c.eval.batches, c.adapter.rank = 0, 0, RANK
-    c.checkpoint.init_from = str(start)
-    train(c, workdir=run)
-    assert app.main("convert", [str(run), str(tmp_path / "a"), "--adapter"]) == 2
+    c.train.steps, c.eval.batches = steps, 0
+    c.adapter.update(rank=RANK, alpha=ALPHA, targets=targets)
+    c.optim.learning_rate, c.optim.schedule, c.optim.clip_norm = 0.1, "constant", 100.0
+    c.checkpoint.init_from = str(root / "start")
+    train(c, workdir=root / "run")
+
+
+def test_the_three_parts_of_a_fused_tensor_have_no_adapter_in_peft(tmp_path, capsys):
+    adapt("gpt2", tmp_path, steps=0, targets=("layers/*",))
+    assert app.main("convert", [str(tmp_path / "run"), str(tmp_path / "a"), "--adapter"]) == 2
     assert "which PEFT cannot adapt alone" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "module"),
+    [
+        ("deepseek_v3", "layers/mlp/shared/down", "mlp.shared_experts.down_proj"),
+        ("dots1", "first_layers/*", "mlp.down_proj"),
+    ],
+)
+def test_peft_has_no_adapter_of_what_is_named_like_routed_experts(
+    family, targets, module, tmp_path, capsys
+):
+    """It would adapt the routed experts instead, without an error."""
+    adapt(family, tmp_path, steps=0, targets=(targets,))
+    assert app.main("convert", [str(tmp_path / "run"), str(tmp_path / "a"), "--adapter"]) == 2
+    error = capsys.readouterr().err
+    assert f"{module}.weight of D" in error and "PEFT adapts the routed experts" in error
+    assert "export the merged weights" in error and not (tmp_path / "a").exists()
+
+
+PEFT_LOGITS = """
+import sys
+import numpy as np, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, adapter, merged = sys.argv[1:]
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    )
+tokens = torch.arange(24).reshape(2, 12) * 7 % 61
+logits = [load(base)(tokens).logits, load(merged)(tokens).logits]
+logits.append(PeftModel.from_pretrained(load(base), adapter)(tokens).logits)
+print(*[float((one - logits[1]).abs().max()) for one in logits])
+"""
+
+
+@pytest.mark.slow
+def test_peft_computes_the_logits_of_merged_weights_of_a_mixture(tmp_path):
+    """The bias of the router is that of the base, as all parameters without an adapter are."""
+    adapt("deepseek_v3", tmp_path, steps=3, targets=("*/attention/*",), balance_weight=0.5)
+    for name, flags in {"merged": [], "adapter": ["--adapter"]}.items():
+        assert app.main("convert", [str(tmp_path / "run"), str(tmp_path / name), *flags]) == 0
+    bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+    base, merged = tensors(GOLDEN / "deepseek_v3"), tensors(tmp_path / "merged")
+    np.testing.assert_array_equal(merged[bias], base[bias])
+    command = [python_with_peft(), "-c", PEFT_LOGITS, GOLDEN / "deepseek_v3"]
+    command += [tmp_path / "adapter", tmp_path / "merged"]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    of_base, _, of_adapter = map(float, result.stdout.split())
+    assert of_base > 0.5 and of_adapter < 1e-4
+
+
+def python_with_peft():
+    """Returns an interpreter with torch, transformers and peft, which PYTHON_WITH_PEFT may name.
+
+    The tests ran with torch 2.13 and 2.14, 5.24 and 0.21.
+    """
+    python = os.environ.get("PYTHON_WITH_PEFT", sys.executable)
+    if subprocess.run([python, "-c", "import peft, torch"], capture_output=True).returncode:
+        pytest.skip("peft and torch are not installed; see python_with_peft")
+    return python
 
 
 PEFT_STEPS = """
@@ -122,13 +192,7 @@ for tokens, targets, weights in zip(found["tokens"], found["targets"], found["we
 
 @pytest.mark.slow
 def test_peft_and_torch_take_the_same_ten_steps(folders, tmp_path):
-    """PYTHON_WITH_PEFT names an interpreter with torch, transformers and peft.
-
-    The tests ran with 2.14, 5.24 and 0.21.
-    """
-    python = os.environ.get("PYTHON_WITH_PEFT", sys.executable)
-    if subprocess.run([python, "-c", "import peft, torch"], capture_output=True).returncode:
-        pytest.skip("peft and torch are not installed; see the docstring")
+    python = python_with_peft()
     found = json.loads((folders / "start" / "config.json").read_text())
     c = tiny_config()
     c.model.update({key: value for key, value in found["model"].items() if value != []})

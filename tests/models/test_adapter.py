@@ -15,9 +15,10 @@ from meshtrain import state as states
 from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
+from meshtrain.inference.restore import restore_params
 from meshtrain.metrics import weighted
 from meshtrain.models import lora, trees
-from meshtrain.models.base import from_nnx
+from meshtrain.models.base import from_nnx, trained_part
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.tools.verify.reference import dropout as reference_dropout
 from meshtrain.tools.verify.reference import model as reference_model
@@ -300,6 +301,31 @@ def test_parameters_that_match_no_pattern_keep_every_bit_in_a_pipeline(only):
     assert changed == [path for path in paths(state.params) if path.startswith(only[:-1])]
 
 
+@pytest.mark.parametrize(
+    ("rank", "only", "is_trained"),
+    [
+        (0, "*", True),
+        (RANK, "*", False),
+        (0, "layers/attention/*", False),
+        (RANK, "layers/mlp/measured/*", True),
+        (0, "layers/mlp/*", True),
+    ],
+)
+def test_the_bias_of_a_router_is_frozen_like_other_parameters(rank, only, is_trained):
+    c = config(trainable=only)
+    c.adapter.rank = rank
+    c.model.update(num_experts=4, d_expert=16, balance="bias", balance_weight=0.125)
+    model = build_model(parse(c, num_devices=1))
+    params = model.init(jax.random.key(0))
+    means = jax.tree.map(jnp.ones_like, trained_part(params, model.is_trained))
+    load = means["layers"]["mlp"]["measured"]["load"].at[:, 0].set(0.0)
+    means = trees.merge(means, nested("layers/mlp/measured", {"load": load}))
+    new, _ = model.measure(params, means)
+    before, after = (tree["layers"]["mlp"]["measured"] for tree in (params, new))
+    assert bool((after["bias"] != before["bias"]).any()) == is_trained
+    np.testing.assert_array_equal(after["load"], load)  # a statistic, not a parameter
+
+
 @pytest.mark.slow
 def test_an_adapter_starts_as_the_model_it_starts_from_and_resumes(tmp_path):
     c = config()
@@ -322,6 +348,67 @@ def test_an_adapter_starts_as_the_model_it_starts_from_and_resumes(tmp_path):
     )
     before = trees.intersect(base.state.params, kept)
     chex.assert_trees_all_equal(kept, before, strict=True)
+
+
+@pytest.fixture(scope="module")
+def adapted_run(tmp_path_factory):
+    """Returns the workdir and the held-out loss of a run that trained an adapter."""
+    workdir = tmp_path_factory.mktemp("adapter") / "run"
+    c = config(steps=2)
+    c.adapter.targets = ("layers/attention/*",)
+    c.optim.learning_rate, c.optim.schedule, c.optim.clip_norm = 0.1, "constant", 1.0
+    return workdir, train(c, workdir=workdir).eval_loss
+
+
+STARTS = {
+    "the same": {},
+    "other targets": {"adapter.targets": ("layers/mlp/*", "layers/attention/query")},
+    "another rank": {"adapter.rank": 5},
+    "another alpha": {"adapter.alpha": 2.0},
+    "none": {"adapter.rank": 0},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "none")) for name in STARTS]
+)
+def test_a_run_starts_as_the_adapted_model_that_it_starts_from(name, adapted_run, tmp_path, capsys):
+    """Whatever its own adapter is; the log says what became of the other one."""
+    workdir, expected = adapted_run
+    c = config(steps=0)
+    c.adapter.targets = ("layers/attention/*",)
+    c.update_from_flattened_dict(STARTS[name])
+    c.mesh.update(data=2, fsdp=2, tensor=2)
+    c.checkpoint.init_from = str(workdir)
+    result = train(c, workdir=tmp_path)
+    assert result.eval_loss == pytest.approx(expected, abs=2e-6)
+    is_same = name == "the same"
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("parameters of"))
+    assert ("with its adapter (rank 3, alpha 12)" in line) and "not used" not in line
+    assert ("merged into the kernels" in line) != is_same
+    events = [json.loads(x) for x in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (event,) = (event for event in events if event["event"] == "init_from")
+    assert event["adapter"] == ("loaded" if is_same else "merged")
+    assert any("lora_a" in path for path in event["new"]) == (not is_same and name != "none")
+
+
+def test_inference_rejects_another_adapter_than_the_checkpoint_has(adapted_run):
+    c = config()
+    c.adapter.targets, c.adapter.alpha = ("layers/attention/*",), 2.0
+    with pytest.raises(ConfigError, match=r"^adapter.alpha=2.0: .* was trained with 12.0"):
+        restore_params(parse(c, num_devices=8), adapted_run[0])
+
+
+def test_a_run_starts_with_the_adapter_of_the_layers_that_init_only_names(adapted_run, tmp_path):
+    c = config(steps=0)
+    c.adapter.rank = 0
+    c.checkpoint.update(init_from=str(adapted_run[0]), init_only="layers/attention/query/*")
+    params = train(c, workdir=tmp_path).state.params
+    c.checkpoint.init_from = ""
+    first = train(c).state.params
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), params, first)
+    names = [trees.name_of(path) for path, one in jax.tree.leaves_with_path(changed) if one]
+    assert names == ["layers/attention/query/kernel"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
 import meshtrain
 from meshtrain.checkpoint import arrays, find
@@ -217,3 +218,43 @@ def test_the_averages_of_a_schedule_free_run_are_evaluated_and_restored(tmp_path
     directory, saved = find.find_valid(tmp_path, log=print)
     restored, *_ = arrays.restore_params(directory, saved.arrays, result.state.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), restored, x)
+
+
+def prodigy(learning_rate):
+    return contrib.prodigy(learning_rate)
+
+
+@pytest.mark.parametrize("build", [BUILDS["schedule_free_adamw"], f"{__name__}:prodigy"])
+def test_an_optimizer_copies_the_parameters_that_were_loaded(build, tmp_path):
+    """Not the random ones before: schedule-free AdamW would throw the loaded ones away."""
+    batches = [np.random.default_rng(n).integers(0, SIZES["vocab"], 16) for n in range(3)]
+    data = {"model": small_model(), "data": batches, "eval_data": batches[:1]}
+    c = config_of("lion", fsdp=2, data=4)
+    c.train.dtype = c.train.param_dtype = "float32"
+    c.optim.learning_rate = 0.05
+    source = train(c, workdir=tmp_path / "source", **data)
+
+    with c.unlocked():
+        c.optim.build = build
+        if build not in BUILDS.values():
+            for key in KEYS:
+                del c.optim[key]
+    c.checkpoint.init_from, c.train.steps = str(tmp_path / "source"), 0
+    result = train(c, **data)
+    assert result.eval_loss == pytest.approx(source.eval_loss, rel=1e-6)
+    loaded = jax.tree.leaves(jax.device_get(source.state.params))
+    copies = [jax.tree.leaves(copy) for copy in copies_in(result.state.opt_state)]
+    assert len(copies) == 1
+    for copy, leaf in zip(copies[0], loaded, strict=True):
+        np.testing.assert_array_equal(copy, leaf)
+
+
+def copies_in(opt_state):
+    """Returns the copies of all parameters in a state of schedule-free AdamW or Prodigy."""
+    names = {"ScheduleFreeState": "z", "ProdigyState": "params0"}
+
+    def is_copying(node):
+        return type(node).__name__ in names
+
+    nodes = jax.tree.leaves(jax.device_get(opt_state), is_leaf=is_copying)
+    return [getattr(node, names[type(node).__name__]) for node in nodes if is_copying(node)]

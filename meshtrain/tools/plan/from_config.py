@@ -51,10 +51,9 @@ def _stored_state(cfg: Config, model: Model) -> StoredState:
         moment_dtype=cfg.optim.moment_dtype,
         param_dtype=cfg.train.param_dtype,
     )
-    init = states.initializer(
-        model, optimizer, param_dtype=cfg.train.param_dtype, dtype=cfg.train.dtype
-    )
-    shapes = jax.eval_shape(init, jax.random.key(0))
+    init_params = states.params_initializer(model, param_dtype=cfg.train.param_dtype)
+    init_state = states.state_initializer(model, optimizer, dtype=cfg.train.dtype)
+    shapes = jax.eval_shape(init_state, jax.eval_shape(init_params, jax.random.key(0)))
     return StoredState(shapes, model.axes, optimizer, cfg.rules, model.is_trained)
 
 
