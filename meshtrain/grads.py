@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.errors import ConfigError
-from meshtrain.metrics import GradFn, Metrics
+from meshtrain.metrics import GradFn, Metrics, check_metrics
 from meshtrain.models import trees
 from meshtrain.models.base import Model, Params
 from meshtrain.models.blocks import run_blocks, to_compute_dtype
@@ -35,11 +34,7 @@ def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:
 
     def loss_of_function(params, batch, key):
         metrics = rematerialised(model.loss, remat)(params, batch, key)
-        if not isinstance(metrics, Metrics):
-            kind = type(metrics).__name__
-            raise ConfigError(
-                f"model: its loss returned {kind}; return meshtrain.weighted(loss of each example)"
-            )
+        check_metrics(metrics, "model: its loss")
         return metrics
 
     def loss_of_stack(params, batch, _):

@@ -42,7 +42,11 @@ def test_the_builders_of_the_package_are_those_that_return_what_their_section_ne
             "use one of meshtrain.data.tokens:build, meshtrain.data.chat:build",
         ),
         ("optim.build", "meshtrain.optim.base:adam", 'did you mean "meshtrain.optim.base:adamw"?'),
-        ("optim.build", "mine:lamb", "if mine is a module of yours, add its folder to PYTHONPATH"),
+        (
+            "optim.build",
+            "no_such_module_here:lamb",
+            "if no_such_module_here is a module of yours, add its folder to PYTHONPATH",
+        ),
     ],
 )
 def test_a_name_that_is_no_builder_leads_to_those_there_are(tiny, key, path, message):

@@ -1,5 +1,6 @@
 """Train users' own Flax models on their own data."""
 
+import re
 from functools import partial
 
 import chex
@@ -13,9 +14,11 @@ from sklearn.datasets import load_digits
 import meshtrain
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
+from meshtrain.metrics import OWN_NAMES
 from meshtrain.models import base
 from meshtrain.train import train
 from tests.lib.configs import tiny_config
+from tests.lib.paths import ROOT
 
 
 def digits(train):
@@ -303,3 +306,19 @@ def test_an_iterator_of_evaluation_data_replaces_that_of_the_config():
     source = build(parse(c, num_devices=8)).heldout_data
     batches = [source.read(np.arange(16) + 16 * n) for n in range(2)]
     assert train(c, eval_data=iter(batches)).eval_loss == train(c).eval_loss
+
+
+@pytest.mark.parametrize("name", ["tokens", "grad_norm", "step"])
+def test_a_metric_named_as_one_of_every_row_is_rejected(name):
+    def loss(model, batch):
+        metrics = classify(model, batch)
+        return meshtrain.weighted(metrics.loss[None], **{name: metrics.loss[None]})
+
+    with pytest.raises(meshtrain.ConfigError, match=f"its loss returned a metric named '{name}'"):
+        train(digits_config(), model=meshtrain.from_nnx(MLP, loss), data=digits(train=True))
+
+
+def test_the_names_of_every_row_are_those_of_the_page():
+    text = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert {*OWN_NAMES} <= documented
