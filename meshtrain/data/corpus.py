@@ -1,7 +1,9 @@
 """Tokens on disk as one stream: raw files, folders of text, Megatron-LM files, prepared folders."""
 
+import collections
 import difflib
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +139,19 @@ def _load_text(path: str, dtype: str, vocab_size: int, pattern: str, exclude: tu
     )
 
 
+MAX_FILES_LOOKED_AT = 1000
+
+
+def _pattern_of(path: str) -> str:
+    """Returns what to set data.pattern to for the most frequent kind of file; "" without files."""
+    found = itertools.islice(Path(path).rglob("*"), MAX_FILES_LOOKED_AT)
+    endings = collections.Counter(file.suffix for file in found if file.is_file())
+    if not endings:
+        return ": there are no files"
+    ending, _ = endings.most_common(1)[0]
+    return f"; most of its files are *{ending}: set data.pattern='*{ending}'"
+
+
 @functools.lru_cache(maxsize=1)  # both splits read the same folder
 def _read_folder(
     path: str, pattern: str, exclude: tuple, *, any_format: bool
@@ -159,7 +174,9 @@ def _read_folder(
             f"data.exclude=('{prepared_folder.name}',)"
         )
     if not paths:
-        raise ConfigError(f"data.path={path}: no files match data.pattern={pattern!r}")
+        raise ConfigError(
+            f"data.path={path}: no files match data.pattern={pattern!r}{_pattern_of(path)}"
+        )
     for file in () if any_format else paths:
         known = formats.in_folder(file)
         if known:

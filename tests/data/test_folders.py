@@ -286,3 +286,12 @@ def test_an_excluded_name_that_cannot_match_is_rejected(tmp_path, exclude):
     with pytest.raises(ConfigError, match=f"data.exclude={re.escape(exclude[0])}: .*subfolder"):
         build(tmp_path, exclude=exclude)
     assert build(tmp_path, exclude=("test", "node_modules")).size == 2
+
+
+def test_a_pattern_that_matches_nothing_leads_to_one_that_does(folder):
+    with pytest.raises(ConfigError) as error:
+        build("texts", pattern="*.py")
+    assert str(error.value) == (
+        "data.path=texts: no files match data.pattern='*.py'; most of its files are *.txt: set "
+        "data.pattern='*.txt'"
+    )
