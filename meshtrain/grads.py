@@ -39,7 +39,7 @@ def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:
 
     def loss_of_stack(params, batch, _):
         # Blocks get their random keys with the rows of the batch, not from the key.
-        block = rematerialised(model.block, remat)
+        block = rematerialised(model.block, remat, in_loop=True)
         layers = model.stack(params["layers"])
         x = model.embed(params, batch)
         x = run_blocks(block, layers, x, batch, unroll)

@@ -214,9 +214,14 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
         with_row_keys=dropout.with_row_keys if model.row_keys else None,
         measure=model.measure,
     )
+    without = []
     # With pipelined all-gathers XLA would copy the loop over micro-batches, keep their activations
     # and compute products twice (jaxlib 0.10.2).
-    without = (xla.PIPELINED_ALL_GATHER,) if train.num_microbatches > 1 else ()
+    if train.num_microbatches > 1:
+        without.append(xla.PIPELINED_ALL_GATHER)
+    # The step of Qwen3-MoE is slower with it (jaxlib 0.12).
+    if cfg.model.options.get("num_experts"):
+        without.append(xla.OPTIMIZATION_LEVEL)
     return Program(
         mesh=mesh,
         rules=cfg.rules,

@@ -31,6 +31,11 @@ XLA_PRESETS: dict[str, dict[str, bool | int | str]] = {
         "xla_gpu_enable_pipelined_reduce_scatter": True,
         "xla_gpu_enable_pipelined_all_reduce": True,
         "xla_gpu_enable_pipelined_p2p": True,
+        # How many collectives the scheduler keeps in flight; by default one, so that only one of a
+        # layer's weights is gathered while something else is computed.
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+        # Gradients are scattered while the next layer's are computed.
+        "optimization_level": "O1",
         # Otherwise XLA runs matrix products again to free memory that the step does not need: 5 to
         # 20 % more FLOPs.
         "xla_disable_hlo_passes": "rematerialization",
@@ -43,6 +48,9 @@ XLA_PRESETS: dict[str, dict[str, bool | int | str]] = {
 }
 
 XLA_PRESET_NAMES = ("auto", *XLA_PRESETS)
+
+# First jaxlib version that knows the option by this value.
+XLA_OPTIONS_ADDED_IN = {"optimization_level": (0, 12)}
 
 XLA_OPTIONS_REMOVED_IN = {  # first jaxlib version whose XLA rejects the option
     "xla_gpu_enable_pipelined_all_gather": (0, 11),

@@ -11,10 +11,11 @@ from meshtrain.parallel import accelerator
 _in_rematerialised = jax.make_user_context(default_value=False)
 
 
-def rematerialised(function: Callable, remat: str) -> Callable:
+def rematerialised(function: Callable, remat: str, *, in_loop: bool = False) -> Callable:
     """Returns `function`, whose backward pass keeps what config key `train.remat` selects.
 
-    It decides for all that the function calls: `recomputed` has no effect inside.
+    It decides for all that the function calls: `recomputed` has no effect inside. `in_loop`: it is
+    the body of a loop, of which each iteration runs it once.
     """
     if remat == "none":
         return function
@@ -31,7 +32,14 @@ def rematerialised(function: Callable, remat: str) -> Callable:
         with _in_rematerialised(True):
             return function(*args)
 
-    return jax.checkpoint(inside, policy=policy)
+    def run(*args):
+        # The barrier keeps XLA from merging the recomputation with the forward pass. That is in
+        # another loop, so none is needed; and it ties the weights of a layer to the gradient that
+        # arrives there, so that GPUs could not gather them earlier.
+        barrier = not (in_loop and accelerator.platform() == "gpu")
+        return jax.checkpoint(inside, policy=policy, prevent_cse=barrier)(*args)
+
+    return run
 
 
 def recomputed(function: Callable, *args: jax.Array) -> Any:

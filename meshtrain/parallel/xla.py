@@ -3,21 +3,23 @@
 import os
 import re
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jaxlib
 
-from meshtrain.config.schema import XLA_OPTIONS_REMOVED_IN, XLA_PRESETS
+from meshtrain.config.schema import XLA_OPTIONS_ADDED_IN, XLA_OPTIONS_REMOVED_IN, XLA_PRESETS
 from meshtrain.errors import ConfigError
 
 DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 PIPELINED_ALL_GATHER = "xla_gpu_enable_pipelined_all_gather"
+OPTIMIZATION_LEVEL = "optimization_level"
 DISABLED_PASSES = "xla_disable_hlo_passes"
 
 
 def options(
-    preset: str, mesh: jax.sharding.Mesh, *, without: tuple[str, ...] = ()
+    preset: str, mesh: jax.sharding.Mesh, *, without: Collection[str] = ()
 ) -> dict[str, bool | int | str]:
     """Returns the options of a preset that this version of XLA knows, but those in `without`.
 
@@ -30,7 +32,8 @@ def options(
     chosen = {}
     for name, value in XLA_PRESETS[preset].items():
         is_removed = name in XLA_OPTIONS_REMOVED_IN and version >= XLA_OPTIONS_REMOVED_IN[name]
-        if name not in without and not is_removed:
+        is_later = name in XLA_OPTIONS_ADDED_IN and version < XLA_OPTIONS_ADDED_IN[name]
+        if name not in without and not (is_removed or is_later):
             chosen[name] = value
     # The option would replace the passes that the user disables in XLA_FLAGS.
     users_passes = re.findall(rf"--{DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))

@@ -145,7 +145,7 @@ def _make_stages(
     """Returns the stages for one step; `trained` is a tree with the trained leaves."""
     run_layers = functools.partial(
         blocks.run_blocks,
-        rematerialised(model.block, remat),
+        rematerialised(model.block, remat, in_loop=True),
         # As in `grads.make_loss`.
         unroll=unroll if remat == "none" else 1,
     )

@@ -44,21 +44,22 @@ def test_options_that_this_version_removed_are_left_out(monkeypatch):
     name = "xla_gpu_enable_pipelined_all_gather"
     for version, is_known in [("0.10.2", True), ("0.11.0", False), ("0.12.0.1", False)]:
         monkeypatch.setattr(jaxlib, "__version__", version)
-        assert (name in xla.options("overlap", fake_mesh("gpu", 8))) == is_known
+        found = xla.options("overlap", fake_mesh("gpu", 8))
+        assert (name in found) == is_known
+        assert (xla.OPTIMIZATION_LEVEL in found) == (version == "0.12.0.1")
 
 
-def test_several_microbatches_are_compiled_without_pipelined_all_gathers(tiny):
+def test_options_that_slow_a_step_down_are_left_out(tiny):
+    """Pipelined all-gathers with micro-batches, the optimization level with experts."""
     tiny.train.xla_preset = "overlap"
     expected = xla.options("overlap", fake_mesh("cpu", 1))
-    for num_experts, num_microbatches, is_left_out in [(4, 2, True), (4, 1, False), (0, 2, True)]:
+    for num_experts, num_microbatches in [(4, 2), (4, 1), (0, 2), (0, 1)]:
+        left_out = [xla.PIPELINED_ALL_GATHER] * (num_microbatches > 1)
+        left_out += [xla.OPTIMIZATION_LEVEL] * (num_experts > 0)
         tiny.model.num_experts, tiny.train.num_microbatches = num_experts, num_microbatches
         cfg = parse(tiny, num_devices=8)
         found = assemble(cfg, build(cfg)).compiler_options
-        assert found == {
-            name: value
-            for name, value in expected.items()
-            if not (is_left_out and name == xla.PIPELINED_ALL_GATHER)
-        }
+        assert found == {name: value for name, value in expected.items() if name not in left_out}
 
 
 @pytest.mark.parametrize(
