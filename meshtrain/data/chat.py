@@ -31,6 +31,12 @@ EXTENSIONS = (".jsonl", ".ndjson", ".json")  # files to read in a folder, perhap
 DATE = datetime.datetime(2024, 7, 26)
 GROUP = 1000  # conversations that are tokenized together
 
+# Keys of a message in OpenAI's format; templates may read further ones.
+MESSAGE_KEYS = {
+    *("role", "content", "name", "weight", "tool_calls", "tool_call_id"),
+    *chat_template.REASONING,
+}
+
 MAX_FAULTS_SHOWN = 5
 
 
@@ -174,6 +180,7 @@ def _load(path: str, paths: tuple[Path, ...], fingerprint: str, tokenizer_path: 
     faults = []
     for place, conversation in read_conversations([*paths]):
         try:
+            _check_keys(template, conversation)
             text, text_spans = render(template, conversation)
         except ValueError as error:
             faults.append(f"{place}: {error}")
@@ -241,14 +248,15 @@ class Conversation(NamedTuple):
     messages: list[dict[str, Any]]
     first_reply: int = 0  # messages before it are context, also those of the assistant
     tools: list | None = None  # JSON schemas of functions, which some templates write
+    context: tuple[int, ...] = ()  # numbers of further messages that are not learned
 
 
 def read_conversations(files: list[Path]) -> Iterator[tuple[str, Conversation]]:
     """Yields FILE:LINE and the conversation of each line; a ConfigError names every faulty line.
 
     A line is an object with `messages`, a list of objects with `role` and `content`, or with
-    `prompt` and `completion`, each a text or such a list. Blank lines are ignored; `.gz` files are
-    decompressed.
+    `prompt` and `completion`, each a text or such a list. It may have `tools`. A message of the
+    assistant with `weight` 0 is not learned. Blank lines are ignored; `.gz` files are decompressed.
     """
     faults = []
     options = inputs.ReadOptions(field="", separator="", forbidden="")
@@ -277,6 +285,8 @@ def _parse_conversation(line: bytes) -> Conversation:
     parsed = inputs.parse_json(line)
     if not isinstance(parsed, dict):
         raise ValueError('is no object; use {"messages": [...]}')
+    # Exported tables have a null where a line has no such key.
+    parsed = {key: value for key, value in parsed.items() if value is not None}
     tools = parsed.get("tools")
     if not isinstance(tools, list | None):
         raise ValueError(f"tools is {type(tools).__name__}, not a list")
@@ -288,9 +298,18 @@ def _parse_conversation(line: bytes) -> Conversation:
         replies = _messages("completion", parsed["completion"], role="assistant")
     else:
         raise ValueError("has neither `messages` nor `prompt` and `completion`")
-    if not any(message["role"] == "assistant" for message in replies):
+    read = {"tools", "messages"} if "messages" in parsed else {"tools", "prompt", "completion"}
+    for key in parsed:
+        if key == "weight":
+            raise ValueError("has a weight; put it into the messages of the assistant")
+        if key not in read:
+            raise ValueError(f"has the key {key!r}, which is not read; remove it")
+    messages = [*prompt, *replies]
+    context = [number for number, message in enumerate(messages) if message.get("weight") == 0]
+    learned = [message for message in replies if message.get("weight") != 0]
+    if not any(message["role"] == "assistant" for message in learned):
         raise ValueError("no message of the assistant, so there is nothing to learn")
-    return Conversation([*prompt, *replies], first_reply=len(prompt), tools=tools or None)
+    return Conversation(messages, first_reply=len(prompt), tools=tools, context=tuple(context))
 
 
 def _messages(name: str, value: Any, *, role: str) -> list[dict[str, Any]]:
@@ -311,7 +330,24 @@ def _messages(name: str, value: Any, *, role: str) -> list[dict[str, Any]]:
             raise ValueError(f"{where} has no content")
         if not isinstance(content, str | list | None):
             raise ValueError(f"{where}: content is {type(content).__name__}, not a text")
+        weight = message.get("weight")
+        if weight not in (None, 0, 1) or (weight == 1 and message["role"] != "assistant"):
+            raise ValueError(f"{where}: weight is {weight!r}; use 0, or 1 for the assistant")
     return value
+
+
+def _check_keys(template: ChatTemplate, conversation: Conversation) -> None:
+    """Raises ValueError for a key of a message that neither the format has nor the template reads.
+
+    It would change nothing.
+    """
+    for number, message in enumerate(conversation.messages):
+        for key, value in message.items():
+            if value is not None and key not in MESSAGE_KEYS and key not in template.names:
+                raise ValueError(
+                    f"message {number + 1} has the key {key!r}, which the chat template does not "
+                    f"read; remove it"
+                )
 
 
 # ---- replies in the text of a conversation ----
@@ -328,20 +364,27 @@ def render(template: ChatTemplate, conversation: Conversation) -> tuple[str, lis
     messages = conversation.messages
     first_reply = conversation.first_reply
     text, generated = template.render(messages, conversation.tools)
+    replies = []
+    for number in range(first_reply, len(messages)):
+        if messages[number]["role"] == "assistant":
+            replies.append(number)
+
+    def span_of(number: int) -> Span:
+        first = _start_of_reply(template, conversation, number, text)
+        return first, _end_of_reply(template, conversation, number, text)
+
     spans = []
     if template.marks_replies:
         learned_from = (
             _start_of_reply(template, conversation, first_reply, text) if first_reply else 0
         )
+        context = [span_of(number) for number in replies if number in conversation.context]
         for first, last in generated:
-            if last > learned_from:
+            is_context = any(start < last and first < end for start, end in context)
+            if last > learned_from and not is_context:
                 spans.append((max(first, learned_from), last))
     else:
-        for number in range(first_reply, len(messages)):
-            if messages[number]["role"] == "assistant":
-                first = _start_of_reply(template, conversation, number, text)
-                last = _end_of_reply(template, conversation, number, text)
-                spans.append((first, last))
+        spans = [span_of(number) for number in replies if number not in conversation.context]
     if not any(first < last for first, last in spans):
         raise ValueError("the chat template writes nothing for the assistant")
     return text, spans

@@ -37,6 +37,7 @@ class ChatTemplate:
     render: Callable[..., Rendered]  # see `load`
     marks_replies: bool  # whether it has {% generation %} blocks
     reads_clock: bool  # whether its text depends on the date
+    names: frozenset[str]  # the words in it, among them the keys of messages that it reads
     eos_token: str  # of the tokenizer; "": unknown
 
 
@@ -94,6 +95,7 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
         render,
         marks_replies=bool(re.search(r"\{%-?\s*generation\s*-?%\}", used["default"])),
         reads_clock="strftime_now" in "".join(used.values()),
+        names=frozenset(re.findall(r"\w+", " ".join(used.values()))),
         eos_token=special.get("eos_token", ""),
     )
 
@@ -197,6 +199,15 @@ def _environment(now: datetime.datetime | None) -> tuple[Any, list[str], list[Sp
                 raise jinja2.exceptions.SecurityError("a namespace has a name with an underscore")
             super().__setitem__(name, value)
 
+    class Dict:
+        """`dict` without the other attributes of the class, which change dicts."""
+
+        def __call__(self, *args, **values):
+            return dict(*args, **values)
+
+        def fromkeys(self, keys, value=None):
+            return dict.fromkeys(keys, value)
+
     def raise_exception(message):
         raise jinja2.exceptions.TemplateError(message)
 
@@ -216,8 +227,7 @@ def _environment(now: datetime.datetime | None) -> tuple[Any, list[str], list[Sp
     environment.globals.update(
         raise_exception=raise_exception,
         strftime_now=lambda form: (now or datetime.datetime.now()).strftime(form),
-        # Without the attributes of the class itself.
-        dict=lambda *args, **values: dict(*args, **values),
+        dict=Dict(),
         namespace=Namespace,
     )
     return environment, blocks, spans

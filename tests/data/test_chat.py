@@ -99,6 +99,42 @@ def test_replies_in_a_prompt_are_not_learned(name, folders):
     assert learned(folders[name], one)[0] == [f"See you<|im_end|>{end}"]
 
 
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_a_message_of_weight_0_is_not_learned(name, folders, tmp_path):
+    roles = ["user", "assistant"] * 3
+    messages = [{"role": role, "content": f"{n}"} for n, role in enumerate(roles)]
+    messages[1]["weight"], messages[3]["weight"], messages[4]["weight"] = 1, 0, 0
+    end = "\n" if name == "chatml" else ""
+    line = {"messages": messages, "tools": None, "id": None}
+    path = write(tmp_path / "a.jsonl", [json.dumps(line)])
+    ((_, one),) = chat.read_conversations([path])
+    assert learned(folders[name], one)[0] == [f"{n}<|im_end|>{end}" for n in (1, 5)]
+    source = build(path, folders[name], heldout=0.0)
+    without = [{key: m[key] for key in ("role", "content")} for m in messages]
+    all_learned = build(
+        write(tmp_path / "b.jsonl", [json.dumps({"messages": without})]), folders[name], heldout=0.0
+    )
+    index = np.arange(1)
+    assert source.read(index).tokens.tolist() == all_learned.read(index).tokens.tolist()
+    shares = [batch.weights.sum() for batch in (source.read(index), all_learned.read(index))]
+    assert shares[0] * 3 == shares[1] * 2
+
+
+def test_an_empty_list_of_tools_is_what_the_template_gets(tmp_path):
+    line = {"messages": CONVERSATIONS[2].messages, "tools": []}
+    ((_, one),) = chat.read_conversations([write(tmp_path / "a.jsonl", [json.dumps(line)])])
+    text = "{{ 'none' if tools is none else tools | length }}{% for m in messages %}{% endfor %}"
+    template = chat_template.load(put(tmp_path / "t", text))
+    assert template.render(one.messages, one.tools).text == "0"
+    assert template.render(one.messages).text == "none"
+
+
+def test_a_template_may_make_dicts(tmp_path):
+    text = "{{ dict.fromkeys(['a', 'b'], 1) | tojson }} {{ dict(a=1) | tojson }}"
+    template = chat_template.load(put(tmp_path / "t", text))
+    assert template.render([]).text == '{"a": 1, "b": 1} {"a": 1}'
+
+
 def test_a_template_that_rewrites_earlier_replies_is_rejected(tmp_path):
     text = "{% for m in messages %}{{ m.role }}{{ '!' if loop.last else m.content }}{% endfor %}"
     template = chat_template.load(put(tmp_path / "t", text))
@@ -134,6 +170,9 @@ def test_templates_come_from_a_file_a_list_or_the_settings(tmp_path):
         "{{ namespace(__class__=1) }}",
         "{{ strftime_now.__globals__.os }}",
         "{{ dict.__subclasses__() }}",
+        "{{ dict.setdefault(messages[0], 'a', 1) }}",
+        "{{ dict.fromkeys.__globals__.os }}",
+        "{{ dict.fromkeys.__self__.x }}",
         "{{ range(10**9) }}",
     ],
 )
@@ -235,6 +274,28 @@ def test_the_data_are_known_by_tokens_and_template(tmp_path, folders):
         ('{"messages": [{"role": "user", "content": ""}]}', "no message of the assistant"),
         ('{"prompt": "a", "completion": 1}', "completion is int"),
         ('{"messages": [{"role": "assistant", "content": ""}], "tools": 1}', "tools is int"),
+        ('{"prompt": "a", "completion": "b", "id": 3}', "the key 'id', which is not read; remove"),
+        (
+            '{"prompt": "a", "completion": "b", "weight": 0}',
+            "put it into the messages of the assistant",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": ""}], "prompt": "a"}',
+            "the key 'prompt', which is not read",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "", "train": false}]}',
+            "message 1 has the key 'train', which the chat template does not read; remove it",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "", "weight": 0.5}]}',
+            r"messages\[0\]: weight is 0.5; use 0, or 1 for the assistant",
+        ),
+        ('{"messages": [{"role": "user", "content": "", "weight": 1}]}', "weight is 1; use 0"),
+        (
+            '{"messages": [{"role": "assistant", "content": "", "weight": 0}]}',
+            "so there is nothing to learn",
+        ),
         (
             '{"messages": [{"role": "system", "content": ""}, {"role": "assistant", "content": '
             '""}]}',
