@@ -117,9 +117,8 @@ def _train(run: Run, state: TrainState) -> Result:
     # After the save, which an error of the user's on_metrics must not prevent.
     if evaluation:
         writer.final_evaluation(step, evaluation)
-    # After the save: a step that is not finite was skipped, so the saved state is valid.
-    if is_finished:
-        run.loss_monitor.check_final(step, writer.newest)
+    # After the save: steps that are not finite were skipped, so the saved state is valid.
+    run.loss_monitor.check_end(step, writer.newest, is_finished=is_finished)
     clock.enter("end")
     seconds = {phase: spent for phase, spent in clock.progress.seconds().items() if spent}
     event_name = "end" if is_finished else "preempted"
@@ -134,9 +133,10 @@ def _loop(
     state: TrainState,
     train_step: Callable[[TrainState, Any], tuple[TrainState, Any]],
 ) -> tuple[TrainState, int]:
-    """Takes steps until the last one or a request to stop; returns the last state and step.
+    """Takes steps until the last one, a request to stop or too many skips in a row.
 
-    `step` counts the batches that `state` has seen: at the top of the loop, batch `step` is next.
+    Returns the last state and step. `step` counts the batches that `state` has seen: at the top of
+    the loop, batch `step` is next.
     """
     cfg = run.cfg
     clock = run.clock
@@ -150,10 +150,13 @@ def _loop(
         is_stopping, save_due = distributed.broadcast((run.stop_requested(), save_due))
         is_last = step >= cfg.train.steps
         eval_due = not is_last and cfg.eval.every > 0 and step > 0 and step % cfg.eval.every == 0
-        check_due = run.replica_check.due(step, saving=save_due or is_last or is_stopping)
-        if is_stopping or is_last or eval_due or save_due or check_due:
-            # Raises if the last steps were not finite: such a state is neither evaluated nor saved.
+        # Skipped steps have not changed the parameters: they are worth saving.
+        is_ending = is_stopping or is_last or run.loss_monitor.failure is not None
+        check_due = run.replica_check.due(step, saving=save_due or is_ending)
+        if is_ending or eval_due or save_due or check_due:
             writer.flush()
+            if run.loss_monitor.failure is not None and not is_ending:
+                continue  # decide again, now that the last step is known to be one skip too many
         # A stop leaves no time for a rollback: the run resumes from the checkpoint before the
         # spike. At the last step a spike is rolled back too, so that it is not in the final state.
         if run.loss_monitor.spike is not None and not is_stopping:
@@ -166,7 +169,7 @@ def _loop(
             if check_due:
                 clock.enter("check")
                 run.replica_check.run(step, state)
-            if is_stopping or is_last:
+            if is_ending:
                 return state, step
             evaluation: dict[str, float | None] = {}
             if eval_due:
