@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,9 @@ from meshtrain.storage import Workdir
 
 FIRST_WAIT, LONGEST_WAIT = 5.0, 600.0  # seconds from a failed save to the next try
 LAST_TRIES = 4  # for the save at the end of a run
+
+# In the messages of TensorStore: errors of the disk, and of a store.
+STORAGE_ERROR = re.compile("os_error_code=|RESOURCE_EXHAUSTED|http_response_code=|curl_code=")
 
 SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the state's bytes
 
@@ -87,6 +91,7 @@ class Saver:
         self._newest_step = -1
         self._saved_at = time.monotonic()
         self._failures = 0  # in a row
+        self._last_error: Exception | None = None  # of the newest failed save
         self._retry_at = 0.0
         self._last_waits: Iterator[float] | None = None  # in `finish`: seconds between its tries
 
@@ -349,6 +354,7 @@ class Saver:
             wait = min(FIRST_WAIT * 2 ** min(self._failures, 20), LONGEST_WAIT)
             when = f"next try at the first step after {wait:.0f} s, or when the run ends"
         self._failures += 1
+        self._last_error = pending.error
         self._retry_at = time.monotonic() + (wait or 0)
         why = first_line(pending.error)
         self._event("save_failed", step=pending.step, error=why, retry_seconds=wait)
@@ -366,12 +372,30 @@ class Saver:
                 self._last_waits = None
                 return
             time.sleep(wait)
+        if _is_of_storage(self._last_error):
+            remedy = "make room, or repair the disk or the access to the store, and run again"
+        else:
+            remedy = (
+                "neither the disk nor the store is at fault, but an array of the state, or a "
+                "library that writes it: change the model or the optimizer, and run again"
+            )
         raise ConfigError(
             f"{self._folder}: step {step} could not be saved in {LAST_TRIES} tries, "
-            f"see events.jsonl; make room, or repair the disk or the access to the store, "
-            f"and run again: the run resumes from the newest checkpoint"
+            f"see events.jsonl; {remedy}: the run resumes from the newest checkpoint"
         )
 
     def close(self) -> None:
         self._wait()
         self._arrays.close()
+
+
+def _is_of_storage(error: BaseException | None) -> bool:
+    """Returns whether an error is one of the disk or the store; None, of another process, is."""
+    if error is None:
+        return True
+    cause = error
+    while cause is not None:  # Orbax raises errors of its own
+        if isinstance(cause, OSError) or STORAGE_ERROR.search(str(cause)):
+            return True
+        cause = cause.__cause__
+    return False
