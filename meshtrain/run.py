@@ -57,6 +57,15 @@ class Run:
         """
         return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.stop_requested)
 
+    def waits_for_rollback(self) -> bool:
+        """Returns whether a spike is still to be rolled back, so that the state is not to be saved.
+
+        Without a checkpoint to return to, the run would continue from this state.
+        """
+        if self.saver is None or self.loss_monitor.spike is None:
+            return False
+        return distributed.broadcast(self.saver.wait_for_newest() is not None)
+
     def evaluate(self, state: TrainState) -> dict[str, float | None]:
         """Returns the metrics of the held-out data by name; {} without such data.
 

@@ -27,7 +27,8 @@ class Result(NamedTuple):
     step: int  # batches seen
     # Held-out loss at the end; None without held-out data, or if none of it has a weight.
     eval_loss: float | None
-    interrupted: bool  # by Ctrl-C, SIGTERM or SIGHUP; the state was saved
+    # By Ctrl-C, SIGTERM or SIGHUP. The state was saved, unless a spike was still to be rolled back.
+    interrupted: bool
 
 
 def train(
@@ -112,7 +113,7 @@ def _train(run: Run, state: TrainState) -> Result:
     eval_loss = evaluation.get("eval_loss")
     clock.enter("save")
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
-    if run.saver and run.loss_monitor.spike is None:
+    if run.saver and not run.waits_for_rollback():
         run.saver.finish(step, state, **run.manifest_fields(evaluation))
     # After the save, which an error of the user's on_metrics must not prevent.
     if evaluation:
@@ -122,9 +123,18 @@ def _train(run: Run, state: TrainState) -> Result:
     clock.enter("end")
     seconds = {phase: spent for phase, spent in clock.progress.seconds().items() if spent}
     event_name = "end" if is_finished else "preempted"
-    writer.event(event_name, step=step, eval_loss=eval_loss, seconds=seconds)
+    saved_step = run.saver.wait_for_newest() if run.saver else None
+    writer.event(event_name, step=step, eval_loss=eval_loss, saved=saved_step, seconds=seconds)
     writer.close()
-    writer.log(summary.final_line(step, cfg, eval_loss, run.data, run.folder))
+    final_line = summary.final_line(
+        step,
+        cfg,
+        eval_loss,
+        run.data,
+        run.folder,
+        saved_step=saved_step,
+    )
+    writer.log(final_line)
     return Result(state, step, eval_loss, interrupted=not is_finished)
 
 
@@ -229,7 +239,7 @@ def _save_before_data_error(run: Run, state: TrainState, step: int) -> None:
     """Saves the state when the data has ended or failed, so that no step is lost."""
     run.writer.flush()
     # Other processes may still have data. After a spike nothing is saved.
-    if run.saver and distributed.num_processes() == 1 and run.loss_monitor.spike is None:
+    if run.saver and distributed.num_processes() == 1 and not run.waits_for_rollback():
         if run.replica_check.due(step, saving=True):
             run.replica_check.run(step, state)
         run.saver.finish(step, state, **run.manifest_fields({}))

@@ -95,6 +95,14 @@ class Saver:
         self._retry_at = 0.0
         self._last_waits: Iterator[float] | None = None  # in `finish`: seconds between its tries
 
+    def wait_for_newest(self) -> int | None:
+        """Returns the step of the newest checkpoint, restored or saved, after a save in progress.
+
+        None if there is none.
+        """
+        self._wait()
+        return None if self._newest_step < 0 else self._newest_step
+
     def prepare(self, abstract: TrainState) -> None:
         """Creates the folder for states like `abstract` and removes unfinished saves.
 

@@ -4,6 +4,7 @@ Loss spikes are logged, and rolled back on request.
 """
 
 import os
+import signal
 from pathlib import Path
 
 import jax
@@ -299,6 +300,30 @@ def test_a_spike_in_the_last_step_is_rolled_back(tmp_path):
     (back,) = events(tmp_path, "rollback")
     assert (back["step"], back["to"], back["position"]) == (69, 60, 70 * 16)
     assert_bit_equal(result.state, run(data[:60] + data[70:], steps=70).state)
+
+
+@pytest.mark.parametrize("every", [10, 0])
+def test_a_run_stopped_after_a_spike_says_what_it_saved(tmp_path, capsys, every):
+    """With a checkpoint to return to it saves nothing, and does not say that it does."""
+    data = batches(70)
+    data[63]["y"] = data[63]["y"] * 1000
+
+    def stop(row):
+        if row["step"] == 63:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    c = config_for(70, every=every, rollback=True)
+    result = train(c, workdir=tmp_path, model=fit(), data=data, on_metrics=stop)
+    assert result.interrupted and events(tmp_path, "spike")[0]["step"] == 63
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    preempted = events(tmp_path, "preempted")[-1]
+    newest = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert preempted["saved"] == newest
+    if every:
+        assert newest == 60 and "not saved, because the loss has spiked" in last_line
+        assert "resume from step 60" in last_line
+    else:  # the run would have continued from this state
+        assert newest == result.step and f"saved in {tmp_path}" in last_line
 
 
 def test_the_running_mean_and_variance_match_their_definition():
