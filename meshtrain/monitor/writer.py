@@ -279,7 +279,7 @@ class Writer:
         if not self._folder:
             return
         path = self._folder / "config.json"
-        text = json.dumps(config, indent=2, default=str) + "\n"
+        text = config_text(config)
         previous = path.read_text(errors="replace") if path.is_file() else text
         if previous != text:
             history = self._folder / "config_history"
@@ -355,6 +355,31 @@ def as_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+INFINITY_MARK = "\0infinity"
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """Returns the text of config.json.
+
+    An infinite value, such as divergence.spike_sigmas=inf, is 1e999: JSON has no name for it, and
+    what reads this number as a float gets infinity.
+    """
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: marked(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [marked(entry) for entry in value]
+        if isinstance(value, float) and math.isinf(value):
+            return INFINITY_MARK if value > 0 else "-" + INFINITY_MARK
+        return value
+
+    text = json.dumps(marked(config), indent=2, default=str)
+    for sign in ("", "-"):
+        text = text.replace(json.dumps(sign + INFINITY_MARK), f"{sign}1e999")
+    return text + "\n"
 
 
 def finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
