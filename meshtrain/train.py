@@ -18,6 +18,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model, check_model
 from meshtrain.monitor import summary
+from meshtrain.monitor.writer import finite
 from meshtrain.run import Run, open_run
 from meshtrain.state import TrainState
 
@@ -185,6 +186,8 @@ def _loop(
             if eval_due:
                 clock.enter("eval")
                 evaluation = run.evaluate(state)
+                if saver is not None:
+                    saver.add_metrics(step, finite(evaluation))
             # Before next(loader): a resumed run must see the batch that this step will consume.
             if save_due and saver is not None:
                 clock.enter("save")
@@ -195,7 +198,7 @@ def _loop(
         try:
             batch = next(run.loader)
         except Exception:
-            _save_before_data_error(run, state, step)
+            _save_before_data_error(run, state, step, evaluation)
             raise
         clock.enter("step", step)
         state, scalars = train_step(state, batch)
@@ -235,14 +238,19 @@ def _start_writer(run: Run, step: int) -> None:
     )
 
 
-def _save_before_data_error(run: Run, state: TrainState, step: int) -> None:
-    """Saves the state when the data has ended or failed, so that no step is lost."""
+def _save_before_data_error(
+    run: Run, state: TrainState, step: int, evaluation: Mapping[str, float | None]
+) -> None:
+    """Saves the state when the data has ended or failed, so that no step is lost.
+
+    `evaluation` is that of the state, if it was evaluated.
+    """
     run.writer.flush()
     # Other processes may still have data. After a spike nothing is saved.
     if run.saver and distributed.num_processes() == 1 and not run.waits_for_rollback():
         if run.replica_check.due(step, saving=True):
             run.replica_check.run(step, state)
-        run.saver.finish(step, state, **run.manifest_fields({}))
+        run.saver.finish(step, state, **run.manifest_fields(evaluation))
 
 
 def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:

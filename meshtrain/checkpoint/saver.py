@@ -245,14 +245,32 @@ class Saver:
         """
         if distributed.process_id() > 0:
             return
-        directory = self._folder / str(saved.step)
         changed = replace(saved, position=position, loss_statistics=dict(loss_statistics))
         try:
-            manifest.write(directory, changed)
-            self._workdir.upload(directory / manifest.NAME)
+            self._replace_manifest(changed)
         except OSError as error:
             why = f"{error.filename or self._folder}: {error.strerror}"
             self._log(f"rollback not recorded, a restart before the next save repeats it: {why}")
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the metrics that the checkpoint of this step lacks, if there is one.
+
+        A run that is asked to stop saves before it evaluates, and evaluates when it resumes:
+        without this `keep_best` would never see the checkpoint.
+        """
+        if distributed.process_id() > 0 or step != self._newest_step:
+            return
+        try:
+            saved = manifest.read(self._folder / str(step))
+            if metrics.keys() - saved.metrics.keys():
+                self._replace_manifest(replace(saved, metrics={**metrics, **saved.metrics}))
+        except (OSError, CorruptCheckpoint, ConfigError) as error:  # must not stop the training
+            self._log(f"checkpoint of step {step}: its metrics were not added: {first_line(error)}")
+
+    def _replace_manifest(self, changed: Manifest) -> None:
+        directory = self._folder / str(changed.step)
+        manifest.write(directory, changed)
+        self._workdir.upload(directory / manifest.NAME)
 
     # ---- saving ----
 
@@ -275,8 +293,9 @@ class Saver:
         """
         began = time.perf_counter()
         self._wait()
-        # A run that ends right after a save has nothing new.
+        # A run that ends right after a save has nothing new, but perhaps an evaluation.
         if distributed.broadcast(step == self._newest_step):
+            self.add_metrics(step, fields["metrics"])
             return
         self._saved_at = time.monotonic()
         pending = _PendingSave(step, began)

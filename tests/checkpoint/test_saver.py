@@ -1,7 +1,9 @@
 """Saves: when, how many are kept, and what happens if one fails or is killed."""
 
 import gc
+import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -100,6 +102,31 @@ def test_parameters_that_cannot_be_stored_are_rejected_before_step_0(leaf, fault
     with pytest.raises(meshtrain.ConfigError, match=f"model.build: {fault}.*or .*no --workdir"):
         arrays.check_kinds(jax.eval_shape(lambda: state))
     arrays.check_kinds(jax.eval_shape(lambda: state._replace(params={"bias": jnp.ones(4)})))
+
+
+def test_a_checkpoint_saved_by_a_signal_at_an_evaluation_gets_its_held_out_loss(tmp_path):
+    """The run evaluates when it resumes; then retention can keep this best checkpoint."""
+
+    def stop(row):
+        if row["step"] == 0:  # written after the next step was dispatched
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    c = saving(4, every=1, keep_best=1)
+    c.checkpoint.keep_last = 1
+    c.eval.update(every=2, batches=1)
+    c.checkpoint.every = 0
+    stopped = train(c, workdir=tmp_path, on_metrics=stop)
+    assert stopped.interrupted and stopped.step == 2
+    assert "eval_loss" not in manifest.read(checkpoints(tmp_path) / "2").metrics
+    c.checkpoint.every = 1
+    c.train.steps = 5
+    c.optim.learning_rate = 3.0  # the held-out loss rises
+    train(c, workdir=tmp_path)
+    measured = {row["step"]: row["eval_loss"] for row in rows(tmp_path) if "eval_loss" in row}
+    assert min(measured, key=measured.get) == 2
+    assert find.steps(checkpoints(tmp_path)) == [5, 2]
+    saved = manifest.verify(checkpoints(tmp_path) / "2")
+    assert saved.metrics["eval_loss"] == measured[2] and "loss" in saved.metrics
 
 
 def test_an_error_of_the_arrays_is_not_blamed_on_the_disk(tmp_path, monkeypatch):
