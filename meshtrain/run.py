@@ -107,7 +107,8 @@ def open_run(
     with distributed.raise_on_all_processes():
         checks.check_place(workdir, cfg, sinks.sink_faults(cfg, workdir))
         parts = build(cfg, model=model, data=data)
-        cfg = with_steps(cfg, parts.train_data)
+        given_cfg = cfg
+        cfg = with_steps(given_cfg, parts.train_data)
         program = assemble(cfg, parts)
     config_record = cfg.to_dict()  # as files and checkpoints have it
     distributed.check_same({**config_record, "workdir": str(workdir)})
@@ -160,7 +161,13 @@ def open_run(
         saved, state = saver.restore(program.abstract_state, from_scratch=from_scratch)
     first_step = saved.step if saved else 0
     position = saved.position if saved else 0
-    if saved:
+    if saver and saved:
+        # With another batch size, train.epochs are other steps from here on.
+        cfg = with_steps(given_cfg, parts.train_data, step=first_step, position=position)
+        if cfg.train.steps != config_record["train"]["steps"]:
+            program = assemble(cfg, parts)  # the learning rate depends on the number of steps
+            config_record = cfg.to_dict()
+        saver.resume_with(config_record, saved)
         # What the loop would know after this step, for a run that takes none.
         writer.newest = {key: value for key, value in saved.metrics.items() if key != "eval_loss"}
     # Where the parameters of a new run come from is checked now, before anything is compiled.

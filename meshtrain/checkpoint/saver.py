@@ -77,8 +77,6 @@ class Saver:
         }
 
         # Recovery.
-        # Settings that differ from those of the checkpoint to resume from.
-        self._changed: dict[str, list] = {}
         # Step -> why the chunks of its checkpoint failed their checksums.
         self._damaged: dict[int, str] = {}
         # On process 0: the same for all corrupt checkpoints newer than the valid one.
@@ -146,8 +144,7 @@ class Saver:
         """Returns the newest valid checkpoint and its state, with the shardings of `abstract`.
 
         See `recover`, and `arrays.restore`. Arrays are verified while they are read: if one is
-        damaged, the next older checkpoint is read. Quarantines the corrupt ones, and reports which
-        settings have changed.
+        damaged, the next older checkpoint is read. Quarantines the corrupt ones.
         """
         # Processes read different chunks. All raise the first error of any; an unreadable chunk
         # comes before a damaged one, since the checkpoint may then be valid.
@@ -171,11 +168,25 @@ class Saver:
         distributed.on_first_process(self._quarantine_corrupt)
         if saved is None or state is None:
             return None, None
-        if self._changed:
-            self._event("changed", step=saved.step, settings=self._changed)
-            for line in resume.lines(self._changed):
-                self._log(line)
         return saved, state
+
+    def resume_with(self, config: Mapping[str, Any], saved: Manifest) -> None:
+        """Reports how `config` differs from that of the checkpoint; later saves record it."""
+        self._run_fields["config"] = json.loads(json.dumps(dict(config), default=str))
+        changed = self._check_changes(saved)
+        if not changed:
+            return
+        self._event("changed", step=saved.step, settings=changed)
+        for line in resume.lines(changed):
+            self._log(line)
+
+    def _check_changes(self, saved: Manifest) -> dict[str, list]:
+        return resume.check(
+            saved,
+            self._run_fields["config"],
+            self._run_fields["identity"],
+            source=self._folder / str(saved.step),
+        )
 
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
         """Returns the newest valid checkpoint, or None if there is none.
@@ -195,12 +206,7 @@ class Saver:
         if distributed.process_id() > 0:
             self._workdir.refresh(directory)  # process 0 may have rewritten the manifest
         saved = manifest.read(directory)
-        self._changed = resume.check(
-            saved,
-            self._run_fields["config"],
-            self._run_fields["identity"],
-            source=directory,
-        )
+        self._check_changes(saved)
         return saved
 
     def _find_newest(self, from_scratch: bool) -> int | None:
