@@ -79,7 +79,7 @@ class Run:
         """Returns what the manifest of a checkpoint records besides the state."""
         return {
             "position": self.loader.position,
-            "metrics": finite({**self.writer.newest, **evaluation}),
+            "metrics": finite({**self.writer.newest, **evaluation, "tokens": self.writer.tokens}),
             "loss_statistics": self.loss_monitor.statistics,
         }
 
@@ -192,6 +192,7 @@ def open_run(
     loader = stack.enter_context(open_loader(train_data, cfg, program.mesh, position))
     first_batch = loader.peek()
     units = units_of(first_batch, parts.model)
+    writer.tokens = _tokens_before(saved, units, cfg)
     # Loaded here, since it reads compiled programs and plans: no other part of a run needs these.
     from meshtrain.tools.hlo.oom_advice import MemoryAdvice
 
@@ -261,3 +262,16 @@ def open_run(
         first_step=first_step,
     )
     return run, state
+
+
+def _tokens_before(saved: Manifest | None, units: Units, cfg: Config) -> int:
+    """Returns the tokens, or examples, that a run has read before its first step."""
+    if saved is None:
+        return 0
+    if "tokens" in saved.metrics:
+        return int(saved.metrics["tokens"])
+    # An older checkpoint has only the number of samples, and their length in its config.
+    seq_len = saved.config.get("data", {}).get("seq_len")
+    if units.name == "tokens" and seq_len and seq_len != cfg.data.options.get("seq_len"):
+        return saved.position * seq_len
+    return saved.position * units.per_sample

@@ -210,6 +210,7 @@ def _loop(
             scalars,
             evaluation,
             waited=clock.seconds_waiting_for_data,
+            num_samples=run.loader.num_samples,
             log=row_due,
         )
         step += 1
@@ -231,7 +232,6 @@ def _start_writer(run: Run, step: int) -> None:
         step,
         run.cfg,
         run.units,
-        samples=run.loader.position,
         waited=run.clock.seconds_waiting_for_data,
         observe=run.loss_monitor.observe,
         predicted=predicted,
@@ -272,6 +272,11 @@ def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]
     try:
         run.loss_monitor.roll_back(saved.step, run.loader.position)
     finally:
-        run.saver.record_rollback(saved, run.loader.position, run.loss_monitor.statistics)
+        run.saver.record_rollback(
+            saved,
+            run.loader.position,
+            run.loss_monitor.statistics,
+            tokens=run.writer.tokens,
+        )
     _start_writer(run, saved.step)
     return restored, saved.step

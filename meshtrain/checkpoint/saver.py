@@ -242,16 +242,26 @@ class Saver:
         self._log(f"checkpoint of step {step}: {why}; moved to {target}")
 
     def record_rollback(
-        self, saved: Manifest, position: int, loss_statistics: Mapping[str, float]
+        self,
+        saved: Manifest,
+        position: int,
+        loss_statistics: Mapping[str, float],
+        *,
+        tokens: int,
     ) -> None:
         """Makes the checkpoint of a rollback one that continues at sample `position`.
 
-        `loss_statistics` are those to resume with. Without this a crash before the next save would
-        undo the rollback.
+        `loss_statistics` are those to resume with, `tokens` what the run has read so far. Without
+        this a crash before the next save would undo the rollback.
         """
         if distributed.process_id() > 0:
             return
-        changed = replace(saved, position=position, loss_statistics=dict(loss_statistics))
+        changed = replace(
+            saved,
+            position=position,
+            metrics={**saved.metrics, "tokens": tokens},
+            loss_statistics=dict(loss_statistics),
+        )
         try:
             self._replace_manifest(changed)
         except OSError as error:

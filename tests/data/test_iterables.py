@@ -26,6 +26,7 @@ def test_an_epoch_counts_each_row_once_and_padding_not_at_all():
     result, found = logged(settings(epochs=2.0), batches())
     assert result.step == 6
     assert [row["row"] for row in found] == [3.5, 11.5, 17.0] * 2
+    assert [row["tokens"] for row in found] == [8, 16, 19, 27, 35, 38]
 
 
 def test_epochs_resume_and_continue_to_more(tmp_path):
