@@ -58,6 +58,15 @@ class Run:
         """
         return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.stop_requested)
 
+    def waits_for_rollback(self) -> bool:
+        """Returns whether a spike is still to be rolled back, so that the state is not to be saved.
+
+        Without a checkpoint to return to, the run would continue from this state.
+        """
+        if self.saver is None or self.loss_monitor.spike is None:
+            return False
+        return distributed.broadcast(self.saver.wait_for_newest() is not None)
+
     def evaluate(self, state: TrainState) -> dict[str, float | None]:
         """Returns the metrics of the held-out data by name; {} without such data.
 
@@ -71,7 +80,7 @@ class Run:
         """Returns what the manifest of a checkpoint records besides the state."""
         return {
             "position": self.loader.position,
-            "metrics": finite({**self.writer.newest, **evaluation}),
+            "metrics": finite({**self.writer.newest, **evaluation, "tokens": self.writer.tokens}),
             "loss_statistics": self.loss_monitor.statistics,
         }
 
@@ -99,7 +108,8 @@ def open_run(
     with distributed.raise_on_all_processes():
         checks.check_place(workdir, cfg, sinks.sink_faults(cfg, workdir))
         parts = build(cfg, model=model, data=data)
-        cfg = with_steps(cfg, parts.train_data)
+        given_cfg = cfg
+        cfg = with_steps(given_cfg, parts.train_data)
         program = assemble(cfg, parts)
         check_parameter_names(cfg, program.abstract_state.params)
     config_record = cfg.to_dict()  # as files and checkpoints have it
@@ -154,7 +164,13 @@ def open_run(
         saved, state = saver.restore(program.abstract_state, from_scratch=from_scratch)
     first_step = saved.step if saved else 0
     position = saved.position if saved else 0
-    if saved:
+    if saver and saved:
+        # With another batch size, train.epochs are other steps from here on.
+        cfg = with_steps(given_cfg, parts.train_data, step=first_step, position=position)
+        if cfg.train.steps != config_record["train"]["steps"]:
+            program = assemble(cfg, parts)  # the learning rate depends on the number of steps
+            config_record = cfg.to_dict()
+        saver.resume_with(config_record, saved)
         # What the loop would know after this step, for a run that takes none.
         writer.newest = {key: value for key, value in saved.metrics.items() if key != "eval_loss"}
     # Where the parameters of a new run come from is checked now, before anything is compiled.
@@ -180,6 +196,7 @@ def open_run(
     loader = stack.enter_context(open_loader(train_data, cfg, program.mesh, position, check=check))
     first_batch = loader.peek()
     units = units_of(first_batch, parts.model)
+    writer.tokens = _tokens_before(saved, units, cfg)
     # Loaded here, since it reads compiled programs and plans: no other part of a run needs these.
     from meshtrain.tools.hlo.oom_advice import MemoryAdvice
 
@@ -252,3 +269,16 @@ def open_run(
         first_step=first_step,
     )
     return run, state
+
+
+def _tokens_before(saved: Manifest | None, units: Units, cfg: Config) -> int:
+    """Returns the tokens, or examples, that a run has read before its first step."""
+    if saved is None:
+        return 0
+    if "tokens" in saved.metrics:
+        return int(saved.metrics["tokens"])
+    # An older checkpoint has only the number of samples, and their length in its config.
+    seq_len = saved.config.get("data", {}).get("seq_len")
+    if units.name == "tokens" and seq_len and seq_len != cfg.data.options.get("seq_len"):
+        return saved.position * seq_len
+    return saved.position * units.per_sample

@@ -18,6 +18,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model, check_model
 from meshtrain.monitor import summary
+from meshtrain.monitor.writer import finite
 from meshtrain.run import Run, open_run
 from meshtrain.state import TrainState
 
@@ -27,7 +28,8 @@ class Result(NamedTuple):
     step: int  # batches seen
     # Held-out loss at the end; None without held-out data, or if none of it has a weight.
     eval_loss: float | None
-    interrupted: bool  # by Ctrl-C, SIGTERM or SIGHUP; the state was saved
+    # By Ctrl-C, SIGTERM or SIGHUP. The state was saved, unless a spike was still to be rolled back.
+    interrupted: bool
 
 
 def train(
@@ -112,20 +114,28 @@ def _train(run: Run, state: TrainState) -> Result:
     eval_loss = evaluation.get("eval_loss")
     clock.enter("save")
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
-    if run.saver and run.loss_monitor.spike is None:
+    if run.saver and not run.waits_for_rollback():
         run.saver.finish(step, state, **run.manifest_fields(evaluation))
     # After the save, which an error of the user's on_metrics must not prevent.
     if evaluation:
         writer.final_evaluation(step, evaluation)
-    # After the save: a step that is not finite was skipped, so the saved state is valid.
-    if is_finished:
-        run.loss_monitor.check_final(step, writer.newest)
+    # After the save: steps that are not finite were skipped, so the saved state is valid.
+    run.loss_monitor.check_end(step, writer.newest, is_finished=is_finished)
     clock.enter("end")
     seconds = {phase: spent for phase, spent in clock.progress.seconds().items() if spent}
     event_name = "end" if is_finished else "preempted"
-    writer.event(event_name, step=step, eval_loss=eval_loss, seconds=seconds)
+    saved_step = run.saver.wait_for_newest() if run.saver else None
+    writer.event(event_name, step=step, eval_loss=eval_loss, saved=saved_step, seconds=seconds)
     writer.close()
-    writer.log(summary.final_line(step, cfg, eval_loss, run.data, run.folder))
+    final_line = summary.final_line(
+        step,
+        cfg,
+        eval_loss,
+        run.data,
+        run.folder,
+        saved_step=saved_step,
+    )
+    writer.log(final_line)
     return Result(state, step, eval_loss, interrupted=not is_finished)
 
 
@@ -134,9 +144,10 @@ def _loop(
     state: TrainState,
     train_step: Callable[[TrainState, Any], tuple[TrainState, Any]],
 ) -> tuple[TrainState, int]:
-    """Takes steps until the last one or a request to stop; returns the last state and step.
+    """Takes steps until the last one, a request to stop or too many skips in a row.
 
-    `step` counts the batches that `state` has seen: at the top of the loop, batch `step` is next.
+    Returns the last state and step. `step` counts the batches that `state` has seen: at the top of
+    the loop, batch `step` is next.
     """
     cfg = run.cfg
     clock = run.clock
@@ -150,10 +161,13 @@ def _loop(
         is_stopping, save_due = distributed.broadcast((run.stop_requested(), save_due))
         is_last = step >= cfg.train.steps
         eval_due = not is_last and cfg.eval.every > 0 and step > 0 and step % cfg.eval.every == 0
-        check_due = run.replica_check.due(step, saving=save_due or is_last or is_stopping)
-        if is_stopping or is_last or eval_due or save_due or check_due:
-            # Raises if the last steps were not finite: such a state is neither evaluated nor saved.
+        # Skipped steps have not changed the parameters: they are worth saving.
+        is_ending = is_stopping or is_last or run.loss_monitor.failure is not None
+        check_due = run.replica_check.due(step, saving=save_due or is_ending)
+        if is_ending or eval_due or save_due or check_due:
             writer.flush()
+            if run.loss_monitor.failure is not None and not is_ending:
+                continue  # decide again, now that the last step is known to be one skip too many
         # A stop leaves no time for a rollback: the run resumes from the checkpoint before the
         # spike. At the last step a spike is rolled back too, so that it is not in the final state.
         if run.loss_monitor.spike is not None and not is_stopping:
@@ -166,12 +180,14 @@ def _loop(
             if check_due:
                 clock.enter("check")
                 run.replica_check.run(step, state)
-            if is_stopping or is_last:
+            if is_ending:
                 return state, step
             evaluation: dict[str, float | None] = {}
             if eval_due:
                 clock.enter("eval")
                 evaluation = run.evaluate(state)
+                if saver is not None:
+                    saver.add_metrics(step, finite(evaluation))
             # Before next(loader): a resumed run must see the batch that this step will consume.
             if save_due and saver is not None:
                 clock.enter("save")
@@ -182,7 +198,7 @@ def _loop(
         try:
             batch = next(run.loader)
         except Exception:
-            _save_before_data_error(run, state, step)
+            _save_before_data_error(run, state, step, evaluation)
             raise
         clock.enter("step", step)
         state, scalars = train_step(state, batch)
@@ -194,6 +210,7 @@ def _loop(
             scalars,
             evaluation,
             waited=clock.seconds_waiting_for_data,
+            num_samples=run.loader.num_samples,
             log=row_due,
         )
         step += 1
@@ -215,21 +232,25 @@ def _start_writer(run: Run, step: int) -> None:
         step,
         run.cfg,
         run.units,
-        samples=run.loader.position,
         waited=run.clock.seconds_waiting_for_data,
         observe=run.loss_monitor.observe,
         predicted=predicted,
     )
 
 
-def _save_before_data_error(run: Run, state: TrainState, step: int) -> None:
-    """Saves the state when the data has ended or failed, so that no step is lost."""
+def _save_before_data_error(
+    run: Run, state: TrainState, step: int, evaluation: Mapping[str, float | None]
+) -> None:
+    """Saves the state when the data has ended or failed, so that no step is lost.
+
+    `evaluation` is that of the state, if it was evaluated.
+    """
     run.writer.flush()
     # Other processes may still have data. After a spike nothing is saved.
-    if run.saver and distributed.num_processes() == 1 and run.loss_monitor.spike is None:
+    if run.saver and distributed.num_processes() == 1 and not run.waits_for_rollback():
         if run.replica_check.due(step, saving=True):
             run.replica_check.run(step, state)
-        run.saver.finish(step, state, **run.manifest_fields({}))
+        run.saver.finish(step, state, **run.manifest_fields(evaluation))
 
 
 def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
@@ -251,6 +272,11 @@ def _roll_back(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]
     try:
         run.loss_monitor.roll_back(saved.step, run.loader.position)
     finally:
-        run.saver.record_rollback(saved, run.loader.position, run.loss_monitor.statistics)
+        run.saver.record_rollback(
+            saved,
+            run.loader.position,
+            run.loss_monitor.statistics,
+            tokens=run.writer.tokens,
+        )
     _start_writer(run, saved.step)
     return restored, saved.step

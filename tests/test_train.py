@@ -146,6 +146,26 @@ def test_with_a_changed_batch_size_a_run_resumes_with_the_next_sample(tmp_path):
     assert seen[:8] == list(range(48, 56))
 
 
+def test_tokens_continue_when_a_run_resumes_with_another_seq_len(tmp_path):
+    def tokens():
+        return [row["tokens"] for row in rows(tmp_path)]
+
+    train(quick(steps=2), workdir=tmp_path)  # 16 rows of 16 tokens in each step
+    c = quick(steps=3)
+    c.data.seq_len = 8
+    train(c, workdir=tmp_path)
+    assert tokens() == [256, 512, 640]
+
+    # A checkpoint of an older version does not have the number.
+    folder = tmp_path / "checkpoints" / "3"
+    saved = manifest.read(folder)
+    assert saved.metrics.pop("tokens") == 640
+    manifest.write(folder, saved)
+    c.train.steps, c.data.seq_len = 4, 16
+    train(c, workdir=tmp_path)
+    assert tokens() == [256, 512, 640, 3 * 16 * 8 + 256]
+
+
 def test_a_run_resumes_after_a_crash_while_writing_a_row(tmp_path):
     train(quick(steps=2), workdir=tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:

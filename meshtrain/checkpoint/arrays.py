@@ -98,11 +98,23 @@ def shapes_of(state: TrainState) -> dict[str, str]:
 
 def check_kinds(abstract: TrainState) -> None:
     """Raises ConfigError if checkpoints do not support an array of states like `abstract`."""
-    for path, kind in shapes_of(abstract).items():
-        if " key<" in kind:
+    for path, leaf in jax.tree.leaves_with_path(fields(abstract)):
+        name = trees.name_of(path)
+        key = "model.build" if name.startswith("params/") else "optim.build"
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ConfigError(
-                f"optim.build: {path} is a typed PRNG key, which checkpoints cannot store; "
-                f"use an optimizer with jax.random.PRNGKey, or no --workdir"
+                f"{key}: {name} is a typed PRNG key, which checkpoints cannot store; "
+                f"use jax.random.PRNGKey, or no --workdir"
+            )
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ConfigError(
+                f"{key}: {name} is {leaf.dtype}, which checkpoints cannot store; "
+                f"use two real arrays, or no --workdir"
+            )
+        if leaf.size == 0:
+            raise ConfigError(
+                f"{key}: {name} has shape {leaf.shape}, no elements, which checkpoints cannot "
+                f"store; leave it out, or use no --workdir"
             )
 
 

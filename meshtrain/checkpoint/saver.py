@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,9 @@ from meshtrain.storage import Workdir
 
 FIRST_WAIT, LONGEST_WAIT = 5.0, 600.0  # seconds from a failed save to the next try
 LAST_TRIES = 4  # for the save at the end of a run
+
+# In the messages of TensorStore: errors of the disk, and of a store.
+STORAGE_ERROR = re.compile("os_error_code=|RESOURCE_EXHAUSTED|http_response_code=|curl_code=")
 
 SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the state's bytes
 
@@ -73,8 +77,6 @@ class Saver:
         }
 
         # Recovery.
-        # Settings that differ from those of the checkpoint to resume from.
-        self._changed: dict[str, list] = {}
         # Step -> why the chunks of its checkpoint failed their checksums.
         self._damaged: dict[int, str] = {}
         # On process 0: the same for all corrupt checkpoints newer than the valid one.
@@ -87,8 +89,17 @@ class Saver:
         self._newest_step = -1
         self._saved_at = time.monotonic()
         self._failures = 0  # in a row
+        self._last_error: Exception | None = None  # of the newest failed save
         self._retry_at = 0.0
         self._last_waits: Iterator[float] | None = None  # in `finish`: seconds between its tries
+
+    def wait_for_newest(self) -> int | None:
+        """Returns the step of the newest checkpoint, restored or saved, after a save in progress.
+
+        None if there is none.
+        """
+        self._wait()
+        return None if self._newest_step < 0 else self._newest_step
 
     def prepare(self, abstract: TrainState) -> None:
         """Creates the folder for states like `abstract` and removes unfinished saves.
@@ -133,8 +144,7 @@ class Saver:
         """Returns the newest valid checkpoint and its state, with the shardings of `abstract`.
 
         See `recover`, and `arrays.restore`. Arrays are verified while they are read: if one is
-        damaged, the next older checkpoint is read. Quarantines the corrupt ones, and reports which
-        settings have changed.
+        damaged, the next older checkpoint is read. Quarantines the corrupt ones.
         """
         # Processes read different chunks. All raise the first error of any; an unreadable chunk
         # comes before a damaged one, since the checkpoint may then be valid.
@@ -158,11 +168,25 @@ class Saver:
         distributed.on_first_process(self._quarantine_corrupt)
         if saved is None or state is None:
             return None, None
-        if self._changed:
-            self._event("changed", step=saved.step, settings=self._changed)
-            for line in resume.lines(self._changed):
-                self._log(line)
         return saved, state
+
+    def resume_with(self, config: Mapping[str, Any], saved: Manifest) -> None:
+        """Reports how `config` differs from that of the checkpoint; later saves record it."""
+        self._run_fields["config"] = json.loads(json.dumps(dict(config), default=str))
+        changed = self._check_changes(saved)
+        if not changed:
+            return
+        self._event("changed", step=saved.step, settings=changed)
+        for line in resume.lines(changed):
+            self._log(line)
+
+    def _check_changes(self, saved: Manifest) -> dict[str, list]:
+        return resume.check(
+            saved,
+            self._run_fields["config"],
+            self._run_fields["identity"],
+            source=self._folder / str(saved.step),
+        )
 
     def recover(self, *, from_scratch: bool = False) -> Manifest | None:
         """Returns the newest valid checkpoint, or None if there is none.
@@ -182,12 +206,7 @@ class Saver:
         if distributed.process_id() > 0:
             self._workdir.refresh(directory)  # process 0 may have rewritten the manifest
         saved = manifest.read(directory)
-        self._changed = resume.check(
-            saved,
-            self._run_fields["config"],
-            self._run_fields["identity"],
-            source=directory,
-        )
+        self._check_changes(saved)
         return saved
 
     def _find_newest(self, from_scratch: bool) -> int | None:
@@ -223,23 +242,51 @@ class Saver:
         self._log(f"checkpoint of step {step}: {why}; moved to {target}")
 
     def record_rollback(
-        self, saved: Manifest, position: int, loss_statistics: Mapping[str, float]
+        self,
+        saved: Manifest,
+        position: int,
+        loss_statistics: Mapping[str, float],
+        *,
+        tokens: int,
     ) -> None:
         """Makes the checkpoint of a rollback one that continues at sample `position`.
 
-        `loss_statistics` are those to resume with. Without this a crash before the next save would
-        undo the rollback.
+        `loss_statistics` are those to resume with, `tokens` what the run has read so far. Without
+        this a crash before the next save would undo the rollback.
         """
         if distributed.process_id() > 0:
             return
-        directory = self._folder / str(saved.step)
-        changed = replace(saved, position=position, loss_statistics=dict(loss_statistics))
+        changed = replace(
+            saved,
+            position=position,
+            metrics={**saved.metrics, "tokens": tokens},
+            loss_statistics=dict(loss_statistics),
+        )
         try:
-            manifest.write(directory, changed)
-            self._workdir.upload(directory / manifest.NAME)
+            self._replace_manifest(changed)
         except OSError as error:
             why = f"{error.filename or self._folder}: {error.strerror}"
             self._log(f"rollback not recorded, a restart before the next save repeats it: {why}")
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the metrics that the checkpoint of this step lacks, if there is one.
+
+        A run that is asked to stop saves before it evaluates, and evaluates when it resumes:
+        without this `keep_best` would never see the checkpoint.
+        """
+        if distributed.process_id() > 0 or step != self._newest_step:
+            return
+        try:
+            saved = manifest.read(self._folder / str(step))
+            if metrics.keys() - saved.metrics.keys():
+                self._replace_manifest(replace(saved, metrics={**metrics, **saved.metrics}))
+        except (OSError, CorruptCheckpoint, ConfigError) as error:  # must not stop the training
+            self._log(f"checkpoint of step {step}: its metrics were not added: {first_line(error)}")
+
+    def _replace_manifest(self, changed: Manifest) -> None:
+        directory = self._folder / str(changed.step)
+        manifest.write(directory, changed)
+        self._workdir.upload(directory / manifest.NAME)
 
     # ---- saving ----
 
@@ -262,8 +309,9 @@ class Saver:
         """
         began = time.perf_counter()
         self._wait()
-        # A run that ends right after a save has nothing new.
+        # A run that ends right after a save has nothing new, but perhaps an evaluation.
         if distributed.broadcast(step == self._newest_step):
+            self.add_metrics(step, fields["metrics"])
             return
         self._saved_at = time.monotonic()
         pending = _PendingSave(step, began)
@@ -349,6 +397,7 @@ class Saver:
             wait = min(FIRST_WAIT * 2 ** min(self._failures, 20), LONGEST_WAIT)
             when = f"next try at the first step after {wait:.0f} s, or when the run ends"
         self._failures += 1
+        self._last_error = pending.error
         self._retry_at = time.monotonic() + (wait or 0)
         why = first_line(pending.error)
         self._event("save_failed", step=pending.step, error=why, retry_seconds=wait)
@@ -366,12 +415,30 @@ class Saver:
                 self._last_waits = None
                 return
             time.sleep(wait)
+        if _is_of_storage(self._last_error):
+            remedy = "make room, or repair the disk or the access to the store, and run again"
+        else:
+            remedy = (
+                "neither the disk nor the store is at fault, but an array of the state, or a "
+                "library that writes it: change the model or the optimizer, and run again"
+            )
         raise ConfigError(
             f"{self._folder}: step {step} could not be saved in {LAST_TRIES} tries, "
-            f"see events.jsonl; make room, or repair the disk or the access to the store, "
-            f"and run again: the run resumes from the newest checkpoint"
+            f"see events.jsonl; {remedy}: the run resumes from the newest checkpoint"
         )
 
     def close(self) -> None:
         self._wait()
         self._arrays.close()
+
+
+def _is_of_storage(error: BaseException | None) -> bool:
+    """Returns whether an error is one of the disk or the store; None, of another process, is."""
+    if error is None:
+        return True
+    cause = error
+    while cause is not None:  # Orbax raises errors of its own
+        if isinstance(cause, OSError) or STORAGE_ERROR.search(str(cause)):
+            return True
+        cause = cause.__cause__
+    return False

@@ -67,24 +67,27 @@ def build(cfg: Config, *, model: Any = None, data: Any = None) -> RunParts:
     return RunParts(model, make_optimizer, data, heldout or None)
 
 
-def with_steps(cfg: Config, data: Any) -> Config:
+def with_steps(cfg: Config, data: Any, *, step: int = 0, position: int = 0) -> Config:
     """Returns the settings with the steps of `train.epochs`, including a partial last batch.
 
-    `data` is a Source, or an iterable of batches with a length. Raises ConfigError if its size is
-    not known.
+    `data` is a Source, or an iterable of batches with a length. A run that resumes at `step`, with
+    sample `position`, takes as many more steps as the remaining samples need: the batches before
+    may have had another size. Raises ConfigError if the size of the data is not known.
     """
     if not (epochs := cfg.train.epochs):
         return cfg
+    global_batch = cfg.train.global_batch
     if hasattr(data, "read"):
-        num_batches = data.size and data.size / cfg.train.global_batch
+        size = data.size
     else:
-        num_batches = len(data) if hasattr(data, "__len__") else None
-    if not num_batches:
+        size = len(data) * global_batch if hasattr(data, "__len__") else None
+    if not size:
         raise ConfigError(
             f"train.epochs={epochs:g}: this data has no size, so it has no epochs; set train.steps "
             "and train.epochs=0, or give an iterable with a length (__len__)"
         )
-    steps = math.ceil(epochs * num_batches - 1e-9)
+    remaining = max(epochs * size - position, 0)
+    steps = step + math.ceil(remaining / global_batch - 1e-9)
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=steps, epochs=0.0))
 
 

@@ -89,6 +89,7 @@ class Loader:
         self._sharding, self._rows = local_rows(mesh, rules, global_batch)
         self._local_index = {int(row): local for local, row in enumerate(self._rows)}
         self._next = position  # first sample that is not being read
+        self.num_samples = 0  # of the newest batch, without padding
         self._reader = ThreadPoolExecutor(1, "loader")
         self._ahead: deque[Future] = deque()
 
@@ -98,6 +99,8 @@ class Loader:
     def __next__(self) -> Any:
         """Returns the next batch as jax arrays; re-raises an error of the source that read it."""
         batch = self.peek()
+        count = self._source.num_samples
+        self.num_samples = count(self.position) if count else self._global_batch
         self._ahead.popleft()  # only now: a batch that cannot be read is not consumed
         return batch
 
@@ -223,22 +226,26 @@ def from_iterable(
     epochs = _epochs(batches, size, size_name)
     stream = itertools.islice(epochs, position // global_batch, None)
     expected = position
+    num_samples: dict[int, int] = {}  # first sample of a batch -> its samples without padding
 
     def read(indices: np.ndarray) -> Any:
         nonlocal expected
         start = int(indices[0]) // global_batch * global_batch
         assert start == expected, "batches of an iterable are read in order"
         expected += global_batch
+        batch, num_rows = next(stream)
+        # Of the other processes it is only known that theirs end together.
+        num_samples[start] = num_rows * (global_batch // size)
         rows = slice(None) if num_local else indices - start
-        return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], next(stream))
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], batch)
 
-    return Source(read, description="your iterable")
+    return Source(read, description="your iterable", num_samples=num_samples.pop)
 
 
-def _epochs(batches: Iterable[Any], size: int, size_name: str) -> Iterator[Any]:
+def _epochs(batches: Iterable[Any], size: int, size_name: str) -> Iterator[tuple[Any, int]]:
     """Yields batches of `size` rows, without end; the last one of an epoch is padded.
 
-    `size_name` describes the size in an error.
+    Also yields the number of rows without padding. `size_name` describes the size in an error.
     """
     for epoch in itertools.count():
         is_empty = True
@@ -253,7 +260,7 @@ def _epochs(batches: Iterable[Any], size: int, size_name: str) -> Iterator[Any]:
                         f"an epoch may be short"
                     )
                 batch = _padded(batch, num_rows, size, size_name)
-            yield batch
+            yield batch, num_rows
         if is_empty:
             raise ConfigError(
                 f"data: the iterable ended (in epoch {epoch}); give one that starts again (a list, "

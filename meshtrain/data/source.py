@@ -48,6 +48,8 @@ class Source:
     # "tokenizer", the digest of their tokenizer, or "". Empty: unknown.
     identity: Mapping[str, str] = field(default_factory=dict)
     warnings: Sequence[str] = ()  # lines to log before a run trains on it
+    # First sample of a global batch that was read -> its samples without padding; None: all.
+    num_samples: Callable[[int], int] | None = None
 
 
 def check_sizes(seq_len: int, vocab_size: int, seed: int, separator: int = -1) -> None:

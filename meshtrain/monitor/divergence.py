@@ -69,20 +69,23 @@ class LossMonitor:
         self._rollbacks = statistics.get("rollbacks", 0)
         self._rolled_back_to = statistics.get("rollback_step", -1)
         self.spike: int | None = None  # step of a spike to roll back
+        # The step that was one skip too many, its metrics, and the skips in a row: the run ends.
+        self.failure: tuple[int, Mapping[str, Any], float] | None = None
 
     @property
     def statistics(self) -> dict[str, float]:
         """Returns what a checkpoint saves: a resumed run finds the same spikes and skips."""
         saved = asdict(self._losses)
         saved["spike_share"] = self._spike_share
-        saved["skips"] = self._skips
+        # After a failure the next start, with other settings, may skip as many steps again.
+        saved["skips"] = 0 if self.failure else self._skips
         if self._rollbacks:
             saved["rollbacks"] = self._rollbacks
             saved["rollback_step"] = self._rolled_back_to
         return saved
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Checks the metrics of a step; raises FloatingPointError at `max_skips` skips in a row.
+        """Checks the metrics of a step; sets `failure` at `max_skips` skips in a row.
 
         A batch without weight has the loss None, which says nothing about the others.
         """
@@ -94,8 +97,8 @@ class LossMonitor:
             names = ("loss", "grad_norm", "loss_scale")
             fields = {name: metrics[name] for name in names if name in metrics}
             self._event("skip", step=step, **fields)
-            if self._skips >= self._settings.max_skips:
-                self._end(step, metrics)
+            if self._skips >= self._settings.max_skips and self.failure is None:
+                self.failure = (step, metrics, self._skips)
             return
         self._skips = 0
         mean = self._losses.mean
@@ -156,24 +159,29 @@ class LossMonitor:
                 f"Try a lower optim.learning_rate"
             )
 
-    def check_final(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Raises FloatingPointError if the last loss or gradient of a run was not finite.
+    def check_end(self, step: int, metrics: Mapping[str, Any], *, is_finished: bool) -> None:
+        """Raises FloatingPointError after a failure, or if the last step was not finite.
 
-        `metrics` are those of the last step, or what its checkpoint has of them: finite numbers.
+        `metrics` are those of the last step, or what its checkpoint has of them: finite numbers. A
+        run that is not finished may still have finite steps.
         """
+        if self.failure is not None:
+            self._end(*self.failure)
+        if not is_finished:
+            return
         # With a loss scale (float16) an occasional skipped step is normal.
         is_normal = "loss_scale" in metrics and math.isfinite(metrics.get("loss", math.nan))
         if metrics.get("skipped") and not is_normal:
-            self._end(step, metrics)
+            self._end(step, metrics, self._skips)
 
-    def _end(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def _end(self, step: int, metrics: Mapping[str, Any], skips: float) -> None:
         loss = metrics.get("loss", math.nan)
         grad_norm = metrics.get("grad_norm", math.nan)
         fields = {**metrics, "loss": loss, "grad_norm": grad_norm, "step": step}
-        self._event("end", reason="not finite", skipped_in_a_row=self._skips, **fields)
+        self._event("end", reason="not finite", skipped_in_a_row=skips, **fields)
         fault = f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite"
-        if self._skips > 1:
-            fault += f" for {self._skips} steps in a row"
+        if skips > 1:
+            fault += f" for {skips} steps in a row"
         fault += "; the parameters were not changed"
         remedy = f"Try a lower optim.learning_rate (here {metrics['learning_rate']:.1e})"
         if "loss_scale" in metrics:

@@ -113,13 +113,24 @@ def _synchronisation(cfg: Config, grad_sync: Sync | None) -> str:
 
 
 def final_line(
-    step: int, cfg: Config, eval_loss: float | None, data: Any, workdir: Path | None
+    step: int,
+    cfg: Config,
+    eval_loss: float | None,
+    data: Any,
+    workdir: Path | None,
+    *,
+    saved_step: int | None,
 ) -> str:
-    """Returns the last line of a run."""
+    """Returns the last line of a run; `saved_step` is the step of its newest checkpoint."""
     if step < cfg.train.steps:
         saved = "not saved: no workdir"
         if workdir:
             saved = f"saved in {workdir}; run the same command to resume"
+        if workdir and saved_step != step:
+            saved = (
+                f"not saved, because the loss has spiked; run the same command to resume from step "
+                f"{saved_step}, without the data since"
+            )
         return f"stopped after {step} of {cfg.train.steps} steps · {saved}"
     line = f"done: {step} steps"
     if eval_loss is not None:

@@ -42,6 +42,7 @@ class _Pending(NamedTuple):
     report: dict[str, jax.Array]
     ended: float | None  # when the step ended, if it had when it was handed over
     waited: float  # total seconds of waiting for data until then
+    num_samples: int  # of its batch, without padding
     log: bool  # whether the step gets a row
     evaluation: Mapping[str, float | None]  # held-out metrics before the step; {}: not evaluated
 
@@ -61,6 +62,8 @@ class Writer:
         self._unwritten: dict[str, list[str]] = {}  # file name -> lines still to be written
         # The numbers of the newest finished step, without those of single layers.
         self.newest: dict[str, Any] = {}
+        # Tokens, or examples, of all finished steps; those that a rollback undid included.
+        self.tokens = 0
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
             check_outputs(self._folder)
@@ -77,20 +80,18 @@ class Writer:
         cfg: Config,
         units: Units,
         *,
-        samples: int,
         waited: float,
         observe: Callable[[int, dict[str, Any]], None],
         predicted: float | None = None,
     ) -> None:
-        """Starts the clock at step `start`, after `samples` samples and `waited` seconds for data.
+        """Starts the clock at step `start`, after `waited` seconds of waiting for data.
 
         `observe` is called with the metrics of each step after they are written. `predicted` is the
         predicted step time in seconds, if it is known. Removes the rows of step `start` and later,
         which an interrupted run wrote after its last checkpoint.
         """
-        self._start, self._steps, self._units = start, cfg.train.steps, units
+        self._steps, self._units = cfg.train.steps, units
         self._observe, self._predicted = observe, predicted
-        self._units_before = samples * units.per_sample
         self._units_per_step = cfg.train.global_batch * units.per_sample
         peak = hardware.peak_flops(jax.devices()[0].device_kind, cfg.hardware.peak_flops)
         # Seconds per unit at peak: times units per second, it is the model FLOPs utilization (MFU).
@@ -131,14 +132,15 @@ class Writer:
         evaluation: Mapping[str, float | None],
         *,
         waited: float,
+        num_samples: int,
         log: bool,
     ) -> None:
         """Stores the report of the step just dispatched, and writes that of the previous step.
 
         Thus the device always has work while the host waits for a report. `evaluation` has the
         held-out metrics of the state before the step, if they were measured. `waited` is the total
-        of all seconds spent waiting for data. With `log` the step gets a row in metrics.jsonl and a
-        line.
+        of all seconds spent waiting for data, `num_samples` the size of the batch without padding.
+        With `log` the step gets a row in metrics.jsonl and a line.
         """
         # Simulated devices dispatch synchronously: the step has already ended.
         ended = time.perf_counter() if report["loss"].is_ready() else None
@@ -148,6 +150,7 @@ class Writer:
             report=report,
             ended=ended,
             waited=waited,
+            num_samples=num_samples,
             log=log,
             evaluation=evaluation,
         )
@@ -164,6 +167,7 @@ class Writer:
         if math.isnan(metrics["loss"]) and not metrics["skipped"]:
             metrics = as_json(metrics)  # the means of a batch without weight: there are none
         self._steps_since_row += 1
+        self.tokens += pending.num_samples * self._units.per_sample
         self.newest = {
             name: value for name, value in metrics.items() if not isinstance(value, list)
         }
@@ -181,12 +185,11 @@ class Writer:
         # At least 1 us: a very short step may have ended before the previous one was recorded.
         step_time = max(ended - self._last_row_time, 1e-6) / self._steps_since_row
         per_second = self._units_per_step / step_time
-        num_steps = pending.step - self._start + 1
         row = {
             "step": pending.step,
             "loss": metrics["loss"],
             **{name: value for name, value in metrics.items() if name != "step"},
-            "tokens": self._units_before + num_steps * self._units_per_step,
+            "tokens": self.tokens,
             "step_time": step_time,
             "data_wait": (pending.waited - self._waited_at_row) / self._steps_since_row,
             "tokens_per_second": per_second,
@@ -284,7 +287,7 @@ class Writer:
         if not self._folder:
             return
         path = self._folder / "config.json"
-        text = json.dumps(config, indent=2, default=str) + "\n"
+        text = config_text(config)
         previous = path.read_text(errors="replace", encoding="utf-8") if path.is_file() else text
         if previous != text:
             history = self._folder / "config_history"
@@ -360,6 +363,31 @@ def as_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+INFINITY_MARK = "\0infinity"
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """Returns the text of config.json.
+
+    An infinite value, such as divergence.spike_sigmas=inf, is 1e999: JSON has no name for it, and
+    what reads this number as a float gets infinity.
+    """
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: marked(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [marked(entry) for entry in value]
+        if isinstance(value, float) and math.isinf(value):
+            return INFINITY_MARK if value > 0 else "-" + INFINITY_MARK
+        return value
+
+    text = json.dumps(marked(config), indent=2, default=str)
+    for sign in ("", "-"):
+        text = text.replace(json.dumps(sign + INFINITY_MARK), f"{sign}1e999")
+    return text + "\n"
 
 
 def finite(metrics: Mapping[str, float | None]) -> dict[str, float]:

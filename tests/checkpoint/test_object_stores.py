@@ -439,7 +439,7 @@ def test_a_rollback_is_recorded_in_the_store(url):
     saver = object.__new__(Saver)
     saver._workdir, saver._folder = storage.workdir_at(directory), directory.parent
     saver._log = print
-    saver.record_rollback(manifest.read(directory), 777, {})
+    saver.record_rollback(manifest.read(directory), 777, {}, tokens=0)
     assert manifest.read(checkpoints(opened(url)) / "2").position == 777
 
 

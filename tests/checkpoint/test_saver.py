@@ -1,21 +1,25 @@
 """Saves: when, how many are kept, and what happens if one fails or is killed."""
 
 import gc
+import os
 import shutil
+import signal
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import meshtrain
-from meshtrain.checkpoint import find, manifest, saver
+from meshtrain.checkpoint import arrays, find, manifest, saver
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Source
+from meshtrain.state import TrainState
 from meshtrain.train import train
 from tests.lib.checkpoints import checkpoints, saving
 from tests.lib.compare import assert_bit_equal
@@ -81,6 +85,64 @@ def test_an_optimizer_whose_state_cannot_be_stored_is_rejected(tmp_path):
             del c.optim[key]
     with pytest.raises(meshtrain.ConfigError, match="optim.build: opt_state.* is a typed PRNG key"):
         train(c, workdir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "fault"),
+    [
+        (lambda: jnp.zeros((0, 4)), r"params/w has shape \(0, 4\), no elements"),
+        (lambda: jnp.ones(4, jnp.complex64), "params/w is complex64"),
+        (lambda: jax.random.key(0), "params/w is a typed PRNG key"),
+    ],
+    ids=["empty", "complex", "key"],
+)
+def test_parameters_that_cannot_be_stored_are_rejected_before_step_0(leaf, fault):
+    """Otherwise the run would find out when it saves, at its end."""
+    state = TrainState(jnp.int32(0), {"bias": jnp.ones(4), "w": leaf()}, ())
+    with pytest.raises(meshtrain.ConfigError, match=f"model.build: {fault}.*or .*no --workdir"):
+        arrays.check_kinds(jax.eval_shape(lambda: state))
+    arrays.check_kinds(jax.eval_shape(lambda: state._replace(params={"bias": jnp.ones(4)})))
+
+
+def test_a_checkpoint_saved_by_a_signal_at_an_evaluation_gets_its_held_out_loss(tmp_path):
+    """The run evaluates when it resumes; then retention can keep this best checkpoint."""
+
+    def stop(row):
+        if row["step"] == 0:  # written after the next step was dispatched
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    c = saving(4, every=1, keep_best=1)
+    c.checkpoint.keep_last = 1
+    c.eval.update(every=2, batches=1)
+    c.checkpoint.every = 0
+    stopped = train(c, workdir=tmp_path, on_metrics=stop)
+    assert stopped.interrupted and stopped.step == 2
+    assert "eval_loss" not in manifest.read(checkpoints(tmp_path) / "2").metrics
+    c.checkpoint.every = 1
+    c.train.steps = 5
+    c.optim.learning_rate = 3.0  # the held-out loss rises
+    train(c, workdir=tmp_path)
+    measured = {row["step"]: row["eval_loss"] for row in rows(tmp_path) if "eval_loss" in row}
+    assert min(measured, key=measured.get) == 2
+    assert find.steps(checkpoints(tmp_path)) == [5, 2]
+    saved = manifest.verify(checkpoints(tmp_path) / "2")
+    assert saved.metrics["eval_loss"] == measured[2] and "loss" in saved.metrics
+
+
+def test_an_error_of_the_arrays_is_not_blamed_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(saver.time, "sleep", lambda seconds: None)
+
+    def save(*_):
+        raise ValueError("cannot write such an array")
+
+    monkeypatch.setattr(AsyncWriter, "save", save)
+    with pytest.raises(meshtrain.ConfigError, match="neither the disk nor the store") as error:
+        train(saving(1), workdir=tmp_path)
+    assert "make room" not in str(error.value)
+    for cause in (OSError(28, "full"), ValueError("x [os_error_code='28']")):
+        wrapper = RuntimeError("of Orbax")
+        wrapper.__cause__ = cause
+        assert saver._is_of_storage(wrapper) and saver._is_of_storage(cause)
 
 
 def noisy(learning_rate):

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import meshtrain
+from meshtrain.checkpoint import manifest
 from meshtrain.config.build import with_steps
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.train import train
 from tests.lib.configs import tiny_config
-from tests.lib.epochs import batches, logged, settings
+from tests.lib.epochs import batches, logged, rows, settings
 from tests.lib.paths import ROOT
 from tests.lib.processes import free_port
 
@@ -27,6 +28,7 @@ def test_an_epoch_counts_each_row_once_and_padding_not_at_all():
     result, found = logged(settings(epochs=2.0), batches())
     assert result.step == 6
     assert [row["row"] for row in found] == [3.5, 11.5, 17.0] * 2
+    assert [row["tokens"] for row in found] == [8, 16, 19, 27, 35, 38]
 
 
 def test_epochs_resume_and_continue_to_more(tmp_path):
@@ -37,6 +39,25 @@ def test_epochs_resume_and_continue_to_more(tmp_path):
     np.testing.assert_array_equal(second.state.params["w"], expected.state.params["w"])
     record = meshtrain.load_config(str(tmp_path / "config.json")).train
     assert (record.steps, record.epochs) == (6, 0.0)
+
+
+@pytest.mark.parametrize(("then", "now"), [(8, 16), (16, 8)])
+def test_epochs_that_resume_with_another_batch_size_read_what_remains(tmp_path, then, now):
+    table = {name: np.resize(column, (96, *column.shape[1:])) for name, column in rows().items()}
+    table["row"] = np.arange(96, dtype=np.float32)
+    data = Source(lambda indices: {k: v[indices % 96] for k, v in table.items()}, size=96)
+    first, before = logged(settings(epochs=0.5, global_batch=then), data, workdir=tmp_path)
+    second, after = logged(settings(epochs=1.0, global_batch=now), data, workdir=tmp_path)
+    assert (first.step, second.step) == (48 // then, 48 // then + 48 // now)
+    # The mean row of each batch: all rows once.
+    seen = sum(row["row"] * then for row in before) + sum(row["row"] * now for row in after)
+    assert seen == np.arange(96).sum()
+    assert manifest.read(tmp_path / "checkpoints" / str(second.step)).position == 96
+    record = meshtrain.load_config(str(tmp_path / "config.json")).train
+    assert (record.steps, record.epochs, record.global_batch) == (second.step, 0.0, now)
+    # A third start finds nothing left.
+    third, _ = logged(settings(epochs=1.0, global_batch=now), data, workdir=tmp_path)
+    assert third.step == second.step
 
 
 @pytest.mark.parametrize(
@@ -137,7 +158,7 @@ import json, sys, jax
 sys.path[:0] = ["."]
 from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError
-from tests.lib.epochs import batches, logged, settings
+from tests.lib.epochs import batches, logged, rows, settings
 jax.config.update("jax_num_cpu_devices", 4)
 distributed.initialize()
 c = settings(epochs=2.0)

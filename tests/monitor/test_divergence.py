@@ -4,6 +4,7 @@ Loss spikes are logged, and rolled back on request.
 """
 
 import os
+import signal
 from pathlib import Path
 
 import jax
@@ -111,25 +112,38 @@ def test_held_out_data_without_weight_have_no_loss(tmp_path, capsys):
     assert "held-out loss none" in output and "held-out loss 0" not in output
 
 
-def test_max_skips_steps_in_a_row_end_the_run_and_keep_its_newest_checkpoint(tmp_path):
-    data = batches(20)
-    for batch in data[12:]:
+@pytest.mark.parametrize("every", [0, 10, 15])
+def test_max_skips_steps_in_a_row_end_the_run_and_its_state_is_saved(tmp_path, every):
+    """Whether the last skip is found at a step that saves (15) or at another one."""
+    data = batches(24)
+    for batch in data[12:20]:
         batch["y"] = batch["y"] * np.inf
+    c = config_for(24, every, max_skips=3)
     with pytest.raises(FloatingPointError, match="step 14: .* not finite for 3 steps in a row"):
-        run(data, tmp_path, max_skips=3)
+        train(c, workdir=tmp_path, model=fit(), data=data)
     end = events(tmp_path, "end")[-1]
     assert (end["step"], end["reason"], end["skipped_in_a_row"]) == (14, "not finite", 3)
-    resumed = run(data[:10], tmp_path)  # from the checkpoint of step 10
-    assert_bit_equal(resumed.state.params, run(data[:10]).state.params)
+    step = events(tmp_path, "save")[-1]["step"]
+    assert step == (15 if every == 15 else 16)
+    assert len(events(tmp_path, "skip")) == step - 12
+
+    # The next start resumes there, and may skip as many steps again: steps 16 to 18.
+    c.divergence.max_skips = 3 if every == 0 else 6
+    if every == 0:
+        with pytest.raises(FloatingPointError, match="step 18: .* for 3 steps in a row"):
+            train(c, workdir=tmp_path, model=fit(), data=data)
+    resumed = train(c, workdir=tmp_path, model=fit(), data=data)
+    assert_bit_equal(resumed.state.params, run(data[:12] + data[20:]).state.params)
 
 
 def test_skips_in_a_row_are_counted_across_a_resume(tmp_path):
     data = batches(20)
     for batch in data[8:]:
         batch["y"] = batch["y"] * np.inf
-    for _ in range(2):  # the second run resumes from step 10, after two skips
-        with pytest.raises(FloatingPointError, match="step 11: .* not finite for 4 steps in a row"):
-            run(data, tmp_path, max_skips=4)
+    with pytest.raises(FloatingPointError, match="step 10: .* for 2 steps in a row"):
+        run(data, tmp_path, steps=10, max_skips=4)
+    with pytest.raises(FloatingPointError, match="step 11: .* not finite for 4 steps in a row"):
+        run(data, tmp_path, max_skips=4)
 
 
 def test_a_run_whose_last_loss_is_not_finite_raises_each_time_but_is_saved(tmp_path):
@@ -288,6 +302,30 @@ def test_a_spike_in_the_last_step_is_rolled_back(tmp_path):
     assert_bit_equal(result.state, run(data[:60] + data[70:], steps=70).state)
 
 
+@pytest.mark.parametrize("every", [10, 0])
+def test_a_run_stopped_after_a_spike_says_what_it_saved(tmp_path, capsys, every):
+    """With a checkpoint to return to it saves nothing, and does not say that it does."""
+    data = batches(70)
+    data[63]["y"] = data[63]["y"] * 1000
+
+    def stop(row):
+        if row["step"] == 63:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    c = config_for(70, every=every, rollback=True)
+    result = train(c, workdir=tmp_path, model=fit(), data=data, on_metrics=stop)
+    assert result.interrupted and events(tmp_path, "spike")[0]["step"] == 63
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    preempted = events(tmp_path, "preempted")[-1]
+    newest = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert preempted["saved"] == newest
+    if every:
+        assert newest == 60 and "not saved, because the loss has spiked" in last_line
+        assert "resume from step 60" in last_line
+    else:  # the run would have continued from this state
+        assert newest == result.step and f"saved in {tmp_path}" in last_line
+
+
 def test_the_running_mean_and_variance_match_their_definition():
     losses, values = RunningLoss(), np.random.default_rng(0).normal(3, 0.5, 400)
     for number, value in enumerate(values, 1):
@@ -341,8 +379,10 @@ def test_only_skips_in_a_row_end_a_run():
     metrics = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1}
     for step, skipped in enumerate([1, 1, 0, 1, 1, 0, 1, 1]):
         watch.observe(step, metrics | {"skipped": skipped})
+    watch.check_end(8, metrics, is_finished=True)
+    watch.observe(8, metrics | {"skipped": 1})
     with pytest.raises(FloatingPointError, match="step 8: .* for 3 steps in a row"):
-        watch.observe(8, metrics | {"skipped": 1})
+        watch.check_end(9, metrics, is_finished=False)
 
 
 def test_only_rollbacks_to_the_same_step_end_a_run():

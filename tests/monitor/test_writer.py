@@ -1,10 +1,46 @@
 """The files of a workdir."""
 
+import json
+import math
+
 import pytest
 
+from meshtrain.config import load
 from meshtrain.errors import ConfigError
 from meshtrain.monitor.writer import Writer
 from meshtrain.storage import LocalFolder
+from tests.lib.configs import quick
+
+
+def strict_json(text):
+    """Returns the value of a text that has none of Python's extensions of JSON."""
+
+    def reject(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=reject)
+
+
+def test_rows_and_events_are_json_whatever_is_not_finite(tmp_path):
+    writer = Writer(LocalFolder(tmp_path), leader=True)
+    nan, inf = math.nan, math.inf
+    writer.event("x", load=[[1.0, nan], (inf, -inf)], settings={"a.b": [1, inf]}, loss=nan)
+    found = strict_json((tmp_path / "events.jsonl").read_text())
+    assert found["load"] == [[1.0, None], [None, None]] and found["loss"] is None
+    assert found["settings"] == {"a.b": [1, None]}
+
+
+def test_an_infinite_setting_is_json_and_is_read_as_infinite(tmp_path):
+    writer = Writer(LocalFolder(tmp_path), leader=True)
+    c = quick()
+    c.divergence.spike_sigmas = math.inf
+    writer.write_config({**c.to_dict(), "more": {"values": (-math.inf, 1.5)}})
+    found = strict_json((tmp_path / "config.json").read_text())
+    assert found["divergence"]["spike_sigmas"] == math.inf
+    assert found["more"]["values"] == [-math.inf, 1.5]
+    writer.write_config(c.to_dict())
+    read = load.load_config(str(tmp_path / "config.json"), [])
+    assert read.divergence.spike_sigmas == math.inf and read.to_dict() == c.to_dict()
 
 
 def test_the_history_of_configs_bears_files_of_others(tmp_path):

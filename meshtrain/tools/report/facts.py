@@ -29,7 +29,7 @@ WORDS = {
     "corrupt": "{fault}",
     "warning": "{text}",
     "end": "held-out loss {eval_loss:.4g}",
-    "preempted": "state saved",
+    "preempted": "newest checkpoint: step {saved}",
 }
 MAX_EVENTS = 200  # of each kind that are listed; all are counted
 MAX_TEXT = 300  # characters of a field
@@ -193,7 +193,9 @@ def _status(events: Sequence[Mapping[str, Any]]) -> str:
             case "end":
                 return f"ended: {event['reason']}" if event.get("reason") else "done"
             case "preempted":
-                return "stopped, state saved"
+                step = event.get("step")
+                is_saved = event.get("saved", step) == step  # older runs do not say
+                return "stopped, state saved" if is_saved else "stopped, state not saved"
             case "restart":
                 return "restarting"
             case "start":

@@ -438,13 +438,20 @@ def _outcome(run: Run) -> Trees:
 
 
 def skips_in_a_row() -> str | None:
-    """Law: a run ends after `max_skips` skipped steps in a row, those before a resume included."""
-    sections = {"checkpoint": {"every": 4}, "divergence": {"max_skips": 4}}
+    """Law: a run ends after `max_skips` skipped steps in a row, those before a resume included.
+
+    Its state is saved: the next start goes on after these steps, and may skip as many again.
+    """
+    values = [1, 1, *[np.nan] * 12]
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(2):
-            error = fit(folder, [1, 1, *[np.nan] * 8], sections)
-            if not isinstance(error, FloatingPointError) or not str(error).startswith("step 5:"):
-                return f"{error!r}, not the end of the run at step 5"
+        # At step 4 a run ends with two skips; with two more the resumed run ends in step 5. It has
+        # taken step 6 by then, and the next run ends four steps after that.
+        for steps, end in ((4, 4), (20, 5), (20, 10)):
+            sections = {"train": {"steps": steps}, "divergence": {"max_skips": 4}}
+            error = fit(folder, values, sections)
+            is_end = isinstance(error, FloatingPointError) and str(error).startswith(f"step {end}:")
+            if not is_end:
+                return f"{error!r}, not the end of the run at step {end}"
     return None
 
 
