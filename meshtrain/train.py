@@ -77,6 +77,8 @@ def train(
 def _resolve(config: Config | Mapping[str, Any], model: Model | None) -> Config:
     """Returns the typed config, on the devices of this job."""
     cfg = parse(config)
+    if model is not None:
+        cfg = cfg.of_own_model()
     if cfg.mesh.auto:
         # Loaded when it is used: training starts without the planner.
         from meshtrain.tools.plan import auto

@@ -249,6 +249,7 @@ def _read_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Confi
             cfg = parse(config, num_devices=jax.device_count())
         except ConfigError as error:
             raise ConfigError(*faults, *error.faults) from error
+        faults += checks.own_model_faults(cfg)
         if faults:
             raise ConfigError(*faults)
         return args, cfg

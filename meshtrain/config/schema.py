@@ -387,6 +387,9 @@ class HardwareConfig:
         _raise(minimum_faults(0, {"hardware.peak_flops": self.peak_flops}))
 
 
+OWN_MODEL = "train(model=...)"  # model.build of a run whose model is passed in Python
+
+
 @dataclass(frozen=True)
 class BuildConfig:
     """A section whose `build` names a function, and the keyword arguments to call it with."""
@@ -432,6 +435,15 @@ class Config:
             # All keys of a section at once: it is checked as a whole.
             sections[name] = replace(section, **keys)
         return replace(self, **sections)
+
+    def of_own_model(self) -> "Config":
+        """Returns the config of a run whose model is passed to `train`, not built.
+
+        Its section `model` names no model of this package, which would be another one.
+        """
+        if not self.model.build.startswith("meshtrain."):
+            return self
+        return replace(self, model=BuildConfig(OWN_MODEL, MappingProxyType({})))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the sections as a config file has them: mesh sizes resolved, paths absolute."""
