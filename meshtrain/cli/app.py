@@ -199,7 +199,8 @@ def _parse(config: Any, num_devices: int | None, flag: str) -> tuple[Config | No
         return None, _naming_flag(flag, error)
     if is_auto and num_devices:
         sizes = constraints.auto_sizes(cfg.mesh)
-        return cfg, constraints.fixed_faults(cfg, sizes, num_devices)
+        sized = constraints.with_batch(cfg, num_devices)
+        return cfg, constraints.fixed_faults(sized, sizes, num_devices)
     return cfg, []
 
 

@@ -234,10 +234,10 @@ class TrainConfig:
     def with_batch(self, mesh: MeshConfig) -> "TrainConfig":
         """Returns the section with the global batch of `batch_per_device`.
 
-        It stays unknown if the sizes of the mesh are.
+        It stays unknown if the sizes of the mesh are, or if `tools.plan.auto` will choose them.
         """
         sizes = [getattr(mesh, axis) for axis in BATCH_AXES]
-        if not self.batch_per_device or min(sizes) < 1:
+        if not self.batch_per_device or min(sizes) < 1 or mesh.auto:
             return self
         global_batch = self.batch_per_device * math.prod(sizes)
         return replace(self, global_batch=global_batch, batch_per_device=0)
