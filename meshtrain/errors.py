@@ -157,6 +157,13 @@ def import_optional(package: str, extra: str = "tokenizers") -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ConfigError(
-            f"the package {package} is missing; pip install 'meshtrain[{extra}]'"
-        ) from None
+        raise ConfigError(f"the package {package} is missing; {install_command(extra)}") from None
+
+
+def install_command(extra: str) -> str:
+    """Returns how to install an extra of pyproject.toml, for the end of a message."""
+    # Without a name to look up in an index: meshtrain on PyPI is a project of others.
+    return (
+        f"in a checkout: bash launch/setup.sh {extra}; elsewhere: pip install "
+        f"'PATH_OR_URL[{extra}]', with the path or URL of meshtrain"
+    )

@@ -15,6 +15,7 @@ from meshtrain import console, hardware
 from meshtrain.cluster import distributed, progress, runtime, signals
 from meshtrain.config.parse import on_devices, parse
 from meshtrain.config.schema import Config
+from meshtrain.data.loader import peek
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model, check_model
 from meshtrain.monitor import summary
@@ -61,7 +62,7 @@ def train(
         runtime.check_joined()
         with distributed.raise_on_all_processes():
             check_model(model)
-            cfg = _resolve(config, model)
+            cfg, data = _resolve(config, model, data)
         run, state = open_run(
             cfg,
             stack=stack,
@@ -77,15 +78,22 @@ def train(
         return _train(run, state)
 
 
-def _resolve(config: Config | Mapping[str, Any], model: Model | None) -> Config:
-    """Returns the typed config, on the devices of this job."""
+def _resolve(
+    config: Config | Mapping[str, Any],
+    model: Model | None,
+    data: Source | Iterable[Any] | None,
+) -> tuple[Config, Source | Iterable[Any] | None]:
+    """Returns the typed config, on the devices of this job, and the caller's data."""
     cfg = parse(config)
+    if model is not None:
+        cfg = cfg.of_own_model()
     if cfg.mesh.auto:
         # Loaded when it is used: training starts without the planner.
         from meshtrain.tools.plan import auto
 
-        return auto.resolve(cfg, model=model)
-    return on_devices(cfg, jax.device_count())
+        batch, data = peek(data)
+        return auto.resolve(cfg, model=model, batch=batch), data
+    return on_devices(cfg, jax.device_count()), data
 
 
 def _train(run: Run, state: TrainState) -> Result:

@@ -18,14 +18,16 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+import meshtrain
 from meshtrain import errors
 from meshtrain.cli import verbs
-from meshtrain.cluster import environment
+from meshtrain.cluster import distributed, environment
 from meshtrain.configs import default
 from tests.lib.paths import ROOT
 
@@ -291,6 +293,33 @@ def test_exit_codes_are_listed():
     text = PAGES["docs/reference/files.md"].read_text()
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert {*map(int, re.findall(r"^\| (\d+) \|", text, re.MULTILINE))} == {0, *codes}
+
+
+def test_no_text_installs_meshtrain_by_its_name():
+    """The name belongs to others on PyPI. A checkout has launch/setup.sh; else a path or URL."""
+    # Split, so that this file does not match.
+    by_name = re.compile(
+        r"mesh"
+        + r"train\[|\b(?:install|add)\s+(?:-\S+\s+)*['\"`]?mesh"
+        + r"train(?:-jax)?\b(?![/.])"
+    )
+    kinds = {".py", ".md", ".sh", ".sbatch", ".yml", ".yaml", ".toml", ""}
+    folders = ("meshtrain", "docs", "launch", "benchmarks", "tests", "configs", ".ci", ".github")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    files += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    files += [ROOT / "pyproject.toml"]
+    found = {
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in files
+        if path.is_file() and path.suffix in kinds
+        for match in by_name.finditer(path.read_text(errors="replace"))
+    }
+    assert not found
+
+
+def test_the_distribution_has_the_version_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == meshtrain.__version__ == distributed.versions()["meshtrain"]
 
 
 def test_messages_in_troubleshooting_are_those_of_the_code():

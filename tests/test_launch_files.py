@@ -48,7 +48,7 @@ LONGEST_BACKOFF = 360  # seconds until Kubernetes replaces a pod that failed rep
 def lint(tool, *arguments):
     path = shutil.which(tool, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if not path:
-        pytest.skip(f"{tool} is not installed; pip install meshtrain[dev]")
+        pytest.skip(f"{tool} is not installed; bash launch/setup.sh dev")
     done = subprocess.run([path, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -74,6 +74,16 @@ def test_every_file_copied_into_the_image_exists_and_is_not_ignored():
     ignored = (ROOT / "launch" / "Dockerfile.dockerignore").read_text().splitlines()
     for name in " ".join(copied).split():
         assert (ROOT / name).exists() and f"!{name}" in ignored
+
+
+def test_the_image_installs_an_extra_of_extras_without_looking_this_package_up():
+    text = (ROOT / "launch" / "Dockerfile").read_text().replace("${EXTRAS}", "dev,cuda12")
+    code = re.search(r'RUN python -c "(.*?)"', text, re.DOTALL)[1].replace("\\\n", "")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    needed = [re.match(r"[\w-]+(\[\w+\])?", line)[0] for line in done.stdout.splitlines()]
+    assert {"optax", "pytest", "tokenizers", "jinja2", "pyarrow", "jax[cuda12]"} <= {*needed}
+    assert not [name for name in needed if name.startswith("meshtrain")]
 
 
 def test_the_job_matches_the_schema_of_kubernetes():

@@ -1,6 +1,6 @@
 """Memory, roofline and ceiling of MFU of the step, compiled for H200 that this machine lacks.
 
-  pip install 'meshtrain[aot-gpu]'
+  bash launch/setup.sh aot-gpu
   python benchmarks/plan/roofline.py [--models NAME] [--sizes 1 8] [--output=PATH] [-- OVERRIDES]
 
 Nothing is run and nothing is measured: each row is `meshtrain audit --target=h200:SIZE` in a

@@ -199,7 +199,8 @@ def _parse(config: Any, num_devices: int | None, flag: str) -> tuple[Config | No
         return None, _naming_flag(flag, error)
     if is_auto and num_devices:
         sizes = constraints.auto_sizes(cfg.mesh)
-        return cfg, constraints.fixed_faults(cfg, sizes, num_devices)
+        sized = constraints.with_batch(cfg, num_devices)
+        return cfg, constraints.fixed_faults(sized, sizes, num_devices)
     return cfg, []
 
 
@@ -249,6 +250,7 @@ def _read_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Confi
             cfg = parse(config, num_devices=jax.device_count())
         except ConfigError as error:
             raise ConfigError(*faults, *error.faults) from error
+        faults += checks.own_model_faults(cfg)
         if faults:
             raise ConfigError(*faults)
         return args, cfg

@@ -17,8 +17,9 @@ from typing import Any
 import jax
 from jax._src import distributed as jax_distributed  # its key-value store has no public name
 
+import meshtrain
 from meshtrain.cluster import environment, launchers, rendezvous
-from meshtrain.errors import EXIT_PREEMPTED, ConfigError, TransientError
+from meshtrain.errors import EXIT_PREEMPTED, ConfigError, TransientError, install_command
 
 TIMEOUT = 3600  # seconds to wait for another process, which may have a large program to compile
 
@@ -89,8 +90,8 @@ def _check_gpus(process: launchers.ProcessInfo) -> None:
     if kind == "cpu" or num_devices != num_allotted:
         raise ConfigError(
             f"{process.source} gives this process {num_allotted} GPUs, and jax found {num_devices} "
-            f"devices of kind {kind}; install meshtrain[cuda12] or [cuda13], or set "
-            f"JAX_PLATFORMS=cpu"
+            f"devices of kind {kind}; set JAX_PLATFORMS=cpu, or install the extra cuda12 or "
+            f"cuda13, {install_command('cuda12')}"
         )
 
 
@@ -238,7 +239,7 @@ def raise_first(error: Exception | None, kinds: Sequence[type[Exception]]) -> No
 # ---- a comparison of what the processes run ----
 
 # A result depends on the versions of these.
-PACKAGES = ("meshtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def check_same(config: Mapping[str, Any]) -> None:
@@ -264,10 +265,10 @@ def check_same(config: Mapping[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that a result depends on."""
-    by_name = {"python": platform.python_version()}
+    # The code that runs, whatever distribution of this name is installed.
+    by_name = {"python": platform.python_version(), "meshtrain": meshtrain.__version__}
     for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run without installing
-            by_name[name] = importlib.metadata.version(name)
+        by_name[name] = importlib.metadata.version(name)
     return by_name
 
 

@@ -17,7 +17,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from meshtrain.cluster import distributed, environment, launchers
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, install_command
 
 
 def start(args: argparse.Namespace) -> None:
@@ -106,8 +106,9 @@ def _log_unused_gpus() -> None:
     num_gpus = environment.num_gpus(os.environ)
     if num_gpus and distributed.process_id() == 0:
         print(
-            f"this machine has {num_gpus} NVIDIA GPUs and jax uses only the CPU; install "
-            f"meshtrain[cuda12] or [cuda13], or set JAX_PLATFORMS=cpu",
+            f"this machine has {num_gpus} NVIDIA GPUs and jax uses only the CPU; set "
+            f"JAX_PLATFORMS=cpu, or install the extra cuda12 or cuda13, "
+            f"{install_command('cuda12')}",
             file=sys.stderr,
         )
 

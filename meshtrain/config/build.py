@@ -93,6 +93,8 @@ def with_steps(cfg: Config, data: Any, *, step: int = 0, position: int = 0) -> C
 
 def build_model(cfg: Config) -> Any:
     """Returns the Model of section `model`; raises ConfigError with every fault."""
+    if faults := checks.own_model_faults(cfg):
+        raise ConfigError(*faults)
     faults = checks.model_faults(cfg)
     make_model, key_faults = _bind_builder("model", cfg.model)
     faults += key_faults

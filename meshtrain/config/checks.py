@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain import storage
-from meshtrain.config.schema import AXES, BATCH_AXES, Config, MeshConfig, TrainConfig
+from meshtrain.config.schema import (
+    AXES,
+    BATCH_AXES,
+    OWN_MODEL,
+    Config,
+    MeshConfig,
+    TrainConfig,
+)
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
 
@@ -77,6 +84,17 @@ def batch_sizes(mesh: MeshConfig) -> str:
     """
     sizes = {axis: max(1, getattr(mesh, axis)) for axis in BATCH_AXES}
     return " x ".join(f"mesh.{axis}={n}" for axis, n in sizes.items() if n > 1 or axis != "expert")
+
+
+def own_model_faults(cfg: Config) -> list[str]:
+    """Returns a fault if the run had a model of the user's, which no config describes."""
+    if cfg.model.build != OWN_MODEL:
+        return []
+    return [
+        f"model.build={OWN_MODEL}: the model of this run was passed in Python, and only Python can "
+        f"build it again; pass it to train, or set --config.model.build=MODULE:FUNCTION, a "
+        f"function of yours that returns it, with --trust_code"
+    ]
 
 
 def model_faults(cfg: Config) -> list[str]:

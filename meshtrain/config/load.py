@@ -27,6 +27,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from meshtrain import configs, moved
+from meshtrain.config.schema import OWN_MODEL
 from meshtrain.config.suggest import did_you_mean_flag, did_you_mean_key
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError, did_you_mean
@@ -305,7 +306,7 @@ def _reject_foreign_code(file: Path, raw: dict[str, Any]) -> None:
         "may not run; if you trust it, add --trust_code"
         for name, section in raw.items()
         if isinstance(section, dict)
-        and not str(section.get("build", "meshtrain.")).startswith("meshtrain.")
+        and not str(section.get("build", "meshtrain.")).startswith(("meshtrain.", OWN_MODEL))
     ]
     if faults:
         raise ConfigError(*faults)

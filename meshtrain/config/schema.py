@@ -242,10 +242,10 @@ class TrainConfig:
     def with_batch(self, mesh: MeshConfig) -> "TrainConfig":
         """Returns the section with the global batch of `batch_per_device`.
 
-        It stays unknown if the sizes of the mesh are.
+        It stays unknown if the sizes of the mesh are, or if `tools.plan.auto` will choose them.
         """
         sizes = [getattr(mesh, axis) for axis in BATCH_AXES]
-        if not self.batch_per_device or min(sizes) < 1:
+        if not self.batch_per_device or min(sizes) < 1 or mesh.auto:
             return self
         global_batch = self.batch_per_device * math.prod(sizes)
         return replace(self, global_batch=global_batch, batch_per_device=0)
@@ -395,6 +395,9 @@ class HardwareConfig:
         _raise(minimum_faults(0, {"hardware.peak_flops": self.peak_flops}))
 
 
+OWN_MODEL = "train(model=...)"  # model.build of a run whose model is passed in Python
+
+
 @dataclass(frozen=True)
 class BuildConfig:
     """A section whose `build` names a function, and the keyword arguments to call it with."""
@@ -440,6 +443,15 @@ class Config:
             # All keys of a section at once: it is checked as a whole.
             sections[name] = replace(section, **keys)
         return replace(self, **sections)
+
+    def of_own_model(self) -> "Config":
+        """Returns the config of a run whose model is passed to `train`, not built.
+
+        Its section `model` names no model of this package, which would be another one.
+        """
+        if not self.model.build.startswith("meshtrain."):
+            return self
+        return replace(self, model=BuildConfig(OWN_MODEL, MappingProxyType({})))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the sections as a config file has them: mesh sizes resolved, paths absolute."""

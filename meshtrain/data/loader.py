@@ -203,6 +203,24 @@ def _num_local(cfg: Config, mesh: jax.sharding.Mesh) -> int:
 # ---- iterables ----
 
 
+def peek(data: Source | Iterable[Any] | None) -> tuple[Any, Source | Iterable[Any] | None]:
+    """Returns a batch of the data, of any number of rows, and data that still has this batch.
+
+    None has no batch. Raises ConfigError if the data is empty.
+    """
+    if data is None:
+        return None, None
+    if isinstance(data, Source):
+        return data.read(np.arange(1)), data
+    batches = iter(data)
+    try:
+        batch = next(batches)
+    except StopIteration:
+        raise ConfigError("data: has no batch") from None
+    # What can be iterated only once goes on with the batch that was taken.
+    return batch, itertools.chain([batch], batches) if batches is data else data
+
+
 def from_iterable(
     batches: Iterable[Any], *, global_batch: int, position: int = 0, num_local: int = 0
 ) -> Source:

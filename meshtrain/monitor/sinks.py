@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshtrain.config.schema import Config
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, install_command
 
 Row = dict[str, Any]
 RUN_ID = "wandb_run_id"  # file in the workdir, so that a resumed run continues its curves
@@ -51,7 +51,7 @@ def sink_faults(cfg: Config, workdir: str | Path | None) -> list[str]:
             continue
         if importlib.util.find_spec(module) is None:
             faults.append(
-                f"monitor.{key}={value}: {module} is not installed; pip install 'meshtrain[{key}]'"
+                f"monitor.{key}={value}: {module} is not installed; {install_command(key)}"
             )
         if not workdir:
             faults.append(f"monitor.{key}={value}: there is no folder for its files; use --workdir")

@@ -61,7 +61,7 @@ def print_report(args: argparse.Namespace) -> int:
     processes = distributed.gather(describe_process())
     flags = (args.coordinator, args.num_processes, args.process_id)
     process_info = environment.process_info(os.environ, flags)
-    for package, version in ({"meshtrain": "not installed"} | distributed.versions()).items():
+    for package, version in distributed.versions().items():
         print_row(package, version)
     devices = jax.devices()
     version = " ".join(devices[0].client.platform_version.split())

@@ -58,7 +58,7 @@ def test_unused_gpus_are_logged_once(monkeypatch, capsys):
     runtime._log_unused_gpus()
     runtime._log_unused_gpus()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("this machine has 8 NVIDIA GPUs and jax uses only the CPU; install mesh")
+    assert line.startswith("this machine has 8 NVIDIA GPUs and jax uses only the CPU; set JAX_")
     runtime._log_unused_gpus.cache_clear()
     monkeypatch.setattr(distributed, "process_id", lambda: 1)
     runtime._log_unused_gpus()

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     """Returns the model as a Hugging Face folder."""
     for package in ("gguf", "tokenizers"):
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed; pip install 'meshtrain[smollm2]'")
+            pytest.skip(f"{package} is not installed; bash launch/setup.sh smollm2")
     target = tmp_path_factory.mktemp("smollm2") / "hf"
     script = [sys.executable, ROOT / "launch" / "smollm2.py", target]
     result = subprocess.run(script, capture_output=True, text=True)

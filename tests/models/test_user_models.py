@@ -1,5 +1,6 @@
 """Train users' own Flax models on their own data."""
 
+import json
 import re
 from functools import partial
 
@@ -12,8 +13,11 @@ from flax import linen, nnx
 from sklearn.datasets import load_digits
 
 import meshtrain
+from meshtrain.checkpoint import find, resume
+from meshtrain.cli import app
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
+from meshtrain.configs import default
 from meshtrain.metrics import OWN_NAMES
 from meshtrain.models import base
 from meshtrain.train import train
@@ -90,6 +94,30 @@ def test_a_classifier_of_digits_learns_on_a_sharded_mesh(kind, tmp_path, capsys)
     assert [leaf.sharding.spec for leaf in sharded] == [jax.P(("fsdp", "context"), "tensor")]
     assert "examples/s" in capsys.readouterr().out
     assert '"correct": 0.' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_run_with_a_model_of_ones_own_records_no_other_model(tmp_path, capsys):
+    """Verbs that would build the built-in transformer say what is missing, and a run resumes."""
+    c = digits_config()
+    c.eval.batches = 0
+    for steps in (1, 2):
+        c.train.steps = steps
+        given = dict(model=MODELS["nnx"](), data=digits(train=True))
+        assert train(c, workdir=tmp_path, **given).step == steps
+    recorded = json.loads((tmp_path / "config.json").read_text())
+    assert recorded["model"] == {"build": "train(model=...)"}
+    capsys.readouterr()
+    for verb, *flags in (["generate", "--prompt=x"], ["evaluate"]):
+        assert app.main(verb, [f"--workdir={tmp_path}", *flags]) == 2
+        error = capsys.readouterr().err
+        assert "the model of this run was passed in Python" in error and "absent" not in error
+
+    # A workdir of an earlier version, which recorded the built-in transformer.
+    directory, saved = find.find_valid(tmp_path, log=print)
+    saved.config["model"] = default.get_config().model.to_dict()
+    own = parse(c, num_devices=8).of_own_model().to_dict()
+    found = resume.check(saved, own, {}, source=directory)
+    assert not [key for key in found if key.startswith("model.")]
 
 
 def test_a_resumed_run_continues_its_iterable_where_it_stopped(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain import hardware
-from meshtrain.errors import ConfigError, did_you_mean
+from meshtrain.errors import ConfigError, did_you_mean, install_command
 from meshtrain.hardware import Device
 
 DEVICES_PER_HOST = 8
@@ -70,7 +70,7 @@ def parse(text: str) -> tuple[Device, tuple[int, ...]]:
     for module in modules:
         if not _is_installed(module):
             raise ConfigError(
-                f"--target={text}: {module} is not installed; pip install 'meshtrain[{extra}]'"
+                f"--target={text}: {module} is not installed; {install_command(extra)}"
             )
     return device, sizes
 

@@ -2,13 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
 from meshtrain import hardware
 from meshtrain.cluster import distributed
+from meshtrain.config.build import build_data
 from meshtrain.config.parse import on_devices
 from meshtrain.config.schema import Config, MeshConfig
+from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
 from meshtrain.parallel.mesh import host_of
@@ -29,26 +33,37 @@ def resolve(
     *,
     devices: Sequence[jax.Device] | None = None,
     model: Model | None = None,
+    batch: Any = None,
 ) -> Config:
     """Returns the config on `devices`, by default all of this job.
 
     With `mesh.auto` it has the layout that is predicted to be fastest, and `layout_reasons` say
     why. Sizes of the mesh above 1 are kept; the other axes, ZeRO stage, micro-batches, remat and
-    the pipeline are chosen. All processes must call it, and get the choice of process 0. Raises
-    ConfigError if the mesh does not fit, or if no layout does.
+    the pipeline are chosen. `batch` is one of the caller's data, with any number of rows. All
+    processes must call it, and get the choice of process 0. Raises ConfigError if the mesh does not
+    fit, or if no layout does.
     """
     devices = devices or jax.devices()
     if not cfg.mesh.auto:
         return on_devices(cfg, len(devices))
-    if "seq_len" not in cfg.data.options:
-        raise ConfigError("mesh.auto=True: the planner needs data.seq_len; set the sizes of mesh")
+    cfg = constraints.with_batch(cfg, len(devices))
     fixed = constraints.auto_sizes(cfg.mesh)
+    # Only of the data of this package are the shapes known from the config.
+    if batch is None and not cfg.data.build.startswith("meshtrain."):
+        batch = build_data(cfg.data, "train").read(np.arange(1))
     faults = constraints.fixed_faults(cfg, fixed, len(devices))
     if faults:
         raise ConfigError(*faults)
 
     cfg = dataclasses.replace(cfg, mesh=MeshConfig(slices=cfg.mesh.slices))
-    plan_input = from_config.plan_input(cfg, model=model)
+    row = None if batch is None else from_config.first_row(batch)
+    plan_input = from_config.plan_input(cfg, model=model, row=row)
+    # What the trainer rejects for other reasons than sizes.
+    if row is not None and not isinstance(row, Batch):
+        fixed.setdefault("context", 1)
+    if not jax.tree.leaves(plan_input.model.axes):  # no dim has a name, so none can be sharded
+        fixed.setdefault("fsdp", 1)
+        fixed.setdefault("tensor", 1)
     machine = _machine(devices)
     limit = MEMORY * machine.device.memory
     plan = search.search(

@@ -1,5 +1,6 @@
 """The values that --fix gives to layouts, checked before jax is loaded."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -49,6 +50,19 @@ def fixed_faults(cfg: Config, fixed: Mapping[str, Any], num_devices: int) -> lis
     use = f"{nearest_divisors(num_devices, size)}, or " if not others else ""
     given = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     return [f"{given}: {num_devices} devices are not divisible by it; use {use}other sizes"]
+
+
+def with_batch(cfg: Config, num_devices: int) -> Config:
+    """Returns the config with the global batch of `train.batch_per_device` on all devices.
+
+    `mesh.auto` compares layouts of one batch, which the step must have.
+    """
+    train = cfg.train
+    if not train.batch_per_device:
+        return cfg
+    global_batch = train.batch_per_device * num_devices
+    train = dataclasses.replace(train, global_batch=global_batch, batch_per_device=0)
+    return dataclasses.replace(cfg, train=train)
 
 
 def auto_sizes(mesh: MeshConfig) -> dict[str, int]:

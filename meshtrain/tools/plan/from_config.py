@@ -22,10 +22,11 @@ from meshtrain.tools.plan.sizes import ModelWork
 TRACED_ATTENTION = "blockwise:512"
 
 
-def plan_input(cfg: Config, *, model: Model | None = None) -> PlanInput:
+def plan_input(cfg: Config, *, model: Model | None = None, row: Any = None) -> PlanInput:
     """Returns what the planner reads from a config; `model` is a user's own, as for `train`.
 
-    Raises ConfigError for a config that the trainer rejects on every mesh.
+    `row` has the shapes of a batch of one row; by default it is one of text. Raises ConfigError for
+    a config that the trainer rejects on every mesh.
     """
     if cfg.train.batch_per_device:
         raise ConfigError(
@@ -34,8 +35,9 @@ def plan_input(cfg: Config, *, model: Model | None = None) -> PlanInput:
         )
     model = build_model(cfg) if model is None else adapted(model, cfg)
     stored = _stored_state(cfg, model)
-    work = _work(cfg, model, stored.shapes.params)
-    return PlanInput(cfg, model, work, stored)
+    row = abstract_row(cfg) if row is None else row
+    work = _work(cfg, model, stored.shapes.params, row)
+    return PlanInput(cfg, model, work, stored, works.tokens_of(row))
 
 
 def abstract_row(cfg: Config) -> Batch:
@@ -57,9 +59,20 @@ def _stored_state(cfg: Config, model: Model) -> StoredState:
     return StoredState(shapes, model.axes, optimizer, cfg.rules, model.is_trained)
 
 
-def _work(cfg: Config, model: Model, params: Any) -> ModelWork:
+def first_row(batch: Any) -> Any:
+    """Returns the shapes of a batch of one row, of a batch of any number of rows."""
+
+    def row_of(leaf: Any) -> jax.ShapeDtypeStruct:
+        array = np.asarray(leaf)
+        return jax.ShapeDtypeStruct(
+            (1, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype)
+        )
+
+    return jax.tree.map(row_of, batch)
+
+
+def _work(cfg: Config, model: Model, params: Any, batch: Any) -> ModelWork:
     """Returns the model's work, with the bytes that a layer keeps for its backward pass."""
-    batch = abstract_row(cfg)
     work = works.work_of(cfg, model, params, batch)
     # What a layer keeps is traced: with attention that keeps what the kernels keep.
     if cfg.model.build == works.TRANSFORMER:

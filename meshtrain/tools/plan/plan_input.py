@@ -69,10 +69,7 @@ class PlanInput:
     model: Model
     work: ModelWork
     stored: StoredState
-
-    @property
-    def seq_len(self) -> int:
-        return self.cfg.data.options.get("seq_len", 1)
+    seq_len: int  # tokens of a row of the batch
 
     @property
     def global_batch(self) -> int:

@@ -10,18 +10,17 @@ from meshtrain.models.base import Model, Params
 from meshtrain.tools.plan.cost import step_cost
 from meshtrain.tools.plan.layout import Layout
 from meshtrain.tools.plan.machine import Machine
-from meshtrain.tools.plan.work import work_of
+from meshtrain.tools.plan.work import tokens_of, work_of
 
 
 def step_seconds(
     cfg: Config, model: Model, params: Params, batch: Any, device: hardware.Device | None
 ) -> float | None:
-    """Returns the predicted seconds of a step; None for devices or data of unknown figures.
+    """Returns the predicted seconds of a step; None for devices of unknown figures.
 
     `params` and `batch` need shapes only.
     """
-    seq_len = cfg.data.options.get("seq_len")
-    if device is None or seq_len is None:
+    if device is None:
         return None
     layout = layout_of(cfg)
     num_devices = layout.num_devices
@@ -30,7 +29,7 @@ def step_seconds(
     machine = Machine(device, num_devices, min(per_host, num_devices))
     row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch)
     work = work_of(cfg, model, params, row)
-    return machine.xla_factor * step_cost(work, layout, machine, seq_len).seconds
+    return machine.xla_factor * step_cost(work, layout, machine, tokens_of(row)).seconds
 
 
 def layout_of(cfg: Config) -> Layout:

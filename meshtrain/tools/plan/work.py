@@ -26,8 +26,13 @@ def work_of(cfg: Config, model: Model, params: Params, batch: Any) -> ModelWork:
     """
     options = dict(cfg.model.options)
     if cfg.model.build == TRANSFORMER and model.block is not None and "attention_impl" in options:
-        return of_transformer(TransformerConfig(**options), cfg.data.options["seq_len"], params)
+        return of_transformer(TransformerConfig(**options), tokens_of(batch), params)
     return of_traced(model, params, batch, cfg.train.dtype)
+
+
+def tokens_of(row: Any) -> int:
+    """Returns the number of tokens of a batch of one row: what its first array has along it."""
+    return math.prod(jax.tree.leaves(row)[0].shape[:2])
 
 
 def of_transformer(c: TransformerConfig, seq_len: int, params: Params) -> ModelWork:
@@ -60,7 +65,7 @@ def of_traced(model: Model, params: Params, batch: Any, dtype: str) -> ModelWork
 
     Products of two activations count as attention of one head.
     """
-    num_tokens = math.prod(jax.tree.leaves(batch)[0].shape[:2])
+    num_tokens = tokens_of(batch)
     if model.block is None:
         found = jax.make_jaxpr(lambda p, b: model.loss(p, b, jax.random.key(0)))(params, batch)
         return ModelWork(1, 1, _products(found, num_tokens), 0, layer=_count(params), others=0)
@@ -89,7 +94,7 @@ def with_kept(
     if model.block is None:
         return replace(work, kept=tuple((remat, 0.0, 0.0) for remat in remats))
     layer, x = _block_arguments(model, params, batch, dtype)
-    num_tokens = math.prod(jax.tree.leaves(batch)[0].shape[:2])
+    num_tokens = tokens_of(batch)
     parameters = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(layer)}
     kept = []
     for remat in remats:
@@ -101,7 +106,10 @@ def with_kept(
         residuals = jax.eval_shape(residuals_of, layer, x, batch)
         wide = other = 0.0
         for leaf in jax.tree.leaves(residuals):
-            if leaf.size < num_tokens or (leaf.shape, leaf.dtype) in parameters:
+            # Scalars and parameters are not kept for each token.
+            if not leaf.shape or leaf.size < num_tokens:
+                continue
+            if (leaf.shape, leaf.dtype) in parameters:
                 continue
             size = leaf.size * leaf.dtype.itemsize / num_tokens
             if leaf.shape[-1] == work.d_model:

@@ -54,4 +54,6 @@ def test_the_error_for_a_missing_package_has_the_install_command(tmp_path, capsy
     path = write_jsonl(tmp_path / "in")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert run(path, f"--output={tmp_path / 'out'}", "--train_bpe=300") == 2
-    assert "tokenizers is missing; pip install 'meshtrain[tokenizers]'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "tokenizers is missing; in a checkout: bash launch/setup.sh tokenizers; " in error
+    assert "elsewhere: pip install 'PATH_OR_URL[tokenizers]'" in error

@@ -11,7 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from meshtrain import hardware
 from meshtrain.cli import app
 from meshtrain.config import load
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, install_command
 from meshtrain.tools.hlo import target
 from tests.lib.paths import ROOT
 
@@ -77,7 +77,7 @@ def test_missing_wheels_are_one_line(monkeypatch, capsys, text, extra):
     monkeypatch.setattr(target, "_is_installed", lambda module: False)
     assert app.main("audit", ["--config=quickstart", f"--target={text}"]) == 2
     error = capsys.readouterr().err
-    assert error.endswith(f"is not installed; pip install 'meshtrain[{extra}]'\n")
+    assert error.endswith(f"is not installed; {install_command(extra)}\n")
     assert error.count("\n") == 1
 
 
