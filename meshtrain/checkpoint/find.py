@@ -156,9 +156,9 @@ def remove_old_checkpoints(folder: Path, settings: CheckpointConfig) -> None:
     checkpoints = []
     for step in steps(folder):
         try:
-            checkpoints.append(manifest.read(folder / str(step)))
+            checkpoints.append(manifest.check_sizes(folder / str(step)))
         except (CorruptCheckpoint, ConfigError):
-            continue  # left as it is; the next start reports it
+            continue  # left as it is, and not counted; the next start reports it
     kept_steps = steps_to_keep(
         checkpoints,
         keep=settings.keep_last,

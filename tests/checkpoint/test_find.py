@@ -76,8 +76,8 @@ def foreign(directory, **fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: rewrite(d, format=3), "format 3 is not 1 or 2, .* use the version"),
-        (lambda d: foreign(d, format=0, crc32="?"), "format 0 is not 1 or 2"),
+        (lambda d: rewrite(d, format=4), "format 4 is not one of 1 to 3, .* use the version"),
+        (lambda d: foreign(d, format=0, crc32="?"), "format 0 is not one of 1 to 3"),
         (lambda d: rewrite(d, step=7), "MANIFEST.json belongs to step 7; rename"),
         (
             lambda d: shutil.move(d, d.parent.parent / "disk") and d.symlink_to("away"),
