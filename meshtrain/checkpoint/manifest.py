@@ -308,9 +308,9 @@ def unreadable(path: Path, error: OSError) -> TransientError:
     )
 
 
-# In the messages of TensorStore: what is missing, what only damage causes (decoders say at which
-# byte they failed), the key of the chunk, errors of the disk and of a store.
-MISSING = re.compile(r"NOT_FOUND: |http_response_code='404'")
+# In the messages of TensorStore and Orbax: what is missing, what only damage causes (decoders say
+# at which byte they failed), the key of the chunk, errors of the disk and of a store.
+MISSING = re.compile(r"NOT_FOUND: |http_response_code='404'|Found incomplete checkpoint")
 DAMAGED = re.compile(
     r"DATA_LOSS|; at byte \d|Requested byte range .* is not valid|http_response_code='416'"
 )

@@ -80,6 +80,7 @@ REFUSED = "Error reading x: HTTP response code: 400 [http_response_code='400']"
         (UNREADABLE, errors.TransientError, "Input/output error; the checkpoint may be valid"),
         (REFUSED, errors.TransientError, "the checkpoint may be valid"),
         (REFUSED.replace("400", "404"), CorruptCheckpoint, "^a chunk of arrays is missing$"),
+        ("Found incomplete checkpoint at x/arrays.", CorruptCheckpoint, "is missing$"),
         (LACKING, CorruptCheckpoint, "^arrays/params.w/zarr.json is missing$"),
         ("FAILED_PRECONDITION: Error reading x: no credentials", ValueError, "no credentials"),
         ("INVALID_ARGUMENT: no such field", ValueError, "no such field"),
