@@ -19,7 +19,7 @@ from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cluster import distributed, progress
 from meshtrain.config import checks
-from meshtrain.config.build import build, with_steps
+from meshtrain.config.build import RunParts, build, with_steps
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Source
@@ -165,11 +165,11 @@ def open_run(
     first_step = saved.step if saved else 0
     position = saved.position if saved else 0
     if saver and saved:
+        num_steps = cfg.train.steps
         # With another batch size, train.epochs are other steps from here on.
         cfg = with_steps(given_cfg, parts.train_data, step=first_step, position=position)
-        if cfg.train.steps != config_record["train"]["steps"]:
-            program = assemble(cfg, parts)  # the learning rate depends on the number of steps
-            config_record = cfg.to_dict()
+        program = _with_schedule(program, cfg, parts, num_steps)
+        config_record = cfg.to_dict()
         saver.resume_with(config_record, saved)
         # What the loop would know after this step, for a run that takes none.
         writer.newest = {key: value for key, value in saved.metrics.items() if key != "eval_loss"}
@@ -282,3 +282,10 @@ def _tokens_before(saved: Manifest | None, units: Units, cfg: Config) -> int:
     if units.name == "tokens" and seq_len and seq_len != cfg.data.options.get("seq_len"):
         return saved.position * seq_len
     return saved.position * units.per_sample
+
+
+def _with_schedule(program: Program, cfg: Config, parts: RunParts, num_steps: int) -> Program:
+    """Returns the program, which was made for `num_steps`, with the learning rates of `cfg`."""
+    if cfg.train.steps == num_steps:
+        return program
+    return assemble(cfg, parts)

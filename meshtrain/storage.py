@@ -104,6 +104,13 @@ class Workdir(Protocol):
         """Downloads the small files of a checkpoint again: another process has changed some."""
         ...
 
+    def was_removed(self, directory: Path) -> bool:
+        """Returns whether a run has removed a checkpoint of this workdir since it was listed.
+
+        Then downloads what the run has saved since.
+        """
+        ...
+
     def publish(self, directory: Path, names: Collection[str]) -> None:
         """Uploads the small files among `names`, then the manifest if there is none yet.
 
@@ -234,6 +241,9 @@ class LocalFolder:
     def refresh(self, directory: Path) -> None:
         pass
 
+    def was_removed(self, directory: Path) -> bool:
+        return not os.path.lexists(directory)
+
     def publish(self, directory: Path, names: Collection[str]) -> None:
         pass
 
@@ -362,6 +372,16 @@ class ObjectStore:
     def refresh(self, directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         self.fetch(directory)
+
+    def was_removed(self, directory: Path) -> bool:
+        try:
+            if MANIFEST in object_store.names(directory):
+                return False
+            shutil.rmtree(directory, ignore_errors=True)
+            self._download_all(but=(LOCK, LOGS))
+        except OSError:
+            return False  # nobody knows; what was found stands
+        return True
 
     def publish(self, directory: Path, names: Collection[str]) -> None:
         try:

@@ -94,7 +94,7 @@ def schedule_kill(kill_point: str, rng: random.Random) -> None:
         # The manifest is written, but the folder is not renamed yet.
         "manifest": (manifest, "sync_folder", before),
         "rename": (manifest.os, "rename", before),
-        "removal": (manifest.shutil, "rmtree", half_removed),
+        "removal": (find.shutil, "rmtree", half_removed),
     }[kill_point]
     on_call(owner, name, fatal)
 

@@ -272,11 +272,14 @@ def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> P
 def as_numpy(directory: Path) -> dict[str, np.ndarray]:
     """Returns all arrays of a checkpoint by path, on the host."""
     with (
+        manifest.reading_chunks(directory),
         _listed_files(directory) as folder,
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax,
     ):
-        saved = orbax.metadata(folder).item_metadata.tree
-        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+        metadata = orbax.metadata(folder).item_metadata
+        if metadata is None:
+            raise CorruptCheckpoint("the metadata of the arrays is missing")
+        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
         tree = orbax.restore(folder, args=ocp.args.PyTreeRestore(restore_args=on_host))
     leaves = jax.tree.leaves_with_path(tree)
     return {trees.name_of(path): np.asarray(leaf) for path, leaf in leaves}

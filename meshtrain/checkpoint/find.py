@@ -11,12 +11,15 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from meshtrain import storage
 from meshtrain.checkpoint import manifest
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.config.schema import CheckpointConfig
 from meshtrain.errors import ConfigError, TransientError
+
+T = TypeVar("T")
 
 FOLDER = storage.CHECKPOINTS
 
@@ -38,29 +41,50 @@ def steps(folder: Path) -> list[int]:
     return sorted((int(name) for name in names if not (folder / name).is_file()), reverse=True)
 
 
+MAX_LOOKS = 20  # at a run that removes what was just found
+
+
 def newest_valid(
     folder: Path, verify: Callable[[Path], Manifest] = manifest.verify
 ) -> tuple[Manifest | None, dict[int, str]]:
     """Returns the newest valid checkpoint, and by step why newer ones are corrupt.
 
     Every byte is verified; with `manifest.check` all but the chunks of arrays, which are verified
-    when they are read. The function only reads, so it is safe while a run writes to the folder.
-    Raises ConfigError if a newer checkpoint may be valid, but cannot be read.
+    when they are read. The function only reads, so it is safe while a run writes to the folder: if
+    the run has removed a checkpoint in the meantime, it looks again. Raises ConfigError if a newer
+    checkpoint may be valid, but cannot be read.
     """
-    corrupt: dict[int, str] = {}
-    found_steps = steps(folder)
-    for step in found_steps:
-        try:
-            return verify(folder / str(step)), corrupt
-        except CorruptCheckpoint as error:
-            corrupt[step] = str(error)
-        except ConfigError:
-            if step in steps(folder):  # otherwise a run has removed it in the meantime
-                raise
-    if steps(folder) == found_steps:
-        return None, corrupt
-    # A run has saved a newer checkpoint and removed the one that was read, so look again.
-    return newest_valid(folder, verify)
+    for _ in range(MAX_LOOKS):
+        corrupt: dict[int, str] = {}
+        newest = None
+        found_steps = steps(folder)
+        is_removed = False
+        for step in found_steps:
+            try:
+                newest = verify(folder / str(step))
+                break
+            except CorruptCheckpoint as error:
+                corrupt[step] = str(error)
+                is_removed |= was_removed(folder / str(step))
+            except ConfigError:
+                if not was_removed(folder / str(step)):
+                    raise
+                is_removed = True
+        if not is_removed and (newest or steps(folder) == found_steps):
+            return newest, corrupt
+    raise _too_fast(folder)
+
+
+def was_removed(directory: Path) -> bool:
+    """Returns whether a run has removed a checkpoint since it was listed."""
+    return storage.workdir_at(workdir_of(directory)).was_removed(directory)
+
+
+def _too_fast(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"{folder}: the run there removes each checkpoint before it is read; "
+        f"use a larger checkpoint.keep_last, or wait until the run has ended"
+    )
 
 
 def to_resume(
@@ -148,6 +172,29 @@ def find_valid(
     return folder / str(newest.step), newest
 
 
+def read_valid(
+    path: Path,
+    read: Callable[[Path, Manifest], T],
+    *,
+    log: Callable[[str], None] = print,
+) -> T:
+    """Returns `read(directory, manifest)` of the checkpoint that `find_valid` finds.
+
+    If a run removes it in the meantime, the checkpoint that is then the newest is read. Raises
+    ConfigError, also if the checkpoint is damaged.
+    """
+    for _ in range(MAX_LOOKS):
+        directory, saved = find_valid(path, log=log)
+        try:
+            return read(directory, saved)
+        except (CorruptCheckpoint, ConfigError, OSError) as error:
+            if directory == path or not was_removed(directory):
+                if isinstance(error, CorruptCheckpoint):
+                    raise ConfigError(f"{directory}: {error}; use another checkpoint") from error
+                raise
+    raise _too_fast(path)
+
+
 # ---- which to keep ----
 
 
@@ -156,9 +203,9 @@ def remove_old_checkpoints(folder: Path, settings: CheckpointConfig) -> None:
     checkpoints = []
     for step in steps(folder):
         try:
-            checkpoints.append(manifest.read(folder / str(step)))
+            checkpoints.append(manifest.check_sizes(folder / str(step)))
         except (CorruptCheckpoint, ConfigError):
-            continue  # left as it is; the next start reports it
+            continue  # left as it is, and not counted; the next start reports it
     kept_steps = steps_to_keep(
         checkpoints,
         keep=settings.keep_last,

@@ -2,13 +2,14 @@
 
 A checkpoint is the folder `STEP`. It is written in four stages: the arrays go to `STEP.partial/`;
 all files are flushed to disk (fsync); MANIFEST.json is written, which lists size and CRC-32 of
-every file; the folder is renamed to `STEP`. A crash in any stage is harmless. Nothing here needs
-jax.
+every file; the folder is renamed to `STEP`. A crash in any stage is harmless. What a restore needs
+must be there before the manifest is written: every chunk of every array. Nothing here needs jax.
 
 Files of arrays have no CRC-32 there: each of their chunks ends with its CRC-32C, so no file is read
-a second time, and each process verifies what it reads (`verify`: all). On object stores they
-have no size either. Corrupt checkpoints are quarantined, not removed. Files that no manifest lists
-are reported.
+a second time, and each process verifies what it reads (`verify`: all). The manifest lists these
+CRC-32C by array and chunk, so that no chunk can stand in for another one. On object stores such
+files have no size either. Corrupt checkpoints are quarantined, not removed. Files that no manifest
+lists are reported.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ import operator
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
@@ -33,7 +35,9 @@ from meshtrain.errors import ConfigError, TransientError
 
 NAME = storage.MANIFEST
 PARTIAL = ".partial"
-FORMAT = 2  # 1: every file has a CRC-32, chunks have none
+
+# 1: every file has a CRC-32, chunks have none; 2: chunks end with a CRC-32C; 3: and are listed.
+FORMAT = 3
 
 
 class CorruptCheckpoint(Exception):
@@ -62,6 +66,8 @@ class Manifest:
     # path -> size in bytes and CRC-32; None and "" where there is none, see above
     files: dict[str, tuple[int | None, str]]
     identity: dict[str, str] = field(default_factory=dict)  # digests of data and tokenizer
+    # path in the state -> key of a chunk -> CRC-32C; empty before format 3
+    chunks: dict[str, dict[str, str]] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -85,16 +91,23 @@ def partial_folder(folder: Path, step: int) -> Path:
 def commit(folder: Path, step: int, **fields: Any) -> Manifest:
     """Commits what is in `partial_folder` as a checkpoint; `fields` are the manifest's others.
 
-    Raises OSError, also if another run has committed this step in an object store.
+    Raises OSError, also if something is missing that a restore needs, or if another run has
+    committed this step in an object store.
     """
     workdir = storage.workdir_at(folder)
     written = partial_folder(folder, step)
     # On an object store the chunks are not files of this folder, and have no size here.
     remote_chunks = workdir.fetch(written)
     files = _measure(written, list(_files(written)), sync=True)
+    try:
+        _check_needed(files)
+        with reading_chunks(written):
+            chunks = _chunk_checksums(written, fields["arrays"])
+    except CorruptCheckpoint as error:
+        raise OSError(None, f"incomplete, {error}", str(written)) from error
     for name in remote_chunks:
         files[name] = (None, "")
-    manifest = Manifest(step=step, files=files, **fields)
+    manifest = Manifest(step=step, files=files, chunks=chunks, **fields)
     write(written, manifest)
     for directory in {written, *(path.parent for path in written.rglob("*"))}:
         sync_folder(directory)
@@ -192,9 +205,9 @@ def _parse(data: bytes, directory: Path) -> Manifest:
     record = json.loads(data)
     # First: another version may also have another checksum.
     number = record.get("format")
-    if isinstance(number, int) and number not in (1, FORMAT):
+    if isinstance(number, int) and not 1 <= number <= FORMAT:
         raise ConfigError(
-            f"{directory}: format {number} is not 1 or {FORMAT}, which this version reads; "
+            f"{directory}: format {number} is not one of 1 to {FORMAT}, which this version reads; "
             f"use the version of meshtrain that wrote it"
         )
     crc32 = record.pop("crc32")
@@ -205,6 +218,10 @@ def _parse(data: bytes, directory: Path) -> Manifest:
     values = {name: record[key] for name, key in keys.items() if key in record}
     values["files"] = {name: (size, crc) for name, (size, crc) in values["files"].items()}
     manifest = Manifest(**values)
+    if not isinstance(manifest.format, int) or not isinstance(manifest.arrays, dict):
+        raise TypeError
+    if not all(isinstance(chunks, dict) for chunks in manifest.chunks.values()):
+        raise TypeError
     if not isinstance(manifest.step, int) or not 0 <= operator.index(manifest.position):
         raise TypeError
     if not isinstance(manifest.config, dict) or not isinstance(manifest.identity, dict):
@@ -223,12 +240,8 @@ def check(directory: Path) -> Manifest:
     See `unlisted_files` for other files. Raises CorruptCheckpoint, and ConfigError if the
     checkpoint may be valid but cannot be read.
     """
-    manifest = read(directory)
+    manifest = check_sizes(directory)
     try:
-        elsewhere = {*storage.workdir_at(directory).chunk_names(directory)}
-        for name, (size, _) in manifest.files.items():
-            if size is not None or name not in elsewhere:
-                _check_file(directory, name, size)
         sizes = {name: size for name, (size, crc) in manifest.files.items() if crc}
         with console.progress(f"checking {directory}", sum(sizes.values())) as advance:
             files = _measure(directory, sizes, sync=False, advance=advance)
@@ -237,7 +250,33 @@ def check(directory: Path) -> Manifest:
                 raise CorruptCheckpoint(f"{name} fails its checksum")
     except OSError as error:
         raise unreadable(directory, error) from error
+    with reading_chunks(directory):
+        _check_chunks(directory, manifest)
     return manifest
+
+
+def check_sizes(directory: Path) -> Manifest:
+    """Returns the manifest after checking that each listed file exists and has its size.
+
+    No other file is read. Raises as `check` does.
+    """
+    manifest = read(directory)
+    try:
+        elsewhere = {*storage.workdir_at(directory).chunk_names(directory)}
+        for name, (size, _) in manifest.files.items():
+            if size is not None or name not in elsewhere:
+                _check_file(directory, name, size)
+    except OSError as error:
+        raise unreadable(directory, error) from error
+    _check_needed(manifest.files)
+    return manifest
+
+
+def _check_needed(names: Collection[str]) -> None:
+    """Raises CorruptCheckpoint unless all files without which nothing can be read are listed."""
+    for name in NEEDED:
+        if name not in names:
+            raise CorruptCheckpoint(f"{name} is missing")
 
 
 def _check_file(directory: Path, name: str, size: int | None) -> None:
@@ -269,42 +308,53 @@ def unreadable(path: Path, error: OSError) -> TransientError:
     )
 
 
-# In the messages of TensorStore: what only damage causes (decoders say at which byte they failed),
-# the key of the chunk, errors of the disk and of a store.
+# In the messages of TensorStore and Orbax: what is missing, what only damage causes (decoders say
+# at which byte they failed), the key of the chunk, errors of the disk and of a store.
+MISSING = re.compile(r"NOT_FOUND: |http_response_code='404'|Found incomplete checkpoint")
 DAMAGED = re.compile(
-    r"DATA_LOSS|; at byte \d|Requested byte range .* is not valid|http_response_code='(404|416)'"
+    r"DATA_LOSS|; at byte \d|Requested byte range .* is not valid|http_response_code='416'"
 )
 
-KEY_IN_ERROR = re.compile('in "([^"]+)" in OCDBT')
+# What Orbax raises if its own files are missing or damaged.
+ORBAX_ERRORS = (FileNotFoundError, json.JSONDecodeError, KeyError)
+
+KEY_IN_ERROR = re.compile('"([^"]+)" in OCDBT')
 OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 STORE_ERROR = re.compile("http_response_code=|curl_code=")
 
 
 @contextlib.contextmanager
 def reading_chunks(directory: Path) -> Iterator[None]:
-    """Translates TensorStore's errors for the chunks of a checkpoint that the block reads.
+    """Translates the errors of Orbax and TensorStore for the arrays that the block reads.
 
-    Raises CorruptCheckpoint for damaged chunks, and ConfigError for errors of the disk or the
-    store.
+    Raises CorruptCheckpoint for damaged or missing chunks, and ConfigError for errors of the disk
+    or the store.
     """
     try:
         yield
+    except (CorruptCheckpoint, ConfigError):
+        raise
     except Exception as error:
         text = str(error)
         cause = error.__cause__  # Orbax raises errors of its own
         while cause:
             text += f"\n{cause}"
             cause = cause.__cause__
+        key = KEY_IN_ERROR.search(text)
+        name = f"arrays/{key[1]}" if key else "a chunk of arrays"
+        if MISSING.search(text):
+            raise CorruptCheckpoint(f"{name} is missing") from error
         if code := OS_ERROR.search(text):
             disk_error = OSError(int(code[1]), os.strerror(int(code[1])))
             raise unreadable(directory, disk_error) from error
         if DAMAGED.search(text):
-            key = KEY_IN_ERROR.search(text)
-            name = f"arrays/{key[1]}" if key else "a chunk of arrays"
             raise CorruptCheckpoint(f"{name} fails its checksum") from error
         if STORE_ERROR.search(text):
             store_error = object_store.request_error(text, directory)
             raise unreadable(directory, store_error) from error
+        if isinstance(error, ORBAX_ERRORS):
+            why = f"{error}".partition("\n")[0]
+            raise CorruptCheckpoint(f"the arrays cannot be read: {why}") from error
         raise
 
 
@@ -333,18 +383,98 @@ def verify(directory: Path) -> Manifest:
     return manifest
 
 
+ARRAY_METADATA = "zarr.json"  # the key in the store that describes an array
+
+
+def _store(directory: Path) -> storage.Spec:
+    """Returns TensorStore's description of the arrays of a checkpoint."""
+    folder = {"driver": "file", "path": f"{directory.absolute()}/arrays/"}
+    return storage.workdir_at(directory).array_store({"driver": "ocdbt", "base": folder})
+
+
+# A chunk ends with its CRC-32C, offset and size (as the only one in its shard), and their CRC-32C.
+CHUNK_END = struct.Struct("<4sQQ4s")
+
+
+def _chunk_checksums(directory: Path, arrays: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Returns the CRC-32C of each chunk of each array, as TensorStore wrote it.
+
+    The result has them by the path of the array and the key of the chunk, such as c/0/1. `arrays`
+    are those of a manifest. Raises CorruptCheckpoint if an array has not its shape and dtype, or
+    if it or one of its chunks is missing. Only the end of each chunk is read.
+    """
+    import tensorstore  # here, since it takes a while and `--help` does not need it
+
+    store = tensorstore.KvStore.open(_store(directory)).result()
+    keys = {key.decode() for key in store.list().result()}
+    ends: dict[str, dict[str, Any]] = {}
+    with tensorstore.Batch() as batch:
+        for path, expected in arrays.items():
+            name = path.replace("/", ".")  # as Orbax names it
+            if f"{name}/{ARRAY_METADATA}" not in keys:
+                raise CorruptCheckpoint(f"arrays/{name} is missing")
+            metadata = json.loads(store[f"{name}/{ARRAY_METADATA}"])
+            kind = f"{tuple(metadata['shape'])} {metadata['data_type']}"
+            if kind != expected:
+                raise CorruptCheckpoint(f"arrays/{name} is {kind} instead of {expected}")
+            ends[path] = {}
+            for chunk in _chunk_keys(metadata):
+                if f"{name}/{chunk}" not in keys:
+                    raise CorruptCheckpoint(f"arrays/{name}/{chunk} is missing")
+                end = slice(-CHUNK_END.size, None)
+                ends[path][chunk] = store.read(f"{name}/{chunk}", byte_range=end, batch=batch)
+    checksums: dict[str, dict[str, str]] = {}
+    for path, futures in ends.items():
+        checksums[path] = {}
+        for chunk, future in futures.items():
+            name = f"arrays/{path.replace('/', '.')}/{chunk}"
+            end = future.result().value
+            if len(end) != CHUNK_END.size:  # without its file, TensorStore returns no bytes
+                raise CorruptCheckpoint(f"{name} is missing")
+            crc32c, *_ = CHUNK_END.unpack(end)
+            checksums[path][chunk] = crc32c.hex()
+    return checksums
+
+
+def _check_chunks(directory: Path, manifest: Manifest) -> None:
+    """Raises CorruptCheckpoint unless all chunks are those that were committed.
+
+    That a chunk has the checksum at its end is verified when it is read; here, that this checksum
+    is the one of its place. Chunks of format 1 have none, and manifests of format 2 do not list
+    them.
+    """
+    if manifest.format == 1:
+        return
+    found = _chunk_checksums(directory, manifest.arrays)
+    if manifest.format == 2:
+        return
+    for path in manifest.arrays:
+        for chunk, crc32c in found[path].items():
+            if manifest.chunks.get(path, {}).get(chunk) != crc32c:
+                name = path.replace("/", ".")
+                raise CorruptCheckpoint(f"arrays/{name}/{chunk} fails its checksum")
+
+
+def _chunk_keys(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the key of each chunk of an array, such as c/0/1, from the metadata of zarr."""
+    sizes = metadata["shape"]
+    lengths = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+    counts = [-(-size // length) for size, length in zip(sizes, lengths, strict=True)]
+    for index in itertools.product(*map(range, counts)):
+        yield "/".join(("c", *map(str, index)))
+
+
 def _open_arrays(directory: Path) -> list[Any]:
     """Returns a TensorStore for each array of a checkpoint; they are opened in parallel."""
-    import tensorstore  # here, since it takes a while and a run does not need it
+    import tensorstore  # here, since it takes a while and `--help` does not need it
 
-    folder = {"driver": "file", "path": f"{directory.absolute()}/arrays/"}
-    store = storage.workdir_at(directory).array_store({"driver": "ocdbt", "base": folder})
+    store = _store(directory)
     futures = []
     for key in tensorstore.KvStore.open(store).result().list().result():
-        if key.endswith(b"/zarr.json"):
+        if key.endswith(f"/{ARRAY_METADATA}".encode()):
             spec = {
                 "driver": "zarr3",
-                "kvstore": {**store, "path": key.decode().removesuffix("zarr.json")},
+                "kvstore": {**store, "path": key.decode().removesuffix(ARRAY_METADATA)},
                 # Otherwise a missing chunk would be read as zeros.
                 "fill_missing_data_reads": False,
             }
@@ -365,6 +495,7 @@ def _chunk_boxes(array: Any) -> Iterator[tuple[slice, ...]]:
 
 # ---- the files of a checkpoint ----
 
+NEEDED = ("arrays/_METADATA", "arrays/manifest.ocdbt")  # Orbax and TensorStore read these first
 CHUNKS = "arrays/ocdbt.process_*/d/*"  # files whose chunks have checksums of their own
 BLOCK_BYTES = 256 << 10  # read at once; fits in a core's cache
 

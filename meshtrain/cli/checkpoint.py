@@ -28,27 +28,33 @@ def listing(folder: Path) -> tuple[list[str], bool]:
     The oldest is first, and quarantined ones are last.
 
     A checkpoint that cannot be read (another format, no permission) is neither valid nor corrupt.
+    One that a run removes in the meantime is left out, and what the run has saved since is read.
     """
-    lines, all_valid = [], True
-    for step in reversed(find.steps(folder)):
-        try:
-            one = manifest.verify(folder / str(step))
-            parts = filter(
-                None, (_described(one), manifest.describe_unlisted_files(folder / str(step), one))
-            )
-            lines.append(f"{step:>9}  valid    {' · '.join(parts)}")
-        except ConfigError as error:
-            lines.append(f"{step:>9}  unreadable  {error}")
-            all_valid = False
-        except CorruptCheckpoint as error:
-            if not (folder / str(step)).exists():
-                continue  # removed by a run in the meantime
-            lines.append(f"{step:>9}  corrupt  {error}")
-            all_valid = False
-    lines += [
+    lines: dict[int, str] = {}
+    all_valid = True
+    for _ in range(find.MAX_LOOKS):
+        is_removed = False
+        for step in sorted({*find.steps(folder)} - lines.keys()):
+            directory = folder / str(step)
+            try:
+                one = manifest.verify(directory)
+                parts = filter(
+                    None, (_described(one), manifest.describe_unlisted_files(directory, one))
+                )
+                lines[step] = f"{step:>9}  valid    {' · '.join(parts)}"
+            except (CorruptCheckpoint, ConfigError) as error:
+                if find.was_removed(directory):
+                    is_removed = True
+                    continue
+                kind = "corrupt" if isinstance(error, CorruptCheckpoint) else "unreadable"
+                lines[step] = f"{step:>9}  {kind}  {error}"
+                all_valid = False
+        if not is_removed:
+            break
+    quarantined = [
         f"{path.name:>9}  quarantined in {path.parent}" for path in find.quarantined_paths(folder)
     ]
-    return lines, all_valid
+    return [*lines.values(), *quarantined], all_valid
 
 
 def _described(one: Manifest) -> str:
@@ -72,9 +78,12 @@ def differences(a: Path, b: Path) -> tuple[list[str], bool]:
     from meshtrain.checkpoint import arrays
 
     jax.config.update("jax_platforms", "cpu")
-    directory_a, saved_a = find.find_valid(a)
-    directory_b, saved_b = find.find_valid(b)
-    old, new = arrays.as_numpy(directory_a), arrays.as_numpy(directory_b)
+
+    def read(directory: Path, saved: Manifest) -> tuple[Path, Manifest, dict[str, np.ndarray]]:
+        return directory, saved, arrays.as_numpy(directory)
+
+    directory_a, saved_a, old = find.read_valid(a, read)
+    directory_b, saved_b, new = find.read_valid(b, read)
     lines = []
     for path in sorted(old.keys() | new.keys()):
         kind_a, kind_b = (saved.arrays.get(path, "absent") for saved in (saved_a, saved_b))

@@ -192,7 +192,17 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
 
     Returns a summary.
     """
-    directory, saved = find.find_valid(source, log=functools.partial(print, file=sys.stderr))
+
+    def export(directory: Path, saved: manifest.Manifest) -> str:
+        return _export_checkpoint(directory, saved, target, args)
+
+    return find.read_valid(source, export, log=functools.partial(print, file=sys.stderr))
+
+
+def _export_checkpoint(
+    directory: Path, saved: manifest.Manifest, target: Path, args: argparse.Namespace
+) -> str:
+    """Converts a checkpoint to a Hugging Face folder and returns a summary."""
     workdir = find.workdir_of(directory)
     try:
         section = saved.config["model"]

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from meshtrain.checkpoint import arrays, find, resume, run_tokenizer
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config.build import RunParts, build_model, optimizer_builder
 from meshtrain.config.schema import Config
 from meshtrain.models.base import Params
@@ -21,16 +22,19 @@ def restore_params(cfg: Config, path: Path, *, tokenizer: str = "") -> tuple[Pro
     """
     model = build_model(cfg)
     program = assemble(cfg, RunParts(model, optimizer_builder(cfg, model)))
-    directory, saved = find.find_valid(path, log=partial(print, file=sys.stderr))
-    if not saved.identity.get("tokenizer"):  # of a run of an older version
-        digest = run_tokenizer.digest(find.workdir_of(path), saved.config)
-        saved = dataclasses.replace(saved, identity={"tokenizer": digest})
-    resume.check(
-        saved,
-        cfg.to_dict(),
-        {"tokenizer": tokenizer},
-        source=directory,
-        only=("model.*", "adapter.*"),
-    )
-    abstract_params = program.abstract_state.params
-    return program, arrays.restore_params(directory, saved.arrays, abstract_params)[0]
+
+    def read(directory: Path, saved: Manifest) -> Params:
+        if not saved.identity.get("tokenizer"):  # of a run of an older version
+            digest = run_tokenizer.digest(find.workdir_of(path), saved.config)
+            saved = dataclasses.replace(saved, identity={"tokenizer": digest})
+        resume.check(
+            saved,
+            cfg.to_dict(),
+            {"tokenizer": tokenizer},
+            source=directory,
+            only=("model.*", "adapter.*"),
+        )
+        abstract_params = program.abstract_state.params
+        return arrays.restore_params(directory, saved.arrays, abstract_params)[0]
+
+    return program, find.read_valid(path, read, log=partial(print, file=sys.stderr))

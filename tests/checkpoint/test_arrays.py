@@ -50,7 +50,7 @@ def test_a_restore_finds_damage_in_any_file_of_the_arrays(finished_run, tmp_path
         else:  # only in bytes that nothing reads, or of other arrays
             assert jax.tree.all(jax.tree.map(np.array_equal, found, params))
     assert all("fails its checksum" in fault for fault in faults)
-    assert any("a chunk of arrays" in fault for fault in faults)
+    assert any("zarr.json fails" in fault for fault in faults)
 
 
 # Messages of TensorStore: of damage, then errors of the disk and of a store, and mistakes of the
@@ -65,6 +65,7 @@ NODE = (
 SHORT = (
     "OUT_OF_RANGE: Error reading x: Requested byte range [0, 9) is not valid for value of size 8"
 )
+LACKING = 'NOT_FOUND: Metadata at "params.w/zarr.json" in OCDBT database at x does not exist'
 UNREADABLE = "UNKNOWN: Error reading x: Input/output error [os_error_code='5']"
 REFUSED = "Error reading x: HTTP response code: 400 [http_response_code='400']"
 
@@ -78,7 +79,9 @@ REFUSED = "Error reading x: HTTP response code: 400 [http_response_code='400']"
         (SHORT, CorruptCheckpoint, "^a chunk of arrays fails"),
         (UNREADABLE, errors.TransientError, "Input/output error; the checkpoint may be valid"),
         (REFUSED, errors.TransientError, "the checkpoint may be valid"),
-        (REFUSED.replace("400", "404"), CorruptCheckpoint, "^a chunk of arrays fails"),
+        (REFUSED.replace("400", "404"), CorruptCheckpoint, "^a chunk of arrays is missing$"),
+        ("Found incomplete checkpoint at x/arrays.", CorruptCheckpoint, "is missing$"),
+        (LACKING, CorruptCheckpoint, "^arrays/params.w/zarr.json is missing$"),
         ("FAILED_PRECONDITION: Error reading x: no credentials", ValueError, "no credentials"),
         ("INVALID_ARGUMENT: no such field", ValueError, "no such field"),
     ],

@@ -13,6 +13,7 @@ import pytest
 import meshtrain
 from meshtrain import errors
 from meshtrain.checkpoint import arrays, find, manifest
+from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.cli import app
 from meshtrain.train import train
 from tests.lib.checkpoints import checkpoints, flip, largest_file, params_of, rewrite, saving
@@ -76,8 +77,8 @@ def foreign(directory, **fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: rewrite(d, format=3), "format 3 is not 1 or 2, .* use the version"),
-        (lambda d: foreign(d, format=0, crc32="?"), "format 0 is not 1 or 2"),
+        (lambda d: rewrite(d, format=4), "format 4 is not one of 1 to 3, .* use the version"),
+        (lambda d: foreign(d, format=0, crc32="?"), "format 0 is not one of 1 to 3"),
         (lambda d: rewrite(d, step=7), "MANIFEST.json belongs to step 7; rename"),
         (
             lambda d: shutil.move(d, d.parent.parent / "disk") and d.symlink_to("away"),
@@ -190,3 +191,50 @@ def test_steps_are_ordered_as_numbers(tmp_path):
     for step in (9, 10, 100, 20):
         (tmp_path / str(step)).mkdir()
     assert find.steps(tmp_path) == [100, 20, 10, 9]
+
+
+def test_of_a_run_that_saves_and_removes_the_newest_checkpoint_is_found(workdir):
+    """One that the settings keep for longer, such as the best, is not the newest one."""
+    folder = checkpoints(workdir)
+
+    def verify(directory):
+        if directory.name == "6":  # the run saves 7 while this reads, and keeps 2 and 7
+            shutil.copytree(folder / "4", folder / "7")
+            rewrite(folder / "7", step=7)
+            for step in (4, 6):
+                find.remove(folder / str(step))
+        return manifest.check(directory)
+
+    newest, corrupt = find.newest_valid(folder, verify)
+    assert newest.step == 7 and not corrupt
+    assert find.steps(folder) == [7, 2]
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_used(workdir):
+    folder = checkpoints(workdir)
+    seen = []
+
+    def read(directory, saved):
+        seen.append(saved.step)
+        if saved.step == 6:
+            find.remove(directory)
+        return arrays.as_numpy(directory)
+
+    assert_bit_equal(find.read_valid(workdir, read), arrays.as_numpy(folder / "4"))
+    assert seen == [6, 4]
+
+    def always_remove(directory, saved):
+        later = directory.with_name(str(saved.step + 1))
+        shutil.copytree(directory, later)
+        rewrite(later, step=saved.step + 1)
+        find.remove(directory)
+        raise errors.ConfigError("cannot be read")
+
+    with pytest.raises(errors.ConfigError, match="removes each checkpoint before it is read; .*"):
+        find.read_valid(workdir, always_remove)
+
+    def fail(directory, saved):
+        raise CorruptCheckpoint("damaged")
+
+    with pytest.raises(errors.ConfigError, match="/checkpoints/24: damaged; use another"):
+        find.read_valid(workdir, fail)

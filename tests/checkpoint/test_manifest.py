@@ -10,9 +10,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 
-from meshtrain.checkpoint import arrays, manifest
+from meshtrain.checkpoint import arrays, find, manifest
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
+from meshtrain.config.parse import parse
 from meshtrain.train import train
 from tests.lib.checkpoints import checkpoints, flip, largest_file, noise, rewrite, saving
 from tests.lib.compare import assert_bit_equal
@@ -152,3 +154,138 @@ def test_a_checksum_covers_all_blocks_of_a_file(tmp_path):
     (tmp_path / "a").write_bytes(content)
     measured = manifest._measure(tmp_path, ["a"], sync=False)
     assert measured == {"a": (len(content), f"{zlib.crc32(content):08x}")}
+
+
+# What a restore needs: gone before the commit, as by an rmtree that races it.
+NEEDED = {
+    "the index": "arrays/manifest.ocdbt",
+    "Orbax's tree": "arrays/_METADATA",
+    "all arrays": "arrays",
+    "the nodes of the index": "arrays/d",
+    "the chunks": "arrays/ocdbt.process_0/d",
+}
+
+
+def removed(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("what", NEEDED)
+def test_a_checkpoint_without_what_a_restore_needs_is_not_committed(what, workdir):
+    directory = checkpoints(workdir) / "6"
+    fields = dataclasses.asdict(manifest.read(directory))
+    for name in ("step", "files", "chunks"):
+        del fields[name]
+    partial = directory.rename(manifest.partial_folder(checkpoints(workdir), 6))
+    (partial / manifest.NAME).unlink()
+    shutil.copytree(partial, saved := workdir / "saved")
+    removed(partial / NEEDED[what])
+    with pytest.raises(OSError, match="incomplete, .* is missing"):
+        manifest.commit(checkpoints(workdir), 6, **fields)
+    assert partial.is_dir() and not directory.exists()
+    shutil.rmtree(partial)
+    shutil.copytree(saved, partial)
+    assert manifest.commit(checkpoints(workdir), 6, **fields) == manifest.verify(directory)
+
+
+@pytest.mark.parametrize("what", NEEDED)
+def test_an_incomplete_checkpoint_that_was_committed_is_corrupt(what, workdir, finished_run):
+    """Older versions listed the files that happened to be there."""
+    directory = checkpoints(workdir) / "6"
+    removed(directory / NEEDED[what])
+    there = {path.relative_to(directory).as_posix() for path in directory.rglob("*")}
+    files = json.loads((directory / manifest.NAME).read_text())["files"]
+    rewrite(directory, files={name: files[name] for name in there & files.keys()}, format=2)
+    with pytest.raises(CorruptCheckpoint, match="is missing"):
+        manifest.verify(directory)
+    with pytest.raises(CorruptCheckpoint, match="is missing|cannot be read|fails its checksum"):
+        manifest.read(directory)  # the manifest itself is valid
+        with manifest.reading_chunks(directory):
+            arrays.as_numpy(directory)
+    saved = manifest.read(checkpoints(finished_run) / "4")
+    assert train(saving(4), workdir=workdir).step == 4
+    assert [row["step"] for row in events(workdir, "quarantine")] == [6]
+    assert events(workdir, "restore")[-1]["step"] == saved.step
+
+
+@pytest.mark.parametrize("kind", ["(32,) float16", "(31,) float32", None])
+def test_an_array_of_another_kind_than_the_manifest_says_is_corrupt(kind, workdir):
+    directory = checkpoints(workdir) / "6"
+    named = dict(manifest.read(directory).arrays)
+    path = "params/final_norm/scale" if kind else "params/absent"
+    named[path] = kind or "(32,) float32"
+    rewrite(directory, arrays=named)
+    with pytest.raises(CorruptCheckpoint, match=r"arrays/params\.(final_norm\.scale|absent) is "):
+        manifest.verify(directory)
+
+
+def test_retention_does_not_count_a_checkpoint_whose_files_are_gone(workdir):
+    shutil.rmtree(checkpoints(workdir) / "6" / "arrays")
+    settings = dataclasses.replace(parse(saving(6)).checkpoint, keep_last=1)
+    find.remove_old_checkpoints(checkpoints(workdir), settings)
+    assert find.steps(checkpoints(workdir)) == [6, 4]
+    assert find.find_valid(workdir)[1].step == 4
+
+
+def exchange_chunks(directory):
+    """Exchanges two chunks of equal size in the files of the arrays."""
+    base = tensorstore.KvStore.open({"driver": "file", "path": f"{directory}/arrays/"}).result()
+    version = tensorstore.ocdbt.dump(base).result()["versions"][-1]
+    node = tensorstore.ocdbt.dump(base, node=version["root"]["location"]).result()
+    places = {}
+    for entry in node["entries"]:
+        if value := entry.get("indirect_value"):
+            _, folder, file, start, size = value.split(":")
+            place = directory / "arrays" / folder / file, int(start), int(size)
+            content = place[0].read_bytes()[place[1] : place[1] + place[2]]
+            for other_content, other in places.values():
+                if len(other_content) == len(content) and other_content != content:
+                    write_at(place, other_content)
+                    write_at(other, content)
+                    return
+            places[entry["key"]] = content, place
+    raise AssertionError("no two chunks have the same size")
+
+
+def write_at(place, content):
+    path, start, _ = place
+    data = bytearray(path.read_bytes())
+    data[start : start + len(content)] = content
+    path.write_bytes(data)
+
+
+def test_a_chunk_cannot_stand_in_for_another_one(workdir):
+    """Each of them has the checksum that its own content ends with."""
+    one = manifest.read(checkpoints(workdir) / "6")
+    assert one.chunks.keys() == one.arrays.keys()
+    assert sum(map(len, one.chunks.values())) >= len(one.arrays)
+    before = arrays.as_numpy(checkpoints(workdir) / "6")
+    exchange_chunks(checkpoints(workdir) / "6")
+    after = arrays.as_numpy(checkpoints(workdir) / "6")
+    assert any(before[path].tobytes() != after[path].tobytes() for path in before)
+    for verify in (manifest.check, manifest.verify):
+        with pytest.raises(CorruptCheckpoint, match="arrays/.*/c/.* fails its checksum"):
+            verify(checkpoints(workdir) / "6")
+    assert train(saving(6), workdir=workdir).step == 6
+    assert events(workdir, "restore")[-1]["step"] == 4
+
+
+def test_checkpoints_of_format_2_are_read_and_verified(workdir, finished_run):
+    """Their manifests do not list the checksums of chunks."""
+    for step in ("4", "6"):
+        rewrite(checkpoints(workdir) / step, format=2, chunks={})
+    assert manifest.verify(checkpoints(workdir) / "6").chunks == {}
+    assert train(saving(6), workdir=workdir).step == 6
+    flip(largest_file(checkpoints(workdir) / "6"))
+    with pytest.raises(CorruptCheckpoint, match="arrays/.* fails its checksum"):
+        manifest.verify(checkpoints(workdir) / "6")
+    assert train(saving(5), workdir=workdir).step == 5
+    assert events(workdir, "restore")[-1]["step"] == 4
+    assert manifest.verify(checkpoints(workdir) / "5").format == manifest.FORMAT == 3
+
+
+@pytest.mark.parametrize("chunks", [{}, {"a": {"c": "00000000"}}])
+def test_a_manifest_of_format_3_lists_every_chunk(chunks, workdir):
+    rewrite(checkpoints(workdir) / "6", chunks=chunks)
+    with pytest.raises(CorruptCheckpoint, match="fails its checksum"):
+        manifest.check(checkpoints(workdir) / "6")

@@ -542,3 +542,20 @@ def test_after_kill_in_a_save_the_run_resumes_from_a_valid_checkpoint(url, tmp_p
     } == {"6"}
     assert losses(found) == losses(tmp_path / "disk")
     assert_bit_equal(restored(found), restored(tmp_path / "disk"))
+
+
+def test_a_checkpoint_that_is_removed_from_the_store_while_it_is_read_is_not_used(url):
+    config = saving(4)
+    config.checkpoint.keep_last = 9
+    train(config, workdir=url)
+    seen = []
+
+    def read(directory, saved):
+        seen.append(saved.step)
+        if saved.step == 4:  # as retention of the run does
+            object_store.remove(directory, first=manifest.NAME)
+        return arrays.as_numpy(directory)
+
+    lines = []
+    find.read_valid(opened(url), read, log=lines.append)
+    assert seen == [4, 2] and not lines

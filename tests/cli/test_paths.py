@@ -12,7 +12,7 @@ from meshtrain.cli import app
 from meshtrain.config import load
 from meshtrain.config.parse import parse
 from meshtrain.train import train
-from tests.lib.checkpoints import checkpoints, flip, largest_file, saving
+from tests.lib.checkpoints import checkpoints, flip, largest_file, text_run
 
 ODD = (
     "exp[lr=3e-3]",  # a pattern, in which Orbax found nothing
@@ -46,18 +46,6 @@ ODD = (
     "1",  # as the name of a checkpoint
     "checkpoints",
 )
-TEXT = "to be or not to be, that is the question\n" * 40
-
-
-def text_run(folder, *, steps):
-    """Returns the config of a run on the bytes of a text in this folder."""
-    data = folder / "data"
-    data.mkdir(parents=True, exist_ok=True)
-    (data / "text.txt").write_text(TEXT)
-    c = saving(steps, every=1)
-    c.model.update(vocab_size=256, num_layers=1)
-    c.data.update(build="meshtrain.data.tokens:build", path=str(data), heldout=0.2)
-    return c
 
 
 @pytest.mark.slow

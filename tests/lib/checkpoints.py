@@ -9,10 +9,23 @@ from meshtrain.checkpoint import arrays, find, manifest
 from meshtrain.models import trees
 from tests.lib.configs import quick
 
+TEXT = "to be or not to be, that is the question\n" * 40
+
 
 def saving(steps, every=2, **settings):
     c = quick(steps=steps)
     c.checkpoint.update(every=every, keep_last=9, **settings)
+    return c
+
+
+def text_run(folder, *, steps):
+    """Returns the config of a run on the bytes of a text in this folder."""
+    data = folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    (data / "text.txt").write_text(TEXT)
+    c = saving(steps, every=1)
+    c.model.update(vocab_size=256, num_layers=1)
+    c.data.update(build="meshtrain.data.tokens:build", path=str(data), heldout=0.2)
     return c
 
 
