@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.metrics import GradFn, Metrics, check_metrics
+from meshtrain.metrics import GradFn, Metrics
 from meshtrain.models import trees
-from meshtrain.models.base import Model, Params
+from meshtrain.models.base import Model, Params, check_metrics
 from meshtrain.models.blocks import run_blocks, to_compute_dtype
 from meshtrain.parallel import sharding
 from meshtrain.parallel.grad_sync import Sync, synchronise

@@ -7,8 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.errors import ConfigError
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -47,43 +45,6 @@ def weighted(loss: jax.Array, weight: jax.Array | None = None, **extra: jax.Arra
         weight=jnp.sum(weight, dtype=dtype),
         extra={name: total(value) for name, value in extra.items()},
     )
-
-
-# What metrics.jsonl says of every step itself.
-OWN_NAMES = (
-    "step",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "skipped",
-    "loss_scale",
-    "tokens",
-    "step_time",
-    "predicted_step_time",
-    "data_wait",
-    "tokens_per_second",
-    "mfu",
-    "eval_loss",
-    "peak_memory",
-)
-
-
-def check_metrics(metrics: Any, origin: str) -> None:
-    """Raises ConfigError if this is no Metrics, or an extra would replace one of OWN_NAMES.
-
-    `origin` says in messages what has returned it.
-    """
-    if not isinstance(metrics, Metrics):
-        kind = type(metrics).__name__
-        raise ConfigError(
-            f"{origin} returned {kind}; return meshtrain.weighted(loss of each example)"
-        )
-    for name in metrics.extra:
-        if name in OWN_NAMES:
-            raise ConfigError(
-                f"{origin} returned a metric named {name!r}, which every row has already; give it "
-                "another name"
-            )
 
 
 # The gradients that a train step asks for, with or without a pipeline:

@@ -131,16 +131,14 @@ def open_run(
     writer = stack.enter_context(contextlib.closing(Writer(opened_workdir, leader=is_leader)))
     with distributed.raise_on_all_processes():
         writer.open(sinks.open_sinks(cfg, folder, on_metrics) if is_leader else [])
-    heldout_loss: Callable[[TrainState], float | None] | None = None
-    if eval_data is not None:
-        heldout_loss = heldout.make_heldout_loss(
-            program.eval_step,
-            eval_data,
-            cfg,
-            program.mesh,
-            log=writer.log,
-            check=program.model.check_batch,
-        )
+    heldout_loss = heldout.make_heldout_loss(
+        program.eval_step,
+        eval_data,
+        cfg,
+        program.mesh,
+        log=writer.log,
+        check=program.model.check_batch,
+    )
 
     # ---- the newest valid checkpoint: each device reads its own shards ----
     clock.enter("restore")
@@ -171,8 +169,6 @@ def open_run(
         program = _with_schedule(program, cfg, parts, num_steps)
         config_record = cfg.to_dict()
         saver.resume_with(config_record, saved)
-        # What the loop would know after this step, for a run that takes none.
-        writer.newest = {key: value for key, value in saved.metrics.items() if key != "eval_loss"}
     # Where the parameters of a new run come from is checked now, before anything is compiled.
     init_source = None
     if not saved:
@@ -196,7 +192,8 @@ def open_run(
     loader = stack.enter_context(open_loader(train_data, cfg, program.mesh, position, check=check))
     first_batch = loader.peek()
     units = units_of(first_batch, parts.model)
-    writer.tokens = _tokens_before(saved, units, cfg)
+    if saved:
+        writer.resume_from(saved.metrics, tokens=_tokens_before(saved, units, cfg))
     # Loaded here, since it reads compiled programs and plans: no other part of a run needs these.
     from meshtrain.tools.hlo.oom_advice import MemoryAdvice
 
@@ -271,10 +268,8 @@ def open_run(
     return run, state
 
 
-def _tokens_before(saved: Manifest | None, units: Units, cfg: Config) -> int:
-    """Returns the tokens, or examples, that a run has read before its first step."""
-    if saved is None:
-        return 0
+def _tokens_before(saved: Manifest, units: Units, cfg: Config) -> int:
+    """Returns the tokens, or examples, that a run had read at a checkpoint."""
     if "tokens" in saved.metrics:
         return int(saved.metrics["tokens"])
     # An older checkpoint has only the number of samples, and their length in its config.

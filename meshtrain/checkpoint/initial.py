@@ -11,10 +11,10 @@ from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config import load
 from meshtrain.config.schema import AdapterConfig, CheckpointConfig
 from meshtrain.errors import ConfigError
-from meshtrain.models import lora, trees
+from meshtrain.models import trees
 from meshtrain.models.base import Params
-from meshtrain.models.lora import KERNEL
 from meshtrain.models.lora_layer import A, B, adapted_layers, is_low_rank
+from meshtrain.models.lora_merge import KERNEL, add_updates
 
 
 def find_source(
@@ -83,7 +83,7 @@ def load_params(
             mesh = jax.tree.leaves(params)[0].sharding.mesh
             factors = arrays.read_replicated(directory, saved.arrays, _factor_paths(layers), mesh)
             scale = source.alpha / source.rank
-            params = lora.add_updates(params, factors, layers, scale=scale)
+            params = add_updates(params, factors, layers, scale=scale)
 
     message = f"parameters of {directory}"
     if source is not None and found:

@@ -5,13 +5,12 @@ import difflib
 import functools
 import itertools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data import files, formats, identity, indexed, prepared, tokenizer
+from meshtrain.data import files, formats, identity, indexed, prepared
 from meshtrain.errors import ConfigError
 
 # B windows, W tokens of a window, T tokens of a file
@@ -34,7 +33,6 @@ class Corpus(NamedTuple):
     tokenizer: str = ""  # digest of the tokenizer; "": unknown
     vocab_size: int = 0  # 0: unknown
     token_bytes: np.ndarray | None = None  # (vocab_size,) number of text bytes of each token
-    added_bytes: Callable[[], np.ndarray] | None = None  # see `Source.added_bytes`
     # Path prefix of the files that cache computed results; "": none are written.
     cache_prefix: str = ""
 
@@ -89,7 +87,6 @@ def _load_prepared(path: str) -> Corpus:
         tokenizer=manifest["tokenizer"]["sha256"],
         vocab_size=manifest["tokenizer"]["vocab_size"],
         token_bytes=prepared.read_token_bytes(folder, manifest),
-        added_bytes=functools.partial(tokenizer.added_bytes, folder),
         cache_prefix=str(folder / "all"),
     )
 

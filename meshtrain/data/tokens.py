@@ -6,10 +6,12 @@ corpus.py reads the files.
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain.data import tokenizer
 from meshtrain.data.corpus import (
     Corpus,
     is_document_start,
@@ -206,13 +208,16 @@ def split_source(
     if separator >= 0:
         documents += f"token {separator} ends documents, "
     sample = token_range(corpus, first, min(last, first + ENTROPY_TOKENS))
+    added_bytes = None
+    if corpus.tokenizer:  # of a prepared folder, which has it
+        added_bytes = functools.partial(tokenizer.added_bytes, Path(corpus.path))
     return Source(
         lambda indices: split_documents(read(indices), separator),
         description=f"{corpus.path}: {documents}{last - first:,} tokens, {size:,} {kind}",
         baseline=unigram_entropy(sample, vocab_size),
         size=size,
         token_bytes=corpus.token_bytes,
-        added_bytes=corpus.added_bytes,
+        added_bytes=added_bytes,
         identity={"data": corpus.digest, "tokenizer": corpus.tokenizer},
     )
 

@@ -12,6 +12,7 @@ from meshtrain.huggingface import files, tensor_rows
 from meshtrain.huggingface.families.base import Family, Section
 from meshtrain.huggingface.tensor_rows import Row
 from meshtrain.models import lora as adapters
+from meshtrain.models import lora_merge
 from meshtrain.models.base import Model
 from meshtrain.models.lora_layer import A, B
 
@@ -131,12 +132,12 @@ def merging(
         if layer == path or layer not in layers:
             return kernel
         dtype = np.promote_types(np.float32, kernel.dtype)
-        merged = adapters.merged(
+        merged = lora_merge.merged(
             kernel.astype(dtype),
             load(f"{layer}/{A}").astype(dtype),
             load(f"{layer}/{B}").astype(dtype),
             scale=adapter["alpha"] / adapter["rank"],
-            num_lead=adapters.num_lead(path),
+            num_lead=lora_merge.num_lead(path),
         )
         return merged.astype(kernel.dtype)
 

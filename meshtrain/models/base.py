@@ -125,6 +125,43 @@ def check_model(model: Any) -> None:
         )
 
 
+# What metrics.jsonl says of every step itself.
+OWN_NAMES = (
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "skipped",
+    "loss_scale",
+    "tokens",
+    "step_time",
+    "predicted_step_time",
+    "data_wait",
+    "tokens_per_second",
+    "mfu",
+    "eval_loss",
+    "peak_memory",
+)
+
+
+def check_metrics(metrics: Any, origin: str) -> None:
+    """Raises ConfigError if this is no Metrics, or an extra would replace one of OWN_NAMES.
+
+    `origin` says in messages what has returned it.
+    """
+    if not isinstance(metrics, Metrics):
+        kind = type(metrics).__name__
+        raise ConfigError(
+            f"{origin} returned {kind}; return meshtrain.weighted(loss of each example)"
+        )
+    for name in metrics.extra:
+        if name in OWN_NAMES:
+            raise ConfigError(
+                f"{origin} returned a metric named {name!r}, which every row has already; give it "
+                "another name"
+            )
+
+
 def is_measured(path: tuple) -> bool:
     """Returns whether a parameter with this path is in a dict named STATS_KEY."""
     return any(getattr(entry, "key", None) == STATS_KEY for entry in path)

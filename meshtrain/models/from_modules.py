@@ -9,7 +9,7 @@ import numpy as np
 from flax import errors, linen, nnx
 
 from meshtrain.errors import ConfigError
-from meshtrain.metrics import Metrics, check_metrics
+from meshtrain.metrics import Metrics
 from meshtrain.models import base
 from meshtrain.models.base import LAYER_NUMBER_KEY, Functional, Model
 from meshtrain.ops.dropout import at_layer
@@ -59,7 +59,7 @@ def from_blocks(
         # Numbers of layers are below: the masks of the head differ from theirs, and from those of
         # the embedding.
         metrics = output.bind(params["head"])(x, at_layer(batch, num_layers))
-        check_metrics(metrics, "from_blocks: the head")
+        base.check_metrics(metrics, "from_blocks: the head")
         return metrics
 
     def run_embed(params: base.Params, batch: Any) -> Any:

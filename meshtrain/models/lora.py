@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ from meshtrain.models.base import (
 )
 from meshtrain.models.layers import normal_initializer
 from meshtrain.models.lora_layer import DROP, A, B
+from meshtrain.models.lora_merge import KERNEL, num_lead
 from meshtrain.ops import dropout as masks
 
-KERNEL = "/kernel"  # of a linear layer
 FIRST_SITE = 2**16  # of the masks of an adapter, see ops/dropout.py; those of models are smaller
 
 
@@ -86,12 +86,12 @@ def lora(
             draw = normal_initializer((3 * num_in) ** -0.5)
             a = draw(jax.random.fold_in(key, number), shape_a)
             factors = {A: a, B: jax.numpy.zeros(shape_b, a.dtype)}
-            params = trees.merge(params, _nested(path, factors))
+            params = trees.merge(params, trees.nested(path, factors))
         return params
 
     axes = model.axes
     for path in layers:
-        axes = trees.merge(axes, _nested(path, _factor_axes(model, path)))
+        axes = trees.merge(axes, trees.nested(path, _factor_axes(model, path)))
     # The scale is applied to B, which is small, before the layers see it.
     functions = {}
     for name in ("loss", "embed", "block", "head", "logits", "cached_embed", "cached_block"):
@@ -127,7 +127,7 @@ def _with_dropout(model: Model, layers: Sequence[str], rate: float) -> Model:
         for number, path in enumerate(layers):
             if path.startswith(prefix):
                 drop = jax.tree_util.Partial(partial(_drop, rate, FIRST_SITE + number), keys_BW)
-                layer = trees.merge(layer, _nested(path.removeprefix(prefix), {DROP: drop}))
+                layer = trees.merge(layer, trees.nested(path.removeprefix(prefix), {DROP: drop}))
         return layer
 
     def block(layer: Params, x: Any, batch: Any) -> Any:
@@ -138,8 +138,8 @@ def _with_dropout(model: Model, layers: Sequence[str], rate: float) -> Model:
         for number in params.get(FIRST_LAYERS_KEY, {}):
             name = f"{FIRST_LAYERS_KEY}/{number}"
             layer_batch = masks.at_layer(batch, int(number))
-            layer = with_drop(_leaf(params, name), f"{name}/", layer_batch)
-            params = trees.merge(params, _nested(name, layer))
+            layer = with_drop(trees.leaf(params, name), f"{name}/", layer_batch)
+            params = trees.merge(params, trees.nested(name, layer))
         return model.embed(params, batch)
 
     shapes = jax.eval_shape(model.init, jax.random.key(0))
@@ -200,52 +200,6 @@ def _with_frozen_bias(model: Model) -> Model:
     return dataclasses.replace(model, measure=measure_without_bias)
 
 
-def merged(kernel: Any, a: Any, b: Any, *, scale: float, num_lead: int) -> Any:
-    """Returns the numpy array W + scale A B.
-
-    W, A and B have `num_lead` leading dims of layers in common.
-    """
-    lead, rank = kernel.shape[:num_lead], b.shape[num_lead]
-    product = a.reshape(*lead, -1, rank) @ b.reshape(*lead, rank, -1)
-    return kernel + scale * product.reshape(kernel.shape)
-
-
-def add_updates(
-    params: Params, factors: Mapping[str, jax.Array], layers: Sequence[str], *, scale: float
-) -> Params:
-    """Returns the parameters, whose kernels W of `layers` are W + scale A B, sharded as W.
-
-    `factors` has A and B by their paths.
-    """
-    kernels = {layer: _leaf(params, layer + KERNEL) for layer in layers}
-    shardings = {layer: kernel.sharding for layer, kernel in kernels.items()}
-
-    def add(kernels, factors):
-        merged = {}
-        for layer, kernel in kernels.items():
-            wide = jax.numpy.promote_types(kernel.dtype, jax.numpy.float32)
-            a = factors[f"{layer}/{A}"]
-            b = factors[f"{layer}/{B}"]
-            stacked = tuple(range(num_lead(layer)))
-            # No dims are merged: each device computes its shard of the product.
-            product = jax.lax.dot_general(
-                a,
-                b,
-                (((a.ndim - 1,), (len(stacked),)), (stacked, stacked)),
-                precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=wide,
-            )
-            merged[layer] = (kernel.astype(wide) + scale * product).astype(kernel.dtype)
-        return merged
-
-    compute = jax.jit(add, out_shardings=shardings, donate_argnums=0)
-    # Waits, because on CPU the collectives of two programs in flight mix their messages.
-    merged = jax.block_until_ready(compute(kernels, dict(factors)))
-    for layer, kernel in merged.items():
-        params = trees.merge(params, _nested(layer + KERNEL, kernel))
-    return params
-
-
 def _matching(model: Model, targets: tuple[str, ...]) -> set[str]:
     """Returns the paths of the linear layers that match a pattern."""
     paths: set[str] = set()
@@ -264,26 +218,9 @@ def _matching(model: Model, targets: tuple[str, ...]) -> set[str]:
     return paths
 
 
-def _leaf(tree: Params, path: str) -> Any:
-    for key in path.split("/"):
-        tree = tree[key]
-    return tree
-
-
-def _nested(path: str, tree: Params) -> Params:
-    for key in reversed(path.split("/")):
-        tree = {key: tree}
-    return tree
-
-
-def num_lead(path: str) -> int:
-    """Returns the number of leading dims of a linear layer's parameters: 1 in the stack, else 0."""
-    return 1 if path.startswith("layers/") else 0
-
-
 def _factor_shapes(model: Model, path: str, rank: int) -> tuple[tuple, tuple, int]:
     """Returns the shapes of A and B, and the number of inputs of a linear layer."""
-    kernel = _leaf(jax.eval_shape(model.init, jax.random.key(0)), path + KERNEL).shape
+    kernel = trees.leaf(jax.eval_shape(model.init, jax.random.key(0)), path + KERNEL).shape
     lead, dims = kernel[: num_lead(path)], kernel[num_lead(path) :]
     into, out = dims[: model.linears[path]], dims[model.linears[path] :]
     return (*lead, *into, rank), (*lead, rank, *out), math.prod(into)
@@ -291,7 +228,7 @@ def _factor_shapes(model: Model, path: str, rank: int) -> tuple[tuple, tuple, in
 
 def _factor_axes(model: Model, path: str) -> dict[str, tuple]:
     """Returns the logical names of the dims of A and B of a linear layer."""
-    names = _leaf(model.axes, path + KERNEL)
+    names = trees.leaf(model.axes, path + KERNEL)
     lead, dims = names[: num_lead(path)], names[num_lead(path) :]
     into, out = dims[: model.linears[path]], dims[model.linears[path] :]
     return {A: (*lead, *into, None), B: (*lead, None, *out)}

@@ -54,3 +54,17 @@ def merge(tree: Tree, part: Tree) -> Tree:
 def name_of(path: tuple) -> str:
     """Returns the path of a leaf as text: layers/mlp/up/kernel."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def leaf(tree: Any, path: str) -> Any:
+    """Returns the leaf, or the tree, at a path such as layers/mlp/up/kernel."""
+    for key in path.split("/"):
+        tree = tree[key]
+    return tree
+
+
+def nested(path: str, value: Any) -> Any:
+    """Returns dicts that hold `value` at a path."""
+    for key in reversed(path.split("/")):
+        value = {key: value}
+    return value

@@ -66,12 +66,15 @@ def make_heldout_loss(
     *,
     log: Callable[[str], None],
     check: Callable[[Any], None] | None = None,
-) -> Callable[[TrainState], float | None]:
+) -> Callable[[TrainState], float | None] | None:
     """Returns the function state -> loss on the first `eval.batches` held-out batches.
 
-    It returns None, and logs a line, if these batches have no weight. `check` is
+    None without held-out data. The function returns None, and logs a line, if these batches have no
+    weight. `check` is
     `Model.check_batch`.
     """
+    if data is None:
+        return None
     evaluate: jax.stages.Compiled | None = None
     num_batches = cfg.eval.batches
     # There may be fewer: none counts twice.

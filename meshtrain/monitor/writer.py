@@ -74,6 +74,12 @@ class Writer:
         """Writes each row to these as well, and closes them at the end."""
         self._sinks = sinks
 
+    def resume_from(self, metrics: Mapping[str, Any], *, tokens: int) -> None:
+        """Continues after a checkpoint with these metrics, before which `tokens` were read."""
+        # What the loop would know after that step, for a run that takes none.
+        self.newest = {name: value for name, value in metrics.items() if name != "eval_loss"}
+        self.tokens = tokens
+
     def begin(
         self,
         start: int,

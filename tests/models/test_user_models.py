@@ -18,7 +18,6 @@ from meshtrain.cli import app
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.configs import default
-from meshtrain.metrics import OWN_NAMES
 from meshtrain.models import base
 from meshtrain.train import train
 from tests.lib.configs import tiny_config
@@ -349,4 +348,4 @@ def test_a_metric_named_as_one_of_every_row_is_rejected(name):
 def test_the_names_of_every_row_are_those_of_the_page():
     text = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
-    assert {*OWN_NAMES} <= documented
+    assert {*base.OWN_NAMES} <= documented
