@@ -31,6 +31,7 @@ class Corpus(NamedTuple):
     document_starts: np.ndarray | None = None
     digest: str = ""  # of the tokens; see identity.py
     tokenizer: str = ""  # digest of the tokenizer; "": unknown
+    tokenizer_folder: Path | None = None  # a prepared folder, which has its tokenizer
     vocab_size: int = 0  # 0: unknown
     token_bytes: np.ndarray | None = None  # (vocab_size,) number of text bytes of each token
     # Path prefix of the files that cache computed results; "": none are written.
@@ -87,6 +88,7 @@ def _load_prepared(path: str) -> Corpus:
         tokenizer=manifest["tokenizer"]["sha256"],
         vocab_size=manifest["tokenizer"]["vocab_size"],
         token_bytes=prepared.read_token_bytes(folder, manifest),
+        tokenizer_folder=folder,
         cache_prefix=str(folder / "all"),
     )
 

@@ -6,7 +6,6 @@ corpus.py reads the files.
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -209,8 +208,8 @@ def split_source(
         documents += f"token {separator} ends documents, "
     sample = token_range(corpus, first, min(last, first + ENTROPY_TOKENS))
     added_bytes = None
-    if corpus.tokenizer:  # of a prepared folder, which has it
-        added_bytes = functools.partial(tokenizer.added_bytes, Path(corpus.path))
+    if corpus.tokenizer_folder:
+        added_bytes = functools.partial(tokenizer.added_bytes, corpus.tokenizer_folder)
     return Source(
         lambda indices: split_documents(read(indices), separator),
         description=f"{corpus.path}: {documents}{last - first:,} tokens, {size:,} {kind}",
