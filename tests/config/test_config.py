@@ -229,7 +229,11 @@ def test_a_list_on_the_command_line_has_commas(value, expected):
         ("optim.no_decay", ("bias,scale",), "no parameter has the name 'bias,scale'"),
         ("optim.no_decay", ("bias", "scael"), "the name 'scael' .did you mean \"scale\"."),
         ("optim.no_decay", ("final_norm",), "the name 'final_norm'; the names are .*scale"),
-        ("sync.uncompressed", ("embeddin",), "the name 'embeding' .did you mean \"embedding\"."),
+        (
+            "sync.uncompressed",
+            ("embedding_",),
+            "the name 'embedding_' .did you mean \"embedding\".",
+        ),
     ],
 )
 def test_a_name_in_a_list_that_no_parameter_has_is_rejected(tiny, key, names, line):
