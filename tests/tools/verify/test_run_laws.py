@@ -134,8 +134,8 @@ BUGS = {
     ),
     "loss of a spike in the running mean": (
         (divergence.LossMonitor, "observe"),
-        "mean if is_spike else loss",
-        "loss",
+        "if not is_spike:",
+        "if not is_spike or self._losses.add(loss):",
         "divergence",
     ),
     "skips in a row forgotten in a resume": (
@@ -152,7 +152,7 @@ BUGS = {
     ),
     "replicas not checked before the save at the end": (
         (train, "_loop"),
-        "saving=save_due or is_last or is_stopping",
+        "saving=save_due or is_ending",
         "saving=save_due",
         "replicas",
     ),

@@ -293,6 +293,9 @@ def _with_events(model: Model) -> Model:
         }
         return Metrics(metrics.loss * factor, metrics.weight, extra)
 
+    check_batch = model.check_batch
+    if check_batch is not None:
+        model = dataclasses.replace(model, check_batch=lambda batch: check_batch(batch["samples"]))
     if model.block is None:
         loss = model.loss
         return dataclasses.replace(
