@@ -217,7 +217,7 @@ def peek(data: Source | Iterable[Any] | None) -> tuple[Any, Source | Iterable[An
         batch = next(batches)
     except StopIteration:
         raise ConfigError("data: has no batch") from None
-    # What can be iterated only once goes on with the batch that was taken.
+    # What can be iterated only once continues with the batch that was taken.
     return batch, itertools.chain([batch], batches) if batches is data else data
 
 

@@ -443,7 +443,7 @@ def _outcome(run: Run) -> Trees:
 def skips_in_a_row() -> str | None:
     """Law: a run ends after `max_skips` skipped steps in a row, those before a resume included.
 
-    Its state is saved: the next start goes on after these steps, and may skip as many again.
+    Its state is saved: the next start continues after these steps, and may skip as many again.
     """
     values = [1, 1, *[np.nan] * 12]
     with tempfile.TemporaryDirectory() as folder:
