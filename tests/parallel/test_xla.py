@@ -11,7 +11,7 @@ from meshtrain.config import schema
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
-from meshtrain.parallel import xla
+from meshtrain.parallel import accelerator, remat, xla
 from meshtrain.program import assemble
 from meshtrain.train import train
 from tests.lib.configs import tiny_config
@@ -49,8 +49,10 @@ def test_options_that_this_version_removed_are_left_out(monkeypatch):
         assert (xla.OPTIMIZATION_LEVEL in found) == (version == "0.12.0.1")
 
 
-def test_options_that_slow_a_step_down_are_left_out(tiny):
+@pytest.mark.parametrize("version", ["0.10.2", "0.12.0"])
+def test_options_that_slow_a_step_down_are_left_out(version, tiny, monkeypatch):
     """Pipelined all-gathers with micro-batches, the optimization level with experts."""
+    monkeypatch.setattr(jaxlib, "__version__", version)
     tiny.train.xla_preset = "overlap"
     expected = xla.options("overlap", fake_mesh("cpu", 1))
     for num_experts, num_microbatches in [(4, 2), (4, 1), (0, 2), (0, 1)]:
@@ -110,3 +112,14 @@ def test_a_step_that_xla_cannot_double_buffer_is_compiled_without(capsys):
     found = xla.compile_with(SimpleNamespace(compile=compile), options)
     assert found == {**options, xla.DOUBLE_BUFFERING: False}
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "in_loop", "barrier"),
+    [("gpu", True, False), ("gpu", False, True), ("cpu", True, True), ("tpu", True, True)],
+)
+def test_only_layers_in_a_loop_on_gpus_have_no_barrier(platform, in_loop, barrier, monkeypatch):
+    monkeypatch.setattr(accelerator, "platform", lambda: platform)
+    layer = remat.rematerialised(lambda x: x * x, "full", in_loop=in_loop)
+    (equation,) = jax.make_jaxpr(layer)(1.0).eqns
+    assert equation.params["prevent_cse"] == barrier
