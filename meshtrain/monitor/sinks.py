@@ -96,7 +96,11 @@ class _TensorBoard:
         from tensorboardX import SummaryWriter
 
         self.close()
-        self._writer = SummaryWriter(str(self._folder), purge_step=step, flush_secs=10)
+        # The writer names its file by the second, and would overwrite one of the same second.
+        number = len(list(self._folder.glob("events.*"))) if self._folder.exists() else 0
+        self._writer = SummaryWriter(
+            str(self._folder), purge_step=step, flush_secs=10, filename_suffix=f".{number:05d}"
+        )
 
     def write(self, row: Row) -> None:
         for name, value in scalars(row):

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -70,6 +71,18 @@ def test_a_function_gets_each_row_and_tensorboard_its_numbers_also_after_a_crash
     for name in ("loss", "step_time", "eval_loss"):
         expected = {row["step"]: row[name] for row in rows if name in row}
         assert curve(tmp_path / "tensorboard", name) == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_file_of_tensorboard_replaces_one_of_the_same_second(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
+    (sink,) = sinks.open_sinks(config(tensorboard=True), tmp_path, None)
+    sink.begin(0)
+    for step in range(3):
+        sink.write({"step": step, "loss": float(step)})
+    sink.begin(2)
+    sink.write({"step": 2, "loss": 9.0})
+    sink.close()
+    assert curve(tmp_path / "tensorboard", "loss") == {0: 0.0, 1: 1.0, 2: 9.0}
 
 
 def test_an_error_of_the_function_ends_the_run_and_one_of_a_service_does_not(
