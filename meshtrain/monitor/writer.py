@@ -150,6 +150,12 @@ class Writer:
         """
         # Simulated devices dispatch synchronously: the step has already ended.
         ended = time.perf_counter() if report["loss"].is_ready() else None
+        if ended and self._pending and not self._pending.ended:
+            # Both ended since the last look. All steps since the last row count as equally long.
+            before = self._steps_since_row + 1
+            row_time = self._last_row_time
+            previous_ended = row_time + (ended - row_time) * before / (before + 1)
+            self._pending = self._pending._replace(ended=previous_ended)
         self.flush()
         self._pending = _Pending(
             step=step,
@@ -188,8 +194,7 @@ class Writer:
 
     def _write(self, pending: _Pending, metrics: dict[str, Any], ended: float) -> None:
         """Writes the row of a step to metrics.jsonl, to the sinks, and as a line."""
-        # At least 1 us: a very short step may have ended before the previous one was recorded.
-        step_time = max(ended - self._last_row_time, 1e-6) / self._steps_since_row
+        step_time = (ended - self._last_row_time) / self._steps_since_row
         per_second = self._units_per_step / step_time
         row = {
             "step": pending.step,
