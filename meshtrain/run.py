@@ -38,7 +38,8 @@ class Run:
     cfg: Config
     program: Program
     data: Any  # a Source, or the caller's iterable
-    heldout_loss: Callable[[TrainState], float | None] | None  # None without held-out data
+    # None without held-out data, see `evaluate`.
+    heldout_metrics: Callable[[TrainState], dict[str, float | None] | None] | None
     folder: Path | None  # of the workdir on this host
     writer: Writer
     saver: Saver | None  # None without a workdir
@@ -47,16 +48,9 @@ class Run:
     loader: Loader
     units: Units
     memory_advice: Any  # tools.hlo.oom_advice.MemoryAdvice
-    stop: threading.Event  # set by a signal
+    stop_requested: Callable[[], bool]  # of any process; process 0 decides, on others it is False
     clock: progress.Clock
     first_step: int  # 0, or that of the checkpoint from which the run resumes
-
-    def stop_requested(self) -> bool:
-        """Returns whether any process was asked to stop.
-
-        Process 0 decides for all; on others it is False.
-        """
-        return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.stop_requested)
 
     def waits_for_rollback(self) -> bool:
         """Returns whether a spike is still to be rolled back, so that the state is not to be saved.
@@ -67,14 +61,15 @@ class Run:
             return False
         return distributed.broadcast(self.saver.wait_for_newest() is not None)
 
-    def evaluate(self, state: TrainState) -> dict[str, float | None]:
+    def evaluate(self, state: TrainState) -> dict[str, float | None] | None:
         """Returns the metrics of the held-out data by name; {} without such data.
 
-        A metric is None if the held-out data has no weight.
+        A metric is None if the held-out data has no weight. Returns None if the run is asked to
+        stop meanwhile.
         """
-        if self.heldout_loss is None:
+        if self.heldout_metrics is None:
             return {}
-        return {"eval_loss": self.heldout_loss(state)}
+        return self.heldout_metrics(state)
 
     def manifest_fields(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
         """Returns what the manifest of a checkpoint records besides the state."""
@@ -131,12 +126,14 @@ def open_run(
     writer = stack.enter_context(contextlib.closing(Writer(opened_workdir, leader=is_leader)))
     with distributed.raise_on_all_processes():
         writer.open(sinks.open_sinks(cfg, folder, on_metrics) if is_leader else [])
-    heldout_loss = heldout.make_heldout_loss(
+    stop_requested = functools.partial(_any_asked_to_stop, stop, clock)
+    heldout_metrics = heldout.make_heldout_metrics(
         program.eval_step,
         eval_data,
         cfg,
         program.mesh,
         log=writer.log,
+        stop_requested=stop_requested,
         check=program.model.check_batch,
     )
 
@@ -252,7 +249,7 @@ def open_run(
         cfg=cfg,
         program=program,
         data=train_data,
-        heldout_loss=heldout_loss,
+        heldout_metrics=heldout_metrics,
         folder=folder,
         writer=writer,
         saver=saver,
@@ -261,11 +258,16 @@ def open_run(
         loader=loader,
         units=units,
         memory_advice=memory_advice,
-        stop=stop,
+        stop_requested=stop_requested,
         clock=clock,
         first_step=first_step,
     )
     return run, state
+
+
+def _any_asked_to_stop(stop: threading.Event, clock: progress.Clock) -> bool:
+    """Returns on process 0 whether a signal or the supervisor asked any process to stop."""
+    return distributed.any_asked_to_stop(stop.is_set() or clock.stop_requested)
 
 
 def _tokens_before(saved: Manifest, units: Units, cfg: Config) -> int:

@@ -119,6 +119,9 @@ def _train(run: Run, state: TrainState) -> Result:
     is_finished = step >= num_steps
     clock.enter("eval")
     evaluation = run.evaluate(state) if is_finished else {}
+    if evaluation is None:
+        # Asked to stop before its end: the run is to be started again, and then evaluates.
+        is_finished, evaluation = False, {}
     eval_loss = evaluation.get("eval_loss")
     clock.enter("save")
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
@@ -190,10 +193,12 @@ def _loop(
                 run.replica_check.run(step, state)
             if is_ending:
                 return state, step
-            evaluation: dict[str, float | None] = {}
+            evaluation: dict[str, float | None] | None = {}
             if eval_due:
                 clock.enter("eval")
                 evaluation = run.evaluate(state)
+                if evaluation is None:
+                    continue  # decide again: the run is asked to stop
                 if saver is not None:
                     saver.add_metrics(step, finite(evaluation))
             # Before next(loader): a resumed run must see the batch that this step will consume.
