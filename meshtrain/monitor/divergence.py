@@ -162,6 +162,8 @@ class LossMonitor:
     def check_end(self, step: int, metrics: Mapping[str, Any], *, is_finished: bool) -> None:
         """Raises FloatingPointError after a failure, or if the last step was not finite.
 
+        A float16 step of which only the gradients overflowed is no reason, as at any other step.
+
         `metrics` are those of the last step, or what its checkpoint has of them: finite numbers. A
         run that is not finished may still have finite steps.
         """
@@ -169,7 +171,7 @@ class LossMonitor:
             self._end(*self.failure)
         if not is_finished:
             return
-        # With a loss scale (float16) an occasional skipped step is normal.
+        # With a loss scale (float16) gradients overflow now and then: then the scale is halved.
         is_normal = "loss_scale" in metrics and math.isfinite(metrics.get("loss", math.nan))
         if metrics.get("skipped") and not is_normal:
             self._end(step, metrics, self._skips)

@@ -158,6 +158,30 @@ def test_a_run_whose_last_loss_is_not_finite_raises_each_time_but_is_saved(tmp_p
     assert run(data, tmp_path).step == 6
 
 
+def test_a_last_step_whose_float16_gradients_overflow_is_no_failure(tmp_path, capsys):
+    """The loss scale halves, as at any other step; the last line says it, each time."""
+    data = batches(4)
+    data[2]["y"] = np.full_like(data[2]["y"], 200)
+    c = config_for(3, every=0)
+    c.train.dtype = "float16"
+    for _ in range(2):
+        train(c, workdir=tmp_path, model=fit(), data=data)
+        assert rows(tmp_path)[-1]["loss"] > 3e4 and rows(tmp_path)[-1]["skipped"] == 1
+        last_line = capsys.readouterr().out.splitlines()[-1]
+        assert last_line == (
+            "done: 3 steps · the last update was skipped: its float16 gradients overflowed"
+        )
+        assert "reason" not in events(tmp_path, "end")[-1]
+    c.train.steps = 4
+    train(c, workdir=tmp_path, model=fit(), data=data)
+    assert capsys.readouterr().out.splitlines()[-1] == "done: 4 steps"
+
+    data[2]["y"] = np.full_like(data[2]["y"], 1e30)  # its square is infinite
+    c.train.steps = 3
+    with pytest.raises(FloatingPointError, match="step 3: loss inf, .* or train.dtype=bfloat16"):
+        train(c, model=fit(), data=data)
+
+
 def test_a_spike_is_logged(tmp_path, capsys):
     data = batches(70)
     data[60]["y"] = data[60]["y"] * 1000
