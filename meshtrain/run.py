@@ -167,9 +167,15 @@ def open_run(
         config_record = cfg.to_dict()
         saver.resume_with(config_record, saved)
     # Where the parameters of a new run come from is checked now, before anything is compiled.
-    init_source = None
-    if not saved:
-        init_source = initial.find_source(cfg.checkpoint, identity, log=writer.log)
+    find_init_source = functools.partial(
+        initial.find_source,
+        cfg.checkpoint,
+        identity,
+        program.abstract_state.params,
+        adapter=cfg.adapter,
+        log=writer.log,
+    )
+    init_source = None if saved else find_init_source()
     loss_monitor = LossMonitor(
         cfg.divergence,
         saved.loss_statistics if saved else {},
@@ -226,12 +232,11 @@ def open_run(
     if state is None:
         load = None
         if init_source:
-            directory, manifest = init_source
             load = functools.partial(
                 initial.load_params,
-                directory=directory,
-                saved=manifest,
+                source=init_source,
                 only=cfg.checkpoint.init_only,
+                look_again=find_init_source,
                 adapter=cfg.adapter,
                 event=writer.event,
                 log=writer.log,

@@ -145,6 +145,7 @@ def _train(run: Run, state: TrainState) -> Result:
         run.data,
         run.folder,
         saved_step=saved_step,
+        is_last_skipped=bool(writer.newest.get("skipped")),
     )
     writer.log(final_line)
     return Result(state, step, eval_loss, interrupted=not is_finished)

@@ -87,13 +87,14 @@ class Writer:
         units: Units,
         *,
         waited: float,
-        observe: Callable[[int, dict[str, Any]], None],
+        observe: Callable[[int, dict[str, Any]], bool],
         predicted: float | None = None,
     ) -> None:
         """Starts the clock at step `start`, after `waited` seconds of waiting for data.
 
-        `observe` is called with the metrics of each step after they are written. `predicted` is the
-        predicted step time in seconds, if it is known. Removes the rows of step `start` and later,
+        `observe` is called with the metrics of each step after they are written; if it returns
+        True, the step gets a row in any case. `predicted` is the predicted step time in seconds, if
+        it is known. Removes the rows of step `start` and later,
         which an interrupted run wrote after its last checkpoint.
         """
         self._steps, self._units = cfg.train.steps, units
@@ -189,8 +190,10 @@ class Writer:
         self._report_lost_output()
         if pending.log:
             self._write(pending, metrics, ended)
-        # Last: it may raise, and the row of the step is written then.
-        self._observe(pending.step, metrics)
+        # After the row, because what it logs is about that row.
+        needs_row = self._observe(pending.step, metrics)
+        if needs_row and not pending.log:
+            self._write(pending, metrics, ended)
 
     def _write(self, pending: _Pending, metrics: dict[str, Any], ended: float) -> None:
         """Writes the row of a step to metrics.jsonl, to the sinks, and as a line."""

@@ -14,6 +14,21 @@ from meshtrain.errors import ConfigError
 
 LINES_AT_ONCE = 4096
 MAX_STEP = 2**53  # as float64 exact below
+# What a row says of the run. The other metrics are of the step's batch.
+OF_THE_RUN = {
+    "step",
+    "skipped",
+    "learning_rate",
+    "loss_scale",
+    "tokens",
+    "step_time",
+    "data_wait",
+    "tokens_per_second",
+    "mfu",
+    "predicted_step_time",
+    "peak_memory",
+    "eval_loss",
+}
 MAX_JSON_BYTES = 256 << 20  # of a file that is read at once; a larger one is left out
 
 
@@ -98,7 +113,7 @@ class Metrics:
         # A row is kept if no later one goes back to its step or before it.
         smallest_from = np.minimum.accumulate(steps[::-1])[::-1]
         is_kept = np.append(steps[:-1] < smallest_from[1:], True)
-        kept = list(itertools.compress(valid, is_kept))
+        kept = [_as_counted(row) for row in itertools.compress(valid, is_kept)]
         self._drop_from(smallest_from[0])
         self.num_repeated += len(valid) - len(kept)
         self.num_rows += len(kept)
@@ -152,6 +167,17 @@ class Metrics:
 def _has_step(row: dict[str, Any]) -> bool:
     step = row.get("step")
     return type(step) is int and 0 <= step < MAX_STEP
+
+
+def _as_counted(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row; of a skipped step, which had no effect, without the metrics of its batch."""
+    if not row.get("skipped"):
+        return row
+    counted = dict(row)
+    for name in row.keys() - OF_THE_RUN:
+        # An empty list has no value of any layer.
+        counted[name] = [] if type(row[name]) is list else None
+    return counted
 
 
 def _numbers(value: Any) -> list[float]:
