@@ -35,6 +35,15 @@ def folders(workdir: Path, config: Mapping[str, Any]) -> list[Path]:
     return [workdir / FOLDER, workdir, *_sources(config)]
 
 
+def imported_config(folders: Iterable[Path]) -> Path | None:
+    """Returns the config.json of the imported model that a run began with; None: of none.
+
+    `folders` are those of `folders`.
+    """
+    files = (folder / HUGGINGFACE_CONFIG for folder in folders)
+    return next(filter(Path.is_file, files), None)
+
+
 def copy_tokenizer(workdir: Path, config: Mapping[str, Any], known: str) -> None:
     """Copies the tokenizer of the run's data, or of its initial parameters, into the workdir.
 

@@ -63,7 +63,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--context",
         type=int,
         metavar="N",
-        help="tokens that the model sees (default: data.seq_len)",
+        help="tokens that the model sees (default: the length of its training rows, data.seq_len; "
+        "of a converted model its own length, model.max_seq_len)",
     )
     flags.add_argument("--tokenizer", metavar="PATH", help="default: the run's tokenizer, or bytes")
     flags.add_argument(

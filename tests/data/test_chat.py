@@ -383,6 +383,32 @@ def test_generate_writes_the_reply_to_a_message(workdir, capsys):
     assert "a bytes tokenizer has no chat template" in capsys.readouterr().err
 
 
+def test_a_conversation_that_the_model_cannot_see_completely_is_rejected(workdir, capsys):
+    """Without the beginning of its template it would be no conversation."""
+    arguments = [f"--workdir={workdir}", "--chat", "--temperature=0"]
+    capsys.readouterr()
+    assert app.main("generate", [*arguments, f"--prompt={'count 5 ' * 40}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("prompt 0: it has ")
+    assert error.endswith("more than the 64 that the model sees; use a shorter message\n")
+
+
+def test_a_reply_ends_where_the_context_is_full(workdir, folders, capsys):
+    tokenizer = tokenizers.load(folders["marked"])
+    prompt = chat_prompts.encode(tokenizer, chat_prompts.load(tokenizer), "count 5")
+    arguments = [f"--workdir={workdir}", "--chat", "--prompt=count 5", "--temperature=0"]
+    size = len(prompt) + 2
+    capsys.readouterr()
+    assert app.main("generate", [*arguments, f"--context={size}", "--length=30"]) == 0
+    out, error = capsys.readouterr()
+    # The last token is generated, and not seen.
+    assert out.strip() == tokenizer.decode(tokenizer.encode(REPLY)[:3])
+    assert error == (
+        f"reply 0 ends because prompt and reply fill the {size} tokens that the model sees; "
+        f"use a shorter message, or --context={size + 1}\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "ends"),
     [

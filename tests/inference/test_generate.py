@@ -16,11 +16,14 @@ import pytest
 from meshtrain import state as states
 from meshtrain.cli import app
 from meshtrain.config.build import build_data, build_model
+from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.inference import generate
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
 from tests.lib.configs import tiny_config
+from tests.lib.hf import GOLDEN
+from tests.lib.hf import run as run_convert
 from tests.lib.paths import ROOT
 from tests.lib.prepare import TEXTS, hugging_face, sentence_piece, write_jsonl
 
@@ -141,6 +144,62 @@ def encoded(monkeypatch):
 
     monkeypatch.setattr(generate.sampling, "generate", record)
     return recorded
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A converted model whose own length is 64; its config trains with rows of 16 tokens."""
+    folder = tmp_path_factory.mktemp("imported")
+    config = "from tests.lib.configs import tiny_config as get_config"
+    (folder / "rows_of_16.py").write_text(config)
+    run_convert(GOLDEN / "llama3", folder / "run", f"--config={folder / 'rows_of_16.py'}")
+    return folder / "run"
+
+
+DIGITS = "0123456789" * 4
+
+
+def test_a_converted_model_sees_as_many_tokens_as_it_was_made_for(imported, capsys):
+    """And not as many as the rows have that it would be trained with next."""
+    flags = [f"--workdir={imported}", f"--prompt={DIGITS}", "--length=8", "--temperature=0"]
+    default = run_verb("generate", *flags, capsys=capsys)
+    assert default == run_verb("generate", *flags, "--context=64", capsys=capsys)
+    assert default[0] == 0 and default[2] == ""
+    code, out, err = run_verb("generate", *flags, "--context=16", capsys=capsys)
+    assert code == 0 and out != default[1]
+    assert err == (
+        "prompt 0: its first 24 of 40 tokens are dropped: the model sees the last 16; "
+        "use a shorter prompt, or --context=40\n"
+    )
+
+
+def test_a_run_that_began_with_a_converted_model_keeps_its_length(imported, tmp_path, capsys):
+    c = load_config(str(imported / "config.json"))
+    c.train.update(steps=0, global_batch=8)
+    c.checkpoint.init_from, c.eval.batches = str(imported), 0
+    train(c, workdir=tmp_path)
+    capsys.readouterr()
+    flags = [f"--workdir={tmp_path}", f"--prompt={DIGITS}", "--length=8"]
+    default = run_verb("generate", *flags, capsys=capsys)
+    assert default == run_verb("generate", *flags, "--context=64", capsys=capsys)
+    assert default[0] == 0 and default[2] == ""
+
+
+def test_every_way_to_lose_the_beginning_of_a_prompt_is_reported(workdir, imported, capsys):
+    flags = [f"--workdir={workdir}", "--temperature=0", "--length=2"]
+    prompts = ["--prompt=ABC", f"--prompt={DIGITS}"]
+    code, out, err = run_verb("generate", *flags, *prompts, capsys=capsys)
+    assert (code, out.splitlines()[1]) == (0, "ABCDE")
+    # More than the rows that it was trained with are no way out.
+    assert err == (
+        "prompt 1: its first 24 of 40 tokens are dropped: the model sees the last 16; "
+        "use a shorter prompt\n"
+    )
+    code, _, err = run_verb("generate", *flags, "--prompt=ABC", "--length=14", capsys=capsys)
+    assert code == 0 and err.count("\n") == 1
+    assert err.startswith("--length=14: with the prompt it is more than the 16 tokens")
+    code, _, err = run_verb("generate", *flags, "--prompt=ABC", "--length=13", capsys=capsys)
+    assert (code, err) == (0, "")
 
 
 def run_on_prepared_text(folder, *flags):
