@@ -70,7 +70,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,
-        help="begin each prompt with the begin-of-document token (default: as in the run's data)",
+        help="begin each prompt with the begin-of-document token (default: as in the run's data; "
+        "of a converted model add_bos_token of its tokenizer_config.json)",
     )
 
 

@@ -60,7 +60,7 @@ def run(
         end_tokens = chat_prompts.end_tokens(tokenizer, template)
     else:
         if bos is None:
-            bos = any(map(tokenizers.has_bos, folders))
+            bos = _begins_with_bos(tokenizer, folders)
         encode = _text_encoder(tokenizer, bos=bos)
         end_tokens = [tokenizer.eos]
     vocab_size = cfg.model.options.get("vocab_size", tokenizer.vocab_size)
@@ -247,6 +247,13 @@ def _load_tokenizer(
             f"model.vocab_size={model_vocab_size}; use the model's tokenizer"
         )
     return tokenizer
+
+
+def _begins_with_bos(tokenizer: Tokenizer, folders: Sequence[Path]) -> bool:
+    """Returns whether the run's documents began with bos; of a converted model, its texts."""
+    if any(map(tokenizers.is_of_prepared_data, folders)):
+        return any(map(tokenizers.has_bos, folders))
+    return tokenizer.adds_bos
 
 
 def _text_encoder(tokenizer: Tokenizer, *, bos: bool) -> Callable[[str], list[int]]:

@@ -156,6 +156,37 @@ def imported(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.fixture
+def spelling(tmp_path):
+    """A Hugging Face folder with a tokenizer of single characters, from "(" to "a"."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
+    folder = shutil.copytree(GOLDEN / "llama3", tmp_path / "hf")
+    vocabulary = {chr(40 + number): number for number in range(58)}
+    vocabulary |= {"<s>": 58, "</s>": 59, "<END>": 60}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<END>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_prompt_of_a_converted_model_begins_as_its_tokenizer_says(
+    spelling, tmp_path, encoded, capsys
+):
+    for config, prefix in (
+        ({"add_bos_token": True, "bos_token": "<END>"}, [60]),
+        ({"add_bos_token": False}, []),
+    ):
+        (spelling / "tokenizer_config.json").write_text(json.dumps(config))
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        run_convert(spelling, tmp_path / "run")
+        encoded.clear()
+        flags = [f"--workdir={tmp_path / 'run'}", "--prompt=()", "--length=1"]
+        assert run_verb("generate", *flags, capsys=capsys)[0] == 0
+        assert run_verb("generate", *flags, "--no-bos", capsys=capsys)[0] == 0
+        assert encoded == [[*prefix, 0, 1], [0, 1]]
+
+
 DIGITS = "0123456789" * 4
 
 
