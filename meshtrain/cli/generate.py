@@ -57,7 +57,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         default=[],
         metavar="TOKEN",
         help="stop at this token, its id or its text (default: the tokenizer's end-of-document "
-        "token; with --chat also those that end a reply)",
+        "token and those that generation_config.json lists; with --chat also those that end a "
+        "reply)",
     )
     flags.add_argument(
         "--context",

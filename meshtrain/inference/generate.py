@@ -39,9 +39,10 @@ def run(
 
     `path` is the workdir of the run, or one of its checkpoints. `length` tokens are generated. The
     model sees the last `context` tokens; None: see `_own_context`. `stop` are tokens that end a
-    text, as ids or texts; empty: the tokenizer's end of a document. `tokenizer_path` None is the
-    run's tokenizer, `bos` None means as in the run's data. With `chat`, a prompt is a message to a
-    chat model, and only its reply is printed, which ends where the context is full.
+    text, as ids or texts; empty: the tokenizer's end of a document, and those that the model's
+    files list. `tokenizer_path` None is the run's tokenizer, `bos` None means as in the run's data.
+    With `chat`, a prompt is a message to a chat model, and only its reply is printed, which ends
+    where the context is full.
     """
     workdir = find.workdir_of(path)
     folders = run_tokenizer.folders(workdir, cfg.to_dict())
@@ -50,6 +51,7 @@ def run(
     context = _check_lengths(cfg, length, own_context if context is None else context)
     model_vocab_size = cfg.model.options.get("vocab_size", 0)
     tokenizer = _load_tokenizer(tokenizer_path, folders, workdir, model_vocab_size)
+    end_tokens = {tokenizer.eos, *run_tokenizer.listed_end_tokens(folders, tokenizer)}
     if chat:
         if bos is not None:
             raise ConfigError(
@@ -57,16 +59,15 @@ def run(
             )
         template = chat_prompts.load(tokenizer)
         encode = functools.partial(chat_prompts.encode, tokenizer, template)
-        end_tokens = chat_prompts.end_tokens(tokenizer, template)
+        end_tokens.update(chat_prompts.end_tokens(tokenizer, template))
     else:
         if bos is None:
             bos = _begins_with_bos(tokenizer, folders)
         encode = _text_encoder(tokenizer, bos=bos)
-        end_tokens = [tokenizer.eos]
     vocab_size = cfg.model.options.get("vocab_size", tokenizer.vocab_size)
     prompts = [_encode_prompt(encode, text, vocab_size) for text in texts]
     if stop:
-        end_tokens = [_token_id(tokenizer, text) for text in stop]
+        end_tokens = {_token_id(tokenizer, text) for text in stop}
     notes = _long_prompts(prompts, context, own_context, chat=chat)
     if chat and notes:  # without the beginning of its template it is no conversation
         raise ConfigError(*notes)

@@ -1,7 +1,7 @@
 """Samples tokens autoregressively from a model, with a key/value cache."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,7 +96,7 @@ def generate(
     context: int,
     dtype: str,
     sampling: Sampling,
-    stop: Sequence[int] = (),
+    stop: Collection[int | None] = (),
 ) -> Iterator[list[int | None]]:
     """Yields the next token of each row, up to `length` times.
 

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from meshtrain import state as states
+from meshtrain.checkpoint import run_tokenizer
 from meshtrain.cli import app
 from meshtrain.config.build import build_data, build_model
 from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
+from meshtrain.data import tokenizer as tokenizers
 from meshtrain.inference import generate
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
@@ -159,12 +161,12 @@ def imported(tmp_path_factory):
 @pytest.fixture
 def spelling(tmp_path):
     """A Hugging Face folder with a tokenizer of single characters, from "(" to "a"."""
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
+    package = pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     folder = shutil.copytree(GOLDEN / "llama3", tmp_path / "hf")
     vocabulary = {chr(40 + number): number for number in range(58)}
     vocabulary |= {"<s>": 58, "</s>": 59, "<END>": 60}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer = package.Tokenizer(package.models.BPE(vocabulary, []))
+    tokenizer.decoder = package.decoders.Fuse()
     tokenizer.add_special_tokens(["<s>", "</s>", "<END>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -185,6 +187,48 @@ def test_a_prompt_of_a_converted_model_begins_as_its_tokenizer_says(
         assert run_verb("generate", *flags, capsys=capsys)[0] == 0
         assert run_verb("generate", *flags, "--no-bos", capsys=capsys)[0] == 0
         assert encoded == [[*prefix, 0, 1], [0, 1]]
+
+
+def test_a_text_ends_at_each_token_that_the_files_of_a_model_list(spelling, tmp_path, capsys):
+    """transformers ends it there too, in this order of the files."""
+    config = json.loads((spelling / "config.json").read_text())
+    (spelling / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    run_convert(spelling, tmp_path / "run")
+    capsys.readouterr()
+    flags = [f"--workdir={tmp_path / 'run'}", "--prompt=0", "--length=9", "--temperature=3"]
+    code, out, _ = run_verb("generate", *flags, capsys=capsys)
+    assert code == 0
+    number = next(number for number in range(3, len(out)) if out[number] not in out[:number])
+    end = ord(out[number]) - 40
+    expected = out[:number] + "\n"
+    for name, content, ends in (
+        ("huggingface.json", {"eos_token_id": end}, True),
+        ("generation_config.json", {"eos_token_id": [60, True, "2", -1, None]}, False),
+        ("generation_config.json", {"eos_token_id": [60, end]}, True),
+        ("generation_config.json", [], True),  # as the other file says
+        ("huggingface.json", {"text_config": {"eos_token_id": [60]}}, False),
+    ):
+        (tmp_path / "run" / name).write_text(json.dumps(content))
+        _, found, _ = run_verb("generate", *flags, capsys=capsys)
+        assert found == (expected if ends else out), content
+
+
+def test_ids_of_another_tokenizer_end_no_text(spelling, tmp_path):
+    run_convert(spelling, tmp_path / "start")
+    (tmp_path / "start" / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    (tmp_path / "mine").mkdir()
+    text = (spelling / "tokenizer.json").read_text().replace("<END>", "<STOP>")
+    (tmp_path / "mine" / "tokenizer.json").write_text(text)
+    config = {"data": {"tokenizer_path": str(tmp_path / "mine")}}
+    config["checkpoint"] = {"init_from": str(tmp_path / "start")}
+    for name, ends in (("mine", []), ("start", [7])):
+        config["data"]["tokenizer_path"] = str(tmp_path / name)
+        workdir = tmp_path / f"run of {name}"
+        workdir.mkdir()
+        run_tokenizer.copy_tokenizer(workdir, config, "")
+        tokenizer = tokenizers.load(workdir / "tokenizer")
+        folders = run_tokenizer.folders(workdir, config)
+        assert run_tokenizer.listed_end_tokens(folders, tokenizer) == ends
 
 
 DIGITS = "0123456789" * 4
