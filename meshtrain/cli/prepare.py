@@ -47,16 +47,27 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         return 0
     _check_flags(args)
     files, notes = inputs.find_files(args.inputs, args.pattern, args.output)
+    eos, bos = args.eos, bool(args.bos)
+    # The texts of tokens that were not chosen by their spelling, as in folders of older versions.
+    named = {}
     if args.train_bpe:
         tokenizer_digest = f"bpe {args.train_bpe}"
     else:
-        tokenizer_digest = tokenizer.digest(tokenizer.load(args.tokenizer))
+        loaded = tokenizer.load(args.tokenizer)
+        tokenizer_digest = tokenizer.digest(loaded)
+        named = loaded.configured
+        if args.bos is None and loaded.adds_bos:
+            bos = True
+            notes.append(
+                f"--tokenizer={args.tokenizer}: each document begins with its token {loaded.bos}, "
+                f"as the tokenizer's files say; --no-bos leaves it out"
+            )
     # All that the output depends on: a folder is resumed only with the same settings.
     settings = {
         "inputs": inputs.fingerprint(files),
         "tokenizer": tokenizer_digest,
-        "eos": args.eos,
-        "bos": args.bos,
+        "eos": eos or named.get("eos_token", ""),
+        "bos": bos and named.get("bos_token", True),
         "field": args.field,
         "separator": args.separator,
         "shard_tokens": args.shard_tokens,
@@ -73,8 +84,8 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
             journal,
             tokenizer_path=args.tokenizer,
             train_bpe=args.train_bpe,
-            eos=args.eos,
-            bos=args.bos,
+            eos=eos,
+            bos=bos,
             field=args.field,
             separator=args.separator,
             shard_tokens=args.shard_tokens,
@@ -122,9 +133,15 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--eos",
         default="",
         metavar="TOKEN",
-        help="token that ends each document (default: detected)",
+        help="token that ends each document (default: the eos_token of the tokenizer's "
+        "tokenizer_config.json, else detected)",
     )
-    add("--bos", action="store_true", help="begin each document with the tokenizer's BOS token")
+    add(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin each document with the tokenizer's BOS token (default: add_bos_token of its "
+        "tokenizer_config.json)",
+    )
     add(
         "--field",
         default="text",

@@ -50,7 +50,7 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
     that write it; None: the current date. With `tools`, JSON schemas of functions, the template
     named tool_use is used if there is one.
     """
-    settings = _read_json(folder / CONFIG)
+    settings = read_config(folder)
     sources = _sources(folder, settings)
     used = {name: sources[name] for name in ("default", "tool_use") if name in sources}
     if "default" not in used:
@@ -59,7 +59,7 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
             f"{folder}: has {has}; put a Jinja template into {folder / FILE}, or use the tokenizer "
             f"of a chat model"
         )
-    special = _special_tokens(settings or _read_json(folder / "special_tokens_map.json"))
+    special = special_tokens(settings)
     environment, blocks, spans = _environment(now)
     jinja2 = import_optional("jinja2", "chat")
     try:
@@ -100,6 +100,14 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
     )
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the tokenizer_config.json of a tokenizer's folder, or the file of an older tokenizer.
+
+    It is {} if there is neither.
+    """
+    return _read_json(folder / CONFIG) or _read_json(folder / "special_tokens_map.json")
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     """Returns the object in a file; {} if there is no file."""
     try:
@@ -130,7 +138,7 @@ def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     return sources
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the special tokens by name (bos_token, ...), which templates read as variables."""
     special = {}
     for name, value in settings.items():

@@ -4,15 +4,15 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from meshtrain import errors
-from meshtrain.data import files, prepared, split_points
+from meshtrain.data import chat_template, files, prepared, split_points
 from meshtrain.errors import ConfigError
 
 # V vocabulary
@@ -34,13 +34,16 @@ class Tokenizer:
     kind: str  # "bytes", "huggingface" or "sentencepiece"
     vocab_size: int
     eos: int | None  # ends a document
-    bos: int | None  # begins a document, if requested
+    bos: int | None  # begins a document, if `adds_bos` or requested
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[Iterable[int | np.integer]], str]
     token_bytes: Callable[[], np.ndarray]
     # text -> the last index at which a split does not change its tokens; 0: there is none
     last_split_point: Callable[[str], int]
     file: Path | None = None
+    adds_bos: bool = False  # whether its documents, or the texts of its model, begin with `bos`
+    # The texts of `eos` and `bos` that only tokenizer_config.json tells, by its keys.
+    configured: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (int32) of a text of any length."""
@@ -66,8 +69,10 @@ class Tokenizer:
 def load(path: str | Path, eos: str = "") -> Tokenizer:
     """Returns the tokenizer "bytes", or the one in a file or in a folder.
 
-    A folder has one of FILES, or was written by `meshtrain prepare`.
-    `eos` overrides the token that ends documents. Raises ConfigError if there is no such tokenizer.
+    A folder has one of FILES, or was written by `meshtrain prepare`. The tokens that end and begin
+    documents are those of the prepared documents, else those in tokenizer_config.json, else the
+    first with a well-known spelling. `eos` overrides the token that ends documents. Raises
+    ConfigError if there is no such tokenizer.
     """
     if str(path) == "bytes":
         return _with_eos(_bytes(), eos, {})
@@ -91,14 +96,41 @@ def load(path: str | Path, eos: str = "") -> Tokenizer:
             is_json = path.suffix == ".json" or file.read(64).lstrip()[:1] == b"{"
     except OSError as error:
         raise ConfigError(f"tokenizer {path}: {error.strerror}; {accepted}") from None
-    tokenizer = _huggingface(path, eos) if is_json else _sentencepiece(path, eos)
-    if entry and not eos:
-        # The documents of prepared data end with the token that `meshtrain prepare` was given.
-        return dataclasses.replace(tokenizer, eos=entry["eos"])
-    return tokenizer
+    tokenizer, ids = _huggingface(path) if is_json else _sentencepiece(path)
+    tokenizer = _with_config(tokenizer, ids, chat_template.read_config(path.parent))
+    if entry:
+        bos = entry.get("bos")
+        tokenizer = dataclasses.replace(
+            tokenizer,
+            eos=entry["eos"],
+            bos=tokenizer.bos if bos is None else bos,
+            adds_bos=bos is not None,
+        )
+    return _with_eos(tokenizer, eos, ids)
 
 
-def _with_eos(tokenizer: Tokenizer, eos: str, ids: dict[str, int]) -> Tokenizer:
+def _with_config(
+    tokenizer: Tokenizer, ids: Mapping[str, int], config: Mapping[str, Any]
+) -> Tokenizer:
+    """Returns the tokenizer with the special tokens that a tokenizer_config.json names."""
+    named = chat_template.special_tokens(config)
+    eos = ids.get(named.get("eos_token", ""), tokenizer.eos)
+    bos = ids.get(named.get("bos_token", ""), tokenizer.bos)
+    configured = {}
+    if eos != tokenizer.eos:
+        configured["eos_token"] = named["eos_token"]
+    if bos != tokenizer.bos:
+        configured["bos_token"] = named["bos_token"]
+    return dataclasses.replace(
+        tokenizer,
+        eos=eos,
+        bos=bos,
+        adds_bos=bos is not None and config.get("add_bos_token") is True,
+        configured=configured,
+    )
+
+
+def _with_eos(tokenizer: Tokenizer, eos: str, ids: Mapping[str, int]) -> Tokenizer:
     if not eos:
         return tokenizer
     if eos not in ids:
@@ -114,9 +146,14 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (*FILES, prepared.MANIFEST))
 
 
+def is_of_prepared_data(folder: Path) -> bool:
+    """Returns True if `folder` has the tokenizer of prepared data, or a copy of it."""
+    return folder.is_dir() and bool(entry_of(folder))
+
+
 def has_bos(folder: Path) -> bool:
     """Returns True if `folder` is a prepared folder whose documents begin with `bos`."""
-    return folder.is_dir() and entry_of(folder).get("bos") is not None
+    return is_of_prepared_data(folder) and entry_of(folder).get("bos") is not None
 
 
 def digest_of(folder: Path) -> str:
@@ -200,7 +237,8 @@ def _bytes() -> Tokenizer:
 
 # ---- tokenizer.json ----
 
-# The first of these in a tokenizer.json ends documents; --eos selects another token.
+# Without a tokenizer_config.json the first of these in a tokenizer.json ends documents; --eos
+# selects another token.
 EOS_TOKENS = (
     "<|endoftext|>",
     "</s>",
@@ -213,7 +251,8 @@ EOS_TOKENS = (
 BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>")
 
 
-def _huggingface(path: Path, eos: str) -> Tokenizer:
+def _huggingface(path: Path) -> tuple[Tokenizer, dict[str, int]]:
+    """Returns the tokenizer in a tokenizer.json, and the id of each token."""
     tokenizers = errors.import_optional("tokenizers")
     try:
         model = tokenizers.Tokenizer.from_file(str(path))
@@ -251,7 +290,7 @@ def _huggingface(path: Path, eos: str) -> Tokenizer:
         last_split_point=split_points.last_split_point if can_split else lambda text: 0,
         file=path,
     )
-    return _with_eos(tokenizer, eos, ids)
+    return tokenizer, ids
 
 
 def _group_texts(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -299,7 +338,8 @@ def _piece_bytes(piece: str) -> int:
 # ---- SentencePiece ----
 
 
-def _sentencepiece(path: Path, eos: str) -> Tokenizer:
+def _sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, int]]:
+    """Returns the tokenizer in a SentencePiece model, and the id of each token."""
     sentencepiece = errors.import_optional("sentencepiece")
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -334,4 +374,4 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
         last_split_point=lambda text: 0,
         file=path,
     )
-    return _with_eos(tokenizer, eos, ids)
+    return tokenizer, ids

@@ -214,8 +214,8 @@ def _export_checkpoint(
         raise ConfigError(f"{directory}: the config in its manifest lacks {error!r}") from error
 
     # A run that began with an imported one has its config.json in the folder of that one.
-    originals = [folder / ORIGINAL for folder in folders if (folder / ORIGINAL).is_file()]
-    original = config_json.read(originals[0]) if originals else None
+    original_file = run_tokenizer.imported_config(folders)
+    original = config_json.read(original_file) if original_file else None
     config = config_json.to_config(section, original)
     family = config_json.family_of(config)
 

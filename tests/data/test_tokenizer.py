@@ -5,9 +5,18 @@ import json
 import numpy as np
 import pytest
 
-from meshtrain.data import split_points, tokenizer
+from meshtrain.data import prepared, split_points, tokenizer
 from meshtrain.errors import ConfigError
-from tests.lib.prepare import TEXTS, hugging_face, prose, run, sentence_piece, texts, write_jsonl
+from tests.lib.prepare import (
+    TEXTS,
+    documents,
+    hugging_face,
+    prose,
+    run,
+    sentence_piece,
+    texts,
+    write_jsonl,
+)
 
 # ---- tokenizers ----
 
@@ -81,6 +90,79 @@ def test_the_eos_token_is_detected_or_given(tmp_path, capsys, eos, flag):
     assert run(flags[0], f"--output={tmp_path / 'bytes'}") == 0
     with pytest.raises(ConfigError, match="no such token"):
         tokenizer.load(tmp_path / "bytes", eos="<s>")
+
+
+def with_config(folder, config, *, name="tokenizer_config.json"):
+    """Writes a tokenizer with the special tokens <|endoftext|>, <END> and <START>, and a config.
+
+    Returns their ids.
+    """
+    file = hugging_face(folder)
+    described = json.loads(file.read_text())
+    for number, content in ((320, "<END>"), (321, "<START>")):
+        token = {**described["added_tokens"][0], "id": number, "content": content}
+        described["added_tokens"].append(token)
+    file.write_text(json.dumps(described))
+    (folder / name).write_text(json.dumps(config))
+    return {"<|endoftext|>": 0, "<END>": 320, "<START>": 321, None: None}
+
+
+@pytest.mark.parametrize(
+    ("config", "eos", "bos", "adds_bos"),
+    [
+        ({}, "<|endoftext|>", None, False),
+        ({"eos_token": "<END>"}, "<END>", None, False),
+        ({"eos_token": {"content": "<END>", "special": True}}, "<END>", None, False),
+        ({"eos_token": None, "bos_token": "<START>"}, "<|endoftext|>", "<START>", False),
+        ({"eos_token": "of another vocabulary"}, "<|endoftext|>", None, False),
+        ({"bos_token": "<START>", "add_bos_token": True}, "<|endoftext|>", "<START>", True),
+        ({"bos_token": "<START>", "add_bos_token": False}, "<|endoftext|>", "<START>", False),
+        ({"add_bos_token": True}, "<|endoftext|>", None, False),
+    ],
+    ids=str,
+)
+def test_documents_end_and_begin_with_the_tokens_of_tokenizer_config(
+    config, eos, bos, adds_bos, tmp_path, capsys
+):
+    ids = with_config(tmp_path / "t", config)
+    out = tmp_path / "out"
+    flags = [write_jsonl(tmp_path / "in"), f"--output={out}", f"--tokenizer={tmp_path / 't'}"]
+    assert run(*flags) == 0
+    if adds_bos:
+        assert "each document begins with its token 321" in capsys.readouterr().out
+    entry = prepared.read_manifest(out)["tokenizer"]
+    assert entry["eos"] == ids[eos]
+    assert entry["bos"] == (ids[bos] if adds_bos else None)
+    begin = [entry["bos"]] if adds_bos else []
+    loaded = tokenizer.load(tmp_path / "t")
+    assert documents(out) == [[*begin, *loaded.encode(text).tolist()] for text in TEXTS]
+    assert (loaded.eos, loaded.bos, loaded.adds_bos) == (ids[eos], ids[bos], adds_bos)
+    # The prepared folder knows what it was prepared with.
+    stored = tokenizer.load(out)
+    assert (stored.eos, stored.adds_bos) == (ids[eos], adds_bos)
+    assert not adds_bos or stored.bos == ids[bos]
+
+
+def test_flags_replace_what_tokenizer_config_says(tmp_path):
+    config = {"eos_token": "<END>", "bos_token": "<START>", "add_bos_token": True}
+    with_config(tmp_path / "t", config, name="special_tokens_map.json")
+    flags = [write_jsonl(tmp_path / "in"), f"--tokenizer={tmp_path / 't' / 'tokenizer.json'}"]
+    assert run(*flags, f"--output={tmp_path / 'a'}", "--no-bos", "--eos=<|endoftext|>") == 0
+    entry = prepared.read_manifest(tmp_path / "a")["tokenizer"]
+    assert (entry["eos"], entry["bos"]) == (0, None)
+
+
+def test_a_folder_is_not_resumed_with_other_ends(tmp_path, capsys):
+    with_config(tmp_path / "t", {})
+    out = tmp_path / "out"
+    flags = [write_jsonl(tmp_path / "in"), f"--output={out}", f"--tokenizer={tmp_path / 't'}"]
+    assert run(*flags) == 0
+    # The token of the old spelling is no change.
+    (tmp_path / "t" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert run(*flags) == 0 and "already prepared" in capsys.readouterr().out
+    (tmp_path / "t" / "tokenizer_config.json").write_text('{"eos_token": "<END>"}')
+    assert run(*flags) == 2
+    assert "different settings: eos was '', now '<END>'" in capsys.readouterr().err
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(tmp_path):
