@@ -50,7 +50,9 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
     if args.train_bpe:
         tokenizer_digest = f"bpe {args.train_bpe}"
     else:
-        tokenizer_digest = tokenizer.digest(tokenizer.load(args.tokenizer))
+        loaded = tokenizer.load(args.tokenizer)
+        notes += loaded.warnings
+        tokenizer_digest = tokenizer.digest(loaded)
     # All that the output depends on: a folder is resumed only with the same settings.
     settings = {
         "inputs": inputs.fingerprint(files),

@@ -20,7 +20,7 @@ from meshtrain.data.corpus import Corpus
 from meshtrain.data.prepare import inputs
 from meshtrain.data.source import Batch, Source, check_sizes
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import ConfigError, choice_faults, import_optional
+from meshtrain.errors import ConfigError, choice_faults
 
 # T tokens of a text, or of all conversations
 
@@ -193,7 +193,7 @@ def _load(path: str, paths: tuple[Path, ...], fingerprint: str, tokenizer_path: 
             f"data.path={path}: holds no conversation; give JSON lines with `messages`"
         )
     corpus, is_learned = _tokenize(path, tokenizer, texts, spans)
-    warnings = []
+    warnings = [*tokenizer.warnings]
     if template.reads_clock:
         warnings.append(
             f"data.path={path}: the chat template asks for the date; the training data says "
@@ -430,10 +430,7 @@ def reply_encoder(file: Path) -> Encode:
     Unlike `Tokenizer.encode`, special tokens that are spelled in a text become these tokens, as
     transformers has it for the text of a chat template.
     """
-    package = import_optional("tokenizers")
-    model = package.Tokenizer.from_file(str(file))
-    model.no_truncation()
-    model.no_padding()
+    model, _ = tokenizers.read_huggingface(file)
 
     def encode(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         arrays = []

@@ -260,6 +260,18 @@ def test_the_data_are_known_by_tokens_and_template(tmp_path, folders):
     assert build(path, folders["marked"]).identity["data"] not in identities
 
 
+def test_conversations_have_the_same_tokens_despite_dropout_in_the_tokenizer(tmp_path, folders):
+    path = write(tmp_path / "a.jsonl")
+    folder = put(tmp_path / "t", FOUND["templates"]["chatml"])
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["model"]["dropout"] = 0.5
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    source = build(path, folder)
+    assert any("sets dropout=0.5" in line for line in source.warnings)
+    expected = build(path, folders["chatml"])
+    assert source.read(np.arange(4)).tokens.tolist() == expected.read(np.arange(4)).tokens.tolist()
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
