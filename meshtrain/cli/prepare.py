@@ -46,7 +46,7 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         print(*validate.validate(args.verify), sep="\n")
         return 0
     _check_flags(args)
-    files, notes = inputs.find_files(args.inputs, args.pattern, args.output)
+    files, notes = inputs.find_files(args.inputs, args.pattern, args.output, skip_bad=args.skip_bad)
     if args.train_bpe:
         tokenizer_digest = f"bpe {args.train_bpe}"
     else:

@@ -154,8 +154,17 @@ def _find(path: str) -> list[Path]:
     if fault:
         raise ConfigError(f"data.path={path}: {fault}; give a .jsonl file or a folder of them")
     paths = [Path(path)]
-    if paths[0].is_dir():
+    is_folder = paths[0].is_dir()
+    if is_folder:
         paths, _ = files.find(paths[0], "*", key="data.path", skip=lambda name: name[0] == ".")
+    faults = []
+    for file in paths:
+        if is_folder and inputs.extension_of(file) not in EXTENSIONS:
+            continue
+        fault = inputs.format_fault(file, is_named=not is_folder)
+        if fault:
+            faults.append(f"data.path={path}: {file} {fault}, or leave it out")
+    _report_faults(faults)
     paths = [file for file in paths if inputs.extension_of(file) in EXTENSIONS]
     if not paths:
         raise ConfigError(

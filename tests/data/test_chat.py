@@ -260,6 +260,17 @@ def test_the_data_are_known_by_tokens_and_template(tmp_path, folders):
     assert build(path, folders["marked"]).identity["data"] not in identities
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_json_array_of_conversations_is_named(tmp_path, folders, is_folder):
+    path = tmp_path / "in" / "a.json"
+    path.parent.mkdir()
+    path.write_text(f"[{', '.join(LINES)}]")
+    given = path.parent if is_folder else path
+    with pytest.raises(ConfigError) as error:
+        build(given, folders["chatml"])
+    assert f"data.path={given}: {path} is a JSON array, not JSON lines; convert" in str(error.value)
+
+
 def test_conversations_have_the_same_tokens_despite_dropout_in_the_tokenizer(tmp_path, folders):
     path = write(tmp_path / "a.jsonl")
     folder = put(tmp_path / "t", FOUND["templates"]["chatml"])
