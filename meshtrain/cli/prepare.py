@@ -69,6 +69,8 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         if journal.is_done:
             print(f"{args.output} is already prepared")
             return 0
+        if args.separator and not journal.shards:
+            inputs.check_separator(files, args.separator)
         folder.write_folder(
             args.output,
             files,

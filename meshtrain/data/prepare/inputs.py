@@ -136,6 +136,40 @@ def format_fault(path: Path, *, is_named: bool) -> str:
     return f"is {known.name}, not {expected}; {formats.way_out(known, path, in_prepare=True)}"
 
 
+def check_separator(paths: list[Path], separator: str) -> None:
+    """Raises ConfigError if no text file holds the separator; reads up to the first that does."""
+    text_files = [path for path in paths if extension_of(path) not in (*JSON_LINES, ".parquet")]
+    if not text_files:
+        raise ConfigError(
+            f"--separator={separator!r}: only text files are split, and the inputs have none; "
+            f"leave it out"
+        )
+    if any(_holds(path, separator.encode()) for path in text_files):
+        return
+    escape = "; in bash, $'\\n' is a newline" if "\\" in separator else ""
+    raise ConfigError(
+        f"--separator={separator!r}: does not occur in the inputs, of which {len(text_files):,} "
+        f"are text files{escape}; give the text between the documents, or leave it out: each file "
+        f"is then a document"
+    )
+
+
+def _holds(path: Path, separator: bytes) -> bool:
+    """Returns whether a file holds the separator; False if it cannot be read, reported later."""
+    try:
+        if not path.stat().st_size:
+            return False  # not opened: a file of /proc may wait for ever
+        with _open_at(path, 0) as (file, _):
+            end = b""  # of the chunk before: the separator may lie between two
+            while chunk := file.read(CHUNK):
+                if separator in end + chunk:
+                    return True
+                end = chunk[-len(separator) :]
+    except (OSError, EOFError, zlib.error):
+        pass
+    return False
+
+
 def _known_format(others: list[Path]) -> str:
     """Returns what to do with the first of the files that has a known format; "": none has."""
     for path in others:

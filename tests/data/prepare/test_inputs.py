@@ -70,6 +70,25 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path, capsys, monkeypatch):
     assert printed[5] == "and 3 more"
 
 
+def test_a_separator_that_never_occurs_is_rejected(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(inputs, "CHUNK", 7)
+    (tmp_path / "a.txt").write_text("one\n\ntwo<|end|>three")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"one\n\ntwo"))
+    lines = write_jsonl(tmp_path / "in")
+    for flags, fault in [
+        (["--separator=<|END|>"], "does not occur in the inputs, of which 2 are text files; give"),
+        ([r"--separator=\n\n"], r"2 are text files; in bash, $'\n' is a newline; give the text"),
+    ]:
+        assert run(tmp_path, f"--output={tmp_path / 'out'}", *flags) == 2
+        error = capsys.readouterr().err
+        assert f"--separator={flags[0].partition('=')[2]!r}: " in error and fault in error
+    assert run(lines, f"--output={tmp_path / 'out'}", "--separator=|") == 2
+    assert "--separator='|': only text files are split" in capsys.readouterr().err
+    for number, separator in enumerate(["<|end|>", "\n\n"]):
+        output = tmp_path / ("out", "new")[number]  # a rejected run does not block its folder
+        assert run(*tmp_path.glob("?.txt*"), f"--output={output}", f"--separator={separator}") == 0
+
+
 def test_another_field_is_read_if_given(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "yes", "text": "no"}\n')
     assert run(tmp_path / "a.jsonl", f"--output={tmp_path / 'out'}", "--field=body") == 0
